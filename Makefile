@@ -1,0 +1,49 @@
+# Everything runs in a private .venv; the first target that needs it makes it.
+PYTHON ?= python3
+TORCH  := 2.13.0
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+PIP    := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: train test lint types venv clean
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+.PHONY: help
+help:
+	@echo "make train   set up .venv and train the quickstart: 3 replicas x 2 ranks, one is killed and heals"
+	@echo "make test    lint, types and all tests"
+	@echo "make lint | types | venv | clean"
+
+train: $(STAMP)
+	$(BIN)/python launcher.py up configs/quickstart.yaml
+
+test: lint types
+	$(BIN)/python -m pytest
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(STAMP)
+	$(BIN)/mypy
+
+venv: $(STAMP)
+
+# torch comes first and by itself: the CPU build where one is offered (configured index or folder of
+# wheels, then PyTorch's own index), else the platform's default build. A range such as torch>=2.11,
+# resolved with everything else, would fetch several GB of CUDA packages.
+$(STAMP): pyproject.toml Makefile
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) install -q torch==$(TORCH)+cpu 2>/dev/null \
+	  || $(PIP) install -q torch==$(TORCH) --index-url https://download.pytorch.org/whl/cpu 2>/dev/null \
+	  || $(PIP) install -q torch==$(TORCH)
+	$(PIP) install -q -e '.[dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,0 +1,144 @@
+"""Configuration in and out: `load`, `dump`, `config_hash`, `json_schema`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from ft_hsdp.config.explain import explain, knows, schema_of, unknown_key
+from ft_hsdp.config.root import Config
+from ft_hsdp.errors import ConfigError
+
+_FLOAT_TAG = "tag:yaml.org,2002:float"
+_EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which 1e-3 is a number, as everybody expects (YAML 1.1 wants 1.0e-3)."""
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `_Loader` reads: text that looks like 1e-3 gets quotes."""
+
+
+_Loader.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, list("-+0123456789"))
+_Dumper.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, list("-+0123456789"))
+
+
+def load(path: Path, overrides: Sequence[str] = ()) -> Config:
+    """The configuration in the YAML file `path`, with `overrides` such as `--train.steps=60` on top.
+
+    Raises ConfigError, whose text is one line.
+    """
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(
+            "config file", str(path), f"a YAML file that can be read ({error.strerror})"
+        ) from None
+    document = _parse_yaml("config file", text, shown=str(path))
+    document = {} if document is None else document
+    if not isinstance(document, dict):
+        raise ConfigError("config file", str(path), "a YAML mapping of keys at the top level")
+    return parse(document, overrides)
+
+
+def parse(document: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
+    """As `load`, from the mapping that a YAML file would hold; `document` stays as it is."""
+    for override in overrides:
+        document = _override(document, override)
+    try:
+        return Config.model_validate(document)
+    except ValidationError as error:
+        raise explain(error, Config, document) from None
+
+
+def dump(config: Config) -> str:
+    """`config` as YAML, defaults spelled out; `load` makes an equal one of it."""
+    text: str = yaml.dump(
+        config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False
+    )
+    return text
+
+
+def config_hash(config: Config) -> str:
+    """Hash over what replicas must share to train one model: 32 hex digits.
+
+    Covers model, data, optimizer, learning rate, batch shape, seed and ranks per replica. The
+    number of steps counts only where the learning rate depends on it.
+    """
+    train = config.train
+    shared = {
+        "model": {
+            **config.model.model_dump(),
+            "kv_heads": config.model.key_value_heads,
+            "ffn_dim": config.model.hidden_dim,
+        },
+        "data": config.data.model_dump(),
+        "optim": config.optim.model_dump(),
+        "lr": config.lr.model_dump(),
+        "horizon": None if config.lr.schedule == "constant" else train.steps,
+        "train": {
+            "seed": train.seed,
+            "micro_batch": train.micro_batch,
+            "seq_len": train.seq_len,
+            "accumulate": train.accumulate,
+        },
+        "ranks_per_replica": config.ranks_per_replica,
+    }
+    canonical = json.dumps(shared, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.blake2b(canonical.encode(), digest_size=16, person=b"ft_hsdp.config").hexdigest()
+
+
+def json_schema() -> str:
+    """JSON schema of the configuration, for editors: the content of configs/schema.json."""
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema_of(Config)}
+    return json.dumps(schema, indent=2) + "\n"
+
+
+def _override(document: dict[str, Any], text: str) -> dict[str, Any]:
+    """A copy of `document` with `--dotted.key=value` put in; the value is YAML."""
+    name, equals, value_text = text.removeprefix("--").partition("=")
+    if not equals or not name:
+        raise ConfigError("override", text, "--dotted.key=value")
+    path = [int(part) if part.isdecimal() else part for part in name.split(".")]
+    if not knows(Config, path):
+        known = next(n for n in range(len(path)) if not knows(Config, path[: n + 1]))
+        raise unknown_key(path[: known + 1], Config, value_text)
+    changed: dict[str, Any] = _put(document, path, 0, _parse_yaml(name, value_text, shown=value_text))
+    return changed
+
+
+def _put(here: Any, path: Sequence[int | str], depth: int, value: Any) -> Any:
+    """A copy of `here` in which `path[depth:]` holds `value`; what is missing on the way is made."""
+    if depth == len(path):
+        return value
+    part = path[depth]
+    if isinstance(part, int):
+        items = list(here) if isinstance(here, Sequence) and not isinstance(here, str) else []
+        if part > len(items):
+            raise ConfigError(".".join(map(str, path)), value, f"a place from 0 to {len(items)} in the list")
+        items[part : part + 1] = [_put(items[part] if part < len(items) else None, path, depth + 1, value)]
+        return items
+    mapping = dict(here) if isinstance(here, dict) else {}
+    mapping[part] = _put(mapping.get(part), path, depth + 1, value)
+    return mapping
+
+
+def _parse_yaml(key: str, text: str | bytes, shown: str) -> Any:
+    """The value of a YAML document; ConfigError on `key` where it is none."""
+    try:
+        return yaml.load(text, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        place = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(key, shown, f"valid YAML ({place}{error.problem})") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(key, shown, f"valid YAML ({error})") from None

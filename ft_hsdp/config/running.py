@@ -1,0 +1,200 @@
+"""The sections that say how the job runs: all-reduce, quorum, restarts, network, failures."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, JsonValue, model_validator
+
+from ft_hsdp.config.base import Int, Number, Section, refuse
+
+MAX_REPLICAS = 64
+MAX_RANKS = 64
+DAY_S = 86400.0
+
+ReplicaId = Annotated[Int, Field(ge=0, lt=MAX_REPLICAS)]
+
+
+class JobConfig(Section):
+    """The job's name and the place of its files."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9._-]{1,64}$", description="names the folder of the run")
+    runs_dir: str = Field("runs", min_length=1, description="folder that holds a folder per run")
+
+    @model_validator(mode="after")
+    def _folder(self) -> Self:
+        if self.name in (".", ".."):
+            raise refuse("name", self.name, "a name that is not a folder's own name for itself or its parent")
+        return self
+
+
+class FtarConfig(Section):
+    """The all-reduce across replicas (FT-HSDP §5)."""
+
+    transport: Literal["auto", "tcp", "shm", "c10d"] = Field(
+        "auto", description="how ranks of a ring are connected"
+    )
+    chunk_bytes: Int = Field(
+        2**20, ge=4096, le=2**30, multiple_of=64, description="bytes per message on the ring"
+    )
+    chunks: Int = Field(8, ge=1, le=1024, description="messages in flight per connection")
+    timeout_s: Number = Field(60.0, gt=0, le=DAY_S, description="longest silence of a connected neighbour")
+    connect_timeout_s: Number = Field(5.0, gt=0, le=DAY_S, description="longest time to connect a new ring")
+    dtype: Literal["float32"] = Field("float32", description="type in which gradients are summed")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.transport in ("shm", "c10d"):
+            raise refuse("transport", self.transport, "auto, tcp (shm and c10d are not in this version)")
+        if self.connect_timeout_s > self.timeout_s:
+            raise refuse(
+                "connect_timeout_s",
+                self.connect_timeout_s,
+                f"at most ftar.timeout_s ({self.timeout_s}): a ring that is still connecting "
+                "must be given up before its members are held to be silent",
+            )
+        return self
+
+
+class QuorumConfig(Section):
+    """When the lighthouse goes on without a replica, and how long it waits (FT-HSDP §4.1)."""
+
+    min_replicas: Int = Field(1, ge=1, le=MAX_REPLICAS, description="contributors below which training waits")
+    lease_s: Number = Field(
+        600.0, gt=0, le=DAY_S, description="how long the last grant holds without a lighthouse"
+    )
+    catchup_wait_s: Number = Field(
+        0.0, ge=0, le=DAY_S, description="how long a step waits for a replica to catch up"
+    )
+    suspect_grace_s: Number = Field(
+        1.0, ge=0, le=DAY_S, description="time for a suspect to ask for the next step"
+    )
+    evict_s: Number = Field(10.0, gt=0, le=DAY_S, description="silence after which a suspect is to be killed")
+    start_wait_s: Number | None = Field(
+        None, ge=0, le=DAY_S, description="how long the first step waits for all replicas; null waits for all"
+    )
+    answer_wait_s: Number = Field(
+        1.0, gt=0, le=DAY_S, description="wait for a grant before the last one is repeated"
+    )
+    final_wait_s: Number = Field(
+        120.0, gt=0, le=DAY_S, description="how long finished replicas serve the final state to the others"
+    )
+    on_lost_head: Literal["wait", "halt"] = Field(
+        "halt", description="what to do when no living replica holds the newest committed state"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.suspect_grace_s > self.evict_s:
+            raise refuse(
+                "suspect_grace_s",
+                self.suspect_grace_s,
+                f"at most quorum.evict_s ({self.evict_s}): a suspect must be left out before it is evicted",
+            )
+        for key in ("answer_wait_s", "evict_s"):
+            value = getattr(self, key)
+            if value > self.lease_s:
+                raise refuse(
+                    key,
+                    value,
+                    f"at most quorum.lease_s ({self.lease_s}): the lease must outlast the waits under it",
+                )
+        return self
+
+
+class RestartConfig(Section):
+    """How lost replicas are started again."""
+
+    budget: Int = Field(20, ge=0, le=10**6, description="restarts per replica before it is given up")
+    backoff_s: Number = Field(
+        0.0, ge=0, le=DAY_S, description="wait before a second restart; doubles with each"
+    )
+    backoff_max_s: Number = Field(30.0, ge=0, le=DAY_S, description="longest wait before a restart")
+    hold_s: Number = Field(
+        2.0, ge=0, le=DAY_S, description="time that a rank has to end by itself before SIGKILL"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.backoff_s > self.backoff_max_s:
+            raise refuse(
+                "backoff_s",
+                self.backoff_s,
+                f"at most restart.backoff_max_s ({self.backoff_max_s}): it is the first of those waits",
+            )
+        return self
+
+
+class NetworkConfig(Section):
+    """Addresses."""
+
+    host: str = Field(
+        "127.0.0.1", min_length=1, max_length=255, description="address the lighthouse listens on"
+    )
+    port: Int = Field(0, ge=0, le=65535, description="port of the lighthouse; 0 takes a free one")
+    state_interface: str | None = Field(
+        None,
+        min_length=1,
+        max_length=255,
+        description="address on which states are served; null means network.host",
+    )
+
+
+class CheckpointConfig(Section):
+    """Durable checkpoints."""
+
+    every: Int = Field(0, ge=0, le=10**9, description="steps between durable checkpoints; 0 makes none")
+    dir: str | None = Field(
+        None, min_length=1, description="folder of the checkpoints, which also keys a resume"
+    )
+    keep: Int = Field(2, ge=1, le=10**6, description="checkpoints that are kept")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.every > 0:
+            raise refuse("every", self.every, "0 (durable checkpoints are not in this version)")
+        return self
+
+
+class ChaosConfig(Section):
+    """Failures injected on purpose: once at a step, or at a rate."""
+
+    at_step: Int | None = Field(None, ge=1, le=10**9, description="once, while this step is in flight")
+    rate_per_min: Number | None = Field(
+        None, gt=0, le=6000, description="at random moments, this often a minute"
+    )
+    replicas: tuple[ReplicaId, ...] = Field(min_length=1, description="ids of the replicas that are hit")
+    rank: Annotated[Int, Field(ge=0, lt=MAX_RANKS)] | None = Field(
+        None,
+        description="rank that gets the signal; null means rank 0 with at_step, a random one with a rate",
+    )
+    signal: Literal["KILL", "STOP", "TERM"] = Field("KILL", description="the signal")
+    down_steps: Int = Field(
+        0, ge=0, le=10**6, description="steps that a lost replica stays away before its restart"
+    )
+    for_s: Number = Field(
+        0.0, ge=0, le=DAY_S, description="with STOP: continue after this many seconds; 0 never does"
+    )
+    seed: Int = Field(0, ge=0, lt=2**63, description="seed of the random moments and victims of a rate")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.at_step is None and self.rate_per_min is None:
+            raise refuse("at_step", None, "exactly one of at_step and rate_per_min (neither is given)")
+        if self.at_step is not None and self.rate_per_min is not None:
+            raise refuse(
+                "rate_per_min", self.rate_per_min, "exactly one of at_step and rate_per_min (both are given)"
+            )
+        if self.for_s > 0 and self.signal != "STOP":
+            raise refuse("for_s", self.for_s, f"0 with signal {self.signal}: only a STOP can be continued")
+        if len(set(self.replicas)) != len(self.replicas):
+            raise refuse("replicas", list(self.replicas), "each replica once")
+        return self
+
+
+class DebugConfig(Section):
+    """For tests."""
+
+    failpoints: dict[str, JsonValue] = Field(
+        default_factory=dict, description="named places in the code at which to fail, with their arguments"
+    )

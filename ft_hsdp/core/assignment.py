@@ -1,0 +1,109 @@
+"""Grant: what the lighthouse lets a set of replicas do, and what it means for one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ft_hsdp.core.commit import CommitRecord, Fence
+from ft_hsdp.core.lineage import StateId
+
+Role = Literal["contribute", "behind"]
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A replica in a grant; addresses are "host:port", one for each rank."""
+
+    replica: int
+    incarnation: str
+    role: Role
+    ring: tuple[str, ...] = ()
+    state: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """A membership: who is in the ring of ``epoch``, in which order, on which state, in which role.
+
+    ``void`` are attempts that are known never to commit, so a record of them may be dropped. ``mac``
+    authenticates the grant when one member shows it to another.
+    """
+
+    term: int
+    epoch: int
+    base: StateId
+    members: tuple[Member, ...]
+    total: int
+    reason: str = field(compare=False)
+    void: tuple[Fence, ...] = ()
+    mac: str = ""
+
+    @property
+    def ring(self) -> tuple[int, ...]:
+        """Replica ids in ring order."""
+        return tuple(m.replica for m in self.members)
+
+    def member(self, replica: int, incarnation: str) -> Member | None:
+        """The entry of this incarnation of ``replica``, if the grant names it."""
+        return next((m for m in self.members if m.replica == replica and m.incarnation == incarnation), None)
+
+    @property
+    def donors(self) -> tuple[Member, ...]:
+        """Members that hold the base state and can serve it."""
+        return tuple(m for m in self.members if m.role == "contribute")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a replica tells the lighthouse about itself when it asks for a step.
+
+    ``state`` is what all its ranks hold. ``prepared`` is a record that it holds without knowing the verdict.
+    ``step`` is the step that it asks for. ``epoch`` is the one that it is in, and ``after`` an epoch that is
+    of no more use to it (0: none), so that only a larger one will do. ``equal`` are the replicas that the
+    last token knew to hold ``state``; ``void`` is an attempt that it will never vote for.
+    """
+
+    replica: int
+    incarnation: str
+    state: StateId
+    step: int
+    epoch: int = 0
+    after: int = 0
+    max_term: int = 0
+    prepared: CommitRecord | None = None
+    void: Fence | None = None
+    equal: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Continue:
+    """Answer: the membership of ``epoch`` stands for ``step``."""
+
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """Answer: training is over; take ``base`` from the donors, without a ring."""
+
+    base: StateId
+    donors: tuple[Member, ...] = field(default=())
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """Answer: every replica has the final state; end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """Answer: this incarnation may not take part, ``reason`` says why; it ends with ``exit_code``."""
+
+    reason: str
+    exit_code: int
+
+
+Answer = Grant | Continue | Final | Finish | Refused

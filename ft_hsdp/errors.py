@@ -1,0 +1,125 @@
+"""Every exception that ft_hsdp raises on purpose, with the exit code that it stands for.
+
+Exit codes: 0 done, 64 bad configuration or arguments, 69 lighthouse unreachable, 75 retryable
+(restart me), 76 broken hardware (replace the node).
+"""
+
+from __future__ import annotations
+
+EXIT_OK = 0
+EXIT_CONFIG = 64
+EXIT_UNREACHABLE = 69
+EXIT_RETRYABLE = 75
+EXIT_HARDWARE = 76
+
+_SHOWN = 120  # characters of a bad value that are worth a reader's time
+
+
+class FtHsdpError(Exception):
+    """Base of all; a process that ends with it exits with `exit_code`."""
+
+    exit_code: int = EXIT_RETRYABLE
+
+
+class ConfigError(FtHsdpError):
+    """A configuration or an argument that cannot be used; `str()` is one line for the user.
+
+    `key` is the dotted name, `value` what was given, `allowed` what may stand there.
+    """
+
+    exit_code = EXIT_CONFIG
+
+    def __init__(self, key: str, value: object, allowed: str) -> None:
+        super().__init__(key, value, allowed)
+        self.key = key
+        self.value = value
+        self.allowed = allowed
+
+    def __str__(self) -> str:
+        return _line(f"{_line(self.key)}: got {_short(self.value)}; allowed: {self.allowed}")
+
+
+class LighthouseUnreachable(FtHsdpError):
+    """The lighthouse did not answer before this process ever joined."""
+
+    exit_code = EXIT_UNREACHABLE
+
+
+class Retryable(FtHsdpError):
+    """This process cannot go on, but a fresh one in its place may."""
+
+    exit_code = EXIT_RETRYABLE
+
+
+class BrokenHardware(FtHsdpError):
+    """The machine itself is at fault: a restart on it would fail again."""
+
+    exit_code = EXIT_HARDWARE
+
+
+class FTARError(FtHsdpError):
+    """An all-reduce across replicas failed (FT-HSDP §5).
+
+    `suspect` is the id of the replica that is held responsible, where one is known.
+    """
+
+    def __init__(self, message: str = "", *, suspect: int | None = None) -> None:
+        super().__init__(message)
+        self.suspect = suspect
+
+    def __str__(self) -> str:
+        text = super().__str__() or type(self).__name__
+        return text if self.suspect is None else f"{text} (suspect: replica {self.suspect})"
+
+
+class RecoverableError(FTARError):
+    """The ring is gone, the local gradient is not: retry under a larger epoch."""
+
+
+class PeerDead(RecoverableError):
+    """A neighbour closed or reset its connection."""
+
+
+class PeerTimeout(RecoverableError):
+    """A neighbour made no progress before the deadline."""
+
+
+class RemoteAbort(RecoverableError):
+    """Another member saw a failure first and told the ring."""
+
+
+class StaleEpoch(RecoverableError):
+    """A newer grant exists, or the members do not stand at the same state."""
+
+
+class ConnectFailed(RecoverableError):
+    """The ring of a new epoch could not be connected in time."""
+
+
+class FatalError(FTARError):
+    """Retrying cannot help: the process has to stop."""
+
+
+class ProtocolViolation(FatalError):
+    """A peer sent what the protocol does not allow."""
+
+
+class DataCorruption(FatalError):
+    """Bytes arrived whose checksum does not hold."""
+
+
+class InvalidArgument(FatalError):
+    """The caller asked for something that can never work."""
+
+    exit_code = EXIT_CONFIG
+
+
+def _line(text: str) -> str:
+    """`text` on one line: every run of white space becomes one blank."""
+    return " ".join(text.split())
+
+
+def _short(value: object) -> str:
+    """`value` as the user wrote it, on one line and of bounded length."""
+    text = _line(repr(value))
+    return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

@@ -1,0 +1,1 @@
+"""What starts, watches, disturbs and describes a job. The command line is in `cli`."""

@@ -1,0 +1,61 @@
+"""What a process must do so that nothing outlives the one that started it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import ft_hsdp
+
+_PR_SET_PDEATHSIG = 1
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+"""Environment of every process that computes: one thread each, output at once."""
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel SIGKILL this process when `parent`, which must have started it, dies."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it died before the call
+        os._exit(128 + signal.SIGKILL)
+
+
+def tied(*module_and_args: str) -> list[str]:
+    """The command that runs a module of this installation tied to the calling process's life."""
+    return [sys.executable, "-m", "ft_hsdp.launch.tied", str(os.getpid()), *module_and_args]
+
+
+def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """This process's environment, in which the children find the packages that it runs."""
+    root = str(Path(ft_hsdp.__file__).parents[1])
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths), **(extra or {})}
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nobody listens on at the moment."""
+    with socket.socket() as sock:
+        sock.bind((host, 0))
+        return int(sock.getsockname()[1])
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that is not empty; "" where there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 8192))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    except OSError:
+        return ""
+    return next((line for line in reversed(lines) if line), "")

@@ -1,0 +1,51 @@
+"""How far the job is, as its supervisor knows it: from the lighthouse's answers and the replicas' logs."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+
+class Changes:
+    """Lets many wait for conditions over one thing that changes."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def wake(self) -> None:
+        """Have every waiter look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def wait_for(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Wait until `ready()`; False after `timeout_s`. It is asked again after every `wake`."""
+        loop = asyncio.get_running_loop()
+        deadline = None if timeout_s is None else loop.time() + timeout_s
+        while not ready():
+            left = None if deadline is None else deadline - loop.time()
+            if left is not None and left <= 0:
+                return False
+            try:
+                await asyncio.wait_for(self._changed.wait(), left)
+            except TimeoutError:
+                return ready()
+        return True
+
+
+class Progress(Changes):
+    """The newest committed step and epoch of the job."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.step = 0
+        self.epoch = 0
+        self.finished = False
+
+    def saw(self, step: int, epoch: int = 0, finished: bool = False) -> None:
+        """Take news; what is older than what is known changes nothing."""
+        before = (self.step, self.epoch, self.finished)
+        self.step = max(self.step, step)
+        self.epoch = max(self.epoch, epoch)
+        self.finished = self.finished or finished
+        if (self.step, self.epoch, self.finished) != before:
+            self.wake()

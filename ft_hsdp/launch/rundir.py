@@ -1,0 +1,251 @@
+"""The run directory: the names of its files, atomic writes, and reading logs that are still growing."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ft_hsdp.errors import ConfigError
+
+Row = dict[str, Any]
+"""One line of a JSONL file."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunDir:
+    """`runs/NAME`; the properties name the files in it."""
+
+    path: Path
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.yaml"
+
+    @property
+    def token(self) -> Path:
+        """The secret that the job's processes share; mode 0600."""
+        return self.path / "token"
+
+    @property
+    def lighthouse(self) -> Path:
+        """{"pid", "url"}, written by the lighthouse once it listens."""
+        return self.path / "lighthouse.json"
+
+    @property
+    def lighthouse_log(self) -> Path:
+        """stdout and stderr of the lighthouse."""
+        return self.path / "lighthouse.log"
+
+    @property
+    def lighthouse_events(self) -> Path:
+        """The lighthouse's own events."""
+        return self.path / "lighthouse" / "events.jsonl"
+
+    @property
+    def supervisor(self) -> Path:
+        """{"pid", "created"} of `up`."""
+        return self.path / "supervisor.json"
+
+    @property
+    def events(self) -> Path:
+        """All events, merged by the supervisor."""
+        return self.path / "events.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        """A line per committed step, merged by the supervisor."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def summary(self) -> Path:
+        """The job in figures, written at its end."""
+        return self.path / "summary.json"
+
+    def replica(self, replica: int) -> Path:
+        """The folder of one replica."""
+        return self.path / "replicas" / str(replica)
+
+    def commits(self, replica: int) -> Path:
+        """A line per step that the replica committed."""
+        return self.replica(replica) / "commits.jsonl"
+
+    def fed(self, replica: int) -> Path:
+        """A line per batch, before its forward."""
+        return self.replica(replica) / "fed.jsonl"
+
+    def replica_events(self, replica: int) -> Path:
+        """The replica's own events."""
+        return self.replica(replica) / "events.jsonl"
+
+    def injections(self, replica: int) -> Path:
+        """Failures that were injected by hand."""
+        return self.replica(replica) / "chaos.jsonl"
+
+    def supervision(self, replica: int) -> Path:
+        """Events of the supervisor of a replica that was started by hand."""
+        return self.replica(replica) / "supervisor.jsonl"
+
+    def final(self, replica: int) -> Path:
+        """The state at which the replica ended."""
+        return self.replica(replica) / "final.json"
+
+    def processes(self, replica: int) -> Path:
+        """The replica's ranks and their pids, written by its supervisor."""
+        return self.replica(replica) / "processes.json"
+
+    def rank_log(self, replica: int, rank: int) -> Path:
+        """stdout and stderr of one rank, of all incarnations."""
+        return self.replica(replica) / f"rank{rank}.log"
+
+    def replicas(self) -> list[int]:
+        """Ids of the replicas that have a folder, sorted."""
+        folder = self.path / "replicas"
+        return sorted(int(p.name) for p in folder.glob("*") if p.name.isdecimal()) if folder.is_dir() else []
+
+
+def identity(pid: int | None = None) -> Row:
+    """What names a process for good: {"pid", "created"}; pids alone are used again."""
+    process = psutil.Process(pid)
+    return {"pid": process.pid, "created": process.create_time()}
+
+
+def alive(named: object) -> bool:
+    """Whether the process in `named` = {"pid"[, "created"]} runs; zombies do not."""
+    if not isinstance(named, Mapping) or not isinstance(named.get("pid"), int) or named["pid"] <= 0:
+        return False
+    try:
+        process = psutil.Process(named["pid"])
+        created = named.get("created")
+        if isinstance(created, int | float) and abs(process.create_time() - created) > 1.0:
+            return False
+        return bool(process.status() != psutil.STATUS_ZOMBIE)
+    except (psutil.NoSuchProcess, OverflowError):
+        return False
+
+
+def claim(run: RunDir) -> None:
+    """Make `run` an empty folder; what stood there moves to NAME.<time it was made>.
+
+    Raises ConfigError on job.name while a job runs there, or where the folder cannot be made.
+    """
+    for file in (run.supervisor, run.lighthouse):
+        named = read_json(file)
+        if alive(named):
+            raise ConfigError("job.name", run.name, f"a name that no running job has (pid {named['pid']})")
+    try:
+        if run.path.exists():
+            stamped = run.supervisor if run.supervisor.exists() else run.path
+            made = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(stamped.stat().st_mtime))
+            run.path.rename(_unused(run.path.with_name(f"{run.name}.{made}")))
+        run.path.mkdir(parents=True)
+    except OSError as error:
+        raise ConfigError(
+            "job.runs_dir", str(run.path.parent), f"a folder that can be written ({error.strerror})"
+        ) from None
+
+
+def _unused(path: Path) -> Path:
+    """`path`, or `path` with a number that makes it new."""
+    tries = (path.with_name(f"{path.name}-{n}") for n in range(2, 10_000))
+    return path if not path.exists() else next(p for p in tries if not p.exists())
+
+
+def newest_live(runs_dir: Path) -> RunDir | None:
+    """The running job under `runs_dir` that was started last."""
+    found = []
+    for file in [*runs_dir.glob("*/supervisor.json"), *runs_dir.glob("*/lighthouse.json")]:
+        with contextlib.suppress(OSError):
+            found.append((file.stat().st_mtime, file))
+    newest = next((file for _, file in sorted(found, reverse=True) if alive(read_json(file))), None)
+    return RunDir(newest.parent) if newest else None
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write `text` to a new file that only its owner can read."""
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+        file.write(text)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace `path` by `value` as JSON: a reader sees the old file or the new one, whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_text(json.dumps(value, allow_nan=False) + "\n")
+    part.replace(path)
+
+
+def read_json(path: Path) -> Any:
+    """The JSON in `path`; None where there is none that can be read."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def read_jsonl(path: Path) -> list[Row]:
+    """All whole lines of a JSONL file; none where it does not exist."""
+    return Tailer(path).poll()
+
+
+class Appender:
+    """A JSONL file that grows by one line a call, at once."""
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", buffering=1)
+
+    def append(self, row: Mapping[str, Any]) -> None:
+        """Add one line."""
+        self._file.write(json.dumps(row) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class Tailer:
+    """The new lines of a JSONL file that others append to; a line that is not whole yet waits."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.bad = 0  # lines that were no JSON objects: the writer was killed inside one
+        self._offset = 0
+        self._part = b""
+
+    def poll(self) -> list[Row]:
+        """The rows that were added since the last call."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return []
+        self._offset += len(data)
+        *lines, self._part = (self._part + data).split(b"\n")
+        return [row for line in lines if (row := self._row(line)) is not None]
+
+    def _row(self, line: bytes) -> Row | None:
+        if not line.strip():
+            return None
+        try:
+            row = json.loads(line)
+        except ValueError:
+            row = None
+        if isinstance(row, dict):
+            return row
+        self.bad += 1
+        return None

@@ -1,0 +1,115 @@
+"""Events in words, for the terminal and for `explain`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from ft_hsdp.launch.rundir import Row
+
+
+def _who(e: Row) -> str:
+    rank = e.get("rank")
+    return f"replica {e.get('replica')}" + (f" rank {rank}" if rank is not None else "")
+
+
+def _ids(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+_TOLD: dict[str, Callable[[Row], str]] = {
+    "FailureInjected": lambda e: f"{e['kind']} sent to {_who(e)} (pid {e['pid']})",
+    "FailureLifted": lambda e: f"{_who(e)} continues",
+    "ProcessExited": lambda e: f"{_who(e)} is gone: {e['kind']}",
+    "ReplicaExited": lambda e: f"replica {e['replica']} is down: {e['kind']}",
+    "EvictionOrdered": lambda e: f"replica {e['replica']} is evicted",
+    "ReplicaStarted": lambda e: f"replica {e['replica']} started as {e['incarnation']}",
+    "RestartScheduled": lambda e: f"replica {e['replica']} will be started again",
+    "ReplicaLost": lambda e: f"replica {e['replica']} is lost",
+    "ReplicaStuck": lambda e: f"replica {e['replica']} does not end",
+    "ReplicaWarmed": lambda e: f"replica {e['replica']} is warm",
+    "CheckedIn": lambda e: f"replica {e['replica']} checked in",
+    "RingBroken": lambda e: f"replica {e['replica']} saw its ring break, suspects {e.get('suspect')}",
+    "StepRetried": lambda e: f"replica {e['replica']} repeats the ring of step {e.get('step', '?')}",
+    "LeftBehind": lambda e: f"replica {e['replica']} is behind",
+    "FetchStarted": lambda e: f"replica {e['replica']} fetches the state",
+    "FetchCompleted": lambda e: (
+        f"replica {e['replica']} fetched {e.get('bytes', 0) / 1e6:.1f} MB in {e.get('seconds', 0):.2f} s"
+        f" from replica {e.get('donor', e.get('source'))}"
+    ),
+    "FetchRejected": lambda e: f"replica {e['replica']} refused a fetched state",
+    "Rejoined": lambda e: f"replica {e['replica']} is equal again at step {e.get('step', '?')}",
+    "Finished": lambda e: f"replica {e['replica']} holds the final state",
+    "EpochGranted": lambda e: f"epoch {e['epoch']}: members {_ids(e['members'])} at step {e['step']}",
+    "ReplicaExcluded": lambda e: f"replica {e['replica']} is left out",
+    "ReplicaEvicted": lambda e: f"the lighthouse evicts replica {e['replica']}",
+    "ExitReported": lambda e: f"exit of {e['incarnation']} reported",
+    "HeadRolledBack": lambda e: "the head was rolled back",
+    "AskRefused": lambda e: f"replica {e.get('replica')} was refused",
+    "LighthouseStarted": lambda e: "the lighthouse is up",
+    "LighthouseExited": lambda e: "the lighthouse is gone",
+    "LighthouseFailed": lambda e: "the lighthouse did not start",
+    "LighthouseRestarted": lambda e: "the lighthouse is back",
+    "Waiting": lambda e: "the lighthouse waits",
+    "JobFinished": lambda e: "the job has its final state",
+}
+
+NOTABLE = frozenset(
+    {
+        "FailureInjected",
+        "FailureLifted",
+        "RingBroken",
+        "ProcessExited",
+        "EvictionOrdered",
+        "RestartScheduled",
+        "ReplicaLost",
+        "ReplicaStuck",
+        "LeftBehind",
+        "FetchCompleted",
+        "FetchRejected",
+        "Rejoined",
+        "EpochGranted",
+        "ReplicaExcluded",
+        "HeadRolledBack",
+        "LighthouseExited",
+        "LighthouseFailed",
+        "LighthouseRestarted",
+        "Waiting",
+    }
+)
+"""The events that a live view shows."""
+
+
+def tell(event: Row, *, reason: bool = True) -> str:
+    """One sentence on one event."""
+    try:
+        text = _TOLD[event["event"]](event)
+    except (KeyError, TypeError, ValueError):
+        text = " ".join([event["event"], *([_who(event)] if event.get("replica") is not None else [])])
+    why = event.get("reason") if reason else None
+    return f"{text} - {why}" if why and why != text else text
+
+
+def story(events: Iterable[Row], failures: Sequence[Row] = (), lost: Sequence[int] = ()) -> list[str]:
+    """A run as lines: every decision with its reason, then each failure in one paragraph."""
+    ordered = sorted(events, key=lambda e: e["t"])
+    if not ordered:
+        return ["nothing is recorded"]
+    start = ordered[0]["t"]
+    lines = [f"{e['t'] - start:9.3f} s  {tell(e)}" for e in ordered]
+    for n, failure in enumerate(failures, 1):
+        lines += ["", f"failure {n}: {account(failure, start)}"]
+    lines += [f"replica {replica} was lost: its restarts were used up" for replica in lost]
+    return lines
+
+
+def account(failure: Row, start: float) -> str:
+    """One failure of summary.json in words; `start` is the run's first moment."""
+    back = failure["rejoin_s"]
+    came = f"contributed again after {back:.2f} s" if back is not None else "did not contribute again"
+    donor = f", with the state of replica {failure['source']}" if failure["source"] else ""
+    rank = f" rank {failure['rank']}" if failure["rank"] is not None else ""
+    return (
+        f"{failure['kind']} of replica {failure['replica']}{rank} at {failure['t'] - start:.3f} s; "
+        f"seen after {failure['detect_s'] * 1e3:.0f} ms; the others lost {failure['stall_s']:.2f} s; "
+        f"it {came}{donor}"
+    )

@@ -1,0 +1,117 @@
+"""The job in figures: summary.json, from what the replicas logged. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import Any
+
+from ft_hsdp.config import Config
+from ft_hsdp.launch.failures import failures
+from ft_hsdp.launch.rundir import Row
+
+Summary = dict[str, Any]
+
+
+def summarize(
+    config: Config,
+    rows: Sequence[Row],
+    fed: Mapping[int, Sequence[Row]],
+    finals: Mapping[int, Row],
+    events: Sequence[Row],
+    lost: Sequence[int] = (),
+) -> Summary:
+    """The summary of a run.
+
+    rows: canonical commit rows, by step. fed: per replica, what it logged before each forward.
+    finals: per replica, its final.json. events: of all processes. lost: replicas past their budget.
+    """
+    total = config.replicas
+    typical = fault_free_step(rows, total)
+    wall = wall_s(rows)
+    useful = sum(typical * len(row["contributors"]) / total for row in rows)
+    losses = [row["loss"] for row in rows]
+    window = max(1, len(rows) // 10)
+    summary: Summary = {
+        "steps": rows[-1]["step"] if rows else 0,
+        "loss_first": _mean(losses[:window]),
+        "loss_last": _mean(losses[-window:]),
+        "wall_s": wall,
+        "tokens": sum(row["tokens"] for row in rows),
+        "effective_training_ratio": useful / wall if wall > 0 else 0.0,
+        "stall_s": stalls(rows),
+        "replicas": {str(r): _replica(r, rows, finals.get(r), events) for r in range(total)},
+        "batches": batches(rows, fed),
+        "failures": failures(rows, events, typical),
+    }
+    if lost:
+        summary["lost"] = sorted(lost)
+    return summary
+
+
+def fault_free_step(rows: Sequence[Row], total: int) -> float:
+    """The median time in seconds of a step to which all `total` replicas contributed at the first attempt."""
+    whole = [row["step_s"] for row in rows if len(row["contributors"]) == total]
+    some = whole or [row["step_s"] for row in rows]
+    return float(median(some)) if some else 0.0
+
+
+def wall_s(rows: Sequence[Row]) -> float:
+    """Seconds from the start of the first step to the last commit."""
+    return float(rows[-1]["t"] - rows[0]["t"] + rows[0]["step_s"]) if rows else 0.0
+
+
+def stalls(rows: Sequence[Row]) -> dict[str, float]:
+    """Exposed waits in seconds, by cause, over all steps."""
+    sums: Counter[str] = Counter()
+    for row in rows:
+        sums.update(row["waits"])
+    return {cause: float(seconds) for cause, seconds in sorted(sums.items())}
+
+
+def batches(rows: Sequence[Row], fed: Mapping[int, Sequence[Row]]) -> dict[str, int]:
+    """How many batches were trained, how many of them twice, how many never.
+
+    A batch is trained when a canonical commit lists it *and* its replica logged, for that very step, that
+    it fed it: so the ledger is checked against what the model really saw.
+    """
+    seen = {(r, f["step"], f["shard"], f["index"]) for r, lines in fed.items() for f in lines}
+    claimed: dict[int, set[int]] = {}  # data shard -> indices that the commits list
+    trained: Counter[tuple[int, int]] = Counter()
+    for row in rows:
+        for c in row["contributions"]:
+            if c["weight"] <= 0:
+                continue
+            claimed.setdefault(c["shard"], set()).add(c["index"])
+            if (c["replica"], row["step"], c["shard"], c["index"]) in seen:
+                trained[c["shard"], c["index"]] += 1
+    holes = {_hole(hole) for hole in rows[-1]["holes"]} if rows else set()
+    from_start = bool(rows) and rows[0]["step"] == 1
+    skipped = 0
+    for shard, indices in claimed.items():
+        first = 0 if from_start else min(indices)
+        for index in range(first, max(indices) + 1):
+            skipped += (shard, index) not in trained and (shard, index) not in holes
+    return {
+        "trained": len(trained),
+        "duplicated": sum(times > 1 for times in trained.values()),
+        "skipped": skipped,
+    }
+
+
+def _hole(hole: Any) -> tuple[int, int]:
+    """A batch that was left out on purpose: [shard, index] or {"shard", "index"}."""
+    return (hole["shard"], hole["index"]) if isinstance(hole, Mapping) else (hole[0], hole[1])
+
+
+def _replica(replica: int, rows: Sequence[Row], final: Row | None, events: Sequence[Row]) -> Row:
+    """How one replica ended; without its final state, what it last contributed to."""
+    last = max((row["step"] for row in rows if replica in row["contributors"]), default=0)
+    starts = sum(e["event"] == "ReplicaStarted" and e["replica"] == replica for e in events)
+    end = final or {"step": last, "lineage": "", "digest": ""}
+    return {**{key: end[key] for key in ("step", "lineage", "digest")}, "incarnations": starts}
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(sum(values) / len(values)) if values else 0.0

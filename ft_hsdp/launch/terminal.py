@@ -1,0 +1,174 @@
+"""Live progress: a line a step into a pipe, a table on a terminal; readable at 80 columns."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from types import TracebackType
+from typing import TextIO
+
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.table import Table
+
+from ft_hsdp.config import Config
+from ft_hsdp.launch.rundir import Row
+from ft_hsdp.launch.story import NOTABLE, tell
+from ft_hsdp.launch.summary import Summary
+
+SHOWN_STEPS = 10
+_BAD = {
+    "FailureInjected",
+    "ProcessExited",
+    "RingBroken",
+    "EvictionOrdered",
+    "ReplicaLost",
+    "LighthouseExited",
+}
+_GOOD = {"FetchCompleted", "Rejoined", "LighthouseRestarted"}
+
+
+class Terminal:
+    """Shows a running job on `stream`; a context, for the table is taken away at the end."""
+
+    def __init__(self, config: Config, stream: TextIO, *, live: bool | None = None) -> None:
+        self._total = config.replicas
+        self._steps = config.train.steps
+        self._console = Console(file=stream, highlight=False, soft_wrap=True, force_terminal=live)
+        self._rows: deque[Row] = deque(maxlen=SHOWN_STEPS)
+        self._failed_at: dict[int, float] = {}  # replica -> time of its last failure
+        self._said: set[tuple[object, ...]] = set()
+        on_terminal = self._console.is_terminal if live is None else live
+        self._live = Live(self._table(), console=self._console, transient=True, auto_refresh=False)
+        self._on_terminal = on_terminal
+
+    def __enter__(self) -> Terminal:
+        if self._on_terminal:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._on_terminal:
+            self._live.stop()
+
+    def say(self, text: str, style: str = "") -> None:
+        """Print one line."""
+        self._console.print(escape(text), style=style)
+
+    def commit(self, row: Row) -> None:
+        """Show a committed step."""
+        self._rows.append(row)
+        if self._on_terminal:
+            self._live.update(self._table(), refresh=True)
+        else:
+            self.say(step_line(row, self._total, self._steps))
+
+    def event(self, event: Row) -> None:
+        """Show a failure, its detection, a fetch, a rejoin; other events only stand in events.jsonl."""
+        name, replica = event["event"], event.get("replica")
+        if name not in NOTABLE or (name == "ProcessExited" and event.get("kind") == "exit 0"):
+            return
+        if name == "RingBroken" and not self._first("RingBroken", event.get("epoch")):
+            return  # every rank of every survivor sees it
+        if name in ("FailureInjected", "ProcessExited"):
+            known = self._failed_at.get(replica, 0.0) if isinstance(replica, int) else 0.0
+            if isinstance(replica, int) and event["t"] - known > 1.0:
+                self._failed_at[replica] = event["t"]
+        about = event.get("suspect") if name == "RingBroken" else replica
+        since = self._failed_at.get(about) if isinstance(about, int) else None
+        late = "" if since is None or name == "FailureInjected" else f" (+{max(0.0, event['t'] - since):.3f} s)"
+        clock = time.strftime("%H:%M:%S", time.localtime(event["t"]))
+        style = "red" if name in _BAD else "green" if name in _GOOD else "dim"
+        self.say(f"{clock} {tell(event, reason=name in WITH_REASON)}{late}", style)
+
+    def summary(self, summary: Summary, code: int) -> None:
+        """Show the end of the job."""
+        table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
+        table.add_column(style="dim")
+        table.add_column()
+        for name, value in summary_lines(summary):
+            table.add_row(name, escape(value), style="" if code == 0 or name != "lost" else "red")
+        self._console.print(table)
+
+    def _first(self, *key: object) -> bool:
+        new = key not in self._said
+        self._said.add(key)
+        return new
+
+    def _table(self) -> Table:
+        table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+        for name in ("step", "loss", "step s", "healthy", "epoch", "lr scale", "tokens/s"):
+            table.add_column(name, justify="right")
+        for row in self._rows:
+            cells = _cells(row, self._total)
+            style = "" if len(row["contributors"]) == self._total else "yellow"
+            table.add_row(f"{row['step']}/{self._steps}", *cells, style=style)
+        return table
+
+
+WITH_REASON = frozenset(
+    {"ReplicaLost", "EvictionOrdered", "Waiting", "FetchRejected", "EpochGranted", "LeftBehind"}
+)
+
+
+def step_line(row: Row, total: int, steps: int) -> str:
+    """A committed step as one line of at most 80 characters."""
+    loss, seconds, healthy, epoch, scale, rate = _cells(row, total)
+    width = len(str(steps))
+    return (
+        f"step {row['step']:>{width}}/{steps}  loss {loss}  {seconds} s  healthy {healthy}"
+        f"  epoch {epoch}  lr x{scale}  {rate} tok/s"
+    )
+
+
+def _cells(row: Row, total: int) -> tuple[str, ...]:
+    rate = row["tokens"] / row["step_s"] if row["step_s"] > 0 else 0.0
+    return (
+        f"{row['loss']:.4f}",
+        f"{row['step_s']:.2f}",
+        f"{len(row['contributors'])}/{total}",
+        str(row["epoch"]),
+        f"{row['lr_scale']:.2f}",
+        f"{rate:.0f}" if rate < 1e5 else f"{rate / 1e3:.0f}k",
+    )
+
+
+def summary_lines(summary: Summary) -> list[tuple[str, str]]:
+    """The figures that a user wants to see at the end, by name."""
+    batches = summary["batches"]
+    states = {(r["step"], r["lineage"], r["digest"]) for r in summary["replicas"].values()}
+    ended = [r for r in summary["replicas"].values() if r["digest"]]
+    if not ended:
+        state = "no replica holds the final state"
+    elif len(states) == 1:
+        state = f"all {len(ended)} replicas equal, digest {ended[0]['digest'][:16]}"
+    else:
+        state = f"{len(states)} different states"
+    lines = [
+        ("steps", str(summary["steps"])),
+        ("loss", f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}"),
+        ("time", f"{summary['wall_s']:.1f} s, {summary['effective_training_ratio']:.1%} of it effective"),
+        ("final state", state),
+        (
+            "batches",
+            f"{batches['trained']} trained, {batches['duplicated']} twice, {batches['skipped']} skipped",
+        ),
+    ]
+    for failure in summary["failures"]:
+        lines.append(("failure", _failure(failure)))
+    if summary.get("lost"):
+        lines.append(("lost", "replicas " + ", ".join(map(str, summary["lost"]))))
+    return lines
+
+
+def _failure(failure: Row) -> str:
+    back = failure["rejoin_s"]
+    rank = "" if failure["rank"] is None else f" rank {failure['rank']}"
+    return (
+        f"{failure['kind']} replica {failure['replica']}{rank}: seen {failure['detect_s'] * 1e3:.0f} ms, "
+        f"stall {failure['stall_s']:.2f} s, " + (f"back {back:.1f} s" if back is not None else "not back")
+    )

@@ -1,0 +1,169 @@
+"""The preloaded process from which ranks are forked: they start in a fraction of a second.
+
+`python -m ft_hsdp.launch.zygote FD ENTRY RUN PRELOAD...` talks JSON lines over the socket FD:
+
+    <- {"ready": true, "threads": 1} or {"error": "one line"}
+    -> {"spawn": id, "env": {}, "replica": 0, "run": path, "config": path, "log": path}
+    <- {"spawned": id, "pid": 1}     <- {"exited": id, "pid": 1, "code": -9}
+    -> {"signal": 9, "pid": 1}
+
+One thread, no accelerator: a fork of either is broken. The path of the run is an argument only so that the
+command line of every rank names the run to which it belongs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ft_hsdp import config as configuration
+from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError
+from ft_hsdp.launch.processes import die_with
+
+Entry = Callable[[configuration.Config, int, Path], int]
+_LARGEST = 1 << 20  # bytes of one request
+
+
+class Zygote:
+    """Serves one client; ends when the client does."""
+
+    def __init__(self, sock: socket.socket, entry: Entry) -> None:
+        self._sock = sock
+        self._entry = entry
+        self._children: dict[int, int] = {}  # pid -> id of the request
+        self._wake_read, self._wake_write = os.pipe()
+        os.set_blocking(self._wake_read, False)
+        os.set_blocking(self._wake_write, False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+
+    def serve(self) -> None:
+        """Answer requests and report exits until the client closes its end."""
+        pending, sock = b"", self._sock.fileno()
+        while True:
+            readable, _, _ = select.select([sock, self._wake_read], [], [])
+            if self._wake_read in readable:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+            self._reap()
+            if sock not in readable:
+                continue
+            data = self._sock.recv(65536)
+            if not data or len(pending) > _LARGEST:
+                return
+            *lines, pending = (pending + data).split(b"\n")
+            for line in lines:
+                self._handle(json.loads(line))
+
+    def _handle(self, request: dict[str, Any]) -> None:
+        if "signal" in request:
+            if request["pid"] in self._children:  # not reaped yet, so the pid is still the child's
+                os.kill(request["pid"], request["signal"])
+            return
+        parent = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            self._become(request, parent)
+        self._children[pid] = request["spawn"]
+        self._send({"spawned": request["spawn"], "pid": pid})
+
+    def _reap(self) -> None:
+        """Report every child that has ended."""
+        while self._children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            request = self._children.pop(pid, None)
+            if request is not None:
+                self._send({"exited": request, "pid": pid, "code": os.waitstatus_to_exitcode(status)})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        self._sock.sendall(json.dumps(message).encode() + b"\n")
+
+    def _become(self, request: dict[str, Any], parent: int) -> NoReturn:
+        """In the child: shed what belongs to the server, run the entry, exit with its code."""
+        code = EXIT_RETRYABLE
+        try:
+            die_with(parent)
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGTERM):
+                signal.signal(number, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            for fd in (self._sock.detach(), self._wake_read, self._wake_write):
+                os.close(fd)
+            self._children.clear()
+            _redirect(Path(request["log"]))
+            os.environ.update(request["env"])
+            config = configuration.load(Path(request["config"]))
+            code = self._entry(config, request["replica"], Path(request["run"]))
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else EXIT_RETRYABLE
+        except FtHsdpError as error:
+            code = error.exit_code
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201 - this is the rank's log
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+
+def _redirect(log: Path) -> None:
+    """stdin from nowhere, stdout and stderr to the end of `log`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(os.devnull, "rb") as nothing, log.open("ab") as file:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # they are text files here
+
+
+def _load(entry: str, preload: Sequence[str]) -> Entry:
+    """Import everything that ranks need, with one thread."""
+    module, _, function = entry.partition(":")
+    for name in (*preload, module):
+        importlib.import_module(name)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise RuntimeError(f"the imports left {threads} threads running; a fork of them would hang")
+    loaded: Entry = getattr(sys.modules[module], function)
+    return loaded
+
+
+def main(argv: Sequence[str]) -> int:
+    """Load, then serve."""
+    sock = socket.socket(fileno=int(argv[0]))
+    try:
+        entry = _load(argv[1], argv[3:])
+    except BaseException as error:
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        sock.sendall(json.dumps({"error": f"cannot load {argv[1]}: {line}"}).encode() + b"\n")
+        return EXIT_RETRYABLE
+    gc.collect()
+    gc.freeze()  # the children share these pages for as long as nobody writes to them
+    zygote = Zygote(sock, entry)
+    sock.sendall(b'{"ready": true}\n')
+    with contextlib.suppress(ConnectionError):
+        zygote.serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,246 @@
+"""Every message on a wire, once: JSON of the core's dataclasses, tagged with their names, and checked.
+
+Three channels use it: replica to lighthouse (HTTP), leader to its own ranks (TCP, one JSON document per
+frame) and neighbours in a ring (TCP). Bulk data never passes here. Nothing is unpickled anywhere.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import hmac
+import json
+import struct
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from pydantic import TypeAdapter, ValidationError
+
+from ft_hsdp.core import assignment, commit, replica
+from ft_hsdp.core.assignment import Grant, Report
+from ft_hsdp.core.commit import Vote
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.errors import ProtocolViolation
+
+MAX_MESSAGE = 1 << 20
+LENGTH = struct.Struct("!I")
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A replica asks for a step. ``ring`` and ``state`` are "host:port" of each rank's listeners.
+
+    ``config_hash`` and ``layout`` must be the same in all replicas of a job.
+    """
+
+    report: Report
+    ring: tuple[str, ...]
+    state: tuple[str, ...]
+    config_hash: str
+    layout: str
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """No answer yet: ask again with the same report; ``reason`` says what is waited for."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """A supervisor's full picture of its replicas: what runs (None: nothing), exited, given up."""
+
+    running: dict[int, str | None]
+    exited: tuple[str, ...] = ()
+    lost: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Eviction:
+    """An order to SIGKILL one incarnation."""
+
+    replica: int
+    incarnation: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Overview:
+    """What a supervisor gets back."""
+
+    evict: tuple[Eviction, ...]
+    epoch: int
+    step: int
+    finished: bool
+
+
+# Between a leader and its own ranks; the leader's orders are the core's effects.
+
+
+@dataclass(frozen=True, slots=True)
+class RankHello:
+    """A rank is warm; ``ring`` and ``state`` are where it listens ("host:port")."""
+
+    rank: int
+    ring: str
+    state: str
+    mac: str
+
+
+@dataclass(frozen=True, slots=True)
+class RankBroken:
+    """A rank's ring is over; ``suspect`` is the replica at the other end, if one is to blame.
+
+    ``planned`` says that a member left on purpose, for a newer epoch or at its end: nothing failed.
+    """
+
+    rank: int
+    epoch: int
+    cause: str
+    suspect: int | None = None
+    planned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankShown:
+    """A neighbour showed a rank a grant that it did not know."""
+
+    rank: int
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class RankStopped:
+    """A rank has left the ring of ``epoch`` and is ready for another."""
+
+    rank: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankFetched:
+    """A rank staged and verified its shard of ``base``."""
+
+    rank: int
+    base: StateId
+
+
+@dataclass(frozen=True, slots=True)
+class RankFetchFailed:
+    """No donor could serve a rank."""
+
+    rank: int
+    base: StateId
+    reason: str
+
+
+# Between neighbours in a ring.
+
+
+@dataclass(frozen=True, slots=True)
+class RingHello:
+    """First message on a ring connection: who calls, for which grant, on which channel."""
+
+    grant: Grant
+    replica: int
+    rank: int
+    channel: Literal["data", "control"]
+    layout: str
+    mac: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RingWelcome:
+    """The listener has the same grant: the connection belongs to the ring."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RingAbort:
+    """The ring of ``epoch`` is over. Travels both ways; ``grant`` is a newer one, if known."""
+
+    epoch: int
+    cause: str
+    suspect: int | None = None
+    grant: Grant | None = None
+    planned: bool = False
+
+
+_MESSAGES = {
+    cls.__name__: cls
+    for cls in (
+        *(Ask, Wait, Processes, Overview, RankHello, RankBroken, RankShown, RankStopped, RankFetched),
+        *(RankFetchFailed, RingHello, RingWelcome, RingAbort, Vote, commit.Token),
+        *(assignment.Grant, assignment.Continue, assignment.Final, assignment.Finish, assignment.Refused),
+        *(replica.Configure, replica.StopRing, replica.Reduce, replica.Commit, replica.Log, replica.Discard),
+        *(replica.Install, replica.Feed, replica.Fetch, replica.Exit),
+    )
+}
+
+
+@functools.cache
+def _adapter(name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_MESSAGES[name])
+
+
+def encode(message: object) -> bytes:
+    """JSON ``{"type": name, "body": ...}`` of a message."""
+    name = type(message).__name__
+    body = _adapter(name).dump_python(message, mode="json")
+    return json.dumps({"type": name, "body": body}, separators=(",", ":")).encode()
+
+
+def decode(data: bytes, *expected: type) -> Any:
+    """The message in ``data``; only types in ``expected`` are let in.
+
+    Raises:
+        ProtocolViolation: too large, no JSON, of another type, or not valid.
+    """
+    if len(data) > MAX_MESSAGE:
+        raise ProtocolViolation(f"message of {len(data)} bytes; allowed: {MAX_MESSAGE}")
+    try:
+        document = json.loads(data)
+        name = document["type"]
+        if name not in {e.__name__ for e in expected}:
+            raise ProtocolViolation(f"message {str(name)[:40]!r} is not expected here")
+        return _adapter(name).validate_python(document["body"])
+    except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
+        raise ProtocolViolation(f"not a valid message: {str(error).splitlines()[0][:120]}") from error
+
+
+def frame(message: object) -> bytes:
+    """A message with its length in front, for a stream."""
+    data = encode(message)
+    return LENGTH.pack(len(data)) + data
+
+
+def mac(token: str, *parts: object) -> str:
+    """HMAC-SHA256 of canonical JSON of ``parts`` under the job's token; 64 hex digits."""
+    text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
+    return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
+
+
+def genuine(token: str, claimed: str, *parts: object) -> bool:
+    """Whether ``claimed`` is the MAC of ``parts``, compared in constant time."""
+    return hmac.compare_digest(mac(token, *parts), claimed)
+
+
+def _grant_body(grant: Grant) -> Any:
+    return _adapter("Grant").dump_python(replace(grant, mac=""), mode="json")
+
+
+def sign(token: str, grant: Grant) -> Grant:
+    """The grant with its MAC, so that a member can show it to another."""
+    return replace(grant, mac=mac(token, "grant", _grant_body(grant)))
+
+
+def verify(token: str, grant: Grant) -> None:
+    """Check a grant that came from anywhere.
+
+    Raises:
+        ProtocolViolation: it was not made by this job's lighthouse.
+    """
+    if not genuine(token, grant.mac, "grant", _grant_body(grant)):
+        raise ProtocolViolation(f"grant of epoch {grant.epoch} has a wrong MAC")

@@ -1,0 +1,86 @@
+"""Invariants: what must hold in every world that can be reached; each one raises Violation where it does not.
+
+They look at the ``content`` of replicas, which no core knows, so an identity that lies is found out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Sequence
+
+from ft_hsdp.core import lineage
+from ft_hsdp.core.commit import CommitRecord
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.replica import Phase, Replica
+from ft_hsdp.sim.world import Content, cursor
+
+
+class Violation(Exception):
+    """A safety property does not hold; the message names it."""
+
+
+def exactly_once(r: int, before: Content, batches: Iterable[tuple[int, int]]) -> None:
+    """Replica ``r`` may apply ``batches`` only if each is the next one of its data shard."""
+    for shard, index in sorted(batches):
+        if index != cursor(before, shard):
+            raise Violation(
+                f"exactly once: replica {r} applies batch {index} of data shard {shard}, of which "
+                f"{cursor(before, shard)} are inside its state"
+            )
+
+
+def agreement(
+    r: int, state: StateId, contents: Sequence[Content], replicas: Sequence[Replica | None]
+) -> None:
+    """Whoever calls its state by the name that replica ``r`` gives to its own must hold the same content."""
+    mine = contents[r]
+    for other, (peer, content) in enumerate(zip(replicas, contents, strict=True)):
+        if peer is None or other == r or not lineage.same(peer.state, state):
+            continue
+        if content != mine and peer.state.step == len(content):
+            raise Violation(
+                f"agreement: replicas {r} and {other} both call their state {state}, but one holds "
+                f"{_batches(mine)}, the other {_batches(content)}"
+            )
+
+
+def nothing_lost(record: CommitRecord, content: Content, lost: Content, epoch: int) -> None:
+    """A commit must build on ``lost``, which a member of its epoch had committed in ``epoch``."""
+    if content[: len(lost)] != lost:
+        raise Violation(
+            f"lost commit: epoch {record.epoch} commits step {record.step} without step {len(lost)} of "
+            f"epoch {epoch}, which a member of it had committed"
+        )
+
+
+def one_history(r: int, contents: Sequence[Content], replicas: Sequence[Replica | None]) -> None:
+    """What replica ``r`` has just committed fits into one line with what every living one has applied."""
+    mine = contents[r]
+    for other, (peer, content) in enumerate(zip(replicas, contents, strict=True)):
+        common = min(len(mine), len(content))
+        if peer is not None and mine[:common] != content[:common]:
+            raise Violation(
+                f"two histories: replica {r} commits {_batches(mine)}, while replica {other} lives and has "
+                f"committed {_batches(content)}"
+            )
+
+
+def head_stays(before: StateId | None, after: StateId | None, audited: bool) -> None:
+    """The lighthouse's head never goes back, unless it says so."""
+    if before is not None and after is not None and lineage.newer(before, after) and not audited:
+        raise Violation(f"the head went back from {before} to {after} silently")
+
+
+def ended_together(
+    contents: Sequence[Content], replicas: Sequence[Replica | None], late: Container[int], steps: int
+) -> bool:
+    """Whether everybody ended at one final state; who came back after the end (``late``) is excused."""
+    ends = {
+        (me.state, content) if me is not None and me.phase is Phase.DONE else None
+        for r, (me, content) in enumerate(zip(replicas, contents, strict=True))
+        if r not in late
+    }
+    return len(ends) == 1 and all(end is not None and end[0].step == len(end[1]) == steps for end in ends)
+
+
+def _batches(content: Content) -> str:
+    return " | ".join(" ".join(f"{s}:{i}" for s, i in sorted(step)) for step in content) or "nothing"

@@ -1,0 +1,306 @@
+"""Model: how a world changes when one of its cores takes an event and the effects happen.
+
+Cores are the production ones. The safety properties are checked where they could break: at each commit, at
+each fetch and at each word of the lighthouse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ft_hsdp.core import lineage
+from ft_hsdp.core import replica as core
+from ft_hsdp.core.assignment import Continue, Finish
+from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Token
+from ft_hsdp.core.replica import Phase, Replica
+from ft_hsdp.sim import invariants
+from ft_hsdp.sim.world import Bounds, Content, Done, Entry, Interned, World, cursor, life, put
+from lighthouse import state as quorum
+
+GRACE_S, EVICT_S = 1.0, 10.0
+
+
+class Model:
+    """Worlds under ``bounds``, and the transitions of their cores, each computed once."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.bounds = bounds
+        self.cores: Interned[Replica] = Interned()
+        self.quorums: Interned[quorum.State] = Interned()
+        self._contents: Interned[Content] = Interned()
+        self._core_memo: dict[tuple[int, Hashable], tuple[int, tuple[core.Effect, ...]]] = {}
+        self._quorum_memo: dict[tuple[int, Hashable], tuple[int, tuple[quorum.Effect, ...]]] = {}
+
+    def initial(self) -> World:
+        """All replicas are warm and have asked; the lighthouse is empty."""
+        b = self.bounds
+        policy = quorum.Policy(b.replicas, b.steps, suspect_grace_s=GRACE_S, evict_s=EVICT_S)
+        none = (None,) * b.replicas
+        world = World(
+            replicas=tuple(self._born(r, 0) for r in range(b.replicas)),
+            content=(self._contents.id(()),) * b.replicas,
+            local=(0,) * b.replicas,
+            lighthouse=self.quorums.id(quorum.State.empty(policy, 1)),
+            asked=none,
+            answers=none,
+            tokens=(),
+            rings=(),
+            exits=(),
+            lives=(0,) * b.replicas,
+            late=frozenset(),
+            commits=frozenset(),
+            deaths=b.deaths,
+            pauses=b.pauses,
+            restarts=b.restarts,
+            wipes=b.wipes,
+            breaks=b.breaks,
+            lapses=b.lapses,
+        )
+        for r in range(b.replicas):
+            world = self.tell(world, r, core.Started())
+        return world
+
+    # What is there.
+
+    def replica(self, w: World, r: int) -> Replica | None:
+        """The core of replica ``r``, None while it is dead."""
+        return None if w.replicas[r] < 0 else self.cores.items[w.replicas[r]]
+
+    def lighthouse(self, w: World) -> quorum.State:
+        """The core of the lighthouse."""
+        return self.quorums.items[w.lighthouse]
+
+    def sum(self, w: World, me: Replica) -> CommitRecord | None:
+        """The reduced gradient of ``me``'s attempt, once every member has brought its own."""
+        assert me.grant is not None
+        entries = dict(w.rings).get(me.fence, ())
+        if {e.replica for e in entries} != set(me.grant.ring) or len({e.prev for e in entries}) != 1:
+            return None
+        batches = tuple(
+            Contribution(e.replica, e.weight, e.replica, e.batch) for e in sorted(entries) if e.weight
+        )
+        f, grant = me.fence, me.grant
+        return CommitRecord(
+            f.epoch, f.attempt, f.step, me.head.lineage, grant.ring, grant.total, batches, "sum"
+        )
+
+    def finished(self, w: World) -> bool:
+        """Whether everybody ended at one final state."""
+        return invariants.ended_together(self._held(w), self._replicas(w), w.late, self.bounds.steps)
+
+    def _replicas(self, w: World) -> Sequence[Replica | None]:
+        return [self.replica(w, r) for r in range(len(w.replicas))]
+
+    def _held(self, w: World) -> Sequence[Content]:
+        return [self._contents.items[c] for c in w.content]
+
+    def _over(self, w: World) -> bool:
+        """Whether the job has ended: somebody has been told so, or is about to be."""
+        told = any(isinstance(a, Finish) for a in w.answers)
+        ended = any(
+            m and m.phase is Phase.DONE and m.state.step == self.bounds.steps for m in self._replicas(w)
+        )
+        return self.lighthouse(w).finished or told or ended
+
+    # What happens to a replica.
+
+    def tell(self, w: World, r: int, event: core.Event) -> World:
+        """Replica ``r`` takes an event; its effects happen."""
+        if w.replicas[r] < 0:
+            return w
+        key = (w.replicas[r], event)
+        known = self._core_memo.get(key)
+        if known is None:
+            after, effects = core.transition(self.cores.items[w.replicas[r]], event)
+            known = self._core_memo[key] = (self.cores.id(after), effects)
+        w = w._replace(replicas=put(w.replicas, r, known[0]))
+        for effect in known[1]:
+            w = self._apply(w, r, effect)
+        return w
+
+    def hand_over(self, w: World, to: int, token: Token) -> World:
+        """A token arrives. Without it nothing follows from holding the sum, so both are one action here."""
+        w = self.tell(w, to, core.TokenArrived(token))
+        me = self.replica(w, to)
+        if me is not None and me.phase is Phase.REDUCING and me.token and (record := self.sum(w, me)):
+            w = self.tell(w, to, core.Reduced(me.fence, record))
+        return w
+
+    def answer(self, w: World, r: int) -> World:
+        """The answer that is on its way to replica ``r`` arrives."""
+        answer = w.answers[r]
+        assert answer is not None
+        return self.tell(w._replace(answers=put(w.answers, r, None)), r, core.Answered(answer))
+
+    def fetch(self, w: World, r: int, base: lineage.StateId, donor: int) -> World:
+        """Replica ``r`` gets ``base`` from ``donor``."""
+        content = self._contents.items[w.content[donor]][: base.step]
+        w = w._replace(content=put(w.content, r, self._contents.id(content)))
+        invariants.agreement(r, base, self._held(w), self._replicas(w))
+        return self.tell(w, r, core.Fetched(base))
+
+    def die(self, w: World, r: int) -> World:
+        """Replica ``r`` is gone with all that it held; nobody has been told."""
+        me = self.replica(w, r)
+        assert me is not None
+        return w._replace(
+            replicas=put(w.replicas, r, -1),
+            content=put(w.content, r, self._contents.id(())),
+            asked=put(w.asked, r, None),
+            answers=put(w.answers, r, None),
+            tokens=tuple(t for t in w.tokens if t[0] != r),
+            exits=tuple(sorted((*w.exits, (r, me.incarnation)))),
+        )
+
+    def restart(self, w: World, r: int) -> World:
+        """Replica ``r`` is started again, from its initial weights."""
+        life = w.lives[r] + 1
+        late = w.late | {r} if self._over(w) else w.late
+        w = w._replace(
+            replicas=put(w.replicas, r, self._born(r, life)), lives=put(w.lives, r, life), late=late
+        )
+        exited = self.lighthouse(w).exited
+        w = self.consult(w, quorum.ProcessesReported(Running({r: f"{r}-{life}"}), exited, frozenset(), 0.0))
+        return self.tell(w, r, core.Started())
+
+    def _born(self, r: int, life: int) -> int:
+        zero = lineage.initial("model", "weights")
+        return self.cores.id(Replica(r, f"{r}-{life}", self.bounds.steps, zero, zero))
+
+    # What a replica does.
+
+    def _apply(self, w: World, r: int, effect: core.Effect) -> World:
+        match effect:
+            case core.Ask():
+                w = w._replace(asked=put(w.asked, r, effect), answers=put(w.answers, r, None))
+                return self._deliver(w, effect)
+            case core.Reduce(fence, role, prev):
+                return self._enter(w, r, fence, role, prev)
+            case core.SendToken(token):
+                return self._send(w, r, token)
+            case core.Commit(record):
+                return self._commit(w, r, record)
+            case core.Exit(code) if code and w.replicas[r] >= 0:
+                return self.die(w, r)
+            case _:
+                return w
+
+    def _deliver(self, w: World, ask: core.Ask) -> World:
+        """An ask reaches the lighthouse at once; only answers travel slowly."""
+        return self.consult(w, quorum.Asked(quorum.Request(ask.report, id=0), 0.0))
+
+    def _enter(self, w: World, r: int, fence: Fence, role: str, prev: str) -> World:
+        content = self._contents.items[w.content[r]]
+        index = cursor(content, r) if self.bounds.replicated_cursors else w.local[r]
+        entry = Entry(r, int(role == "contribute"), index, prev)
+        rings = dict(w.rings)
+        if any(e.replica == r for e in rings.get(fence, ())):
+            return w
+        rings[fence] = (*rings.get(fence, ()), entry)
+        current = {p.fence for p in self._replicas(w) if p is not None}
+        rings = {f: e for f, e in rings.items() if f == fence or f in current}
+        return w._replace(
+            rings=tuple(sorted(rings.items(), key=lambda i: (i[0].epoch, i[0].step, i[0].attempt)))
+        )
+
+    def _send(self, w: World, r: int, token: Token) -> World:
+        me = self.replica(w, r)
+        assert me is not None
+        assert me.grant is not None
+        ring = me.grant.ring
+        to = ring[(ring.index(r) + 1) % len(ring)]
+        if w.replicas[to] < 0:
+            return w
+        tokens = [t for t in w.tokens if self.bounds.late_tokens or not self._stale(w, t)]
+        return w._replace(tokens=tuple(sorted([*tokens, (to, token)], key=repr)))
+
+    def _stale(self, w: World, item: tuple[int, Token]) -> bool:
+        """Whether a token can never count again where it is going."""
+        me = self.replica(w, item[0])
+        return me is None or me.grant is None or me.grant.epoch > item[1].fence.epoch or not me.intact
+
+    def _commit(self, w: World, r: int, record: CommitRecord) -> World:
+        """Replica ``r`` applies a record."""
+        before = self._contents.items[w.content[r]]
+        batches = frozenset((c.shard, c.index) for c in record.contributions)
+        invariants.exactly_once(r, before, batches)
+        content = (*before, batches)
+        w = w._replace(content=put(w.content, r, self._contents.id(content)))
+        if not self.bounds.replicated_cursors and r in record.contributors:
+            w = w._replace(local=put(w.local, r, w.local[r] + 1))
+        held, replicas = self._held(w), self._replicas(w)
+        invariants.agreement(r, record.state_id, held, replicas)
+        invariants.one_history(r, held, replicas)
+        members = self._members(w, record.epoch)
+        for done in w.commits:
+            if done.epoch < record.epoch and done.holders & members:
+                invariants.nothing_lost(record, content, self._contents.items[done.content], done.epoch)
+        holders = frozenset(m for m in members if m[0] in record.contributors and w.lives[m[0]] == life(m))
+        done = Done(self._contents.id(content), record.epoch, holders)
+        alive = {d for d in w.commits if any(w.lives[m[0]] == life(m) for m in d.holders)}
+        return w._replace(commits=frozenset(alive | {done}))
+
+    def _members(self, w: World, epoch: int) -> frozenset[tuple[int, str]]:
+        for known in self.lighthouse(w).epochs:
+            if known.number == epoch:
+                return frozenset(known.members)
+        return frozenset()
+
+    # What the lighthouse does.
+
+    def consult(self, w: World, event: quorum.Event) -> World:
+        """The lighthouse takes an event; its answers start to travel."""
+        key = (w.lighthouse, event)
+        known = self._quorum_memo.get(key)
+        if known is None:
+            state, effects = quorum.transition(self.lighthouse(w), event)
+            known = self._quorum_memo[key] = (self.quorums.id(state), effects)
+        before, after = self.lighthouse(w), self.quorums.items[known[0]]
+        w = w._replace(lighthouse=known[0])
+        audited = False
+        for effect in known[1]:
+            match effect:
+                case quorum.Reply(r, _, answer):
+                    w = w._replace(asked=put(w.asked, r, None), answers=put(w.answers, r, answer))
+                    if isinstance(answer, Continue):
+                        w = self.answer(w, r)  # to be broken before or after it is the same: both are void
+                case quorum.Evict(r, incarnation):
+                    me = self.replica(w, r)
+                    if me is not None and me.incarnation == incarnation:
+                        w = self.die(w, r)
+                case quorum.Note("HeadRolledBack"):
+                    audited = True
+        invariants.head_stays(before.head, after.head, audited)
+        return w
+
+    def reopen(self, w: World, wiped: bool) -> World:
+        """The lighthouse comes back with what was durable, or ``wiped``; open asks are sent again."""
+        s = self.lighthouse(w)
+        if wiped:
+            state = quorum.State.empty(s.policy, s.term + 1)
+        else:
+            views = tuple(quorum.View() for _ in s.views)
+            state = replace(s, term=s.term + 1, views=views, broken=False, since=None, settled=0)
+        w = w._replace(lighthouse=self.quorums.id(state))
+        known = {
+            r: None if self.replica(w, r) is None else f"{r}-{w.lives[r]}" for r in range(len(w.replicas))
+        }
+        exited = frozenset((r, f"{r}-{n}") for r in range(len(w.replicas)) for n in range(w.lives[r]))
+        pending = frozenset(w.exits)
+        running = {r: i for r, i in known.items() if i is not None or not any(e[0] == r for e in pending)}
+        w = self.consult(
+            w, quorum.ProcessesReported(Running(running), (exited | s.exited) - pending, frozenset(), 0.0)
+        )
+        for r, ask in enumerate(w.asked):
+            if ask is not None and w.replicas[r] >= 0:
+                w = self._deliver(w, ask)
+        return w
+
+
+class Running(dict[int, Any]):
+    """What runs, as a mapping that can be part of a memo key."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))

@@ -1,0 +1,116 @@
+"""World: one state of a lighthouse and N replicas, joined by messages that may be late or lost.
+
+A world is a small tuple of interned ids, so that hashing a state and repeating a transition cost almost
+nothing. Gradients are replaced by their meaning: the ``content`` of a replica is the list of steps it has
+applied, each the set of (data shard, batch) inside it. Two replicas that claim one StateId must hold one
+content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from ft_hsdp.core.assignment import Answer
+from ft_hsdp.core.commit import Fence, Token
+from ft_hsdp.core.replica import Ask
+
+Content = tuple[frozenset[tuple[int, int]], ...]
+T = TypeVar("T", bound=Hashable)
+
+
+class Interned(Generic[T]):
+    """Objects by small ids, and ids by object."""
+
+    def __init__(self) -> None:
+        self.items: list[T] = []
+        self._ids: dict[T, int] = {}
+
+    def id(self, item: T) -> int:
+        """The id of ``item``; equal items share one."""
+        found = self._ids.get(item)
+        if found is None:
+            found = self._ids[item] = len(self.items)
+            self.items.append(item)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What may go wrong, and how often.
+
+    ``deaths`` are killed replicas, ``pauses`` ends of the lighthouse's patience with a silent one,
+    ``restarts`` and ``wipes`` those of the lighthouse with and without its store, ``breaks`` links that break
+    with nobody dead, ``lapses`` answers that come too late. With ``late_tokens`` a token outlives its ring.
+    """
+
+    replicas: int = 3
+    steps: int = 2
+    deaths: int = 1
+    pauses: int = 1
+    restarts: int = 1
+    wipes: int = 0
+    breaks: int = 0
+    lapses: int = 0
+    late_tokens: bool = False
+    replicated_cursors: bool = True
+
+
+class Entry(NamedTuple):
+    """What one member brought into a ring: its weight, its batch, and the lineage it builds on."""
+
+    replica: int
+    weight: int
+    batch: int
+    prev: str
+
+
+class Done(NamedTuple):
+    """A commit that happened: its content and the members that hold or could apply it."""
+
+    content: int
+    epoch: int
+    holders: frozenset[tuple[int, str]]
+
+
+class World(NamedTuple):
+    """One state of the world.
+
+    Replica ids of -1 are dead; ``asked`` are open asks, ``answers`` in flight; ``exits`` are not reported
+    yet; ``late`` are replicas that were started again when the job was over.
+    """
+
+    replicas: tuple[int, ...]
+    content: tuple[int, ...]
+    local: tuple[int, ...]
+    lighthouse: int
+    asked: tuple[Ask | None, ...]
+    answers: tuple[Answer | None, ...]
+    tokens: tuple[tuple[int, Token], ...]
+    rings: tuple[tuple[Fence, tuple[Entry, ...]], ...]
+    exits: tuple[tuple[int, str], ...]
+    lives: tuple[int, ...]
+    late: frozenset[int]
+    commits: frozenset[Done]
+    deaths: int
+    pauses: int
+    restarts: int
+    wipes: int
+    breaks: int
+    lapses: int
+
+
+def put(row: tuple[Any, ...], i: int, value: Any) -> tuple[Any, ...]:
+    """``row`` with its item ``i`` replaced."""
+    return (*row[:i], value, *row[i + 1 :])
+
+
+def cursor(content: Content, shard: int) -> int:
+    """The next batch of ``shard`` after ``content``."""
+    return sum(1 for step in content for s, _ in step if s == shard)
+
+
+def life(member: tuple[int, str]) -> int:
+    """How often the replica of this incarnation had been restarted."""
+    return int(member[1].split("-")[1])

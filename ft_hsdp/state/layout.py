@@ -1,0 +1,88 @@
+"""Layout: where each tensor of a rank's shard lies in one packed buffer.
+
+The layout is derived from the own model and optimizer, never from a peer: a state is accepted only if its layout is
+the one that is expected here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ft_hsdp.core import lineage
+
+ALIGN = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a shard: dtype name, local and global shape, place in the buffer in bytes."""
+
+    name: str
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tensors of one rank's shard, in order, and the size of the packed buffer in bytes."""
+
+    tensors: tuple[Tensor, ...]
+    nbytes: int
+
+    @staticmethod
+    def of(params: Mapping[str, torch.Tensor], optim: Mapping[str, torch.Tensor]) -> Layout:
+        """The layout of parameters and optimizer tensors (DTensors or plain), by name."""
+        tensors: list[Tensor] = []
+        offset = 0
+        for kind, named in (("param", params), ("optim", optim)):
+            for name, tensor in named.items():
+                flat = local(tensor)
+                nbytes = flat.numel() * flat.element_size()
+                dtype = str(flat.dtype).removeprefix("torch.")
+                tensors.append(
+                    Tensor(name, kind, dtype, tuple(flat.shape), tuple(tensor.shape), offset, nbytes)
+                )
+                offset += -(-nbytes // ALIGN) * ALIGN
+        return Layout(tuple(tensors), offset)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all names, types, local shapes and places: what a fetched shard must have."""
+        return lineage.digest(
+            [(t.name, t.kind, t.dtype, t.shape, t.global_shape, t.offset) for t in self.tensors]
+        )
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The local shard of a DTensor, or the tensor itself."""
+    shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return shard.detach()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as uint8 [nbytes]; it must be contiguous."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+    """Copy local shards into ``buffer`` uint8 [layout.nbytes]; padding becomes zero."""
+    buffer.zero_()
+    for place, source in zip(layout.tensors, sources, strict=True):
+        if place.nbytes:
+            buffer[place.offset : place.offset + place.nbytes].copy_(as_bytes(local(source)))
+
+
+def unpack(layout: Layout, buffer: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Copy the shards in ``buffer`` into the live tensors."""
+    for place, target in zip(layout.tensors, targets, strict=True):
+        if place.nbytes:
+            piece = buffer[place.offset : place.offset + place.nbytes]
+            flat = local(target)
+            flat.copy_(piece.view(flat.dtype).view(flat.shape))

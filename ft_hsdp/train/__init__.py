@@ -1,0 +1,1 @@
+"""The trainer: data, model, FSDP2 hooks, optimizer, and the job that joins them."""

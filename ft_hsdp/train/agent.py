@@ -1,0 +1,156 @@
+"""RankAgent: carries out the leader's orders on one rank, on the control loop.
+
+Joins what does not know each other: the ring (ftar), the states (state) and the main thread (mailbox).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ft_hsdp.core import replica as core
+from ft_hsdp.core.assignment import Grant, Member
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.events import Journal
+from ft_hsdp.ftar.group import Group
+from ft_hsdp.protocol import RankBroken, RankFetched, RankFetchFailed, RankShown, RankStopped, RingAbort
+from ft_hsdp.state import fetch
+from ft_hsdp.state.fetch import Donor, Expected, Fetched
+from ft_hsdp.train.mailbox import Apply, Drop, End, Feed, Load, Mailbox
+from ft_hsdp.train.reducer import Reducer
+
+
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """What a fetch needs besides the base and the donors."""
+
+    ranks: int
+    layout: str
+    nbytes: int
+    token: str
+    deadline_s: float
+
+
+class RankAgent:
+    """One rank of a replica. ``report`` sends a message to the leader; ``wanted`` asks for a snapshot of a state."""
+
+    def __init__(
+        self,
+        replica: int,
+        rank: int,
+        fetching: Fetching,
+        mailbox: Mailbox,
+        journal: Journal,
+        report: Callable[[object], None],
+        wanted: Callable[[StateId], None],
+    ) -> None:
+        self._replica = replica
+        self._rank = rank
+        self._fetching = fetching
+        self._mailbox = mailbox
+        self._journal = journal
+        self._report = report
+        self._wanted = wanted
+        self._staged: Fetched | None = None
+        self._logged: dict[int, list[torch.Tensor]] = {}
+        self._cancel = threading.Event()
+        self.loop = asyncio.get_running_loop()
+        self.group: Group
+        self.reducer: Reducer
+
+    def order(self, order: object) -> None:
+        """Carry out one of the leader's orders."""
+        match order:
+            case core.Configure(grant):
+                self._configure(grant)
+            case core.StopRing(epoch, reason):
+                self.reducer.cancel()
+                self.group.stop(epoch, reason)
+                self._report(RankStopped(self._rank, epoch))
+            case core.Reduce():
+                self.reducer.begin(order)
+            case core.Commit(record):
+                reduced = self._logged.pop(record.step, None) or self.reducer.take()
+                self._mailbox.put(Apply(record, reduced))
+            case core.Log(record):
+                self._logged[record.step] = self.reducer.take()
+            case core.Discard(reason):
+                self._logged.clear()
+                self._mailbox.put(Drop(reason))
+            case core.Feed(step):
+                self._mailbox.put(Feed(step))
+            case core.Fetch(base, donors):
+                self._fetch(base, donors)
+            case core.Install():
+                assert self._staged is not None
+                self._mailbox.put(Load(self._staged.snapshot))
+                self._staged = None
+            case core.Exit(code, reason):
+                self._cancel.set()
+                self._mailbox.put(End(code, reason))
+
+    # What the ring reports.
+
+    def connected(self, epoch: int) -> None:
+        """The ring of ``epoch`` is formed."""
+        self._journal.event("RingConnected", "both neighbours are in this epoch", epoch=epoch)
+
+    def broken(self, abort: RingAbort) -> None:
+        """The ring is over."""
+        self._report(RankBroken(self._rank, abort.epoch, abort.cause, abort.suspect, abort.planned))
+
+    def shown(self, grant: Grant) -> None:
+        """A neighbour showed a newer grant."""
+        self._report(RankShown(self._rank, grant))
+
+    def _configure(self, grant: Grant) -> None:
+        """Form the ring; make the base fetchable for those who are behind."""
+        mine = next(m for m in grant.members if m.replica == self._replica)
+        if mine.role == "contribute" and any(m.role == "behind" for m in grant.members):
+            self._wanted(grant.base)
+        self.group.configure(grant)
+
+    # Fetching, on a thread of its own.
+
+    def _fetch(self, base: StateId, donors: Sequence[Member]) -> None:
+        self._cancel.set()
+        self._cancel = threading.Event()
+        self._staged = None
+        chosen = [Donor(m.replica, m.state[self._rank]) for m in donors if m.replica != self._replica]
+        turn = (self._replica + self._rank) % max(1, len(chosen))
+        ordered = chosen[turn:] + chosen[:turn]
+        sources = [d.replica for d in ordered]
+        self._journal.event("FetchStarted", f"left behind {base}", step=base.step, donors=sources)
+        threading.Thread(
+            target=self._fetching_thread, args=(base, ordered, self._cancel), name="fetch", daemon=True
+        ).start()
+
+    def _fetching_thread(self, base: StateId, donors: Sequence[Donor], cancel: threading.Event) -> None:
+        f = self._fetching
+        expected = Expected(base, self._rank, f.ranks, f.layout, f.nbytes)
+        try:
+            got = fetch.fetch(donors, expected, f.token, f.deadline_s, cancel, self._rejected)
+        except fetch.Cancelled:
+            return
+        except fetch.NotFetched as error:
+            failed = RankFetchFailed(self._rank, base, str(error))
+            self._call(cancel, lambda: self._report(failed))
+            return
+        self._call(cancel, lambda: self._fetched(base, got))
+
+    def _call(self, cancel: threading.Event, then: Callable[[], None]) -> None:
+        """Go on on the control loop, unless the fetch is of no more use."""
+        self.loop.call_soon_threadsafe(lambda: None if cancel.is_set() else then())
+
+    def _fetched(self, base: StateId, got: Fetched) -> None:
+        self._staged = got
+        facts = {"seconds": got.seconds, "bytes": self._fetching.nbytes, "step": base.step}
+        self._journal.event("FetchCompleted", "verified", donor=got.donor.replica, **facts)
+        self._report(RankFetched(self._rank, base))
+
+    def _rejected(self, donor: Donor, why: str) -> None:
+        self._journal.event("FetchRejected", why, donor=donor.replica)

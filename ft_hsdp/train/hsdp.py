@@ -1,0 +1,126 @@
+"""HSDP: FSDP2 inside a replica, and the buckets in which its gradient shards go to FTAR.
+
+FSDP2's all-reduce hook gives one flat, padded, reduced shard for each sharded module. The hook only keeps it: the
+bucket is ready when the last of its parameters has its gradient, which is after FSDP2's own division. Order and sizes
+of the buckets are static, because a relay runs no backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from ft_hsdp.errors import InvalidArgument
+
+
+@dataclass(slots=True)
+class Bucket:
+    """The parameters of one sharded module; ``numel`` is the size of its flat gradient shard, with padding."""
+
+    index: int
+    params: list[DTensor]
+    places: list[int]
+    numel: int
+    flat: torch.Tensor | None = None
+    missing: int = field(default=0)
+
+
+def padded(param: DTensor, ranks: int) -> int:
+    """Elements of a parameter's shard in FSDP2's flat gradient: dimension 0 is padded to a multiple of ranks."""
+    rows = param.shape[0] if param.dim() else 1
+    return -(-rows // ranks) * (param.numel() // rows if rows else 0)
+
+
+class Sharded:
+    """A model under FSDP2 whose gradient shards are handed to ``ready(bucket index, flat shard)``."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parts: Sequence[nn.Module],
+        mesh: DeviceMesh,
+        ready: Callable[[int, torch.Tensor], None],
+    ) -> None:
+        self.model = model
+        self._ready = ready
+        for part in parts:
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        self.params: dict[str, DTensor] = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
+        self.buckets = self._buckets(mesh.size())
+        self.sizes = tuple(b.numel for b in self.buckets)
+
+    def _buckets(self, ranks: int) -> list[Bucket]:
+        """One bucket for each module that owns parameters, in the order in which backward ends with them."""
+        owners: list[tuple[Any, list[DTensor]]] = []
+        seen: set[int] = set()
+        root, *parts = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
+        for module in [*parts, root]:  # the root comes last: it owns what no part owns
+            mine = [p for p in module.parameters() if isinstance(p, DTensor) and id(p) not in seen]
+            seen.update(id(p) for p in mine)
+            if mine:
+                owners.append((module, mine))
+        rest = [owners.pop()] if owners and owners[-1][0] is root else []
+        buckets = []
+        for index, (module, params) in enumerate([*reversed(owners), *rest]):
+            sizes = [padded(p, ranks) for p in params]
+            places = [sum(sizes[:i]) for i in range(len(sizes))]
+            bucket = Bucket(index, params, places, sum(sizes))
+            module.set_all_reduce_hook(self._hook(bucket))
+            module.set_reduce_scatter_unused_params(True)
+            for param in params:
+                if param.dtype != torch.float32:
+                    raise InvalidArgument(f"a parameter is {param.dtype}; allowed: torch.float32")
+                param.register_post_accumulate_grad_hook(self._arrived(bucket))
+            buckets.append(bucket)
+        return buckets
+
+    def _hook(self, bucket: Bucket) -> Callable[[torch.Tensor], None]:
+        def keep(flat: torch.Tensor) -> None:
+            bucket.flat = flat
+            bucket.missing = len(bucket.params)
+
+        return keep
+
+    def _arrived(self, bucket: Bucket) -> Callable[[torch.Tensor], None]:
+        def count(param: torch.Tensor) -> None:
+            bucket.missing -= 1
+            if bucket.missing == 0 and bucket.flat is not None:
+                self._ready(bucket.index, bucket.flat)
+
+        return count
+
+    def assign(self, reduced: Sequence[torch.Tensor]) -> None:
+        """Give every parameter a new gradient that is a view into the reduced flat shards."""
+        for bucket, flat in zip(self.buckets, reduced, strict=True):
+            for param, place in zip(bucket.params, bucket.places, strict=True):
+                shard = param._local_tensor
+                view = flat[place : place + shard.numel()].view(shard.shape)
+                param.grad = DTensor.from_local(
+                    view,
+                    param.device_mesh,
+                    param.placements,
+                    run_check=False,
+                    shape=param.shape,
+                    stride=param.stride(),
+                )
+
+    def clear(self) -> None:
+        """Forget gradients and flat shards."""
+        for bucket in self.buckets:
+            bucket.flat = None
+            for param in bucket.params:
+                param.grad = None
+
+    def sync(self, last: bool) -> None:
+        """Reduce gradients inside the replica only in the last micro-batch of a step."""
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(last)
+        self.model.set_is_last_backward(last)

@@ -1,0 +1,313 @@
+"""Job: a user's own FSDP2 loop, made fault-tolerant.
+
+    job = ft_hsdp.join(config, replica=0)
+    model = job.shard(model)
+    optim = job.optimizer(torch.optim.AdamW(model.parameters()), schedule)
+    for batch in job.batches(dataset):
+        model(batch).backward()
+        optim.step()
+
+Retry, catch-up and commit happen inside ``batches`` and ``step`` (FT-HSDP §4.1, §4.3).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from ft_hsdp.config import Config, config_hash, load
+from ft_hsdp.core import lineage
+from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError, Retryable
+from ft_hsdp.train.held import Held
+from ft_hsdp.train.hsdp import Sharded
+from ft_hsdp.train.mailbox import Apply, Drop, End, Feed, Load, Mailbox
+from ft_hsdp.train.optim import Groups, Schedule, prime
+from ft_hsdp.train.reducer import Feeding
+from ft_hsdp.train.runlog import RunLog, Timing
+from ft_hsdp.train.wiring import Place, Wiring
+
+Batch = TypeVar("Batch", covariant=True)
+
+
+class Source(Protocol[Batch]):
+    """Data whose batches are a pure function of their place: any replica may be asked for any of them again."""
+
+    def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> Batch:
+        """Batch ``index`` of data shard ``shard``: the part of rank ``rank``, micro-batch ``micro``."""
+
+
+class Ended(FtHsdpError):
+    """The job ends this replica; ``exit_code`` says how."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(reason)
+        self.exit_code = code
+
+
+class Optimizer:
+    """What ``job.optimizer`` returns: ``step`` ends when the step is committed or given up by this replica."""
+
+    def __init__(self, job: Job, clip: float | None) -> None:
+        self._job = job
+        self.clip = clip
+
+    def step(self) -> bool:
+        """Reduce, vote, commit and apply; True if this replica's gradient is in the committed step.
+
+        With accumulation, all but the last micro-batch of a step return at once.
+
+        Raises:
+            Ended: the job ends this replica.
+        """
+        return self._job._step(self.clip)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing to do: gradients go with the step."""
+
+
+class Job:
+    """One rank's part in the job; made by ``join``."""
+
+    def __init__(self, config: Config, place: Place) -> None:
+        self.config = config
+        self.replica = place.replica
+        self.rank = place.rank
+        self.ranks = place.ranks
+        self._place = place
+        self._mailbox = Mailbox()
+        self._loss: list[float] = []
+        self._micro = 0
+        self._accumulate = 1
+        self._feeding: Feeding | None = None
+        self._since = time.monotonic()
+        self._tokens = 0
+        self._sharded: Sharded
+        self._held: Held
+        self._wiring: Wiring | None = None
+        self._log: RunLog | None = None
+
+    # The user's few lines.
+
+    def shard(self, model: nn.Module, parts: Sequence[nn.Module] | None = None) -> nn.Module:
+        """Shard ``model`` in place with FSDP2 over this replica's ranks.
+
+        ``parts`` are sharded each for itself, in forward order; None takes ``model.shards()`` if there is one,
+        else every module in its ModuleLists. The embedding and the output should be parts of their own, or their
+        gradients go last and are not hidden behind backward.
+        """
+        if parts is None:
+            shards = getattr(model, "shards", None)
+            lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
+            parts = shards() if callable(shards) else [part for each in lists for part in each]
+        mesh = init_device_mesh("cpu", (self.ranks,))
+        self._sharded = Sharded(model, parts, mesh, self._ready)
+        model.register_forward_hook(self._saw_loss)
+        return model
+
+    def optimizer(
+        self, optimizer: torch.optim.Optimizer, schedule: Schedule | None = None, clip: float | None = None
+    ) -> Optimizer:
+        """Wrap ``optimizer``; ``schedule(step)`` from 1 is a factor on its learning rate, ``clip`` the largest norm."""
+        prime(optimizer)
+        groups = Groups(optimizer, schedule)
+        self._held = Held(self._sharded, groups, self.config.replicas, self.rank, self.ranks)
+        return Optimizer(self, clip)
+
+    def warm_up(self, once: Callable[[], None]) -> None:
+        """Run ``once`` (a forward and backward on any batch) before check-in; its gradient is thrown away."""
+        once()
+        self._sharded.clear()
+        self._loss.clear()
+
+    def batches(self, source: Source[Batch], accumulate: int = 1) -> Iterator[Batch]:
+        """The batches that this replica has to feed, each exactly once; ends with training.
+
+        Checks in first. A replica that is behind catches up inside, so only a contributor gets a batch.
+        """
+        self._accumulate = accumulate
+        self._check_in()
+        while True:
+            match self._mailbox.get():
+                case Feed(step):
+                    yield from self._feed(source, step)
+                case End(code, reason):
+                    self.close()
+                    if code != EXIT_OK:
+                        raise Ended(code, reason)
+                    return
+                case letter:
+                    self._do(letter)
+
+    def leave(self) -> None:
+        """Leave the job at the next commit, without disturbing it."""
+        if self._wiring is not None:
+            self._wiring.leave()
+
+    def close(self) -> None:
+        """Leave the process group and end all threads."""
+        if self._wiring is not None:
+            self._wiring.close()
+            self._wiring = None
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    # Inside.
+
+    def _check_in(self) -> None:
+        held, place = self._held, self._place
+        self._wiring = Wiring(self.config, place, held, self._sharded.sizes, self._mailbox)
+        port = torch.zeros(1, dtype=torch.int64)
+        if self.rank == 0:
+            self._log = RunLog(place.run / "replicas" / str(self.replica), place.incarnation)
+            port[0] = self._wiring.listen()
+        dist.broadcast(port, 0)
+        weights, layouts = self._gather(held.weights_digest()), self._gather(held.layout.fingerprint)
+        held.state = lineage.initial(config_hash(self.config), lineage.digest(weights))
+        self._wiring.journal.event("ReplicaWarmed", "model, optimizer and connections are ready")
+        self._wiring.check_in(int(port.item()), held.state, lineage.digest(layouts))
+
+    def _gather(self, text: str) -> list[str]:
+        """The 32-character strings of all ranks, in rank order. A collective."""
+        mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+        all_of_them = [torch.empty_like(mine) for _ in range(self.ranks)]
+        dist.all_gather(all_of_them, mine)
+        return [bytes(t.tolist()).decode() for t in all_of_them]
+
+    def _saw_loss(self, module: nn.Module, args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor) and output.dim() == 0:
+            self._loss.append(float(output.detach()))
+
+    def _ready(self, bucket: int, flat: torch.Tensor) -> None:
+        if self._wiring is not None:
+            loss = sum(self._loss) / len(self._loss) if self._loss else float("nan")
+            self._wiring.reducer.ready(bucket, flat, loss)
+
+    def _feed(self, source: Source[Batch], step: int) -> Iterator[Batch]:
+        """Yield the micro-batches of this replica's next batch."""
+        assert self._wiring is not None
+        shard = self.replica
+        index = self._held.ledger.cursors[shard]
+        self._feeding = Feeding(step, shard, index)
+        self._loss.clear()
+        self._wiring.reducer.open(self._feeding)
+        if self._log is not None:
+            self._log.fed(step, shard, index)
+        for micro in range(self._accumulate):
+            self._micro = micro
+            self._sharded.sync(micro == self._accumulate - 1)
+            batch = source.batch(shard, index, self.rank, micro)
+            if self._log is not None:
+                self._tokens = _tokens(batch) * self.ranks * self._accumulate
+            yield batch
+
+    def _step(self, clip: float | None) -> bool:
+        """After backward: wait for the outcome of the step that was fed."""
+        if self._micro < self._accumulate - 1:
+            return False
+        self._clip = clip
+        assert self._feeding is not None
+        step, waited = self._feeding.step, time.monotonic()
+        while True:
+            letter = self._mailbox.get()
+            if isinstance(letter, Feed):
+                raise RuntimeError(f"told to feed step {letter.step} while step {step} is open")
+            if isinstance(letter, End):
+                self._mailbox.put(letter)
+                return False
+            self._do(letter, time.monotonic() - waited)
+            if isinstance(letter, Drop):
+                return False
+            if isinstance(letter, Apply) and letter.record.step == step:
+                return self.replica in letter.record.contributors
+
+    def _do(self, letter: Apply | Drop | Load, waited: float = 0.0) -> None:
+        match letter:
+            case Apply():
+                self._apply(letter, waited)
+            case Drop():
+                assert self._wiring is not None
+                self._wiring.reducer.open(None)
+                self._sharded.clear()
+            case Load(snapshot):
+                self._held.load(snapshot)
+
+    def _apply(self, letter: Apply, waited: float) -> None:
+        """Nothing may fail here: what does ends the rank, and with it the replica."""
+        assert self._wiring is not None
+        record = letter.record
+        reducer = self._wiring.reducer
+        reducer.open(None)
+        lr = self._held.apply(record, letter.reduced, self._clip, self._accumulate)
+        reducer.give_back(letter.reduced)
+        now = time.monotonic()
+        if self._log is not None:
+            timing = Timing(
+                now - self._since, {"exchange": waited}, reducer.traffic.bytes_sent, reducer.traffic.seconds
+            )
+            tokens = self._tokens * len(record.contributors)
+            self._log.committed(record, lr, tokens, timing, self.replica in record.contributors)
+        self._since = now
+        if record.step >= self.config.train.steps:
+            self._conclude()
+
+    def _conclude(self) -> None:
+        """The final state is here: serve it, write its digest down, then say so. A collective."""
+        assert self._wiring is not None and self._held.state is not None
+        self._held.keep()
+        digest = self._held.digest()
+        if self._log is not None:
+            self._log.final(self._held.state, digest)
+        self._wiring.concluded()
+
+    _clip: float | None = None
+
+
+def _tokens(batch: Any) -> int:
+    """Tokens in one rank's micro-batch: the elements of its first tensor."""
+    first = batch[0] if isinstance(batch, tuple | list) else batch
+    return int(first.numel()) if isinstance(first, torch.Tensor) else 0
+
+
+def join(config: Config | str | Path, replica: int, run: Path | None = None, lighthouse: str | None = None) -> Job:
+    """Join a job as one rank of ``replica``; the rank comes from torchrun's environment.
+
+    ``run`` is the run directory, ``lighthouse`` its URL; both follow from the configuration on one machine.
+
+    Raises:
+        ConfigError: the configuration cannot be used, or the run does not exist.
+    """
+    if not isinstance(config, Config):
+        config = load(Path(config))
+    if not 0 <= replica < config.replicas:
+        raise ConfigError("replica", replica, f"0 to {config.replicas - 1} (replicas: {config.replicas})")
+    run = run or Path(config.job.runs_dir) / config.job.name
+    try:
+        url = lighthouse or json.loads((run / "lighthouse.json").read_text())["url"]
+        token = os.environ.get("FT_HSDP_TOKEN") or (run / "token").read_text().strip()
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError("run", str(run), f"the directory of a run with a lighthouse ({error})") from error
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if ranks != config.ranks_per_replica:
+        raise ConfigError("WORLD_SIZE", ranks, f"ranks_per_replica, which is {config.ranks_per_replica}")
+    torch.set_num_threads(config.train.threads)
+    dist.init_process_group("gloo")
+    name, life = (
+        os.environ.get("TORCHELASTIC_RUN_ID", "run"),
+        int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+    )
+    lives = [f"{replica}-{name}-{n}" for n in range(life + 1)]
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    place = Place(replica, rank, ranks, lives[-1], tuple(lives[:-1]), run, url, token, host)
+    return Job(config, place)
+
+
+__all__ = ["Ended", "Job", "Optimizer", "Retryable", "Source", "join"]

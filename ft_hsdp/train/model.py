@@ -1,0 +1,198 @@
+"""A small Llama-style transformer: RMSNorm, rotary positions, SwiGLU, grouped queries.
+
+Its parts are cut for FSDP2: the embedding, each block and the output can be sharded apart, so that
+the ring of no bucket has to wait for the root's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ft_hsdp.config import ModelConfig
+
+
+@dataclass(frozen=True, slots=True)
+class ModelArgs:
+    """Shape of a transformer. `vocabulary` counts tokens, `seq_len` is the longest sequence."""
+
+    vocabulary: int
+    dim: int
+    layers: int
+    heads: int
+    kv_heads: int
+    ffn_dim: int
+    seq_len: int
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+    @classmethod
+    def of(cls, config: ModelConfig, vocabulary: int, seq_len: int) -> ModelArgs:
+        """The shape that `config` asks for."""
+        return cls(
+            vocabulary=vocabulary,
+            dim=config.dim,
+            layers=config.layers,
+            heads=config.heads,
+            kv_heads=config.key_value_heads,
+            ffn_dim=config.hidden_dim,
+            seq_len=seq_len,
+            rope_theta=config.rope_theta,
+            norm_eps=config.norm_eps,
+        )
+
+
+class Transformer(nn.Module):
+    """The model; its weights are a function of `args` and `seed` alone."""
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, args: ModelArgs, seed: int = 0) -> None:
+        super().__init__()
+        self.args = args
+        self.embed = nn.Embedding(args.vocabulary, args.dim)
+        self.layers = nn.ModuleList(Block(args) for _ in range(args.layers))
+        self.output = Output(args)
+        cos, sin = rotations(args.seq_len, args.dim // args.heads, args.rope_theta)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+        self.reset(seed)
+
+    def shards(self) -> list[nn.Module]:
+        """The modules to shard, each for itself, in the order of the forward pass."""
+        return [self.embed, *self.layers, self.output]
+
+    def logits(self, inputs: Tensor) -> Tensor:
+        """inputs int64 [batch, seq] -> [batch, seq, vocabulary]. ValueError if seq is too long."""
+        length = inputs.shape[1]
+        if length > self.args.seq_len:
+            raise ValueError(f"a sequence of {length} tokens; the model takes at most {self.args.seq_len}")
+        hidden = self.embed(inputs)
+        for block in self.layers:
+            hidden = block(hidden, self.cos[:length], self.sin[:length])
+        out: Tensor = self.output(hidden)
+        return out
+
+    def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        """(inputs, targets), int64 [batch, seq] each -> mean cross-entropy in nats, a scalar."""
+        inputs, targets = batch
+        return functional.cross_entropy(self.logits(inputs).flatten(0, 1).float(), targets.flatten())
+
+    @torch.no_grad()
+    def reset(self, seed: int) -> None:
+        """Draw every parameter anew, each from a generator of its own, keyed by (seed, name)."""
+        for name, parameter in self.named_parameters():
+            std = _spread(name, self.args)
+            if std is None:
+                parameter.fill_(1.0)
+                continue
+            generator = torch.Generator().manual_seed(_seed_of(seed, name))
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
+
+
+class Block(nn.Module):
+    """Attention and feed-forward, each behind a norm, each added to the stream."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.attention = Attention(args)
+        self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.ffn = FeedForward(args)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """x [batch, seq, dim]; cos, sin [seq, head_dim / 2] -> [batch, seq, dim]."""
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        out: Tensor = x + self.ffn(self.ffn_norm(x))
+        return out
+
+
+class Attention(nn.Module):
+    """Causal self-attention; `heads / kv_heads` queries share a key and a value."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.head_dim = args.dim // args.heads
+        self.grouped = args.kv_heads != args.heads
+        self.query = nn.Linear(args.dim, args.dim, bias=False)
+        self.key = nn.Linear(args.dim, args.kv_heads * self.head_dim, bias=False)
+        self.value = nn.Linear(args.dim, args.kv_heads * self.head_dim, bias=False)
+        self.out = nn.Linear(args.dim, args.dim, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """As `Block.forward`."""
+        q = rotate(self._split(self.query(x)), cos, sin)
+        k = rotate(self._split(self.key(x)), cos, sin)
+        v = self._split(self.value(x))
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.grouped)
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
+
+    def _split(self, x: Tensor) -> Tensor:
+        """[batch, seq, heads * head_dim] -> [batch, heads, seq, head_dim]."""
+        return x.unflatten(2, (-1, self.head_dim)).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.gate = nn.Linear(args.dim, args.ffn_dim, bias=False)
+        self.up = nn.Linear(args.dim, args.ffn_dim, bias=False)
+        self.down = nn.Linear(args.ffn_dim, args.dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, dim] -> the same."""
+        out: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Output(nn.Module):
+    """The last norm and the head, which shares no weights with the embedding."""
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
+        self.head = nn.Linear(args.dim, args.vocabulary, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, seq, dim] -> [batch, seq, vocabulary]."""
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+def rotations(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles, [length, head_dim / 2] each."""
+    rates = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64), rates)
+    return angles.cos().float(), angles.sin().float()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn the pairs (i, i + head_dim / 2) of x [batch, heads, seq, head_dim] by their angles."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def _spread(name: str, args: ModelArgs) -> float | None:
+    """Standard deviation of a parameter at the start; None for a norm's scale, which is 1."""
+    if "norm" in name:
+        return None
+    if name.endswith(("attention.out.weight", "ffn.down.weight")):
+        fan_in = args.dim if "attention" in name else args.ffn_dim
+        return 1.0 / math.sqrt(fan_in * 2 * args.layers)
+    if name == "output.head.weight":
+        return 0.02
+    return 0.02 if name == "embed.weight" else 1.0 / math.sqrt(args.dim)
+
+
+def _seed_of(seed: int, name: str) -> int:
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8, person=b"ft_hsdp.init").digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -1,0 +1,194 @@
+"""Reducer: takes the buckets of one rank through FTAR, once for each attempt, and votes when all are reduced.
+
+The main thread brings local gradients as backward makes them; the control loop says which attempt is under way. A
+retry goes over the same local gradients: forward and backward are never repeated for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import xxhash
+
+from ft_hsdp.core import lineage
+from ft_hsdp.core.commit import Contribution, Fence, Vote
+from ft_hsdp.core.replica import Reduce
+from ft_hsdp.errors import FTARError
+from ft_hsdp.ftar.engine import Result
+from ft_hsdp.ftar.frame import Entry, Key
+from ft_hsdp.ftar.group import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Feeding:
+    """What the main thread is at: batch ``index`` of data shard ``shard``, for ``step``."""
+
+    step: int
+    shard: int
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes sent and seconds spent for the newest attempt that ended well."""
+
+    bytes_sent: int = 0
+    seconds: float = 0.0
+
+
+class Reducer:
+    """The exchange of one rank's gradient. ``voted`` is called, on FTAR's thread, when all buckets are reduced."""
+
+    def __init__(
+        self, group: Group, sizes: Sequence[int], replica: int, rank: int, voted: Callable[[Vote], None]
+    ) -> None:
+        self._group = group
+        self._sizes = tuple(sizes)
+        self._replica = replica
+        self._rank = rank
+        self._voted = voted
+        self._lock = threading.Lock()
+        self._locals: dict[int, torch.Tensor] = {}
+        self._feeding: Feeding | None = None
+        self._loss = 0.0
+        self._order: Reduce | None = None
+        self._submitted = 0
+        self._results: list[Result] = []
+        self._out: list[torch.Tensor] | None = None
+        self._spare: list[list[torch.Tensor]] = []
+        self._began = 0.0
+        self.traffic = Traffic()
+
+    # The main thread.
+
+    def open(self, feeding: Feeding | None) -> None:
+        """A new batch begins (or none): the local gradients of the last one are forgotten."""
+        with self._lock:
+            self._feeding = feeding
+            self._locals.clear()
+
+    def ready(self, bucket: int, flat: torch.Tensor, loss: float) -> None:
+        """The local gradient of a bucket is there: flat fp32 [numel], read only from now on."""
+        with self._lock:
+            if self._feeding is None:
+                return
+            if flat.numel() != self._sizes[bucket]:
+                raise ValueError(f"bucket {bucket} has {flat.numel()} elements, planned {self._sizes[bucket]}")
+            self._locals[bucket] = flat
+            self._loss = loss
+            self._pump()
+
+    def give_back(self, out: list[torch.Tensor]) -> None:
+        """Reduced shards that were applied can be written again."""
+        with self._lock:
+            self._spare.append(out)
+
+    # The control loop.
+
+    def begin(self, order: Reduce) -> None:
+        """A new attempt: reduce all buckets in order, from the start."""
+        with self._lock:
+            self._order = order
+            self._submitted = 0
+            self._results = []
+            self._pump()
+
+    def cancel(self) -> None:
+        """The ring is gone; what was reduced is kept until the next attempt, for it may be in doubt."""
+        with self._lock:
+            self._order = None
+
+    def take(self) -> list[torch.Tensor]:
+        """The reduced shards of the newest attempt; they are the caller's until given back."""
+        with self._lock:
+            assert self._out is not None
+            out, self._out = self._out, None
+            return out
+
+    # Both, under the lock.
+
+    def _pump(self) -> None:
+        """Submit what can go, in the order of the buckets."""
+        order = self._order
+        while order is not None and self._submitted < len(self._sizes):
+            bucket = self._submitted
+            mine, local = self._mine(order, bucket)
+            if mine is None:
+                return
+            if self._out is None:
+                self._out = self._spare.pop() if self._spare else [torch.empty(n) for n in self._sizes]
+            if bucket == 0:
+                self._began = time.monotonic()
+            key = Key(order.fence.epoch, order.fence.step, order.fence.attempt, bucket, order.prev)
+            work = self._group.all_reduce(key, local, self._out[bucket], mine)
+            work.add_done_callback(partial(self._done, order.fence))
+            self._submitted += 1
+
+    def _mine(self, order: Reduce, bucket: int) -> tuple[Entry | None, torch.Tensor | None]:
+        """This rank's entry and local gradient for a bucket; None while it is not there yet."""
+        if order.role == "behind":
+            return Entry(self._replica, 0, self._replica, 0, 0.0), None
+        feeding = self._feeding
+        if feeding is None or feeding.step != order.fence.step or bucket not in self._locals:
+            return None, None
+        local = self._locals[bucket]
+        poisoned = not bool(torch.isfinite(torch.linalg.vector_norm(local)))
+        return Entry(self._replica, 1, feeding.shard, feeding.index, self._loss, poisoned), local
+
+    # FTAR's thread.
+
+    def _done(self, fence: Fence, work: Future[Result]) -> None:
+        if isinstance(work.exception(), FTARError):
+            return  # the group reports the broken ring itself
+        with self._lock:
+            if self._order is None or self._order.fence != fence:
+                return
+            self._results.append(work.result())
+            if len(self._results) < len(self._sizes):
+                return
+            out, results = self._out, list(self._results)
+        assert out is not None
+        self.traffic = Traffic(sum(r.bytes_sent for r in results), time.monotonic() - self._began)
+        self._voted(self._vote(fence, results, out))
+
+    def _vote(self, fence: Fence, results: list[Result], out: list[torch.Tensor]) -> Vote:
+        return Vote(
+            rank=self._rank,
+            fence=fence,
+            digest=lineage.digest([checksum(t) for t in out]),
+            sumsq=sum_of_squares(out),
+            contributions=contributions(results),
+            poisoned=tuple(sorted({e.replica for r in results for e in r.entries if e.poisoned})),
+        )
+
+
+def contributions(results: Sequence[Result]) -> tuple[Contribution, ...]:
+    """Who put what into the sum; no one if the buckets disagree, so that the vote cannot pass."""
+    said = {
+        tuple(
+            (e.replica, e.weight, e.shard, e.index) for e in sorted(r.entries, key=lambda e: e.replica) if e.weight
+        )
+        for r in results
+    }
+    if len(said) != 1:
+        return ()
+    losses = {e.replica: e.loss for e in results[-1].entries}
+    return tuple(Contribution(*entry, loss=losses[entry[0]]) for entry in said.pop())
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    """xxh3-128 of a CPU tensor's bytes."""
+    array: Any = tensor.numpy()
+    return xxhash.xxh3_128_hexdigest(memoryview(array).cast("B"))
+
+
+def sum_of_squares(shards: Sequence[torch.Tensor]) -> float:
+    """The sum of squares of a rank's shards in fp64, bucket by bucket in order."""
+    return sum(float(torch.linalg.vector_norm(s, dtype=torch.float64)) ** 2 for s in shards)

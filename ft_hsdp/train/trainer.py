@@ -1,0 +1,75 @@
+"""The trainer that comes with ft_hsdp: the first user of its public API."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from ft_hsdp.config import Config
+from ft_hsdp.core import lr
+from ft_hsdp.errors import EXIT_OK, FtHsdpError
+from ft_hsdp.train.data import Batches
+from ft_hsdp.train.job import join
+from ft_hsdp.train.model import ModelArgs, Transformer
+from ft_hsdp.train.tokens import VOCABULARY, Tokens, prepare
+
+
+def dataset(config: Config) -> Batches:
+    """The batches of the job, over the tokens that the launcher prepared."""
+    cache = Path(config.job.runs_dir) / ".cache"
+    tokens = Tokens.open(prepare(config.data.path, config.data.tokenizer, config.data.max_bytes, cache))
+    t = config.train
+    return Batches(
+        tokens,
+        t.seq_len,
+        t.micro_batch,
+        t.seed,
+        config.replicas,
+        ranks=config.ranks_per_replica,
+        accumulate=t.accumulate,
+    )
+
+
+def build(config: Config) -> Transformer:
+    """The model of the job with its initial weights: a function of the configuration alone."""
+    args = ModelArgs.of(config.model, VOCABULARY[config.data.tokenizer], config.train.seq_len)
+    return Transformer(args, config.train.seed)
+
+
+def build_optimizer(config: Config, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """AdamW, never fused: its fused form depends on the sharding."""
+    o = config.optim
+    return torch.optim.AdamW(params, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
+
+
+def factor(config: Config, step: int) -> float:
+    """The schedule's factor on the learning rate of ``step`` (from 1)."""
+    c = config.lr
+    return lr.scheduled(c.schedule, 1.0, step, config.train.steps, c.warmup, c.min_ratio)
+
+
+def train(config: Config, replica: int, run: Path) -> None:
+    """Train until the job ends."""
+    data = dataset(config)
+    job = join(config, replica, run)
+    signal.signal(signal.SIGTERM, lambda *_: job.leave())
+    model = job.shard(build(config))
+    optimizer = build_optimizer(config, list(model.parameters()))
+    optim = job.optimizer(optimizer, lambda step: factor(config, step), config.optim.clip)
+    job.warm_up(lambda: model(data.batch(replica, 0, job.rank)).backward())
+    for batch in job.batches(data, config.train.accumulate):
+        model(batch).backward()
+        optim.step()
+
+
+def main(config: Config, replica: int, run: Path) -> int:
+    """Run one rank; the exit code."""
+    try:
+        train(config, replica, run)
+    except FtHsdpError as error:
+        print(error, file=sys.stderr, flush=True)
+        return error.exit_code
+    return EXIT_OK

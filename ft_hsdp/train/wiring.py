@@ -1,0 +1,268 @@
+"""Wiring: the control loop of one rank, and everything that lives on it.
+
+The loop runs on its own thread, so a leader answers and a ring breaks while the main thread computes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ft_hsdp import protocol
+from ft_hsdp.config import Config, config_hash
+from ft_hsdp.control import leader as control
+from ft_hsdp.control.channel import Hub, Line
+from ft_hsdp.control.leader import Leader, Outlets, Settings
+from ft_hsdp.control.lighthouse_client import LighthouseClient
+from ft_hsdp.core import lineage
+from ft_hsdp.core.assignment import Report
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.replica import Exit, LeaveRequested
+from ft_hsdp.errors import EXIT_RETRYABLE, LighthouseUnreachable
+from ft_hsdp.events import Journal
+from ft_hsdp.ftar.edges import Identity
+from ft_hsdp.ftar.group import Events, Group, Limits
+from ft_hsdp.protocol import RankHello
+from ft_hsdp.state.server import StateServer
+from ft_hsdp.train.agent import Fetching, RankAgent
+from ft_hsdp.train.held import Held
+from ft_hsdp.train.mailbox import Mailbox
+from ft_hsdp.train.reducer import Reducer
+
+JOIN_TIMEOUT_S = 10.0
+RANKS_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Who this rank is, and where its job lives."""
+
+    replica: int
+    rank: int
+    ranks: int
+    incarnation: str
+    predecessors: tuple[str, ...]
+    run: Path
+    lighthouse: str
+    token: str
+    leader_host: str
+
+
+class Wiring:
+    """One rank's connections. Made by the main thread, closed by it."""
+
+    def __init__(self, config: Config, place: Place, held: Held, sizes: tuple[int, ...], mailbox: Mailbox) -> None:
+        self._config = config
+        self._place = place
+        self._held = held
+        self._mailbox = mailbox
+        self._ending = False
+        self._journal = Journal(
+            place.run / "replicas" / str(place.replica) / "events.jsonl",
+            source="replica",
+            replica=place.replica,
+            rank=place.rank,
+            incarnation=place.incarnation,
+        )
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(self._crash)
+        self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
+        self._thread.start()
+        self._hub: Hub | None = None
+        self._line: Line | None = None
+        self._leader: Leader | None = None
+        self._server = StateServer(
+            config.network.state_interface or config.network.host, held.snapshots, place.token
+        )
+        self._ring_layout = lineage.digest(sizes, config.ftar.chunk_bytes, place.ranks)
+        self._agent: RankAgent
+        self._call(self._open(sizes))
+
+    @property
+    def journal(self) -> Journal:
+        """This rank's events."""
+        return self._journal
+
+    @property
+    def reducer(self) -> Reducer:
+        """The exchange of this rank's gradient."""
+        return self._agent.reducer
+
+    def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run something on the loop and wait for it; each has its own deadline."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
+
+    def _crash(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Nothing on the loop may fail: if it does, the rank stops, and with it the replica."""
+        error = context.get("exception")
+        if isinstance(error, ConnectionError) or self._ending:
+            return
+        print(f"control loop: {context.get('message')}", file=sys.stderr)
+        if error is not None:
+            traceback.print_exception(error)
+        self._die("the control loop failed")
+
+    def _die(self, why: str) -> None:
+        """End this rank at once: a pending collective inside the replica cannot be cancelled."""
+        if self._ending:
+            return
+        self._journal.event("RankEnded", why, code=EXIT_RETRYABLE)
+        sys.stderr.flush()
+        os._exit(EXIT_RETRYABLE)
+
+    async def _open(self, sizes: tuple[int, ...]) -> None:
+        config, place = self._config, self._place
+        fetching = Fetching(
+            place.ranks,
+            self._held.layout.fingerprint,
+            self._held.layout.nbytes,
+            place.token,
+            config.ftar.timeout_s,
+        )
+        agent = RankAgent(
+            place.replica, place.rank, fetching, self._mailbox, self._journal, self._report, self._want
+        )
+        identity = Identity(place.replica, place.rank, self._ring_layout, place.token)
+        limits = Limits(config.ftar.timeout_s, config.ftar.connect_timeout_s, config.ftar.chunk_bytes)
+        events = Events(agent.connected, agent.broken, agent.shown, self._token)
+        agent.group = Group(identity, limits, events)
+        self._ring_address = agent.group.listen(config.network.host)
+        agent.reducer = Reducer(agent.group, sizes, place.replica, place.rank, self._voted)
+        self._agent = agent
+
+    def _report(self, message: object) -> None:
+        """To the leader: a call on rank 0, a message elsewhere."""
+        if self._leader is not None:
+            self._leader.received(message)
+        elif self._line is not None:
+            self._line.send(message)
+
+    def _voted(self, vote: object) -> None:
+        self._loop.call_soon_threadsafe(self._report, vote)
+
+    def _token(self, token: Any) -> None:
+        if self._leader is not None:
+            self._leader.token(token)
+
+    def _want(self, state: Any) -> None:
+        """Snapshots are copied off the loop."""
+        self._loop.run_in_executor(None, self._held.want, state)
+
+    # Check-in.
+
+    def listen(self) -> int:
+        """Rank 0 waits for its other ranks; the port to give them."""
+        return int(self._call(self._listen()))
+
+    async def _listen(self) -> int:
+        self._hub = Hub(self._place.ranks, self._place.token, self._report, self._rank_lost)
+        return await self._hub.listen(self._place.leader_host)
+
+    def _rank_lost(self, rank: int) -> None:
+        self._die(f"rank {rank} of this replica is gone")
+
+    def check_in(self, port: int, state: StateId, layout: str) -> None:
+        """All is warm: join the job with ``state``; ``layout`` fingerprints the shards of all ranks."""
+        self._call(self._check_in(port, state, layout))
+
+    async def _check_in(self, port: int, state: StateId, layout: str) -> None:
+        place = self._place
+        state_address = self._server.address
+        mac = protocol.mac(place.token, "rank", place.rank, self._ring_address, state_address)
+        hello = RankHello(place.rank, self._ring_address, state_address, mac)
+        if place.rank != 0:
+            self._line = Line(self._ordered, lambda: self._die("the leader of this replica is gone"))
+            async with asyncio.timeout(RANKS_TIMEOUT_S):
+                await self._line.connect(place.leader_host, port, hello)
+            return
+        assert self._hub is not None
+        await self._hub.all_here(RANKS_TIMEOUT_S)
+        hellos = [hello, *(self._hub.hellos[r] for r in range(1, place.ranks))]
+        self._leader = self._lead(hellos, state, layout)
+        if place.predecessors:
+            await self._bury_predecessors()
+        self._leader.start()
+
+    def _lead(self, hellos: list[RankHello], state: StateId, layout: str) -> Leader:
+        config, place = self._config, self._place
+        replica = control.initial(place.replica, place.incarnation, config.train.steps, state)
+        about = protocol.Ask(
+            Report(place.replica, place.incarnation, state, 1),
+            tuple(h.ring for h in hellos),
+            tuple(h.state for h in hellos),
+            config_hash(config),
+            layout,
+        )
+        settings = Settings(
+            place.ranks,
+            config.replicas,
+            config.lr.intervention,
+            config.ftar.chunk_bytes,
+            config.quorum.lease_s,
+            config.quorum.answer_wait_s,
+            JOIN_TIMEOUT_S,
+        )
+        self._client = LighthouseClient(place.lighthouse, place.token)
+        outlets = Outlets(self._order_all, lambda token: self._agent.group.send_token(token))
+        return Leader(replica, about, self._client, settings, outlets, self._journal)
+
+    async def _bury_predecessors(self) -> None:
+        """Whoever restarted this replica ended its earlier incarnations first: say so to the lighthouse."""
+        running: dict[int, str | None] = {self._place.replica: self._place.incarnation}
+        with contextlib.suppress(LighthouseUnreachable):  # the first ask will find out
+            await self._client.report(protocol.Processes(running, self._place.predecessors))
+
+    def _order_all(self, order: object) -> None:
+        assert self._hub is not None
+        self._hub.broadcast(order)
+        self._ordered(order)
+
+    def _ordered(self, order: object) -> None:
+        if isinstance(order, Exit):
+            self._ending = True  # from now on connections may close
+        self._agent.order(order)
+
+    # Later.
+
+    def concluded(self) -> None:
+        """The final state is written down: the leader may say so."""
+        if self._leader is not None:
+            self._loop.call_soon_threadsafe(self._leader.concluded.set)
+
+    def leave(self) -> None:
+        """Leave the job at the next commit."""
+        if self._leader is not None:
+            self._loop.call_soon_threadsafe(self._leader.handle, LeaveRequested())
+
+    def close(self) -> None:
+        """Hang up and end the threads."""
+        self._ending = True
+        self._call(self._close())
+        self._server.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _close(self) -> None:
+        self._agent.group.close()
+        if self._leader is not None:
+            self._leader.close()
+            await self._client.close()
+        if self._line is not None:
+            self._line.close()
+        if self._hub is not None:
+            self._hub.close()
+        await asyncio.sleep(0)
+        tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+        _, pending = await asyncio.wait(tasks, timeout=1.0) if tasks else ((), ())
+        for task in pending:
+            task.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)

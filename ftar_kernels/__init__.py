@@ -1,0 +1,1 @@
+"""Triton kernels of FTAR's data plane on GPUs. The CPU path does not need them."""

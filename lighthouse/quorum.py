@@ -1,0 +1,105 @@
+"""Quorum: who may go on, from which state. Pure functions of what the lighthouse knows.
+
+The base of a new membership is the highest state that a reporter holds or is prepared for. It may be granted
+only if nobody who is absent and alive could know better (docs/protocol.md has the counter-examples behind
+each rule).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ft_hsdp.core import lineage
+from ft_hsdp.core.assignment import Grant, Member, Report, Role
+from ft_hsdp.core.commit import CommitRecord, Fence, void
+from ft_hsdp.core.lineage import StateId
+
+Incarnation = tuple[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """A membership that was granted: (replica, incarnation) of each member."""
+
+    number: int
+    members: tuple[Incarnation, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The state to build on, and the record that led there if only prepared members hold it."""
+
+    state: StateId
+    record: CommitRecord | None
+    voids: tuple[Fence, ...]
+
+
+def highest(reports: Iterable[Report]) -> Base:
+    """The highest committed or prepared state among ``reports``.
+
+    A prepared record does not count if its attempt is known never to commit, or if reporters hold different
+    records of one attempt.
+    """
+    reports = tuple(reports)
+    voids = tuple(sorted({r.void for r in reports if r.void}, key=lambda f: (f.epoch, f.step, f.attempt)))
+    best = max((r.state for r in reports), key=lambda s: (s.commit_epoch, s.step))
+    record: CommitRecord | None = None
+    prepared = [r.prepared for r in reports if r.prepared is not None and not void(r.prepared.fence, voids)]
+    for candidate in sorted(prepared, key=lambda p: (p.epoch, p.step, p.attempt)):
+        rivals = [p for p in prepared if p.fence == candidate.fence]
+        if any(p.digest != candidate.digest for p in rivals):
+            continue
+        if lineage.newer(candidate.state_id, best) or (
+            record is not None and candidate.fence.attempt > record.fence.attempt
+        ):
+            best, record = candidate.state_id, candidate
+    return Base(best, record, voids)
+
+
+def ahead(report: Report, state: StateId) -> bool:
+    """Whether a reporter holds, or is prepared for, something above ``state``."""
+    prepared = report.prepared
+    return lineage.newer(report.state, state) or (
+        prepared is not None and lineage.newer(prepared.state_id, state)
+    )
+
+
+def uncovered(
+    epochs: Iterable[Epoch], exited: frozenset[Incarnation], present: frozenset[Incarnation]
+) -> Epoch | None:
+    """An epoch of which nobody is present although some member may live; None if all are covered.
+
+    Its members may have committed something that nobody present knows of. An epoch whose members have all
+    exited does not count.
+    """
+    for epoch in epochs:
+        members = frozenset(epoch.members)
+        if not members <= exited and not members & present:
+            return epoch
+    return None
+
+
+def role(report: Report, base: Base) -> Role:
+    """Contribute if the reporter holds the base, or exactly the record that leads to it."""
+    leads = report.prepared is not None and lineage.same(report.prepared.state_id, base.state)
+    return "contribute" if leads or lineage.same(report.state, base.state) else "behind"
+
+
+def roles(reports: Mapping[int, Report], base: Base) -> dict[int, Role]:
+    """The role of each reporter."""
+    return {r: role(report, base) for r, report in sorted(reports.items())}
+
+
+def describe(members: Iterable[Member], base: StateId, why: str) -> str:
+    """A line for humans: who does what, and why the membership changed."""
+    able = [str(m.replica) for m in members if m.role == "contribute"]
+    behind = [str(m.replica) for m in members if m.role == "behind"]
+    text = f"{why}; replicas {','.join(able) or 'none'} contribute on {base}"
+    return text + (f"; {','.join(behind)} behind" if behind else "")
+
+
+def grant(term: int, epoch: int, base: Base, members: tuple[Member, ...], total: int, why: str) -> Grant:
+    """The grant of ``epoch`` for ``members`` in ring order (by replica id)."""
+    ordered = tuple(sorted(members, key=lambda m: m.replica))
+    return Grant(term, epoch, base.state, ordered, total, describe(ordered, base.state, why), base.voids)

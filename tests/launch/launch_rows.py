@@ -1,0 +1,62 @@
+"""Rows of logs as replicas write them, for the tests of what reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ft_hsdp.launch.rundir import Row
+
+
+def commit(
+    step: int,
+    *,
+    lineage: str = "",
+    prev: str = "",
+    who: Sequence[int] = (0, 1, 2),
+    role: str = "contribute",
+    epoch: int = 1,
+    t: float | None = None,
+    **fields: Any,
+) -> Row:
+    """A row of commits.jsonl. Lineages are L1, L2, ...; replica r trains batch step - 1 of data shard r."""
+    contributions = [{"replica": r, "weight": 1, "shard": r, "index": step - 1, "loss": 2.0} for r in who]
+    return {
+        "t": 1000.0 + step if t is None else t,
+        "step": step,
+        "epoch": epoch,
+        "attempt": 0,
+        "lineage": lineage or f"L{step}",
+        "prev": prev or f"L{step - 1}",
+        "ring": [0, 1, 2],
+        "contributors": sorted(who),
+        "contributions": contributions,
+        "holes": [],
+        "loss": 3.0 - step / 100,
+        "lr": 1e-3,
+        "lr_scale": 1.0,
+        "norm": 1.0,
+        "step_s": 1.0,
+        "waits": {"ring": 0.25},
+        "ftar_bytes": 10,
+        "ftar_s": 0.1,
+        "tokens": 100,
+        "incarnation": "0-aaaaaaaa-0",
+        "role": role,
+        **fields,
+    }
+
+
+def fed(rows: Sequence[Row]) -> dict[int, list[Row]]:
+    """The logs of what was fed that fit `rows`."""
+    logs: dict[int, list[Row]] = {}
+    for row in rows:
+        for c in row["contributions"]:
+            line = {"t": row["t"], "step": row["step"], "shard": c["shard"], "index": c["index"]}
+            logs.setdefault(c["replica"], []).append({**line, "incarnation": "x"})
+    return logs
+
+
+def event(name: str, t: float, **fields: Any) -> Row:
+    """An event."""
+    return {"t": t, "event": name, "source": "supervisor", "reason": "because", **fields}

@@ -1,0 +1,58 @@
+"""A lighthouse that only listens: what its supervisor needs to be tested. `--port` keeps the address."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from ft_hsdp.launch.rundir import Appender, RunDir, write_json
+
+
+class Handler(BaseHTTPRequestHandler):
+    run: RunDir
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer({"step": 0, "epoch": 0, "replicas": []} if self.path == "/v1/status" else {})
+
+    def do_POST(self) -> None:
+        picture = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.headers["Authorization"] != f"Bearer {self.run.token.read_text()}":
+            self.send_error(401)
+            return
+        log = Appender(self.run.path / "pictures.jsonl")
+        log.append(picture)
+        log.close()
+        self._answer({"evict": [], "epoch": 1, "step": 0, "finished": False})
+
+    def _answer(self, value: Any) -> None:
+        body = json.dumps(value).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--run", type=Path, required=True)
+    parser.add_argument("--port", type=int, default=0)
+    args = parser.parse_args()
+    if (args.run / "no-lighthouse").exists():
+        raise SystemExit("no lighthouse today")
+    Handler.run = RunDir(args.run)
+    server = ThreadingHTTPServer(("127.0.0.1", args.port), Handler)
+    url = f"http://127.0.0.1:{server.server_address[1]}"
+    write_json(Handler.run.lighthouse, {"pid": os.getpid(), "url": url})
+    server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""Replicas that log as if they trained: a step every 30 ms, all on one history, until the last step."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from launch_rows import commit
+
+from ft_hsdp.config import Config
+from ft_hsdp.launch.rundir import Appender, RunDir, read_jsonl, write_json
+
+STEP_S = 0.03
+
+
+def main(config: Config, replica: int, path: Path) -> int:
+    run = RunDir(path)
+    restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if (path / "refuse").exists():
+        return 64
+    if (path / "hang").exists():
+        time.sleep(60)
+    if os.environ["RANK"] != "0":
+        while not run.final(replica).exists():
+            time.sleep(0.005)
+        return 0
+    if restart and (path / "crash-loop").exists():
+        return 75
+    commits, fed, events = (
+        Appender(file) for file in (run.commits(replica), run.fed(replica), run.replica_events(replica))
+    )
+    step = max((row["step"] for n in range(config.replicas) for row in read_jsonl(run.commits(n))), default=0)
+    if restart:
+        about = {"replica": replica, "seconds": 0.1, "bytes": 10, "reason": "test"}
+        events.append({"t": time.time(), "event": "FetchCompleted", "source": 0, **about})
+    while step < config.train.steps:
+        step += 1
+        fed.append({"step": step, "shard": replica, "index": step - 1, "t": time.time(), "incarnation": "x"})
+        time.sleep(STEP_S)
+        row = commit(step, t=time.time(), step_s=STEP_S)
+        row["contributions"] = row["contributions"][:1]  # replica 0 is never disturbed here
+        commits.append(row)
+    final = {"step": step, "commit_epoch": 1, "lineage": f"L{step}", "digest": "d", "incarnation": "x"}
+    write_json(run.final(replica), final)
+    return 0

@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch_rows import event
+
+from ft_hsdp.launch.cli import main
+from ft_hsdp.launch.processes import environment
+from ft_hsdp.launch.rundir import Appender, RunDir, identity, write_json
+
+COMMANDS = ["up", "lighthouse", "replica", "status", "submit", "chaos", "bench", "doctor", "replay", "explain"]
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A small job's file; relative paths lie in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FT_HSDP_TOKEN", raising=False)
+    (tmp_path / "text").write_bytes(b"to be or not to be\n" * 5000)
+    (tmp_path / "c.yaml").write_text("job: {name: job}\ndata: {path: text}\n")
+    return "c.yaml"
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "said"),
+    [
+        (["up"], 64, "CONFIG"),
+        (["up", "none.yaml"], 64, "config file: got 'none.yaml'"),
+        (["up", "c.yaml", "--train.steps=minus"], 64, "train.steps: got 'minus'"),
+        (["up", "c.yaml", "--replicas=0"], 64, "replicas: got 0"),
+        (["up", "c.yaml", "--no.such=1"], 64, "no"),
+        (["up", "c.yaml", "--train.steps"], 64, "unrecognized arguments: --train.steps"),
+        (["up", "c.yaml", "more"], 64, "unrecognized arguments: more"),
+        (["up", "c.yaml", "--data.path=none"], 64, "data.path: got 'none'"),
+        (["up", "c.yaml", "--network.port=PORT"], 64, "network.port: got"),
+        (["doctor", "none.yaml"], 64, "config file"),
+        (["replica", "c.yaml"], 64, "--replica"),
+        (["replica", "c.yaml", "--replica", "one"], 64, "--replica"),
+        (["replica", "c.yaml", "--replica", "9"], 64, "--replica: got 9; allowed: 0 to 2"),
+        (["replica", "c.yaml", "--replica", "0", "--lighthouse", "http://127.0.0.1:1"], 64, "FT_HSDP_TOKEN"),
+        (["status"], 69, "no job runs"),
+        (["status", "--run", "none"], 64, "run: got 'none'"),
+        (["status", "--x=1"], 64, "unrecognized arguments: --x=1"),
+        (["chaos", "none", "--replica", "0"], 64, "run: got 'none'"),
+        (["chaos", "none", "--replica", "0", "--signal", "HUP"], 64, "--signal"),
+        (["explain", "none"], 64, "run: got 'none'"),
+        (["replay", "none"], 64, "run: got 'none'"),
+        (["submit", "c.yaml"], 64, "not in this version"),
+        (["bench"], 64, "not in this version"),
+        (["bench", "speed"], 64, "speed"),
+        (["dance"], 64, "dance"),
+        ([], 64, "COMMAND"),
+        (["--version-of-nothing"], 64, ""),
+    ],
+)
+def test_bad_input_gets_one_line_and_its_code(
+    config: str, capsys: pytest.CaptureFixture[str], argv: list[str], code: int, said: str
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main([word.replace("PORT", port) for word in argv]) == code
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert said in err
+    assert not Path("runs/job").exists()
+
+
+@pytest.mark.parametrize("text", ["a: [1, 2\n", "replicas: many\n", "no_such_key: 1\n", "- 1\n", "\x00"])
+def test_a_bad_file_gets_one_line(config: str, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    Path("bad.yaml").write_text(text)
+    for command in ("up", "doctor", "lighthouse"):
+        assert main([command, "bad.yaml"]) == 64
+        assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_help_names_every_command_in_one_line_each(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["--help"])
+    assert end.value.code == 0
+    text = capsys.readouterr().out
+    for name in COMMANDS:
+        assert any(line.split()[:1] == [name] and len(line.split()) > 3 for line in text.splitlines()), name
+        with pytest.raises(SystemExit):
+            main([name, "--help"])
+
+
+def test_help_needs_no_torch_and_no_numpy() -> None:
+    code = "import sys; from ft_hsdp.launch.cli import build_parser; build_parser().format_help(); " + (
+        "print([m for m in ('torch', 'numpy', 'httpx', 'rich') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "[]\n"
+
+
+def test_an_unreachable_lighthouse_is_69_with_one_line(
+    config: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ft_hsdp.launch.by_hand.wait_for_lighthouse.__defaults__", (0.2,))
+    assert main(["replica", config, "--replica", "0"]) == 69
+    assert "start `ft-hsdp lighthouse` first" in capsys.readouterr().err
+    monkeypatch.setenv("FT_HSDP_TOKEN", "ab" * 32)
+    assert main(["replica", config, "--replica", "0", "--lighthouse", "http://127.0.0.1:1"]) == 69
+    err = capsys.readouterr().err
+    assert "http://127.0.0.1:1" in err
+    assert len(err.splitlines()) == 1
+
+
+def test_doctor_says_ok_or_what_to_do(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", config, "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["ok"] is True
+    assert err == ""
+    assert main(["doctor", config, "--data.path=none", "--model.dim=32768", "--model.heads=64"]) == 64
+    lines = capsys.readouterr().out.splitlines()
+    failed = {line.split()[1] for line in lines if line.startswith("FAIL")}
+    assert failed == {"data", "memory"}
+    assert len(lines) == len(failed) + 6
+
+
+def test_status_is_one_json_document(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    run = _run()
+    write_json(run.supervisor, identity())
+    write_json(run.lighthouse, {"pid": os.getpid(), "url": "http://127.0.0.1:1"})
+    ranks = [
+        {"rank": 0, "pid": os.getpid(), "state": "running"},
+        {"rank": 1, "pid": 2**22 + 1, "state": "running"},
+    ]
+    write_json(run.processes(1), {"replica": 1, "incarnation": "1-a-0", "restarts": 0, "ranks": ranks})
+    for argv in (
+        ["status", "--json"],
+        ["status", "--json", "--run", "job"],
+        ["status", "--json", "--run", "runs/job"],
+    ):
+        assert main(argv) == 0
+        out, err = capsys.readouterr()
+        picture: dict[str, Any] = json.loads(out)
+        assert err == ""
+        assert picture.keys() == {"job", "step", "epoch", "lighthouse", "replicas"}
+        assert picture["lighthouse"] == {"pid": os.getpid(), "url": "http://127.0.0.1:1"}
+        assert [r["state"] for r in picture["replicas"]] == ["exited", "running", "exited"]
+        assert [r["state"] for r in picture["replicas"][1]["ranks"]] == ["running", "exited"]
+    assert main(["status"]) == 0
+    assert f"rank 0 pid {os.getpid()} running" in capsys.readouterr().out
+
+
+def test_explain_tells_every_decision_with_its_reason_and_each_failure(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _run()
+    log = Appender(run.events)
+    log.append(event("EpochGranted", 10.0, epoch=1, step=1, members=[0, 1, 2]))
+    log.append(event("ReplicaExited", 12.5, replica=1, kind="SIGKILL", incarnation="1-a-0", rank=1))
+    log.append(event("SomethingNew", 13.0, replica=1, rank=0))
+    log.close()
+    failure = {"t": 12.4, "replica": 1, "rank": 1, "kind": "SIGKILL", "detect_s": 0.003, "stall_s": 0.4}
+    write_json(run.summary, {"failures": [{**failure, "rejoin_s": 3.9, "source": "0"}], "lost": [2]})
+    assert main(["explain", "job"]) == 0
+    text = capsys.readouterr().out
+    assert "0.000 s  epoch 1: members 0, 1, 2 at step 1 - because" in text
+    assert "2.500 s  replica 1 is down: SIGKILL - because" in text
+    assert "SomethingNew replica 1 rank 0 - because" in text
+    assert "seen after 3 ms; the others lost 0.40 s; it contributed again after 3.90 s" in text
+    assert "replica 2 was lost" in text
+    assert main(["explain", "job", "--json"]) == 0
+    assert len(json.loads(capsys.readouterr().out)["events"]) == 3
+
+
+def test_without_a_supervisor_explain_reads_what_each_process_logged(
+    config: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = _run()
+    for path, t in ((run.lighthouse_events, 2.0), (run.replica_events(0), 1.0), (run.supervision(0), 3.0)):
+        log = Appender(path)
+        log.append(event("Waiting", t))
+        log.close()
+    assert main(["explain", "runs/job"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0.000", "1.000", "2.000"]
+
+
+def _run() -> RunDir:
+    run = RunDir(Path("runs/job").resolve())
+    run.path.mkdir(parents=True)
+    run.config.write_text(Path("c.yaml").read_text())
+    run.token.write_text("ab" * 32)
+    return run

@@ -1,0 +1,97 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from launch_rows import commit, event
+
+from ft_hsdp.launch.failures import failures
+from ft_hsdp.launch.rundir import Row
+
+
+def killed(t: float, *, replica: int = 1, n: int = 0, kind: str = "SIGKILL", **fields: Any) -> list[Row]:
+    """Incarnation `n` of `replica` is gone at `t` + 10 ms; the next one starts a second later."""
+    name = {"replica": replica, "incarnation": f"{replica}-a-{n}"}
+    return [
+        event("ProcessExited", t + 0.005, rank=1, kind=kind, **name),
+        event("ReplicaExited", t + 0.010, rank=1, kind=kind, **name, **fields),
+        event("ReplicaStarted", t + 1.0, replica=replica, incarnation=f"{replica}-a-{n + 1}"),
+    ]
+
+
+def injected(t: float, kind: str = "SIGKILL", for_s: float = 0.0, n: int = 0) -> Row:
+    name = {"replica": 1, "incarnation": f"1-a-{n}"}
+    return event("FailureInjected", t, rank=1, kind=kind, pid=7, for_s=for_s, **name)
+
+
+# Commits a second apart; replica 1 dies at 3.5, the step takes 0.4 s longer, it is back at step 7.
+ROWS = [
+    *(commit(n, t=float(n)) for n in (1, 2, 3)),
+    *(commit(n, t=n + 0.4, who=[0, 2]) for n in (4, 5, 6)),
+    *(commit(n, t=n + 0.4) for n in (7, 8)),
+]
+
+
+def test_an_injected_kill_from_its_injection_to_its_first_step() -> None:
+    events = [
+        injected(3.5),
+        event("RingBroken", 3.503, replica=0, suspect=1),
+        *killed(3.5),
+        {**event("FetchCompleted", 5.0, replica=1, incarnation="1-a-1"), "source": 2},
+    ]
+    (failure,) = failures(ROWS, events, 1.0)
+    assert failure == {
+        "t": 3.5,
+        "replica": 1,
+        "rank": 1,
+        "kind": "SIGKILL",
+        "incarnation": "1-a-0",
+        "detect_s": pytest.approx(0.003),
+        "stall_s": pytest.approx(0.4),
+        "rejoin_s": pytest.approx(3.9),
+        "source": "2",
+    }
+
+
+def test_without_an_injection_the_first_evidence_counts() -> None:
+    events = [event("RingBroken", 3.49, replica=2, suspect=1), *killed(3.5)]
+    (failure,) = failures(ROWS, events, 1.0)
+    assert (failure["t"], failure["detect_s"], failure["source"]) == (3.49, 0.0, "")
+
+
+def test_complaints_about_others_and_old_ones_are_no_evidence() -> None:
+    events = [
+        event("RingBroken", 3.40, replica=0, suspect=2),
+        event("RingBroken", 3.41, replica=1, suspect=1),
+        event("ExitReported", 3.42, replica=1, incarnation="1-a-9"),
+        *killed(3.5),
+    ]
+    assert failures(ROWS, events, 1.0)[0]["t"] == 3.505
+
+
+def test_a_replica_that_never_contributes_again() -> None:
+    (failure,) = failures(ROWS[:6], [injected(3.5), *killed(3.5)], 1.0)
+    assert failure["rejoin_s"] is None
+
+
+def test_a_stop_that_ends_in_an_eviction_is_the_failure_and_one_that_healed_long_ago_is_not() -> None:
+    evicted = killed(7.5, kind="evicted")
+    (failure,) = failures(ROWS, [injected(3.5, "SIGSTOP"), *evicted], 1.0)
+    assert (failure["kind"], failure["t"]) == ("SIGSTOP", 3.5)
+    late = killed(30.0)
+    (failure,) = failures(ROWS, [injected(3.5, "SIGSTOP", for_s=0.5), *late], 1.0)
+    assert (failure["kind"], failure["t"]) == ("SIGKILL", 30.005)
+
+
+def test_replicas_that_are_done_did_not_fail_and_failures_come_in_the_order_of_time() -> None:
+    events = [*killed(5.5, replica=0), *killed(3.5), *killed(9.0, replica=2, kind="done")]
+    assert [f["replica"] for f in failures(ROWS, events, 1.0)] == [1, 0]
+
+
+def test_two_lost_incarnations_are_two_failures() -> None:
+    events = [injected(3.5), *killed(3.5), injected(4.9, n=1), *killed(4.9, n=1)]
+    assert [f["incarnation"] for f in failures(ROWS, events, 1.0)] == ["1-a-0", "1-a-1"]
+
+
+def test_a_failure_outside_the_commits_stalls_nobody() -> None:
+    assert [f["stall_s"] for f in failures(ROWS, [*killed(0.5), *killed(50.0, n=1)], 1.0)] == [0.0, 0.0]

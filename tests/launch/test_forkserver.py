@@ -1,0 +1,166 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+from launch_helpers import Plan, run_async, until
+
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, Retryable
+from ft_hsdp.launch.forkserver import ForkServer
+from ft_hsdp.launch.processes import environment
+from ft_hsdp.launch.rundir import RunDir, alive
+
+STANDIN = "standin:main"
+
+
+class Ranks:
+    """Spawns stand-ins and keeps their exits."""
+
+    def __init__(self, run: RunDir) -> None:
+        self.run = run
+        self.server = ForkServer(run.path, entry=STANDIN, preload=())
+        self.exits: dict[int, int] = {}
+
+    async def spawn(self, rank: int = 0, restart: int = 0) -> int:
+        return await self.server.spawn(
+            replica=0,
+            env={"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(restart)},
+            config=self.run.config,
+            log=self.run.rank_log(0, rank),
+            on_exit=lambda pid, code: self.exits.update({pid: code}),
+        )
+
+    async def spawn_waiting(self, rank: int = 0, restart: int = 0) -> int:
+        pid = await self.spawn(rank, restart)
+        await until((self.run.path / f"waiting-0-{restart}-{rank}").exists, "the rank to wait")
+        return pid
+
+
+@pytest.mark.parametrize(
+    ("action", "code", "said"),
+    [
+        (["exit", 0], 0, "rank 0 of 3 replicas"),
+        (["exit", 76], 76, ""),
+        (["raise"], EXIT_RETRYABLE, "RuntimeError: on purpose"),
+        (["bad-config"], EXIT_CONFIG, "ConfigError: model.dim: got 3"),
+    ],
+)
+def test_a_rank_ends_with_the_code_of_its_entry_and_its_output_is_in_its_log(
+    run_dir: RunDir, plan: Plan, action: list[object], code: int, said: str
+) -> None:
+    plan({"0": {"0": {"0": action}}})
+
+    async def body() -> None:
+        ranks = Ranks(run_dir)
+        pid = await ranks.spawn()
+        await until(lambda: ranks.exits, "the exit")
+        assert ranks.exits == {pid: code}
+        assert said in run_dir.rank_log(0, 0).read_text()
+        await ranks.server.close()
+
+    run_async(body())
+
+
+def test_the_exit_by_a_signal_is_negative_and_reaches_stopped_ranks(run_dir: RunDir) -> None:
+    async def body() -> None:
+        ranks = Ranks(run_dir)
+        pid = await ranks.spawn_waiting()
+        ranks.server.signal(pid, signal.SIGSTOP)
+        await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
+        assert not ranks.exits
+        ranks.server.signal(pid, signal.SIGKILL)
+        await until(lambda: ranks.exits, "the exit")
+        assert ranks.exits == {pid: -signal.SIGKILL}
+        await ranks.server.close()
+
+    run_async(body())
+
+
+def test_a_rank_has_one_thread_no_descriptor_of_the_server_and_names_its_run(run_dir: RunDir) -> None:
+    async def body() -> None:
+        ranks = Ranks(run_dir)
+        pid = await ranks.spawn_waiting()
+        rank = psutil.Process(pid)
+        assert rank.num_threads() == 1
+        links = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+        assert not [link for link in links if link.startswith(("socket:", "pipe:"))]
+        assert str(run_dir.path) in rank.cmdline()
+        assert os.getsid(pid) != os.getsid(0)
+        await ranks.server.close()
+        await until(lambda: not alive({"pid": pid}), "the rank to die with its server")
+
+    run_async(body())
+
+
+def test_when_the_server_dies_its_ranks_die_and_the_next_spawn_starts_another(run_dir: RunDir) -> None:
+    async def body() -> None:
+        ranks = Ranks(run_dir)
+        pids = [await ranks.spawn_waiting(rank) for rank in (0, 1)]
+        first = ranks.server.pid
+        assert first is not None
+        os.kill(first, signal.SIGKILL)
+        await until(lambda: len(ranks.exits) == 2, "both exits")
+        assert ranks.exits == dict.fromkeys(pids, -signal.SIGKILL)
+        assert not any(alive({"pid": pid}) for pid in pids)
+        await ranks.spawn_waiting(2)
+        assert ranks.server.pid not in (None, first)
+        await ranks.server.close()
+
+    run_async(body())
+
+
+def test_an_import_that_fails_is_one_line(run_dir: RunDir) -> None:
+    async def body() -> None:
+        server = ForkServer(run_dir.path, entry="no.such_module:main", preload=())
+        with pytest.raises(Retryable, match=r"cannot load no\.such_module:main: ModuleNotFoundError") as caught:
+            await server.start()
+        assert len(str(caught.value).splitlines()) == 1
+        await server.close()
+
+    run_async(body())
+
+
+def test_imports_that_start_a_thread_are_refused(
+    run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "threaded.py").write_text(
+        "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    async def body() -> None:
+        server = ForkServer(run_dir.path, entry=STANDIN, preload=("threaded",))
+        with pytest.raises(Retryable, match="left 2 threads running"):
+            await server.start()
+        await server.close()
+
+    run_async(body())
+
+
+def test_nothing_outlives_a_supervisor_that_is_killed(run_dir: RunDir) -> None:
+    script = f"""
+import asyncio, pathlib
+from ft_hsdp.launch.forkserver import ForkServer
+async def main():
+    server = ForkServer(pathlib.Path({str(run_dir.path)!r}), entry={STANDIN!r}, preload=())
+    pid = await server.spawn(replica=0, env={{"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}},
+        config=pathlib.Path({str(run_dir.config)!r}), log=pathlib.Path({str(run_dir.rank_log(0, 0))!r}),
+        on_exit=print)
+    print(server.pid, pid, flush=True)
+    await asyncio.sleep(60)
+asyncio.run(main())
+"""
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment()
+    ) as supervisor:
+        assert supervisor.stdout is not None
+        pids = [int(word) for word in supervisor.stdout.readline().split()]
+        assert len(pids) == 2
+        supervisor.kill()
+    asyncio.run(until(lambda: not any(alive({"pid": pid}) for pid in pids), "server and rank to die"))

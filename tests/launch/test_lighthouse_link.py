@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from typing import Any
+
+import httpx
+import pytest
+from launch_helpers import run_async, until
+
+from ft_hsdp.launch.lighthouse_link import LighthouseLink
+from ft_hsdp.launch.progress import Progress
+
+ANSWER = {"evict": [], "epoch": 3, "step": 7, "finished": False}
+Handler = Callable[[httpx.Request], httpx.Response]
+
+
+class Scene:
+    """A link to a lighthouse that answers as `handler` does."""
+
+    def __init__(self, handler: Handler) -> None:
+        self.progress = Progress()
+        self.evictions: list[tuple[int, str, str]] = []
+        self.client = httpx.AsyncClient(transport=httpx.MockTransport(handler))
+        self.link = LighthouseLink("http://there", "secret", self.progress, lambda *e: self.evictions.append(e))
+
+    async def report(self) -> None:
+        await self.link.report(self.client)
+
+
+def test_the_picture_is_full_each_time_and_the_answer_is_taken() -> None:
+    sent: list[Any] = []
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        sent.append(json.loads(request.content))
+        evict = [{"replica": 1, "incarnation": "1-a-0", "reason": "silent"}]
+        return httpx.Response(200, json={**ANSWER, "evict": evict})
+
+    async def body() -> None:
+        scene = Scene(handler)
+        scene.link.started(1, "1-a-0")
+        scene.link.started(0, "0-a-0")
+        assert not scene.link.settled
+        await scene.report()
+        assert scene.link.settled
+        scene.link.exited(1, "1-a-0")
+        scene.link.started(1, "1-a-1")
+        scene.link.exited(1, "1-a-0")  # late, about an incarnation that was followed already
+        scene.link.lost(2)
+        await scene.report()
+        assert sent[0] == {"running": {"0": "0-a-0", "1": "1-a-0"}, "exited": [], "lost": []}
+        assert sent[1]["running"] == {"0": "0-a-0", "1": "1-a-1"}
+        assert set(sent[1]["exited"]) == {"1-a-0"}
+        assert sent[1]["lost"] == [2]
+        assert scene.evictions[0] == (1, "1-a-0", "silent")
+        assert (scene.progress.step, scene.progress.epoch) == (7, 3)
+        await scene.client.aclose()
+
+    run_async(body())
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        httpx.Response(503, text="busy"),
+        httpx.Response(401, json={}),
+        httpx.Response(200, text="no json"),
+        httpx.Response(200, json={"evict": []}),
+        httpx.Response(200, json=[1]),
+        httpx.Response(200, json={**ANSWER, "evict": [3]}),
+        None,
+    ],
+)
+def test_no_answer_of_the_lighthouse_reaches_the_supervisor_as_an_error(
+    response: httpx.Response | None,
+) -> None:
+    def handler(request: httpx.Request) -> httpx.Response:
+        if response is None:
+            raise httpx.ConnectError("refused")
+        return response
+
+    async def body() -> None:
+        scene = Scene(handler)
+        scene.link.started(0, "0-a-0")
+        await scene.report()
+        assert scene.link.problem
+        assert not scene.link.settled
+        assert scene.progress.step == 0
+        await scene.client.aclose()
+
+    run_async(body())
+
+
+def test_it_goes_on_through_an_outage_and_reports_what_changed_meanwhile() -> None:
+    pictures: list[Any] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        size = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
+        assert b"bearer secret" in head.lower()
+        pictures.append(json.loads(await reader.readexactly(size)))
+        body = json.dumps(ANSWER).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+        writer.close()
+
+    async def body() -> None:
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        link = LighthouseLink(f"http://127.0.0.1:{port}", "secret", Progress(), lambda *_: None)
+        running = asyncio.create_task(link.run())
+        await until(lambda: pictures, "the first report")
+        server.close()
+        await server.wait_closed()
+        link.started(0, "0-a-0")
+        await until(lambda: link.problem, "the outage")
+        link.exited(0, "0-a-0")
+        back = await asyncio.start_server(serve, "127.0.0.1", port)
+        await until(lambda: link.settled, "the report after the outage")
+        assert pictures[-1]["exited"] == ["0-a-0"]
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        back.close()
+        await back.wait_closed()
+
+    run_async(body())

@@ -1,0 +1,204 @@
+"""A whole job of stand-ins: the real supervision of processes that only pretend to train."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from launch_helpers import run_async, until
+
+from ft_hsdp.config import Config, parse
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.lighthouse_process import LighthouseFailed, check_port, furnish
+from ft_hsdp.launch.local import Job, up
+from ft_hsdp.launch.rundir import RunDir, claim, identity, read_json, read_jsonl, write_json
+from ft_hsdp.launch.status import status
+from ft_hsdp.launch.summary import Summary
+from ft_hsdp.launch.terminal import Terminal
+
+KILL = {"at_step": 8, "replicas": [1], "rank": 1}
+
+
+class Fake:
+    """A job of stand-ins in its run directory."""
+
+    def __init__(self, tmp_path: Path, **document: Any) -> None:
+        self.config: Config = parse(
+            {"job": {"name": "fake", "runs_dir": str(tmp_path)}, "train": {"steps": 40}, **document}
+        )
+        self.run = RunDir(tmp_path / "fake")
+        claim(self.run)
+        furnish(self.run, self.config)
+        write_json(self.run.supervisor, identity())
+        self.out = io.StringIO()
+
+    async def go(self) -> tuple[int, Summary | None]:
+        with Terminal(self.config, self.out) as terminal:
+            return await Job(
+                self.config,
+                self.run,
+                terminal,
+                entry="standin_trainer:main",
+                preload=(),
+                lighthouse="standin_lighthouse",
+            ).run()
+
+    def pids(self) -> list[int]:
+        found = [read_json(self.run.lighthouse)["pid"]]
+        for replica in self.run.replicas():
+            found += [rank["pid"] for rank in read_json(self.run.processes(replica))["ranks"]]
+        return found
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        return [e for e in read_jsonl(self.run.events) if e["event"] == name]
+
+    def nothing_runs(self) -> bool:
+        return not [
+            p.pid for p in psutil.process_iter(["cmdline"]) if str(self.run.path) in (p.info["cmdline"] or [])
+        ]
+
+
+def test_a_job_loses_a_replica_restarts_it_and_ends_well(tmp_path: Path) -> None:
+    job = Fake(tmp_path, chaos=[KILL], restart={"hold_s": 1.0})
+
+    async def body() -> None:
+        code, summary = await job.go()
+        assert code == 0
+        assert summary == read_json(job.run.summary)
+        assert summary is not None
+        assert summary["steps"] == 40
+        (failure,) = summary["failures"]
+        assert (failure["replica"], failure["rank"], failure["kind"]) == (1, 1, "SIGKILL")
+        assert failure["source"] == "0"
+        assert 0 <= failure["detect_s"] < 1.0
+        assert failure["rejoin_s"] is not None
+        assert {n: r["incarnations"] for n, r in summary["replicas"].items()} == {"0": 1, "1": 2, "2": 1}
+        assert summary["batches"] == {"trained": 40, "duplicated": 0, "skipped": 0}
+
+    run_async(body())
+    assert [row["step"] for row in read_jsonl(job.run.metrics)] == list(range(1, 41))
+    (injected,) = job.events("FailureInjected")
+    assert 7 <= max(r["step"] for r in read_jsonl(job.run.commits(0)) if r["t"] <= injected["t"]) <= 14
+    assert all("t" in e and e["reason"] for e in read_jsonl(job.run.events))
+    assert job.nothing_runs()
+    text = job.out.getvalue()
+    assert "step 12/40  loss 2.8800  0.03 s  healthy 3/3" in text
+    assert "SIGKILL sent to replica 1 rank 1" in text
+    assert max(len(line) for line in text.splitlines() if line.startswith("step")) <= 80
+    pictures = read_jsonl(job.run.path / "pictures.jsonl")
+    assert any(p["exited"] == [injected["incarnation"]] for p in pictures)
+
+
+def test_down_steps_keep_a_replica_away(tmp_path: Path) -> None:
+    job = Fake(tmp_path, chaos=[{**KILL, "down_steps": 12}])
+
+    async def body() -> None:
+        assert (await job.go())[0] == 0
+
+    run_async(body())
+    (injected,) = job.events("FailureInjected")
+    started = job.events("ReplicaStarted")[-1]
+    between = [r for r in read_jsonl(job.run.commits(0)) if injected["t"] < r["t"] < started["t"]]
+    assert started["replica"] == 1
+    assert len(between) >= 11
+
+
+def test_a_replica_past_its_budget_is_lost_and_the_job_is_retryable(tmp_path: Path) -> None:
+    job = Fake(tmp_path, chaos=[KILL], restart={"budget": 1})
+    (job.run.path / "crash-loop").touch()
+
+    async def body() -> None:
+        code, summary = await job.go()
+        assert code == 75
+        assert summary is not None
+        assert summary["lost"] == [1]
+
+    run_async(body())
+    assert read_jsonl(job.run.path / "pictures.jsonl")[-1]["lost"] == [1]
+
+
+def test_a_refused_configuration_ends_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    job = Fake(tmp_path)
+    (job.run.path / "refuse").touch()
+
+    async def body() -> None:
+        assert (await job.go())[0] == 64
+
+    run_async(body())
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert job.nothing_runs()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_stops_everything(tmp_path: Path, number: int, code: int) -> None:
+    job = Fake(tmp_path)
+    (job.run.path / "hang").touch()
+
+    async def body() -> None:
+        going = asyncio.create_task(job.go())
+        await until(lambda: len(job.run.replicas()) == 3 and job.events("ReplicaStarted"), "the start")
+        picture = status(job.run)
+        assert len(picture["replicas"]) == 3
+        os.kill(os.getpid(), number)
+        assert (await going)[0] == code
+
+    run_async(body())
+    assert job.nothing_runs()
+
+
+def test_a_lighthouse_that_dies_comes_back_at_its_address(tmp_path: Path) -> None:
+    job = Fake(tmp_path, train={"steps": 60})
+
+    async def body() -> None:
+        going = asyncio.create_task(job.go())
+        await until(lambda: job.run.lighthouse.exists() and job.run.replicas(), "the start")
+        before = read_json(job.run.lighthouse)
+        os.kill(before["pid"], signal.SIGKILL)
+        await until(lambda: read_json(job.run.lighthouse)["pid"] != before["pid"], "the new one")
+        assert read_json(job.run.lighthouse)["url"] == before["url"]
+        assert (await going)[0] == 0
+
+    run_async(body())
+    assert job.events("LighthouseExited")
+    assert job.events("LighthouseRestarted")
+
+
+def test_a_lighthouse_that_does_not_start_is_one_line(tmp_path: Path) -> None:
+    job = Fake(tmp_path)
+    (job.run.path / "no-lighthouse").touch()
+
+    async def body() -> None:
+        with pytest.raises(LighthouseFailed, match="no lighthouse today"):
+            await job.go()
+
+    run_async(body())
+    assert job.nothing_runs()
+
+
+def test_bad_input_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    job = {"name": "job", "runs_dir": str(tmp_path / "runs")}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"network.port: got {port}"):
+            up(parse({"job": job, "network": {"port": port}}))
+    with pytest.raises(ConfigError, match=r"network\.host: got"):
+        check_port(parse({"network": {"host": "203.0.113.1"}}))
+    with pytest.raises(ConfigError, match=r"data\.path: got"):
+        up(parse({"job": job, "data": {"path": str(tmp_path / "none")}}))
+    assert not (tmp_path / "runs" / "job").exists()
+
+
+def test_the_token_is_secret_and_the_configuration_is_resolved(tmp_path: Path) -> None:
+    job = Fake(tmp_path)
+    assert job.run.token.stat().st_mode & 0o777 == 0o600
+    assert len(bytes.fromhex(job.run.token.read_text())) == 32
+    assert "seq_len: 128" in job.run.config.read_text()
+    assert json.loads(job.run.supervisor.read_text())["pid"] == os.getpid()

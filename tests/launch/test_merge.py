@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from launch_rows import commit
+
+from ft_hsdp.launch.merge import PATIENCE, Merger, metrics_row
+from ft_hsdp.launch.rundir import Row
+
+
+def steps(rows: list[Row]) -> list[int]:
+    return [row["step"] for row in rows]
+
+
+def test_a_step_appears_once_when_the_next_one_stands_on_it() -> None:
+    merger = Merger()
+    merger.add([commit(1)])
+    assert merger.confirmed() == []
+    merger.add([commit(1), commit(2)])
+    assert steps(merger.confirmed()) == [1]
+    merger.add([commit(2), commit(1)])
+    assert merger.confirmed() == []
+    merger.add([commit(3)])
+    assert steps(merger.confirmed()) == [2]
+    assert steps(merger.finish("L3")) == [3]
+    assert steps(merger.canonical) == [1, 2, 3]
+
+
+def test_a_step_that_was_rolled_back_never_shows() -> None:
+    merger = Merger()
+    merger.add([commit(1), commit(2, lineage="gone", epoch=1), commit(2, epoch=2)])
+    merger.add([commit(3, epoch=2)])
+    assert [row["lineage"] for row in merger.confirmed()] == ["L1", "L2"]
+    assert [row["lineage"] for row in merger.finish("L3")] == ["L3"]
+
+
+def test_at_the_end_the_final_lineage_decides_between_two_last_rows() -> None:
+    for final in ("L2", "other"):
+        merger = Merger()
+        merger.add([commit(1), commit(2), commit(2, lineage="other")])
+        assert [row["lineage"] for row in merger.confirmed() + merger.finish(final)] == ["L1", final]
+
+
+def test_the_first_contributors_row_wins_and_one_of_a_replica_behind_only_fills_in() -> None:
+    merger = Merger()
+    merger.add([commit(1, role="behind", incarnation="behind"), commit(1, incarnation="a")])
+    merger.add([commit(1, incarnation="b"), commit(2, role="behind", incarnation="behind"), commit(3)])
+    merger.confirmed()
+    merger.finish("L3")
+    assert [row["incarnation"] for row in merger.canonical][:2] == ["a", "behind"]
+
+
+def test_rows_before_the_first_contributors_row_are_waited_for_within_one_reading() -> None:
+    merger = Merger()
+    merger.add([commit(2), commit(3)])  # replica 0 missed step 1, its log is read first
+    merger.add([commit(1, who=[1, 2])])
+    assert steps(merger.confirmed()) == [1, 2]
+
+
+def test_a_resumed_run_starts_at_its_first_step() -> None:
+    merger = Merger()
+    merger.add([commit(n) for n in range(41, 44)])
+    assert steps(merger.confirmed() + merger.finish("L43")) == [41, 42, 43]
+
+
+def test_a_row_that_nobody_wrote_does_not_stop_the_others() -> None:
+    merger = Merger()
+    merger.add([commit(n) for n in (1, 2, 4, 5)])
+    assert steps(merger.confirmed()) == [1]
+    merger.add([commit(n) for n in range(6, 6 + PATIENCE)])
+    assert steps(merger.confirmed()) == [2, *range(4, 5 + PATIENCE)]
+    assert steps(merger.finish(f"L{5 + PATIENCE}")) == [5 + PATIENCE]
+    at_once = Merger()
+    at_once.add([commit(n) for n in (1, 2, 4, 5, 7)])
+    assert steps(at_once.confirmed() + at_once.finish("L7")) == [1, 2, 4, 5, 7]
+
+
+def test_nothing_comes_of_nothing() -> None:
+    assert Merger().confirmed() == []
+    assert Merger().finish() == []
+
+
+@given(st.data())
+def test_any_order_of_logs_and_any_reading_gives_the_same_history(data: st.DataObject) -> None:
+    """Three logs, each a part of the true history with rolled-back rows between, read in pieces."""
+    last = data.draw(st.integers(1, 8))
+    true = [commit(n, epoch=2) for n in range(1, last + 1)]
+    dead = [commit(n, lineage=f"dead{n}", epoch=1) for n in range(1, last + 1)]
+    logs: list[list[Row]] = [[], [], []]
+    for n in range(last):
+        for holder in data.draw(st.sets(st.integers(0, 2), min_size=1)):
+            logs[holder].append(true[n])
+        if data.draw(st.booleans()):
+            logs[data.draw(st.integers(0, 2))].append(dead[n])
+    merger = Merger()
+    for log in data.draw(st.permutations(logs)):
+        merger.add(log)
+        if data.draw(st.booleans()) and len(merger.canonical) > 0:
+            merger.confirmed()
+    merger.confirmed()
+    merger.finish(f"L{last}")
+    assert [row["lineage"] for row in merger.canonical] == [f"L{n}" for n in range(1, last + 1)]
+
+
+def test_a_metrics_row_has_what_the_contract_names() -> None:
+    row = metrics_row(commit(1))
+    assert {"t", "step", "epoch", "loss", "lr", "lr_scale", "contributors", "step_s", "waits"} <= row.keys()
+    assert {"ftar_bytes", "ftar_s", "attempt", "lineage", "tokens"} <= row.keys()
+    assert "contributions" not in row

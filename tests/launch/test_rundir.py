@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.rundir import (
+    Appender,
+    RunDir,
+    Tailer,
+    alive,
+    claim,
+    identity,
+    newest_live,
+    read_json,
+    read_jsonl,
+    write_json,
+    write_private,
+)
+
+
+def test_a_line_that_is_not_whole_waits_for_its_end(tmp_path: Path) -> None:
+    log, tailer = tmp_path / "log", Tailer(tmp_path / "log")
+    assert tailer.poll() == []
+    log.write_text('{"a": 1}\n{"b": ')
+    assert tailer.poll() == [{"a": 1}]
+    with log.open("a") as file:
+        file.write("2}\n\n")
+    assert tailer.poll() == [{"b": 2}]
+    assert tailer.poll() == []
+    assert tailer.bad == 0
+
+
+def test_the_line_of_a_killed_writer_is_counted_and_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "log").write_bytes(b'{"a": 1}\n{"half": {"a": 2}\n[3]\n\xff\n{"a": 4}\n')
+    tailer = Tailer(tmp_path / "log")
+    assert tailer.poll() == [{"a": 1}, {"a": 4}]
+    assert tailer.bad == 3
+
+
+@given(cuts=st.lists(st.integers(0, 200), max_size=8))
+def test_any_cut_of_a_log_reads_the_same(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
+    log = tmp_path_factory.mktemp("cut") / "log"
+    rows = [{"n": n, "text": "ä" * n} for n in range(8)]
+    appender = Appender(log)
+    for row in rows:
+        appender.append(row)
+    appender.close()
+    data = log.read_bytes()
+    log.write_bytes(b"")
+    tailer, found, start = Tailer(log), [], 0
+    for cut in [*sorted(min(cut, len(data)) for cut in cuts), len(data)]:
+        with log.open("ab") as file:
+            file.write(data[start:cut])
+        found += tailer.poll()
+        start = cut
+    assert found == rows == read_jsonl(log)
+
+
+def test_json_is_replaced_whole_and_what_is_no_json_reads_as_none(tmp_path: Path) -> None:
+    write_json(tmp_path / "new" / "a.json", {"a": 1})
+    write_json(tmp_path / "new" / "a.json", {"a": 2})
+    assert read_json(tmp_path / "new" / "a.json") == {"a": 2}
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["a.json"]
+    (tmp_path / "bad").write_text("{")
+    assert read_json(tmp_path / "bad") is None
+    assert read_json(tmp_path / "none") is None
+
+
+def test_a_private_file_is_its_owners_alone(tmp_path: Path) -> None:
+    write_private(tmp_path / "token", "secret")
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_process_is_known_by_pid_and_time_of_birth() -> None:
+    me = identity()
+    assert alive(me)
+    assert alive({"pid": os.getpid()})
+    assert not alive({**me, "created": me["created"] - 60})
+    with subprocess.Popen([sys.executable, "-c", ""]) as child:
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not alive({"pid": child.pid}), "a zombie"
+    for nothing in (None, {}, {"pid": 0}, {"pid": "1"}, {"pid": 2**40}, {"pid": -1}):
+        assert not alive(nothing)
+
+
+def test_an_old_run_is_moved_away_under_the_time_of_its_start(run_dir: RunDir) -> None:
+    write_json(run_dir.supervisor, {"pid": 2**22 + 1})
+    os.utime(run_dir.supervisor, (0, 0))
+    claim(run_dir)
+    assert list(run_dir.path.iterdir()) == []
+    assert (run_dir.path.parent / "job.19700101T000000Z" / "config.yaml").exists()
+    write_json(run_dir.supervisor, {"pid": 2**22 + 1})
+    os.utime(run_dir.supervisor, (0, 0))
+    claim(run_dir)
+    assert (run_dir.path.parent / "job.19700101T000000Z-2").is_dir()
+
+
+@pytest.mark.parametrize("file", ["supervisor", "lighthouse"])
+def test_the_name_of_a_running_job_is_refused(run_dir: RunDir, file: str) -> None:
+    write_json(getattr(run_dir, file), identity())
+    with pytest.raises(ConfigError, match=rf"job.name: got 'job'.*pid {os.getpid()}"):
+        claim(run_dir)
+    assert run_dir.config.exists()
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"job\.runs_dir"):
+        claim(RunDir(tmp_path / "file" / "job"))
+
+
+def test_the_newest_run_that_lives_is_found(tmp_path: Path) -> None:
+    assert newest_live(tmp_path) is None
+    for n, (name, named) in enumerate({"a": identity(), "b": identity(), "c": {"pid": 2**22 + 1}}.items()):
+        file = RunDir(tmp_path / name).supervisor
+        write_json(file, named)
+        os.utime(file, (n, n))
+    assert newest_live(tmp_path) == RunDir(tmp_path / "b")

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from launch_rows import commit, event, fed
+
+from ft_hsdp.config import parse
+from ft_hsdp.launch.rundir import Row
+from ft_hsdp.launch.summary import batches, fault_free_step, summarize
+
+CONFIG = parse({"replicas": 3})
+
+
+def history(steps: int, **fields: Any) -> list[Row]:
+    return [commit(n, **fields) for n in range(1, steps + 1)]
+
+
+def test_the_figures_of_a_quiet_run() -> None:
+    rows = history(20)
+    finals = {
+        r: {"step": 20, "commit_epoch": 1, "lineage": "L20", "digest": "d", "incarnation": "i"} for r in range(3)
+    }
+    events = [event("ReplicaStarted", 999.0, replica=r, incarnation=f"{r}-a-0") for r in range(3)]
+    summary = summarize(CONFIG, rows, fed(rows), finals, events)
+    assert summary["steps"] == 20
+    assert summary["loss_first"] == pytest.approx((2.99 + 2.98) / 2)
+    assert summary["loss_last"] == pytest.approx((2.80 + 2.81) / 2)
+    assert summary["wall_s"] == pytest.approx(20.0)
+    assert summary["tokens"] == 2000
+    assert summary["effective_training_ratio"] == pytest.approx(1.0)
+    assert summary["stall_s"] == {"ring": pytest.approx(5.0)}
+    assert summary["replicas"] == {
+        str(r): {"step": 20, "lineage": "L20", "digest": "d", "incarnations": 1} for r in range(3)
+    }
+    assert summary["batches"] == {"trained": 60, "duplicated": 0, "skipped": 0}
+    assert summary["failures"] == []
+    assert "lost" not in summary
+    json.dumps(summary, allow_nan=False)
+
+
+def test_the_effective_ratio_counts_contributors_over_all_replicas() -> None:
+    rows = [
+        commit(1),
+        commit(2, who=[0, 2]),
+        commit(3, who=[0, 2], t=1004.0, step_s=2.0),
+        commit(4, t=1005.0),
+    ]
+    summary = summarize(CONFIG, rows, fed(rows), {}, [])
+    assert fault_free_step(rows, 3) == 1.0
+    assert summary["effective_training_ratio"] == pytest.approx((1 + 2 / 3 + 2 / 3 + 1) / 5.0)
+
+
+def test_a_run_without_a_step_has_a_summary() -> None:
+    summary = summarize(CONFIG, [], {}, {}, [], lost=[2, 0])
+    assert summary["steps"] == 0
+    assert summary["lost"] == [0, 2]
+    assert summary["replicas"]["1"] == {"step": 0, "lineage": "", "digest": "", "incarnations": 0}
+
+
+def test_a_batch_that_the_ledger_claims_but_nobody_fed_is_skipped() -> None:
+    rows = history(5)
+    logs = fed(rows)
+    logs[1] = [line for line in logs[1] if line["index"] != 3]
+    assert batches(rows, logs) == {"trained": 14, "duplicated": 0, "skipped": 1}
+
+
+def test_feeding_another_batch_than_the_ledger_says_is_seen() -> None:
+    rows = history(3)
+    logs = fed(rows)
+    logs[0][1]["index"] = 0  # replayed its last batch
+    assert batches(rows, logs) == {"trained": 8, "duplicated": 0, "skipped": 1}
+
+
+def test_a_batch_in_two_commits_is_duplicated_and_feeding_it_again_for_one_is_not() -> None:
+    rows = history(3)
+    again = fed(rows)
+    again[2] += again[2]
+    assert batches(rows, again) == {"trained": 9, "duplicated": 0, "skipped": 0}
+    rows[2]["contributions"][0]["index"] = 1
+    assert batches(rows, fed(rows)) == {"trained": 8, "duplicated": 1, "skipped": 0}
+
+
+def test_the_first_cursor_is_zero_unless_the_run_was_resumed() -> None:
+    late = [commit(1, who=[0]), commit(2)]
+    late[1]["contributions"][1]["index"] = 1  # shard 1 begins at 1
+    late[1]["contributions"][2]["index"] = 0
+    assert batches(late, fed(late))["skipped"] == 1
+    resumed = [commit(n) for n in (41, 42)]
+    assert batches(resumed, fed(resumed)) == {"trained": 6, "duplicated": 0, "skipped": 0}
+
+
+def test_a_hole_is_not_skipped() -> None:
+    rows = [commit(1), commit(3, prev="L1")]
+    assert batches(rows, fed(rows))["skipped"] == 3
+    rows[-1]["holes"] = [[0, 1], {"shard": 1, "index": 1}, [2, 1]]
+    assert batches(rows, fed(rows))["skipped"] == 0
+
+
+@given(st.lists(st.sets(st.integers(0, 2), min_size=1), min_size=1, max_size=12), st.data())
+def test_with_true_cursors_every_dropped_feed_is_a_skip(present: list[set[int]], data: st.DataObject) -> None:
+    cursors = [0, 0, 0]
+    rows = []
+    for step, who in enumerate(present, 1):
+        row = commit(step, who=sorted(who))
+        for c in row["contributions"]:
+            c["index"] = cursors[c["shard"]]
+            cursors[c["shard"]] += 1
+        rows.append(row)
+    logs = fed(rows)
+    assert batches(rows, logs) == {"trained": sum(cursors), "duplicated": 0, "skipped": 0}
+    replica = data.draw(st.sampled_from(sorted(logs)))
+    logs[replica].pop(data.draw(st.integers(0, len(logs[replica]) - 1)))
+    assert batches(rows, logs) == {"trained": sum(cursors) - 1, "duplicated": 0, "skipped": 1}

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+from launch_helpers import Plan, run_async, until
+
+from ft_hsdp.config import parse
+from ft_hsdp.launch.forkserver import ForkServer
+from ft_hsdp.launch.progress import Progress
+from ft_hsdp.launch.rundir import Row, RunDir, alive, read_json
+from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+
+
+class Book:
+    """Stands for the lighthouse: writes down what it is told, and which pids were alive then."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[Any, ...]] = []
+        self.watched: list[int] = []
+        self.alive_at_exit: list[int] = []
+
+    def started(self, replica: int, incarnation: str) -> None:
+        self.told.append(("started", replica, incarnation))
+
+    def exited(self, replica: int, incarnation: str) -> None:
+        self.told.append(("exited", replica, incarnation))
+        self.alive_at_exit += [pid for pid in self.watched if alive({"pid": pid})]
+
+    def lost(self, replica: int) -> None:
+        self.told.append(("lost", replica))
+
+    @property
+    def names(self) -> list[str]:
+        return [entry[0] for entry in self.told]
+
+
+class World:
+    """A supervisor of replica 1 over stand-in ranks."""
+
+    def __init__(self, run: RunDir, **restart: Any) -> None:
+        self.run = run
+        self.book = Book()
+        self.events: list[Row] = []
+        self.progress = Progress()
+        self.forks = ForkServer(run.path, entry="standin:main", preload=())
+        self.survivors = False
+        self.supervisor = ReplicaSupervisor(
+            1,
+            parse({"restart": restart, "ranks_per_replica": 2}),
+            run,
+            forks=self.forks,
+            link=self.book,
+            progress=self.progress,
+            emit=self.events.append,
+            survivors=lambda: self.survivors,
+        )
+
+    def named(self, name: str) -> list[Row]:
+        return [e for e in self.events if e["event"] == name]
+
+    async def waiting(self, restart: int) -> list[int]:
+        """Pids of the ranks of a restart, once they are all up."""
+        files = [self.run.path / f"waiting-1-{restart}-{rank}" for rank in (0, 1)]
+        await until(lambda: all(file.exists() for file in files), f"the ranks of restart {restart}")
+        assert self.supervisor.current is not None
+        return [rank.pid for rank in self.supervisor.current.ranks.values()]
+
+    def test(self, body: Callable[[asyncio.Task[Outcome]], Any]) -> None:
+        """Run the supervisor beside `body`; both have to end, with nothing left running."""
+
+        async def main() -> None:
+            task = asyncio.create_task(self.supervisor.run())
+            try:
+                await body(task)
+            finally:
+                task.cancel()
+                await self.forks.close()
+
+        run_async(main())
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_sigkill_of_one_rank_kills_the_stopped_other_one_and_restarts_both(run_dir: RunDir, victim: int) -> None:
+    world = World(run_dir)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        pids = world.book.watched = await world.waiting(0)
+        os.kill(pids[1 - victim], signal.SIGSTOP)
+        await until(lambda: psutil.Process(pids[1 - victim]).status() == psutil.STATUS_STOPPED, "the stop")
+        os.kill(pids[victim], signal.SIGKILL)
+        again = await world.waiting(1)
+        assert not set(pids) & set(again)
+        assert world.book.names == ["started", "exited", "started"]
+        assert world.book.alive_at_exit == []
+        first, second = world.book.told[0][2], world.book.told[2][2]
+        assert (first[:-1], first[-2:], second[-2:]) == (second[:-1], "-0", "-1")
+        (seen,), (exited,) = world.named("ProcessExited"), world.named("ReplicaExited")
+        assert (seen["rank"], seen["kind"], seen["incarnation"]) == (victim, "SIGKILL", first)
+        assert (exited["rank"], exited["kind"]) == (victim, "SIGKILL")
+        assert all("t" in e and e["reason"] for e in world.events)
+
+    world.test(body)
+
+
+def test_all_ranks_ending_with_zero_is_done_even_if_they_do_not_end_together(run_dir: RunDir, plan: Plan) -> None:
+    plan({"1": {"0": {"0": ["exit", 0], "1": ["exit-when", "go", 0]}}})
+    world = World(run_dir)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        current = world.supervisor
+        await until(lambda: current.current and current.current.first, "the first exit")
+        (run_dir.path / "go").touch()
+        assert (await task).kind == "done"
+        assert world.book.names == ["started", "exited"]
+        assert [r["state"] for r in read_json(run_dir.processes(1))["ranks"]] == ["exited", "exited"]
+
+    world.test(body)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(64, "config"), (76, "lost")])
+def test_what_a_restart_cannot_mend_is_not_restarted(run_dir: RunDir, plan: Plan, code: int, kind: str) -> None:
+    plan({"1": {"0": {"1": ["exit", code]}}})
+    world = World(run_dir)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        outcome = await task
+        assert outcome.kind == kind
+        assert f"rank 1 ended with exit {code}" in outcome.reason
+        assert world.book.names == ["started", "exited"] + ["lost"] * (kind == "lost")
+
+    world.test(body)
+
+
+def test_the_line_of_a_bad_configuration_is_the_reason(run_dir: RunDir, plan: Plan) -> None:
+    plan({"1": {"0": {"0": ["bad-config"]}}})
+    world = World(run_dir)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        assert "model.dim: got 3; allowed: another number" in (await task).reason
+
+    world.test(body)
+
+
+def test_a_crash_loop_uses_up_the_budget_and_the_replica_is_lost(run_dir: RunDir, plan: Plan) -> None:
+    plan({"1": {str(n): {"0": ["exit", 75]} for n in range(5)}})
+    world = World(run_dir, budget=2)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        outcome = await task
+        assert outcome.kind == "lost"
+        assert "budget of 2 restarts is used up" in outcome.reason
+        assert world.book.names == ["started", "exited"] * 3 + ["lost"]
+        assert len(world.named("ReplicaStarted")) == 3
+        assert [e["delay_s"] for e in world.named("RestartScheduled")] == [0.0, 0.0]
+
+    world.test(body)
+
+
+def test_an_eviction_kills_a_replica_that_is_stopped(run_dir: RunDir) -> None:
+    world = World(run_dir)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        pids = world.book.watched = await world.waiting(0)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)
+        name = world.book.told[0][2]
+        world.supervisor.evict("1-00000000-0", "an incarnation of the past")
+        world.supervisor.evict(name, "silent for 10 s")
+        world.supervisor.evict(name, "silent for 10 s")
+        await world.waiting(1)
+        assert world.book.alive_at_exit == []
+        assert [e["reason"] for e in world.named("EvictionOrdered")] == ["silent for 10 s"]
+        (exited,) = world.named("ReplicaExited")
+        assert (exited["kind"], exited["reason"]) == ("evicted", "silent for 10 s")
+
+    world.test(body)
+
+
+def test_a_restart_waits_for_the_survivors_next_commit_and_for_the_steps_it_stays_away(
+    run_dir: RunDir,
+) -> None:
+    world = World(run_dir, hold_s=60)
+    world.survivors = True
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        pids = await world.waiting(0)
+        world.progress.saw(step=5)
+        world.supervisor.stay_away(until_step=8)
+        os.kill(pids[0], signal.SIGKILL)
+        await until(lambda: world.named("RestartScheduled"), "the decision")
+        for step in (6, 7):
+            world.progress.saw(step=step)
+            await asyncio.sleep(0)
+            assert len(world.book.told) == 2
+        world.progress.saw(step=8)
+        await world.waiting(1)
+
+    world.test(body)
+
+
+def test_without_survivors_nothing_holds_a_restart_back(run_dir: RunDir) -> None:
+    world = World(run_dir, hold_s=60)
+    world.survivors = True
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        pids = await world.waiting(0)
+        world.supervisor.stay_away(until_step=100)
+        os.kill(pids[0], signal.SIGKILL)
+        await until(lambda: world.named("RestartScheduled"), "the decision")
+        world.survivors = False
+        world.progress.wake()
+        await world.waiting(1)
+
+    world.test(body)
+
+
+def test_stop_ends_ranks_that_are_deaf_or_stopped(run_dir: RunDir, plan: Plan) -> None:
+    plan({"1": {"0": {"0": ["deaf"]}}})
+    world = World(run_dir)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        pids = await world.waiting(0)
+        os.kill(pids[1], signal.SIGSTOP)
+        await world.supervisor.stop(grace_s=0.3)
+        assert (await task).kind == "stopped"
+        assert not any(alive({"pid": pid}) for pid in pids)
+
+    world.test(body)
+
+
+def test_when_the_fork_server_dies_the_replica_is_restarted_by_a_new_one(run_dir: RunDir) -> None:
+    world = World(run_dir)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        pids = world.book.watched = await world.waiting(0)
+        assert world.forks.pid is not None
+        os.kill(world.forks.pid, signal.SIGKILL)
+        await world.waiting(1)
+        assert world.book.alive_at_exit == []
+        assert not any(alive({"pid": pid}) for pid in pids)
+
+    world.test(body)
+
+
+def test_processes_json_names_every_rank(run_dir: RunDir) -> None:
+    world = World(run_dir)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        pids = await world.waiting(0)
+        listed = json.loads(run_dir.processes(1).read_text())
+        assert listed["replica"] == 1
+        assert listed["restarts"] == 0
+        assert listed["ranks"] == [{"rank": n, "pid": pid, "state": "running"} for n, pid in enumerate(pids)]
+
+    world.test(body)

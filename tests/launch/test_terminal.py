@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+from launch_rows import commit, event, fed
+
+from ft_hsdp.config import parse
+from ft_hsdp.launch.story import tell
+from ft_hsdp.launch.summary import summarize
+from ft_hsdp.launch.terminal import Terminal, step_line
+
+CONFIG = parse({"train": {"steps": 5}})
+
+
+def shown(live: bool = False, width: int = 80) -> tuple[Terminal, io.StringIO]:
+    out = io.StringIO()
+    return Terminal(CONFIG, out, live=live), out
+
+
+def test_a_step_is_one_plain_line_of_80_columns() -> None:
+    terminal, out = shown()
+    with terminal:
+        terminal.commit(commit(3, who=[0, 2], epoch=12, lr_scale=0.8165, tokens=3072, step_s=0.6123))
+    line = out.getvalue().rstrip("\n")
+    assert line == "step 3/5  loss 2.9700  0.61 s  healthy 2/3  epoch 12  lr x0.82  5017 tok/s"
+    big = commit(99999, epoch=1234, loss=10.5, tokens=10**9, step_s=123.45)
+    assert len(step_line(big, 3, 99999)) <= 90
+
+
+def test_a_table_holds_the_last_steps_and_goes_away() -> None:
+    terminal, out = shown(live=True)
+    with terminal:
+        for n in range(1, 15):
+            terminal.commit(commit(n))
+    text = out.getvalue()
+    assert "tokens/s" in text
+    assert "14/5" in text
+
+
+def test_a_failure_is_told_with_the_times_since_it_began() -> None:
+    terminal, out = shown()
+    one = {"replica": 1, "incarnation": "1-a-0"}
+    with terminal:
+        terminal.event(event("FailureInjected", 100.0, kind="SIGKILL", rank=1, pid=7, **one))
+        terminal.event(event("RingBroken", 100.004, replica=0, suspect=1, epoch=3))
+        terminal.event(event("RingBroken", 100.005, replica=2, suspect=1, epoch=3))
+        terminal.event(event("ProcessExited", 100.010, kind="SIGKILL", rank=1, pid=7, **one))
+        terminal.event(event("CheckedIn", 102.0, **one))
+        done = {"seconds": 0.5, "bytes": 8_000_000, "step": 9, **one}
+        terminal.event({**event("FetchCompleted", 103.0, **done), "source": 2})
+        terminal.event(event("Rejoined", 103.5, step=9, **one))
+        terminal.event(event("ProcessExited", 110.0, kind="exit 0", rank=0, pid=8, replica=0))
+    lines = [line.split(" ", 1)[1] for line in out.getvalue().splitlines()]
+    assert lines == [
+        "SIGKILL sent to replica 1 rank 1 (pid 7)",
+        "replica 0 saw its ring break, suspects 1 (+0.004 s)",
+        "replica 1 rank 1 is gone: SIGKILL (+0.010 s)",
+        "replica 1 fetched 8.0 MB in 0.50 s from replica 2 (+3.000 s)",
+        "replica 1 is equal again at step 9 (+3.500 s)",
+    ]
+
+
+@pytest.mark.parametrize("fields", [{}, {"replica": None}, {"replica": "[red]"}, {"seconds": "x", "replica": 1}])
+def test_no_event_breaks_the_view(fields: dict[str, Any]) -> None:
+    terminal, _ = shown()
+    for name in ("FetchCompleted", "EpochGranted", "FailureInjected", "RingBroken", "NoSuchEvent"):
+        terminal.event({**event(name, 1.0), **fields})
+        assert tell({**event(name, 1.0), **fields})
+
+
+def test_the_summary_says_how_it_ended() -> None:
+    rows = [commit(n) for n in range(1, 6)]
+    finals = {r: {"step": 5, "lineage": "L5", "digest": "abc", "commit_epoch": 1} for r in range(3)}
+    terminal, out = shown()
+    terminal.summary(summarize(CONFIG, rows, fed(rows), finals, []), 0)
+    text = out.getvalue()
+    assert "all 3 replicas equal, digest abc" in text
+    assert "15 trained, 0 twice, 0 skipped" in text
+    finals[1]["digest"] = "other"
+    terminal.summary(summarize(CONFIG, rows, fed(rows), finals, [], [1]), 75)
+    assert "2 different states" in out.getvalue()
+    assert "replicas 1" in out.getvalue()

@@ -1,0 +1,132 @@
+"""What the tests of the lighthouse share: short names for states and reports, and a script of events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from ft_hsdp.core import lineage
+from ft_hsdp.core.assignment import Answer, Grant, Report
+from ft_hsdp.core.commit import CommitRecord, Contribution
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.protocol import Ask
+from lighthouse.state import (
+    Asked,
+    AskWithdrawn,
+    Event,
+    Evict,
+    Note,
+    Policy,
+    ProcessesReported,
+    Reply,
+    Request,
+    State,
+    Ticked,
+    transition,
+)
+
+TOKEN = "5e" * 32
+START = StateId(0, 0, lineage.digest("start"))
+CONFIG_HASH = "c" * 32
+LAYOUT = "l" * 32
+
+
+def at(epoch: int, step: int, history: str = "") -> StateId:
+    """A committed state."""
+    return StateId(epoch, step, lineage.digest(epoch, step, history))
+
+
+def name(replica: int, life: int = 0) -> str:
+    """An incarnation."""
+    return f"{replica}-run-{life}"
+
+
+def record(before: StateId, epoch: int, attempt: int = 0, digest: str = "sum") -> CommitRecord:
+    """The record of the step after `before`."""
+    put = (Contribution(0, 1, 0, before.step), Contribution(1, 1, 1, before.step))
+    return CommitRecord(epoch, attempt, before.step + 1, before.lineage, (0, 1), 3, put, digest)
+
+
+def report(replica: int, state: StateId = START, life: int = 0, **fields: Any) -> Report:
+    """A report that asks for the step after `state`."""
+    return Report(replica, name(replica, life), state, fields.pop("step", state.step + 1), **fields)
+
+
+def ask(replica: int, state: StateId = START, life: int = 0, **fields: Any) -> Ask:
+    """The message of a replica that asks."""
+    host = f"127.0.0.1:{7000 + replica}"
+    return Ask(report(replica, state, life, **fields), (host,), (host,), CONFIG_HASH, LAYOUT)
+
+
+@dataclass(frozen=True)
+class Out:
+    """What one event led to."""
+
+    answers: dict[int, Answer]
+    notes: dict[str, str]
+    evicted: list[str]
+
+    def grant(self, replica: int) -> Grant:
+        """The grant that `replica` got."""
+        answer = self.answers[replica]
+        assert isinstance(answer, Grant), answer
+        return answer
+
+
+class Script:
+    """Feeds events to `transition`, one after the other."""
+
+    def __init__(self, total: int = 3, term: int = 100, **policy: Any) -> None:
+        self.s = State.empty(Policy(**{"total": total, "steps": 10, **policy}), term)
+        self.now = 0.0
+        self._id = 0
+
+    def feed(self, event: Event) -> Out:
+        """One event."""
+        self.s, effects = transition(self.s, event)
+        return Out(
+            {e.replica: e.answer for e in effects if isinstance(e, Reply)},
+            {e.event: e.reason for e in effects if isinstance(e, Note)},
+            [e.incarnation for e in effects if isinstance(e, Evict)],
+        )
+
+    def ask(self, replica: int, state: StateId = START, life: int = 0, **fields: Any) -> Out:
+        """A replica asks."""
+        self._id += 1
+        return self.feed(Asked(Request(report(replica, state, life, **fields), self._id), self.now))
+
+    def withdraw(self, replica: int) -> Out:
+        """A replica closes the connection of its newest ask."""
+        open_ask = self.s.views[replica].ask
+        assert open_ask is not None
+        return self.feed(AskWithdrawn(replica, open_ask.id))
+
+    def runs(
+        self,
+        running: dict[int, int | None],
+        exited: Iterable[tuple[int, int]] = (),
+        lost: Iterable[int] = (),
+    ) -> Out:
+        """A supervisor says which lives run and which have exited."""
+        picture = {r: None if life is None else name(r, life) for r, life in running.items()}
+        gone = frozenset((r, name(r, life)) for r, life in exited)
+        return self.feed(ProcessesReported(picture, gone, frozenset(lost), self.now))
+
+    def wait(self, seconds: float) -> Out:
+        """Time passes."""
+        self.now += seconds
+        return self.feed(Ticked(self.now))
+
+    def first(self, *replicas: int) -> Grant:
+        """The first epoch, of these replicas; the others are down."""
+        others = set(range(self.s.policy.total)) - set(replicas)
+        self.runs(dict.fromkeys(replicas, 0) | dict.fromkeys(others))
+        out = [self.ask(r) for r in replicas][-1]
+        return out.grant(replicas[-1])
+
+
+def run_async(main: Coroutine[Any, Any, Any], seconds: float = 20.0) -> Any:
+    """Run a coroutine with a deadline."""
+    return asyncio.run(asyncio.wait_for(main, seconds))

@@ -1,0 +1,390 @@
+"""Transcripts: one test per rule of who may go on, with whom, from which state."""
+
+from __future__ import annotations
+
+import pytest
+from lighthouse_helpers import START, Script, at, name, record
+
+from ft_hsdp.core.assignment import Continue, Final, Finish, Refused
+from ft_hsdp.core.commit import Fence
+from lighthouse.state import Policy
+from lighthouse.store import MemoryStore
+
+HOUR = 3600.0
+
+
+def roles(grant):
+    return {m.replica: m.role for m in grant.members}
+
+
+# The first epoch.
+
+
+def test_the_first_epoch_waits_for_every_replica_not_known_to_be_down():
+    job = Script()
+    assert not job.ask(0).answers
+    assert job.ask(1).notes == {"Waiting": "waiting for replica 2"}
+    assert not job.wait(HOUR).answers
+    out = job.ask(2)
+    assert roles(out.grant(0)) == {0: "contribute", 1: "contribute", 2: "contribute"}
+    assert out.grant(0) == out.grant(1) == out.grant(2)
+    assert (out.grant(0).epoch, out.grant(0).base) == (1, START)
+
+
+def test_a_replica_known_to_be_down_or_lost_is_not_waited_for():
+    job = Script()
+    job.ask(0)
+    assert not job.runs({1: None}).answers
+    assert job.runs({2: None}, lost=[2]).grant(0).ring == (0,)
+
+
+def test_start_wait_s_bounds_the_first_wait():
+    job = Script(start_wait_s=5.0)
+    job.ask(0)
+    assert not job.wait(4.9).answers
+    out = job.wait(0.2)
+    assert out.grant(0).ring == (0,)
+    assert "ReplicaExcluded" in out.notes
+
+
+def test_an_ask_that_was_withdrawn_does_not_count():
+    job = Script(total=2)
+    job.ask(0)
+    job.withdraw(0)
+    assert not job.ask(1).answers
+    assert set(job.ask(0).answers) == {0, 1}
+
+
+# A membership that works.
+
+
+def test_steady_state_answers_continue_at_once():
+    job = Script()
+    grant = job.first(0, 1, 2)
+    for step in range(1, 5):
+        for r in range(3):
+            out = job.ask(r, at(1, step), epoch=grant.epoch)
+            assert out.answers == {r: Continue(grant.epoch, step + 1)}
+    assert job.s.epoch == 1
+    assert job.s.head == at(1, 4)
+
+
+def test_a_joiner_waits_for_the_next_step_and_enters_behind():
+    job = Script()
+    job.first(0, 1)
+    assert isinstance(job.ask(0, at(1, 1), epoch=1).answers[0], Continue)
+    assert not job.ask(2).answers
+    assert isinstance(job.ask(1, at(1, 1), epoch=1).answers[1], Continue), "the step was settled already"
+    out = job.ask(0, at(1, 2), epoch=1)
+    assert roles(out.grant(0)) == {0: "contribute", 1: "contribute", 2: "behind"}
+    assert out.grant(2) == out.grant(0)
+    assert out.grant(0).base == at(1, 2)
+    assert job.ask(1, at(1, 2), epoch=1).grant(1) == out.grant(0)
+
+
+def test_a_replica_that_caught_up_contributes_from_the_next_step():
+    job = Script()
+    job.first(0, 1)
+    job.ask(2)
+    assert roles(job.ask(0, at(1, 1), epoch=1).grant(0))[2] == "behind"
+    job.ask(1, at(1, 1), epoch=1)
+    out = job.ask(0, at(2, 2), epoch=2, equal=(0, 1, 2))
+    assert roles(out.grant(0)) == {0: "contribute", 1: "contribute", 2: "contribute"}
+    assert out.notes["EpochGranted"].startswith("caught up: replica 2")
+
+
+def test_a_lost_answer_is_given_again():
+    job = Script()
+    grant = job.first(0, 1, 2)
+    assert job.ask(1).grant(1) == grant
+    job.ask(0, at(1, 1), epoch=1)
+    assert job.ask(0, at(1, 1), epoch=1).answers == {0: Continue(1, 2)}
+
+
+def test_who_leaves_on_purpose_is_gone_at_the_next_step_without_a_break():
+    job = Script()
+    job.first(0, 1, 2)
+    out = job.ask(0, at(1, 1), epoch=1, leaving=(2,))
+    assert out.grant(0).ring == (0, 1)
+    assert out.grant(0).base == at(1, 1)
+
+
+# A ring that broke.
+
+
+def test_a_known_exit_shrinks_the_membership_at_once():
+    job = Script()
+    job.first(0, 1, 2)
+    job.runs({2: None}, exited=[(2, 0)])
+    assert not job.ask(0, epoch=1, after=1).answers
+    out = job.ask(1, epoch=1, after=1)
+    assert out.grant(0).ring == (0, 1)
+    assert out.grant(0).epoch == 2
+    assert job.now == 0.0
+
+
+def test_the_silent_are_left_out_after_their_grace():
+    job = Script(suspect_grace_s=1.0)
+    job.first(0, 1, 2)
+    job.ask(0, epoch=1, after=1)
+    job.ask(1, epoch=1, after=1)
+    assert not job.wait(0.99).answers
+    out = job.wait(0.02)
+    assert out.grant(0).ring == (0, 1)
+    assert out.notes["ReplicaExcluded"] == "silent beyond its grace"
+
+
+def test_exclusion_is_not_death():
+    """Counter-example 3: the excluded one may have committed; without it the others cannot start over."""
+    job = Script()
+    job.first(0, 1, 2)
+    job.ask(0, epoch=1, after=1)
+    job.ask(1, epoch=1, after=1)
+    job.wait(2.0)
+    job.runs({0: 1, 1: 1}, exited=[(0, 0), (1, 0)])
+    job.ask(0, life=1)
+    out = job.ask(1, life=1)
+    assert not out.answers
+    assert out.notes == {"Waiting": "epoch 1 has living members, none of them asks"}
+    assert not job.wait(HOUR).answers
+    assert job.runs({2: None}, exited=[(2, 0)]).grant(0).ring == (0, 1)
+
+
+def test_who_blocks_a_round_is_evicted():
+    job = Script(evict_s=10.0)
+    job.first(0, 1)
+    job.ask(0, at(1, 1), epoch=1)
+    job.ask(1, epoch=1, after=1)
+    assert not job.wait(9.9).evicted
+    assert job.wait(0.2).evicted == [name(0)]
+
+
+def test_an_excluded_member_alone_never_splits_the_job():
+    job = Script()
+    job.first(0, 1, 2)
+    job.ask(0, epoch=1, after=1)
+    job.ask(1, epoch=1, after=1)
+    assert job.wait(2.0).grant(0).ring == (0, 1)
+    job.ask(2, epoch=1, after=1)
+    assert not job.wait(HOUR).answers
+    assert job.ask(0, at(2, 1), epoch=2).grant(2).ring == (0, 1, 2)
+
+
+def test_min_replicas_bounds_a_shrunken_membership():
+    job = Script(min_replicas=2)
+    job.first(0, 1)
+    job.runs({1: None}, exited=[(1, 0)])
+    out = job.ask(0, at(1, 1), epoch=1, after=1)
+    assert out.notes == {"Waiting": f"1 replicas hold {at(1, 1)}, min_replicas is 2"}
+    assert not job.wait(HOUR).answers
+
+
+def test_min_replicas_counts_holders_not_those_behind():
+    job = Script(min_replicas=2)
+    job.first(0, 1)
+    job.runs({1: 1}, exited=[(1, 0)])
+    job.ask(1, life=1)
+    assert not job.ask(0, at(1, 1), epoch=1, after=1).answers
+
+
+# Commits in doubt.
+
+
+def test_a_prepared_record_is_the_base_and_its_holder_contributes():
+    job = Script(total=2)
+    job.first(0, 1)
+    prepared = record(START, 1)
+    job.ask(0, epoch=1, after=1, prepared=prepared)
+    out = job.ask(1, epoch=1, after=1)
+    assert out.grant(0).base == prepared.state_id
+    assert roles(out.grant(0)) == {0: "contribute", 1: "behind"}
+
+
+def test_records_of_different_digests_are_no_base():
+    job = Script(total=2)
+    job.first(0, 1)
+    job.ask(0, epoch=1, after=1, prepared=record(START, 1))
+    out = job.ask(1, epoch=1, after=1, prepared=record(START, 1, digest="other"))
+    assert out.grant(0).base == START
+
+
+def test_a_void_attempt_is_no_base_and_the_grant_says_so():
+    job = Script(total=2)
+    job.first(0, 1)
+    job.ask(0, epoch=1, after=1, prepared=record(START, 1))
+    out = job.ask(1, epoch=1, after=1, void=Fence(1, 1, 0))
+    assert out.grant(0).base == START
+    assert out.grant(0).void == (Fence(1, 1, 0),)
+
+
+# The head.
+
+
+def broken_with_head_at_0(**policy):
+    """Replica 0 committed step 1 and reported it; then the ring broke for 1 and 2, who have not."""
+    job = Script(**policy)
+    job.first(0, 1, 2)
+    job.ask(0, at(1, 1), epoch=1)
+    job.ask(1, epoch=1, after=1)
+    return job, job.ask(2, epoch=1, after=1)
+
+
+def test_the_head_waits_for_its_holder_whatever_the_time():
+    job, _ = broken_with_head_at_0()
+    out = job.wait(HOUR)
+    assert not out.answers
+    assert out.notes == {"Waiting": f"head {at(1, 1)} is above {START}; replica 0 may hold it"}
+    assert job.ask(0, at(1, 1), epoch=1, after=1).grant(0).base == at(1, 1)
+
+
+def test_the_head_rolls_back_one_step_when_all_its_holders_have_exited():
+    job, _ = broken_with_head_at_0()
+    out = job.runs({0: None}, exited=[(0, 0)])
+    assert "HeadRolledBack" in out.notes
+    assert out.grant(1).base == START
+    assert out.grant(1).ring == (1, 2)
+
+
+def test_no_rollback_before_every_running_replica_has_reported():
+    job, _ = broken_with_head_at_0()
+    assert not job.runs({0: 1}, exited=[(0, 0)]).answers, "the new life of replica 0 may hold anything"
+    assert not job.wait(HOUR).answers
+    assert job.ask(0, life=1).grant(0).ring == (0, 1, 2)
+
+
+def test_a_lost_head_of_more_than_one_step_ends_the_job_or_waits():
+    for halt in (True, False):
+        job = Script(halt_on_lost_head=halt)
+        job.first(0, 1)
+        job.ask(0, at(1, 1), epoch=1)
+        job.ask(1, at(1, 1), epoch=1)
+        job.ask(0, at(1, 2), epoch=1)
+        job.runs({0: None, 1: None}, exited=[(0, 0), (1, 0)])
+        out = job.ask(2)
+        if halt:
+            answer = out.answers[2]
+            assert isinstance(answer, Refused)
+            assert answer.exit_code == 75
+            assert "no copy of the head" in answer.reason
+        else:
+            assert not out.answers
+            assert "no copy of the head" in out.notes["Waiting"]
+
+
+def test_a_joiner_that_holds_more_than_the_ring_breaks_it():
+    """Counter-example 6: who is ahead of a grant is never behind under it."""
+    job = Script()
+    job.first(0, 1)
+    job.ask(2, at(5, 3), epoch=5)
+    assert not job.ask(0, at(1, 1), epoch=1).answers
+    out = job.ask(1, at(1, 1), epoch=1)
+    assert out.grant(2).base == at(5, 3)
+    assert roles(out.grant(2)) == {0: "behind", 1: "behind", 2: "contribute"}
+    assert out.grant(2).epoch > 5
+
+
+# Incarnations.
+
+
+def test_an_old_incarnation_is_fenced():
+    job = Script()
+    job.first(0, 1, 2)
+    job.runs({0: 1})
+    answer = job.ask(0, at(1, 1), epoch=1).answers[0]
+    assert isinstance(answer, Refused)
+    assert answer.exit_code == 75
+    assert answer.reason.startswith("fenced")
+
+
+def test_an_exited_incarnation_is_refused():
+    job = Script()
+    job.first(0, 1, 2)
+    job.runs({0: None}, exited=[(0, 0)])
+    assert isinstance(job.ask(0, epoch=1).answers[0], Refused)
+
+
+def test_the_exit_of_a_replica_closes_its_ask():
+    job = Script()
+    job.ask(0)
+    job.runs({0: None}, exited=[(0, 0)])
+    assert job.s.views[0].ask is None
+
+
+# The end.
+
+
+def test_all_at_the_final_state_finish_together():
+    job = Script(steps=1)
+    job.first(0, 1, 2)
+    assert not job.ask(0, at(1, 1), epoch=1).answers
+    assert not job.ask(1, at(1, 1), epoch=1).answers
+    out = job.ask(2, at(1, 1), epoch=1)
+    assert out.answers == {0: Finish(), 1: Finish(), 2: Finish()}
+    assert "JobFinished" in out.notes
+    assert job.s.finished
+
+
+def test_who_is_behind_at_the_end_gets_the_donors():
+    job = Script(steps=1)
+    job.first(0, 1)
+    job.ask(0, at(1, 1), epoch=1)
+    answer = job.ask(2).answers[2]
+    assert isinstance(answer, Final)
+    assert answer.base == at(1, 1)
+    assert [m.replica for m in answer.donors] == [0]
+    job.ask(1, at(1, 1), epoch=1)
+    assert set(job.ask(2, at(1, 1)).answers) == {0, 1, 2}
+
+
+def test_the_end_waits_no_longer_than_its_deadline_and_not_for_the_lost():
+    job = Script(steps=1, final_wait_s=120.0)
+    job.first(0, 1)
+    job.ask(0, at(1, 1), epoch=1)
+    assert not job.wait(119.0).answers
+    assert job.wait(2.0).answers == {0: Finish()}
+    late = job.ask(2).answers[2]
+    assert isinstance(late, Refused)
+    assert late.exit_code == 0
+
+    job = Script(total=2, steps=1)
+    job.first(0)
+    job.runs({1: None}, lost=[1])
+    assert job.ask(0, at(1, 1), epoch=1).answers == {0: Finish()}
+
+
+# A lighthouse that comes back.
+
+
+def test_epochs_go_on_after_a_restart_with_the_store():
+    job = Script()
+    job.first(0, 1, 2)
+    rows = MemoryStore()
+    rows.load(job.s.policy)
+    rows.save(job.s)
+    job.s = MemoryStore(rows.rows).load(job.s.policy)
+    assert job.s.term == 101
+    assert job.ask(0, at(1, 1), epoch=1, max_term=100).answers == {0: Continue(1, 2)}, "the same epoch goes on"
+    job.runs({2: None}, exited=[(2, 0)])
+    job.ask(0, at(1, 1), epoch=1, after=1)
+    grant = job.ask(1, at(1, 1), epoch=1, after=1).grant(0)
+    assert (grant.term, grant.epoch) == (101, 2)
+
+
+@pytest.mark.parametrize("term", [50, 100, 900])
+def test_epochs_and_terms_never_regress_over_a_wiped_store(term):
+    """Counter-example 7: a wiped store names everybody, in a new term, above every epoch that is known."""
+    job = Script(term=term)
+    job.ask(0, at(6, 8), epoch=7, max_term=100)
+    job.ask(1, at(6, 8), epoch=6, after=7, max_term=99)
+    grant = job.ask(2).grant(0)
+    assert grant.epoch == 8
+    assert grant.term > 100 or grant.term == term
+    assert grant.term > 99
+    assert (grant.term, grant.epoch) > (100, 7)
+    assert roles(grant) == {0: "contribute", 1: "contribute", 2: "behind"}
+
+
+def test_a_policy_has_sane_defaults():
+    policy = Policy(total=3, steps=10)
+    assert policy.min_replicas == 1
+    assert policy.suspect_grace_s < policy.evict_s

@@ -1,0 +1,309 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_hsdp.config import Config, config_hash, dump, json_schema, load, parse
+from ft_hsdp.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+
+HIT = {"at_step": 5, "replicas": [0]}
+
+# Document, overrides, the key that the message starts with, a part of what it says is allowed.
+BAD: list[tuple[dict[Any, Any], list[str], str, str]] = [
+    ({"no_such_key": 1}, [], "no_such_key", "there is no such key; the top level has job, replicas"),
+    ({"replica": 3}, [], "replica", "did you mean replicas?"),
+    ({"train": {"step": 3}}, [], "train.step", "did you mean train.steps?"),
+    ({1: 2}, [], "1", "no such key"),
+    ({"replicas": 0}, [], "replicas", "a whole number from 1 to 64"),
+    ({"replicas": 65}, [], "replicas", "a whole number from 1 to 64"),
+    ({"replicas": "many"}, [], "replicas", "a whole number from 1 to 64"),
+    ({"replicas": "3"}, [], "replicas", "a whole number from 1 to 64"),
+    ({"replicas": 3.0}, [], "replicas", "a whole number from 1 to 64"),
+    ({"replicas": True}, [], "replicas", "a whole number from 1 to 64"),
+    ({"replicas": None}, [], "replicas", "a whole number from 1 to 64"),
+    ({"ranks_per_replica": -1}, [], "ranks_per_replica", "a whole number from 1 to 64"),
+    ({"train": None}, [], "train", "a mapping with the keys steps"),
+    ({"train": [1]}, [], "train", "a mapping with the keys steps"),
+    ({"train": {"seq_len": 7}}, [], "train.seq_len", "a whole number from 8 to 1048576"),
+    ({"job": {"name": "a/b"}}, [], "job.name", "text that matches ^[A-Za-z0-9._-]{1,64}$"),
+    ({"job": {"name": "ab\n"}}, [], "job.name", "text that matches"),
+    ({"job": {"name": "x" * 65}}, [], "job.name", "text that matches"),
+    ({"job": {"name": ".."}}, [], "job.name", "a name that is not a folder's own"),
+    ({"data": {"path": ""}}, [], "data.path", "text that is not empty"),
+    ({"data": {"path": 3}}, [], "data.path", "text that is not empty"),
+    ({"data": {"tokenizer": "bpe"}}, [], "data.tokenizer", "byte"),
+    ({"optim": {"lr": 0}}, [], "optim.lr", "a number at most 10 and above 0"),
+    ({"optim": {"lr": float("nan")}}, [], "optim.lr", "a number at most 10 and above 0"),
+    ({"optim": {"betas": [0.9]}}, [], "optim.betas", "a list of 2, each a number at least 0 and below 1"),
+    ({"optim": {"betas": [0.9, 1]}}, [], "optim.betas.1", "a number at least 0 and below 1"),
+    ({"optim": {"clip": 0}}, [], "optim.clip", "a number above 0 or null"),
+    ({"lr": {"intervention": "cubic"}}, [], "lr.intervention", "none, linear, sqrt"),
+    ({"lr": {"schedule": "step"}}, [], "lr.schedule", "constant, cosine, linear"),
+    ({"model": {"dim": 100, "heads": 3}}, [], "model.dim", "a multiple of model.heads (3)"),
+    ({"model": {"dim": 9, "heads": 3}}, [], "model.dim", "an even width per head"),
+    ({"model": {"heads": 6, "kv_heads": 4}}, [], "model.kv_heads", "a divisor of model.heads (6)"),
+    (
+        {"ftar": {"transport": "shm"}},
+        [],
+        "ftar.transport",
+        "auto, tcp (shm and c10d are not in this version)",
+    ),
+    ({"ftar": {"transport": "c10d"}}, [], "ftar.transport", "auto, tcp"),
+    ({"ftar": {"transport": "udp"}}, [], "ftar.transport", "auto, tcp"),
+    ({"ftar": {"dtype": "bfloat16"}}, [], "ftar.dtype", "float32"),
+    ({"ftar": {"timeout_s": 2}}, [], "ftar.connect_timeout_s", "at most ftar.timeout_s (2.0)"),
+    ({"quorum": {"min_replicas": 4}}, [], "quorum.min_replicas", "at most replicas (3)"),
+    ({"quorum": {"evict_s": 0.5}}, [], "quorum.suspect_grace_s", "at most quorum.evict_s (0.5)"),
+    ({"quorum": {"lease_s": 5}}, [], "quorum.evict_s", "at most quorum.lease_s (5.0)"),
+    ({"quorum": {"on_lost_head": "guess"}}, [], "quorum.on_lost_head", "wait, halt"),
+    ({"restart": {"backoff_s": 31}}, [], "restart.backoff_s", "at most restart.backoff_max_s (30.0)"),
+    ({"network": {"port": 65536}}, [], "network.port", "a whole number from 0 to 65535"),
+    ({"checkpoint": {"every": 5}}, [], "checkpoint.every", "0 (durable checkpoints are not in this version)"),
+    ({"chaos": {"at_step": 1}}, [], "chaos", "a list, each a mapping with the keys at_step"),
+    ({"chaos": [{"at_step": 1}]}, [], "chaos.0.replicas", "the key is required"),
+    ({"chaos": [{"replicas": [0]}]}, [], "chaos.0.at_step", "exactly one of at_step and rate_per_min"),
+    ({"chaos": [HIT | {"rate_per_min": 1}]}, [], "chaos.0.rate_per_min", "exactly one of"),
+    ({"chaos": [HIT | {"rate_per_min": 0}]}, [], "chaos.0.rate_per_min", "above 0"),
+    ({"chaos": [HIT, HIT | {"replicas": [3]}]}, [], "chaos.1.replicas", "ids from 0 to 2"),
+    ({"chaos": [HIT | {"replicas": []}]}, [], "chaos.0.replicas", "at least 1 item"),
+    ({"chaos": [HIT | {"replicas": [0, 0]}]}, [], "chaos.0.replicas", "each replica once"),
+    ({"chaos": [HIT | {"rank": 2}]}, [], "chaos.0.rank", "0 to 1 (ranks_per_replica is 2)"),
+    ({"chaos": [HIT | {"signal": "HUP"}]}, [], "chaos.0.signal", "KILL, STOP, TERM"),
+    ({"chaos": [HIT | {"for_s": 1}]}, [], "chaos.0.for_s", "0 with signal KILL"),
+    ({"debug": {"failpoints": {"x": {1, 2}}}}, [], "debug.failpoints.x", "a value that JSON can hold"),
+    ({}, ["--train.steps=minus"], "train.steps", "a whole number from 1 to 1000000000"),
+    ({}, ["--train.steps="], "train.steps", "a whole number from 1 to 1000000000"),
+    ({}, ["--train.stepz=1"], "train.stepz", "did you mean train.steps?"),
+    ({}, ["--trian.steps=1"], "trian", "did you mean train?"),
+    ({}, ["--train.steps.x=1"], "train.steps.x", "train.steps has no keys below it"),
+    ({}, ["--train..x=1"], "train.", "no such key"),
+    ({}, ["--train.steps"], "override", "--dotted.key=value"),
+    ({}, ["--=1"], "override", "--dotted.key=value"),
+    ({}, ["--train.steps=[1"], "train.steps", "valid YAML (line 1, column 3"),
+    ({}, ["--replicas=2020-13-45"], "replicas", "valid YAML (month must be in 1..12)"),
+    ({}, ["--chaos.1={at_step: 1, replicas: [0]}"], "chaos.1", "a place from 0 to 0 in the list"),
+    ({"chaos": [HIT]}, ["--chaos.0.rank=7"], "chaos.0.rank", "0 to 1"),
+    ({}, ["--optim.betas.2=0.1"], "optim.betas.2", "no such key"),
+]
+
+
+@pytest.mark.parametrize(("document", "overrides", "key", "allowed"), BAD)
+def test_bad_input_gets_one_line(
+    document: dict[Any, Any], overrides: list[str], key: str, allowed: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse(document, overrides)
+    text = str(caught.value)
+    assert len(text.splitlines()) == 1
+    assert text.startswith(f"{key}: got ")
+    assert allowed in text.partition("; allowed: ")[2]
+    assert caught.value.key == key
+    assert caught.value.exit_code == 64
+
+
+@pytest.mark.parametrize(
+    ("content", "allowed"),
+    [
+        (b"a: [1, 2\n", "valid YAML (line 2, column 1"),
+        (b"\xff\xfe\xfa", "valid YAML"),
+        (b"a: !!python/object:os.system {}", "valid YAML"),
+        (b"- 1\n", "a YAML mapping"),
+        (b"{a: 1}: 2\n", "valid YAML"),
+        (b"[" * 20000, "valid YAML"),
+    ],
+)
+def test_a_file_that_is_no_mapping_gets_one_line(tmp_path: Path, content: bytes, allowed: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        load(file)
+    assert len(str(caught.value).splitlines()) == 1
+    assert str(caught.value).startswith("config file: got ")
+    assert allowed in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"nowhere.yaml'; allowed: .*No such file"):
+        load(tmp_path / "nowhere.yaml")
+    with pytest.raises(ConfigError, match="Is a directory"):
+        load(tmp_path)
+
+
+def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("# nothing\n")
+    assert load(tmp_path / "c.yaml") == Config()
+
+
+def test_the_last_of_two_equal_keys_wins(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("replicas: 3\nreplicas: 2\n")
+    assert load(tmp_path / "c.yaml").replicas == 2
+    (tmp_path / "c.yaml").write_text("replicas: 3\nreplicas: many\n")
+    with pytest.raises(ConfigError, match="replicas: got 'many'"):
+        load(tmp_path / "c.yaml")
+
+
+def test_overrides_come_last_and_are_yaml() -> None:
+    document = {"train": {"steps": 5, "seed": 3}, "chaos": [HIT]}
+    config = parse(document, ["--train.steps=60", "--optim.lr=1e-3", "--optim.clip=", "--chaos.0.rank=1"])
+    assert (config.train.steps, config.train.seed, config.optim.lr) == (60, 3, 1e-3)
+    assert config.optim.clip is None
+    assert config.chaos[0].rank == 1
+    assert document == {"train": {"steps": 5, "seed": 3}, "chaos": [HIT]}
+    assert parse(document, ["--chaos=[]"]).chaos == ()
+    assert parse({}, ["--train.steps=1", "--train.steps=2"]).train.steps == 2
+    assert parse({}, ["--debug.failpoints.commit.apply={step: 3}"]).debug.failpoints == {
+        "commit": {"apply": {"step": 3}}
+    }
+
+
+def test_numbers_may_be_written_with_an_exponent_alone(tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text("optim: {lr: 3e-4}\n")
+    assert load(tmp_path / "c.yaml").optim.lr == 3e-4
+
+
+def test_a_config_is_frozen() -> None:
+    with pytest.raises(pydantic.ValidationError):
+        Config().train.steps = 3  # type: ignore[misc]
+
+
+@given(
+    name=st.from_regex(r"[A-Za-z0-9_-]{1,64}", fullmatch=True),
+    path=st.text(st.characters(codec="utf-8"), min_size=1, max_size=40)
+    | st.sampled_from(["1e-3", "null", "yes", "2020-01-01", "~", "0x1f", " a ", "- b", "1_000"]),
+    lr=st.floats(min_value=1e-300, max_value=10),
+    clip=st.none() | st.floats(min_value=1e-9, max_value=1e9),
+    seed=st.integers(0, 2**63 - 1),
+    replicas=st.integers(1, 64),
+    at_step=st.none() | st.integers(1, 1000),
+    failpoints=st.dictionaries(
+        st.text(st.characters(codec="utf-8"), max_size=5),
+        st.recursive(
+            st.none()
+            | st.booleans()
+            | st.integers(-9, 9)
+            | st.floats(allow_nan=False)
+            | st.text("ae1-:# \n", max_size=4),
+            lambda inner: (
+                st.lists(inner, max_size=3) | st.dictionaries(st.text("ab", max_size=2), inner, max_size=2)
+            ),
+            max_leaves=4,
+        ),
+        max_size=3,
+    ),
+)
+def test_what_is_dumped_loads_back_equal(
+    tmp_path_factory: pytest.TempPathFactory,
+    name: str,
+    path: str,
+    lr: float,
+    clip: float | None,
+    seed: int,
+    replicas: int,
+    at_step: int | None,
+    failpoints: dict[str, Any],
+) -> None:
+    config = parse(
+        {
+            "job": {"name": name},
+            "replicas": replicas,
+            "train": {"seed": seed},
+            "data": {"path": path},
+            "optim": {"lr": lr, "clip": clip},
+            "chaos": [{"at_step": at_step, "replicas": [replicas - 1]}] if at_step else [],
+            "debug": {"failpoints": failpoints},
+        }
+    )
+    file = tmp_path_factory.getbasetemp() / "dumped.yaml"
+    file.write_text(dump(config), encoding="utf-8")
+    assert load(file) == config
+    assert config_hash(load(file)) == config_hash(config)
+
+
+def test_a_dump_spells_out_defaults_in_plain_lines() -> None:
+    lines = dump(Config()).splitlines()
+    assert "replicas: 3" in lines
+    assert "  intervention: none" in lines
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "--model.dim=180",
+        "--data.path=elsewhere",
+        "--optim.lr=0.1",
+        "--lr.schedule=cosine",
+        "--lr.intervention=sqrt",
+        "--lr.warmup=1",
+        "--train.seed=9",
+        "--train.micro_batch=1",
+        "--train.seq_len=64",
+        "--train.accumulate=2",
+        "--ranks_per_replica=1",
+    ],
+)
+def test_the_hash_changes_with_what_replicas_must_share(override: str) -> None:
+    assert config_hash(parse({}, [override])) != config_hash(Config())
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "--train.steps=9",
+        "--job.name=other",
+        "--replicas=5",
+        "--quorum.lease_s=100",
+        "--ftar.chunks=2",
+        "--network.port=99",
+        "--chaos=[{at_step: 1, replicas: [0]}]",
+        "--model.kv_heads=6",  # the default, spelled out
+        "--model.ffn_dim=512",
+    ],
+)
+def test_the_hash_leaves_out_what_they_need_not(override: str) -> None:
+    assert config_hash(parse({}, [override])) == config_hash(Config())
+
+
+def test_the_hash_covers_the_end_of_a_schedule_that_moves() -> None:
+    cosine = {"lr": {"schedule": "cosine"}}
+    assert config_hash(parse(cosine, ["--train.steps=9"])) != config_hash(parse(cosine))
+
+
+def test_every_key_says_what_it_is_for() -> None:
+    schema = json.loads(json_schema())
+    sections = {"Config": schema, **schema["$defs"]}
+    silent = [
+        f"{section}.{key}"
+        for section, body in sections.items()
+        for key, field in body.get("properties", {}).items()
+        if "description" not in field and "$ref" not in field
+    ]
+    assert silent == []
+
+
+def test_the_schema_file_is_current() -> None:
+    assert (ROOT / "configs/schema.json").read_text() == json_schema(), (
+        "write it anew: python -c 'from ft_hsdp.config import json_schema; print(json_schema(), end=\"\")' "
+        "> configs/schema.json"
+    )
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda f: f.name)
+def test_configs_that_we_ship_load(file: Path) -> None:
+    config = load(file)
+    assert parse(yaml.safe_load(dump(config))) == config
+
+
+def test_the_quickstart_kills_a_follower_on_the_way() -> None:
+    config = load(ROOT / "configs/quickstart.yaml")
+    assert (config.replicas, config.ranks_per_replica) == (3, 2)
+    (rule,) = config.chaos
+    assert rule.at_step is not None
+    assert 1 < rule.at_step < config.train.steps
+    assert rule.rank != 0
