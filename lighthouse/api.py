@@ -29,7 +29,7 @@ def create_app(service: Service, token: str) -> FastAPI:
     """The application. Errors are {"detail": one line}: 401, 408, 413, 422, and 503 if the store fails.
 
     POST /v1/quorum     `protocol.encode(Ask)` -> `protocol.encode` of the answer; a long poll
-    POST /v1/processes  fields of `protocol.Processes` -> fields of `protocol.Overview`
+    POST /v1/processes  fields of `protocol.Processes` -> fields of `protocol.Overview`; tagged -> tagged
     GET  /v1/status     the job, its members, and each replica's state
     GET  /healthz       200 while the lighthouse serves; the only route without the token
     """
@@ -46,8 +46,10 @@ def create_app(service: Service, token: str) -> FastAPI:
     @v1.post("/processes")
     async def processes(request: Request) -> Response:
         """A supervisor says what runs and gets orders to evict."""
-        overview = service.processes(_picture(await _body(request)))
-        return Response(_OVERVIEW.dump_json(overview), media_type="application/json")
+        picture, tagged = _picture(await _body(request))
+        overview = service.processes(picture)
+        answer = protocol.encode(overview) if tagged else _OVERVIEW.dump_json(overview)
+        return Response(answer, media_type="application/json")
 
     @v1.get("/status")
     async def status() -> JSONResponse:
@@ -87,10 +89,12 @@ async def _body(request: Request) -> bytes:
     return bytes(body)
 
 
-def _picture(body: bytes) -> Processes:
-    """The supervisor's message. Raises ProtocolViolation."""
+def _picture(body: bytes) -> tuple[Processes, bool]:
+    """The supervisor's message, and whether it came as `protocol.encode` makes it. Raises ProtocolViolation."""
+    if body.startswith(b'{"type":'):
+        return protocol.decode(body, Processes), True
     try:
-        return _PROCESSES.validate_json(body)
+        return _PROCESSES.validate_json(body), False
     except ValidationError as error:
         first: Any = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "body"

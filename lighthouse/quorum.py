@@ -42,7 +42,7 @@ def highest(reports: Iterable[Report]) -> Base:
     records of one attempt.
     """
     reports = tuple(reports)
-    voids = tuple(sorted({r.void for r in reports if r.void}, key=lambda f: (f.epoch, f.step, f.attempt)))
+    voids = fences(r.void for r in reports if r.void)
     best = max((r.state for r in reports), key=lambda s: (s.commit_epoch, s.step))
     record: CommitRecord | None = None
     prepared = [r.prepared for r in reports if r.prepared is not None and not void(r.prepared.fence, voids)]
@@ -57,12 +57,17 @@ def highest(reports: Iterable[Report]) -> Base:
     return Base(best, record, voids)
 
 
+def fences(known: Iterable[Fence]) -> tuple[Fence, ...]:
+    """Each of ``known`` once, in order."""
+    return tuple(sorted(set(known), key=lambda f: (f.epoch, f.step, f.attempt)))
+
+
 def ahead(report: Report, state: StateId) -> bool:
-    """Whether a reporter holds, or is prepared for, something above ``state``."""
+    """Whether a reporter holds, is prepared for or has voted for something above ``state``."""
     prepared = report.prepared
-    return lineage.newer(report.state, state) or (
-        prepared is not None and lineage.newer(prepared.state_id, state)
-    )
+    if report.doubt is not None and lineage.newer(report.doubt, state):
+        return True
+    return lineage.newer(report.state, state) or (prepared is not None and lineage.newer(prepared.state_id, state))
 
 
 def uncovered(

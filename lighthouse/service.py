@@ -10,6 +10,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from ft_hsdp import protocol
 from ft_hsdp.core.assignment import Answer, Grant, Refused, Report
@@ -150,7 +151,7 @@ class Service:
             finished=self.state.finished,
         )
 
-    def status(self) -> dict[str, object]:
+    def status(self) -> dict[str, Any]:
         """What GET /v1/status shows."""
         s = self.state
         return {
@@ -279,8 +280,11 @@ class Service:
         return bool(self._suspects) or (waiting and (s.since is not None or s.final_since is not None))
 
     def _arm(self, delay_s: float = TICK_S) -> None:
-        """Have the next tick, if time matters now."""
-        if self._timer is None and self._timed and not self._closed:
+        """Have a next tick if time matters now, else none."""
+        if self._timer is not None and not self._timed:
+            self._timer.cancel()
+            self._timer = None
+        elif self._timer is None and self._timed and not self._closed:
             self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
 
     def _tick(self) -> None:

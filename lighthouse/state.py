@@ -7,11 +7,12 @@ death.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ft_hsdp.core import lineage
 from ft_hsdp.core.assignment import Answer, Continue, Final, Finish, Grant, Member, Refused, Report
+from ft_hsdp.core.commit import CommitRecord, Fence
 from ft_hsdp.core.lineage import StateId
 from lighthouse import quorum
 from lighthouse.quorum import Base, Epoch, Incarnation
@@ -220,9 +221,10 @@ def _settle(s: State, report: Report) -> Step:
     if report.epoch < grant.epoch or report.step <= s.settled or not holds:
         return _serve(s)
     joiners = [v.ask for r, v in enumerate(s.views) if v.ask and grant.member(r, v.incarnation or "") is None]
-    if any(quorum.ahead(j.report, report.state) for j in joiners):
+    if any(quorum.ahead(_heard(s, j.report), report.state) for j in joiners):
         return replace(s, broken=True, settled=0), ()
-    base = Base(report.state, None, ())
+    voids = quorum.fences(_overruled_fences(s, (j.report for j in joiners)))
+    base = Base(report.state, None, voids)
     holders = {m.replica for m in grant.members if m.role == "contribute"} | set(report.equal) | {report.replica}
     gone = [m for m in grant.members if (m.replica, m.incarnation) in s.exited or m.replica in report.leaving]
     risen = [m for m in grant.members if m.role == "behind" and m.replica in holders]
@@ -388,18 +390,15 @@ def _wait(s: State, why: str) -> Step:
 def _form(s: State, asks: dict[int, Request], silent: list[tuple[int, str | None]]) -> Step:
     """Grant a new epoch to all that ask, if nobody absent and alive could hold something newer."""
     reports = {r: a.report for r, a in asks.items()}
-    base = quorum.highest(reports.values())
+    base = quorum.highest(_heard(s, r) for r in reports.values())
+    base = replace(base, voids=quorum.fences([*base.voids, *_overruled_fences(s, reports.values())]))
     present = frozenset((r, report.incarnation) for r, report in reports.items())
     notes: list[Effect] = []
-    if base.state.step >= s.policy.steps:
-        s = _raise_head(s, base.state)
-        holders = [_member(a, base) for a in asks.values()]
-        donors = tuple(m for m in holders if m.role == "contribute")
-        return _answer(s, {r: Final(base.state, donors) for r in asks})
+    missing = _unheard(s, present)
+    doubts = [r.doubt for r in reports.values() if r.doubt and lineage.newer(r.doubt, base.state)]
+    if doubts and missing:
+        return _wait(s, f"{doubts[0]} may be committed; replica {missing[0][0]} may hold it")
     if s.head is not None and lineage.newer(s.head, base.state):
-        missing = [i for e in s.epochs for i in e.members if _alive(s, i) and i not in present] + [
-            (r, "") for r, v in enumerate(s.views) if r not in asks and v.down is not True and not v.lost
-        ]
         if missing:
             return _wait(s, f"head {s.head} is above {base.state}; replica {missing[0][0]} may hold it")
         if base.state.step != s.head.step - 1:
@@ -413,6 +412,11 @@ def _form(s: State, asks: dict[int, Request], silent: list[tuple[int, str | None
     if blocked is not None:
         return _wait(s, f"epoch {blocked.number} has living members, none of them asks")
     members = tuple(_member(a, base) for a in asks.values())
+    if base.state.step >= s.policy.steps:
+        s = _raise_head(s, base.state)
+        donors = tuple(m for m in members if m.role == "contribute")
+        s, replies = _answer(s, {r: Final(base.state, donors) for r in asks})
+        return s, (*notes, *replies)
     able = sum(m.role == "contribute" for m in members)
     if able < s.policy.min_replicas:
         return _wait(s, f"{able} replicas hold {base.state}, min_replicas is {s.policy.min_replicas}")
@@ -423,6 +427,35 @@ def _form(s: State, asks: dict[int, Request], silent: list[tuple[int, str | None
     s, note = _new_epoch(s, base, members, why)
     s, replies = _serve(s)
     return s, (*notes, note, *replies)
+
+
+def _unheard(s: State, present: frozenset[Incarnation]) -> list[Incarnation]:
+    """Who may live and does not ask: members of remembered epochs, and replicas of which nothing is known."""
+    asking = {r for r, _ in present}
+    members = [i for e in s.epochs for i in e.members if _alive(s, i) and i not in present]
+    return members + [
+        (r, "") for r, v in enumerate(s.views) if r not in asking and v.down is not True and not v.lost
+    ]
+
+
+def _overruled(s: State, record: CommitRecord | None) -> bool:
+    """Whether a later decision was made without ``record``, so that it never committed and never will.
+
+    The current grant, or the end, was decided with a member of every epoch before it. Had that one known a
+    record to be in doubt, its state would be the one that was built on.
+    """
+    if s.grant is None or record is None or record.state_id in (s.grant.base, s.head):
+        return False
+    return record.epoch < s.grant.epoch or _over(s)
+
+
+def _heard(s: State, report: Report) -> Report:
+    """``report`` as far as it counts."""
+    return replace(report, prepared=None) if _overruled(s, report.prepared) else report
+
+
+def _overruled_fences(s: State, reports: Iterable[Report]) -> list[Fence]:
+    return [r.prepared.fence for r in reports if r.prepared is not None and _overruled(s, r.prepared)]
 
 
 def _over(s: State) -> bool:

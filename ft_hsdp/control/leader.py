@@ -70,6 +70,7 @@ class Leader:
         self._all_stopped = asyncio.Event()
         self.concluded = asyncio.Event()
         self._joined = False
+        self._away = False
         self._contact = time.monotonic()
 
     def start(self) -> None:
@@ -211,7 +212,11 @@ class Leader:
                 case core.Configure(grant):
                     facts = {"epoch": grant.epoch, "step": after.fence.step, "members": list(grant.ring)}
                     self._journal.event("GrantAdopted", grant.reason, role=after.role, **facts)
+                case core.Commit(record) if self._away and self.replica.me in record.contributors:
+                    self._away = False
+                    self._journal.event("Rejoined", "contributes again", **_fence(record.fence))
                 case core.Discard(reason):
+                    self._away = True
                     self._journal.event("LeftBehind", reason, step=before.fence.step)
                 case core.Reduce(fence) if _again(before, fence, event):
                     reason = "the same gradient is reduced again on another ring"

@@ -61,7 +61,8 @@ class Report:
     ``state`` is what all its ranks hold. ``prepared`` is a record that it holds without knowing the verdict.
     ``step`` is the step that it asks for. ``epoch`` is the one that it is in, and ``after`` an epoch that is
     of no more use to it (0: none), so that only a larger one will do. ``equal`` are the replicas that the
-    last token knew to hold ``state``; ``void`` is an attempt that it will never vote for.
+    last token knew to hold ``state``; ``void`` is an attempt that it will never vote for. ``doubt`` is a
+    state that it knows to be, or has voted to be, committed, but whose base it does not hold.
     """
 
     replica: int
@@ -73,6 +74,7 @@ class Report:
     max_term: int = 0
     prepared: CommitRecord | None = None
     void: Fence | None = None
+    doubt: StateId | None = None
     equal: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
 

@@ -156,9 +156,7 @@ class Tally:
 
         The loss of a contributor is the mean over ranks, the norm is summed in rank order.
         """
-        batches = {
-            tuple((c.replica, c.weight, c.shard, c.index) for c in v.contributions) for v in self.votes
-        }
+        batches = {tuple((c.replica, c.weight, c.shard, c.index) for c in v.contributions) for v in self.votes}
         if len(batches) != 1:
             return None
         per_rank = zip(*(v.contributions for v in self.votes), strict=True)
@@ -173,8 +171,7 @@ class Tally:
             total=total,
             contributions=contributions,
             digest=lineage.digest([v.digest for v in self.votes]),
-            norm=float(sum(v.sumsq for v in self.votes)) ** 0.5
-            / max(1, sum(c.weight for c in contributions)),
+            norm=float(sum(v.sumsq for v in self.votes)) ** 0.5 / max(1, sum(c.weight for c in contributions)),
             lr_scale=lr_scale(len(contributions), total) if contributions else 1.0,
             chunk_bytes=chunk_bytes,
             poisoned=poisoned,

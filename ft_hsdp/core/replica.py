@@ -72,6 +72,13 @@ class Replica:
         return self.record if self.forwarded and self.verified else None
 
     @property
+    def doubt(self) -> StateId | None:
+        """The highest state that may be committed although this replica cannot apply it yet."""
+        if self.verified:
+            return None
+        return self.record.state_id if self.record is not None and self.forwarded else self.head
+
+    @property
     def fence(self) -> Fence:
         """The attempt that is under way."""
         return Fence(self.grant.epoch if self.grant else 0, self.head.step + 1, self.attempt)
@@ -261,9 +268,7 @@ class Exit:
     reason: str
 
 
-Effect = (
-    Ask | Configure | StopRing | Reduce | SendToken | Commit | Log | Discard | Install | Feed | Fetch | Exit
-)
+Effect = Ask | Configure | StopRing | Reduce | SendToken | Commit | Log | Discard | Install | Feed | Fetch | Exit
 Step = tuple[Replica, tuple[Effect, ...]]
 
 
@@ -292,7 +297,7 @@ def transition(s: Replica, event: Event) -> Step:
             if s.fetching != base:
                 return s, ()
             if s.phase is Phase.FINAL:
-                return _ask(s)
+                return _ask(s, after=s.grant.epoch if s.grant and not s.intact else 0)
             return replace(s, phase=Phase.DONE), (Exit(75, f"no donor could serve {base}: {reason}"),)
         case LeaveRequested():
             return replace(s, departing=True), ()
@@ -326,6 +331,7 @@ def _ask(s: Replica, after: int = 0) -> Step:
         max_term=s.seen[0],
         prepared=s.prepared,
         void=s.void,
+        doubt=s.doubt,
         equal=s.equal,
         leaving=s.leaving,
     )
@@ -409,7 +415,7 @@ def _broken(s: Replica, epoch: int) -> Step:
         token=None,
     )
     stopped = StopRing(epoch, "the ring broke")
-    if s.phase is Phase.FINAL:
+    if s.phase is Phase.FINAL and s.verified:
         return s, (stopped,)
     s, asked = _ask(s, after=epoch)
     return s, (stopped, *asked)

@@ -23,7 +23,7 @@ from ft_hsdp.launch.forkserver import ForkServer
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.lighthouse_process import check_port, furnish
 from ft_hsdp.launch.local import END_S, STOP_GRACE_S, prepare_data
-from ft_hsdp.launch.processes import environment
+from ft_hsdp.launch.processes import TOKEN_VARIABLE, environment
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.rundir import Appender, Row, RunDir, alive, claim, read_json, write_json, write_private
 from ft_hsdp.launch.story import tell
@@ -154,9 +154,9 @@ def _code(outcome: Outcome, stopped: list[int]) -> int:
 
 def _introduce(run: RunDir, config: Config, url: str) -> None:
     """Make a run directory for a job whose lighthouse is elsewhere."""
-    token = os.environ.get("FT_HSDP_TOKEN", "")
+    token = os.environ.get(TOKEN_VARIABLE, "")
     if not token and not run.token.exists():
-        raise ConfigError("FT_HSDP_TOKEN", "", "the job's token, where --lighthouse is given")
+        raise ConfigError(TOKEN_VARIABLE, "", "the job's token, where --lighthouse is given")
     if not run.config.exists():
         furnish(run, config, token)
     elif token:

@@ -10,11 +10,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ft_hsdp.config import Config, load
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, ConfigError, FtHsdpError
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError
 
 INTERRUPTED = 130
 OVERRIDES = "--dotted.key=value sets any key of the configuration; the value is YAML, e.g. --train.steps=60"
@@ -186,9 +187,14 @@ def _replay(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.status import named
 
     run = named(args.runs_dir, args.run)
-    from ft_hsdp.train import replay  # torch is only needed here
+    from ft_hsdp.launch import replay  # torch is only needed here
 
-    return int(replay.main(run.path))
+    verdict = replay.replay(run)
+    if args.json:
+        _print_json(asdict(verdict))
+    else:
+        _print([str(verdict)])
+    return EXIT_OK if verdict.equal else EXIT_RETRYABLE
 
 
 def _explain(args: argparse.Namespace) -> int:

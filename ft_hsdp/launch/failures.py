@@ -28,7 +28,7 @@ def _failure(exited: Row, rows: Sequence[Row], events: Sequence[Row], typical: f
     restarts = [e["t"] for e in events if _is(e, "ReplicaStarted", replica) and e["t"] > exited["t"]]
     back = _rejoined(rows, replica, min(restarts, default=None))
     donors = [
-        e.get("donor", e["source"])
+        e.get("donor", "")
         for e in events
         if _is(e, "FetchCompleted", replica) and exited["t"] < e["t"] and (back is None or e["t"] <= back)
     ]

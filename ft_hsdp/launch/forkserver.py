@@ -84,7 +84,8 @@ class ForkServer:
         }
         self._send(request)
         try:
-            return await asyncio.wait_for(asyncio.shield(spawned), SPAWN_S)
+            async with asyncio.timeout(SPAWN_S):
+                return await spawned
         except TimeoutError:
             await self.kill()  # it may fork yet: only its death settles that
             raise Retryable(f"the fork server did not fork within {SPAWN_S:g} s") from None
@@ -123,7 +124,8 @@ class ForkServer:
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         try:
-            line = await asyncio.wait_for(reader.readline(), START_S)
+            async with asyncio.timeout(START_S):
+                line = await reader.readline()
             answer = json.loads(line) if line else {"error": "the fork server died while it was loading"}
             if "error" in answer:
                 raise Retryable(answer["error"])

@@ -16,6 +16,7 @@ from ft_hsdp.launch.rundir import RunDir, write_json
 DONE = "done"
 EVICTED = "evicted"
 TORN = "exit 0 of some ranks only"
+LEFT = "exit 0 before the end"
 
 
 @dataclass(slots=True)
@@ -98,7 +99,7 @@ class Incarnation(Changes):
             return EVICTED, None
         own = [rank for rank in self.ranks.values() if not rank.killed and rank.code is not None]
         if len(own) == self._size and all(rank.code == EXIT_OK for rank in own):
-            return DONE, None
+            return (DONE, None) if self._run.final(self.replica).exists() else (LEFT, None)
         telling = [rank for code in (EXIT_CONFIG, EXIT_HARDWARE) for rank in own if rank.code == code]
         if self.first is not None and self.first.code != EXIT_OK:
             telling.append(self.first)

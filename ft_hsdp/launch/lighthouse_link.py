@@ -77,7 +77,8 @@ class LighthouseLink:
                 self._changed.clear()
                 await self.report(client)
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(self._changed.wait(), PERIOD_S)
+                    async with asyncio.timeout(PERIOD_S):
+                        await self._changed.wait()
                 if self.problem is not None and self._changed.is_set():
                     await asyncio.sleep(PERIOD_S / 5)  # a change does not make an absent lighthouse answer
 

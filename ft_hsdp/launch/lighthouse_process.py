@@ -99,8 +99,9 @@ class LighthouseProcess:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(process.wait(), STOP_S)
-                return
+                async with asyncio.timeout(STOP_S):
+                    await process.wait()
+                    return
             process.kill()
         await process.wait()
 

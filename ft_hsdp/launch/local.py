@@ -173,6 +173,7 @@ class Job:
         """Read the logs and inject what is due."""
         while True:
             self._recorder.poll()
+            self._terminal.tick(time.time())
             newest = self._recorder.newest
             if newest is not None:
                 self._progress.saw(newest["step"], newest["epoch"])

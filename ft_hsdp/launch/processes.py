@@ -7,12 +7,12 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import ft_hsdp
 
 _PR_SET_PDEATHSIG = 1
+TOKEN_VARIABLE = "FT_HSDP_TOKEN"  # noqa: S105 - the name of a variable
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -36,11 +36,12 @@ def tied(*module_and_args: str) -> list[str]:
     return [sys.executable, "-m", "ft_hsdp.launch.tied", str(os.getpid()), *module_and_args]
 
 
-def environment(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """This process's environment, in which the children find the packages that it runs."""
+def environment() -> dict[str, str]:
+    """This process's environment, in which children find its packages; the token they take from the run."""
     root = str(Path(ft_hsdp.__file__).parents[1])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths), **(extra or {})}
+    inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    return {**inherited, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -26,7 +26,8 @@ class Changes:
             if left is not None and left <= 0:
                 return False
             try:
-                await asyncio.wait_for(self._changed.wait(), left)
+                async with asyncio.timeout(left):  # asyncio.wait_for may swallow a cancellation before 3.12
+                    await self._changed.wait()
             except TimeoutError:
                 return ready()
         return True

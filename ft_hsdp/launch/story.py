@@ -33,11 +33,15 @@ _TOLD: dict[str, Callable[[Row], str]] = {
     "LeftBehind": lambda e: f"replica {e['replica']} is behind",
     "FetchStarted": lambda e: f"replica {e['replica']} fetches the state",
     "FetchCompleted": lambda e: (
-        f"replica {e['replica']} fetched {e.get('bytes', 0) / 1e6:.1f} MB in {e.get('seconds', 0):.2f} s"
-        f" from replica {e.get('donor', e.get('source'))}"
+        f"{_who(e)} fetched {e.get('bytes', 0) / 1e6:.1f} MB in {e.get('seconds', 0):.2f} s"
+        f" from replica {e['donor']}"
     ),
     "FetchRejected": lambda e: f"replica {e['replica']} refused a fetched state",
     "Rejoined": lambda e: f"replica {e['replica']} is equal again at step {e.get('step', '?')}",
+    "LeaseUsed": lambda e: f"replica {e['replica']} goes on with its last grant",
+    "DoubtResolved": lambda e: f"replica {e['replica']} applies step {e.get('step', '?')}, which was in doubt",
+    "GrantRefused": lambda e: f"replica {e['replica']} refuses a grant",
+    "RankEnded": lambda e: f"{_who(e)} ends itself",
     "Finished": lambda e: f"replica {e['replica']} holds the final state",
     "EpochGranted": lambda e: f"epoch {e['epoch']}: members {_ids(e['members'])} at step {e['step']}",
     "ReplicaExcluded": lambda e: f"replica {e['replica']} is left out",
@@ -66,14 +70,13 @@ NOTABLE = frozenset(
         "LeftBehind",
         "FetchCompleted",
         "FetchRejected",
-        "Rejoined",
         "EpochGranted",
         "ReplicaExcluded",
         "HeadRolledBack",
         "LighthouseExited",
         "LighthouseFailed",
         "LighthouseRestarted",
-        "Waiting",
+        "LeaseUsed",
     }
 )
 """The events that a live view shows."""

@@ -156,7 +156,7 @@ class ReplicaSupervisor:
             return self._lose(f"pids {stuck} do not end after SIGKILL"), ""
         if not kind:
             kind, rank = current.verdict()
-            why = current.evicted or (current.explain(rank) if rank else "all ranks ended with exit 0")
+            why = current.evicted or (current.explain(rank) if rank else f"all ranks ended: {kind}")
         self._link.exited(self.replica, current.name)
         current.write()
         codes = {str(r.rank): r.code for r in current.ranks.values()}

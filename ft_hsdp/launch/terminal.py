@@ -19,6 +19,7 @@ from ft_hsdp.launch.story import NOTABLE, tell
 from ft_hsdp.launch.summary import Summary
 
 SHOWN_STEPS = 10
+LONG_S = 3.0  # a wait longer than this is shown
 _BAD = {
     "FailureInjected",
     "ProcessExited",
@@ -27,7 +28,7 @@ _BAD = {
     "ReplicaLost",
     "LighthouseExited",
 }
-_GOOD = {"FetchCompleted", "Rejoined", "LighthouseRestarted"}
+_GOOD = {"FetchCompleted", "LighthouseRestarted"}
 
 
 class Terminal:
@@ -40,6 +41,7 @@ class Terminal:
         self._rows: deque[Row] = deque(maxlen=SHOWN_STEPS)
         self._failed_at: dict[int, float] = {}  # replica -> time of its last failure
         self._said: set[tuple[object, ...]] = set()
+        self._waiting: Row | None = None  # what the lighthouse waits for, until that is news
         on_terminal = self._console.is_terminal if live is None else live
         self._live = Live(self._table(), console=self._console, transient=True, auto_refresh=False)
         self._on_terminal = on_terminal
@@ -61,15 +63,21 @@ class Terminal:
 
     def commit(self, row: Row) -> None:
         """Show a committed step."""
+        self._waiting = None
+        before = self._rows[-1]["contributors"] if self._rows else row["contributors"]
         self._rows.append(row)
         if self._on_terminal:
             self._live.update(self._table(), refresh=True)
         else:
             self.say(step_line(row, self._total, self._steps))
+        for replica in sorted(set(row["contributors"]) - set(before)):
+            self._tell(row["t"], f"replica {replica} contributes again at step {row['step']}", replica, "green")
 
     def event(self, event: Row) -> None:
         """Show a failure, its detection, a fetch, a rejoin; other events only stand in events.jsonl."""
         name, replica = event["event"], event.get("replica")
+        if name in ("Waiting", "EpochGranted"):
+            self._waiting = event if name == "Waiting" else None
         if name not in NOTABLE or (name == "ProcessExited" and event.get("kind") == "exit 0"):
             return
         if name == "RingBroken" and not self._first("RingBroken", event.get("epoch")):
@@ -79,11 +87,17 @@ class Terminal:
             if isinstance(replica, int) and event["t"] - known > 1.0:
                 self._failed_at[replica] = event["t"]
         about = event.get("suspect") if name == "RingBroken" else replica
-        since = self._failed_at.get(about) if isinstance(about, int) else None
-        late = "" if since is None or name == "FailureInjected" else f" (+{max(0.0, event['t'] - since):.3f} s)"
-        clock = time.strftime("%H:%M:%S", time.localtime(event["t"]))
         style = "red" if name in _BAD else "green" if name in _GOOD else "dim"
-        self.say(f"{clock} {tell(event, reason=name in WITH_REASON)}{late}", style)
+        if name in WITH_REASON:  # its first clause; events.jsonl has the rest
+            event = {**event, "reason": str(event["reason"]).partition(";")[0]}
+        text = tell(event, reason=name in WITH_REASON)
+        self._tell(event["t"], text, None if name == "FailureInjected" else about, style)
+
+    def tick(self, now: float) -> None:
+        """Say what the job waits for, where that takes long. now: Unix seconds."""
+        if self._waiting is not None and now - self._waiting["t"] > LONG_S:
+            self._tell(self._waiting["t"], tell(self._waiting), None, "yellow")
+            self._waiting = None
 
     def summary(self, summary: Summary, code: int) -> None:
         """Show the end of the job."""
@@ -93,6 +107,13 @@ class Terminal:
         for name, value in summary_lines(summary):
             table.add_row(name, escape(value), style="" if code == 0 or name != "lost" else "red")
         self._console.print(table)
+
+    def _tell(self, t: float, text: str, about: object, style: str) -> None:
+        """Print one line, with the time since the last failure of the replica that it is about."""
+        since = self._failed_at.get(about) if isinstance(about, int) else None
+        late = "" if since is None else f" (+{max(0.0, t - since):.3f} s)"
+        clock = time.strftime("%H:%M:%S", time.localtime(t))
+        self.say(f"{clock} {text}{late}", style)
 
     def _first(self, *key: object) -> bool:
         new = key not in self._said

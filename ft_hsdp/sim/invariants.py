@@ -28,9 +28,7 @@ def exactly_once(r: int, before: Content, batches: Iterable[tuple[int, int]]) ->
             )
 
 
-def agreement(
-    r: int, state: StateId, contents: Sequence[Content], replicas: Sequence[Replica | None]
-) -> None:
+def agreement(r: int, state: StateId, contents: Sequence[Content], replicas: Sequence[Replica | None]) -> None:
     """Whoever calls its state by the name that replica ``r`` gives to its own must hold the same content."""
     mine = contents[r]
     for other, (peer, content) in enumerate(zip(replicas, contents, strict=True)):
@@ -68,6 +66,13 @@ def head_stays(before: StateId | None, after: StateId | None, audited: bool) -> 
     """The lighthouse's head never goes back, unless it says so."""
     if before is not None and after is not None and lineage.newer(before, after) and not audited:
         raise Violation(f"the head went back from {before} to {after} silently")
+
+
+def truly_lost(head: StateId | None, replicas: Sequence[Replica | None]) -> None:
+    """The lighthouse gives the head up only if no living replica holds it."""
+    for r, peer in enumerate(replicas):
+        if peer is not None and head is not None and lineage.same(peer.state, head):
+            raise Violation(f"given up: replica {r} lives and holds the head {head}")
 
 
 def ended_together(

@@ -12,7 +12,7 @@ from typing import Any
 
 from ft_hsdp.core import lineage
 from ft_hsdp.core import replica as core
-from ft_hsdp.core.assignment import Continue, Finish
+from ft_hsdp.core.assignment import Continue, Finish, Refused
 from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Token
 from ft_hsdp.core.replica import Phase, Replica
 from ft_hsdp.sim import invariants
@@ -75,20 +75,23 @@ class Model:
     def sum(self, w: World, me: Replica) -> CommitRecord | None:
         """The reduced gradient of ``me``'s attempt, once every member has brought its own."""
         assert me.grant is not None
-        entries = dict(w.rings).get(me.fence, ())
+        all_entries = dict(w.rings).get(me.fence, ())
+        entries = [e for e in all_entries if me.grant.member(e.replica, e.incarnation)]
         if {e.replica for e in entries} != set(me.grant.ring) or len({e.prev for e in entries}) != 1:
             return None
-        batches = tuple(
-            Contribution(e.replica, e.weight, e.replica, e.batch) for e in sorted(entries) if e.weight
-        )
+        batches = tuple(Contribution(e.replica, e.weight, e.replica, e.batch) for e in sorted(entries) if e.weight)
         f, grant = me.fence, me.grant
-        return CommitRecord(
-            f.epoch, f.attempt, f.step, me.head.lineage, grant.ring, grant.total, batches, "sum"
-        )
+        return CommitRecord(f.epoch, f.attempt, f.step, me.head.lineage, grant.ring, grant.total, batches, "sum")
+
+    def halted(self, w: World) -> bool:
+        """Whether the lighthouse has given the job up, because no copy of the head is left."""
+        return any(isinstance(a, Refused) and "no copy of the head" in a.reason for a in w.answers)
 
     def finished(self, w: World) -> bool:
-        """Whether everybody ended at one final state."""
-        return invariants.ended_together(self._held(w), self._replicas(w), w.late, self.bounds.steps)
+        """Whether everybody ended at one final state, or the job was given up."""
+        return self.halted(w) or invariants.ended_together(
+            self._held(w), self._replicas(w), w.late, self.bounds.steps
+        )
 
     def _replicas(self, w: World) -> Sequence[Replica | None]:
         return [self.replica(w, r) for r in range(len(w.replicas))]
@@ -99,9 +102,7 @@ class Model:
     def _over(self, w: World) -> bool:
         """Whether the job has ended: somebody has been told so, or is about to be."""
         told = any(isinstance(a, Finish) for a in w.answers)
-        ended = any(
-            m and m.phase is Phase.DONE and m.state.step == self.bounds.steps for m in self._replicas(w)
-        )
+        ended = any(m and m.phase is Phase.DONE and m.state.step == self.bounds.steps for m in self._replicas(w))
         return self.lighthouse(w).finished or told or ended
 
     # What happens to a replica.
@@ -117,7 +118,7 @@ class Model:
             known = self._core_memo[key] = (self.cores.id(after), effects)
         w = w._replace(replicas=put(w.replicas, r, known[0]))
         for effect in known[1]:
-            w = self._apply(w, r, effect)
+            w = self._apply(w, r, event, effect)
         return w
 
     def hand_over(self, w: World, to: int, token: Token) -> World:
@@ -158,9 +159,7 @@ class Model:
         """Replica ``r`` is started again, from its initial weights."""
         life = w.lives[r] + 1
         late = w.late | {r} if self._over(w) else w.late
-        w = w._replace(
-            replicas=put(w.replicas, r, self._born(r, life)), lives=put(w.lives, r, life), late=late
-        )
+        w = w._replace(replicas=put(w.replicas, r, self._born(r, life)), lives=put(w.lives, r, life), late=late)
         exited = self.lighthouse(w).exited
         w = self.consult(w, quorum.ProcessesReported(Running({r: f"{r}-{life}"}), exited, frozenset(), 0.0))
         return self.tell(w, r, core.Started())
@@ -171,7 +170,7 @@ class Model:
 
     # What a replica does.
 
-    def _apply(self, w: World, r: int, effect: core.Effect) -> World:
+    def _apply(self, w: World, r: int, event: core.Event, effect: core.Effect) -> World:
         match effect:
             case core.Ask():
                 w = w._replace(asked=put(w.asked, r, effect), answers=put(w.answers, r, None))
@@ -181,7 +180,8 @@ class Model:
             case core.SendToken(token):
                 return self._send(w, r, token)
             case core.Commit(record):
-                return self._commit(w, r, record)
+                decided = isinstance(event, core.TokenArrived | core.Reduced)
+                return self._commit(w, r, record, decided)
             case core.Exit(code) if code and w.replicas[r] >= 0:
                 return self.die(w, r)
             case _:
@@ -194,16 +194,14 @@ class Model:
     def _enter(self, w: World, r: int, fence: Fence, role: str, prev: str) -> World:
         content = self._contents.items[w.content[r]]
         index = cursor(content, r) if self.bounds.replicated_cursors else w.local[r]
-        entry = Entry(r, int(role == "contribute"), index, prev)
+        entry = Entry(r, f"{r}-{w.lives[r]}", int(role == "contribute"), index, prev)
         rings = dict(w.rings)
-        if any(e.replica == r for e in rings.get(fence, ())):
+        if any((e.replica, e.incarnation) == entry[:2] for e in rings.get(fence, ())):
             return w
         rings[fence] = (*rings.get(fence, ()), entry)
         current = {p.fence for p in self._replicas(w) if p is not None}
         rings = {f: e for f, e in rings.items() if f == fence or f in current}
-        return w._replace(
-            rings=tuple(sorted(rings.items(), key=lambda i: (i[0].epoch, i[0].step, i[0].attempt)))
-        )
+        return w._replace(rings=tuple(sorted(rings.items(), key=lambda i: (i[0].epoch, i[0].step, i[0].attempt))))
 
     def _send(self, w: World, r: int, token: Token) -> World:
         me = self.replica(w, r)
@@ -221,8 +219,8 @@ class Model:
         me = self.replica(w, item[0])
         return me is None or me.grant is None or me.grant.epoch > item[1].fence.epoch or not me.intact
 
-    def _commit(self, w: World, r: int, record: CommitRecord) -> World:
-        """Replica ``r`` applies a record."""
+    def _commit(self, w: World, r: int, record: CommitRecord, decided: bool) -> World:
+        """Replica ``r`` applies a record that was ``decided`` by a token, so that all have it, or by a grant."""
         before = self._contents.items[w.content[r]]
         batches = frozenset((c.shard, c.index) for c in record.contributions)
         invariants.exactly_once(r, before, batches)
@@ -237,10 +235,24 @@ class Model:
         for done in w.commits:
             if done.epoch < record.epoch and done.holders & members:
                 invariants.nothing_lost(record, content, self._contents.items[done.content], done.epoch)
-        holders = frozenset(m for m in members if m[0] in record.contributors and w.lives[m[0]] == life(m))
+        holders = frozenset(
+            m
+            for m in members
+            if m[0] in record.contributors
+            and w.lives[m[0]] == life(m)
+            and (decided or self._has(w, m[0], record.state_id))
+        )
         done = Done(self._contents.id(content), record.epoch, holders)
         alive = {d for d in w.commits if any(w.lives[m[0]] == life(m) for m in d.holders)}
         return w._replace(commits=frozenset(alive | {done}))
+
+    def _has(self, w: World, r: int, state: lineage.StateId) -> bool:
+        """Whether replica ``r`` holds ``state`` or is prepared for it."""
+        me = self.replica(w, r)
+        prepared = me.prepared if me is not None else None
+        return me is not None and (
+            lineage.same(me.state, state) or (prepared is not None and lineage.same(prepared.state_id, state))
+        )
 
     def _members(self, w: World, epoch: int) -> frozenset[tuple[int, str]]:
         for known in self.lighthouse(w).epochs:
@@ -273,6 +285,8 @@ class Model:
                 case quorum.Note("HeadRolledBack"):
                     audited = True
         invariants.head_stays(before.head, after.head, audited)
+        if self.halted(w):
+            invariants.truly_lost(after.head, self._replicas(w))
         return w
 
     def reopen(self, w: World, wiped: bool) -> World:
@@ -284,9 +298,7 @@ class Model:
             views = tuple(quorum.View() for _ in s.views)
             state = replace(s, term=s.term + 1, views=views, broken=False, since=None, settled=0)
         w = w._replace(lighthouse=self.quorums.id(state))
-        known = {
-            r: None if self.replica(w, r) is None else f"{r}-{w.lives[r]}" for r in range(len(w.replicas))
-        }
+        known = {r: None if self.replica(w, r) is None else f"{r}-{w.lives[r]}" for r in range(len(w.replicas))}
         exited = frozenset((r, f"{r}-{n}") for r in range(len(w.replicas)) for n in range(w.lives[r]))
         pending = frozenset(w.exits)
         running = {r: i for r, i in known.items() if i is not None or not any(e[0] == r for e in pending)}

@@ -18,6 +18,8 @@ Move = tuple[str, Callable[[], World]]
 
 def successors(model: Model, w: World) -> Iterator[Move]:
     """Everything that can happen in ``w``: a label, and how to get the world after it."""
+    if model.halted(w):
+        return
     for r in range(model.bounds.replicas):
         me = model.replica(w, r)
         if me is not None:

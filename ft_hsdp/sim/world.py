@@ -58,9 +58,10 @@ class Bounds:
 
 
 class Entry(NamedTuple):
-    """What one member brought into a ring: its weight, its batch, and the lineage it builds on."""
+    """What one incarnation brought into a ring: its weight, its batch, and the lineage it builds on."""
 
     replica: int
+    incarnation: str
     weight: int
     batch: int
     prev: str

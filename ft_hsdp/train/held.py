@@ -8,7 +8,7 @@ an update waits for a copy that is under way.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import blake3
@@ -52,8 +52,8 @@ class Held:
 
     def apply(
         self, record: CommitRecord, reduced: Sequence[torch.Tensor], clip: float | None, accumulate: int
-    ) -> float:
-        """Apply a committed step; the learning rate that was applied.
+    ) -> None:
+        """Apply a committed step.
 
         Raises:
             RuntimeError: the record does not build on the state that is held.
@@ -63,12 +63,15 @@ class Held:
                 raise RuntimeError(f"record of step {record.step} does not build on {self.state}")
             finish(record, reduced, clip, accumulate)
             self._sharded.assign(reduced)
-            applied = self._groups.step(record)
+            self._groups.step(record)
             self._sharded.clear()
             self.ledger = record.ledger(self.ledger)
             self.state = record.state_id
             self._keep_wanted()
-            return applied
+
+    def rate(self, record: CommitRecord) -> float:
+        """The learning rate that ``record`` gives the first parameter group."""
+        return self._groups.rates(record)[0]
 
     def load(self, fetched: Snapshot) -> None:
         """Swap a verified shard in."""
@@ -107,19 +110,26 @@ class Held:
         return buffer
 
     def digest(self) -> str:
-        """blake3 of the whole state, independent of its sharding. A collective of all ranks of the replica.
+        """The digest of the whole state. A collective of all ranks of the replica."""
+        return state_digest(self._sharded.params, self._optim, self._groups.hyper())
 
-        Over the sorted names of (name, dtype, global shape, blake3 of the full row-major bytes) of parameters, then
-        of optimizer tensors, then canonical JSON of the hyper-parameters before lr_scale.
-        """
-        total = blake3.blake3()
-        for named in (self._sharded.params, self._optim):
-            for name in sorted(named):
-                tensor = named[name]
-                full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-                array: Any = layout.as_bytes(full.detach()).numpy()
-                content = blake3.blake3(memoryview(array)).hexdigest()
-                dtype = str(full.dtype).removeprefix("torch.")
-                total.update(lineage.canonical([name, dtype, list(full.shape), content]).encode())
-        total.update(lineage.canonical(self._groups.hyper()).encode())
-        return total.hexdigest()
+
+def state_digest(
+    params: Mapping[str, torch.Tensor], optim: Mapping[str, torch.Tensor], hyper: Sequence[dict[str, Any]]
+) -> str:
+    """blake3 of a state, independent of its sharding; a collective if there are DTensors.
+
+    Over the sorted names of (name, dtype, global shape, blake3 of the full row-major bytes) of parameters,
+    then of optimizer tensors, then canonical JSON of the hyper-parameters before lr_scale.
+    """
+    total = blake3.blake3()
+    for named in (params, optim):
+        for name in sorted(named):
+            tensor = named[name]
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            array: Any = layout.as_bytes(full.detach()).numpy()
+            content = blake3.blake3(memoryview(array)).hexdigest()
+            dtype = str(full.dtype).removeprefix("torch.")
+            total.update(lineage.canonical([name, dtype, list(full.shape), content]).encode())
+    total.update(lineage.canonical(hyper).encode())
+    return total.hexdigest()

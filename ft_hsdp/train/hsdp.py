@@ -78,7 +78,8 @@ class Sharded:
             for param in params:
                 if param.dtype != torch.float32:
                     raise InvalidArgument(f"a parameter is {param.dtype}; allowed: torch.float32")
-                param.register_post_accumulate_grad_hook(self._arrived(bucket))
+            for param, place in zip(params, places, strict=True):
+                param.register_post_accumulate_grad_hook(self._arrived(bucket, place))
             buckets.append(bucket)
         return buckets
 
@@ -89,10 +90,14 @@ class Sharded:
 
         return keep
 
-    def _arrived(self, bucket: Bucket) -> Callable[[torch.Tensor], None]:
+    def _arrived(self, bucket: Bucket, place: int) -> Callable[[torch.Tensor], None]:
         def count(param: torch.Tensor) -> None:
+            assert bucket.flat is not None and isinstance(param.grad, DTensor)
+            shard = param.grad._local_tensor
+            if shard.numel() and shard.data_ptr() != bucket.flat.data_ptr() + place * shard.element_size():
+                raise InvalidArgument("this FSDP2 lays gradients out in another order than ft_hsdp expects")
             bucket.missing -= 1
-            if bucket.missing == 0 and bucket.flat is not None:
+            if bucket.missing == 0:
                 self._ready(bucket.index, bucket.flat)
 
         return count

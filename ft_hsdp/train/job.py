@@ -56,9 +56,8 @@ class Ended(FtHsdpError):
 class Optimizer:
     """What ``job.optimizer`` returns: ``step`` ends when the step is committed or given up by this replica."""
 
-    def __init__(self, job: Job, clip: float | None) -> None:
+    def __init__(self, job: Job) -> None:
         self._job = job
-        self.clip = clip
 
     def step(self) -> bool:
         """Reduce, vote, commit and apply; True if this replica's gradient is in the committed step.
@@ -68,7 +67,7 @@ class Optimizer:
         Raises:
             Ended: the job ends this replica.
         """
-        return self._job._step(self.clip)
+        return self._job._step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Nothing to do: gradients go with the step."""
@@ -87,6 +86,7 @@ class Job:
         self._loss: list[float] = []
         self._micro = 0
         self._accumulate = 1
+        self._clip: float | None = None
         self._feeding: Feeding | None = None
         self._since = time.monotonic()
         self._tokens = 0
@@ -120,7 +120,8 @@ class Job:
         prime(optimizer)
         groups = Groups(optimizer, schedule)
         self._held = Held(self._sharded, groups, self.config.replicas, self.rank, self.ranks)
-        return Optimizer(self, clip)
+        self._clip = clip
+        return Optimizer(self)
 
     def warm_up(self, once: Callable[[], None]) -> None:
         """Run ``once`` (a forward and backward on any batch) before check-in; its gradient is thrown away."""
@@ -209,11 +210,10 @@ class Job:
                 self._tokens = _tokens(batch) * self.ranks * self._accumulate
             yield batch
 
-    def _step(self, clip: float | None) -> bool:
+    def _step(self) -> bool:
         """After backward: wait for the outcome of the step that was fed."""
         if self._micro < self._accumulate - 1:
             return False
-        self._clip = clip
         assert self._feeding is not None
         step, waited = self._feeding.step, time.monotonic()
         while True:
@@ -239,36 +239,35 @@ class Job:
                 self._sharded.clear()
             case Load(snapshot):
                 self._held.load(snapshot)
+                self._conclude_at_end()
 
     def _apply(self, letter: Apply, waited: float) -> None:
         """Nothing may fail here: what does ends the rank, and with it the replica."""
         assert self._wiring is not None
-        record = letter.record
-        reducer = self._wiring.reducer
+        record, reducer = letter.record, self._wiring.reducer
         reducer.open(None)
-        lr = self._held.apply(record, letter.reduced, self._clip, self._accumulate)
-        reducer.give_back(letter.reduced)
         now = time.monotonic()
-        if self._log is not None:
-            timing = Timing(
-                now - self._since, {"exchange": waited}, reducer.traffic.bytes_sent, reducer.traffic.seconds
-            )
+        if self._log is not None:  # before it is applied: whoever serves a state has logged what led to it
+            traffic = reducer.traffic
+            timing = Timing(now - self._since, {"exchange": waited}, traffic.bytes_sent, traffic.seconds)
             tokens = self._tokens * len(record.contributors)
-            self._log.committed(record, lr, tokens, timing, self.replica in record.contributors)
+            self._log.committed(record, self._held.rate(record), tokens, timing, self.replica in record.contributors)
+        self._held.apply(record, letter.reduced, self._clip, self._accumulate)
+        reducer.give_back(letter.reduced)
         self._since = now
-        if record.step >= self.config.train.steps:
-            self._conclude()
+        self._conclude_at_end()
 
-    def _conclude(self) -> None:
-        """The final state is here: serve it, write its digest down, then say so. A collective."""
-        assert self._wiring is not None and self._held.state is not None
+    def _conclude_at_end(self) -> None:
+        """If the final state is here: serve it, write its digest down, then say so. A collective."""
+        assert self._wiring is not None
+        assert self._held.state is not None
+        if self._held.state.step < self.config.train.steps:
+            return
         self._held.keep()
         digest = self._held.digest()
         if self._log is not None:
             self._log.final(self._held.state, digest)
         self._wiring.concluded()
-
-    _clip: float | None = None
 
 
 def _tokens(batch: Any) -> int:

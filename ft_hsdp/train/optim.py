@@ -39,17 +39,18 @@ class Groups:
         self._schedule = schedule
         self._base = [float(g["lr"]) for g in optimizer.param_groups]
 
-    def step(self, record: CommitRecord) -> float:
-        """Update the parameters; the learning rate that the first group had."""
-        applied = []
-        for group, base in zip(self.optimizer.param_groups, self._base, strict=True):
-            factor = self._schedule(record.step) if self._schedule is not None else 1.0
-            group["lr"] = base * factor * record.lr_scale
-            applied.append(group["lr"])
+    def rates(self, record: CommitRecord) -> list[float]:
+        """The learning rate that ``record`` gives each group."""
+        factor = self._schedule(record.step) if self._schedule is not None else 1.0
+        return [base * factor * record.lr_scale for base in self._base]
+
+    def step(self, record: CommitRecord) -> None:
+        """Update the parameters; afterwards the groups hold the rates before schedule and lr_scale again."""
+        for group, rate in zip(self.optimizer.param_groups, self.rates(record), strict=True):
+            group["lr"] = rate
         self.optimizer.step()
         for group, base in zip(self.optimizer.param_groups, self._base, strict=True):
             group["lr"] = base
-        return float(applied[0])
 
     def hyper(self) -> tuple[dict[str, Any], ...]:
         """The hyper-parameters of each group before lr_scale, as JSON."""

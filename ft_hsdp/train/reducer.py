@@ -54,7 +54,7 @@ class Reducer:
         self._replica = replica
         self._rank = rank
         self._voted = voted
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a work may be done before its callback is set
         self._locals: dict[int, torch.Tensor] = {}
         self._feeding: Feeding | None = None
         self._loss = 0.0

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.rundir import RunDir, write_json
 
 
 def main(config: Config, replica: int, run: Path) -> int:
@@ -24,6 +25,9 @@ def main(config: Config, replica: int, run: Path) -> int:
     match action:
         case ["exit", code]:
             return int(code)
+        case ["final"]:
+            write_json(RunDir(run).final(replica), {"step": 1})
+            return 0
         case ["exit-when", name, code]:
             deadline = time.monotonic() + 30
             while not (run / name).exists() and time.monotonic() < deadline:

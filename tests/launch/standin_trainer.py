@@ -9,9 +9,17 @@ from pathlib import Path
 from launch_rows import commit
 
 from ft_hsdp.config import Config
-from ft_hsdp.launch.rundir import Appender, RunDir, read_jsonl, write_json
+from ft_hsdp.launch.rundir import Appender, RunDir, read_json, read_jsonl, write_json
 
 STEP_S = 0.03
+
+
+def _healthy(run: RunDir, replica: int) -> bool:
+    """Whether a replica runs, and fetched the state if it was started again."""
+    listed = read_json(run.processes(replica)) or {"restarts": 0, "ranks": []}
+    if any(rank["state"] != "running" for rank in listed["ranks"]):
+        return run.final(replica).exists()
+    return listed["restarts"] == 0 or run.replica_events(replica).exists()
 
 
 def main(config: Config, replica: int, path: Path) -> int:
@@ -32,13 +40,14 @@ def main(config: Config, replica: int, path: Path) -> int:
     )
     step = max((row["step"] for n in range(config.replicas) for row in read_jsonl(run.commits(n))), default=0)
     if restart:
-        about = {"replica": replica, "seconds": 0.1, "bytes": 10, "reason": "test"}
-        events.append({"t": time.time(), "event": "FetchCompleted", "source": 0, **about})
+        about = {"replica": replica, "seconds": 0.1, "bytes": 10, "donor": 0, "reason": "test"}
+        events.append({"t": time.time(), "event": "FetchCompleted", "source": "replica", **about})
     while step < config.train.steps:
         step += 1
         fed.append({"step": step, "shard": replica, "index": step - 1, "t": time.time(), "incarnation": "x"})
         time.sleep(STEP_S)
-        row = commit(step, t=time.time(), step_s=STEP_S)
+        who = [n for n in range(config.replicas) if _healthy(run, n)]
+        row = commit(step, who=who, t=time.time(), step_s=STEP_S)
         row["contributions"] = row["contributions"][:1]  # replica 0 is never disturbed here
         commits.append(row)
     final = {"step": step, "commit_epoch": 1, "lineage": f"L{step}", "digest": "d", "incarnation": "x"}

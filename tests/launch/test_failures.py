@@ -37,7 +37,7 @@ def test_an_injected_kill_from_its_injection_to_its_first_step() -> None:
         injected(3.5),
         event("RingBroken", 3.503, replica=0, suspect=1),
         *killed(3.5),
-        {**event("FetchCompleted", 5.0, replica=1, incarnation="1-a-1"), "source": 2},
+        event("FetchCompleted", 5.0, replica=1, incarnation="1-a-1", donor=2),
     ]
     (failure,) = failures(ROWS, events, 1.0)
     assert failure == {

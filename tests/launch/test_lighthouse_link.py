@@ -41,7 +41,6 @@ def test_the_picture_is_full_each_time_and_the_answer_is_taken() -> None:
         scene = Scene(handler)
         scene.link.started(1, "1-a-0")
         scene.link.started(0, "0-a-0")
-        assert not scene.link.settled
         await scene.report()
         assert scene.link.settled
         scene.link.exited(1, "1-a-0")
@@ -88,6 +87,21 @@ def test_no_answer_of_the_lighthouse_reaches_the_supervisor_as_an_error(
         assert not scene.link.settled
         assert scene.progress.step == 0
         await scene.client.aclose()
+
+    run_async(body())
+
+
+def test_a_change_at_the_moment_of_its_cancellation_does_not_keep_it_alive() -> None:
+    async def body() -> None:
+        link = LighthouseLink("http://127.0.0.1:1", "secret", Progress(), lambda *_: None)
+        running = asyncio.create_task(link.run())
+        await until(lambda: link.problem, "the first report")
+        for _ in range(20):
+            await asyncio.sleep(0)
+        link.started(0, "0-a-0")
+        running.cancel()
+        done, _ = await asyncio.wait([running], timeout=2)
+        assert done
 
     run_async(body())
 

@@ -90,7 +90,8 @@ def test_a_job_loses_a_replica_restarts_it_and_ends_well(tmp_path: Path) -> None
     assert all("t" in e and e["reason"] for e in read_jsonl(job.run.events))
     assert job.nothing_runs()
     text = job.out.getvalue()
-    assert "step 12/40  loss 2.8800  0.03 s  healthy 3/3" in text
+    assert "step  3/40  loss 2.9700  0.03 s  healthy 3/3" in text
+    assert "replica 1 contributes again at step" in text
     assert "SIGKILL sent to replica 1 rank 1" in text
     assert max(len(line) for line in text.splitlines() if line.startswith("step")) <= 80
     pictures = read_jsonl(job.run.path / "pictures.jsonl")

@@ -110,7 +110,7 @@ def test_sigkill_of_one_rank_kills_the_stopped_other_one_and_restarts_both(run_d
 
 
 def test_all_ranks_ending_with_zero_is_done_even_if_they_do_not_end_together(run_dir: RunDir, plan: Plan) -> None:
-    plan({"1": {"0": {"0": ["exit", 0], "1": ["exit-when", "go", 0]}}})
+    plan({"1": {"0": {"0": ["final"], "1": ["exit-when", "go", 0]}}})
     world = World(run_dir)
 
     async def body(task: asyncio.Task[Outcome]) -> None:
@@ -120,6 +120,17 @@ def test_all_ranks_ending_with_zero_is_done_even_if_they_do_not_end_together(run
         assert (await task).kind == "done"
         assert world.book.names == ["started", "exited"]
         assert [r["state"] for r in read_json(run_dir.processes(1))["ranks"]] == ["exited", "exited"]
+
+    world.test(body)
+
+
+def test_leaving_with_zero_before_the_final_state_is_not_done(run_dir: RunDir, plan: Plan) -> None:
+    plan({"1": {"0": {"0": ["exit", 0], "1": ["exit", 0]}}})
+    world = World(run_dir)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        await world.waiting(1)
+        assert world.named("ReplicaExited")[0]["kind"] == "exit 0 before the end"
 
     world.test(body)
 

@@ -48,18 +48,42 @@ def test_a_failure_is_told_with_the_times_since_it_began() -> None:
         terminal.event(event("RingBroken", 100.005, replica=2, suspect=1, epoch=3))
         terminal.event(event("ProcessExited", 100.010, kind="SIGKILL", rank=1, pid=7, **one))
         terminal.event(event("CheckedIn", 102.0, **one))
-        done = {"seconds": 0.5, "bytes": 8_000_000, "step": 9, **one}
-        terminal.event({**event("FetchCompleted", 103.0, **done), "source": 2})
-        terminal.event(event("Rejoined", 103.5, step=9, **one))
+        done = {"seconds": 0.5, "bytes": 8_000_000, "step": 9, "rank": 0, **one}
+        terminal.event(event("FetchCompleted", 103.0, donor=2, **done))
+        terminal.commit(commit(9, t=103.2, who=[0, 2]))
+        terminal.commit(commit(10, t=103.5))
         terminal.event(event("ProcessExited", 110.0, kind="exit 0", rank=0, pid=8, replica=0))
-    lines = [line.split(" ", 1)[1] for line in out.getvalue().splitlines()]
+    lines = [x.split(" ", 1)[1] for x in out.getvalue().splitlines() if not x.startswith("step")]
     assert lines == [
         "SIGKILL sent to replica 1 rank 1 (pid 7)",
         "replica 0 saw its ring break, suspects 1 (+0.004 s)",
         "replica 1 rank 1 is gone: SIGKILL (+0.010 s)",
-        "replica 1 fetched 8.0 MB in 0.50 s from replica 2 (+3.000 s)",
-        "replica 1 is equal again at step 9 (+3.500 s)",
+        "replica 1 rank 0 fetched 8.0 MB in 0.50 s from replica 2 (+3.000 s)",
+        "replica 1 contributes again at step 10 (+3.500 s)",
     ]
+
+
+def test_a_wait_is_only_shown_when_it_is_long_and_still_goes_on() -> None:
+    terminal, out = shown()
+    for end in (event("EpochGranted", 101.0, epoch=1, step=1, members=[0, 1]), None):
+        terminal.event(event("Waiting", 100.0))
+        terminal.tick(102.0)
+        assert "waits" not in out.getvalue()
+        if end is not None:
+            terminal.event(end)
+    for now in (104.0, 105.0):
+        terminal.tick(now)
+    assert out.getvalue().count("the lighthouse waits - because") == 1
+
+
+def test_a_grant_is_one_line_of_80_columns() -> None:
+    terminal, out = shown()
+    granted = {"epoch": 2, "step": 21, "members": [0, 2]}
+    why = "the ring of epoch 1 broke; replicas 0,2 contribute on (1, 20, 8022d3dc); donors 0, 2"
+    terminal.event({**event("EpochGranted", 1.0, **granted), "reason": why})
+    line = out.getvalue().rstrip()
+    assert line.endswith("epoch 2: members 0, 2 at step 21 - the ring of epoch 1 broke")
+    assert len(line) <= 80
 
 
 @pytest.mark.parametrize("fields", [{}, {"replica": None}, {"replica": "[red]"}, {"seconds": "x", "replica": 1}])

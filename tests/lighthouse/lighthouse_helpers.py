@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from ft_hsdp.core.assignment import Answer, Grant, Report
 from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.protocol import Ask
+from lighthouse.service import Service
 from lighthouse.state import (
     Asked,
     AskWithdrawn,
@@ -26,9 +27,12 @@ from lighthouse.state import (
     Ticked,
     transition,
 )
+from lighthouse.store import MemoryStore
 
 TOKEN = "5e" * 32
 START = StateId(0, 0, lineage.digest("start"))
+Row = Mapping[str, Any]
+
 CONFIG_HASH = "c" * 32
 LAYOUT = "l" * 32
 
@@ -130,3 +134,36 @@ class Script:
 def run_async(main: Coroutine[Any, Any, Any], seconds: float = 20.0) -> Any:
     """Run a coroutine with a deadline."""
     return asyncio.run(asyncio.wait_for(main, seconds))
+
+
+def make_service(
+    total: int = 2,
+    store: MemoryStore | None = None,
+    config_hash: str | None = None,
+    long_poll_s: float = 5.0,
+    **policy: Any,
+) -> tuple[Any, list[Row]]:
+    """A service and the rows of its journal."""
+    rows: list[Row] = []
+    store = store or MemoryStore()
+    state = store.load(Policy(**{"total": total, "steps": 10, **policy}))
+    service = Service(
+        state, store, TOKEN, rows.append, name="job", config_hash=config_hash, long_poll_s=long_poll_s
+    )
+    return service, rows
+
+
+def events(rows: list[Row], *names: str) -> list[Row]:
+    """The rows of these events; of all without names."""
+    return [r for r in rows if not names or r["event"] in names]
+
+
+async def granted(service: Any, *replicas: int) -> list[Any]:
+    """The answers of the first epoch of these replicas."""
+    return await asyncio.gather(*(service.ask(ask(r)) for r in replicas))
+
+
+async def quiet() -> None:
+    """Let everything that is ready run."""
+    for _ in range(5):
+        await asyncio.sleep(0)

@@ -7,7 +7,6 @@ from lighthouse_helpers import START, Script, at, name, record
 
 from ft_hsdp.core.assignment import Continue, Final, Finish, Refused
 from ft_hsdp.core.commit import Fence
-from lighthouse.state import Policy
 from lighthouse.store import MemoryStore
 
 HOUR = 3600.0
@@ -370,21 +369,12 @@ def test_epochs_go_on_after_a_restart_with_the_store():
     assert (grant.term, grant.epoch) == (101, 2)
 
 
-@pytest.mark.parametrize("term", [50, 100, 900])
-def test_epochs_and_terms_never_regress_over_a_wiped_store(term):
+@pytest.mark.parametrize(("taken", "term"), [(50, 101), (100, 101), (900, 900)])
+def test_epochs_and_terms_never_regress_over_a_wiped_store(taken, term):
     """Counter-example 7: a wiped store names everybody, in a new term, above every epoch that is known."""
-    job = Script(term=term)
-    job.ask(0, at(6, 8), epoch=7, max_term=100)
-    job.ask(1, at(6, 8), epoch=6, after=7, max_term=99)
+    job = Script(term=taken)
+    assert not job.ask(0, at(6, 8), epoch=7, max_term=100).answers
+    assert not job.ask(1, at(6, 8), epoch=6, after=7, max_term=99).answers
     grant = job.ask(2).grant(0)
-    assert grant.epoch == 8
-    assert grant.term > 100 or grant.term == term
-    assert grant.term > 99
-    assert (grant.term, grant.epoch) > (100, 7)
+    assert (grant.term, grant.epoch) == (term, 8)
     assert roles(grant) == {0: "contribute", 1: "contribute", 2: "behind"}
-
-
-def test_a_policy_has_sane_defaults():
-    policy = Policy(total=3, steps=10)
-    assert policy.min_replicas == 1
-    assert policy.suspect_grace_s < policy.evict_s

@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 from lighthouse_helpers import START, Script, at, record
 
+from ft_hsdp.core import lineage
 from ft_hsdp.errors import ConfigError
-from lighthouse import store as stores
 from lighthouse.state import Policy
 from lighthouse.store import MemoryStore, SqliteStore, StoreFailed
 
@@ -131,7 +131,7 @@ def test_an_unchanged_state_costs_no_write_and_a_changed_one_only_its_fields(mon
     store.save(state)
     store.save(replace(state, settled=3, since=1.0, broken=True))
     assert store.writes == 1
-    written = []
+    written: list[dict[str, str]] = []
     monkeypatch.setattr(store, "_write", written.append)
     store.save(replace(state, head=at(1, 1)))
     assert [sorted(rows) for rows in written] == [["head"]]
@@ -209,7 +209,7 @@ def damage_json(path):
     with sqlite3.connect(path) as db:
         db.execute(
             "UPDATE durable SET value = '[[', digest = ? WHERE name = 'epochs'",
-            (stores.lineage.digest("epochs", "[["),),
+            (lineage.digest("epochs", "[["),),
         )
     db.close()
 

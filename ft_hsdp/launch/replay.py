@@ -1,0 +1,187 @@
+"""Replay: one process, unsharded, trains what a run's logs say was committed, and compares every bit.
+
+It takes only the recorded contributors, batches, ring orders and chunk plans from the run. That it reaches the same
+lineage at every step and the same digest at the end shows that sums, divisors, learning rates and data were what the
+records say, through all failures. Results depend on the number of threads and on the CPU's instruction set, so a
+replay belongs on the kind of machine that ran the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ft_hsdp.config import Config, load
+from ft_hsdp.core import lineage, partition
+from ft_hsdp.core import ring as plan
+from ft_hsdp.core.commit import CommitRecord, Contribution
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.merge import Merger
+from ft_hsdp.launch.rundir import Row, RunDir, read_json, read_jsonl
+from ft_hsdp.train import trainer
+from ft_hsdp.train.held import state_digest
+from ft_hsdp.train.optim import Groups, finish, prime, tensors
+from ft_hsdp.train.reducer import checksum, sum_of_squares
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a replay found. ``differs_at`` is the first step whose reduced gradient has other bits."""
+
+    run: str
+    steps: int
+    equal: bool
+    digest: str
+    recorded: str
+    differs_at: int | None = None
+
+    def __str__(self) -> str:
+        if self.equal:
+            return f"{self.run}: {self.steps} steps replayed, bit-identical (digest {self.digest[:16]})"
+        where = f"step {self.differs_at} differs" if self.differs_at is not None else "the final digest differs"
+        return f"{self.run}: {where}; replayed {self.digest[:16]}, recorded {self.recorded[:16]}"
+
+
+def replay(run: RunDir) -> Verdict:
+    """Replay a finished run.
+
+    Raises:
+        ConfigError: the run is not finished, or its logs have a gap.
+    """
+    config = load(run.config)
+    torch.set_num_threads(config.train.threads)
+    rows, recorded = _history(run)
+    unsharded = _Unsharded(config)
+    differs_at = None
+    for row in rows:
+        if unsharded.step(row) != row["lineage"]:
+            differs_at = int(row["step"])
+            break
+    digest = unsharded.digest()
+    return Verdict(run.name, len(rows), digest == recorded and differs_at is None, digest, recorded, differs_at)
+
+
+def _history(run: RunDir) -> tuple[list[Row], str]:
+    """The canonical commits from the first step to the end, and the digest that the replicas recorded."""
+    finals = [f for r in run.replicas() if (f := read_json(run.final(r))) is not None]
+    if not finals:
+        raise ConfigError("RUN", run.name, "a run that has ended")
+    final = max(finals, key=lambda f: (f["commit_epoch"], f["step"]))
+    merger = Merger()
+    for replica in run.replicas():
+        merger.add(read_jsonl(run.commits(replica)))
+    merger.finish(final["lineage"])
+    rows = merger.canonical
+    if [r["step"] for r in rows] != list(range(1, final["step"] + 1)):
+        raise ConfigError("RUN", run.name, f"a run whose logs hold each of its {final['step']} steps")
+    return rows, str(final["digest"])
+
+
+class _Unsharded:
+    """The whole model in one process, and the arithmetic of a sharded replica and of the ring around it."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._ranks = config.ranks_per_replica
+        self._data = trainer.dataset(config)
+        self._model = trainer.build(config)
+        optimizer = trainer.build_optimizer(config, list(self._model.parameters()))
+        prime(optimizer)
+        self._groups = Groups(optimizer, lambda step: trainer.factor(config, step))
+        self._names = {id(p): n for n, p in self._model.named_parameters()}
+        self._buckets: list[list[nn.Parameter]] = [list(m.parameters()) for m in reversed(self._model.shards())]
+
+    def step(self, row: Row) -> str:
+        """Train one recorded step; the lineage that it leads to."""
+        config = self._config
+        gradients = {c["replica"]: self._replica(c["shard"], c["index"]) for c in row["contributions"]}
+        ring, chosen = row["ring"], frozenset(gradients)
+        reduced = [
+            [
+                _ring_sum({r: g[rank][b] for r, g in gradients.items()}, ring, chosen)
+                for b in range(len(self._buckets))
+            ]
+            for rank in range(self._ranks)
+        ]
+        record = CommitRecord(
+            epoch=row["epoch"],
+            attempt=row["attempt"],
+            step=row["step"],
+            prev=row["prev"],
+            ring=tuple(ring),
+            total=row["total"],
+            contributions=tuple(Contribution(**c) for c in row["contributions"]),
+            digest=lineage.digest([lineage.digest([checksum(t) for t in shards]) for shards in reduced]),
+            norm=sum(sum_of_squares(s) for s in reduced) ** 0.5 / sum(c["weight"] for c in row["contributions"]),
+            lr_scale=row["lr_scale"],
+        )
+        for shards in reduced:
+            finish(record, shards, config.optim.clip, config.train.accumulate)
+        for b, params in enumerate(self._buckets):
+            self._assign(params, [reduced[rank][b] for rank in range(self._ranks)])
+        self._groups.step(record)
+        self._model.zero_grad(set_to_none=True)
+        return record.state_id.lineage
+
+    def _replica(self, shard: int, index: int) -> list[list[Tensor]]:
+        """What one replica brings to the ring: for each of its ranks a flat shard of each bucket."""
+        per_rank = [self._rank(shard, index, rank) for rank in range(self._ranks)]
+        return [
+            [_average([g[b][rank] for g in per_rank], rank) for b in range(len(self._buckets))]
+            for rank in range(self._ranks)
+        ]
+
+    def _rank(self, shard: int, index: int, rank: int) -> list[list[Tensor]]:
+        """One rank's gradient of its part of the batch: for each bucket the flat shard of each rank."""
+        for micro in range(self._config.train.accumulate):
+            self._model(self._data.batch(shard, index, rank, micro)).backward()
+        pieces = [list(zip(*(self._cut(p) for p in params), strict=True)) for params in self._buckets]
+        self._model.zero_grad(set_to_none=True)
+        return [[torch.cat(parts) for parts in bucket] for bucket in pieces]
+
+    def _cut(self, param: nn.Parameter) -> Iterator[Tensor]:
+        """The flat, padded shards of one parameter's gradient, as FSDP2 cuts it along dimension 0."""
+        assert param.grad is not None
+        rows = -(-param.shape[0] // self._ranks)
+        whole = torch.zeros(rows * self._ranks, *param.shape[1:])
+        whole[: param.shape[0]] = param.grad
+        return (piece.reshape(-1) for piece in whole.split(rows))
+
+    def _assign(self, params: Sequence[nn.Parameter], shards: Sequence[Tensor]) -> None:
+        """Put the ranks' reduced shards of one bucket together again as gradients."""
+        place = 0
+        for param in params:
+            rows = -(-param.shape[0] // self._ranks)
+            size = rows * (param.numel() // param.shape[0])
+            whole = torch.cat([s[place : place + size].view(rows, *param.shape[1:]) for s in shards])
+            param.grad = whole[: param.shape[0]].clone()
+            place += size
+
+    def digest(self) -> str:
+        """The digest of the state that was reached."""
+        params = dict(self._model.named_parameters())
+        return state_digest(params, tensors(self._groups.optimizer, self._names), self._groups.hyper())
+
+
+def _average(of_ranks: Sequence[Tensor], rank: int) -> Tensor:
+    """The mean over a replica's ranks in the order in which gloo's reduce-scatter folds the shard of ``rank``."""
+    ranks = len(of_ranks)
+    total = of_ranks[(rank - 1) % ranks].clone()
+    for k in range(2, ranks + 1):
+        total.add_(of_ranks[(rank - k) % ranks])
+    return total.div_(ranks)
+
+
+def _ring_sum(of_replicas: dict[int, Tensor], ring: Sequence[int], contributors: frozenset[int]) -> Tensor:
+    """The sum over replicas in the order of the ring, shard by shard."""
+    out = torch.empty_like(next(iter(of_replicas.values())))
+    for shard, span in enumerate(partition.shards(out.numel(), len(ring))):
+        first, *others = plan.fold_order(shard, ring, contributors)
+        piece = out[span.start : span.stop]
+        piece.copy_(of_replicas[first][span.start : span.stop])
+        for replica in others:
+            piece.add_(of_replicas[replica][span.start : span.stop])
+    return out

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_hsdp.core import lr
+from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Tally, Vote, fenced, void
+from ft_hsdp.core.cursor import Ledger
+
+FENCE = Fence(3, 8, 1)
+ALL = (Contribution(0, 1, 0, 7, 2.0), Contribution(2, 3, 2, 5, 4.0))
+RECORD = CommitRecord(3, 1, 8, "prev", (0, 1, 2), 3, ALL, "digest", 1.5, 0.9, 4096)
+small = st.integers(0, 2)
+fences = st.builds(Fence, small, small, small)
+
+
+def vote(rank: int, fence: Fence = FENCE, **changes: object) -> Vote:
+    return replace(Vote(rank, fence, f"d{rank}", 9.0, ALL), **changes)  # type: ignore[arg-type]
+
+
+def linear(contributors: int, total: int) -> float:
+    return lr.scale("linear", contributors, total)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"epoch": 4},
+        {"attempt": 2},
+        {"step": 9},
+        {"prev": "other"},
+        {"contributions": ALL[:1]},
+        {"contributions": (ALL[0], replace(ALL[1], replica=1))},
+        {"contributions": (ALL[0], replace(ALL[1], weight=4))},
+        {"contributions": (ALL[0], replace(ALL[1], shard=1))},
+        {"contributions": (ALL[0], replace(ALL[1], index=6))},
+        {"digest": "other"},
+    ],
+)
+def test_a_state_is_named_by_everything_that_leads_to_it(changed: dict[str, object]) -> None:
+    assert replace(RECORD, **changed).state_id != RECORD.state_id  # type: ignore[arg-type]
+
+
+def test_a_loss_is_for_the_metrics_only() -> None:
+    other = replace(RECORD, contributions=tuple(replace(c, loss=c.loss + 1) for c in ALL))
+    assert other.loss == RECORD.loss + 1
+    assert other.state_id == RECORD.state_id
+
+
+def test_what_a_record_adds_up_to() -> None:
+    assert RECORD.divisor == 4
+    assert RECORD.loss == pytest.approx((1 * 2.0 + 3 * 4.0) / 4)
+    assert RECORD.contributors == (0, 2)
+    assert RECORD.fence == FENCE
+    assert RECORD.ledger(Ledger((7, 9, 5))) == Ledger((8, 9, 6))
+
+
+def test_a_ledger_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(ValueError, match="not the next one"):
+        RECORD.ledger(Ledger((8, 9, 5)))
+
+
+@pytest.mark.parametrize("late", [Fence(2, 8, 1), Fence(3, 7, 1), Fence(3, 8, 0), Fence(4, 8, 1), Fence(3, 8, 2)])
+def test_a_vote_about_anything_else_never_counts(late: Fence) -> None:
+    tally = Tally(FENCE, 2).add(vote(0)).add(vote(1, late))
+    assert tally.votes == (vote(0),)
+    assert not tally.complete
+
+
+def test_a_rank_votes_once() -> None:
+    tally = Tally(FENCE, 2).add(vote(0)).add(vote(0, digest="changed its mind"))
+    assert tally.votes == (vote(0),)
+
+
+@given(st.lists(st.builds(vote, small, fences, digest=st.sampled_from(["a", "b"])), max_size=12), fences)
+def test_a_tally_holds_the_first_vote_of_each_rank_about_its_attempt(votes: list[Vote], fence: Fence) -> None:
+    tally = Tally(fence, 3)
+    for v in votes:
+        tally = tally.add(v)
+    first: dict[int, Vote] = {}
+    for v in votes:
+        if v.fence == fence:
+            first.setdefault(v.rank, v)
+    assert tally.votes == tuple(first[rank] for rank in sorted(first))
+    assert tally.complete == (set(first) == {0, 1, 2})
+
+
+@given(fences, fences)
+def test_only_the_very_same_attempt_is_fenced_in(a: Fence, b: Fence) -> None:
+    assert fenced(a, b) == (a == b)
+
+
+def test_the_record_of_a_tally() -> None:
+    losses = tuple(replace(c, loss=c.loss + 2) for c in ALL)
+    tally = Tally(FENCE, 2).add(vote(1, contributions=losses, poisoned=(2,))).add(vote(0, sumsq=16.0))
+    record = tally.record("prev", (0, 1, 2), 3, linear, 4096)
+    assert record is not None
+    assert (record.epoch, record.step, record.attempt) == (3, 8, 1)
+    assert [c.loss for c in record.contributions] == [3.0, 5.0]
+    assert record.norm == pytest.approx(math.sqrt(16.0 + 9.0) / 4)
+    assert record.lr_scale == pytest.approx(2 / 3)
+    assert record.poisoned == (2,)
+
+
+def test_the_order_of_votes_does_not_show_in_the_record() -> None:
+    one, two = Tally(FENCE, 2).add(vote(0)).add(vote(1)), Tally(FENCE, 2).add(vote(1)).add(vote(0))
+    assert one.record("p", (0, 2), 3, linear, 1) == two.record("p", (0, 2), 3, linear, 1)
+
+
+def test_swapped_shards_give_another_state() -> None:
+    one = Tally(FENCE, 2).add(vote(0, digest="a")).add(vote(1, digest="b")).record("p", (0, 2), 3, linear, 1)
+    two = Tally(FENCE, 2).add(vote(0, digest="b")).add(vote(1, digest="a")).record("p", (0, 2), 3, linear, 1)
+    assert one is not None
+    assert two is not None
+    assert one.state_id != two.state_id
+
+
+def test_ranks_that_saw_different_contributors_have_no_record() -> None:
+    tally = Tally(FENCE, 2).add(vote(0)).add(vote(1, contributions=ALL[:1]))
+    assert tally.complete
+    assert tally.record("prev", (0, 1, 2), 3, linear, 4096) is None
+
+
+def test_a_step_without_contributors_has_a_record_to_vote_no_on() -> None:
+    record = Tally(FENCE, 1).add(vote(0, contributions=())).record("prev", (0, 1), 3, linear, 4096)
+    assert record is not None
+    assert record.contributors == ()
+    assert record.lr_scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("known", "expected"),
+    [
+        (Fence(3, 8, 1), True),
+        (Fence(3, 8, 2), True),  # a later attempt began only after this one had failed
+        (Fence(3, 8, 0), False),
+        (Fence(3, 7, 1), False),
+        (Fence(2, 8, 1), False),
+    ],
+)
+def test_what_makes_an_attempt_void(known: Fence, expected: bool) -> None:
+    assert void(FENCE, (Fence(9, 9, 9), known)) is expected

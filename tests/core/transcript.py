@@ -1,0 +1,234 @@
+"""Transcripts: a replica's core driven by lines of text, its effects as lines of text.
+
+A transcript is a sequence of blocks ``event -> effects``::
+
+    # for humans
+    reduced
+    ----
+    send token: e1s1 pass 1 yes
+    = voted on zero, prepared for e1s1
+
+States are named ``zero`` or after the record that leads to them: ``e1s2`` is step 2 by epoch 1, ``e1s2a1`` its
+second attempt. After a deliberate change of the core, ``python tests/core/transcript.py`` writes all anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ft_hsdp.core import lineage
+from ft_hsdp.core import replica as core
+from ft_hsdp.core.assignment import Answer, Continue, Final, Finish, Grant, Member, Refused
+from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Token
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.replica import Replica
+
+FOLDER = Path(__file__).parent / "transcripts"
+ZERO = lineage.initial("config", "weights")
+Words = dict[str, str]
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """``0,2`` as (0, 2)."""
+    return tuple(int(n) for n in text.split(",") if n)
+
+
+def fence_of(text: str) -> Fence:
+    """``e1s2a1`` as a fence."""
+    head, _, attempt = text.partition("a")
+    epoch, step = head[1:].split("s")
+    return Fence(int(epoch), int(step), int(attempt or 0))
+
+
+def short(fence: Fence) -> str:
+    """A fence as ``e1s2a1``."""
+    return f"e{fence.epoch}s{fence.step}" + (f"a{fence.attempt}" if fence.attempt else "")
+
+
+@dataclass
+class Driver:
+    """One replica, the records that it has heard of, and the names of states."""
+
+    replica: Replica | None = None
+    states: dict[str, StateId] = field(default_factory=lambda: {"zero": ZERO})
+
+    def feed(self, line: str) -> list[str]:
+        """What happens on ``line``: effects, then the state after."""
+        verb, *rest = line.split()
+        words: Words = dict(w.split("=", 1) if "=" in w else (w, "") for w in rest)
+        if verb == "replica":
+            me = int(words["me"])
+            self.replica = Replica(me, f"{me}-0", int(words["steps"]), ZERO, ZERO)
+            event: core.Event = core.Started()
+        else:
+            event = self._event(verb, words)
+        self.replica, effects = core.transition(self.me, event)
+        return [*(self._effect(e) for e in effects), f"= {self._state()}"]
+
+    @property
+    def me(self) -> Replica:
+        """The replica; there is one from the first line on."""
+        assert self.replica is not None
+        return self.replica
+
+    def _event(self, verb: str, words: Words) -> core.Event:
+        match verb:
+            case "grant":
+                return core.Answered(self._grant(words))
+            case "shown":
+                return core.GrantShown(self._grant(words))
+            case "continue" | "final" | "finish" | "refused":
+                return core.Answered(self._answer(verb, words))
+            case "unanswered":
+                return core.Unanswered()
+            case "broken":
+                return core.RingBroken(int(words["epoch"]))
+            case "reduced":
+                fence = fence_of(words["of"]) if "of" in words else self.me.fence
+                return core.Reduced(fence, self._record(fence, words))
+            case "token":
+                return core.TokenArrived(self._token(words))
+            case "fetched":
+                return core.Fetched(self.states[words["base"]])
+            case "fetch_failed":
+                return core.FetchFailed(self.states[words["base"]], "checksum")
+            case "leave":
+                return core.LeaveRequested()
+        raise ValueError(f"no such event: {verb}")
+
+    def _grant(self, words: Words) -> Grant:
+        members = tuple(
+            Member(int(m.strip("b!")), f"{m.strip('b!')}-{int('!' in m)}", "behind" if "b" in m else "contribute")
+            for m in words["members"].split(",")
+        )
+        base = self.states[words["base"]] if words["base"] in self.states else self._name(words["base"])
+        void = tuple(fence_of(v) for v in words.get("void", "").split(",") if v)
+        term = int(words.get("term", "1"))
+        return Grant(term, int(words["epoch"]), base, members, 3, "the lighthouse says so", void)
+
+    def _name(self, name: str) -> StateId:
+        """A state that this replica has not seen."""
+        fence = fence_of(name)
+        return self.states.setdefault(name, StateId(fence.epoch, fence.step, f"unseen {name}"))
+
+    def _answer(self, verb: str, words: Words) -> Answer:
+        if verb == "continue":
+            return Continue(int(words["epoch"]), int(words["step"]))
+        if verb == "finish":
+            return Finish()
+        if verb == "refused":
+            return Refused("fenced", int(words["code"]))
+        base = self.states[words["base"]] if words["base"] in self.states else self._name(words["base"])
+        return Final(base, tuple(Member(d, f"{d}-0", "contribute") for d in numbers(words["donors"])))
+
+    def _record(self, fence: Fence, words: Words) -> CommitRecord:
+        """The record that an honest reduction of ``fence`` has, unless ``words`` say otherwise."""
+        grant = self.me.grant
+        assert grant is not None
+        able = tuple(m.replica for m in grant.donors if m.replica not in self.me.excluded)
+        put = tuple(
+            Contribution(r, 1, r, fence.step - 1) for r in (numbers(words["by"]) if "by" in words else able)
+        )
+        poisoned = numbers(words.get("poisoned", ""))
+        record = CommitRecord(
+            fence.epoch,
+            fence.attempt,
+            fence.step,
+            self.me.head.lineage,
+            grant.ring,
+            grant.total,
+            put,
+            words.get("sum", "sum"),
+            poisoned=poisoned,
+        )
+        self.states[short(fence) + ("'" if "sum" in words else "")] = record.state_id
+        return record
+
+    def _token(self, words: Words) -> Token:
+        fence = fence_of(words["of"]) if "of" in words else self.me.fence
+        claimed = self._record(fence, words).state_id.lineage
+        return Token(
+            fence,
+            "verdict" in words,
+            "yes" in words,
+            claimed,
+            numbers(words.get("equal", "")),
+            numbers(words.get("leaving", "")),
+        )
+
+    # How it reads.
+
+    def _called(self, state: StateId) -> str:
+        return next((name for name, known in self.states.items() if known == state), str(state))
+
+    def _effect(self, effect: core.Effect) -> str:
+        match effect:
+            case core.Ask(r):
+                extra = [f"in epoch {r.epoch}"] if r.epoch else []
+                extra += [f"after {r.after}"] if r.after else []
+                extra += [f"prepared for {self._called(r.prepared.state_id)}"] if r.prepared else []
+                extra += [f"void {short(r.void)}"] if r.void else []
+                extra += [f"equal {list(r.equal)}"] if r.equal else []
+                extra += [f"leaving {list(r.leaving)}"] if r.leaving else []
+                return ", ".join([f"ask for step {r.step}: holds {self._called(r.state)}", *extra])
+            case core.Configure(grant):
+                return f"configure epoch {grant.epoch}: ring {list(grant.ring)}"
+            case core.StopRing(epoch, reason):
+                return f"stop ring {epoch}: {reason}"
+            case core.Reduce(fence, role, prev):
+                on = next((name for name, s in self.states.items() if s.lineage == prev), prev)
+                return f"reduce {short(fence)} on {on}: {role}"
+            case core.SendToken(t):
+                extra = [f"equal {list(t.equal)}"] if t.equal else []
+                extra += [f"leaving {list(t.leaving)}"] if t.leaving else []
+                extra += [t.reason] if t.reason else []
+                said = f"{'verdict' if t.verdict else 'pass 1'} {'yes' if t.yes else 'no'}"
+                return ", ".join([f"send token of {short(t.fence)}: {said}", *extra])
+            case core.Commit(record):
+                return f"commit {self._called(record.state_id)}: {list(record.contributors)}"
+            case core.Log(record):
+                return f"log {self._called(record.state_id)}: {list(record.contributors)}"
+            case core.Discard():
+                return "discard the local gradient"
+            case core.Install(base):
+                return f"install {self._called(base)}"
+            case core.Feed(step):
+                return f"feed step {step}"
+            case core.Fetch(base, donors):
+                return f"fetch {self._called(base)} from {[d.replica for d in donors]}"
+            case core.Exit(code, reason):
+                return f"exit {code}: {reason}"
+
+    def _state(self) -> str:
+        s = self.me
+        text = [f"{s.phase.value} on {self._called(s.head)}"]
+        text += [f"holds {self._called(s.state)}"] if not s.verified else []
+        text += [f"fetching {self._called(s.fetching)}"] if s.fetching else []
+        text += [f"log {[self._called(r.state_id) for r in s.log]}"] if s.log else []
+        text += [f"prepared for {self._called(s.prepared.state_id)}"] if s.prepared else []
+        text += [f"without {list(s.excluded)}"] if s.excluded else []
+        text += ["no ring"] if not s.intact else []
+        return ", ".join(text)
+
+
+def replay(text: str) -> str:
+    """``text`` with what really happens in the place of what is expected."""
+    return "".join(_blocks(text))
+
+
+def _blocks(text: str) -> Iterator[str]:
+    driver = Driver()
+    for block in text.strip().split("\n\n"):
+        given = block.split("----")[0].strip("\n")
+        event = next((line for line in given.splitlines() if not line.startswith("#")), None)
+        if event is None:
+            yield f"{given}\n\n"
+            continue
+        yield f"{given}\n----\n" + "\n".join(driver.feed(event)) + "\n\n"
+
+
+if __name__ == "__main__":
+    for path in sorted(FOLDER.glob("*.txt")):
+        path.write_text(replay(path.read_text()).rstrip("\n") + "\n")

@@ -1,0 +1,128 @@
+"""What cannot be true, or belongs to another job, is refused and changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+from lighthouse_helpers import CONFIG_HASH, ask, at, events, granted, make_service, name, quiet, run_async
+
+from ft_hsdp.core.assignment import Grant, Refused
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.protocol import Processes
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        (ask(2), "replica is 2; possible: 0 to 1"),
+        (ask(-1), "replica is -1"),
+        (ask(0, at(1, 13)), "state.step is 13; possible: 0 to 12"),
+        (ask(0, at(1, 2**62)), "state.step"),
+        (ask(0, step=2**62), "step"),
+        (ask(0, epoch=2**20 + 1), "epoch"),
+        (ask(0, after=2**20 + 1), "after"),
+        (ask(0, at(2**20 + 1, 1)), "state.commit_epoch"),
+        (ask(0, max_term=2**60), "max_term"),
+        (ask(0, equal=(5,)), "equal"),
+        (ask(0, leaving=(5,)), "leaving"),
+        (ask(0, StateId(0, 0, "not hex")), "state.lineage"),
+        (replace(ask(0), report=replace(ask(0).report, incarnation="1-run-0")), "incarnation"),
+        (replace(ask(0), report=replace(ask(0).report, incarnation="0-a b")), "incarnation"),
+        (replace(ask(0), ring=("nowhere",)), "host:port"),
+        (replace(ask(0), state=("h:1",) * 65), "host:port"),
+    ],
+    ids=lambda v: v[:20] if isinstance(v, str) else "",
+)
+def test_an_ask_that_cannot_be_true_is_refused(bad, field):
+    async def main():
+        service, rows = make_service()
+        before = service.state
+        with pytest.raises(ProtocolViolation, match=field):
+            await service.ask(bad)
+        assert service.state == before
+        assert [r["event"] for r in rows] == ["AskRefused"]
+
+    run_async(main())
+
+
+def test_limits_follow_the_head_and_the_epoch():
+    async def main():
+        service, _ = make_service(total=1)
+        answer = await service.ask(ask(0, at(2**20, 3), epoch=2**20))
+        assert answer.epoch == 2**20 + 1
+        assert (await service.ask(ask(0, at(2**20, 3), epoch=2**20))).epoch == 2**20 + 1
+
+    run_async(main())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        Processes({2: None}),
+        Processes({}, ("2-run-0",)),
+        Processes({}, (), (9,)),
+        Processes({0: "1-run-0"}),
+        Processes({}, ("nonsense",)),
+        Processes({0: name(0)}, (name(0),)),
+    ],
+)
+def test_a_picture_that_cannot_be_true_is_refused(bad):
+    service, _ = make_service()
+    with pytest.raises(ProtocolViolation):
+        service.processes(bad)
+
+
+def test_another_configuration_is_refused_and_named():
+    async def main():
+        service, rows = make_service(config_hash="d" * 32)
+        answer = await service.ask(ask(0))
+        assert isinstance(answer, Refused)
+        assert answer.exit_code == 64
+        assert answer.reason.startswith("config hash 'cccc")
+        (row,) = events(rows, "AskRefused")
+        assert (row["replica"], row["incarnation"]) == (0, name(0))
+        assert service.state.views[0].incarnation is None
+
+    run_async(main())
+
+
+def test_another_layout_than_that_of_the_first_is_refused():
+    async def main():
+        service, _ = make_service(config_hash=CONFIG_HASH)
+        first = asyncio.create_task(service.ask(ask(0)))
+        await quiet()
+        answer = await service.ask(replace(ask(1), layout="other"))
+        assert isinstance(answer, Refused)
+        assert answer.exit_code == 64
+        assert "model layout" in answer.reason
+        assert isinstance(await service.ask(ask(1)), Grant)
+        await first
+
+    run_async(main())
+
+
+def test_without_a_hash_of_its_own_the_first_ask_says_it():
+    async def main():
+        service, _ = make_service()
+        await granted(service, 0, 1)
+        answer = await service.ask(replace(ask(0), config_hash="other"))
+        assert isinstance(answer, Refused)
+
+    run_async(main())
+
+
+def test_a_fenced_incarnation_is_refused_and_its_report_forgotten():
+    async def main():
+        service, rows = make_service()
+        await granted(service, 0, 1)
+        service.processes(Processes({0: name(0, 1)}, ()))
+        answer = await service.ask(ask(0, at(1, 1), epoch=1))
+        assert isinstance(answer, Refused)
+        assert answer.exit_code == 75
+        assert service.status()["replicas"][0]["state"] == "booting"
+        assert events(rows, "AskRefused")
+
+    run_async(main())

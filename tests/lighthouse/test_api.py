@@ -1,0 +1,239 @@
+"""The routes: what comes in is bounded and authenticated, what goes out is the protocol's."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import httpx
+import pytest
+from lighthouse_helpers import TOKEN, ask, name, run_async
+
+from ft_hsdp import protocol
+from ft_hsdp.core.assignment import Grant, Refused
+from ft_hsdp.protocol import Overview, Wait
+from lighthouse import api
+from lighthouse.api import MAX_BODY, create_app
+from lighthouse.service import Service
+from lighthouse.state import Policy
+from lighthouse.store import MemoryStore, StoreFailed
+
+V1 = [("POST", "/v1/quorum"), ("POST", "/v1/processes"), ("GET", "/v1/status")]
+HEADERS = {"Authorization": f"Bearer {TOKEN}"}
+
+
+def make(total=1, long_poll_s=5.0, **policy):
+    store = MemoryStore()
+    state = store.load(Policy(total=total, steps=10, **policy))
+    return Service(state, store, TOKEN, lambda _: None, name="job", long_poll_s=long_poll_s)
+
+
+def client(service, token=TOKEN, headers=HEADERS):
+    transport = httpx.ASGITransport(app=create_app(service, token))
+    return httpx.AsyncClient(transport=transport, base_url="http://lighthouse", headers=headers)
+
+
+def call(method, path, service=None, headers=HEADERS, token=TOKEN, **arguments):
+    """One request to a lighthouse of its own."""
+
+    async def main():
+        async with client(service or make(), token, headers) as http:
+            return await http.request(method, path, **arguments)
+
+    return run_async(main())
+
+
+def test_quorum_answers_with_the_protocols_messages():
+    response = call("POST", "/v1/quorum", content=protocol.encode(ask(0)))
+    assert response.status_code == 200
+    assert response.headers["content-type"] == "application/json"
+    grant = protocol.decode(response.content, Grant)
+    assert grant.ring == (0,)
+    protocol.verify(TOKEN, grant)
+
+
+def test_quorum_says_wait_and_refused_as_answers():
+    response = call("POST", "/v1/quorum", make(2, long_poll_s=0.01), content=protocol.encode(ask(0)))
+    assert protocol.decode(response.content, Wait) == Wait("waiting for replica 1")
+
+    async def main():
+        service = make()
+        async with client(service) as http:
+            await http.post("/v1/quorum", content=protocol.encode(ask(0)))
+            service.processes(protocol.Processes({}, (name(0),)))
+            return await http.post("/v1/quorum", content=protocol.encode(ask(0)))
+
+    answer = protocol.decode(run_async(main()).content, Refused)
+    assert answer.exit_code == 75
+
+
+def test_processes_takes_plain_json_and_gives_the_overview():
+    picture = {"running": {"0": name(0, 1)}, "exited": [name(0)], "lost": []}
+    response = call("POST", "/v1/processes", json=picture)
+    assert response.status_code == 200
+    assert response.json() == {"evict": [], "epoch": 0, "step": 0, "finished": False}
+
+
+def test_processes_answers_the_protocols_message_with_one():
+    picture = protocol.Processes({0: name(0, 1)}, (name(0),))
+    response = call("POST", "/v1/processes", content=protocol.encode(picture))
+    assert protocol.decode(response.content, Overview) == Overview((), 0, 0, False)
+
+
+def test_status_and_health():
+    status = call("GET", "/v1/status", make(2)).json()
+    assert status.keys() == {"job", "term", "epoch", "step", "finished", "members", "replicas"}
+    assert [r.keys() for r in status["replicas"]] == [{"replica", "incarnation", "state", "step", "reason"}] * 2
+    assert call("GET", "/healthz", headers={}).status_code == 200
+
+
+@pytest.mark.parametrize(("method", "path"), V1)
+@pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}])
+def test_strangers_are_turned_away_before_their_body_is_read(method, path, headers):
+    async def main():
+        app = create_app(make(), TOKEN)
+        reads = []
+
+        async def watched(scope, receive, send):
+            async def counted():
+                reads.append(True)
+                return await receive()
+
+            await app(scope, counted, send)
+
+        transport = httpx.ASGITransport(app=watched)
+        async with httpx.AsyncClient(transport=transport, base_url="http://lighthouse") as http:
+            response = await http.request(method, path, headers=headers, content=b"{")
+        return response, reads
+
+    response, reads = run_async(main())
+    assert response.status_code == 401
+    assert response.headers["www-authenticate"] == "Bearer"
+    assert not reads
+
+
+def test_every_route_under_v1_needs_the_token():
+    for path in ("/v1/quorum", "/v1/processes", "/v1/status"):
+        for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"):
+            assert call(method, path, headers={}).status_code in (401, 405)
+
+
+@pytest.mark.parametrize("path", ["/docs", "/redoc", "/openapi.json", "/", "/v1"])
+def test_there_are_no_other_pages(path):
+    assert call("GET", path).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/quorum", "/v1/processes"])
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(b"", b"{", b"null", b"[]", b"[" * 100_000, b"\xff\xfe", b"1" * 5000, b'{"type": "Ask"}'),
+        *(b'{"type": "Grant", "body": {}}', b'{"type": ["Ask"], "body": {}}', b'{"running": 3}'),
+        *(b'{"running": {"x": null}}', b'{"running": {"7": null}}', b'{"running": {}, "exited": ["?"]}'),
+        protocol.encode(ask(3)),
+        json.dumps({"type": "Ask", "body": {**json.loads(protocol.encode(ask(0)))["body"], "ring": 1}}).encode(),
+    ],
+    ids=lambda b: repr(b[:24]),
+)
+def test_nonsense_is_422_with_one_line(path, body):
+    response = call("POST", path, content=body)
+    assert response.status_code == 422, response.text
+    detail = response.json()["detail"]
+    assert isinstance(detail, str)
+    assert detail
+    assert "\n" not in detail
+    assert len(detail) < 300
+
+
+@pytest.mark.parametrize("path", ["/v1/quorum", "/v1/processes"])
+def test_a_large_body_is_413_while_it_streams(path):
+    sent = []
+
+    async def main():
+        app = create_app(make(), TOKEN)
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "headers": [(b"authorization", f"Bearer {TOKEN}".encode())],
+        }
+        out = []
+
+        async def receive():
+            sent.append(1)
+            return {"type": "http.request", "body": b" " * 65536, "more_body": True}
+
+        async def send(message):
+            out.append(message)
+
+        await app(scope, receive, send)
+        return out
+
+    out = run_async(main())
+    assert out[0]["status"] == 413
+    assert len(sent) == MAX_BODY // 65536 + 1
+
+
+def test_a_body_that_never_ends_is_408(monkeypatch):
+    monkeypatch.setattr(api, "BODY_S", 0.05)
+
+    async def main():
+        async def slow():
+            yield b"{"
+            await asyncio.sleep(0.02)
+            yield b" "
+            await asyncio.Event().wait()
+
+        app = create_app(make(), TOKEN)
+        chunks = slow()
+        out = []
+
+        async def receive():
+            return {"type": "http.request", "body": await anext(chunks), "more_body": True}
+
+        async def send(message):
+            out.append(message)
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/quorum",
+            "raw_path": b"/v1/quorum",
+            "query_string": b"",
+            "headers": [(b"authorization", f"Bearer {TOKEN}".encode())],
+        }
+        await app(scope, receive, send)
+        return out
+
+    assert run_async(main())[0]["status"] == 408
+
+
+def test_a_store_that_fails_is_503(monkeypatch):
+    service = make()
+
+    def fail(_):
+        raise StoreFailed("lighthouse store: disk is full")
+
+    monkeypatch.setattr(service._store, "save", fail)
+    response = call("POST", "/v1/quorum", service, content=protocol.encode(ask(0)))
+    assert response.status_code == 503
+    assert response.json() == {"detail": "lighthouse store: disk is full"}
+
+
+def test_many_replicas_wait_at_once():
+    async def main():
+        service = make(16)
+        async with client(service) as http:
+            posts = (http.post("/v1/quorum", content=protocol.encode(ask(r))) for r in range(16))
+            responses = await asyncio.gather(*posts)
+        return [protocol.decode(r.content, Grant) for r in responses]
+
+    grants = run_async(main())
+    assert grants[0].ring == tuple(range(16))
+    assert len(set(map(repr, grants))) == 1

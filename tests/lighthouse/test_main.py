@@ -1,0 +1,282 @@
+"""The process: real sockets, real signals, and a store that outlives SIGKILL."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from lighthouse_helpers import TOKEN, ask, at, name
+
+from ft_hsdp import protocol
+from ft_hsdp.config import Config, config_hash, dump, parse
+from ft_hsdp.core.assignment import Continue, Grant
+from ft_hsdp.errors import ConfigError
+from lighthouse import __main__ as program
+
+REPO = Path(__file__).resolve().parents[2]
+START_S = 30.0
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run directory of two replicas."""
+    return furnish(tmp_path / "job")
+
+
+def furnish(folder, **keys):
+    folder.mkdir()
+    (folder / "config.yaml").write_text(dump(parse({"replicas": 2, "train": {"steps": 10}, **keys})))
+    (folder / "token").write_text(TOKEN)
+    return folder
+
+
+def spawn(run, *arguments, **environment):
+    command = [sys.executable, "-m", "lighthouse", "--run", str(run), *arguments]
+    env = {k: v for k, v in os.environ.items() if k != program.TOKEN_VARIABLE} | environment
+    return subprocess.Popen(command, cwd=REPO, env=env, stderr=subprocess.PIPE)
+
+
+@contextmanager
+def lighthouse(run, *arguments, **environment):
+    """(process, url) of a lighthouse that listens; it is killed at the end."""
+    with spawn(run, *arguments, **environment) as process:
+        try:
+            yield process, listening(run, process)
+        finally:
+            process.kill()
+
+
+def listening(run, process):
+    """The URL that it wrote."""
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline:
+        file = run / "lighthouse.json"
+        if file.exists() and (said := json.loads(file.read_text()))["pid"] == process.pid:
+            assert said.keys() == {"pid", "url"}
+            return said["url"]
+        if process.poll() is not None:
+            pytest.fail(f"exit {process.returncode}: {process.stderr.read().decode()}")
+        time.sleep(0.02)
+    pytest.fail("it does not listen")
+
+
+def ends(process, seconds=10.0):
+    """(exit code, its lines)"""
+    _, errors = process.communicate(timeout=seconds)
+    return process.returncode, errors.decode().splitlines()
+
+
+def client(url):
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    return httpx.Client(base_url=url, headers=headers, timeout=10.0, trust_env=False)
+
+
+def message(replica, *arguments, **fields):
+    """An ask of the configuration that `furnish` writes."""
+    shared = config_hash(parse({"replicas": 2}))
+    made = ask(replica, *arguments, **fields)
+    return protocol.encode(protocol.Ask(made.report, made.ring, made.state, shared, made.layout))
+
+
+def post(http, *arguments, **fields):
+    response = http.post("/v1/quorum", content=message(*arguments, **fields))
+    assert response.status_code == 200, response.text
+    return protocol.decode(response.content, Grant, Continue, protocol.Wait)
+
+
+def first_epoch(url):
+    """Both replicas ask at once."""
+    got = {}
+
+    def one(replica):
+        with client(url) as http:
+            got[replica] = post(http, replica)
+
+    threads = [threading.Thread(target=one, args=(r,)) for r in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(15)
+    assert got[0] == got[1]
+    return got[0]
+
+
+def replicas(http):
+    return http.get("/v1/status").json()["replicas"]
+
+
+def until(condition, seconds=5.0):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.02)
+
+
+def test_after_sigkill_the_same_epoch_goes_on_in_a_higher_term(run):
+    with lighthouse(run) as (process, url):
+        grant = first_epoch(url)
+        protocol.verify(TOKEN, grant)
+        with client(url) as http:
+            assert post(http, 0, at(1, 1), epoch=1) == Continue(1, 2)
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+    port = url.rsplit(":", 1)[1]
+    with lighthouse(run, "--port", port) as (_, again):
+        assert again == url
+        with client(url) as http:
+            status = http.get("/v1/status").json()
+            assert (status["epoch"], status["step"]) == (1, 1)
+            assert status["term"] == grant.term + 1
+            assert post(http, 1, at(1, 1), epoch=1, max_term=grant.term) == Continue(1, 2)
+            assert post(http, 0, at(1, 2), epoch=1, max_term=grant.term) == Continue(1, 3)
+            http.post("/v1/processes", json={"running": {"0": name(0)}, "exited": [name(1)], "lost": []})
+            shrunk = post(http, 0, at(1, 2), epoch=1, after=1)
+        assert (shrunk.term, shrunk.epoch, shrunk.ring) == (grant.term + 1, 2, (0,))
+    rows = [json.loads(line) for line in (run / "lighthouse" / "events.jsonl").read_text().splitlines()]
+    assert [r["event"] for r in rows if r["event"] != "Waiting"] == [
+        *("LighthouseStarted", "EpochGranted", "LighthouseStarted", "ExitReported", "EpochGranted")
+    ]
+    assert all({"t", "event", "source", "reason"} <= r.keys() for r in rows)
+
+
+def test_a_client_that_goes_away_withdraws_its_ask(run):
+    with lighthouse(run) as (_, url), client(url) as http:
+        body = message(0)
+        host, port = url.removeprefix("http://").split(":")
+        head = (
+            f"POST /v1/quorum HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {TOKEN}\r\n"
+            f"Content-Length: {len(body)}\r\n\r\n"
+        )
+        with socket.create_connection((host, int(port))) as raw:
+            raw.sendall(head.encode() + body)
+            until(lambda: replicas(http)[0]["state"] == "asking")
+        until(lambda: replicas(http)[0]["state"] != "asking")
+
+
+def test_sigterm_ends_within_a_second_even_with_open_long_polls(run):
+    with lighthouse(run) as (process, url):
+        answers = []
+
+        def poll():
+            with client(url) as http:
+                answers.append(post(http, 0))
+
+        thread = threading.Thread(target=poll)
+        thread.start()
+        with client(url) as http:
+            until(lambda: replicas(http)[0]["state"] == "asking")
+        began = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        code, lines = ends(process, 5.0)
+        assert time.monotonic() - began < 1.0
+        assert code == 0, lines
+        thread.join(5)
+        assert answers == [protocol.Wait("the lighthouse is going down")]
+        assert not [line for line in lines if "Traceback" in line or "ERROR" in line]
+
+
+def test_strangers_see_only_that_it_serves(run):
+    with lighthouse(run) as (_, url), httpx.Client(base_url=url, trust_env=False) as http:
+        assert http.get("/healthz").status_code == 200
+        for path in ("/v1/status", "/docs", "/openapi.json"):
+            assert http.get(path).status_code in (401, 404)
+        response = http.post("/v1/quorum", content=b"x" * 300_000)
+        assert response.status_code == 401
+        assert "server" not in response.headers
+
+
+def test_the_token_may_come_from_the_environment(run):
+    (run / "token").unlink()
+    with lighthouse(run, FT_HSDP_TOKEN="secret") as (_, url), httpx.Client(trust_env=False) as http:
+        assert http.get(f"{url}/v1/status").status_code == 401
+        allowed = http.get(f"{url}/v1/status", headers={"Authorization": "Bearer secret"})
+        assert allowed.status_code == 200
+
+
+def one_line(process, key):
+    """It ended with 64 and one line on `key`."""
+    code, lines = ends(process, START_S)
+    assert code == 64, lines
+    assert len(lines) == 1, lines
+    assert lines[0].startswith(f"{key}: "), lines
+    return lines[0]
+
+
+def test_a_taken_port_is_one_line(run):
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert str(port) in one_line(spawn(run, "--port", str(port)), "network.port")
+    assert not (run / "lighthouse.json").exists()
+
+
+def test_a_second_lighthouse_on_one_run_is_one_line(run):
+    with lighthouse(run) as (process, _):
+        assert str(process.pid) in one_line(spawn(run), "lighthouse store")
+
+
+def test_a_corrupt_store_is_one_line(run):
+    (run / "lighthouse").mkdir()
+    (run / "lighthouse" / "store.sqlite").write_bytes(b"no database" * 500)
+    one_line(spawn(run), "lighthouse store")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key"),
+    [
+        ((), "arguments"),
+        (("--run", "{}", "--port", "x"), "arguments"),
+        (("--run", "{}", "--port", "70000"), "network.port"),
+        (("--run", "{}/nowhere"), "config file"),
+    ],
+)
+def test_bad_arguments_are_one_line(run, arguments, key, capsys):
+    assert program.main([a.format(run) for a in arguments]) == 64
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{key}: ")
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_without_a_token_it_listens_on_loopback_only(host):
+    with pytest.raises(ConfigError, match=r"network\.host: .* unless the run has a token"):
+        program.listen(host, 0, "")
+    program.listen("127.0.0.1", 0, "").close()
+    with program.listen("0.0.0.0", 0, TOKEN) as sock:
+        assert program.url(sock) == f"http://127.0.0.1:{sock.getsockname()[1]}"
+
+
+def test_an_address_of_another_machine_is_one_line():
+    for host in ("192.0.2.1", "no-such-host.invalid"):
+        with pytest.raises(ConfigError, match=r"network\.host"):
+            program.listen(host, 0, TOKEN)
+
+
+def test_an_empty_token_is_no_token(run, monkeypatch):
+    (run / "token").write_text("\n")
+    with pytest.raises(ConfigError, match="it is empty"):
+        program.read_token(run)
+    (run / "token").unlink()
+    monkeypatch.delenv(program.TOKEN_VARIABLE, raising=False)
+    assert program.read_token(run) == ""
+
+
+def test_the_policy_is_the_configurations():
+    config = parse({"replicas": 4, "quorum": {"on_lost_head": "wait", "min_replicas": 2, "evict_s": 7}})
+    chosen = program.policy(config)
+    assert (chosen.total, chosen.min_replicas, chosen.evict_s) == (4, 2, 7.0)
+    assert not chosen.halt_on_lost_head
+    assert program.policy(Config()).halt_on_lost_head
+    assert program.policy(Config()).start_wait_s is None

@@ -1,0 +1,149 @@
+"""A real job under test: `launcher.py up` in a process of its own, with real ranks, sockets and signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SMALL = {
+    "replicas": 3,
+    "ranks_per_replica": 2,
+    "train.micro_batch": 2,
+    "train.seq_len": 32,
+    "model.dim": 64,
+    "model.layers": 2,
+    "model.heads": 2,
+    "lr.schedule": "cosine",
+    "lr.warmup": 5,
+    "lr.intervention": "sqrt",
+    "optim.clip": 0.5,
+}
+DEADLINE_S = 120.0
+
+
+class Job:
+    """A running job; a context that leaves no process behind."""
+
+    def __init__(self, folder: Path, steps: int, **dotted: object) -> None:
+        settings = {**SMALL, "job.name": "job", "job.runs_dir": str(folder / "runs"), "train.steps": steps}
+        settings |= {key.replace("__", "."): value for key, value in dotted.items()}
+        config = folder / "config.yaml"
+        config.write_text("data: {path: stdlib, max_bytes: 1048576}\n")
+        overrides = [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
+        self.run = folder / "runs" / "job"
+        self.log = folder / "up.log"
+        self._out = self.log.open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, str(ROOT / "launcher.py"), "up", str(config), *overrides],
+            cwd=folder,
+            stdout=self._out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()  # everything below it dies with it
+        self.process.wait()
+        self._out.close()
+
+    # What can be seen from outside.
+
+    def rows(self, file: str) -> list[dict[str, Any]]:
+        """The complete lines of a JSONL file of the run."""
+        try:
+            text = (self.run / file).read_text()
+        except OSError:
+            return []
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def events(self, name: str, **facts: object) -> list[dict[str, Any]]:
+        """The events of one name with these facts."""
+        return [
+            e for e in self.rows("events.jsonl") if e["event"] == name and all(e.get(k) == v for k, v in facts.items())
+        ]
+
+    def step(self) -> int:
+        """The newest step that any replica committed."""
+        replicas = sorted(self.run.glob("replicas/*"))
+        rows = [self.rows(f"replicas/{p.name}/commits.jsonl") for p in replicas]
+        return max((r[-1]["step"] for r in rows if r), default=0)
+
+    def pid(self, replica: int, rank: int) -> int | None:
+        """The pid of a live rank."""
+        try:
+            processes = json.loads((self.run / "replicas" / str(replica) / "processes.json").read_text())
+        except OSError:
+            return None
+        return next((r["pid"] for r in processes["ranks"] if r["rank"] == rank and r["state"] == "running"), None)
+
+    def contributing(self) -> set[int]:
+        """The replicas that contributed to the newest commit."""
+        rows = [r[-1] for r in (self.rows(f"replicas/{i}/commits.jsonl") for i in range(3)) if r]
+        return set(max(rows, key=lambda r: r["step"])["contributors"]) if rows else set()
+
+    # What can be done from outside.
+
+    def until(self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+        """Wait for a condition; fail if the job ends or the deadline passes first."""
+        end = time.monotonic() + deadline_s
+        while not condition():
+            assert self.process.poll() is None, f"the job ended before {what}:\n{self.tail()}"
+            assert time.monotonic() < end, f"not within {deadline_s} s: {what}\n{self.tail()}"
+            time.sleep(0.02)
+
+    def signal(self, replica: int, rank: int, number: signal.Signals) -> int:
+        """Send a signal to a live rank; its pid."""
+        self.until(lambda: self.pid(replica, rank) is not None, f"replica {replica} rank {rank} runs")
+        pid = self.pid(replica, rank)
+        assert pid is not None
+        os.kill(pid, number)
+        return pid
+
+    def end(self, code: int = 0, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
+        """Wait for the end of the job; its summary."""
+        try:
+            got = self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job did not end:\n{self.tail()}") from None
+        assert got == code, f"exit {got}, wanted {code}:\n{self.tail()}"
+        summary: dict[str, Any] = json.loads((self.run / "summary.json").read_text())
+        return summary
+
+    def tail(self) -> str:
+        """The end of what the job printed."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-40:])
+
+    def replayed(self) -> dict[str, Any]:
+        """Train the recorded run again in one process; the verdict."""
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "launcher.py"), "replay", "job", "--json", "--runs-dir", str(self.run.parent)],
+            cwd=self.run.parent,
+            capture_output=True,
+            text=True,
+            timeout=DEADLINE_S,
+        )
+        verdict: dict[str, Any] = json.loads(done.stdout)
+        return verdict
+
+
+def check(summary: dict[str, Any], steps: int) -> None:
+    """What must hold at the end of every run, whatever happened on the way."""
+    assert summary["steps"] == steps
+    assert not summary.get("lost")
+    ends = {(r["step"], r["lineage"], r["digest"]) for r in summary["replicas"].values()}
+    assert len(ends) == 1, ends
+    assert ends.pop()[0] == steps
+    assert summary["batches"]["duplicated"] == 0
+    assert summary["batches"]["skipped"] == 0

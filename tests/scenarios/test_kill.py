@@ -1,0 +1,53 @@
+"""SIGKILL of real ranks in real jobs."""
+
+from __future__ import annotations
+
+import random
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.job import Job, check
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+def test_five_kills_at_random_moments(tmp_path: Path, seed: int) -> None:
+    """Any rank of any replica, leaders included, as long as one replica is left to go on."""
+    rng = random.Random(seed)
+    steps = 90
+    with Job(tmp_path, steps, restart__budget=50) as job:
+        job.until(lambda: job.step() >= 3, "step 3")
+        for _ in range(5):
+            goal = job.step() + rng.randint(0, 9)
+            job.until(lambda goal=goal: job.step() >= goal, f"step {goal}")
+            able = job.contributing()
+            victims = [r for r in range(3) if len(able - {r}) >= 1]
+            job.signal(rng.choice(victims), rng.randrange(2), signal.SIGKILL)
+            dead = job.step()
+            job.until(lambda dead=dead: job.step() > dead, "survivors commit")
+        summary = job.end()
+        check(summary, steps)
+        survivors = {r for r in summary["replicas"] if summary["replicas"][r]["incarnations"] == 1}
+        assert sum(r["incarnations"] - 1 for r in summary["replicas"].values()) == len(summary["failures"])
+        assert all(f["kind"] == "SIGKILL" for f in summary["failures"]), (survivors, summary["failures"])
+        verdict = job.replayed()
+        assert verdict["equal"], verdict
+        assert verdict["steps"] == steps
+
+
+def test_two_of_three_at_once(tmp_path: Path) -> None:
+    """The last replica goes on alone, both others heal."""
+    with Job(tmp_path, 40) as job:
+        job.until(lambda: job.step() >= 5, "step 5")
+        for replica, rank in ((0, 0), (2, 1)):
+            job.signal(replica, rank, signal.SIGKILL)
+        summary = job.end()
+        check(summary, 40)
+        assert summary["replicas"]["1"]["incarnations"] == 1
+        rows = job.rows("metrics.jsonl")
+        assert [1] in [r["contributors"] for r in rows], "nobody trained alone"
+        assert rows[-1]["contributors"] == [0, 1, 2], "not everybody came back"
+        assert job.replayed()["equal"]

@@ -1,0 +1,33 @@
+"""SIGSTOP of real ranks: silence is not death, and nobody diverges over it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.scenarios.job import Job, check
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.mark.parametrize(("rank", "timeout_s"), [(0, 1.0), (1, 1.0), (1, 60.0)])
+def test_stopped_twice_for_four_seconds(tmp_path: Path, rank: int, timeout_s: float) -> None:
+    """With a short ring timeout the others go on without it; with a long one they wait. All end equal."""
+    steps = 60
+    limits = {"ftar.timeout_s": timeout_s, "ftar.connect_timeout_s": 1.0, "quorum.suspect_grace_s": 0.3}
+    with Job(tmp_path, steps, **limits) as job:
+        for at in (5, 25):
+            job.until(lambda at=at: job.step() >= at, f"step {at}")
+            pid = job.signal(1, rank, signal.SIGSTOP)
+            time.sleep(4.0)  # the length of the stop is what is tested
+            os.kill(pid, signal.SIGCONT)
+        summary = job.end()
+        check(summary, steps)
+        alone = [r for r in job.rows("metrics.jsonl") if r["contributors"] == [0, 2]]
+        assert bool(alone) == (timeout_s < 4.0), "who waits for whom does not follow from ftar.timeout_s"
+        assert all(summary["replicas"][r]["incarnations"] == 1 for r in ("0", "2")), "a survivor was restarted"
+        assert job.replayed()["equal"]

@@ -1,0 +1,51 @@
+"""Shared by the tests of the simulator: play a scenario line by line, then let the world run out."""
+
+from __future__ import annotations
+
+from ft_hsdp.sim import moves
+from ft_hsdp.sim.model import Model
+from ft_hsdp.sim.world import Bounds, World
+
+QUIET = Bounds(deaths=0, pauses=0, restarts=0)
+FAULTS = ("is killed", "a link of", "the lighthouse restarts", "the grace", "are evicted", "no answer in time")
+
+
+class Scenario:
+    """A world in which one thing after another happens."""
+
+    def __init__(self, bounds: Bounds) -> None:
+        self.model = Model(bounds)
+        self.world: World = self.model.initial()
+
+    def options(self) -> list[str]:
+        """The labels of all that could happen now."""
+        return [label for label, _ in moves.successors(self.model, self.world)]
+
+    def play(self, *lines: str) -> Scenario:
+        """Let each of ``lines`` happen: the only move whose label starts with it."""
+        for line in lines:
+            found = {
+                label: happen
+                for label, happen in moves.successors(self.model, self.world)
+                if label.startswith(line)
+            }
+            assert found, f"{line!r} cannot happen; what can:\n" + "\n".join(self.options())
+            self.world = found[min(found, key=len)]()
+        return self
+
+    def run_out(self) -> Scenario:
+        """No more faults: whatever is on its way arrives, and time passes, until everybody has ended."""
+        for _ in range(400):
+            ways = [m for m in moves.successors(self.model, self.world) if not any(f in m[0] for f in FAULTS)]
+            if not ways:
+                if self.model.finished(self.world):
+                    return self
+                before = self.world
+                for _, happen in moves.patience(self.model, before):
+                    self.world = happen()
+                    if self.world != before:
+                        break
+                assert self.world != before, "stuck"
+                continue
+            self.world = ways[0][1]()
+        raise AssertionError("no end within 400 moves")

@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from ft_hsdp.core import lineage
+from ft_hsdp.core import replica as core
+from ft_hsdp.core.assignment import Grant, Report
+from ft_hsdp.core.replica import Replica
+from ft_hsdp.sim.explore import Result, explore
+from ft_hsdp.sim.world import Bounds
+from lighthouse import quorum, state
+
+NOTHING = {"deaths": 0, "pauses": 0, "restarts": 0}
+SENTENCE = re.compile(r"(a link of |the )?(replica \d|lighthouse|grace|silent)[^\n]+ [^\n]+")
+
+
+def bounds(**allowed: Any) -> Bounds:
+    """Only what is named may go wrong."""
+    return Bounds(**{**NOTHING, **allowed})
+
+
+@pytest.mark.slow
+def test_no_violation_in_the_whole_bounded_space(capsys: pytest.CaptureFixture[str]) -> None:
+    space = Bounds()
+    assert (space.replicas, space.steps, space.deaths, space.pauses, space.restarts) == (3, 2, 1, 1, 1)
+    result = explore(space, limit_s=110)
+    with capsys.disabled():
+        print(f"\n3 replicas, 2 steps, 1 death, 1 pause, 1 lighthouse restart: {result}")
+    assert not result.violation, str(result)
+    assert result.exhausted
+    assert result.states > 400_000
+
+
+@pytest.mark.parametrize(
+    ("space", "least"),
+    [
+        (bounds(pauses=2, breaks=1), 60_000),
+        (bounds(restarts=1, lapses=1), 200),
+        (bounds(wipes=1), 800),
+        (bounds(deaths=1, wipes=1), 150_000),
+        (bounds(deaths=1, late_tokens=True), 50_000),
+        (bounds(deaths=1, lapses=1), 35_000),
+        (bounds(deaths=1, steps=3), 50_000),
+        (bounds(pauses=2, breaks=2, steps=1), 200_000),
+        (bounds(deaths=1, breaks=1, replicas=2, late_tokens=True), 20_000),
+    ],
+    ids=str,
+)
+def test_no_violation_in_other_spaces(space: Bounds, least: int) -> None:
+    result = explore(space, limit_s=60)
+    assert not result.violation, str(result)
+    assert result.exhausted
+    assert result.states >= least
+
+
+def test_the_transcript_is_the_shortest_way() -> None:
+    with mock.patch.object(core, "fenced", lambda current, fence: False):
+        result = explore(bounds())
+    assert result.violation.startswith("stuck")
+    assert not result.exhausted
+    assert all(SENTENCE.fullmatch(line) for line in result.transcript)
+
+
+def test_without_time_nothing_is_claimed() -> None:
+    result = explore(Bounds(), limit_s=0)
+    assert not result.exhausted
+    assert "stopped early" in str(result)
+
+
+# Each rule is there because the world breaks without it.
+
+
+def _step_only(a: lineage.StateId, b: lineage.StateId) -> bool:
+    return a.step == b.step
+
+
+def _higher_step(a: lineage.StateId, b: lineage.StateId) -> bool:
+    return a.step > b.step
+
+
+def _never(*_: object) -> bool:
+    return False
+
+
+def _always(*_: object) -> bool:
+    return True
+
+
+def _nobody(*_: object) -> None:
+    return None
+
+
+def _adopt_whatever(adopt: Callable[[Replica, Grant], core.Step]) -> Callable[[Replica, Grant], core.Step]:
+    """Being ahead of a grant is never noticed."""
+
+    def mutant(s: Replica, grant: Grant) -> core.Step:
+        with mock.patch.object(lineage, "newer", _never):
+            return adopt(s, grant)
+
+    return mutant
+
+
+def _forget_the_yes(broken: Callable[[Replica, int], core.Step]) -> Callable[[Replica, int], core.Step]:
+    """Whoever passed on a yes calls its attempt void all the same."""
+
+    def mutant(s: Replica, epoch: int) -> core.Step:
+        return broken(replace(s, forwarded=False), epoch)
+
+    return mutant
+
+
+def _exits_are_guessed(s: state.State, incarnation: quorum.Incarnation) -> bool:
+    """Silence counts as death."""
+    return any(v.ask is not None and v.ask.report.incarnation == incarnation[1] for v in s.views)
+
+
+def _lowest(reports: Any) -> quorum.Base:
+    """Records of which the verdict is not known do not count."""
+    reports = tuple(replace(r, prepared=None) for r in reports)
+    best = max((r.state for r in reports), key=lambda s: (s.commit_epoch, s.step))
+    return quorum.Base(best, None, ())
+
+
+def _answer_final_at_once(form: Callable[..., state.Step]) -> Callable[..., state.Step]:
+    """The last step needs no overlap: whoever asks decides on it."""
+
+    def mutant(s: state.State, asks: dict[int, state.Request], silent: Any) -> state.Step:
+        reports: list[Report] = [a.report for a in asks.values()]
+        if quorum.highest(reports).state.step >= s.policy.steps:
+            s = replace(s, head=None, epochs=())
+        return form(s, asks, silent)
+
+    return mutant
+
+
+Patch = tuple[Any, str, Any]
+LINK = bounds(pauses=1, breaks=1)
+PAIR = bounds(replicas=2, steps=3, pauses=2, breaks=2, lapses=1)
+MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
+    "step numbers instead of lineage": (
+        [(lineage, "same", _step_only), (lineage, "newer", _higher_step)],
+        LINK,
+        True,
+        "agreement: ",
+    ),
+    "one step is one state": ([(lineage, "same", _step_only)], LINK, True, "agreement: "),
+    "cursors of one's own": (
+        [],
+        bounds(deaths=1, steps=3, replicated_cursors=False),
+        True,
+        "exactly once: ",
+    ),
+    "tokens without a fence": (
+        [(core, "fenced", _always)],
+        bounds(deaths=1, late_tokens=True),
+        True,
+        "stuck: ",
+    ),
+    "tokens without a fence, safety": (
+        [(core, "fenced", _always)],
+        bounds(replicas=2, deaths=1, breaks=1, late_tokens=True),
+        False,
+        "lost commit: ",
+    ),
+    "prepared records are dropped": (
+        [(Replica, "prepared", property(_nobody))],
+        LINK,
+        True,
+        "two histories: ",
+    ),
+    "a yes is forgotten": ([(core, "_broken", _forget_the_yes(core._broken))], LINK, True, "two histories: "),
+    "prepared records do not count": ([(quorum, "highest", _lowest)], bounds(deaths=1), False, ""),
+    "everything is void": (
+        [(core, "void", _always), (quorum, "void", _always)],
+        LINK,
+        True,
+        "two histories: ",
+    ),
+    "nothing is void": (
+        [(core, "void", _never), (quorum, "void", _never)],
+        bounds(steps=1, deaths=1, breaks=2),
+        True,
+        "",
+    ),
+    "silence is death": ([(state, "_alive", _exits_are_guessed)], LINK, True, "two histories: "),
+    "no overlap with other epochs": ([(quorum, "uncovered", _nobody)], PAIR, True, "two histories: "),
+    "no overlap for the last step": (
+        [(state, "_form", _answer_final_at_once(state._form))],
+        bounds(steps=1, pauses=2, breaks=2),
+        True,
+        "two histories: ",
+    ),
+    "stale grants are adopted": ([(core, "_adopt", _adopt_whatever(core._adopt))], PAIR, True, ""),
+}
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_without_the_rule_there_is_a_counter_example(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    patches, space, liveness, kind = MUTANTS[name]
+    with contextlib.ExitStack() as stack:
+        for where, attribute, mutant in patches:
+            stack.enter_context(mock.patch.object(where, attribute, mutant))
+        result = explore(space, limit_s=40, liveness=liveness)
+    with capsys.disabled():
+        print(f"\n{name}: {result}")
+    _is_readable(result)
+    assert result.violation.startswith(kind)
+
+
+def _is_readable(result: Result) -> None:
+    assert result.violation, "no counter-example"
+    assert len(result.transcript) >= 3
+    for line in result.transcript:
+        assert SENTENCE.fullmatch(line), line
+    assert result.violation.startswith(
+        ("agreement: ", "exactly once: ", "lost commit: ", "two histories: ", "stuck: ", "the head went back")
+    )
+    assert f"{len(result.transcript):3d}. {result.transcript[-1]}" in str(result)
