@@ -67,12 +67,13 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What a supervisor gets back."""
+    """What a supervisor gets back. ``halted`` says why the job cannot go on, if it cannot."""
 
     evict: tuple[Eviction, ...]
     epoch: int
     step: int
     finished: bool
+    halted: str = ""
 
 
 # Between a leader and its own ranks; the leader's orders are the core's effects.

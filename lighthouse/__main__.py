@@ -69,7 +69,7 @@ def policy(config: Config) -> Policy:
         evict_s=quorum.evict_s,
         start_wait_s=quorum.start_wait_s,
         final_wait_s=quorum.final_wait_s,
-        halt_on_lost_head=quorum.on_lost_head == "halt",
+        on_lost_head=quorum.on_lost_head,
     )
 
 

@@ -149,6 +149,7 @@ class Service:
             epoch=self.state.epoch,
             step=head.step if head else 0,
             finished=self.state.finished,
+            halted=self.state.halted,
         )
 
     def status(self) -> dict[str, Any]:

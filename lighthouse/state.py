@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from ft_hsdp.core import lineage
 from ft_hsdp.core.assignment import Answer, Continue, Final, Finish, Grant, Member, Refused, Report
@@ -29,7 +30,7 @@ class Policy:
     evict_s: float = 10.0
     start_wait_s: float | None = None
     final_wait_s: float = 120.0
-    halt_on_lost_head: bool = True
+    on_lost_head: Literal["wait", "halt", "rollback"] = "halt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ class State:
     since: float | None = None
     final_since: float | None = None
     finished: bool = False
+    halted: str = ""
 
     @staticmethod
     def empty(policy: Policy, term: int) -> State:
@@ -401,13 +403,16 @@ def _form(s: State, asks: dict[int, Request], silent: list[tuple[int, str | None
     if s.head is not None and lineage.newer(s.head, base.state):
         if missing:
             return _wait(s, f"head {s.head} is above {base.state}; replica {missing[0][0]} may hold it")
-        if base.state.step != s.head.step - 1:
+        lost = s.head.step - base.state.step
+        if lost != 1 and s.policy.on_lost_head != "rollback":
             why = f"no copy of the head {s.head} is left; the highest state is {base.state}"
-            if not s.policy.halt_on_lost_head:
+            if s.policy.on_lost_head == "wait":
                 return _wait(s, why)
-            return _answer(s, {r: Refused(why, 75) for r in asks})
-        notes.append(Note("HeadRolledBack", f"every holder of {s.head} has exited; back to {base.state}"))
-        s = replace(s, head=base.state)
+            s, replies = _answer(replace(s, halted=why), {r: Refused(why, 75) for r in asks})
+            return s, (Note("JobHalted", why), *replies)
+        why = f"every holder of {s.head} has exited; back by {lost} to {base.state}"
+        notes.append(Note("HeadRolledBack", why, {"steps": lost}))
+        s = replace(s, head=base.state if base.state.step else None)
     blocked = quorum.uncovered(s.epochs, s.exited, present)
     if blocked is not None:
         return _wait(s, f"epoch {blocked.number} has living members, none of them asks")

@@ -79,8 +79,10 @@ class QuorumConfig(Section):
     final_wait_s: Number = Field(
         120.0, gt=0, le=DAY_S, description="how long finished replicas serve the final state to the others"
     )
-    on_lost_head: Literal["wait", "halt"] = Field(
-        "halt", description="what to do when no living replica holds the newest committed state"
+    on_lost_head: Literal["wait", "halt", "rollback"] = Field(
+        "halt",
+        description="what to do when every holder of the newest committed state has exited: wait for an operator, "
+        "end the job with 75, or go back to the newest state that is left (initial weights, if nothing is)",
     )
 
     @model_validator(mode="after")

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ft_hsdp import protocol
+from ft_hsdp.control.failpoints import Failpoints
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.core import lr
 from ft_hsdp.core import replica as core
@@ -35,6 +36,7 @@ class Settings:
     lease_s: float
     answer_wait_s: float
     join_timeout_s: float
+    token_timeout_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +58,10 @@ class Leader:
         settings: Settings,
         outlets: Outlets,
         journal: Journal,
+        failpoints: Failpoints,
     ) -> None:
         self.replica = replica
+        self._failpoints = failpoints
         self._about = about
         self._client = client
         self._settings = settings
@@ -81,11 +85,21 @@ class Leader:
 
     def handle(self, event: core.Event) -> None:
         """One event through the core; its effects are carried out in order."""
-        before = self.replica
-        self.replica, effects = core.transition(self.replica, event)
+        before = self._failpoints.record_lost(self.replica, event)
+        self.replica, effects = core.transition(before, event)
         self._note(before, event, effects)
         for effect in effects:
             self._perform(effect)
+        if self.replica.phase is core.Phase.VOTED and before.phase is not core.Phase.VOTED:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self._settings.token_timeout_s, self._token_overdue, self.replica.fence)
+
+    def _token_overdue(self, fence: Fence) -> None:
+        """The token does not come round: some leader is silent, so this ring is of no more use."""
+        if self.replica.phase is not core.Phase.VOTED or self.replica.fence != fence:
+            return
+        cause = f"no verdict on step {fence.step} within {self._settings.token_timeout_s} s"
+        self.received(RankBroken(0, fence.epoch, cause))
 
     def received(self, message: object) -> None:
         """A rank (this one included) reports."""
@@ -128,6 +142,7 @@ class Leader:
                 ask = replace(self._about, report=report)
                 self._ask = asyncio.get_running_loop().create_task(self._asking(ask))
             case core.SendToken(token):
+                self._failpoints.verdict(token)
                 self._outlets.token(token)
             case core.Reduce(fence):
                 self._tally = Tally(fence, self._settings.ranks)

@@ -20,6 +20,7 @@ from ft_hsdp import protocol
 from ft_hsdp.config import Config, config_hash
 from ft_hsdp.control import leader as control
 from ft_hsdp.control.channel import Hub, Line
+from ft_hsdp.control.failpoints import Failpoints
 from ft_hsdp.control.leader import Leader, Outlets, Settings
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.core import lineage
@@ -209,10 +210,12 @@ class Wiring:
             config.quorum.lease_s,
             config.quorum.answer_wait_s,
             JOIN_TIMEOUT_S,
+            config.ftar.timeout_s,
         )
         self._client = LighthouseClient(place.lighthouse, place.token)
         outlets = Outlets(self._order_all, lambda token: self._agent.group.send_token(token))
-        return Leader(replica, about, self._client, settings, outlets, self._journal)
+        failpoints = Failpoints(config.debug.failpoints, place.replica)
+        return Leader(replica, about, self._client, settings, outlets, self._journal, failpoints)
 
     async def _bury_predecessors(self) -> None:
         """Whoever restarted this replica ended its earlier incarnations first: say so to the lighthouse."""

@@ -71,7 +71,7 @@ def test_processes_takes_plain_json_and_gives_the_overview():
     picture = {"running": {"0": name(0, 1)}, "exited": [name(0)], "lost": []}
     response = call("POST", "/v1/processes", json=picture)
     assert response.status_code == 200
-    assert response.json() == {"evict": [], "epoch": 0, "step": 0, "finished": False}
+    assert response.json() == {"evict": [], "epoch": 0, "step": 0, "finished": False, "halted": ""}
 
 
 def test_processes_answers_the_protocols_message_with_one():

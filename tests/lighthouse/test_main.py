@@ -277,6 +277,6 @@ def test_the_policy_is_the_configurations():
     config = parse({"replicas": 4, "quorum": {"on_lost_head": "wait", "min_replicas": 2, "evict_s": 7}})
     chosen = program.policy(config)
     assert (chosen.total, chosen.min_replicas, chosen.evict_s) == (4, 2, 7.0)
-    assert not chosen.halt_on_lost_head
-    assert program.policy(Config()).halt_on_lost_head
+    assert chosen.on_lost_head == "wait"
+    assert program.policy(Config()).on_lost_head == "halt"
     assert program.policy(Config()).start_wait_s is None

@@ -251,23 +251,28 @@ def test_no_rollback_before_every_running_replica_has_reported():
     assert job.ask(0, life=1).grant(0).ring == (0, 1, 2)
 
 
-def test_a_lost_head_of_more_than_one_step_ends_the_job_or_waits():
-    for halt in (True, False):
-        job = Script(halt_on_lost_head=halt)
-        job.first(0, 1)
-        job.ask(0, at(1, 1), epoch=1)
-        job.ask(1, at(1, 1), epoch=1)
-        job.ask(0, at(1, 2), epoch=1)
-        job.runs({0: None, 1: None}, exited=[(0, 0), (1, 0)])
-        out = job.ask(2)
-        if halt:
-            answer = out.answers[2]
-            assert isinstance(answer, Refused)
-            assert answer.exit_code == 75
-            assert "no copy of the head" in answer.reason
-        else:
-            assert not out.answers
-            assert "no copy of the head" in out.notes["Waiting"]
+@pytest.mark.parametrize("policy", ["halt", "wait", "rollback"])
+def test_a_lost_head_of_more_than_one_step_follows_the_policy(policy):
+    job = Script(on_lost_head=policy)
+    job.first(0, 1)
+    job.ask(0, at(1, 1), epoch=1)
+    job.ask(1, at(1, 1), epoch=1)
+    job.ask(0, at(1, 2), epoch=1)
+    job.runs({0: None, 1: None}, exited=[(0, 0), (1, 0)])
+    out = job.ask(2)
+    if policy == "halt":
+        answer = out.answers[2]
+        assert isinstance(answer, Refused)
+        assert answer.exit_code == 75
+        assert "no copy of the head" in answer.reason
+        assert "no copy of the head" in job.s.halted
+    elif policy == "wait":
+        assert not out.answers
+        assert "no copy of the head" in out.notes["Waiting"]
+    else:
+        assert out.grant(2).base.step == 0
+        assert "back by 2" in out.notes["HeadRolledBack"]
+        assert job.s.head is None
 
 
 def test_a_joiner_that_holds_more_than_the_ring_breaks_it():

@@ -35,17 +35,20 @@ class Scenario:
 
     def run_out(self) -> Scenario:
         """No more faults: whatever is on its way arrives, and time passes, until everybody has ended."""
+        trace: list[str] = []
         for _ in range(400):
-            ways = [m for m in moves.successors(self.model, self.world) if not any(f in m[0] for f in FAULTS)]
-            if not ways:
-                if self.model.finished(self.world):
-                    return self
-                before = self.world
-                for _, happen in moves.patience(self.model, before):
-                    self.world = happen()
-                    if self.world != before:
-                        break
-                assert self.world != before, "stuck"
-                continue
-            self.world = ways[0][1]()
-        raise AssertionError("no end within 400 moves")
+            if not self._next(trace):
+                assert self.model.finished(self.world), "stuck after:\n" + "\n".join(trace[-30:])
+                return self
+        raise AssertionError("no end within 400 moves; the last were:\n" + "\n".join(trace[-30:]))
+
+    def _next(self, trace: list[str]) -> bool:
+        """Take the first move, without a fault, that changes anything."""
+        ways = [m for m in moves.successors(self.model, self.world) if not any(f in m[0] for f in FAULTS)]
+        for label, happen in [*ways, *moves.patience(self.model, self.world)]:
+            after = happen()
+            if after != self.world:
+                self.world = after
+                trace.append(label)
+                return True
+        return False

@@ -1,0 +1,296 @@
+"""The counter-examples behind the protocol's rules, played with the production cores."""
+
+from __future__ import annotations
+
+from unittest import mock
+
+import pytest
+from sim_helpers import Scenario
+
+from ft_hsdp.core import lineage
+from ft_hsdp.core import replica as core
+from ft_hsdp.core.assignment import Grant, Member, Report
+from ft_hsdp.core.commit import CommitRecord, Contribution
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.sim.invariants import Violation
+from ft_hsdp.sim.world import Bounds
+from lighthouse import quorum
+from lighthouse.quorum import highest
+from lighthouse.state import (
+    Asked,
+    Effect,
+    Evict,
+    Note,
+    Policy,
+    ProcessesReported,
+    Reply,
+    Request,
+    State,
+    Ticked,
+    transition,
+)
+
+ZERO = lineage.initial("config", "weights")
+ADOPT = ("replica 0 gets epoch 1", "replica 1 gets epoch 1", "replica 2 gets epoch 1")
+LONG = 1e6
+
+
+def scenario(**faults: int) -> Scenario:
+    return Scenario(Bounds(**{"deaths": 0, "pauses": 0, "restarts": 0, **faults}))
+
+
+class Lighthouse:
+    """The lighthouse's core, and what it did on the last event."""
+
+    def __init__(self, state: State) -> None:
+        self.state = state
+        self.effects: tuple[Effect, ...] = ()
+
+    def ask(self, r: int, state: StateId = ZERO, life: int = 0, **more: object) -> Lighthouse:
+        report = Report(r, f"{r}-{life}", state, state.step + 1, **more)  # type: ignore[arg-type]
+        return self.take(Asked(Request(report, 0), 0.0))
+
+    def runs(self, running: dict[int, str | None], *exited: tuple[int, str]) -> Lighthouse:
+        return self.take(ProcessesReported(running, frozenset(exited), frozenset(), 0.0))
+
+    def take(self, event: Asked | ProcessesReported | Ticked) -> Lighthouse:
+        self.state, self.effects = transition(self.state, event)
+        return self
+
+    @property
+    def grant(self) -> Grant | None:
+        """The grant that was given out on the last event, if any."""
+        answers = [e.answer for e in self.effects if isinstance(e, Reply)]
+        return next((a for a in answers if isinstance(a, Grant)), None)
+
+
+def lighthouse(term: int = 1, steps: int = 9) -> Lighthouse:
+    return Lighthouse(State.empty(Policy(3, steps), term))
+
+
+def test_a_record_is_only_good_for_exactly_the_state_that_it_leads_to() -> None:
+    s = scenario(breaks=1, pauses=1).play(
+        *ADOPT,
+        "replica 0 holds the sum of epoch 1 step 1",
+        "a link of replica 1 in epoch 1",
+        "replica 2 sees the ring of epoch 1",
+        "the grace of the silent ends",
+        "replica 1 gets epoch 2",
+        "replica 2 gets epoch 2",
+        "replica 1 holds the sum of epoch 2 step 1",
+        "replica 2 gets the token of epoch 2",
+        "replica 1 gets the token of epoch 2",
+        "replica 2 gets the token of epoch 2",
+        "replica 0 sees the ring of epoch 1",
+    )
+    zero = s.model.replica(s.world, 0)
+    assert zero is not None
+    assert zero.prepared is not None
+    assert zero.prepared.state_id.step == 1
+    s.run_out()
+    assert len(set(s.world.content)) == 1
+
+
+def test_initial_weights_are_a_committed_state() -> None:
+    house = lighthouse().ask(0).ask(1).ask(2)
+    assert house.grant is not None
+    # 0 may have committed steps that nobody has reported; 1 and 2 come back empty.
+    house.runs({1: "1-1"}, (1, "1-0")).runs({2: "2-1"}, (2, "2-0"))
+    house.ask(1, life=1).ask(2, life=1).take(Ticked(LONG))
+    assert house.grant is None
+    house.runs({0: None}, (0, "0-0"))
+    assert house.grant is not None
+    assert house.grant.ring == (1, 2)
+
+
+def test_a_grace_is_not_a_death() -> None:
+    house = lighthouse().ask(0).ask(1).ask(2)
+    # 0 has the ring for itself, and commits steps that nobody hears of; then 1 and 2 come back.
+    house.ask(0, epoch=1, after=1).take(Ticked(LONG))
+    assert house.grant is not None
+    assert house.grant.ring == (0,)
+    house.ask(1, epoch=1, after=1).ask(2, epoch=1, after=1)
+    for _ in range(3):
+        house.take(Ticked(LONG))
+        assert house.grant is None
+    house.runs({0: None}, (0, "0-0"))
+    assert house.grant is not None
+    assert house.grant.base == ZERO
+
+
+def test_a_head_goes_back_one_step_only_when_its_holders_have_exited() -> None:
+    one = StateId(1, 1, "one")
+    house = lighthouse().ask(0).ask(1).ask(2)
+    house.ask(0, one, epoch=1, after=1).take(Ticked(LONG))
+    assert house.grant is not None
+    assert house.grant.base == one
+    house.runs({0: "0-0", 1: "1-0", 2: "2-0"}).ask(1, epoch=1, after=2).ask(2, epoch=1, after=2)
+    house.take(Ticked(LONG))
+    assert house.grant is None
+    assert not any(isinstance(e, Note) and e.event == "HeadRolledBack" for e in house.effects)
+    house.runs({0: None}, (0, "0-0"))
+    assert any(isinstance(e, Note) and e.event == "HeadRolledBack" for e in house.effects)
+    assert house.grant is not None
+    assert house.grant.base == ZERO
+
+
+def test_the_silent_are_evicted_before_anything_is_decided_without_them() -> None:
+    house = lighthouse().ask(0).ask(1).ask(2)
+    house.ask(1, epoch=1, after=1, doubt=StateId(1, 1, "one")).take(Ticked(LONG))
+    assert house.grant is None
+    assert {e.incarnation for e in house.effects if isinstance(e, Evict)} == {"0-0", "2-0"}
+
+
+SOLO_ON_A_LEASE = (
+    "replica 0 gets epoch 1",
+    "a link of replica 0 in epoch 1 breaks",
+    "replica 1 gets epoch 1",
+    "the grace of the silent ends",
+    "replica 0 gets epoch 2",
+    "replica 1 sees the ring of epoch 1 break",
+    "replica 0 holds the sum of epoch 2 step 1",
+    "replica 0 gets no answer in time",
+    "replica 1 gets epoch 3",
+    "replica 1 has fetched",
+    "a link of replica 1 in epoch 3 breaks",
+    "the grace of the silent ends",
+    "replica 0 holds the sum of epoch 2 step 2",
+)
+
+
+def test_a_new_epoch_overlaps_with_every_epoch_since_the_head() -> None:
+    faults = {"replicas": 2, "steps": 3, "breaks": 2, "pauses": 2, "lapses": 1}
+    s = scenario(**faults).play(*SOLO_ON_A_LEASE)
+    assert not [o for o in s.options() if "gets epoch 4 on (2, 1" in o]
+    s.run_out()
+    with mock.patch.object(quorum, "uncovered", return_value=None):
+        s = scenario(**faults).play(*SOLO_ON_A_LEASE, "replica 1 gets epoch 4")
+        with pytest.raises(Violation, match="two histories"):
+            s.play("replica 1 holds the sum of epoch 4 step 2")
+
+
+def record(epoch: int, step: int, prev: str = ZERO.lineage) -> CommitRecord:
+    return CommitRecord(epoch, 0, step, prev, (0, 1, 2), 3, (Contribution(0, 1, 0, step - 1),), "sum")
+
+
+def test_the_highest_record_is_the_base_and_an_epoch_beats_a_step() -> None:
+    old, new = record(1, 2, "x"), record(2, 1)
+    reports = [
+        Report(0, "0-0", ZERO, 1, prepared=new),
+        Report(1, "1-0", StateId(1, 1, "x"), 2, prepared=old),
+        Report(2, "2-0", ZERO, 1),
+    ]
+    assert highest(reports).state == new.state_id
+    assert highest(reports[1:]).state == old.state_id
+    assert highest(reports[2:]).state == ZERO
+
+
+def test_whoever_is_ahead_of_a_grant_is_never_behind() -> None:
+    me = core.Replica(0, "0-0", 9, StateId(4, 3, "mine"), StateId(4, 3, "mine"))
+    stale = Grant(
+        1, 5, StateId(3, 3, "other"), (Member(0, "0-0", "behind"), Member(1, "1-0", "contribute")), 3, ""
+    )
+    after, effects = core.transition(me, core.GrantShown(stale))
+    assert after.state == me.state
+    assert not any(isinstance(e, core.Fetch | core.Discard | core.Configure) for e in effects)
+    assert [e.report.after for e in effects if isinstance(e, core.Ask)] == [5]
+
+
+def test_an_empty_store_starts_a_new_term_and_names_everybody() -> None:
+    house = lighthouse(term=1).ask(0, StateId(7, 3, "x"), epoch=7, max_term=5).take(Ticked(LONG))
+    assert house.grant is None
+    house.ask(1, StateId(7, 3, "x"), epoch=7, max_term=5).take(Ticked(LONG))
+    assert house.grant is None
+    house.ask(2, ZERO)
+    assert house.grant is not None
+    assert house.grant.term > 5
+    assert house.grant.epoch > 7
+    assert house.grant.ring == (0, 1, 2)
+    assert [m.replica for m in house.grant.donors] == [0, 1]
+
+
+def test_only_known_exits_let_an_empty_store_start_without_somebody() -> None:
+    house = lighthouse().ask(0).ask(1).take(Ticked(LONG))
+    assert house.grant is None
+    house.runs({2: None}, (2, "2-0"))
+    assert house.grant is not None
+    assert house.grant.ring == (0, 1)
+
+
+# Found by exploring the production cores.
+
+
+def test_the_last_step_is_decided_like_any_other() -> None:
+    s = scenario(steps=1, breaks=2, pauses=2).play(
+        *ADOPT,
+        "a link of replica 1 in epoch 1 breaks",
+        "replica 0 holds the sum of epoch 1 step 1",
+        "replica 2 sees the ring of epoch 1 break",
+        "the grace of the silent ends",
+        "replica 1 gets epoch 2",
+        "replica 2 gets epoch 2",
+        "replica 1 holds the sum of epoch 2 step 1",
+        "a link of replica 1 in epoch 2 breaks",
+        "replica 2 gets the token of epoch 2 step 1",
+        "replica 2 sees the ring of epoch 2 break",
+        "replica 0 sees the ring of epoch 1 break",
+        "the grace of the silent ends",
+    )
+    # 1 and 2 are told to end on their record: 0 must not be told to end on its own.
+    assert not [o for o in s.options() if o == "replica 0 gets final"]
+    s.run_out()
+
+
+def test_a_record_that_a_later_decision_passed_over_stays_dead() -> None:
+    s = scenario(steps=1, breaks=3, pauses=3).play(
+        *ADOPT,
+        "a link of replica 1 in epoch 1 breaks",
+        "replica 0 holds the sum of epoch 1 step 1",
+        "replica 2 sees the ring of epoch 1 break",
+        "the grace of the silent ends",
+        "replica 0 sees the ring of epoch 1 break",
+        "replica 1 gets epoch 2",
+        "replica 2 gets epoch 2",
+        "replica 1 holds the sum of epoch 2 step 1",
+        "a link of replica 2 in epoch 2 breaks",
+        "the grace of the silent ends",
+        "replica 1 sees the ring of epoch 2 break",
+    )
+    s.run_out()
+    assert len(set(s.world.content)) == 1
+
+
+def test_a_yes_of_one_left_behind_is_not_forgotten() -> None:
+    """2 is behind and votes for a step that 0 commits; 1 has the base of it, and asks together with 2."""
+    lines = (
+        *ADOPT,
+        "replica 2 is killed",
+        "replica 0 sees the ring of epoch 1",
+        "replica 1 sees the ring of epoch 1",
+        "the lighthouse learns",
+        "replica 0 gets epoch 2",
+        "replica 1 gets epoch 2",
+        "replica 0 holds",
+        "replica 1 gets the token",
+        "replica 0 gets the token",
+        "replica 1 gets the token",
+        "a link of replica 0",
+        "replica 2 restarts",
+        "the grace",
+        "replica 0 gets epoch 3",
+        "replica 2 gets epoch 3",
+        "replica 0 holds",
+        "replica 2 gets the token",
+        "a link of replica 2",
+        "replica 1 sees the ring of epoch 2",
+        "the grace",
+    )
+    faults = {"steps": 3, "deaths": 1, "pauses": 2, "breaks": 2}
+    s = scenario(**faults).play(*lines)
+    assert not [o for o in s.options() if "gets epoch 4" in o]
+    s.run_out()
+    with mock.patch.object(core.Replica, "doubt", None):
+        s = scenario(**faults).play(*lines, "replica 0 gets the token", "replica 1 gets epoch 4")
+        s.play("replica 2 gets epoch 4", "replica 1 holds", "replica 2 gets the token of epoch 4")
+        with pytest.raises(Violation, match="two histories"):
+            s.play("replica 1 gets the token of epoch 4")
