@@ -32,16 +32,13 @@ types: $(STAMP)
 
 venv: $(STAMP)
 
-# torch comes first and by itself: the CPU build where one is offered (configured index or folder of
-# wheels, then PyTorch's own index), else the platform's default build. A range such as torch>=2.11,
-# resolved with everything else, would fetch several GB of CUDA packages.
+# torch comes first and by itself, as one exact version: a range, resolved with everything else, would fetch
+# several GB of CUDA packages.
 $(STAMP): pyproject.toml Makefile
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 	  { echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) install -q torch==$(TORCH)+cpu 2>/dev/null \
-	  || $(PIP) install -q torch==$(TORCH) --index-url https://download.pytorch.org/whl/cpu 2>/dev/null \
-	  || $(PIP) install -q torch==$(TORCH)
+	$(PIP) install -q torch==$(TORCH)
 	$(PIP) install -q -e '.[dev]'
 	@touch $@
 

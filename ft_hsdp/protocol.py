@@ -225,7 +225,7 @@ def mac(token: str, *parts: object) -> str:
 
 def genuine(token: str, claimed: str, *parts: object) -> bool:
     """Whether ``claimed`` is the MAC of ``parts``, compared in constant time."""
-    return hmac.compare_digest(mac(token, *parts), claimed)
+    return hmac.compare_digest(mac(token, *parts).encode(), claimed.encode(errors="replace"))
 
 
 def _grant_body(grant: Grant) -> Any:

@@ -6,9 +6,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 # Two cores, many processes: a slow example is not a failure, and every run draws the same ones.
-settings.register_profile(
-    "ft_hsdp", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
-)
+settings.register_profile("ft_hsdp", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ft_hsdp")
 
 

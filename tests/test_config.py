@@ -95,9 +95,7 @@ BAD: list[tuple[dict[Any, Any], list[str], str, str]] = [
 
 
 @pytest.mark.parametrize(("document", "overrides", "key", "allowed"), BAD)
-def test_bad_input_gets_one_line(
-    document: dict[Any, Any], overrides: list[str], key: str, allowed: str
-) -> None:
+def test_bad_input_gets_one_line(document: dict[Any, Any], overrides: list[str], key: str, allowed: str) -> None:
     with pytest.raises(ConfigError) as caught:
         parse(document, overrides)
     text = str(caught.value)

@@ -50,9 +50,7 @@ def unknown_key(path: Sequence[int | str], model: type[BaseModel], value: object
     near = difflib.get_close_matches(str(path[-1]), siblings, n=1, cutoff=0.6)
     meant = f"; did you mean {dotted([*path[:-1], near[0]])}?" if near else ";"
     names = ", ".join(siblings) or "no keys below it"
-    return ConfigError(
-        dotted(path), value, f"there is no such key{meant} {above or 'the top level'} has {names}"
-    )
+    return ConfigError(dotted(path), value, f"there is no such key{meant} {above or 'the top level'} has {names}")
 
 
 def dotted(path: Sequence[int | str]) -> str:

@@ -40,9 +40,7 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
     try:
         text = path.read_bytes()
     except OSError as error:
-        raise ConfigError(
-            "config file", str(path), f"a YAML file that can be read ({error.strerror})"
-        ) from None
+        raise ConfigError("config file", str(path), f"a YAML file that can be read ({error.strerror})") from None
     document = _parse_yaml("config file", text, shown=str(path))
     document = {} if document is None else document
     if not isinstance(document, dict):

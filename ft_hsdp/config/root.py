@@ -34,9 +34,7 @@ class Config(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.quorum.min_replicas > self.replicas:
-            raise refuse(
-                "quorum.min_replicas", self.quorum.min_replicas, f"at most replicas ({self.replicas})"
-            )
+            raise refuse("quorum.min_replicas", self.quorum.min_replicas, f"at most replicas ({self.replicas})")
         for i, rule in enumerate(self.chaos):
             strangers = [r for r in rule.replicas if r >= self.replicas]
             if strangers:

@@ -34,9 +34,7 @@ class FtarConfig(Section):
     transport: Literal["auto", "tcp", "shm", "c10d"] = Field(
         "auto", description="how ranks of a ring are connected"
     )
-    chunk_bytes: Int = Field(
-        2**20, ge=4096, le=2**30, multiple_of=64, description="bytes per message on the ring"
-    )
+    chunk_bytes: Int = Field(2**20, ge=4096, le=2**30, multiple_of=64, description="bytes per message on the ring")
     chunks: Int = Field(8, ge=1, le=1024, description="messages in flight per connection")
     timeout_s: Number = Field(60.0, gt=0, le=DAY_S, description="longest silence of a connected neighbour")
     connect_timeout_s: Number = Field(5.0, gt=0, le=DAY_S, description="longest time to connect a new ring")
@@ -66,9 +64,7 @@ class QuorumConfig(Section):
     catchup_wait_s: Number = Field(
         0.0, ge=0, le=DAY_S, description="how long a step waits for a replica to catch up"
     )
-    suspect_grace_s: Number = Field(
-        1.0, ge=0, le=DAY_S, description="time for a suspect to ask for the next step"
-    )
+    suspect_grace_s: Number = Field(1.0, ge=0, le=DAY_S, description="time for a suspect to ask for the next step")
     evict_s: Number = Field(10.0, gt=0, le=DAY_S, description="silence after which a suspect is to be killed")
     start_wait_s: Number | None = Field(
         None, ge=0, le=DAY_S, description="how long the first step waits for all replicas; null waits for all"
@@ -108,13 +104,9 @@ class RestartConfig(Section):
     """How lost replicas are started again."""
 
     budget: Int = Field(20, ge=0, le=10**6, description="restarts per replica before it is given up")
-    backoff_s: Number = Field(
-        0.0, ge=0, le=DAY_S, description="wait before a second restart; doubles with each"
-    )
+    backoff_s: Number = Field(0.0, ge=0, le=DAY_S, description="wait before a second restart; doubles with each")
     backoff_max_s: Number = Field(30.0, ge=0, le=DAY_S, description="longest wait before a restart")
-    hold_s: Number = Field(
-        2.0, ge=0, le=DAY_S, description="time that a rank has to end by itself before SIGKILL"
-    )
+    hold_s: Number = Field(2.0, ge=0, le=DAY_S, description="time that a rank has to end by itself before SIGKILL")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -130,9 +122,7 @@ class RestartConfig(Section):
 class NetworkConfig(Section):
     """Addresses."""
 
-    host: str = Field(
-        "127.0.0.1", min_length=1, max_length=255, description="address the lighthouse listens on"
-    )
+    host: str = Field("127.0.0.1", min_length=1, max_length=255, description="address the lighthouse listens on")
     port: Int = Field(0, ge=0, le=65535, description="port of the lighthouse; 0 takes a free one")
     state_interface: str | None = Field(
         None,
@@ -146,9 +136,7 @@ class CheckpointConfig(Section):
     """Durable checkpoints."""
 
     every: Int = Field(0, ge=0, le=10**9, description="steps between durable checkpoints; 0 makes none")
-    dir: str | None = Field(
-        None, min_length=1, description="folder of the checkpoints, which also keys a resume"
-    )
+    dir: str | None = Field(None, min_length=1, description="folder of the checkpoints, which also keys a resume")
     keep: Int = Field(2, ge=1, le=10**6, description="checkpoints that are kept")
 
     @model_validator(mode="after")
@@ -162,9 +150,7 @@ class ChaosConfig(Section):
     """Failures injected on purpose: once at a step, or at a rate."""
 
     at_step: Int | None = Field(None, ge=1, le=10**9, description="once, while this step is in flight")
-    rate_per_min: Number | None = Field(
-        None, gt=0, le=6000, description="at random moments, this often a minute"
-    )
+    rate_per_min: Number | None = Field(None, gt=0, le=6000, description="at random moments, this often a minute")
     replicas: tuple[ReplicaId, ...] = Field(min_length=1, description="ids of the replicas that are hit")
     rank: Annotated[Int, Field(ge=0, lt=MAX_RANKS)] | None = Field(
         None,

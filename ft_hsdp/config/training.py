@@ -15,9 +15,7 @@ class TrainConfig(Section):
     """How long and on how much."""
 
     steps: Int = Field(100, ge=1, le=10**9, description="committed steps until the job is done")
-    seed: Int = Field(
-        0, ge=0, lt=2**63, description="seed of the initial weights and of the order of the data"
-    )
+    seed: Int = Field(0, ge=0, lt=2**63, description="seed of the initial weights and of the order of the data")
     micro_batch: Int = Field(4, ge=1, le=65536, description="sequences per rank and micro-batch")
     seq_len: Int = Field(128, ge=8, le=2**20, description="tokens per sequence")
     accumulate: Int = Field(1, ge=1, le=65536, description="micro-batches per step and rank")
@@ -73,9 +71,7 @@ class DataConfig(Section):
         description="a file or folder of text, JSONL (field text) or Parquet (column text); "
         "stdlib means the Python sources of the interpreter's standard library",
     )
-    tokenizer: Literal["byte"] = Field(
-        "byte", description="byte: one token a byte, and one between documents"
-    )
+    tokenizer: Literal["byte"] = Field("byte", description="byte: one token a byte, and one between documents")
     max_bytes: Int = Field(64 * 2**20, ge=1, le=2**40, description="bytes of text that are read at most")
 
 
@@ -86,9 +82,7 @@ class OptimConfig(Section):
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the first and second moment")
     eps: Number = Field(1e-8, gt=0, lt=1, description="added to the root of the second moment")
     weight_decay: Number = Field(0.1, ge=0, le=10, description="decoupled weight decay")
-    clip: Number | None = Field(
-        1.0, gt=0, description="largest norm of the reduced gradient; null does not clip"
-    )
+    clip: Number | None = Field(1.0, gt=0, description="largest norm of the reduced gradient; null does not clip")
 
 
 class LrConfig(Section):

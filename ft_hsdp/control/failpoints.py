@@ -1,4 +1,4 @@
-"""Failpoints: named places at which a leader can be made to fail, for tests. Off unless the configuration names them.
+"""Failpoints: places at which a leader can be made to fail, for tests. Off unless the configuration names them.
 
 ``debug.failpoints`` maps a name to {"replicas": [ids], "step": n}; each fires once in a process.
 """

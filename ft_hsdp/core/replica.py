@@ -547,7 +547,10 @@ def _fetched(s: Replica, base: StateId) -> Step:
     s = replace(s, state=state, fetching=None, log=())
     if s.phase is Phase.FINAL:
         s, asked = _ask(replace(s, head=state))
-        effects = (*effects, *asked)
+        return s, (*effects, *asked)
+    if s.phase is Phase.ASKING:  # the open ask says that this state is not here
+        s, asked = _ask(s, after=s.grant.epoch if s.grant and not s.intact else 0)
+        return s, (*effects, *asked)
     return s, effects
 
 

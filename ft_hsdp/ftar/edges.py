@@ -8,6 +8,7 @@ and a stale one is refused with the newer grant in hand.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import struct
 from collections.abc import Callable, Coroutine
@@ -59,10 +60,8 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
     if sock.getpeername()[0].startswith("127."):
-        try:
+        with contextlib.suppress(OSError):  # the kernel's default serves too
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
-        except OSError:
-            pass  # the kernel's default serves too
 
 
 def blocking(sock: socket.socket, timeout_s: float) -> socket.socket:

@@ -7,6 +7,7 @@ An all-reduce is over only when its own sends have drained.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import socket
 import threading
@@ -68,9 +69,7 @@ class Ring:
             PeerDead, PeerTimeout, StaleEpoch, ProtocolViolation: the ring is of no more use.
         """
         if local is not None and (local.shape != out.shape or local.dtype != torch.float32):
-            raise ValueError(
-                f"local is {local.dtype} {tuple(local.shape)}, out {out.dtype} {tuple(out.shape)}"
-            )
+            raise ValueError(f"local is {local.dtype} {tuple(local.shape)}, out {out.dtype} {tuple(out.shape)}")
         if self.members == 1:
             out.zero_() if local is None else out.copy_(local)
             return Result((mine,), 0)
@@ -159,9 +158,7 @@ class Ring:
             try:
                 n = self._left.recv_into(view[got:], 0, socket.MSG_WAITALL)
             except BlockingIOError:
-                raise PeerTimeout(
-                    "no byte from the left neighbour in time", suspect=self.left_replica
-                ) from None
+                raise PeerTimeout("no byte from the left neighbour in time", suspect=self.left_replica) from None
             except OSError as error:
                 raise PeerDead(f"left neighbour: {error}", suspect=self.left_replica) from error
             if n == 0:
@@ -172,10 +169,8 @@ class Ring:
         """Release whoever waits on the sockets; any thread may call this, more than once."""
         for sock in (self._left, self._right):
             if sock is not None:
-                try:
+                with contextlib.suppress(OSError):
                     sock.shutdown(socket.SHUT_RDWR)
-                except OSError:
-                    pass
         if self._sender is not None:
             self._sender.fail()
 
@@ -201,9 +196,7 @@ class _Sender:
     def __init__(self, sock: socket.socket, replica: int, name: str) -> None:
         self._sock = sock
         self._replica = replica
-        self._queue: queue.SimpleQueue[tuple[bytes, memoryview | None] | Future[int] | None] = (
-            queue.SimpleQueue()
-        )
+        self._queue: queue.SimpleQueue[tuple[bytes, memoryview | None] | Future[int] | None] = queue.SimpleQueue()
         self._sent = 0
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)

@@ -69,9 +69,7 @@ def header(key: Key, round_: int, chunk: int, nbytes: int, entries: int, empty: 
     )
 
 
-def check(
-    data: bytes, key: Key, round_: int, chunk: int, nbytes: int, entries: int, may_be_empty: bool
-) -> bool:
+def check(data: bytes, key: Key, round_: int, chunk: int, nbytes: int, entries: int, may_be_empty: bool) -> bool:
     """Whether the chunk behind this header is empty (nobody contributed to it yet).
 
     Raises:

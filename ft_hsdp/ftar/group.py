@@ -1,7 +1,7 @@
 """Group: one rank's place in the rings of successive epochs, and the all-reduces that run on them.
 
-Made once. ``configure`` forms the ring of a grant, ``all_reduce`` queues work on it, ``stop`` leaves it. A ring that
-broke stays broken: only a larger epoch helps. Everything but ``all_reduce`` runs on the control loop.
+Made once. ``configure`` forms the ring of a grant, ``all_reduce`` queues work on it, ``stop`` leaves it. A ring
+that broke stays broken: only a larger epoch helps. Everything but ``all_reduce`` runs on the control loop.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from ft_hsdp.ftar.edges import Identity, Listener
 from ft_hsdp.ftar.engine import Result, Ring
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.protocol import RingAbort, RingHello, RingWelcome
-
 
 _CHANNELS: tuple[Literal["data", "control"], ...] = ("data", "control")
 
@@ -170,9 +169,7 @@ class Group:
         if formation.over:
             return
         sockets = [side.get("data") for side in (formation.left, formation.right)]
-        left, right_sock = (
-            edges.blocking(s, self._limits.timeout_s) if s is not None else None for s in sockets
-        )
+        left, right_sock = (edges.blocking(s, self._limits.timeout_s) if s is not None else None for s in sockets)
         ring = Ring(grant.epoch, grant.ring, formation.position, left, right_sock, self._limits.chunk_bytes)
         with self._ready:
             formation.ring = ring
@@ -213,12 +210,8 @@ class Group:
 
     def _refuse(self, hello: RingHello, sock: socket.socket) -> None:
         """Tell a caller that its epoch is over, and show it the newer grant if there is one."""
-        newer = (
-            self._current.grant if self._current and self._current.grant.epoch > hello.grant.epoch else None
-        )
-        self._loop.create_task(
-            _farewell(sock, RingAbort(hello.grant.epoch, self._reason or "stale", None, newer))
-        )
+        newer = self._current.grant if self._current and self._current.grant.epoch > hello.grant.epoch else None
+        self._loop.create_task(_farewell(sock, RingAbort(hello.grant.epoch, self._reason or "stale", None, newer)))
 
     async def _tell(self, formation: _Formation, sock: socket.socket, message: object) -> bool:
         try:
@@ -291,9 +284,7 @@ class Group:
 
     # The work: on its own thread.
 
-    def all_reduce(
-        self, key: Key, local: torch.Tensor | None, out: torch.Tensor, mine: Entry
-    ) -> Future[Result]:
+    def all_reduce(self, key: Key, local: torch.Tensor | None, out: torch.Tensor, mine: Entry) -> Future[Result]:
         """Queue a sum of ``local`` [n] fp32 over the ring of ``key.epoch`` into ``out`` [n].
 
         ``local`` None relays. The work fails with StaleEpoch or PeerDead if the ring is or gets of no more use;

@@ -1,9 +1,9 @@
 """Replay: one process, unsharded, trains what a run's logs say was committed, and compares every bit.
 
-It takes only the recorded contributors, batches, ring orders and chunk plans from the run. That it reaches the same
-lineage at every step and the same digest at the end shows that sums, divisors, learning rates and data were what the
-records say, through all failures. Results depend on the number of threads and on the CPU's instruction set, so a
-replay belongs on the kind of machine that ran the job.
+It takes only the recorded contributors, batches, ring orders and chunk plans from the run. That it reaches the
+same lineage at every step and the same digest at the end shows that sums, divisors, learning rates and data were
+what the records say, through all failures. Results depend on the number of threads and on the CPU's instruction
+set, so a replay belongs on the kind of machine that ran the job.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Layout: where each tensor of a rank's shard lies in one packed buffer.
 
-The layout is derived from the own model and optimizer, never from a peer: a state is accepted only if its layout is
-the one that is expected here.
+The layout is derived from the own model and optimizer, never from a peer: a state is accepted only if its layout
+is the one that is expected here.
 """
 
 from __future__ import annotations
@@ -46,18 +46,14 @@ class Layout:
                 flat = local(tensor)
                 nbytes = flat.numel() * flat.element_size()
                 dtype = str(flat.dtype).removeprefix("torch.")
-                tensors.append(
-                    Tensor(name, kind, dtype, tuple(flat.shape), tuple(tensor.shape), offset, nbytes)
-                )
+                tensors.append(Tensor(name, kind, dtype, tuple(flat.shape), tuple(tensor.shape), offset, nbytes))
                 offset += -(-nbytes // ALIGN) * ALIGN
         return Layout(tuple(tensors), offset)
 
     @property
     def fingerprint(self) -> str:
         """Hash of all names, types, local shapes and places: what a fetched shard must have."""
-        return lineage.digest(
-            [(t.name, t.kind, t.dtype, t.shape, t.global_shape, t.offset) for t in self.tensors]
-        )
+        return lineage.digest([(t.name, t.kind, t.dtype, t.shape, t.global_shape, t.offset) for t in self.tensors])
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

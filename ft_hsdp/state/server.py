@@ -10,6 +10,7 @@ import hmac
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.state import wire
@@ -49,7 +50,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
-    def log_message(self, format: str, *args: object) -> None:
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
         """Nothing: fetches are events of the replica that fetches."""
 
 
@@ -64,21 +65,21 @@ class _Http(ThreadingHTTPServer):
         self.token = token
         self._readers = threading.BoundedSemaphore(MAX_READERS)
 
-    def process_request(self, request, client_address) -> None:  # type: ignore[no-untyped-def]
+    def process_request(self, request: Any, client_address: Any) -> None:
         """Start a reader's thread, unless there are too many."""
         if not self._readers.acquire(blocking=False):
             self.shutdown_request(request)
             return
         super().process_request(request, client_address)
 
-    def process_request_thread(self, request, client_address) -> None:  # type: ignore[no-untyped-def]
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
         """Serve one reader."""
         try:
             super().process_request_thread(request, client_address)
         finally:
             self._readers.release()
 
-    def handle_error(self, request, client_address) -> None:  # type: ignore[no-untyped-def]
+    def handle_error(self, request: Any, client_address: Any) -> None:
         """A reader went away: its own affair."""
 
 

@@ -36,7 +36,7 @@ class Fetching:
 
 
 class RankAgent:
-    """One rank of a replica. ``report`` sends a message to the leader; ``wanted`` asks for a snapshot of a state."""
+    """One rank of a replica. ``report`` tells the leader something; ``wanted`` asks for a snapshot of a state."""
 
     def __init__(
         self,

@@ -84,7 +84,7 @@ class Held:
             self._keep_wanted()
 
     def want(self, state: StateId) -> None:
-        """Have a snapshot of ``state`` taken: now if it is held, else as soon as it is. Any thread but the main one."""
+        """Have a snapshot of ``state`` taken: now if it is held, else as soon as it is. For other threads."""
         with self._lock:
             self._wanted = state
             self._keep_wanted()

@@ -1,8 +1,8 @@
 """HSDP: FSDP2 inside a replica, and the buckets in which its gradient shards go to FTAR.
 
 FSDP2's all-reduce hook gives one flat, padded, reduced shard for each sharded module. The hook only keeps it: the
-bucket is ready when the last of its parameters has its gradient, which is after FSDP2's own division. Order and sizes
-of the buckets are static, because a relay runs no backward.
+bucket is ready when the last of its parameters has its gradient, which is after FSDP2's own division. Order and
+sizes of the buckets are static, because a relay runs no backward.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class Sharded:
 
     def _arrived(self, bucket: Bucket, place: int) -> Callable[[torch.Tensor], None]:
         def count(param: torch.Tensor) -> None:
-            assert bucket.flat is not None and isinstance(param.grad, DTensor)
+            assert bucket.flat is not None
+            assert isinstance(param.grad, DTensor)
             shard = param.grad._local_tensor
             if shard.numel() and shard.data_ptr() != bucket.flat.data_ptr() + place * shard.element_size():
                 raise InvalidArgument("this FSDP2 lays gradients out in another order than ft_hsdp expects")

@@ -116,7 +116,7 @@ class Job:
     def optimizer(
         self, optimizer: torch.optim.Optimizer, schedule: Schedule | None = None, clip: float | None = None
     ) -> Optimizer:
-        """Wrap ``optimizer``; ``schedule(step)`` from 1 is a factor on its learning rate, ``clip`` the largest norm."""
+        """Wrap ``optimizer``; ``schedule(step)`` (from 1) is a factor on its rate, ``clip`` the largest norm."""
         prime(optimizer)
         groups = Groups(optimizer, schedule)
         self._held = Held(self._sharded, groups, self.config.replicas, self.rank, self.ranks)
@@ -251,7 +251,8 @@ class Job:
             traffic = reducer.traffic
             timing = Timing(now - self._since, {"exchange": waited}, traffic.bytes_sent, traffic.seconds)
             tokens = self._tokens * len(record.contributors)
-            self._log.committed(record, self._held.rate(record), tokens, timing, self.replica in record.contributors)
+            mine = self.replica in record.contributors
+            self._log.committed(record, self._held.rate(record), tokens, timing, mine)
         self._held.apply(record, letter.reduced, self._clip, self._accumulate)
         reducer.give_back(letter.reduced)
         self._since = now

@@ -1,6 +1,6 @@
 """Mailbox: what the control loop has decided and the main thread has to do, in one order on all ranks.
 
-All ranks of a replica get the same letters in the same order, so that the collectives which follow from them match.
+All ranks of a replica get the same letters in the same order, so that the collectives that follow match.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Optimizer: applies committed steps. What is applied follows from the commit record alone.
 
-The user's optimizer does the update; divisor, clipping and learning rate come from the record, so every replica does
-the same. The stored learning rate is the one before lr_scale.
+The user's optimizer does the update; divisor, clipping and learning rate come from the record, so every replica
+does the same. The stored learning rate is the one before lr_scale.
 """
 
 from __future__ import annotations

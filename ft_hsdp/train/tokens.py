@@ -88,9 +88,7 @@ def _listing(path: str) -> tuple[Path, list[tuple[str, int, int]]]:
         ]
     except (OSError, RuntimeError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise ConfigError(
-            "data.path", path, f"stdlib, or a file or folder that can be read ({reason})"
-        ) from None
+        raise ConfigError("data.path", path, f"stdlib, or a file or folder that can be read ({reason})") from None
     if not files:
         raise ConfigError("data.path", path, "a file or folder with text in it (there is none)")
     return root, files
@@ -123,9 +121,7 @@ def _lock(descriptor: int, ready: Path) -> None:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             if time.monotonic() > deadline:
-                raise Retryable(
-                    f"another process has been preparing {ready} for {_PREPARE_S:.0f} s"
-                ) from None
+                raise Retryable(f"another process has been preparing {ready} for {_PREPARE_S:.0f} s") from None
             time.sleep(0.05)
 
 

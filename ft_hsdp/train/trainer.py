@@ -70,6 +70,6 @@ def main(config: Config, replica: int, run: Path) -> int:
     try:
         train(config, replica, run)
     except FtHsdpError as error:
-        print(error, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{error}\n")
         return error.exit_code
     return EXIT_OK

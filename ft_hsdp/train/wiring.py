@@ -106,7 +106,7 @@ class Wiring:
         error = context.get("exception")
         if isinstance(error, ConnectionError) or self._ending:
             return
-        print(f"control loop: {context.get('message')}", file=sys.stderr)
+        sys.stderr.write(f"control loop: {context.get('message')}\n")
         if error is not None:
             traceback.print_exception(error)
         self._die("the control loop failed")

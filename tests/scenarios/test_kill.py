@@ -7,8 +7,7 @@ import signal
 from pathlib import Path
 
 import pytest
-
-from tests.scenarios.job import Job, check
+from scenario_job import Job, check
 
 pytestmark = pytest.mark.multiproc
 

@@ -65,7 +65,8 @@ def test_the_transcript_is_the_shortest_way() -> None:
         result = explore(bounds())
     assert result.violation.startswith("stuck")
     assert not result.exhausted
-    assert result.transcript[-1] == "replica 2 gets the token of epoch 1 step 1: pass 1 yes"
+    assert result.transcript[-1].endswith("gets the token of epoch 1 step 1: pass 1 yes")
+    assert len(result.transcript) == 5
 
 
 def _ignore_it(s: Replica, token: object) -> core.Step:
@@ -174,8 +175,8 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         True,
         "two histories: ",
     ),
-    "silence is death": ([(state, "_alive", _never)], LINK, True, ""),
-    "no overlap with other epochs": ([(quorum, "uncovered", _nobody)], PAIR, True, "two histories: "),
+    "silence is death": ([(state, "_alive", _never)], PAIR, True, ""),
+    "no overlap with other epochs": ([(quorum, "uncovered", _nobody)], PAIR, True, ""),
     "no overlap for the last step": (
         [(state, "_form", _answer_final_at_once(state._form))],
         bounds(steps=1, pauses=2, breaks=2),
@@ -205,6 +206,14 @@ def _is_readable(result: Result) -> None:
     for line in result.transcript:
         assert SENTENCE.fullmatch(line), line
     assert result.violation.startswith(
-        ("agreement: ", "exactly once: ", "lost commit: ", "two histories: ", "stuck: ", "the head went back")
+        (
+            "agreement: ",
+            "exactly once: ",
+            "lost commit: ",
+            "two histories: ",
+            "stuck: ",
+            "the head went back",
+            "given up: ",
+        )
     )
     assert f"{len(result.transcript):3d}. {result.transcript[-1]}" in str(result)

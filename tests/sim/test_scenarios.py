@@ -14,7 +14,7 @@ from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.sim.invariants import Violation
 from ft_hsdp.sim.world import Bounds
-from lighthouse import quorum
+from lighthouse import quorum, state
 from lighthouse.quorum import highest
 from lighthouse.state import (
     Asked,
@@ -242,7 +242,7 @@ def test_the_last_step_is_decided_like_any_other() -> None:
 
 
 def test_a_record_that_a_later_decision_passed_over_stays_dead() -> None:
-    s = scenario(steps=1, breaks=3, pauses=3).play(
+    lines = (
         *ADOPT,
         "a link of replica 1 in epoch 1 breaks",
         "replica 0 holds the sum of epoch 1 step 1",
@@ -256,8 +256,14 @@ def test_a_record_that_a_later_decision_passed_over_stays_dead() -> None:
         "the grace of the silent ends",
         "replica 1 sees the ring of epoch 2 break",
     )
+    faults = {"steps": 1, "breaks": 3, "pauses": 3}
+    s = scenario(**faults).play(*lines)
     s.run_out()
     assert len(set(s.world.content)) == 1
+    with mock.patch.object(state, "_overruled", return_value=False):
+        s = scenario(**faults).play(*lines, "the grace of the silent ends")
+        with pytest.raises(Violation, match="two histories"):
+            s.play("replica 0 gets final", "replica 1 gets final")
 
 
 def test_a_yes_of_one_left_behind_is_not_forgotten() -> None:

@@ -52,9 +52,7 @@ def test_targets_are_the_inputs_one_token_later() -> None:
     assert inputs.is_contiguous()
     assert targets.is_contiguous()
     assert torch.equal(targets, inputs + 1)
-    assert torch.equal(
-        inputs % 9, torch.arange(9).expand(3, 9)
-    )  # a window starts at a multiple of its length
+    assert torch.equal(inputs % 9, torch.arange(9).expand(3, 9))  # a window starts at a multiple of its length
     assert (inputs[:, 0] // 9).tolist() == [window for _, window in batches.windows_of(1, 4, 1)]
 
 

@@ -35,9 +35,7 @@ def test_the_shape_follows_from_the_configuration() -> None:
 
 
 def test_the_loss_starts_near_that_of_a_guess() -> None:
-    loss = Transformer(ModelArgs.of(ModelConfig(dim=64, heads=4, layers=4), 257, 16))(
-        (draw(8), draw(8, seed=1))
-    )
+    loss = Transformer(ModelArgs.of(ModelConfig(dim=64, heads=4, layers=4), 257, 16))((draw(8), draw(8, seed=1)))
     assert loss.item() == pytest.approx(math.log(257), abs=0.15)
 
 

@@ -70,9 +70,8 @@ class Job:
 
     def events(self, name: str, **facts: object) -> list[dict[str, Any]]:
         """The events of one name with these facts."""
-        return [
-            e for e in self.rows("events.jsonl") if e["event"] == name and all(e.get(k) == v for k, v in facts.items())
-        ]
+        named = (e for e in self.rows("events.jsonl") if e["event"] == name)
+        return [e for e in named if all(e.get(k) == v for k, v in facts.items())]
 
     def step(self) -> int:
         """The newest step that any replica committed."""
@@ -127,8 +126,9 @@ class Job:
 
     def replayed(self) -> dict[str, Any]:
         """Train the recorded run again in one process; the verdict."""
+        command = [sys.executable, str(ROOT / "launcher.py"), "replay", "job", "--json"]
         done = subprocess.run(
-            [sys.executable, str(ROOT / "launcher.py"), "replay", "job", "--json", "--runs-dir", str(self.run.parent)],
+            [*command, "--runs-dir", str(self.run.parent)],
             cwd=self.run.parent,
             capture_output=True,
             text=True,

@@ -1,0 +1,264 @@
+from __future__ import annotations
+
+import contextlib
+import json
+import string
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_hsdp import protocol
+from ft_hsdp.core import assignment, commit, replica
+from ft_hsdp.core.assignment import Continue, Final, Finish, Grant, Member, Refused, Report
+from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Token, Vote
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.errors import ProtocolViolation
+
+TOKEN = "0" * 64
+EVERYTHING = tuple(protocol._MESSAGES.values())
+
+words = st.text(st.sampled_from(string.ascii_letters + string.digits + 'é"\\\n'), max_size=8)
+counts = st.integers(0, 2**40)
+some = st.integers(0, 12)
+rows = st.lists(some, max_size=3).map(tuple)
+floats = st.floats(allow_nan=False, allow_infinity=False)
+addresses = st.lists(words, max_size=2).map(tuple)
+states = st.builds(StateId, counts, counts, words)
+fences = st.builds(Fence, counts, counts, some)
+contributions = st.builds(Contribution, some, some, some, counts, floats)
+batches = st.lists(contributions, max_size=3).map(tuple)
+records = st.builds(
+    CommitRecord, counts, some, counts, words, rows, some, batches, words, floats, floats, some, rows
+)
+members = st.builds(Member, some, words, st.sampled_from(["contribute", "behind"]), addresses, addresses)
+crews = st.lists(members, max_size=3).map(tuple)
+grants = st.builds(
+    Grant, counts, counts, states, crews, some, words, st.lists(fences, max_size=2).map(tuple), words
+)
+maybe = st.none
+reports = st.builds(
+    Report,
+    some,
+    words,
+    states,
+    counts,
+    counts,
+    counts,
+    counts,
+    maybe() | records,
+    maybe() | fences,
+    maybe() | states,
+    rows,
+    rows,
+)
+tokens = st.builds(Token, fences, st.booleans(), st.booleans(), words, rows, rows, words)
+votes = st.builds(Vote, some, fences, words, floats, batches, rows)
+
+MESSAGES: dict[type, st.SearchStrategy[Any]] = {
+    protocol.Ask: st.builds(protocol.Ask, reports, addresses, addresses, words, words),
+    protocol.Wait: st.builds(protocol.Wait, words),
+    protocol.Processes: st.builds(
+        protocol.Processes, st.dictionaries(some, maybe() | words, max_size=3), addresses, rows
+    ),
+    protocol.Overview: st.builds(
+        protocol.Overview,
+        st.lists(st.builds(protocol.Eviction, some, words, words), max_size=2).map(tuple),
+        counts,
+        counts,
+        st.booleans(),
+    ),
+    protocol.RankHello: st.builds(protocol.RankHello, some, words, words, words),
+    protocol.RankBroken: st.builds(protocol.RankBroken, some, counts, words, maybe() | some, st.booleans()),
+    protocol.RankShown: st.builds(protocol.RankShown, some, grants),
+    protocol.RankStopped: st.builds(protocol.RankStopped, some, counts),
+    protocol.RankFetched: st.builds(protocol.RankFetched, some, states),
+    protocol.RankFetchFailed: st.builds(protocol.RankFetchFailed, some, states, words),
+    protocol.RingHello: st.builds(
+        protocol.RingHello, grants, some, some, st.sampled_from(["data", "control"]), words, words
+    ),
+    protocol.RingWelcome: st.builds(protocol.RingWelcome, counts),
+    protocol.RingAbort: st.builds(protocol.RingAbort, counts, words, maybe() | some, maybe() | grants),
+    Vote: votes,
+    commit.Token: tokens,
+    Grant: grants,
+    Continue: st.builds(Continue, counts, counts),
+    Final: st.builds(Final, states, crews),
+    Finish: st.builds(Finish),
+    Refused: st.builds(Refused, words, some),
+    replica.Configure: st.builds(replica.Configure, grants),
+    replica.StopRing: st.builds(replica.StopRing, counts, words),
+    replica.Reduce: st.builds(replica.Reduce, fences, st.sampled_from(["contribute", "behind"]), words),
+    replica.Commit: st.builds(replica.Commit, records),
+    replica.Log: st.builds(replica.Log, records),
+    replica.Discard: st.builds(replica.Discard, words),
+    replica.Install: st.builds(replica.Install, states),
+    replica.Feed: st.builds(replica.Feed, counts),
+    replica.Fetch: st.builds(replica.Fetch, states, crews),
+    replica.Exit: st.builds(replica.Exit, some, words),
+}
+
+GRANT = Grant(1, 7, StateId(6, 12, "abc"), (Member(0, "0-a", "contribute", ("h:1",), ("h:2",)),), 3, "why")
+
+
+def test_every_message_is_covered_here() -> None:
+    assert set(MESSAGES) == set(EVERYTHING)
+
+
+@pytest.mark.parametrize("kind", EVERYTHING, ids=lambda k: k.__name__)
+def test_every_message_survives_the_wire(kind: type) -> None:
+    @given(MESSAGES[kind])
+    def round_trip(message: Any) -> None:
+        data = protocol.encode(message)
+        back = protocol.decode(data, kind)
+        assert type(back) is kind
+        assert back == message
+        assert protocol.encode(back) == data, "what equality does not compare survives too"
+        framed = protocol.frame(message)
+        assert framed[4:] == data
+        assert protocol.LENGTH.unpack(framed[:4]) == (len(data),)
+
+    round_trip()
+
+
+@given(st.binary(max_size=200))
+def test_junk_is_a_violation_and_nothing_else(data: bytes) -> None:
+    with pytest.raises(ProtocolViolation):
+        protocol.decode(data, *EVERYTHING)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | counts | floats | words,
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(words, inner, max_size=4),
+    max_leaves=12,
+)
+
+
+@given(st.sampled_from(EVERYTHING), json_values)
+def test_a_body_of_any_shape_is_valid_or_a_violation(kind: type, body: Any) -> None:
+    data = json.dumps({"type": kind.__name__, "body": body}).encode()
+    try:
+        message = protocol.decode(data, *EVERYTHING)
+    except ProtocolViolation:
+        return
+    assert type(message) is kind
+
+
+@given(json_values)
+def test_a_document_of_any_shape_is_a_violation(document: Any) -> None:
+    with pytest.raises(ProtocolViolation):
+        protocol.decode(json.dumps(document).encode(), *EVERYTHING)
+
+
+@given(st.sampled_from(EVERYTHING).flatmap(lambda k: MESSAGES[k]), st.data())
+def test_a_damaged_message_is_valid_or_a_violation(message: Any, data: st.DataObject) -> None:
+    raw = bytearray(protocol.encode(message))
+    for _ in range(data.draw(st.integers(1, 4))):
+        raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(raw)))
+    for damaged in (bytes(raw), bytes(raw[:cut])):
+        with contextlib.suppress(ProtocolViolation):
+            assert type(protocol.decode(damaged, *EVERYTHING)) in EVERYTHING
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "null", "[]", "7", '"Ask"', "{}", '{"type": 3}', '{"type": "Wait"}', '{"type": ["Wait"], "body": {}}'],
+)
+def test_what_is_no_message_is_refused(text: str) -> None:
+    with pytest.raises(ProtocolViolation):
+        protocol.decode(text.encode(), protocol.Wait)
+
+
+@pytest.mark.parametrize(
+    "data", [b"[" * 100_000, b'{"a":' * 50_000, b"9" * 10_000, b'{"type": "Feed", "body": {"step": 1e999}}']
+)
+def test_json_that_exhausts_the_parser_is_refused(data: bytes) -> None:
+    with pytest.raises(ProtocolViolation):
+        protocol.decode(data, replica.Feed)
+
+
+def test_a_message_has_a_size_limit_that_is_checked_first() -> None:
+    limit = protocol.MAX_MESSAGE
+    fits = protocol.encode(protocol.Wait("x" * (limit - 100)))
+    assert len(fits) < limit
+    assert protocol.decode(fits, protocol.Wait).reason[:1] == "x"
+    with pytest.raises(ProtocolViolation, match=f"message of {limit + 1} bytes"):
+        protocol.decode(b"x" * (limit + 1), protocol.Wait)
+
+
+def test_a_message_of_another_type_is_not_let_in() -> None:
+    data = protocol.encode(replica.Exit(0, "all is well"))
+    assert protocol.decode(data, replica.Exit) == replica.Exit(0, "all is well")
+    with pytest.raises(ProtocolViolation, match="'Exit' is not expected here"):
+        protocol.decode(data, protocol.Wait, assignment.Grant)
+    with pytest.raises(ProtocolViolation):
+        protocol.decode(data)
+
+
+def test_a_missing_or_mistyped_field_is_named() -> None:
+    with pytest.raises(ProtocolViolation, match="Wait"):
+        protocol.decode(b'{"type": "Wait", "body": {}}', protocol.Wait)
+    with pytest.raises(ProtocolViolation):
+        protocol.decode(b'{"type": "Feed", "body": {"step": "soon"}}', replica.Feed)
+    with pytest.raises(ProtocolViolation):
+        protocol.decode(b'{"type": "Reduce", "body": {"fence": {}, "role": "king", "prev": ""}}', replica.Reduce)
+
+
+def test_a_signed_grant_is_genuine_also_after_the_wire() -> None:
+    signed = protocol.sign(TOKEN, GRANT)
+    protocol.verify(TOKEN, signed)
+    protocol.verify(TOKEN, protocol.decode(protocol.encode(signed), Grant))
+    assert protocol.sign(TOKEN, signed) == signed
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        {"term": 2},
+        {"epoch": 8},
+        {"base": StateId(6, 13, "abc")},
+        {"members": ()},
+        {"members": (replace(GRANT.members[0], role="behind"),)},
+        {"members": (replace(GRANT.members[0], incarnation="0-b"),)},
+        {"members": (replace(GRANT.members[0], ring=("evil:1",)),)},
+        {"members": (replace(GRANT.members[0], state=("evil:1",)),)},
+        {"total": 4},
+        {"reason": "because"},
+        {"void": (Fence(6, 13, 0),)},
+        {"mac": ""},
+        {"mac": "0" * 64},
+    ],
+    ids=lambda f: next(iter(f)),
+)
+def test_a_changed_grant_is_found_out(forged: dict[str, Any]) -> None:
+    with pytest.raises(ProtocolViolation, match="wrong MAC"):
+        protocol.verify(TOKEN, replace(protocol.sign(TOKEN, GRANT), **forged))
+
+
+def test_another_job_cannot_sign() -> None:
+    with pytest.raises(ProtocolViolation, match="epoch 7 has a wrong MAC"):
+        protocol.verify(TOKEN, protocol.sign("1" * 64, GRANT))
+
+
+@given(grants)
+def test_any_grant_can_be_signed(grant: Grant) -> None:
+    signed = protocol.sign(TOKEN, grant)
+    protocol.verify(TOKEN, signed)
+    assert replace(signed, mac=grant.mac) == grant
+
+
+@given(words, words)
+def test_a_mac_tells_its_parts_apart(a: str, b: str) -> None:
+    assert protocol.mac(TOKEN, a, b) == protocol.mac(TOKEN, a, b)
+    assert protocol.mac(TOKEN, a, b) != protocol.mac(TOKEN, a + b)
+    assert protocol.genuine(TOKEN, protocol.mac(TOKEN, a, b), a, b)
+    assert not protocol.genuine(TOKEN, protocol.mac(TOKEN, a, b), a, b + "!")
+
+
+@pytest.mark.parametrize("mac", ["é", "\ud800", "\0", "x" * 1000])
+def test_a_mac_that_is_no_row_of_digits_is_just_wrong(mac: str) -> None:
+    with pytest.raises(ProtocolViolation, match="wrong MAC"):
+        protocol.verify(TOKEN, replace(GRANT, mac=mac))
