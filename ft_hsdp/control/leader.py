@@ -23,6 +23,7 @@ from ft_hsdp.events import Journal
 from ft_hsdp.protocol import RankBroken, RankFetched, RankFetchFailed, RankShown, RankStopped
 
 RETRY_S = 0.2
+KEPT_EPOCHS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +149,8 @@ class Leader:
                 self._tally = Tally(fence, self._settings.ranks)
                 self._outlets.order(effect)
             case core.StopRing(epoch):
-                self._stopped = {epoch: self._stopped.get(epoch, set())}
+                recent = {e: ranks for e, ranks in self._stopped.items() if e > epoch - KEPT_EPOCHS}
+                self._stopped = {**recent, epoch: recent.get(epoch, set())}
                 self._outlets.order(effect)
             case core.Fetch():
                 self._fetched = set()

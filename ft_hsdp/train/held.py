@@ -61,6 +61,7 @@ class Held:
         with self._lock:
             if self.state is None or record.prev != self.state.lineage:
                 raise RuntimeError(f"record of step {record.step} does not build on {self.state}")
+            self._keep_wanted()
             finish(record, reduced, clip, accumulate)
             self._sharded.assign(reduced)
             self._groups.step(record)
@@ -84,9 +85,12 @@ class Held:
             self._keep_wanted()
 
     def want(self, state: StateId) -> None:
-        """Have a snapshot of ``state`` taken: now if it is held, else as soon as it is. For other threads."""
+        """Have a snapshot of ``state`` taken, before it is left behind or as soon as it is reached."""
+        self._wanted = state
+
+    def keep_wanted(self) -> None:
+        """Take the snapshot that is wanted, if its state is held now. For threads other than the main one."""
         with self._lock:
-            self._wanted = state
             self._keep_wanted()
 
     def keep(self) -> None:

@@ -61,9 +61,9 @@ class Sharded:
         """One bucket for each module that owns parameters, in the order in which backward ends with them."""
         owners: list[tuple[Any, list[DTensor]]] = []
         seen: set[int] = set()
-        root, *parts = [m for m in self.model.modules() if isinstance(m, FSDPModule)]
+        root, *parts = (m for m in self.model.modules() if isinstance(m, FSDPModule))
         for module in [*parts, root]:  # the root comes last: it owns what no part owns
-            mine = [p for p in module.parameters() if isinstance(p, DTensor) and id(p) not in seen]
+            mine: list[DTensor] = [p for p in module.parameters() if isinstance(p, DTensor) and id(p) not in seen]
             seen.update(id(p) for p in mine)
             if mine:
                 owners.append((module, mine))

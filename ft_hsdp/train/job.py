@@ -59,6 +59,18 @@ class Optimizer:
     def __init__(self, job: Job) -> None:
         self._job = job
 
+    @property
+    def clip(self) -> float | None:
+        """Largest norm of the reduced gradient; None does not clip. Set it before the first batch, on all ranks.
+
+        Gradients are not reduced yet after backward, so clipping has to happen inside ``step``.
+        """
+        return self._job._clip
+
+    @clip.setter
+    def clip(self, norm: float | None) -> None:
+        self._job._clip = norm
+
     def step(self) -> bool:
         """Reduce, vote, commit and apply; True if this replica's gradient is in the committed step.
 
@@ -113,14 +125,11 @@ class Job:
         model.register_forward_hook(self._saw_loss)
         return model
 
-    def optimizer(
-        self, optimizer: torch.optim.Optimizer, schedule: Schedule | None = None, clip: float | None = None
-    ) -> Optimizer:
-        """Wrap ``optimizer``; ``schedule(step)`` (from 1) is a factor on its rate, ``clip`` the largest norm."""
+    def optimizer(self, optimizer: torch.optim.Optimizer, schedule: Schedule | None = None) -> Optimizer:
+        """Wrap ``optimizer``; ``schedule(step)`` (from 1) is a factor on its learning rate."""
         prime(optimizer)
         groups = Groups(optimizer, schedule)
         self._held = Held(self._sharded, groups, self.config.replicas, self.rank, self.ranks)
-        self._clip = clip
         return Optimizer(self)
 
     def warm_up(self, once: Callable[[], None]) -> None:

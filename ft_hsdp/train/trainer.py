@@ -58,7 +58,8 @@ def train(config: Config, replica: int, run: Path) -> None:
     signal.signal(signal.SIGTERM, lambda *_: job.leave())
     model = job.shard(build(config))
     optimizer = build_optimizer(config, list(model.parameters()))
-    optim = job.optimizer(optimizer, lambda step: factor(config, step), config.optim.clip)
+    optim = job.optimizer(optimizer, lambda step: factor(config, step))
+    optim.clip = config.optim.clip
     job.warm_up(lambda: model(data.batch(replica, 0, job.rank)).backward())
     for batch in job.batches(data, config.train.accumulate):
         model(batch).backward()

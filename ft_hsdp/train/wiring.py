@@ -155,7 +155,8 @@ class Wiring:
 
     def _want(self, state: Any) -> None:
         """Snapshots are copied off the loop."""
-        self._loop.run_in_executor(None, self._held.want, state)
+        self._held.want(state)
+        self._loop.run_in_executor(None, self._held.keep_wanted)
 
     # Check-in.
 

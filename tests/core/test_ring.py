@@ -16,7 +16,7 @@ def reduced(ring: tuple[int, ...], contributors: frozenset[int], elements: int) 
     """What each member holds, per element, after an all-reduce by the rounds alone."""
     members = len(ring)
     plan = shards(elements, members)
-    mine = [[(r,) if r in contributors else () for _ in range(elements)] for r in ring]
+    mine: list[list[Sum]] = [[(r,) if r in contributors else () for _ in range(elements)] for r in ring]
     held: list[list[Sum | None]] = [list(row) if members == 1 else [None] * elements for row in mine]
     partial = [list(row) for row in mine]
     table = [rounds(p, members) for p in range(members)]

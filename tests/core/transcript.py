@@ -57,7 +57,7 @@ class Driver:
     def feed(self, line: str) -> list[str]:
         """What happens on ``line``: effects, then the state after."""
         verb, *rest = line.split()
-        words: Words = dict(w.split("=", 1) if "=" in w else (w, "") for w in rest)
+        words: Words = {key: value for key, _, value in (w.partition("=") for w in rest)}
         if verb == "replica":
             me = int(words["me"])
             self.replica = Replica(me, f"{me}-0", int(words["steps"]), ZERO, ZERO)
@@ -170,6 +170,7 @@ class Driver:
                 extra += [f"after {r.after}"] if r.after else []
                 extra += [f"prepared for {self._called(r.prepared.state_id)}"] if r.prepared else []
                 extra += [f"void {short(r.void)}"] if r.void else []
+                extra += [f"in doubt about {self._called(r.doubt)}"] if r.doubt else []
                 extra += [f"equal {list(r.equal)}"] if r.equal else []
                 extra += [f"leaving {list(r.leaving)}"] if r.leaving else []
                 return ", ".join([f"ask for step {r.step}: holds {self._called(r.state)}", *extra])

@@ -1,0 +1,44 @@
+"""docs/examples/own_loop.py, as a user runs it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from torchrun_job import ROOT, TorchrunJob, check
+
+EXAMPLE = ROOT / "docs" / "examples" / "own_loop.py"
+SETTINGS = """
+replicas: 2
+ranks_per_replica: {ranks}
+train: {{steps: {steps}, micro_batch: 16, accumulate: {accumulate}}}
+optim: {{lr: 3.0e-3, clip: 1.0}}
+"""
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("ranks", "victim", "accumulate", "steps"), [(2, 1, 2, 100), (1, 0, 1, 150)])
+def test_a_users_own_loop_survives_the_loss_of_a_rank(
+    tmp_path: Path, ranks: int, victim: int, accumulate: int, steps: int
+) -> None:
+    settings = SETTINGS.format(ranks=ranks, steps=steps, accumulate=accumulate)
+    with TorchrunJob(tmp_path, settings) as job:
+        replicas = [job.torchrun(r, ranks, EXAMPLE, "CONFIG") for r in range(2)]
+        job.until(lambda: job.step(0) >= 10, "step 10")
+        job.kill(replicas[1], victim)
+        finals = job.finals(replicas)
+        check(finals, steps, ["0", "1"])
+        rows = job.rows(0)
+        assert [r["step"] for r in rows] == list(range(1, steps + 1)), "the survivor missed a step"
+        assert [0] in [r["contributors"] for r in rows], "the survivor waited for the other one"
+        assert rows[-1]["loss"] < 0.75 * rows[0]["loss"]
+
+
+def test_the_page_shows_the_lines_of_the_example() -> None:
+    page = (ROOT / "docs" / "library.md").read_text()
+    lines = [line.strip() for line in EXAMPLE.read_text().splitlines() if line.endswith("# FT")]
+    assert 5 <= len(lines) <= 12
+    for line in lines:
+        code = re.sub(r"\s*# FT$", "", line)
+        assert code in page, code

@@ -1,0 +1,110 @@
+"""A job under test whose replicas are started by torchrun, each in a session of its own, beside a lighthouse."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from ft_hsdp.launch.processes import environment
+
+ROOT = Path(__file__).parents[1]
+DEADLINE_S = 90.0
+
+
+class TorchrunJob:
+    """A lighthouse and torchruns; a context that leaves no process behind."""
+
+    def __init__(self, folder: Path, settings: str) -> None:
+        self.folder = folder
+        self.run = folder / "runs" / "job"
+        self._config = folder / "config.yaml"
+        self._config.write_text(f"job: {{name: job}}\n{settings}\n")
+        self._started: list[subprocess.Popen[bytes]] = []
+
+    def __enter__(self) -> TorchrunJob:
+        self.lighthouse = self._start("lighthouse", [str(ROOT / "launcher.py"), "lighthouse", str(self._config)])
+        self.until(lambda: (self.run / "lighthouse.json").exists(), "the lighthouse listens")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self._started:
+            if process.poll() is None:
+                ranks = psutil.Process(process.pid).children(recursive=True)
+                for each in (process, *ranks):
+                    each.kill()
+            process.wait()
+
+    def _start(self, name: str, arguments: list[str]) -> subprocess.Popen[bytes]:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, *arguments],
+                cwd=self.folder,
+                env=environment(),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        self._started.append(process)
+        return process
+
+    def torchrun(self, replica: int, ranks: int, script: Path, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start ``script`` with ``arguments``, where CONFIG is the job's file."""
+        options = ["--standalone", f"--nproc-per-node={ranks}", "--max-restarts=3"]
+        words = [str(self._config) if a == "CONFIG" else a for a in arguments]
+        command = ["-m", "torch.distributed.run", *options, str(script), *words, "--replica", str(replica)]
+        return self._start(f"replica{replica}", command)
+
+    def rows(self, replica: int) -> list[dict[str, Any]]:
+        """The steps that a replica committed, as far as they are written down."""
+        try:
+            text = (self.run / "replicas" / str(replica) / "commits.jsonl").read_text()
+        except OSError:
+            return []
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def step(self, replica: int) -> int:
+        """The newest step that a replica committed."""
+        rows = self.rows(replica)
+        return rows[-1]["step"] if rows else 0
+
+    def kill(self, torchrun: subprocess.Popen[bytes], rank: int) -> None:
+        """SIGKILL one rank of a replica."""
+        children = psutil.Process(torchrun.pid).children()
+        victim = next(c for c in children if c.environ().get("RANK") == str(rank))
+        victim.send_signal(signal.SIGKILL)
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        """Wait for a condition; fail at the deadline."""
+        end = time.monotonic() + DEADLINE_S
+        while not condition():
+            assert time.monotonic() < end, f"not within {DEADLINE_S} s: {what}\n{self.tails()}"
+            time.sleep(0.02)
+
+    def finals(self, torchruns: list[subprocess.Popen[bytes]]) -> list[dict[str, Any]]:
+        """Wait for the end of all replicas; their final states."""
+        for process in torchruns:
+            self.until(lambda process=process: process.poll() is not None, "the job ends")
+            assert process.returncode == 0, self.tails()
+        files = [self.run / "replicas" / str(r) / "final.json" for r in range(len(torchruns))]
+        return [json.loads(f.read_text()) for f in files]
+
+    def tails(self) -> str:
+        """The ends of all logs."""
+        texts = {p.name: p.read_text(errors="replace").splitlines()[-25:] for p in self.folder.glob("*.log")}
+        return "\n".join(f"== {name}{os.linesep}" + "\n".join(lines) for name, lines in texts.items())
+
+
+def check(finals: list[dict[str, Any]], steps: int, lives: list[str]) -> None:
+    """All replicas end at one state, each in the life that is expected."""
+    assert {f["step"] for f in finals} == {steps}
+    assert len({(f["lineage"], f["digest"]) for f in finals}) == 1, finals
+    assert [f["incarnation"].rpartition("-")[2] for f in finals] == lives
