@@ -19,7 +19,7 @@ def _healthy(run: RunDir, replica: int) -> bool:
     listed = read_json(run.processes(replica)) or {"restarts": 0, "ranks": []}
     if any(rank["state"] != "running" for rank in listed["ranks"]):
         return run.final(replica).exists()
-    return listed["restarts"] == 0 or run.replica_events(replica).exists()
+    return listed["restarts"] == 0 or bool(read_jsonl(run.replica_events(replica)))
 
 
 def main(config: Config, replica: int, path: Path) -> int:
