@@ -1,4 +1,4 @@
-"""Plot the losses of several runs in one picture: python docs/plot_loss.py OUT.svg RUN [RUN ...] (needs matplotlib)."""
+"""Plot the losses of several runs: python docs/plot_loss.py OUT.svg RUN [RUN ...] (needs matplotlib)."""
 
 from __future__ import annotations
 

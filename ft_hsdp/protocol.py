@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 
-from ft_hsdp.core import assignment, commit, replica
+from ft_hsdp.core import assignment, commit, effects
 from ft_hsdp.core.assignment import Grant, Report
 from ft_hsdp.core.commit import Vote
 from ft_hsdp.core.lineage import StateId
@@ -175,8 +175,8 @@ _MESSAGES = {
         *(Ask, Wait, Processes, Overview, RankHello, RankBroken, RankShown, RankStopped, RankFetched),
         *(RankFetchFailed, RingHello, RingWelcome, RingAbort, Vote, commit.Token),
         *(assignment.Grant, assignment.Continue, assignment.Final, assignment.Finish, assignment.Refused),
-        *(replica.Configure, replica.StopRing, replica.Reduce, replica.Commit, replica.Log, replica.Discard),
-        *(replica.Install, replica.Feed, replica.Fetch, replica.Exit),
+        *(effects.Configure, effects.StopRing, effects.Reduce, effects.Commit, effects.Log, effects.Discard),
+        *(effects.Install, effects.Feed, effects.Fetch, effects.Exit),
     )
 }
 

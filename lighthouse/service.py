@@ -18,6 +18,7 @@ from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import Ask, Eviction, Overview, Processes, Wait
 from lighthouse import admission, health
 from lighthouse.admission import Job
+from lighthouse.decide import transition
 from lighthouse.quorum import Incarnation
 from lighthouse.state import (
     Asked,
@@ -30,7 +31,6 @@ from lighthouse.state import (
     Request,
     State,
     Ticked,
-    transition,
 )
 from lighthouse.store import Store, StoreFailed
 

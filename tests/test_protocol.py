@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_hsdp import protocol
-from ft_hsdp.core import assignment, commit, replica
+from ft_hsdp.core import assignment, commit, effects
 from ft_hsdp.core.assignment import Continue, Final, Finish, Grant, Member, Refused, Report
 from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Token, Vote
 from ft_hsdp.core.lineage import StateId
@@ -88,16 +88,16 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     Final: st.builds(Final, states, crews),
     Finish: st.builds(Finish),
     Refused: st.builds(Refused, words, some),
-    replica.Configure: st.builds(replica.Configure, grants),
-    replica.StopRing: st.builds(replica.StopRing, counts, words),
-    replica.Reduce: st.builds(replica.Reduce, fences, st.sampled_from(["contribute", "behind"]), words),
-    replica.Commit: st.builds(replica.Commit, records),
-    replica.Log: st.builds(replica.Log, records),
-    replica.Discard: st.builds(replica.Discard, words),
-    replica.Install: st.builds(replica.Install, states),
-    replica.Feed: st.builds(replica.Feed, counts),
-    replica.Fetch: st.builds(replica.Fetch, states, crews),
-    replica.Exit: st.builds(replica.Exit, some, words),
+    effects.Configure: st.builds(effects.Configure, grants),
+    effects.StopRing: st.builds(effects.StopRing, counts, words),
+    effects.Reduce: st.builds(effects.Reduce, fences, st.sampled_from(["contribute", "behind"]), words),
+    effects.Commit: st.builds(effects.Commit, records),
+    effects.Log: st.builds(effects.Log, records),
+    effects.Discard: st.builds(effects.Discard, words),
+    effects.Install: st.builds(effects.Install, states),
+    effects.Feed: st.builds(effects.Feed, counts),
+    effects.Fetch: st.builds(effects.Fetch, states, crews),
+    effects.Exit: st.builds(effects.Exit, some, words),
 }
 
 GRANT = Grant(1, 7, StateId(6, 12, "abc"), (Member(0, "0-a", "contribute", ("h:1",), ("h:2",)),), 3, "why")
@@ -177,7 +177,7 @@ def test_what_is_no_message_is_refused(text: str) -> None:
 )
 def test_json_that_exhausts_the_parser_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolViolation):
-        protocol.decode(data, replica.Feed)
+        protocol.decode(data, effects.Feed)
 
 
 def test_a_message_has_a_size_limit_that_is_checked_first() -> None:
@@ -190,8 +190,8 @@ def test_a_message_has_a_size_limit_that_is_checked_first() -> None:
 
 
 def test_a_message_of_another_type_is_not_let_in() -> None:
-    data = protocol.encode(replica.Exit(0, "all is well"))
-    assert protocol.decode(data, replica.Exit) == replica.Exit(0, "all is well")
+    data = protocol.encode(effects.Exit(0, "all is well"))
+    assert protocol.decode(data, effects.Exit) == effects.Exit(0, "all is well")
     with pytest.raises(ProtocolViolation, match="'Exit' is not expected here"):
         protocol.decode(data, protocol.Wait, assignment.Grant)
     with pytest.raises(ProtocolViolation):
@@ -202,9 +202,9 @@ def test_a_missing_or_mistyped_field_is_named() -> None:
     with pytest.raises(ProtocolViolation, match="Wait"):
         protocol.decode(b'{"type": "Wait", "body": {}}', protocol.Wait)
     with pytest.raises(ProtocolViolation):
-        protocol.decode(b'{"type": "Feed", "body": {"step": "soon"}}', replica.Feed)
+        protocol.decode(b'{"type": "Feed", "body": {"step": "soon"}}', effects.Feed)
     with pytest.raises(ProtocolViolation):
-        protocol.decode(b'{"type": "Reduce", "body": {"fence": {}, "role": "king", "prev": ""}}', replica.Reduce)
+        protocol.decode(b'{"type": "Reduce", "body": {"fence": {}, "role": "king", "prev": ""}}', effects.Reduce)
 
 
 def test_a_signed_grant_is_genuine_also_after_the_wire() -> None:

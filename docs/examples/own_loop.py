@@ -67,7 +67,8 @@ def main() -> None:
     torch.manual_seed(config.train.seed)
     model = job.shard(Classifier())  # FT
     adam = torch.optim.AdamW(model.parameters(), lr=config.optim.lr)
-    optim = job.optimizer(adam, lambda step: min(1.0, step / 10), clip=config.optim.clip)  # FT
+    optim = job.optimizer(adam, lambda step: min(1.0, step / 10))  # FT
+    optim.clip = config.optim.clip  # FT
     job.warm_up(lambda: model(data.batch(0, 0, job.rank)).backward())  # FT
     for batch in job.batches(data, config.train.accumulate):  # FT
         loss = model(batch)

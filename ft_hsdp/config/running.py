@@ -106,7 +106,9 @@ class RestartConfig(Section):
     budget: Int = Field(20, ge=0, le=10**6, description="restarts per replica before it is given up")
     backoff_s: Number = Field(0.0, ge=0, le=DAY_S, description="wait before a second restart; doubles with each")
     backoff_max_s: Number = Field(30.0, ge=0, le=DAY_S, description="longest wait before a restart")
-    hold_s: Number = Field(2.0, ge=0, le=DAY_S, description="time that a rank has to end by itself before SIGKILL")
+    hold_s: Number = Field(
+        2.0, ge=0, le=DAY_S, description="how long a restart may wait for the survivors' commit"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

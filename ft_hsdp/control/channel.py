@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from ft_hsdp import protocol
-from ft_hsdp.core import replica as core
+from ft_hsdp.core import effects
 from ft_hsdp.core.commit import Vote
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import (
@@ -19,8 +19,8 @@ from ft_hsdp.protocol import (
 )
 
 ORDERS = (
-    *(core.Configure, core.StopRing, core.Reduce, core.Commit, core.Log, core.Discard),
-    *(core.Install, core.Feed, core.Fetch, core.Exit),
+    *(effects.Configure, effects.StopRing, effects.Reduce, effects.Commit, effects.Log, effects.Discard),
+    *(effects.Install, effects.Feed, effects.Fetch, effects.Exit),
 )
 REPORTS = (RankBroken, RankShown, RankStopped, RankFetched, RankFetchFailed, Vote)
 HELLO_TIMEOUT_S = 10.0

@@ -12,7 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 from ft_hsdp.core.commit import Token
-from ft_hsdp.core.replica import Event, Replica, RingBroken
+from ft_hsdp.core.events import Event, RingBroken
+from ft_hsdp.core.replica import Replica
 from ft_hsdp.errors import ConfigError
 
 NAMES = ("verdict.stop", "record.lost")

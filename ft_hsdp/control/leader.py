@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from ft_hsdp import protocol
 from ft_hsdp.control.failpoints import Failpoints
 from ft_hsdp.control.lighthouse_client import LighthouseClient
-from ft_hsdp.core import lr
+from ft_hsdp.core import effects, events, lr
 from ft_hsdp.core import replica as core
 from ft_hsdp.core.commit import Fence, Tally, Token, Vote
 from ft_hsdp.core.lineage import StateId
@@ -82,14 +82,14 @@ class Leader:
         """Check in: the replica is warm."""
         self._contact = time.monotonic()
         self._journal.event("CheckedIn", "warm", state=str(self.replica.state))
-        self.handle(core.Started())
+        self.handle(events.Started())
 
-    def handle(self, event: core.Event) -> None:
+    def handle(self, event: events.Event) -> None:
         """One event through the core; its effects are carried out in order."""
         before = self._failpoints.record_lost(self.replica, event)
-        self.replica, effects = core.transition(before, event)
-        self._note(before, event, effects)
-        for effect in effects:
+        self.replica, due = core.transition(before, event)
+        self._note(before, event, due)
+        for effect in due:
             self._perform(effect)
         if self.replica.phase is core.Phase.VOTED and before.phase is not core.Phase.VOTED:
             loop = asyncio.get_running_loop()
@@ -112,9 +112,9 @@ class Leader:
                 if grant is not None and grant.epoch == epoch and self.replica.intact and not planned:
                     facts = {"epoch": epoch, "suspect": suspect, "cause": cause, "at_rank": rank}
                     self._journal.event("RingBroken", cause, **facts)
-                self.handle(core.RingBroken(epoch))
+                self.handle(events.RingBroken(epoch))
             case RankShown(_, grant):
-                self.handle(core.GrantShown(grant))
+                self.handle(events.GrantShown(grant))
             case RankStopped(rank, epoch):
                 self._stopped.setdefault(epoch, set()).add(rank)
                 self._all_stopped.set()
@@ -122,37 +122,37 @@ class Leader:
                 if base == self.replica.fetching:
                     self._fetched.add(rank)
                     if len(self._fetched) == self._settings.ranks:
-                        self.handle(core.Fetched(base))
+                        self.handle(events.Fetched(base))
             case RankFetchFailed(_, base, reason):
-                self.handle(core.FetchFailed(base, reason))
+                self.handle(events.FetchFailed(base, reason))
 
     def token(self, token: Token) -> None:
         """The commit token came from the left."""
-        self.handle(core.TokenArrived(token))
+        self.handle(events.TokenArrived(token))
 
     def close(self) -> None:
         """Stop asking."""
         if self._ask is not None:
             self._ask.cancel()
 
-    def _perform(self, effect: core.Effect) -> None:
+    def _perform(self, effect: effects.Effect) -> None:
         match effect:
-            case core.Ask(report):
+            case effects.Ask(report):
                 if self._ask is not None:
                     self._ask.cancel()
                 ask = replace(self._about, report=report)
                 self._ask = asyncio.get_running_loop().create_task(self._asking(ask))
-            case core.SendToken(token):
+            case effects.SendToken(token):
                 self._failpoints.verdict(token)
                 self._outlets.token(token)
-            case core.Reduce(fence):
+            case effects.Reduce(fence):
                 self._tally = Tally(fence, self._settings.ranks)
                 self._outlets.order(effect)
-            case core.StopRing(epoch):
+            case effects.StopRing(epoch):
                 recent = {e: ranks for e, ranks in self._stopped.items() if e > epoch - KEPT_EPOCHS}
                 self._stopped = {**recent, epoch: recent.get(epoch, set())}
                 self._outlets.order(effect)
-            case core.Fetch():
+            case effects.Fetch():
                 self._fetched = set()
                 self._outlets.order(effect)
             case _:
@@ -176,9 +176,11 @@ class Leader:
         )
         fence, self._tally = self._tally.fence, None
         if record is None:
-            self._outlets.order(core.Exit(75, f"the ranks of this replica saw different contributors at {fence}"))
+            self._outlets.order(
+                effects.Exit(75, f"the ranks of this replica saw different contributors at {fence}")
+            )
             return
-        self.handle(core.Reduced(fence, record))
+        self.handle(events.Reduced(fence, record))
 
     async def _asking(self, ask: protocol.Ask) -> None:
         """Ask until there is an answer; meanwhile the last grant may be repeated on its lease."""
@@ -204,12 +206,12 @@ class Leader:
         self._contact = time.monotonic()
         self._joined = True
         self._ask = None
-        self.handle(core.Answered(answer))
+        self.handle(events.Answered(answer))
 
     def _unreachable(self, why: str) -> None:
         silent = time.monotonic() - self._contact
         if not self._joined and silent > self._settings.join_timeout_s:
-            self._outlets.order(core.Exit(EXIT_UNREACHABLE, f"{why} for {silent:.0f} s"))
+            self._outlets.order(effects.Exit(EXIT_UNREACHABLE, f"{why} for {silent:.0f} s"))
             return
         self._lapse(why)
 
@@ -219,35 +221,35 @@ class Leader:
             return
         if self.replica.phase is core.Phase.ASKING and self.replica.intact:
             self._journal.event("LeaseUsed", why, epoch=self.replica.fence.epoch, step=self.replica.fence.step)
-        self.handle(core.Unanswered())
+        self.handle(events.Unanswered())
 
-    def _note(self, before: Replica, event: core.Event, effects: tuple[core.Effect, ...]) -> None:
+    def _note(self, before: Replica, event: events.Event, due: tuple[effects.Effect, ...]) -> None:
         """Journal what the core decided."""
         after = self.replica
-        for effect in effects:
+        for effect in due:
             match effect:
-                case core.Configure(grant):
+                case effects.Configure(grant):
                     facts = {"epoch": grant.epoch, "step": after.fence.step, "members": list(grant.ring)}
                     self._journal.event("GrantAdopted", grant.reason, role=after.role, **facts)
-                case core.Commit(record) if self._away and self.replica.me in record.contributors:
+                case effects.Commit(record) if self._away and self.replica.me in record.contributors:
                     self._away = False
                     self._journal.event("Rejoined", "contributes again", **_fence(record.fence))
-                case core.Discard(reason):
+                case effects.Discard(reason):
                     self._away = True
                     self._journal.event("LeftBehind", reason, step=before.fence.step)
-                case core.Reduce(fence) if _again(before, fence, event):
+                case effects.Reduce(fence) if _again(before, fence, event):
                     reason = "the same gradient is reduced again on another ring"
                     self._journal.event("StepRetried", reason, **_fence(fence))
-                case core.Commit(record) if isinstance(event, core.Answered | core.GrantShown):
+                case effects.Commit(record) if isinstance(event, events.Answered | events.GrantShown):
                     reason = "the new grant builds on the record that was in doubt"
                     self._journal.event("DoubtResolved", reason, **_fence(record.fence))
-                case core.StopRing(_, reason) if reason.startswith("stale"):
+                case effects.StopRing(_, reason) if reason.startswith("stale"):
                     self._journal.event("GrantRefused", reason, state=str(before.state))
-                case core.Exit(code, reason):
+                case effects.Exit(code, reason):
                     self._journal.event("Finished" if code == 0 else "Ended", reason, code=code)
 
 
-def _again(before: Replica, fence: Fence, event: core.Event) -> bool:
+def _again(before: Replica, fence: Fence, event: events.Event) -> bool:
     """Whether this reduction repeats a step that had been started."""
     return before.grant is not None and before.fence.step == fence.step and before.fence != fence
 

@@ -12,8 +12,36 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from ft_hsdp.core import lineage
-from ft_hsdp.core.assignment import Answer, Continue, Final, Finish, Grant, Member, Refused, Report, Role
+from ft_hsdp.core.assignment import Answer, Continue, Final, Finish, Grant, Refused, Report, Role
 from ft_hsdp.core.commit import CommitRecord, Fence, Token, fenced, void
+from ft_hsdp.core.effects import (
+    Ask,
+    Commit,
+    Configure,
+    Discard,
+    Effect,
+    Exit,
+    Feed,
+    Fetch,
+    Install,
+    Log,
+    Reduce,
+    SendToken,
+    StopRing,
+)
+from ft_hsdp.core.events import (
+    Answered,
+    Event,
+    Fetched,
+    FetchFailed,
+    GrantShown,
+    LeaveRequested,
+    Reduced,
+    RingBroken,
+    Started,
+    TokenArrived,
+    Unanswered,
+)
 from ft_hsdp.core.lineage import StateId
 
 MAX_ATTEMPTS = 3
@@ -91,184 +119,6 @@ class Replica:
         return "contribute" if granted and self.verified else "behind"
 
 
-# Events: what happened.
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The replica is warm and holds ``Replica.state``."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answered:
-    """The lighthouse answered the newest ask."""
-
-    answer: Answer
-
-
-@dataclass(frozen=True, slots=True)
-class Unanswered:
-    """The lighthouse gave no answer in time; the lease on the last grant still runs."""
-
-
-@dataclass(frozen=True, slots=True)
-class GrantShown:
-    """A member showed a grant in HELLO or ABORT."""
-
-    grant: Grant
-
-
-@dataclass(frozen=True, slots=True)
-class RingBroken:
-    """The ring of ``epoch`` is of no more use."""
-
-    epoch: int
-
-
-@dataclass(frozen=True, slots=True)
-class Reduced:
-    """All ranks of this replica hold the reduced gradient that ``record`` describes."""
-
-    fence: Fence
-    record: CommitRecord
-
-
-@dataclass(frozen=True, slots=True)
-class TokenArrived:
-    """The commit token came from the left neighbour."""
-
-    token: Token
-
-
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """All ranks of this replica fetched and verified their shards of ``base``."""
-
-    base: StateId
-
-
-@dataclass(frozen=True, slots=True)
-class FetchFailed:
-    """No donor could serve ``base``; ``reason`` says what each one did."""
-
-    base: StateId
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class LeaveRequested:
-    """The replica shall leave at the next commit."""
-
-
-Event = (
-    Started
-    | Answered
-    | Unanswered
-    | GrantShown
-    | RingBroken
-    | Reduced
-    | TokenArrived
-    | Fetched
-    | FetchFailed
-    | LeaveRequested
-)
-
-# Effects: what to do.
-
-
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """Ask the lighthouse for a step; a newer ask makes older answers void."""
-
-    report: Report
-
-
-@dataclass(frozen=True, slots=True)
-class Configure:
-    """Every rank forms the ring of this grant."""
-
-    grant: Grant
-
-
-@dataclass(frozen=True, slots=True)
-class StopRing:
-    """Every rank leaves the ring of ``epoch``; peers that still want it are told ``reason``."""
-
-    epoch: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reduce:
-    """Every rank reduces its buckets for ``fence`` in ``role`` on top of the lineage ``prev``."""
-
-    fence: Fence
-    role: Role
-    prev: str
-
-
-@dataclass(frozen=True, slots=True)
-class SendToken:
-    """Pass the token to the right neighbour."""
-
-    token: Token
-
-
-@dataclass(frozen=True, slots=True)
-class Commit:
-    """Every rank applies ``record`` from the reduced gradient that it holds; nothing may fail now."""
-
-    record: CommitRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Log:
-    """Every rank keeps the reduced gradient of ``record`` until its base is there."""
-
-    record: CommitRecord
-
-
-@dataclass(frozen=True, slots=True)
-class Discard:
-    """The local gradient of the step is of no use: this replica was left behind, ``reason`` says why."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Install:
-    """Every rank swaps its staged and verified shard of ``base`` in."""
-
-    base: StateId
-
-
-@dataclass(frozen=True, slots=True)
-class Feed:
-    """Every rank runs forward and backward of its next batch for ``step``.
-
-    All ranks get this order at one place among the others, so that their collectives match.
-    """
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class Fetch:
-    """Every rank fetches its shard of ``base`` from one of the donors; an earlier fetch is cancelled."""
-
-    base: StateId
-    donors: tuple[Member, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """The replica ends with ``code``."""
-
-    code: int
-    reason: str
-
-
-Effect = Ask | Configure | StopRing | Reduce | SendToken | Commit | Log | Discard | Install | Feed | Fetch | Exit
 Step = tuple[Replica, tuple[Effect, ...]]
 
 

@@ -14,9 +14,9 @@ def failures(rows: Sequence[Row], events: Sequence[Row], typical: float) -> list
     """The failures of a run, by time.
 
     rows: canonical commit rows; events: of all processes; typical: a fault-free step in seconds. Times are
-    in Unix seconds. `rejoin_s` is None where the replica never contributed again.
+    in Unix seconds. `rejoin_s` runs to the replica's next contribution, or to the end where there was none.
     """
-    lost = [e for e in events if e["event"] == "ReplicaExited" and e["kind"] != "done"]
+    lost = [e for e in events if e["event"] == "ReplicaExited" and e["kind"] not in ("done", "stopped")]
     return sorted((_failure(e, rows, events, typical) for e in lost), key=lambda f: f["t"])
 
 
@@ -40,7 +40,7 @@ def _failure(exited: Row, rows: Sequence[Row], events: Sequence[Row], typical: f
         "incarnation": incarnation,
         "detect_s": max(0.0, min([*seen, exited["t"]]) - t),
         "stall_s": _stall(rows, t, typical),
-        "rejoin_s": None if back is None else back - t,
+        "rejoin_s": max(0.0, (back or max([r["t"] for r in rows[-1:]], default=t)) - t),
         "source": str(donors[-1]) if donors else "",
     }
 

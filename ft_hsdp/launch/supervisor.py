@@ -160,7 +160,8 @@ class ReplicaSupervisor:
         self._link.exited(self.replica, current.name)
         current.write()
         codes = {str(r.rank): r.code for r in current.ranks.values()}
-        self._event("ReplicaExited", why, kind=kind, rank=rank.rank if rank else None, codes=codes)
+        ending = "stopped" if self._stopping else kind
+        self._event("ReplicaExited", why, kind=ending, rank=rank.rank if rank else None, codes=codes)
         self._progress.wake()
         return self._judge(kind, rank.code if rank else None, why), f"{kind}: {why}"
 

@@ -10,13 +10,14 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ft_hsdp.core import lineage
+from ft_hsdp.core import effects, events, lineage
 from ft_hsdp.core import replica as core
 from ft_hsdp.core.assignment import Continue, Finish, Refused
 from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Token
 from ft_hsdp.core.replica import Phase, Replica
 from ft_hsdp.sim import invariants
 from ft_hsdp.sim.world import Bounds, Content, Done, Entry, Interned, World, cursor, life, put
+from lighthouse import decide
 from lighthouse import state as quorum
 
 GRACE_S, EVICT_S = 1.0, 10.0
@@ -30,7 +31,7 @@ class Model:
         self.cores: Interned[Replica] = Interned()
         self.quorums: Interned[quorum.State] = Interned()
         self._contents: Interned[Content] = Interned()
-        self._core_memo: dict[tuple[int, Hashable], tuple[int, tuple[core.Effect, ...]]] = {}
+        self._core_memo: dict[tuple[int, Hashable], tuple[int, tuple[effects.Effect, ...]]] = {}
         self._quorum_memo: dict[tuple[int, Hashable], tuple[int, tuple[quorum.Effect, ...]]] = {}
 
     def initial(self) -> World:
@@ -59,7 +60,7 @@ class Model:
             lapses=b.lapses,
         )
         for r in range(b.replicas):
-            world = self.tell(world, r, core.Started())
+            world = self.tell(world, r, events.Started())
         return world
 
     # What is there.
@@ -107,15 +108,15 @@ class Model:
 
     # What happens to a replica.
 
-    def tell(self, w: World, r: int, event: core.Event) -> World:
+    def tell(self, w: World, r: int, event: events.Event) -> World:
         """Replica ``r`` takes an event; its effects happen."""
         if w.replicas[r] < 0:
             return w
         key = (w.replicas[r], event)
         known = self._core_memo.get(key)
         if known is None:
-            after, effects = core.transition(self.cores.items[w.replicas[r]], event)
-            known = self._core_memo[key] = (self.cores.id(after), effects)
+            after, due = core.transition(self.cores.items[w.replicas[r]], event)
+            known = self._core_memo[key] = (self.cores.id(after), due)
         w = w._replace(replicas=put(w.replicas, r, known[0]))
         for effect in known[1]:
             w = self._apply(w, r, event, effect)
@@ -123,24 +124,24 @@ class Model:
 
     def hand_over(self, w: World, to: int, token: Token) -> World:
         """A token arrives. Without it nothing follows from holding the sum, so both are one action here."""
-        w = self.tell(w, to, core.TokenArrived(token))
+        w = self.tell(w, to, events.TokenArrived(token))
         me = self.replica(w, to)
         if me is not None and me.phase is Phase.REDUCING and me.token and (record := self.sum(w, me)):
-            w = self.tell(w, to, core.Reduced(me.fence, record))
+            w = self.tell(w, to, events.Reduced(me.fence, record))
         return w
 
     def answer(self, w: World, r: int) -> World:
         """The answer that is on its way to replica ``r`` arrives."""
         answer = w.answers[r]
         assert answer is not None
-        return self.tell(w._replace(answers=put(w.answers, r, None)), r, core.Answered(answer))
+        return self.tell(w._replace(answers=put(w.answers, r, None)), r, events.Answered(answer))
 
     def fetch(self, w: World, r: int, base: lineage.StateId, donor: int) -> World:
         """Replica ``r`` gets ``base`` from ``donor``."""
         content = self._contents.items[w.content[donor]][: base.step]
         w = w._replace(content=put(w.content, r, self._contents.id(content)))
         invariants.agreement(r, base, self._held(w), self._replicas(w))
-        return self.tell(w, r, core.Fetched(base))
+        return self.tell(w, r, events.Fetched(base))
 
     def die(self, w: World, r: int) -> World:
         """Replica ``r`` is gone with all that it held; nobody has been told."""
@@ -162,7 +163,7 @@ class Model:
         w = w._replace(replicas=put(w.replicas, r, self._born(r, life)), lives=put(w.lives, r, life), late=late)
         exited = self.lighthouse(w).exited
         w = self.consult(w, quorum.ProcessesReported(Running({r: f"{r}-{life}"}), exited, frozenset(), 0.0))
-        return self.tell(w, r, core.Started())
+        return self.tell(w, r, events.Started())
 
     def _born(self, r: int, life: int) -> int:
         zero = lineage.initial("model", "weights")
@@ -170,24 +171,24 @@ class Model:
 
     # What a replica does.
 
-    def _apply(self, w: World, r: int, event: core.Event, effect: core.Effect) -> World:
+    def _apply(self, w: World, r: int, event: events.Event, effect: effects.Effect) -> World:
         match effect:
-            case core.Ask():
+            case effects.Ask():
                 w = w._replace(asked=put(w.asked, r, effect), answers=put(w.answers, r, None))
                 return self._deliver(w, effect)
-            case core.Reduce(fence, role, prev):
+            case effects.Reduce(fence, role, prev):
                 return self._enter(w, r, fence, role, prev)
-            case core.SendToken(token):
+            case effects.SendToken(token):
                 return self._send(w, r, token)
-            case core.Commit(record):
-                decided = isinstance(event, core.TokenArrived | core.Reduced)
+            case effects.Commit(record):
+                decided = isinstance(event, events.TokenArrived | events.Reduced)
                 return self._commit(w, r, record, decided)
-            case core.Exit(code) if code and w.replicas[r] >= 0:
+            case effects.Exit(code) if code and w.replicas[r] >= 0:
                 return self.die(w, r)
             case _:
                 return w
 
-    def _deliver(self, w: World, ask: core.Ask) -> World:
+    def _deliver(self, w: World, ask: effects.Ask) -> World:
         """An ask reaches the lighthouse at once; only answers travel slowly."""
         return self.consult(w, quorum.Asked(quorum.Request(ask.report, id=0), 0.0))
 
@@ -267,8 +268,8 @@ class Model:
         key = (w.lighthouse, event)
         known = self._quorum_memo.get(key)
         if known is None:
-            state, effects = quorum.transition(self.lighthouse(w), event)
-            known = self._quorum_memo[key] = (self.quorums.id(state), effects)
+            state, due = decide.transition(self.lighthouse(w), event)
+            known = self._quorum_memo[key] = (self.quorums.id(state), due)
         before, after = self.lighthouse(w), self.quorums.items[known[0]]
         w = w._replace(lighthouse=known[0])
         audited = False

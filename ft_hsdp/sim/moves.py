@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ft_hsdp.core import lineage
-from ft_hsdp.core import replica as core
+from ft_hsdp.core import events, lineage
 from ft_hsdp.core.assignment import Answer, Grant
 from ft_hsdp.core.commit import Fence
 from ft_hsdp.core.replica import Phase, Replica
@@ -38,7 +37,7 @@ def patience(model: Model, w: World) -> Iterator[Move]:
         if me is not None and me.phase is Phase.ASKING and me.intact:
             yield (
                 f"replica {r} gets no answer in time",
-                lambda r=r: model.tell(w, r, core.Unanswered()),  # type: ignore[misc]
+                lambda r=r: model.tell(w, r, events.Unanswered()),  # type: ignore[misc]
             )
     if s.since is not None and not s.finished:
         yield "the grace of the silent ends", lambda: model.consult(w, quorum.Ticked(GRACE_S))
@@ -51,15 +50,15 @@ def _of_replica(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
         yield f"replica {r} gets {_short(answer)}", lambda: model.answer(w, r)
     if w.lapses and me.phase is Phase.ASKING and me.intact:
         fewer = w._replace(lapses=w.lapses - 1)
-        yield f"replica {r} gets no answer in time", lambda: model.tell(fewer, r, core.Unanswered())
+        yield f"replica {r} gets no answer in time", lambda: model.tell(fewer, r, events.Unanswered())
     first = me.grant is not None and me.grant.ring[0] == r
     if me.phase is Phase.REDUCING and first and (record := model.sum(w, me)) is not None:
         yield (
             f"replica {r} holds the sum of {_fence(me.fence)}: replicas {list(record.contributors)}",
-            lambda: model.tell(w, r, core.Reduced(me.fence, record)),
+            lambda: model.tell(w, r, events.Reduced(me.fence, record)),
         )
     if me.grant is not None and me.intact:
-        broken = core.RingBroken(me.grant.epoch)
+        broken = events.RingBroken(me.grant.epoch)
         if _torn(model, w, r, me):
             yield f"replica {r} sees the ring of epoch {broken.epoch} break", lambda: model.tell(w, r, broken)
         elif w.breaks:
@@ -72,7 +71,7 @@ def _of_replica(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
     for shown in _shown(model, w, r, me):
         yield (
             f"replica {r} is shown epoch {shown.epoch} by a member",
-            lambda shown=shown: model.tell(w, r, core.GrantShown(shown)),  # type: ignore[misc]
+            lambda shown=shown: model.tell(w, r, events.GrantShown(shown)),  # type: ignore[misc]
         )
     if w.deaths and me.phase is not Phase.DONE:
         yield f"replica {r} is killed", lambda: model.die(w._replace(deaths=w.deaths - 1), r)
@@ -116,7 +115,7 @@ def _fetches(model: Model, w: World, r: int, me: Replica, base: lineage.StateId)
     if donor is not None:
         yield f"replica {r} has fetched {base} from {donor}", lambda: model.fetch(w, r, base, donor)
     elif me.phase is Phase.FINAL and w.asked[r] is None and w.answers[r] is None:
-        yield f"replica {r} finds no donor", lambda: model.tell(w, r, core.FetchFailed(base, "gone"))
+        yield f"replica {r} finds no donor", lambda: model.tell(w, r, events.FetchFailed(base, "gone"))
 
 
 def _torn(model: Model, w: World, r: int, me: Replica) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 
 from ft_hsdp.core.assignment import Answer
 from ft_hsdp.core.commit import Fence, Token
-from ft_hsdp.core.replica import Ask
+from ft_hsdp.core.effects import Ask
 
 Content = tuple[frozenset[tuple[int, int]], ...]
 T = TypeVar("T", bound=Hashable)

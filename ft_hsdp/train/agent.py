@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ft_hsdp.core import replica as core
+from ft_hsdp.core import effects
 from ft_hsdp.core.assignment import Grant, Member
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.events import Journal
@@ -65,31 +65,31 @@ class RankAgent:
     def order(self, order: object) -> None:
         """Carry out one of the leader's orders."""
         match order:
-            case core.Configure(grant):
+            case effects.Configure(grant):
                 self._configure(grant)
-            case core.StopRing(epoch, reason):
+            case effects.StopRing(epoch, reason):
                 self.reducer.cancel()
                 self.group.stop(epoch, reason)
                 self._report(RankStopped(self._rank, epoch))
-            case core.Reduce():
+            case effects.Reduce():
                 self.reducer.begin(order)
-            case core.Commit(record):
+            case effects.Commit(record):
                 reduced = self._logged.pop(record.step, None) or self.reducer.take()
                 self._mailbox.put(Apply(record, reduced))
-            case core.Log(record):
+            case effects.Log(record):
                 self._logged[record.step] = self.reducer.take()
-            case core.Discard(reason):
+            case effects.Discard(reason):
                 self._logged.clear()
                 self._mailbox.put(Drop(reason))
-            case core.Feed(step):
+            case effects.Feed(step):
                 self._mailbox.put(Feed(step))
-            case core.Fetch(base, donors):
+            case effects.Fetch(base, donors):
                 self._fetch(base, donors)
-            case core.Install():
+            case effects.Install():
                 assert self._staged is not None
                 self._mailbox.put(Load(self._staged.snapshot))
                 self._staged = None
-            case core.Exit(code, reason):
+            case effects.Exit(code, reason):
                 self._cancel.set()
                 self._mailbox.put(End(code, reason))
 

@@ -19,7 +19,7 @@ import xxhash
 
 from ft_hsdp.core import lineage
 from ft_hsdp.core.commit import Contribution, Fence, Vote
-from ft_hsdp.core.replica import Reduce
+from ft_hsdp.core.effects import Reduce
 from ft_hsdp.errors import FTARError
 from ft_hsdp.ftar.engine import Result
 from ft_hsdp.ftar.frame import Entry, Key

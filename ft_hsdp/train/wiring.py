@@ -25,8 +25,9 @@ from ft_hsdp.control.leader import Leader, Outlets, Settings
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.core import lineage
 from ft_hsdp.core.assignment import Report
+from ft_hsdp.core.effects import Exit
+from ft_hsdp.core.events import LeaveRequested
 from ft_hsdp.core.lineage import StateId
-from ft_hsdp.core.replica import Exit, LeaveRequested
 from ft_hsdp.errors import EXIT_RETRYABLE, LighthouseUnreachable
 from ft_hsdp.events import Journal
 from ft_hsdp.ftar.edges import Identity

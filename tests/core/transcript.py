@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ft_hsdp.core import lineage
+from ft_hsdp.core import effects, events, lineage
 from ft_hsdp.core import replica as core
 from ft_hsdp.core.assignment import Answer, Continue, Final, Finish, Grant, Member, Refused
 from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Token
@@ -61,11 +61,11 @@ class Driver:
         if verb == "replica":
             me = int(words["me"])
             self.replica = Replica(me, f"{me}-0", int(words["steps"]), ZERO, ZERO)
-            event: core.Event = core.Started()
+            event: events.Event = events.Started()
         else:
             event = self._event(verb, words)
-        self.replica, effects = core.transition(self.me, event)
-        return [*(self._effect(e) for e in effects), f"= {self._state()}"]
+        self.replica, due = core.transition(self.me, event)
+        return [*(self._effect(e) for e in due), f"= {self._state()}"]
 
     @property
     def me(self) -> Replica:
@@ -73,29 +73,29 @@ class Driver:
         assert self.replica is not None
         return self.replica
 
-    def _event(self, verb: str, words: Words) -> core.Event:
+    def _event(self, verb: str, words: Words) -> events.Event:
         match verb:
             case "grant":
-                return core.Answered(self._grant(words))
+                return events.Answered(self._grant(words))
             case "shown":
-                return core.GrantShown(self._grant(words))
+                return events.GrantShown(self._grant(words))
             case "continue" | "final" | "finish" | "refused":
-                return core.Answered(self._answer(verb, words))
+                return events.Answered(self._answer(verb, words))
             case "unanswered":
-                return core.Unanswered()
+                return events.Unanswered()
             case "broken":
-                return core.RingBroken(int(words["epoch"]))
+                return events.RingBroken(int(words["epoch"]))
             case "reduced":
                 fence = fence_of(words["of"]) if "of" in words else self.me.fence
-                return core.Reduced(fence, self._record(fence, words))
+                return events.Reduced(fence, self._record(fence, words))
             case "token":
-                return core.TokenArrived(self._token(words))
+                return events.TokenArrived(self._token(words))
             case "fetched":
-                return core.Fetched(self.states[words["base"]])
+                return events.Fetched(self.states[words["base"]])
             case "fetch_failed":
-                return core.FetchFailed(self.states[words["base"]], "checksum")
+                return events.FetchFailed(self.states[words["base"]], "checksum")
             case "leave":
-                return core.LeaveRequested()
+                return events.LeaveRequested()
         raise ValueError(f"no such event: {verb}")
 
     def _grant(self, words: Words) -> Grant:
@@ -163,9 +163,9 @@ class Driver:
     def _called(self, state: StateId) -> str:
         return next((name for name, known in self.states.items() if known == state), str(state))
 
-    def _effect(self, effect: core.Effect) -> str:
+    def _effect(self, effect: effects.Effect) -> str:
         match effect:
-            case core.Ask(r):
+            case effects.Ask(r):
                 extra = [f"in epoch {r.epoch}"] if r.epoch else []
                 extra += [f"after {r.after}"] if r.after else []
                 extra += [f"prepared for {self._called(r.prepared.state_id)}"] if r.prepared else []
@@ -174,32 +174,32 @@ class Driver:
                 extra += [f"equal {list(r.equal)}"] if r.equal else []
                 extra += [f"leaving {list(r.leaving)}"] if r.leaving else []
                 return ", ".join([f"ask for step {r.step}: holds {self._called(r.state)}", *extra])
-            case core.Configure(grant):
+            case effects.Configure(grant):
                 return f"configure epoch {grant.epoch}: ring {list(grant.ring)}"
-            case core.StopRing(epoch, reason):
+            case effects.StopRing(epoch, reason):
                 return f"stop ring {epoch}: {reason}"
-            case core.Reduce(fence, role, prev):
+            case effects.Reduce(fence, role, prev):
                 on = next((name for name, s in self.states.items() if s.lineage == prev), prev)
                 return f"reduce {short(fence)} on {on}: {role}"
-            case core.SendToken(t):
+            case effects.SendToken(t):
                 extra = [f"equal {list(t.equal)}"] if t.equal else []
                 extra += [f"leaving {list(t.leaving)}"] if t.leaving else []
                 extra += [t.reason] if t.reason else []
                 said = f"{'verdict' if t.verdict else 'pass 1'} {'yes' if t.yes else 'no'}"
                 return ", ".join([f"send token of {short(t.fence)}: {said}", *extra])
-            case core.Commit(record):
+            case effects.Commit(record):
                 return f"commit {self._called(record.state_id)}: {list(record.contributors)}"
-            case core.Log(record):
+            case effects.Log(record):
                 return f"log {self._called(record.state_id)}: {list(record.contributors)}"
-            case core.Discard():
+            case effects.Discard():
                 return "discard the local gradient"
-            case core.Install(base):
+            case effects.Install(base):
                 return f"install {self._called(base)}"
-            case core.Feed(step):
+            case effects.Feed(step):
                 return f"feed step {step}"
-            case core.Fetch(base, donors):
+            case effects.Fetch(base, donors):
                 return f"fetch {self._called(base)} from {[d.replica for d in donors]}"
-            case core.Exit(code, reason):
+            case effects.Exit(code, reason):
                 return f"exit {code}: {reason}"
 
     def _state(self) -> str:

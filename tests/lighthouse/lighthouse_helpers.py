@@ -12,6 +12,7 @@ from ft_hsdp.core.assignment import Answer, Grant, Report
 from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.protocol import Ask
+from lighthouse.decide import transition
 from lighthouse.service import Service
 from lighthouse.state import (
     Asked,
@@ -25,7 +26,6 @@ from lighthouse.state import (
     Request,
     State,
     Ticked,
-    transition,
 )
 from lighthouse.store import MemoryStore
 

@@ -15,7 +15,7 @@ from ft_hsdp.core.assignment import Grant
 from ft_hsdp.core.replica import Replica
 from ft_hsdp.sim.explore import Result, explore
 from ft_hsdp.sim.world import Bounds
-from lighthouse import quorum, state
+from lighthouse import quorum, rounds, state
 
 NOTHING = {"deaths": 0, "pauses": 0, "restarts": 0}
 SENTENCE = re.compile(r"(a link of |the )?(replica \d|lighthouse|grace|silent)( [^\s]+)+")
@@ -173,7 +173,7 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         True,
         "two histories: ",
     ),
-    "silence is death": ([(state, "_form", _silence_is_death(state._form))], PAIR, True, ""),
+    "silence is death": ([(rounds, "_form", _silence_is_death(rounds._form))], PAIR, True, ""),
     "no overlap with other epochs": ([(quorum, "uncovered", _nobody)], PAIR, True, ""),
     "stale grants are adopted": ([(core, "_adopt", _adopt_whatever(core._adopt))], PAIR, True, ""),
 }

@@ -8,14 +8,15 @@ from unittest import mock
 import pytest
 from sim_helpers import Scenario
 
-from ft_hsdp.core import lineage
+from ft_hsdp.core import effects, events, lineage
 from ft_hsdp.core import replica as core
 from ft_hsdp.core.assignment import Grant, Member, Report
 from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.sim.invariants import Violation
 from ft_hsdp.sim.world import Bounds
-from lighthouse import quorum, state
+from lighthouse import quorum, rounds
+from lighthouse.decide import transition
 from lighthouse.quorum import highest
 from lighthouse.state import (
     Asked,
@@ -28,7 +29,6 @@ from lighthouse.state import (
     Request,
     State,
     Ticked,
-    transition,
 )
 
 ZERO = lineage.initial("config", "weights")
@@ -196,10 +196,10 @@ def test_whoever_is_ahead_of_a_grant_is_never_behind() -> None:
     stale = Grant(
         1, 5, StateId(3, 3, "other"), (Member(0, "0-0", "behind"), Member(1, "1-0", "contribute")), 3, ""
     )
-    after, effects = core.transition(me, core.GrantShown(stale))
+    after, done = core.transition(me, events.GrantShown(stale))
     assert after.state == me.state
-    assert not any(isinstance(e, core.Fetch | core.Discard | core.Configure) for e in effects)
-    assert [e.report.after for e in effects if isinstance(e, core.Ask)] == [5]
+    assert not any(isinstance(e, effects.Fetch | effects.Discard | effects.Configure) for e in done)
+    assert [e.report.after for e in done if isinstance(e, effects.Ask)] == [5]
 
 
 def test_an_empty_store_starts_a_new_term_and_names_everybody() -> None:
@@ -264,7 +264,7 @@ def test_a_record_that_a_later_decision_passed_over_stays_dead() -> None:
     s = scenario(**faults).play(*lines)
     s.run_out()
     assert len(set(s.world.content)) == 1
-    with mock.patch.object(state, "_overruled", return_value=False):
+    with mock.patch.object(rounds, "overruled", return_value=False):
         s = scenario(**faults).play(*lines, "the grace of the silent ends")
         with pytest.raises(Violation, match="two histories"):
             s.play("replica 0 gets final", "replica 1 gets final")

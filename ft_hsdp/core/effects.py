@@ -1,0 +1,104 @@
+"""Effects: what a replica's leader is told to do by the core. Imperative; most go to all of its ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ft_hsdp.core.assignment import Grant, Member, Report, Role
+from ft_hsdp.core.commit import CommitRecord, Fence, Token
+from ft_hsdp.core.lineage import StateId
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """Ask the lighthouse for a step; a newer ask makes older answers void."""
+
+    report: Report
+
+
+@dataclass(frozen=True, slots=True)
+class Configure:
+    """Every rank forms the ring of this grant."""
+
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class StopRing:
+    """Every rank leaves the ring of ``epoch``; peers that still want it are told ``reason``."""
+
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reduce:
+    """Every rank reduces its buckets for ``fence`` in ``role`` on top of the lineage ``prev``."""
+
+    fence: Fence
+    role: Role
+    prev: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendToken:
+    """Pass the token to the right neighbour."""
+
+    token: Token
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """Every rank applies ``record`` from the reduced gradient that it holds; nothing may fail now."""
+
+    record: CommitRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """Every rank keeps the reduced gradient of ``record`` until its base is there."""
+
+    record: CommitRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Discard:
+    """The local gradient of the step is of no use: this replica was left behind, ``reason`` says why."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Install:
+    """Every rank swaps its staged and verified shard of ``base`` in."""
+
+    base: StateId
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Every rank runs forward and backward of its next batch for ``step``.
+
+    All ranks get this order at one place among the others, so that their collectives match.
+    """
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Every rank fetches its shard of ``base`` from one of the donors; an earlier fetch is cancelled."""
+
+    base: StateId
+    donors: tuple[Member, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """The replica ends with ``code``."""
+
+    code: int
+    reason: str
+
+
+Effect = Ask | Configure | StopRing | Reduce | SendToken | Commit | Log | Discard | Install | Feed | Fetch | Exit

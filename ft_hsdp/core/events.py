@@ -1,0 +1,89 @@
+"""Events: what happened to a replica, as its leader tells the core. Past tense."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ft_hsdp.core.assignment import Answer, Grant
+from ft_hsdp.core.commit import CommitRecord, Fence, Token
+from ft_hsdp.core.lineage import StateId
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The replica is warm and holds ``Replica.state``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """The lighthouse answered the newest ask."""
+
+    answer: Answer
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """The lighthouse gave no answer in time; the lease on the last grant still runs."""
+
+
+@dataclass(frozen=True, slots=True)
+class GrantShown:
+    """A member showed a grant in HELLO or ABORT."""
+
+    grant: Grant
+
+
+@dataclass(frozen=True, slots=True)
+class RingBroken:
+    """The ring of ``epoch`` is of no more use."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reduced:
+    """All ranks of this replica hold the reduced gradient that ``record`` describes."""
+
+    fence: Fence
+    record: CommitRecord
+
+
+@dataclass(frozen=True, slots=True)
+class TokenArrived:
+    """The commit token came from the left neighbour."""
+
+    token: Token
+
+
+@dataclass(frozen=True, slots=True)
+class Fetched:
+    """All ranks of this replica fetched and verified their shards of ``base``."""
+
+    base: StateId
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailed:
+    """No donor could serve ``base``; ``reason`` says what each one did."""
+
+    base: StateId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaveRequested:
+    """The replica shall leave at the next commit."""
+
+
+Event = (
+    Started
+    | Answered
+    | Unanswered
+    | GrantShown
+    | RingBroken
+    | Reduced
+    | TokenArrived
+    | Fetched
+    | FetchFailed
+    | LeaveRequested
+)

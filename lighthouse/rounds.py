@@ -1,0 +1,185 @@
+"""Rounds: a new epoch after the ring broke or before the first one, and the end. Pure.
+
+Silence never counts as death: whoever is silent is left out, but what it may hold is waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from ft_hsdp.core import lineage
+from ft_hsdp.core.assignment import Answer, Final, Finish, Refused, Report
+from ft_hsdp.core.commit import CommitRecord, Fence
+from lighthouse import quorum
+from lighthouse.quorum import Base, Incarnation
+from lighthouse.state import (
+    Effect,
+    Evict,
+    Note,
+    Request,
+    State,
+    Step,
+    alive,
+    answer,
+    member,
+    new_epoch,
+    over,
+    raise_head,
+    serve,
+)
+
+
+def hold(s: State, now: float) -> Step:
+    """Form a new epoch if one is needed and possible; else say what is waited for."""
+    finished, effects = _final(s, now)
+    if effects or finished.finished:
+        return finished, effects
+    s = finished
+    asks = {
+        r: v.ask
+        for r, v in enumerate(s.views)
+        if v.ask is not None and (v.ask.report.state.step < s.policy.steps or not over(s))
+    }
+    members = {(m.replica, m.incarnation) for m in s.grant.members} if s.grant else set()
+    orphaned = s.grant is not None and not any(alive(s, m) for m in members)
+    if s.grant is not None and not s.broken and not orphaned:
+        return s, ()
+    if not asks:
+        return s, ()
+    if s.since is None:
+        s = replace(s, since=now)
+    assert s.since is not None
+    silent = _silent(s, members, asks)
+    patience = s.policy.start_wait_s if s.grant is None else s.policy.suspect_grace_s
+    if silent and (patience is None or now < s.since + patience):
+        return _wait(s, f"waiting for replica {','.join(str(r) for r, _ in silent)}")
+    s, granted = _form(s, {r: a for r, a in asks.items() if a is not None}, silent)
+    late = (
+        [(r, i) for r, i in silent if i is not None]
+        if s.grant and s.since is not None and now >= s.since + s.policy.evict_s
+        else []
+    )
+    evictions = tuple(Evict(r, i, f"silent for {s.policy.evict_s} s while its ring is broken") for r, i in late)
+    return s, (*granted, *evictions)
+
+
+def _silent(s: State, members: set[Incarnation], asks: Mapping[int, Request]) -> list[tuple[int, str | None]]:
+    """Who should have asked: at first every replica not known to be down, later the living members."""
+    if s.grant is None:
+        return [
+            (r, v.incarnation)
+            for r, v in enumerate(s.views)
+            if r not in asks and not v.lost and (v.down is not True)
+        ]
+    return sorted(m for m in members if alive(s, m) and m[0] not in asks)
+
+
+def _wait(s: State, why: str) -> Step:
+    """Nothing can be decided yet; the shell journals a reason once."""
+    return s, (Note("Waiting", why),)
+
+
+def _form(s: State, asks: dict[int, Request], silent: list[tuple[int, str | None]]) -> Step:
+    """Grant a new epoch to all that ask, if nobody absent and alive could hold something newer."""
+    reports = {r: a.report for r, a in asks.items()}
+    base = quorum.highest(heard(s, r) for r in reports.values())
+    base = replace(base, voids=quorum.fences([*base.voids, *overruled_fences(s, reports.values())]))
+    present = frozenset((r, report.incarnation) for r, report in reports.items())
+    notes: list[Effect] = []
+    missing = _unheard(s, present)
+    doubts = [r.doubt for r in reports.values() if r.doubt and lineage.newer(r.doubt, base.state)]
+    if doubts and missing:
+        return _wait(s, f"{doubts[0]} may be committed; replica {missing[0][0]} may hold it")
+    if s.head is not None and lineage.newer(s.head, base.state):
+        if missing:
+            return _wait(s, f"head {s.head} is above {base.state}; replica {missing[0][0]} may hold it")
+        lost = s.head.step - base.state.step
+        if lost != 1 and s.policy.on_lost_head != "rollback":
+            why = f"no copy of the head {s.head} is left; the highest state is {base.state}"
+            if s.policy.on_lost_head == "wait":
+                return _wait(s, why)
+            s, replies = answer(replace(s, halted=why), {r: Refused(why, 75) for r in asks})
+            return s, (Note("JobHalted", why), *replies)
+        why = f"every holder of {s.head} has exited; back by {lost} to {base.state}"
+        notes.append(Note("HeadRolledBack", why, {"steps": lost}))
+        s = replace(s, head=base.state if base.state.step else None)
+    blocked = quorum.uncovered(s.epochs, s.exited, present)
+    if blocked is not None:
+        return _wait(s, f"epoch {blocked.number} has living members, none of them asks")
+    members = tuple(member(a, base) for a in asks.values())
+    if base.state.step >= s.policy.steps:
+        s = raise_head(s, base.state)
+        donors = tuple(m for m in members if m.role == "contribute")
+        s, replies = answer(s, {r: Final(base.state, donors) for r in asks})
+        return s, (*notes, *replies)
+    able = sum(m.role == "contribute" for m in members)
+    if able < s.policy.min_replicas:
+        return _wait(s, f"{able} replicas hold {base.state}, min_replicas is {s.policy.min_replicas}")
+    why = "first epoch" if s.grant is None else f"the ring of epoch {s.grant.epoch} broke"
+    if silent:
+        why += f"; without replica {','.join(str(r) for r, _ in silent)}: silent"
+        notes += [Note("ReplicaExcluded", "silent beyond its grace", {"replica": r}) for r, _ in silent]
+    s, note = new_epoch(s, base, members, why)
+    s, replies = serve(s)
+    return s, (*notes, note, *replies)
+
+
+def _unheard(s: State, present: frozenset[Incarnation]) -> list[Incarnation]:
+    """Who may live and does not ask: members of remembered epochs, and replicas of which nothing is known."""
+    asking = {r for r, _ in present}
+    members = [i for e in s.epochs for i in e.members if alive(s, i) and i not in present]
+    return members + [
+        (r, "") for r, v in enumerate(s.views) if r not in asking and v.down is not True and not v.lost
+    ]
+
+
+def overruled(s: State, record: CommitRecord | None) -> bool:
+    """Whether a later decision was made without ``record``, so that it never committed and never will.
+
+    The current grant, or the end, was decided with a member of every epoch before it. Had that one known a
+    record to be in doubt, its state would be the one that was built on.
+    """
+    if s.grant is None or record is None or record.state_id in (s.grant.base, s.head):
+        return False
+    return record.epoch < s.grant.epoch or over(s)
+
+
+def heard(s: State, report: Report) -> Report:
+    """``report`` as far as it counts."""
+    return replace(report, prepared=None) if overruled(s, report.prepared) else report
+
+
+def overruled_fences(s: State, reports: Iterable[Report]) -> list[Fence]:
+    """The attempts in ``reports`` that a later decision has overruled."""
+    return [r.prepared.fence for r in reports if r.prepared is not None and overruled(s, r.prepared)]
+
+
+def _ending(s: State, report: Report) -> Answer:
+    """The job is over: whoever comes back now lost a state that every replica had."""
+    if s.head is not None and lineage.same(report.state, s.head):
+        return Finish()
+    return Refused(f"the job has ended: every replica had {s.head}", 0)
+
+
+def _final(s: State, now: float) -> Step:
+    """Training is over: help those behind to the final state, end when every replica has it."""
+    if not over(s) or s.finished:
+        if s.finished:
+            return answer(s, {r: _ending(s, v.ask.report) for r, v in enumerate(s.views) if v.ask is not None})
+        return s, ()
+    head = s.head
+    assert head is not None
+    have = {r: v.ask for r, v in enumerate(s.views) if v.ask and lineage.same(v.ask.report.state, head)}
+    if not have:
+        return s, ()
+    if s.final_since is None:
+        s = replace(s, final_since=now)
+    assert s.final_since is not None
+    late = now >= s.final_since + s.policy.final_wait_s
+    if late or all(r in have or v.lost for r, v in enumerate(s.views)):
+        s, replies = answer(replace(s, finished=True), {r: Finish() for r in have})
+        return s, (Note("JobFinished", f"final state {head}"), *replies)
+    donors = tuple(replace(member(a, Base(head, None, ())), role="contribute") for a in have.values())
+    rest = {r: Final(head, donors) for r, v in enumerate(s.views) if v.ask and r not in have}
+    return answer(s, rest)
