@@ -99,8 +99,9 @@ def _form(s: State, asks: dict[int, Request], silent: list[tuple[int, str | None
             why = f"no copy of the head {s.head} is left; the highest state is {base.state}"
             if s.policy.on_lost_head == "wait":
                 return _wait(s, why)
+            told = () if s.halted else (Note("JobHalted", why),)
             s, replies = answer(replace(s, halted=why), {r: Refused(why, 75) for r in asks})
-            return s, (Note("JobHalted", why), *replies)
+            return s, (*told, *replies)
         why = f"every holder of {s.head} has exited; back by {lost} to {base.state}"
         notes.append(Note("HeadRolledBack", why, {"steps": lost}))
         s = replace(s, head=base.state if base.state.step else None)

@@ -93,13 +93,14 @@ class LighthouseLink:
             answer = response.json()
             evictions = [(e["replica"], e["incarnation"], e["reason"]) for e in answer["evict"]]
             step, epoch, finished = int(answer["step"]), int(answer["epoch"]), bool(answer["finished"])
+            halted = str(answer["halted"])
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
             self.problem = f"{self.url}: {type(error).__name__}: {error}"
             return
         self.problem = None
         self.answered_at = time.monotonic()
         self._delivered = picture
-        self._progress.saw(step, epoch, finished)
+        self._progress.saw(step, epoch, finished, halted)
         self._progress.wake()
         for replica, incarnation, reason in evictions:
             self._on_evict(replica, incarnation, reason)

@@ -41,12 +41,14 @@ class Progress(Changes):
         self.step = 0
         self.epoch = 0
         self.finished = False
+        self.halted = ""  # why the lighthouse says that the job cannot go on
 
-    def saw(self, step: int, epoch: int = 0, finished: bool = False) -> None:
+    def saw(self, step: int, epoch: int = 0, finished: bool = False, halted: str = "") -> None:
         """Take news; what is older than what is known changes nothing."""
-        before = (self.step, self.epoch, self.finished)
+        before = (self.step, self.epoch, self.finished, self.halted)
+        self.halted = self.halted or halted
         self.step = max(self.step, step)
         self.epoch = max(self.epoch, epoch)
         self.finished = self.finished or finished
-        if (self.step, self.epoch, self.finished) != before:
+        if (self.step, self.epoch, self.finished, self.halted) != before:
             self.wake()

@@ -191,6 +191,8 @@ class ReplicaSupervisor:
             return Outcome("config", why)
         if code == EXIT_HARDWARE:
             return self._lose(why)
+        if self._progress.halted:
+            return self._lose(self._progress.halted)
         return None
 
     def _lose(self, reason: str) -> Outcome:

@@ -308,15 +308,28 @@ def join(config: Config | str | Path, replica: int, run: Path | None = None, lig
     if ranks != config.ranks_per_replica:
         raise ConfigError("WORLD_SIZE", ranks, f"ranks_per_replica, which is {config.ranks_per_replica}")
     torch.set_num_threads(config.train.threads)
-    dist.init_process_group("gloo")
     name, life = (
         os.environ.get("TORCHELASTIC_RUN_ID", "run"),
         int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
     lives = [f"{replica}-{name}-{n}" for n in range(life + 1)]
+    _connect_ranks(rank, ranks, lives[-1])
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     place = Place(replica, rank, ranks, lives[-1], tuple(lives[:-1]), run, url, token, host)
     return Job(config, place)
+
+
+def _connect_ranks(rank: int, ranks: int, life: str) -> None:
+    """Form the process group of a replica; ``life`` is its incarnation.
+
+    torchrun's agent keeps one store over all restarts of its workers: without a prefix the ranks of this life would
+    find the addresses of the last one there.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        dist.init_process_group("gloo")
+        return
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, is_master=False)
+    dist.init_process_group("gloo", store=dist.PrefixStore(life, store), rank=rank, world_size=ranks)
 
 
 __all__ = ["Ended", "Job", "Optimizer", "Retryable", "Source", "join"]

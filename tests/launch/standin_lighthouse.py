@@ -27,7 +27,7 @@ class Handler(BaseHTTPRequestHandler):
         log = Appender(self.run.path / "pictures.jsonl")
         log.append(picture)
         log.close()
-        self._answer({"evict": [], "epoch": 1, "step": 0, "finished": False})
+        self._answer({"evict": [], "epoch": 1, "step": 0, "finished": False, "halted": ""})
 
     def _answer(self, value: Any) -> None:
         body = json.dumps(value).encode()

@@ -12,7 +12,7 @@ from launch_helpers import run_async, until
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
 
-ANSWER = {"evict": [], "epoch": 3, "step": 7, "finished": False}
+ANSWER = {"evict": [], "epoch": 3, "step": 7, "finished": False, "halted": ""}
 Handler = Callable[[httpx.Request], httpx.Response]
 
 

@@ -50,3 +50,21 @@ def test_two_of_three_at_once(tmp_path: Path) -> None:
         assert [1] in [r["contributors"] for r in rows], "nobody trained alone"
         assert rows[-1]["contributors"] == [0, 1, 2], "not everybody came back"
         assert job.replayed()["equal"]
+
+
+@pytest.mark.parametrize("policy", ["halt", "rollback"])
+def test_all_three_at_once(tmp_path: Path, policy: str) -> None:
+    """No copy of the state is left: the job ends with one clear reason, or begins again if it was told to."""
+    with Job(tmp_path, 25, quorum__on_lost_head=policy) as job:
+        job.until(lambda: job.step() >= 5, "step 5")
+        for replica in range(3):
+            job.signal(replica, replica % 2, signal.SIGKILL)
+        if policy == "halt":
+            summary = job.end(75)
+            assert summary["lost"] == [0, 1, 2]
+            assert len(job.events("JobHalted")) == 1
+            return
+        check(job.end(), 25)
+        (rolled,) = job.events("HeadRolledBack")
+        assert rolled["steps"] >= 5
+        assert job.replayed()["equal"]
