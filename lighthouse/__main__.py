@@ -19,8 +19,8 @@ import uvicorn
 
 from ft_hsdp.config import Config, config_hash, load
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
+from ft_hsdp.events import Journal
 from lighthouse.api import create_app
-from lighthouse.journal import Journal
 from lighthouse.service import Service
 from lighthouse.state import Policy
 from lighthouse.store import SqliteStore

@@ -322,8 +322,8 @@ def join(config: Config | str | Path, replica: int, run: Path | None = None, lig
 def _connect_ranks(rank: int, ranks: int, life: str) -> None:
     """Form the process group of a replica; ``life`` is its incarnation.
 
-    torchrun's agent keeps one store over all restarts of its workers: without a prefix the ranks of this life would
-    find the addresses of the last one there.
+    torchrun's agent keeps one store over all restarts of its workers: without a prefix the ranks of this life
+    would find the addresses of the last one there.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         dist.init_process_group("gloo")

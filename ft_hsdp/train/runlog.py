@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.lineage import StateId
-from ft_hsdp.events import Journal
+from ft_hsdp.events import Lines
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,40 +29,44 @@ class RunLog:
     def __init__(self, folder: Path, incarnation: str) -> None:
         self._folder = folder
         self._incarnation = incarnation
-        self._fed = Journal(folder / "fed.jsonl")
-        self._commits = Journal(folder / "commits.jsonl")
+        self._fed = Lines(folder / "fed.jsonl")
+        self._commits = Lines(folder / "commits.jsonl")
 
     def fed(self, step: int, shard: int, index: int) -> None:
         """A batch is about to be fed to the model."""
-        self._fed.write(t=time.time(), step=step, shard=shard, index=index, incarnation=self._incarnation)
+        self._fed.write(
+            {"t": time.time(), "step": step, "shard": shard, "index": index, "incarnation": self._incarnation}
+        )
 
     def committed(self, record: CommitRecord, lr: float, tokens: int, timing: Timing, contributed: bool) -> None:
         """A step was committed and applied here."""
         state = record.state_id
         self._commits.write(
-            t=time.time(),
-            step=record.step,
-            epoch=record.epoch,
-            attempt=record.attempt,
-            lineage=state.lineage,
-            prev=record.prev,
-            ring=list(record.ring),
-            contributors=list(record.contributors),
-            contributions=[asdict(c) for c in record.contributions],
-            holes=[],
-            loss=record.loss,
-            lr=lr,
-            lr_scale=record.lr_scale,
-            norm=record.norm,
-            total=record.total,
-            chunk_bytes=record.chunk_bytes,
-            step_s=timing.step_s,
-            waits=timing.waits,
-            ftar_bytes=timing.ftar_bytes,
-            ftar_s=timing.ftar_s,
-            tokens=tokens,
-            incarnation=self._incarnation,
-            role="contribute" if contributed else "behind",
+            {
+                "t": time.time(),
+                "step": record.step,
+                "epoch": record.epoch,
+                "attempt": record.attempt,
+                "lineage": state.lineage,
+                "prev": record.prev,
+                "ring": list(record.ring),
+                "contributors": list(record.contributors),
+                "contributions": [asdict(c) for c in record.contributions],
+                "holes": [],
+                "loss": record.loss,
+                "lr": lr,
+                "lr_scale": record.lr_scale,
+                "norm": record.norm,
+                "total": record.total,
+                "chunk_bytes": record.chunk_bytes,
+                "step_s": timing.step_s,
+                "waits": timing.waits,
+                "ftar_bytes": timing.ftar_bytes,
+                "ftar_s": timing.ftar_s,
+                "tokens": tokens,
+                "incarnation": self._incarnation,
+                "role": "contribute" if contributed else "behind",
+            }
         )
 
     def final(self, state: StateId, digest: str) -> None:

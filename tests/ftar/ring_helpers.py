@@ -1,0 +1,119 @@
+"""Replicas of one rank each, on one loop: real sockets, a grant for each epoch."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from ft_hsdp import protocol
+from ft_hsdp.core.assignment import Grant, Member
+from ft_hsdp.core.commit import Token
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.ftar.edges import Identity
+from ft_hsdp.ftar.engine import Result
+from ft_hsdp.ftar.frame import Entry, Key
+from ft_hsdp.ftar.group import Events, Group, Limits
+from ft_hsdp.protocol import RingAbort
+
+TOKEN = "ab" * 32
+LAYOUT = "layout"
+BASE = StateId(0, 0, "0" * 32)
+
+
+def run(body: Coroutine[Any, Any, None]) -> None:
+    """Run a test's coroutine; it has to end, and nothing on the loop may fail on the way."""
+    failed: list[dict[str, Any]] = []
+
+    async def bounded() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+        async with asyncio.timeout(30):
+            await body
+
+    asyncio.run(bounded())
+    assert not failed, failed
+
+
+async def until(ready: Callable[[], Any], what: str, deadline_s: float = 5.0) -> None:
+    """Wait for a condition."""
+    end = time.monotonic() + deadline_s
+    while not ready():
+        assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
+        await asyncio.sleep(0.005)
+
+
+def grant(epoch: int, addresses: dict[int, str], token: str = TOKEN) -> Grant:
+    """A signed grant: replica to address, in ring order."""
+    members = tuple(Member(r, f"{r}-x-0", "contribute", (a,), ("",)) for r, a in addresses.items())
+    return protocol.sign(token, Grant(1, epoch, BASE, members, len(members), "test"))
+
+
+class Peer:
+    """A replica: its group, and what the group said."""
+
+    def __init__(self, replica: int, connect_s: float = 2.0, layout: str = LAYOUT, token: str = TOKEN) -> None:
+        self.replica = replica
+        self.connected: list[int] = []
+        self.broken: list[RingAbort] = []
+        self.shown: list[Grant] = []
+        self.tokens: list[Token] = []
+        events = Events(self.connected.append, self.broken.append, self.shown.append, self.tokens.append)
+        self.group = Group(Identity(replica, 0, layout, token), Limits(5.0, connect_s, 256), events)
+        self.address = self.group.listen("127.0.0.1")
+
+    def reduce(self, epoch: int, out: torch.Tensor, step: int = 1) -> asyncio.Future[Result]:
+        """Add one's own number to the sum."""
+        key = Key(epoch, step, 0, 0, "00" * 16)
+        local = torch.full_like(out, float(self.replica + 1))
+        mine = Entry(self.replica, 1, self.replica, 0, 0.0)
+        return asyncio.wrap_future(self.group.all_reduce(key, local, out, mine))
+
+
+class Ring:
+    """Peers that form a ring for each epoch; a context that leaves nothing open."""
+
+    def __init__(self, *replicas: int, connect_s: float = 2.0) -> None:
+        self._replicas = replicas
+        self._connect_s = connect_s
+
+    async def __aenter__(self) -> Ring:
+        self.peers = [Peer(r, self._connect_s) for r in self._replicas]
+        self.addresses = {p.replica: p.address for p in self.peers}
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for peer in self.peers:
+            peer.group.close()
+        await settle()
+
+    async def form(self, epoch: int, peers: list[Peer] | None = None) -> Grant:
+        """All configure; wait until all are connected."""
+        chosen = peers or self.peers
+        given = grant(epoch, {p.replica: p.address for p in chosen})
+        for peer in chosen:
+            peer.group.configure(given)
+        await until(lambda: all(epoch in p.connected for p in chosen), f"the ring of epoch {epoch}")
+        return given
+
+    async def check(self, epoch: int, peers: list[Peer] | None = None, n: int = 100) -> None:
+        """The ring sums."""
+        chosen = peers or self.peers
+        outs = [torch.empty(n) for _ in chosen]
+        await asyncio.gather(*(p.reduce(epoch, o) for p, o in zip(chosen, outs, strict=True)))
+        total = float(sum(p.replica + 1 for p in chosen))
+        assert all(torch.equal(o, torch.full((n,), total)) for o in outs)
+
+
+async def settle() -> None:
+    """Let farewells be said and closed tasks end."""
+    rest = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
+    if rest:
+        _, pending = await asyncio.wait(rest, timeout=1.0)
+        for task in pending:
+            task.cancel()
+        with suppress(asyncio.CancelledError):
+            await asyncio.gather(*pending, return_exceptions=True)

@@ -1,0 +1,402 @@
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from ring_helpers import LAYOUT, TOKEN, Peer, Ring, grant, run, until
+
+from ft_hsdp.core.commit import Fence, Token
+from ft_hsdp.errors import FTARError, ProtocolViolation, StaleEpoch
+from ft_hsdp.ftar import edges
+from ft_hsdp.ftar.edges import Identity
+from ft_hsdp.protocol import RingAbort
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 5])
+def test_configure_reduce_and_go_on_to_a_larger_epoch(members: int) -> None:
+    async def body() -> None:
+        async with Ring(*range(members)) as ring:
+            for epoch in (1, 2, 7):
+                await ring.form(epoch)
+                await ring.check(epoch)
+                await ring.check(epoch, n=1)
+            assert all(p.connected == [1, 2, 7] for p in ring.peers)
+            assert not any(a for p in ring.peers for a in p.broken if not a.planned)
+
+    run(body())
+
+
+def test_the_ring_shrinks_and_grows() -> None:
+    async def body() -> None:
+        async with Ring(0, 1, 2) as ring:
+            await ring.form(1)
+            await ring.form(2, ring.peers[1:])
+            await ring.check(2, ring.peers[1:])
+            await ring.form(3, ring.peers[::-1])
+            await ring.check(3)
+
+    run(body())
+
+
+def test_stale_and_reused_epochs_are_refused() -> None:
+    async def body() -> None:
+        async with Ring(0, 1) as ring:
+            given = await ring.form(5)
+            for old in (given, grant(4, ring.addresses), grant(5, {1: ring.addresses[1], 0: ring.addresses[0]})):
+                for peer in ring.peers:
+                    peer.group.configure(old)
+            await asyncio.sleep(0.05)
+            assert [p.connected for p in ring.peers] == [[5], [5]]
+            await ring.check(5)
+            for peer in ring.peers:
+                peer.group.stop(9, "for a test")
+                peer.group.configure(grant(9, ring.addresses))
+            await asyncio.sleep(0.05)
+            assert [p.connected for p in ring.peers] == [[5], [5]]
+            with pytest.raises(StaleEpoch):
+                await ring.peers[0].reduce(9, torch.empty(3))
+
+    run(body())
+
+
+def test_after_a_stop_a_larger_epoch_works() -> None:
+    async def body() -> None:
+        async with Ring(0, 1, 2) as ring:
+            await ring.form(1)
+            ring.peers[1].group.stop(1, "the ring broke")
+            await until(lambda: ring.peers[0].broken and ring.peers[2].broken, "the others hear of it")
+            assert {p.broken[0].planned for p in (ring.peers[0], ring.peers[2])} == {True}
+            await ring.form(2)
+            await ring.check(2)
+
+    run(body())
+
+
+def test_a_stale_caller_gets_the_newer_grant() -> None:
+    async def body() -> None:
+        async with Ring(0, 1, 2) as ring:
+            newer = await ring.form(4, ring.peers[:2])
+            late = ring.peers[2]
+            late.group.configure(grant(3, {2: late.address, 0: ring.addresses[0]}))
+            await until(lambda: late.broken, "it is refused")
+            assert late.shown == [newer]
+            assert late.broken[0].epoch == 3
+            await ring.check(4, ring.peers[:2])
+
+    run(body())
+
+
+def test_a_caller_of_the_future_is_reported_and_waits() -> None:
+    async def body() -> None:
+        async with Ring(0, 1) as ring:
+            await ring.form(1)
+            future = grant(2, ring.addresses)
+            early, other = ring.peers
+            early.group.configure(future)
+            await until(lambda: other.shown, "the grant is shown")
+            assert set(map(id, other.shown)) and all(g == future for g in other.shown)
+            assert early.connected == [1]
+            other.group.configure(future)
+            await until(lambda: early.connected[-1] == other.connected[-1] == 2, "both are connected")
+            await ring.check(2)
+
+    run(body())
+
+
+def test_a_parked_caller_is_refused_once_its_epoch_is_over() -> None:
+    async def body() -> None:
+        async with Ring(0, 1) as ring:
+            early, other = ring.peers
+            early.group.configure(grant(2, ring.addresses))
+            await until(lambda: other.shown, "the grant is shown")
+            other.group.stop(2, "holds a newer state")
+            await until(lambda: early.broken, "it is refused")
+            assert early.broken[0].cause == "holds a newer state"
+
+    run(body())
+
+
+@pytest.mark.parametrize("wrong", ["token", "layout", "rank", "forged", "noise", "empty", "huge"])
+def test_strangers_are_dropped_without_an_answer(wrong: str) -> None:
+    async def body() -> None:
+        async with Ring(0, 1) as ring:
+            await ring.form(1)
+            mine = Identity(1, 0, LAYOUT, TOKEN)
+            given = grant(2, ring.addresses)
+            if wrong == "token":
+                mine, given = replace(mine, token="cd" * 32), grant(2, ring.addresses, "cd" * 32)
+            elif wrong == "layout":
+                mine = replace(mine, layout="another")
+            elif wrong == "rank":
+                mine = replace(mine, rank=1)
+            elif wrong == "forged":
+                given = replace(given, base=replace(given.base, step=9))
+            host, port = ring.addresses[0].split(":")
+            reader, writer = await asyncio.open_connection(host, int(port))
+            raw = {"noise": b"GET / HTTP/1.1\r\n\r\n", "empty": b"", "huge": b"\xff\xff\xff\xff"}
+            if wrong in raw:
+                writer.write(raw[wrong])
+                writer.write_eof()
+            else:
+                writer.write(edges.protocol.frame(edges.hello(mine, given, "data")))
+            assert await asyncio.wait_for(reader.read(), 2) == b""
+            writer.close()
+            await writer.wait_closed()
+            assert not ring.peers[0].shown
+            await ring.check(1)
+
+    run(body())
+
+
+def test_a_second_connection_of_a_neighbour_does_not_replace_the_first() -> None:
+    async def body() -> None:
+        async with Ring(0, 1) as ring:
+            given = await ring.form(1)
+            for replica in (1, 2):
+                host, port = ring.addresses[0].split(":")
+                reader, writer = await asyncio.open_connection(host, int(port))
+                again = edges.hello(Identity(replica, 0, LAYOUT, TOKEN), given, "data")
+                writer.write(edges.protocol.frame(again))
+                assert await asyncio.wait_for(reader.read(), 2) == b""
+                writer.close()
+                await writer.wait_closed()
+            await ring.check(1)
+
+    run(body())
+
+
+def test_one_that_closes_breaks_the_ring_for_all_within_a_second() -> None:
+    async def body() -> None:
+        async with Ring(*range(6)) as ring:
+            await ring.form(1)
+            works = [p.reduce(1, torch.empty(9)) for p in ring.peers[:5]]  # replica 5 does not take part
+            await asyncio.sleep(0.05)
+            began = time.monotonic()
+            ring.peers[5].group.close()
+            await until(lambda: all(p.broken for p in ring.peers[:5]), "all know", 1.0)
+            assert time.monotonic() - began < 1.0
+            assert all(len(p.broken) == 1 for p in ring.peers[:5]), "told more than once"
+            for work in works:
+                with pytest.raises(FTARError):
+                    await work
+            ring.peers.pop()
+
+    run(body())
+
+
+def test_an_unplanned_break_names_the_suspect_all_round() -> None:
+    async def body() -> None:
+        async with Ring(*range(5)) as ring:
+            await ring.form(1)
+            formation = ring.peers[2].group._current
+            assert formation is not None
+            formation.right["control"].shutdown(socket.SHUT_RDWR)  # as if the network did it
+            await until(lambda: all(p.broken for p in ring.peers), "all know", 1.0)
+            suspects = [p.broken[0].suspect for p in ring.peers]
+            assert not any(p.broken[0].planned for p in ring.peers)
+            assert set(suspects) <= {2, 3}, suspects
+            await ring.form(2)
+            await ring.check(2)
+
+    run(body())
+
+
+def test_all_reduce_waits_for_its_ring_and_fails_with_it() -> None:
+    async def body() -> None:
+        async with Ring(0, 1) as ring:
+            given = grant(1, ring.addresses)
+            a, b = ring.peers
+            a.group.configure(given)
+            work = a.reduce(1, torch.empty(5))
+            await asyncio.sleep(0.05)
+            assert not work.done()
+            b.group.configure(given)
+            done = b.reduce(1, torch.empty(5))
+            assert [e.replica for e in (await work).entries] == [0, 1]
+            await done
+            late = a.reduce(1, torch.empty(5), step=2)
+            a.group.stop(1, "for a test")
+            with pytest.raises(FTARError):
+                await late
+            with pytest.raises(StaleEpoch):
+                await a.reduce(1, torch.empty(5))
+
+    run(body())
+
+
+def test_members_at_different_steps_break_instead_of_adding() -> None:
+    async def body() -> None:
+        async with Ring(0, 1) as ring:
+            await ring.form(1)
+            works = [p.reduce(1, torch.empty(5), step=i) for i, p in enumerate(ring.peers, 1)]
+            results = await asyncio.gather(*works, return_exceptions=True)
+            assert all(isinstance(r, FTARError) for r in results)
+            assert all(p.broken for p in ring.peers)
+
+    run(body())
+
+
+def test_a_neighbour_that_never_comes_is_the_suspect() -> None:
+    async def body() -> None:
+        async with Ring(0, 1, 2, connect_s=0.3) as ring:
+            given = grant(1, ring.addresses)
+            for peer in ring.peers[:2]:  # replica 2 listens but knows of nothing
+                peer.group.configure(given)
+            began = time.monotonic()
+            await until(lambda: all(p.broken for p in ring.peers[:2]), "they give up", 2.0)
+            assert time.monotonic() - began < 1.5
+            assert ring.peers[1].broken[0].suspect == 2  # it waits for the welcome of its right neighbour
+            with socket.create_server(("127.0.0.1", 0)) as taken:
+                gone = f"127.0.0.1:{taken.getsockname()[1]}"
+            alone = ring.peers[0]
+            alone.group.configure(grant(2, {0: alone.address, 1: gone}))
+            await until(lambda: len(alone.broken) == 2, "nobody listens there", 2.0)
+            assert (alone.broken[1].epoch, alone.broken[1].suspect) == (2, 1)
+
+    run(body())
+
+
+def test_a_left_neighbour_that_never_comes_is_the_suspect() -> None:
+    async def body() -> None:
+        async with Ring(0, 1, connect_s=0.3) as ring:
+            a, b = ring.peers
+            c = Peer(2)
+            # For b its right neighbour is a; b itself knows another ring, in which it never dials a.
+            a.group.configure(grant(1, {0: a.address, 1: b.address, 2: c.address}))
+            b.group.configure(grant(1, {0: a.address, 1: b.address, 2: c.address}))
+            c_listens_only = a  # c never configures, so nobody dials a
+            await until(lambda: c_listens_only.broken, "a gives up", 2.0)
+            assert a.broken[0].suspect == 2
+            c.group.close()
+
+    run(body())
+
+
+def token(epoch: int, step: int = 1) -> Token:
+    return Token(Fence(epoch, step, 0), False, True, "0" * 32, equal=(0, 1))
+
+
+def test_tokens_go_round_to_the_right() -> None:
+    async def body() -> None:
+        async with Ring(0, 1, 2) as ring:
+            await ring.form(1)
+            for sender in ring.peers:
+                sender.group.send_token(token(1, step=sender.replica + 1))
+            await until(lambda: all(p.tokens for p in ring.peers), "the tokens")
+            assert [p.tokens for p in ring.peers] == [[token(1, 3)], [token(1, 1)], [token(1, 2)]]
+            for step in range(20):
+                ring.peers[0].group.send_token(token(1, step))
+            await until(lambda: len(ring.peers[1].tokens) == 21, "all of them")
+            assert [t.fence.step for t in ring.peers[1].tokens[1:]] == list(range(20)), "the order is lost"
+            ring.peers[0].group.send_token(token(2))  # of another epoch
+            ring.peers[0].group.stop(1, "for a test")
+            ring.peers[0].group.send_token(token(1))  # of a ring that is over
+            await asyncio.sleep(0.05)
+            assert len(ring.peers[1].tokens) == 21
+
+    run(body())
+
+
+def test_nonsense_on_a_control_connection_breaks_the_ring() -> None:
+    async def body() -> None:
+        async with Ring(0, 1, 2) as ring:
+            await ring.form(1)
+            formation = ring.peers[0].group._current
+            assert formation is not None
+            formation.right["control"].send(edges.protocol.LENGTH.pack(4) + b"nope")
+            await until(lambda: all(p.broken for p in ring.peers), "the ring breaks", 1.0)
+            assert (ring.peers[1].broken[0].suspect, "protocol" in ring.peers[1].broken[0].cause) == (0, True)
+
+    run(body())
+
+
+def test_nothing_leaks_over_fifty_rings() -> None:
+    def count() -> tuple[int, int]:
+        gc.collect()
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    async def body() -> None:
+        async with Ring(0, 1, 2) as ring:
+            for epoch in (1, 2, 3):
+                await ring.form(epoch)
+            await asyncio.sleep(0.2)
+            before = count()
+            for epoch in range(4, 54):
+                await ring.form(epoch)
+                await ring.check(epoch, n=7)
+                if epoch % 3 == 0:
+                    ring.peers[epoch % 2].group.stop(epoch, "for a test")
+                if epoch % 5 == 0:  # a grant that only one of them ever sees
+                    ring.peers[0].group.configure(grant(epoch, ring.addresses))
+            await ring.form(100)
+            await until(lambda: count() <= before, f"{count()} files and threads, before {before}")
+
+    before = count()
+    run(body())
+    deadline = time.monotonic() + 2
+    while count() > before and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert count() <= before
+
+
+def test_closing_lets_go_of_parked_callers() -> None:
+    async def body() -> None:
+        async with Ring(0, 1) as ring:
+            early, other = ring.peers
+            early.group.configure(grant(2, ring.addresses))
+            await until(lambda: other.shown, "the grant is shown")
+            other.group.close()
+            await until(lambda: early.broken, "the caller hears of it", 1.0)
+
+    run(body())
+
+
+def test_an_error_of_ours_does_not_end_the_thread() -> None:
+    """A wrong shape is a programmer's error: its work fails, and later works still run."""
+
+    async def body() -> None:
+        async with Ring(0) as ring:
+            await ring.form(1)
+            peer = ring.peers[0]
+            key = edges_key(1)
+            entry = (await peer.reduce(1, torch.empty(3))).entries[0]
+            wrong = asyncio.wrap_future(peer.group.all_reduce(key, torch.ones(4), torch.empty(3), entry))
+            with pytest.raises(ValueError, match="local is"):
+                await asyncio.wait_for(wrong, 2)
+            await ring.check(1)
+
+    run(body())
+
+
+def edges_key(epoch: int):
+    from ft_hsdp.ftar.frame import Key
+
+    return Key(epoch, 1, 0, 0, "00" * 16)
+
+
+def test_the_messages_of_edges() -> None:
+    async def body() -> None:
+        a, b = socket.socketpair()
+        for sock in (a, b):
+            sock.setblocking(False)
+        await edges.send(a, RingAbort(3, "why"))
+        assert await edges.receive(b, RingAbort) == RingAbort(3, "why")
+        await edges.send(a, RingAbort(3, "why"))
+        with pytest.raises(ProtocolViolation):
+            await edges.receive(b, Token)
+        a.send(edges.protocol.LENGTH.pack(2**31))
+        with pytest.raises(ProtocolViolation, match="allowed"):
+            await edges.receive(b, RingAbort)
+        a.send(edges.protocol.LENGTH.pack(10) + b"half")
+        a.close()
+        assert await edges.receive(b, RingAbort) is None
+        b.close()
+
+    run(body())
