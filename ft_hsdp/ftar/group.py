@@ -136,7 +136,7 @@ class Group:
 
     def close(self) -> None:
         """Leave the ring, end the threads."""
-        self._leave("the replica ends", None)
+        self.stop(max([self._floor, *self._parked]), "the replica ends")
         self._listener.close()
         self._ops.put(None)
 
@@ -300,6 +300,10 @@ class Group:
                 result = self._ring(op.key.epoch).all_reduce(op.key, op.local, op.out, op.mine)
             except FTARError as error:
                 self._loop.call_soon_threadsafe(self._failed, op.key.epoch, error)
+                op.work.set_exception(error)
+            except Exception as error:  # ours, not the ring's: whoever owns the loop decides what it means
+                context = {"message": f"an all-reduce of epoch {op.key.epoch} failed", "exception": error}
+                self._loop.call_soon_threadsafe(self._loop.call_exception_handler, context)
                 op.work.set_exception(error)
             else:
                 op.work.set_result(result)

@@ -74,15 +74,16 @@ def fetch(
         NotFetched: the deadline passed, or every donor failed for good.
     """
     began = time.monotonic()
+    end = began + deadline_s
     failures: dict[Donor, str] = {}
-    while time.monotonic() < began + deadline_s:
+    while time.monotonic() < end:
         for donor in donors:
             if donor in failures:
                 continue
             if cancel.is_set():
                 raise Cancelled
             try:
-                snapshot = _from(donor, expected, token, cancel)
+                snapshot = _from(donor, expected, token, cancel, end)
             except (OSError, http.client.HTTPException, DataCorruption) as error:
                 failures[donor] = f"replica {donor.replica}: {error}"
                 rejected(donor, str(error))
@@ -96,7 +97,7 @@ def fetch(
     raise NotFetched("; ".join(failures.values()) or f"no donor had it within {deadline_s} s")
 
 
-def _from(donor: Donor, expected: Expected, token: str, cancel: threading.Event) -> Snapshot | None:
+def _from(donor: Donor, expected: Expected, token: str, cancel: threading.Event, end: float) -> Snapshot | None:
     """One donor's copy; None if it does not have that state (yet)."""
     host, _, port = donor.address.rpartition(":")
     connection = http.client.HTTPConnection(host, int(port), timeout=SOCKET_TIMEOUT_S)
@@ -115,7 +116,7 @@ def _from(donor: Donor, expected: Expected, token: str, cancel: threading.Event)
             raise DataCorruption(f"{response.length} bytes announced, wanted {expected.nbytes}")
         buffer = torch.empty(expected.nbytes, dtype=torch.uint8)
         snapshot = Snapshot(manifest, buffer)
-        _receive(response, snapshot, cancel)
+        _receive(response, snapshot, cancel, end)
         return snapshot
     finally:
         connection.close()
@@ -131,7 +132,7 @@ def _ok(response: http.client.HTTPResponse) -> None:
         raise DataCorruption(f"answered {response.status}")
 
 
-def _receive(response: http.client.HTTPResponse, snapshot: Snapshot, cancel: threading.Event) -> None:
+def _receive(response: http.client.HTTPResponse, snapshot: Snapshot, cancel: threading.Event, end: float) -> None:
     """Fill the staging buffer chunk by chunk, each verified as it arrives."""
     data = snapshot.data
     for index, wanted in enumerate(snapshot.manifest.checksums):
@@ -140,7 +141,9 @@ def _receive(response: http.client.HTTPResponse, snapshot: Snapshot, cancel: thr
         while got < len(chunk):
             if cancel.is_set():
                 raise Cancelled
-            n = response.readinto(chunk[got:])
+            if time.monotonic() > end:
+                raise TimeoutError(f"at chunk {index} when the time was over")
+            n = response.fp.readinto1(chunk[got:])  # what there is: filling the chunk could take for ever
             if n == 0:
                 raise DataCorruption(f"ended in chunk {index}")
             got += n

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -42,10 +42,8 @@ def seal(
     """Make a snapshot of a packed buffer, which nobody may write from now on."""
     array: Any = buffer.numpy()
     sums = wire.checksums(memoryview(array))
-    manifest = Manifest(
-        state, rank, ranks, layout.fingerprint, layout.nbytes, sums, wire.digest(sums), ledger.cursors, hyper
-    )
-    return Snapshot(manifest, buffer)
+    manifest = Manifest(state, rank, ranks, layout.fingerprint, layout.nbytes, sums, "", ledger.cursors, hyper)
+    return Snapshot(replace(manifest, digest=wire.digest(manifest)), buffer)
 
 
 class Snapshots:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import blake3
@@ -21,8 +21,8 @@ MAX_MANIFEST = 16 << 20
 class Manifest:
     """What a packed shard is: of which state and rank, in which layout, with which checksums.
 
-    ``checksums`` are xxh3-64 of each chunk of CHUNK_BYTES, ``digest`` is blake3 over them. ``hyper`` are the
-    optimizer's parameter groups before lr_scale, ``cursors`` the ledger.
+    ``checksums`` are xxh3-64 of each chunk of CHUNK_BYTES, ``digest`` is blake3 over everything else. ``hyper``
+    are the optimizer's parameter groups before lr_scale, ``cursors`` the ledger.
     """
 
     state: StateId
@@ -49,9 +49,9 @@ def checksums(data: memoryview) -> tuple[str, ...]:
     return tuple(checksum(data[i : i + CHUNK_BYTES]) for i in range(0, len(data), CHUNK_BYTES))
 
 
-def digest(sums: tuple[str, ...]) -> str:
-    """blake3 over the chunks' checksums, 64 hex digits."""
-    return blake3.blake3("".join(sums).encode()).hexdigest()
+def digest(manifest: Manifest) -> str:
+    """blake3 over all of a manifest but its own digest, 64 hex digits."""
+    return blake3.blake3(encode(replace(manifest, digest=""))).hexdigest()
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -64,16 +64,17 @@ def decode(data: bytes) -> Manifest:
     """The manifest in ``data``.
 
     Raises:
-        DataCorruption: too large, not valid, or its digest does not fit its checksums.
+        DataCorruption: too large, not valid, or its digest does not fit the rest.
     """
     if len(data) > MAX_MANIFEST:
         raise DataCorruption(f"manifest of {len(data)} bytes; allowed: {MAX_MANIFEST}")
     try:
         manifest = _MANIFEST.validate_json(data)
+        fits = digest(manifest) == manifest.digest
     except (ValidationError, ValueError, RecursionError) as error:
         raise DataCorruption(f"manifest is not valid: {str(error).splitlines()[0][:120]}") from error
-    if digest(manifest.checksums) != manifest.digest:
-        raise DataCorruption("manifest's digest does not fit its checksums")
+    if not fits:
+        raise DataCorruption("manifest's digest does not fit the rest of it")
     return manifest
 
 

@@ -100,13 +100,11 @@ class Held:
             self._keep_wanted()
 
     def _keep_wanted(self) -> None:
-        if self._wanted is None or self._wanted != self.state:
+        wanted = self._wanted  # another may be wanted while this one is copied
+        if wanted is None or wanted != self.state or self.snapshots.get(wanted) is not None:
             return
         hyper, buffer = self._groups.hyper(), self._pack()
-        self.snapshots.put(
-            snapshot.seal(self.state, self._rank, self._ranks, self.layout, self.ledger, hyper, buffer)
-        )
-        self._wanted = None
+        self.snapshots.put(snapshot.seal(wanted, self._rank, self._ranks, self.layout, self.ledger, hyper, buffer))
 
     def _pack(self) -> torch.Tensor:
         buffer = torch.empty(self.layout.nbytes, dtype=torch.uint8)

@@ -182,7 +182,8 @@ class Job:
         dist.broadcast(port, 0)
         weights, layouts = self._gather(held.weights_digest()), self._gather(held.layout.fingerprint)
         held.state = lineage.initial(config_hash(self.config), lineage.digest(weights))
-        self._wiring.journal.event("ReplicaWarmed", "model, optimizer and connections are ready")
+        if self.rank == 0:
+            self._wiring.journal.event("ReplicaWarmed", "model, optimizer and connections are ready")
         self._wiring.check_in(int(port.item()), held.state, lineage.digest(layouts))
 
     def _gather(self, text: str) -> list[str]:

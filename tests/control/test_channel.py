@@ -1,0 +1,211 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+import pytest
+
+from ft_hsdp import protocol
+from ft_hsdp.control import channel
+from ft_hsdp.control.channel import Hub, Line
+from ft_hsdp.core import replica as core
+from ft_hsdp.core.commit import Fence, Vote
+from ft_hsdp.protocol import RankHello, RankStopped
+
+TOKEN = "ab" * 32
+
+
+def run(body: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        async with asyncio.timeout(15):
+            await body
+
+    asyncio.run(bounded())
+
+
+def hello(rank: int, token: str = TOKEN, **other: Any) -> RankHello:
+    mac = protocol.mac(token, "rank", rank, f"r{rank}", f"s{rank}")
+    return RankHello(**{"rank": rank, "ring": f"r{rank}", "state": f"s{rank}", "mac": mac, **other})
+
+
+class Leader:
+    """A hub and what it heard."""
+
+    def __init__(self, ranks: int) -> None:
+        self.heard: asyncio.Queue[object] = asyncio.Queue()
+        self.lost: asyncio.Queue[int] = asyncio.Queue()
+        self.hub = Hub(ranks, TOKEN, self.heard.put_nowait, self.lost.put_nowait)
+
+    async def __aenter__(self) -> Leader:
+        self.port = await self.hub.listen("127.0.0.1")
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self.hub.close()
+        await asyncio.sleep(0.02)
+
+
+class Rank:
+    """A line and what it heard."""
+
+    def __init__(self) -> None:
+        self.orders: asyncio.Queue[object] = asyncio.Queue()
+        self.lost = asyncio.Event()
+        self.line = Line(self.orders.put_nowait, self.lost.set)
+
+    async def connect(self, port: int, said: RankHello) -> Rank:
+        await self.line.connect("127.0.0.1", port, said)
+        return self
+
+
+def test_orders_and_reports() -> None:
+    async def body() -> None:
+        async with Leader(3) as leader:
+            ranks = [await Rank().connect(leader.port, hello(r)) for r in (2, 1)]
+            await leader.hub.all_here(5)
+            assert leader.hub.hellos == {1: hello(1), 2: hello(2)}
+            orders = [core.Feed(4), core.StopRing(3, "why"), core.Reduce(Fence(1, 2, 3), "behind", "0" * 32)]
+            for order in (*orders, core.Exit(75, "enough")):
+                leader.hub.broadcast(order)
+            for rank in ranks:
+                assert [await rank.orders.get() for _ in range(4)] == [*orders, core.Exit(75, "enough")]
+            vote = Vote(1, Fence(1, 2, 3), "d", 0.5, ())
+            for report in (RankStopped(1, 4), vote):
+                ranks[1].line.send(report)
+                assert await leader.heard.get() == report
+            for rank in ranks:
+                rank.line.close()
+
+    run(body())
+
+
+def test_a_leader_alone_waits_for_nobody() -> None:
+    async def body() -> None:
+        async with Leader(1) as leader:
+            await leader.hub.all_here(1)
+
+    run(body())
+
+
+def test_all_here_has_a_deadline() -> None:
+    async def body() -> None:
+        async with Leader(3) as leader:
+            rank = await Rank().connect(leader.port, hello(1))
+            with pytest.raises(TimeoutError):
+                await leader.hub.all_here(0.1)
+            rank.line.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        hello(1, token="cd" * 32),
+        hello(1, mac=""),
+        hello(1, ring="elsewhere"),
+        hello(1, state="elsewhere"),
+        hello(2, mac=hello(1).mac),
+        hello(0),
+        hello(3),
+        hello(-1),
+    ],
+)
+def test_a_wrong_hello_is_hung_up_on(said: RankHello) -> None:
+    async def body() -> None:
+        async with Leader(3) as leader:
+            rank = await Rank().connect(leader.port, said)
+            await asyncio.wait_for(rank.lost.wait(), 3)
+            with pytest.raises(TimeoutError):
+                await leader.hub.all_here(0.05)
+            assert leader.hub.hellos == {}
+            assert leader.lost.empty(), "a stranger is not a rank"
+            rank.line.close()
+
+    run(body())
+
+
+def test_a_rank_says_hello_once() -> None:
+    async def body() -> None:
+        async with Leader(3) as leader:
+            first = await Rank().connect(leader.port, hello(1))
+            with pytest.raises(TimeoutError):  # rank 2 is not there
+                await leader.hub.all_here(0.1)
+            assert 1 in leader.hub.hellos
+            second = await Rank().connect(leader.port, hello(1))
+            await asyncio.wait_for(second.lost.wait(), 3)
+            leader.hub.broadcast(core.Feed(1))
+            assert await first.orders.get() == core.Feed(1)
+            for rank in (first, second):
+                rank.line.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\x00\x00\x00\x02{}", b""])
+def test_noise_instead_of_a_hello_is_hung_up_on(noise: bytes) -> None:
+    async def body() -> None:
+        async with Leader(2) as leader:
+            reader, writer = await asyncio.open_connection("127.0.0.1", leader.port)
+            writer.write(noise)
+            writer.write_eof()
+            assert await asyncio.wait_for(reader.read(), 3) == b""
+            writer.close()
+            assert leader.lost.empty()
+
+    run(body())
+
+
+def test_silence_instead_of_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(channel, "HELLO_TIMEOUT_S", 0.1)
+
+    async def body() -> None:
+        async with Leader(2) as leader:
+            reader, writer = await asyncio.open_connection("127.0.0.1", leader.port)
+            assert await asyncio.wait_for(reader.read(), 3) == b""
+            writer.close()
+
+    run(body())
+
+
+def test_the_end_of_a_rank_is_reported() -> None:
+    async def body() -> None:
+        async with Leader(3) as leader:
+            ranks = [await Rank().connect(leader.port, hello(r)) for r in (1, 2)]
+            await leader.hub.all_here(5)
+            ranks[1].line.close()
+            assert await asyncio.wait_for(leader.lost.get(), 3) == 2
+            ranks[0].line._writer.write(b"\x00\x00\x00\x02{}")  # nonsense counts as its end, too
+            assert await asyncio.wait_for(leader.lost.get(), 3) == 1
+            ranks[0].line.close()
+
+    run(body())
+
+
+def test_a_rank_may_not_give_orders_nor_a_leader_reports() -> None:
+    async def body() -> None:
+        async with Leader(2) as leader:
+            rank = await Rank().connect(leader.port, hello(1))
+            await leader.hub.all_here(5)
+            leader.hub.broadcast(RankStopped(0, 1))
+            await asyncio.wait_for(rank.lost.wait(), 3)
+            assert rank.orders.empty()
+            rank.line.send(core.Exit(0, "says who"))
+            assert await asyncio.wait_for(leader.lost.get(), 3) == 1
+            assert leader.heard.empty()
+            rank.line.close()
+
+    run(body())
+
+
+def test_the_end_of_the_leader_is_noticed() -> None:
+    async def body() -> None:
+        async with Leader(2) as leader:
+            rank = await Rank().connect(leader.port, hello(1))
+            await leader.hub.all_here(5)
+            leader.hub.close()
+            await asyncio.wait_for(rank.lost.wait(), 3)
+            rank.line.close()
+
+    run(body())

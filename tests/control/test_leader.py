@@ -1,0 +1,442 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_hsdp.control import leader as control
+from ft_hsdp.control.failpoints import Failpoints
+from ft_hsdp.control.leader import Leader, Outlets, Settings
+from ft_hsdp.core import replica as core
+from ft_hsdp.core.assignment import Answer, Continue, Finish, Grant, Member, Report
+from ft_hsdp.core.commit import Contribution, Fence, Token, Vote
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.replica import Phase
+from ft_hsdp.errors import LighthouseUnreachable
+from ft_hsdp.events import Journal
+from ft_hsdp.protocol import Ask, RankBroken, RankFetched, RankFetchFailed, RankShown, RankStopped
+
+STATE = StateId(0, 0, "0" * 32)
+OTHER = StateId(1, 3, "1" * 32)
+SETTINGS = Settings(
+    ranks=2,
+    total=2,
+    intervention="none",
+    chunk_bytes=64,
+    lease_s=60.0,
+    answer_wait_s=30.0,
+    join_timeout_s=30.0,
+    token_timeout_s=30.0,
+)
+
+
+class Lighthouse:
+    """Answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.asks: list[Ask] = []
+        self.cancelled = 0
+        self.answers: asyncio.Queue[Answer | Exception] = asyncio.Queue()
+
+    async def ask(self, ask: Ask) -> Answer:
+        self.asks.append(ask)
+        try:
+            answer = await self.answers.get()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Down(Lighthouse):
+    """Is unreachable after the answers that it was given."""
+
+    async def ask(self, ask: Ask) -> Answer:
+        self.asks.append(ask)
+        if self.answers.empty():
+            raise LighthouseUnreachable("down")
+        answer = self.answers.get_nowait()
+        assert not isinstance(answer, Exception)
+        return answer
+
+
+class Scene:
+    """A leader among fakes."""
+
+    def __init__(self, folder: Path, lighthouse: Lighthouse | None = None, **settings: Any) -> None:
+        self.lighthouse = lighthouse or Lighthouse()
+        self.orders: list[object] = []
+        self.tokens: list[Token] = []
+        self._journal = folder / "events.jsonl"
+        about = Ask(Report(0, "0-x-0", STATE, 1), ("r0", "r1"), ("s0", "s1"), "hash", "layout")
+        self.leader = Leader(
+            control.initial(0, "0-x-0", 9, STATE),
+            about,
+            self.lighthouse,  # type: ignore[arg-type]
+            replace(SETTINGS, **settings),
+            Outlets(self.orders.append, self.tokens.append),
+            Journal(self._journal),
+            Failpoints({}, 0),
+        )
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        rows = [json.loads(line) for line in self._journal.read_text().splitlines()]
+        return [r for r in rows if r["event"] == name]
+
+    def named(self, kind: type) -> list[Any]:
+        return [o for o in self.orders if isinstance(o, kind)]
+
+    async def until(self, ready: Callable[[], Any], what: str) -> None:
+        end = time.monotonic() + 5
+        while not ready():
+            assert time.monotonic() < end, f"{what}; orders: {self.orders}"
+            await asyncio.sleep(0.002)
+
+    async def granted(self, given: Grant) -> None:
+        """Check in and get a grant."""
+        if not self.lighthouse.asks:
+            self.leader.start()
+        self.lighthouse.answers.put_nowait(given)
+        await self.until(lambda: self.leader.replica.grant == given, "the grant is adopted")
+
+    def vote(self, rank: int, fence: Fence, members: tuple[int, ...] = (0,), digest: str = "d") -> None:
+        batches = tuple(Contribution(m, 1, m, 0, loss=float(rank)) for m in members)
+        self.leader.received(Vote(rank, fence, f"{digest}{rank}", 2.0, batches))
+
+
+def grant(epoch: int, *members: int, behind: tuple[int, ...] = (), base: StateId = STATE) -> Grant:
+    named = tuple(
+        Member(m, f"{m}-x-0", "behind" if m in behind else "contribute", (f"r{m}",) * 2, (f"s{m}",) * 2)
+        for m in members
+    )
+    return Grant(1, epoch, base, named, 2, "test")
+
+
+def run(body: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        failed: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+        async with asyncio.timeout(15):
+            await body
+        assert not failed, failed
+
+    asyncio.run(bounded())
+
+
+def test_a_step_alone_from_check_in_to_the_next_ask(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        await s.granted(grant(1, 0))
+        ask = s.lighthouse.asks[0]
+        assert (ask.ring, ask.state, ask.config_hash, ask.layout) == (("r0", "r1"), ("s0", "s1"), "hash", "layout")
+        fence = Fence(1, 1, 0)
+        assert s.orders == [core.Configure(grant(1, 0)), core.Feed(1), core.Reduce(fence, "contribute", "0" * 32)]
+        s.vote(1, fence)
+        assert not s.named(core.Commit), "committed with one vote of two"
+        s.vote(0, fence)
+        (commit,) = s.named(core.Commit)
+        record = commit.record
+        assert (record.contributors, record.loss, record.norm) == ((0,), 0.5, 2.0)
+        assert (record.chunk_bytes, record.ring, record.total) == (64, (0,), 2)
+        assert s.orders[-2:] == [commit, core.Feed(2)]
+        await s.until(lambda: len(s.lighthouse.asks) == 2, "asks for step 2")
+        assert s.lighthouse.asks[1].report.state == record.state_id
+        s.lighthouse.answers.put_nowait(Continue(1, 2))
+        await s.until(lambda: s.named(core.Reduce)[-1].fence == Fence(1, 2, 0), "step 2")
+        s.leader.close()
+
+    run(body())
+
+
+def test_after_a_broken_ring_it_asks_once_all_ranks_have_left_it(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        await s.granted(grant(1, 0, 1))
+        s.leader.received(RankBroken(1, 1, "replica 1 is gone", suspect=1))
+        s.leader.received(RankBroken(0, 1, "and again"))
+        assert s.named(core.StopRing) == [core.StopRing(1, "the ring broke")]
+        s.leader.received(RankStopped(0, 1))
+        s.leader.received(RankStopped(0, 1))
+        s.leader.received(RankStopped(1, 7))
+        await asyncio.sleep(0.05)
+        assert len(s.lighthouse.asks) == 1, "asked while rank 1 was still in the ring"
+        s.leader.received(RankStopped(1, 1))
+        await s.until(lambda: len(s.lighthouse.asks) == 2, "asks")
+        assert s.lighthouse.asks[1].report.after == 1
+        (event,) = s.events("RingBroken")
+        assert (event["suspect"], event["at_rank"], event["epoch"]) == (1, 1, 1)
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_rank_that_left_before_the_order_counts(tmp_path: Path) -> None:
+    """Its report may overtake the leader's own decision to leave."""
+
+    async def body() -> None:
+        s = Scene(tmp_path)
+        await s.granted(grant(1, 0, 1))
+        s.leader.received(RankStopped(0, 1))
+        s.leader.received(RankStopped(1, 1))
+        s.leader.received(RankBroken(1, 1, "gone"))
+        await s.until(lambda: len(s.lighthouse.asks) == 2, "asks")
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_planned_end_is_no_failure_and_other_epochs_do_not_matter(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        await s.granted(grant(4, 0, 1))
+        s.leader.received(RankBroken(1, 3, "an old ring"))
+        assert not s.named(core.StopRing)
+        s.leader.received(RankBroken(1, 4, "a newer epoch", planned=True))
+        assert s.named(core.StopRing)
+        assert not s.events("RingBroken")
+        s.leader.close()
+
+    run(body())
+
+
+async def _one_step(s: Scene) -> None:
+    await s.granted(grant(1, 0))
+    s.vote(0, Fence(1, 1, 0))
+    s.vote(1, Fence(1, 1, 0))
+
+
+def test_the_lease_is_used_while_the_lighthouse_is_away(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, Down())
+        s.lighthouse.answers.put_nowait(grant(1, 0))
+        s.leader.start()
+        await s.until(lambda: s.named(core.Reduce), "step 1")
+        s.vote(0, Fence(1, 1, 0))
+        s.vote(1, Fence(1, 1, 0))
+        await s.until(lambda: s.named(core.Reduce)[-1].fence == Fence(1, 2, 0), "step 2 without an answer")
+        (event,) = s.events("LeaseUsed")
+        assert (event["epoch"], event["step"], event["reason"]) == (1, 2, "down")
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_slow_lighthouse_is_not_waited_for(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, answer_wait_s=0.05)
+        await _one_step(s)
+        await s.until(lambda: s.named(core.Reduce)[-1].fence == Fence(1, 2, 0), "step 2 without an answer")
+        assert len(s.lighthouse.asks) == 2
+        s.lighthouse.answers.put_nowait(Continue(1, 2))  # late: it changes nothing
+        await asyncio.sleep(0.05)
+        assert [r.fence.step for r in s.named(core.Reduce)] == [1, 2]
+        s.leader.close()
+
+    run(body())
+
+
+def test_no_lease_lasts_for_ever(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, lease_s=0.1, answer_wait_s=0.2)
+        await _one_step(s)
+        await asyncio.sleep(0.5)
+        assert [r.fence.step for r in s.named(core.Reduce)] == [1], "trained on beyond its lease"
+        s.lighthouse.answers.put_nowait(Continue(1, 2))
+        await s.until(lambda: len(s.named(core.Reduce)) == 2, "goes on with the answer")
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_broken_ring_has_no_lease(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, Down())
+        s.lighthouse.answers.put_nowait(grant(1, 0, 1))
+        s.leader.start()
+        await s.until(lambda: s.named(core.Reduce), "step 1")
+        s.leader.received(RankBroken(0, 1, "gone"))
+        for rank in (0, 1):
+            s.leader.received(RankStopped(rank, 1))
+        await s.until(lambda: len(s.lighthouse.asks) >= 3, "it keeps asking")
+        assert len(s.named(core.Reduce)) == 1
+        assert not s.named(core.Exit), "a member does not give up"
+        s.lighthouse.answers.put_nowait(grant(2, 0))
+        await s.until(lambda: s.named(core.Reduce)[-1].fence == Fence(2, 1, 0), "the same step on another ring")
+        assert len(s.named(core.Feed)) == 1, "the batch was fed again"
+        assert len(s.events("StepRetried")) == 1
+        s.leader.close()
+
+    run(body())
+
+
+def test_who_never_joined_ends_with_69(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, Down(), join_timeout_s=0.3)
+        s.leader.start()
+        await asyncio.sleep(0.1)
+        assert not s.orders
+        await s.until(lambda: s.orders, "the end")
+        assert isinstance(s.orders[0], core.Exit)
+        assert (s.orders[0].code, "down" in s.orders[0].reason) == (69, True)
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_token_that_does_not_come_round_breaks_the_ring(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, token_timeout_s=0.1)
+        await s.granted(grant(1, 0, 1))
+        for rank in (0, 1):
+            s.vote(rank, Fence(1, 1, 0), (0, 1))
+        assert s.leader.replica.phase is Phase.VOTED
+        (token,) = s.tokens
+        assert (token.fence, token.verdict, token.yes) == (Fence(1, 1, 0), False, True)
+        await s.until(lambda: s.named(core.StopRing), "the ring is left")
+        assert "no verdict on step 1" in s.events("RingBroken")[0]["cause"]
+        assert s.leader.replica.prepared is not None, "the record in doubt was dropped"
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_token_in_time_is_followed_by_no_alarm(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, token_timeout_s=0.1)
+        await s.granted(grant(1, 0, 1))
+        for rank in (0, 1):
+            s.vote(rank, Fence(1, 1, 0), (0, 1))
+        s.leader.token(s.tokens[0])
+        assert len(s.named(core.Commit)) == 1
+        assert s.tokens[1] == replace(s.tokens[0], verdict=True)
+        await asyncio.sleep(0.2)
+        assert not s.named(core.StopRing)
+        s.leader.close()
+
+    run(body())
+
+
+def test_stale_votes_are_not_counted(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        s.vote(0, Fence(1, 1, 0))  # before any step
+        await s.granted(grant(1, 0))
+        fence = Fence(1, 1, 0)
+        s.vote(0, fence)
+        for other in (Fence(0, 1, 0), Fence(1, 2, 0), Fence(1, 1, 1)):
+            s.vote(1, other)
+        s.vote(0, fence, digest="again")
+        assert not s.named(core.Commit)
+        s.vote(1, fence)
+        assert len(s.named(core.Commit)) == 1
+        s.vote(0, fence)
+        s.vote(1, fence)
+        assert len(s.named(core.Commit)) == 1
+        s.leader.close()
+
+    run(body())
+
+
+def test_ranks_that_saw_different_contributors_end_the_replica(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        await s.granted(grant(1, 0, 1))
+        s.vote(0, Fence(1, 1, 0), (0, 1))
+        s.vote(1, Fence(1, 1, 0), (0,))
+        (end,) = s.named(core.Exit)
+        assert (end.code, "different contributors" in end.reason) == (75, True)
+        assert not s.tokens
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_new_ask_cancels_the_old_one(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        await _one_step(s)
+        await s.until(lambda: len(s.lighthouse.asks) == 2, "asks for step 2")
+        s.leader.received(RankBroken(0, 1, "gone"))
+        for rank in (0, 1):
+            s.leader.received(RankStopped(rank, 1))
+        await s.until(lambda: len(s.lighthouse.asks) == 3, "asks again")
+        assert s.lighthouse.cancelled == 1
+        assert [a.report.after for a in s.lighthouse.asks] == [0, 0, 1]
+        s.leader.close()
+        await asyncio.sleep(0.01)
+        assert s.lighthouse.cancelled == 2
+
+    run(body())
+
+
+def test_a_shown_grant_is_adopted(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        await s.granted(grant(1, 0, 1))
+        s.leader.received(RankShown(1, grant(2, 0, 1)))
+        s.leader.received(RankShown(0, grant(2, 0, 1)))
+        assert [o.grant.epoch for o in s.named(core.Configure)] == [1, 2]
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_fetch_is_over_when_all_ranks_have_their_shards(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
+        (order,) = s.named(core.Fetch)
+        assert (order.base, [m.replica for m in order.donors]) == (OTHER, [1])
+        s.leader.received(RankFetched(1, OTHER))
+        s.leader.received(RankFetched(1, OTHER))
+        s.leader.received(RankFetched(0, STATE))
+        assert not s.named(core.Install)
+        s.leader.received(RankFetched(0, OTHER))
+        assert s.named(core.Install) == [core.Install(OTHER)]
+        assert s.leader.replica.state == OTHER
+        assert len(s.events("LeftBehind")) == 1
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_fetch_that_failed_ends_the_replica(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
+        s.leader.received(RankFetchFailed(1, STATE, "of an older fetch"))
+        assert not s.named(core.Exit)
+        s.leader.received(RankFetchFailed(1, OTHER, "replica 1: gone"))
+        (end,) = s.named(core.Exit)
+        assert (end.code, "replica 1: gone" in end.reason) == (75, True)
+        s.leader.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize("written", [True, False])
+def test_the_final_state_is_reported_once_it_is_written_down(tmp_path: Path, written: bool) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        end = StateId(1, 9, "9" * 32)
+        s.leader.replica = control.initial(0, "0-x-0", 9, end)
+        if written:
+            s.leader.concluded.set()
+        s.leader.start()
+        await asyncio.sleep(0.05)
+        assert bool(s.lighthouse.asks) == written
+        s.leader.concluded.set()
+        s.lighthouse.answers.put_nowait(Finish())
+        await s.until(lambda: s.named(core.Exit), "the end")
+        assert s.named(core.Exit)[0].code == 0
+        s.leader.close()
+
+    run(body())

@@ -1,0 +1,29 @@
+"""`torchrun ... launcher.py replica CONFIG --replica N`: torchrun supervises the ranks instead of us."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torchrun_job import ROOT, TorchrunJob, check
+
+STEPS = 60
+SETTINGS = f"""
+replicas: 2
+ranks_per_replica: 2
+train: {{steps: {STEPS}, micro_batch: 2, seq_len: 32}}
+model: {{dim: 64, layers: 2, heads: 2}}
+data: {{path: stdlib, max_bytes: 1048576}}
+optim: {{clip: 1.0}}
+"""
+
+
+@pytest.mark.multiproc
+def test_replicas_under_torchrun_survive_the_loss_of_a_leader(tmp_path: Path) -> None:
+    with TorchrunJob(tmp_path, SETTINGS) as job:
+        launcher = ROOT / "launcher.py"
+        replicas = [job.torchrun(r, 2, launcher, "replica", "CONFIG") for r in range(2)]
+        job.until(lambda: job.step(1) >= 5, "step 5")
+        job.kill(replicas[0], 0)
+        check(job.finals(replicas), STEPS, ["1", "0"])
+        assert [r["step"] for r in job.rows(1)] == list(range(1, STEPS + 1)), "the survivor missed a step"

@@ -1,0 +1,37 @@
+"""A small packed shard and its snapshot."""
+
+from __future__ import annotations
+
+import torch
+
+from ft_hsdp.core.cursor import Ledger
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.state import layout, snapshot
+from ft_hsdp.state.layout import Layout
+from ft_hsdp.state.snapshot import Snapshot
+
+TOKEN = "ab" * 32
+STATE = StateId(3, 7, "0123456789abcdef" * 2)
+HYPER = ({"lr": 0.1, "betas": [0.9, 0.95], "foreach": None},)
+
+
+def tensors(seed: int = 0, size: int = 1000) -> dict[str, torch.Tensor]:
+    """Parameters of several types and shapes, an empty shard and a scalar among them."""
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "a": torch.randn(size, generator=g),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.randn((), generator=g),
+        "half": torch.randn(3, 5, generator=g).to(torch.bfloat16),
+        "step": torch.tensor([2**40], dtype=torch.int64),
+        "flags": torch.randint(0, 255, (7,), generator=g, dtype=torch.uint8),
+    }
+
+
+def sealed(state: StateId = STATE, rank: int = 0, size: int = 1000, seed: int = 0) -> tuple[Snapshot, Layout]:
+    """A snapshot and its layout."""
+    params = tensors(seed, size)
+    place = Layout.of(params, {})
+    buffer = torch.empty(place.nbytes, dtype=torch.uint8)
+    layout.pack(place, list(params.values()), buffer)
+    return snapshot.seal(state, rank, 2, place, Ledger((4, 5)), HYPER, buffer), place

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from state_helpers import tensors
+
+from ft_hsdp.state import layout
+from ft_hsdp.state.layout import ALIGN, Layout
+
+
+def test_what_is_packed_comes_out() -> None:
+    params, optim = tensors(1), {f"{n}.exp_avg": t for n, t in tensors(2).items()}
+    source = [*params.values(), *optim.values()]
+    place = Layout.of(params, optim)
+    buffer = torch.full((place.nbytes,), 0xFF, dtype=torch.uint8)
+    layout.pack(place, source, buffer)
+    target = [torch.zeros_like(t) for t in source]
+    layout.unpack(place, buffer, target)
+    assert all(torch.equal(a, b) for a, b in zip(source, target, strict=True))
+    used = torch.zeros(place.nbytes, dtype=torch.bool)
+    for t in place.tensors:
+        assert t.offset % ALIGN == 0
+        assert not used[t.offset : t.offset + t.nbytes].any(), "two tensors overlap"
+        used[t.offset : t.offset + t.nbytes] = True
+    assert not buffer[~used].any(), "the padding is not zero, so equal states could differ"
+
+
+@given(st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=6), st.integers(0, 99))
+def test_any_shapes(shapes: list[list[int]], seed: int) -> None:
+    g = torch.Generator().manual_seed(seed)
+    source = {str(i): torch.randn(shape, generator=g) for i, shape in enumerate(shapes)}
+    place = Layout.of(source, {})
+    buffer = torch.empty(place.nbytes, dtype=torch.uint8)
+    layout.pack(place, list(source.values()), buffer)
+    target = [torch.full_like(t, 9.0) for t in source.values()]
+    layout.unpack(place, buffer, target)
+    assert all(torch.equal(a, b) for a, b in zip(source.values(), target, strict=True))
+
+
+def test_a_transposed_tensor_is_packed_row_by_row() -> None:
+    source = torch.arange(12.0).view(3, 4).t()
+    place = Layout.of({"t": source}, {})
+    buffer = torch.empty(place.nbytes, dtype=torch.uint8)
+    layout.pack(place, [source], buffer)
+    target = torch.zeros(4, 3)
+    layout.unpack(place, buffer, [target])
+    assert torch.equal(target, source)
+
+
+def test_values_that_are_no_numbers_survive_bit_by_bit() -> None:
+    source = torch.tensor([0x7FC00001, -0x80000000, 0x7F800000, 1], dtype=torch.int32).view(torch.float32)
+    place = Layout.of({"x": source}, {})
+    buffer = torch.empty(place.nbytes, dtype=torch.uint8)
+    layout.pack(place, [source], buffer)
+    target = torch.zeros(4)
+    layout.unpack(place, buffer, [target])
+    assert torch.equal(target.view(torch.int32), source.view(torch.int32))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"b": torch.zeros(4)},
+        {"a": torch.zeros(5)},
+        {"a": torch.zeros(2, 2)},
+        {"a": torch.zeros(4, dtype=torch.int32)},
+        {"a": torch.zeros(4), "b": torch.zeros(0)},
+    ],
+)
+def test_the_fingerprint_tells_layouts_apart(other: dict[str, torch.Tensor]) -> None:
+    mine = Layout.of({"a": torch.zeros(4)}, {})
+    assert mine.fingerprint == Layout.of({"a": torch.ones(4)}, {}).fingerprint
+    assert mine.fingerprint != Layout.of(other, {}).fingerprint
+    assert mine.fingerprint != Layout.of({}, {"a": torch.zeros(4)}).fingerprint
+
+
+def test_another_number_of_tensors_is_a_programmers_error() -> None:
+    place = Layout.of({"a": torch.zeros(4)}, {})
+    with pytest.raises(ValueError, match="shorter"):
+        layout.pack(place, [], torch.empty(place.nbytes, dtype=torch.uint8))

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from odd_model import Odd, batch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ft_hsdp.errors import InvalidArgument
+from ft_hsdp.launch.processes import environment
+from ft_hsdp.train.held import state_digest
+from ft_hsdp.train.hsdp import Sharded
+
+Seen = list[tuple[int, torch.Tensor]]
+
+
+def shard(mesh: DeviceMesh, seed: int = 0) -> tuple[Sharded, Seen]:
+    seen: Seen = []
+    model = Odd(seed)
+    return Sharded(model, list(model.parts), mesh, lambda i, flat: seen.append((i, flat))), seen
+
+
+def test_the_buckets_come_in_the_planned_order_and_sizes(mesh: DeviceMesh) -> None:
+    sharded, seen = shard(mesh)
+    for seed in range(3):
+        seen.clear()
+        sharded.model(batch(seed)).backward()
+        assert [i for i, _ in seen] == [0, 1, 2, 3]
+        assert tuple(flat.numel() for _, flat in seen) == sharded.sizes == (18, 18, 18, 44)
+        sharded.clear()
+    owners = [{n for n, p in sharded.params.items() if any(p is q for q in b.params)} for b in sharded.buckets]
+    assert owners[0] == {f"parts.2.{n}" for n in ("wide", "bias", "seldom")}, "the last part is first"
+    assert owners[3] == {"first", "last"}
+
+
+def test_an_unused_parameter_sends_zeros_and_changes_no_size(mesh: DeviceMesh) -> None:
+    sharded, seen = shard(mesh)
+    sharded.model(batch(0), seldom=False).backward()
+    assert tuple(flat.numel() for _, flat in sorted(seen, key=lambda s: s[0])) == sharded.sizes
+    bucket = sharded.buckets[0]
+    flat = dict(seen)[0]
+    names = {id(p): n for n, p in sharded.params.items()}
+    place = next(at for p, at in zip(bucket.params, bucket.places, strict=True) if names[id(p)].endswith("seldom"))
+    assert not flat[place : place + 5].any()
+
+
+def test_the_flat_shards_are_the_gradients_and_come_back_as_gradients(mesh: DeviceMesh) -> None:
+    sharded, seen = shard(mesh)
+    plain = Odd()
+    sharded.model(batch(0)).backward()
+    plain(batch(0)).backward()
+    reduced = [flat * 2 for _, flat in seen]
+    before = [flat.clone() for _, flat in seen]
+    sharded.assign(reduced)
+    for name, wanted in plain.named_parameters():
+        got = sharded.params[name].grad
+        assert torch.allclose(got.full_tensor(), 2 * wanted.grad, rtol=1e-5, atol=1e-7), name
+    assert all(torch.equal(a, b) for a, (_, b) in zip(before, seen, strict=True)), "a local gradient was written"
+    sharded.clear()
+    assert all(p.grad is None for p in sharded.params.values())
+
+
+def test_with_accumulation_only_the_last_micro_batch_is_handed_over(mesh: DeviceMesh) -> None:
+    sharded, seen = shard(mesh)
+    plain = Odd()
+    for micro in range(3):
+        sharded.sync(micro == 2)
+        sharded.model(batch(micro)).backward()
+        assert len(seen) == (4 if micro == 2 else 0)
+        plain(batch(micro)).backward()
+    sharded.assign([flat for _, flat in seen])
+    for name, wanted in plain.named_parameters():
+        assert torch.allclose(sharded.params[name].grad.full_tensor(), wanted.grad, rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_parameters_have_to_be_fp32(mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    with pytest.raises(InvalidArgument, match=r"allowed: torch.float32"):
+        Sharded(nn.Linear(3, 3).to(dtype), [], mesh, lambda *_: None)
+
+
+def test_two_ranks_with_shapes_that_two_does_not_divide(tmp_path: Path) -> None:
+    """FSDP2's own gradients, the planned sizes with their padding, and a digest that knows no sharding."""
+    script = Path(__file__).with_name("two_ranks.py")
+    started = [
+        subprocess.Popen(
+            [sys.executable, str(script)],
+            env=environment() | {"RANK": str(rank), "STORE": str(tmp_path / "store")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank in range(2)
+    ]
+    outs: list[dict[str, Any]] = []
+    for process in started:
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 0, err.decode()
+        outs.append(json.loads(out.splitlines()[-1]))
+    plain = Odd()
+    params = dict(plain.named_parameters())
+    digest = state_digest(params, {}, ({"lr": 0.1},))
+    ((plain(batch(0)) + plain(batch(1))) / 2).backward()
+    for out in outs:
+        assert out["order"] == [0, 1, 2, 3]
+        assert out["sizes"] == out["planned"] == [12, 12, 12, 24]
+        assert out["digest"] == digest
+        assert out["grads"] == out["assigned"] == outs[0]["grads"]
+        for name, param in params.items():
+            assert torch.allclose(torch.tensor(out["grads"][name]), param.grad.flatten(), rtol=1e-4, atol=1e-6), (
+                name
+            )

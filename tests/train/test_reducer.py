@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import math
+import threading
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from ft_hsdp.core import lineage
+from ft_hsdp.core.assignment import Role
+from ft_hsdp.core.commit import Contribution, Fence, Vote
+from ft_hsdp.core.replica import Reduce
+from ft_hsdp.errors import PeerDead
+from ft_hsdp.ftar.engine import Result
+from ft_hsdp.ftar.frame import Entry, Key
+from ft_hsdp.train.reducer import Feeding, Reducer, checksum, contributions
+
+SIZES = (3, 5, 2)
+PREV = "ab" * 16
+OTHER = Entry(1, 1, 1, 40, 2.0)
+
+
+class Op:
+    """An all-reduce that was asked for."""
+
+    def __init__(self, key: Key, local: torch.Tensor | None, out: torch.Tensor, mine: Entry) -> None:
+        self.key, self.local, self.out, self.mine = key, local, out, mine
+        self.work: Future[Result] = Future()
+
+    def end(self, *others: Entry) -> None:
+        """It ends well: replica 1 adds ones."""
+        self.out.copy_((0 if self.local is None else self.local) + torch.ones_like(self.out))
+        self.work.set_result(Result((self.mine, *(others or (OTHER,))), 100))
+
+
+class Group:
+    """Takes all-reduces; ``at_once`` ends them before the caller has the work in hand."""
+
+    def __init__(self, at_once: bool = False) -> None:
+        self.ops: list[Op] = []
+        self._at_once = at_once
+
+    def all_reduce(self, *args: Any) -> Future[Result]:
+        op = Op(*args)
+        self.ops.append(op)
+        if self._at_once:
+            op.end()
+        return op.work
+
+
+class Scene:
+    """A reducer of rank 1 of replica 0."""
+
+    def __init__(self, at_once: bool = False) -> None:
+        self.group, self.votes = Group(at_once), list[Vote]()
+        self.reducer = Reducer(self.group, SIZES, 0, 1, self.votes.append)  # type: ignore[arg-type]
+
+    def begin(self, step: int = 1, epoch: int = 1, attempt: int = 0, role: Role = "contribute") -> Fence:
+        fence = Fence(epoch, step, attempt)
+        self.reducer.begin(Reduce(fence, role, PREV))
+        return fence
+
+    def open(self, step: int = 1, index: int = 7) -> None:
+        self.reducer.open(Feeding(step, 0, index))
+
+    def ready(self, *buckets: int, scale: float = 1.0) -> dict[int, torch.Tensor]:
+        flats = {b: torch.arange(SIZES[b], dtype=torch.float32) * scale + b for b in buckets}
+        for b, flat in flats.items():
+            self.reducer.ready(b, flat, 1.5)
+        return flats
+
+    @property
+    def buckets(self) -> list[int]:
+        return [op.key.bucket for op in self.group.ops]
+
+
+def test_a_bucket_goes_as_soon_as_it_and_all_before_it_are_there() -> None:
+    s = Scene()
+    fence = s.begin()
+    s.open()
+    assert s.buckets == []
+    flats = s.ready(1)
+    assert s.buckets == []
+    flats |= s.ready(0)
+    assert s.buckets == [0, 1]
+    flats |= s.ready(2)
+    assert s.buckets == [0, 1, 2]
+    for b, op in enumerate(s.group.ops):
+        assert op.key == Key(fence.epoch, fence.step, fence.attempt, b, PREV)
+        assert op.local is flats[b]
+        assert (op.out.shape, op.out.data_ptr() == op.local.data_ptr()) == (op.local.shape, False)
+        assert op.mine == Entry(0, 1, 0, 7, 1.5)
+
+
+def test_the_order_of_the_attempt_may_come_last() -> None:
+    s = Scene()
+    s.open()
+    s.ready(0, 1, 2)
+    assert s.buckets == []
+    s.begin()
+    assert s.buckets == [0, 1, 2]
+
+
+def test_the_vote_is_about_what_was_reduced() -> None:
+    s = Scene()
+    fence = s.begin()
+    s.open()
+    s.ready(0, 1, 2)
+    for op in s.group.ops[:2]:
+        op.end()
+    assert s.votes == []
+    s.group.ops[2].end()
+    (vote,) = s.votes
+    outs = [op.out for op in s.group.ops]
+    assert (vote.rank, vote.fence, vote.poisoned) == (1, fence, ())
+    assert vote.digest == lineage.digest([checksum(o) for o in outs])
+    assert vote.sumsq == pytest.approx(sum(float(o.double().square().sum()) for o in outs))
+    assert vote.contributions == (Contribution(0, 1, 0, 7, 1.5), Contribution(1, 1, 1, 40, 2.0))
+    assert s.reducer.traffic.bytes_sent == 300
+    taken = s.reducer.take()
+    assert all(a is b for a, b in zip(taken, outs, strict=True))
+    assert checksum(taken[0]) != checksum(taken[0] + 1)
+
+
+def test_a_retry_goes_over_the_same_local_gradient() -> None:
+    s = Scene()
+    s.begin()
+    s.open()
+    flats = s.ready(0, 1, 2)
+    s.group.ops[0].end()
+    s.group.ops[1].work.set_exception(PeerDead("gone"))
+    s.group.ops[2].work.set_exception(PeerDead("gone"))
+    s.reducer.cancel()
+    fence = s.begin(epoch=2)
+    again = s.group.ops[3:]
+    assert [op.key.bucket for op in again] == [0, 1, 2]
+    assert {op.key.epoch for op in again} == {2}
+    assert all(op.local is flats[op.key.bucket] for op in again)
+    for op in again:
+        op.end()
+    (vote,) = s.votes
+    assert vote.fence == fence
+
+
+def test_works_of_an_attempt_that_is_over_count_for_nothing() -> None:
+    s = Scene()
+    s.begin()
+    s.open()
+    s.ready(0, 1, 2)
+    s.group.ops[0].end()
+    s.begin(attempt=1)
+    for op in s.group.ops[1:3]:
+        op.end()
+    s.reducer.cancel()
+    s.group.ops[3].end()
+    assert s.votes == []
+    s.begin(attempt=2)
+    for op in s.group.ops[6:]:
+        op.end()
+    assert [v.fence.attempt for v in s.votes] == [2]
+
+
+def test_a_relay_needs_no_gradient_and_has_weight_0() -> None:
+    s = Scene()
+    s.begin(role="behind")
+    assert s.buckets == [0, 1, 2]
+    assert all(op.local is None and op.mine.weight == 0 and not op.mine.poisoned for op in s.group.ops)
+    for op in s.group.ops:
+        op.end()
+    assert [c.replica for c in s.votes[0].contributions] == [1]
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_gradients_of_another_step_are_not_taken(step: int) -> None:
+    s = Scene()
+    s.open(step=step)
+    s.ready(0, 1, 2)
+    s.begin(step=2)
+    assert s.buckets == []
+    s.open(step=2)
+    assert s.buckets == [], "the old gradient was taken for the new batch"
+    s.ready(0, scale=5.0)
+    assert s.buckets == [0]
+
+
+def test_what_comes_while_nothing_is_fed_is_dropped() -> None:
+    s = Scene()
+    s.open()
+    s.reducer.open(None)
+    s.ready(0, 1, 2)
+    s.begin()
+    assert s.buckets == []
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e15, 0.0])
+def test_a_gradient_that_is_not_finite_is_flagged(bad: float) -> None:
+    s = Scene()
+    s.begin()
+    s.open()
+    s.ready(0, 2)
+    s.reducer.ready(1, torch.full((5,), bad), 1.5)
+    expected = not math.isfinite(bad)
+    assert [op.mine.poisoned for op in s.group.ops] == [False, expected, False]
+    for op in s.group.ops:
+        op.end()
+    assert s.votes[0].poisoned == ((0,) if expected else ())
+
+
+def test_the_poison_of_others_is_in_the_vote() -> None:
+    s = Scene()
+    s.begin()
+    s.open()
+    s.ready(0, 1, 2)
+    for op in s.group.ops[:2]:
+        op.end()
+    s.group.ops[2].end(Entry(1, 1, 1, 40, 2.0, poisoned=True), Entry(4, 1, 4, 0, 0.0, poisoned=True))
+    assert s.votes[0].poisoned == (1, 4)
+
+
+def test_a_work_that_is_done_before_its_callback_is_set() -> None:
+    """Then the callback runs under the lock of the submitter."""
+    s = Scene(at_once=True)
+    s.open()
+
+    def body() -> None:
+        s.ready(0, 1, 2)
+        s.begin()
+
+    thread = threading.Thread(target=body, daemon=True)
+    thread.start()
+    thread.join(5)
+    assert not thread.is_alive(), "it waits for itself"
+    assert len(s.votes) == 1
+
+
+def test_reduced_shards_are_used_again_only_when_given_back() -> None:
+    s = Scene(at_once=True)
+
+    def step(number: int) -> list[torch.Tensor]:
+        s.begin(step=number)
+        s.open(step=number)
+        s.ready(0, 1, 2)
+        return s.reducer.take()
+
+    first, second = step(1), step(2)
+    kept = [t.clone() for t in first]
+    assert not {t.data_ptr() for t in first} & {t.data_ptr() for t in second}
+    s.reducer.give_back(second)
+    third = step(3)
+    assert [t.data_ptr() for t in third] == [t.data_ptr() for t in second]
+    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+
+
+def test_what_is_in_doubt_stays_until_the_next_attempt() -> None:
+    s = Scene(at_once=True)
+    s.begin()
+    s.open()
+    s.ready(0, 1, 2)
+    s.reducer.cancel()
+    assert [t.numel() for t in s.reducer.take()] == list(SIZES)
+
+
+def test_a_bucket_of_another_size_is_a_programmers_error() -> None:
+    s = Scene()
+    s.open()
+    with pytest.raises(ValueError, match="bucket 1 has 4 elements, planned 5"):
+        s.reducer.ready(1, torch.zeros(4), 0.0)
+
+
+def test_buckets_that_disagree_have_no_contributors() -> None:
+    one = Result((Entry(0, 1, 0, 7, 1.0), OTHER), 0)
+    for other in (
+        Result((Entry(0, 1, 0, 8, 1.0), OTHER), 0),
+        Result((Entry(0, 0, 0, 7, 1.0), OTHER), 0),
+        Result((OTHER,), 0),
+    ):
+        assert contributions([one, other]) == ()
+    swapped = Result((OTHER, Entry(0, 1, 0, 7, 3.0)), 0)
+    got = contributions([one, swapped])
+    assert got == (Contribution(0, 1, 0, 7, 3.0), Contribution(1, 1, 1, 40, 2.0)), "losses are the last bucket's"

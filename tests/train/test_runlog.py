@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from ft_hsdp.core.commit import CommitRecord, Contribution
+from ft_hsdp.train.runlog import RunLog, Timing
+
+RECORD = CommitRecord(
+    epoch=3,
+    attempt=1,
+    step=7,
+    prev="0" * 32,
+    ring=(2, 0, 1),
+    total=4,
+    contributions=(Contribution(0, 1, 0, 6, 1.0), Contribution(2, 3, 2, 5, 2.0)),
+    digest="d",
+    norm=0.5,
+    lr_scale=0.7,
+    chunk_bytes=64,
+)
+
+
+def rows(file: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def test_a_batch_is_logged_before_anything_else_can_happen(tmp_path: Path) -> None:
+    log = RunLog(tmp_path / "0", "0-x-1")
+    log.fed(7, 2, 5)
+    (row,) = rows(tmp_path / "0" / "fed.jsonl")  # unbuffered: it is there without a close
+    assert row.pop("t")
+    assert row == {"step": 7, "shard": 2, "index": 5, "incarnation": "0-x-1"}
+
+
+def test_a_commit_has_all_that_a_replay_needs(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, "0-x-1")
+    log.committed(RECORD, 0.01, 4096, Timing(0.5, {"exchange": 0.2}, 1000, 0.1), contributed=False)
+    (row,) = rows(tmp_path / "commits.jsonl")
+    assert row["lineage"] == RECORD.state_id.lineage
+    for key in ("step", "epoch", "attempt", "prev", "norm", "lr_scale", "total", "chunk_bytes"):
+        assert row[key] == getattr(RECORD, key)
+    assert row["ring"] == [2, 0, 1]
+    assert row["contributors"] == [0, 2]
+    assert row["contributions"] == [
+        {"replica": 0, "weight": 1, "shard": 0, "index": 6, "loss": 1.0},
+        {"replica": 2, "weight": 3, "shard": 2, "index": 5, "loss": 2.0},
+    ]
+    assert (row["loss"], row["lr"], row["tokens"], row["role"]) == (1.75, 0.01, 4096, "behind")
+    assert (row["step_s"], row["waits"], row["ftar_bytes"], row["ftar_s"]) == (0.5, {"exchange": 0.2}, 1000, 0.1)
+
+
+def test_a_new_life_appends(tmp_path: Path) -> None:
+    for life in ("0-x-0", "0-x-1"):
+        RunLog(tmp_path, life).committed(RECORD, 0.01, 1, Timing(0.5, {}, 0, 0.0), contributed=True)
+    assert [r["incarnation"] for r in rows(tmp_path / "commits.jsonl")] == ["0-x-0", "0-x-1"]
+
+
+def test_the_final_state_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    log = RunLog(tmp_path, "0-x-1")
+    log.final(RECORD.state_id, "ab" * 32)
+    log.final(RECORD.state_id, "cd" * 32)
+    said = json.loads((tmp_path / "final.json").read_text())
+    assert said == {
+        "commit_epoch": 3,
+        "step": 7,
+        "lineage": RECORD.state_id.lineage,
+        "digest": "cd" * 32,
+        "incarnation": "0-x-1",
+    }
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["commits.jsonl", "fed.jsonl", "final.json"]

@@ -1,0 +1,37 @@
+"""One rank of two: RANK and STORE in the environment; prints a JSON line of what it saw."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from odd_model import Odd, batch
+from torch.distributed.device_mesh import init_device_mesh
+
+from ft_hsdp.train.held import state_digest
+from ft_hsdp.train.hsdp import Sharded
+
+rank = int(os.environ["RANK"])
+dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=2)
+model = Odd()
+seen: list[tuple[int, torch.Tensor]] = []
+sharded = Sharded(model, list(model.parts), init_device_mesh("cpu", (2,)), lambda i, flat: seen.append((i, flat)))
+digest = state_digest(sharded.params, {}, ({"lr": 0.1},))
+model(batch(rank)).backward()
+grads = {n: p.grad.full_tensor().flatten().tolist() for n, p in sharded.params.items()}
+sharded.assign([flat.clone() for _, flat in seen])
+again = {n: p.grad.full_tensor().flatten().tolist() for n, p in sharded.params.items()}
+out = {
+    "order": [i for i, _ in seen],
+    "sizes": [flat.numel() for _, flat in seen],
+    "planned": list(sharded.sizes),
+    "digest": digest,
+    "grads": grads,
+    "assigned": again,
+}
+print(json.dumps(out))
+sys.stdout.flush()
+dist.destroy_process_group()
