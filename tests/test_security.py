@@ -41,7 +41,8 @@ def test_nothing_is_unpickled(path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["import pickle", "from pickle import loads", "torch.load(f)", "dist.broadcast_object_list(x)", "eval(x)"]
+    "source",
+    ["import pickle", "from pickle import loads", "torch.load(f)", "dist.broadcast_object_list(x)", "eval(x)"],
 )
 def test_the_check_can_fail(source: str) -> None:
     assert offences(source)

@@ -21,6 +21,7 @@ from ft_hsdp.errors import ConnectFailed, ProtocolViolation, StaleEpoch
 from ft_hsdp.protocol import RingAbort, RingHello, RingWelcome
 
 HELLO_TIMEOUT_S = 5.0
+ACCEPT_RETRY_S = 0.05
 Channel = Literal["data", "control"]
 
 
@@ -163,7 +164,11 @@ class Listener:
     async def _accept(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            sock, _ = await loop.sock_accept(self._sock)
+            try:
+                sock, _ = await loop.sock_accept(self._sock)
+            except OSError:  # a caller that is gone already, or no file left for it: the next one counts too
+                await asyncio.sleep(ACCEPT_RETRY_S)
+                continue
             sock.setblocking(False)
             self._spawn(self._greet(sock))
 

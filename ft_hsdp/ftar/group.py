@@ -258,16 +258,16 @@ class Group:
 
     def _end(self, formation: _Formation, abort: RingAbort) -> None:
         formation.over = True
-        if formation.ring is not None:
-            formation.ring.close()
         with self._ready:
             self._ready.notify_all()
         told = [side["control"] for side in (formation.left, formation.right) if "control" in side]
         self._loop.create_task(self._bury(formation, told, abort))
 
     async def _bury(self, formation: _Formation, told: list[socket.socket], abort: RingAbort) -> None:
-        """Say goodbye both ways round, then close everything that the ring had."""
+        """Say goodbye both ways round before the data ends, then close everything that the ring had."""
         await asyncio.gather(*(_say(sock, abort) for sock in told))
+        if formation.ring is not None:
+            formation.ring.close()
         for task in formation.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
@@ -301,12 +301,16 @@ class Group:
             except FTARError as error:
                 self._loop.call_soon_threadsafe(self._failed, op.key.epoch, error)
                 op.work.set_exception(error)
-            except Exception as error:  # ours, not the ring's: whoever owns the loop decides what it means
-                context = {"message": f"an all-reduce of epoch {op.key.epoch} failed", "exception": error}
-                self._loop.call_soon_threadsafe(self._loop.call_exception_handler, context)
+            except Exception as error:  # ours, not the ring's
+                self.crashed(f"an all-reduce of epoch {op.key.epoch} failed", error)
                 op.work.set_exception(error)
             else:
                 op.work.set_result(result)
+
+    def crashed(self, message: str, error: Exception) -> None:
+        """Something failed that is no ring's fault: whoever owns the control loop decides what it means."""
+        context = {"message": message, "exception": error}
+        self._loop.call_soon_threadsafe(self._loop.call_exception_handler, context)
 
     def _ring(self, epoch: int) -> Ring:
         """The ring of ``epoch``, once it is formed."""

@@ -20,7 +20,6 @@ import xxhash
 from ft_hsdp.core import lineage
 from ft_hsdp.core.commit import Contribution, Fence, Vote
 from ft_hsdp.core.effects import Reduce
-from ft_hsdp.errors import FTARError
 from ft_hsdp.ftar.engine import Result
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.group import Group
@@ -145,12 +144,18 @@ class Reducer:
     # FTAR's thread.
 
     def _done(self, fence: Fence, work: Future[Result]) -> None:
-        if isinstance(work.exception(), FTARError):
-            return  # the group reports the broken ring itself
+        if work.exception() is not None:
+            return  # the group reports that itself
+        try:
+            self._count(fence, work.result())
+        except Exception as error:  # a future swallows what its callback raises
+            self._group.crashed(f"the vote on step {fence.step} failed", error)
+
+    def _count(self, fence: Fence, result: Result) -> None:
         with self._lock:
             if self._order is None or self._order.fence != fence:
                 return
-            self._results.append(work.result())
+            self._results.append(result)
             if len(self._results) < len(self._sizes):
                 return
             out, results = self._out, list(self._results)

@@ -203,7 +203,8 @@ def test_a_planned_end_is_known_as_such_all_round() -> None:
             await ring.form(1)
             ring.peers[5].group.stop(1, "a member leaves")
             await until(lambda: all(p.broken for p in ring.peers[:5]), "all know", 1.0)
-            assert {(p.broken[0].cause, p.broken[0].planned) for p in ring.peers[:5]} == {("a member leaves", True)}
+            heard = {(p.broken[0].cause, p.broken[0].planned) for p in ring.peers[:5]}
+            assert heard == {("a member leaves", True)}
 
     run(body())
 

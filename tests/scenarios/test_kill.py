@@ -16,7 +16,7 @@ pytestmark = pytest.mark.multiproc
 def test_five_kills_at_random_moments(tmp_path: Path, seed: int) -> None:
     """Any rank of any replica, leaders included, as long as one replica is left to go on."""
     rng = random.Random(seed)
-    steps = 90
+    steps = 60
     with Job(tmp_path, steps, restart__budget=50) as job:
         job.until(lambda: job.step() >= 3, "step 3")
         for _ in range(5):

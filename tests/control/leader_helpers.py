@@ -1,0 +1,135 @@
+"""A leader among fakes: a lighthouse that answers on demand, outlets that collect."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ft_hsdp.control import leader as control
+from ft_hsdp.control.failpoints import Failpoints
+from ft_hsdp.control.leader import Leader, Outlets, Settings
+from ft_hsdp.core.assignment import Answer, Grant, Member, Report
+from ft_hsdp.core.commit import Contribution, Fence, Token, Vote
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.errors import LighthouseUnreachable
+from ft_hsdp.events import Journal
+from ft_hsdp.protocol import Ask
+
+STATE = StateId(0, 0, "0" * 32)
+OTHER = StateId(1, 3, "1" * 32)
+SETTINGS = Settings(
+    ranks=2,
+    total=2,
+    intervention="none",
+    chunk_bytes=64,
+    lease_s=60.0,
+    answer_wait_s=30.0,
+    join_timeout_s=30.0,
+    token_timeout_s=30.0,
+)
+
+
+class Lighthouse:
+    """Answers when the test says so."""
+
+    def __init__(self) -> None:
+        self.asks: list[Ask] = []
+        self.cancelled = 0
+        self.answers: asyncio.Queue[Answer | Exception] = asyncio.Queue()
+
+    async def ask(self, ask: Ask) -> Answer:
+        self.asks.append(ask)
+        try:
+            answer = await self.answers.get()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Down(Lighthouse):
+    """Is unreachable after the answers that it was given."""
+
+    async def ask(self, ask: Ask) -> Answer:
+        self.asks.append(ask)
+        if self.answers.empty():
+            raise LighthouseUnreachable("down")
+        answer = self.answers.get_nowait()
+        assert not isinstance(answer, Exception)
+        return answer
+
+
+class Scene:
+    """A leader among fakes."""
+
+    def __init__(self, folder: Path, lighthouse: Lighthouse | None = None, **settings: Any) -> None:
+        self.lighthouse = lighthouse or Lighthouse()
+        self.orders: list[object] = []
+        self.tokens: list[Token] = []
+        self._journal = folder / "events.jsonl"
+        about = Ask(Report(0, "0-x-0", STATE, 1), ("r0", "r1"), ("s0", "s1"), "hash", "layout")
+        self.leader = Leader(
+            control.initial(0, "0-x-0", 9, STATE),
+            about,
+            self.lighthouse,  # type: ignore[arg-type]
+            replace(SETTINGS, **settings),
+            Outlets(self.orders.append, self.tokens.append),
+            Journal(self._journal),
+            Failpoints({}, 0),
+        )
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        rows = [json.loads(line) for line in self._journal.read_text().splitlines()]
+        return [r for r in rows if r["event"] == name]
+
+    def named(self, kind: type) -> list[Any]:
+        return [o for o in self.orders if isinstance(o, kind)]
+
+    async def until(self, ready: Callable[[], Any], what: str) -> None:
+        end = time.monotonic() + 5
+        while not ready():
+            assert time.monotonic() < end, f"{what}; orders: {self.orders}"
+            await asyncio.sleep(0.002)
+
+    async def granted(self, given: Grant) -> None:
+        """Check in and get a grant."""
+        if not self.lighthouse.asks:
+            self.leader.start()
+        self.lighthouse.answers.put_nowait(given)
+        await self.until(lambda: self.leader.replica.grant == given, "the grant is adopted")
+
+    def vote(self, rank: int, fence: Fence, members: tuple[int, ...] = (0,), digest: str = "d") -> None:
+        batches = tuple(Contribution(m, 1, m, 0, loss=float(rank)) for m in members)
+        self.leader.received(Vote(rank, fence, f"{digest}{rank}", 2.0, batches))
+
+
+def grant(epoch: int, *members: int, behind: tuple[int, ...] = (), base: StateId = STATE) -> Grant:
+    named = tuple(
+        Member(m, f"{m}-x-0", "behind" if m in behind else "contribute", (f"r{m}",) * 2, (f"s{m}",) * 2)
+        for m in members
+    )
+    return Grant(1, epoch, base, named, 2, "test")
+
+
+def run(body: Coroutine[Any, Any, None]) -> None:
+    async def bounded() -> None:
+        failed: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+        async with asyncio.timeout(15):
+            await body
+        assert not failed, failed
+
+    asyncio.run(bounded())
+
+
+async def one_step(s: Scene) -> None:
+    await s.granted(grant(1, 0))
+    s.vote(0, Fence(1, 1, 0))
+    s.vote(1, Fence(1, 1, 0))
