@@ -35,7 +35,12 @@ class FtarConfig(Section):
         "auto", description="how ranks of a ring are connected"
     )
     chunk_bytes: Int = Field(2**20, ge=4096, le=2**30, multiple_of=64, description="bytes per message on the ring")
-    chunks: Int = Field(8, ge=1, le=1024, description="messages in flight per connection")
+    chunks: Int = Field(
+        8,
+        ge=1,
+        le=1024,
+        description="messages in flight per connection; in this version the socket buffers bound them",
+    )
     timeout_s: Number = Field(60.0, gt=0, le=DAY_S, description="longest silence of a connected neighbour")
     connect_timeout_s: Number = Field(5.0, gt=0, le=DAY_S, description="longest time to connect a new ring")
     dtype: Literal["float32"] = Field("float32", description="type in which gradients are summed")
@@ -83,6 +88,12 @@ class QuorumConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.catchup_wait_s > 0:
+            raise refuse(
+                "catchup_wait_s",
+                self.catchup_wait_s,
+                "0 (waiting for a replica to catch up is not in this version)",
+            )
         if self.suspect_grace_s > self.evict_s:
             raise refuse(
                 "suspect_grace_s",

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from ft_hsdp.config import Config, config_hash, load
 from ft_hsdp.core import lineage
-from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError, Retryable
+from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.train.held import Held
 from ft_hsdp.train.hsdp import Sharded
 from ft_hsdp.train.mailbox import Apply, Drop, End, Feed, Load, Mailbox
@@ -333,4 +333,4 @@ def _connect_ranks(rank: int, ranks: int, life: str) -> None:
     dist.init_process_group("gloo", store=dist.PrefixStore(life, store), rank=rank, world_size=ranks)
 
 
-__all__ = ["Ended", "Job", "Optimizer", "Retryable", "Source", "join"]
+__all__ = ["Ended", "Job", "Optimizer", "Source", "join"]
