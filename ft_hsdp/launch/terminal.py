@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
+from collections.abc import Sequence
 from types import TracebackType
 from typing import TextIO
 
@@ -158,6 +160,10 @@ def _cells(row: Row, total: int) -> tuple[str, ...]:
     )
 
 
+MANY = 5  # failures from which on their spread says more than each of them
+SPREADS = (("seen after", "detect_s"), ("stall", "stall_s"), ("back after", "rejoin_s"))
+
+
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     """The figures that a user wants to see at the end, by name."""
     batches = summary["batches"]
@@ -181,9 +187,18 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     ]
     for failure in summary["failures"]:
         lines.append(("failure", _failure(failure)))
+    if len(summary["failures"]) >= MANY:
+        lines += [(name, _spread([f[key] for f in summary["failures"]])) for name, key in SPREADS]
     if summary.get("lost"):
         lines.append(("lost", "replicas " + ", ".join(map(str, summary["lost"]))))
     return lines
+
+
+def _spread(seconds: Sequence[float]) -> str:
+    """Median, 90th percentile and maximum of some times in seconds."""
+    ordered = sorted(seconds)
+    high = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
+    return f"p50 {statistics.median(ordered):.3f} s, p90 {high:.3f} s, max {ordered[-1]:.3f} s ({len(ordered)})"
 
 
 def _failure(failure: Row) -> str:

@@ -9,7 +9,7 @@ from launch_rows import commit, event, fed
 from ft_hsdp.config import parse
 from ft_hsdp.launch.story import tell
 from ft_hsdp.launch.summary import summarize
-from ft_hsdp.launch.terminal import Terminal, step_line
+from ft_hsdp.launch.terminal import Terminal, step_line, summary_lines
 
 CONFIG = parse({"train": {"steps": 5}})
 
@@ -106,3 +106,21 @@ def test_the_summary_says_how_it_ended() -> None:
     terminal.summary(summarize(CONFIG, rows, fed(rows), finals, [], [1]), 75)
     assert "2 different states" in out.getvalue()
     assert "replicas 1" in out.getvalue()
+
+
+def test_many_failures_show_their_spread() -> None:
+    one = {"kind": "SIGKILL", "replica": 1, "rank": 0, "rejoin_s": 2.0, "stall_s": 0.0, "t": 1.0, "source": ""}
+    summary: dict[str, Any] = {
+        "steps": 9,
+        "loss_first": 2.0,
+        "loss_last": 1.0,
+        "wall_s": 9.0,
+        "effective_training_ratio": 0.9,
+        "replicas": {},
+        "batches": {"trained": 9, "duplicated": 0, "skipped": 0},
+        "failures": [{**one, "detect_s": 0.01 * n} for n in range(1, 11)],
+    }
+    lines = dict(summary_lines(summary))
+    assert lines["seen after"] == "p50 0.055 s, p90 0.100 s, max 0.100 s (10)"
+    summary["failures"] = summary["failures"][:2]
+    assert "seen after" not in dict(summary_lines(summary))

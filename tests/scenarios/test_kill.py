@@ -46,6 +46,8 @@ def test_two_of_three_at_once(tmp_path: Path) -> None:
         summary = job.end()
         check(summary, 40)
         assert summary["replicas"]["1"]["incarnations"] == 1
+        fed = [row["step"] for row in job.rows("replicas/1/fed.jsonl")]
+        assert len(fed) == len(set(fed)), "the survivor repeated a forward"
         rows = job.rows("metrics.jsonl")
         assert [1] in [r["contributors"] for r in rows], "nobody trained alone"
         assert rows[-1]["contributors"] == [0, 1, 2], "not everybody came back"
