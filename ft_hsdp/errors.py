@@ -96,6 +96,10 @@ class ConnectFailed(RecoverableError):
     """The ring of a new epoch could not be connected in time."""
 
 
+class Skipped(RecoverableError):
+    """It stood in the queue behind an all-reduce that failed, and was never begun."""
+
+
 class FatalError(FTARError):
     """Retrying cannot help: the process has to stop."""
 
@@ -106,6 +110,12 @@ class ProtocolViolation(FatalError):
 
 class DataCorruption(FatalError):
     """Bytes arrived whose checksum does not hold."""
+
+
+class LocalSystemError(FatalError):
+    """This machine or its device is at fault."""
+
+    exit_code = EXIT_HARDWARE
 
 
 class InvalidArgument(FatalError):

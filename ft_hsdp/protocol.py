@@ -12,7 +12,7 @@ import hmac
 import json
 import struct
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -141,21 +141,58 @@ class RankFetchFailed:
 
 @dataclass(frozen=True, slots=True)
 class RingHello:
-    """First message on a ring connection: who calls, for which grant, on which channel."""
+    """A member calls its right neighbour for ``grant``, on a new connection or on one that both have kept.
+
+    ``host`` names the machine, ``offers`` are the transports that it can use, best first. ``kept`` is how many
+    chunks it has sent on the data connection that it still has (-1: it has none).
+    """
 
     grant: Grant
     replica: int
     rank: int
-    channel: Literal["data", "control"]
     layout: str
+    host: str
+    offers: tuple[str, ...]
+    kept: int = -1
     mac: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RingWelcome:
-    """The listener has the same grant: the connection belongs to the ring."""
+    """The neighbour has the same grant. ``kept``: the data connection stays; otherwise one of ``transport`` is
+    to be made at ``door``, with ``ticket``."""
 
     epoch: int
+    kept: bool
+    transport: str = ""
+    door: str = ""
+    ticket: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RingData:
+    """First message on a data connection: which one of the edge it is. ``probe`` is the address of the ticket in
+    the caller's memory (0: none)."""
+
+    ticket: str
+    lane: int
+    probe: int = 0
+    mac: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RingReady:
+    """The data connection is taken; ``direct``: the neighbour can read the caller's memory."""
+
+    direct: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RingBarrier:
+    """Goes round twice before the first all-reduce: all are connected, and all know that."""
+
+    epoch: int
+    lap: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +210,8 @@ _MESSAGES = {
     cls.__name__: cls
     for cls in (
         *(Ask, Wait, Processes, Overview, RankHello, RankBroken, RankShown, RankStopped, RankFetched),
-        *(RankFetchFailed, RingHello, RingWelcome, RingAbort, Vote, commit.Token),
+        *(RankFetchFailed, RingHello, RingWelcome, RingData, RingReady, RingBarrier, RingAbort),
+        *(Vote, commit.Token),
         *(assignment.Grant, assignment.Continue, assignment.Final, assignment.Finish, assignment.Refused),
         *(effects.Configure, effects.StopRing, effects.Reduce, effects.Commit, effects.Log, effects.Discard),
         *(effects.Install, effects.Feed, effects.Fetch, effects.Exit),

@@ -1,1 +1,2 @@
-"""Triton kernels of FTAR's data plane on GPUs. The CPU path does not need them."""
+"""Triton kernels of FTAR's data plane on GPUs (FT-HSDP §4.2). Imports torch and triton only; the CPU path needs
+neither this package nor triton."""

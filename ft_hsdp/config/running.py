@@ -34,21 +34,25 @@ class FtarConfig(Section):
     transport: Literal["auto", "tcp", "shm", "c10d"] = Field(
         "auto", description="how ranks of a ring are connected"
     )
-    chunk_bytes: Int = Field(2**20, ge=4096, le=2**30, multiple_of=64, description="bytes per message on the ring")
-    chunks: Int = Field(
-        8,
-        ge=1,
-        le=1024,
-        description="messages in flight per connection; in this version the socket buffers bound them",
+    chunk_bytes: Int | None = Field(
+        None,
+        ge=4096,
+        le=2**30,
+        multiple_of=64,
+        description="S: bytes of a chunk; null: 256 KiB to 4 MiB, by the size of the message",
     )
+    chunks: Int = Field(
+        8, ge=1, le=1024, description="C: chunks on their way to a neighbour at once (at most S x C bytes)"
+    )
+    connections: Int = Field(1, ge=1, le=64, description="K: TCP connections to a neighbour, for long links")
     timeout_s: Number = Field(60.0, gt=0, le=DAY_S, description="longest silence of a connected neighbour")
     connect_timeout_s: Number = Field(5.0, gt=0, le=DAY_S, description="longest time to connect a new ring")
     dtype: Literal["float32"] = Field("float32", description="type in which gradients are summed")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.transport in ("shm", "c10d"):
-            raise refuse("transport", self.transport, "auto, tcp (shm and c10d are not in this version)")
+        if self.transport == "c10d":
+            raise refuse("transport", self.transport, "auto, tcp, shm (c10d is not in this version)")
         if self.connect_timeout_s > self.timeout_s:
             raise refuse(
                 "connect_timeout_s",

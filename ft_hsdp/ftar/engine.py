@@ -1,258 +1,181 @@
-"""Engine: one ring all-reduce over two sockets, out of place, chunk by chunk.
+"""Engine: runs all-reduces on the ring of one epoch, one after the other, on the thread that calls it.
 
-The caller's thread receives and adds while a second thread sends, so both directions of the link are busy and a
-chunk is passed on as soon as it is here. The local gradient is only read: a failed step is reduced again from it.
-An all-reduce is over only when its own sends have drained.
+Receiving and sending go on in the transport's threads meanwhile: chunk k is added while chunk k+1 arrives and
+chunk k-1 leaves. The local gradient is only read, unless it is the output too: a failed step is reduced again from
+it. An all-reduce is over only when its own sends have drained.
 """
 
 from __future__ import annotations
 
-import contextlib
-import queue
-import socket
+import sys
 import threading
-from collections.abc import Sequence
-from concurrent.futures import Future
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
-import torch
+from torch import Tensor
 
-from ft_hsdp.core import partition
-from ft_hsdp.core import ring as plan
-from ft_hsdp.core.partition import Span
-from ft_hsdp.errors import PeerDead, PeerTimeout
-from ft_hsdp.ftar import frame
-from ft_hsdp.ftar.frame import Entry, Key
+from ft_hsdp.core.partition import Plan
+from ft_hsdp.errors import FTARError, PeerDead
+from ft_hsdp.ftar.dataplane.base import Plane
+from ft_hsdp.ftar.exchange import Exchange, Order
+from ft_hsdp.ftar.frame import Entry
+from ft_hsdp.ftar.link import Inlet, Outlet
 
-FLOAT = 4
+SWITCH_S = 1e-4
+POLL_S = 2e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What is known after an all-reduce: every member's entry by ring position, and the bytes sent."""
+    """What is known after an all-reduce: the sum, every member's entry by ring position, the bytes sent."""
 
+    out: Tensor
     entries: tuple[Entry, ...]
     bytes_sent: int
 
 
 class Ring:
-    """The data plane of one epoch: this member's position and its two sockets.
+    """The data plane of one epoch: this member's position and its two edges (None in a ring of one).
 
-    ``left`` and ``right`` are blocking sockets with SO_RCVTIMEO and SO_SNDTIMEO set (None in a ring of one);
-    ``left_replica`` and ``right_replica`` name who is to blame when they fail.
+    ``plan`` says how a message of (elements, itemsize) is cut. The first error is the one that counts.
     """
 
     def __init__(
         self,
         epoch: int,
-        ring: Sequence[int],
+        members: Sequence[int],
         position: int,
-        left: socket.socket | None,
-        right: socket.socket | None,
-        chunk_bytes: int,
+        inlet: Inlet | None,
+        outlet: Outlet | None,
+        plane: Plane,
+        plan: Callable[[int, int], Plan],
     ) -> None:
         self.epoch = epoch
-        self.members = len(ring)
-        self.position = position
-        self.left_replica = ring[(position - 1) % len(ring)]
-        self.right_replica = ring[(position + 1) % len(ring)]
-        self._left = left
-        self._right = right
-        self._chunk = max(1, chunk_bytes // FLOAT)
-        self._sender = _Sender(right, self.right_replica, f"ftar-tx-{epoch}") if right is not None else None
+        self.members = tuple(members)
+        self._position = position
+        self._inlet = inlet
+        self._outlet = outlet
+        self._plane = plane
+        self._plan = plan
+        self._lock = threading.Lock()
+        self._error: FTARError | None = None
+        self._busy = False
 
-    def all_reduce(self, key: Key, local: torch.Tensor | None, out: torch.Tensor, mine: Entry) -> Result:
-        """Sum ``local`` [n] fp32 of all contributors into ``out`` [n]; None relays (adds nothing).
+    @property
+    def error(self) -> FTARError | None:
+        """Why the ring is of no more use."""
+        return self._error
+
+    @property
+    def high_water(self) -> int:
+        """Most bytes that were ever on their way to the right neighbour at once."""
+        return self._outlet.high_water if self._outlet is not None else 0
+
+    def all_reduce(self, order: Order) -> Result:
+        """Sum the gradients of all contributors into ``order.out`` (FT-HSDP §4.2).
 
         Raises:
-            PeerDead, PeerTimeout, StaleEpoch, ProtocolViolation: the ring is of no more use.
+            FTARError: the ring is of no more use; nobody of it writes into ``order.out`` any longer.
         """
-        if local is not None and (local.shape != out.shape or local.dtype != torch.float32):
-            raise ValueError(f"local is {local.dtype} {tuple(local.shape)}, out {out.dtype} {tuple(out.shape)}")
-        if self.members == 1:
-            out.zero_() if local is None else out.copy_(local)
-            return Result((mine,), 0)
-        assert self._sender is not None
-        self._sender.begin()
-        shards = partition.shards(out.numel(), self.members)
-        entries: dict[int, Entry] = {self.position: mine}
-        self._start(key, shards[self.position], local, mine)
-        rounds = plan.rounds(self.position, self.members)
-        buffer = _bytes(out)
-        for number, step in enumerate(rounds):
-            onward = number + 1 < len(rounds)
-            for index, span in enumerate(partition.chunks(shards[step.receive], self._chunk)):
-                news = number + 1 if step.reduce and index == 0 else 0
-                empty, got = self._receive(key, number, index, span, buffer, news, step.reduce)
-                for k, entry in enumerate(got):
-                    entries[(self.position - number - 1 + k) % self.members] = entry
-                if step.reduce:
-                    empty = self._add(span, local, out, empty)
-                    if empty and number == self.members - 2:
-                        out[span.start : span.stop].zero_()
-                        empty = False
-                if onward:
-                    self._pass(key, number + 1, index, span, buffer, empty, got, mine)
-        sent = self._sender.drain()
-        return Result(tuple(entries[i] for i in range(self.members)), sent)
+        self._claim()
+        plan = self._plan(order.out.numel(), order.out.element_size())
+        job = self._plane.open(order.local, order.out, plan)
+        exchange = Exchange(order, plan, self._position, job, self._inlet, self._outlet)
+        try:
+            with _quick_switching():
+                sent = self._run(exchange)
+        except FTARError as error:
+            self.fail(error)
+            self.dispose()
+            job.close(failed=True)
+            assert self._error is not None
+            raise self._error from error
+        except BaseException:
+            self.fail(PeerDead("the engine failed"))
+            self.dispose()
+            raise
+        job.close(failed=False)
+        self._busy = False
+        return Result(order.out, exchange.entries, sent)
 
-    def _start(self, key: Key, shard: Span, local: torch.Tensor | None, mine: Entry) -> None:
-        """Round 0: the own shard goes right, straight from the local gradient."""
-        assert self._sender is not None
-        source = _bytes(local) if local is not None else None
-        for index, span in enumerate(partition.chunks(shard, self._chunk)):
-            news = (mine,) if index == 0 else ()
-            self._sender.put(key, 0, index, span, source, news)
+    def retire(self, error: FTARError) -> tuple[Inlet | None, Outlet | None]:
+        """End the ring with ``error``; its edges are returned if no all-reduce is under way on them."""
+        with self._lock:
+            if self._busy or self._error is not None:
+                return None, None
+            self._error = error
+            edges = self._inlet, self._outlet
+            self._inlet = self._outlet = None
+            return edges
 
-    def _pass(
-        self,
-        key: Key,
-        number: int,
-        index: int,
-        span: Span,
-        buffer: memoryview,
-        empty: bool,
-        got: tuple[Entry, ...],
-        mine: Entry,
-    ) -> None:
-        """The chunk that was just received goes right in the next round, with what is known of the members."""
-        assert self._sender is not None
-        news = (*got, mine) if got and number < self.members - 1 else ()
-        self._sender.put(key, number, index, span, None if empty else buffer, news)
-
-    def _receive(
-        self, key: Key, number: int, index: int, span: Span, buffer: memoryview, news: int, reduce: bool
-    ) -> tuple[bool, tuple[Entry, ...]]:
-        """Receive one chunk into its place in ``out``."""
-        nbytes = span.size * FLOAT
-        head = bytearray(frame.HEADER.size)
-        self._read(memoryview(head))
-        empty = frame.check(bytes(head), key, number, index, nbytes, news, may_be_empty=reduce)
-        got: tuple[Entry, ...] = ()
-        if news:
-            body = bytearray(news * frame.ENTRY.size)
-            self._read(memoryview(body))
-            got = frame.unpack_entries(bytes(body))
-        if not empty and nbytes:
-            self._read(buffer[span.start * FLOAT : span.stop * FLOAT])
-        return empty, got
-
-    @staticmethod
-    def _add(span: Span, local: torch.Tensor | None, out: torch.Tensor, empty: bool) -> bool:
-        """Add the local chunk to the partial sum in ``out``; True if the sum is still empty."""
-        if local is None:
-            return empty
-        mine, there = local[span.start : span.stop], out[span.start : span.stop]
-        if empty:
-            there.copy_(mine)
-        else:
-            there.add_(mine)
-        return False
-
-    def _read(self, view: memoryview) -> None:
-        """Fill ``view`` from the left neighbour."""
-        assert self._left is not None
-        got = 0
-        while got < len(view):
-            try:
-                n = self._left.recv_into(view[got:], 0, socket.MSG_WAITALL)
-            except BlockingIOError:
-                raise PeerTimeout("no byte from the left neighbour in time", suspect=self.left_replica) from None
-            except OSError as error:
-                raise PeerDead(f"left neighbour: {error}", suspect=self.left_replica) from error
-            if n == 0:
-                raise PeerDead("left neighbour closed its connection", suspect=self.left_replica)
-            got += n
-
-    def close(self) -> None:
-        """Release whoever waits on the sockets; any thread may call this, more than once."""
-        for sock in (self._left, self._right):
-            if sock is not None:
-                with contextlib.suppress(OSError):
-                    sock.shutdown(socket.SHUT_RDWR)
-        if self._sender is not None:
-            self._sender.fail()
-
-    def release(self) -> None:
-        """Close the sockets, once nobody uses them any more."""
-        self.close()
-        if self._sender is not None:
-            self._sender.finish()
-        for sock in (self._left, self._right):
-            if sock is not None:
-                sock.close()
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, without a copy."""
-    array: Any = tensor.detach().numpy()
-    return memoryview(array).cast("B")
-
-
-class _Sender:
-    """The sending thread of a ring: frames go out in the order in which they were put."""
-
-    def __init__(self, sock: socket.socket, replica: int, name: str) -> None:
-        self._sock = sock
-        self._replica = replica
-        self._queue: queue.SimpleQueue[tuple[bytes, memoryview | None] | Future[int] | None] = queue.SimpleQueue()
-        self._sent = 0
-        self._error: Exception | None = None
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def begin(self) -> None:
-        """Start counting for a new all-reduce."""
-        self._sent = 0
-
-    def put(
-        self,
-        key: Key,
-        number: int,
-        index: int,
-        span: Span,
-        source: memoryview | None,
-        news: tuple[Entry, ...],
-    ) -> None:
-        """Queue one chunk; None as the source sends an empty one."""
-        nbytes = span.size * FLOAT if source is not None else 0
-        head = frame.header(key, number, index, nbytes, len(news), source is None)
-        payload = source[span.start * FLOAT : span.stop * FLOAT] if source is not None and nbytes else None
-        self._queue.put((head + b"".join(e.pack() for e in news), payload))
-
-    def drain(self) -> int:
-        """Wait until all that was put has been handed to the kernel; the bytes of this all-reduce."""
-        done: Future[int] = Future()
-        self._queue.put(done)
-        return done.result()
-
-    def fail(self) -> None:
-        """Send nothing more; whoever waits for the queue to drain gets an error."""
-        if self._error is None:
-            self._error = PeerDead("the ring was closed")
-
-    def finish(self) -> None:
-        """End the thread; its socket is shut down, so it cannot hang."""
-        self._queue.put(None)
-        self._thread.join()
-
-    def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if isinstance(item, Future):
-                if self._error is None:
-                    item.set_result(self._sent)
-                else:
-                    item.set_exception(self._error)
-                continue
+    def _claim(self) -> None:
+        with self._lock:
             if self._error is not None:
-                continue
-            try:
-                for part in item:
-                    if part is not None:
-                        self._sock.sendall(part)
-                        self._sent += len(part)
-            except BlockingIOError:
-                self._error = PeerTimeout("the right neighbour takes no bytes", suspect=self._replica)
-            except OSError as error:
-                self._error = PeerDead(f"right neighbour: {error}", suspect=self._replica)
+                raise self._error
+            self._busy = True
+
+    def _run(self, exchange: Exchange) -> int:
+        if self._inlet is None or self._outlet is None:
+            exchange.start()
+            _wait_for(exchange)
+            return 0
+        self._outlet.begin(self.fail)
+        self._inlet.begin(exchange.transfer)
+        exchange.start()
+        while not exchange.finished:
+            arrival = self._inlet.next(block=not exchange.busy)
+            if arrival is not None:
+                exchange.arrived(arrival)
+            else:
+                time.sleep(POLL_S)
+                exchange.settle()
+        self._inlet.end()
+        return self._outlet.flush()
+
+    def fail(self, error: FTARError) -> None:
+        """The ring is of no more use: whoever waits on it gets an error. Any thread; the first error stays."""
+        with self._lock:
+            if self._error is None:
+                self._error = error
+        for end in (self._inlet, self._outlet):
+            if end is not None:
+                end.close()
+
+    def dispose(self) -> None:
+        """Wait until the threads of a failed ring have let go of all memory; close its descriptors."""
+        with self._lock:
+            inlet, outlet, self._inlet, self._outlet = self._inlet, self._outlet, None, None
+        for end in (inlet, outlet):
+            if end is not None:
+                end.dispose()
+
+
+def _wait_for(exchange: Exchange) -> None:
+    while not exchange.finished:
+        time.sleep(POLL_S)
+        exchange.settle()
+
+
+_switching = threading.Lock()
+_switchers = 0
+_usual = 0.0
+
+
+@contextmanager
+def _quick_switching() -> Iterator[None]:
+    """Let threads that compute in Python give way quickly while chunks are waiting for us."""
+    global _switchers, _usual
+    with _switching:
+        _switchers += 1
+        if _switchers == 1:
+            _usual = sys.getswitchinterval()
+            sys.setswitchinterval(SWITCH_S)
+    try:
+        yield
+    finally:
+        with _switching:
+            _switchers -= 1
+            if _switchers == 0:
+                sys.setswitchinterval(_usual)

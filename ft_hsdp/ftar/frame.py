@@ -7,12 +7,15 @@ attempt, bucket or round is ever reduced, and a peer never tells us a size.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ft_hsdp.core.partition import Plan, Span
+from ft_hsdp.core.ring import Operation
 from ft_hsdp.errors import ProtocolViolation, StaleEpoch
 
 MAGIC = 0x46544152  # "FTAR"
-HEADER = struct.Struct("!IIIHHHHIHxx16s")
+HEADER = struct.Struct("!IIIHHHBBII16s")
 ENTRY = struct.Struct("!HHHHQd")
 EMPTY = 1
 
@@ -53,46 +56,79 @@ def unpack_entries(data: bytes) -> tuple[Entry, ...]:
     )
 
 
-def header(key: Key, round_: int, chunk: int, nbytes: int, entries: int, empty: bool) -> bytes:
-    """The header of one chunk."""
-    return HEADER.pack(
-        MAGIC,
-        key.epoch,
-        key.step,
-        key.attempt,
-        key.bucket,
-        round_,
-        chunk,
-        nbytes,
-        (entries << 1) | (EMPTY if empty else 0),
-        bytes.fromhex(key.prev),
-    )
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A chunk that was announced as the plan says: ``nbytes`` of payload for ``span`` after ``entries``."""
+
+    operation: Operation
+    round: int
+    span: Span
+    nbytes: int
+    entries: int
+    empty: bool
 
 
-def check(data: bytes, key: Key, round_: int, chunk: int, nbytes: int, entries: int, may_be_empty: bool) -> bool:
-    """Whether the chunk behind this header is empty (nobody contributed to it yet).
+@dataclass(frozen=True, slots=True)
+class Framing:
+    """How the frames of one all-reduce look: written for the right neighbour, expected from the left one."""
 
-    Raises:
-        StaleEpoch: the neighbour is in another epoch, step or attempt, or builds on another lineage.
-        ProtocolViolation: the header is not what the plan says.
-    """
-    magic, epoch, step, attempt, bucket, r, c, size, packed, prev = HEADER.unpack(data)
-    if magic != MAGIC:
-        raise ProtocolViolation("a frame does not start with FTAR's magic")
-    if (epoch, step, attempt) != (key.epoch, key.step, key.attempt):
-        raise StaleEpoch(
-            f"neighbour is at epoch {epoch} step {step} attempt {attempt}, "
-            f"not at epoch {key.epoch} step {key.step} attempt {key.attempt}"
+    key: Key
+    plan: Plan
+    operations: Sequence[Operation]
+    itemsize: int
+    dtype: int
+
+    def header(self, operation: Operation, round_: int, empty: bool) -> bytes:
+        """The header of the chunk that ``operation`` sends, which the neighbour receives in its next one."""
+        key, number = self.key, operation.number + 1
+        nbytes = 0 if empty else self.plan.span(operation.shard, round_).size * self.itemsize
+        return HEADER.pack(
+            MAGIC,
+            key.epoch,
+            key.step,
+            key.attempt,
+            key.bucket,
+            number,
+            EMPTY if empty else 0,
+            self.dtype,
+            round_,
+            nbytes,
+            bytes.fromhex(key.prev),
         )
-    if prev.hex() != key.prev:
-        raise StaleEpoch(f"neighbour builds step {step} on lineage {prev.hex()[:8]}, not on {key.prev[:8]}")
-    empty = bool(packed & EMPTY)
-    expected = 0 if empty else nbytes
-    if (bucket, r, c, size, packed >> 1) != (key.bucket, round_, chunk, expected, entries) or (
-        empty and not may_be_empty
-    ):
-        raise ProtocolViolation(
-            f"frame says bucket {bucket} round {r} chunk {c} with {size} bytes, "
-            f"the plan bucket {key.bucket} round {round_} chunk {chunk} with {expected}"
-        )
-    return empty
+
+    def entries(self, number: int, round_: int) -> int:
+        """How many members' entries come with the chunk that operation ``number`` receives."""
+        return number if round_ == 0 and number < self.plan.members else 0
+
+    def check(self, data: bytes) -> Frame:
+        """What the left neighbour announces.
+
+        Raises:
+            StaleEpoch: it is in another epoch, step or attempt, or builds on another lineage.
+            ProtocolViolation: the header is not what the plan says.
+        """
+        magic, epoch, step, attempt, bucket, number, flags, dtype, round_, nbytes, prev = HEADER.unpack(data)
+        key = self.key
+        if magic != MAGIC:
+            raise ProtocolViolation("a frame does not start with FTAR's magic")
+        if (epoch, step, attempt) != (key.epoch, key.step, key.attempt):
+            raise StaleEpoch(
+                f"neighbour is at epoch {epoch} step {step} attempt {attempt}, "
+                f"not at epoch {key.epoch} step {key.step} attempt {key.attempt}"
+            )
+        if prev.hex() != key.prev:
+            raise StaleEpoch(f"neighbour builds step {step} on lineage {prev.hex()[:8]}, not on {key.prev[:8]}")
+        if (bucket, dtype) != (key.bucket, self.dtype):
+            raise ProtocolViolation(
+                f"frame of bucket {bucket}, type {dtype}; expected: bucket {key.bucket}, type {self.dtype}"
+            )
+        if not 0 < number < len(self.operations) or round_ >= self.plan.rounds:
+            raise ProtocolViolation(f"frame says operation {number} round {round_}, which the plan does not have")
+        operation = self.operations[number]
+        span, empty = self.plan.span(operation.shard, round_), bool(flags & EMPTY)
+        expected = 0 if empty else span.size * self.itemsize
+        if nbytes != expected or (empty and not operation.kind.reduces):
+            raise ProtocolViolation(
+                f"frame of operation {number} round {round_} has {nbytes} bytes, the plan says {expected}"
+            )
+        return Frame(operation, round_, span, nbytes, self.entries(number, round_), empty)

@@ -18,6 +18,8 @@ from ft_hsdp.config import Config, load
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError
 
 INTERRUPTED = 130
+MEASURES = "bandwidth (default), spin, kill, reconfigure or all"
+BENCH_TIME = "ftar by default takes about 5 minutes on 2 cores and 16 GiB; all measures take about 10"
 OVERRIDES = "--dotted.key=value sets any key of the configuration; the value is YAML, e.g. --train.steps=60"
 
 
@@ -116,8 +118,14 @@ def build_parser() -> argparse.ArgumentParser:
     chaos.add_argument("--rank", type=int, default=0, metavar="RANK", help="0 by default")
     chaos.add_argument("--signal", choices=["KILL", "STOP", "TERM"], default="KILL", help="KILL by default")
     chaos.add_argument("--for-s", type=float, default=0.0, metavar="S", help="with STOP: continue after S s")
-    bench = with_json(add("bench", "the figures, beside their anchors", _not_here))
+    bench = with_json(add("bench", "the figures, beside their anchors", _bench))
     bench.add_argument("what", nargs="?", choices=["ftar", "quorum", "fetch", "recovery", "overhead"])
+    bench.add_argument("--measure", default="bandwidth", metavar="WHAT", help=MEASURES)
+    bench.add_argument("--sizes", metavar="LIST", help="of messages, e.g. 64KiB,1MiB")
+    bench.add_argument("--members", metavar="LIST", help="ring sizes, e.g. 2,4")
+    bench.add_argument("--contenders", metavar="LIST", help="tcp,shm,shm-any,c10d,gloo,torchft,openmpi")
+    bench.add_argument("--rounds", type=int, default=20, metavar="N", help="20 by default, after 3 to warm up")
+    bench.epilog = BENCH_TIME
     bench.set_defaults(name="bench")
     with_json(with_config(add("doctor", "preflight: name, port, data, memory, disk", _doctor)))
     replay = with_runs(with_json(add("replay", "train a recorded run again and compare", _replay)))
@@ -168,6 +176,27 @@ def _chaos(args: argparse.Namespace) -> int:
         _print_json(event)
     else:
         _print([f"{event['kind']} sent to pid {event['pid']}"])
+    return EXIT_OK
+
+
+def _bench(args: argparse.Namespace) -> int:
+    if args.what != "ftar":
+        return _not_here(args)
+    from ft_hsdp.bench.bench import run
+    from ft_hsdp.bench.options import parse
+    from ft_hsdp.bench.table import show
+
+    options = parse(
+        args.measure,
+        sizes=args.sizes,
+        members=args.members,
+        contenders=args.contenders,
+        rounds=args.rounds,
+    )
+    result = run(options, sys.stderr)
+    show(result, sys.stderr if args.json else sys.stdout)
+    if args.json:
+        _print_json(result)
     return EXIT_OK
 
 

@@ -15,16 +15,18 @@ import torch
 from torch import Tensor, nn
 
 from ft_hsdp.config import Config, load
-from ft_hsdp.core import lineage, partition
-from ft_hsdp.core import ring as plan
+from ft_hsdp.core import lineage
 from ft_hsdp.core.commit import CommitRecord, Contribution
+from ft_hsdp.core.ring import fold_order
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.launch.merge import Merger
 from ft_hsdp.launch.rundir import Row, RunDir, read_json, read_jsonl
 from ft_hsdp.train import trainer
 from ft_hsdp.train.held import state_digest
 from ft_hsdp.train.optim import Groups, finish, prime, tensors
 from ft_hsdp.train.reducer import checksum, sum_of_squares
+from ft_hsdp.train.wiring import ring_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +88,7 @@ class _Unsharded:
     def __init__(self, config: Config) -> None:
         self._config = config
         self._ranks = config.ranks_per_replica
+        self._cut_as = ring_settings(config)
         self._data = trainer.dataset(config)
         self._model = trainer.build(config)
         optimizer = trainer.build_optimizer(config, list(self._model.parameters()))
@@ -101,7 +104,7 @@ class _Unsharded:
         ring, chosen = row["ring"], frozenset(gradients)
         reduced = [
             [
-                _ring_sum({r: g[rank][b] for r, g in gradients.items()}, ring, chosen)
+                _ring_sum({r: g[rank][b] for r, g in gradients.items()}, ring, chosen, self._cut_as)
                 for b in range(len(self._buckets))
             ]
             for rank in range(self._ranks)
@@ -175,13 +178,17 @@ def _average(of_ranks: Sequence[Tensor], rank: int) -> Tensor:
     return total.div_(ranks)
 
 
-def _ring_sum(of_replicas: dict[int, Tensor], ring: Sequence[int], contributors: frozenset[int]) -> Tensor:
-    """The sum over replicas in the order of the ring, shard by shard."""
+def _ring_sum(
+    of_replicas: dict[int, Tensor], ring: Sequence[int], contributors: frozenset[int], cut: Settings
+) -> Tensor:
+    """The sum over replicas in the order of the ring, shard by shard in each partition."""
     out = torch.empty_like(next(iter(of_replicas.values())))
-    for shard, span in enumerate(partition.shards(out.numel(), len(ring))):
-        first, *others = plan.fold_order(shard, ring, contributors)
-        piece = out[span.start : span.stop]
-        piece.copy_(of_replicas[first][span.start : span.stop])
-        for replica in others:
-            piece.add_(of_replicas[replica][span.start : span.stop])
+    plan = cut.plan(out.numel(), out.element_size(), len(ring))
+    for shard in range(len(ring)):
+        first, *others = fold_order(shard, ring, contributors)
+        for span in plan.shard_spans(shard):
+            piece = out[span.start : span.stop]
+            piece.copy_(of_replicas[first][span.start : span.stop])
+            for replica in others:
+                piece.add_(of_replicas[replica][span.start : span.stop])
     return out

@@ -32,7 +32,7 @@ from ft_hsdp.train.hsdp import Sharded
 from ft_hsdp.train.mailbox import Apply, Drop, End, Feed, Load, Mailbox
 from ft_hsdp.train.optim import Groups, Schedule, prime
 from ft_hsdp.train.reducer import Feeding
-from ft_hsdp.train.runlog import RunLog, Timing
+from ft_hsdp.train.runlog import RunLog, Timing, exposed
 from ft_hsdp.train.wiring import Place, Wiring
 
 Batch = TypeVar("Batch", covariant=True)
@@ -259,7 +259,8 @@ class Job:
         now = time.monotonic()
         if self._log is not None:  # before it is applied: whoever serves a state has logged what led to it
             traffic = reducer.traffic
-            timing = Timing(now - self._since, {"exchange": waited}, traffic.bytes_sent, traffic.seconds)
+            waits = exposed(now, waited, traffic.ended)
+            timing = Timing(now - self._since, waits, traffic.bytes_sent, traffic.seconds)
             tokens = self._tokens * len(record.contributors)
             mine = self.replica in record.contributors
             self._log.committed(record, self._held.rate(record), tokens, timing, mine)

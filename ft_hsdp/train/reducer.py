@@ -36,10 +36,11 @@ class Feeding:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes sent and seconds spent for the newest attempt that ended well."""
+    """Bytes sent and seconds spent for the newest attempt that ended well, and when its ring was done."""
 
     bytes_sent: int = 0
     seconds: float = 0.0
+    ended: float = 0.0
 
 
 class Reducer:
@@ -122,7 +123,7 @@ class Reducer:
             if mine is None:
                 return
             if self._out is None:
-                self._out = self._spare.pop() if self._spare else [torch.empty(n) for n in self._sizes]
+                self._out = self._spare.pop() if self._spare else [self._group.arena.empty(n) for n in self._sizes]
             if bucket == 0:
                 self._began = time.monotonic()
             key = Key(order.fence.epoch, order.fence.step, order.fence.attempt, bucket, order.prev)
@@ -160,7 +161,8 @@ class Reducer:
                 return
             out, results = self._out, list(self._results)
         assert out is not None
-        self.traffic = Traffic(sum(r.bytes_sent for r in results), time.monotonic() - self._began)
+        now = time.monotonic()
+        self.traffic = Traffic(sum(r.bytes_sent for r in results), now - self._began, now)
         self._voted(self._vote(fence, results, out))
 
     def _vote(self, fence: Fence, results: list[Result], out: list[torch.Tensor]) -> Vote:

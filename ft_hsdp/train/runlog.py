@@ -23,6 +23,13 @@ class Timing:
     ftar_s: float
 
 
+def exposed(now: float, waited: float, reduced: float) -> dict[str, float]:
+    """The last ``waited`` seconds before ``now``, by cause: FTAR went on after backward until ``reduced``, then
+    the replicas agreed."""
+    ftar = min(max(reduced - (now - waited), 0.0), waited)
+    return {"ftar": ftar, "commit": waited - ftar}
+
+
 class RunLog:
     """The files of one replica in the run directory; rank 0 writes them."""
 

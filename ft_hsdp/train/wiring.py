@@ -30,8 +30,9 @@ from ft_hsdp.core.events import LeaveRequested
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import EXIT_RETRYABLE, LighthouseUnreachable
 from ft_hsdp.events import Journal
-from ft_hsdp.ftar.edges import Identity
-from ft_hsdp.ftar.group import Events, Group, Limits
+from ft_hsdp.ftar.door import Identity
+from ft_hsdp.ftar.group import Events, Group
+from ft_hsdp.ftar.settings import Settings as Ring
 from ft_hsdp.protocol import RankHello
 from ft_hsdp.state.server import StateServer
 from ft_hsdp.train.agent import Fetching, RankAgent
@@ -56,6 +57,19 @@ class Place:
     lighthouse: str
     token: str
     leader_host: str
+
+
+def ring_settings(config: Config) -> Ring:
+    """How the rings of this job are to be."""
+    ftar = config.ftar
+    return Ring(
+        ftar.transport,
+        ftar.chunk_bytes,
+        ftar.chunks,
+        ftar.connections,
+        ftar.timeout_s,
+        ftar.connect_timeout_s,
+    )
 
 
 class Wiring:
@@ -84,7 +98,7 @@ class Wiring:
         self._server = StateServer(
             config.network.state_interface or config.network.host, held.snapshots, place.token
         )
-        self._ring_layout = lineage.digest(sizes, config.ftar.chunk_bytes, place.ranks)
+        self._ring_layout = lineage.digest(sizes, config.ftar.chunk_bytes, config.ftar.chunks, place.ranks)
         self._agent: RankAgent
         self._call(self._open(sizes))
 
@@ -133,9 +147,9 @@ class Wiring:
             place.replica, place.rank, fetching, self._mailbox, self._journal, self._report, self._want
         )
         identity = Identity(place.replica, place.rank, self._ring_layout, place.token)
-        limits = Limits(config.ftar.timeout_s, config.ftar.connect_timeout_s, config.ftar.chunk_bytes)
+        settings = ring_settings(config)
         events = Events(agent.connected, agent.broken, agent.shown, self._token)
-        agent.group = Group(identity, limits, events)
+        agent.group = Group(identity, settings, events)
         self._ring_address = agent.group.listen(config.network.host)
         agent.reducer = Reducer(agent.group, sizes, place.replica, place.rank, self._voted)
         self._agent = agent
@@ -208,7 +222,7 @@ class Wiring:
             place.ranks,
             config.replicas,
             config.lr.intervention,
-            config.ftar.chunk_bytes,
+            config.ftar.chunk_bytes or 0,
             config.quorum.lease_s,
             config.quorum.answer_wait_s,
             JOIN_TIMEOUT_S,
@@ -257,7 +271,7 @@ class Wiring:
         self._loop.close()
 
     async def _close(self) -> None:
-        self._agent.group.close()
+        await self._agent.group.close()
         if self._leader is not None:
             self._leader.close()
             await self._client.close()

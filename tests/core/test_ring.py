@@ -6,86 +6,98 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.partition import shards
-from ft_hsdp.core.ring import Round, fold_order, rounds
+from ft_hsdp.core.ring import Kind, Operation, fold_order, operations
 
 Sum = tuple[int, ...]  # the replicas that were added, in order: concatenation shows what addition hides
 
 
-def reduced(ring: tuple[int, ...], contributors: frozenset[int], elements: int) -> list[list[Sum]]:
-    """What each member holds, per element, after an all-reduce by the rounds alone."""
+def reduced(ring: tuple[int, ...], contributors: frozenset[int]) -> list[dict[int, Sum]]:
+    """What each member holds of each shard after the operations alone, all members in step."""
     members = len(ring)
-    plan = shards(elements, members)
-    mine: list[list[Sum]] = [[(r,) if r in contributors else () for _ in range(elements)] for r in ring]
-    held: list[list[Sum | None]] = [list(row) if members == 1 else [None] * elements for row in mine]
-    partial = [list(row) for row in mine]
-    table = [rounds(p, members) for p in range(members)]
-    for t in range(2 * members - 2):
-        wire = []
+    mine = [(r,) if r in contributors else () for r in ring]
+    held: list[dict[int, Sum]] = [{} for _ in ring]
+    table = [operations(p, members) for p in range(members)]
+    wire: list[Sum] = [()] * members
+    for number in range(len(table[0])):
+        sent: list[Sum] = []
         for p in range(members):
-            span = plan[table[p][t].send]
-            source = partial[p] if t < members - 1 else held[p]
-            wire.append((table[p][t].send, source[span.start : span.stop]))
-        for p in range(members):
-            now = table[p][t]
-            sent, arrived = wire[(p - 1) % members]
-            assert sent == now.receive
-            span = plan[now.receive]
-            for k, got in enumerate(arrived):
-                assert got is not None
-                at = span.start + k
-                if now.reduce:
-                    partial[p][at] = got + mine[p][at]
-                else:
-                    held[p][at] = got
-        if t == members - 2:
-            for p in range(members):
-                span = plan[table[p][t].receive]
-                held[p][span.start : span.stop] = partial[p][span.start : span.stop]
-    assert all(x is not None for row in held for x in row)
-    return [[x for x in row if x is not None] for row in held]
+            operation, got = table[p][number], wire[(p - 1) % members]
+            if operation.kind is Kind.COPY_SEND or members == 1:
+                value = mine[p]
+            else:
+                value = got + mine[p] if operation.kind.reduces else got
+            if operation.kind in (Kind.REDUCE_STORE_SEND, Kind.STORE_SEND, Kind.STORE):
+                assert operation.shard not in held[p], "a final sum is stored once"
+                held[p][operation.shard] = value
+            sent.append(value)
+        wire = sent
+    return held
 
 
 @pytest.mark.parametrize("members", range(1, 17))
-@pytest.mark.parametrize("elements", [0, 1, 2, 15, 16, 17, 33])
-def test_every_member_ends_with_every_gradient_added_once_in_the_agreed_order(members: int, elements: int) -> None:
+def test_every_member_ends_with_every_gradient_added_once_in_the_agreed_order(members: int) -> None:
     ring = tuple(range(100, 100 + members))
     for contributors in (frozenset(ring), frozenset(ring[::2]), frozenset(ring[1:2]), frozenset[int]()):
-        plan = shards(elements, members)
-        expected = [
-            fold_order(shard, ring, contributors) for shard, span in enumerate(plan) for _ in range(span.size)
-        ]
-        assert all(sorted(order) == sorted(contributors) for order in expected)
-        for held in reduced(ring, contributors, elements):
-            assert held == expected
+        expected = {shard: fold_order(shard, ring, contributors) for shard in range(members)}
+        assert all(sorted(order) == sorted(contributors) for order in expected.values())
+        assert all(held == expected for held in reduced(ring, contributors))
 
 
-@given(st.permutations(range(7)), st.sets(st.integers(0, 6)), st.integers(0, 20))
-def test_any_order_of_the_ring_and_any_relays(ring: list[int], able: set[int], elements: int) -> None:
-    everybody = reduced(tuple(ring), frozenset(able), elements)
+@given(st.permutations(range(7)), st.sets(st.integers(0, 6)))
+def test_any_order_of_the_ring_and_any_relays(ring: list[int], able: set[int]) -> None:
+    everybody = reduced(tuple(ring), frozenset(able))
     assert all(held == everybody[0] for held in everybody)
-    for total in everybody[0]:
-        assert sorted(total) == sorted(able)
+    assert all(sorted(total) == sorted(able) for total in everybody[0].values())
 
 
-def test_a_ring_of_one_sends_nothing() -> None:
-    assert rounds(0, 1) == ()
+def test_a_ring_of_one_only_stores() -> None:
+    assert operations(0, 1) == (Operation(0, Kind.STORE, 0),)
     assert fold_order(0, (5,), frozenset({5})) == (5,)
 
 
-def test_the_rounds_of_three() -> None:
-    assert rounds(0, 3) == (Round(0, 2, True), Round(2, 1, True), Round(1, 0, False), Round(0, 2, False))
+def test_the_operations_of_three() -> None:
+    assert operations(0, 3) == (
+        Operation(0, Kind.COPY_SEND, 0),
+        Operation(1, Kind.REDUCE_SEND, 2),
+        Operation(2, Kind.REDUCE_STORE_SEND, 1),
+        Operation(3, Kind.STORE_SEND, 0),
+        Operation(4, Kind.STORE, 2),
+    )
+
+
+@pytest.mark.parametrize("members", range(2, 17))
+def test_the_five_kinds(members: int) -> None:
+    """FT-HSDP §4.2: N-1 steps that send partial sums and N-1 that send final ones; the step between them is one."""
+    for position in range(members):
+        kinds = [o.kind for o in operations(position, members)]
+        assert kinds == [
+            Kind.COPY_SEND,
+            *[Kind.REDUCE_SEND] * (members - 2),
+            Kind.REDUCE_STORE_SEND,
+            *[Kind.STORE_SEND] * (members - 2),
+            Kind.STORE,
+        ]
+        assert len(kinds) == 2 * members - 1
+        assert sum(k.sends for k in kinds) == sum(k.receives for k in kinds) == 2 * members - 2
+        assert sum(k.reduces for k in kinds) == members - 1
 
 
 @given(st.integers(2, 32), st.data())
-def test_what_arrives_is_what_goes_on(members: int, data: st.DataObject) -> None:
-    mine = rounds(data.draw(st.integers(0, members - 1)), members)
-    assert len(mine) == 2 * (members - 1)
-    assert all(a.receive == b.send for a, b in itertools.pairwise(mine))
-    assert [r.reduce for r in mine] == [True] * (members - 1) + [False] * (members - 1)
+def test_what_an_operation_sends_is_what_the_neighbours_next_one_receives(
+    members: int, data: st.DataObject
+) -> None:
+    position = data.draw(st.integers(0, members - 1))
+    mine, right = operations(position, members), operations((position + 1) % members, members)
+    assert [o.number for o in mine] == list(range(2 * members - 1))
+    for a, b in zip(mine, right[1:], strict=False):
+        assert a.kind.sends
+        assert b.kind.receives
+        assert a.shard == b.shard
+        assert b.kind.reduces == (a.kind in (Kind.COPY_SEND, Kind.REDUCE_SEND)), "a partial sum is not a final one"
+    assert all((a.shard - b.shard) % members == 1 for a, b in itertools.pairwise(mine))
 
 
 @pytest.mark.parametrize(("position", "members"), [(3, 3), (-1, 3), (0, 0)])
 def test_a_position_outside_the_ring_is_refused(position: int, members: int) -> None:
     with pytest.raises(ValueError, match=f"position {position} is not in a ring of {members}"):
-        rounds(position, members)
+        operations(position, members)

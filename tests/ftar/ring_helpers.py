@@ -14,10 +14,11 @@ from ft_hsdp import protocol
 from ft_hsdp.core.assignment import Grant, Member
 from ft_hsdp.core.commit import Token
 from ft_hsdp.core.lineage import StateId
-from ft_hsdp.ftar.edges import Identity
+from ft_hsdp.ftar.door import Identity
 from ft_hsdp.ftar.engine import Result
 from ft_hsdp.ftar.frame import Entry, Key
-from ft_hsdp.ftar.group import Events, Group, Limits
+from ft_hsdp.ftar.group import Events, Group
+from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.protocol import RingAbort
 
 TOKEN = "ab" * 32
@@ -62,7 +63,7 @@ class Peer:
         self.shown: list[Grant] = []
         self.tokens: list[Token] = []
         events = Events(self.connected.append, self.broken.append, self.shown.append, self.tokens.append)
-        self.group = Group(Identity(replica, 0, layout, token), Limits(5.0, connect_s, 256), events)
+        self.group = Group(Identity(replica, 0, layout, token), Settings(chunk_bytes=256, timeout_s=5.0, connect_timeout_s=connect_s, transport=transport), events)
         self.address = self.group.listen("127.0.0.1")
 
     def reduce(self, epoch: int, out: torch.Tensor, step: int = 1) -> asyncio.Future[Result]:

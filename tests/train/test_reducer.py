@@ -15,6 +15,7 @@ from ft_hsdp.core.replica import Reduce
 from ft_hsdp.errors import PeerDead
 from ft_hsdp.ftar.engine import Result
 from ft_hsdp.ftar.frame import Entry, Key
+from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.train.reducer import Feeding, Reducer, checksum, contributions
 
 SIZES = (3, 5, 2)
@@ -32,7 +33,7 @@ class Op:
     def end(self, *others: Entry) -> None:
         """It ends well: replica 1 adds ones."""
         self.out.copy_((0 if self.local is None else self.local) + torch.ones_like(self.out))
-        self.work.set_result(Result((self.mine, *(others or (OTHER,))), 100))
+        self.work.set_result(Result(self.out, (self.mine, *(others or (OTHER,))), 100))
 
 
 class Group:
@@ -40,6 +41,7 @@ class Group:
 
     def __init__(self, at_once: bool = False) -> None:
         self.ops: list[Op] = []
+        self.arena = Arena()
         self._at_once = at_once
 
     def all_reduce(self, *args: Any) -> Future[Result]:
@@ -270,13 +272,13 @@ def test_a_bucket_of_another_size_is_a_programmers_error() -> None:
 
 
 def test_buckets_that_disagree_have_no_contributors() -> None:
-    one = Result((Entry(0, 1, 0, 7, 1.0), OTHER), 0)
+    one = Result(torch.empty(0), (Entry(0, 1, 0, 7, 1.0), OTHER), 0)
     for other in (
-        Result((Entry(0, 1, 0, 8, 1.0), OTHER), 0),
-        Result((Entry(0, 0, 0, 7, 1.0), OTHER), 0),
-        Result((OTHER,), 0),
+        Result(torch.empty(0), (Entry(0, 1, 0, 8, 1.0), OTHER), 0),
+        Result(torch.empty(0), (Entry(0, 0, 0, 7, 1.0), OTHER), 0),
+        Result(torch.empty(0), (OTHER,), 0),
     ):
         assert contributions([one, other]) == ()
-    swapped = Result((OTHER, Entry(0, 1, 0, 7, 3.0)), 0)
+    swapped = Result(torch.empty(0), (OTHER, Entry(0, 1, 0, 7, 3.0)), 0)
     got = contributions([one, swapped])
     assert got == (Contribution(0, 1, 0, 7, 3.0), Contribution(1, 1, 1, 40, 2.0)), "losses are the last bucket's"

@@ -3,8 +3,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from ft_hsdp.core.commit import CommitRecord, Contribution
-from ft_hsdp.train.runlog import RunLog, Timing
+from ft_hsdp.train.runlog import RunLog, Timing, exposed
 
 RECORD = CommitRecord(
     epoch=3,
@@ -35,7 +37,7 @@ def test_a_batch_is_logged_before_anything_else_can_happen(tmp_path: Path) -> No
 
 def test_a_commit_has_all_that_a_replay_needs(tmp_path: Path) -> None:
     log = RunLog(tmp_path, "0-x-1")
-    log.committed(RECORD, 0.01, 4096, Timing(0.5, {"exchange": 0.2}, 1000, 0.1), contributed=False)
+    log.committed(RECORD, 0.01, 4096, Timing(0.5, {"ftar": 0.15, "commit": 0.05}, 1000, 0.1), contributed=False)
     (row,) = rows(tmp_path / "commits.jsonl")
     assert row["lineage"] == RECORD.state_id.lineage
     for key in ("step", "epoch", "attempt", "prev", "norm", "lr_scale", "total", "chunk_bytes"):
@@ -47,7 +49,12 @@ def test_a_commit_has_all_that_a_replay_needs(tmp_path: Path) -> None:
         {"replica": 2, "weight": 3, "shard": 2, "index": 5, "loss": 2.0},
     ]
     assert (row["loss"], row["lr"], row["tokens"], row["role"]) == (1.75, 0.01, 4096, "behind")
-    assert (row["step_s"], row["waits"], row["ftar_bytes"], row["ftar_s"]) == (0.5, {"exchange": 0.2}, 1000, 0.1)
+    assert (row["step_s"], row["waits"], row["ftar_bytes"], row["ftar_s"]) == (
+        0.5,
+        {"ftar": 0.15, "commit": 0.05},
+        1000,
+        0.1,
+    )
 
 
 def test_a_new_life_appends(tmp_path: Path) -> None:
@@ -69,3 +76,13 @@ def test_the_final_state_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> No
         "incarnation": "0-x-1",
     }
     assert sorted(p.name for p in tmp_path.iterdir()) == ["commits.jsonl", "fed.jsonl", "final.json"]
+
+
+@pytest.mark.parametrize(
+    ("now", "waited", "reduced", "ftar"),
+    [(10.0, 2.0, 9.5, 1.5), (10.0, 2.0, 7.0, 0.0), (10.0, 2.0, 10.0, 2.0), (10.0, 0.0, 9.0, 0.0)],
+)
+def test_what_is_not_hidden_under_backward_has_a_cause(
+    now: float, waited: float, reduced: float, ftar: float
+) -> None:
+    assert exposed(now, waited, reduced) == {"ftar": ftar, "commit": waited - ftar}

@@ -1,0 +1,106 @@
+"""The goals, and how what was seen stands to them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ft_hsdp.bench.options import KIB, MIB, size_name
+from ft_hsdp.bench.spread import ratio
+
+LARGE = (64 * MIB, 256 * MIB)
+SMALL = 64 * KIB  # up to here latency counts
+SPIN_SHARE = 0.5
+RAISE_P50_MS, RAISE_MAX_MS = 50.0, 150.0
+RECONFIGURE_MS = 10.0
+NEXT_MS = 150.0
+LATENCY = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """`contender` is at least `times[members]` times as fast as `anchor` at LARGE sizes (ratio of medians)."""
+
+    contender: str
+    anchor: str
+    times: Mapping[int, float]
+
+
+SPEED = (
+    Goal("tcp", "gloo", {2: 2.2, 4: 1.5}),
+    Goal("tcp", "torchft", {2: 2.2, 4: 1.5}),
+    Goal("shm", "gloo", {2: 5.0, 4: 2.5}),
+    Goal("shm", "openmpi", {2: 2.0, 4: 1.5}),
+    Goal("c10d", "gloo", {2: 1.0, 4: 1.0}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One goal beside one figure. limit and seen: with their unit in `text`; met: whether it is kept."""
+
+    text: str
+    members: int
+    bytes: int | None
+    bound: str
+    limit: float
+    seen: float
+    met: bool
+
+
+def verdicts(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Verdict]:
+    """Every goal for which there is a figure; `measured` has the rows of each measure."""
+    found: list[Verdict] = []
+    for row in measured.get("bandwidth", ()):
+        found += _speed(row)
+    for row in measured.get("spin", ()):
+        if row["contender"] in ("tcp", "shm"):
+            text = f"{row['contender']} with a spinning thread, share of idle speed"
+            found.append(_least(text, row, SPIN_SHARE, row["share_of_idle"]["thread"]))
+    for row in measured.get("kill", ()):
+        found += _kill(row)
+    for row in measured.get("reconfigure", ()):
+        if row["members"] == 4 and row["contender"] != "torchft":
+            text = f"{row['contender']} reconfigures, {row['change']} order, ms"
+            found.append(_most(text, row, RECONFIGURE_MS, row["p50_ms"]))
+    return found
+
+
+def _speed(row: Mapping[str, Any]) -> Iterator[Verdict]:
+    times = row["times_as_fast"]
+    for goal in SPEED:
+        limit = goal.times.get(row["members"])
+        if limit is not None and row["bytes"] in LARGE and goal.anchor in times.get(goal.contender, {}):
+            text = f"{goal.contender} vs {goal.anchor}, times as fast"
+            yield _least(text, row, limit, times[goal.contender][goal.anchor])
+    if row["bytes"] <= SMALL and "gloo" in row["contenders"]:
+        gloo = row["contenders"]["gloo"]["p50_ms"]
+        for name in ("tcp", "shm", "c10d"):
+            if name in row["contenders"]:
+                own = row["contenders"][name]["p50_ms"]
+                yield _most(f"{name} vs gloo, times the latency", row, LATENCY, ratio(own, gloo))
+
+
+def _kill(row: Mapping[str, Any]) -> Iterator[Verdict]:
+    if row["members"] == 8:
+        text = f"{row['contender']}: SIGKILL to the raise"
+        yield _most(f"{text}, p50 ms", row, RAISE_P50_MS, row["raise"]["p50_ms"])
+        yield _most(f"{text}, max ms", row, RAISE_MAX_MS, row["raise"]["max_ms"])
+    if row["members"] == 4:
+        text = f"{row['contender']}: SIGKILL to the next sum, less one, max ms"
+        yield _most(text, row, NEXT_MS, row["next_less_one"]["max_ms"])
+
+
+def _least(text: str, row: Mapping[str, Any], limit: float, seen: float) -> Verdict:
+    return Verdict(text, row["members"], row.get("bytes"), ">=", limit, seen, seen >= limit)
+
+
+def _most(text: str, row: Mapping[str, Any], limit: float, seen: float) -> Verdict:
+    return Verdict(text, row["members"], row.get("bytes"), "<=", limit, seen, seen <= limit)
+
+
+def where(verdict: Verdict) -> str:
+    """The ring and the message that a verdict is about."""
+    size = "" if verdict.bytes is None else f", {size_name(verdict.bytes)}"
+    return f"N={verdict.members}{size}"

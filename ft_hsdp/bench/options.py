@@ -1,0 +1,84 @@
+"""What the user asked the bench for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ft_hsdp.bench.roster import CONTENDERS
+from ft_hsdp.errors import ConfigError
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+MEASURES = ("bandwidth", "spin", "kill", "reconfigure")
+LARGEST = 4 * GIB
+MOST_MEMBERS = 16
+MOST_ROUNDS = 10_000
+_SIZE = re.compile(r"(\d{1,12}) ?([kmg]i?)?b?", re.IGNORECASE)
+_UNITS = {"": 1, "k": KIB, "m": MIB, "g": GIB}
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """measures: which; sizes in bytes, members, contenders: None where a measure has its own; rounds of each."""
+
+    measures: tuple[str, ...]
+    sizes: tuple[int, ...] | None
+    members: tuple[int, ...] | None
+    contenders: tuple[str, ...] | None
+    rounds: int
+
+
+def parse(measure: str, *, sizes: str | None, members: str | None, contenders: str | None, rounds: int) -> Options:
+    """Options from the words of a command line. Raises ConfigError."""
+    if measure not in (*MEASURES, "all"):
+        raise ConfigError("--measure", measure, f"{', '.join(MEASURES)} or all")
+    if not 1 <= rounds <= MOST_ROUNDS:
+        raise ConfigError("--rounds", rounds, f"1 to {MOST_ROUNDS}")
+    return Options(
+        MEASURES if measure == "all" else (measure,),
+        _listed("--sizes", sizes, _size, "multiples of 4 bytes up to 4GiB, e.g. 64KiB,1MiB"),
+        _listed("--members", members, _members, f"2 to {MOST_MEMBERS}, e.g. 2,4"),
+        _listed("--contenders", contenders, _contender, f"some of {','.join(CONTENDERS)}"),
+        rounds,
+    )
+
+
+def size_name(size: int) -> str:
+    """A number of bytes as people say it."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size >= unit and size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size} B"
+
+
+def _listed(key: str, text: str | None, read: Callable[[str], _T | None], allowed: str) -> tuple[_T, ...] | None:
+    """The words of a comma list, each read; doubles fall out."""
+    if text is None:
+        return None
+    values: list[_T] = []
+    for word in text.split(","):
+        value = read(word.strip())
+        if value is None:
+            raise ConfigError(key, text, allowed)
+        values.append(value)
+    return tuple(dict.fromkeys(values))
+
+
+def _size(word: str) -> int | None:
+    match = _SIZE.fullmatch(word)
+    if match is None:
+        return None
+    size = int(match[1]) * _UNITS[(match[2] or "")[:1].lower()]
+    return size if 4 <= size <= LARGEST and size % 4 == 0 else None
+
+
+def _members(word: str) -> int | None:
+    return int(word) if re.fullmatch(r"\d{1,3}", word) and 2 <= int(word) <= MOST_MEMBERS else None
+
+
+def _contender(word: str) -> str | None:
+    return word if word in CONTENDERS else None

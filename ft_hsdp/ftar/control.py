@@ -1,0 +1,81 @@
+"""Control: the small messages between neighbours, on connections of their own, on the control loop."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import struct
+
+from ft_hsdp import protocol
+from ft_hsdp.errors import ProtocolViolation
+
+FAREWELL_S = 0.5
+
+
+async def send(sock: socket.socket, message: object) -> None:
+    """Send one message."""
+    await asyncio.get_running_loop().sock_sendall(sock, protocol.frame(message))
+
+
+def say(sock: socket.socket, message: object) -> None:
+    """Send one small message now or not at all: the neighbour may be gone, and nobody waits for it."""
+    with contextlib.suppress(OSError):
+        sock.send(protocol.frame(message), socket.MSG_DONTWAIT)
+
+
+async def receive(sock: socket.socket, *expected: type) -> object | None:
+    """Receive one message; None at the end of the stream.
+
+    Raises:
+        ProtocolViolation: it is too large or not of an expected type.
+        OSError: the connection broke.
+    """
+    head = await _exactly(sock, protocol.LENGTH.size)
+    if head is None:
+        return None
+    (length,) = protocol.LENGTH.unpack(head)
+    if length > protocol.MAX_MESSAGE:
+        raise ProtocolViolation(f"message of {length} bytes; allowed: {protocol.MAX_MESSAGE}")
+    body = await _exactly(sock, length)
+    return None if body is None else protocol.decode(body, *expected)
+
+
+async def _exactly(sock: socket.socket, count: int) -> bytes | None:
+    loop, data = asyncio.get_running_loop(), bytearray()
+    while len(data) < count:
+        part = await loop.sock_recv(sock, count - len(data))
+        if not part:
+            return None
+        data += part
+    return bytes(data)
+
+
+async def hang_up(sock: socket.socket) -> None:
+    """Close a connection so that what was said last arrives: a reset would destroy it."""
+    with contextlib.suppress(OSError, TimeoutError):
+        sock.shutdown(socket.SHUT_WR)
+        async with asyncio.timeout(FAREWELL_S):
+            while await asyncio.get_running_loop().sock_recv(sock, 4096):
+                pass
+    sock.close()
+
+
+def tune(sock: socket.socket, timeout_s: float) -> None:
+    """No delay, a congestion control that suits a fast link, and an end to silence of ``timeout_s``."""
+    if sock.family != socket.AF_INET:
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
+    if sock.getpeername()[0].startswith("127."):
+        with contextlib.suppress(OSError):  # the kernel's default serves too
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+
+
+def blocking(sock: socket.socket, timeout_s: float) -> socket.socket:
+    """Make ``sock`` blocking, with kernel deadlines: MSG_WAITALL works only without Python's own timeout."""
+    sock.setblocking(True)
+    deadline = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, deadline)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, deadline)
+    return sock

@@ -1,0 +1,1 @@
+"""Data planes: who copies and adds the chunks of an all-reduce."""

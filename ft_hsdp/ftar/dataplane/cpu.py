@@ -1,0 +1,114 @@
+"""CPU data plane: adds with torch on the engine's thread, which lets go of the interpreter while it adds.
+
+Chunks of partial sums land in slots that are used again and again, so that they stay in the cache; chunks of final
+sums land where they belong.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ft_hsdp.core.partition import Plan, Span
+from ft_hsdp.core.pipeline import Process
+from ft_hsdp.core.ring import Kind
+from ft_hsdp.ftar.dataplane.base import Processed
+from ft_hsdp.ftar.frame import Frame
+from ft_hsdp.ftar.link import Arrival
+
+
+class CpuPlane:
+    """The slots of one group; they grow to what is asked for and are kept."""
+
+    def __init__(self) -> None:
+        self._slots: list[Tensor] = []
+        self._size = 0
+
+    def open(self, local: Tensor | None, out: Tensor, plan: Plan) -> CpuJob:
+        """An all-reduce of ``local`` (None: relay) into ``out``."""
+        size = plan.chunk * out.element_size()
+        if size > self._size:
+            self._slots, self._size = [], size
+        return CpuJob(local, out, plan, self._slots, self._size)
+
+
+class CpuJob:
+    """One all-reduce on the CPU; ``slots`` are free ones of ``size`` bytes, the last used on top."""
+
+    depth = 1
+
+    def __init__(self, local: Tensor | None, out: Tensor, plan: Plan, slots: list[Tensor], size: int) -> None:
+        self.dtype = out.dtype
+        self._local = local
+        self._out = out
+        self._plan = plan
+        self._slots = slots
+        self._size = size
+        self._done: list[Processed] = []
+        self._used: dict[int, Tensor] = {}
+
+    def land(self, frame: Frame) -> Tensor:
+        """A slot for a partial sum, the place in ``out`` for a final one."""
+        if not frame.operation.kind.reduces:
+            return self._at(self._out, frame.span)
+        try:
+            slot = self._slots.pop()
+        except IndexError:
+            slot = torch.empty(self._size, dtype=torch.uint8)
+        view = slot[: frame.nbytes].view(self._out.dtype)
+        self._used[view.data_ptr()] = slot
+        return view
+
+    def post(self, process: Process, arrival: Arrival | None) -> None:
+        """Do it at once."""
+        operation = process.operation
+        span = self._plan.span(operation.shard, process.round)
+        place = self._at(self._out, span)
+        payload: Tensor | None = place
+        if operation.kind is Kind.COPY_SEND:
+            payload = None if process.empty else self._own(span)
+        elif operation.kind.reduces:
+            self._reduce(place, span, None if process.empty or arrival is None else arrival.data, operation.kind)
+        elif self._plan.members == 1:
+            self._reduce(place, span, None, Kind.REDUCE_STORE_SEND)
+        else:
+            assert arrival is not None
+            assert arrival.data is not None
+            if arrival.data.data_ptr() != place.data_ptr():
+                place.copy_(arrival.data)
+        self._done.append(Processed(process, payload, arrival))
+
+    def _reduce(self, place: Tensor, span: Span, partial: Tensor | None, kind: Kind) -> None:
+        """The partial sum and the own gradient, where there are any, into ``place``."""
+        if self._local is None:
+            if partial is not None:
+                place.copy_(partial)
+            elif kind is Kind.REDUCE_STORE_SEND:
+                place.zero_()
+        elif partial is None:
+            if self._local is not self._out:
+                place.copy_(self._own(span))
+        else:
+            torch.add(partial, self._own(span), out=place)
+
+    def _own(self, span: Span) -> Tensor:
+        assert self._local is not None
+        return self._at(self._local, span)
+
+    @staticmethod
+    def _at(tensor: Tensor, span: Span) -> Tensor:
+        return tensor[span.start : span.stop]
+
+    def completed(self) -> list[Processed]:
+        """All that was posted."""
+        done, self._done = self._done, []
+        return done
+
+    def free(self, arrival: Arrival) -> None:
+        """Back to the slots, if it came from there."""
+        if arrival.data is not None and (slot := self._used.pop(arrival.data.data_ptr(), None)) is not None:
+            self._slots.append(slot)
+
+    def close(self, failed: bool) -> None:
+        """Slots of chunks that were never used are given up: a late receiver may still write into them."""
+        self._used.clear()

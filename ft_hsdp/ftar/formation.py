@@ -1,0 +1,205 @@
+"""Formation: how the ring of one grant comes about at one member.
+
+It calls its right neighbour and is called by its left one; each edge gets a transport; then a token goes round twice,
+so that nobody begins before all are connected. Edges that both ends have kept are not made again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from dataclasses import dataclass
+
+from ft_hsdp.core.assignment import Grant, Member
+from ft_hsdp.errors import ConnectFailed, ProtocolViolation, StaleEpoch
+from ft_hsdp.ftar import control
+from ft_hsdp.ftar.door import Door, Identity, hello
+from ft_hsdp.ftar.memory import Arena
+from ft_hsdp.ftar.neighbour import Heard, Neighbour
+from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.ftar.transport.choose import KINDS, choose
+from ft_hsdp.ftar.transport.kind import Edge
+from ft_hsdp.protocol import RingAbort, RingBarrier, RingHello, RingWelcome
+
+
+class Refusal(StaleEpoch):
+    """The neighbour refused the grant; ``abort`` says why and may hold a newer one."""
+
+    def __init__(self, abort: RingAbort) -> None:
+        super().__init__(abort.cause)
+        self.abort = abort
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """What a member brings to every formation. ``host`` names the machine; ``heard`` gets neighbours' messages."""
+
+    identity: Identity
+    settings: Settings
+    door: Door
+    arena: Arena
+    host: str
+    heard: Heard
+
+
+class Formation:
+    """The ring of ``grant`` at one member: first its edges, then in use, then over."""
+
+    def __init__(self, grant: Grant, place: Place) -> None:
+        self.grant = grant
+        self.position = grant.ring.index(place.identity.replica)
+        self.right: Neighbour | None = None
+        self.left: Neighbour | None = None
+        self._place = place
+        self._welcome: asyncio.Queue[RingWelcome] = asyncio.Queue()
+        self._laps: asyncio.Queue[RingBarrier] = asyncio.Queue()
+        self._called = asyncio.Event()
+
+    def neighbour(self, side: int) -> Member:
+        """The member to the left (-1) or right (+1)."""
+        members = self.grant.members
+        return members[(self.position + side) % len(members)]
+
+    @property
+    def edges(self) -> tuple[Neighbour, ...]:
+        """The edges that stand."""
+        return tuple(n for n in (self.left, self.right) if n is not None)
+
+    async def form(self, spare: Neighbour | None) -> None:
+        """Connect both ways and go round; ``spare`` is an edge to the right neighbour of the epoch before.
+
+        Raises:
+            Refusal: the right neighbour knows better.
+            ConnectFailed: not within the deadline; ``suspect`` is whom we waited for.
+        """
+        side = +1
+        try:
+            async with asyncio.timeout(self._place.settings.connect_timeout_s):
+                await self._call(spare)
+                side = -1
+                await self._called.wait()
+                await self._go_round()
+        except (OSError, ProtocolViolation, TimeoutError) as error:
+            cause = str(error) or f"not connected within {self._place.settings.connect_timeout_s} s"
+            raise ConnectFailed(cause, suspect=self.neighbour(side).replica) from error
+
+    async def _call(self, spare: Neighbour | None) -> None:
+        """Get the edge to the right: the spare one, or a new one."""
+        if spare is not None:
+            try:
+                await self._greet(spare)
+                return
+            except OSError:
+                await spare.close()
+        host, _, port = self._address().rpartition(":")
+        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+            control.tune(sock, self._place.settings.timeout_s)
+        except BaseException:
+            sock.close()
+            raise
+        await self._greet(Neighbour(sock, self._place.heard))
+
+    def _address(self) -> str:
+        return self.neighbour(+1).ring[self._place.identity.rank]
+
+    async def _greet(self, neighbour: Neighbour) -> None:
+        """HELLO, and what the answer asks for."""
+        place, grant = self._place, self.grant
+        neighbour.member = self.neighbour(+1)
+        self.right = neighbour
+        neighbour.listen()
+        kept = neighbour.outlet.frames if neighbour.outlet is not None else -1
+        await neighbour.send(hello(place.identity, grant, place.host, place.settings.offers, kept))
+        answer = await self._welcome.get()
+        if answer.kept and neighbour.outlet is not None:
+            return
+        if neighbour.outlet is not None:
+            old, neighbour.outlet = neighbour.outlet, None
+            old.close()
+            await asyncio.to_thread(old.dispose)
+        if answer.transport not in place.settings.offers:
+            raise ProtocolViolation(f"the right neighbour wants transport {answer.transport[:20]!r}")
+        edge = Edge(
+            grant.epoch,
+            neighbour.member.replica,
+            place.settings,
+            place.identity.token,
+            self._address(),
+            answer.door,
+            answer.ticket,
+        )
+        neighbour.transport = answer.transport
+        neighbour.outlet = await KINDS[answer.transport].dial(edge, place.arena)
+
+    def heard(self, neighbour: Neighbour, message: RingWelcome | RingBarrier) -> None:
+        """An answer to what this formation sent, from one of its edges."""
+        if message.epoch != self.grant.epoch or neighbour not in self.edges:
+            return
+        if isinstance(message, RingWelcome):
+            self._welcome.put_nowait(message)
+        else:
+            self._laps.put_nowait(message)
+
+    def lost(self, neighbour: Neighbour) -> bool:
+        """A connection ended: whether this ring needed it."""
+        return neighbour in self.edges
+
+    async def called(self, said: RingHello, neighbour: Neighbour) -> None:
+        """The left neighbour calls for this grant: answer, and get the edge from it.
+
+        Raises:
+            OSError, ProtocolViolation: it did not work out; the caller will see.
+        """
+        place = self._place
+        if self.left is not None or said.replica != self.neighbour(-1).replica or said.grant.mac != self.grant.mac:
+            raise ProtocolViolation("a second left neighbour, or another grant for the same epoch")
+        self.left = neighbour
+        neighbour.member = self.neighbour(-1)
+        if neighbour.inlet is not None and neighbour.inlet.frames == said.kept:
+            await neighbour.send(RingWelcome(self.grant.epoch, True))
+        else:
+            await self._admit(said, neighbour, place)
+        neighbour.listen()
+        self._called.set()
+
+    async def _admit(self, said: RingHello, neighbour: Neighbour, place: Place) -> None:
+        """Make the data connection of an edge that calls."""
+        if neighbour.inlet is not None:
+            old, neighbour.inlet = neighbour.inlet, None
+            old.close()
+            await asyncio.to_thread(old.dispose)
+        transport = choose(place.settings.offers, said.offers, said.host == place.host)
+        if transport is None:
+            raise ProtocolViolation(f"no transport of {', '.join(said.offers)} is possible here")
+        kind = KINDS[transport]
+        ticket, calls = place.door.expect()
+        host = self.grant.members[self.position].ring[place.identity.rank].rpartition(":")[0]
+        door = kind.offer(place.door, host)
+        edge = Edge(self.grant.epoch, said.replica, place.settings, place.identity.token, "", door, ticket)
+        try:
+            async with asyncio.timeout(place.settings.connect_timeout_s):
+                await neighbour.send(RingWelcome(self.grant.epoch, False, transport, door, ticket))
+                neighbour.inlet = await kind.accept(edge, calls)
+                neighbour.transport = transport
+        finally:
+            place.door.forget(ticket)
+
+    async def _go_round(self) -> None:
+        """A token twice round the ring: the first lap says that all are connected, the second that all know."""
+        assert self.right is not None
+        for lap in (1, 2):
+            if self.position == 0:
+                await self.right.send(RingBarrier(self.grant.epoch, lap))
+                if lap == 1:
+                    await self._lap(lap)
+            else:
+                await self._lap(lap)
+                await self.right.send(RingBarrier(self.grant.epoch, lap))
+
+    async def _lap(self, lap: int) -> None:
+        got = await self._laps.get()
+        if got.lap != lap:
+            raise ProtocolViolation(f"lap {got.lap} of the barrier instead of {lap}")

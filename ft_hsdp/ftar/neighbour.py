@@ -1,0 +1,87 @@
+"""Neighbour: one edge of a ring as it stands: the control connection, and the data connection beside it.
+
+An edge outlives its epoch if the next ring has the same two members side by side and no all-reduce broke on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from ft_hsdp.core.assignment import Member
+from ft_hsdp.core.commit import Token
+from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.ftar import control
+from ft_hsdp.ftar.link import Inlet, Outlet
+from ft_hsdp.protocol import RingAbort, RingBarrier, RingHello, RingWelcome
+
+_MESSAGES = (Token, RingAbort, RingHello, RingWelcome, RingBarrier)
+Heard = Callable[["Neighbour", object], None]
+
+
+class Neighbour:
+    """The member at the other end of ``sock``. ``heard`` gets its messages, and at the end an OSError that says
+    how the connection ended. On the control loop."""
+
+    def __init__(self, sock: socket.socket, heard: Heard) -> None:
+        self._sock = sock
+        self._heard = heard
+        self.member: Member | None = None
+        self.inlet: Inlet | None = None
+        self.outlet: Outlet | None = None
+        self.transport = ""
+        self.gone = False
+        self._reading: asyncio.Task[None] | None = None
+
+    def listen(self) -> None:
+        """Begin to read, unless it is being read."""
+        if self._reading is None:
+            self._reading = asyncio.get_running_loop().create_task(self._read())
+
+    async def _read(self) -> None:
+        end: Exception = ConnectionResetError("closed its connection")
+        try:
+            while (message := await control.receive(self._sock, *_MESSAGES)) is not None:
+                self._heard(self, message)
+        except OSError as error:
+            end = ConnectionResetError(str(error))
+        except ProtocolViolation as error:
+            end = error
+        self.gone = True
+        self._heard(self, end)
+
+    def say(self, message: object) -> None:
+        """Send a small message now; a neighbour that is gone shows by its end."""
+        if not self.gone:
+            control.say(self._sock, message)
+
+    async def send(self, message: object) -> None:
+        """Send a message of any size.
+
+        Raises:
+            OSError: the neighbour is gone.
+        """
+        if self.gone:
+            raise ConnectionResetError("closed its connection")
+        await control.send(self._sock, message)
+
+    def cut(self) -> None:
+        """Stop the data connection; whoever uses it gets an error."""
+        for end in (self.inlet, self.outlet):
+            if end is not None:
+                end.close()
+
+    async def close(self) -> None:
+        """Hang up; the data connection is let go by whoever waits for its threads."""
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        self.gone = True
+        ends: list[Any] = [e for e in (self.inlet, self.outlet) if e is not None]
+        self.inlet = self.outlet = None
+        for end in ends:
+            end.close()
+            await asyncio.to_thread(end.dispose)
+        await control.hang_up(self._sock)

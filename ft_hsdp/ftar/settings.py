@@ -1,0 +1,57 @@
+"""Settings of a group: which transports, how much at once, how long to wait; and the plan that follows from them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ft_hsdp.core.partition import Plan
+from ft_hsdp.errors import InvalidArgument
+
+SLOTS = 8
+LEAST, MOST = 256 * 1024, 4 * 2**20
+PIECES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """S (``chunk_bytes``), C (``chunks``), K (``connections``) and deadlines; None leaves a size to the tuner.
+
+    All members of a ring must have the same sizes: they are part of its HELLO.
+    """
+
+    transport: Literal["auto", "tcp", "shm", "c10d"] = "auto"
+    chunk_bytes: int | None = None
+    chunks: int | None = None
+    connections: int = 1
+    timeout_s: float = 60.0
+    connect_timeout_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("chunk_bytes", 8), ("chunks", 1), ("connections", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise InvalidArgument(f"{name}: got {value}; allowed: at least {least}")
+        for name in ("timeout_s", "connect_timeout_s"):
+            if getattr(self, name) <= 0:
+                raise InvalidArgument(f"{name}: got {getattr(self, name)}; allowed: more than 0")
+
+    @property
+    def slots(self) -> int:
+        """C: chunks on their way to a neighbour at once."""
+        return self.chunks or SLOTS
+
+    @property
+    def offers(self) -> tuple[str, ...]:
+        """The transports that may be used, best first."""
+        return ("shm", "tcp") if self.transport == "auto" else (self.transport,)
+
+    def plan(self, elements: int, itemsize: int, members: int) -> Plan:
+        """How a message goes round; the same at all members.
+
+        The tuner cuts a shard into enough chunks to overlap adding with receiving, but not into smaller ones than
+        are worth a thread's wake-up.
+        """
+        shard = -(-elements * itemsize // members)
+        chunk = self.chunk_bytes or min(MOST, max(LEAST, -(-shard // PIECES)))
+        return Plan(elements, members, max(1, chunk // itemsize), self.slots)

@@ -1,0 +1,72 @@
+"""Carrier: how the payload of a frame travels beside its header on a stream: as bytes, or as a reference to it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from ft_hsdp.ftar.frame import Frame
+from ft_hsdp.ftar.link import Landing
+from ft_hsdp.ftar.memory import bytes_of
+
+Read = Callable[[memoryview], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """What goes on the stream after the header: buffers in order, and descriptors with the first of them."""
+
+    buffers: tuple[bytes | memoryview, ...] = ()
+    descriptors: tuple[int, ...] = ()
+
+
+class Carrier(Protocol):
+    """One end of one edge: the outlet packs, the inlet unpacks."""
+
+    @property
+    def by_reference(self) -> bool:
+        """Whether the receiver reads the sender's own memory: it must say so of every chunk before it goes on."""
+        ...
+
+    def pack(self, payload: Tensor) -> Parcel:
+        """What to send for a payload."""
+        ...
+
+    def unpack(self, read: Read, frame: Frame, landing: Landing) -> Tensor:
+        """The payload of ``frame``, read from the stream or from where the stream says."""
+        ...
+
+    def receive(self, sock: socket.socket, view: memoryview) -> int:
+        """Read a part of ``view`` from ``sock``, with what else comes along; 0 at the end of the stream."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        ...
+
+
+class Bytes:
+    """The payload follows its header."""
+
+    by_reference = False
+
+    def pack(self, payload: Tensor) -> Parcel:
+        """The bytes themselves."""
+        return Parcel((bytes_of(payload),))
+
+    def unpack(self, read: Read, frame: Frame, landing: Landing) -> Tensor:
+        """Straight to where the data plane wants it."""
+        place = landing.land(frame)
+        read(bytes_of(place))
+        return place
+
+    def receive(self, sock: socket.socket, view: memoryview) -> int:
+        """As much as has been asked for, if the stream does not end."""
+        return sock.recv_into(view, 0, socket.MSG_WAITALL)
+
+    def close(self) -> None:
+        """Nothing is held."""

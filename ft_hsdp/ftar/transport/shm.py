@@ -1,0 +1,200 @@
+"""Shared-memory transport, for neighbours on one host: headers go over a Unix socket, payloads stay in place.
+
+The right neighbour reads the sender's own memory: registered tensors through its mapping of their segment, others
+with process_vm_readv where the kernel allows it. It proves that what it has read was whole by answering on the
+socket, which the sender shuts before it reuses anything. Where neither way is open the bytes go over the socket.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import ctypes
+import hashlib
+import os
+import socket
+import struct
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ft_hsdp.ftar import control, door
+from ft_hsdp.ftar.door import Call, Door
+from ft_hsdp.ftar.frame import Frame
+from ft_hsdp.ftar.link import Landing
+from ft_hsdp.ftar.memory import Arena, Mapped, bytes_of
+from ft_hsdp.ftar.transport.carrier import Parcel, Read
+from ft_hsdp.ftar.transport.inlet import StreamInlet
+from ft_hsdp.ftar.transport.kind import Edge
+from ft_hsdp.ftar.transport.outlet import StreamOutlet
+from ft_hsdp.protocol import RingReady
+
+_REFERENCE = struct.Struct("!BIQ")
+MAPPED, REMOTE, INLINE = range(3)
+_CREDENTIALS = struct.Struct("iII")
+_MOST_RIGHTS = 16
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Range(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_void_p), ("size", ctypes.c_size_t))
+
+
+def host_id() -> str:
+    """The same for two processes that can meet on a Unix socket without a file: one kernel, one network space."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    space = Path("/proc/self/ns/net").stat().st_ino
+    return hashlib.sha256(f"{boot}:{space}".encode()).hexdigest()[:16]
+
+
+def read_remote(pid: int, address: int, view: memoryview) -> None:
+    """Copy the memory of another process into ``view``.
+
+    Raises:
+        OSError: it is gone, or the kernel does not allow it.
+    """
+    target = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    done = 0
+    while done < len(view):
+        mine, theirs = _Range(target + done, len(view) - done), _Range(address + done, len(view) - done)
+        n = _libc.process_vm_readv(pid, ctypes.byref(mine), 1, ctypes.byref(theirs), 1, 0)
+        if n <= 0:
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+        done += n
+
+
+class References:
+    """The sender's end: says where a payload is, and hands over each segment once."""
+
+    by_reference = True
+
+    def __init__(self, arena: Arena, direct: bool) -> None:
+        self._arena = arena
+        self._direct = direct
+        self._given: set[int] = set()
+
+    def pack(self, payload: Tensor) -> Parcel:
+        """A reference, with the segment's descriptor if the neighbour does not have it."""
+        found = self._arena.find(payload)
+        if found is not None:
+            segment, offset = found
+            new = segment.number not in self._given
+            self._given.add(segment.number)
+            reference = _REFERENCE.pack(MAPPED, segment.number, offset)
+            return Parcel((reference,), (segment.fd,) if new else ())
+        if self._direct:
+            return Parcel((_REFERENCE.pack(REMOTE, 0, payload.data_ptr()),))
+        return Parcel((_REFERENCE.pack(INLINE, 0, 0), bytes_of(payload)))
+
+    def unpack(self, read: Read, frame: Frame, landing: Landing) -> Tensor:
+        """Not this end."""
+        raise NotImplementedError
+
+    def receive(self, sock: socket.socket, view: memoryview) -> int:
+        """Not this end."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+class Referred:
+    """The receiver's end: looks where the sender points; ``pid`` is the sender, as the kernel says."""
+
+    by_reference = True
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+        self._mapped = Mapped()
+        self._fresh: list[int] = []
+
+    def pack(self, payload: Tensor) -> Parcel:
+        """Not this end."""
+        raise NotImplementedError
+
+    def unpack(self, read: Read, frame: Frame, landing: Landing) -> Tensor:
+        """The sender's own memory, or a copy of it."""
+        raw = bytearray(_REFERENCE.size)
+        read(memoryview(raw))
+        way, number, offset = _REFERENCE.unpack(raw)
+        for fd in self._fresh:
+            self._mapped.add(number, fd)
+        self._fresh.clear()
+        if way == MAPPED:
+            return self._mapped.view(number, offset, frame.nbytes, landing.dtype)
+        place = landing.land(frame)
+        if way == REMOTE:
+            read_remote(self._pid, offset, bytes_of(place))
+        elif way == INLINE:
+            read(bytes_of(place))
+        else:
+            raise ValueError(f"no such way to a payload: {way}")
+        return place
+
+    def receive(self, sock: socket.socket, view: memoryview) -> int:
+        """Bytes, and the descriptors that come with them."""
+        n, messages, _, _ = sock.recvmsg_into([view], socket.CMSG_SPACE(_MOST_RIGHTS * 4))
+        for level, kind, data in messages:
+            if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                rights = array.array("i")
+                rights.frombytes(data[: len(data) - len(data) % rights.itemsize])
+                self._fresh.extend(rights)
+        return n
+
+    def close(self) -> None:
+        """Unmap the sender's segments."""
+        for fd in self._fresh:
+            os.close(fd)
+        self._fresh.clear()
+        self._mapped.close()
+
+
+class Shm:
+    """Works between processes that share a kernel and a network namespace."""
+
+    def offer(self, door: Door, host: str) -> str:
+        """The name of the door's Unix socket."""
+        return door.local
+
+    async def dial(self, edge: Edge, arena: Arena) -> StreamOutlet:
+        """Connect, and let the neighbour try to read the ticket from our memory."""
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.setblocking(False)
+        probe = torch.frombuffer(bytearray(edge.ticket.encode()), dtype=torch.uint8)
+        try:
+            await asyncio.get_running_loop().sock_connect(sock, "\0" + edge.door)
+            await control.send(sock, door.data(edge.token, edge.ticket, 0, probe.data_ptr()))
+            answer = await control.receive(sock, RingReady)
+            if not isinstance(answer, RingReady):
+                raise ConnectionResetError("the data connection was refused")
+        except BaseException:
+            sock.close()
+            raise
+        control.blocking(sock, edge.settings.timeout_s)
+        carrier = References(arena, answer.direct)
+        return StreamOutlet([sock], edge.settings.slots, edge.member, carrier, f"ftar-tx-{edge.member}")
+
+    async def accept(self, edge: Edge, calls: asyncio.Queue[Call]) -> StreamInlet:
+        """Take the connection, and say whether the neighbour's memory can be read."""
+        call, sock = await calls.get()
+        try:
+            if sock.family != socket.AF_UNIX:
+                raise ConnectionResetError("shared memory was asked for over TCP")
+            credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            pid, _, _ = _CREDENTIALS.unpack(credentials)
+            await control.send(sock, RingReady(_readable(pid, call.probe, edge.ticket)))
+        except BaseException:
+            sock.close()
+            raise
+        control.blocking(sock, edge.settings.timeout_s)
+        return StreamInlet([sock], edge.settings.slots, edge.member, Referred(pid), f"ftar-rx-{edge.member}")
+
+
+def _readable(pid: int, address: int, ticket: str) -> bool:
+    """Whether the ticket is found where the caller says that it is."""
+    found = bytearray(len(ticket))
+    with contextlib.suppress(OSError):
+        read_remote(pid, address, memoryview(found))
+    return bytes(found) == ticket.encode()

@@ -1,0 +1,1 @@
+"""The bench of the kernels: `python -m ftar_kernels.bench`. It checks first and measures afterwards."""

@@ -1,0 +1,163 @@
+"""Ring: members that exchange chunks through host memory, driven by a small engine: threads or processes.
+
+The receive slots of all members lie in one piece of memory. A sender copies into its right neighbour's slots and
+counts; the neighbour counts what it has used. Each word has one writer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ftar_kernels.plane import Aborted, Job, StagedPlane, TimedOut, Via
+from ftar_kernels.reduce_copy import vector
+from ftar_kernels.schedule import Command, Schedule, kinds
+from ftar_kernels.staging import host_buffer
+
+PAGE = 4096
+WORDS = 8  # 8-byte words of a cache line
+DEAD, SENT, FREED, HEADS = 0, 1, 2, 3  # lines of an edge's page; three words for each chunk from HEADS on
+POLL_S = 2e-5
+
+
+class Broken(RuntimeError):
+    """The ring came to no end: a member is dead or silent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where things lie in the memory of a ring: for each member a page of words, then its receive slots."""
+
+    members: int
+    chunk_bytes: int
+    slots: int
+
+    @property
+    def stride(self) -> int:
+        """Bytes from one slot to the next: a chunk, and room to begin as the message does."""
+        return -(-(self.chunk_bytes + 16) // 128) * 128
+
+    @property
+    def each(self) -> int:
+        """Bytes of one member."""
+        return -(-(PAGE + self.slots * self.stride) // PAGE) * PAGE
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all."""
+        return self.members * self.each
+
+    def words(self, memory: Tensor, member: int) -> ctypes.Array[ctypes.c_int64]:
+        """The words of the edge into ``member``."""
+        return (ctypes.c_int64 * (PAGE // 8)).from_address(memory.data_ptr() + member * self.each)
+
+    def recv(self, memory: Tensor, member: int) -> Tensor:
+        """The receive slots of ``member``."""
+        begin = member * self.each + PAGE
+        return memory[begin : begin + self.slots * self.stride]
+
+
+class Member:
+    """One member of a ring on ``memory``, with its own plane. Its send buffer mirrors the largest message."""
+
+    def __init__(
+        self, memory: Tensor, layout: Layout, position: int, device: torch.device, message_bytes: int, via: Via,
+        *, programs: int = 2, timeout_s: float = 20.0,
+    ) -> None:  # fmt: skip
+        self.layout = layout
+        self.position = position
+        self.timeout_s = timeout_s
+        right = (position + 1) % layout.members
+        self._in = layout.words(memory, position)
+        self._out = layout.words(memory, right)
+        self._recv = layout.recv(memory, position)
+        self._right = layout.recv(memory, right)
+        self._send = host_buffer(message_bytes, device)
+        self._left_sent = self._used = self._sent = 0
+        self.plane = StagedPlane(
+            device, self._recv, self._send, via=via, programs=programs, timeout_s=timeout_s + 5
+        )
+
+    def all_reduce(self, local: Tensor | None, out: Tensor) -> None:
+        """Sum the ``local`` of all members that have one into every ``out`` (FT-HSDP §4.2).
+
+        Raises:
+            Broken: a member is marked dead, or nothing has moved for ``timeout_s``.
+        """
+        chunk = self.layout.chunk_bytes // out.itemsize
+        schedule = Schedule(out.numel(), self.layout.members, chunk, self.layout.slots)
+        job = self.plane.open(local, out, schedule.commands)
+        failed = True
+        try:
+            self._drive(job, schedule, local is not None, out.dtype)
+            failed = False
+        except (Aborted, TimedOut) as error:
+            raise Broken(str(error)) from error
+        finally:
+            job.close(failed=failed)
+
+    def _drive(self, job: Job, schedule: Schedule, contributes: bool, dtype: torch.dtype) -> None:
+        order = kinds(schedule.members)
+        size = self.layout.stride // dtype.itemsize
+        lanes = vector(dtype)
+        mirror, right = self._send.view(dtype), self._right.view(dtype)
+        posted: deque[tuple[int, int, bool]] = deque()  # operation, round, whether the outcome is empty
+        outbox: deque[tuple[int, int, int, int, bool]] = deque()
+        own = finished = 0
+        may = schedule.rounds if schedule.members == 1 else min(schedule.slots, schedule.rounds)
+        moved = time.monotonic()
+        while finished < schedule.commands or outbox:
+            before = (own, self._left_sent, finished, self._sent)
+            while own < may and len(posted) < self.plane.depth:
+                start, stop = schedule.span(schedule.shard(self.position, 0), own)
+                job.post(Command(order[0], start, stop, None, start if order[0].sends else None))
+                posted.append((0, own, not contributes))
+                own += 1
+            while self._left_sent < self._in[WORDS * SENT] and len(posted) < self.plane.depth:
+                slot = self._left_sent % schedule.slots
+                number, round_, empty = self._in[WORDS * HEADS + 3 * slot : WORDS * HEADS + 3 * slot + 3]
+                start, stop = schedule.span(schedule.shard(self.position, number), round_)
+                place = None if empty else slot * size + start % lanes
+                job.post(Command(order[number], start, stop, place, start if order[number].sends else None))
+                posted.append((number, round_, bool(empty) and not contributes))
+                self._left_sent += 1
+                may = min(may + (number == 1), schedule.rounds)
+            for command in job.completed():
+                number, round_, empty = posted.popleft()
+                finished += 1
+                if number:
+                    self._used += 1
+                    self._in[WORDS * FREED] = self._used
+                if command.kind.sends:
+                    nothing = empty and not command.kind.stores
+                    outbox.append((number + 1, round_, command.start, command.stop, nothing))
+            while outbox and self._sent - self._out[WORDS * FREED] < schedule.slots:
+                number, round_, start, stop, empty = outbox.popleft()
+                slot = self._sent % schedule.slots
+                if not empty:
+                    first = slot * size + start % lanes
+                    right[first : first + stop - start].copy_(mirror[start:stop])
+                self._out[WORDS * HEADS + 3 * slot : WORDS * HEADS + 3 * slot + 3] = [number, round_, empty]
+                self._sent += 1
+                self._out[WORDS * SENT] = self._sent
+            if before != (own, self._left_sent, finished, self._sent):
+                moved = time.monotonic()
+                continue
+            if self._in[WORDS * DEAD] or self._out[WORDS * DEAD]:
+                raise Broken("a member is dead")
+            if time.monotonic() - moved > self.timeout_s:
+                raise Broken(f"nothing has moved for {self.timeout_s} s")
+            time.sleep(POLL_S)
+
+    def mark_dead(self) -> None:
+        """Tell both neighbours that the ring is broken. Any thread."""
+        self._in[WORDS * DEAD] = self._out[WORDS * DEAD] = 1
+
+    def close(self) -> None:
+        """Let go of the device."""
+        self.plane.close()

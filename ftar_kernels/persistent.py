@@ -1,0 +1,113 @@
+"""Persistent: one kernel for an all-reduce (FT-HSDP §4.2). It takes the CPU's commands in turn until all are done.
+
+Two programs of 512 threads, each with its share of every chunk. A wait ends by a command, by the abort word or
+after a time; then the program says in its status word why it ended. The CPU decides about failures: the time is
+a backstop.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ftar_kernels.handshake import post, wait
+from ftar_kernels.reduce_copy import chunk
+
+# Globals that a kernel reads must be compile-time constants; their meaning is in flags.py and schedule.py.
+_LINE = tl.constexpr(32)
+_FIELDS = tl.constexpr(8)
+_DONE = tl.constexpr(1)
+_RECV = tl.constexpr(1)
+_LOCAL = tl.constexpr(2)
+_SEND = tl.constexpr(4)
+_OUT = tl.constexpr(8)
+
+
+@triton.jit
+def execute(
+    local: tl.tensor,
+    out: tl.tensor,
+    send: tl.tensor,
+    recv: tl.tensor,
+    entry: tl.tensor,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EDGE: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """This program's part of the command at ``entry``."""
+    mode = tl.load(entry, volatile=True)
+    base = tl.load(entry + 1, volatile=True) // VECTOR * VECTOR
+    shift = tl.load(entry + 2, volatile=True).to(tl.int32)
+    end = tl.load(entry + 3, volatile=True).to(tl.int32)
+    recv += tl.load(entry + 4, volatile=True) // VECTOR * VECTOR
+    send += tl.load(entry + 5, volatile=True) // VECTOR * VECTOR
+    local += base
+    out += base
+    sources = mode & (_RECV | _LOCAL)
+    targets = mode & (_SEND | _OUT)
+    if sources == (_RECV | _LOCAL):
+        if targets == (_SEND | _OUT):
+            chunk(recv, local, send, out, True, shift, end, True, True, VECTOR, BLOCK, EDGE, STAGES)
+        else:
+            dst = tl.where(targets == _SEND, send, out)
+            chunk(recv, local, dst, dst, True, shift, end, True, False, VECTOR, BLOCK, EDGE, STAGES)
+    elif targets != 0:
+        src = tl.where(sources == _RECV, recv, local)
+        if targets == (_SEND | _OUT):
+            chunk(src, src, send, out, sources != 0, shift, end, False, True, VECTOR, BLOCK, EDGE, STAGES)
+        else:
+            dst = tl.where(targets == _SEND, send, out)
+            chunk(src, src, dst, dst, sources != 0, shift, end, False, False, VECTOR, BLOCK, EDGE, STAGES)
+
+
+@triton.jit(do_not_specialize=["count", "timeout_ns"])
+def persistent_kernel(
+    local: tl.tensor,
+    out: tl.tensor,
+    send: tl.tensor,
+    recv: tl.tensor,
+    words: tl.tensor,
+    commands: tl.tensor,
+    count: tl.int32,
+    timeout_ns: tl.int64,
+    DEPTH: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EDGE: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """``count`` commands in turn. ``words`` and ``commands`` are a FlagPage's."""
+    program = tl.program_id(0)
+    posted = words + _LINE * (1 + program)
+    done = words + _LINE * (1 + tl.num_programs(0) + program)
+    finished = 0
+    stop = 0
+    while (finished < count) & (stop == 0):
+        stop = wait(posted, words, done + 1, finished + 1, timeout_ns)
+        if stop == 0:
+            execute(local, out, send, recv, commands + _FIELDS * (finished % DEPTH), VECTOR, BLOCK, EDGE, STAGES)
+            finished += 1
+            post(done, finished)
+    if stop == 0:
+        post(done + 1, _DONE)
+
+
+@triton.jit(do_not_specialize=["index"])
+def command_kernel(
+    local: tl.tensor,
+    out: tl.tensor,
+    send: tl.tensor,
+    recv: tl.tensor,
+    words: tl.tensor,
+    commands: tl.tensor,
+    index: tl.int32,
+    DEPTH: tl.constexpr,
+    VECTOR: tl.constexpr,
+    BLOCK: tl.constexpr,
+    EDGE: tl.constexpr,
+    STAGES: tl.constexpr,
+) -> None:
+    """Command ``index`` alone, for a stream that has waited for it; nothing if the abort word is set."""
+    if tl.load(words, volatile=True) == 0:
+        execute(local, out, send, recv, commands + _FIELDS * (index % DEPTH), VECTOR, BLOCK, EDGE, STAGES)

@@ -1,0 +1,255 @@
+"""Plane: what a ring's engine drives. It posts commands, learns which are finished, and never waits for the
+device.
+
+The buffers, the flags and the stream live as long as the plane. The engine's thread owns a plane; ``abort``
+alone may come from other threads.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ftar_kernels.flags import FlagPage, Status
+from ftar_kernels.persistent import command_kernel, persistent_kernel
+from ftar_kernels.reduce_copy import PROGRAMS, WARPS, check, shape, vector
+from ftar_kernels.schedule import Command, Kind
+from ftar_kernels.staging import host_buffer
+from ftar_kernels.streamops import DeviceStream, HostStream
+
+POLL_S = 2e-5
+CHECK_S = 0.1  # how often a silent device is asked whether it has failed
+GRACE_S = 5.0  # how long a device may take to end what was finished or aborted
+
+Via = Literal["persistent", "streamops"]
+
+
+class PlaneError(RuntimeError):
+    """The operation on this plane did not come to its end."""
+
+
+class Aborted(PlaneError):
+    """The abort word was set."""
+
+
+class TimedOut(PlaneError):
+    """A program waited longer than the plane's timeout for the CPU."""
+
+
+class Stuck(PlaneError):
+    """The device did not end what was aborted. Its memory must not be used again: end the process."""
+
+
+class StagedPlane:
+    """Copies and adds on ``device`` between GPU tensors and the staging buffers of one ring.
+
+    ``recv`` and ``send`` are flat uint8 tensors that both the CPU and the device reach (`staging`), aligned to
+    16 bytes. ``programs`` is the number of SMs that are used, ``depth`` how many commands may be posted at once,
+    a power of two; ``timeout_s`` ends the wait of a persistent kernel and belongs above every timeout of the
+    CPU. On a CPU device the kernels are interpreted (TRITON_INTERPRET=1), one program only.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        recv: Tensor,
+        send: Tensor,
+        *,
+        via: Via = "persistent",
+        programs: int = PROGRAMS,
+        depth: int = 64,
+        timeout_s: float = 65.0,
+        stages: int = 1,
+    ) -> None:
+        self.device = device
+        self.recv = recv
+        self.send = send
+        self.via = via
+        self.programs = programs
+        self.depth = depth
+        self.stages = stages
+        self.timeout_ns = int(timeout_s * 1e9)
+        # The words of a chain are written by the stream, not by programs: one pair of them.
+        pairs = programs if via == "persistent" else 1
+        self.page = FlagPage(host_buffer(FlagPage.nbytes(pairs, depth), device), pairs, depth)
+        self.stream: DeviceStream | HostStream = DeviceStream(device) if device.type == "cuda" else HostStream()
+        if via == "streamops" and isinstance(self.stream, DeviceStream):
+            self.stream.probe()
+        self._job: Job | None = None
+
+    def warm_up(self, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)) -> None:
+        """Compile and load the kernels. A kernel that is loaded while another spins waits for it for ever."""
+        for dtype in dtypes:
+            empty = torch.zeros(16, dtype=dtype, device=self.device)
+            job = self.open(empty, empty, 1)
+            job.post(Command(Kind.STORE, 0, 0))
+            deadline = time.monotonic() + 300
+            while not job.completed():
+                if time.monotonic() > deadline:
+                    raise Stuck("a kernel did not come up")
+                time.sleep(POLL_S)
+            job.close(failed=False)
+
+    def open(self, local: Tensor | None, out: Tensor, count: int, after: torch.cuda.Event | None = None) -> Job:
+        """An all-reduce of ``count`` commands from ``local`` (None: relay) into ``out``, flat tensors on the
+        device.
+
+        It starts after ``after``, or after what the caller's current stream holds.
+
+        Raises:
+            ValueError: a tensor does not suit the kernels.
+        """
+        assert self._job is None, "one all-reduce at a time"
+        for tensor in (out, self.recv.view(out.dtype), self.send.view(out.dtype)):
+            check(tensor, out.dtype)
+        if local is not None:
+            check(local, out.dtype)
+            if local.numel() != out.numel():
+                raise ValueError(f"{local.numel()} elements into {out.numel()}")
+        self.page.reset()
+        self.stream.after(after)
+        self._job = Job(self, local, out, count)
+        return self._job
+
+    def abort(self) -> None:
+        """End the running operation at once; its output is undefined. Any thread, any number of times."""
+        self.page.abort()
+
+    def close(self) -> None:
+        """End what runs and let go of the stream.
+
+        Raises:
+            Stuck: the device does not end.
+        """
+        if self._job is not None:
+            self._job.close(failed=True)
+        self.stream.close()
+
+    def release(self, job: Job) -> None:
+        """``job`` has ended on the device."""
+        assert self._job is job
+        self._job = None
+
+
+class Job:
+    """One all-reduce on a plane; made by ``StagedPlane.open``."""
+
+    def __init__(self, plane: StagedPlane, local: Tensor | None, out: Tensor, count: int) -> None:
+        self._plane = plane
+        self._page = plane.page
+        self._stream = plane.stream
+        self._local = local
+        self._out = out
+        self._count = count
+        self._recv = plane.recv.view(out.dtype)
+        self._send = plane.send.view(out.dtype)
+        self._vector = vector(out.dtype)
+        self._posted: deque[Command] = deque()
+        self._finished = 0
+        self._enqueued = 0
+        self._heard = time.monotonic()
+        if plane.via == "persistent":
+            self._stream.launch(self._launch_persistent)
+        else:
+            self._enqueue(plane.depth)
+
+    def post(self, command: Command) -> None:
+        """Hand over one chunk; returns at once.
+
+        Raises:
+            ValueError: the chunk does not lie in the buffers.
+            BufferError: the plane's depth of commands is not finished yet.
+        """
+        size = command.stop - command.start
+        if not 0 <= command.start <= command.stop <= self._out.numel():
+            raise ValueError(f"elements {command.start} to {command.stop} of {self._out.numel()}")
+        for buffer, place in ((self._recv, command.recv), (self._send, command.send)):
+            if place is not None and not 0 <= place <= place + size <= buffer.numel():
+                raise ValueError(f"{size} elements at {place} of a buffer of {buffer.numel()}")
+        if self._page.posted == self._count:
+            raise ValueError(f"more than the {self._count} commands that were announced")
+        self._page.post(command, self._local is not None, self._vector)
+        self._posted.append(command)
+        if self._plane.via == "streamops":
+            self._enqueue(self._page.posted + self._plane.depth)
+
+    def completed(self) -> list[Command]:
+        """What has been finished since the last call, in the order of posting.
+
+        Raises:
+            Aborted, TimedOut: nothing more will be finished.
+            RuntimeError: the device has failed.
+        """
+        if self._page.aborted:
+            raise Aborted("the data plane was aborted")
+        done = self._page.done() - self._finished
+        if done:
+            self._finished += done
+            self._heard = time.monotonic()
+            return [self._posted.popleft() for _ in range(done)]
+        if time.monotonic() - self._heard > CHECK_S:
+            self._heard = time.monotonic()
+            self._stream.check()
+            if Status.TIMED_OUT in self._statuses():
+                raise TimedOut("the device waited too long for the CPU")
+        return []
+
+    def close(self, *, failed: bool) -> None:
+        """The all-reduce is over: all is finished, or it ``failed`` and is aborted. Waits for the device to end.
+
+        Raises:
+            Stuck: the device does not end.
+            RuntimeError: the device has failed.
+        """
+        if failed:
+            self._page.abort()
+        assert failed or self._finished == self._count, "close before all is finished"
+        deadline = time.monotonic() + GRACE_S
+        while not self._ended():
+            self._stream.check()
+            if time.monotonic() > deadline:
+                raise Stuck(f"the device has not ended {GRACE_S} s after its last command")
+            time.sleep(POLL_S)
+        self._plane.release(self)
+
+    def _ended(self) -> bool:
+        if self._plane.via == "persistent":
+            return Status.RUNNING not in self._statuses()
+        return self._page.done() >= self._enqueued
+
+    def _statuses(self) -> set[Status]:
+        return {self._page.status(program) for program in range(self._page.programs)}
+
+    def _enqueue(self, until: int) -> None:
+        """Lengthen the chain. It ends ``depth`` commands ahead, for a full stream would block its caller."""
+        posted, done = self._page.address(self._page.post_line(0)), self._page.address(self._page.done_line(0))
+        while self._enqueued < min(until, self._count):
+            index = self._enqueued
+            self._stream.wait_value(posted, index + 1)
+            self._stream.launch(lambda index=index: self._launch_command(index))  # type: ignore[misc]
+            self._stream.write_value(done, index + 1)
+            self._enqueued += 1
+
+    def _launch_persistent(self) -> None:
+        persistent_kernel[(self._plane.programs,)](
+            *self._pointers(), self._count, self._plane.timeout_ns, **self._shape()
+        )
+
+    def _launch_command(self, index: int) -> None:
+        command_kernel[(self._plane.programs,)](*self._pointers(), index, **self._shape())
+
+    def _pointers(self) -> tuple[Tensor, ...]:
+        local = self._out if self._local is None else self._local
+        return local, self._out, self._send, self._recv, self._page.words, self._page.commands
+
+    def _shape(self) -> dict[str, int]:
+        return {
+            "DEPTH": self._plane.depth,
+            "STAGES": self._plane.stages,
+            "num_warps": WARPS,
+            **shape(self._out.dtype),
+        }

@@ -1,0 +1,71 @@
+"""Reference: what the kernels must compute, in torch. It is the oracle of the checks and works on any device.
+
+Sums of bfloat16 and float16 are formed in float32 and rounded to nearest even at every hop of the ring, as the
+wire carries them. Copies keep every bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ftar_kernels.schedule import Command, Kind, Schedule, kinds
+
+HALVES = (torch.bfloat16, torch.float16)
+
+
+def copy(src: Tensor, dst1: Tensor, dst2: Tensor | None = None) -> None:
+    """``src`` into one or two destinations of its shape and type."""
+    dst1.copy_(src)
+    if dst2 is not None:
+        dst2.copy_(src)
+
+
+def reduce_copy(a: Tensor, b: Tensor, dst1: Tensor, dst2: Tensor | None = None) -> None:
+    """a + b into one or two destinations of the same shape and type."""
+    total = (a.float() + b.float()).to(a.dtype) if a.dtype in HALVES else a + b
+    copy(total, dst1, dst2)
+
+
+def run(command: Command, local: Tensor | None, out: Tensor, recv: Tensor, send: Tensor) -> None:
+    """One command on flat tensors of one type: what a plane's device does with it."""
+    size = command.stop - command.start
+    own = local[command.start : command.stop] if local is not None else None
+    came = recv[command.recv : command.recv + size] if command.recv is not None else None
+    if not command.kind.adds and came is not None:
+        own = None
+    targets = [out[command.start : command.stop]] if command.kind.stores else []
+    if command.kind.sends and command.send is not None:
+        targets.append(send[command.send : command.send + size])
+    for target in targets:
+        if own is not None and came is not None:
+            reduce_copy(came, own, target)
+        elif own is not None or came is not None:
+            copy(own if own is not None else came, target)  # type: ignore[arg-type]
+        elif command.kind.stores:
+            target.zero_()
+
+
+def ring_all_reduce(inputs: Sequence[Tensor | None], like: Tensor, chunk: int, slots: int) -> list[Tensor]:
+    """What every member of a ring ends with (FT-HSDP §4.2), chunk by chunk through staged buffers.
+
+    ``inputs`` are flat, one for each position, None for a member that relays; ``like`` gives size, type and
+    device.
+    """
+    members = len(inputs)
+    schedule = Schedule(like.numel(), members, chunk, slots)
+    outs = [torch.empty_like(like) for _ in inputs]
+    for round_ in range(schedule.rounds):
+        wire: list[Tensor | None] = [None] * members
+        for number, kind in enumerate(kinds(members)):
+            left = [wire[position - 1] for position in range(members)]
+            for position in range(members):
+                start, stop = schedule.span(schedule.shard(position, number), round_)
+                came, send = left[position], like.new_empty(stop - start)
+                command = Command(kind, start, stop, 0 if came is not None else None, 0 if kind.sends else None)
+                run(command, inputs[position], outs[position], like if came is None else came, send)
+                empty = not kind.stores and came is None and inputs[position] is None
+                wire[position] = None if empty or kind is Kind.STORE else send
+    return outs

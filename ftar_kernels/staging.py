@@ -1,0 +1,45 @@
+"""Staging: host memory that a GPU reads and writes in place, private or shared between processes."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+
+def host_buffer(nbytes: int, device: torch.device) -> Tensor:
+    """Zeroed bytes in host memory, aligned to 128; pinned if ``device`` is a GPU."""
+    if device.type == "cuda":
+        return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+    memory = torch.zeros(nbytes + 128, dtype=torch.uint8)
+    skip = -memory.data_ptr() % 128
+    return memory[skip : skip + nbytes]
+
+
+class Segment:
+    """A memfd, mapped and pinned. Another process opens it by its descriptor; each pins its own mapping."""
+
+    def __init__(self, nbytes: int, fd: int | None = None) -> None:
+        self.fd = os.memfd_create("ftar_kernels", os.MFD_CLOEXEC) if fd is None else fd
+        if fd is None:
+            os.ftruncate(self.fd, nbytes)
+        self.bytes = torch.frombuffer(mmap.mmap(self.fd, nbytes), dtype=torch.uint8)
+        self._pinned = False
+
+    def pin(self) -> None:
+        """Register the mapping with CUDA (cudaHostRegister).
+
+        Raises:
+            RuntimeError: CUDA refuses.
+        """
+        torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0))
+        self._pinned = True
+
+    def close(self) -> None:
+        """Unpin. The memory goes with the last tensor in it."""
+        if self._pinned:
+            self._pinned = False
+            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr()))
+        os.close(self.fd)

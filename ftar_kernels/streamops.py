@@ -1,0 +1,175 @@
+"""Stream operations: an all-reduce as a chain that is enqueued ahead of time, in which a wait holds no SM.
+
+For each command: wait until the posted word has grown (cuStreamWaitValue32), run the command, write the done
+word (cuStreamWriteValue32). A wait in a stream has no deadline: only the host's abort ends it, by the largest
+value in the posted word, and a command then finds the abort word set and does nothing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ftar_kernels.staging import host_buffer
+
+_GEQ = 0  # CU_STREAM_WAIT_VALUE_GEQ, in cyclic comparison
+PAUSE_S = 2e-5
+
+
+class Unsupported(RuntimeError):
+    """This driver or device has no stream memory operations."""
+
+
+class Stream(Protocol):
+    """What a plane enqueues on; everything runs in order."""
+
+    def launch(self, call: Callable[[], None]) -> None:
+        """Run a kernel: ``call`` launches it."""
+        ...
+
+    def wait_value(self, address: int, value: int) -> None:
+        """Go on once the int32 at ``address`` in host memory is at least ``value``."""
+        ...
+
+    def write_value(self, address: int, value: int) -> None:
+        """Store an int32; what ran before is visible to whoever sees it."""
+        ...
+
+    def check(self) -> None:
+        """Raise what has gone wrong on the device, if anything has."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more will be enqueued."""
+        ...
+
+
+class DeviceStream:
+    """A CUDA stream of high priority, so that a waiting program is not behind a queue of others."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1)
+        self._driver = ctypes.CDLL("libcuda.so.1")
+
+    def after(self, event: torch.cuda.Event | None) -> None:
+        """What is enqueued from now on runs after ``event``, or after the caller's current stream."""
+        if event is None:
+            self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
+        else:
+            self.stream.wait_event(event)
+
+    def launch(self, call: Callable[[], None]) -> None:
+        """Run a kernel: ``call`` launches it."""
+        with torch.cuda.stream(self.stream):
+            call()
+
+    def wait_value(self, address: int, value: int) -> None:
+        """Go on once the int32 at ``address`` in pinned memory is at least ``value``."""
+        self._call("cuStreamWaitValue32", address, value, _GEQ)
+
+    def write_value(self, address: int, value: int) -> None:
+        """Store an int32 in pinned memory."""
+        self._call("cuStreamWriteValue32", address, value, 0)
+
+    def _call(self, name: str, address: int, value: int, flags: int) -> None:
+        function = getattr(self._driver, name + "_v2", None) or getattr(self._driver, name, None)
+        if function is None:
+            raise Unsupported(f"the driver has no {name}")
+        error = function(
+            ctypes.c_void_p(self.stream.cuda_stream),
+            ctypes.c_uint64(address),
+            ctypes.c_uint32(value),
+            ctypes.c_uint(flags),
+        )
+        if error:
+            raise Unsupported(f"{name} failed with CUDA driver error {error}")
+
+    def probe(self) -> None:
+        """Try both operations on a pinned word.
+
+        Raises:
+            Unsupported: they do not work here.
+        """
+        word = host_buffer(4, self.stream.device).view(torch.int32)
+        self.write_value(word.data_ptr(), 7)
+        self.wait_value(word.data_ptr(), 7)
+        self.stream.synchronize()
+        if word.item() != 7:
+            raise Unsupported("a stream's write did not reach pinned host memory")
+
+    def check(self) -> None:
+        """Raise what has gone wrong on the device, if anything has."""
+        self.stream.query()
+
+    def close(self) -> None:
+        """Nothing more will be enqueued."""
+
+
+class HostStream:
+    """The twin for interpreted kernels: a thread that runs what is enqueued, in order.
+
+    The interpreter patches triton's modules while a kernel runs, so one kernel runs at a time in a process.
+    """
+
+    _interpreter = threading.Lock()
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._closed = threading.Event()
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="ftar-host-stream", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while (call := self._queue.get()) is not None:
+            try:
+                call()
+            except Exception as error:  # kept for check(), as a device keeps its errors
+                self._error = error
+
+    def after(self, event: torch.cuda.Event | None) -> None:
+        """Host tensors are ready."""
+
+    def launch(self, call: Callable[[], None]) -> None:
+        """Run a kernel: ``call`` launches it."""
+
+        def locked() -> None:
+            with self._interpreter:
+                call()
+
+        self._queue.put(locked)
+
+    def wait_value(self, address: int, value: int) -> None:
+        """Go on once the int32 at ``address`` is at least ``value``."""
+        word = ctypes.c_int32.from_address(address)
+
+        def poll() -> None:
+            while word.value < value and not self._closed.is_set():
+                time.sleep(PAUSE_S)
+
+        self._queue.put(poll)
+
+    def write_value(self, address: int, value: int) -> None:
+        """Store an int32."""
+
+        def write() -> None:
+            ctypes.c_int32.from_address(address).value = value
+
+        self._queue.put(write)
+
+    def check(self) -> None:
+        """Raise what has gone wrong in a kernel, if anything has."""
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """Nothing more will be enqueued; waits end."""
+        self._closed.set()
+        self._queue.put(None)
+        self._thread.join(timeout=10)

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+
+from ft_hsdp.bench.goals import verdicts
+from ft_hsdp.bench.options import GIB, KIB, MIB, Options, parse
+from ft_hsdp.bench.rounds import WARM_UP, batch, interleave
+from ft_hsdp.bench.spread import spread
+from ft_hsdp.bench.table import show
+
+
+def bandwidth(members: int, size: int, **ms: float) -> dict[str, Any]:
+    names = {name.replace("_", "-"): value for name, value in ms.items()}
+    return {
+        "members": members,
+        "bytes": size,
+        "rounds": 20,
+        "contenders": {name: {"p50_ms": value} for name, value in names.items()},
+        "times_as_fast": {
+            name: {other: round(theirs / own, 3) for other, theirs in names.items() if other != name}
+            for name, own in names.items()
+        },
+    }
+
+
+TIMES = {"p50_ms": 20.0, "min_ms": 1.0, "max_ms": 151.0, "count": 20}
+RESULT: dict[str, Any] = {
+    "date": "2026-11-21T10:00:00+00:00",
+    "machine": {"cpu": "A processor", "cores": 2, "load_1min_before": 0.1, "tcp_congestion_default": "bbr"},
+    "versions": {"torch": "2.13.0", "mpi4py": None},
+    "contenders": {"tcp": "FTAR over TCP"},
+    "notes": ["openmpi is left out of bandwidth: [not] installed"],
+    "bandwidth": [
+        bandwidth(n, size, tcp=22.4, shm=10.0, shm_any=12, c10d=61.0, gloo=50.0, torchft=40.0, openmpi=20.0)
+        for n in (2, 4)
+        for size in (4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB, 256 * MIB)
+    ],
+    "spin": [
+        {
+            "contender": "tcp",
+            "members": 2,
+            "bytes": 64 * MIB,
+            "modes": {"idle": TIMES, "thread": TIMES, "process": TIMES},
+            "share_of_idle": {"thread": 0.49, "process": 0.7},
+        }
+    ],
+    "kill": [
+        {
+            "contender": "shm",
+            "members": members,
+            "bytes": 64 * MIB,
+            "kills": 20,
+            "raise": TIMES,
+            "next": TIMES,
+            "next_less_one": TIMES,
+        }
+        for members in (8, 4)
+    ],
+    "reconfigure": [
+        {"contender": who, "members": 4, "change": "same", **TIMES, "p50_ms": 9.0} for who in ("tcp", "torchft")
+    ],
+}
+
+
+def test_every_goal_is_set_beside_its_figure() -> None:
+    seen = {(v.text, v.members, v.bytes): (v.seen, v.met) for v in verdicts(RESULT)}
+    assert seen["tcp vs gloo, times as fast", 2, 64 * MIB] == (2.232, True)
+    assert seen["tcp vs torchft, times as fast", 2, 256 * MIB] == (1.786, False)
+    assert seen["tcp vs torchft, times as fast", 4, 256 * MIB] == (1.786, True)
+    assert seen["shm vs gloo, times as fast", 2, 64 * MIB] == (5.0, True)
+    assert seen["shm vs openmpi, times as fast", 2, 64 * MIB] == (2.0, True)
+    assert seen["c10d vs gloo, times as fast", 4, 64 * MIB] == (0.82, False)
+    assert seen["c10d vs gloo, times the latency", 4, 64 * KIB] == (1.22, True)
+    assert seen["tcp with a spinning thread, share of idle speed", 2, 64 * MIB] == (0.49, False)
+    assert seen["shm: SIGKILL to the raise, p50 ms", 8, 64 * MIB] == (20.0, True)
+    assert seen["shm: SIGKILL to the raise, max ms", 8, 64 * MIB] == (151.0, False)
+    assert seen["shm: SIGKILL to the next sum, less one, max ms", 4, 64 * MIB] == (151.0, False)
+    assert seen["tcp reconfigures, same order, ms", 4, None] == (9.0, True)
+    assert len(seen) == 2 * (2 * 5 + 2 * 3) + 1 + 3 + 1
+    assert not any(v.bytes == MIB for v in verdicts(RESULT))
+
+
+def test_goals_need_both_figures() -> None:
+    row = bandwidth(2, 64 * MIB, tcp=10.0, torchft=30.0)
+    assert [v.text for v in verdicts({"bandwidth": [row]})] == ["tcp vs torchft, times as fast"]
+    assert verdicts({"bandwidth": [bandwidth(2, 4 * KIB, tcp=10.0)]}) == []
+
+
+def test_tables_fit_80_columns_and_show_misses_and_notes() -> None:
+    stream = io.StringIO()
+    show(RESULT, stream)
+    head, _, text = stream.getvalue().partition("\n")
+    assert "bbr by default" in head
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    assert "missed" in text
+    assert "note: openmpi is left out of bandwidth: [not] installed" in text
+    assert text.count("Times as fast as") == 2 * 3
+
+
+def test_options() -> None:
+    assert parse(
+        "all", sizes="4k,1 MiB,2gib,64,4KB", members="2,4", contenders="shm-any,gloo", rounds=3
+    ) == Options(
+        ("bandwidth", "spin", "kill", "reconfigure"), (4 * KIB, MIB, 2 * GIB, 64), (2, 4), ("shm-any", "gloo"), 3
+    )
+    assert parse("spin", sizes=None, members=None, contenders=None, rounds=1) == Options(
+        ("spin",), None, None, None, 1
+    )
+
+
+def test_rounds_are_interleaved_and_begin_in_turn() -> None:
+    calls: list[str] = []
+
+    def sample(name: str) -> float:
+        calls.append(name)
+        return float(len(calls))
+
+    values = interleave({name: lambda name=name: sample(name) for name in "abc"}, 2)  # type: ignore[misc]
+    rounds = ["".join(calls[at : at + 3]) for at in range(0, len(calls), 3)]
+    assert len(rounds) == WARM_UP + 2
+    assert {"".join(sorted(r)) for r in rounds} == {"abc"}
+    assert {r[0] for r in rounds} == {"a", "b", "c"}
+    first = 3 * WARM_UP + 1
+    assert sorted(v for both in values.values() for v in both) == [float(n) for n in range(first, first + 6)]
+
+
+@pytest.mark.parametrize(("size", "times"), [(4, 20), (256 * KIB, 20), (MIB, 5), (16 * MIB, 1)])
+def test_short_all_reduces_run_in_a_row(size: int, times: int) -> None:
+    assert batch(size) == times
+
+
+def test_a_spread() -> None:
+    assert spread([0.003, 0.001, 0.0025]) == {"p50_ms": 2.5, "min_ms": 1.0, "max_ms": 3.0, "count": 3}

@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ft_hsdp.bench.bench import run
+from ft_hsdp.bench.options import KIB, Options
+from ft_hsdp.bench.roster import CONTENDERS, Contender
+from ft_hsdp.launch.cli import main
+
+pytestmark = pytest.mark.multiproc
+
+STAND_IN = "bench_standin:StandIn"
+MARK = "FT_HSDP_TEST_MARK"
+
+
+@pytest.fixture(autouse=True)
+def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Workers find the stand-in; afterwards no process and no file of the run is left."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    assert marked(mark) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def marked(mark: str) -> list[tuple[int, list[str]]]:
+    """Processes that inherited the mark."""
+    found = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append((process.pid, process.cmdline()))
+    return found
+
+
+def standin(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Let the stand-in take part."""
+    contender = Contender(STAND_IN, "", options, copies=2, reconfigures=True, recovers=True)
+    monkeypatch.setitem(CONTENDERS, "standin", contender)
+
+
+def test_contenders_sum_right_and_one_json_document_has_their_ratios(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    standin(monkeypatch)
+    monkeypatch.setitem(CONTENDERS, "ghost", Contender("none:None", "", needs=("no-such-package",)))
+    names = ",".join(CONTENDERS)
+    argv = ["bench", "ftar", "--json", "--members", "2", "--sizes", "4KiB,8MiB", "--rounds", "2"]
+    assert main([*argv, "--contenders", names]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert len(out.splitlines()) == 1
+    assert "ghost is left out of bandwidth: not installed: no-such-package" in result["notes"]
+    assert [(row["members"], row["bytes"]) for row in result["bandwidth"]] == [(2, 4 * KIB), (2, 8192 * KIB)]
+    for row in result["bandwidth"]:
+        assert {*CONTENDERS} - {"ghost", "openmpi"} <= {*row["contenders"]} <= {*CONTENDERS} - {"ghost"}
+        times = row["contenders"]
+        assert {found["count"] for found in times.values()} == {2}
+        assert all(0 < found["min_ms"] <= found["p50_ms"] <= found["max_ms"] for found in times.values())
+        wanted = times["gloo"]["p50_ms"] / times["standin"]["p50_ms"]
+        assert row["times_as_fast"]["standin"]["gloo"] == pytest.approx(wanted, abs=0.001)
+    assert [goal["text"] for goal in result["goals"]] == [
+        f"{name} vs gloo, times the latency" for name in ("tcp", "shm", "c10d")
+    ]
+    assert result["versions"]["torch"]
+    assert result["machine"]["tcp_congestion_default"]
+    assert "Times as fast as gloo, 2 members" in err
+
+
+def test_the_other_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    standin(monkeypatch, takes_s=0.05)
+    options = Options(("spin", "kill", "reconfigure"), (8192 * KIB,), (3,), ("standin",), rounds=2)
+    with open(os.devnull, "w") as nowhere:
+        result = run(options, nowhere)
+    assert result["bandwidth"] == []
+    (spin,) = result["spin"]
+    assert {mode: found["count"] for mode, found in spin["modes"].items()} == {
+        "idle": 2,
+        "thread": 2,
+        "process": 2,
+    }
+    assert spin["share_of_idle"].keys() == {"thread", "process"}
+    (kill,) = result["kill"]
+    assert kill["kills"] == 2
+    assert kill["raise"]["count"] + kill["finished"] == 4
+    assert kill["next"]["count"] == 2
+    assert kill["next"]["p50_ms"] > kill["raise"]["min_ms"] > 0
+    changes = {row["change"]: row["count"] for row in result["reconfigure"]}
+    assert changes == {"same": 2, "reversed": 2}
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("wrong", "standin rank 1 has a wrong sum: element 5 is 12, not 11"),
+        ("dies", "standin rank 1 died"),
+        ("fails", "standin rank 1 failed: ZeroDivisionError: on demand"),
+    ],
+)
+def test_what_goes_wrong_ends_the_bench_with_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], fault: str, said: str
+) -> None:
+    standin(monkeypatch, fault=fault)
+    argv = ["bench", "ftar", "--json", "--members", "2", "--sizes", "4KiB", "--contenders", "standin"]
+    assert main(argv) == 75
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert said in err.splitlines()[-1]
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--measure", "speed"], "--measure: got 'speed'"),
+        (["--sizes", "64KiB,3"], "--sizes: got '64KiB,3'"),
+        (["--sizes", ""], "--sizes: got ''"),
+        (["--sizes", "8GiB"], "--sizes: got '8GiB'"),
+        (["--members", "1"], "--members: got '1'"),
+        (["--members", "2,four"], "--members: got '2,four'"),
+        (["--contenders", "nobody"], "--contenders: got 'nobody'"),
+        (["--rounds", "0"], "--rounds: got 0"),
+        (["--rounds", "many"], "--rounds"),
+        (["--sizes", "4GiB", "--members", "16"], "--sizes: got '4 GiB'"),
+        (["--measure", "kill", "--contenders", "gloo"], "gloo"),
+    ],
+)
+def test_bad_arguments_get_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
+    assert main(["bench", "ftar", *argv]) == 64
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert said in err
+
+
+@pytest.mark.parametrize("what", ["quorum", "fetch", "recovery", "overhead"])
+def test_other_benches_are_not_here_yet(capsys: pytest.CaptureFixture[str], what: str) -> None:
+    assert main(["bench", what, "--json"]) == 64
+    assert "not in this version" in capsys.readouterr().err
