@@ -66,7 +66,14 @@ class Figures:
 def compile_kernel(fn: Any, dtype: torch.dtype, stages: int, **constants: Any) -> Figures:
     """Compile ``fn`` for buffers of ``dtype`` on sm_90 and count."""
     constants |= {"STAGES": stages, **shape(dtype)}
-    types = {"words": "*i32", "commands": "*i64", "timeout_ns": "i64", "count": "i32", "index": "i32", "size": "i32"}
+    types = {
+        "words": "*i32",
+        "commands": "*i64",
+        "timeout_ns": "i64",
+        "count": "i32",
+        "index": "i32",
+        "size": "i32",
+    }
     signature = {
         name: "constexpr" if name in constants else types.get(name, "*" + DTYPES[dtype]) for name in fn.arg_names
     }
@@ -135,7 +142,7 @@ def figures() -> list[Figures]:
 
 def table(rows: list[Figures]) -> str:
     """The figures as lines of Markdown."""
-    head = ["kernel", "type", "stages", "registers", "stack", "16-byte loads", "async", "stores", "acquires", "releases"]
+    head = ["kernel", "type", "stages", "registers", "stack", "loads", "async", "stores", "acquires", "releases"]
     lines = [head, ["---"] * len(head)]
     lines += [
         [r.name, r.dtype, *map(str, (r.stages, r.registers, r.stack, r.wide_loads, r.async_loads, r.wide_stores)),

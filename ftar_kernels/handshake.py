@@ -81,7 +81,7 @@ if INTERPRETED:
         word: tl.tensor, abort: tl.tensor, status: tl.tensor, want: tl.tensor, timeout_ns: tl.tensor
     ) -> tl.tensor:
         """See the compiled twin."""
-        end = _now_ns() + timeout_ns
+        end = _now_ns() + timeout_ns.to(tl.int64)
         stop = 0
         while (tl.load(word, volatile=True) < want) & (stop == 0):
             if _now_ns() > end:

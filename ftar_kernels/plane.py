@@ -23,7 +23,6 @@ from ftar_kernels.streamops import DeviceStream, HostStream
 
 POLL_S = 2e-5
 CHECK_S = 0.1  # how often a silent device is asked whether it has failed
-GRACE_S = 5.0  # how long a device may take to end what was finished or aborted
 
 Via = Literal["persistent", "streamops"]
 
@@ -50,7 +49,8 @@ class StagedPlane:
     ``recv`` and ``send`` are flat uint8 tensors that both the CPU and the device reach (`staging`), aligned to
     16 bytes. ``programs`` is the number of SMs that are used, ``depth`` how many commands may be posted at once,
     a power of two; ``timeout_s`` ends the wait of a persistent kernel and belongs above every timeout of the
-    CPU. On a CPU device the kernels are interpreted (TRITON_INTERPRET=1), one program only.
+    CPU; ``grace_s`` is how long the device may take to end what was finished or aborted. On a CPU device the
+    kernels are interpreted (TRITON_INTERPRET=1), one program only.
     """
 
     def __init__(
@@ -63,6 +63,7 @@ class StagedPlane:
         programs: int = PROGRAMS,
         depth: int = 64,
         timeout_s: float = 65.0,
+        grace_s: float = 5.0,
         stages: int = 1,
     ) -> None:
         self.device = device
@@ -73,6 +74,7 @@ class StagedPlane:
         self.depth = depth
         self.stages = stages
         self.timeout_ns = int(timeout_s * 1e9)
+        self.grace_s = grace_s
         # The words of a chain are written by the stream, not by programs: one pair of them.
         pairs = programs if via == "persistent" else 1
         self.page = FlagPage(host_buffer(FlagPage.nbytes(pairs, depth), device), pairs, depth)
@@ -208,11 +210,11 @@ class Job:
         if failed:
             self._page.abort()
         assert failed or self._finished == self._count, "close before all is finished"
-        deadline = time.monotonic() + GRACE_S
+        deadline = time.monotonic() + self._plane.grace_s
         while not self._ended():
             self._stream.check()
             if time.monotonic() > deadline:
-                raise Stuck(f"the device has not ended {GRACE_S} s after its last command")
+                raise Stuck(f"the device has not ended {self._plane.grace_s} s after its last command")
             time.sleep(POLL_S)
         self._plane.release(self)
 

@@ -97,7 +97,7 @@ def kernel(
     b: tl.tensor,
     dst1: tl.tensor,
     dst2: tl.tensor,
-    size: tl.tensor,
+    size: tl.int32,
     REDUCES: tl.constexpr,
     TWO: tl.constexpr,
     VECTOR: tl.constexpr,

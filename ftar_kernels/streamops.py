@@ -66,7 +66,7 @@ class DeviceStream:
 
     def launch(self, call: Callable[[], None]) -> None:
         """Run a kernel: ``call`` launches it."""
-        with torch.cuda.stream(self.stream):
+        with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
             call()
 
     def wait_value(self, address: int, value: int) -> None:
@@ -81,12 +81,13 @@ class DeviceStream:
         function = getattr(self._driver, name + "_v2", None) or getattr(self._driver, name, None)
         if function is None:
             raise Unsupported(f"the driver has no {name}")
-        error = function(
-            ctypes.c_void_p(self.stream.cuda_stream),
-            ctypes.c_uint64(address),
-            ctypes.c_uint32(value),
-            ctypes.c_uint(flags),
-        )
+        with torch.cuda.device(self.stream.device):
+            error = function(
+                ctypes.c_void_p(self.stream.cuda_stream),
+                ctypes.c_uint64(address),
+                ctypes.c_uint32(value),
+                ctypes.c_uint(flags),
+            )
         if error:
             raise Unsupported(f"{name} failed with CUDA driver error {error}")
 

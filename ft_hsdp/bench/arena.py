@@ -11,6 +11,7 @@ from types import TracebackType
 
 from ft_hsdp.bench.forks import Forks
 from ft_hsdp.bench.link import Link, collect
+from ft_hsdp.bench.memory import check_memory
 from ft_hsdp.bench.mpi import start_mpi
 from ft_hsdp.bench.rank import Seat
 from ft_hsdp.bench.roster import MPIRUN, Contender
@@ -55,6 +56,13 @@ class Arena:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+    def prepare(self, size: int) -> None:
+        """Allocate `size` bytes everywhere; see that every sum is right. Raises ConfigError, DataCorruption."""
+        check_memory(self.contenders.values(), self.members, size)
+        for team in self.teams.values():
+            team.prepare(size)
+            team.check()
 
     def replace(self, name: str, member: int) -> None:
         """A fresh worker in the place of one that was killed; it is not in the ring yet."""

@@ -39,9 +39,7 @@ def bandwidth(contenders: Mapping[str, Contender], plan: Plan, log: Log) -> list
 
 def _size(arena: Arena, size: int, rounds: int) -> Row:
     teams = list(arena.teams.values())
-    for team in teams:
-        team.prepare(size)
-        team.check()
+    arena.prepare(size)
     times = batch(size)
     seconds = interleave({team.name: partial(team.time, times) for team in teams}, rounds)
     found = {name: spread(values) for name, values in seconds.items()}

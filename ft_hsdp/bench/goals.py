@@ -16,6 +16,7 @@ RAISE_P50_MS, RAISE_MAX_MS = 50.0, 150.0
 RECONFIGURE_MS = 10.0
 NEXT_MS = 150.0
 LATENCY = 2.0
+LINK_COST = 0.6
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ def verdicts(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Verdic
         found += _speed(row)
     for row in measured.get("spin", ()):
         if row["contender"] in ("tcp", "shm"):
-            text = f"{row['contender']} with a spinning thread, share of idle speed"
+            text = f"{row['contender']} beside a spinning thread"
             found.append(_least(text, row, SPIN_SHARE, row["share_of_idle"]["thread"]))
     for row in measured.get("kill", ()):
         found += _kill(row)
@@ -64,6 +65,9 @@ def verdicts(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Verdic
         if row["members"] == 4 and row["contender"] != "torchft":
             text = f"{row['contender']} reconfigures, {row['change']} order, ms"
             found.append(_most(text, row, RECONFIGURE_MS, row["p50_ms"]))
+    for row in measured.get("link", ()):
+        if row["times_cost"] is not None:
+            found.append(_most("exchange on a link, times HSDP's cost", row, LINK_COST, row["times_cost"]))
     return found
 
 
@@ -84,11 +88,11 @@ def _speed(row: Mapping[str, Any]) -> Iterator[Verdict]:
 
 def _kill(row: Mapping[str, Any]) -> Iterator[Verdict]:
     if row["members"] == 8:
-        text = f"{row['contender']}: SIGKILL to the raise"
+        text = f"{row['contender']}: kill to raise"
         yield _most(f"{text}, p50 ms", row, RAISE_P50_MS, row["raise"]["p50_ms"])
         yield _most(f"{text}, max ms", row, RAISE_MAX_MS, row["raise"]["max_ms"])
     if row["members"] == 4:
-        text = f"{row['contender']}: SIGKILL to the next sum, less one, max ms"
+        text = f"{row['contender']}: kill to next sum - 1, max ms"
         yield _most(text, row, NEXT_MS, row["next_less_one"]["max_ms"])
 
 

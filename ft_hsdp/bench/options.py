@@ -11,7 +11,7 @@ from ft_hsdp.bench.roster import CONTENDERS
 from ft_hsdp.errors import ConfigError
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
-MEASURES = ("bandwidth", "spin", "kill", "reconfigure")
+MEASURES = ("bandwidth", "spin", "kill", "reconfigure", "link")
 LARGEST = 4 * GIB
 MOST_MEMBERS = 16
 MOST_ROUNDS = 10_000

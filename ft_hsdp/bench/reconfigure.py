@@ -27,9 +27,7 @@ def reconfigure(contenders: Mapping[str, Contender], plan: Plan, log: Log) -> li
             for (name, change), seconds in interleave(samples, plan.rounds).items():
                 rows.append({"contender": name, "members": members, "change": change, **spread(seconds)})
                 log.say(f"{name}, {members} members, {change} order: {rows[-1]['p50_ms']:.3g} ms")
-            for team in arena.teams.values():
-                team.prepare(4 * KIB)
-                team.check()
+            arena.prepare(4 * KIB)
     return rows
 
 

@@ -38,9 +38,7 @@ def spin(contenders: Mapping[str, Contender], plan: Plan, log: Log) -> list[Row]
 
 def _size(arena: Arena, size: int, rounds: int) -> list[Row]:
     teams = list(arena.teams.values())
-    for team in teams:
-        team.prepare(size)
-        team.check()
+    arena.prepare(size)
     samples = {
         (team.name, mode): partial(_sample, team, spinner, batch(size))
         for team in teams

@@ -38,6 +38,8 @@ def show(result: Mapping[str, Any], stream: TextIO) -> None:
         _kill(result["kill"], console)
     if result["reconfigure"]:
         _reconfigure(result["reconfigure"], console)
+    for row in result.get("link", ()):
+        _link(row, console)
     if found := verdicts(result):
         table = _table("Goals", "goal", "", "wanted", "seen", "")
         for verdict in found:
@@ -96,6 +98,23 @@ def _reconfigure(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
         span = f"{row['p50_ms']:.3g} / {row['max_ms']:.3g}"
         table.add_row(row["contender"], str(row["members"]), row["change"], span)
     console.print(table)
+
+
+def _link(row: Mapping[str, Any], console: Console) -> None:
+    shape = f"{row['members']} replicas of {row['ranks']} ranks, links of {row['rate']}"
+    table = _table(
+        f"A step of {shape}: median of {row['rounds']}", *("", "step, ms", "cost, ms", "CPU, ms", "MB sent")
+    )
+    for name, crew in row["crews"].items():
+        cost = f"{row['cost_ms'][name]:.0f}" if name in row["cost_ms"] else ""
+        figures = f"{crew['step']['p50_ms']:.0f}", cost, f"{crew['cpu_ms_per_step']:.0f}"
+        table.add_row(name, *figures, f"{crew['link_bytes_per_step'] / 1e6:.1f}")
+    console.print(table)
+    own = row["ft_hsdp"]
+    console.print(
+        f"ft_hsdp's exchange takes {own['exchange_ms']:.0f} ms (the link alone: {row['least_exchange_ms']:.0f}); "
+        f"{own['exposed_ms']:.0f} of it\nare left after backward, then {own['commit_ms']:.0f} to commit"
+    )
 
 
 def _table(title: str, first: str, *columns: str) -> Table:

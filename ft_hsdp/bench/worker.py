@@ -23,6 +23,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,12 +33,14 @@ from ft_hsdp.bench.rank import Rank, Seat
 from ft_hsdp.errors import EXIT_OK, EXIT_RETRYABLE, RecoverableError
 
 PERIOD = 251  # of the values in the input: a prime, so that a shifted shard is seen
+FIRST_TO_GO = "800"  # where memory runs out the kernel takes a worker, not what else runs on the machine
 BLOCK = 1 << 20  # elements that are filled or checked at a time
 
 
 def serve(sock: socket.socket, make: Callable[[Seat], Rank], seat: Seat) -> int:
     """Set up, then obey until the bench closes its end; the exit code."""
     torch.set_num_threads(1)
+    Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
     with sock, sock.makefile("rw", encoding="utf-8") as stream:
 
         def say(answer: Mapping[str, Any]) -> None:

@@ -51,8 +51,6 @@ class FtarConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.transport == "c10d":
-            raise refuse("transport", self.transport, "auto, tcp, shm (c10d is not in this version)")
         if self.connect_timeout_s > self.timeout_s:
             raise refuse(
                 "connect_timeout_s",

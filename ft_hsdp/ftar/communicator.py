@@ -66,7 +66,11 @@ class Communicator:
         self._thread.start()
         events = Events(self._connected, self._broken, lambda grant: None, lambda token: None)
         self._group = Group(identity, self._settings, events)
-        self.address: str = self._call(self._listen(host))
+        try:
+            self.address: str = self._call(self._listen(host))
+        except BaseException:
+            self.close()
+            raise
 
     async def _listen(self, host: str) -> str:
         return self._group.listen(host)
@@ -82,7 +86,7 @@ class Communicator:
 
     def _broken(self, abort: RingAbort) -> None:
         if self._formed is not None and not self._formed.done():
-            self._formed.set_exception(RemoteAbort(abort.cause, suspect=abort.suspect))
+            self._formed.set_exception(self._group.error or RemoteAbort(abort.cause, suspect=abort.suspect))
 
     def _crash(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         """What fails on the loop is a failure of the ring: nobody may wait for it."""
@@ -111,15 +115,13 @@ class Communicator:
         """Most bytes that were ever on their way to the right neighbour in this epoch."""
         return self._group.high_water
 
-    def reconfigure(
-        self, epoch: int, members: Sequence[tuple[int, str]], timeout_s: float | None = None
-    ) -> None:
+    def reconfigure(self, epoch: int, members: Sequence[tuple[int, str]], timeout_s: float | None = None) -> None:
         """Form the ring of ``epoch`` from ordered (member, "host:port"), this member among them; wait until it stands.
 
         The epoch is claimed first: whatever happens then, only a larger one will do.
 
         Raises:
-            InvalidArgument: this member is not among them, or one stands there twice.
+            InvalidArgument: this member is not among them, one stands there twice, or an address is none.
             StaleEpoch: the epoch was claimed before.
             ConnectFailed: the ring did not form in time; its suspect is whom we waited for.
             RemoteAbort: another member gave it up.
@@ -127,9 +129,16 @@ class Communicator:
         names = [m for m, _ in members]
         if names.count(self._member) != 1 or len(set(names)) != len(names):
             raise InvalidArgument(f"members {names}: each once, and member {self._member} among them")
+        if not epoch < 2**32:
+            raise InvalidArgument(f"epoch: got {epoch}; allowed: less than 2**32")
+        for _, address in members:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+                raise InvalidArgument(f"address: got {address!r}; allowed: host:port")
         entries = tuple(Member(m, "", "contribute", (address,), ("",)) for m, address in members)
         plain = Grant(0, epoch, _BASE, entries, len(entries), "")
         with self._lock:
+            self._check_open()
             self._call(self._configure(protocol.sign(self._token, plain)))
             formed = self._formed
         assert formed is not None
@@ -140,8 +149,8 @@ class Communicator:
             raise ConnectFailed(f"epoch {epoch} was not formed within {timeout_s} s") from None
 
     async def _configure(self, grant: Grant) -> None:
-        if self._closed or self._group.state in (State.FATAL, State.CLOSED):
-            raise StaleEpoch(f"the communicator is {self._group.state.name}")
+        if self._group.state is State.FATAL:
+            raise StaleEpoch("the communicator is FATAL")
         if grant.epoch <= self._group.epoch:
             raise StaleEpoch(f"epoch {grant.epoch}: {self._group.epoch} was claimed before")
         if self._formed is not None and not self._formed.done():
@@ -169,10 +178,12 @@ class Communicator:
 
         Raises:
             InvalidArgument: a tensor that cannot be summed like this.
+            StaleEpoch: the communicator is closed.
         """
         target = out if out is not None else (self.empty(tensor.shape, tensor.dtype) if preserve_input else tensor)
         _check(tensor, target)
         with self._lock:
+            self._check_open()
             step, self._count = self._count, self._count + 1
             key = Key(self._group.epoch, step % 2**32, 0, 0, _NOTHING)
             mine = Entry(self._member % 2**16, int(contribute), 0, 0, 0.0)
@@ -182,7 +193,9 @@ class Communicator:
 
     def abort(self, reason: str = "aborted") -> None:
         """Give the ring up and tell all its members."""
-        self._loop.call_soon_threadsafe(self._group.abort, RemoteAbort(reason))
+        with self._lock:
+            if not self._closed:
+                self._loop.call_soon_threadsafe(self._group.abort, RemoteAbort(reason))
 
     def close(self) -> None:
         """Leave the ring, end the threads."""
@@ -191,14 +204,22 @@ class Communicator:
                 return
             self._closed = True
             self._call(self._group.close())
+            if self._formed is not None and not self._formed.done():
+                self._formed.set_exception(StaleEpoch("the communicator was closed"))
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StaleEpoch("the communicator is CLOSED")
+
 
 def _check(tensor: Tensor, out: Tensor) -> None:
     if tensor.shape != out.shape or tensor.dtype != out.dtype:
-        raise InvalidArgument(f"out is {out.dtype} {tuple(out.shape)}, tensor {tensor.dtype} {tuple(tensor.shape)}")
+        raise InvalidArgument(
+            f"out is {out.dtype} {tuple(out.shape)}, tensor {tensor.dtype} {tuple(tensor.shape)}"
+        )
     if tensor.dtype not in DTYPES:
         raise InvalidArgument(f"dtype: got {tensor.dtype}; allowed: {', '.join(map(str, DTYPES))}")
     for name, t in (("tensor", tensor), ("out", out)):

@@ -114,6 +114,9 @@ class Door:
         except (OSError, TimeoutError, ProtocolViolation):
             sock.close()
             return
+        except asyncio.CancelledError:
+            sock.close()
+            raise
         self._arrived(message, sock)
 
     def check(self, message: RingHello) -> None:

@@ -23,7 +23,7 @@ from ft_hsdp.ftar.exchange import Exchange, Order
 from ft_hsdp.ftar.frame import Entry
 from ft_hsdp.ftar.link import Inlet, Outlet
 
-SWITCH_S = 1e-4
+SWITCH_S = 1e-5
 POLL_S = 2e-5
 
 
@@ -81,7 +81,7 @@ class Ring:
         """
         self._claim()
         plan = self._plan(order.out.numel(), order.out.element_size())
-        job = self._plane.open(order.local, order.out, plan)
+        job = self._plane.open(order.local, order.out, plan, order.after)
         exchange = Exchange(order, plan, self._position, job, self._inlet, self._outlet)
         try:
             with _quick_switching():

@@ -6,6 +6,7 @@ Nothing here waits, so the same code runs on the engine's thread and in simulate
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,12 +24,32 @@ SMALL = 64 * 1024  # bytes of a chunk up to which a second thread costs more tha
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """An all-reduce that was asked for: flat ``local`` (None: relay) of all members into flat ``out``."""
+    """An all-reduce that was asked for: flat ``local`` (None: relay) of all members into flat ``out``.
+
+    ``after`` is what the data plane waits for before it reads ``local``: on a GPU an event.
+
+    Raises:
+        ValueError: they are not alike, or cannot be summed.
+    """
 
     key: Key
     local: Tensor | None
     out: Tensor
     mine: Entry
+    after: Any = None
+
+    def __post_init__(self) -> None:
+        for name, tensor in (("local", self.local), ("out", self.out)):
+            if tensor is None:
+                continue
+            if (tensor.dtype, tensor.shape) != (self.out.dtype, self.out.shape):
+                raise ValueError(f"{name} is {_describe(tensor)}, out is {_describe(self.out)}")
+            if tensor.dtype not in DTYPES or tensor.dim() != 1 or not tensor.is_contiguous():
+                raise ValueError(f"{name} is {_describe(tensor)}; allowed: flat, contiguous, of {DTYPES}")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)} with strides {tensor.stride()}"
 
 
 class Exchange:

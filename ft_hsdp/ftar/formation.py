@@ -51,7 +51,8 @@ class Formation:
         self.right: Neighbour | None = None
         self.left: Neighbour | None = None
         self._place = place
-        self._welcome: asyncio.Queue[RingWelcome] = asyncio.Queue()
+        self._trying: Neighbour | None = None
+        self._welcome: asyncio.Queue[RingWelcome | None] = asyncio.Queue()
         self._laps: asyncio.Queue[RingBarrier] = asyncio.Queue()
         self._called = asyncio.Event()
 
@@ -84,13 +85,17 @@ class Formation:
             raise ConnectFailed(cause, suspect=self.neighbour(side).replica) from error
 
     async def _call(self, spare: Neighbour | None) -> None:
-        """Get the edge to the right: the spare one, or a new one."""
+        """Get the edge to the right: the spare one, or a new one if the neighbour has not kept it."""
         if spare is not None:
+            self._trying = spare
             try:
                 await self._greet(spare)
                 return
             except OSError:
+                self.right = None
                 await spare.close()
+            finally:
+                self._trying = None
         host, _, port = self._address().rpartition(":")
         sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         sock.setblocking(False)
@@ -114,6 +119,9 @@ class Formation:
         kept = neighbour.outlet.frames if neighbour.outlet is not None else -1
         await neighbour.send(hello(place.identity, grant, place.host, place.settings.offers, kept))
         answer = await self._welcome.get()
+        if answer is None:
+            raise ConnectionResetError("closed its connection")
+        self._trying = None
         if answer.kept and neighbour.outlet is not None:
             return
         if neighbour.outlet is not None:
@@ -147,6 +155,13 @@ class Formation:
         """A connection ended: whether this ring needed it."""
         return neighbour in self.edges
 
+    def retries(self, neighbour: Neighbour) -> bool:
+        """A connection ended: whether it was only a spare one, and a new one is made in its place."""
+        if neighbour is not self._trying:
+            return False
+        self._welcome.put_nowait(None)
+        return True
+
     async def called(self, said: RingHello, neighbour: Neighbour) -> None:
         """The left neighbour calls for this grant: answer, and get the edge from it.
 
@@ -156,6 +171,8 @@ class Formation:
         place = self._place
         if self.left is not None or said.replica != self.neighbour(-1).replica or said.grant.mac != self.grant.mac:
             raise ProtocolViolation("a second left neighbour, or another grant for the same epoch")
+        if neighbour.gone:
+            raise ConnectionResetError("closed its connection")
         self.left = neighbour
         neighbour.member = self.neighbour(-1)
         if neighbour.inlet is not None and neighbour.inlet.frames == said.kept:

@@ -68,6 +68,29 @@ class Frame:
     empty: bool
 
 
+class Course:
+    """The order of the frames of one all-reduce on one connection: no memory is written twice.
+
+    ``alone``: all its frames come this way; otherwise every one of them comes once, here or elsewhere.
+    """
+
+    def __init__(self, alone: bool = True) -> None:
+        self._alone = alone
+        self._next: dict[int, int] = {}
+
+    def check(self, frame: Frame) -> None:
+        """Let the next chunk of its operation pass.
+
+        Raises:
+            ProtocolViolation: it is not.
+        """
+        number = frame.operation.number
+        expected = self._next.get(number, 0)
+        if frame.round < expected or (self._alone and frame.round > expected):
+            raise ProtocolViolation(f"operation {number} got round {frame.round}, next is {expected}")
+        self._next[number] = frame.round + 1
+
+
 @dataclass(frozen=True, slots=True)
 class Framing:
     """How the frames of one all-reduce look: written for the right neighbour, expected from the left one."""
@@ -109,8 +132,8 @@ class Framing:
         """
         magic, epoch, step, attempt, bucket, number, flags, dtype, round_, nbytes, prev = HEADER.unpack(data)
         key = self.key
-        if magic != MAGIC:
-            raise ProtocolViolation("a frame does not start with FTAR's magic")
+        if magic != MAGIC or flags not in (0, EMPTY):
+            raise ProtocolViolation("a frame does not start with FTAR's magic, or has unknown flags")
         if (epoch, step, attempt) != (key.epoch, key.step, key.attempt):
             raise StaleEpoch(
                 f"neighbour is at epoch {epoch} step {step} attempt {attempt}, "

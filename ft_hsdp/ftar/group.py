@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
@@ -54,6 +55,8 @@ class Group:
     def __init__(self, identity: Identity, settings: Settings, events: Events, plane: Plane | None = None) -> None:
         self.arena = Arena()
         self.state = State.NEW
+        self._changing = threading.Lock()
+        self.error: FTARError | None = None  # why the last ring is over
         self._identity = identity
         self._settings = settings
         self._events = events
@@ -93,7 +96,8 @@ class Group:
         return self._ring.high_water if self._ring is not None else 0
 
     def _go(self, state: State) -> None:
-        self.state = lifecycle.step(self.state, state)
+        with self._changing:
+            self.state = lifecycle.step(self.state, state)
 
     # Forming and leaving rings: on the control loop.
 
@@ -152,12 +156,18 @@ class Group:
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.to_thread(self._runner.close)
+        self.arena.close()
 
     def _spawn(self, coroutine: Coroutine[object, object, Any]) -> asyncio.Task[Any]:
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
         return task
+
+    def _done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and isinstance(error := task.exception(), Exception):
+            self.crashed("the group failed", error)
 
     async def _form(self, formation: Formation) -> None:
         """Get the edges, then let the queued work run."""
@@ -265,6 +275,8 @@ class Group:
                 self._spare.remove(neighbour)
                 self._spawn(neighbour.close())
             return
+        if formation.retries(neighbour):
+            return
         who = neighbour.member.replica if neighbour.member is not None else None
         text = f"replica {who} {'broke the protocol: ' if isinstance(why, ProtocolViolation) else ''}{why}"
         self._break(formation, PeerDead(text, suspect=who))
@@ -303,6 +315,7 @@ class Group:
         inlet, outlet = ring.retire(error)
         if inlet is None or outlet is None:
             return
+        self._ring = None
         for neighbour, side in ((old.left, -1), (old.right, +1)):
             same = neighbour is not None and neighbour.member == new.neighbour(side)
             if neighbour is not None and same and not neighbour.gone:
@@ -312,13 +325,15 @@ class Group:
 
     def _end(self, formation: Formation, abort: RingAbort, error: FTARError) -> None:
         """Say goodbye both ways round, stop the data, close what the ring had."""
-        self._over = True
+        self._over, self.error = True, error
         self._go(State.ABORTING)
         for neighbour in formation.edges:
             neighbour.say(abort)
             neighbour.cut()
         if self._ring is not None:
             self._ring.fail(error)
+            for neighbour in formation.edges:
+                neighbour.release()
         self._runner.over(formation.grant.epoch, error)
         if self._forming is not None and self._forming is not asyncio.current_task():
             self._forming.cancel()
@@ -328,13 +343,13 @@ class Group:
 
     # The work.
 
-    def all_reduce(self, key: Key, local: Tensor | None, out: Tensor, mine: Entry) -> Work:
+    def all_reduce(self, key: Key, local: Tensor | None, out: Tensor, mine: Entry, after: Any = None) -> Work:
         """Queue a sum of ``local`` [n] over the ring of ``key.epoch`` into ``out`` [n].
 
         ``local`` None relays. The work fails with a RecoverableError if the ring is or gets of no more use, and what
         stood behind it is skipped; ``local`` is never written. Any thread may call; works run in the order of calls.
         """
-        return self._runner.queue(Order(key, local, out, mine))
+        return self._runner.queue(Order(key, local, out, mine, after))
 
     def _failed(self, epoch: int, error: FTARError) -> None:
         """The engine's thread saw the ring fail: what the neighbour says of it counts more, if it comes."""
@@ -352,8 +367,9 @@ class Group:
 
     def _ran(self, epoch: int, running: bool) -> None:
         """The engine's thread begins or ends an all-reduce."""
-        if self._floor == epoch and self.state in (State.READY, State.RUNNING):
-            self.state = State.RUNNING if running else State.READY
+        with self._changing:
+            if self._floor == epoch and self.state in (State.READY, State.RUNNING):
+                self.state = State.RUNNING if running else State.READY
 
     def crashed(self, message: str, error: Exception) -> None:
         """Something failed that is no ring's fault: whoever owns the control loop decides what it means."""

@@ -91,6 +91,17 @@ class Arena:
             self._starts.remove(address)
             os.close(self._segments.pop(address).fd)
 
+    @property
+    def numbers(self) -> set[int]:
+        """The segments that there are."""
+        with self._lock:
+            return {s.number for s in self._segments.values()}
+
+    def close(self) -> None:
+        """Cut no more from the newest segment: it goes with its last tensor, as all others do."""
+        with self._lock:
+            self._open = None
+
     def find(self, tensor: Tensor) -> tuple[Segment, int] | None:
         """The segment that holds ``tensor`` and its offset there; None if it is not registered."""
         address = tensor.data_ptr()
@@ -124,6 +135,13 @@ class Mapped:
         finally:
             os.close(fd)
         self._maps[number] = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self._maps)
+
+    def forget(self, number: int) -> None:
+        """The neighbour has no use for a segment any more: unmap it."""
+        self._maps.pop(number, None)
 
     def view(self, number: int, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
         """``nbytes`` of a segment as a flat tensor.

@@ -68,13 +68,18 @@ class Neighbour:
         await control.send(self._sock, message)
 
     def cut(self) -> None:
-        """Stop the data connection; whoever uses it gets an error."""
+        """Say nothing more, and stop the data connection; whoever uses it gets an error."""
+        self.gone = True
         for end in (self.inlet, self.outlet):
             if end is not None:
                 end.close()
 
+    def release(self) -> None:
+        """The data connection is the ring's: its engine uses it, and lets it go."""
+        self.inlet = self.outlet = None
+
     async def close(self) -> None:
-        """Hang up; the data connection is let go by whoever waits for its threads."""
+        """Hang up; let go of a data connection that no ring has."""
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)

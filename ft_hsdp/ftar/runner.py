@@ -31,7 +31,7 @@ class Runner:
         self._failed = failed
         self._ran = ran
         self._crashed = crashed
-        self._orders: queue.SimpleQueue[tuple[Order, Work] | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[Order, Work] | Ring | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._epoch = 0
         self._ring: Ring | None = None
@@ -63,6 +63,7 @@ class Runner:
                 self._error = error
                 if self._ring is not None:
                     self._old.append(self._ring)
+                    self._orders.put(self._ring)
                 self._ring = None
                 self._changed.notify_all()
 
@@ -83,6 +84,9 @@ class Runner:
 
     def _run(self) -> None:
         while (item := self._orders.get()) is not None:
+            if isinstance(item, Ring):
+                item.dispose()
+                continue
             order, work = item
             epoch = order.key.epoch
             try:

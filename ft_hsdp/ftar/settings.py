@@ -32,6 +32,8 @@ class Settings:
             value = getattr(self, name)
             if value is not None and value < least:
                 raise InvalidArgument(f"{name}: got {value}; allowed: at least {least}")
+        if self.connections > self.slots:  # each has a chunk on its way
+            raise InvalidArgument(f"connections: got {self.connections}; allowed: at most chunks ({self.slots})")
         for name in ("timeout_s", "connect_timeout_s"):
             if getattr(self, name) <= 0:
                 raise InvalidArgument(f"{name}: got {getattr(self, name)}; allowed: more than 0")

@@ -18,8 +18,8 @@ from ft_hsdp.config import Config, load
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError
 
 INTERRUPTED = 130
-MEASURES = "bandwidth (default), spin, kill, reconfigure or all"
-BENCH_TIME = "ftar by default takes about 5 minutes on 2 cores and 16 GiB; all measures take about 10"
+MEASURES = "bandwidth (default), spin, kill, reconfigure, link or all"
+BENCH_TIME = "ftar by default takes about 5 minutes on 2 quiet cores, and 15 GiB of memory; all measures about 12"
 OVERRIDES = "--dotted.key=value sets any key of the configuration; the value is YAML, e.g. --train.steps=60"
 
 

@@ -80,8 +80,9 @@ class Member:
         self._send = host_buffer(message_bytes, device)
         self._left_sent = self._used = self._sent = 0
         self.plane = StagedPlane(
-            device, self._recv, self._send, via=via, programs=programs, timeout_s=timeout_s + 5
-        )
+            device, self._recv, self._send, via=via, programs=programs, depth=16, timeout_s=timeout_s + 5,
+            grace_s=timeout_s,
+        )  # fmt: skip
 
     def all_reduce(self, local: Tensor | None, out: Tensor) -> None:
         """Sum the ``local`` of all members that have one into every ``out`` (FT-HSDP §4.2).
@@ -109,6 +110,7 @@ class Member:
         posted: deque[tuple[int, int, bool]] = deque()  # operation, round, whether the outcome is empty
         outbox: deque[tuple[int, int, int, int, bool]] = deque()
         own = finished = 0
+        last = self._left_sent + schedule.rounds * (len(order) - 1)  # behind it is the neighbour's next all-reduce
         may = schedule.rounds if schedule.members == 1 else min(schedule.slots, schedule.rounds)
         moved = time.monotonic()
         while finished < schedule.commands or outbox:
@@ -118,7 +120,7 @@ class Member:
                 job.post(Command(order[0], start, stop, None, start if order[0].sends else None))
                 posted.append((0, own, not contributes))
                 own += 1
-            while self._left_sent < self._in[WORDS * SENT] and len(posted) < self.plane.depth:
+            while self._left_sent < min(self._in[WORDS * SENT], last) and len(posted) < self.plane.depth:
                 slot = self._left_sent % schedule.slots
                 number, round_, empty = self._in[WORDS * HEADS + 3 * slot : WORDS * HEADS + 3 * slot + 3]
                 start, stop = schedule.span(schedule.shard(self.position, number), round_)

@@ -147,11 +147,11 @@ def test_any_order_of_events_ends_with_the_sum(plan: Plan, data: st.DataObject, 
 
 
 @pytest.mark.parametrize("members", range(1, 17))
-@pytest.mark.parametrize("relays", ["none", "first", "odd", "all"])
+@pytest.mark.parametrize("relays", ["none", "odd", "all"])
 def test_each_size_of_ring(members: int, relays: str) -> None:
-    out = {"none": (), "first": (0,), "odd": range(1, members, 2), "all": range(members)}[relays]
+    out = {"none": (), "odd": range(1, members, 2), "all": range(members)}[relays]
     contributors = frozenset(range(members)) - frozenset(out)
-    for elements in (0, 1, members - 1, members, 7 * members + 3):
+    for elements in (members - 1, 4 * members + 3):
         plan = Plan(elements, members, 2, 3)
         check_outcome(plan, contributors, run(plan, contributors, 2, random.Random(elements)))
 

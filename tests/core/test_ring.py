@@ -67,7 +67,7 @@ def test_the_operations_of_three() -> None:
 
 @pytest.mark.parametrize("members", range(2, 17))
 def test_the_five_kinds(members: int) -> None:
-    """FT-HSDP §4.2: N-1 steps that send partial sums and N-1 that send final ones; the step between them is one."""
+    """FT-HSDP §4.2: N-1 steps send partial sums, N-1 final ones; the one between them is fused."""
     for position in range(members):
         kinds = [o.kind for o in operations(position, members)]
         assert kinds == [

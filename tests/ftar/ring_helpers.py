@@ -5,8 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,16 +13,20 @@ from ft_hsdp import protocol
 from ft_hsdp.core.assignment import Grant, Member
 from ft_hsdp.core.commit import Token
 from ft_hsdp.core.lineage import StateId
+from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.door import Identity
-from ft_hsdp.ftar.engine import Result
+from ft_hsdp.ftar.formation import Formation
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.group import Events, Group
+from ft_hsdp.ftar.lifecycle import State
 from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.ftar.work import Work
 from ft_hsdp.protocol import RingAbort
 
 TOKEN = "ab" * 32
 LAYOUT = "layout"
 BASE = StateId(0, 0, "0" * 32)
+Transport = Literal["auto", "tcp", "shm", "c10d"]
 
 
 def run(body: Coroutine[Any, Any, None]) -> None:
@@ -44,7 +47,7 @@ async def until(ready: Callable[[], Any], what: str, deadline_s: float = 5.0) ->
     end = time.monotonic() + deadline_s
     while not ready():
         assert time.monotonic() < end, f"not within {deadline_s} s: {what}"
-        await asyncio.sleep(0.005)
+        await asyncio.sleep(0.002)
 
 
 def grant(epoch: int, addresses: dict[int, str], token: str = TOKEN) -> Grant:
@@ -56,40 +59,53 @@ def grant(epoch: int, addresses: dict[int, str], token: str = TOKEN) -> Grant:
 class Peer:
     """A replica: its group, and what the group said."""
 
-    def __init__(self, replica: int, connect_s: float = 2.0, layout: str = LAYOUT, token: str = TOKEN) -> None:
+    def __init__(
+        self,
+        replica: int,
+        connect_s: float = 2.0,
+        transport: Transport = "tcp",
+        layout: str = LAYOUT,
+        token: str = TOKEN,
+    ) -> None:
         self.replica = replica
         self.connected: list[int] = []
         self.broken: list[RingAbort] = []
         self.shown: list[Grant] = []
         self.tokens: list[Token] = []
         events = Events(self.connected.append, self.broken.append, self.shown.append, self.tokens.append)
-        self.group = Group(Identity(replica, 0, layout, token), Settings(chunk_bytes=256, timeout_s=5.0, connect_timeout_s=connect_s, transport=transport), events)
+        settings = Settings(transport, chunk_bytes=256, timeout_s=5.0, connect_timeout_s=connect_s)
+        self.plane = CpuPlane()
+        self.group = Group(Identity(replica, 0, layout, token), settings, events, self.plane)
         self.address = self.group.listen("127.0.0.1")
 
-    def reduce(self, epoch: int, out: torch.Tensor, step: int = 1) -> asyncio.Future[Result]:
+    def reduce(self, epoch: int, out: torch.Tensor, step: int = 1) -> Work:
         """Add one's own number to the sum."""
         key = Key(epoch, step, 0, 0, "00" * 16)
         local = torch.full_like(out, float(self.replica + 1))
-        mine = Entry(self.replica, 1, self.replica, 0, 0.0)
-        return asyncio.wrap_future(self.group.all_reduce(key, local, out, mine))
+        return self.group.all_reduce(key, local, out, Entry(self.replica, 1, self.replica, 0, 0.0))
+
+    @property
+    def formation(self) -> Formation:
+        """Its current ring."""
+        assert self.group._current is not None
+        return self.group._current
 
 
 class Ring:
     """Peers that form a ring for each epoch; a context that leaves nothing open."""
 
-    def __init__(self, *replicas: int, connect_s: float = 2.0) -> None:
+    def __init__(self, *replicas: int, connect_s: float = 2.0, transport: Transport = "tcp") -> None:
         self._replicas = replicas
         self._connect_s = connect_s
+        self._transport: Transport = transport
 
     async def __aenter__(self) -> Ring:
-        self.peers = [Peer(r, self._connect_s) for r in self._replicas]
+        self.peers = [Peer(r, self._connect_s, self._transport) for r in self._replicas]
         self.addresses = {p.replica: p.address for p in self.peers}
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for peer in self.peers:
-            peer.group.close()
-        await settle()
+        await asyncio.gather(*(p.group.close() for p in self.peers if p.group.state is not State.CLOSED))
 
     async def form(self, epoch: int, peers: list[Peer] | None = None) -> Grant:
         """All configure; wait until all are connected."""
@@ -104,17 +120,15 @@ class Ring:
         """The ring sums."""
         chosen = peers or self.peers
         outs = [torch.empty(n) for _ in chosen]
-        await asyncio.gather(*(p.reduce(epoch, o) for p, o in zip(chosen, outs, strict=True)))
+        works = [p.reduce(epoch, out) for p, out in zip(chosen, outs, strict=True)]
+        results = await asyncio.gather(*map(asyncio.wrap_future, works))
         total = float(sum(p.replica + 1 for p in chosen))
-        assert all(torch.equal(o, torch.full((n,), total)) for o in outs)
+        for out, result in zip(outs, results, strict=True):
+            assert torch.equal(out, torch.full((n,), total))
+            assert [e.replica for e in result.entries] == [p.replica for p in chosen]
 
 
-async def settle() -> None:
-    """Let farewells be said and closed tasks end."""
-    rest = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
-    if rest:
-        _, pending = await asyncio.wait(rest, timeout=1.0)
-        for task in pending:
-            task.cancel()
-        with suppress(asyncio.CancelledError):
-            await asyncio.gather(*pending, return_exceptions=True)
+async def error(work: Work) -> BaseException | None:
+    """How a work ended."""
+    await until(work.done, "the end of a work", 10.0)
+    return work.exception()

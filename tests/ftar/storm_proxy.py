@@ -1,11 +1,10 @@
-"""A proxy in front of a member's door that can do to connections what networks do: cut, stall, delay, half-close, flip
-a bit. All proxies of a storm share one thread."""
+"""A proxy in front of a member's door that can do to connections what networks do: cut, stall, delay, half-close,
+flip a bit. All proxies of a storm share one thread."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import socket
 import struct
@@ -21,10 +20,11 @@ FAULTS = ("cut", "stall", "half", "delay", "flip")
 
 
 class Headers:
-    """Finds the headers of a data connection's frames in its bytes."""
+    """Finds the headers of a data connection's frames in its bytes; ``inline``: their payloads are there too."""
 
-    def __init__(self, members: int) -> None:
+    def __init__(self, members: int, inline: bool) -> None:
         self.members = members
+        self._inline = inline
         self._need = LENGTH.size
         self._kind = "length"
         self._seen = bytearray()
@@ -56,7 +56,7 @@ class Headers:
             return
         _, _, _, _, _, number, _, _, round_, nbytes, _ = HEADER.unpack(whole)
         entries = number if round_ == 0 and number < self.members else 0
-        self._skip = entries * ENTRY.size + nbytes
+        self._skip = entries * ENTRY.size + (nbytes if self._inline else 0)
 
 
 class Pair:
@@ -69,9 +69,12 @@ class Pair:
         self._open = asyncio.Event()
         self._open.set()
         self._flip = False
-        self._headers = Headers(proxy.members)
+        self._headers = Headers(proxy.members, proxy.inline)
         loop = asyncio.get_running_loop()
-        self._pumps = [loop.create_task(self._pump(near, far, True)), loop.create_task(self._pump(far, near, False))]
+        self._pumps = [
+            loop.create_task(self._pump(near, far, True)),
+            loop.create_task(self._pump(far, near, False)),
+        ]
 
     async def _pump(self, source: socket.socket, sink: socket.socket, forward: bool) -> None:
         loop = asyncio.get_running_loop()
@@ -134,7 +137,8 @@ class Pair:
 class Proxy:
     """In front of one member; ``address`` is what the others are told."""
 
-    def __init__(self, target: str) -> None:
+    def __init__(self, target: str, inline: bool) -> None:
+        self.inline = inline
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
         self._listener = socket.create_server((self._host, 0))
@@ -205,16 +209,18 @@ class Proxies:
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxies", daemon=True)
         self._thread.start()
         self._all: list[Proxy] = []
+        self.flipped = 0
 
-    def add(self, target: str) -> Proxy:
+    def add(self, target: str, inline: bool) -> Proxy:
         """A proxy in front of ``target``."""
-        proxy: Proxy = self.call(lambda: Proxy(target))
+        proxy: Proxy = self.call(lambda: Proxy(target, inline))
         self._all.append(proxy)
         return proxy
 
     def drop(self, proxy: Proxy) -> None:
         """End one."""
         self._all.remove(proxy)
+        self.flipped += proxy.flipped
         self.call(proxy.close)
 
     def call(self, what: Callable[[], object]) -> object:

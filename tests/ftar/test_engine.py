@@ -1,247 +1,129 @@
 from __future__ import annotations
 
-import socket
+import sys
+import threading
 import time
-from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
 
 import pytest
 import torch
+from ring_rig import Shape, feed, framing, rig
+from ring_values import KEY, entry, same
+from transport_kinds import FLAVOURS
 
-from ft_hsdp.core import partition, ring
-from ft_hsdp.errors import PeerDead, PeerTimeout, ProtocolViolation, StaleEpoch
-from ft_hsdp.ftar import frame
-from ft_hsdp.ftar.edges import blocking
+from ft_hsdp.core.partition import Plan
+from ft_hsdp.errors import PeerDead, StaleEpoch
+from ft_hsdp.ftar import engine
+from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
 from ft_hsdp.ftar.engine import Result, Ring
-from ft_hsdp.ftar.frame import Entry, Key
-
-KEY = Key(epoch=1, step=1, attempt=0, bucket=0, prev="00" * 16)
-CHUNK = 64  # bytes: 16 elements
+from ft_hsdp.ftar.exchange import Order
+from ft_hsdp.ftar.link import Transfer
 
 
-@contextmanager
-def rings(replicas: Sequence[int], chunk: int = CHUNK, timeout_s: float = 5.0) -> Iterator[list[Ring]]:
-    """The members of one ring, joined by socket pairs."""
-    n = len(replicas)
-    right: list[socket.socket | None] = [None] * n
-    left: list[socket.socket | None] = [None] * n
-    if n > 1:
-        for i in range(n):
-            a, b = socket.socketpair()
-            right[i], left[(i + 1) % n] = blocking(a, timeout_s), blocking(b, timeout_s)
-    made = [Ring(KEY.epoch, replicas, i, left[i], right[i], chunk) for i in range(n)]
-    try:
-        yield made
-    finally:
-        for each in made:
-            each.release()
-
-
-def entry(replica: int, weight: int = 1) -> Entry:
-    return Entry(replica, weight, replica, 10 + replica, replica / 8)
-
-
-def sums(
-    members: list[Ring], replicas: Sequence[int], locals_: Sequence[torch.Tensor | None], n: int, key: Key = KEY
-) -> tuple[list[torch.Tensor], list[Result]]:
-    """All members reduce at once; what they hold in the end."""
-    outs = [torch.full((n,), float("nan")) for _ in replicas]
-    with ThreadPoolExecutor(len(members)) as pool:
-        works = [
-            pool.submit(m.all_reduce, key, x, out, entry(r, 0 if x is None else 1))
-            for m, r, x, out in zip(members, replicas, locals_, outs, strict=True)
-        ]
-        return outs, [w.result(20) for w in works]
-
-
-def folded(replicas: Sequence[int], locals_: Sequence[torch.Tensor | None], n: int) -> torch.Tensor:
-    """The sum in the order that core.ring promises."""
-    of = dict(zip(replicas, locals_, strict=True))
-    out = torch.zeros(n)
-    for index, span in enumerate(partition.shards(n, len(replicas))):
-        order = ring.fold_order(index, replicas, frozenset(r for r in replicas if of[r] is not None))
-        parts = [of[r][span.start : span.stop] for r in order]  # type: ignore[index]
-        if parts:
-            total = parts[0].clone()
-            for part in parts[1:]:
-                total += part
-            out[span.start : span.stop] = total
-    return out
-
-
-def values(count: int, n: int, seed: int = 0) -> list[torch.Tensor]:
-    """Numbers of many magnitudes: their sum depends on the order of addition."""
-    g = torch.Generator().manual_seed(seed)
-    return [torch.randn(n, generator=g) * 10 ** torch.randn(n, generator=g) for _ in range(count)]
-
-
-@pytest.mark.parametrize("members", range(1, 8))
-def test_the_sum_is_bit_for_bit_that_of_the_fold_order(members: int) -> None:
-    replicas = [(3 * i + 1) % 7 + 10 * (i // 7) for i in range(members)]
-    with rings(replicas) as made:
-        for n in (0, 1, members - 1, members, members + 1, 16 * members, 1000, 1003):
-            given = values(members, n, seed=n)
-            before = [x.clone() for x in given]
-            outs, results = sums(made, replicas, given, n, replace(KEY, bucket=n))
-            expected = folded(replicas, given, n)
-            for out, result in zip(outs, results, strict=True):
-                assert torch.equal(out, expected), n
-                assert result.entries == tuple(entry(r) for r in replicas)
-            assert all(torch.equal(a, b) for a, b in zip(given, before, strict=True)), "a local was written"
-
-
-def test_the_order_of_addition_shows_in_these_values() -> None:
-    given = values(5, 1000)
-    assert not torch.equal(folded(range(5), given, 1000), folded(range(5), given[::-1], 1000))
-
-
-@pytest.mark.parametrize("relays", [{0}, {2}, {0, 1}, {1, 3}, {0, 1, 2}, {0, 1, 2, 3}])
-def test_relays_add_nothing_and_get_everything(relays: set[int]) -> None:
-    replicas, n = [0, 1, 2, 3], 203
-    given = [None if r in relays else x for r, x in zip(replicas, values(4, n), strict=True)]
-    with rings(replicas) as made:
-        outs, results = sums(made, replicas, given, n)  # what they receive into is full of NaN
-    expected = folded(replicas, given, n)
-    assert torch.isfinite(expected).all()
-    assert all(torch.equal(out, expected) for out in outs)
-    assert [e.weight for e in results[0].entries] == [0 if r in relays else 1 for r in replicas]
-
-
-def test_a_relay_does_not_carry_zeros_of_its_own() -> None:
-    """-0.0 + 0.0 is 0.0: adding zeros would show."""
-    minus = torch.full((8,), -0.0)
-    with rings([0, 1]) as made:
-        outs, _ = sums(made, [0, 1], [minus, None], 8)
-    assert all(torch.signbit(out).all() for out in outs)
+def alone(plane: CpuPlane | None = None) -> Ring:
+    return Ring(1, [4], 0, None, None, plane or CpuPlane(), lambda elements, _: Plan(elements, 1, 2, 2))
 
 
 def test_a_ring_of_one_copies_or_clears() -> None:
-    with rings([4]) as (alone,):
-        x, out = torch.arange(5.0), torch.full((5,), float("nan"))
-        assert alone.all_reduce(KEY, x, out, entry(4)) == Result((entry(4),), 0)
-        assert torch.equal(out, x)
-        assert out.data_ptr() != x.data_ptr()
-        alone.all_reduce(KEY, None, out, entry(4, 0))
-        assert torch.equal(out, torch.zeros(5))
+    ring, x, out = alone(), torch.arange(5.0), torch.full((5,), float("nan"))
+    assert ring.all_reduce(Order(KEY, x, out, entry(4))) == Result(out, (entry(4),), 0)
+    assert same(out, torch.arange(5.0))
+    assert out.data_ptr() != x.data_ptr()
+    ring.all_reduce(Order(KEY, x, x, entry(4)))
+    assert same(x, torch.arange(5.0))
+    ring.all_reduce(Order(KEY, None, out, entry(4, 0)))
+    assert same(out, torch.zeros(5))
+    assert ring.high_water == 0
 
 
-def test_chunks_larger_than_a_socket_buffer() -> None:
-    n = 1 << 20
-    given = values(3, n)
-    with rings([0, 1, 2], chunk=1 << 30) as made:
-        outs, results = sums(made, [0, 1, 2], given, n)
-    assert all(torch.equal(out, folded([0, 1, 2], given, n)) for out in outs)
-    assert all(r.bytes_sent >= 4 * n * 4 // 3 - 16 for r in results)
-
-
-def test_it_returns_only_when_its_own_sends_have_drained() -> None:
-    """The last chunk is received long before the right neighbour takes the last one from here."""
-    n = 1 << 20
-    a_right, b_left = socket.socketpair()
-    b_right, a_left = socket.socketpair()
-    a = Ring(1, [0, 1], 0, blocking(a_left, 5), blocking(a_right, 5), 1 << 30)
-    x, y, out = torch.ones(n), torch.full((n,), 2.0), torch.empty(n)
-    half, size = n // 2, n // 2 * 4
-    news = [entry(1)]
-    with ThreadPoolExecutor(2) as pool:
-        work = pool.submit(a.all_reduce, KEY, x, out, entry(0))
-
-        def feed() -> None:
-            first = frame.header(KEY, 0, 0, size, 1, False) + b"".join(e.pack() for e in news)
-            b_right.sendall(first + y[half:].numpy().tobytes())
-            b_right.sendall(frame.header(KEY, 1, 0, size, 0, False) + (x + y)[:half].numpy().tobytes())
-
-        pool.submit(feed).result(5)
-        time.sleep(0.3)
+@pytest.mark.parametrize(("name", "chunk"), [("tcp", 16 << 20), ("shm-registered", 4096), ("shm-remote", 4096)])
+def test_it_returns_only_when_its_own_sends_have_drained(name: str, chunk: int) -> None:
+    """The sum is here, but the right neighbour has not taken all that it needs of our memory."""
+    flavour = next(f for f in FLAVOURS if f.name == name)
+    n = 2 * chunk // 4
+    with rig(flavour, 2, Shape(chunk)) as ring:
+        local = ring.tensor(0, torch.ones(n))
+        out = ring.tensor(0, torch.full((n,), float("nan")))
+        work = ring.submit(0, Order(KEY, local, out, entry(5)))
+        sent = feed(ring, 1, n, framing(ring, 1, n))  # member 1 sends zeros
+        expected = torch.cat([torch.zeros(n // 2), torch.ones(n // 2)])
+        while not same(out, expected):
+            time.sleep(0.01)
+        time.sleep(0.1)
         assert not work.done(), "over, but its sends are not"
-        b_left.setblocking(True)
-        left = 2 * (size + frame.HEADER.size) + frame.ENTRY.size
-        while left:
-            left -= len(b_left.recv(min(left, 1 << 20)))
-        assert torch.equal(out, x + y)
-        result = work.result(5)
-        assert result.bytes_sent == 2 * (size + frame.HEADER.size) + frame.ENTRY.size
-    a.release()
-    for sock in (b_left, b_right):
-        sock.close()
+        how, inlet = framing(ring, 0, n), ring.inlets[1]
+        job = CpuPlane().open(None, torch.empty(n), ring.plan(n, 4))
+        inlet.begin(Transfer(how, job, 2, False))
+        for _ in range(2):
+            arrival = inlet.next(block=True)
+            assert arrival is not None
+            inlet.release(arrival)
+        inlet.end()
+        assert work.result(5).out is out
+        assert len(sent) == 2
 
 
-@pytest.mark.parametrize(
-    ("wrong", "error"),
-    [
-        (replace(KEY, epoch=2), StaleEpoch),
-        (replace(KEY, step=2), StaleEpoch),
-        (replace(KEY, attempt=1), StaleEpoch),
-        (replace(KEY, prev="11" * 16), StaleEpoch),
-        (replace(KEY, bucket=1), ProtocolViolation),
-        (None, ProtocolViolation),  # another size
-    ],
-)
-def test_a_wrong_header_touches_no_memory(wrong: Key | None, error: type[Exception]) -> None:
-    left, peer = socket.socketpair()
-    sink, right = socket.socketpair()
-    member = Ring(1, [0, 1], 0, blocking(left, 5), blocking(right, 5), 1 << 20)
-    out = torch.full((8,), 7.0)
-    size = 16 if wrong else 20
-    head = frame.header(wrong or KEY, 0, 0, size, 1, False)
-    peer.sendall(head + entry(1).pack() + torch.zeros(5).numpy().tobytes())
-    with pytest.raises(error):
-        member.all_reduce(KEY, torch.ones(8), out, entry(0))
-    assert torch.equal(out, torch.full((8,), 7.0))
-    member.release()
-    for sock in (peer, sink):
-        sock.close()
+def test_a_ring_between_two_works_gives_its_edges_away() -> None:
+    with rig(FLAVOURS[0], 2) as made:
+        ring = Ring(1, [5, 6], 0, made.inlets[0], made.outlets[0], CpuPlane(), made.plan)
+        inlet, outlet = ring.retire(StaleEpoch("a newer epoch"))
+        assert (inlet, outlet) == (made.inlets[0], made.outlets[0])
+        assert ring.retire(PeerDead("later")) == (None, None)
+        with pytest.raises(StaleEpoch, match="a newer epoch"):
+            ring.all_reduce(Order(KEY, torch.ones(3), torch.empty(3), entry(5)))
+        ring.fail(PeerDead("later"))
+        assert isinstance(ring.error, StaleEpoch), "the first error is the one that counts"
+        following = Ring(2, [5, 6], 0, inlet, outlet, CpuPlane(), made.plan)
+        with ThreadPoolExecutor(1) as pool:
+            other = made.submit(1, Order(KEY, torch.ones(3), torch.empty(3), entry(6)))
+            mine = pool.submit(following.all_reduce, Order(KEY, torch.ones(3), out := torch.empty(3), entry(5)))
+            assert mine.result(5).entries == other.result(5).entries
+        assert same(out, torch.full((3,), 2.0))
 
 
-def test_a_closed_and_a_silent_neighbour_are_named() -> None:
-    with rings([5, 6, 7], timeout_s=0.2) as made:
-        with pytest.raises(PeerTimeout) as silent:
-            made[0].all_reduce(KEY, torch.ones(9), torch.empty(9), entry(5))
-        assert silent.value.suspect == 7
-        made[2].close()
-        with pytest.raises(PeerDead) as dead:
-            made[0].all_reduce(KEY, torch.ones(9), torch.empty(9), entry(5))
-        assert dead.value.suspect == 7
+def test_a_ring_in_the_middle_of_a_work_keeps_its_edges() -> None:
+    class Held(CpuPlane):
+        began, go = threading.Event(), threading.Event()
 
+        def open(self, local: torch.Tensor | None, out: torch.Tensor, plan: Plan) -> CpuJob:
+            self.began.set()
+            assert self.go.wait(5)
+            return super().open(local, out, plan)
 
-def test_a_right_neighbour_that_takes_nothing_is_named() -> None:
-    """All that is due from the left (replica 7) is there; the right one (replica 6) does not read."""
-    n, size = 3 << 20, 4 << 20
-    left, peer = socket.socketpair()
-    sink, right = socket.socketpair()
-    member = Ring(1, [5, 6, 7], 0, blocking(left, 5), blocking(right, 0.3), 1 << 30)
-
-    def feed() -> None:
-        for number, news in enumerate(([entry(7)], [entry(6), entry(7)], [], [])):
-            peer.sendall(frame.header(KEY, number, 0, size, len(news), False))
-            peer.sendall(b"".join(e.pack() for e in news) + bytes(size))
-
+    plane = Held()
+    ring = alone(plane)
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(feed)
-        with pytest.raises(PeerTimeout) as stuck:
-            member.all_reduce(KEY, torch.ones(n), torch.empty(n), entry(5))
-        assert stuck.value.suspect == 6
-    member.release()
-    for sock in (peer, sink):
-        sock.close()
+        work = pool.submit(ring.all_reduce, Order(KEY, torch.ones(3), torch.empty(3), entry(4)))
+        assert plane.began.wait(5)
+        assert ring.retire(StaleEpoch("a newer epoch")) == (None, None)
+        assert ring.error is None
+        plane.go.set()
+        work.result(5)
 
 
-def test_closing_releases_whoever_waits() -> None:
-    with rings([0, 1, 2], timeout_s=30) as made, ThreadPoolExecutor(1) as pool:
-        work = pool.submit(made[0].all_reduce, KEY, torch.ones(9), torch.empty(9), entry(0))
-        time.sleep(0.05)
-        made[0].close()
-        made[0].close()
-        began = time.monotonic()
-        with pytest.raises(PeerDead):
-            work.result(5)
-        assert time.monotonic() - began < 1
+def test_what_is_not_the_rings_fault_ends_it_all_the_same() -> None:
+    class Broken(CpuJob):
+        def post(self, *_: object) -> None:
+            raise MemoryError("none left")
+
+    class BrokenPlane(CpuPlane):
+        def open(self, local: torch.Tensor | None, out: torch.Tensor, plan: Plan) -> CpuJob:
+            return Broken(local, out, plan, [], 64)
+
+    with rig(FLAVOURS[0], 2) as made:
+        ring = Ring(1, [5, 6], 0, made.inlets[0], made.outlets[0], BrokenPlane(), made.plan)
+        other = made.submit(1, Order(KEY, torch.ones(3), torch.empty(3), entry(6)))
+        with pytest.raises(MemoryError):
+            ring.all_reduce(Order(KEY, torch.ones(3), torch.empty(3), entry(5)))
+        assert isinstance(other.exception(5), PeerDead)
+        with pytest.raises(PeerDead, match="the engine failed"):
+            ring.all_reduce(Order(KEY, torch.ones(3), torch.empty(3), entry(5)))
 
 
-def test_another_shape_or_type_is_a_programmers_error() -> None:
-    with rings([0]) as (alone,):
-        for local in (torch.ones(4), torch.ones(5, dtype=torch.float64)):
-            with pytest.raises(ValueError, match="local is"):
-                alone.all_reduce(KEY, local, torch.empty(5), entry(0))
+def test_threads_give_way_quickly_only_while_a_sum_is_under_way() -> None:
+    usual = sys.getswitchinterval()
+    with engine._quick_switching():
+        with engine._quick_switching():
+            assert sys.getswitchinterval() == pytest.approx(engine.SWITCH_S)
+        assert sys.getswitchinterval() == pytest.approx(engine.SWITCH_S)
+    assert sys.getswitchinterval() == usual

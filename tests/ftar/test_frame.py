@@ -7,11 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ft_hsdp.core.partition import Plan
+from ft_hsdp.core.ring import operations
 from ft_hsdp.errors import ProtocolViolation, StaleEpoch
 from ft_hsdp.ftar import frame
-from ft_hsdp.ftar.frame import Entry, Key
+from ft_hsdp.ftar.frame import Course, Entry, Framing, Key
 
 KEY = Key(epoch=3, step=7, attempt=1, bucket=2, prev="ab" * 16)
+PLAN = Plan(100, 3, 4, 2)
+MINE = Framing(KEY, PLAN, operations(1, 3), 4, 0)
+LEFT = Framing(KEY, PLAN, operations(0, 3), 4, 0)
 
 
 def test_an_entry_survives_the_wire() -> None:
@@ -24,62 +29,100 @@ def test_an_entry_survives_the_wire() -> None:
     assert len(entries[0].pack()) == frame.ENTRY.size == 24
 
 
-@pytest.mark.parametrize("empty", [False, True])
-def test_a_header_that_is_as_planned(empty: bool) -> None:
-    head = frame.header(KEY, 4, 5, 0 if empty else 64, 2, empty)
-    assert frame.check(head, KEY, 4, 5, 64, 2, may_be_empty=True) is empty
+def test_what_the_left_neighbour_writes_is_what_is_expected_here() -> None:
+    for operation in LEFT.operations[:-1]:
+        for round_ in range(PLAN.rounds):
+            got = MINE.check(LEFT.header(operation, round_, False))
+            assert (got.operation.number, got.round, got.empty) == (operation.number + 1, round_, False)
+            assert got.operation.shard == operation.shard
+            assert got.span == PLAN.span(operation.shard, round_)
+            assert got.nbytes == got.span.size * 4
+            first = round_ == 0 and got.operation.kind.reduces
+            assert got.entries == (got.operation.number if first else 0)
+
+
+def test_an_empty_chunk_has_no_payload_and_only_stands_for_a_partial_sum() -> None:
+    got = MINE.check(LEFT.header(LEFT.operations[1], 1, True))
+    assert (got.empty, got.nbytes) == (True, 0)
+    with pytest.raises(ProtocolViolation):
+        MINE.check(LEFT.header(LEFT.operations[2], 1, True))
 
 
 @pytest.mark.parametrize(
-    "key",
-    [
-        replace(KEY, epoch=2),
-        replace(KEY, epoch=4),
-        replace(KEY, step=8),
-        replace(KEY, attempt=0),
-        replace(KEY, prev="cd" * 16),
-    ],
+    "other", [{"epoch": 2}, {"epoch": 4}, {"step": 8}, {"attempt": 0}, {"prev": "cd" * 16}], ids=str
 )
-def test_another_epoch_step_attempt_or_lineage_is_stale(key: Key) -> None:
+def test_another_epoch_step_attempt_or_lineage_is_stale(other: dict[str, Any]) -> None:
+    stale = replace(LEFT, key=replace(KEY, **other))
     with pytest.raises(StaleEpoch):
-        frame.check(frame.header(key, 4, 5, 64, 2, False), KEY, 4, 5, 64, 2, may_be_empty=True)
-
-
-PLAN: dict[str, Any] = {"key": KEY, "round_": 4, "chunk": 5, "nbytes": 64, "entries": 2, "empty": False}
+        MINE.check(stale.header(LEFT.operations[0], 0, False))
 
 
 @pytest.mark.parametrize(
     "other",
     [
         {"key": replace(KEY, bucket=3)},
-        {"round_": 3},
-        {"chunk": 6},
-        {"nbytes": 63},
-        {"nbytes": 65},
-        {"nbytes": 2**32 - 1},
-        {"entries": 1},
-        {"empty": True},  # with its payload announced
-        {"empty": True, "nbytes": 0},  # where a final chunk is due
+        {"dtype": 1},
+        {"itemsize": 2},
+        {"plan": Plan(100, 3, 3, 2)},
+        {"plan": Plan(104, 3, 4, 2)},
     ],
+    ids=lambda o: next(iter(o)),
 )
 def test_what_the_plan_does_not_say_is_a_violation(other: dict[str, Any]) -> None:
+    wrong = replace(LEFT, **other)
     with pytest.raises(ProtocolViolation):
-        frame.check(frame.header(**(PLAN | other)), KEY, 4, 5, 64, 2, may_be_empty=False)
+        MINE.check(wrong.header(LEFT.operations[1], PLAN.rounds - 1, False))
+
+
+@pytest.mark.parametrize(("number", "round_"), [(-1, 0), (4, 0), (2**16 - 2, 0), (0, PLAN.rounds)])
+def test_an_operation_or_round_that_there_is_not(number: int, round_: int) -> None:
+    larger = replace(LEFT, plan=Plan(1000, 3, 4, 2))
+    with pytest.raises(ProtocolViolation, match="which the plan does not have"):
+        MINE.check(larger.header(replace(LEFT.operations[0], number=number), round_, False))
+
+
+def test_nobody_tells_us_a_size() -> None:
+    head = bytearray(LEFT.header(LEFT.operations[0], 0, False))
+    for nbytes in (0, 15, 17, 2**32 - 1):
+        head[-20:-16] = nbytes.to_bytes(4, "big")
+        with pytest.raises(ProtocolViolation, match="the plan says 16"):
+            MINE.check(bytes(head))
 
 
 @given(st.binary(min_size=frame.HEADER.size, max_size=frame.HEADER.size))
 def test_noise_is_refused(noise: bytes) -> None:
     with pytest.raises((ProtocolViolation, StaleEpoch)):
-        frame.check(noise, KEY, 4, 5, 64, 2, may_be_empty=True)
+        MINE.check(noise)
 
 
 @given(st.integers(0, frame.HEADER.size * 8 - 1))
 def test_no_flipped_bit_goes_unseen(bit: int) -> None:
-    head = bytearray(frame.header(KEY, 4, 5, 64, 2, False))
+    """Not even one that makes it the frame of another chunk: that one is not the next."""
+    head = bytearray(LEFT.header(LEFT.operations[0], 0, False))
     head[bit // 8] ^= 1 << bit % 8
-    padding = range((frame.HEADER.size - 18) * 8, (frame.HEADER.size - 16) * 8)
-    if bit in padding:
-        assert frame.check(bytes(head), KEY, 4, 5, 64, 2, may_be_empty=True) is False
+    try:
+        got = MINE.check(bytes(head))
+    except (ProtocolViolation, StaleEpoch):
         return
-    with pytest.raises((ProtocolViolation, StaleEpoch)):
-        frame.check(bytes(head), KEY, 4, 5, 64, 2, may_be_empty=True)
+    assert (got.operation.number, got.round) != (1, 0)
+
+
+def test_the_chunks_of_an_operation_come_in_order() -> None:
+    frames = [MINE.check(LEFT.header(LEFT.operations[0], r, False)) for r in range(4)]
+    other = MINE.check(LEFT.header(LEFT.operations[1], 0, False))
+    course = Course()
+    for next_ in (frames[0], other, frames[1]):
+        course.check(next_)
+    for wrong in (frames[0], frames[1], frames[3], other):
+        with pytest.raises(ProtocolViolation, match="next is"):
+            course.check(wrong)
+    course.check(frames[2])
+
+
+def test_one_of_several_connections_sees_a_part_of_the_chunks() -> None:
+    frames = [MINE.check(LEFT.header(LEFT.operations[0], r, False)) for r in range(4)]
+    course = Course(alone=False)
+    course.check(frames[1])
+    course.check(frames[3])
+    with pytest.raises(ProtocolViolation, match="next is 4"):
+        course.check(frames[2])

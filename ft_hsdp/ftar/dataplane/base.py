@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -60,6 +60,9 @@ class Job(Protocol):
 class Plane(Protocol):
     """Makes jobs; owns the buffers that live as long as the group."""
 
-    def open(self, local: Tensor | None, out: Tensor, plan: Plan) -> Job:
-        """An all-reduce of ``local`` (None: relay) into ``out``, both flat, contiguous, of one type."""
+    def open(self, local: Tensor | None, out: Tensor, plan: Plan, after: Any = None) -> Job:
+        """An all-reduce of ``local`` (None: relay) into ``out``, both flat, contiguous, of one type.
+
+        ``local`` is complete once ``after`` is (on a GPU an event; None: it is).
+        """
         ...

@@ -6,6 +6,8 @@ sums land where they belong.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -24,7 +26,7 @@ class CpuPlane:
         self._slots: list[Tensor] = []
         self._size = 0
 
-    def open(self, local: Tensor | None, out: Tensor, plan: Plan) -> CpuJob:
+    def open(self, local: Tensor | None, out: Tensor, plan: Plan, after: Any = None) -> CpuJob:
         """An all-reduce of ``local`` (None: relay) into ``out``."""
         size = plan.chunk * out.element_size()
         if size > self._size:
@@ -49,7 +51,7 @@ class CpuJob:
 
     def land(self, frame: Frame) -> Tensor:
         """A slot for a partial sum, the place in ``out`` for a final one."""
-        if not frame.operation.kind.reduces:
+        if not frame.operation.kind.reduces or not frame.nbytes:
             return self._at(self._out, frame.span)
         try:
             slot = self._slots.pop()

@@ -18,26 +18,29 @@ Read = Callable[[memoryview], None]
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What goes on the stream after the header: buffers in order, and descriptors with the first of them."""
+    """What goes on the stream: ``label`` before the header, ``buffers`` after it, descriptors with the first byte."""
 
+    label: bytes = b""
     buffers: tuple[bytes | memoryview, ...] = ()
     descriptors: tuple[int, ...] = ()
 
 
 class Carrier(Protocol):
-    """One end of one edge: the outlet packs, the inlet unpacks."""
+    """One end of one edge: the outlet packs, the inlet unpacks. Every frame has ``label`` bytes before its header."""
+
+    label: int
 
     @property
     def by_reference(self) -> bool:
         """Whether the receiver reads the sender's own memory: it must say so of every chunk before it goes on."""
         ...
 
-    def pack(self, payload: Tensor) -> Parcel:
-        """What to send for a payload."""
+    def pack(self, payload: Tensor | None) -> Parcel:
+        """What to send for a payload; None, or nothing in it: none follows."""
         ...
 
-    def unpack(self, read: Read, frame: Frame, landing: Landing) -> Tensor:
-        """The payload of ``frame``, read from the stream or from where the stream says."""
+    def unpack(self, label: bytes, read: Read, frame: Frame, landing: Landing) -> Tensor:
+        """The payload of ``frame``, read from the stream or from where its label says."""
         ...
 
     def receive(self, sock: socket.socket, view: memoryview) -> int:
@@ -52,13 +55,14 @@ class Carrier(Protocol):
 class Bytes:
     """The payload follows its header."""
 
+    label = 0
     by_reference = False
 
-    def pack(self, payload: Tensor) -> Parcel:
+    def pack(self, payload: Tensor | None) -> Parcel:
         """The bytes themselves."""
-        return Parcel((bytes_of(payload),))
+        return Parcel(b"", (bytes_of(payload),) if payload is not None else ())
 
-    def unpack(self, read: Read, frame: Frame, landing: Landing) -> Tensor:
+    def unpack(self, label: bytes, read: Read, frame: Frame, landing: Landing) -> Tensor:
         """Straight to where the data plane wants it."""
         place = landing.land(frame)
         read(bytes_of(place))

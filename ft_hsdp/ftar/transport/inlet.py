@@ -31,28 +31,36 @@ class Lane:
         self._carrier = carrier
         self._batch = 1 if carrier.by_reference else max(1, slots // 2)
         self._due = 0
+        self._course = wire.Course()
 
     def receive(self, transfer: Transfer) -> Arrival:
         """Wait for the next frame."""
-        head = bytearray(wire.HEADER.size)
+        label, frame, entries = self._header(transfer)
+        data: Tensor | None = None
+        if not frame.empty:
+            try:
+                data = self._carrier.unpack(label, self._read, frame, transfer.landing)
+            except ValueError as error:
+                raise ProtocolViolation(f"left neighbour: {error}") from error
+            except OSError as error:
+                raise PeerDead(f"left neighbour's memory: {error}", suspect=self._member) from error
+        return Arrival(frame, entries, data, self._number)
+
+    def _header(self, transfer: Transfer) -> tuple[bytes, wire.Frame, tuple[wire.Entry, ...]]:
+        head = bytearray(self._carrier.label + wire.HEADER.size)
         self._read(memoryview(head))
-        frame = transfer.framing.check(bytes(head))
+        frame = transfer.framing.check(bytes(head[self._carrier.label :]))
+        self._course.check(frame)
         entries: tuple[wire.Entry, ...] = ()
         if frame.entries:
             body = bytearray(frame.entries * wire.ENTRY.size)
             self._read(memoryview(body))
             entries = wire.unpack_entries(bytes(body))
-        data: Tensor | None = None
-        if not frame.empty:
-            try:
-                data = (
-                    self._carrier.unpack(self._read, frame, transfer.landing)
-                    if frame.nbytes
-                    else transfer.landing.land(frame)
-                )
-            except ValueError as error:
-                raise ProtocolViolation(f"left neighbour: {error}") from error
-        return Arrival(frame, entries, data, self._number)
+        return bytes(head[: self._carrier.label]), frame, entries
+
+    def begin(self, alone: bool) -> None:
+        """An all-reduce begins; ``alone``: all its frames come this way."""
+        self._course = wire.Course(alone)
 
     def ready(self) -> bool:
         """Whether bytes are there."""
@@ -119,6 +127,8 @@ class StreamInlet:
         """Let the threads read this all-reduce's frames, if they are worth it."""
         self._turn = 0
         self._transfer = transfer
+        for lane in self._lanes:
+            lane.begin(len(self._lanes) == 1)
         if self._direct(transfer):
             return
         if not self._threads:

@@ -13,14 +13,25 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout
+from ft_hsdp.errors import FTARError, LocalSystemError, PeerDead, PeerTimeout
 from ft_hsdp.ftar.transport.carrier import Carrier
 
 Buffers = list[bytes | memoryview]
-_Item = tuple[bytes, Tensor | None] | Future[None] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rest:
+    """What is left of a frame that the kernel did not take at once."""
+
+    buffers: Buffers
+    descriptors: tuple[int, ...]
+
+
+_Item = tuple[bytes, Tensor | None] | Rest | Future[None] | None
 
 
 class Lane:
@@ -44,15 +55,24 @@ class Lane:
         self._thread.start()
 
     def send(self, head: bytes, payload: Tensor | None, small: bool) -> None:
-        """Queue a frame, or send it at once if it is small (or a reference) and nothing is before it."""
+        """Queue a frame, or send it at once if it is small (or a reference) and nothing is before it.
+
+        The caller never waits for the kernel: it is the one who receives, and its neighbours may do the same.
+        """
         inline = small or self._carrier.by_reference
         if inline and self._queued == self._taken and self._error is None:
-            self._answers(block=False)
+            if 2 * len(self._unanswered) >= self._slots:
+                self._answers(block=False)
             if len(self._unanswered) < self._slots:
-                self._transmit(head, payload)
+                rest = self._transmit(head, payload, wait=False)
+                if rest is not None:
+                    self._put(rest)
                 return
+        self._put((head, payload))
+
+    def _put(self, item: _Item) -> None:
         self._queued += 1
-        self._queue.put((head, payload))
+        self._queue.put(item)
 
     def flush(self) -> None:
         """Wait until the kernel has all that was queued; by reference, until the neighbour is done with it."""
@@ -65,14 +85,19 @@ class Lane:
             try:
                 if isinstance(item, Future):
                     self._settle(item)
-                elif self._error is None:
+                elif self._error is not None:
+                    continue
+                elif isinstance(item, Rest):
+                    self._deliver(item, wait=True)
+                else:
                     while len(self._unanswered) >= self._slots:
                         self._answers(block=True)
-                    self._transmit(*item)
-            except FTARError as error:
-                self._fail(error)
+                    self._transmit(*item, wait=True)
+            except Exception as error:  # whatever it is, the engine has to know
+                cause = error if isinstance(error, FTARError) else LocalSystemError(f"sending: {error!r}")
+                self._fail(cause)
                 if isinstance(item, Future):
-                    item.set_exception(error)
+                    item.set_exception(cause)
             finally:
                 self._taken += not isinstance(item, Future)
 
@@ -103,35 +128,42 @@ class Lane:
         for _ in range(min(sum(data), len(self._unanswered))):
             self._under_way -= self._unanswered.popleft()
 
-    def _transmit(self, head: bytes, payload: Tensor | None) -> None:
-        """Hand one frame to the kernel."""
+    def _transmit(self, head: bytes, payload: Tensor | None, wait: bool) -> Rest | None:
+        """Hand one frame to the kernel; what it does not take without waiting."""
         nbytes = payload.nbytes if payload is not None else 0
         self._unanswered.append(nbytes)
         self._under_way += nbytes
         self.high_water = max(self.high_water, self._under_way)
-        buffers: Buffers = [head]
-        rights: tuple[int, ...] = ()
-        if payload is not None and nbytes:
-            parcel = self._carrier.pack(payload)
-            buffers += parcel.buffers
-            rights = parcel.descriptors
-        self.sent += sum(len(b) for b in buffers) + (nbytes if self._carrier.by_reference else 0)
+        parcel = self._carrier.pack(payload)
+        self.sent += len(head) + nbytes
+        return self._deliver(Rest([parcel.label + head, *parcel.buffers], parcel.descriptors), wait)
+
+    def _deliver(self, frame: Rest, wait: bool) -> Rest | None:
         try:
-            self._put(buffers, rights)
+            return self._hand(frame, wait)
         except BlockingIOError:
+            if not wait:
+                return frame
             raise PeerTimeout("the right neighbour takes no bytes", suspect=self._member) from None
         except OSError as error:
             raise PeerDead(f"right neighbour: {error}", suspect=self._member) from error
 
-    def _put(self, buffers: Buffers, rights: tuple[int, ...]) -> None:
-        if rights:
-            went = socket.send_fds(self._sock, buffers, list(rights))
+    def _hand(self, frame: Rest, wait: bool) -> Rest | None:
+        flags = 0 if wait else socket.MSG_DONTWAIT
+        if frame.descriptors:
+            went = socket.send_fds(self._sock, frame.buffers, list(frame.descriptors), flags)
         else:
-            went = self._sock.sendmsg(buffers)
-        for buffer in buffers:
+            went = self._sock.sendmsg(frame.buffers, (), flags)
+        rest: Buffers = []
+        for buffer in frame.buffers:
             if went < len(buffer):
-                self._sock.sendall(memoryview(buffer)[went:])
+                rest.append(memoryview(buffer)[went:])
             went = max(0, went - len(buffer))
+        if not rest or not wait:
+            return Rest(rest, ()) if rest else None
+        for buffer in rest:
+            self._sock.sendall(buffer)
+        return None
 
     def close(self) -> None:
         """Wake the thread; nothing more is read from memory once this has returned."""

@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ft_hsdp.errors import LocalSystemError
 from ft_hsdp.ftar import control, door
 from ft_hsdp.ftar.door import Call, Door
 from ft_hsdp.ftar.frame import Frame
@@ -32,7 +33,8 @@ from ft_hsdp.ftar.transport.outlet import StreamOutlet
 from ft_hsdp.protocol import RingReady
 
 _REFERENCE = struct.Struct("!BIQ")
-MAPPED, REMOTE, INLINE = range(3)
+NOTHING, MAPPED, GIVEN, REMOTE, INLINE = range(5)
+_NUMBER = struct.Struct("!I")
 _CREDENTIALS = struct.Struct("iII")
 _MOST_RIGHTS = 16
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -68,6 +70,7 @@ def read_remote(pid: int, address: int, view: memoryview) -> None:
 class References:
     """The sender's end: says where a payload is, and hands over each segment once."""
 
+    label = _REFERENCE.size
     by_reference = True
 
     def __init__(self, arena: Arena, direct: bool) -> None:
@@ -75,20 +78,28 @@ class References:
         self._direct = direct
         self._given: set[int] = set()
 
-    def pack(self, payload: Tensor) -> Parcel:
+    def pack(self, payload: Tensor | None) -> Parcel:
         """A reference, with the segment's descriptor if the neighbour does not have it."""
+        if payload is None or not payload.numel():
+            return Parcel(_REFERENCE.pack(NOTHING, 0, 0))
         found = self._arena.find(payload)
         if found is not None:
             segment, offset = found
-            new = segment.number not in self._given
-            self._given.add(segment.number)
-            reference = _REFERENCE.pack(MAPPED, segment.number, offset)
-            return Parcel((reference,), (segment.fd,) if new else ())
+            if segment.number in self._given:
+                return Parcel(_REFERENCE.pack(MAPPED, segment.number, offset))
+            reference = _REFERENCE.pack(GIVEN, segment.number, offset)
+            return Parcel(reference, (self._news(segment.number),), (segment.fd,))
         if self._direct:
-            return Parcel((_REFERENCE.pack(REMOTE, 0, payload.data_ptr()),))
-        return Parcel((_REFERENCE.pack(INLINE, 0, 0), bytes_of(payload)))
+            return Parcel(_REFERENCE.pack(REMOTE, 0, payload.data_ptr()))
+        return Parcel(_REFERENCE.pack(INLINE, 0, 0), (bytes_of(payload),))
 
-    def unpack(self, read: Read, frame: Frame, landing: Landing) -> Tensor:
+    def _news(self, number: int) -> bytes:
+        """A new segment: the old ones that are gone are of no more use to the neighbour either."""
+        gone = self._given - self._arena.numbers
+        self._given = (self._given - gone) | {number}
+        return struct.pack(f"!I{len(gone)}I", len(gone), *gone)
+
+    def unpack(self, label: bytes, read: Read, frame: Frame, landing: Landing) -> Tensor:
         """Not this end."""
         raise NotImplementedError
 
@@ -103,6 +114,7 @@ class References:
 class Referred:
     """The receiver's end: looks where the sender points; ``pid`` is the sender, as the kernel says."""
 
+    label = _REFERENCE.size
     by_reference = True
 
     def __init__(self, pid: int) -> None:
@@ -110,45 +122,58 @@ class Referred:
         self._mapped = Mapped()
         self._fresh: list[int] = []
 
-    def pack(self, payload: Tensor) -> Parcel:
+    def pack(self, payload: Tensor | None) -> Parcel:
         """Not this end."""
         raise NotImplementedError
 
-    def unpack(self, read: Read, frame: Frame, landing: Landing) -> Tensor:
+    def unpack(self, label: bytes, read: Read, frame: Frame, landing: Landing) -> Tensor:
         """The sender's own memory, or a copy of it."""
-        raw = bytearray(_REFERENCE.size)
-        read(memoryview(raw))
-        way, number, offset = _REFERENCE.unpack(raw)
-        for fd in self._fresh:
-            self._mapped.add(number, fd)
-        self._fresh.clear()
-        if way == MAPPED:
+        way, number, offset = _REFERENCE.unpack(label)
+        if way == GIVEN:
+            self._learn(number, read)
+        if way in (MAPPED, GIVEN) and frame.nbytes:
             return self._mapped.view(number, offset, frame.nbytes, landing.dtype)
         place = landing.land(frame)
         if way == REMOTE:
             read_remote(self._pid, offset, bytes_of(place))
         elif way == INLINE:
             read(bytes_of(place))
-        else:
+        elif frame.nbytes:
             raise ValueError(f"no such way to a payload: {way}")
         return place
 
+    def _learn(self, number: int, read: Read) -> None:
+        """Map a segment whose descriptor has come, and forget those that are gone."""
+        (count,) = _NUMBER.unpack(_some(read, _NUMBER.size))
+        if not self._fresh or count > len(self._mapped):
+            raise ValueError(f"segment {number} without a descriptor, or more gone than there were")
+        for (gone,) in _NUMBER.iter_unpack(_some(read, count * _NUMBER.size)):
+            self._mapped.forget(gone)
+        self._mapped.add(number, self._fresh.pop(0))
+
     def receive(self, sock: socket.socket, view: memoryview) -> int:
         """Bytes, and the descriptors that come with them."""
-        n, messages, _, _ = sock.recvmsg_into([view], socket.CMSG_SPACE(_MOST_RIGHTS * 4))
+        n, messages, flags, _ = sock.recvmsg_into([view], socket.CMSG_SPACE(_MOST_RIGHTS * 4))
         for level, kind, data in messages:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
                 rights = array.array("i")
                 rights.frombytes(data[: len(data) - len(data) % rights.itemsize])
                 self._fresh.extend(rights)
+        if flags & socket.MSG_CTRUNC:
+            raise LocalSystemError("no descriptor is left for a neighbour's segment")
         return n
 
     def close(self) -> None:
         """Unmap the sender's segments."""
-        for fd in self._fresh:
-            os.close(fd)
-        self._fresh.clear()
+        while self._fresh:
+            os.close(self._fresh.pop())
         self._mapped.close()
+
+
+def _some(read: Read, count: int) -> bytes:
+    data = bytearray(count)
+    read(memoryview(data))
+    return bytes(data)
 
 
 class Shm:

@@ -1,0 +1,110 @@
+"""The processes of one contender, each in its replica's namespace."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+
+import psutil
+
+from ft_hsdp.bench.hsdp.network import Network
+from ft_hsdp.bench.hsdp.scene import RANKS, REPLICAS, Scene, Seat, config
+from ft_hsdp.bench.link import Link, ask, collect
+from ft_hsdp.bench.team import LEAD_S
+from ft_hsdp.config import dump
+from ft_hsdp.errors import Retryable
+from ft_hsdp.launch.lighthouse_process import furnish
+from ft_hsdp.launch.processes import environment, last_line, tied
+from ft_hsdp.launch.rundir import RunDir, read_json
+
+START_S = 30.0  # longest time until the lighthouse listens
+PORT = 29500  # of a store; the namespaces are fresh, so it is free
+
+
+class Crew:
+    """`links` are the ranks, replica by replica."""
+
+    def __init__(self, name: str, links: Sequence[Link]) -> None:
+        self.name = name
+        self._links = list(links)
+
+    def ready(self) -> None:
+        """Wait until all stand before their first step. Raises Retryable."""
+        for link, answer in zip(self._links, collect(self._links), strict=True):
+            link.greet(answer)
+
+    def train(self, steps: int) -> float:
+        """Seconds of a step: from a common start until the slowest rank could begin the next, over `steps`."""
+        start = time.monotonic() + LEAD_S
+        answers = ask(self._links, {"steps": steps, "at": start})
+        return (max(answer["t"] for answer in answers) - start) / steps
+
+    def cpu_s(self) -> float:
+        """CPU time of all processes so far, the kernel's for them included."""
+        times = [psutil.Process(link.pid).cpu_times() for link in self._links]
+        return sum(t.user + t.system for t in times)
+
+
+def start(name: str, number: int, network: Network, scene: Scene, folder: Path, stack: ExitStack) -> Crew:
+    """A crew's processes, all started; `stack` ends them. `folder` holds their configuration and logs."""
+    run = RunDir(folder / "runs" / "link")
+    links = []
+    for replica in range(REPLICAS):
+        host = network.host(replica)
+        file = folder / f"{replica}.yaml"
+        file.write_text(dump(config(scene, host, run.path.parent)))
+        for rank in range(RANKS):
+            seat = Seat(name, replica, rank, host, network.host(0), PORT + number, str(file), str(run.path))
+            links.append(_worker(seat, network.replicas[replica], folder, stack))
+    return Crew(name, links)
+
+
+def lighthouse(network: Network, scene: Scene, folder: Path, stack: ExitStack) -> RunDir:
+    """Ft_hsdp's run, and its lighthouse at the switch. Raises Retryable."""
+    run = RunDir(folder / "runs" / "link")
+    furnish(run, config(scene, network.host(), run.path.parent))
+    command = _inside(network.hub, *tied("lighthouse", "--run", str(run.path)))
+    with run.lighthouse_log.open("ab") as log:
+        process = subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+    stack.callback(_end, process)
+    deadline = time.monotonic() + START_S
+    while read_json(run.lighthouse) is None:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise Retryable(f"bench: the lighthouse does not listen: {last_line(run.lighthouse_log)}")
+        time.sleep(0.05)
+    return run
+
+
+def _worker(seat: Seat, space: str, folder: Path, stack: ExitStack) -> Link:
+    name = f"{seat.crew} replica {seat.replica} rank {seat.rank}"
+    log = folder / f"{seat.crew}-{seat.replica}-{seat.rank}.log"
+    ours, theirs = socket.socketpair()
+    with theirs, log.open("ab") as file:
+        module = tied("ft_hsdp.bench.hsdp.worker", str(theirs.fileno()), json.dumps(asdict(seat)))
+        process = subprocess.Popen(
+            _inside(space, *module),
+            env=environment(),
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=file,
+            stderr=file,
+        )
+    stack.callback(_end, process)
+    link = Link(name, ours, log)
+    stack.callback(link.close)
+    return link
+
+
+def _inside(space: str, *command: str) -> list[str]:
+    return ["ip", "netns", "exec", space, *command]
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()

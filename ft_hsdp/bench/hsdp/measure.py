@@ -1,0 +1,58 @@
+"""Three crews train in turn on one network, block after block."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ft_hsdp.bench.hsdp import crew as crews
+from ft_hsdp.bench.hsdp.crew import Crew
+from ft_hsdp.bench.hsdp.network import Network, unfit
+from ft_hsdp.bench.hsdp.report import Block, report
+from ft_hsdp.bench.hsdp.scene import RANKS, REPLICAS, Scene
+from ft_hsdp.bench.plan import Log, Row
+from ft_hsdp.bench.rounds import WARM_UP, interleave
+from ft_hsdp.launch.rundir import RunDir
+
+CREWS = ("alone", "hsdp", "ft_hsdp")
+
+
+def measure(scene: Scene, log: Log) -> list[Row]:
+    """One row, see `report`; none, and a note, where there can be no such network.
+
+    Raises Retryable where a process fails.
+    """
+    if why := unfit():
+        log.note(f"link is left out: {why}")
+        return []
+    blocks: dict[str, list[Block]] = {name: [] for name in CREWS}
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-hsdp-bench-")))
+        network = stack.enter_context(Network(REPLICAS, scene.rate, scene.congestion))
+        run = crews.lighthouse(network, scene, folder, stack)
+        team = [crews.start(name, n, network, scene, folder, stack) for n, name in enumerate(CREWS)]
+        for crew in team:
+            crew.ready()
+        log.say(f"{REPLICAS} replicas of {RANKS} ranks, links of {scene.rate}: {', '.join(CREWS)}")
+        turns = {crew.name: partial(_block, crew, network, scene.steps, blocks[crew.name]) for crew in team}
+        interleave(turns, scene.rounds)
+        commits = [_commits(run, replica)[WARM_UP * scene.steps :] for replica in range(REPLICAS)]
+    counted = {name: each[WARM_UP:] for name, each in blocks.items()}
+    return [report(scene, counted, commits)]
+
+
+def _block(crew: Crew, network: Network, steps: int, blocks: list[Block]) -> float:
+    """Train a block of steps; seconds of a step."""
+    cpu_s, sent = crew.cpu_s(), network.sent()
+    seconds = crew.train(steps)
+    went = [after - before for after, before in zip(network.sent(), sent, strict=True)]
+    blocks.append(Block(seconds, max(went) / steps, (crew.cpu_s() - cpu_s) / steps))
+    return seconds
+
+
+def _commits(run: RunDir, replica: int) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in run.commits(replica).read_text().splitlines()]

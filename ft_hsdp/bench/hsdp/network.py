@@ -1,0 +1,125 @@
+"""Replicas on machines of their own, as far as the network goes: a namespace each, a slow link to one switch.
+
+What stays inside a replica goes over the loopback of its namespace, at full speed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+
+from ft_hsdp.errors import Retryable
+
+COMMANDS = ("ip", "tc")
+INTERFACE = "link0"  # of a replica
+BRIDGE = "switch"
+BURST = "128kb"  # what leaves at once: two of the kernel's largest packets
+QUEUE = "10ms"  # longest time in the queue: 1.25 MB at 1 Gbit, as in a switch
+COMMAND_S = 30.0  # longest time of one command
+RIGHTS = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
+
+
+def unfit() -> str:
+    """Why there can be no such network here, "" if there can."""
+    if missing := [name for name in COMMANDS if shutil.which(name) is None]:
+        return f"not installed: {', '.join(missing)}"
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    mask = int(status["CapEff"], 16)
+    if lacking := [name for name, bit in RIGHTS.items() if not mask >> bit & 1]:
+        return f"it makes network namespaces, which needs root (missing: {', '.join(lacking)})"
+    return ""
+
+
+class Network:
+    """A context: on entry there are `replicas` namespaces and their links, on exit nothing is left of them.
+
+    rate: of each link, each way, as tc says it ("1gbit"); congestion: control of all TCP in it, "" leaves the
+    machine's default. Raises Retryable where a command fails.
+    """
+
+    def __init__(self, replicas: int, rate: str, congestion: str = "") -> None:
+        self._prefix = f"ft-hsdp-{os.getpid()}"
+        self._rate = rate
+        self._congestion = congestion
+        self.hub = f"{self._prefix}-hub"
+        self.replicas = tuple(f"{self._prefix}-{replica}" for replica in range(replicas))
+
+    def __enter__(self) -> Network:
+        with ExitStack() as stack:
+            self._space(self.hub, stack)
+            _run("ip", "-n", self.hub, "link", "add", BRIDGE, "type", "bridge")
+            self._up(self.hub, BRIDGE, self.host())
+            for number, space in enumerate(self.replicas):
+                self._space(space, stack)
+                self._plug(number, space)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def host(self, replica: int | None = None) -> str:
+        """The address of a replica; of the hub, which hangs on the switch without a limit, if None."""
+        return f"10.77.0.{254 if replica is None else replica + 1}"
+
+    def sent(self) -> list[int]:
+        """Bytes that each replica has sent over its link so far, with headers."""
+        links = json.loads(_run("ip", "-n", self.hub, "-j", "-s", "link"))
+        counts = {link["ifname"]: int(link["stats64"]["rx"]["bytes"]) for link in links}
+        return [counts[_port(number)] for number in range(len(self.replicas))]
+
+    def _space(self, name: str, stack: ExitStack) -> None:
+        stack.callback(_remove, name)  # first: the command may have worked when it is interrupted
+        _run("ip", "netns", "add", name)
+        _run("ip", "-n", name, "link", "set", "lo", "up")
+        if self._congestion:
+            _run("ip", "netns", "exec", name, "tee", _SETTING, said=self._congestion)
+
+    def _plug(self, number: int, space: str) -> None:
+        port = _port(number)
+        ends = "type", "veth", "peer", "name", INTERFACE, "netns", space
+        _run("ip", "-n", self.hub, "link", "add", port, *ends)
+        _run("ip", "-n", self.hub, "link", "set", port, "master", BRIDGE)
+        self._up(self.hub, port)
+        self._up(space, INTERFACE, self.host(number))
+        for name, device in ((self.hub, port), (space, INTERFACE)):
+            limit = "rate", self._rate, "burst", BURST, "latency", QUEUE
+            _run("tc", "-n", name, "qdisc", "add", "dev", device, "root", "tbf", *limit)
+
+    def _up(self, space: str, device: str, host: str = "") -> None:
+        if host:
+            _run("ip", "-n", space, "address", "add", f"{host}/24", "dev", device)
+        _run("ip", "-n", space, "link", "set", device, "up")
+
+
+_SETTING = "/proc/sys/net/ipv4/tcp_congestion_control"
+
+
+def _port(replica: int) -> str:
+    """The replica's end at the switch."""
+    return f"port{replica}"
+
+
+def _remove(name: str) -> None:
+    """Links and settings go with their namespace; one that is not there is what we want."""
+    if (Path("/run/netns") / name).exists():
+        _run("ip", "netns", "delete", name)
+
+
+def _run(*command: str, said: str = "") -> str:
+    """The output of a command to which `said` is said."""
+    try:
+        done = subprocess.run(command, input=said, text=True, capture_output=True, check=True, timeout=COMMAND_S)
+    except subprocess.CalledProcessError as error:
+        why = " ".join((error.stderr or f"exit {error.returncode}").split())
+        raise Retryable(f"bench: {' '.join(command)}: {why}") from None
+    except subprocess.TimeoutExpired:
+        raise Retryable(f"bench: {' '.join(command)} took longer than {COMMAND_S:g} s") from None
+    return done.stdout

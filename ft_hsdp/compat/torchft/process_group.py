@@ -1,0 +1,236 @@
+"""ProcessGroupFTAR: stands where torchft's ProcessGroupGloo stood. Sums go through FTAR, all else through gloo."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import DistNetworkError, ReduceOp, Work
+from torch.distributed.distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions, BarrierOptions
+from torchft.process_group import ProcessGroup, create_store_client
+
+from ft_hsdp.compat.torchft.member import Member
+from ft_hsdp.compat.torchft.plain import gloo
+from ft_hsdp.compat.torchft.quorum import Quorum, told_of
+from ft_hsdp.compat.torchft.rendezvous import Rendezvous, Ring, own_address
+from ft_hsdp.errors import FTARError
+from ft_hsdp.ftar import Settings
+from ft_hsdp.ftar.exchange import DTYPES
+
+
+class ProcessGroupFTAR(ProcessGroup):
+    """A process group of torchft that sums with the fault-tolerant all-reduce (FT-HSDP §4.2).
+
+    ``timeout`` is how long `configure` waits for the other ranks, and how long a neighbour may be silent within a
+    sum; ``host`` is the IPv4 address that the others call, by default the one that leads to the store.
+
+    After an error every call fails and `errored` returns it, until the next `configure`.
+    """
+
+    def __init__(
+        self,
+        timeout: timedelta = timedelta(seconds=60),
+        *,
+        host: str | None = None,
+        settings: Settings | None = None,
+    ) -> None:
+        super().__init__(0, 1)
+        self._timeout = timeout
+        self._host = host
+        self._member = Member(settings or Settings())
+        self._quorum: Quorum | None = None
+        self._cancel = threading.Event()
+        self._down = False
+        self._lock = threading.Lock()
+        # Who drops the group without a word should not keep its threads; the drop may happen on one of them.
+        drop = threading.Thread(target=self._member.close, name="ftar-drop", daemon=True)
+        weakref.finalize(self, drop.start).atexit = False
+
+    def configure(
+        self,
+        store_addr: str,
+        replica_id: str,
+        rank: int,
+        world_size: int,
+        quorum_id: int | None = None,
+        group_rank: int | None = None,
+        group_world_size: int | None = None,
+        global_ranks: list[int] | None = None,
+    ) -> None:
+        """Leave the old ranks, meet new ones at ``store_addr``: "host:port/prefix", a prefix never used before.
+
+        Raises:
+            RuntimeError: they did not come within the timeout, or the connections failed, or it was aborted.
+        """
+        cancel = threading.Event()
+        with self._lock:
+            self._retire()
+            self._cancel, self._down = cancel, False
+        try:
+            store = self._store(store_addr)
+            ring = self._form(store, rank, world_size, cancel)
+            plain = gloo(store, rank, world_size, self._timeout)
+            with self._lock:
+                if cancel.is_set():
+                    raise RuntimeError("aborted: while it was configured")
+                self._quorum = Quorum(ring, self._member.communicator, plain)
+        except BaseException:
+            self._member.abort("a rank could not be configured")
+            if self._down:
+                self._member.close()
+            raise
+
+    def _store(self, address: str) -> Any:
+        try:
+            return create_store_client(address, timeout=self._timeout)
+        except DistNetworkError as error:
+            raise RuntimeError(f"Socket Timeout: no store at {address}: {error}") from error
+
+    def _form(self, store: Any, rank: int, world_size: int, cancel: threading.Event) -> Ring:
+        """Meet the others, form their ring."""
+        seconds = self._timeout.total_seconds()
+        server = store.underlying_store
+        member = self._member
+        meeting = Rendezvous(store, rank, world_size, seconds, cancel)
+        host = self._host or own_address(server.host, server.port)
+        ring = meeting.meet(member.token, member.epoch, lambda token: member.admit(token, host, seconds))
+        member.epoch = ring.epoch
+        try:
+            member.communicator.reconfigure(ring.epoch, ring.members)
+        except FTARError as error:
+            if cancel.is_set():
+                raise RuntimeError("aborted: while it was configured") from error
+            ranks = {number: place for place, (number, _) in enumerate(ring.members)}
+            raise RuntimeError(told_of(error, ranks)) from error
+        return ring
+
+    def _retire(self) -> None:
+        self._cancel.set()
+        if self._quorum is not None:
+            self._quorum.retire()
+        self._quorum = None
+
+    def _standing(self) -> Quorum:
+        quorum = self._quorum
+        if quorum is None:
+            raise RuntimeError("process group not initialized")
+        if quorum.error is not None:
+            raise quorum.error
+        return quorum
+
+    # Sums.
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | ReduceOp) -> Work:
+        """Reduce each of ``tensors`` over the ranks, in place.
+
+        SUM and AVG of fp64, fp32, bf16, fp16, int64 and int32 go through FTAR, all else through gloo. A contiguous
+        CPU tensor is summed where it is; others are copied to the host and back.
+
+        Raises:
+            RuntimeError: there are no ranks, or an error ended them.
+        """
+        op: Any = getattr(opts, "reduceOp", opts)
+        quorum = self._standing()
+        average = op == ReduceOp.AVG
+        if not (average or op == ReduceOp.SUM) or not tensors or not all(map(_summable, tensors)):
+            return _plain_reduction(quorum, tensors, op)
+        if not average:
+            return quorum.sum(tensors, 1)
+        if not all(t.is_floating_point() for t in tensors):
+            raise RuntimeError("ReduceOp.AVG is for floating-point tensors")
+        return quorum.sum(tensors, quorum.size)
+
+    def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: AllreduceCoalescedOptions) -> Work:
+        """The same as `allreduce`: small tensors share a ring operation in both."""
+        return self.allreduce(tensors, opts)
+
+    # The rest.
+
+    def allgather(self, *args: Any) -> Work:
+        """See torch.distributed; through gloo, as all that follow."""
+        return self._standing().plainly("allgather", *args)
+
+    def allgather_into_tensor_coalesced(self, *args: Any) -> Work:
+        """See torch.distributed."""
+        return self._standing().plainly("allgather_into_tensor_coalesced", *args)
+
+    def alltoall_base(self, *args: Any) -> Work:
+        """See torch.distributed."""
+        return self._standing().plainly("alltoall_base", *args)
+
+    def barrier(self, opts: BarrierOptions | None = None) -> Work:
+        """See torch.distributed."""
+        return self._standing().plainly("barrier", opts or BarrierOptions())
+
+    def broadcast(self, *args: Any) -> Work:
+        """See torch.distributed."""
+        return self._standing().plainly("broadcast", *args)
+
+    def send(self, *args: Any) -> Work:
+        """See torch.distributed."""
+        return self._standing().plainly("send", *args)
+
+    def recv(self, *args: Any) -> Work:
+        """See torch.distributed."""
+        return self._standing().plainly("recv", *args)
+
+    def reduce_scatter(self, *args: Any) -> Work:
+        """See torch.distributed."""
+        return self._standing().plainly("reduce_scatter", *args)
+
+    def reduce_scatter_tensor_coalesced(self, *args: Any) -> Work:
+        """See torch.distributed."""
+        return self._standing().plainly("reduce_scatter_tensor_coalesced", *args)
+
+    # The group itself.
+
+    def size(self) -> int:
+        """The number of ranks."""
+        if self._quorum is None:
+            raise RuntimeError("process group not initialized")
+        return self._quorum.size
+
+    def getBackendName(self) -> str:
+        """Its name among torch's backends."""
+        return "torchft-ftar"
+
+    def errored(self) -> RuntimeError | None:
+        """The error that ended the work of these ranks ("aborted: ..."), if one did."""
+        quorum = self._quorum
+        return quorum.error if quorum is not None else None
+
+    def abort(self, errored: bool = True) -> None:
+        """End what is under way, also at the other ranks; gloo's calls end there or at their timeout."""
+        with self._lock:
+            self._cancel.set()
+            if self._quorum is not None:
+                self._quorum.fail(RuntimeError("aborted"))
+            else:
+                self._member.abort("aborted")
+
+    def shutdown(self) -> None:
+        """Leave the ranks, end the threads. `configure` begins again."""
+        with self._lock:
+            self._retire()
+            self._down = True
+        self._member.close()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """From the next `configure` on."""
+        self._timeout = timeout
+
+
+def _summable(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.dtype in DTYPES
+
+
+def _plain_reduction(quorum: Quorum, tensors: Sequence[Tensor], op: Any) -> Work:
+    """Through gloo, whose all-reduce of a list would add its tensors to each other."""
+    opts = AllreduceOptions() if len(tensors) == 1 else AllreduceCoalescedOptions()
+    opts.reduceOp = op
+    return quorum.plainly("allreduce" if len(tensors) == 1 else "allreduce_coalesced", tensors, opts)

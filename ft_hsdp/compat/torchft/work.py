@@ -1,0 +1,135 @@
+"""Work: what a collective of the group returns, as torch.distributed expects it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent import futures
+from datetime import timedelta
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import Work
+from torch.futures import Future
+
+from ft_hsdp.compat.torchft.bundle import Bundle
+from ft_hsdp.ftar import Work as RingWork
+
+Failed = Callable[[BaseException], RuntimeError]
+
+
+class SumWork(Work):
+    """The sums of ``bundles``, one ring operation each, in order; ``divisor`` is 1 or the number of ranks.
+
+    ``failed`` is told of an error, once, and says what to raise. The last copy and the division are done on the
+    ring's thread, and so is what a user chains to the future: it must not wait for another sum.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        bundles: Sequence[Bundle],
+        works: Sequence[RingWork],
+        divisor: int,
+        failed: Failed,
+    ) -> None:
+        super().__init__()
+        self._tensors = list(tensors)
+        self._bundles = bundles
+        self._works = works
+        self._divisor = divisor
+        self._failed = failed
+        self._error: RuntimeError | None = None
+        begin: Future[None] = Future()
+        # Only an error that is raised in a continuation is one for C++ too, where DDP's reducer waits.
+        self._future = begin.then(self._settle)
+        works[-1].add_done_callback(lambda _: begin.set_result(None))
+
+    def _settle(self, _: Future[None]) -> list[Tensor]:
+        error = next((e for work in self._works if (e := work.exception()) is not None), None)
+        if error is not None:
+            self._error = self._failed(error)
+            raise self._error
+        for bundle in self._bundles:
+            bundle.settle(self._divisor)
+        return self._tensors
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True when the tensors hold the sums.
+
+        Raises:
+            RuntimeError: there are none, and will not be; after ``timeout`` the group is given up.
+        """
+        seconds = timeout.total_seconds() if timeout else None
+        if futures.wait(self._works, seconds).not_done:
+            raise self._failed(TimeoutError(f"timed out after {seconds} s"))
+        try:
+            self._future.wait()
+        except RuntimeError as error:
+            raise (self._error or error) from None
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether it ended, well or not."""
+        return self._future.done()
+
+    def get_future(self) -> Future[Any]:
+        """The tensors, or the error."""
+        return self._future
+
+    def synchronize(self) -> None:
+        """The same as `wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """The same as `wait`: the sum comes over the host."""
+        self.wait()
+
+
+class PlainWork(Work):
+    """A collective of the plain backend, whose error counts as one of the group."""
+
+    def __init__(self, work: Work, failed: Failed) -> None:
+        super().__init__()
+        self._work = work
+        self._failed = failed
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """True when it is done.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        try:
+            return self._work.wait(timeout) if timeout else self._work.wait()
+        except RuntimeError as error:
+            raise self._failed(error) from error
+
+    def is_completed(self) -> bool:
+        """Whether it ended, well or not."""
+        return self._work.is_completed()
+
+    def get_future(self) -> Future[Any]:
+        """Gloo's own future; where it has none (point to point, reduce-scatter), one that was waited for."""
+        try:
+            future: Future[Any] = self._work.get_future()
+        except RuntimeError:
+            self.wait()
+            future = Future()
+            future.set_result(None)
+        else:
+            future.add_done_callback(self._look)
+        return future
+
+    def _look(self, future: Future[Any]) -> None:
+        try:
+            future.wait()
+        except RuntimeError as error:
+            self._failed(error)
+
+    def synchronize(self) -> None:
+        """The same as `wait`."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """The same as `wait`: gloo works on the host."""
+        self.wait()

@@ -1,0 +1,90 @@
+"""Limits: how quickly a plane answers, how quickly it ends when it is aborted, how exact its deadline is."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from ftar_kernels.bench.checks import PLANES, drain, empty, programs, watchdog
+from ftar_kernels.flags import Status
+from ftar_kernels.plane import StagedPlane, Via
+from ftar_kernels.schedule import Command, Kind
+from ftar_kernels.staging import host_buffer
+
+
+def _plane(device: torch.device, via: Via) -> StagedPlane:
+    buffers = [host_buffer(4096, device) for _ in range(2)]
+    plane = StagedPlane(device, *buffers, via=via, programs=programs(), depth=16, timeout_s=20)
+    plane.warm_up((torch.float32,))
+    return plane
+
+
+def _summary(times: list[float]) -> dict[str, float]:
+    return {"p50_us": 1e6 * statistics.median(times), "max_us": 1e6 * max(times)}
+
+
+def round_trip(device: torch.device, via: Via, repeat: int) -> dict[str, float]:
+    """From the post of a command without elements to the host's knowledge that it is finished."""
+    plane = _plane(device, via)
+    tensor = empty(16, torch.float32, device)
+    times = []
+    with watchdog(30, plane):
+        job = plane.open(tensor, tensor, repeat)
+        for _ in range(repeat):
+            begin = time.perf_counter()
+            job.post(Command(Kind.STORE, 0, 0))
+            while not job.completed():
+                pass
+            times.append(time.perf_counter() - begin)
+        job.close(failed=False)
+    plane.close()
+    return _summary(times)
+
+
+def abort(device: torch.device, via: Via, repeat: int) -> dict[str, float]:
+    """From an abort to the end of the kernel, or of the chain, that was waiting."""
+    plane = _plane(device, via)
+    tensor = empty(16, torch.float32, device)
+    times = []
+    for _ in range(repeat):
+        job = plane.open(tensor, tensor, 100)
+        job.post(Command(Kind.STORE, 0, 16))
+        drain(job, 1)
+        begin = time.perf_counter()
+        plane.abort()
+        job.close(failed=True)
+        times.append(time.perf_counter() - begin)
+    plane.close()
+    return _summary(times)
+
+
+def deadline(device: torch.device, timeout_s: float) -> dict[str, float]:
+    """How long a persistent kernel really waits for a command that never comes."""
+    plane = _plane(device, "persistent")
+    plane.timeout_ns = int(timeout_s * 1e9)
+    tensor = empty(16, torch.float32, device)
+    begin = time.perf_counter()
+    job = plane.open(tensor, tensor, 1)
+    with watchdog(timeout_s + 10, plane):
+        while plane.page.status(0) is Status.RUNNING:
+            time.sleep(2e-5)
+    waited = time.perf_counter() - begin
+    status = plane.page.status(0)
+    job.close(failed=True)
+    plane.close()
+    if status is not Status.TIMED_OUT:
+        raise RuntimeError(f"the kernel ended as {status.name} instead of by its deadline")
+    return {"asked_s": timeout_s, "waited_s": waited}
+
+
+def run(device: torch.device, repeat: int = 200) -> dict[str, Any]:
+    """All of them."""
+    return {
+        "ok": True,
+        "round_trip": {via: round_trip(device, via, repeat) for via in PLANES},
+        "abort": {via: abort(device, via, repeat // 4) for via in PLANES},
+        "deadline": [deadline(device, seconds) for seconds in (0.05, 0.5)],
+    }

@@ -1,0 +1,135 @@
+"""Processes: rings whose members are processes that stage through shared pinned memory, one of them killed or
+none."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import random
+import subprocess
+import sys
+import threading
+import time
+from typing import Any
+
+from ftar_kernels.bench.ring import DEAD, WORDS, Layout
+from ftar_kernels.plane import Via
+from ftar_kernels.staging import Segment
+
+START_S = 240.0  # imports, CUDA and the first compilation, all at once
+RUN_S = 60.0
+
+
+class Team:
+    """``members`` workers on one segment."""
+
+    def __init__(
+        self, device: str, via: Via, members: int, elements: int, chunk_bytes: int, slots: int, repeat: int
+    ) -> None:
+        self.layout = Layout(members, chunk_bytes, slots)
+        self.segment = Segment(self.layout.nbytes)
+        os.set_inheritable(self.segment.fd, True)
+        task = {
+            "device": device, "via": via, "members": members, "elements": elements, "chunk_bytes": chunk_bytes,
+            "slots": slots, "repeat": repeat, "seed": random.randrange(2**31), "fd": self.segment.fd,
+            "timeout_s": 20.0,
+        }  # fmt: skip
+        self.heard: queue.SimpleQueue[tuple[int, dict[str, Any]]] = queue.SimpleQueue()
+        self.workers = [self._start(task | {"position": i}) for i in range(members)]
+        for i in range(members):
+            threading.Thread(target=self._listen, args=(i,), daemon=True).start()
+
+    def _start(self, task: dict[str, Any]) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "ftar_kernels.bench.worker", json.dumps(task)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, pass_fds=(self.segment.fd,),
+        )  # fmt: skip
+
+    def _listen(self, position: int) -> None:
+        stdout = self.workers[position].stdout
+        assert stdout is not None
+        for line in stdout:
+            self.heard.put((position, json.loads(line)))
+        self.heard.put((position, {"gone": True}))
+
+    def collect(self, key: str, of: set[int], seconds: float) -> dict[int, dict[str, Any]]:
+        """Each worker's first line with ``key``.
+
+        Raises:
+            RuntimeError: one of them has ended without it, or it took too long.
+        """
+        found: dict[int, dict[str, Any]] = {}
+        deadline = time.monotonic() + seconds
+        while found.keys() != of:
+            try:
+                position, line = self.heard.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise RuntimeError(f"members {of - found.keys()} did not say {key!r} in {seconds} s") from None
+            if key in line and position in of:
+                found[position] = line
+            elif "gone" in line and position in of - found.keys():
+                raise RuntimeError(f"member {position} ended without {key!r}")
+        return found
+
+    def go(self) -> None:
+        """Let all begin."""
+        for worker in self.workers:
+            assert worker.stdin is not None
+            worker.stdin.write("go\n")
+            worker.stdin.flush()
+
+    def kill(self, position: int) -> float:
+        """SIGKILL one, and mark it dead for all, as a control plane would; the time of it."""
+        self.workers[position].kill()
+        now = time.monotonic()
+        for i in range(self.layout.members):
+            self.layout.words(self.segment.bytes, i)[WORDS * DEAD] = 1
+        return now
+
+    def close(self) -> None:
+        """End what still runs."""
+        for worker in self.workers:
+            worker.kill()
+            worker.wait()
+            for stream in (worker.stdin, worker.stdout):
+                assert stream is not None
+                stream.close()
+        self.segment.close()
+
+
+def ring(
+    device: str, via: Via, members: int, elements: int, chunk_bytes: int, slots: int, repeat: int
+) -> dict[str, Any]:
+    """``repeat`` all-reduces of fresh data, each checked by every member."""
+    team = Team(device, via, members, elements, chunk_bytes, slots, repeat)
+    try:
+        everyone = set(range(members))
+        team.collect("ready", everyone, START_S)
+        team.go()
+        ended = team.collect("finished", everyone, RUN_S)
+    finally:
+        team.close()
+    return {
+        "ok": all(line["ok"] for line in ended.values()), "members": members, "via": via, "mib": elements / 2**18,
+        "ms": max(line["ms"] for line in ended.values()),
+    }  # fmt: skip
+
+
+def kill(device: str, via: Via, members: int, elements: int, chunk_bytes: int, slots: int) -> dict[str, Any]:
+    """One member is killed in the middle of the work; how long until all others have ended their kernels."""
+    team = Team(device, via, members, elements, chunk_bytes, slots, 10**6)
+    try:
+        everyone = set(range(members))
+        team.collect("ready", everyone, START_S)
+        team.go()
+        team.collect("done", everyone, RUN_S)
+        victim = random.randrange(members)
+        killed = team.kill(victim)
+        ended = team.collect("broken", everyone - {victim}, RUN_S)
+    finally:
+        team.close()
+    return {
+        "ok": all(line["ok"] for line in ended.values()), "members": members, "via": via,
+        "ms": [1e3 * (line["at"] - killed) for line in ended.values()],
+    }  # fmt: skip

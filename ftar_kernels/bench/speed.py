@@ -1,0 +1,149 @@
+"""Speed: bytes that the kernels move, alone and beside a matmul that wants the same device. GPU only."""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftar_kernels import reduce_copy
+from ftar_kernels.bench.checks import watchdog
+from ftar_kernels.plane import StagedPlane, Via
+from ftar_kernels.schedule import Command, Kind
+from ftar_kernels.staging import host_buffer
+
+MIB = 2**20
+REPEAT = 25
+CHUNK = 8 * MIB
+
+
+def timed(calls: dict[str, Callable[[], object]], repeat: int = REPEAT) -> dict[str, float]:
+    """Median seconds of each call on the device, all of them in turn."""
+    for call in calls.values():
+        call()
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(repeat):
+        for name, call in calls.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            end.synchronize()
+            found[name].append(begin.elapsed_time(end) / 1e3)
+    return {name: statistics.median(times) for name, times in found.items()}
+
+
+def bandwidth(device: torch.device) -> dict[str, Any]:
+    """GB/s of chunks (bytes of one buffer over time), by number of programs and staged loads, beside torch's
+    own."""
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    rows = []
+    for dtype in (torch.float32, torch.bfloat16):
+        n = 64 * MIB // dtype.itemsize
+        a, b, c, d = (torch.randn(n, device=device).to(dtype) for _ in range(4))
+        host = host_buffer(64 * MIB, device).view(dtype)
+        calls: dict[str, Callable[[], object]] = {
+            "torch add": _torch_add(a, b, c),
+            "torch copy": _torch_copy(a, c),
+        }
+        for programs in (1, 2, 4, 8, 16, sms):
+            for stages in (1, 3):
+                name = f"{programs} programs, {stages} stages"
+                calls[f"reduce to 2, {name}"] = _reduce(a, b, c, d, programs, stages)
+                calls[f"copy, {name}"] = _copy(a, c, programs, stages)
+        calls["pinned to device, 2 programs"] = _copy(host, c, 2, 1)
+        calls["pinned reduce to pinned and device, 2 programs"] = _reduce(host, b, host, d, 2, 1)
+        for name, seconds in timed(calls).items():
+            rows.append({"what": name, "dtype": str(dtype), "gb_s": a.nbytes / seconds / 1e9})
+    return {"ok": True, "sms": sms, "rows": rows}
+
+
+def _torch_add(a: Tensor, b: Tensor, out: Tensor) -> Callable[[], object]:
+    return lambda: torch.add(a, b, out=out)
+
+
+def _torch_copy(a: Tensor, out: Tensor) -> Callable[[], object]:
+    return lambda: out.copy_(a)
+
+
+def _reduce(a: Tensor, b: Tensor, c: Tensor, d: Tensor, programs: int, stages: int) -> Callable[[], object]:
+    return lambda: reduce_copy.reduce_copy(a, b, c, d, programs=programs, stages=stages)
+
+
+def _copy(a: Tensor, c: Tensor, programs: int, stages: int) -> Callable[[], object]:
+    return lambda: reduce_copy.copy(a, c, programs=programs, stages=stages)
+
+
+class Load:
+    """A plane that is kept in an operation by a thread: idle, or busy with storing reductions of 8 MiB chunks."""
+
+    def __init__(self, device: torch.device, via: Via, programs: int, busy: bool) -> None:
+        buffers = [torch.empty(CHUNK + 64, dtype=torch.uint8, device=device) for _ in range(2)]
+        self.plane = StagedPlane(device, *buffers, via=via, programs=programs, timeout_s=60)
+        self.plane.warm_up((torch.float32,))
+        self._local = torch.randn(CHUNK // 4, device=device)
+        self._out = torch.empty_like(self._local)
+        self._busy = busy
+        self._end = threading.Event()
+        self.chunks = 0
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Load:
+        torch.cuda.synchronize()
+        self._thread.start()
+        time.sleep(0.05)
+        return self
+
+    def _run(self) -> None:
+        job = self.plane.open(self._local, self._out, 10**9)
+        ahead = 0
+        while not self._end.is_set():
+            while self._busy and ahead < 4:
+                job.post(Command(Kind.REDUCE_STORE_SEND, 0, CHUNK // 4, 0, 0))
+                ahead += 1
+            done = len(job.completed())
+            ahead -= done
+            self.chunks += done
+            if not done:
+                time.sleep(2e-5)
+        job.close(failed=True)
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        self._thread.join()
+        self.plane.close()
+
+
+def matmul(device: torch.device, n: int = 8192, inner: int = 10) -> dict[str, Any]:
+    """How much slower a bf16 matmul is beside a plane that waits or works, in turn with the matmul alone."""
+    a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+
+    def multiply() -> None:
+        for _ in range(inner):
+            torch.matmul(a, b, out=out)
+
+    rows = []
+    cases: list[tuple[Via, int, bool]] = [
+        ("persistent", 2, False), ("persistent", 2, True), ("persistent", 16, True), ("streamops", 2, False),
+        ("streamops", 2, True),
+    ]  # fmt: skip
+    for via, programs, busy in cases:
+        alone, beside, gb_s = [], [], []
+        for _ in range(5):
+            alone.append(timed({"alone": multiply}, 3)["alone"])
+            with Load(device, via, programs, busy) as load, watchdog(45, load.plane):
+                before, begin = load.chunks, time.monotonic()
+                beside.append(timed({"beside": multiply}, 3)["beside"])
+                gb_s.append((load.chunks - before) * CHUNK / (time.monotonic() - begin) / 1e9)
+        slow = statistics.median(beside) / statistics.median(alone)
+        rows.append({
+            "via": via, "programs": programs, "busy": busy, "slow_down": slow, "chunks_gb_s":
+            statistics.median(gb_s), "tflops_alone": 2 * n**3 * inner / statistics.median(alone) / 1e12,
+        })  # fmt: skip
+    return {"ok": True, "rows": rows}

@@ -1,0 +1,61 @@
+"""Worker: one member of a ring as a process of its own; `processes` starts it and tells it what to do as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any
+
+import torch
+
+from ftar_kernels import reference
+from ftar_kernels.bench.checks import empty, fresh, programs
+from ftar_kernels.bench.ring import Broken, Layout, Member
+from ftar_kernels.staging import Segment
+
+
+def say(**what: Any) -> None:
+    """One line for the parent."""
+    sys.stdout.write(json.dumps(what) + "\n")
+    sys.stdout.flush()
+
+
+def main(task: dict[str, Any]) -> None:
+    """All-reduces on fresh data until the parent has what it wants, or the ring breaks."""
+    torch.set_num_threads(1)
+    device = torch.device(task["device"])
+    position, members, elements = task["position"], task["members"], task["elements"]
+    layout = Layout(members, task["chunk_bytes"], task["slots"])
+    segment = Segment(layout.nbytes, task["fd"])
+    if device.type == "cuda":
+        segment.pin()
+    member = Member(
+        segment.bytes, layout, position, device, 16 * -(-elements // 4) + 16, task["via"], programs=programs(),
+        timeout_s=task["timeout_s"],
+    )  # fmt: skip
+    member.plane.warm_up((torch.float32,))
+    say(ready=True)
+    sys.stdin.readline()
+    out = empty(elements, torch.float32, device)
+    times = []
+    same = True
+    try:
+        for number in range(task["repeat"]):
+            torch.manual_seed(task["seed"] + number)
+            inputs = [fresh(elements, torch.float32, device) for _ in range(members)]
+            begin = time.perf_counter()
+            member.all_reduce(inputs[position], out)
+            times.append(time.perf_counter() - begin)
+            want = reference.ring_all_reduce(inputs, out, layout.chunk_bytes // 4, layout.slots)
+            same = same and torch.equal(out, want[position])
+            say(done=number)
+    except Broken as error:
+        say(broken=str(error), at=time.monotonic(), ok=same)
+        return
+    member.close()
+    say(finished=True, ok=same, ms=1e3 * sorted(times)[len(times) // 2])
+
+
+if __name__ == "__main__":
+    main(json.loads(sys.argv[1]))

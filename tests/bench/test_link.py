@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_hsdp.bench.goals import verdicts
+from ft_hsdp.bench.hsdp import measure as measuring
+from ft_hsdp.bench.hsdp import network
+from ft_hsdp.bench.hsdp.network import BRIDGE, INTERFACE, Network
+from ft_hsdp.bench.hsdp.report import Block, report
+from ft_hsdp.bench.hsdp.scene import Scene
+from ft_hsdp.bench.plan import Log
+from ft_hsdp.bench.table import show
+from ft_hsdp.errors import Retryable
+from ft_hsdp.launch.processes import environment
+
+needs_root = pytest.mark.skipif(bool(network.unfit()), reason=network.unfit() or "it can be made")
+SPACES = Path("/run/netns")
+SEND = """
+import socket, sys
+sock = socket.socket()
+if sys.argv[1] == "take":
+    sock.bind((sys.argv[2], 4000))
+    sock.listen()
+    print("listens", flush=True)
+    with sock.accept()[0].makefile("rb") as stream:
+        print(len(stream.read()))
+else:
+    sock.connect((sys.argv[2], 4000))
+    sock.sendall(bytes(int(sys.argv[3])))
+"""
+
+
+def left(pid: int) -> list[str]:
+    """Namespaces of the bench that is process `pid`."""
+    return sorted(path.name for path in SPACES.glob(f"ft-hsdp-{pid}-*"))
+
+
+def transfer(source: str, target: str, host: str, nbytes: int) -> None:
+    """Send bytes over TCP from one namespace to another, which is at `host`."""
+    command = ["ip", "netns", "exec", target, sys.executable, "-c", SEND, "take", host]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as taker:
+        assert taker.stdout is not None
+        assert taker.stdout.readline() == "listens\n"
+        command = ["ip", "netns", "exec", source, sys.executable, "-c", SEND, "send", host, str(nbytes)]
+        subprocess.run(command, check=True, timeout=30)
+        assert int(taker.stdout.readline()) == nbytes
+
+
+def blocks(*seconds: float, sent: float = 0.0) -> list[Block]:
+    return [Block(each, sent, 2 * each) for each in seconds]
+
+
+def commit(ftar_s: float, ftar: float, agreed: float, nbytes: int = 4_000_000) -> dict[str, Any]:
+    return {"ftar_s": ftar_s, "ftar_bytes": nbytes, "waits": {"ftar": ftar, "commit": agreed}}
+
+
+def test_costs_are_medians_beyond_those_of_replicas_that_train_alone() -> None:
+    crews = {
+        "alone": blocks(1.0, 9.0, 1.1),
+        "hsdp": blocks(1.5, 1.6, 99.0, sent=8e6),
+        "ft_hsdp": blocks(1.3, 1.2, 1.1, sent=8.5e6),
+    }
+    commits = [[commit(0.1, 0.0, 0.01), commit(0.2, 0.02, 0.02)], [commit(0.3, 0.04, 0.03)]]
+    row = report(Scene(rounds=3, bits_per_s=1e9), crews, commits)
+    assert row["crews"]["alone"]["step"] == {"p50_ms": 1100.0, "min_ms": 1000.0, "max_ms": 9000.0, "count": 3}
+    assert row["crews"]["ft_hsdp"]["cpu_ms_per_step"] == 2400.0
+    assert row["crews"]["ft_hsdp"]["link_bytes_per_step"] == 8_500_000
+    assert row["cost_ms"] == {"hsdp": 500.0, "ft_hsdp": 100.0}
+    assert row["times_cost"] == 0.2
+    assert row["gradient_bytes_per_rank"] == 3_000_000  # each rank sends 4/3 of its gradient
+    assert row["least_exchange_ms"] == 64.0  # 2 ranks share the link: 8 MB at 1 Gbit/s
+    assert row["ft_hsdp"] == {"exchange_ms": 200.0, "exposed_ms": 20.0, "commit_ms": 20.0, "mbit_per_s": 320.0}
+
+
+def test_the_figures_are_shown_beside_the_goal() -> None:
+    crews = {"alone": blocks(1.0), "hsdp": blocks(1.5), "ft_hsdp": blocks(1.3, sent=8e6)}
+    row = report(Scene(rounds=1), crews, [[commit(0.2, 0.02, 0.01)]])
+    (verdict,) = verdicts({"link": [row]})
+    assert (verdict.seen, verdict.limit, verdict.met) == (0.6, 0.6, True)
+    stream = io.StringIO()
+    machine = {"cpu": "A processor", "cores": 2, "load_1min_before": 0.1, "tcp_congestion_default": "bbr"}
+    empty: dict[str, list[Any]] = {"bandwidth": [], "spin": [], "kill": [], "reconfigure": [], "notes": []}
+    show({"date": "", "machine": machine, "versions": {}, "contenders": {}, "link": [row], **empty}, stream)
+    _, _, text = stream.getvalue().partition("\n")
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    (shown,) = [line.split() for line in text.splitlines() if line.strip().startswith("ft_hsdp ")]
+    assert shown == ["ft_hsdp", "1300", "300", "2600", "8.0"]
+    assert "takes 200 ms (the link alone: 64); 20 of it" in text
+
+
+def test_there_is_no_ratio_where_hsdp_costs_nothing() -> None:
+    crews = {"alone": blocks(1.0), "hsdp": blocks(1.0), "ft_hsdp": blocks(1.1)}
+    row = report(Scene(rounds=1), crews, [[commit(0.1, 0.0, 0.0)]])
+    assert row["times_cost"] is None
+    assert verdicts({"link": [row]}) == []
+
+
+def test_without_root_the_measure_is_left_out_with_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "RIGHTS", {"CAP_THAT_NOBODY_HAS": 63})
+    stream = io.StringIO()
+    log = Log(stream)
+    assert measuring.measure(Scene(), log) == []
+    (line,) = stream.getvalue().splitlines()
+    assert line == (
+        "note: link is left out: it makes network namespaces, which needs root (missing: CAP_THAT_NOBODY_HAS)"
+    )
+    assert log.notes == [line.removeprefix("note: ")]
+    monkeypatch.setattr(network, "COMMANDS", ("ip", "no-such-command"))
+    assert network.unfit() == "not installed: no-such-command"
+
+
+@needs_root
+@pytest.mark.multiproc
+def test_what_goes_between_replicas_goes_over_links_that_are_slow_both_ways() -> None:
+    with Network(2, "1gbit", "reno") as net:
+        assert left(os.getpid()) == sorted([*net.replicas, net.hub])
+        places = {(net.hub, "port0"), (net.hub, "port1"), *((space, INTERFACE) for space in net.replicas)}
+        for space, device in places:
+            found = json.loads(subprocess.check_output(["tc", "-n", space, "-j", "qdisc", "show", "dev", device]))
+            assert [qdisc["kind"] for qdisc in found] == ["tbf"]
+            assert found[0]["options"]["rate"] == 125_000_000
+        setting = ["ip", "netns", "exec", net.replicas[1], "cat", "/proc/sys/net/ipv4/tcp_congestion_control"]
+        assert subprocess.check_output(setting, text=True) == "reno\n"
+        first, second = net.replicas
+        before = net.sent()
+        transfer(first, second, net.host(1), 3_000_000)
+        between = net.sent()
+        assert 3_000_000 < between[0] - before[0] < 3_500_000
+        assert between[1] - before[1] < 500_000
+        transfer(second, second, net.host(1), 3_000_000)
+        assert net.sent()[1] - between[1] < 500_000
+        down = subprocess.check_output(["ip", "-n", net.hub, "-j", "link", "show", "dev", BRIDGE])
+        assert "UP" in json.loads(down)[0]["flags"]
+    assert left(os.getpid()) == []
+
+
+@needs_root
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_nothing_is_left_after_an_error(error: type[BaseException]) -> None:
+    with pytest.raises(error), Network(1, "1gbit"):  # noqa: PT012 - it must be there before it goes
+        assert len(left(os.getpid())) == 2
+        raise error
+    assert left(os.getpid()) == []
+
+
+@needs_root
+def test_nothing_is_left_where_it_cannot_be_made() -> None:
+    with pytest.raises(Retryable, match=r"^bench: tc .* rate fast .*$") as caught, Network(2, "fast"):
+        pass
+    assert "\n" not in str(caught.value)
+    assert left(os.getpid()) == []
+
+
+@needs_root
+@pytest.mark.multiproc
+def test_nothing_is_left_after_ctrl_c(tmp_path: Path) -> None:
+    code = (
+        "import sys; from ft_hsdp.bench.hsdp.measure import measure; from ft_hsdp.bench.hsdp.scene import Scene;"
+        "from ft_hsdp.bench.plan import Log; measure(Scene(), Log(sys.stderr))"
+    )
+    bench = subprocess.Popen(
+        [sys.executable, "-c", code],
+        env={**environment(), "TMPDIR": str(tmp_path)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    logs: list[Path] = []
+    while len(logs) < 3 * 3 * 2 + 1:  # every rank's and the lighthouse's: they are all started
+        assert bench.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+        logs = [*tmp_path.glob("*/*-*-*.log"), *tmp_path.glob("*/runs/link/lighthouse.log")]
+    spaces = left(bench.pid)
+    inside = [pid for space in spaces for pid in processes(space)]
+    assert len(spaces) == 4
+    assert len(inside) == 3 * 3 * 2 + 1
+    bench.send_signal(signal.SIGINT)
+    _, said = bench.communicate(timeout=30)
+    assert said.rstrip().endswith("KeyboardInterrupt")
+    assert left(bench.pid) == []
+    assert [pid for pid in inside if Path(f"/proc/{pid}").exists()] == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def processes(space: str) -> list[str]:
+    """Process ids in a namespace."""
+    return subprocess.check_output(["ip", "netns", "pids", space], text=True).split()

@@ -1,0 +1,274 @@
+"""A ring in one process on any transport: engines in threads on real edges, or actors in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Protocol
+from unittest import mock
+
+import torch
+from ring_values import KEY, entry
+from torch import Tensor
+from transport_kinds import Flavour
+
+from ft_hsdp.core.partition import Plan
+from ft_hsdp.core.ring import operations
+from ft_hsdp.errors import PeerDead
+from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
+from ft_hsdp.ftar.door import Door, Identity
+from ft_hsdp.ftar.engine import Result, Ring
+from ft_hsdp.ftar.exchange import DTYPES, Order
+from ft_hsdp.ftar.frame import Framing, Key
+from ft_hsdp.ftar.link import Inlet, Outlet
+from ft_hsdp.ftar.memory import Arena
+from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.ftar.transport import shm
+from ft_hsdp.ftar.transport.choose import KINDS
+from ft_hsdp.ftar.transport.kind import Edge
+from ft_hsdp.ftar.transport.sim import Nature
+from ft_hsdp.ftar.transport.world import World
+
+TOKEN = "ab" * 32
+DEADLINE_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How a rig's messages go: chunks of ``chunk`` bytes, ``slots`` of them, silence of ``timeout_s``."""
+
+    chunk: int = 64
+    slots: int = 4
+    timeout_s: float = 5.0
+
+    def plan(self, members: int, elements: int, itemsize: int) -> Plan:
+        return Plan(elements, members, self.chunk // itemsize, self.slots)
+
+
+class Rig(Protocol):
+    """A ring of ``names``."""
+
+    names: Sequence[int]
+    outlets: Sequence[Outlet]
+    inlets: Sequence[Inlet]
+
+    def plan(self, elements: int, itemsize: int) -> Plan:
+        """How a message is cut."""
+        ...
+
+    def tensor(self, position: int, values: Tensor) -> Tensor:
+        """A copy of ``values`` in memory of that member, of the flavour's kind."""
+        ...
+
+    def submit(self, position: int, order: Order) -> Future[Result]:
+        """Queue an all-reduce."""
+        ...
+
+    def wait(self, works: Sequence[Future[Result]]) -> None:
+        """Until all are over."""
+        ...
+
+    def hang_up(self, position: int) -> None:
+        """A member closes both its edges."""
+        ...
+
+    def dies(self, position: int, chunks: int) -> None:
+        """A member closes both its edges when it has that many chunks."""
+        ...
+
+
+class DyingPlane(CpuPlane):
+    """Ends its ring when it is given its last chunk."""
+
+    ring: Ring | None = None
+    left = -1
+
+    def open(self, local: Tensor | None, out: Tensor, plan: Plan) -> CpuJob:
+        job = super().open(local, out, plan)
+        post = job.post
+
+        def counted(*args: Any) -> None:
+            self.left -= 1
+            if self.left == 0 and self.ring is not None:
+                self.ring.fail(PeerDead("dies here"))
+            post(*args)
+
+        job.post = counted  # type: ignore[method-assign]
+        return job
+
+
+class Engines:
+    """Each member's engine runs on a thread of its own."""
+
+    def __init__(self, flavour: Flavour, names: Sequence[int], shape: Shape) -> None:
+        self.names = names
+        self._shape = shape
+        self._registered = flavour.registered
+        self._arenas = [Arena() for _ in names]
+        self._pools = [ThreadPoolExecutor(1, f"member-{name}") for name in names]
+        settings = Settings(
+            transport=flavour.transport,  # type: ignore[arg-type]
+            chunk_bytes=shape.chunk,
+            chunks=shape.slots,
+            connections=flavour.connections,
+            timeout_s=shape.timeout_s,
+        )
+        permission = contextlib.nullcontext()
+        if not flavour.readable:
+            permission = mock.patch.object(shm, "read_remote", side_effect=PermissionError)  # type: ignore[assignment]
+        with permission:
+            ends = asyncio.run(edges(flavour.transport, names, settings, self._arenas))
+        self.outlets: list[Outlet] = [outlet for outlet, _ in ends]
+        self.inlets: list[Inlet] = [inlet for _, inlet in ends[-1:] + ends[:-1]]
+        planes = [DyingPlane() for _ in names]
+        self._planes = planes
+        self._rings = [
+            Ring(KEY.epoch, names, i, self.inlets[i], self.outlets[i], planes[i], self.plan)
+            for i in range(len(names))
+        ]
+
+    def plan(self, elements: int, itemsize: int) -> Plan:
+        return self._shape.plan(len(self.names), elements, itemsize)
+
+    def tensor(self, position: int, values: Tensor) -> Tensor:
+        if not self._registered:
+            return values.clone()
+        return self._arenas[position].empty(values.shape, values.dtype).copy_(values)
+
+    def submit(self, position: int, order: Order) -> Future[Result]:
+        return self._pools[position].submit(self._rings[position].all_reduce, order)
+
+    def wait(self, works: Sequence[Future[Result]]) -> None:
+        for work in works:
+            work.exception(DEADLINE_S)
+
+    def hang_up(self, position: int) -> None:
+        self._rings[position].fail(PeerDead("hangs up"))
+
+    def dies(self, position: int, chunks: int) -> None:
+        self._planes[position].ring, self._planes[position].left = self._rings[position], chunks
+
+    def close(self) -> None:
+        for ring in self._rings:
+            ring.fail(PeerDead("the test is over"))
+        for pool in self._pools:
+            pool.shutdown()
+        for ring in self._rings:
+            ring.dispose()
+
+
+async def edges(
+    transport: str, names: Sequence[int], settings: Settings, arenas: Sequence[Arena]
+) -> list[tuple[Outlet, Inlet]]:
+    """The outlet of each member, and the inlet of its right neighbour."""
+    kind, n = KINDS[transport], len(names)
+    doors = [Door(Identity(name, 0, "layout", TOKEN), lambda *_: None) for name in names]
+    addresses = [door.open("127.0.0.1") for door in doors]
+    try:
+        made = []
+        for i, name in enumerate(names):
+            j = (i + 1) % n
+            ticket, calls = doors[j].expect()
+            offer = kind.offer(doors[j], "127.0.0.1")
+            there = Edge(KEY.epoch, names[j], settings, TOKEN, addresses[j], offer, ticket)
+            here = Edge(KEY.epoch, name, settings, TOKEN, "", offer, ticket)
+            made.append(asyncio.gather(kind.dial(there, arenas[i]), kind.accept(here, calls)))
+        async with asyncio.timeout(DEADLINE_S):
+            return [(outlet, inlet) for outlet, inlet in await asyncio.gather(*made)]
+    finally:
+        for door in doors:
+            door.close()
+        await asyncio.sleep(0)
+
+
+class Actors:
+    """All members live in virtual time; ``registered``: they read each other's memory."""
+
+    def __init__(self, flavour: Flavour, names: Sequence[int], shape: Shape) -> None:
+        self.names = names
+        self._shape = shape
+        chance = random.Random(len(names))
+        nature = Nature(shape.slots, lambda: chance.uniform(1e-3, 1e-2), shape.timeout_s, flavour.registered)
+        self._world = World(names, nature, [CpuPlane() for _ in names], self.plan, lambda: 1e-4)
+        self.outlets: list[Outlet] = [e.outlet for e in self._world.edges]
+        self.inlets: list[Inlet] = [e.inlet for e in self._world.edges[-1:] + self._world.edges[:-1]]
+
+    def plan(self, elements: int, itemsize: int) -> Plan:
+        return self._shape.plan(len(self.names), elements, itemsize)
+
+    def tensor(self, position: int, values: Tensor) -> Tensor:
+        return values.clone()
+
+    def submit(self, position: int, order: Order) -> Future[Result]:
+        return self._world.actors[position].all_reduce(order)
+
+    def wait(self, works: Sequence[Future[Result]]) -> None:
+        self._world.run()
+        assert all(w.done() for w in works)
+
+    def hang_up(self, position: int) -> None:
+        self._world.actors[position].die()
+
+    def dies(self, position: int, chunks: int) -> None:
+        self._world.actors[position].mortal = chunks
+
+    def close(self) -> None:
+        self._world.run()
+
+
+def used() -> tuple[int, int]:
+    """Descriptors and threads of this process; segments belong to whoever holds their tensors."""
+    names = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the one that lists them
+            names.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return sum("memfd:" not in name for name in names), threading.active_count()
+
+
+@contextlib.contextmanager
+def rig(flavour: Flavour, members: int, shape: Shape | None = None) -> Iterator[Rig]:
+    """A ring of ``members`` with names that are not their positions; nothing of it may be left afterwards."""
+    before = used()
+    made = (Actors if flavour.transport == "sim" else Engines)(
+        flavour, [5 + i for i in range(members)], shape or Shape()
+    )
+    try:
+        yield made
+    finally:
+        made.close()
+        end = time.monotonic() + 2
+        while any(a > b for a, b in zip(used(), before, strict=True)) and time.monotonic() < end:
+            time.sleep(0.01)
+    assert all(a <= b for a, b in zip(used(), before, strict=True)), (
+        f"{used()} descriptors and threads, before: {before}"
+    )
+
+
+def framing(
+    rig_: Rig, position: int, elements: int, dtype: torch.dtype = torch.float32, key: Key = KEY
+) -> Framing:
+    """How the frames that ``position`` sends should look."""
+    plan = rig_.plan(elements, dtype.itemsize)
+    return Framing(key, plan, operations(position, plan.members), dtype.itemsize, DTYPES.index(dtype))
+
+
+def feed(ring: Rig, position: int, n: int, how: Framing) -> list[Tensor]:
+    """Play one member of two that sends all that it has to, correctly; hold what is returned until it is read."""
+    plan, outlet = ring.plan(n, 4), ring.outlets[position]
+    payloads = []
+    outlet.begin(lambda error: None)
+    for operation in how.operations[:-1]:
+        for round_ in range(plan.rounds):
+            news = [entry(ring.names[position])] if how.entries(operation.number + 1, round_) else []
+            head = how.header(operation, round_, False) + b"".join(e.pack() for e in news)
+            payload = ring.tensor(position, torch.zeros(plan.span(operation.shard, round_).size))
+            payloads.append(payload)
+            outlet.send(head, payload, False)
+    return payloads

@@ -1,0 +1,367 @@
+"""Storm: random kills, stops, cuts, stalls, flipped bits and stale calls between light members; what must hold.
+
+    python tests/ftar/storm.py --events 1000 --seed 7
+
+Every all-reduce ends in time; one that succeeded is right at every member that says so; inputs stay as they are;
+without a new fault the next ring forms and sums; a member that has closed holds nothing any more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import select
+import signal
+import statistics
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable
+from dataclasses import asdict
+from pathlib import Path
+
+from storm_events import EVENTS
+from storm_members import Member, Message, Nursery
+from storm_proxy import Proxies
+
+from ft_hsdp.core import lineage
+from ft_hsdp.ftar.settings import Settings
+
+POOL = 5  # members
+ERA = 20  # events with the same settings
+TRIES = 3  # of a ring on a machine that is busy with other things
+DEADLINE_S = 30.0  # after which something hangs
+ENDLESS = 1 << 30
+TOKEN = "5a" * 32
+
+
+class Broken(AssertionError):
+    """Something that must hold does not."""
+
+
+class Storm:
+    """The driver. ``members`` are all that live; ``ring`` those of the present epoch."""
+
+    def __init__(self, seed: int, folder: Path) -> None:
+        self.chance = random.Random(seed)
+        self.seed = seed
+        self.members: dict[int, Member] = {}
+        self.ring: list[Member] = []
+        self.epoch = 0
+        self.fatal_allowed = False
+        self.fatal: set[int] = set()
+        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
+        self.outcomes: Counter[str] = Counter()
+        self.happened: Counter[str] = Counter()
+        self.settings: list[Settings] = []
+        self.token = TOKEN
+        self.folder = folder
+        self.proxies = Proxies()
+        self._nursery = Nursery(folder)
+        self._trace: list[str] = []
+
+    # Members.
+
+    def era(self) -> None:
+        """New settings for all members; those that lived under the old ones must leave nothing behind."""
+        self.close_all()
+        chance = self.chance
+        sizes = {
+            "chunk_bytes": chance.choice((None, None, 4096, 65536, 1 << 18)),
+            **chance.choice(({}, {}, {"chunks": 1}, {"chunks": 2}, {"chunks": 5, "connections": 3})),
+        }
+        ways = chance.choice((("tcp",), ("tcp",), ("shm",), ("auto",), ("auto", "tcp"), ("c10d",)))
+        self.trace(f"era {sizes} {ways}")
+        patience = min(6.0, max(1.0, os.getloadavg()[0] / 4))  # others may need the machine too
+        self.settings = [
+            Settings(transport=w, timeout_s=0.8 * patience, connect_timeout_s=2 * patience, **sizes) for w in ways
+        ]
+        for number in range(POOL):
+            if number not in self.members:
+                self.fork(number)
+            else:
+                self.open(self.members[number])
+
+    def fork(self, number: int) -> Member:
+        """A new process for member ``number``."""
+        self.members[number] = member = self._nursery.fork(number)
+        self.open(member)
+        return member
+
+    def open(self, member: Member) -> None:
+        """Give it a communicator and perhaps a proxy."""
+        settings = self.chance.choice(self.settings)
+        member.tell(do="open", settings=asdict(settings), token=TOKEN)
+        member.door = self.hear(member, "opened")["opened"]
+        if self.chance.random() < 0.6:
+            member.proxy = self.proxies.add(member.door, settings.transport != "c10d")
+        member.address = member.proxy.address if member.proxy else member.door
+
+    def unproxy(self, member: Member) -> None:
+        """End its proxy."""
+        if member.proxy is not None:
+            self.proxies.drop(member.proxy)
+            member.proxy = None
+
+    def kill(self, member: Member) -> float:
+        """SIGKILL; when it was done."""
+        now = time.monotonic()
+        member.signal(signal.SIGKILL)
+        return now
+
+    def bury(self, member: Member) -> None:
+        """It is dead: forget it."""
+        if not select.select([member.pidfd], [], [], DEADLINE_S)[0]:
+            raise Broken(f"member {member.number} does not die")
+        member.alive = False
+        self.unproxy(member)
+        os.close(member.pidfd)
+        member.link.close()
+        del self.members[member.number]
+
+    def resume(self, member: Member) -> None:
+        """SIGCONT."""
+        member.signal(signal.SIGCONT)
+        member.stopped = False
+
+    def close_one(self, member: Member) -> None:
+        """Close its communicator: nothing may be left."""
+        member.tell(do="close")
+        left = self.hear(member, "closed")["closed"]
+        self.unproxy(member)
+        if left:
+            raise Broken(f"member {member.number} still holds after close: {left}")
+
+    def close_all(self) -> None:
+        """Close all communicators, in any order."""
+        for member in self.chance.sample(list(self.members.values()), len(self.members)):
+            self.close_one(member)
+
+    def layout(self) -> str:
+        """What the members' HELLOs say of their settings."""
+        settings = self.settings[0]
+        return lineage.digest("job", 0, "", (settings.chunk_bytes, settings.slots, settings.connections))
+
+    # Hearing.
+
+    def hear(self, member: Member, what: str, epoch: int | None = None) -> Message:
+        """Its next message with ``what``."""
+        return self.hear_all([member], (what,), epoch)[member.number]
+
+    def hear_all(
+        self, members: Collection[Member], whats: tuple[str, ...], epoch: int | None = None
+    ) -> dict[int, Message]:
+        """From each of ``members`` one message of ``whats`` (of ``epoch``); what was said before it counts too."""
+        found: dict[int, Message] = {}
+        end = time.monotonic() + DEADLINE_S
+        while True:
+            for m in members:
+                if m.number not in found and (message := self._pick(m, whats, epoch)) is not None:
+                    found[m.number] = message
+            if len(found) == len(members):
+                return found
+            self.pump(
+                0.2, end, f"{whats} of epoch {epoch} from {[m.number for m in members if m.number not in found]}"
+            )
+
+    @staticmethod
+    def _pick(member: Member, whats: tuple[str, ...], epoch: int | None) -> Message | None:
+        for message in member.said:
+            for what in whats:
+                if what in message and (epoch is None or message[what] == epoch):
+                    member.said.remove(message)
+                    return message
+        return None
+
+    def pump(self, wait_s: float, end: float, what: str) -> None:
+        """Read what members say for a moment."""
+        links = {m.link: m for m in self.members.values() if m.alive}
+        for link in select.select(list(links), [], [], wait_s)[0]:
+            member = links[link]
+            try:
+                data = link.recv(1 << 16)
+            except ConnectionResetError:
+                data = b""
+            if not data:
+                member.alive = False
+                continue
+            message = json.loads(data)
+            self._note(member, message)
+            member.said.append(message)
+        if time.monotonic() > end:
+            self.dump()
+            raise Broken(f"no {what} within {DEADLINE_S:g} s")
+
+    def _note(self, member: Member, message: Message) -> None:
+        if "formed" in message and message["formed"] is not False and "took" in message:
+            self.seconds["reconfigure"].append(message["took"])
+        if "problem" in message:
+            if not (message.get("fatal") and self.fatal_allowed):
+                raise Broken(f"member {member.number}: {message['problem']}")
+            self.fatal.add(member.number)
+        if "ended" in message:
+            self.outcomes[f"{message['why']}"] += 1
+
+    def dump(self) -> None:
+        """Have every member write its stacks to its log."""
+        for member in self.members.values():
+            if member.alive:
+                if member.stopped:
+                    self.resume(member)
+                member.signal(signal.SIGUSR1)
+        time.sleep(0.5)
+
+    def trace(self, line: str) -> None:
+        """What was done, for whoever has to understand a failure."""
+        self._trace.append(f"{time.monotonic():.4f} {line}")
+
+    @property
+    def last(self) -> str:
+        """The last things that were done."""
+        return "\n".join(self._trace[-25:])
+
+    # Rings.
+
+    def tell_ring(
+        self, members: list[Member], ops: int = ENDLESS, order: dict[int, list[Member]] | None = None
+    ) -> int:
+        """A new epoch for ``members``; ``order`` tells some of them another story."""
+        self.epoch += 1
+        self.ring = members
+        for member in self.chance.sample(members, len(members)):
+            if member.proxy is not None:
+                member.proxy.members = len(members)
+        for member in self.chance.sample(members, len(members)):
+            story = (order or {}).get(member.number, members)
+            if not story:
+                continue
+            names = [(m.number, m.address) for m in story]
+            member.tell(do="ring", epoch=self.epoch, members=names, ops=ops, seed=str(self.seed))
+        self.trace(f"ring {self.epoch}: {[m.number for m in members]} ops {ops}")
+        return self.epoch
+
+    def pick_ring(self) -> list[Member]:
+        """Some of the members, in any order."""
+        ready = [m for m in self.members.values() if m.alive and not m.stopped]
+        return self.chance.sample(ready, self.chance.randint(min(2, len(ready)), len(ready)))
+
+    def start(self, members: list[Member] | None = None) -> None:
+        """A ring without faults: it has to form and sum."""
+        self._succeed(members or self.pick_ring(), ENDLESS, "going")
+
+    def calm(self) -> None:
+        """A ring that sums some times and then waits, so that the next one can keep its edges."""
+        self._succeed(self.ring, self.chance.randint(1, 6), "done")
+
+    def _succeed(self, members: list[Member], ops: int, what: str) -> None:
+        """Without a fault only a machine that has no time for us may break a ring, and not again and again."""
+        for _ in range(TRIES):
+            epoch = self.tell_ring(members, ops)
+            heard = self.hear_all(self.ring, (what, "ended"), epoch)
+            bad = {n: m for n, m in heard.items() if "ended" in m}
+            if not bad:
+                return
+            if not any(m["why"] == "PeerTimeout" or "not connected within" in m["text"] for m in bad.values()):
+                break
+            self.outcomes["late without a fault"] += 1
+            self.trace(f"late: {bad}")
+            if what == "going":
+                self.ended(m for m in self.ring if m.number not in bad)
+        raise Broken(f"epoch {epoch} failed without a fault: {bad}")
+
+    def ended(self, members: Iterable[Member]) -> dict[int, Message]:
+        """The ring has to end at all of ``members``."""
+        return self.hear_all(list(members), ("ended",), self.epoch)
+
+    def undisturbed(self) -> None:
+        """The ring goes on."""
+        before = self.progress()
+        end = time.monotonic() + DEADLINE_S
+        while any(now <= before[n] for n, now in self.progress().items()):
+            self.pump(0.01, end, "progress after a harmless event")
+
+    def progress(self) -> dict[int, int]:
+        """How many sums each member of the ring has."""
+        for member in self.ring:
+            member.tell(do="ping")
+        heard = self.hear_all(self.ring, ("pong",))
+        if bad := {m.number: w for m in self.ring for w in m.said if w.get("ended") == self.epoch}:
+            raise Broken(f"a harmless event broke epoch {self.epoch}: {bad}")
+        return {n: m["pong"] for n, m in heard.items()}
+
+    def clear(self) -> None:
+        """After an event: whoever met a fatal error gets a new communicator, the dead come back, old words go."""
+        for member in list(self.members.values()):
+            if member.proxy is not None:
+                proxy = member.proxy
+                self.proxies.call(proxy.heal)
+        for number in self.fatal:
+            if number in self.members and self.members[number].alive:
+                self.close_one(self.members[number])
+                self.open(self.members[number])
+        self.fatal.clear()
+        self.fatal_allowed = False
+        for member in list(self.members.values()):
+            if not member.alive:
+                raise Broken(f"member {member.number} is gone; see {member.log}")
+            member.said.clear()
+
+    def close(self) -> None:
+        """End all, also after a failure."""
+        for member in list(self.members.values()):
+            self.kill(member)
+            self.bury(member)
+        self.proxies.close()
+        self._nursery.close()
+
+    def run(self, events: int) -> None:
+        """The storm.
+
+        Raises:
+            Broken: something that must hold did not; its text says after which events.
+        """
+        try:
+            for number in range(events):
+                if number % ERA == 0:
+                    self.era()
+                self.start()
+                name, event = self.chance.choices(list(EVENTS.items()), [e.weight for e in EVENTS.values()])[0]
+                self.trace(f"event {number}: {name}")
+                self.happened[name] += 1
+                event.do(self)
+                self.clear()
+            self.start()
+            self.close_all()
+        except Exception as error:
+            raise Broken(f"{error}\nseed {self.seed}, logs in {self.folder}\n{self.last}") from error
+
+    def report(self) -> str:
+        """What happened, and how long things took."""
+        lines = [f"events: {dict(self.happened.most_common())}", f"errors: {dict(self.outcomes.most_common())}"]
+        for name, taken in sorted(self.seconds.items()):
+            ms = sorted(1e3 * t for t in taken)
+            lines.append(f"{name}: n {len(ms)}, p50 {statistics.median(ms):.1f}, max {ms[-1]:.1f} ms")
+        return "\n".join(lines)
+
+
+def main() -> None:
+    """Run a storm from the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--events", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=7)
+    arguments = parser.parse_args()
+    folder = Path(tempfile.mkdtemp(prefix="storm-"))
+    storm = Storm(arguments.seed, folder)
+    start = time.monotonic()
+    try:
+        storm.run(arguments.events)
+    finally:
+        storm.close()
+        print(f"{time.monotonic() - start:.1f} s; logs in {folder}")
+        print(storm.report())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""What is particular to process groups of two; the rest is in the conformance suite."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+from ring_rig import used
+
+from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout
+from ft_hsdp.ftar import Communicator, Settings
+from ft_hsdp.ftar.transport import gloo
+from ft_hsdp.ftar.transport.gloo import Mail, Mirror, classify, connect
+
+SETTINGS = Settings(transport="c10d", connections=2, timeout_s=60.0)
+MOMENT = timedelta(milliseconds=1)
+
+
+def wires() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        a = socket.create_connection(server.getsockname())
+        b, _ = server.accept()
+    for sock in (a, b):
+        sock.settimeout(10.0)
+    return a, b
+
+
+@contextlib.contextmanager
+def groups() -> Iterator[tuple[Any, Any]]:
+    """Both ends of a pair."""
+    a, b = wires()
+    with a, b, ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(connect, sock, rank, SETTINGS) for rank, sock in enumerate((a, b))]
+        yield ends[0].result(10), ends[1].result(10)
+
+
+@contextlib.contextmanager
+def mails(deadline_s: float = 60.0) -> Iterator[tuple[Mail, Mail]]:
+    settings = Settings(connections=2, timeout_s=deadline_s)
+    with groups() as (first, second):
+        ends = Mail(first, 6, settings), Mail(second, 5, settings)
+        del first, second
+        yield ends
+        for end in ends:
+            end.dispose()
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = used()
+    yield
+    gc.collect()
+    assert all(a <= b for a, b in zip(used(), before, strict=True)), f"{used()}, before: {before}"
+
+
+def text_of(act: Callable[[], object]) -> RuntimeError:
+    with pytest.raises(RuntimeError) as caught:
+        act()
+    return RuntimeError(str(caught.value))
+
+
+def test_what_the_installed_gloo_says_is_understood() -> None:
+    nothing = torch.empty(8, dtype=torch.uint8)
+    with groups() as (a, b):
+        expired = text_of(lambda: a.recv([nothing], 1, 0).wait(MOMENT))
+        after = text_of(lambda: a.recv([nothing], 1, 0).wait(MOMENT))
+        theirs = text_of(lambda: b.recv([nothing], 0, 0).wait(timedelta(seconds=10)))
+        a = b = None
+    assert "Timed out waiting" in str(expired)
+    assert isinstance(classify(expired, 3), PeerTimeout)
+    assert isinstance(classify(after, 3), PeerTimeout)
+    assert isinstance(classify(theirs, 3), PeerDead)
+    assert classify(theirs, 3).suspect == 3
+    known = [part for part, _ in gloo.ERRORS]
+    assert all(any(part in str(e) for part in known) for e in (expired, after, theirs))
+
+
+def test_an_unknown_text_costs_the_pair_only() -> None:
+    error = classify(RuntimeError("something new"), 4)
+    assert isinstance(error, PeerDead)
+    assert str(error) == "gloo: something new (suspect: replica 4)"
+
+
+def test_messages_keep_their_order_on_two_contexts() -> None:
+    sizes = [1, 300_000, 7, 2_000_000, 5]
+    with mails() as (sender, receiver):
+        places = [torch.zeros(n) for n in sizes]
+        for place in places[:3]:
+            receiver.receive(place)
+        for i, n in enumerate(sizes):
+            sender.send(torch.full((n,), float(i + 1)))
+        for place in places[3:]:
+            receiver.receive(place)
+        for end in (receiver, sender):
+            while len(end):
+                end.finish()
+        assert [p.unique().tolist() for p in places] == [[1.0], [2.0], [3.0], [4.0], [5.0]]
+
+
+@pytest.mark.parametrize("context", [0, 1])
+@pytest.mark.parametrize("what", ["receive", "send"])
+def test_a_cut_releases_whoever_waits_at_both_ends(what: str, context: int) -> None:
+    """Without the other end's help; it only sees the end of the connection."""
+    with mails() as (mine, theirs), ThreadPoolExecutor(2) as pool:
+        if context:
+            mine.receive(torch.empty(8))
+            theirs.send(torch.empty(8))
+            mine.finish()
+            theirs.finish()
+        getattr(mine, what)(torch.empty(8))
+        if what == "receive":
+            theirs.receive(torch.empty(8))
+        waits = [pool.submit(mine.finish)]
+        if what == "receive":
+            waits.append(pool.submit(theirs.finish))
+        for _ in range(2):
+            mine.cut()
+        errors = [wait.exception(10) for wait in waits]
+        assert all(isinstance(e, PeerDead) for e in errors), errors
+        assert isinstance(errors[0], FTARError)
+        assert errors[0].suspect is None  # nobody's fault
+        if what == "receive":
+            assert isinstance(errors[1], FTARError)
+            assert errors[1].suspect == 5
+
+
+def test_silence_is_a_timeout() -> None:
+    with mails(deadline_s=0.2) as (mine, _):
+        mine.receive(torch.empty(8))
+        with pytest.raises(PeerTimeout) as silent:
+            mine.finish()
+        assert silent.value.suspect == 6
+
+
+def test_a_peer_that_is_killed_is_dead() -> None:
+    a, b = wires()
+    child = os.fork()
+    if child == 0:
+        try:
+            held = connect(b, 1, SETTINGS)
+            signal.pause()
+            del held
+        finally:
+            os._exit(1)
+    b.close()
+    with a:
+        mail = Mail(connect(a, 0, SETTINGS), 6, SETTINGS)
+        mail.receive(torch.empty(8))
+        threading.Timer(0.05, os.kill, (child, signal.SIGKILL)).start()
+        with pytest.raises(PeerDead) as dead:
+            mail.finish()
+        assert dead.value.suspect == 6
+        mail.dispose()
+    os.waitpid(child, 0)
+
+
+def test_a_caller_that_goes_away_ends_the_meeting() -> None:
+    a, b = wires()
+    with b, ThreadPoolExecutor(1) as pool:
+        meeting: Future[object] = pool.submit(connect, b, 1, SETTINGS)
+        a.close()
+        error = meeting.exception(10)
+        assert isinstance(error, OSError), error
+        del meeting, error
+
+
+def test_a_store_of_endless_keys_is_left() -> None:
+    a, b = wires()
+    with a, b:
+        mine, theirs = Mirror(a), Mirror(b)
+        for i in range(gloo.MOST_KEYS):
+            theirs.set(f"{i}", b"")
+        assert mine.get("3") == b""
+        with pytest.raises(OSError, match="keys"):
+            mine.get("nothing")
+
+
+@pytest.mark.parametrize("members", [2, 3])
+def test_sums_in_a_ring_that_is_formed_again(members: int) -> None:
+    """Small chunks go with their headers, large ones by gloo; in the second epoch over the same connections."""
+    everyone = [Communicator(i, token="ab" * 32, settings=SETTINGS) for i in range(members)]
+    addresses = [(i, c.address) for i, c in enumerate(everyone)]
+    total = sum(2.0**i for i in range(members) if i != 1)
+    with ThreadPoolExecutor(members) as pool:
+        try:
+            for epoch in (1, 2):
+                list(pool.map(lambda c, e=epoch: c.reconfigure(e, addresses, 10), everyone))
+                for n in (5, 30_000, 3_000_000):
+                    inputs = [torch.full((n,), 2.0**i) for i in range(members)]
+                    works = [
+                        c.all_reduce(x, contribute=i != 1)
+                        for i, (c, x) in enumerate(zip(everyone, inputs, strict=True))
+                    ]
+                    for work in works:
+                        assert work.wait(20).unique().tolist() == [total]
+                        assert 0 < work.result().bytes_sent <= 8 * (n // members + 1) * (members - 1) + 20_000
+                assert everyone[0].transports == ("c10d", "c10d")
+                assert everyone[0].high_water() <= 8 * 4 * 2**20
+        finally:
+            list(pool.map(lambda c: c.close(), everyone))
+
+
+def test_what_was_sent_is_let_go() -> None:
+    class Memory(bytearray):
+        pass
+
+    pair = [Communicator(i, token="ab" * 32, settings=SETTINGS) for i in range(2)]
+    addresses = [(i, c.address) for i, c in enumerate(pair)]
+    with ThreadPoolExecutor(2) as pool:
+        try:
+            list(pool.map(lambda c: c.reconfigure(1, addresses, 10), pair))
+            memories = [Memory(4_000_000) for _ in pair]
+            held = [weakref.ref(m) for m in memories]
+            for n in (1_000_000, 5):
+                tensors = [torch.frombuffer(m, dtype=torch.float32, count=n) for m in memories]
+                memories = [Memory(20) for _ in pair]
+                works = [c.all_reduce(x, out=x) for c, x in zip(pair, tensors, strict=True)]
+                for work in works:
+                    work.wait(20)
+            del tensors, works, work
+            gc.collect()
+            assert [ref() for ref in held] == [None, None]
+        finally:
+            list(pool.map(lambda c: c.close(), pair))

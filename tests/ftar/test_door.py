@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import asyncio
+import socket
+
+import pytest
+from ring_helpers import BASE, LAYOUT, TOKEN, grant, run, until
+
+from ft_hsdp import protocol
+from ft_hsdp.core.commit import Token
+from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.ftar import control, door
+from ft_hsdp.ftar.door import Door, Identity
+from ft_hsdp.protocol import RingAbort, RingHello
+
+ME, OTHER = Identity(0, 0, LAYOUT, TOKEN), Identity(1, 0, LAYOUT, TOKEN)
+
+
+def test_control_messages() -> None:
+    async def body() -> None:
+        a, b = socket.socketpair()
+        for sock in (a, b):
+            sock.setblocking(False)
+        await control.send(a, RingAbort(3, "why"))
+        control.say(a, RingAbort(4, "why not"))
+        assert await control.receive(b, RingAbort) == RingAbort(3, "why")
+        assert await control.receive(b, RingAbort) == RingAbort(4, "why not")
+        await control.send(a, RingAbort(3, "why"))
+        with pytest.raises(ProtocolViolation):
+            await control.receive(b, Token)
+        a.send(protocol.LENGTH.pack(2**31))
+        with pytest.raises(ProtocolViolation, match="allowed"):
+            await control.receive(b, RingAbort)
+        a.send(protocol.LENGTH.pack(10) + b"half")
+        a.close()
+        assert await control.receive(b, RingAbort) is None
+        b.close()
+
+    run(body())
+
+
+def test_what_was_said_last_arrives() -> None:
+    """A socket that is closed with unread data is reset, and the reset destroys what is on the way."""
+
+    async def body() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            a = socket.create_connection(server.getsockname())
+            b, _ = server.accept()
+        for sock in (a, b):
+            sock.setblocking(False)
+        b.send(b"unread")
+        control.say(a, RingAbort(3, "why"))
+        leaving = asyncio.create_task(control.hang_up(a))
+        assert await control.receive(b, RingAbort) == RingAbort(3, "why")
+        assert await control.receive(b, RingAbort) is None
+        b.close()
+        await leaving
+        assert a.fileno() == -1
+
+    run(body())
+
+
+def test_saying_something_to_nobody_is_no_error() -> None:
+    a, b = socket.socketpair()
+    b.close()
+    control.say(a, RingAbort(3, "why"))
+    a.close()
+    control.say(a, RingAbort(3, "why"))
+
+
+def test_a_blocking_socket_gives_up_after_its_time() -> None:
+    a, b = socket.socketpair()
+    control.blocking(a, 0.05)
+    with pytest.raises(BlockingIOError):
+        a.recv_into(bytearray(4), 0, socket.MSG_WAITALL)
+    a.close()
+    b.close()
+
+
+def test_a_hello_is_bound_to_all_that_it_says() -> None:
+    """Nothing in a genuine HELLO can be exchanged, not even for another genuine thing."""
+
+    async def body() -> None:
+        arrived: list[RingHello] = []
+
+        def take(hello: RingHello, sock: socket.socket) -> None:
+            arrived.append(hello)
+            sock.close()
+
+        here = Door(OTHER, take)
+        host, port = here.open("127.0.0.1").split(":")
+        good = door.hello(ME, grant(1, {0: "", 1: ""}), "host", ("shm", "tcp"), 7)
+        other = grant(2, {0: "", 1: ""})
+        changes = [
+            *({"replica": 1}, {"grant": other}, {"mac": ""}, {"mac": good.mac[:-1]}),
+            *({"host": "another"}, {"offers": ("tcp",)}, {"kept": 8}, {"rank": 1}, {"layout": "x"}),
+        ]
+        for change in ({}, *changes):
+            reader, writer = await asyncio.open_connection(host, int(port))
+            fields = {name: getattr(good, name) for name in RingHello.__slots__}
+            writer.write(protocol.frame(RingHello(**(fields | change))))
+            assert await asyncio.wait_for(reader.read(), 2) == b""
+            writer.close()
+            await writer.wait_closed()
+        assert arrived == [good]
+        assert arrived[0].grant.base == BASE
+        here.close()
+        await asyncio.sleep(0)
+
+    run(body())
+
+
+def test_a_caller_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(door, "HELLO_TIMEOUT_S", 0.05)
+
+    async def body() -> None:
+        here = Door(OTHER, lambda *_: pytest.fail("nobody said hello"))
+        host, port = here.open("127.0.0.1").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        assert await asyncio.wait_for(reader.read(), 2) == b""
+        writer.close()
+        await writer.wait_closed()
+        here.close()
+        await asyncio.sleep(0)
+
+    run(body())
+
+
+@pytest.mark.parametrize("local", [False, True], ids=["tcp", "unix"])
+def test_data_connections_come_with_a_ticket(local: bool) -> None:
+    async def body() -> None:
+        here = Door(OTHER, lambda *_: pytest.fail("nobody said hello"))
+        address = here.open("127.0.0.1").split(":")
+
+        async def call(message: object) -> socket.socket:
+            sock = socket.socket(socket.AF_UNIX if local else socket.AF_INET, socket.SOCK_STREAM)
+            sock.setblocking(False)
+            where = "\0" + here.local if local else (address[0], int(address[1]))
+            await asyncio.get_running_loop().sock_connect(sock, where)
+            await control.send(sock, message)
+            return sock
+
+        ticket, calls = here.expect()
+        good = door.data(TOKEN, ticket, 1, 99)
+        first, second = await call(good), await call(door.data(TOKEN, ticket, 2))
+        got = await calls.get()
+        assert got[0] == good
+        await until(lambda: not calls.empty(), "the second call")
+        wrong = [door.data("cd" * 32, ticket, 0), door.data(TOKEN, "ab" * 16, 0)]
+        for message in wrong:
+            refused = await call(message)
+            assert await asyncio.get_running_loop().sock_recv(refused, 1) == b""
+            refused.close()
+        here.forget(ticket)
+        assert await asyncio.get_running_loop().sock_recv(second, 1) == b"", "it was not taken"
+        late = await call(good)
+        assert await asyncio.get_running_loop().sock_recv(late, 1) == b"", "nobody waits for it any more"
+        for sock in (first, second, late, got[1]):
+            sock.close()
+        here.close()
+        await asyncio.sleep(0)
+
+    run(body())

@@ -1,0 +1,132 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+from ring_values import KEY, entry
+
+from ft_hsdp.core.partition import Plan
+from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped, StaleEpoch
+from ft_hsdp.ftar.dataplane.cpu import CpuPlane
+from ft_hsdp.ftar.engine import Result, Ring
+from ft_hsdp.ftar.exchange import Order
+from ft_hsdp.ftar.frame import Key
+from ft_hsdp.ftar.runner import Runner
+
+
+class Scripted(Ring):
+    """A ring of one that says what it does, and fails when it is told to."""
+
+    def __init__(self, epoch: int, log: list[str]) -> None:
+        super().__init__(epoch, [0], 0, None, None, CpuPlane(), lambda n, _: Plan(n, 1, 4, 1))
+        self.log = log
+        self.go = threading.Event()
+        self.go.set()
+        self.fails: FTARError | None = None
+
+    def all_reduce(self, order: Order) -> Result:
+        self.log.append(f"reduce {self.epoch}")
+        assert self.go.wait(5)
+        if self.fails is not None:
+            raise self.fails
+        return super().all_reduce(order)
+
+    def dispose(self) -> None:
+        self.log.append(f"dispose {self.epoch}")
+        super().dispose()
+
+
+class Scene:
+    """A runner, and what it told its group."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.failed: list[tuple[int, FTARError]] = []
+        self.crashed: list[Exception] = []
+        self.runner = Runner(
+            1.0, lambda e, x: self.failed.append((e, x)), lambda *_: None, lambda _, x: self.crashed.append(x)
+        )
+
+    def ring(self, epoch: int) -> Scripted:
+        made = Scripted(epoch, self.log)
+        self.runner.expect(epoch)
+        self.runner.run_on(made)
+        return made
+
+    def queue(self, epoch: int):
+        key = Key(epoch, 1, 0, 0, KEY.prev)
+        return self.runner.queue(Order(key, torch.ones(3), torch.empty(3), entry(0)))
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    made = Scene()
+    yield made
+    made.runner.close()
+
+
+def test_an_abandoned_ring_lets_go_of_memory_before_the_next_one_is_used(scene: Scene) -> None:
+    """Its threads may still write into an output that is used again by the next epoch."""
+    scene.ring(1)
+    scene.queue(1).result(5)
+    scene.runner.over(1, StaleEpoch("a newer epoch"))
+    scene.ring(2)
+    scene.queue(2).result(5)
+    assert scene.log[0] == "reduce 1"
+    assert scene.log.index("dispose 1") < scene.log.index("reduce 2")
+
+
+def test_a_ring_that_nobody_uses_any_more_is_let_go_of_without_a_next_work(scene: Scene) -> None:
+    scene.ring(1)
+    scene.queue(1).result(5)
+    scene.runner.over(1, StaleEpoch("over"))
+    scene.runner.close()
+    assert "dispose 1" in scene.log
+
+
+def test_what_stands_behind_a_failure_is_skipped(scene: Scene) -> None:
+    ring = scene.ring(1)
+    ring.go.clear()
+    ring.fails = PeerDead("it is gone", suspect=3)
+    works = [scene.queue(1) for _ in range(3)]
+    scene.runner.over(1, RemoteAbort("replica 4 is gone", suspect=4))
+    ring.go.set()
+    errors = [w.exception(5) for w in works]
+    assert [type(e) for e in errors] == [RemoteAbort, Skipped, Skipped], "what the group knows counts more"
+    assert all(isinstance(e, FTARError) and e.suspect == 4 for e in errors)
+    assert scene.failed == [(1, ring.fails)]
+    assert scene.log.count("reduce 1") == 1
+    scene.ring(2)
+    assert scene.queue(2).result(5).entries == (entry(0),)
+
+
+def test_works_wait_for_their_ring(scene: Scene) -> None:
+    scene.runner.expect(1)
+    work = scene.queue(1)
+    with pytest.raises(TimeoutError):
+        work.result(0.05)
+    scene.ring(1)
+    work.result(5)
+
+
+def test_works_of_a_ring_that_is_not_formed(scene: Scene) -> None:
+    scene.runner.expect(1)
+    work, late = scene.queue(1), scene.queue(0)
+    scene.runner.over(1, RemoteAbort("gave it up", suspect=2))
+    assert isinstance(work.exception(5), RemoteAbort)
+    assert isinstance(late.exception(5), StaleEpoch)
+    scene.runner._patience_s = 0.05
+    scene.runner.expect(2)
+    assert isinstance(scene.queue(2).exception(5), PeerDead), "it does not wait for ever"
+
+
+def test_an_error_of_ours_is_reported(scene: Scene) -> None:
+    ring = scene.ring(1)
+    ring.fails = MemoryError("none left")  # type: ignore[assignment]
+    work = scene.queue(1)
+    assert isinstance(work.exception(5), MemoryError)
+    assert scene.crashed == [ring.fails]
+    ring.fails = None
+    scene.queue(1).result(5)

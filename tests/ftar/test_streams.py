@@ -1,0 +1,259 @@
+"""What is particular to edges over stream sockets, and to references to memory of the same host."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import os
+import resource
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from ring_rig import Shape, framing, rig
+from ring_values import KEY, entry, same
+from torch import Tensor
+from transport_kinds import FLAVOURS
+
+from ft_hsdp.errors import FTARError, InvalidArgument, LocalSystemError, PeerDead, PeerTimeout, ProtocolViolation
+from ft_hsdp.ftar import control
+from ft_hsdp.ftar.exchange import Order
+from ft_hsdp.ftar.frame import Frame
+from ft_hsdp.ftar.link import Transfer
+from ft_hsdp.ftar.memory import SEALS, SEGMENT, Arena
+from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.ftar.transport import shm
+from ft_hsdp.ftar.transport.carrier import Bytes, Parcel
+from ft_hsdp.ftar.transport.inlet import StreamInlet
+from ft_hsdp.ftar.transport.outlet import StreamOutlet
+from ft_hsdp.ftar.transport.shm import References, Referred
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    a, b = socket.socketpair()
+    yield control.blocking(a, 1.0), control.blocking(b, 1.0)
+    a.close()
+    b.close()
+
+
+def outlet(sock: socket.socket, slots: int = 8, carrier: Bytes | None = None) -> StreamOutlet:
+    return StreamOutlet([sock], slots, 3, carrier or Bytes(), "tx-test")
+
+
+def test_the_engine_never_waits_for_the_kernel(pair: tuple[socket.socket, socket.socket]) -> None:
+    """Small frames leave on its own thread; if all members waited there, nobody would receive."""
+    mine, theirs = pair
+    mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    payload = torch.arange(60_000, dtype=torch.int32)[:16_000]
+    end = outlet(mine)
+    end.begin(lambda error: pytest.fail(str(error)))
+    for k in range(8):
+        end.send(bytes([k]) * 10, payload, small=True)
+    with ThreadPoolExecutor(1) as pool:
+        flushed = pool.submit(end.flush)
+        for k in range(8):
+            assert theirs.recv(10, socket.MSG_WAITALL) == bytes([k]) * 10
+            assert theirs.recv(64_000, socket.MSG_WAITALL) == payload.numpy().tobytes()
+        assert flushed.result(5) == 8 * 64_010
+    end.close()
+    end.dispose()
+
+
+def test_large_payloads_inline_on_a_local_socket() -> None:
+    """Each chunk is larger than what the kernel takes, and all members send first."""
+    flavour = next(f for f in FLAVOURS if f.name == "shm-inline")
+    n = 3 * 2 * 131_072
+    with rig(flavour, 3, Shape(512 * 1024, 2)) as ring:
+        outs = [torch.empty(n) for _ in range(3)]
+        works = [ring.submit(i, Order(KEY, torch.ones(n), out, entry(5 + i))) for i, out in enumerate(outs)]
+        ring.wait(works)
+        assert all(same(w.result().out, torch.full((n,), 3.0)) for w in works)
+
+
+def test_what_fails_in_the_sending_thread_is_heard(pair: tuple[socket.socket, socket.socket]) -> None:
+    class Broken(Bytes):
+        def pack(self, payload: Tensor | None) -> Parcel:
+            raise RuntimeError("a bug")
+
+    heard: list[FTARError] = []
+    end = outlet(pair[0], carrier=Broken())
+    end.begin(heard.append)
+    end.send(b"head", torch.ones(3), small=False)
+    with pytest.raises(LocalSystemError, match="a bug"):
+        end.flush()
+    assert [type(e) for e in heard] == [LocalSystemError]
+    end.close()
+    end.dispose()
+
+
+def test_a_lane_waits_for_its_slots(pair: tuple[socket.socket, socket.socket]) -> None:
+    mine, theirs = pair
+    end, failed = outlet(mine, slots=2), threading.Event()
+    end.begin(lambda error: failed.set())
+    for _ in range(5):
+        end.send(b"h", torch.zeros(1), small=False)
+    assert theirs.recv(10, socket.MSG_WAITALL) == b"h\0\0\0\0" * 2
+    theirs.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        theirs.recv(1)
+    theirs.send(bytes([2]))
+    theirs.setblocking(True)
+    assert theirs.recv(10, socket.MSG_WAITALL) == b"h\0\0\0\0" * 2
+    assert end.high_water == 8
+    assert failed.wait(5), "nobody answers"
+    with pytest.raises(PeerTimeout, match="takes no chunks"):
+        end.flush()
+    end.close()
+    end.dispose()
+
+
+def test_closing_an_outlet_ends_a_flush(pair: tuple[socket.socket, socket.socket]) -> None:
+    end = outlet(control.blocking(pair[0], 60), slots=1)
+    end.begin(lambda error: None)
+    for _ in range(3):
+        end.send(b"h", None, small=False)
+    with ThreadPoolExecutor(1) as pool:
+        flushed = pool.submit(end.flush)
+        end.close()
+        assert isinstance(flushed.exception(5), PeerDead)
+    end.dispose()
+    end.dispose()
+
+
+def test_each_connection_has_a_chunk_on_its_way() -> None:
+    with pytest.raises(InvalidArgument, match="connections: got 3; allowed: at most chunks"):
+        Settings(chunks=2, connections=3)
+
+
+class Memory:
+    """The two ends of one edge, without an edge."""
+
+    def __init__(self) -> None:
+        self.arena = Arena()
+        self.sender = References(self.arena, direct=True)
+        self.receiver = Referred(os.getpid())
+        self.frame = framing_of_four()
+
+    def carry(self, payload: Tensor) -> Tensor:
+        parcel = self.sender.pack(payload)
+        stream = b"".join(bytes(b) for b in parcel.buffers)
+        self.receiver._fresh.extend(os.dup(fd) for fd in parcel.descriptors)
+
+        def read(view: memoryview) -> None:
+            nonlocal stream
+            view[:], stream = stream[: len(view)], stream[len(view) :]
+
+        got = self.receiver.unpack(parcel.label, read, self.frame, Place())
+        assert not stream
+        return got
+
+
+class Place:
+    """Where a chunk of four numbers lands."""
+
+    dtype = torch.float32
+
+    def land(self, frame: Frame) -> Tensor:
+        return torch.full((4,), -1.0)
+
+
+def framing_of_four() -> Frame:
+    with rig(FLAVOURS[-1], 2) as ring:
+        how = framing(ring, 1, 8)
+        return framing(ring, 0, 8).check(how.header(how.operations[0], 0, False))
+
+
+def test_segments_that_the_sender_has_let_go_of_are_let_go_of_here() -> None:
+    memory = Memory()
+    keep = memory.arena.empty(4).fill_(7)
+    for k in range(6):
+        large = memory.arena.empty(SEGMENT // 4)
+        large[:4] = float(k)
+        assert same(memory.carry(large[:4]), torch.full((4,), float(k)))
+        assert same(memory.carry(large[:4]), torch.full((4,), float(k)))
+        assert same(memory.carry(keep), torch.full((4,), 7.0))
+        assert len(memory.receiver._mapped) <= 3
+        del large
+    memory.receiver.close()
+
+
+def test_memory_that_is_not_registered_is_read_from_the_process() -> None:
+    memory = Memory()
+    assert same(memory.carry(torch.arange(4.0)), torch.arange(4.0))
+    assert len(memory.receiver._mapped) == 0
+
+
+def referred(
+    pair: tuple[socket.socket, socket.socket],
+    label: bytes,
+    descriptors: list[int],
+    within: contextlib.AbstractContextManager[object] | None = None,
+) -> tuple[type[BaseException], str]:
+    """What an inlet says to a frame with this label."""
+    sender, receiver = pair
+    inlet = StreamInlet([receiver], 4, 6, Referred(os.getpid()), "rx-test")
+    with rig(FLAVOURS[-1], 2) as ring:
+        how, mine = framing(ring, 1, 8), framing(ring, 0, 8)
+        head = label + how.header(how.operations[1], 0, False) + bytes(4)
+        socket.send_fds(sender, [head], descriptors)
+        inlet.begin(Transfer(mine, Place(), 2, True))
+        with pytest.raises(FTARError) as failed, within or contextlib.nullcontext():
+            inlet.next(block=True)
+    inlet.close()
+    inlet.dispose()
+    return failed.type, str(failed.value)
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+def test_a_segment_that_is_not_sealed_is_refused(pair: tuple[socket.socket, socket.socket], sealed: bool) -> None:
+    """So is one that is too small; its descriptor is closed, once."""
+    before = len(os.listdir("/proc/self/fd"))
+    fd = os.memfd_create("ftar-test", os.MFD_ALLOW_SEALING)
+    if sealed:
+        os.ftruncate(fd, 8)
+
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    kind, text = referred(pair, shm._REFERENCE.pack(shm.GIVEN, 1, 0), [fd])
+    assert kind is ProtocolViolation
+    assert ("no 16 bytes at 0 of segment 1" if sealed else "not sealed") in text
+    os.close(fd)
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before - 1, "the inlet's socket, and nothing else, is closed"
+
+
+@pytest.mark.parametrize("way", [shm.MAPPED, shm.GIVEN, shm.NOTHING, 77])
+def test_a_reference_to_nothing_is_refused(pair: tuple[socket.socket, socket.socket], way: int) -> None:
+    kind, _ = referred(pair, shm._REFERENCE.pack(way, 9, 0), [])
+    assert kind is ProtocolViolation
+
+
+def test_a_reference_to_memory_that_is_not_there(pair: tuple[socket.socket, socket.socket]) -> None:
+    kind, text = referred(pair, shm._REFERENCE.pack(shm.REMOTE, 0, 8), [])
+    assert kind is PeerDead
+    assert "left neighbour" in text
+
+
+@contextlib.contextmanager
+def no_descriptor() -> Iterator[None]:
+    """The next descriptor of this process would be one too many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_no_descriptor_left_for_a_segment(pair: tuple[socket.socket, socket.socket]) -> None:
+    """That is this machine's fault, not the neighbour's."""
+    fd = os.memfd_create("ftar-test", os.MFD_ALLOW_SEALING)
+    kind, _ = referred(pair, shm._REFERENCE.pack(shm.GIVEN, 1, 0), [fd], no_descriptor())
+    os.close(fd)
+    assert kind is LocalSystemError

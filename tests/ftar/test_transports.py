@@ -1,0 +1,264 @@
+"""What every transport has to do: the conformance suite."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+
+import pytest
+import torch
+from ring_rig import Rig, Shape, feed, framing, rig
+from ring_values import KEY, entry, folded, same, values
+from torch import Tensor
+from transport_kinds import FLAVOURS, Flavour
+
+from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout, ProtocolViolation, Skipped, StaleEpoch
+from ft_hsdp.ftar import frame as wire
+from ft_hsdp.ftar.engine import Result
+from ft_hsdp.ftar.exchange import DTYPES, Order
+
+THREADED = 72 * 1024  # bytes of a chunk that is worth a thread
+
+
+@pytest.fixture(params=FLAVOURS, ids=lambda f: f.name)
+def flavour(request: pytest.FixtureRequest) -> Flavour:
+    return request.param
+
+
+class Sums:
+    """One all-reduce at all members of a rig; ``locals_`` None relays."""
+
+    def __init__(
+        self, rig_: Rig, locals_: Sequence[Tensor | None], step: int = 1, in_place: bool = False, n: int = 0
+    ) -> None:
+        given = next((x for x in locals_ if x is not None), torch.empty(n))
+        self.locals = [None if x is None else rig_.tensor(i, x) for i, x in enumerate(locals_)]
+        nothing = torch.full(given.shape, -77, dtype=given.dtype)
+        if given.dtype.is_floating_point:
+            nothing.fill_(float("nan"))
+        self.outs = [
+            x if in_place and x is not None else rig_.tensor(i, nothing) for i, x in enumerate(self.locals)
+        ]
+        self.before = [None if x is None else x.clone() for x in locals_]
+        self.expected = folded(rig_.plan(given.numel(), given.element_size()), rig_.names, locals_, given.dtype)
+        self._names = rig_.names
+        self._key = replace(KEY, step=step)
+        self._rig = rig_
+        self.works: dict[int, Future[Result]] = {}
+
+    def submit(self, *positions: int) -> Sums:
+        for i in positions or range(len(self.outs)):
+            mine = entry(self._names[i], 0 if self.locals[i] is None else 1)
+            self.works[i] = self._rig.submit(i, Order(self._key, self.locals[i], self.outs[i], mine))
+        return self
+
+    def wait(self, *positions: int) -> Sums:
+        self._rig.wait([self.works[i] for i in positions or self.works])
+        return self
+
+    def check(self) -> None:
+        """Bit for bit the same everywhere, and what the order of addition says."""
+        for i, work in self.works.items():
+            result = work.result(0)
+            assert result.out is self.outs[i]
+            assert same(self.outs[i], self.expected), f"member {i}"
+            weights = [0 if x is None else 1 for x in self.locals]
+            assert result.entries == tuple(entry(r, w) for r, w in zip(self._names, weights, strict=True))
+
+    def check_inputs(self) -> None:
+        for x, before in zip(self.locals, self.before, strict=True):
+            assert x is None or (before is not None and same(x, before)), "an input was written"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+def test_sums_of_all_types_and_sizes(flavour: Flavour, dtype: torch.dtype) -> None:
+    """None, one, N-1 and N elements, ragged chunks, many partitions; all out of place."""
+    with rig(flavour, 3) as ring:
+        for step, n in enumerate((0, 1, 2, 3, 101, 800) if dtype is torch.float32 else (2, 101)):
+            sums = Sums(ring, values(3, n, dtype, seed=n), step).submit().wait()
+            sums.check()
+            sums.check_inputs()
+            sent = [work.result().bytes_sent for work in sums.works.values()]
+            least = 4 * (n // 3) * dtype.itemsize
+            assert all(least <= s <= least + 4 * 2 * dtype.itemsize + 200 * (4 + n) for s in sent)
+
+
+@pytest.mark.parametrize("members", [2, 4])
+def test_large_chunks_in_many_partitions(flavour: Flavour, members: int) -> None:
+    """No more than S x C on its way to a neighbour, at any time; and that much is used."""
+    shape = Shape(THREADED, 3)
+    with rig(flavour, members, shape) as ring:
+        sums = Sums(ring, values(members, THREADED // 4 * 3 * members + 1001)).submit().wait()
+        sums.check()
+        sums.check_inputs()
+        for outlet in ring.outlets:
+            assert THREADED <= outlet.high_water <= THREADED * shape.slots
+
+
+@pytest.mark.parametrize("chunk", [64, THREADED])
+def test_several_works_in_the_queue(flavour: Flavour, chunk: int) -> None:
+    """Small and large ones, in and out of place, one after the other on the same edges."""
+    with rig(flavour, 3, Shape(chunk)) as ring:
+        works = []
+        for step, n in enumerate((5, 40_000, 0, 50_001, 3)):
+            works.append(Sums(ring, values(3, n if chunk > 64 else n // 50, seed=n), step, in_place=step % 2 == 1))
+        for sums in works:
+            sums.submit()
+        for sums in works:
+            sums.wait().check()
+            sums.check_inputs() if sums is not works[1] and sums is not works[3] else None
+        assert [o.frames for o in ring.outlets] == [i.frames for i in ring.inlets]
+
+
+@pytest.mark.parametrize("relays", [{0}, {1, 3}, {0, 1, 2}, {0, 1, 2, 3}], ids=str)
+def test_relays(flavour: Flavour, relays: set[int]) -> None:
+    """What a relay holds is NaN, and stays with it; if all relay the sum is zeros."""
+    with rig(flavour, 4) as ring:
+        for step, n in enumerate((3, 501)):
+            locals_ = [None if i in relays else x for i, x in enumerate(values(4, n))]
+            sums = Sums(ring, locals_, step, n=n).submit().wait()
+            sums.check()
+            assert torch.isfinite(sums.expected).all()
+
+
+def test_minus_zero_stays_what_it_is(flavour: Flavour) -> None:
+    """-0.0 + 0.0 is 0.0: a relay that added zeros would show."""
+    with rig(flavour, 2) as ring:
+        sums = Sums(ring, [torch.full((9,), -0.0), None]).submit().wait()
+        sums.check()
+        assert torch.signbit(sums.outs[0]).all()
+
+
+@pytest.mark.parametrize("chunk", [64, THREADED])
+def test_a_neighbour_that_closes_in_the_middle(flavour: Flavour, chunk: int) -> None:
+    """All are released, somebody names it, no input was written. (Who is to blame is the group's to say.)"""
+    for last in (1, 4, 9):
+        with rig(flavour, 3, Shape(chunk)) as ring:
+            sums = Sums(ring, values(3, 2 * chunk))
+            ring.dies(1, last)
+            sums.submit().wait(0, 2)
+            errors = [sums.works[i].exception() for i in (0, 2)]
+            assert all(isinstance(e, PeerDead) for e in errors)
+            assert ring.names[1] in [e.suspect for e in errors if isinstance(e, FTARError)]
+            sums.check_inputs()
+
+
+@pytest.mark.parametrize("chunk", [64, THREADED])
+def test_with_two_members_both_ends_name_each_other(flavour: Flavour, chunk: int) -> None:
+    for last in (0, 1, 3):
+        with rig(flavour, 2, Shape(chunk)) as ring:
+            sums = Sums(ring, values(2, 2 * chunk))
+            ring.dies(1, last) if last else ring.hang_up(1)
+            error = sums.submit(*(0, 1)[: last + 1]).wait(0).works[0].exception()
+            assert isinstance(error, PeerDead)
+            assert error.suspect == ring.names[1]
+            sums.check_inputs()
+            again = Sums(ring, values(2, 5), 2).submit(0).wait()
+            assert isinstance(again.works[0].exception(), PeerDead | Skipped)
+
+
+@pytest.mark.parametrize("chunk", [64, THREADED])
+def test_a_silent_left_neighbour(flavour: Flavour, chunk: int) -> None:
+    with rig(flavour, 2, Shape(chunk, timeout_s=0.2)) as ring:
+        sums = Sums(ring, values(2, 100)).submit(0).wait()
+        error = sums.works[0].exception()
+        assert isinstance(error, PeerTimeout), error
+        assert error.suspect == ring.names[1]
+        sums.check_inputs()
+
+
+def test_a_right_neighbour_that_takes_nothing(flavour: Flavour) -> None:
+    """All that is due from it as the left neighbour comes."""
+    with rig(flavour, 2, Shape(64, 4, timeout_s=0.3)) as ring:
+        n = 16 * 2 * 6
+        sums = Sums(ring, values(2, n)).submit(0)
+        sent = feed(ring, 1, n, framing(ring, 1, n))
+        error = sums.wait().works[0].exception()
+        assert isinstance(error, PeerTimeout), error
+        assert error.suspect == ring.names[1]
+        assert ring.outlets[0].high_water <= 4 * 64
+        assert len(sent) == 2 * 6
+
+
+WRONG = {
+    "epoch": ({"epoch": 2}, StaleEpoch),
+    "step": ({"step": 2}, StaleEpoch),
+    "attempt": ({"attempt": 1}, StaleEpoch),
+    "lineage": ({"prev": "11" * 16}, StaleEpoch),
+    "bucket": ({"bucket": 1}, ProtocolViolation),
+}
+
+
+def attack(ring: Rig, head: bytes, error: type[FTARError], payload: Tensor | None) -> None:
+    """Member 1 of 2 sends one frame; member 0 refuses it, and no memory is written."""
+    sums = Sums(ring, values(2, 8))
+    out = sums.outs[0].clone()
+    outlet = ring.outlets[1]
+    outlet.begin(lambda _: None)
+    sent = None if payload is None else ring.tensor(1, payload)
+    outlet.send(head, sent, False)
+    got = sums.submit(0).wait().works[0].exception()
+    assert isinstance(got, error), got
+    assert same(sums.outs[0], out), "the output was written"
+    sums.check_inputs()
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_frame_of_another_all_reduce(flavour: Flavour, wrong: str) -> None:
+    changes, error = WRONG[wrong]
+    with rig(flavour, 2) as ring:
+        how = framing(ring, 1, 8, key=replace(KEY, **changes))
+        head = how.header(how.operations[0], 0, False) + entry(6).pack()
+        attack(ring, head, error, torch.ones(4))
+
+
+@pytest.mark.parametrize("what", ["size", "dtype", "round", "operation", "empty", "noise", "replayed", "early"])
+def test_a_frame_that_the_plan_does_not_have(flavour: Flavour, what: str) -> None:
+    if what == "early" and flavour.connections > 1:
+        pytest.skip("no connection knows what the others carry")
+    with rig(flavour, 2) as ring:
+        how = framing(ring, 1, 8)
+        first, second = how.operations[:2]
+        payload: Tensor | None = torch.ones(4)
+        heads = {
+            "size": lambda: framing(ring, 1, 10).header(first, 0, False),
+            "dtype": lambda: framing(ring, 1, 8, torch.int32).header(first, 0, False),
+            "round": lambda: framing(ring, 1, 800).header(first, 3, False),
+            "operation": lambda: how.header(how.operations[2], 0, False),
+            "empty": lambda: how.header(second, 0, True),
+            "noise": lambda: bytes(range(wire.HEADER.size)),
+            "replayed": lambda: how.header(replace(first, number=-1), 0, False),
+        }
+        if what == "early":  # the plan has it, but not yet: a final sum would be overwritten
+            early(ring)
+            return
+        if what == "size":
+            payload = torch.ones(5)
+        attack(ring, heads[what]() + entry(6).pack(), ProtocolViolation, payload)
+
+
+def early(ring: Rig) -> None:
+    """A final chunk of a later round comes first."""
+    n = 64
+    sums = Sums(ring, values(2, n))
+    out = sums.outs[0].clone()
+    how = framing(ring, 1, n)
+    ring.outlets[1].begin(lambda _: None)
+    sent = ring.tensor(1, torch.ones(16))
+    ring.outlets[1].send(how.header(how.operations[1], 1, False), sent, False)
+    error = sums.submit(0).wait().works[0].exception()
+    assert isinstance(error, ProtocolViolation), error
+    assert same(sums.outs[0], out), "the output was written"
+
+
+def test_closing_releases_whoever_waits(flavour: Flavour) -> None:
+    """From another thread, any number of times, with nobody's help."""
+    with rig(flavour, 3, Shape(THREADED, timeout_s=60)) as ring:
+        sums = Sums(ring, values(3, 100)).submit(0)
+        for _ in range(2):
+            ring.inlets[0].close()
+            ring.outlets[0].close()
+        if "sim" not in flavour.name:
+            sums.wait()
+            assert isinstance(sums.works[0].exception(), PeerDead)

@@ -1,0 +1,208 @@
+"""Cases that need interpreted kernels; test_kernels_interpreted runs them in a process of its own."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from ftar_kernels import reduce_copy
+from ftar_kernels.bench import checks, limits
+from ftar_kernels.bench.ring import Broken, Layout, Member
+from ftar_kernels.flags import FlagPage, Status
+from ftar_kernels.handshake import INTERPRETED
+from ftar_kernels.plane import Aborted, StagedPlane, TimedOut
+from ftar_kernels.schedule import Command, Kind
+from ftar_kernels.staging import host_buffer
+
+CPU = torch.device("cpu")
+NOTHING = Command(Kind.STORE, 0, 0)
+assert INTERPRETED
+
+
+@pytest.fixture(params=checks.PLANES)
+def via(request):
+    return request.param
+
+
+@pytest.fixture
+def make(via):
+    planes = []
+
+    def plane(**options):
+        buffers = [host_buffer(4096, CPU) for _ in range(2)]
+        planes.append(
+            StagedPlane(CPU, *buffers, via=via, programs=1, **{"depth": 4, "timeout_s": 20.0, **options})
+        )
+        return planes[-1]
+
+    yield plane
+    for each in planes:
+        each.close()
+
+
+def test_kernels_equal_the_reference():
+    assert checks.kernels(CPU)["wrong"] == []
+
+
+def test_commands_equal_the_reference(via):
+    assert checks.commands(CPU, via)["wrong"] == []
+
+
+def test_a_copy_keeps_every_bit():
+    bits = torch.tensor([0x7FC00001, 0x7F800001, -(2**31), 1, 0x807FFFFF - 2**32], dtype=torch.int32)
+    src = checks.empty(5, torch.float32, CPU)
+    src.view(torch.int32).copy_(bits)
+    dst = checks.empty(5, torch.float32, CPU)
+    reduce_copy.copy(src, dst)
+    assert torch.equal(dst.view(torch.int32), bits)
+
+
+@pytest.mark.parametrize("members", [1, 2, 3, 4])
+@pytest.mark.parametrize("elements", [0, 1, 2, 1500])
+def test_rings_of_threads_equal_the_reference(members, elements):
+    relay = 1 if members > 2 else None
+    result = checks.ring(CPU, "streamops", members, elements, 512, 2, torch.float32, 2, relay)
+    assert result["ok"], result
+
+
+def test_commands_finish_in_their_order_and_buffers_are_used_again(make):
+    plane = make()
+    local, out = checks.fresh(40, torch.float32, CPU), checks.empty(40, torch.float32, CPU)
+    job = plane.open(local, out, 10)
+    given = [Command(Kind.STORE, 4 * i, 4 * i + 4) for i in range(10)]
+    done = []
+    for command in given:
+        while len(done) + 4 <= given.index(command):
+            done += job.completed()
+        job.post(command)
+    done += checks.drain(job, 10 - len(done))
+    job.close(failed=False)
+    assert done == given
+    assert torch.equal(out, local)
+
+
+def test_an_abort_ends_the_wait_and_the_plane_serves_again(make):
+    plane = make()
+    local, out = checks.fresh(16, torch.float32, CPU), checks.empty(16, torch.float32, CPU)
+    job = plane.open(local, out, 100)
+    job.post(Command(Kind.STORE, 0, 8))
+    checks.drain(job, 1)
+    threading.Timer(0.05, plane.abort).start()
+    with pytest.raises(Aborted):
+        checks.drain(job, 1)
+    job.close(failed=True)
+    out.zero_()
+    again = plane.open(local, out, 1)
+    again.post(Command(Kind.STORE, 0, 16))
+    checks.drain(again, 1)
+    again.close(failed=False)
+    assert torch.equal(out, local)
+
+
+def test_an_aborted_command_does_nothing(make):
+    plane = make()
+    local, out = checks.fresh(16, torch.float32, CPU), checks.empty(16, torch.float32, CPU).zero_()
+    job = plane.open(local, out, 2)
+    plane.abort()
+    job.post(Command(Kind.STORE, 0, 16))
+    job.close(failed=True)
+    assert not out.any()
+
+
+def test_a_persistent_kernel_ends_by_its_deadline():
+    waited = limits.deadline(CPU, 0.1)["waited_s"]
+    assert waited >= 0.09
+
+
+def test_the_host_learns_of_a_deadline():
+    buffers = [host_buffer(64, CPU) for _ in range(2)]
+    plane = StagedPlane(CPU, *buffers, programs=1, timeout_s=0.05)
+    tensor = checks.empty(4, torch.float32, CPU)
+    job = plane.open(tensor, tensor, 1)
+    with pytest.raises(TimedOut):
+        checks.drain(job, 1)
+    assert plane.page.status(0) is Status.TIMED_OUT
+    job.close(failed=True)
+    plane.close()
+
+
+def test_a_full_queue_is_refused(make):
+    plane = make(depth=2)
+    page = plane.page
+    page.posted = 2
+    with pytest.raises(BufferError, match="2 commands"):
+        page.post(NOTHING, True, 4)
+
+
+@pytest.mark.parametrize(
+    ("command", "problem"),
+    [
+        (Command(Kind.STORE, 0, 17), "of 16"),
+        (Command(Kind.STORE, 8, 4), "8 to 4"),
+        (Command(Kind.STORE, 0, 8, 1020), "at 1020"),
+        (Command(Kind.COPY_SEND, 0, 8, None, -4), "at -4"),
+        (Command(Kind.STORE, 1, 8, 4), "differ modulo 4"),
+    ],
+)
+def test_a_chunk_outside_the_buffers_is_refused(make, command, problem):
+    plane = make()
+    tensor = checks.empty(16, torch.float32, CPU)
+    job = plane.open(tensor, tensor, 1)
+    with pytest.raises(ValueError, match=problem):
+        job.post(command)
+    job.close(failed=True)
+
+
+def test_more_commands_than_announced_are_refused(make):
+    plane = make()
+    tensor = checks.empty(16, torch.float32, CPU)
+    job = plane.open(tensor, tensor, 1)
+    job.post(NOTHING)
+    with pytest.raises(ValueError, match="more than the 1"):
+        job.post(NOTHING)
+    job.close(failed=True)
+
+
+def test_unsuitable_tensors_are_refused(make):
+    plane = make()
+    good = checks.empty(16, torch.float32, CPU)
+    for bad, problem in [
+        (good[1:], "multiple of 16"),
+        (good.view(4, 4), "flat"),
+        (good[::2], "flat"),
+        (good.view(torch.int16), "int16"),
+    ]:
+        with pytest.raises(ValueError, match=problem):
+            plane.open(bad, bad, 1)
+    with pytest.raises(ValueError, match="8 elements into 16"):
+        plane.open(good[:8], good, 1)
+
+
+def test_an_abort_is_never_hidden_by_a_post():
+    page = FlagPage(host_buffer(FlagPage.nbytes(2, 4), CPU), 2, 4)
+    page.abort()
+    page.post(NOTHING, True, 4)
+    assert page.aborted
+    assert page.words[32].item() == page.words[64].item() == 2**31 - 1
+
+
+def test_words_of_different_writers_share_no_cache_line():
+    page = FlagPage(host_buffer(FlagPage.nbytes(2, 4), CPU), 2, 4)
+    lines = [0, *(page.post_line(p) for p in range(2)), *(page.done_line(p) for p in range(2))]
+    addresses = {page.address(line) // 128 for line in lines}
+    assert len(addresses) == 5
+    assert page.address(0) % 128 == 0
+    assert page.commands.data_ptr() == page.address(4) + 128
+
+
+def test_a_silent_neighbour_breaks_the_ring():
+    layout = Layout(2, 512, 2)
+    memory = host_buffer(layout.nbytes, CPU)
+    member = Member(memory, layout, 0, CPU, 4096, "persistent", programs=1, timeout_s=0.2)
+    tensor = checks.fresh(1000, torch.float32, CPU)
+    begin = time.monotonic()
+    with pytest.raises(Broken, match="nothing has moved"):
+        member.all_reduce(tensor, tensor)
+    assert time.monotonic() - begin >= 0.2
+    member.close()

@@ -1,0 +1,52 @@
+"""What the kernels become on sm_90, and that the check sees what it is there to see."""
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
+
+from ftar_kernels import compile_check, handshake
+
+
+@pytest.fixture(scope="module")
+def rows():
+    return compile_check.figures()
+
+
+def test_the_kernels_keep_within_their_limits(rows):
+    assert [text for row in rows for text in row.problems()] == []
+    assert {row.dtype for row in rows} == {"fp32", "bf16", "fp16"}
+
+
+def test_a_storing_reduction_loads_twice_and_stores_twice(rows):
+    for row in rows:
+        if row.name == "kernel reduces two":
+            assert row.wide_loads == row.wide_stores
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"registers": 65}, "65 registers"),
+        ({"stack": 8}, "8 bytes of stack"),
+        ({"local": 2}, "local memory"),
+        ({"wide_loads": 0, "async_loads": 0}, "no 16-byte loads"),
+        ({"wide_stores": 0}, "no 16-byte stores"),
+        ({"acquires": 2}, "2 acquires"),
+        ({"invalidates": 0}, "optimized away"),
+        ({"releases": 0}, "no release"),
+        ({"fences": 0}, "no release"),
+        ({"votes": 0}, "not shared in its barrier"),
+    ],
+)
+def test_each_limit_is_checked(rows, change, problem):
+    row = next(row for row in rows if row.name == "persistent_kernel")
+    (text,) = dataclasses.replace(row, **change).problems()
+    assert problem in text
+
+
+def test_interpreted_kernels_cannot_be_compiled(monkeypatch):
+    monkeypatch.setattr(handshake, "INTERPRETED", True)
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET"):
+        compile_check.figures()
