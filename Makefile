@@ -4,9 +4,10 @@ TORCH  := 2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+TOOLS  := $(VENV)/.tools
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test lint types venv clean
+.PHONY: train test lint types venv soak bench clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -14,6 +15,8 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 help:
 	@echo "make train   set up .venv and train the quickstart: 3 replicas x 2 ranks, one is killed and heals"
 	@echo "make test    lint, types and all tests"
+	@echo "make bench   FTAR beside gloo, torchft and OpenMPI"
+	@echo "make soak    a thousand failures of the ring"
 	@echo "make lint | types | venv | clean"
 
 train: $(STAMP)
@@ -22,15 +25,29 @@ train: $(STAMP)
 test: lint types
 	$(BIN)/python -m pytest
 
-lint: $(STAMP)
+lint: $(TOOLS)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 
-types: $(STAMP)
+types: $(TOOLS)
 	$(BIN)/mypy
 
-venv: $(STAMP)
+venv: $(TOOLS)
+
+# A thousand kills, stalls, half-open connections and stale callers; about ten minutes.
+soak: $(TOOLS)
+	$(BIN)/python tests/ftar/storm.py --events 1000
+
+# FTAR beside gloo, torchft and OpenMPI; wants a quiet machine.
+bench: $(TOOLS)
+	$(PIP) install -q -e '.[bench]'
+	$(BIN)/python launcher.py bench ftar --measure all
+
+# What only developers need.
+$(TOOLS): $(STAMP)
+	$(PIP) install -q -e '.[dev]'
+	@touch $@
 
 # torch comes first and by itself, as one exact version: a range, resolved with everything else, would fetch
 # several GB of CUDA packages.
@@ -39,7 +56,7 @@ $(STAMP): pyproject.toml Makefile
 	  { echo "$(PYTHON) is older than 3.11; name a newer one: make PYTHON=python3.12 $(MAKECMDGOALS)"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) install -q torch==$(TORCH)
-	$(PIP) install -q -e '.[dev]'
+	$(PIP) install -q -e .
 	@touch $@
 
 clean:

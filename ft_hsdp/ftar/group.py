@@ -37,6 +37,7 @@ from ft_hsdp.ftar.work import Work
 from ft_hsdp.protocol import RingAbort, RingBarrier, RingHello, RingWelcome
 
 BLAME_S = 0.05
+LOOK_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +53,15 @@ class Events:
 class Group:
     """The all-reduce group of one rank index across replicas (FT-HSDP §4.2)."""
 
-    def __init__(self, identity: Identity, settings: Settings, events: Events, plane: Plane | None = None) -> None:
-        self.arena = Arena()
+    def __init__(
+        self,
+        identity: Identity,
+        settings: Settings,
+        events: Events,
+        plane: Plane | None = None,
+        arena: Arena | None = None,
+    ) -> None:
+        self.arena = arena or Arena()
         self.state = State.NEW
         self._changing = threading.Lock()
         self.error: FTARError | None = None  # why the last ring is over
@@ -264,7 +272,11 @@ class Group:
             case RingWelcome() | RingBarrier():
                 formation.heard(neighbour, message)
             case RingAbort() if message.epoch == formation.grant.epoch and formation.lost(neighbour):
-                self._aborted(formation, message)
+                if message.planned and message.grant is None and self.state is State.RUNNING:
+                    neighbour.leaving = True
+                    self._spawn(self._see_off(formation, message))
+                else:
+                    self._aborted(formation, message)
             case Token() if not self._over:
                 self._events.token(message)
 
@@ -275,11 +287,17 @@ class Group:
                 self._spare.remove(neighbour)
                 self._spawn(neighbour.close())
             return
-        if formation.retries(neighbour):
+        if neighbour.leaving or formation.retries(neighbour):
             return
         who = neighbour.member.replica if neighbour.member is not None else None
         text = f"replica {who} {'broke the protocol: ' if isinstance(why, ProtocolViolation) else ''}{why}"
         self._break(formation, PeerDead(text, suspect=who))
+
+    async def _see_off(self, formation: Formation, abort: RingAbort) -> None:
+        """Whoever leaves has done its part of what still runs here, or has cut its data: the engine will see."""
+        while self.state is State.RUNNING and self._ring is not None and self._ring.error is None:
+            await asyncio.sleep(LOOK_S)
+        self._aborted(formation, abort)
 
     def _aborted(self, formation: Formation, abort: RingAbort) -> None:
         """A neighbour says that the ring is over; it may know a newer grant."""

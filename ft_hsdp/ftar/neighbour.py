@@ -33,11 +33,13 @@ class Neighbour:
         self.outlet: Outlet | None = None
         self.transport = ""
         self.gone = False
+        self.leaving = False
+        self._closed = False
         self._reading: asyncio.Task[None] | None = None
 
     def listen(self) -> None:
-        """Begin to read, unless it is being read."""
-        if self._reading is None:
+        """Begin to read, unless it is being read, or all is over."""
+        if self._reading is None and not self.gone:
             self._reading = asyncio.get_running_loop().create_task(self._read())
 
     async def _read(self) -> None:
@@ -79,11 +81,13 @@ class Neighbour:
         self.inlet = self.outlet = None
 
     async def close(self) -> None:
-        """Hang up; let go of a data connection that no ring has."""
+        """Hang up, once; let go of a data connection that no ring has."""
+        if self._closed:
+            return
+        self._closed = self.gone = True
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
-        self.gone = True
         ends: list[Any] = [e for e in (self.inlet, self.outlet) if e is not None]
         self.inlet = self.outlet = None
         for end in ends:

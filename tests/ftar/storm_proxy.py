@@ -16,7 +16,7 @@ from ft_hsdp.protocol import LENGTH
 
 PART = 1 << 16
 _ROUND = struct.Struct("!I")
-FAULTS = ("cut", "stall", "half", "delay", "flip")
+FAULTS = ("cut", "stall", "half", "delay", "flip", "flip")
 
 
 class Headers:

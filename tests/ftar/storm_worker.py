@@ -33,6 +33,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.int64)
 MOST = 1 << 20  # elements of the largest message
 SHIFTS = 64
 GOING = 3  # sums after which a ring is said to be going
+PAUSE_S = 0.005
 LATE_S = 20.0  # longest time of an all-reduce that ends well or badly
 SETTLE_S = 3.0  # longest time for threads and descriptors to go
 
@@ -209,6 +210,8 @@ class Worker:
                 index += asked
             if not pending:
                 break
+            if self.chance.random() < 0.3:  # a ring is idle at times
+                time.sleep(self.chance.uniform(0.0, PAUSE_S))
             task = pending.popleft()
             failed = self._outcome(epoch, task)
             done[task.work.status] += 1

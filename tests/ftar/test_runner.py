@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +15,7 @@ from ft_hsdp.ftar.engine import Result, Ring
 from ft_hsdp.ftar.exchange import Order
 from ft_hsdp.ftar.frame import Key
 from ft_hsdp.ftar.runner import Runner
+from ft_hsdp.ftar.work import Work
 
 
 class Scripted(Ring):
@@ -55,7 +57,7 @@ class Scene:
         self.runner.run_on(made)
         return made
 
-    def queue(self, epoch: int):
+    def queue(self, epoch: int) -> Work:
         key = Key(epoch, 1, 0, 0, KEY.prev)
         return self.runner.queue(Order(key, torch.ones(3), torch.empty(3), entry(0)))
 
@@ -91,6 +93,8 @@ def test_what_stands_behind_a_failure_is_skipped(scene: Scene) -> None:
     ring.go.clear()
     ring.fails = PeerDead("it is gone", suspect=3)
     works = [scene.queue(1) for _ in range(3)]
+    while "reduce 1" not in scene.log:
+        time.sleep(0.001)
     scene.runner.over(1, RemoteAbort("replica 4 is gone", suspect=4))
     ring.go.set()
     errors = [w.exception(5) for w in works]

@@ -8,7 +8,7 @@ import torch
 
 from ftar_kernels import reduce_copy
 from ftar_kernels.bench import checks, limits
-from ftar_kernels.bench.ring import Broken, Layout, Member
+from ftar_kernels.bench.ring import FREED, HEADS, SENT, Broken, Layout, Member
 from ftar_kernels.flags import FlagPage, Status
 from ftar_kernels.handshake import INTERPRETED
 from ftar_kernels.plane import Aborted, StagedPlane, TimedOut
@@ -205,4 +205,27 @@ def test_a_silent_neighbour_breaks_the_ring():
     with pytest.raises(Broken, match="nothing has moved"):
         member.all_reduce(tensor, tensor)
     assert time.monotonic() - begin >= 0.2
+    member.close()
+
+
+def test_a_quick_neighbour_may_have_begun_the_next_one():
+    layout = Layout(2, 64, 4)
+    memory = host_buffer(layout.nbytes, CPU)
+    member = Member(memory, layout, 0, CPU, 64, "streamops", programs=1)
+    words = layout.words(memory, 0)
+    words[8 * HEADS : 8 * HEADS + 9] = [
+        1,
+        0,
+        0,
+        2,
+        0,
+        0,
+        1,
+        0,
+        0,
+    ]  # both chunks of this one, the first of the next
+    words[8 * SENT] = 3
+    tensor, out = checks.fresh(16, torch.float32, CPU), checks.empty(16, torch.float32, CPU)
+    member.all_reduce(tensor, out)
+    assert words[8 * FREED] == 2
     member.close()

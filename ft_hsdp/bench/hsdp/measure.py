@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import tempfile
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,7 @@ def measure(scene: Scene, log: Log) -> list[Row]:
         log.note(f"link is left out: {why}")
         return []
     blocks: dict[str, list[Block]] = {name: [] for name in CREWS}
-    with ExitStack() as stack:
+    with _unwinding(), ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-hsdp-bench-")))
         network = stack.enter_context(Network(REPLICAS, scene.rate, scene.congestion))
         run = crews.lighthouse(network, scene, folder, stack)
@@ -43,6 +45,20 @@ def measure(scene: Scene, log: Log) -> list[Row]:
         commits = [_commits(run, replica)[WARM_UP * scene.steps :] for replica in range(REPLICAS)]
     counted = {name: each[WARM_UP:] for name, each in blocks.items()}
     return [report(scene, counted, commits)]
+
+
+@contextmanager
+def _unwinding() -> Iterator[None]:
+    """SIGTERM unwinds as Ctrl-C does: a namespace would outlive us."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _block(crew: Crew, network: Network, steps: int, blocks: list[Block]) -> float:

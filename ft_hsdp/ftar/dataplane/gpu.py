@@ -1,0 +1,244 @@
+"""GPU data plane: copies and adds on the device, staged through pinned host memory (FT-HSDP §4.2).
+
+One host buffer takes both roles: a mirror of the message, then C slots for partial sums that arrive. What is sent
+stands in the mirror at its span, where it stays until the all-reduce ends; final sums land there too and are sent on
+from there. The mirror is registered memory, so a neighbour on the same host reads it in place. Nothing else of
+ft_hsdp imports triton or ftar_kernels, and this module is imported only where a device is used.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_hsdp.core.partition import Plan, Span
+from ft_hsdp.core.pipeline import Process
+from ft_hsdp.core.ring import operations
+from ft_hsdp.errors import InvalidArgument, LocalSystemError, ProtocolViolation
+from ft_hsdp.ftar.dataplane.base import Processed
+from ft_hsdp.ftar.frame import Frame
+from ft_hsdp.ftar.link import Arrival
+from ft_hsdp.ftar.memory import Arena
+from ftar_kernels import plane as kernels
+from ftar_kernels.reduce_copy import PROGRAMS, vector
+from ftar_kernels.schedule import Command, Kind
+
+ALIGN = 128  # bytes to which the parts of the buffer are aligned
+SPARE_S = 5.0  # by how much a kernel is more patient than the CPU, which decides about failures
+
+
+class GpuPlane:
+    """The buffer and the stream of one group; the buffer grows to what is asked for and is kept.
+
+    ``arena`` is the group's; ``timeout_s`` is how long the device may be silent while it has work. A CPU device
+    works where triton interprets its kernels.
+    """
+
+    def __init__(self, device: torch.device, arena: Arena, timeout_s: float, via: kernels.Via = "persistent") -> None:
+        self._device = device
+        self._arena = arena
+        self._timeout_s = timeout_s
+        self._via: kernels.Via = via
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+        self._staged: kernels.StagedPlane | None = None
+
+    def reserve(self, plan: Plan, dtype: torch.dtype) -> None:
+        """Make room for messages of ``plan`` and load the kernels, before either could make training wait.
+
+        Raises:
+            LocalSystemError: the device or its memory is at fault.
+        """
+        try:
+            self._room(_Areas(plan, dtype).nbytes).warm_up((dtype,))
+        except RuntimeError as error:
+            raise LocalSystemError(f"GPU data plane: {error}") from error
+
+    def open(self, local: Tensor | None, out: Tensor, plan: Plan, after: Any = None) -> GpuJob:
+        """An all-reduce of ``local`` (None: relay) into ``out``, on the device.
+
+        Raises:
+            InvalidArgument: the tensors do not suit the kernels.
+            LocalSystemError: the device or its memory is at fault.
+        """
+        areas = _Areas(plan, out.dtype)
+        count = plan.rounds * len(operations(0, plan.members))
+        try:
+            staged = self._room(areas.nbytes)
+            job = staged.open(local, out, count, after)
+        except ValueError as error:
+            raise InvalidArgument(f"GPU data plane: {error}") from error
+        except RuntimeError as error:
+            raise LocalSystemError(f"GPU data plane: {error}") from error
+        return GpuJob(job, self._buffer.view(out.dtype), plan, areas, staged.depth, self._timeout_s)
+
+    def close(self) -> None:
+        """End what runs and give the memory back.
+
+        Raises:
+            LocalSystemError: the device does not end.
+        """
+        try:
+            if self._staged is not None:
+                self._staged.close()
+                self._pin(self._buffer, False)
+        except RuntimeError as error:
+            raise LocalSystemError(f"GPU data plane: {error}") from error
+        self._staged, self._buffer = None, torch.empty(0, dtype=torch.uint8)
+
+    def _room(self, nbytes: int) -> kernels.StagedPlane:
+        """The plane over a buffer of at least ``nbytes``."""
+        if self._staged is not None and self._buffer.nbytes >= nbytes:
+            return self._staged
+        self.close()
+        self._buffer = self._arena.empty(nbytes, torch.uint8)
+        self._pin(self._buffer, True)
+        self._staged = kernels.StagedPlane(
+            self._device,
+            self._buffer,
+            self._buffer,
+            via=self._via,
+            programs=PROGRAMS if self._device.type == "cuda" else 1,
+            timeout_s=self._timeout_s + SPARE_S,
+        )
+        return self._staged
+
+    def _pin(self, buffer: Tensor, pinned: bool) -> None:
+        """Let the device reach the buffer, or end that before its memory goes."""
+        if self._device.type != "cuda":
+            return
+        runtime, address = torch.cuda.cudart(), buffer.data_ptr()
+        with torch.cuda.device(self._device):
+            if pinned:
+                torch.cuda.check_error(runtime.cudaHostRegister(address, buffer.nbytes, 0))
+            else:
+                torch.cuda.check_error(runtime.cudaHostUnregister(address))
+
+
+class _Areas:
+    """Where things are in the buffer, in elements: the mirror from 0 on, then the slots.
+
+    A chunk begins within 16 bytes as it does in the message, so that the device moves 16 bytes at a time.
+    """
+
+    def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
+        size = dtype.itemsize
+        mirror = -(-plan.elements * size // ALIGN) * ALIGN
+        chunk = min(plan.chunk, -(-plan.elements // plan.members)) * size
+        slot = -(-chunk // ALIGN) * ALIGN + ALIGN
+        self.nbytes = mirror + plan.slots * slot
+        self.slots = [(mirror + i * slot) // size for i in range(plan.slots)]
+        self.vector = vector(dtype)
+
+    def at(self, slot: int, span: Span) -> int:
+        """The first element of a chunk of ``span`` in a slot."""
+        return slot + span.start % self.vector
+
+
+class GpuJob:
+    """One all-reduce on a device; ``depth`` chunks at once."""
+
+    def __init__(
+        self, job: kernels.Job, buffer: Tensor, plan: Plan, areas: _Areas, depth: int, timeout_s: float
+    ) -> None:
+        self.depth = depth
+        self._job = job
+        self._plan = plan
+        self._areas = areas
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()  # chunks may land on several threads
+        self._posted: list[tuple[Process, Arrival | None]] = []
+        self._heard = 0.0
+        self._free = list(areas.slots)
+        self._taken: dict[tuple[int, int], int] = {}
+        self._buffer = buffer
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type of the elements."""
+        return self._buffer.dtype
+
+    def land(self, frame: Frame) -> Tensor:
+        """A slot for a partial sum, the place in the mirror for a final one."""
+        place = self._land(frame)
+        return self._buffer[place : place + frame.span.size]
+
+    def _land(self, frame: Frame) -> int:
+        if not frame.operation.kind.reduces or not frame.span.size:
+            return frame.span.start
+        with self._lock:
+            if not self._free:
+                raise ProtocolViolation("the left neighbour sent more chunks than there are slots")
+            slot = self._free.pop()
+            self._taken[frame.operation.number, frame.round] = slot
+        return self._areas.at(slot, frame.span)
+
+    def post(self, process: Process, arrival: Arrival | None) -> None:
+        """Hand the chunk to the device."""
+        span = self._plan.span(process.operation.shard, process.round)
+        recv = None
+        if arrival is not None and not process.empty and span.size:
+            recv = self._place(arrival)
+        kind = Kind[process.operation.kind.name]
+        send = span.start if kind.adds else None  # a final sum that arrived stands in the mirror already
+        if not self._posted:
+            self._heard = time.monotonic()
+        try:
+            self._job.post(Command(kind, span.start, span.stop, recv, send))
+        except RuntimeError as error:
+            raise LocalSystemError(f"GPU data plane: {error}") from error
+        self._posted.append((process, arrival))
+
+    def _place(self, arrival: Arrival) -> int:
+        """Where in the buffer what has arrived is; from elsewhere it is copied there first."""
+        assert arrival.data is not None
+        offset = arrival.data.data_ptr() - self._buffer.data_ptr()
+        if 0 <= offset < self._buffer.nbytes:
+            return offset // self._buffer.element_size()
+        place = self._land(arrival.frame)
+        self._buffer[place : place + arrival.data.numel()].copy_(arrival.data)
+        return place
+
+    def completed(self) -> list[Processed]:
+        """What the device has finished since the last call.
+
+        Raises:
+            LocalSystemError: it has failed, or does nothing although it could.
+        """
+        try:
+            done = len(self._job.completed())
+        except RuntimeError as error:
+            raise LocalSystemError(f"GPU data plane: {error}") from error
+        if not done:
+            silent = time.monotonic() - self._heard
+            if self._posted and silent > self._timeout_s:
+                raise LocalSystemError(f"GPU data plane: nothing was finished for {silent:.1f} s")
+            return []
+        self._heard = time.monotonic()
+        finished, self._posted = self._posted[:done], self._posted[done:]
+        return [Processed(process, self._payload(process), arrival) for process, arrival in finished]
+
+    def _payload(self, process: Process) -> Tensor:
+        span = self._plan.span(process.operation.shard, process.round)
+        return self._buffer[span.start : span.stop]
+
+    def free(self, arrival: Arrival) -> None:
+        """Back to the slots, if it came from there."""
+        with self._lock:
+            slot = self._taken.pop((arrival.frame.operation.number, arrival.frame.round), None)
+            if slot is not None:
+                self._free.append(slot)
+
+    def close(self, failed: bool) -> None:
+        """End it on the device: after this nothing of it is read or written there.
+
+        Raises:
+            LocalSystemError: the device has failed, or does not end.
+        """
+        try:
+            self._job.close(failed=failed)
+        except RuntimeError as error:
+            raise LocalSystemError(f"GPU data plane: {error}") from error

@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from member_process import TOKEN, MemberProcess
+from ring_rig import used
+
+from ft_hsdp.errors import (
+    ConnectFailed,
+    FTARError,
+    InvalidArgument,
+    PeerDead,
+    RecoverableError,
+    RemoteAbort,
+    Skipped,
+    StaleEpoch,
+)
+from ft_hsdp.ftar import Communicator, Settings
+from ft_hsdp.ftar.exchange import DTYPES
+from ft_hsdp.ftar.lifecycle import State
+
+
+@contextmanager
+def ring(count: int, **settings: Any) -> Iterator[list[Communicator]]:
+    """Communicators 10, 11, ... without an epoch; nothing of them may be left."""
+    before = used()
+    made = [Communicator(10 + i, token=TOKEN, settings=Settings(**settings)) for i in range(count)]
+    try:
+        yield made
+    finally:
+        for comm in made:
+            comm.close()
+    end = time.monotonic() + 2
+    while any(a > b for a, b in zip(used(), before, strict=True)) and time.monotonic() < end:
+        time.sleep(0.01)
+    assert all(a <= b for a, b in zip(used(), before, strict=True))
+
+
+def members(comms: list[Communicator]) -> list[tuple[int, str]]:
+    return [(10 + i, c.address) for i, c in enumerate(comms)]
+
+
+def form(comms: list[Communicator], epoch: int) -> None:
+    with ThreadPoolExecutor(len(comms)) as pool:
+        list(pool.map(lambda c: c.reconfigure(epoch, members(comms)), comms))
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp", "c10d"])
+def test_sums_in_and_out_of_place(transport: str) -> None:
+    with ring(3, transport=transport, timeout_s=5.0) as comms:
+        form(comms, 1)
+        for dtype in DTYPES:
+            given = [torch.full((4, 5), float(i + 1)).to(dtype) for i in range(3)]
+            fresh = [c.all_reduce(x) for c, x in zip(comms, given, strict=True)]
+            outs = [torch.empty_like(x) for x in given]
+            to_out = [c.all_reduce(x, out=o) for c, x, o in zip(comms, given, outs, strict=True)]
+            for work, x in zip(fresh, given, strict=True):
+                total = work.wait(10)
+                assert (total.shape, total.dtype) == (x.shape[:0] + total.shape, dtype)
+                assert torch.equal(total.view(-1), torch.full((20,), 6).to(dtype))
+            for work, o in zip(to_out, outs, strict=True):
+                work.wait(10)
+                assert torch.equal(o, torch.full((4, 5), 6).to(dtype))
+            assert [x[0, 0].item() for x in given] == [1, 2, 3], "an input was written"
+            in_place = [c.all_reduce(x, preserve_input=False) for c, x in zip(comms, given, strict=True)]
+            for work, x in zip(in_place, given, strict=True):
+                work.wait(10)
+                assert torch.equal(x, torch.full((4, 5), 6).to(dtype))
+        assert all(c.state is State.READY and c.epoch == 1 for c in comms)
+        expected = {"auto": ("shm", "shm"), "tcp": ("tcp", "tcp"), "c10d": ("c10d", "c10d")}[transport]
+        assert all(c.transports == expected for c in comms)
+        assert all(c.high_water() > 0 for c in comms)
+
+
+def test_who_does_not_contribute_is_not_read() -> None:
+    with ring(2) as comms:
+        form(comms, 1)
+        nothing = torch.full((7,), float("nan"))
+        works = [comms[0].all_reduce(torch.ones(7)), comms[1].all_reduce(nothing, contribute=False)]
+        assert [w.wait(5).tolist() for w in works] == [[1.0] * 7] * 2
+        assert [e.weight for e in works[0].result().entries] == [1, 0]
+        works = [c.all_reduce(nothing, contribute=False) for c in comms]
+        assert [w.wait(5).tolist() for w in works] == [[0.0] * 7] * 2
+
+
+def test_a_ring_of_one() -> None:
+    with ring(1) as (comm,):
+        assert (comm.state, comm.epoch) == (State.NEW, 0)
+        comm.reconfigure(3, [(10, comm.address)])
+        x = torch.arange(6.0).view(2, 3)
+        assert torch.equal(comm.all_reduce(x).wait(5).view(2, 3), x)
+        assert comm.transports == ()
+        assert comm.high_water() == 0
+        with pytest.raises(StaleEpoch, match="claimed before"):
+            comm.reconfigure(3, [(10, comm.address)])
+        with pytest.raises(StaleEpoch):
+            comm.reconfigure(2, [(10, comm.address)])
+        comm.reconfigure(4, [(10, comm.address)])
+        assert comm.epoch == 4
+
+
+@pytest.mark.parametrize(
+    "names", [[], [11], [10, 10], [10, 11, 11]], ids=["nobody", "others", "twice", "another twice"]
+)
+def test_a_membership_that_cannot_be(names: list[int]) -> None:
+    with ring(1) as (comm,), pytest.raises(InvalidArgument, match="each once"):
+        comm.reconfigure(1, [(n, comm.address) for n in names])
+
+
+@pytest.mark.parametrize(
+    ("tensor", "out"),
+    [
+        (torch.ones(3, dtype=torch.int8), None),
+        (torch.ones(3, 2).t(), None),
+        (torch.ones(3), torch.ones(4)),
+        (torch.ones(3), torch.ones(3, dtype=torch.float64)),
+        (torch.ones(3), torch.ones(3, 2)[:, 0]),
+        (torch.ones(3, device="meta"), None),
+    ],
+    ids=["int8", "strided", "shape", "dtype", "strided out", "device"],
+)
+def test_a_tensor_that_cannot_be_summed(tensor: torch.Tensor, out: torch.Tensor | None) -> None:
+    with ring(1) as (comm,):
+        comm.reconfigure(1, [(10, comm.address)])
+        with pytest.raises(InvalidArgument):
+            comm.all_reduce(tensor, out=out)
+        assert comm.all_reduce(torch.ones(3)).wait(5).tolist() == [1.0] * 3
+
+
+def test_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        gone = f"127.0.0.1:{taken.getsockname()[1]}"
+    with ring(1) as (comm,):
+        with pytest.raises(FTARError) as refused:
+            comm.reconfigure(1, [(10, comm.address), (11, gone)])
+        assert isinstance(refused.value, RecoverableError)
+        assert refused.value.suspect == 11
+        assert comm.state is State.BROKEN
+        comm.reconfigure(2, [(10, comm.address)])
+
+
+def test_a_ring_that_is_not_formed_in_time() -> None:
+    with ring(2) as comms:
+        with pytest.raises(ConnectFailed, match=r"not formed within 0.1 s"):
+            comms[0].reconfigure(1, members(comms), timeout_s=0.1)
+        form(comms, 2)
+    with ring(2, connect_timeout_s=0.1) as comms:
+        with pytest.raises(RecoverableError) as late:
+            comms[0].reconfigure(1, members(comms))
+        assert late.value.suspect == 11
+        form(comms, 2)
+
+
+def test_closing_ends_whoever_waits() -> None:
+    with ring(2) as comms, ThreadPoolExecutor(1) as pool:
+        forming = pool.submit(comms[0].reconfigure, 1, members(comms))
+        while comms[0].state is not State.CONFIGURING:
+            time.sleep(0.001)
+        comms[0].close()
+        assert isinstance(forming.exception(5), FTARError)
+        assert comms[0].state is State.CLOSED
+        comms[0].close()
+        with pytest.raises(StaleEpoch, match="CLOSED"):
+            comms[0].reconfigure(2, members(comms))
+    with ring(2) as comms:
+        form(comms, 1)
+        works = [comms[0].all_reduce(torch.ones(9)) for _ in range(3)]
+        comms[0].close()
+        assert all(isinstance(w.exception(5), RecoverableError) for w in works)
+        assert works[1].status in ("RETRYABLE", "SKIPPED")
+
+
+def test_an_abort_reaches_the_farthest() -> None:
+    with ring(5) as comms:
+        form(comms, 1)
+        works = [[c.all_reduce(torch.ones(99)) for _ in range(2)] for c in comms[:4]]
+        comms[1].abort("had enough")
+        for first, second in works:
+            error = first.exception(5)
+            assert isinstance(error, RecoverableError), error
+            assert isinstance(second.exception(5), Skipped | RemoteAbort)
+        assert isinstance(works[3][0].exception(), RemoteAbort)
+        assert "had enough" in str(works[3][0].exception())
+        while comms[4].state is not State.BROKEN:
+            time.sleep(0.001)
+        form(comms, 2)
+        totals = [c.all_reduce(torch.ones(2)) for c in comms]
+        assert [w.wait(5).tolist() for w in totals] == [[5.0, 5.0]] * 5
+
+
+def test_works_wait_for_a_ring_that_is_being_formed() -> None:
+    with ring(2) as comms, ThreadPoolExecutor(2) as pool:
+        forming = pool.submit(comms[0].reconfigure, 1, members(comms))
+        while comms[0].state is not State.CONFIGURING:
+            time.sleep(0.001)
+        work = comms[0].all_reduce(torch.ones(3))
+        comms[1].reconfigure(1, members(comms))
+        other = comms[1].all_reduce(torch.ones(3))
+        forming.result(5)
+        assert [w.wait(5).tolist() for w in (work, other)] == [[2.0] * 3] * 2
+
+
+def test_a_work_of_an_older_epoch_fails() -> None:
+    with ring(2) as comms:
+        form(comms, 1)
+        work = comms[0].all_reduce(torch.ones(3))
+        form(comms, 2)
+        assert isinstance(work.exception(5), RecoverableError)
+        assert work.status == "RETRYABLE"
+        works = [c.all_reduce(torch.ones(3)) for c in comms]
+        assert [w.wait(5).tolist() for w in works] == [[2.0] * 3] * 2
+
+
+@pytest.mark.parametrize("change", [{"token": "cd" * 32}, {"job": "x"}, {"rank": 1}, {"layout": "y"}], ids=str)
+def test_strangers_do_not_meet(change: dict[str, Any]) -> None:
+    settings = Settings(connect_timeout_s=0.3)
+    with ExitStack() as stack:
+        comms = [
+            Communicator(10, token=TOKEN, settings=settings),
+            Communicator(11, **({"token": TOKEN} | change), settings=settings),
+        ]
+        for comm in comms:
+            stack.callback(comm.close)
+        with ThreadPoolExecutor(2) as pool:
+            waits = [pool.submit(c.reconfigure, 1, members(comms)) for c in comms]
+            assert all(isinstance(w.exception(5), RecoverableError) for w in waits)
+
+
+@pytest.mark.parametrize("when", ["idle", "under way"])
+@pytest.mark.parametrize("transport", ["tcp", "shm", "c10d"])
+def test_sigkill_of_a_neighbour(transport: str, when: str) -> None:
+    """PeerDead or what the others heard, the suspect named, what is behind it skipped; then a ring without it."""
+    n = 300_000
+    victim = MemberProcess(12, transport=transport, timeout_s=10.0)
+    try:
+        with ring(2, transport=transport, timeout_s=10.0) as comms:
+            everybody = [*members(comms), (12, victim.address)]
+            victim.pipe.send((1, everybody, n))
+            with ThreadPoolExecutor(2) as pool:
+                list(pool.map(lambda c: c.reconfigure(1, everybody), comms))
+            given = [c.empty(n).fill_(float(11 + i)) for i, c in enumerate(comms)]
+            first = [c.all_reduce(x) for c, x in zip(comms, given, strict=True)]
+            assert {w.wait(20)[0].item() for w in first} == {victim.hear()} == {11.0 + 12.0 + 13.0}
+            assert victim.hear() == "ready"
+            if when == "under way":
+                victim.pipe.send("take part")
+                assert victim.hear() == "under way"
+            works = [[c.all_reduce(x) for _ in range(200)] for c, x in zip(comms, given, strict=True)]
+            victim.kill()
+            for queue in works:
+                errors = [w.exception(20) for w in queue]
+                failed = [e for e in errors if e is not None]
+                assert isinstance(failed[0], PeerDead | RemoteAbort), failed[0]
+                assert failed[0].suspect == 12
+                assert all(isinstance(e, Skipped) for e in failed[1:])
+                assert errors[: -len(failed)] == [None] * (200 - len(failed))
+                assert all(w.result().out[n // 2] == 36.0 for w in queue[: -len(failed)])
+            assert [x.unique().tolist() for x in given] == [[11.0], [12.0]], "an input was written"
+            form(comms, 2)
+            again = [c.all_reduce(x) for c, x in zip(comms, given, strict=True)]
+            assert [w.wait(20)[-1].item() for w in again] == [23.0, 23.0]
+    finally:
+        victim.end()
