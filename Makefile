@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 TOOLS  := $(VENV)/.tools
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test lint types venv soak bench clean
+.PHONY: train test lint types venv soak bench gpu clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -16,6 +16,7 @@ help:
 	@echo "make train   set up .venv and train the quickstart: 3 replicas x 2 ranks, one is killed and heals"
 	@echo "make test    lint, types and all tests"
 	@echo "make bench   FTAR beside gloo, torchft and OpenMPI"
+	@echo "make gpu     check and measure the kernels; train configs/gpu.yaml where there is a GPU"
 	@echo "make soak    a thousand failures of the ring"
 	@echo "make lint | types | venv | clean"
 
@@ -43,6 +44,15 @@ soak: $(TOOLS)
 bench: $(TOOLS)
 	$(PIP) install -q -e '.[bench]'
 	$(BIN)/python launcher.py bench ftar --measure all
+
+# Kernels, then two replicas on the one GPU. torch's CUDA builds bring triton along, its CPU builds do not.
+gpu: $(STAMP)
+	@$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) install -q -e '.[gpu]'
+	@mkdir -p runs
+	$(BIN)/python -m ftar_kernels.bench --json runs/kernels.json
+	@if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; \
+	  then $(BIN)/python launcher.py up configs/gpu.yaml; \
+	  else echo "no GPU here: what needs none was checked, configs/gpu.yaml was not trained"; fi
 
 # What only developers need.
 $(TOOLS): $(STAMP)

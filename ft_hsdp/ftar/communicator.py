@@ -1,7 +1,7 @@
 """Communicator: FTAR for callers without a control loop of their own: blocking, from any thread.
 
-Whoever uses it brings a membership: an epoch that only rises, and the ordered addresses of the members. The trainer
-does not use it; it drives a `Group` from its own control loop, with the lighthouse's grants as memberships.
+Whoever uses it brings a membership: an epoch that only rises, and the ordered addresses of the members. The
+trainer does not use it; it drives a `Group` from its own control loop, with the lighthouse's grants as memberships.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _BASE = StateId(0, 0, _NOTHING)
 class Communicator:
     """One member of rings of changing membership. Made once; `reconfigure` forms each ring (FT-HSDP §4.2).
 
-    ``job``, ``rank``, ``layout`` and the sizes in ``settings`` must be the same in all members of a ring; ``token``
-    is the secret that they share.
+    ``job``, ``rank``, ``layout`` and the sizes in ``settings`` must be the same in all members of a ring;
+    ``token`` is the secret that they share.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Communicator:
         return self._group.high_water
 
     def reconfigure(self, epoch: int, members: Sequence[tuple[int, str]], timeout_s: float | None = None) -> None:
-        """Form the ring of ``epoch`` from ordered (member, "host:port"), this member among them; wait until it stands.
+        """Form the ring of ``epoch`` from ordered (member, "host:port"), this one among them; wait until it stands.
 
         The epoch is claimed first: whatever happens then, only a larger one will do.
 

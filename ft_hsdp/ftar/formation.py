@@ -1,7 +1,7 @@
 """Formation: how the ring of one grant comes about at one member.
 
-It calls its right neighbour and is called by its left one; each edge gets a transport; then a token goes round twice,
-so that nobody begins before all are connected. Edges that both ends have kept are not made again.
+It calls its right neighbour and is called by its left one; each edge gets a transport; then a token goes round
+twice, so that nobody begins before all are connected. Edges that both ends have kept are not made again.
 """
 
 from __future__ import annotations

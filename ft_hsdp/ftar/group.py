@@ -1,8 +1,8 @@
 """Group: one rank's place in the rings of successive epochs, and the all-reduces that run on them.
 
 Made once. ``configure`` forms the ring of a grant, ``all_reduce`` queues work on it, ``stop`` leaves it. A ring
-that broke stays broken: only a larger epoch helps. Everything but ``all_reduce`` runs on the control loop; the work
-runs on the engine's thread (`runner`).
+that broke stays broken: only a larger epoch helps. Everything but ``all_reduce`` runs on the control loop; the
+work runs on the engine's thread (`runner`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ from ft_hsdp.ftar.work import Work
 from ft_hsdp.protocol import RingAbort, RingBarrier, RingHello, RingWelcome
 
 BLAME_S = 0.05
-LOOK_S = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +78,7 @@ class Group:
         self._parked: dict[int, list[tuple[RingHello, Neighbour]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._forming: asyncio.Task[Any] | None = None
+        self._parting: tuple[Formation, RingAbort] | None = None
         self._ring: Ring | None = None
         self._runner = Runner(settings.connect_timeout_s + 1.0, self._failed, self._ran, self.crashed)
 
@@ -272,10 +272,7 @@ class Group:
             case RingWelcome() | RingBarrier():
                 formation.heard(neighbour, message)
             case RingAbort() if message.epoch == formation.grant.epoch and formation.lost(neighbour):
-                if message.planned and message.grant is None and self.state is State.RUNNING:
-                    neighbour.leaving = True
-                    self._spawn(self._see_off(formation, message))
-                else:
+                if not self._parts(formation, neighbour, message):
                     self._aborted(formation, message)
             case Token() if not self._over:
                 self._events.token(message)
@@ -293,11 +290,24 @@ class Group:
         text = f"replica {who} {'broke the protocol: ' if isinstance(why, ProtocolViolation) else ''}{why}"
         self._break(formation, PeerDead(text, suspect=who))
 
-    async def _see_off(self, formation: Formation, abort: RingAbort) -> None:
-        """Whoever leaves has done its part of what still runs here, or has cut its data: the engine will see."""
-        while self.state is State.RUNNING and self._ring is not None and self._ring.error is None:
-            await asyncio.sleep(LOOK_S)
-        self._aborted(formation, abort)
+    def _parts(self, formation: Formation, neighbour: Neighbour, abort: RingAbort) -> bool:
+        """Whether ``neighbour`` leaves while an all-reduce runs here: that ends first, well or not.
+
+        Whoever leaves after an all-reduce has done its part of it; before, the engine sees the end of its data.
+        """
+        with self._changing:
+            runs = self.state is State.RUNNING and self._ring is not None and self._ring.error is None
+            if not runs or not abort.planned or abort.grant is not None:
+                return False
+            self._parting = formation, abort
+        neighbour.leaving = True
+        return True
+
+    def _see_off(self) -> None:
+        """What ran when a neighbour left is over."""
+        parting, self._parting = self._parting, None
+        if parting is not None:
+            self._aborted(*parting)
 
     def _aborted(self, formation: Formation, abort: RingAbort) -> None:
         """A neighbour says that the ring is over; it may know a newer grant."""
@@ -364,8 +374,9 @@ class Group:
     def all_reduce(self, key: Key, local: Tensor | None, out: Tensor, mine: Entry, after: Any = None) -> Work:
         """Queue a sum of ``local`` [n] over the ring of ``key.epoch`` into ``out`` [n].
 
-        ``local`` None relays. The work fails with a RecoverableError if the ring is or gets of no more use, and what
-        stood behind it is skipped; ``local`` is never written. Any thread may call; works run in the order of calls.
+        ``local`` None relays. The work fails with a RecoverableError if the ring is or gets of no more use, and
+        what stood behind it is skipped; ``local`` is never written. Any thread may call; works run in the order of
+        the calls.
         """
         return self._runner.queue(Order(key, local, out, mine, after))
 
@@ -377,6 +388,7 @@ class Group:
         formation = self._current
         if formation is None or formation.grant.epoch != epoch:
             return
+        self._see_off()
         if isinstance(error, PeerDead):
             await asyncio.sleep(BLAME_S)
         self._break(formation, error)
@@ -388,6 +400,8 @@ class Group:
         with self._changing:
             if self._floor == epoch and self.state in (State.READY, State.RUNNING):
                 self.state = State.RUNNING if running else State.READY
+            if not running and self._parting is not None:
+                self._loop.call_soon_threadsafe(self._see_off)
 
     def crashed(self, message: str, error: Exception) -> None:
         """Something failed that is no ring's fault: whoever owns the control loop decides what it means."""

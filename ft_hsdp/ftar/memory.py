@@ -83,13 +83,8 @@ class Arena:
         self._count += 1
         self._segments[address] = Segment(self._count, fd, address, size)
         bisect.insort(self._starts, address)
-        weakref.finalize(memory, self._forget, address)
+        weakref.finalize(memory, _forget, self._lock, self._starts, self._segments, address)
         return memory, 0
-
-    def _forget(self, address: int) -> None:
-        with self._lock:
-            self._starts.remove(address)
-            os.close(self._segments.pop(address).fd)
 
     @property
     def numbers(self) -> set[int]:
@@ -112,6 +107,13 @@ class Arena:
             segment = self._segments[self._starts[index]]
         offset = address - segment.address
         return (segment, offset) if offset + tensor.nbytes <= segment.size else None
+
+
+def _forget(lock: Any, starts: list[int], segments: dict[int, Segment], address: int) -> None:
+    """A segment is gone. (Not a method: that would keep its arena, and with it the newest segment, for ever.)"""
+    with lock:
+        starts.remove(address)
+        os.close(segments.pop(address).fd)
 
 
 class Mapped:

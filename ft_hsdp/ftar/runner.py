@@ -130,6 +130,7 @@ class Runner:
             raise PeerDead(f"the ring of epoch {epoch} was not formed in time")
         if self._broke == epoch:
             raise Skipped(f"an all-reduce before it failed: {error}", suspect=error.suspect) from error
+        self._broke = epoch
         raise error
 
     def _forget(self) -> None:

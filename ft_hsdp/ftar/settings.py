@@ -1,4 +1,4 @@
-"""Settings of a group: which transports, how much at once, how long to wait; and the plan that follows from them."""
+"""Settings of a group: which transports, how much at once, how long to wait; and the plan that follows."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ft_hsdp.config import Config, config_hash
 from ft_hsdp.errors import FtHsdpError
 from ft_hsdp.launch.by_hand import run_of
 from ft_hsdp.launch.lighthouse_process import check_port
-from ft_hsdp.launch.local import prepare_data
+from ft_hsdp.launch.local import check_device, prepare_data
 from ft_hsdp.launch.rundir import alive, read_json
 
 RANK_BYTES = 150 * 2**20  # a forked rank's own memory before it holds a model, measured
@@ -44,6 +44,7 @@ def examine(config: Config) -> list[Finding]:
         ("disk", _disk),
         ("files", _files),
         ("cpus", _cpus),
+        *([("device", check_device)] if config.train.device != "cpu" else []),
     ]
     findings = []
     for name, check in checks:

@@ -37,6 +37,7 @@ def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | 
     configuration, 130 and 143 after Ctrl-C and SIGTERM. Raises ConfigError before anything is started.
     """
     check_port(config)
+    check_device(config)
     prepare_data(config)
     run = RunDir(Path(config.job.runs_dir).resolve() / config.job.name)
     claim(run)
@@ -44,6 +45,17 @@ def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | 
     write_json(run.supervisor, identity())
     with Terminal(config, stream or sys.stdout) as terminal:
         return asyncio.run(Job(config, run, terminal).run())
+
+
+def check_device(config: Config) -> str:
+    """The GPUs that ranks get, or "cpu". Raises ConfigError on train.device."""
+    if config.train.device == "cpu":
+        return config.train.device
+    # Who only counts GPUs must not initialize CUDA: ranks are forked, from a process that inherits this.
+    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+    from ft_hsdp.train.device import describe  # a job on CPUs starts without torch in this process
+
+    return describe(config.train.device, config.ranks_per_replica)
 
 
 def prepare_data(config: Config) -> Path:

@@ -68,7 +68,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    """Copy local shards into ``buffer`` uint8 [layout.nbytes]; padding becomes zero."""
+    """Copy local shards, from whatever device, into ``buffer`` uint8 [layout.nbytes]; padding becomes zero."""
     buffer.zero_()
     for place, source in zip(layout.tensors, sources, strict=True):
         if place.nbytes:
@@ -76,7 +76,7 @@ def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) 
 
 
 def unpack(layout: Layout, buffer: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Copy the shards in ``buffer`` into the live tensors."""
+    """Copy the shards in ``buffer`` into the live tensors, on whatever device."""
     for place, target in zip(layout.tensors, targets, strict=True):
         if place.nbytes:
             piece = buffer[place.offset : place.offset + place.nbytes]

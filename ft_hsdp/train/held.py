@@ -129,7 +129,7 @@ def state_digest(
         for name in sorted(named):
             tensor = named[name]
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            array: Any = layout.as_bytes(full.detach()).numpy()
+            array: Any = layout.as_bytes(full.detach().cpu()).numpy()
             content = blake3.blake3(memoryview(array)).hexdigest()
             dtype = str(full.dtype).removeprefix("torch.")
             total.update(lineage.canonical([name, dtype, list(full.shape), content]).encode())

@@ -27,6 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from ft_hsdp.config import Config, config_hash, load
 from ft_hsdp.core import lineage
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
+from ft_hsdp.train import device as devices
 from ft_hsdp.train.held import Held
 from ft_hsdp.train.hsdp import Sharded
 from ft_hsdp.train.mailbox import Apply, Drop, End, Feed, Load, Mailbox
@@ -88,8 +89,9 @@ class Optimizer:
 class Job:
     """One rank's part in the job; made by ``join``."""
 
-    def __init__(self, config: Config, place: Place) -> None:
+    def __init__(self, config: Config, place: Place, device: torch.device) -> None:
         self.config = config
+        self.device = device
         self.replica = place.replica
         self.rank = place.rank
         self.ranks = place.ranks
@@ -110,7 +112,7 @@ class Job:
     # The user's few lines.
 
     def shard(self, model: nn.Module, parts: Sequence[nn.Module] | None = None) -> nn.Module:
-        """Shard ``model`` in place with FSDP2 over this replica's ranks.
+        """Shard ``model`` in place with FSDP2 over this replica's ranks, on the device of the configuration.
 
         ``parts`` are sharded each for itself, in forward order; None takes ``model.shards()`` if there is one,
         else every module in its ModuleLists. The embedding and the output should be parts of their own, or their
@@ -120,7 +122,9 @@ class Job:
             shards = getattr(model, "shards", None)
             lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
             parts = shards() if callable(shards) else [part for each in lists for part in each]
-        mesh = init_device_mesh("cpu", (self.ranks,))
+        if self.device.type != "cpu":
+            model.to(self.device)
+        mesh = init_device_mesh(self.device.type, (self.ranks,))
         self._sharded = Sharded(model, parts, mesh, self._ready)
         model.register_forward_hook(self._saw_loss)
         return model
@@ -174,7 +178,7 @@ class Job:
 
     def _check_in(self) -> None:
         held, place = self._held, self._place
-        self._wiring = Wiring(self.config, place, held, self._sharded.sizes, self._mailbox)
+        self._wiring = Wiring(self.config, place, held, self._sharded.sizes, self._mailbox, self.device)
         port = torch.zeros(1, dtype=torch.int64)
         if self.rank == 0:
             self._log = RunLog(place.run / "replicas" / str(self.replica), place.incarnation)
@@ -218,7 +222,7 @@ class Job:
             batch = source.batch(shard, index, self.rank, micro)
             if self._log is not None:
                 self._tokens = _tokens(batch) * self.ranks * self._accumulate
-            yield batch
+            yield devices.move(batch, self.device)
 
     def _step(self) -> bool:
         """After backward: wait for the outcome of the step that was fed."""
@@ -309,29 +313,30 @@ def join(config: Config | str | Path, replica: int, run: Path | None = None, lig
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ranks != config.ranks_per_replica:
         raise ConfigError("WORLD_SIZE", ranks, f"ranks_per_replica, which is {config.ranks_per_replica}")
+    device = devices.choose(config.train.device, int(os.environ.get("LOCAL_RANK", rank)))
     torch.set_num_threads(config.train.threads)
     name, life = (
         os.environ.get("TORCHELASTIC_RUN_ID", "run"),
         int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
     lives = [f"{replica}-{name}-{n}" for n in range(life + 1)]
-    _connect_ranks(rank, ranks, lives[-1])
+    _connect_ranks(rank, ranks, lives[-1], devices.backend(device))
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     place = Place(replica, rank, ranks, lives[-1], tuple(lives[:-1]), run, url, token, host)
-    return Job(config, place)
+    return Job(config, place, device)
 
 
-def _connect_ranks(rank: int, ranks: int, life: str) -> None:
+def _connect_ranks(rank: int, ranks: int, life: str, backend: str) -> None:
     """Form the process group of a replica; ``life`` is its incarnation.
 
     torchrun's agent keeps one store over all restarts of its workers: without a prefix the ranks of this life
     would find the addresses of the last one there.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group("gloo")
+        dist.init_process_group(backend)
         return
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, is_master=False)
-    dist.init_process_group("gloo", store=dist.PrefixStore(life, store), rank=rank, world_size=ranks)
+    dist.init_process_group(backend, store=dist.PrefixStore(life, store), rank=rank, world_size=ranks)
 
 
 __all__ = ["Ended", "Job", "Optimizer", "Source", "join"]

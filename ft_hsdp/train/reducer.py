@@ -23,6 +23,9 @@ from ft_hsdp.core.effects import Reduce
 from ft_hsdp.ftar.engine import Result
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.group import Group
+from ft_hsdp.train.device import on_host, written
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +46,29 @@ class Traffic:
     ended: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class Local:
+    """The local gradient of a bucket; complete once ``after`` is (None: it is)."""
+
+    flat: torch.Tensor
+    poisoned: bool
+    after: torch.cuda.Event | None
+
+
 class Reducer:
-    """The exchange of one rank's gradient. ``voted`` is called, on FTAR's thread, when all buckets are reduced."""
+    """The exchange of one rank's gradient. ``voted`` is called, on FTAR's thread, when all buckets are reduced.
+
+    Gradients and sums are on ``device``.
+    """
 
     def __init__(
-        self, group: Group, sizes: Sequence[int], replica: int, rank: int, voted: Callable[[Vote], None]
+        self,
+        group: Group,
+        sizes: Sequence[int],
+        replica: int,
+        rank: int,
+        voted: Callable[[Vote], None],
+        device: torch.device = CPU,
     ) -> None:
         self._group = group
         self._sizes = tuple(sizes)
@@ -55,7 +76,8 @@ class Reducer:
         self._rank = rank
         self._voted = voted
         self._lock = threading.RLock()  # a work may be done before its callback is set
-        self._locals: dict[int, torch.Tensor] = {}
+        self._device = device
+        self._locals: dict[int, Local] = {}
         self._feeding: Feeding | None = None
         self._loss = 0.0
         self._order: Reduce | None = None
@@ -76,12 +98,14 @@ class Reducer:
 
     def ready(self, bucket: int, flat: torch.Tensor, loss: float) -> None:
         """The local gradient of a bucket is there: flat fp32 [numel], read only from now on."""
+        if self._feeding is None:
+            return
+        if flat.numel() != self._sizes[bucket]:
+            raise ValueError(f"bucket {bucket} has {flat.numel()} elements, planned {self._sizes[bucket]}")
+        after = written(flat)
+        poisoned = not bool(torch.isfinite(torch.linalg.vector_norm(flat)))
         with self._lock:
-            if self._feeding is None:
-                return
-            if flat.numel() != self._sizes[bucket]:
-                raise ValueError(f"bucket {bucket} has {flat.numel()} elements, planned {self._sizes[bucket]}")
-            self._locals[bucket] = flat
+            self._locals[bucket] = Local(flat, poisoned, after)
             self._loss = loss
             self._pump()
 
@@ -123,15 +147,21 @@ class Reducer:
             if mine is None:
                 return
             if self._out is None:
-                self._out = self._spare.pop() if self._spare else [self._group.arena.empty(n) for n in self._sizes]
+                self._out = self._spare.pop() if self._spare else [self._empty(n) for n in self._sizes]
             if bucket == 0:
                 self._began = time.monotonic()
             key = Key(order.fence.epoch, order.fence.step, order.fence.attempt, bucket, order.prev)
-            work = self._group.all_reduce(key, local, self._out[bucket], mine)
+            flat, after = (None, None) if local is None else (local.flat, local.after)
+            work = self._group.all_reduce(key, flat, self._out[bucket], mine, after)
             work.add_done_callback(partial(self._done, order.fence))
             self._submitted += 1
 
-    def _mine(self, order: Reduce, bucket: int) -> tuple[Entry | None, torch.Tensor | None]:
+    def _empty(self, numel: int) -> torch.Tensor:
+        if self._device.type == "cpu":
+            return self._group.arena.empty(numel)
+        return torch.empty(numel, device=self._device)
+
+    def _mine(self, order: Reduce, bucket: int) -> tuple[Entry | None, Local | None]:
         """This rank's entry and local gradient for a bucket; None while it is not there yet."""
         if order.role == "behind":
             return Entry(self._replica, 0, self._replica, 0, 0.0), None
@@ -139,8 +169,7 @@ class Reducer:
         if feeding is None or feeding.step != order.fence.step or bucket not in self._locals:
             return None, None
         local = self._locals[bucket]
-        poisoned = not bool(torch.isfinite(torch.linalg.vector_norm(local)))
-        return Entry(self._replica, 1, feeding.shard, feeding.index, self._loss, poisoned), local
+        return Entry(self._replica, 1, feeding.shard, feeding.index, self._loss, local.poisoned), local
 
     # FTAR's thread.
 
@@ -166,11 +195,12 @@ class Reducer:
         self._voted(self._vote(fence, results, out))
 
     def _vote(self, fence: Fence, results: list[Result], out: list[torch.Tensor]) -> Vote:
+        sums = [on_host(t) for t in out]
         return Vote(
             rank=self._rank,
             fence=fence,
-            digest=lineage.digest([checksum(t) for t in out]),
-            sumsq=sum_of_squares(out),
+            digest=lineage.digest([checksum(t) for t in sums]),
+            sumsq=sum_of_squares(sums),
             contributions=contributions(results),
             poisoned=tuple(sorted({e.replica for r in results for e in r.entries if e.poisoned})),
         )

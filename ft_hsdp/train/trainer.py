@@ -12,6 +12,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.core import lr
 from ft_hsdp.errors import EXIT_OK, FtHsdpError
 from ft_hsdp.train.data import Batches
+from ft_hsdp.train.device import move
 from ft_hsdp.train.job import join
 from ft_hsdp.train.model import ModelArgs, Transformer
 from ft_hsdp.train.tokens import VOCABULARY, Tokens, prepare
@@ -60,7 +61,7 @@ def train(config: Config, replica: int, run: Path) -> None:
     optimizer = build_optimizer(config, list(model.parameters()))
     optim = job.optimizer(optimizer, lambda step: factor(config, step))
     optim.clip = config.optim.clip
-    job.warm_up(lambda: model(data.batch(replica, 0, job.rank)).backward())
+    job.warm_up(lambda: model(move(data.batch(replica, 0, job.rank), job.device)).backward())
     for batch in job.batches(data, config.train.accumulate):
         model(batch).backward()
         optim.step()

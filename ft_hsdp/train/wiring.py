@@ -14,7 +14,9 @@ import traceback
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from ft_hsdp import protocol
 from ft_hsdp.config import Config, config_hash
@@ -28,10 +30,11 @@ from ft_hsdp.core.assignment import Report
 from ft_hsdp.core.effects import Exit
 from ft_hsdp.core.events import LeaveRequested
 from ft_hsdp.core.lineage import StateId
-from ft_hsdp.errors import EXIT_RETRYABLE, LighthouseUnreachable
+from ft_hsdp.errors import EXIT_RETRYABLE, FTARError, LighthouseUnreachable
 from ft_hsdp.events import Journal
 from ft_hsdp.ftar.door import Identity
 from ft_hsdp.ftar.group import Events, Group
+from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings as Ring
 from ft_hsdp.protocol import RankHello
 from ft_hsdp.state.server import StateServer
@@ -39,6 +42,9 @@ from ft_hsdp.train.agent import Fetching, RankAgent
 from ft_hsdp.train.held import Held
 from ft_hsdp.train.mailbox import Mailbox
 from ft_hsdp.train.reducer import Reducer
+
+if TYPE_CHECKING:
+    from ft_hsdp.ftar.dataplane.gpu import GpuPlane
 
 JOIN_TIMEOUT_S = 10.0
 RANKS_TIMEOUT_S = 60.0
@@ -72,11 +78,37 @@ def ring_settings(config: Config) -> Ring:
     )
 
 
+def device_plane(device: torch.device, arena: Arena, settings: Ring, largest: int) -> GpuPlane | None:
+    """A data plane for fp32 messages of up to ``largest`` elements on ``device``; None: the CPU's will do.
+
+    Raises:
+        LocalSystemError: the device is at fault.
+    """
+    if device.type == "cpu":
+        return None
+    from ft_hsdp.ftar.dataplane.gpu import GpuPlane  # triton is not needed elsewhere
+
+    plane = GpuPlane(device, arena, settings.timeout_s)
+    plane.reserve(settings.plan(largest, 4, 1), torch.float32)  # alone: no larger ring has larger chunks
+    return plane
+
+
 class Wiring:
     """One rank's connections. Made by the main thread, closed by it."""
 
-    def __init__(self, config: Config, place: Place, held: Held, sizes: tuple[int, ...], mailbox: Mailbox) -> None:
+    def __init__(
+        self,
+        config: Config,
+        place: Place,
+        held: Held,
+        sizes: tuple[int, ...],
+        mailbox: Mailbox,
+        device: torch.device,
+    ) -> None:
         self._config = config
+        self._device = device
+        self._arena = Arena()
+        self._plane = device_plane(device, self._arena, ring_settings(config), max(sizes))
         self._place = place
         self._held = held
         self._mailbox = mailbox
@@ -124,15 +156,15 @@ class Wiring:
         sys.stderr.write(f"control loop: {context.get('message')}\n")
         if error is not None:
             traceback.print_exception(error)
-        self._die("the control loop failed")
+        self._die("the control loop failed", error.exit_code if isinstance(error, FTARError) else EXIT_RETRYABLE)
 
-    def _die(self, why: str) -> None:
+    def _die(self, why: str, code: int = EXIT_RETRYABLE) -> None:
         """End this rank at once: a pending collective inside the replica cannot be cancelled."""
         if self._ending:
             return
-        self._journal.event("RankEnded", why, code=EXIT_RETRYABLE)
+        self._journal.event("RankEnded", why, code=code)
         sys.stderr.flush()
-        os._exit(EXIT_RETRYABLE)
+        os._exit(code)
 
     async def _open(self, sizes: tuple[int, ...]) -> None:
         config, place = self._config, self._place
@@ -149,9 +181,9 @@ class Wiring:
         identity = Identity(place.replica, place.rank, self._ring_layout, place.token)
         settings = ring_settings(config)
         events = Events(agent.connected, agent.broken, agent.shown, self._token)
-        agent.group = Group(identity, settings, events)
+        agent.group = Group(identity, settings, events, self._plane, self._arena)
         self._ring_address = agent.group.listen(config.network.host)
-        agent.reducer = Reducer(agent.group, sizes, place.replica, place.rank, self._voted)
+        agent.reducer = Reducer(agent.group, sizes, place.replica, place.rank, self._voted, self._device)
         self._agent = agent
 
     def _report(self, message: object) -> None:
@@ -269,6 +301,8 @@ class Wiring:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+        if self._plane is not None:
+            self._plane.close()
 
     async def _close(self) -> None:
         await self._agent.group.close()

@@ -106,7 +106,11 @@ def test_options() -> None:
     assert parse(
         "all", sizes="4k,1 MiB,2gib,64,4KB", members="2,4", contenders="shm-any,gloo", rounds=3
     ) == Options(
-        ("bandwidth", "spin", "kill", "reconfigure", "link"), (4 * KIB, MIB, 2 * GIB, 64), (2, 4), ("shm-any", "gloo"), 3
+        ("bandwidth", "spin", "kill", "reconfigure", "link"),
+        (4 * KIB, MIB, 2 * GIB, 64),
+        (2, 4),
+        ("shm-any", "gloo"),
+        3,
     )
     assert parse("spin", sizes=None, members=None, contenders=None, rounds=1) == Options(
         ("spin",), None, None, None, 1

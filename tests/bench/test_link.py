@@ -169,29 +169,32 @@ def test_nothing_is_left_after_a_signal(number: int, code: int, tmp_path: Path) 
         "import sys; from ft_hsdp.bench.hsdp.measure import measure; from ft_hsdp.bench.hsdp.scene import Scene;"
         "from ft_hsdp.bench.plan import Log; measure(Scene(), Log(sys.stderr))"
     )
-    bench = subprocess.Popen(
-        [sys.executable, "-c", program],
-        env={**environment(), "TMPDIR": str(tmp_path)},
-        stderr=subprocess.DEVNULL,
-    )
-    deadline = time.monotonic() + 60
-    logs: list[Path] = []
-    while len(logs) < 3 * 3 * 2 + 1:  # every rank's and the lighthouse's: they are all started
-        assert bench.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-        logs = [*tmp_path.glob("*/*-*-*.log"), *tmp_path.glob("*/runs/link/lighthouse.log")]
-    spaces = left(bench.pid)
-    inside = [pid for space in spaces for pid in processes(space)]
-    assert len(spaces) == 4
-    assert len(inside) == 3 * 3 * 2 + 1
-    bench.send_signal(number)
-    assert bench.wait(timeout=30) == code
+    command = [sys.executable, "-c", program]
+    env = {**environment(), "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) as bench:
+        try:
+            inside = all_started(bench)
+            assert len(left(bench.pid)) == 4
+            bench.send_signal(number)
+            assert bench.wait(timeout=30) == code
+        finally:
+            bench.terminate()
     assert left(bench.pid) == []
     assert [pid for pid in inside if Path(f"/proc/{pid}").exists()] == []
     assert list(tmp_path.iterdir()) == []
 
 
+def all_started(bench: subprocess.Popen[bytes]) -> list[str]:
+    """Every rank and the lighthouse, once they are in their namespaces."""
+    deadline = time.monotonic() + 60
+    while len(inside := [pid for space in left(bench.pid) for pid in processes(space)]) < 3 * 3 * 2 + 1:
+        assert bench.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return inside
+
+
 def processes(space: str) -> list[str]:
     """Process ids in a namespace."""
-    return subprocess.check_output(["ip", "netns", "pids", space], text=True).split()
+    command = ["ip", "netns", "pids", space]  # fails where the namespace is only half there
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout.split()

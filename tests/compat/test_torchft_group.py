@@ -202,6 +202,18 @@ def test_the_end_of_one_rank_is_an_error_at_all_until_they_are_configured(three:
     three.each(lambda g, r: g.allreduce([torch.ones(1)], ReduceOp.SUM).wait())
 
 
+def test_a_rank_that_leaves_right_after_a_sum_breaks_it_for_nobody(three: Ranks) -> None:
+    def reduce_and_leave(group: ProcessGroupFTAR, rank: int) -> float:
+        tensor = torch.ones(50_000 * (rank + 1))[:50_000]
+        group.allreduce([tensor], ReduceOp.SUM).wait()
+        group.shutdown()
+        return tensor[-1].item()
+
+    for _ in range(10):
+        assert three.each(reduce_and_leave) == [3.0] * 3
+        three.configure(three.groups)
+
+
 def test_a_rank_that_does_not_call_is_waited_for_only_as_long_as_asked() -> None:
     ranks = Ranks(2, timeout_s=30.0)
     try:

@@ -46,7 +46,7 @@ class Shape:
 
     chunk: int = 64
     slots: int = 4
-    timeout_s: float = 5.0
+    timeout_s: float = 30.0
 
     def plan(self, members: int, elements: int, itemsize: int) -> Plan:
         return Plan(elements, members, self.chunk // itemsize, self.slots)
@@ -90,7 +90,7 @@ class DyingPlane(CpuPlane):
     ring: Ring | None = None
     left = -1
 
-    def open(self, local: Tensor | None, out: Tensor, plan: Plan) -> CpuJob:
+    def open(self, local: Tensor | None, out: Tensor, plan: Plan, after: object = None) -> CpuJob:
         job = super().open(local, out, plan)
         post = job.post
 

@@ -59,7 +59,7 @@ def test_it_returns_only_when_its_own_sends_have_drained(name: str, chunk: int) 
             assert arrival is not None
             inlet.release(arrival)
         inlet.end()
-        assert work.result(5).out is out
+        assert work.result(20).out is out
         assert len(sent) == 2
 
 
@@ -77,7 +77,7 @@ def test_a_ring_between_two_works_gives_its_edges_away() -> None:
         with ThreadPoolExecutor(1) as pool:
             other = made.submit(1, Order(KEY, torch.ones(3), torch.empty(3), entry(6)))
             mine = pool.submit(following.all_reduce, Order(KEY, torch.ones(3), out := torch.empty(3), entry(5)))
-            assert mine.result(5).entries == other.result(5).entries
+            assert mine.result(20).entries == other.result(20).entries
         assert same(out, torch.full((3,), 2.0))
 
 
@@ -85,20 +85,20 @@ def test_a_ring_in_the_middle_of_a_work_keeps_its_edges() -> None:
     class Held(CpuPlane):
         began, go = threading.Event(), threading.Event()
 
-        def open(self, local: torch.Tensor | None, out: torch.Tensor, plan: Plan) -> CpuJob:
+        def open(self, local: torch.Tensor | None, out: torch.Tensor, plan: Plan, after: object = None) -> CpuJob:
             self.began.set()
-            assert self.go.wait(5)
+            assert self.go.wait(20)
             return super().open(local, out, plan)
 
     plane = Held()
     ring = alone(plane)
     with ThreadPoolExecutor(1) as pool:
         work = pool.submit(ring.all_reduce, Order(KEY, torch.ones(3), torch.empty(3), entry(4)))
-        assert plane.began.wait(5)
+        assert plane.began.wait(20)
         assert ring.retire(StaleEpoch("a newer epoch")) == (None, None)
         assert ring.error is None
         plane.go.set()
-        work.result(5)
+        work.result(20)
 
 
 def test_what_is_not_the_rings_fault_ends_it_all_the_same() -> None:
@@ -107,7 +107,7 @@ def test_what_is_not_the_rings_fault_ends_it_all_the_same() -> None:
             raise MemoryError("none left")
 
     class BrokenPlane(CpuPlane):
-        def open(self, local: torch.Tensor | None, out: torch.Tensor, plan: Plan) -> CpuJob:
+        def open(self, local: torch.Tensor | None, out: torch.Tensor, plan: Plan, after: object = None) -> CpuJob:
             return Broken(local, out, plan, [], 64)
 
     with rig(FLAVOURS[0], 2) as made:
@@ -115,7 +115,7 @@ def test_what_is_not_the_rings_fault_ends_it_all_the_same() -> None:
         other = made.submit(1, Order(KEY, torch.ones(3), torch.empty(3), entry(6)))
         with pytest.raises(MemoryError):
             ring.all_reduce(Order(KEY, torch.ones(3), torch.empty(3), entry(5)))
-        assert isinstance(other.exception(5), PeerDead)
+        assert isinstance(other.exception(20), PeerDead)
         with pytest.raises(PeerDead, match="the engine failed"):
             ring.all_reduce(Order(KEY, torch.ones(3), torch.empty(3), entry(5)))
 

@@ -112,6 +112,16 @@ def test_a_segment_goes_with_its_last_tensor() -> None:
     assert arena.numbers == set()
 
 
+def test_an_arena_that_nobody_has_any_more_lets_go_of_its_memory() -> None:
+    before, arena = segments(), Arena()
+    x = arena.empty(4)
+    del arena
+    assert segments() == before + 2
+    x.fill_(1)
+    del x
+    assert segments() == before
+
+
 def test_a_segment_that_is_forgotten_is_unmapped() -> None:
     before, arena, mapped = segments(), Arena(), Mapped()
     found = arena.find(arena.empty(4))

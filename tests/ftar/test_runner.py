@@ -30,7 +30,7 @@ class Scripted(Ring):
 
     def all_reduce(self, order: Order) -> Result:
         self.log.append(f"reduce {self.epoch}")
-        assert self.go.wait(5)
+        assert self.go.wait(20)
         if self.fails is not None:
             raise self.fails
         return super().all_reduce(order)
@@ -72,17 +72,31 @@ def scene() -> Iterator[Scene]:
 def test_an_abandoned_ring_lets_go_of_memory_before_the_next_one_is_used(scene: Scene) -> None:
     """Its threads may still write into an output that is used again by the next epoch."""
     scene.ring(1)
-    scene.queue(1).result(5)
+    scene.queue(1).result(20)
     scene.runner.over(1, StaleEpoch("a newer epoch"))
     scene.ring(2)
-    scene.queue(2).result(5)
+    scene.queue(2).result(20)
     assert scene.log[0] == "reduce 1"
+    assert scene.log.index("dispose 1") < scene.log.index("reduce 2")
+
+
+def test_it_lets_go_even_if_the_next_work_was_queued_before_its_end(scene: Scene) -> None:
+    first = scene.ring(1)
+    first.go.clear()
+    works = [scene.queue(1), scene.queue(2)]
+    while not scene.log:
+        time.sleep(0.001)
+    scene.runner.over(1, StaleEpoch("a newer epoch"))
+    scene.ring(2)
+    first.go.set()
+    for work in works:
+        work.result(20)
     assert scene.log.index("dispose 1") < scene.log.index("reduce 2")
 
 
 def test_a_ring_that_nobody_uses_any_more_is_let_go_of_without_a_next_work(scene: Scene) -> None:
     scene.ring(1)
-    scene.queue(1).result(5)
+    scene.queue(1).result(20)
     scene.runner.over(1, StaleEpoch("over"))
     scene.runner.close()
     assert "dispose 1" in scene.log
@@ -97,13 +111,13 @@ def test_what_stands_behind_a_failure_is_skipped(scene: Scene) -> None:
         time.sleep(0.001)
     scene.runner.over(1, RemoteAbort("replica 4 is gone", suspect=4))
     ring.go.set()
-    errors = [w.exception(5) for w in works]
+    errors = [w.exception(20) for w in works]
     assert [type(e) for e in errors] == [RemoteAbort, Skipped, Skipped], "what the group knows counts more"
     assert all(isinstance(e, FTARError) and e.suspect == 4 for e in errors)
     assert scene.failed == [(1, ring.fails)]
     assert scene.log.count("reduce 1") == 1
     scene.ring(2)
-    assert scene.queue(2).result(5).entries == (entry(0),)
+    assert scene.queue(2).result(20).entries == (entry(0),)
 
 
 def test_works_wait_for_their_ring(scene: Scene) -> None:
@@ -112,25 +126,25 @@ def test_works_wait_for_their_ring(scene: Scene) -> None:
     with pytest.raises(TimeoutError):
         work.result(0.05)
     scene.ring(1)
-    work.result(5)
+    work.result(20)
 
 
 def test_works_of_a_ring_that_is_not_formed(scene: Scene) -> None:
     scene.runner.expect(1)
     work, late = scene.queue(1), scene.queue(0)
     scene.runner.over(1, RemoteAbort("gave it up", suspect=2))
-    assert isinstance(work.exception(5), RemoteAbort)
-    assert isinstance(late.exception(5), StaleEpoch)
+    assert isinstance(work.exception(20), RemoteAbort)
+    assert isinstance(late.exception(20), StaleEpoch)
     scene.runner._patience_s = 0.05
     scene.runner.expect(2)
-    assert isinstance(scene.queue(2).exception(5), PeerDead), "it does not wait for ever"
+    assert isinstance(scene.queue(2).exception(20), PeerDead), "it does not wait for ever"
 
 
 def test_an_error_of_ours_is_reported(scene: Scene) -> None:
     ring = scene.ring(1)
     ring.fails = MemoryError("none left")  # type: ignore[assignment]
     work = scene.queue(1)
-    assert isinstance(work.exception(5), MemoryError)
+    assert isinstance(work.exception(20), MemoryError)
     assert scene.crashed == [ring.fails]
     ring.fails = None
-    scene.queue(1).result(5)
+    scene.queue(1).result(20)

@@ -69,7 +69,7 @@ class SlowPlane(CpuPlane):
         super().__init__()
         self.depth, self.delay = depth, delay
 
-    def open(self, local: Tensor | None, out: Tensor, plan: Plan) -> CpuJob:
+    def open(self, local: Tensor | None, out: Tensor, plan: Plan, after: object = None) -> CpuJob:
         job = super().open(local, out, plan)
         return SlowJob(self, local, out, plan, job._slots, job._size)
 

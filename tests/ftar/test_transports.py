@@ -15,8 +15,10 @@ from transport_kinds import FLAVOURS, Flavour
 
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout, ProtocolViolation, Skipped, StaleEpoch
 from ft_hsdp.ftar import frame as wire
+from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.engine import Result
 from ft_hsdp.ftar.exchange import DTYPES, Order
+from ft_hsdp.ftar.link import Transfer
 
 THREADED = 72 * 1024  # bytes of a chunk that is worth a thread
 
@@ -262,3 +264,26 @@ def test_closing_releases_whoever_waits(flavour: Flavour) -> None:
         if "sim" not in flavour.name:
             sums.wait()
             assert isinstance(sums.works[0].exception(), PeerDead)
+
+
+def test_memory_of_a_neighbour_that_has_left_is_not_believed(flavour: Flavour) -> None:
+    """It may have been something else when it was read; only an answer that gets through shows that it was not."""
+    if flavour.transport != "shm" and not flavour.registered:
+        pytest.skip("what has come is ours")
+    with rig(flavour, 2) as ring:
+        how = framing(ring, 1, 8)
+        out = torch.empty(8)
+        ring.inlets[0].begin(Transfer(framing(ring, 0, 8), CpuPlane().open(None, out, ring.plan(8, 4)), 2, True))
+        sent = ring.tensor(1, torch.ones(4))
+        ring.outlets[1].begin(lambda _: None)
+        ring.outlets[1].send(how.header(how.operations[0], 0, False) + entry(6).pack(), sent, True)
+        ring.wait([])
+        arrival = ring.inlets[0].next(block=True)
+        assert arrival is not None
+        assert arrival.data is not None
+        assert same(arrival.data, torch.ones(4))
+        ring.outlets[1].close()
+        with pytest.raises(PeerDead) as left:
+            ring.inlets[0].release(arrival)
+        assert left.value.suspect == ring.names[1]
+        del arrival

@@ -26,8 +26,11 @@ OTHER = Entry(1, 1, 1, 40, 2.0)
 class Op:
     """An all-reduce that was asked for."""
 
-    def __init__(self, key: Key, local: torch.Tensor | None, out: torch.Tensor, mine: Entry) -> None:
+    def __init__(
+        self, key: Key, local: torch.Tensor | None, out: torch.Tensor, mine: Entry, after: object = None
+    ) -> None:
         self.key, self.local, self.out, self.mine = key, local, out, mine
+        assert after is None  # tensors on the CPU are complete
         self.work: Future[Result] = Future()
 
     def end(self, *others: Entry) -> None:
@@ -282,3 +285,11 @@ def test_buckets_that_disagree_have_no_contributors() -> None:
     swapped = Result(torch.empty(0), (OTHER, Entry(0, 1, 0, 7, 3.0)), 0)
     got = contributions([one, swapped])
     assert got == (Contribution(0, 1, 0, 7, 3.0), Contribution(1, 1, 1, 40, 2.0)), "losses are the last bucket's"
+
+
+def test_sums_are_on_the_device() -> None:
+    group = Group()
+    meta = torch.device("meta")
+    reducer = Reducer(group, SIZES, 0, 1, lambda vote: None, meta)  # type: ignore[arg-type]
+    reducer.begin(Reduce(Fence(1, 1, 0), "behind", PREV))
+    assert [(op.out.device, op.out.numel()) for op in group.ops] == [(meta, n) for n in SIZES]

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-ALONE = 4 * 2**20  # bytes up to which a copy costs less than an operation of its own, as measured
+ALONE = 2**20  # bytes up to which a copy costs less than an operation of its own, as measured
 
 
 @dataclass(frozen=True, slots=True)

@@ -151,41 +151,54 @@ class ProcessGroupFTAR(ProcessGroup):
 
     # The rest.
 
-    def allgather(self, *args: Any) -> Work:
+    def allgather(self, output_tensors: list[list[Tensor]], input_tensor: list[Tensor], opts: Any) -> Work:
         """See torch.distributed; through gloo, as all that follow."""
-        return self._standing().plainly("allgather", *args)
+        return self._standing().plainly("allgather", output_tensors, input_tensor, opts)
 
-    def allgather_into_tensor_coalesced(self, *args: Any) -> Work:
+    def allgather_into_tensor_coalesced(
+        self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any
+    ) -> Work:
         """See torch.distributed."""
-        return self._standing().plainly("allgather_into_tensor_coalesced", *args)
+        return self._standing().plainly("allgather_into_tensor_coalesced", output_tensors, input_tensors, opts)
 
-    def alltoall_base(self, *args: Any) -> Work:
+    def alltoall_base(
+        self,
+        output_buffer: Tensor,
+        input_buffer: Tensor,
+        output_split_sizes: list[int],
+        input_split_sizes: list[int],
+        opts: Any,
+    ) -> Work:
         """See torch.distributed."""
-        return self._standing().plainly("alltoall_base", *args)
+        return self._standing().plainly(
+            "alltoall_base", output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts
+        )
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
         """See torch.distributed."""
         return self._standing().plainly("barrier", opts or BarrierOptions())
 
-    def broadcast(self, *args: Any) -> Work:
+    def broadcast(self, tensor_list: list[Tensor], opts: Any) -> Work:
         """See torch.distributed."""
-        return self._standing().plainly("broadcast", *args)
+        return self._standing().plainly("broadcast", tensor_list, opts)
 
-    def send(self, *args: Any) -> Work:
+    def send(self, tensors: list[Tensor], dst_rank: int, tag: int) -> Work:
         """See torch.distributed."""
-        return self._standing().plainly("send", *args)
+        return self._standing().plainly("send", tensors, dst_rank, tag)
 
-    def recv(self, *args: Any) -> Work:
+    def recv(self, tensors: list[Tensor], src_rank: int, tag: int) -> Work:
         """See torch.distributed."""
-        return self._standing().plainly("recv", *args)
+        return self._standing().plainly("recv", tensors, src_rank, tag)
 
-    def reduce_scatter(self, *args: Any) -> Work:
+    def reduce_scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Work:
         """See torch.distributed."""
-        return self._standing().plainly("reduce_scatter", *args)
+        return self._standing().plainly("reduce_scatter", output_tensors, input_tensors, opts)
 
-    def reduce_scatter_tensor_coalesced(self, *args: Any) -> Work:
+    def reduce_scatter_tensor_coalesced(
+        self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any
+    ) -> Work:
         """See torch.distributed."""
-        return self._standing().plainly("reduce_scatter_tensor_coalesced", *args)
+        return self._standing().plainly("reduce_scatter_tensor_coalesced", output_tensors, input_tensors, opts)
 
     # The group itself.
 

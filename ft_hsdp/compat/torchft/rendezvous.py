@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch.distributed import Store
 
-SHORTEST_S, LONGEST_S = 0.0005, 0.02  # between two looks: a wait of the store itself cannot be cancelled
+SHORTEST_S, LONGEST_S = 0.0002, 0.003  # between two looks: a wait of the store itself cannot be cancelled
 
 
 @dataclass(frozen=True, slots=True)

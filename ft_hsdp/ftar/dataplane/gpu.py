@@ -1,9 +1,9 @@
 """GPU data plane: copies and adds on the device, staged through pinned host memory (FT-HSDP §4.2).
 
 One host buffer takes both roles: a mirror of the message, then C slots for partial sums that arrive. What is sent
-stands in the mirror at its span, where it stays until the all-reduce ends; final sums land there too and are sent on
-from there. The mirror is registered memory, so a neighbour on the same host reads it in place. Nothing else of
-ft_hsdp imports triton or ftar_kernels, and this module is imported only where a device is used.
+stands in the mirror at its span until the all-reduce ends; final sums land there too and are sent on from there.
+The mirror is registered memory, so a neighbour on the same host reads it in place. Nothing else of ft_hsdp imports
+triton or ftar_kernels, and this module is imported only where a device is used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ class GpuPlane:
     works where triton interprets its kernels.
     """
 
-    def __init__(self, device: torch.device, arena: Arena, timeout_s: float, via: kernels.Via = "persistent") -> None:
+    def __init__(
+        self, device: torch.device, arena: Arena, timeout_s: float, via: kernels.Via = "persistent"
+    ) -> None:
         self._device = device
         self._arena = arena
         self._timeout_s = timeout_s

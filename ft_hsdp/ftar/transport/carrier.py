@@ -18,7 +18,7 @@ Read = Callable[[memoryview], None]
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """What goes on the stream: ``label`` before the header, ``buffers`` after it, descriptors with the first byte."""
+    """What goes on the stream: ``label`` before the header, ``buffers`` after it, descriptors with the first."""
 
     label: bytes = b""
     buffers: tuple[bytes | memoryview, ...] = ()
@@ -26,7 +26,7 @@ class Parcel:
 
 
 class Carrier(Protocol):
-    """One end of one edge: the outlet packs, the inlet unpacks. Every frame has ``label`` bytes before its header."""
+    """One end of one edge: the outlet packs, the inlet unpacks. ``label`` bytes precede each frame's header."""
 
     label: int
 

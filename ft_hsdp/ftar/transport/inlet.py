@@ -78,8 +78,6 @@ class Lane:
             count = min(self._due, 255)
             try:
                 self._sock.send(bytes([count]))
-            except ConnectionError:
-                pass  # it may have all its answers that it needs, and be gone: reading tells
             except OSError as error:
                 raise PeerDead(f"left neighbour: {error}", suspect=self._member) from error
             self._due -= count

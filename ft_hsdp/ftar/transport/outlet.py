@@ -75,7 +75,14 @@ class Lane:
         self._queue.put(item)
 
     def flush(self) -> None:
-        """Wait until the kernel has all that was queued; by reference, until the neighbour is done with it."""
+        """Wait until the neighbour is done with all that was sent.
+
+        Then nothing of it is lost if this process ends at once: a connection that is closed with answers unread is
+        reset, and takes with it what has not arrived.
+        """
+        if self._queued == self._taken:
+            self._settle()
+            return
         done: Future[None] = Future()
         self._queue.put(done)
         done.result()
@@ -84,7 +91,8 @@ class Lane:
         while (item := self._queue.get()) is not None:
             try:
                 if isinstance(item, Future):
-                    self._settle(item)
+                    self._settle()
+                    item.set_result(None)
                 elif self._error is not None:
                     continue
                 elif isinstance(item, Rest):
@@ -100,13 +108,13 @@ class Lane:
                     item.set_exception(cause)
             finally:
                 self._taken += not isinstance(item, Future)
+                item = None  # or its payload would be held until the next one comes
 
-    def _settle(self, done: Future[None]) -> None:
-        while self._carrier.by_reference and self._unanswered and self._error is None:
+    def _settle(self) -> None:
+        while self._unanswered and self._error is None:
             self._answers(block=True)
         if self._error is not None:
             raise self._error
-        done.set_result(None)
 
     def _fail(self, error: FTARError) -> None:
         if self._error is None:

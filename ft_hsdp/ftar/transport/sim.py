@@ -185,7 +185,7 @@ class SimOutlet:
     @property
     def drained(self) -> bool:
         """Whether no payload is needed any more."""
-        return not self._queue and not (self._edge.nature.by_reference and self._unanswered)
+        return not self._queue and not self._unanswered
 
     def flush(self) -> int:
         """The bytes of this all-reduce, once ``drained``: nobody waits in virtual time.

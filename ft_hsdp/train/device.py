@@ -1,0 +1,94 @@
+"""Device: where a rank computes. All that differs between a CPU and a GPU in training, but the data plane of FTAR.
+
+What replicas agree upon (checksums, digests, snapshots) is made on the host on every device.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ft_hsdp.errors import ConfigError
+
+# A kernel that is loaded on its first launch waits for those that spin; streams that share a queue do too.
+_CUDA = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
+
+
+def describe(name: str, ranks: int) -> str:
+    """What ``train.device`` stands for on this machine, for replicas of ``ranks`` here.
+
+    Raises:
+        ConfigError: there are too few such devices here, or no kernels for them.
+    """
+    if name == "cpu":
+        return name
+    if not torch.cuda.is_available():
+        why = "no driver shows one" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
+        raise ConfigError("train.device", name, f"cpu, for there is no GPU here ({why})")
+    if importlib.util.find_spec("triton") is None:
+        raise ConfigError("train.device", name, "cpu, or install triton, which FTAR needs on a GPU")
+    count = torch.cuda.device_count()
+    if count < ranks:  # NCCL refuses two ranks of a replica on one GPU
+        raise ConfigError("ranks_per_replica", ranks, f"at most {count}, the number of GPUs here")
+    return "1 GPU" if count == 1 else f"{count} GPUs"
+
+
+def choose(name: str, local_rank: int) -> torch.device:
+    """The device of the rank that is ``local_rank`` on its machine; from now on this thread's current one.
+
+    Raises:
+        ConfigError: there is no such device here.
+    """
+    if name == "cpu":
+        return torch.device("cpu")
+    for key, value in _CUDA.items():
+        os.environ.setdefault(key, value)
+    describe(name, 1)
+    device = torch.device(name, local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    torch.cuda.init()
+    return device
+
+
+def backend(device: torch.device) -> str:
+    """torch.distributed's backend inside a replica; what is no model's tensor stays on the CPU."""
+    return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """``batch`` with its tensors on ``device``: a tensor, or tuples, lists and mappings of them."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: move(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move(item, device) for item in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(move(item, device) for item in batch)
+    return batch
+
+
+def written(tensor: Tensor) -> torch.cuda.Event | None:
+    """What to wait for before ``tensor`` is read elsewhere: all that the current stream holds; None on a CPU."""
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """A complete tensor, or its copy in host memory; it does not wait for the computation that is under way."""
+    if not tensor.is_cuda:
+        return tensor
+    with torch.cuda.stream(_copies(tensor.device)):
+        return tensor.cpu()
+
+
+@cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

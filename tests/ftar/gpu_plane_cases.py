@@ -1,0 +1,257 @@
+"""Cases of the GPU plane on a CPU device, whose kernels are interpreted; test_gpu_plane runs them in a process of
+its own. One interpreted kernel runs at a time in a process, so at most one member has a persistent one."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+import torch
+from ring_helpers import LAYOUT, TOKEN, grant, until
+from ring_helpers import run as run_on_loop
+from ring_rig import DEADLINE_S, DyingPlane, edges
+from ring_values import KEY, entry, folded, same, values
+from torch import Tensor
+
+from ft_hsdp.core.partition import Plan
+from ft_hsdp.core.ring import operations
+from ft_hsdp.errors import FTARError, InvalidArgument, LocalSystemError, PeerDead, ProtocolViolation
+from ft_hsdp.ftar.dataplane.base import Plane
+from ft_hsdp.ftar.dataplane.cpu import CpuPlane
+from ft_hsdp.ftar.dataplane.gpu import GpuPlane
+from ft_hsdp.ftar.door import Identity
+from ft_hsdp.ftar.engine import Result, Ring
+from ft_hsdp.ftar.exchange import Order
+from ft_hsdp.ftar.frame import Frame, Key
+from ft_hsdp.ftar.group import Events, Group
+from ft_hsdp.ftar.memory import Arena
+from ft_hsdp.ftar.settings import Settings
+from ftar_kernels.streamops import HostStream
+
+CPU = torch.device("cpu")
+CHUNK, SLOTS, N = 256, 2, 901
+Make = Callable[[Arena], Plane]
+
+
+def chain(arena: Arena) -> GpuPlane:
+    return GpuPlane(CPU, arena, 20.0, via="streamops")
+
+
+def persistent(arena: Arena) -> GpuPlane:
+    return GpuPlane(CPU, arena, 20.0)
+
+
+def adds(arena: Arena) -> CpuPlane:
+    return CpuPlane()
+
+
+def plan(elements: int, itemsize: int, members: int) -> Plan:
+    return Plan(elements, members, CHUNK // itemsize, SLOTS)
+
+
+class Scene:
+    """A ring of engines, a plane of its own each; tensors are in memory that both CPU and device reach."""
+
+    def __init__(self, planes: Sequence[Make], transport: str = "tcp") -> None:
+        self.names = [5 + i for i in range(len(planes))]
+        self.arenas = [Arena() for _ in planes]
+        self.planes = [make(arena) for make, arena in zip(planes, self.arenas, strict=True)]
+        self._pools = [ThreadPoolExecutor(1) for _ in planes]
+        settings = Settings(transport, CHUNK, SLOTS, timeout_s=5.0)  # type: ignore[arg-type]
+        ends = [(None, None)]
+        if len(planes) > 1:
+            ends = asyncio.run(edges(transport, self.names, settings, self.arenas))
+        inlets = [inlet for _, inlet in ends[-1:] + ends[:-1]]
+        self.rings = [
+            Ring(
+                1, self.names, i, inlets[i], ends[i][0], self.planes[i], lambda n, size: plan(n, size, len(planes))
+            )
+            for i in range(len(planes))
+        ]
+
+    def submit(self, locals_: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[Future[Result]]:
+        works = []
+        for i, (local, out) in enumerate(zip(locals_, outs, strict=True)):
+            order = Order(KEY, local, out, entry(self.names[i], int(local is not None)))
+            works.append(self._pools[i].submit(self.rings[i].all_reduce, order))
+        return works
+
+    def check(self, n: int, dtype: torch.dtype = torch.float32, relays: Sequence[int] = (), seed: int = 0) -> None:
+        """Everybody gets the sum that the CPU plane would make, and its input is as it was."""
+        members = len(self.names)
+        given = [None if i in relays else x for i, x in enumerate(values(members, n, dtype, seed))]
+        locals_ = [None if x is None else Arena().empty(n, dtype).copy_(x) for x in given]
+        outs = [Arena().empty(n, dtype).fill_(77) for _ in given]
+        works = self.submit(locals_, outs)
+        expected = folded(plan(n, dtype.itemsize, members), self.names, given, dtype)
+        for work, out, local, x in zip(works, outs, locals_, given, strict=True):
+            assert [e.replica for e in work.result(DEADLINE_S).entries] == self.names
+            assert same(out, expected)
+            assert local is None or x is None or same(local, x)
+
+    def close(self) -> None:
+        for ring in self.rings:
+            ring.fail(PeerDead("the test is over"))
+        for pool in self._pools:
+            pool.shutdown()
+        for ring in self.rings:
+            ring.dispose()
+        for plane in self.planes:
+            if isinstance(plane, GpuPlane):
+                plane.close()
+
+
+@contextlib.contextmanager
+def scene(*planes: Make, transport: str = "tcp") -> Iterator[Scene]:
+    made = Scene(planes, transport)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize("transport", ["tcp", "shm"])
+@pytest.mark.parametrize("members", [2, 3])
+def test_rings_of_devices_sum_as_the_cpu_does(members: int, transport: str) -> None:
+    with scene(*[chain] * members, transport=transport) as ring:
+        ring.check(N, relays=[0] if members == 3 else [])
+        ring.check(2, seed=1)  # some chunks are empty, and the buffers are used again
+        ring.check(N, torch.float16, seed=2)  # bfloat16 is rounded otherwise by the interpreter
+
+
+def test_a_device_in_a_ring_of_cpus() -> None:
+    with scene(adds, persistent, adds) as ring:
+        ring.check(N)
+        ring.check(N, relays=[1], seed=1)
+        ring.check(N, relays=[0, 2], seed=2)
+        ring.check(N, relays=[0, 1, 2], seed=3)
+
+
+def test_a_ring_of_one_copies_or_clears() -> None:
+    with scene(persistent) as ring:
+        ring.check(N)
+        ring.check(N, relays=[0])
+
+
+@pytest.mark.parametrize("make", [chain, persistent])
+def test_a_neighbour_that_dies_in_the_middle_leaves_nothing_running_on_the_device(make: Make) -> None:
+    with scene(make, lambda _: DyingPlane()) as ring:
+        device, dying = ring.planes
+        assert isinstance(device, GpuPlane)
+        assert isinstance(dying, DyingPlane)
+        dying.ring, dying.left = ring.rings[1], 5
+        locals_ = [Arena().empty(N).copy_(x) for x in values(2, N)]
+        works = ring.submit(locals_, [Arena().empty(N) for _ in locals_])
+        errors = [w.exception(DEADLINE_S) for w in works]
+        assert all(isinstance(e, PeerDead) for e in errors), errors
+        local, out = locals_[0], Arena().empty(N)
+        again = Ring(2, [5], 0, None, None, device, lambda n, size: plan(n, size, 1))
+        again.all_reduce(Order(KEY, local, out, entry(5)))  # the plane serves the next ring
+        assert same(out, local)
+
+
+def test_the_buffer_is_registered_and_grows_to_what_is_asked_for() -> None:
+    arena = Arena()
+    plane = persistent(arena)
+    plane.reserve(plan(N, 4, 1), torch.float32)
+    first = plane._buffer
+    assert arena.find(first) is not None
+    for n in (N, 3, 4 * N):
+        out, local = Arena().empty(n), Arena().empty(n).fill_(3)
+        ring = Ring(1, [5], 0, None, None, plane, lambda n, size: plan(n, size, 1))
+        ring.all_reduce(Order(KEY, local, out, entry(5)))
+        assert same(out, local)
+        assert (plane._buffer is first) == (n <= N)
+    plane.close()
+
+
+@pytest.mark.parametrize("grace_s", [0.1, 5.0])
+def test_a_device_that_does_nothing_is_at_fault(grace_s: float) -> None:
+    plane, out = GpuPlane(CPU, Arena(), 0.2, via="streamops"), Arena().empty(8)
+    ring = Ring(1, [5], 0, None, None, plane, lambda n, size: plan(n, size, 1))
+    order = Order(KEY, None, out, entry(5))
+    ring.all_reduce(order)
+    assert plane._staged is not None
+    plane._staged.grace_s = grace_s
+    with ThreadPoolExecutor(1) as pool:
+        with HostStream._interpreter:  # no kernel runs meanwhile
+            work = pool.submit(ring.all_reduce, order)
+            if grace_s < 1:
+                error = work.exception(DEADLINE_S)
+                assert "has not ended" in str(error)
+            else:
+                while ring.error is None:
+                    pass
+        error = work.exception(DEADLINE_S)
+    assert isinstance(error, LocalSystemError)
+    assert error.exit_code == 76
+
+
+def test_a_failure_on_the_device_is_this_members_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    plane, out = chain(Arena()), Arena().empty(8)
+    plane.reserve(plan(8, 4, 1), torch.float32)
+    assert plane._staged is not None
+    stream = plane._staged.stream
+    monkeypatch.setattr(stream, "write_value", lambda address, value: None)  # nothing is ever finished
+    monkeypatch.setattr(stream, "_error", RuntimeError("CUDA error: an illegal memory access"))
+    ring = Ring(1, [5], 0, None, None, plane, lambda n, size: plan(n, size, 1))
+    with pytest.raises(LocalSystemError, match="illegal memory access"):
+        ring.all_reduce(Order(KEY, None, out, entry(5)))
+    stream.close()
+
+
+def test_what_the_kernels_cannot_take_is_refused() -> None:
+    with scene(chain) as ring:
+        odd = Arena().empty(9)[1:]
+        (work,) = ring.submit([odd], [Arena().empty(8)])
+        assert isinstance(work.exception(DEADLINE_S), InvalidArgument)
+
+
+def test_more_chunks_than_slots_are_refused() -> None:
+    plane, out, cut = chain(Arena()), Arena().empty(N), plan(N, 4, 3)
+    job = plane.open(None, out, cut)
+    operation = operations(0, 3)[1]
+    frames = [Frame(operation, r, s := cut.span(operation.shard, r), 4 * s.size, 0, False) for r in range(3)]
+    places = {job.land(frame).data_ptr() for frame in frames[:SLOTS]}
+    assert len(places) == SLOTS
+    with pytest.raises(ProtocolViolation, match="more chunks than"):
+        job.land(frames[SLOTS])
+    job.close(failed=True)
+    plane.close()
+    assert issubclass(ProtocolViolation, FTARError)
+
+
+def test_groups_use_it_from_epoch_to_epoch() -> None:
+    """As the trainer does: the plane's memory is the group's, and a neighbour on the host reads it in place."""
+
+    async def body() -> None:
+        connected: list[tuple[int, int]] = []
+        groups, planes = [], []
+        for name in (0, 1):
+            arena = Arena()
+            events = Events(lambda e, n=name: connected.append((n, e)), *[lambda _: None] * 3)  # type: ignore[misc]
+            settings = Settings("auto", CHUNK, SLOTS, timeout_s=5.0)
+            planes.append(chain(arena))
+            groups.append(Group(Identity(name, 0, LAYOUT, TOKEN), settings, events, planes[-1], arena))
+        addresses = {n: group.listen("127.0.0.1") for n, group in enumerate(groups)}
+        locals_ = [Arena().empty(N).copy_(x) for x in values(2, N)]
+        for epoch, names in ((1, (0, 1)), (2, (0,))):
+            given = grant(epoch, {n: addresses[n] for n in names})
+            for n in names:
+                groups[n].configure(given)
+            await until(lambda e=epoch, m=names: all((n, e) in connected for n in m), "the ring")  # type: ignore[misc]
+            outs = [Arena().empty(N) for _ in names]
+            key = Key(epoch, 1, 0, 0, "00" * 16)
+            works = [groups[n].all_reduce(key, locals_[n], outs[n], entry(n)) for n in names]
+            await asyncio.gather(*map(asyncio.wrap_future, works))
+            cut = settings.plan(N, 4, len(names))
+            assert all(same(out, folded(cut, names, [locals_[n] for n in names], torch.float32)) for out in outs)
+            assert set(groups[0].transports) <= {"shm"}
+        for group, plane in zip(groups, planes, strict=True):
+            await group.close()
+            plane.close()
+
+    run_on_loop(body())

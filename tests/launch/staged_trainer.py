@@ -1,0 +1,27 @@
+"""The trainer on the CPU with the GPU data plane, whose kernels are interpreted: an entry for the fork server."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from ft_hsdp.config import Config
+from ft_hsdp.ftar.memory import Arena
+from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.train import trainer, wiring
+
+
+def main(config: Config, replica: int, run: Path) -> int:
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    from ft_hsdp.ftar.dataplane.gpu import GpuPlane
+
+    def plane(device: torch.device, arena: Arena, settings: Settings, largest: int) -> GpuPlane:
+        made = GpuPlane(device, arena, settings.timeout_s)
+        made.reserve(settings.plan(largest, 4, 1), torch.float32)
+        print("staged")
+        return made
+
+    wiring.device_plane = plane
+    return trainer.main(config, replica, run)

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import importlib.util
+import os
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from ft_hsdp.config import Config
+from ft_hsdp.errors import ConfigError, LocalSystemError
+from ft_hsdp.ftar.memory import Arena
+from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.train import device
+from ft_hsdp.train.wiring import Wiring, device_plane
+
+CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for a device that tensors are moved to
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    name: str
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """A machine with two GPUs; what was made the current one."""
+    chosen: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    return chosen
+
+
+def test_the_cpu_is_the_default_and_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("CUDA was asked"))
+    assert device.choose(Config().train.device, 3) == CPU
+    assert device.describe("cpu", 9) == "cpu"
+    assert device.backend(CPU) == "gloo"
+    assert device_plane(CPU, Arena(), Settings(), 8) is None
+
+
+def test_ranks_get_the_gpu_of_their_number_on_the_machine(gpus: list[Any]) -> None:
+    assert [device.choose("cuda", n) for n in range(3)] == [torch.device("cuda", n % 2) for n in range(3)]
+    assert gpus == [torch.device("cuda", n % 2) for n in range(3)]
+    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
+    assert device.describe("cuda", 2) == "2 GPUs"
+    assert device.backend(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
+
+
+def test_a_machine_that_cannot_is_refused_in_one_line(gpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="at most 2, the number of GPUs"):
+        device.describe("cuda", 3)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="install triton"):
+        device.describe("cuda", 1)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match=r"train\.device: got 'cuda'; allowed: cpu, for there is no GPU here"):
+        device.choose("cuda", 0)
+    assert gpus == []
+
+
+def test_batches_move_with_their_shape() -> None:
+    x = torch.zeros(2)
+    batch = ([x, 1], {"a": x}, Pair(x, "n"))
+    assert device.move(batch, CPU) is batch
+    (first, one), mapping, pair = device.move(batch, META)
+    assert [t.device for t in (first, mapping["a"], pair.x)] == [META] * 3
+    assert (one, pair.name, type(pair)) == (1, "n", Pair)
+
+
+def test_a_tensor_on_the_cpu_is_complete_and_on_the_host() -> None:
+    x = torch.zeros(2)
+    assert device.written(x) is None
+    assert device.on_host(x) is x
+
+
+@pytest.mark.parametrize(("error", "code"), [(LocalSystemError("the GPU is gone"), 76), (RuntimeError("?"), 75)])
+def test_a_broken_device_ends_the_rank_as_broken_hardware(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wiring = object.__new__(Wiring)
+    wiring._ending = False
+    ended: list[int] = []
+    monkeypatch.setattr(wiring, "_die", lambda why, code: ended.append(code))
+    wiring._crash(None, {"message": "an all-reduce cannot go on", "exception": error})  # type: ignore[arg-type]
+    assert ended == [code]
+    assert "cannot go on" in capsys.readouterr().err
