@@ -11,6 +11,7 @@ from ft_hsdp import protocol
 from ft_hsdp.errors import ProtocolViolation
 
 FAREWELL_S = 0.5
+LOOPBACK_BUFFER = 256 * 1024
 
 
 async def send(sock: socket.socket, message: object) -> None:
@@ -62,7 +63,8 @@ async def hang_up(sock: socket.socket) -> None:
 
 
 def tune(sock: socket.socket, timeout_s: float) -> None:
-    """No delay, a congestion control that suits a fast link, and an end to silence of ``timeout_s``."""
+    """No delay, an end to silence of ``timeout_s``, and on loopback what suits memory instead of a network: no
+    pacing, and buffers that stay in the cache between the two copies of each byte."""
     if sock.family != socket.AF_INET:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -70,6 +72,8 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
     if sock.getpeername()[0].startswith("127."):
         with contextlib.suppress(OSError):  # the kernel's default serves too
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_BUFFER)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOOPBACK_BUFFER)
 
 
 def blocking(sock: socket.socket, timeout_s: float) -> socket.socket:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Literal
 
@@ -9,21 +10,24 @@ from ft_hsdp.core.partition import Plan
 from ft_hsdp.errors import InvalidArgument
 
 SLOTS = 8
-LEAST, MOST = 256 * 1024, 4 * 2**20
-PIECES = 8
+FEW_CORES = 2
+LEAST, MOST = 2**20, 8 * 2**20
+PIECES = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """S (``chunk_bytes``), C (``chunks``), K (``connections``) and deadlines; None leaves a size to the tuner.
+    """S (``chunk_bytes``), C (``chunks``), K (``connections``) and deadlines; None leaves a choice to the tuner.
 
-    All members of a ring must have the same sizes: they are part of its HELLO.
+    All members of a ring must have the same sizes: they are part of its HELLO. ``receivers``: each connection is
+    read by a thread of its own while the engine adds.
     """
 
     transport: Literal["auto", "tcp", "shm", "c10d"] = "auto"
     chunk_bytes: int | None = None
     chunks: int | None = None
     connections: int = 1
+    receivers: bool | None = None
     timeout_s: float = 60.0
     connect_timeout_s: float = 5.0
 
@@ -42,6 +46,13 @@ class Settings:
     def slots(self) -> int:
         """C: chunks on their way to a neighbour at once."""
         return self.chunks or SLOTS
+
+    @property
+    def threaded(self) -> bool:
+        """Whether connections have threads that receive: they pay where there are cores for them."""
+        if self.receivers is not None:
+            return self.receivers
+        return self.connections > 1 or len(os.sched_getaffinity(0)) > FEW_CORES
 
     @property
     def offers(self) -> tuple[str, ...]:

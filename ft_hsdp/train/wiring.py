@@ -73,8 +73,8 @@ def ring_settings(config: Config) -> Ring:
         ftar.chunk_bytes,
         ftar.chunks,
         ftar.connections,
-        ftar.timeout_s,
-        ftar.connect_timeout_s,
+        timeout_s=ftar.timeout_s,
+        connect_timeout_s=ftar.connect_timeout_s,
     )
 
 

@@ -118,6 +118,7 @@ class Engines:
             chunk_bytes=shape.chunk,
             chunks=shape.slots,
             connections=flavour.connections,
+            receivers=flavour.receivers,
             timeout_s=shape.timeout_s,
         )
         permission = contextlib.nullcontext()

@@ -60,6 +60,8 @@ def test_the_engine_never_waits_for_the_kernel(pair: tuple[socket.socket, socket
         for k in range(8):
             assert theirs.recv(10, socket.MSG_WAITALL) == bytes([k]) * 10
             assert theirs.recv(64_000, socket.MSG_WAITALL) == payload.numpy().tobytes()
+        assert not flushed.done(), "the neighbour is not done with it"
+        theirs.send(bytes([8]))
         assert flushed.result(20) == 8 * 64_010
     end.close()
     end.dispose()

@@ -10,7 +10,7 @@ class Flavour:
     """A transport by its name in `choose.KINDS`, or "sim".
 
     ``registered``: tensors are in segments that a neighbour can map. ``readable``: the kernel lets a neighbour
-    read our memory.
+    read our memory. ``receivers``: connections have threads of their own.
     """
 
     name: str
@@ -18,11 +18,13 @@ class Flavour:
     registered: bool = False
     readable: bool = True
     connections: int = 1
+    receivers: bool = True
 
 
 FLAVOURS = (
     Flavour("tcp", "tcp"),
     Flavour("tcp-3", "tcp", connections=3),
+    Flavour("tcp-inline", "tcp", receivers=False),
     Flavour("shm-registered", "shm", registered=True),
     Flavour("shm-remote", "shm"),
     Flavour("shm-inline", "shm", readable=False),

@@ -106,15 +106,22 @@ class Lane:
 
 
 class StreamInlet:
-    """The inlet of one edge: ``socks`` connections in the order of the outlet's."""
+    """The inlet of one edge: ``socks`` in the order of the outlet's; ``threaded``: each is read by a thread."""
 
     def __init__(
-        self, socks: Sequence[socket.socket], slots: int, member: int, carrier: Carrier, name: str
+        self,
+        socks: Sequence[socket.socket],
+        slots: int,
+        member: int,
+        carrier: Carrier,
+        name: str,
+        threaded: bool = True,
     ) -> None:
         each = max(1, slots // len(socks))
         self._lanes = [Lane(s, i, each, member, carrier) for i, s in enumerate(socks)]
         self._carrier = carrier
         self._name = name
+        self._threaded = threaded and not carrier.by_reference
         self._jobs: list[queue.SimpleQueue[Transfer | None]] = []
         self._threads: list[threading.Thread] = []
         self._inbox: queue.SimpleQueue[tuple[int, Arrival] | FTARError | Exception] = queue.SimpleQueue()
@@ -137,7 +144,7 @@ class StreamInlet:
             jobs.put(transfer)
 
     def _direct(self, transfer: Transfer) -> bool:
-        return transfer.small or self._carrier.by_reference
+        return transfer.small or not self._threaded
 
     def _spawn(self) -> None:
         for number, lane in enumerate(self._lanes):

@@ -57,7 +57,9 @@ class Tcp:
             _close(socks)
             raise
         socks = [control.blocking(s, edge.settings.timeout_s) for s in socks]
-        return StreamInlet(socks, edge.settings.slots, edge.member, Bytes(), f"ftar-rx-{edge.member}")
+        settings = edge.settings
+        name = f"ftar-rx-{edge.member}"
+        return StreamInlet(socks, settings.slots, edge.member, Bytes(), name, settings.threaded)
 
 
 def _close(socks: list[socket.socket]) -> None:
