@@ -76,10 +76,11 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     protocol.RankStopped: st.builds(protocol.RankStopped, some, counts),
     protocol.RankFetched: st.builds(protocol.RankFetched, some, states),
     protocol.RankFetchFailed: st.builds(protocol.RankFetchFailed, some, states, words),
-    protocol.RingHello: st.builds(
-        protocol.RingHello, grants, some, some, st.sampled_from(["data", "control"]), words, words
-    ),
-    protocol.RingWelcome: st.builds(protocol.RingWelcome, counts),
+    protocol.RingHello: st.builds(protocol.RingHello, grants, some, some, words, words, addresses, some, words),
+    protocol.RingWelcome: st.builds(protocol.RingWelcome, counts, st.booleans(), words, words, words),
+    protocol.RingData: st.builds(protocol.RingData, words, some, counts, words),
+    protocol.RingReady: st.builds(protocol.RingReady, st.booleans()),
+    protocol.RingBarrier: st.builds(protocol.RingBarrier, counts, st.sampled_from([1, 2])),
     protocol.RingAbort: st.builds(protocol.RingAbort, counts, words, maybe() | some, maybe() | grants),
     Vote: votes,
     commit.Token: tokens,

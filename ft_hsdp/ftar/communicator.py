@@ -1,7 +1,7 @@
 """Communicator: FTAR for callers without a control loop of their own: blocking, from any thread.
 
 Whoever uses it brings a membership: an epoch that only rises, and the ordered addresses of the members. The
-trainer does not use it; it drives a `Group` from its own control loop, with the lighthouse's grants as memberships.
+trainer does not use it; it drives a `Group` from its own control loop, with grants as memberships.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Communicator:
         return self._group.high_water
 
     def reconfigure(self, epoch: int, members: Sequence[tuple[int, str]], timeout_s: float | None = None) -> None:
-        """Form the ring of ``epoch`` from ordered (member, "host:port"), this one among them; wait until it stands.
+        """Form the ring of ``epoch`` from ordered (member, "host:port"), this one among them; wait for it.
 
         The epoch is claimed first: whatever happens then, only a larger one will do.
 

@@ -12,7 +12,7 @@ from scenario_job import Job, check
 pytestmark = pytest.mark.multiproc
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3, 4])
+@pytest.mark.parametrize("seed", [1, 2, 3])
 def test_five_kills_at_random_moments(tmp_path: Path, seed: int) -> None:
     """Any rank of any replica, leaders included, as long as one replica is left to go on."""
     rng = random.Random(seed)
