@@ -39,7 +39,7 @@ class FtarConfig(Section):
         ge=4096,
         le=2**30,
         multiple_of=64,
-        description="S: bytes of a chunk; null: 256 KiB to 4 MiB, by the size of the message",
+        description="S: bytes of a chunk; null: 1 to 8 MiB, by the size of the message",
     )
     chunks: Int = Field(
         8, ge=1, le=1024, description="C: chunks on their way to a neighbour at once (at most S x C bytes)"
