@@ -353,7 +353,8 @@ def test_nothing_is_left_after_the_last_shutdown_or_drop() -> None:
 def test_only_its_own_module_imports_torchft() -> None:
     root = Path(ft_hsdp.__file__).parent
     names = [".".join(p.relative_to(root.parent).with_suffix("").parts) for p in sorted(root.rglob("*.py"))]
-    ours = [n for n in names if not n.endswith("__main__") and ".torchft" not in n]
+    optional = {"ft_hsdp.bench.contenders.openmpi"}  # needs mpi4py
+    ours = [n for n in names if not n.endswith("__main__") and ".torchft" not in n and n not in optional]
     assert "ft_hsdp.ftar.communicator" in ours
     code = (
         f"import importlib, sys; [importlib.import_module(n) for n in {ours}]; sys.exit('torchft' in sys.modules)"
