@@ -186,9 +186,17 @@ class C10d:
 
 
 async def _meet(sock: socket.socket, rank: int, edge: Edge) -> Mail:
-    """Gloo connects on a thread; who cancels this shuts ``sock``, which ends the thread."""
+    """Gloo connects on a thread. If cancelled, shut ``sock`` and wait until gloo has given up: nothing stays."""
     control.blocking(sock, edge.settings.connect_timeout_s)
-    group = await asyncio.to_thread(connect, sock, rank, edge.settings)
+    meeting = asyncio.ensure_future(asyncio.to_thread(connect, sock, rank, edge.settings))
+    try:
+        group = await asyncio.shield(meeting)
+    except asyncio.CancelledError:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+        await asyncio.wait([meeting])
+        meeting.exception()  # or asyncio complains that nobody has seen it
+        raise
     control.blocking(sock, edge.settings.timeout_s)
     return Mail(group, edge.member, edge.settings)
 
