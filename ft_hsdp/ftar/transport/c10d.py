@@ -194,7 +194,9 @@ async def _meet(sock: socket.socket, rank: int, edge: Edge) -> Mail:
     except asyncio.CancelledError:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)
-        await asyncio.wait([meeting])
+        while not meeting.done():  # it may be cancelled more than once
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.wait([meeting])
         meeting.exception()  # or asyncio complains that nobody has seen it
         raise
     control.blocking(sock, edge.settings.timeout_s)
