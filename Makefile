@@ -36,7 +36,7 @@ types: $(TOOLS)
 
 venv: $(TOOLS)
 
-# A thousand kills, stalls, half-open connections and stale callers; about ten minutes.
+# A thousand kills, stalls, half-open connections and stale callers; about five minutes.
 soak: $(TOOLS)
 	$(BIN)/python tests/ftar/storm.py --events 1000
 

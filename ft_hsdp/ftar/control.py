@@ -54,12 +54,14 @@ async def _exactly(sock: socket.socket, count: int) -> bytes | None:
 
 async def hang_up(sock: socket.socket) -> None:
     """Close a connection so that what was said last arrives: a reset would destroy it."""
-    with contextlib.suppress(OSError, TimeoutError):
-        sock.shutdown(socket.SHUT_WR)
-        async with asyncio.timeout(FAREWELL_S):
-            while await asyncio.get_running_loop().sock_recv(sock, 4096):
-                pass
-    sock.close()
+    try:
+        with contextlib.suppress(OSError, TimeoutError):
+            sock.shutdown(socket.SHUT_WR)
+            async with asyncio.timeout(FAREWELL_S):
+                while await asyncio.get_running_loop().sock_recv(sock, 4096):
+                    pass
+    finally:
+        sock.close()
 
 
 def tune(sock: socket.socket, timeout_s: float) -> None:

@@ -6,6 +6,7 @@ An edge outlives its epoch if the next ring has the same two members side by sid
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -36,6 +37,7 @@ class Neighbour:
         self.leaving = False
         self._closed = False
         self._reading: asyncio.Task[None] | None = None
+        self._writing = asyncio.Lock()
 
     def listen(self) -> None:
         """Begin to read, unless it is being read, or all is over."""
@@ -55,8 +57,8 @@ class Neighbour:
         self._heard(self, end)
 
     def say(self, message: object) -> None:
-        """Send a small message now; a neighbour that is gone shows by its end."""
-        if not self.gone:
+        """Send a small message now; a neighbour that is gone, or does not read, shows by its end."""
+        if not self.gone and not self._writing.locked():
             control.say(self._sock, message)
 
     async def send(self, message: object) -> None:
@@ -65,9 +67,10 @@ class Neighbour:
         Raises:
             OSError: the neighbour is gone.
         """
-        if self.gone:
-            raise ConnectionResetError("closed its connection")
-        await control.send(self._sock, message)
+        async with self._writing:
+            if self.gone:
+                raise ConnectionResetError("closed its connection")
+            await control.send(self._sock, message)
 
     def cut(self) -> None:
         """Say nothing more, and stop the data connection; whoever uses it gets an error."""
@@ -93,4 +96,7 @@ class Neighbour:
         for end in ends:
             end.close()
             await asyncio.to_thread(end.dispose)
-        await control.hang_up(self._sock)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+        async with self._writing:  # who still sends gets an error first: the loop must not watch a closed socket
+            await control.hang_up(self._sock)
