@@ -88,6 +88,7 @@ def config_hash(config: Config) -> str:
             "micro_batch": train.micro_batch,
             "seq_len": train.seq_len,
             "accumulate": train.accumulate,
+            "precision": train.precision,
         },
         "ranks_per_replica": config.ranks_per_replica,
     }

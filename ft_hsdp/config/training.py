@@ -20,6 +20,13 @@ class TrainConfig(Section):
     seq_len: Int = Field(128, ge=8, le=2**20, description="tokens per sequence")
     accumulate: Int = Field(1, ge=1, le=65536, description="micro-batches per step and rank")
     threads: Int = Field(1, ge=1, le=1024, description="torch threads per rank; results depend on it")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="type of forward and backward; parameters' shards, sums and optimizer state stay float32",
+    )
+    recompute: bool = Field(
+        False, description="keep a block's input only and run its forward again in backward, to save memory"
+    )
     device: Literal["cpu", "cuda"] = Field(
         "cpu", description="where ranks compute; cuda: each rank on the GPU of its number on the machine"
     )

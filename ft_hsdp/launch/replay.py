@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -90,7 +91,8 @@ class _Unsharded:
         self._ranks = config.ranks_per_replica
         self._cut_as = ring_settings(config)
         self._data = trainer.dataset(config)
-        self._model = trainer.build(config)
+        plain = config.train.model_copy(update={"recompute": False})  # it changes no bit
+        self._model = trainer.build(config.model_copy(update={"train": plain}))
         optimizer = trainer.build_optimizer(config, list(self._model.parameters()))
         prime(optimizer)
         self._groups = Groups(optimizer, lambda step: trainer.factor(config, step))
@@ -140,10 +142,18 @@ class _Unsharded:
     def _rank(self, shard: int, index: int, rank: int) -> list[list[Tensor]]:
         """One rank's gradient of its part of the batch: for each bucket the flat shard of each rank."""
         for micro in range(self._config.train.accumulate):
-            self._model(self._data.batch(shard, index, rank, micro)).backward()
+            self._loss(self._data.batch(shard, index, rank, micro)).backward()
         pieces = [list(zip(*(self._cut(p) for p in params), strict=True)) for params in self._buckets]
         self._model.zero_grad(set_to_none=True)
         return [[torch.cat(parts) for parts in bucket] for bucket in pieces]
+
+    def _loss(self, batch: Any) -> Tensor:
+        """The loss, with the parameters in the type that FSDP2 would gather them in."""
+        dtype = trainer.policy(self._config).param_dtype
+        if dtype is None:
+            return self._model(batch)
+        gathered = {name: param.to(dtype) for name, param in self._model.named_parameters()}
+        return torch.func.functional_call(self._model, gathered, (batch,))
 
     def _cut(self, param: nn.Parameter) -> Iterator[Tensor]:
         """The flat, padded shards of one parameter's gradient, as FSDP2 cuts it along dimension 0."""

@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ft_hsdp.errors import InvalidArgument
+
+FP32 = MixedPrecisionPolicy()
 
 
 @dataclass(slots=True)
@@ -39,7 +41,10 @@ def padded(param: DTensor, ranks: int) -> int:
 
 
 class Sharded:
-    """A model under FSDP2 whose gradient shards are handed to ``ready(bucket index, flat shard)``."""
+    """A model under FSDP2 whose gradient shards are handed to ``ready(bucket index, flat shard)``.
+
+    Parameters' shards and sums are fp32; ``policy`` may say that forward and backward are not.
+    """
 
     def __init__(
         self,
@@ -47,12 +52,15 @@ class Sharded:
         parts: Sequence[nn.Module],
         mesh: DeviceMesh,
         ready: Callable[[int, torch.Tensor], None],
+        policy: MixedPrecisionPolicy = FP32,
     ) -> None:
+        if policy.param_dtype is not None and policy.reduce_dtype != torch.float32:
+            raise InvalidArgument(f"gradients are reduced in {policy.reduce_dtype}; allowed: torch.float32")
         self.model = model
         self._ready = ready
         for part in parts:
-            fully_shard(part, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+            fully_shard(part, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
         self.params: dict[str, DTensor] = {n: p for n, p in model.named_parameters() if isinstance(p, DTensor)}
         self.buckets = self._buckets(mesh.size())
         self.sizes = tuple(b.numel for b in self.buckets)

@@ -23,17 +23,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ft_hsdp.config import Config, config_hash, load
 from ft_hsdp.core import lineage
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.train import device as devices
 from ft_hsdp.train.held import Held
-from ft_hsdp.train.hsdp import Sharded
+from ft_hsdp.train.hsdp import FP32, Sharded
 from ft_hsdp.train.mailbox import Apply, Drop, End, Feed, Load, Mailbox
 from ft_hsdp.train.optim import Groups, Schedule, prime
 from ft_hsdp.train.reducer import Feeding
 from ft_hsdp.train.runlog import RunLog, Timing, exposed
+from ft_hsdp.train.streams import stream
 from ft_hsdp.train.wiring import Place, Wiring
 
 Batch = TypeVar("Batch", covariant=True)
@@ -111,12 +113,18 @@ class Job:
 
     # The user's few lines.
 
-    def shard(self, model: nn.Module, parts: Sequence[nn.Module] | None = None) -> nn.Module:
+    def shard(
+        self,
+        model: nn.Module,
+        parts: Sequence[nn.Module] | None = None,
+        policy: MixedPrecisionPolicy = FP32,
+    ) -> nn.Module:
         """Shard ``model`` in place with FSDP2 over this replica's ranks, on the device of the configuration.
 
         ``parts`` are sharded each for itself, in forward order; None takes ``model.shards()`` if there is one,
         else every module in its ModuleLists. The embedding and the output should be parts of their own, or their
-        gradients go last and are not hidden behind backward.
+        gradients go last and are not hidden behind backward. ``policy`` may compute in bf16; the parameters'
+        shards and the sums of gradients are fp32.
         """
         if parts is None:
             shards = getattr(model, "shards", None)
@@ -125,7 +133,7 @@ class Job:
         if self.device.type != "cpu":
             model.to(self.device)
         mesh = init_device_mesh(self.device.type, (self.ranks,))
-        self._sharded = Sharded(model, parts, mesh, self._ready)
+        self._sharded = Sharded(model, parts, mesh, self._ready, policy)
         model.register_forward_hook(self._saw_loss)
         return model
 
@@ -146,6 +154,7 @@ class Job:
         """The batches that this replica has to feed, each exactly once; ends with training.
 
         Checks in first. A replica that is behind catches up inside, so only a contributor gets a batch.
+        torch's generator is seeded from the batch's place before each micro-batch (for dropout and the like).
         """
         self._accumulate = accumulate
         self._check_in()
@@ -222,6 +231,7 @@ class Job:
             batch = source.batch(shard, index, self.rank, micro)
             if self._log is not None:
                 self._tokens = _tokens(batch) * self.ranks * self._accumulate
+            torch.manual_seed(stream(self.config.train.seed, "batch", shard, index, self.rank, micro))
             yield devices.move(batch, self.device)
 
     def _step(self) -> bool:

@@ -6,20 +6,24 @@ the ring of no bucket has to wait for the root's.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from ft_hsdp.config import ModelConfig
+from ft_hsdp.train.streams import stream
 
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """Shape of a transformer. `vocabulary` counts tokens, `seq_len` is the longest sequence."""
+    """Shape of a transformer. `vocabulary` counts tokens, `seq_len` is the longest sequence.
+
+    `recompute`: blocks keep their input only and run forward again in backward.
+    """
 
     vocabulary: int
     dim: int
@@ -30,9 +34,10 @@ class ModelArgs:
     seq_len: int
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    recompute: bool = False
 
     @classmethod
-    def of(cls, config: ModelConfig, vocabulary: int, seq_len: int) -> ModelArgs:
+    def of(cls, config: ModelConfig, vocabulary: int, seq_len: int, recompute: bool = False) -> ModelArgs:
         """The shape that `config` asks for."""
         return cls(
             vocabulary=vocabulary,
@@ -44,6 +49,7 @@ class ModelArgs:
             seq_len=seq_len,
             rope_theta=config.rope_theta,
             norm_eps=config.norm_eps,
+            recompute=recompute,
         )
 
 
@@ -92,7 +98,7 @@ class Transformer(nn.Module):
             if std is None:
                 parameter.fill_(1.0)
                 continue
-            generator = torch.Generator().manual_seed(_seed_of(seed, name))
+            generator = torch.Generator().manual_seed(stream(seed, "init", name))
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * std)
 
 
@@ -105,9 +111,16 @@ class Block(nn.Module):
         self.attention = Attention(args)
         self.ffn_norm = nn.RMSNorm(args.dim, eps=args.norm_eps)
         self.ffn = FeedForward(args)
+        self.recompute = args.recompute
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """x [batch, seq, dim]; cos, sin [seq, head_dim / 2] -> [batch, seq, dim]."""
+        if not self.recompute:
+            return self._forward(x, cos, sin)
+        out: Tensor = checkpoint(self._forward, x, cos, sin, use_reentrant=False)
+        return out
+
+    def _forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), cos, sin)
         out: Tensor = x + self.ffn(self.ffn_norm(x))
         return out
@@ -176,9 +189,9 @@ def rotations(length: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (i, i + head_dim / 2) of x [batch, heads, seq, head_dim] by their angles."""
+    """Turn the pairs (i, i + head_dim / 2) of x [batch, heads, seq, head_dim] by their angles, in fp32."""
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).type_as(x)
 
 
 def _spread(name: str, args: ModelArgs) -> float | None:
@@ -191,8 +204,3 @@ def _spread(name: str, args: ModelArgs) -> float | None:
     if name == "output.head.weight":
         return 0.02
     return 0.02 if name == "embed.weight" else 1.0 / math.sqrt(args.dim)
-
-
-def _seed_of(seed: int, name: str) -> int:
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8, person=b"ft_hsdp.init").digest()
-    return int.from_bytes(digest, "little") >> 1

@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ft_hsdp.config import Config
 from ft_hsdp.core import lr
 from ft_hsdp.errors import EXIT_OK, FtHsdpError
 from ft_hsdp.train.data import Batches
 from ft_hsdp.train.device import move
+from ft_hsdp.train.hsdp import FP32
 from ft_hsdp.train.job import join
 from ft_hsdp.train.model import ModelArgs, Transformer
 from ft_hsdp.train.tokens import VOCABULARY, Tokens, prepare
@@ -36,8 +38,16 @@ def dataset(config: Config) -> Batches:
 
 def build(config: Config) -> Transformer:
     """The model of the job with its initial weights: a function of the configuration alone."""
-    args = ModelArgs.of(config.model, VOCABULARY[config.data.tokenizer], config.train.seq_len)
-    return Transformer(args, config.train.seed)
+    t = config.train
+    args = ModelArgs.of(config.model, VOCABULARY[config.data.tokenizer], t.seq_len, t.recompute)
+    return Transformer(args, t.seed)
+
+
+def policy(config: Config) -> MixedPrecisionPolicy:
+    """The types of forward and backward: bf16 where that is asked for, positions excepted."""
+    if config.train.precision == "float32":
+        return FP32
+    return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
 
 def build_optimizer(config: Config, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
@@ -57,7 +67,7 @@ def train(config: Config, replica: int, run: Path) -> None:
     data = dataset(config)
     job = join(config, replica, run)
     signal.signal(signal.SIGTERM, lambda *_: job.leave())
-    model = job.shard(build(config))
+    model = job.shard(build(config), policy=policy(config))
     optimizer = build_optimizer(config, list(model.parameters()))
     optim = job.optimizer(optimizer, lambda step: factor(config, step))
     optim.clip = config.optim.clip

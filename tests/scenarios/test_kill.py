@@ -11,13 +11,15 @@ from scenario_job import Job, check
 
 pytestmark = pytest.mark.multiproc
 
+HARD = {"train__precision": "bfloat16", "train__recompute": True, "train__accumulate": 2}
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
-def test_five_kills_at_random_moments(tmp_path: Path, seed: int) -> None:
+
+@pytest.mark.parametrize(("seed", "train"), [(1, {}), (2, {}), (3, HARD)])
+def test_five_kills_at_random_moments(tmp_path: Path, seed: int, train: dict[str, object]) -> None:
     """Any rank of any replica, leaders included, as long as one replica is left to go on."""
     rng = random.Random(seed)
     steps = 60
-    with Job(tmp_path, steps, restart__budget=50) as job:
+    with Job(tmp_path, steps, restart__budget=50, **train) as job:
         job.until(lambda: job.step() >= 3, "step 3")
         for _ in range(5):
             goal = job.step() + rng.randint(0, 9)

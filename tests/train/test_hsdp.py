@@ -11,6 +11,7 @@ import torch
 from odd_model import Odd, batch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ft_hsdp.errors import InvalidArgument
 from ft_hsdp.launch.processes import environment
@@ -83,6 +84,25 @@ def test_with_accumulation_only_the_last_micro_batch_is_handed_over(mesh: Device
 def test_parameters_have_to_be_fp32(mesh: DeviceMesh, dtype: torch.dtype) -> None:
     with pytest.raises(InvalidArgument, match=r"allowed: torch.float32"):
         Sharded(nn.Linear(3, 3).to(dtype), [], mesh, lambda *_: None)
+
+
+def test_forward_and_backward_in_bf16_hand_over_fp32(mesh: DeviceMesh) -> None:
+    seen: Seen = []
+    model = Odd()
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    sharded = Sharded(model, list(model.parts), mesh, lambda i, flat: seen.append((i, flat)), policy)
+    types: set[torch.dtype] = set()
+    model.parts[0].register_forward_hook(lambda module, args, out: types.add(out.dtype))
+    model(batch(0)).backward()
+    assert types == {torch.bfloat16}
+    assert {flat.dtype for _, flat in seen} == {p.dtype for p in sharded.params.values()} == {torch.float32}
+    assert [i for i, _ in seen] == [0, 1, 2, 3]
+
+
+def test_sums_have_to_be_fp32(mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16)
+    with pytest.raises(InvalidArgument, match=r"reduced in torch\.bfloat16"):
+        Sharded(Odd(), [], mesh, lambda i, flat: None, policy)
 
 
 def test_two_ranks_with_shapes_that_two_does_not_divide(tmp_path: Path) -> None:

@@ -123,3 +123,15 @@ def test_it_learns_a_batch_by_heart() -> None:
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.1
+
+
+def test_recomputing_changes_no_bit() -> None:
+    inputs = draw()
+    grads = []
+    for recompute in (False, True):
+        model = Transformer(replace(ARGS, recompute=recompute))
+        model((inputs, inputs)).backward()
+        grads.append([p.grad for p in model.parameters()])
+    for plain, again in zip(*grads, strict=True):
+        assert plain is not None
+        assert torch.equal(plain, again)
