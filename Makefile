@@ -7,7 +7,7 @@ STAMP  := $(VENV)/.installed
 TOOLS  := $(VENV)/.tools
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: train test lint types venv soak bench gpu clean
+.PHONY: train test proof lint types venv soak bench gpu clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -15,6 +15,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 help:
 	@echo "make train   set up .venv and train the quickstart: 3 replicas x 2 ranks, one is killed and heals"
 	@echo "make test    lint, types and all tests"
+	@echo "make proof   a rank dies at each named place of the protocol, each run is replayed"
 	@echo "make bench   FTAR beside gloo, torchft and OpenMPI"
 	@echo "make gpu     check and measure the kernels; train configs/gpu.yaml where there is a GPU"
 	@echo "make soak    a thousand failures of the ring"
@@ -25,6 +26,10 @@ train: $(STAMP)
 
 test: lint types
 	$(BIN)/python -m pytest
+
+# Long runs, one for each failure window; about ten minutes.
+proof: $(TOOLS)
+	$(BIN)/python -m pytest -m proof
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .

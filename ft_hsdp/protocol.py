@@ -136,6 +136,23 @@ class RankFetchFailed:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class RankCheckpointed:
+    """A rank's shard of ``state`` is in durable storage."""
+
+    rank: int
+    state: StateId
+
+
+@dataclass(frozen=True, slots=True)
+class RankCheckpointFailed:
+    """A rank could not write its shard of ``state``."""
+
+    rank: int
+    state: StateId
+    reason: str
+
+
 # Between neighbours in a ring.
 
 
@@ -210,11 +227,21 @@ _MESSAGES = {
     cls.__name__: cls
     for cls in (
         *(Ask, Wait, Processes, Overview, RankHello, RankBroken, RankShown, RankStopped, RankFetched),
-        *(RankFetchFailed, RingHello, RingWelcome, RingData, RingReady, RingBarrier, RingAbort),
+        *(
+            RankFetchFailed,
+            RankCheckpointed,
+            RankCheckpointFailed,
+            RingHello,
+            RingWelcome,
+            RingData,
+            RingReady,
+            RingBarrier,
+            RingAbort,
+        ),
         *(Vote, commit.Token),
         *(assignment.Grant, assignment.Continue, assignment.Final, assignment.Finish, assignment.Refused),
         *(effects.Configure, effects.StopRing, effects.Reduce, effects.Commit, effects.Log, effects.Discard),
-        *(effects.Install, effects.Feed, effects.Fetch, effects.Exit),
+        *(effects.Install, effects.Feed, effects.Fetch, effects.Checkpoint, effects.Forget, effects.Exit),
     )
 }
 

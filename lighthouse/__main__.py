@@ -69,6 +69,7 @@ def policy(config: Config) -> Policy:
         evict_s=quorum.evict_s,
         start_wait_s=quorum.start_wait_s,
         final_wait_s=quorum.final_wait_s,
+        return_wait_s=quorum.return_wait_s,
         on_lost_head=quorum.on_lost_head,
     )
 

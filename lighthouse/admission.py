@@ -78,6 +78,8 @@ def check_ask(s: State, ask: Ask) -> None:
         ("prepared.step", r.prepared.step if r.prepared else 0, last + STEPS_AHEAD),
         *(("equal", other, s.policy.total - 1) for other in r.equal),
         *(("leaving", other, s.policy.total - 1) for other in r.leaving),
+        *(("lagging", other, s.policy.total - 1) for other in r.lagging),
+        *(("diverged", other, s.policy.total - 1) for other in r.diverged),
     )
     for name, value, largest in limits:
         _within(name, value, largest)

@@ -24,6 +24,7 @@ from lighthouse.state import (
     State,
     Step,
     Ticked,
+    answer,
     member,
     new_epoch,
     raise_head,
@@ -60,15 +61,30 @@ def _asked(s: State, request: Request, now: float) -> Step:
         return s, (Reply(me, request.id, Refused(f"fenced: replica {me} has a newer incarnation", 75)),)
     if s.fresh and report.max_term >= s.term:
         s = replace(s, term=report.max_term + 1)
-    epoch = max(s.epoch, report.epoch, report.after)
+    epoch = max(s.epoch, report.epoch, report.after, report.state.commit_epoch)
     s = replace(s, epoch=epoch)
     s = with_view(s, me, incarnation=report.incarnation, down=False, lost=False, ask=request)
     s = raise_head(s, report.state)
+    if report.diverged or s.diverged:
+        return _diverged(s, report)
     if s.grant is None or report.state.step >= s.policy.steps or s.grant.member(me, report.incarnation) is None:
         return s, ()
     if report.after >= s.grant.epoch:
         return (s, ()) if s.broken else (replace(s, broken=True, settled=0, since=now), ())
     return (s, ()) if s.broken else _settle(s, report)
+
+
+def _diverged(s: State, report: Report) -> Step:
+    """Nobody can tell whose state is right: whoever asks ends, and nothing is overwritten."""
+    notes: tuple[Effect, ...] = ()
+    if not s.diverged:
+        who = ",".join(map(str, report.diverged))
+        where = report.doubt or report.state
+        why = f"replicas {who} hold different states at {where}, nobody can tell which is right"
+        s = replace(s, diverged=report.diverged, halted=why)
+        notes = (Note("JobHalted", why, {"replicas": list(report.diverged)}),)
+    s, replies = answer(s, {r: Refused(s.halted, 75) for r, v in enumerate(s.views) if v.ask is not None})
+    return s, (*notes, *replies)
 
 
 def _superseded(s: State, replica: int, incarnation: str) -> bool:
@@ -91,8 +107,9 @@ def _settle(s: State, report: Report) -> Step:
     holders = {m.replica for m in grant.members if m.role == "contribute"} | set(report.equal) | {report.replica}
     gone = [m for m in grant.members if (m.replica, m.incarnation) in s.exited or m.replica in report.leaving]
     risen = [m for m in grant.members if m.role == "behind" and m.replica in holders]
+    lags = [m for m in grant.members if m.replica in report.lagging and m.replica not in holders]
     able = sum(m.replica in holders for m in grant.members if m not in gone)
-    changed = bool(joiners or gone or risen) and able >= s.policy.min_replicas
+    changed = bool(joiners or gone or risen or lags) and able >= s.policy.min_replicas
     s = replace(s, settled=report.step)
     if not changed:
         return serve(s)
@@ -103,6 +120,7 @@ def _settle(s: State, report: Report) -> Step:
         ("joined", [j.report.replica for j in joiners]),
         ("gone", [m.replica for m in gone]),
         ("caught up", [m.replica for m in risen]),
+        ("needs a newer base", [m.replica for m in lags]),
     )
     why = "; ".join(f"{what}: replica {','.join(map(str, ids))}" for what, ids in whys if ids)
     s, note = new_epoch(s, base, tuple(members), why)
@@ -117,7 +135,8 @@ def _processes(s: State, event: ProcessesReported) -> Step:
         notes.append(
             Note("ExitReported", "its supervisor saw it end", {"replica": replica, "incarnation": incarnation})
         )
-    s = replace(s, exited=s.exited | event.exited)
+    if event.exited - s.exited:
+        s = replace(s, exited=s.exited | event.exited, last_exit=event.now)
     for replica, running in event.running.items():
         view = s.views[replica]
         gone = view.incarnation is not None and (replica, view.incarnation) in s.exited

@@ -62,6 +62,14 @@ def fences(known: Iterable[Fence]) -> tuple[Fence, ...]:
     return tuple(sorted(set(known), key=lambda f: (f.epoch, f.step, f.attempt)))
 
 
+def never(state: StateId, voids: Iterable[Fence]) -> bool:
+    """Whether ``state`` can never be committed: somebody left an attempt of its step without a yes.
+
+    Attempts up to that one are void, and a later one in its epoch would have needed its vote.
+    """
+    return any((v.epoch, v.step) == (state.commit_epoch, state.step) for v in voids)
+
+
 def ahead(report: Report, state: StateId) -> bool:
     """Whether a reporter holds, is prepared for or has voted for something above ``state``."""
     prepared = report.prepared

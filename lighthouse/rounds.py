@@ -32,6 +32,8 @@ from lighthouse.state import (
 
 def hold(s: State, now: float) -> Step:
     """Form a new epoch if one is needed and possible; else say what is waited for."""
+    if s.diverged:
+        return s, ()
     finished, effects = _final(s, now)
     if effects or finished.finished:
         return finished, effects
@@ -50,11 +52,12 @@ def hold(s: State, now: float) -> Step:
     if s.since is None:
         s = replace(s, since=now)
     assert s.since is not None
-    silent = _silent(s, members, asks)
+    patient = now < max(s.since, s.last_exit) + s.policy.return_wait_s
+    silent = _silent(s, members, asks, patient)
     patience = s.policy.start_wait_s if s.grant is None else s.policy.suspect_grace_s
     if silent and (patience is None or now < s.since + patience):
         return _wait(s, f"waiting for replica {','.join(str(r) for r, _ in silent)}")
-    s, granted = _form(s, {r: a for r, a in asks.items() if a is not None}, silent)
+    s, granted = _form(s, {r: a for r, a in asks.items() if a is not None}, silent, patient)
     late = (
         [(r, i) for r, i in silent if i is not None]
         if s.grant and s.since is not None and now >= s.since + s.policy.evict_s
@@ -64,13 +67,19 @@ def hold(s: State, now: float) -> Step:
     return s, (*granted, *evictions)
 
 
-def _silent(s: State, members: set[Incarnation], asks: Mapping[int, Request]) -> list[tuple[int, str | None]]:
-    """Who should have asked: at first every replica not known to be down, later the living members."""
+def _silent(
+    s: State, members: set[Incarnation], asks: Mapping[int, Request], patient: bool
+) -> list[tuple[int, str | None]]:
+    """Who should have asked: at first every replica not known to be down, later the living members.
+
+    The store may have been lost: replicas that are down and have lived may come back with committed steps.
+    """
     if s.grant is None:
+        lived = {r for r, _ in s.exited} if patient else set()
         return [
             (r, v.incarnation)
             for r, v in enumerate(s.views)
-            if r not in asks and not v.lost and (v.down is not True)
+            if r not in asks and not v.lost and (r in lived or v.down is not True)
         ]
     return sorted(m for m in members if alive(s, m) and m[0] not in asks)
 
@@ -80,20 +89,30 @@ def _wait(s: State, why: str) -> Step:
     return s, (Note("Waiting", why),)
 
 
-def _form(s: State, asks: dict[int, Request], silent: list[tuple[int, str | None]]) -> Step:
-    """Grant a new epoch to all that ask, if nobody absent and alive could hold something newer."""
+def _form(s: State, asks: dict[int, Request], silent: list[tuple[int, str | None]], patient: bool) -> Step:
+    """Grant a new epoch to all that ask, if nobody absent and alive could hold something newer.
+
+    While it is ``patient`` this includes those who are started again: they may find the state that they held.
+    """
     reports = {r: a.report for r, a in asks.items()}
     base = quorum.highest(heard(s, r) for r in reports.values())
     base = replace(base, voids=quorum.fences([*base.voids, *overruled_fences(s, reports.values())]))
     present = frozenset((r, report.incarnation) for r, report in reports.items())
     notes: list[Effect] = []
-    missing = _unheard(s, present)
+    missing = [r for r, _ in _unheard(s, present)]
+    later = [r for r, v in enumerate(s.views) if r not in reports and not v.lost] if patient else []
     doubts = [r.doubt for r in reports.values() if r.doubt and lineage.newer(r.doubt, base.state)]
     if doubts and missing:
-        return _wait(s, f"{doubts[0]} may be committed; replica {missing[0][0]} may hold it")
+        return _wait(s, f"{doubts[0]} may be committed; replica {missing[0]} may hold it")
+    doubts = [d for d in doubts if not quorum.never(d, base.voids)]
+    if doubts and later:
+        return _wait(s, f"{doubts[0]} may be committed; replica {later[0]} may come back with it")
     if s.head is not None and lineage.newer(s.head, base.state):
+        above = f"head {s.head} is above {base.state}"
         if missing:
-            return _wait(s, f"head {s.head} is above {base.state}; replica {missing[0][0]} may hold it")
+            return _wait(s, f"{above}; replica {missing[0]} may hold it")
+        if later:
+            return _wait(s, f"{above}; replica {later[0]} may come back with it")
         lost = s.head.step - base.state.step
         if lost != 1 and s.policy.on_lost_head != "rollback":
             why = f"no copy of the head {s.head} is left; the highest state is {base.state}"
@@ -108,6 +127,9 @@ def _form(s: State, asks: dict[int, Request], silent: list[tuple[int, str | None
     blocked = quorum.uncovered(s.epochs, s.exited, present)
     if blocked is not None:
         return _wait(s, f"epoch {blocked.number} has living members, none of them asks")
+    blocked = quorum.uncovered(s.epochs, s.exited - _returning(s, later), present)
+    if blocked is not None:
+        return _wait(s, f"epoch {blocked.number} has members that may come back, none of them asks")
     members = tuple(member(a, base) for a in asks.values())
     if base.state.step >= s.policy.steps:
         s = raise_head(s, base.state)
@@ -133,6 +155,16 @@ def _unheard(s: State, present: frozenset[Incarnation]) -> list[Incarnation]:
     return members + [
         (r, "") for r, v in enumerate(s.views) if r not in asking and v.down is not True and not v.lost
     ]
+
+
+def _returning(s: State, later: list[int]) -> frozenset[Incarnation]:
+    """Exited members of remembered epochs whose replica may come ``later``: what they held may still be heard of.
+
+    A replica that is not given up is started again, and may find the state that it held on its machine.
+    """
+    members = {i for e in s.epochs for i in e.members}
+    back = {r for r, i in members if alive(s, (r, i))}
+    return frozenset(m for m in members if m[0] in later and m[0] not in back)
 
 
 def overruled(s: State, record: CommitRecord | None) -> bool:

@@ -24,6 +24,7 @@ class Policy:
     evict_s: float = 10.0
     start_wait_s: float | None = None
     final_wait_s: float = 120.0
+    return_wait_s: float = 120.0
     on_lost_head: Literal["wait", "halt", "rollback"] = "halt"
 
 
@@ -66,9 +67,11 @@ class State:
     settled: int = 0
     broken: bool = False
     since: float | None = None
+    last_exit: float = 0.0
     final_since: float | None = None
     finished: bool = False
     halted: str = ""
+    diverged: tuple[int, ...] = ()
 
     @staticmethod
     def empty(policy: Policy, term: int) -> State:

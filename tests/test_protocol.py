@@ -53,9 +53,12 @@ reports = st.builds(
     maybe() | states,
     rows,
     rows,
+    rows,
+    rows,
 )
-tokens = st.builds(Token, fences, st.booleans(), st.booleans(), words, rows, rows, words)
-votes = st.builds(Vote, some, fences, words, floats, batches, rows)
+digests = st.lists(st.tuples(some, words), max_size=3).map(tuple)
+tokens = st.builds(Token, fences, st.booleans(), st.booleans(), words, rows, rows, digests, rows, rows, words)
+votes = st.builds(Vote, some, fences, words, floats, batches, rows, words)
 
 MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     protocol.Ask: st.builds(protocol.Ask, reports, addresses, addresses, words, words),
@@ -76,6 +79,8 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     protocol.RankStopped: st.builds(protocol.RankStopped, some, counts),
     protocol.RankFetched: st.builds(protocol.RankFetched, some, states),
     protocol.RankFetchFailed: st.builds(protocol.RankFetchFailed, some, states, words),
+    protocol.RankCheckpointed: st.builds(protocol.RankCheckpointed, some, states),
+    protocol.RankCheckpointFailed: st.builds(protocol.RankCheckpointFailed, some, states, words),
     protocol.RingHello: st.builds(protocol.RingHello, grants, some, some, words, words, addresses, some, words),
     protocol.RingWelcome: st.builds(protocol.RingWelcome, counts, st.booleans(), words, words, words),
     protocol.RingData: st.builds(protocol.RingData, words, some, counts, words),
@@ -98,6 +103,8 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     effects.Install: st.builds(effects.Install, states),
     effects.Feed: st.builds(effects.Feed, counts),
     effects.Fetch: st.builds(effects.Fetch, states, crews),
+    effects.Checkpoint: st.builds(effects.Checkpoint, states),
+    effects.Forget: st.builds(effects.Forget),
     effects.Exit: st.builds(effects.Exit, some, words),
 }
 

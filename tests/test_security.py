@@ -17,6 +17,8 @@ ATTRIBUTES = {
     *(("dist", f"{name}_object") for name in ("gather", "all_gather", "scatter")),
     *(("dist", f"{name}_object_list") for name in ("broadcast", "send", "recv", "scatter")),
 }
+# What torch.load costs is measured there, on a file that the same process has just written.
+MEASURED = {"ft_hsdp/bench/recovery/local_rank.py": ["torch.load"]}
 
 
 def offences(source: str) -> list[str]:
@@ -37,7 +39,7 @@ def offences(source: str) -> list[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_nothing_is_unpickled(path: Path) -> None:
-    assert not offences(path.read_text())
+    assert offences(path.read_text()) == MEASURED.get(str(path.relative_to(ROOT)), [])
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from dataclasses import asdict
 from typing import Any, TextIO
 
 from ft_hsdp.bench.bandwidth import BANDWIDTH
+from ft_hsdp.bench.document import begin, finish
 from ft_hsdp.bench.goals import verdicts
 from ft_hsdp.bench.hsdp.measure import measure as link
 from ft_hsdp.bench.hsdp.scene import Scene
 from ft_hsdp.bench.kill import KILL
-from ft_hsdp.bench.machine import machine, now, versions
 from ft_hsdp.bench.memory import check_memory
 from ft_hsdp.bench.options import Options
 from ft_hsdp.bench.plan import Log, Measure, Plan
@@ -26,7 +24,6 @@ MEASURES: dict[str, Measure] = {
     "kill": KILL,
     "reconfigure": RECONFIGURE,
 }
-BUSY = 1.0  # load from which on others have disturbed
 
 
 def run(options: Options, stream: TextIO) -> dict[str, Any]:
@@ -35,15 +32,11 @@ def run(options: Options, stream: TextIO) -> dict[str, Any]:
     Raises ConfigError where the machine does not allow what is asked, Retryable where a worker fails,
     DataCorruption where a sum is wrong.
     """
-    start = time.monotonic()
     log = Log(stream)
     todo = {
         name: _prepare(name, measure, options) for name, measure in MEASURES.items() if name in options.measures
     }
-    where = machine()
-    if (load := where["load_1min_before"]) > BUSY:
-        log.note(f"the machine was busy: a load of {load:g} before; read nothing into these figures")
-    result: dict[str, Any] = {"bench": "ftar", "date": now(), "machine": where, "versions": versions()}
+    result, started = begin("ftar", log)
     result["contenders"] = {}
     for name, measure in MEASURES.items():
         result[name] = []
@@ -54,10 +47,7 @@ def run(options: Options, stream: TextIO) -> dict[str, Any]:
             result["contenders"] |= {who: contender.text for who, contender in contenders.items()}
             result[name] = measure.run(contenders, plan, log)
     result["link"] = link(Scene(rounds=options.rounds), log) if "link" in options.measures else []
-    result["goals"] = [asdict(verdict) for verdict in verdicts(result)]
-    result["notes"] = log.notes
-    result["seconds"] = round(time.monotonic() - start, 1)
-    return result
+    return finish(result, verdicts(result), log, started)
 
 
 def _prepare(name: str, measure: Measure, options: Options) -> tuple[dict[str, Contender], Plan, list[str]]:

@@ -42,7 +42,7 @@ class Verdict:
     """One goal beside one figure. limit and seen: with their unit in `text`; met: whether it is kept."""
 
     text: str
-    members: int
+    members: int | None
     bytes: int | None
     bound: str
     limit: float
@@ -58,16 +58,16 @@ def verdicts(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Verdic
     for row in measured.get("spin", ()):
         if row["contender"] in ("tcp", "shm"):
             text = f"{row['contender']} beside a spinning thread"
-            found.append(_least(text, row, SPIN_SHARE, row["share_of_idle"]["thread"]))
+            found.append(least(text, row, SPIN_SHARE, row["share_of_idle"]["thread"]))
     for row in measured.get("kill", ()):
         found += _kill(row)
     for row in measured.get("reconfigure", ()):
         if row["members"] == 4 and row["contender"] != "torchft":
             text = f"{row['contender']} reconfigures, {row['change']} order, ms"
-            found.append(_most(text, row, RECONFIGURE_MS, row["p50_ms"]))
+            found.append(most(text, row, RECONFIGURE_MS, row["p50_ms"]))
     for row in measured.get("link", ()):
         if row["times_cost"] is not None:
-            found.append(_most("exchange on a link, times HSDP's cost", row, LINK_COST, row["times_cost"]))
+            found.append(most("exchange on a link, times HSDP's cost", row, LINK_COST, row["times_cost"]))
     return found
 
 
@@ -77,34 +77,37 @@ def _speed(row: Mapping[str, Any]) -> Iterator[Verdict]:
         limit = goal.times.get(row["members"])
         if limit is not None and row["bytes"] in LARGE and goal.anchor in times.get(goal.contender, {}):
             text = f"{goal.contender} vs {goal.anchor}, times as fast"
-            yield _least(text, row, limit, times[goal.contender][goal.anchor])
+            yield least(text, row, limit, times[goal.contender][goal.anchor])
     if row["bytes"] <= SMALL and "gloo" in row["contenders"]:
         gloo = row["contenders"]["gloo"]["p50_ms"]
         for name in ("tcp", "shm", "c10d"):
             if name in row["contenders"]:
                 own = row["contenders"][name]["p50_ms"]
-                yield _most(f"{name} vs gloo, times the latency", row, LATENCY, ratio(own, gloo))
+                yield most(f"{name} vs gloo, times the latency", row, LATENCY, ratio(own, gloo))
 
 
 def _kill(row: Mapping[str, Any]) -> Iterator[Verdict]:
     if row["members"] == 8:
         text = f"{row['contender']}: kill to raise"
-        yield _most(f"{text}, p50 ms", row, RAISE_P50_MS, row["raise"]["p50_ms"])
-        yield _most(f"{text}, max ms", row, RAISE_MAX_MS, row["raise"]["max_ms"])
+        yield most(f"{text}, p50 ms", row, RAISE_P50_MS, row["raise"]["p50_ms"])
+        yield most(f"{text}, max ms", row, RAISE_MAX_MS, row["raise"]["max_ms"])
     if row["members"] == 4:
         text = f"{row['contender']}: kill to next sum - 1, max ms"
-        yield _most(text, row, NEXT_MS, row["next_less_one"]["max_ms"])
+        yield most(text, row, NEXT_MS, row["next_less_one"]["max_ms"])
 
 
-def _least(text: str, row: Mapping[str, Any], limit: float, seen: float) -> Verdict:
-    return Verdict(text, row["members"], row.get("bytes"), ">=", limit, seen, seen >= limit)
+def least(text: str, row: Mapping[str, Any], limit: float, seen: float) -> Verdict:
+    """`seen` is to be at least `limit`."""
+    return Verdict(text, row.get("members"), row.get("bytes"), ">=", limit, seen, seen >= limit)
 
 
-def _most(text: str, row: Mapping[str, Any], limit: float, seen: float) -> Verdict:
-    return Verdict(text, row["members"], row.get("bytes"), "<=", limit, seen, seen <= limit)
+def most(text: str, row: Mapping[str, Any], limit: float, seen: float) -> Verdict:
+    """`seen` is to be at most `limit`."""
+    return Verdict(text, row.get("members"), row.get("bytes"), "<=", limit, seen, seen <= limit)
 
 
 def where(verdict: Verdict) -> str:
     """The ring and the message that a verdict is about."""
-    size = "" if verdict.bytes is None else f", {size_name(verdict.bytes)}"
-    return f"N={verdict.members}{size}"
+    ring = None if verdict.members is None else f"N={verdict.members}"
+    size = None if verdict.bytes is None else size_name(verdict.bytes)
+    return ", ".join(filter(None, (ring, size)))

@@ -15,8 +15,13 @@ SPARE = 1.2  # of what the tensors take
 
 def check_memory(contenders: Iterable[Contender], members: int, size: int) -> None:
     """Raises ConfigError where tensors of `size` bytes do not fit at all members of all contenders at once."""
-    need = SPARE * sum(contender.copies for contender in contenders) * members * size
-    free = psutil.virtual_memory().available
+    copies = sum(contender.copies for contender in contenders) * members
+    check_room(copies, size, "all contenders at once take")
+
+
+def check_room(copies: int, size: int, who: str) -> None:
+    """Raises ConfigError where `copies` times `size` bytes do not fit."""
+    need, free = SPARE * copies * size, psutil.virtual_memory().available
     if need > free:
-        allowed = f"what fits into {free / GIB:.1f} GiB; all contenders at once take {need / GIB:.1f} GiB"
+        allowed = f"what fits into {free / GIB:.1f} GiB; {who} {need / GIB:.1f} GiB"
         raise ConfigError("--sizes", size_name(size), allowed)

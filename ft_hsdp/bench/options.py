@@ -34,17 +34,32 @@ class Options:
 
 def parse(measure: str, *, sizes: str | None, members: str | None, contenders: str | None, rounds: int) -> Options:
     """Options from the words of a command line. Raises ConfigError."""
-    if measure not in (*MEASURES, "all"):
-        raise ConfigError("--measure", measure, f"{', '.join(MEASURES)} or all")
-    if not 1 <= rounds <= MOST_ROUNDS:
-        raise ConfigError("--rounds", rounds, f"1 to {MOST_ROUNDS}")
     return Options(
-        MEASURES if measure == "all" else (measure,),
-        _listed("--sizes", sizes, _size, "multiples of 4 bytes up to 4GiB, e.g. 64KiB,1MiB"),
+        measures_of(measure, MEASURES),
+        sizes_of(sizes),
         _listed("--members", members, _members, f"2 to {MOST_MEMBERS}, e.g. 2,4"),
         _listed("--contenders", contenders, _contender, f"some of {','.join(CONTENDERS)}"),
-        rounds,
+        count_of("--rounds", rounds),
     )
+
+
+def measures_of(word: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The measures that are meant by `word`. Raises ConfigError."""
+    if word not in (*known, "all"):
+        raise ConfigError("--measure", word, f"{', '.join(known)} or all")
+    return known if word == "all" else (word,)
+
+
+def count_of(key: str, count: int) -> int:
+    """A number of repetitions. Raises ConfigError."""
+    if not 1 <= count <= MOST_ROUNDS:
+        raise ConfigError(key, count, f"1 to {MOST_ROUNDS}")
+    return count
+
+
+def sizes_of(text: str | None) -> tuple[int, ...] | None:
+    """Sizes in bytes. Raises ConfigError."""
+    return _listed("--sizes", text, _size, "multiples of 4 bytes up to 4GiB, e.g. 64KiB,1MiB")
 
 
 def size_name(size: int) -> str:

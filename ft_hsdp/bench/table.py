@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ft_hsdp.bench.goals import verdicts, where
+from ft_hsdp.bench.goals import Verdict, verdicts, where
 from ft_hsdp.bench.options import size_name
 
 ANCHORS = ("gloo", "torchft", "openmpi")
@@ -18,15 +18,7 @@ ANCHORS = ("gloo", "torchft", "openmpi")
 
 def show(result: Mapping[str, Any], stream: TextIO) -> None:
     """Print a result of `bench.run`."""
-    console = Console(file=stream, highlight=False, soft_wrap=True)
-    machine = result["machine"]
-    versions = ", ".join(f"{name} {value}" for name, value in result["versions"].items() if value)
-    console.print(
-        escape(
-            f"{result['date']}, {machine['cpu']}, {machine['cores']} cores, load {machine['load_1min_before']} "
-            f"before; {versions}; TCP congestion control {machine['tcp_congestion_default']} by default"
-        )
-    )
+    console = begin(result, stream)
     for name, text in result["contenders"].items():
         console.print(f"  {name:<8} {text}")
     rows: Sequence[Mapping[str, Any]] = result["bandwidth"]
@@ -39,9 +31,28 @@ def show(result: Mapping[str, Any], stream: TextIO) -> None:
     if result["reconfigure"]:
         _reconfigure(result["reconfigure"], console)
     for row in result.get("link", ()):
-        _link(row, console)
-    if found := verdicts(result):
-        table = _table("Goals", "goal", "", "wanted", "seen", "")
+        link(row, console)
+    end(result, verdicts(result), console)
+
+
+def begin(result: Mapping[str, Any], stream: TextIO) -> Console:
+    """Print where and with what was measured; the console for the tables."""
+    console = Console(file=stream, highlight=False, soft_wrap=True)
+    machine = result["machine"]
+    versions = ", ".join(f"{name} {value}" for name, value in result["versions"].items() if value)
+    console.print(
+        escape(
+            f"{result['date']}, {machine['cpu']}, {machine['cores']} cores, load {machine['load_1min_before']} "
+            f"before; {versions}; TCP congestion control {machine['tcp_congestion_default']} by default"
+        )
+    )
+    return console
+
+
+def end(result: Mapping[str, Any], found: Sequence[Verdict], console: Console) -> None:
+    """Print the goals, as far as there are figures for them, and the notes."""
+    if found:
+        table = columns("Goals", "goal", "", "wanted", "seen", "")
         for verdict in found:
             met = "[green]met[/]" if verdict.met else "[red]missed[/]"
             table.add_row(
@@ -55,19 +66,19 @@ def show(result: Mapping[str, Any], stream: TextIO) -> None:
 def _bandwidth(rows: Sequence[Mapping[str, Any]], members: int, console: Console) -> None:
     names = list(rows[0]["contenders"])
     sizes = [size_name(row["bytes"]) for row in rows]
-    table = _table(f"All-reduce of fp32, {members} members: median ms of {rows[0]['rounds']}", "", *sizes)
+    table = columns(f"All-reduce of fp32, {members} members: median ms of {rows[0]['rounds']}", "", *sizes)
     for name in names:
         table.add_row(name, *(f"{row['contenders'][name]['p50_ms']:.3g}" for row in rows))
     console.print(table)
     for anchor in (anchor for anchor in ANCHORS if anchor in names and len(names) > 1):
-        table = _table(f"Times as fast as {anchor}, {members} members", "", *sizes)
+        table = columns(f"Times as fast as {anchor}, {members} members", "", *sizes)
         for name in (name for name in names if name != anchor):
             table.add_row(name, *(f"{row['times_as_fast'][name][anchor]:.2f}" for row in rows))
         console.print(table)
 
 
 def _spin(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    table = _table(
+    table = columns(
         "Beside a spinning Python thread: median ms (share of idle speed)",
         *("", "N", "size", "idle", "in a rank", "own process"),
     )
@@ -80,7 +91,7 @@ def _spin(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
 
 
 def _kill(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    table = _table(
+    table = columns(
         "SIGKILL of a member: p50 / max ms",
         *("", "N", "size", "kills", "to the raise", "to the next sum", "less one sum"),
     )
@@ -93,16 +104,17 @@ def _kill(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
 
 
 def _reconfigure(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    table = _table("Reconfigure: p50 / max ms", "", "N", "order", "time")
+    table = columns("Reconfigure: p50 / max ms", "", "N", "order", "time")
     for row in rows:
         span = f"{row['p50_ms']:.3g} / {row['max_ms']:.3g}"
         table.add_row(row["contender"], str(row["members"]), row["change"], span)
     console.print(table)
 
 
-def _link(row: Mapping[str, Any], console: Console) -> None:
+def link(row: Mapping[str, Any], console: Console) -> None:
+    """Print a row of `hsdp.measure`."""
     shape = f"{row['members']} replicas of {row['ranks']} ranks, links of {row['rate']}"
-    table = _table(
+    table = columns(
         f"A step of {shape}: median of {row['rounds']}", *("", "step, ms", "cost, ms", "CPU, ms", "MB sent")
     )
     for name, crew in row["crews"].items():
@@ -117,9 +129,10 @@ def _link(row: Mapping[str, Any], console: Console) -> None:
     )
 
 
-def _table(title: str, first: str, *columns: str) -> Table:
+def columns(title: str, first: str, *others: str) -> Table:
+    """An empty table; all columns but the first are figures."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(first)
-    for name in columns:
+    for name in others:
         table.add_column(name, justify="right")
     return table

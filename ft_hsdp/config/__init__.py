@@ -4,17 +4,19 @@ Defaults < YAML < command line; no environment variable changes a value. Every f
 `ConfigError` line that names the key, the value and what is allowed.
 """
 
-from ft_hsdp.config.files import config_hash, dump, json_schema, load, parse
+from ft_hsdp.config.files import config_hash, dump, json_schema, load, parse, resume_hash
 from ft_hsdp.config.root import Config
 from ft_hsdp.config.running import (
     ChaosConfig,
     CheckpointConfig,
     DebugConfig,
+    FailpointConfig,
     FtarConfig,
     JobConfig,
     NetworkConfig,
     QuorumConfig,
     RestartConfig,
+    StateConfig,
 )
 from ft_hsdp.config.training import DataConfig, LrConfig, ModelConfig, OptimConfig, TrainConfig
 
@@ -24,6 +26,7 @@ __all__ = [
     "Config",
     "DataConfig",
     "DebugConfig",
+    "FailpointConfig",
     "FtarConfig",
     "JobConfig",
     "LrConfig",
@@ -32,10 +35,12 @@ __all__ = [
     "OptimConfig",
     "QuorumConfig",
     "RestartConfig",
+    "StateConfig",
     "TrainConfig",
     "config_hash",
     "dump",
     "json_schema",
     "load",
     "parse",
+    "resume_hash",
 ]

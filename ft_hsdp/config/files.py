@@ -74,13 +74,9 @@ def config_hash(config: Config) -> str:
     """
     train = config.train
     shared = {
-        "model": {
-            **config.model.model_dump(),
-            "kv_heads": config.model.key_value_heads,
-            "ffn_dim": config.model.hidden_dim,
-        },
+        "model": _model(config),
         "data": config.data.model_dump(),
-        "optim": config.optim.model_dump(),
+        "optim": config.optim.model_dump(exclude={"offload"}),
         "lr": config.lr.model_dump(),
         "horizon": None if config.lr.schedule == "constant" else train.steps,
         "train": {
@@ -89,9 +85,37 @@ def config_hash(config: Config) -> str:
             "seq_len": train.seq_len,
             "accumulate": train.accumulate,
             "precision": train.precision,
+            "poison": train.poison,
         },
         "ranks_per_replica": config.ranks_per_replica,
     }
+    return _hash(shared)
+
+
+def resume_hash(config: Config) -> str:
+    """Hash over what a checkpoint and the job that resumes from it must share: 32 hex digits.
+
+    Covers model, text, optimizer, seed, and the sequences that a replica trains in a step; not the number of
+    replicas, nor that of their ranks.
+    """
+    train = config.train
+    shared = {
+        "model": _model(config),
+        "data": config.data.model_dump(exclude={"assignment"}),
+        "optim": config.optim.model_dump(exclude={"offload"}),
+        "seed": train.seed,
+        "seq_len": train.seq_len,
+        "sequences": train.micro_batch * train.accumulate * config.ranks_per_replica,
+    }
+    return _hash(shared)
+
+
+def _model(config: Config) -> dict[str, Any]:
+    model = config.model
+    return {**model.model_dump(), "kv_heads": model.key_value_heads, "ffn_dim": model.hidden_dim}
+
+
+def _hash(shared: dict[str, Any]) -> str:
     canonical = json.dumps(shared, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.blake2b(canonical.encode(), digest_size=16, person=b"ft_hsdp.config").hexdigest()
 

@@ -27,12 +27,21 @@ class Config(Section):
     quorum: running.QuorumConfig = Field(default_factory=running.QuorumConfig)
     restart: running.RestartConfig = Field(default_factory=running.RestartConfig)
     network: running.NetworkConfig = Field(default_factory=running.NetworkConfig)
+    state: running.StateConfig = Field(default_factory=running.StateConfig)
     checkpoint: running.CheckpointConfig = Field(default_factory=running.CheckpointConfig)
     chaos: tuple[running.ChaosConfig, ...] = Field((), description="failures to inject")
     debug: running.DebugConfig = Field(default_factory=running.DebugConfig)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.quorum.catchup_wait_s >= self.ftar.timeout_s:
+            raise refuse(
+                "quorum.catchup_wait_s",
+                self.quorum.catchup_wait_s,
+                f"less than ftar.timeout_s ({self.ftar.timeout_s}): the others would give up the ring meanwhile",
+            )
+        if self.optim.offload and self.train.device == "cpu":
+            raise refuse("optim.offload", True, "false with train.device cpu: all is in host memory there")
         if self.quorum.min_replicas > self.replicas:
             raise refuse("quorum.min_replicas", self.quorum.min_replicas, f"at most replicas ({self.replicas})")
         for i, rule in enumerate(self.chaos):

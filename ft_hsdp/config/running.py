@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, JsonValue, model_validator
+from pydantic import Field, model_validator
 
 from ft_hsdp.config.base import Int, Number, Section, refuse
+from ft_hsdp.failpoints import PLACES
 
 MAX_REPLICAS = 64
 MAX_RANKS = 64
@@ -69,7 +70,16 @@ class QuorumConfig(Section):
         600.0, gt=0, le=DAY_S, description="how long the last grant holds without a lighthouse"
     )
     catchup_wait_s: Number = Field(
-        0.0, ge=0, le=DAY_S, description="how long a step waits for a replica to catch up"
+        0.0,
+        ge=0,
+        le=DAY_S,
+        description="how long a step waits, once, for a replica that fetches; 0: nobody waits, it joins later",
+    )
+    catchup_log_steps: Int = Field(
+        64,
+        ge=1,
+        le=65536,
+        description="committed gradients that a replica keeps while it fetches; after more it fetches anew",
     )
     suspect_grace_s: Number = Field(1.0, ge=0, le=DAY_S, description="time for a suspect to ask for the next step")
     evict_s: Number = Field(10.0, gt=0, le=DAY_S, description="silence after which a suspect is to be killed")
@@ -82,6 +92,12 @@ class QuorumConfig(Section):
     final_wait_s: Number = Field(
         120.0, gt=0, le=DAY_S, description="how long finished replicas serve the final state to the others"
     )
+    return_wait_s: Number = Field(
+        120.0,
+        ge=0,
+        le=DAY_S,
+        description="how long a step is not given up while a replica that may come back with it is started again",
+    )
     on_lost_head: Literal["wait", "halt", "rollback"] = Field(
         "halt",
         description="what to do when every holder of the newest committed state has exited: wait for an operator, "
@@ -90,12 +106,6 @@ class QuorumConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if self.catchup_wait_s > 0:
-            raise refuse(
-                "catchup_wait_s",
-                self.catchup_wait_s,
-                "0 (waiting for a replica to catch up is not in this version)",
-            )
         if self.suspect_grace_s > self.evict_s:
             raise refuse(
                 "suspect_grace_s",
@@ -147,18 +157,27 @@ class NetworkConfig(Section):
     )
 
 
+class StateConfig(Section):
+    """Copies of committed states in host memory, from which replicas that are behind catch up."""
+
+    snapshot: Literal["on_demand", "every_step"] = Field(
+        "every_step",
+        description="every_step: each committed state is copied, so that it outlives its ranks; on_demand: only "
+        "those that a replica fetches (FT-HSDP §4.4)",
+    )
+
+
 class CheckpointConfig(Section):
     """Durable checkpoints."""
 
     every: Int = Field(0, ge=0, le=10**9, description="steps between durable checkpoints; 0 makes none")
-    dir: str | None = Field(None, min_length=1, description="folder of the checkpoints, which also keys a resume")
+    dir: str | None = Field(
+        None,
+        min_length=1,
+        description="folder of the checkpoints: a job that finds one there resumes from it; null means "
+        "checkpoints in the folder of the run",
+    )
     keep: Int = Field(2, ge=1, le=10**6, description="checkpoints that are kept")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.every > 0:
-            raise refuse("every", self.every, "0 (durable checkpoints are not in this version)")
-        return self
 
 
 class ChaosConfig(Section):
@@ -195,9 +214,26 @@ class ChaosConfig(Section):
         return self
 
 
+class FailpointConfig(Section):
+    """Who fails at a named place of the code, and when."""
+
+    replicas: tuple[ReplicaId, ...] = Field(min_length=1, description="ids of the replicas that fail there")
+    rank: Int = Field(0, ge=0, lt=MAX_RANKS, description="the rank that fails there")
+    life: Int = Field(0, ge=0, le=10**6, description="in which incarnation: the number of restarts before it")
+    step: Int = Field(ge=0, le=10**9, description="at this step, or the first time after it")
+    signal: Literal["KILL", "STOP"] = Field("KILL", description="the signal that it sends itself")
+
+
 class DebugConfig(Section):
     """For tests."""
 
-    failpoints: dict[str, JsonValue] = Field(
-        default_factory=dict, description="named places in the code at which to fail, with their arguments"
+    failpoints: dict[str, FailpointConfig] = Field(
+        default_factory=dict, description="named places in the code at which to fail (see docs/protocol.md)"
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for name in self.failpoints:
+            if name not in PLACES:
+                raise refuse(f"failpoints.{name}", name, f"one of {', '.join(PLACES)}")
+        return self

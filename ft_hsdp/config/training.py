@@ -24,6 +24,10 @@ class TrainConfig(Section):
         "float32",
         description="type of forward and backward; parameters' shards, sums and optimizer state stay float32",
     )
+    poison: Literal["exclude_contributor", "skip_step"] = Field(
+        "exclude_contributor",
+        description="a gradient that is not finite: reduce again without it, or commit the step without a change",
+    )
     recompute: bool = Field(
         False, description="keep a block's input only and run its forward again in backward, to save memory"
     )
@@ -82,6 +86,11 @@ class DataConfig(Section):
         "stdlib means the Python sources of the interpreter's standard library",
     )
     tokenizer: Literal["byte"] = Field("byte", description="byte: one token a byte, and one between documents")
+    assignment: Literal["per_replica", "global"] = Field(
+        "per_replica",
+        description="per_replica: each replica trains a data shard of its own; global: all take from one "
+        "sequence, and what a lost replica had taken is trained by the others",
+    )
     max_bytes: Int = Field(64 * 2**20, ge=1, le=2**40, description="bytes of text that are read at most")
 
 
@@ -93,6 +102,9 @@ class OptimConfig(Section):
     eps: Number = Field(1e-8, gt=0, lt=1, description="added to the root of the second moment")
     weight_decay: Number = Field(0.1, ge=0, le=10, description="decoupled weight decay")
     clip: Number | None = Field(1.0, gt=0, description="largest norm of the reduced gradient; null does not clip")
+    offload: bool = Field(
+        False, description="the optimizer's tensors are in host memory, but for the update (FT-HSDP §5)"
+    )
 
 
 class LrConfig(Section):

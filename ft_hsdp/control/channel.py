@@ -11,6 +11,8 @@ from ft_hsdp.core.commit import Vote
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import (
     RankBroken,
+    RankCheckpointed,
+    RankCheckpointFailed,
     RankFetched,
     RankFetchFailed,
     RankHello,
@@ -20,9 +22,12 @@ from ft_hsdp.protocol import (
 
 ORDERS = (
     *(effects.Configure, effects.StopRing, effects.Reduce, effects.Commit, effects.Log, effects.Discard),
-    *(effects.Install, effects.Feed, effects.Fetch, effects.Exit),
+    *(effects.Install, effects.Feed, effects.Fetch, effects.Checkpoint, effects.Forget, effects.Exit),
 )
-REPORTS = (RankBroken, RankShown, RankStopped, RankFetched, RankFetchFailed, Vote)
+REPORTS = (
+    *(RankBroken, RankShown, RankStopped, RankFetched, RankFetchFailed),
+    *(RankCheckpointed, RankCheckpointFailed, Vote),
+)
 HELLO_TIMEOUT_S = 10.0
 
 

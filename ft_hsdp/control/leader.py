@@ -10,17 +10,25 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ft_hsdp import protocol
-from ft_hsdp.control.failpoints import Failpoints
+from ft_hsdp import failpoints, protocol
 from ft_hsdp.control.lighthouse_client import LighthouseClient
-from ft_hsdp.core import effects, events, lr
+from ft_hsdp.core import divergence, effects, events, lr
 from ft_hsdp.core import replica as core
 from ft_hsdp.core.commit import Fence, Tally, Token, Vote
 from ft_hsdp.core.lineage import StateId
-from ft_hsdp.core.replica import Replica
+from ft_hsdp.core.rules import DEFAULT, Rules
+from ft_hsdp.core.standing import Phase, Replica
 from ft_hsdp.errors import EXIT_UNREACHABLE, LighthouseUnreachable
 from ft_hsdp.events import Journal
-from ft_hsdp.protocol import RankBroken, RankFetched, RankFetchFailed, RankShown, RankStopped
+from ft_hsdp.protocol import (
+    RankBroken,
+    RankCheckpointed,
+    RankCheckpointFailed,
+    RankFetched,
+    RankFetchFailed,
+    RankShown,
+    RankStopped,
+)
 
 RETRY_S = 0.2
 KEPT_EPOCHS = 16
@@ -28,7 +36,10 @@ KEPT_EPOCHS = 16
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What the leader needs to know of the configuration; times in seconds."""
+    """What the leader needs to know of the configuration; times in seconds.
+
+    ``catchup_wait_s`` is how long a step may wait for this replica's fetch, so that it is equal from the next one.
+    """
 
     ranks: int
     total: int
@@ -38,6 +49,7 @@ class Settings:
     answer_wait_s: float
     join_timeout_s: float
     token_timeout_s: float
+    catchup_wait_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +71,8 @@ class Leader:
         settings: Settings,
         outlets: Outlets,
         journal: Journal,
-        failpoints: Failpoints,
     ) -> None:
         self.replica = replica
-        self._failpoints = failpoints
         self._about = about
         self._client = client
         self._settings = settings
@@ -71,6 +81,9 @@ class Leader:
         self._ask: asyncio.Task[None] | None = None
         self._tally: Tally | None = None
         self._fetched: set[int] = set()
+        self._held_back: events.Reduced | None = None
+        self._waited_for: StateId | None = None
+        self._written: tuple[StateId | None, set[int]] = (None, set())
         self._stopped: dict[int, set[int]] = {}
         self._all_stopped = asyncio.Event()
         self.concluded = asyncio.Event()
@@ -86,18 +99,20 @@ class Leader:
 
     def handle(self, event: events.Event) -> None:
         """One event through the core; its effects are carried out in order."""
-        before = self._failpoints.record_lost(self.replica, event)
+        before = _record_lost(self.replica, event)
         self.replica, due = core.transition(before, event)
         self._note(before, event, due)
         for effect in due:
             self._perform(effect)
-        if self.replica.phase is core.Phase.VOTED and before.phase is not core.Phase.VOTED:
+        if self._held_back is not None and self.replica.fetching is None:
+            self._release(self._held_back)
+        if self.replica.phase is Phase.VOTED and before.phase is not Phase.VOTED:
             loop = asyncio.get_running_loop()
             loop.call_later(self._settings.token_timeout_s, self._token_overdue, self.replica.fence)
 
     def _token_overdue(self, fence: Fence) -> None:
         """The token does not come round: some leader is silent, so this ring is of no more use."""
-        if self.replica.phase is not core.Phase.VOTED or self.replica.fence != fence:
+        if self.replica.phase is not Phase.VOTED or self.replica.fence != fence:
             return
         cause = f"no verdict on step {fence.step} within {self._settings.token_timeout_s} s"
         self.received(RankBroken(0, fence.epoch, cause))
@@ -125,6 +140,13 @@ class Leader:
                         self.handle(events.Fetched(base))
             case RankFetchFailed(_, base, reason):
                 self.handle(events.FetchFailed(base, reason))
+            case RankCheckpointed(rank, state):
+                self._wrote(rank, state)
+            case RankCheckpointFailed(rank, state, reason):
+                if self._written[0] == state:
+                    self._written = (None, set())
+                    self._journal.event("CheckpointFailed", reason, step=state.step, at_rank=rank)
+                    self.handle(events.CheckpointFailed(state, reason))
 
     def token(self, token: Token) -> None:
         """The commit token came from the left."""
@@ -143,7 +165,7 @@ class Leader:
                 ask = replace(self._about, report=report)
                 self._ask = asyncio.get_running_loop().create_task(self._asking(ask))
             case effects.SendToken(token):
-                self._failpoints.verdict(token)
+                failpoints.reach("token-second" if token.verdict else "token-first", token.fence.step)
                 self._outlets.token(token)
             case effects.Reduce(fence):
                 self._tally = Tally(fence, self._settings.ranks)
@@ -154,6 +176,9 @@ class Leader:
                 self._outlets.order(effect)
             case effects.Fetch():
                 self._fetched = set()
+                self._outlets.order(effect)
+            case effects.Checkpoint(state):
+                self._written = (state, set())
                 self._outlets.order(effect)
             case _:
                 self._outlets.order(effect)
@@ -174,13 +199,37 @@ class Leader:
             lr_scale=lambda n, total: lr.scale(settings.intervention, n, total),
             chunk_bytes=settings.chunk_bytes,
         )
-        fence, self._tally = self._tally.fence, None
+        fence, digest, self._tally = self._tally.fence, self._tally.state_digest, None
         if record is None:
             self._outlets.order(
                 effects.Exit(75, f"the ranks of this replica saw different contributors at {fence}")
             )
             return
-        self.handle(events.Reduced(fence, record))
+        reduced = events.Reduced(fence, record, digest)
+        base = self.replica.fetching
+        if base is None or settings.catchup_wait_s <= 0 or base == self._waited_for:
+            self.handle(reduced)
+            return
+        self._waited_for = base  # one fetch is waited for once
+        self._held_back = reduced
+        asyncio.get_running_loop().call_later(settings.catchup_wait_s, self._release, reduced)
+
+    def _release(self, reduced: events.Reduced) -> None:
+        """The vote that was held back for a fetch goes on; the others wait for it at the end of their step."""
+        if self._held_back is reduced:
+            self._held_back = None
+            self.handle(reduced)
+
+    def _wrote(self, rank: int, state: StateId) -> None:
+        """A rank wrote its shard of a checkpoint; whole is what all have written."""
+        wanted, ranks = self._written
+        if wanted != state:
+            return
+        ranks.add(rank)
+        if len(ranks) == self._settings.ranks:
+            self._written = (None, set())
+            self._journal.event("CheckpointWritten", "all ranks wrote their shards", step=state.step)
+            self.handle(events.CheckpointWritten(state))
 
     async def _asking(self, ask: protocol.Ask) -> None:
         """Ask until there is an answer; meanwhile the last grant may be repeated on its lease."""
@@ -206,6 +255,7 @@ class Leader:
         self._contact = time.monotonic()
         self._joined = True
         self._ask = None
+        failpoints.reach("quorum-reply", report.step)
         self.handle(events.Answered(answer))
 
     def _unreachable(self, why: str) -> None:
@@ -219,13 +269,18 @@ class Leader:
         """The last grant repeats, as long as its lease runs."""
         if not self._joined or time.monotonic() - self._contact > self._settings.lease_s:
             return
-        if self.replica.phase is core.Phase.ASKING and self.replica.intact:
+        if self.replica.phase is Phase.ASKING and self.replica.intact:
             self._journal.event("LeaseUsed", why, epoch=self.replica.fence.epoch, step=self.replica.fence.step)
         self.handle(events.Unanswered())
 
     def _note(self, before: Replica, event: events.Event, due: tuple[effects.Effect, ...]) -> None:
         """Journal what the core decided."""
         after = self.replica
+        wrong = after.suspects or after.diverged
+        if wrong and wrong != (before.suspects or before.diverged):
+            step = after.head.step
+            facts = {"replicas": list(wrong), "step": step, "slice": divergence.number(step)}
+            self._journal.event("StateDiverged", _differing(event, after), majority=bool(after.suspects), **facts)
         for effect in due:
             match effect:
                 case effects.Configure(grant):
@@ -240,6 +295,14 @@ class Leader:
                 case effects.Reduce(fence) if _again(before, fence, event):
                     reason = "the same gradient is reduced again on another ring"
                     self._journal.event("StepRetried", reason, **_fence(fence))
+                case effects.Commit(record) if record.skipped:
+                    reason = f"gradient of replicas {list(record.poisoned)} is not finite: no weight changes"
+                    self._journal.event(
+                        "StepSkipped", reason, replicas=list(record.poisoned), **_fence(record.fence)
+                    )
+                case effects.Checkpoint(state):
+                    reason = "this replica writes it for all"
+                    self._journal.event("CheckpointStarted", reason, step=state.step)
                 case effects.Commit(record) if isinstance(event, events.Answered | events.GrantShown):
                     reason = "the new grant builds on the record that was in doubt"
                     self._journal.event("DoubtResolved", reason, **_fence(record.fence))
@@ -254,10 +317,24 @@ def _again(before: Replica, fence: Fence, event: events.Event) -> bool:
     return before.grant is not None and before.fence.step == fence.step and before.fence != fence
 
 
+def _differing(event: events.Event, after: Replica) -> str:
+    """Who differs from whom, in words."""
+    token = event.token if isinstance(event, events.TokenArrived) else None
+    return divergence.describe(token.digests, after.head) if token is not None else ""
+
+
+def _record_lost(replica: Replica, event: events.Event) -> Replica:
+    """The failpoint: what was in doubt is forgotten when its ring breaks."""
+    in_doubt = isinstance(event, events.RingBroken) and replica.forwarded
+    if in_doubt and failpoints.hit("record-lost", replica.fence.step):
+        return replace(replica, forwarded=False, record=None)
+    return replica
+
+
 def _fence(fence: Fence) -> dict[str, int]:
     return {"epoch": fence.epoch, "step": fence.step, "attempt": fence.attempt}
 
 
-def initial(me: int, incarnation: str, steps: int, state: StateId) -> Replica:
-    """A replica that is about to check in with ``state``."""
-    return Replica(me, incarnation, steps, state, state)
+def initial(me: int, incarnation: str, steps: int, state: StateId, rules: Rules = DEFAULT) -> Replica:
+    """A replica that is about to check in with ``state``: initial weights, or what it found on its machine."""
+    return Replica(me, incarnation, steps, state, state, rules)

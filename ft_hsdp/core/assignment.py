@@ -62,7 +62,9 @@ class Report:
     ``step`` is the step that it asks for. ``epoch`` is the one that it is in, and ``after`` an epoch that is
     of no more use to it (0: none), so that only a larger one will do. ``equal`` are the replicas that the
     last token knew to hold ``state``; ``void`` is an attempt that it will never vote for. ``doubt`` is a
-    state that it knows to be, or has voted to be, committed, but whose base it does not hold.
+    state that it knows to be, or has voted to be, committed, but whose base it does not hold. ``lagging`` are the
+    replicas that need a newer base than their grant's. ``diverged`` are replicas that were found to hold different
+    states under one name, with no majority to tell who is wrong.
     """
 
     replica: int
@@ -77,6 +79,8 @@ class Report:
     doubt: StateId | None = None
     equal: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
+    lagging: tuple[int, ...] = ()
+    diverged: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

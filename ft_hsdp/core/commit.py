@@ -7,11 +7,13 @@ tokens are fenced by (epoch, step, attempt), so a late one can never be counted 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from ft_hsdp.core import lineage
 from ft_hsdp.core.cursor import Ledger
+from ft_hsdp.core.divergence import Digests
 from ft_hsdp.core.lineage import StateId
 
 LrScale = Callable[[int, int], float]
@@ -43,7 +45,7 @@ class CommitRecord:
 
     ``ring`` is the order of addition, ``chunk_bytes`` the chunk plan, ``digest`` the rank-ordered hash of the
     reduced shards, ``norm`` the norm of the reduced gradient summed in rank order, ``prev`` the lineage
-    before.
+    before. A record with ``poisoned`` contributors is that of a step that changes nothing but the ledger.
     """
 
     epoch: int
@@ -63,7 +65,8 @@ class CommitRecord:
     def state_id(self) -> StateId:
         """The state that applying this record to its predecessor leads to."""
         batches = [(c.replica, c.weight, c.shard, c.index) for c in self.contributions]
-        after = lineage.advance(self.prev, self.epoch, self.attempt, self.step, batches, self.digest)
+        reduced = lineage.digest("skipped", self.digest) if self.skipped else self.digest
+        after = lineage.advance(self.prev, self.epoch, self.attempt, self.step, batches, reduced)
         return StateId(self.epoch, self.step, after)
 
     @property
@@ -77,23 +80,43 @@ class CommitRecord:
         return tuple(sorted(c.replica for c in self.contributions))
 
     @property
+    def doubled(self) -> tuple[int, ...]:
+        """The contributors that came with the batch of one with a lower id, sorted: it must not count twice."""
+        lowest: dict[tuple[int, int], int] = {}
+        for c in sorted(self.contributions, key=lambda c: c.replica):
+            lowest.setdefault((c.shard, c.index), c.replica)
+        mine = {c.replica for c in self.contributions if lowest[c.shard, c.index] != c.replica}
+        return tuple(sorted(mine))
+
+    @property
     def divisor(self) -> int:
         """What the sum is divided by: the contributors' weights, never the size of the ring."""
         return sum(c.weight for c in self.contributions)
 
     @property
+    def skipped(self) -> bool:
+        """Whether the sum is of no use: the step counts, its batches are spent, and no weight changes."""
+        return bool(self.poisoned)
+
+    @property
     def loss(self) -> float:
-        """The weighted mean loss over the contributors."""
-        return sum(c.weight * c.loss for c in self.contributions) / self.divisor
+        """The weighted mean loss over the contributors; of a skipped step over those whose loss is finite."""
+        finite = [c for c in self.contributions if math.isfinite(c.loss)] if self.skipped else self.contributions
+        return sum(c.weight * c.loss for c in finite) / sum(c.weight for c in finite) if finite else math.nan
 
     def ledger(self, before: Ledger) -> Ledger:
         """The ledger after this step."""
-        return before.advance((c.shard, c.index) for c in self.contributions)
+        return before.advance(((c.shard, c.index) for c in self.contributions), self.contributors)
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """The commit token. ``lineage`` is the one that the first member's record leads to."""
+    """The commit token. ``lineage`` is the one that the first member's record leads to.
+
+    Pass 1 gathers who holds the state that the step builds on (``equal``) and what a slice of it looks like there
+    (``digests``), who is about to leave, who has dropped its log and needs a newer base (``lagging``), and who
+    could not write its last checkpoint (``unwritable``).
+    """
 
     fence: Fence
     verdict: bool
@@ -101,6 +124,9 @@ class Token:
     lineage: str
     equal: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
+    digests: Digests = ()
+    lagging: tuple[int, ...] = ()
+    unwritable: tuple[int, ...] = ()
     reason: str = field(default="", compare=False)
 
 
@@ -120,6 +146,7 @@ class Vote:
 
     ``digest`` is of the summed shard, ``sumsq`` its sum of squares before the division, ``contributions``
     what the headers in its ring said (with this rank's losses), ``poisoned`` whose gradient was not finite.
+    ``state_digest`` is of the slice of the state before that is compared at this step, "" if that is not here.
     """
 
     rank: int
@@ -128,6 +155,7 @@ class Vote:
     sumsq: float
     contributions: tuple[Contribution, ...]
     poisoned: tuple[int, ...] = ()
+    state_digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,12 +177,19 @@ class Tally:
         """Whether all ranks hold their reduced shards."""
         return len(self.votes) == self.ranks
 
+    @property
+    def state_digest(self) -> str:
+        """The digest of the slices of all ranks, in rank order; "" if some rank does not hold its own."""
+        digests = [v.state_digest for v in self.votes]
+        return lineage.digest(digests) if all(digests) else ""
+
     def record(
         self, prev: str, ring: tuple[int, ...], total: int, lr_scale: LrScale, chunk_bytes: int
     ) -> CommitRecord | None:
         """The record that the votes add up to; None if the ranks saw different contributors.
 
-        The loss of a contributor is the mean over ranks, the norm is summed in rank order.
+        The loss of a contributor is the mean over ranks, the norm is summed in rank order. If all gradients are
+        finite and their sum is not, nobody can be blamed: all count as poisoned.
         """
         batches = {tuple((c.replica, c.weight, c.shard, c.index) for c in v.contributions) for v in self.votes}
         if len(batches) != 1:
@@ -162,6 +197,10 @@ class Tally:
         per_rank = zip(*(v.contributions for v in self.votes), strict=True)
         contributions = tuple(replace(row[0], loss=sum(c.loss for c in row) / len(row)) for row in per_rank)
         poisoned = tuple(sorted({r for v in self.votes for r in v.poisoned}))
+        square = float(sum(v.sumsq for v in self.votes))
+        if not poisoned and not math.isfinite(square):
+            poisoned = tuple(c.replica for c in contributions)
+        norm = 0.0 if poisoned else square**0.5 / max(1, sum(c.weight for c in contributions))
         return CommitRecord(
             epoch=self.fence.epoch,
             attempt=self.fence.attempt,
@@ -171,7 +210,7 @@ class Tally:
             total=total,
             contributions=contributions,
             digest=lineage.digest([v.digest for v in self.votes]),
-            norm=float(sum(v.sumsq for v in self.votes)) ** 0.5 / max(1, sum(c.weight for c in contributions)),
+            norm=norm,
             lr_scale=lr_scale(len(contributions), total) if contributions else 1.0,
             chunk_bytes=chunk_bytes,
             poisoned=poisoned,

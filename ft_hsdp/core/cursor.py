@@ -1,4 +1,4 @@
-"""Ledger: how many batches of each data shard are inside a state.
+"""Ledger: which batches of each data shard are inside a state.
 
 The ledger is part of the replicated state, so it is fetched, hashed and checkpointed with the weights. That
 is what makes every batch count exactly once (FT-HSDP §5): a replica that was left behind takes its position
@@ -8,29 +8,97 @@ in its data from the state that it fetches, which may already hold its last batc
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+
+MAX_HOLES = 65536
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """``cursors[shard]`` is the index of the next batch of that data shard."""
+    """What was trained: of data shard ``s`` all batches below ``cursors[s]``, but those in ``holes``.
+
+    ``holes`` are (shard, index), sorted: batches that are dealt again before any new one. ``takers`` are the
+    contributors of the step that led here, sorted: the next batches are dealt to them first (core/deal.py).
+
+    Raises:
+        ValueError: no ledger that training can lead to looks like this.
+    """
 
     cursors: tuple[int, ...]
+    holes: tuple[tuple[int, int], ...] = ()
+    takers: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(cursor < 0 for cursor in self.cursors):
+            raise ValueError(f"cursors {list(self.cursors)}: none may be negative")
+        if len(self.holes) > MAX_HOLES:
+            raise ValueError(f"{len(self.holes)} batches were left out; at most {MAX_HOLES} are kept in mind")
+        if any(a >= b for a, b in zip(self.holes, self.holes[1:], strict=False)):
+            raise ValueError("holes are not sorted, or one stands there twice")
+        for shard, index in self.holes:
+            if not (0 <= shard < len(self.cursors) and 0 <= index < self.cursors[shard] - 1):
+                raise ValueError(f"hole {index} of data shard {shard} is not below its last trained batch")
 
     @staticmethod
     def empty(shards: int) -> Ledger:
         """A ledger of ``shards`` data shards of which nothing was trained."""
         return Ledger((0,) * shards)
 
-    def advance(self, batches: Iterable[tuple[int, int]]) -> Ledger:
-        """The ledger after a step that trained ``batches`` = (shard, index).
+    def untrained(self, shard: int, place: int) -> int:
+        """The index of the batch of ``shard`` at ``place`` (from 0) among those not trained: holes come first."""
+        holes = [index for s, index in self.holes if s == shard]
+        return holes[place] if place < len(holes) else self.cursors[shard] + place - len(holes)
+
+    def advance(self, batches: Iterable[tuple[int, int]], takers: tuple[int, ...] = ()) -> Ledger:
+        """The ledger after a step in which ``takers`` trained ``batches`` = (shard, index).
+
+        An index from the cursor on leaves holes for what it jumps over.
 
         Raises:
-            ValueError: a batch is not the next one of its shard.
+            ValueError: a batch was trained before, or there would be more than MAX_HOLES holes.
         """
-        cursors = list(self.cursors)
+        cursors, holes = list(self.cursors), set(self.holes)
         for shard, index in batches:
-            if cursors[shard] != index:
-                raise ValueError(f"batch {index} of data shard {shard} is not the next one, {cursors[shard]}")
-            cursors[shard] += 1
-        return Ledger(tuple(cursors))
+            if (shard, index) in holes:
+                holes.remove((shard, index))
+            elif index < cursors[shard]:
+                raise ValueError(f"batch {index} of data shard {shard} was trained before")
+            else:
+                if index - cursors[shard] + len(holes) > MAX_HOLES:
+                    raise ValueError(
+                        f"batch {index} of data shard {shard} is too far beyond the next one, {cursors[shard]}"
+                    )
+                holes.update((shard, skipped) for skipped in range(cursors[shard], index))
+                cursors[shard] = index + 1
+        return Ledger(tuple(cursors), tuple(sorted(holes)), takers)
+
+    def redealt(self, shards: int) -> Ledger:
+        """The same batches as a ledger of ``shards`` data shards, for a resume on other replicas.
+
+        Batch ``index`` of ``s`` old shards' ``shard`` is batch ``index * s + shard`` of the whole data, and stays
+        trained or not trained under its new name.
+
+        Raises:
+            ValueError: there would be more than MAX_HOLES holes.
+        """
+        old = len(self.cursors)
+        if shards == old:
+            return replace(self, takers=())
+        end = max(((cursor - 1) * old + s + 1 for s, cursor in enumerate(self.cursors) if cursor), default=0)
+        lag = [range(cursor, _count(end, old, s)) for s, cursor in enumerate(self.cursors)]
+        total = len(self.holes) + sum(len(indices) for indices in lag)
+        if total > MAX_HOLES:
+            raise ValueError(f"{total} batches were left out; at most {MAX_HOLES} are kept in mind")
+        left = {index * old + s for s, index in self.holes}
+        left |= {index * old + s for s, indices in enumerate(lag) for index in indices}
+        cursors = [_count(end, shards, s) for s in range(shards)]
+        for s in range(shards):
+            while cursors[s] and (cursors[s] - 1) * shards + s in left:
+                cursors[s] -= 1
+        places = ((g % shards, g // shards) for g in left)
+        return Ledger(tuple(cursors), tuple(sorted(p for p in places if p[1] < cursors[p[0]])))
+
+
+def _count(end: int, shards: int, shard: int) -> int:
+    """How many of the first ``end`` batches of the whole data are ``shard``'s, of ``shards``."""
+    return max(0, -(-(end - shard) // shards))

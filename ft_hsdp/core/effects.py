@@ -49,7 +49,10 @@ class SendToken:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Every rank applies ``record`` from the reduced gradient that it holds; nothing may fail now."""
+    """Every rank applies ``record`` from the reduced gradient that it holds; nothing may fail now.
+
+    Of a record that is skipped only the ledger and the name of the state are applied.
+    """
 
     record: CommitRecord
 
@@ -94,6 +97,18 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """Every rank writes its shard of ``state``, which it has just reached, to durable storage."""
+
+    state: StateId
+
+
+@dataclass(frozen=True, slots=True)
+class Forget:
+    """Every rank has its snapshots dropped: the state that they hold was found to be corrupt."""
+
+
+@dataclass(frozen=True, slots=True)
 class Exit:
     """The replica ends with ``code``."""
 
@@ -101,4 +116,19 @@ class Exit:
     reason: str
 
 
-Effect = Ask | Configure | StopRing | Reduce | SendToken | Commit | Log | Discard | Install | Feed | Fetch | Exit
+Effect = (
+    Ask
+    | Configure
+    | StopRing
+    | Reduce
+    | SendToken
+    | Commit
+    | Log
+    | Discard
+    | Install
+    | Feed
+    | Fetch
+    | Checkpoint
+    | Forget
+    | Exit
+)

@@ -42,10 +42,14 @@ class RingBroken:
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """All ranks of this replica hold the reduced gradient that ``record`` describes."""
+    """All ranks of this replica hold the reduced gradient that ``record`` describes.
+
+    ``digest`` is of the slice of the state before that is compared at this step; "" if that is not here.
+    """
 
     fence: Fence
     record: CommitRecord
+    digest: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +75,21 @@ class FetchFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointWritten:
+    """All ranks of this replica wrote their shards of ``state``."""
+
+    state: StateId
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointFailed:
+    """Some rank of this replica could not write its shard of ``state``."""
+
+    state: StateId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class LeaveRequested:
     """The replica shall leave at the next commit."""
 
@@ -85,5 +104,7 @@ Event = (
     | TokenArrived
     | Fetched
     | FetchFailed
+    | CheckpointWritten
+    | CheckpointFailed
     | LeaveRequested
 )

@@ -11,14 +11,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ft_hsdp import failpoints
 from ft_hsdp.core.partition import Plan
 from ft_hsdp.core.pipeline import OutOfOrder, Pipeline, Process, Step
+from ft_hsdp.core.ring import Kind
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.ftar.dataplane.base import Job, Processed
 from ft_hsdp.ftar.frame import Entry, Framing, Key
 from ft_hsdp.ftar.link import Arrival, Inlet, Outlet, Transfer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
+PLACE = {
+    Kind.COPY_SEND: "reduce-copy",
+    Kind.REDUCE_SEND: "reduce-scatter",
+    Kind.REDUCE_STORE_SEND: "reduce-boundary",
+    Kind.STORE_SEND: "reduce-gather",
+    Kind.STORE: "reduce-gather",
+}
 SMALL = 64 * 1024  # bytes of a chunk up to which a second thread costs more than it brings
 
 
@@ -123,6 +132,7 @@ class Exchange:
     def _take(self, steps: list[Step]) -> None:
         for step in steps:
             assert isinstance(step, Process)
+            failpoints.reach(PLACE[step.operation.kind], self._order.key.step)
             self._job.post(step, self._arrivals.pop((step.operation.number, step.round), None))
 
     def _finish(self, item: Processed) -> None:

@@ -18,8 +18,15 @@ from ft_hsdp.config import Config, load
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError
 
 INTERRUPTED = 130
-MEASURES = "bandwidth (default), spin, kill, reconfigure, link or all"
-BENCH_TIME = "ftar by default takes about 5 minutes on 2 quiet cores, and 15 GiB of memory; all measures about 12"
+MEASURES = (
+    "of ftar: bandwidth (default), spin, kill, reconfigure, link; of fetch: large, small; "
+    "of recovery: kill, torchft, rejoin, readers, local; "
+    "of overhead: steady, snapshot, link; or all"
+)
+BENCH_TIME = (
+    "On 2 quiet cores ftar by default takes about 5 minutes, and 15 GiB of memory (all measures 12); "
+    "fetch 2, and 10 GiB; recovery 12; overhead 20"
+)
 OVERRIDES = "--dotted.key=value sets any key of the configuration; the value is YAML, e.g. --train.steps=60"
 
 
@@ -120,11 +127,14 @@ def build_parser() -> argparse.ArgumentParser:
     chaos.add_argument("--for-s", type=float, default=0.0, metavar="S", help="with STOP: continue after S s")
     bench = with_json(add("bench", "the figures, beside their anchors", _bench))
     bench.add_argument("what", nargs="?", choices=["ftar", "quorum", "fetch", "recovery", "overhead"])
-    bench.add_argument("--measure", default="bandwidth", metavar="WHAT", help=MEASURES)
-    bench.add_argument("--sizes", metavar="LIST", help="of messages, e.g. 64KiB,1MiB")
+    bench.add_argument("--measure", metavar="WHAT", help=MEASURES)
+    bench.add_argument("--sizes", metavar="LIST", help="of messages or states, e.g. 64KiB,1MiB")
     bench.add_argument("--members", metavar="LIST", help="ring sizes, e.g. 2,4")
     bench.add_argument("--contenders", metavar="LIST", help="tcp,shm,shm-any,c10d,gloo,torchft,openmpi")
-    bench.add_argument("--rounds", type=int, default=20, metavar="N", help="20 by default, after 3 to warm up")
+    bench.add_argument(
+        "--rounds", type=int, metavar="N", help="of what is interleaved: 20, 5 (recovery), 200 steps"
+    )
+    bench.add_argument("--kills", type=int, default=200, metavar="N", help="recovery: how many, 200 by default")
     bench.epilog = BENCH_TIME
     bench.set_defaults(name="bench")
     with_json(with_config(add("doctor", "preflight: name, port, data, memory, disk", _doctor)))
@@ -132,6 +142,10 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("run", metavar="RUN", help="a run's name or folder")
     explain = with_runs(with_json(add("explain", "what happened in a run, and why", _explain)))
     explain.add_argument("run", metavar="RUN", help="a run's name or folder")
+    export = with_json(add("export", "a checkpoint's model as Hugging Face safetensors", _export))
+    export.add_argument("folder", metavar="CHECKPOINT_DIR", type=Path, help="checkpoint.dir of the job")
+    export.add_argument("out", metavar="OUT", type=Path, help="a new folder")
+    export.add_argument("--step", type=int, metavar="N", help="which one (the newest)")
     return parser
 
 
@@ -180,20 +194,11 @@ def _chaos(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    if args.what != "ftar":
-        return _not_here(args)
-    from ft_hsdp.bench.bench import run
-    from ft_hsdp.bench.options import parse
-    from ft_hsdp.bench.table import show
+    from ft_hsdp.bench.command import BENCHES
 
-    options = parse(
-        args.measure,
-        sizes=args.sizes,
-        members=args.members,
-        contenders=args.contenders,
-        rounds=args.rounds,
-    )
-    result = run(options, sys.stderr)
+    if args.what not in BENCHES:
+        return _not_here(args)
+    result, show = BENCHES[args.what](args, sys.stderr)
     show(result, sys.stderr if args.json else sys.stdout)
     if args.json:
         _print_json(result)
@@ -240,6 +245,18 @@ def _explain(args: argparse.Namespace) -> int:
         _print_json({"run": str(run.path), "events": events, "failures": failures, "lost": lost})
     else:
         _print(story(events, failures, lost))
+    return EXIT_OK
+
+
+def _export(args: argparse.Namespace) -> int:
+    from ft_hsdp.launch.export import export
+
+    done = export(args.folder, args.out, args.step)
+    if args.json:
+        _print_json(asdict(done))
+    else:
+        skipped = [f"passed over {each.name}: {each.reason}" for each in done.skipped]
+        _print([*skipped, f"step {done.step}: {done.parameters} parameters in {done.out}"])
     return EXIT_OK
 
 

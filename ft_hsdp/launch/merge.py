@@ -24,6 +24,7 @@ _SHOWN = (
     "attempt",
     "lineage",
     "tokens",
+    "holes",
 )
 PATIENCE = 3  # steps after which a row that nobody wrote is no longer waited for
 

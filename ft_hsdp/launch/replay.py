@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +19,14 @@ from torch import Tensor, nn
 from ft_hsdp.config import Config, load
 from ft_hsdp.core import lineage
 from ft_hsdp.core.commit import CommitRecord, Contribution
+from ft_hsdp.core.cursor import Ledger
+from ft_hsdp.core.deal import Batch, Dealer
 from ft_hsdp.core.ring import fold_order
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.launch.merge import Merger
 from ft_hsdp.launch.rundir import Row, RunDir, read_json, read_jsonl
+from ft_hsdp.state import catalogue, dcp
 from ft_hsdp.train import trainer
 from ft_hsdp.train.held import state_digest
 from ft_hsdp.train.optim import Groups, finish, prime, tensors
@@ -32,7 +36,7 @@ from ft_hsdp.train.wiring import ring_settings
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a replay found. ``differs_at`` is the first step whose reduced gradient has other bits."""
+    """What a replay found. ``differs_at`` is the first step with other batches, or a sum with other bits."""
 
     run: str
     steps: int
@@ -55,20 +59,41 @@ def replay(run: RunDir) -> Verdict:
         ConfigError: the run is not finished, or its logs have a gap.
     """
     config = load(run.config)
+    if config.train.device != "cpu":
+        raise ConfigError("RUN", run.name, f"a run on CPUs: a {config.train.device} sums in another order")
     torch.set_num_threads(config.train.threads)
     rows, recorded = _history(run)
     unsharded = _Unsharded(config)
+    dealer = Dealer(config.data.assignment, config.replicas)
+    ledger = dealer.begin() if rows[0]["step"] == 1 else unsharded.resume(run, rows[0]).redealt(dealer.shards)
     differs_at = None
     for row in rows:
-        if unsharded.step(row) != row["lineage"]:
+        taken, expected = _dealt(dealer, ledger, row), unsharded.step(row)
+        ledger = ledger.advance(_batches(row), tuple(row["contributors"])) if taken else ledger
+        if not taken or expected != row["lineage"] or not _stands(ledger, row):
             differs_at = int(row["step"])
             break
     digest = unsharded.digest()
     return Verdict(run.name, len(rows), digest == recorded and differs_at is None, digest, recorded, differs_at)
 
 
+def _dealt(dealer: Dealer, ledger: Ledger, row: Row) -> bool:
+    """Whether the contributors of a recorded step took what was dealt to them."""
+    return _batches(row) == [dealer.deal(ledger, c["replica"]) for c in row["contributions"]]
+
+
+def _stands(ledger: Ledger, row: Row) -> bool:
+    """Whether a recorded step left the ledger that it should."""
+    return (list(ledger.cursors), [list(h) for h in ledger.holes]) == (row["cursors"], row["holes"])
+
+
+def _batches(row: Row) -> list[Batch]:
+    """What the contributors of a recorded step took."""
+    return [(c["shard"], c["index"]) for c in row["contributions"]]
+
+
 def _history(run: RunDir) -> tuple[list[Row], str]:
-    """The canonical commits from the first step to the end, and the digest that the replicas recorded."""
+    """The canonical commits of a run from its first step to the end, and the digest that the replicas recorded."""
     finals = [f for r in run.replicas() if (f := read_json(run.final(r))) is not None]
     if not finals:
         raise ConfigError("RUN", run.name, "a run that has ended")
@@ -78,8 +103,9 @@ def _history(run: RunDir) -> tuple[list[Row], str]:
         merger.add(read_jsonl(run.commits(replica)))
     merger.finish(final["lineage"])
     rows = merger.canonical
-    if [r["step"] for r in rows] != list(range(1, final["step"] + 1)):
-        raise ConfigError("RUN", run.name, f"a run whose logs hold each of its {final['step']} steps")
+    steps = [r["step"] for r in rows]
+    if not steps or steps != list(range(steps[0], final["step"] + 1)):
+        raise ConfigError("RUN", run.name, f"a run whose logs hold each of its steps up to {final['step']}")
     return rows, str(final["digest"])
 
 
@@ -99,9 +125,28 @@ class _Unsharded:
         self._names = {id(p): n for n, p in self._model.named_parameters()}
         self._buckets: list[list[nn.Parameter]] = [list(m.parameters()) for m in reversed(self._model.shards())]
 
+    def resume(self, run: RunDir, first: Row) -> Ledger:
+        """Take the checkpoint that the ``first`` recorded step was built on; its ledger.
+
+        Raises:
+            ConfigError: it is not there any more.
+        """
+        folder = Path(self._config.checkpoint.dir or run.path / "checkpoints")
+        found = catalogue.newest(folder, step=first["step"] - 1).checkpoint if folder.is_dir() else None
+        if found is None or found.manifest.state.lineage != first["prev"]:
+            allowed = f"a run from step 1, or one with its checkpoint of step {first['step'] - 1} in {folder}"
+            raise ConfigError("RUN", run.name, allowed)
+        params = {dcp.key("param", n): p for n, p in self._model.named_parameters()}
+        optim = {dcp.key("optim", n): t for n, t in tensors(self._groups.optimizer, self._names).items()}
+        dcp.load(found.path, {**params, **optim}, None)
+        self._groups.adopt(found.manifest.hyper)
+        return found.manifest.ledger
+
     def step(self, row: Row) -> str:
         """Train one recorded step; the lineage that it leads to."""
         config = self._config
+        if row["poisoned"]:  # it changed no weight, and numbers that are none have no bits to compare
+            return _record(row, row["digest"], 0.0).state_id.lineage
         gradients = {c["replica"]: self._replica(c["shard"], c["index"]) for c in row["contributions"]}
         ring, chosen = row["ring"], frozenset(gradients)
         reduced = [
@@ -111,18 +156,9 @@ class _Unsharded:
             ]
             for rank in range(self._ranks)
         ]
-        record = CommitRecord(
-            epoch=row["epoch"],
-            attempt=row["attempt"],
-            step=row["step"],
-            prev=row["prev"],
-            ring=tuple(ring),
-            total=row["total"],
-            contributions=tuple(Contribution(**c) for c in row["contributions"]),
-            digest=lineage.digest([lineage.digest([checksum(t) for t in shards]) for shards in reduced]),
-            norm=sum(sum_of_squares(s) for s in reduced) ** 0.5 / sum(c["weight"] for c in row["contributions"]),
-            lr_scale=row["lr_scale"],
-        )
+        digest = lineage.digest([lineage.digest([checksum(t) for t in shards]) for shards in reduced])
+        norm = sum(sum_of_squares(s) for s in reduced) ** 0.5 / sum(c["weight"] for c in row["contributions"])
+        record = _record(row, digest, norm)
         for shards in reduced:
             finish(record, shards, config.optim.clip, config.train.accumulate)
         for b, params in enumerate(self._buckets):
@@ -177,6 +213,23 @@ class _Unsharded:
         """The digest of the state that was reached."""
         params = dict(self._model.named_parameters())
         return state_digest(params, tensors(self._groups.optimizer, self._names), self._groups.hyper())
+
+
+def _record(row: Row, digest: str, norm: float) -> CommitRecord:
+    """The commit record of a recorded step, with what was found for its sums."""
+    return CommitRecord(
+        epoch=row["epoch"],
+        attempt=row["attempt"],
+        step=row["step"],
+        prev=row["prev"],
+        ring=tuple(row["ring"]),
+        total=row["total"],
+        contributions=tuple(Contribution(**c) for c in row["contributions"]),
+        digest=digest,
+        norm=norm,
+        lr_scale=row["lr_scale"],
+        poisoned=tuple(row["poisoned"]),
+    )
 
 
 def _average(of_ranks: Sequence[Tensor], rank: int) -> Tensor:

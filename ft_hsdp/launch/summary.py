@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -74,7 +75,8 @@ def batches(rows: Sequence[Row], fed: Mapping[int, Sequence[Row]]) -> dict[str, 
     """How many batches were trained, how many of them twice, how many never.
 
     A batch is trained when a canonical commit lists it *and* its replica logged, for that very step, that
-    it fed it: so the ledger is checked against what the model really saw.
+    it fed it: so the ledger is checked against what the model really saw. A resumed run begins where the ledger
+    before its first step stands, and what is a hole at the end is left out, not skipped.
     """
     seen = {(r, f["step"], f["shard"], f["index"]) for r, lines in fed.items() for f in lines}
     claimed: dict[int, set[int]] = {}  # data shard -> indices that the commits list
@@ -86,12 +88,10 @@ def batches(rows: Sequence[Row], fed: Mapping[int, Sequence[Row]]) -> dict[str, 
             claimed.setdefault(c["shard"], set()).add(c["index"])
             if (c["replica"], row["step"], c["shard"], c["index"]) in seen:
                 trained[c["shard"], c["index"]] += 1
-    holes = {_hole(hole) for hole in rows[-1]["holes"]} if rows else set()
-    from_start = bool(rows) and rows[0]["step"] == 1
+    holes = _holes(rows[-1]) if rows else set()
     skipped = 0
     for shard, indices in claimed.items():
-        first = 0 if from_start else min(indices)
-        for index in range(first, max(indices) + 1):
+        for index in _untrained(rows[0], shard, max(indices) + 1):
             skipped += (shard, index) not in trained and (shard, index) not in holes
     return {
         "trained": len(trained),
@@ -100,9 +100,20 @@ def batches(rows: Sequence[Row], fed: Mapping[int, Sequence[Row]]) -> dict[str, 
     }
 
 
-def _hole(hole: Any) -> tuple[int, int]:
-    """A batch that was left out on purpose: [shard, index] or {"shard", "index"}."""
-    return (hole["shard"], hole["index"]) if isinstance(hole, Mapping) else (hole[0], hole[1])
+def _untrained(first: Row, shard: int, end: int) -> Iterator[int]:
+    """The batches of a data shard below `end` that were not inside the state before the `first` row's step."""
+    if first["step"] == 1:
+        yield from range(end)
+        return
+    cursor = first["cursors"][shard]
+    own = {c["index"] for c in first["contributions"] if c["shard"] == shard}
+    yield from sorted(own | {index for s, index in _holes(first) if s == shard})
+    yield from range(cursor, end)
+
+
+def _holes(row: Row) -> set[tuple[int, int]]:
+    """The batches (data shard, index) that were left out up to a row, to be trained later."""
+    return {(shard, index) for shard, index in row["holes"]}
 
 
 def _replica(replica: int, rows: Sequence[Row], final: Row | None, events: Sequence[Row]) -> Row:
@@ -114,4 +125,6 @@ def _replica(replica: int, rows: Sequence[Row], final: Row | None, events: Seque
 
 
 def _mean(values: Sequence[float]) -> float:
-    return float(sum(values) / len(values)) if values else 0.0
+    """The mean of what is finite: a step that was skipped may have no loss."""
+    finite = [value for value in values if math.isfinite(value)]
+    return float(sum(finite) / len(finite)) if finite else 0.0

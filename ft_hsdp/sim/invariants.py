@@ -10,22 +10,25 @@ from collections.abc import Container, Iterable, Sequence
 from ft_hsdp.core import lineage
 from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.lineage import StateId
-from ft_hsdp.core.replica import Phase, Replica
-from ft_hsdp.sim.world import Content, cursor
+from ft_hsdp.core.standing import Phase, Replica
+from ft_hsdp.sim.world import Content, Flip, Kept
 
 
 class Violation(Exception):
     """A safety property does not hold; the message names it."""
 
 
-def exactly_once(r: int, before: Content, batches: Iterable[tuple[int, int]]) -> None:
-    """Replica ``r`` may apply ``batches`` only if each is the next one of its data shard."""
+def exactly_once(r: int, before: Content, batches: Iterable[tuple[int, int]], holes: int) -> None:
+    """Replica ``r`` may apply ``batches`` only if none is inside its state and at most ``holes`` are left out."""
+    inside = {(shard, index) for step in before for shard, index, _ in step}
     for shard, index in sorted(batches):
-        if index != cursor(before, shard):
-            raise Violation(
-                f"exactly once: replica {r} applies batch {index} of data shard {shard}, of which "
-                f"{cursor(before, shard)} are inside its state"
-            )
+        if (shard, index) in inside:
+            raise Violation(f"exactly once: replica {r} applies batch {index} of data shard {shard} once more")
+        inside.add((shard, index))
+    ends = dict(sorted(inside))
+    out = [(s, i) for s, end in ends.items() for i in range(end) if (s, i) not in inside]
+    if len(out) > holes:
+        raise Violation(f"exactly once: replica {r} leaves out {len(out)} batches, {holes} may be: {out}")
 
 
 def agreement(r: int, state: StateId, contents: Sequence[Content], replicas: Sequence[Replica | None]) -> None:
@@ -62,15 +65,35 @@ def one_history(r: int, contents: Sequence[Content], replicas: Sequence[Replica 
             )
 
 
+def one_future(r: int, content: Content, other: int, kept: Iterable[Content]) -> None:
+    """What replica ``r`` has just committed fits into one line with all that ``other`` may come back with."""
+    for found in kept:
+        common = min(len(content), len(found))
+        if content[:common] != found[:common]:
+            raise Violation(
+                f"two histories: replica {r} commits {_batches(content)}, while replica {other} may come back "
+                f"with {_batches(found)}"
+            )
+
+
+def on_sound_states(r: int, record: CommitRecord, flips: Iterable[Flip]) -> None:
+    """Nothing that builds on a corrupt state is committed, by its replica or by others; alone, nobody can tell."""
+    for flip in flips:
+        if flip.replica in {r, *record.contributors} and record.step > flip.step and len(record.ring) > 1:
+            raise Violation(f"corrupt: replica {r} commits step {record.step} on the corrupt {flip.replica}")
+
+
 def head_stays(before: StateId | None, after: StateId | None, audited: bool) -> None:
     """The lighthouse's head never goes back, unless it says so."""
     if before is not None and after is not None and lineage.newer(before, after) and not audited:
         raise Violation(f"the head went back from {before} to {after} silently")
 
 
-def truly_lost(head: StateId | None, replicas: Sequence[Replica | None]) -> None:
-    """The lighthouse gives the head up only if no living replica holds it."""
+def truly_lost(head: StateId | None, replicas: Sequence[Replica | None], kept: Sequence[tuple[Kept, ...]]) -> None:
+    """The lighthouse gives the head up only if no living replica holds it, and none can come back with it."""
     for r, peer in enumerate(replicas):
+        if peer is None and any(head == snapshot.state for snapshot in kept[r]):
+            raise Violation(f"given up: replica {r} may come back with the head {head}")
         if peer is not None and head is not None and lineage.same(peer.state, head):
             raise Violation(f"given up: replica {r} lives and holds the head {head}")
 
@@ -84,8 +107,8 @@ def ended_together(
         for r, (me, content) in enumerate(zip(replicas, contents, strict=True))
         if r not in late
     }
-    return len(ends) == 1 and all(end is not None and end[0].step == len(end[1]) == steps for end in ends)
+    return len(ends) <= 1 and all(end is not None and end[0].step == len(end[1]) == steps for end in ends)
 
 
 def _batches(content: Content) -> str:
-    return " | ".join(" ".join(f"{s}:{i}" for s, i in sorted(step)) for step in content) or "nothing"
+    return " | ".join(" ".join(f"{s}:{i}" for s, i, _ in sorted(step)) for step in content) or "nothing"

@@ -14,9 +14,10 @@ from ft_hsdp.core import effects, events, lineage
 from ft_hsdp.core import replica as core
 from ft_hsdp.core.assignment import Continue, Finish, Refused
 from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Token
-from ft_hsdp.core.replica import Phase, Replica
+from ft_hsdp.core.deal import Dealer
+from ft_hsdp.core.standing import Phase, Replica
 from ft_hsdp.sim import invariants
-from ft_hsdp.sim.world import Bounds, Content, Done, Entry, Interned, World, cursor, life, put
+from ft_hsdp.sim.world import Bounds, Content, Done, Entry, Flip, Interned, Kept, World, ledger, life, put
 from lighthouse import decide
 from lighthouse import state as quorum
 
@@ -28,6 +29,8 @@ class Model:
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
+        self._dealer = Dealer(bounds.assignment, bounds.replicas)
+        self._holes = bounds.replicas - 1 if bounds.assignment == "global" else 0
         self.cores: Interned[Replica] = Interned()
         self.quorums: Interned[quorum.State] = Interned()
         self._contents: Interned[Content] = Interned()
@@ -42,6 +45,7 @@ class Model:
         world = World(
             replicas=tuple(self._born(r, 0) for r in range(b.replicas)),
             content=(self._contents.id(()),) * b.replicas,
+            kept=((),) * b.replicas,
             local=(0,) * b.replicas,
             lighthouse=self.quorums.id(quorum.State.empty(policy, 1)),
             asked=none,
@@ -52,12 +56,14 @@ class Model:
             lives=(0,) * b.replicas,
             late=frozenset(),
             commits=frozenset(),
+            flipped=frozenset(),
             deaths=b.deaths,
             pauses=b.pauses,
             restarts=b.restarts,
             wipes=b.wipes,
             breaks=b.breaks,
             lapses=b.lapses,
+            flips=b.flips,
         )
         for r in range(b.replicas):
             world = self.tell(world, r, events.Started())
@@ -80,22 +86,26 @@ class Model:
         entries = [e for e in all_entries if me.grant.member(e.replica, e.incarnation)]
         if {e.replica for e in entries} != set(me.grant.ring) or len({e.prev for e in entries}) != 1:
             return None
-        batches = tuple(Contribution(e.replica, e.weight, e.replica, e.batch) for e in sorted(entries) if e.weight)
+        batches = tuple(Contribution(e.replica, e.weight, e.shard, e.batch) for e in sorted(entries) if e.weight)
         f, grant = me.fence, me.grant
         return CommitRecord(f.epoch, f.attempt, f.step, me.head.lineage, grant.ring, grant.total, batches, "sum")
 
     def halted(self, w: World) -> bool:
-        """Whether the lighthouse has given the job up, because no copy of the head is left."""
-        return any(isinstance(a, Refused) and "no copy of the head" in a.reason for a in w.answers)
+        """Whether the lighthouse has given the job up: no copy of the head is left, or replicas differ."""
+        return any(isinstance(a, Refused) and a.reason == self.lighthouse(w).halted for a in w.answers)
 
     def finished(self, w: World) -> bool:
         """Whether everybody ended at one final state, or the job was given up."""
-        return self.halted(w) or invariants.ended_together(
-            self._held(w), self._replicas(w), w.late, self.bounds.steps
+        corrupt = any(self._flipped(w, r) for r in range(len(w.replicas)))
+        return self.halted(w) or (
+            not corrupt and invariants.ended_together(self._held(w), self._replicas(w), w.late, self.bounds.steps)
         )
 
     def _replicas(self, w: World) -> Sequence[Replica | None]:
         return [self.replica(w, r) for r in range(len(w.replicas))]
+
+    def _sound(self, w: World) -> Sequence[Replica | None]:
+        return [None if self._flipped(w, r) else me for r, me in enumerate(self._replicas(w))]
 
     def _held(self, w: World) -> Sequence[Content]:
         return [self._contents.items[c] for c in w.content]
@@ -126,9 +136,23 @@ class Model:
         """A token arrives. Without it nothing follows from holding the sum, so both are one action here."""
         w = self.tell(w, to, events.TokenArrived(token))
         me = self.replica(w, to)
+        return w if me is None or self.waits(me) else self.vote(w, to)
+
+    def waits(self, me: Replica) -> bool:
+        """Whether ``me`` holds its vote back until its fetch is done."""
+        return self.bounds.patient and me.fetching is not None
+
+    def vote(self, w: World, r: int) -> World:
+        """Replica ``r`` votes, if it holds a token and the sum."""
+        me = self.replica(w, r)
         if me is not None and me.phase is Phase.REDUCING and me.token and (record := self.sum(w, me)):
-            w = self.tell(w, to, events.Reduced(me.fence, record))
+            w = self.reduced(w, r, record)
         return w
+
+    def reduced(self, w: World, r: int, record: CommitRecord) -> World:
+        """Replica ``r`` holds the sum, and votes; what is compared of its state is all of it."""
+        digest = ("corrupt" if self._flipped(w, r) else "sound") if self.bounds.flips else ""
+        return self.tell(w, r, events.Reduced(record.fence, record, digest))
 
     def answer(self, w: World, r: int) -> World:
         """The answer that is on its way to replica ``r`` arrives."""
@@ -139,12 +163,20 @@ class Model:
     def fetch(self, w: World, r: int, base: lineage.StateId, donor: int) -> World:
         """Replica ``r`` gets ``base`` from ``donor``."""
         content = self._contents.items[w.content[donor]][: base.step]
-        w = w._replace(content=put(w.content, r, self._contents.id(content)))
+        w = self._hold(w, r, base, content)
         invariants.agreement(r, base, self._held(w), self._replicas(w))
-        return self.tell(w, r, events.Fetched(base))
+        return self.vote(self.tell(w, r, events.Fetched(base)), r)
+
+    def flip(self, w: World, r: int) -> World:
+        """The state of replica ``r`` changes silently."""
+        flip = Flip(r, w.lives[r], len(self._contents.items[w.content[r]]))
+        return w._replace(flipped=w.flipped | {flip}, flips=w.flips - 1)
+
+    def _flipped(self, w: World, r: int) -> bool:
+        return any((f.replica, f.life) == (r, w.lives[r]) for f in w.flipped)
 
     def die(self, w: World, r: int) -> World:
-        """Replica ``r`` is gone with all that it held; nobody has been told."""
+        """Replica ``r`` is gone with all that it held, but its snapshots; nobody has been told."""
         me = self.replica(w, r)
         assert me is not None
         return w._replace(
@@ -156,18 +188,38 @@ class Model:
             exits=tuple(sorted((*w.exits, (r, me.incarnation)))),
         )
 
-    def restart(self, w: World, r: int) -> World:
-        """Replica ``r`` is started again, from its initial weights."""
+    def restart(self, w: World, r: int, found: Kept | None = None) -> World:
+        """Replica ``r`` is started again, from its initial weights or from a snapshot that it has ``found``."""
         life = w.lives[r] + 1
         late = w.late | {r} if self._over(w) else w.late
-        w = w._replace(replicas=put(w.replicas, r, self._born(r, life)), lives=put(w.lives, r, life), late=late)
+        born = self._born(r, life, found.state if found else None)
+        w = w._replace(replicas=put(w.replicas, r, born), lives=put(w.lives, r, life), late=late)
+        w = w._replace(kept=put(w.kept, r, w.kept[r][w.kept[r].index(found) :] if found else ()))
+        if found is not None:
+            w = w._replace(content=put(w.content, r, found.content), commits=self._held_again(w, r, found))
+            invariants.agreement(r, found.state, self._held(w), self._replicas(w))
         exited = self.lighthouse(w).exited
         w = self.consult(w, quorum.ProcessesReported(Running({r: f"{r}-{life}"}), exited, frozenset(), 0.0))
         return self.tell(w, r, events.Started())
 
-    def _born(self, r: int, life: int) -> int:
-        zero = lineage.initial("model", "weights")
-        return self.cores.id(Replica(r, f"{r}-{life}", self.bounds.steps, zero, zero))
+    def _born(self, r: int, life: int, found: lineage.StateId | None = None) -> int:
+        state = found or lineage.initial("model", "weights")
+        return self.cores.id(Replica(r, f"{r}-{life}", self.bounds.steps, state, state))
+
+    def _hold(self, w: World, r: int, state: lineage.StateId, content: Content) -> World:
+        """Replica ``r`` holds ``state`` from now on, and keeps a snapshot of it."""
+        id_ = self._contents.id(content)
+        w = w._replace(content=put(w.content, r, id_))
+        if not self.bounds.recovery:
+            return w
+        return w._replace(kept=put(w.kept, r, (Kept(state, id_), *w.kept[r])[:2]))
+
+    def _held_again(self, w: World, r: int, found: Kept) -> frozenset[Done]:
+        """The commits that must not get lost, held by the new life of replica ``r`` too."""
+        me = (r, f"{r}-{w.lives[r]}")
+        return frozenset(
+            d._replace(holders=d.holders | {me}) if d.content == found.content else d for d in w.commits
+        )
 
     # What a replica does.
 
@@ -183,6 +235,8 @@ class Model:
             case effects.Commit(record):
                 decided = isinstance(event, events.TokenArrived | events.Reduced)
                 return self._commit(w, r, record, decided)
+            case effects.Forget():
+                return w._replace(kept=put(w.kept, r, ()))
             case effects.Exit(code) if code and w.replicas[r] >= 0:
                 return self.die(w, r)
             case _:
@@ -194,8 +248,10 @@ class Model:
 
     def _enter(self, w: World, r: int, fence: Fence, role: str, prev: str) -> World:
         content = self._contents.items[w.content[r]]
-        index = cursor(content, r) if self.bounds.replicated_cursors else w.local[r]
-        entry = Entry(r, f"{r}-{w.lives[r]}", int(role == "contribute"), index, prev)
+        shard, index = r, w.local[r]
+        if self.bounds.replicated_cursors:
+            shard, index = self._dealer.deal(ledger(content, self._dealer.shards), r)
+        entry = Entry(r, f"{r}-{w.lives[r]}", int(role == "contribute"), shard, index, prev)
         rings = dict(w.rings)
         if any((e.replica, e.incarnation) == entry[:2] for e in rings.get(fence, ())):
             return w
@@ -210,7 +266,8 @@ class Model:
         assert me.grant is not None
         ring = me.grant.ring
         to = ring[(ring.index(r) + 1) % len(ring)]
-        if w.replicas[to] < 0:
+        peer = self.replica(w, to)
+        if peer is None or me.grant.member(to, peer.incarnation) is None:
             return w
         tokens = [t for t in w.tokens if self.bounds.late_tokens or not self._stale(w, t)]
         return w._replace(tokens=tuple(sorted([*tokens, (to, token)], key=repr)))
@@ -223,15 +280,20 @@ class Model:
     def _commit(self, w: World, r: int, record: CommitRecord, decided: bool) -> World:
         """Replica ``r`` applies a record that was ``decided`` by a token, so that all have it, or by a grant."""
         before = self._contents.items[w.content[r]]
-        batches = frozenset((c.shard, c.index) for c in record.contributions)
-        invariants.exactly_once(r, before, batches)
-        content = (*before, batches)
-        w = w._replace(content=put(w.content, r, self._contents.id(content)))
+        invariants.on_sound_states(r, record, [f for f in w.flipped if f.life == w.lives[f.replica]])
+        batches = [(c.shard, c.index) for c in record.contributions]
+        invariants.exactly_once(r, before, batches, self._holes)
+        content = (*before, frozenset((c.shard, c.index, c.replica) for c in record.contributions))
+        w = self._hold(w, r, record.state_id, content)
         if not self.bounds.replicated_cursors and r in record.contributors:
             w = w._replace(local=put(w.local, r, w.local[r] + 1))
-        held, replicas = self._held(w), self._replicas(w)
+        held, replicas = self._held(w), self._sound(w)
         invariants.agreement(r, record.state_id, held, replicas)
         invariants.one_history(r, held, replicas)
+        for other, snapshots in enumerate(w.kept):
+            if w.replicas[other] < 0:
+                lives = [self._contents.items[snapshot.content] for snapshot in snapshots]
+                invariants.one_future(r, content, other, lives)
         members = self._members(w, record.epoch)
         for done in w.commits:
             if done.epoch < record.epoch and done.holders & members:
@@ -286,8 +348,8 @@ class Model:
                 case quorum.Note("HeadRolledBack"):
                     audited = True
         invariants.head_stays(before.head, after.head, audited)
-        if self.halted(w):
-            invariants.truly_lost(after.head, self._replicas(w))
+        if self.halted(w) and not after.diverged:
+            invariants.truly_lost(after.head, self._replicas(w), w.kept)
         return w
 
     def reopen(self, w: World, wiped: bool) -> World:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from ft_hsdp.core import events, lineage
 from ft_hsdp.core.assignment import Answer, Grant
 from ft_hsdp.core.commit import Fence
-from ft_hsdp.core.replica import Phase, Replica
+from ft_hsdp.core.standing import Phase, Replica
 from ft_hsdp.sim.model import EVICT_S, GRACE_S, Model, Running
 from ft_hsdp.sim.world import World
 from lighthouse import state as quorum
@@ -25,6 +25,11 @@ def successors(model: Model, w: World) -> Iterator[Move]:
             yield from _of_replica(model, w, r, me)
         elif not any(e[0] == r for e in w.exits):
             yield f"replica {r} restarts", lambda r=r: model.restart(w, r)  # type: ignore[misc]
+            for found in w.kept[r]:
+                yield (
+                    f"replica {r} restarts and finds {found.state}",
+                    lambda r=r, found=found: model.restart(w, r, found),  # type: ignore[misc]
+                )
     yield from _of_messages(model, w)
     yield from _of_lighthouse(model, w)
 
@@ -39,6 +44,8 @@ def patience(model: Model, w: World) -> Iterator[Move]:
                 f"replica {r} gets no answer in time",
                 lambda r=r: model.tell(w, r, events.Unanswered()),  # type: ignore[misc]
             )
+        if me is not None and me.phase is Phase.REDUCING and model.waits(me):
+            yield f"replica {r} waits no longer for its fetch", lambda r=r: model.vote(w, r)  # type: ignore[misc]
     if s.since is not None and not s.finished:
         yield "the grace of the silent ends", lambda: model.consult(w, quorum.Ticked(GRACE_S))
         yield "the silent are evicted", lambda: model.consult(w, quorum.Ticked(EVICT_S))
@@ -52,11 +59,14 @@ def _of_replica(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
         fewer = w._replace(lapses=w.lapses - 1)
         yield f"replica {r} gets no answer in time", lambda: model.tell(fewer, r, events.Unanswered())
     first = me.grant is not None and me.grant.ring[0] == r
-    if me.phase is Phase.REDUCING and first and (record := model.sum(w, me)) is not None:
+    if me.phase is Phase.REDUCING and first and not model.waits(me) and (record := model.sum(w, me)) is not None:
         yield (
             f"replica {r} holds the sum of {_fence(me.fence)}: replicas {list(record.contributors)}",
-            lambda: model.tell(w, r, events.Reduced(me.fence, record)),
+            lambda: model.reduced(w, r, record),
         )
+    voting = me.phase in (Phase.ASKING, Phase.REDUCING) and me.intact and me.verified
+    if w.flips and voting and me.state.step < me.steps:
+        yield f"replica {r} has its state corrupted", lambda: model.flip(w, r)
     if me.grant is not None and me.intact:
         broken = events.RingBroken(me.grant.epoch)
         if _torn(model, w, r, me):

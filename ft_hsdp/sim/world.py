@@ -2,21 +2,25 @@
 
 A world is a small tuple of interned ids, so that hashing a state and repeating a transition cost almost
 nothing. Gradients are replaced by their meaning: the ``content`` of a replica is the list of steps it has
-applied, each the set of (data shard, batch) inside it. Two replicas that claim one StateId must hold one
-content.
+applied, each the set of (data shard, batch, contributor) inside it. Two replicas that claim one StateId must
+hold one content.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from ft_hsdp.core.assignment import Answer
 from ft_hsdp.core.commit import Fence, Token
+from ft_hsdp.core.cursor import Ledger
+from ft_hsdp.core.deal import Assignment
 from ft_hsdp.core.effects import Ask
+from ft_hsdp.core.lineage import StateId
 
-Content = tuple[frozenset[tuple[int, int]], ...]
+Content = tuple[frozenset[tuple[int, int, int]], ...]
 T = TypeVar("T", bound=Hashable)
 
 
@@ -42,7 +46,9 @@ class Bounds:
 
     ``deaths`` are killed replicas, ``pauses`` ends of the lighthouse's patience with a silent one,
     ``restarts`` and ``wipes`` those of the lighthouse with and without its store, ``breaks`` links that break
-    with nobody dead, ``lapses`` answers that come too late. With ``late_tokens`` a token outlives its ring.
+    with nobody dead, ``lapses`` answers that come too late. With ``late_tokens`` a token outlives its ring. With
+    ``recovery`` a replica may find one of its two newest states again when it is restarted. ``flips`` are states
+    that change silently in their replica's memory. With ``patient`` a step waits for the fetch of one behind.
     """
 
     replicas: int = 3
@@ -55,6 +61,10 @@ class Bounds:
     lapses: int = 0
     late_tokens: bool = False
     replicated_cursors: bool = True
+    recovery: bool = False
+    flips: int = 0
+    patient: bool = False
+    assignment: Assignment = "per_replica"
 
 
 class Entry(NamedTuple):
@@ -63,8 +73,24 @@ class Entry(NamedTuple):
     replica: int
     incarnation: str
     weight: int
+    shard: int
     batch: int
     prev: str
+
+
+class Kept(NamedTuple):
+    """A snapshot: the name of a state, and its content."""
+
+    state: StateId
+    content: int
+
+
+class Flip(NamedTuple):
+    """The state of one life of a replica is corrupt since it had ``step`` steps."""
+
+    replica: int
+    life: int
+    step: int
 
 
 class Done(NamedTuple):
@@ -79,11 +105,13 @@ class World(NamedTuple):
     """One state of the world.
 
     Replica ids of -1 are dead; ``asked`` are open asks, ``answers`` in flight; ``exits`` are not reported
-    yet; ``late`` are replicas that were started again when the job was over.
+    yet; ``late`` are replicas that were started again when the job was over; ``kept`` are the states, newest
+    first, that outlive a replica's death on its machine; ``flipped`` are lives whose state is corrupt.
     """
 
     replicas: tuple[int, ...]
     content: tuple[int, ...]
+    kept: tuple[tuple[Kept, ...], ...]
     local: tuple[int, ...]
     lighthouse: int
     asked: tuple[Ask | None, ...]
@@ -94,12 +122,14 @@ class World(NamedTuple):
     lives: tuple[int, ...]
     late: frozenset[int]
     commits: frozenset[Done]
+    flipped: frozenset[Flip]
     deaths: int
     pauses: int
     restarts: int
     wipes: int
     breaks: int
     lapses: int
+    flips: int
 
 
 def put(row: tuple[Any, ...], i: int, value: Any) -> tuple[Any, ...]:
@@ -107,9 +137,14 @@ def put(row: tuple[Any, ...], i: int, value: Any) -> tuple[Any, ...]:
     return (*row[:i], value, *row[i + 1 :])
 
 
-def cursor(content: Content, shard: int) -> int:
-    """The next batch of ``shard`` after ``content``."""
-    return sum(1 for step in content for s, _ in step if s == shard)
+@cache
+def ledger(content: Content, shards: int) -> Ledger:
+    """The ledger after ``content``."""
+    if not content:
+        return Ledger.empty(shards)
+    *before, newest = content
+    takers = tuple(sorted(replica for _, _, replica in newest))
+    return ledger(tuple(before), shards).advance(((s, i) for s, i, _ in newest), takers)
 
 
 def life(member: tuple[int, str]) -> int:

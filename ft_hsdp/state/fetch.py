@@ -1,26 +1,34 @@
-"""Fetch: a rank that is behind takes its shard of a committed state from a healthy replica (FT-HSDP §4.3, §4.4).
+"""Fetch: a rank that is behind takes its shard of a committed state from healthy replicas (FT-HSDP §4.3, §4.4).
 
-Everything goes into a staging buffer and is verified there; the live state is not touched. A donor that is slow,
-wrong or gone is passed over for the next one.
+Every donor says what its manifest is; only what they agree on is fetched, striped over all who have it. Everything
+goes into memory that nothing uses yet and is verified there; the live state is not touched. What a donor leaves
+undone, because it is slow, wrong or gone, the others do.
 """
 
 from __future__ import annotations
 
-import http.client
+import contextlib
+import math
+import queue
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
+from ft_hsdp import failpoints
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state import wire
-from ft_hsdp.state.snapshot import Snapshot
+from ft_hsdp.state.chunks import Chunks
+from ft_hsdp.state.line import Line, Unanswered, path
+from ft_hsdp.state.tally import Tally
+from ft_hsdp.state.wire import Expected, Manifest
 
-SOCKET_TIMEOUT_S = 10.0
+PATIENCE_S = 1.0  # for the first word of every donor; a donor that is later still objects, or joins
+CHUNK_S = 5.0  # in which the next chunk has to come
 RETRY_S = 0.02
+MAX_REGRET = 64 << 10  # bytes of an answer that says no
+TICK_S = 0.05  # how closely deadlines and cancel are kept
 
 
 class Cancelled(Exception):
@@ -33,35 +41,43 @@ class NotFetched(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Donor:
-    """A replica that holds the state, and where this rank's shard is served."""
+    """A replica that holds the state, and where this rank's shard is served ("host:port")."""
 
     replica: int
     address: str
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
-    """What the own model expects."""
+class Request:
+    """What is fetched: the shard of ``rank`` of ``state``.
+
+    ``check`` raises DataCorruption if a donor's manifest is not of what is wanted; ``memory`` gives the memory for
+    the manifest that the donors agreed on: uint8 [nbytes], best pre-faulted, and not used by anyone else.
+    """
 
     state: StateId
     rank: int
-    ranks: int
-    layout: str
-    nbytes: int
+    check: Callable[[Manifest], None]
+    memory: Callable[[Manifest], memoryview]
+
+    @staticmethod
+    def exactly(expected: Expected, into: memoryview) -> Request:
+        """A shard that is known from the own model, into memory of its size."""
+        return Request(expected.state, expected.rank, lambda m: wire.expect(m, expected), lambda _: into)
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A verified shard, where it came from, and what it took in seconds."""
+    """A verified shard: its manifest, what it took in seconds, and the bytes that each donor (replica id) gave."""
 
-    snapshot: Snapshot
-    donor: Donor
+    manifest: Manifest
     seconds: float
+    given: dict[int, int]
 
 
 def fetch(
     donors: Sequence[Donor],
-    expected: Expected,
+    request: Request,
     token: str,
     deadline_s: float,
     cancel: threading.Event,
@@ -69,83 +85,216 @@ def fetch(
 ) -> Fetched:
     """Fetch and verify one shard; donors that do not have it yet are asked again until the deadline.
 
+    When it returns or raises, nobody writes into the memory any more. ``rejected`` is told, on any thread, about
+    each donor that failed.
+
     Raises:
         Cancelled: ``cancel`` was set.
-        NotFetched: the deadline passed, or every donor failed for good.
+        DataCorruption: the donors hold different bits of that state, and there is no majority.
+        NotFetched: the deadline passed, or every donor failed.
     """
     began = time.monotonic()
-    end = began + deadline_s
-    failures: dict[Donor, str] = {}
-    while time.monotonic() < end:
-        for donor in donors:
-            if donor in failures:
-                continue
-            if cancel.is_set():
-                raise Cancelled
+    job = _Job(donors, request, token, rejected)
+    with job.running():
+        job.supervise(began, deadline_s, cancel)
+    assert job.manifest is not None
+    return Fetched(job.manifest, time.monotonic() - began, job.given)
+
+
+class _Job:
+    """One fetch: a thread for each donor, one that verifies, and the caller's, which supervises."""
+
+    def __init__(
+        self, donors: Sequence[Donor], request: Request, token: str, rejected: Callable[[Donor, str], None]
+    ) -> None:
+        self.manifest: Manifest | None = None
+        self.given: dict[int, int] = {}
+        self._request = request
+        self._rejected = rejected
+        self._donors = {d.replica: d for d in donors}
+        self._lines = {d.replica: Line(d.address, token) for d in donors}
+        self._failures: dict[int, str] = {}
+        self._due = dict.fromkeys(self._donors, math.inf)  # its size never changes, so it needs no lock
+        self._tally = Tally(self._donors)
+        self._manifests: dict[str, Manifest] = {}
+        self._digest = ""
+        self._memory = memoryview(b"")
+        self._chunks = Chunks(0, 0)
+        self._arrived: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._change = threading.Condition()
+        self._over = False
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """The threads, all of which have ended afterwards."""
+        threads = [threading.Thread(target=self._serve, args=(d,), name="fetch-donor") for d in self._donors]
+        verifier = threading.Thread(target=self._verify, name="fetch-verify")
+        for thread in (*threads, verifier):
+            thread.daemon = True
+            thread.start()
+        try:
+            yield
+        finally:
+            with self._change:
+                self._over = True
+                self._change.notify_all()
+            for line in self._lines.values():
+                line.hang_up()
+            for thread in threads:
+                thread.join()
+            self._arrived.put(None)
+            verifier.join()
+
+    def supervise(self, began: float, deadline_s: float, cancel: threading.Event) -> None:
+        """Return when everything is verified; raise as `fetch` does."""
+        with self._change:
+            while not (self._decide(patient=time.monotonic() - began < PATIENCE_S) and self._chunks.done):
+                now = time.monotonic()
+                if cancel.is_set():
+                    raise Cancelled
+                if len(self._failures) == len(self._donors):
+                    raise NotFetched(self._why() or "nobody to ask")
+                if now - began > deadline_s:
+                    if len(self._manifests) > 1:
+                        raise DataCorruption(self._tally.disagreement())
+                    raise NotFetched(self._why() or f"no donor had it within {deadline_s:g} s")
+                for donor, due in self._due.items():
+                    if now > due:
+                        self._fail(donor, f"no chunk within {CHUNK_S:g} s")
+                self._change.wait(TICK_S)
+            for donor in self._tally.unheard:
+                self._fail(donor, f"no answer within {time.monotonic() - began:.1f} s")
+
+    def _why(self) -> str:
+        return "; ".join(f"replica {donor}: {why}" for donor, why in self._failures.items())
+
+    def _decide(self, *, patient: bool) -> bool:
+        """Whether the donors agree on what is fetched; the first time that they agree, begin."""
+        digest = self._tally.verdict(patient=patient and self.manifest is None)
+        if digest is None:
+            return False
+        if self.manifest is not None and digest != self._digest:  # those that came late are more
+            raise DataCorruption(self._tally.disagreement())
+        for donor in self._tally.minority(digest):
+            self._fail(donor, f"its manifest {str(self._tally.voted(donor))[:12]} is not that of the others")
+        if self.manifest is None:
+            manifest = self._manifests[digest]
+            self._memory = self._request.memory(manifest)
+            self._chunks = Chunks(len(manifest.checksums), len(self._donors) - len(self._failures))
+            self._digest, self.manifest = digest, manifest
+            self._change.notify_all()
+        return True
+
+    def _fail(self, donor: int, why: str) -> None:
+        """A donor is out of it. With the lock held."""
+        if donor in self._failures or self._over:
+            return
+        self._failures[donor] = why
+        self._tally.failed(donor)
+        self._lines[donor].hang_up()
+        self._change.notify_all()
+        self._rejected(self._donors[donor], why)
+
+    # A donor's thread.
+
+    def _serve(self, donor: int) -> None:
+        line = self._lines[donor]
+        try:
+            if self._vote(donor, line) and self._agreed(donor):
+                while run := self._next():
+                    self._receive(donor, line, run)
+        except (OSError, ValueError, DataCorruption) as error:
+            with self._change:
+                self._fail(donor, str(error) or type(error).__name__)
+        finally:
+            line.close()
+
+    def _vote(self, donor: int, line: Line) -> bool:
+        """Ask until it has the state; False: it is over."""
+        request = self._request
+        while True:
             try:
-                snapshot = _from(donor, expected, token, cancel, end)
-            except (OSError, http.client.HTTPException, DataCorruption) as error:
-                failures[donor] = f"replica {donor.replica}: {error}"
-                rejected(donor, str(error))
-                continue
-            if snapshot is not None:
-                return Fetched(snapshot, donor, time.monotonic() - began)
-        if len(failures) == len(donors):
-            break
-        if cancel.wait(RETRY_S):
-            raise Cancelled
-    raise NotFetched("; ".join(failures.values()) or f"no donor had it within {deadline_s} s")
+                answer = line.ask(path(request.state, request.rank, "manifest"))
+            except Unanswered:
+                answer = None
+            if answer is not None and answer.status == 200:
+                break
+            if answer is not None and answer.status not in (404, 503):
+                raise DataCorruption(f"answered {answer.status}")
+            if answer is not None:
+                line.read(answer.length, MAX_REGRET)
+                if answer.headers.get("connection") == "close":
+                    line.close()
+            with self._change:
+                self._tally.absent(donor)
+                self._change.notify_all()
+                if self._change.wait_for(lambda: self._over, RETRY_S):
+                    return False
+        encoded = line.read(answer.length, wire.MAX_MANIFEST)
+        manifest = wire.decode(encoded)
+        request.check(manifest)
+        with self._change:
+            digest = wire.digest(encoded)
+            self._manifests.setdefault(digest, manifest)
+            self._tally.vote(donor, digest)
+            self._change.notify_all()
+        return True
 
+    def _agreed(self, donor: int) -> bool:
+        """Wait for the verdict; whether this donor is part of it."""
+        with self._change:
+            self._change.wait_for(lambda: self._over or donor in self._failures or self.manifest is not None)
+            return self._tally.voted(donor) == self._digest
 
-def _from(donor: Donor, expected: Expected, token: str, cancel: threading.Event, end: float) -> Snapshot | None:
-    """One donor's copy; None if it does not have that state (yet)."""
-    host, _, port = donor.address.rpartition(":")
-    connection = http.client.HTTPConnection(host, int(port), timeout=SOCKET_TIMEOUT_S)
-    try:
-        state = expected.state
-        path = f"/v1/state/{state.commit_epoch}/{state.step}/{state.lineage}"
-        response = _get(connection, f"{path}/manifest", token)
-        if response.status == 404:
-            return None
-        _ok(response)
-        manifest = wire.decode(response.read(wire.MAX_MANIFEST + 1))
-        wire.expect(manifest, state, expected.rank, expected.ranks, expected.layout, expected.nbytes)
-        response = _get(connection, f"{path}/data", token)
-        _ok(response)
-        if response.length != expected.nbytes:
-            raise DataCorruption(f"{response.length} bytes announced, wanted {expected.nbytes}")
-        buffer = torch.empty(expected.nbytes, dtype=torch.uint8)
-        snapshot = Snapshot(manifest, buffer)
-        _receive(response, snapshot, cancel, end)
-        return snapshot
-    finally:
-        connection.close()
+    def _next(self) -> range:
+        """The next run of chunks; empty when it is over."""
+        with self._change:
+            while not self._over:
+                if run := self._chunks.take():
+                    return run
+                self._change.wait()
+            return range(0)
 
+    def _receive(self, donor: int, line: Line, run: range) -> None:
+        """Fill these chunks from one request; what is not received is put back."""
+        left = list(run)
+        begin, end = run.start * wire.CHUNK_BYTES, min(run.stop * wire.CHUNK_BYTES, len(self._memory))
+        try:
+            self._due[donor] = time.monotonic() + CHUNK_S
+            answer = line.ask(path(self._request.state, self._request.rank, "data"), (begin, end))
+            said = (answer.status, answer.headers.get("content-range"), answer.headers.get("etag"), answer.length)
+            if said != (206, f"bytes {begin}-{end - 1}/{len(self._memory)}", f'"{self._digest}"', end - begin):
+                raise DataCorruption(f"answered {said[0]} with range {said[1]} of {str(said[2])[:14]}")
+            for index in run:
+                line.read_into(self._chunk(index))
+                failpoints.reach("fetch", self._request.state.step)
+                self._due[donor] = time.monotonic() + CHUNK_S
+                self._arrived.put((donor, index))
+                left.pop(0)
+        finally:
+            with self._change:
+                self._due[donor] = math.inf
+                if left:
+                    self._chunks.put_back(left)
+                    self._change.notify_all()
 
-def _get(connection: http.client.HTTPConnection, path: str, token: str) -> http.client.HTTPResponse:
-    connection.request("GET", path, headers={"Authorization": f"Bearer {token}"})
-    return connection.getresponse()
+    def _chunk(self, index: int) -> memoryview:
+        return self._memory[index * wire.CHUNK_BYTES : (index + 1) * wire.CHUNK_BYTES]
 
+    # The verifier's thread.
 
-def _ok(response: http.client.HTTPResponse) -> None:
-    if response.status != 200:
-        raise DataCorruption(f"answered {response.status}")
-
-
-def _receive(response: http.client.HTTPResponse, snapshot: Snapshot, cancel: threading.Event, end: float) -> None:
-    """Fill the staging buffer chunk by chunk, each verified as it arrives."""
-    data = snapshot.data
-    for index, wanted in enumerate(snapshot.manifest.checksums):
-        chunk = data[index * wire.CHUNK_BYTES : (index + 1) * wire.CHUNK_BYTES]
-        got = 0
-        while got < len(chunk):
-            if cancel.is_set():
-                raise Cancelled
-            if time.monotonic() > end:
-                raise TimeoutError(f"at chunk {index} when the time was over")
-            n = response.fp.readinto1(chunk[got:])  # what there is: filling the chunk could take for ever
-            if n == 0:
-                raise DataCorruption(f"ended in chunk {index}")
-            got += n
-        if wire.checksum(chunk) != wanted:
-            raise DataCorruption(f"chunk {index} has a wrong checksum")
+    def _verify(self) -> None:
+        while (arrived := self._arrived.get()) is not None:
+            donor, index = arrived
+            assert self.manifest is not None
+            chunk = self._chunk(index)
+            right = wire.checksum(chunk) == self.manifest.checksums[index]
+            with self._change:
+                if right:
+                    self.given[donor] = self.given.get(donor, 0) + len(chunk)
+                    self._chunks.verified()
+                else:
+                    self._chunks.put_back([index])
+                    self._fail(donor, f"chunk {index} has a wrong checksum")
+                if self._chunks.done or not right:
+                    self._change.notify_all()

@@ -11,22 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ft_hsdp.core import lineage
+from ft_hsdp.state import wire
+from ft_hsdp.state.wire import Tensor
 
 ALIGN = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Tensor:
-    """One tensor of a shard: dtype name, local and global shape, place in the buffer in bytes."""
-
-    name: str
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    global_shape: tuple[int, ...]
-    offset: int
-    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +41,12 @@ class Layout:
     @property
     def fingerprint(self) -> str:
         """Hash of all names, types, local shapes and places: what a fetched shard must have."""
-        return lineage.digest([(t.name, t.kind, t.dtype, t.shape, t.global_shape, t.offset) for t in self.tensors])
+        return wire.fingerprint(self.tensors)
+
+    def within(self, start: int, stop: int) -> tuple[tuple[int, int, int], ...]:
+        """What lies in the packed bytes [start, stop): (tensor, from, to), in bytes of that tensor."""
+        cut = ((i, max(start - t.offset, 0), min(stop - t.offset, t.nbytes)) for i, t in enumerate(self.tensors))
+        return tuple((i, a, b) for i, a, b in cut if a < b)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -69,10 +62,13 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
     """Copy local shards, from whatever device, into ``buffer`` uint8 [layout.nbytes]; padding becomes zero."""
-    buffer.zero_()
+    end = 0
     for place, source in zip(layout.tensors, sources, strict=True):
+        buffer[end : place.offset].zero_()
+        end = place.offset + place.nbytes
         if place.nbytes:
-            buffer[place.offset : place.offset + place.nbytes].copy_(as_bytes(local(source)))
+            buffer[place.offset : end].copy_(as_bytes(local(source)))
+    buffer[end:].zero_()
 
 
 def unpack(layout: Layout, buffer: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:

@@ -1,46 +1,107 @@
-"""Wire: the manifest in front of a packed shard, and the checks on both. No pickle: JSON and raw bytes."""
+"""Wire: the manifest of a packed shard, and the checks on both. No pickle: JSON and raw bytes.
+
+On the wire a manifest is its digest, a newline, and canonical JSON. The digest is blake3 over that JSON, so
+replicas that hold the same bits of the same state serve the same digest, and one that does not differs in it.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 import blake3
 import xxhash
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, with_config
 
+from ft_hsdp.core import lineage
+from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import DataCorruption
 
 CHUNK_BYTES = 4 << 20
 MAX_MANIFEST = 16 << 20
+DIGEST_HEX = 64
+
+_Size = Annotated[int, Field(strict=True, ge=0, le=2**62)]
+_Shape = Annotated[tuple[_Size, ...], Field(max_length=32)]
+_Word = Annotated[str, StringConstraints(pattern=r"^[a-z0-9_]{1,32}$")]
+_Name = Annotated[str, StringConstraints(max_length=1024)]
+_Sum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
+_Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
+
+Json: TypeAlias = Any
+"""None, bool, int, float, str, and lists and dicts of them."""
+
+
+@with_config(ConfigDict(extra="forbid"))
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a shard: dtype name, local and global shape, place in the packed bytes (offset, size)."""
+
+    name: _Name
+    kind: _Word
+    dtype: _Word
+    shape: _Shape
+    global_shape: _Shape
+    offset: _Size
+    nbytes: _Size
+
+
+@with_config(ConfigDict(extra="forbid"))
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a packed shard is: of which state and rank of how many, what lies where in it, with which checksums.
+
+    ``layout`` is the fingerprint of ``tensors``; ``cursors``, ``holes`` and ``takers`` are the ledger, ``hyper``
+    the optimizer's parameter groups before lr_scale; ``checksums`` are xxh3-64 of each chunk of CHUNK_BYTES, () as
+    long as nobody computed them (see `seal`).
+    """
+
+    state: StateId
+    rank: _Size
+    ranks: _Size
+    layout: _Hash
+    nbytes: _Size
+    tensors: tuple[Tensor, ...]
+    cursors: tuple[_Size, ...]
+    hyper: tuple[dict[str, Json], ...]
+    holes: tuple[tuple[_Size, _Size], ...] = ()
+    takers: tuple[_Size, ...] = ()
+    checksums: tuple[_Sum, ...] = ()
+
+    @property
+    def ledger(self) -> Ledger:
+        """What was trained.
+
+        Raises:
+            ValueError: no ledger can be like that.
+        """
+        return Ledger(self.cursors, self.holes, self.takers)
+
+
+_MANIFEST = TypeAdapter(Manifest)
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
-    """What a packed shard is: of which state and rank, in which layout, with which checksums.
-
-    ``checksums`` are xxh3-64 of each chunk of CHUNK_BYTES, ``digest`` is blake3 over everything else. ``hyper``
-    are the optimizer's parameter groups before lr_scale, ``cursors`` the ledger.
-    """
+class Expected:
+    """What a receiver knows of a shard before it asks: from its own model, never from a peer."""
 
     state: StateId
     rank: int
     ranks: int
     layout: str
     nbytes: int
-    checksums: tuple[str, ...]
-    digest: str
-    cursors: tuple[int, ...]
-    hyper: tuple[dict[str, Any], ...]
 
 
-_MANIFEST = TypeAdapter(Manifest)
+def fingerprint(tensors: Sequence[Tensor]) -> str:
+    """Hash of all names, types, shapes and places, 32 hex digits: what a fetched shard must have."""
+    return lineage.digest([(t.name, t.kind, t.dtype, t.shape, t.global_shape, t.offset) for t in tensors])
 
 
 def checksum(chunk: memoryview) -> str:
-    """xxh3-64 of one chunk, 16 hex digits."""
+    """xxh3-64 of one chunk, 16 hex digits. Other threads run meanwhile."""
     return xxhash.xxh3_64_hexdigest(chunk)
 
 
@@ -49,45 +110,81 @@ def checksums(data: memoryview) -> tuple[str, ...]:
     return tuple(checksum(data[i : i + CHUNK_BYTES]) for i in range(0, len(data), CHUNK_BYTES))
 
 
-def digest(manifest: Manifest) -> str:
-    """blake3 over all of a manifest but its own digest, 64 hex digits."""
-    return blake3.blake3(encode(replace(manifest, digest=""))).hexdigest()
+def seal(header: Manifest, data: memoryview) -> Manifest:
+    """The manifest of ``data``, from one that lacks the checksums."""
+    return replace(header, checksums=checksums(data))
 
 
 def encode(manifest: Manifest) -> bytes:
-    """Canonical JSON of a manifest."""
-    document = _MANIFEST.dump_python(manifest, mode="json")
-    return json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    """A manifest as it is served.
+
+    Raises:
+        ValueError: it is longer than MAX_MANIFEST bytes.
+    """
+    document = _MANIFEST.dump_python(manifest, mode="json", warnings=False)
+    body = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
+    data = f"{_digest(body)}\n".encode() + body
+    if len(data) > MAX_MANIFEST:
+        raise ValueError(f"manifest of {len(data)} bytes; allowed: {MAX_MANIFEST}")
+    return data
+
+
+def digest(encoded: bytes) -> str:
+    """The digest that an encoded manifest begins with, 64 hex digits."""
+    return encoded[:DIGEST_HEX].decode("ascii")
 
 
 def decode(data: bytes) -> Manifest:
     """The manifest in ``data``.
 
     Raises:
-        DataCorruption: too large, not valid, or its digest does not fit the rest.
+        DataCorruption: too large, its digest does not fit the rest, or it is not valid.
     """
-    if len(data) > MAX_MANIFEST:
-        raise DataCorruption(f"manifest of {len(data)} bytes; allowed: {MAX_MANIFEST}")
-    try:
-        manifest = _MANIFEST.validate_json(data)
-        fits = digest(manifest) == manifest.digest
-    except (ValidationError, ValueError, RecursionError) as error:
-        raise DataCorruption(f"manifest is not valid: {str(error).splitlines()[0][:120]}") from error
-    if not fits:
-        raise DataCorruption("manifest's digest does not fit the rest of it")
+    manifest = decode_header(data)
+    chunks = -(-manifest.nbytes // CHUNK_BYTES)
+    if len(manifest.checksums) != chunks:
+        raise DataCorruption(f"manifest has {len(manifest.checksums)} checksums for {manifest.nbytes} bytes")
     return manifest
 
 
-def expect(manifest: Manifest, state: StateId, rank: int, ranks: int, layout: str, nbytes: int) -> None:
-    """Check that a manifest is of what was asked for, before anything is received.
+def decode_header(data: bytes) -> Manifest:
+    """The same for one whose checksums nobody has computed yet: `seal` does."""
+    if len(data) > MAX_MANIFEST:
+        raise DataCorruption(f"manifest of {len(data)} bytes; allowed: {MAX_MANIFEST}")
+    body = data[DIGEST_HEX + 1 :]
+    if data[: DIGEST_HEX + 1] != f"{_digest(body)}\n".encode():
+        raise DataCorruption("manifest's digest does not fit the rest of it")
+    try:
+        manifest = _MANIFEST.validate_json(body)
+        _ = manifest.ledger
+    except (ValidationError, ValueError, RecursionError) as error:
+        raise DataCorruption(f"manifest is not valid: {str(error).splitlines()[0][:120]}") from error
+    _consistent(manifest)
+    return manifest
+
+
+def expect(manifest: Manifest, expected: Expected) -> None:
+    """Check that a manifest is of what was asked for, before anything is allocated or received.
 
     Raises:
         DataCorruption: it is of another state, rank, layout or size.
     """
-    claims = (manifest.state, manifest.rank, manifest.ranks, manifest.layout, manifest.nbytes)
-    names = ("state", "rank", "ranks", "layout", "nbytes")
-    for name, claimed, wanted in zip(names, claims, (state, rank, ranks, layout, nbytes), strict=True):
+    for name in ("state", "rank", "ranks", "layout", "nbytes"):
+        claimed, wanted = getattr(manifest, name), getattr(expected, name)
         if claimed != wanted:
             raise DataCorruption(f"manifest is of {name} {claimed}, wanted {wanted}")
-    if len(manifest.checksums) != -(-nbytes // CHUNK_BYTES):
-        raise DataCorruption(f"manifest has {len(manifest.checksums)} checksums for {nbytes} bytes")
+    if fingerprint(manifest.tensors) != expected.layout:
+        raise DataCorruption(f"manifest's tensors are not those of layout {expected.layout}")
+
+
+def _digest(body: bytes) -> str:
+    return blake3.blake3(body).hexdigest()
+
+
+def _consistent(manifest: Manifest) -> None:
+    """Its tensors lie in order within its bytes."""
+    end = 0
+    for tensor in manifest.tensors:
+        if tensor.offset < end or tensor.offset + tensor.nbytes > manifest.nbytes:
+            raise DataCorruption(f"manifest has tensor {tensor.name[:40]!r} where it cannot lie")
+        end = tensor.offset + tensor.nbytes

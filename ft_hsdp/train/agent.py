@@ -10,17 +10,22 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from ft_hsdp.core import effects
 from ft_hsdp.core.assignment import Grant, Member
 from ft_hsdp.core.lineage import StateId
+from ft_hsdp.errors import DataCorruption
 from ft_hsdp.events import Journal
 from ft_hsdp.ftar.group import Group
 from ft_hsdp.protocol import RankBroken, RankFetched, RankFetchFailed, RankShown, RankStopped, RingAbort
 from ft_hsdp.state import fetch
-from ft_hsdp.state.fetch import Donor, Expected, Fetched
-from ft_hsdp.train.mailbox import Apply, Drop, End, Feed, Load, Mailbox
+from ft_hsdp.state.fetch import Donor, Fetched, Request
+from ft_hsdp.state.segment import Bytes
+from ft_hsdp.state.wire import Expected
+from ft_hsdp.train.keeper import Keeper
+from ft_hsdp.train.mailbox import Apply, Drop, End, Feed, Load, Mailbox, Save
 from ft_hsdp.train.reducer import Reducer
 
 
@@ -36,7 +41,7 @@ class Fetching:
 
 
 class RankAgent:
-    """One rank of a replica. ``report`` tells the leader something; ``wanted`` asks for a snapshot of a state."""
+    """One rank of a replica. ``report`` tells the leader something."""
 
     def __init__(
         self,
@@ -46,7 +51,7 @@ class RankAgent:
         mailbox: Mailbox,
         journal: Journal,
         report: Callable[[object], None],
-        wanted: Callable[[StateId], None],
+        keeper: Keeper,
     ) -> None:
         self._replica = replica
         self._rank = rank
@@ -54,10 +59,11 @@ class RankAgent:
         self._mailbox = mailbox
         self._journal = journal
         self._report = report
-        self._wanted = wanted
-        self._staged: Fetched | None = None
+        self._keeper = keeper
+        self._staged: Load | None = None
         self._logged: dict[int, list[torch.Tensor]] = {}
         self._cancel = threading.Event()
+        self._fetcher: threading.Thread | None = None
         self.loop = asyncio.get_running_loop()
         self.group: Group
         self.reducer: Reducer
@@ -87,8 +93,12 @@ class RankAgent:
                 self._fetch(base, donors)
             case effects.Install():
                 assert self._staged is not None
-                self._mailbox.put(Load(self._staged.snapshot))
+                self._mailbox.put(self._staged)
                 self._staged = None
+            case effects.Checkpoint(state):
+                self._mailbox.put(Save(state))
+            case effects.Forget():
+                self._keeper.forget()
             case effects.Exit(code, reason):
                 self._cancel.set()
                 self._mailbox.put(End(code, reason))
@@ -111,7 +121,9 @@ class RankAgent:
         """Form the ring; make the base fetchable for those who are behind."""
         mine = next(m for m in grant.members if m.replica == self._replica)
         if mine.role == "contribute" and any(m.role == "behind" for m in grant.members):
-            self._wanted(grant.base)
+            self._keeper.want(grant.base, self._fetching.deadline_s)
+        else:
+            self._keeper.release()
         self.group.configure(grant)
 
     # Fetching, on a thread of its own.
@@ -121,35 +133,43 @@ class RankAgent:
         self._cancel = threading.Event()
         self._staged = None
         chosen = [Donor(m.replica, m.state[self._rank]) for m in donors if m.replica != self._replica]
-        turn = (self._replica + self._rank) % max(1, len(chosen))
-        ordered = chosen[turn:] + chosen[:turn]
-        sources = [d.replica for d in ordered]
+        sources = [d.replica for d in chosen]
         self._journal.event("FetchStarted", f"left behind {base}", step=base.step, donors=sources)
-        threading.Thread(
-            target=self._fetching_thread, args=(base, ordered, self._cancel), name="fetch", daemon=True
-        ).start()
+        arguments = (base, chosen, self._cancel, self._fetcher)
+        self._fetcher = threading.Thread(target=self._fetching_thread, args=arguments, name="fetch", daemon=True)
+        self._fetcher.start()
 
-    def _fetching_thread(self, base: StateId, donors: Sequence[Donor], cancel: threading.Event) -> None:
+    def _fetching_thread(
+        self, base: StateId, donors: Sequence[Donor], cancel: threading.Event, before: threading.Thread | None
+    ) -> None:
         f = self._fetching
         expected = Expected(base, self._rank, f.ranks, f.layout, f.nbytes)
         try:
-            got = fetch.fetch(donors, expected, f.token, f.deadline_s, cancel, self._rejected)
+            if before is not None:
+                before.join()  # it was cancelled, and the memory it wrote into is given out again
+            kept = self._keeper.room(base)
+            packed = np.empty(f.nbytes, dtype=np.uint8) if kept is None else kept
+            request = Request.exactly(expected, packed.data)
+            got = fetch.fetch(donors, request, f.token, f.deadline_s, cancel, self._rejected)
+            if kept is not None:
+                self._keeper.filled(got.manifest)
         except fetch.Cancelled:
             return
-        except fetch.NotFetched as error:
+        except (fetch.NotFetched, DataCorruption, OSError) as error:
             failed = RankFetchFailed(self._rank, base, str(error))
             self._call(cancel, lambda: self._report(failed))
             return
-        self._call(cancel, lambda: self._fetched(base, got))
+        self._call(cancel, lambda: self._fetched(base, got, packed))
 
     def _call(self, cancel: threading.Event, then: Callable[[], None]) -> None:
         """Go on on the control loop, unless the fetch is of no more use."""
         self.loop.call_soon_threadsafe(lambda: None if cancel.is_set() else then())
 
-    def _fetched(self, base: StateId, got: Fetched) -> None:
-        self._staged = got
-        facts = {"seconds": got.seconds, "bytes": self._fetching.nbytes, "step": base.step}
-        self._journal.event("FetchCompleted", "verified", donor=got.donor.replica, **facts)
+    def _fetched(self, base: StateId, got: Fetched, packed: Bytes) -> None:
+        self._staged = Load(got.manifest, packed)
+        facts = {"seconds": got.seconds, "bytes": self._fetching.nbytes, "step": base.step, "given": got.given}
+        most = max(got.given, key=lambda replica: got.given[replica], default=None)
+        self._journal.event("FetchCompleted", "verified", donor=most, **facts)
         self._report(RankFetched(self._rank, base))
 
     def _rejected(self, donor: Donor, why: str) -> None:

@@ -24,9 +24,10 @@ class Batches:
     are dealt in a random order, another for each pass: as long as all shards stand at one index, no
     window is dealt twice in a pass, and all are dealt.
 
-    rows: sequences per rank and micro-batch; shards: data shards of the job (one per replica);
-    ranks: ranks per replica; accumulate: micro-batches per step.
-    Raises ConfigError on data.path if the text is too small for one step of all shards.
+    rows: sequences per rank and micro-batch; shards: data shards of the job (core/deal.py); ranks: ranks
+    per replica; accumulate: micro-batches per step. Batch `index` of data shard `shard` is batch
+    `index * shards + shard` of the whole data, whatever the number of shards.
+    Raises ConfigError on data.path if the text is too small for one batch of each shard.
     """
 
     def __init__(

@@ -1,59 +1,93 @@
 """Held: the live state of one rank, and the only place that changes it.
 
 Parameters, optimizer tensors, hyper-parameters and ledger move together from one committed state to the next.
-Snapshots are copied from here without stopping training: forward and backward only read what a snapshot reads, and
-an update waits for a copy that is under way.
+Snapshots are copied from here while forward and backward run, which only read what a snapshot reads; an update
+waits for a copy that is under way.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import blake3
+import numpy as np
 import torch
 import xxhash
 from torch.distributed.tensor import DTensor
 
-from ft_hsdp.core import lineage
+from ft_hsdp import failpoints
+from ft_hsdp.core import divergence, lineage
 from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.lineage import StateId
-from ft_hsdp.state import layout, snapshot
+from ft_hsdp.state import layout
 from ft_hsdp.state.layout import Layout
-from ft_hsdp.state.snapshot import Snapshot, Snapshots
+from ft_hsdp.state.segment import Bytes
+from ft_hsdp.state.wire import Manifest
 from ft_hsdp.train.hsdp import Sharded
+from ft_hsdp.train.offload import Offload
 from ft_hsdp.train.optim import Groups, finish, tensors
 
 
 class Held:
-    """The committed state that this rank holds, of ``ranks``; ``state`` is set at check-in."""
+    """The committed state that this rank holds, of ``ranks``; ``state`` is set at check-in.
 
-    def __init__(self, sharded: Sharded, groups: Groups, shards: int, rank: int, ranks: int) -> None:
+    ``offload``: the optimizer's tensors are in host memory but for updates.
+    """
+
+    def __init__(
+        self, sharded: Sharded, groups: Groups, ledger: Ledger, rank: int, ranks: int, offload: bool = False
+    ) -> None:
         self._sharded = sharded
         self._groups = groups
         self._rank = rank
         self._ranks = ranks
         names = {id(p): n for n, p in sharded.params.items()}
         self._optim = tensors(groups.optimizer, names)
-        self._live: list[torch.Tensor] = [*sharded.params.values(), *self._optim.values()]
         self.layout = Layout.of(sharded.params, self._optim)
-        self.ledger = Ledger.empty(shards)
+        self.offload = Offload(list(self._optim.values())) if offload else None
+        kept = self.offload.host if self.offload is not None else list(self._optim.values())
+        self._live: list[torch.Tensor] = [*sharded.params.values(), *kept]
+        self.ledger = ledger
         self.state: StateId | None = None
-        self.snapshots = Snapshots()
         self._lock = threading.Lock()
-        self._wanted: StateId | None = None
+
+    @property
+    def params(self) -> Mapping[str, torch.Tensor]:
+        """The parameters, by name."""
+        return self._sharded.params
+
+    @property
+    def optim(self) -> Mapping[str, torch.Tensor]:
+        """The optimizer's tensors, by name; use them while they are `here`."""
+        return self._optim
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """The optimizer's tensors are on the device."""
+        if self.offload is None:
+            yield
+            return
+        self.offload.visit()
+        try:
+            yield
+        finally:
+            self.offload.leave()
 
     def weights_digest(self) -> str:
         """xxh3-128 of this rank's packed shard."""
-        array: Any = self._pack().numpy()
-        return xxhash.xxh3_128_hexdigest(memoryview(array))
+        packed = np.empty(self.layout.nbytes, dtype=np.uint8)
+        layout.pack(self.layout, self._live, torch.from_numpy(packed))
+        return xxhash.xxh3_128_hexdigest(packed.data)
 
     def apply(
         self, record: CommitRecord, reduced: Sequence[torch.Tensor], clip: float | None, accumulate: int
     ) -> None:
-        """Apply a committed step.
+        """Apply a committed step; of one that is skipped, the ledger and the name only.
 
         Raises:
             RuntimeError: the record does not build on the state that is held.
@@ -61,59 +95,84 @@ class Held:
         with self._lock:
             if self.state is None or record.prev != self.state.lineage:
                 raise RuntimeError(f"record of step {record.step} does not build on {self.state}")
-            self._keep_wanted()
-            finish(record, reduced, clip, accumulate)
-            self._sharded.assign(reduced)
-            self._groups.step(record)
+            if not record.skipped:
+                finish(record, reduced, clip, accumulate)
+                self._sharded.assign(reduced)
+                with self.here():
+                    self._groups.step(record)
+            failpoints.reach("apply-middle", record.step)
             self._sharded.clear()
             self.ledger = record.ledger(self.ledger)
             self.state = record.state_id
-            self._keep_wanted()
+            if failpoints.hit("state-flip", record.step):
+                layout.as_bytes(layout.local(self._live[0]))[0] ^= 1
 
     def rate(self, record: CommitRecord) -> float:
         """The learning rate that ``record`` gives the first parameter group."""
         return self._groups.rates(record)[0]
 
-    def load(self, fetched: Snapshot) -> None:
-        """Swap a verified shard in."""
+    def load(self, manifest: Manifest, packed: Bytes) -> None:
+        """Swap a verified shard in: ``packed`` is uint8 [layout.nbytes]."""
         with self._lock:
-            self._groups.adopt(fetched.manifest.hyper)
-            layout.unpack(self.layout, fetched.buffer, self._live)
-            self._sharded.clear()
-            self.ledger = Ledger(fetched.manifest.cursors)
-            self.state = fetched.manifest.state
-            self._keep_wanted()
+            self._groups.adopt(manifest.hyper)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is only read
+                buffer = torch.from_numpy(packed)
+            layout.unpack(self.layout, buffer, self._live)
+            self._become(manifest.state, manifest.ledger)
 
-    def want(self, state: StateId) -> None:
-        """Have a snapshot of ``state`` taken, before it is left behind or as soon as it is reached."""
-        self._wanted = state
-
-    def keep_wanted(self) -> None:
-        """Take the snapshot that is wanted, if its state is held now. For threads other than the main one."""
+    def resumed(self, state: StateId, ledger: Ledger, hyper: Sequence[dict[str, Any]]) -> None:
+        """The live tensors were filled with ``state``."""
         with self._lock:
-            self._keep_wanted()
+            self._groups.adopt(hyper)
+            self._become(state, ledger)
 
-    def keep(self) -> None:
-        """Take a snapshot of what is held now."""
+    def _become(self, state: StateId, ledger: Ledger) -> None:
+        self._sharded.clear()
+        self.ledger = ledger
+        self.state = state
+
+    def pack(self, state: StateId, into: Bytes) -> Manifest | None:
+        """Copy the shard into ``into``, uint8 [layout.nbytes]: its manifest, without checksums.
+
+        None, and nothing is copied, if it is not ``state`` that is held.
+        """
         with self._lock:
-            self._wanted = self.state
-            self._keep_wanted()
+            if state != self.state:
+                return None
+            layout.pack(self.layout, self._live, torch.from_numpy(into))
+            place, ledger = self.layout, self.ledger
+            return Manifest(
+                state,
+                self._rank,
+                self._ranks,
+                place.fingerprint,
+                place.nbytes,
+                place.tensors,
+                ledger.cursors,
+                self._groups.hyper(),
+                ledger.holes,
+                ledger.takers,
+            )
 
-    def _keep_wanted(self) -> None:
-        wanted = self._wanted  # another may be wanted while this one is copied
-        if wanted is None or wanted != self.state or self.snapshots.get(wanted) is not None:
-            return
-        hyper, buffer = self._groups.hyper(), self._pack()
-        self.snapshots.put(snapshot.seal(wanted, self._rank, self._ranks, self.layout, self.ledger, hyper, buffer))
+    def slice_digest(self, lineage_held: str) -> str:
+        """xxh3-128 of the slice of the state that is compared after its step; "" if another state is held.
 
-    def _pack(self) -> torch.Tensor:
-        buffer = torch.empty(self.layout.nbytes, dtype=torch.uint8)
-        layout.pack(self.layout, self._live, buffer)
-        return buffer
+        For use between two updates: an update must not run meanwhile.
+        """
+        state = self.state
+        if state is None or state.lineage != lineage_held:
+            return ""
+        hashed = xxhash.xxh3_128()
+        for index, start, stop in self.layout.within(*divergence.part(self.layout.nbytes, state.step)):
+            piece: Any = layout.as_bytes(layout.local(self._live[index]))[start:stop].cpu().numpy()
+            hashed.update(piece.data)
+        return hashed.hexdigest()
 
     def digest(self) -> str:
         """The digest of the whole state. A collective of all ranks of the replica."""
-        return state_digest(self._sharded.params, self._optim, self._groups.hyper())
+        with self.here():
+            return state_digest(self._sharded.params, self._optim, self._groups.hyper())
 
 
 def state_digest(

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,27 +26,28 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ft_hsdp.config import Config, config_hash, load
+from ft_hsdp import failpoints
+from ft_hsdp.config import Config, config_hash, load, resume_hash
 from ft_hsdp.core import lineage
+from ft_hsdp.core.deal import Dealer
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
+from ft_hsdp.state.durable import About, Checkpointer
+from ft_hsdp.state.ranks import Ranks
+from ft_hsdp.state.start import Starter
 from ft_hsdp.train import device as devices
 from ft_hsdp.train.held import Held
 from ft_hsdp.train.hsdp import FP32, Sharded
-from ft_hsdp.train.mailbox import Apply, Drop, End, Feed, Load, Mailbox
+from ft_hsdp.train.mailbox import Apply, Drop, End, Feed, Load, Mailbox, Save
 from ft_hsdp.train.optim import Groups, Schedule, prime
+from ft_hsdp.train.prefetch import Prefetcher, Source
 from ft_hsdp.train.reducer import Feeding
+from ft_hsdp.train.restore import Checkpoints, restore
 from ft_hsdp.train.runlog import RunLog, Timing, exposed
+from ft_hsdp.train.saver import Saver
 from ft_hsdp.train.streams import stream
 from ft_hsdp.train.wiring import Place, Wiring
 
-Batch = TypeVar("Batch", covariant=True)
-
-
-class Source(Protocol[Batch]):
-    """Data whose batches are a pure function of their place: any replica may be asked for any of them again."""
-
-    def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> Batch:
-        """Batch ``index`` of data shard ``shard``: the part of rank ``rank``, micro-batch ``micro``."""
+Batch = TypeVar("Batch")
 
 
 class Ended(FtHsdpError):
@@ -106,9 +108,11 @@ class Job:
         self._feeding: Feeding | None = None
         self._since = time.monotonic()
         self._tokens = 0
+        self._dealer = Dealer(config.data.assignment, config.replicas)
         self._sharded: Sharded
         self._held: Held
         self._wiring: Wiring | None = None
+        self._saver: Saver | None = None
         self._log: RunLog | None = None
 
     # The user's few lines.
@@ -141,7 +145,8 @@ class Job:
         """Wrap ``optimizer``; ``schedule(step)`` (from 1) is a factor on its learning rate."""
         prime(optimizer)
         groups = Groups(optimizer, schedule)
-        self._held = Held(self._sharded, groups, self.config.replicas, self.rank, self.ranks)
+        offload = self.config.optim.offload
+        self._held = Held(self._sharded, groups, self._dealer.begin(), self.rank, self.ranks, offload)
         return Optimizer(self)
 
     def warm_up(self, once: Callable[[], None]) -> None:
@@ -157,18 +162,23 @@ class Job:
         torch's generator is seeded from the batch's place before each micro-batch (for dropout and the like).
         """
         self._accumulate = accumulate
-        self._check_in()
-        while True:
-            match self._mailbox.get():
-                case Feed(step):
-                    yield from self._feed(source, step)
-                case End(code, reason):
-                    self.close()
-                    if code != EXIT_OK:
-                        raise Ended(code, reason)
-                    return
-                case letter:
-                    self._do(letter)
+        prefetcher = Prefetcher(source, self.rank, accumulate)
+        prefetcher.guess(*self._dealer.deal(self._held.ledger, self.replica))
+        try:
+            self._check_in()
+            while True:
+                match self._mailbox.get():
+                    case Feed(step):
+                        yield from self._feed(prefetcher, step)
+                    case End(code, reason):
+                        self.close()
+                        if code != EXIT_OK:
+                            raise Ended(code, reason)
+                        return
+                    case letter:
+                        self._do(letter)
+        finally:
+            prefetcher.close()
 
     def leave(self) -> None:
         """Leave the job at the next commit, without disturbing it."""
@@ -177,6 +187,9 @@ class Job:
 
     def close(self) -> None:
         """Leave the process group and end all threads."""
+        if self._saver is not None:
+            self._saver.close()
+            self._saver = None
         if self._wiring is not None:
             self._wiring.close()
             self._wiring = None
@@ -186,25 +199,38 @@ class Job:
     # Inside.
 
     def _check_in(self) -> None:
-        held, place = self._held, self._place
-        self._wiring = Wiring(self.config, place, held, self._sharded.sizes, self._mailbox, self.device)
-        port = torch.zeros(1, dtype=torch.int64)
+        held, place, config = self._held, self._place, self.config
+        self._wiring = Wiring(config, place, held, self._sharded.sizes, self._mailbox, self.device)
+        ranks = Ranks()
+        port = self._wiring.listen() if self.rank == 0 else 0
         if self.rank == 0:
             self._log = RunLog(place.run / "replicas" / str(self.replica), place.incarnation)
-            port[0] = self._wiring.listen()
-        dist.broadcast(port, 0)
-        weights, layouts = self._gather(held.weights_digest()), self._gather(held.layout.fingerprint)
-        held.state = lineage.initial(config_hash(self.config), lineage.digest(weights))
+        port = int(ranks.hear(str(port).encode()))
+        weights = [each.decode() for each in ranks.gather(held.weights_digest().encode())]
+        layouts = [each.decode() for each in ranks.gather(held.layout.fingerprint.encode())]
+        held.state = lineage.initial(config_hash(config), lineage.digest(weights))
+        checkpoints = self._checkpoints(ranks)
+        current = config.state.snapshot == "every_step"
+        restore(held, self._wiring.keeper, ranks, checkpoints, current, self._wiring.journal)
+        self._wiring.keeper.reached(held.state)
         if self.rank == 0:
             self._wiring.journal.event("ReplicaWarmed", "model, optimizer and connections are ready")
-        self._wiring.check_in(int(port.item()), held.state, lineage.digest(layouts))
+        self._wiring.check_in(port, held.state, lineage.digest(layouts))
+        self._conclude_at_end()
 
-    def _gather(self, text: str) -> list[str]:
-        """The 32-character strings of all ranks, in rank order. A collective."""
-        mine = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-        all_of_them = [torch.empty_like(mine) for _ in range(self.ranks)]
-        dist.all_gather(all_of_them, mine)
-        return [bytes(t.tolist()).decode() for t in all_of_them]
+    def _checkpoints(self, ranks: Ranks) -> Checkpoints | None:
+        """Where the job's checkpoints are, if it has any; from now on this rank can write them."""
+        assert self._wiring is not None
+        config, held, place = self.config, self._held, self._place
+        if config.checkpoint.dir is None and config.checkpoint.every == 0:
+            return None
+        folder = Path(config.checkpoint.dir) if config.checkpoint.dir else place.run / "checkpoints"
+        about = About(place.incarnation, config.replicas, resume_hash(config), config.model_dump(mode="json"))
+        checkpointer = Checkpointer(
+            folder, config.checkpoint.keep, about, held.layout, held.params, held.optim, ranks
+        )
+        self._saver = Saver(checkpointer, self._wiring.keeper, self.rank, self._wiring.tell)
+        return Checkpoints(folder, resume_hash(config), lambda ledger: ledger.redealt(self._dealer.shards))
 
     def _saw_loss(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.dim() == 0:
@@ -215,23 +241,24 @@ class Job:
             loss = sum(self._loss) / len(self._loss) if self._loss else float("nan")
             self._wiring.reducer.ready(bucket, flat, loss)
 
-    def _feed(self, source: Source[Batch], step: int) -> Iterator[Batch]:
+    def _feed(self, prefetcher: Prefetcher[Batch], step: int) -> Iterator[Batch]:
         """Yield the micro-batches of this replica's next batch."""
         assert self._wiring is not None
-        shard = self.replica
-        index = self._held.ledger.cursors[shard]
+        ledger = self._held.ledger
+        shard, index = self._dealer.deal(ledger, self.replica)
         self._feeding = Feeding(step, shard, index)
         self._loss.clear()
         self._wiring.reducer.open(self._feeding)
         if self._log is not None:
             self._log.fed(step, shard, index)
-        for micro in range(self._accumulate):
+        after = self._dealer.foresee(ledger, self.replica)
+        for micro, batch in enumerate(prefetcher.batches(shard, index, after)):
             self._micro = micro
             self._sharded.sync(micro == self._accumulate - 1)
-            batch = source.batch(shard, index, self.rank, micro)
             if self._log is not None:
                 self._tokens = _tokens(batch) * self.ranks * self._accumulate
-            torch.manual_seed(stream(self.config.train.seed, "batch", shard, index, self.rank, micro))
+            number = index * self._dealer.shards + shard
+            torch.manual_seed(stream(self.config.train.seed, "batch", number, self.rank, micro))
             yield devices.move(batch, self.device)
 
     def _step(self) -> bool:
@@ -253,7 +280,7 @@ class Job:
             if isinstance(letter, Apply) and letter.record.step == step:
                 return self.replica in letter.record.contributors
 
-    def _do(self, letter: Apply | Drop | Load, waited: float = 0.0) -> None:
+    def _do(self, letter: Apply | Drop | Load | Save, waited: float = 0.0) -> None:
         match letter:
             case Apply():
                 self._apply(letter, waited)
@@ -261,9 +288,15 @@ class Job:
                 assert self._wiring is not None
                 self._wiring.reducer.open(None)
                 self._sharded.clear()
-            case Load(snapshot):
-                self._held.load(snapshot)
+            case Load(manifest, packed):
+                assert self._wiring is not None
+                self._held.load(manifest, packed)
+                self._wiring.keeper.settle(manifest.state)
+                self._wiring.keeper.reached(manifest.state)
                 self._conclude_at_end()
+            case Save(state):
+                assert self._saver is not None
+                self._saver.save(state)
 
     def _apply(self, letter: Apply, waited: float) -> None:
         """Nothing may fail here: what does ends the rank, and with it the replica."""
@@ -277,8 +310,15 @@ class Job:
             timing = Timing(now - self._since, waits, traffic.bytes_sent, traffic.seconds)
             tokens = self._tokens * len(record.contributors)
             mine = self.replica in record.contributors
-            self._log.committed(record, self._held.rate(record), tokens, timing, mine)
+            ledger = record.ledger(self._held.ledger)
+            self._log.committed(record, self._held.rate(record), tokens, timing, mine, ledger)
+        before, after = self._held.state, record.state_id
+        failpoints.reach("apply-begin", record.step)
         self._held.apply(record, letter.reduced, self._clip, self._accumulate)
+        failpoints.reach("apply-end", record.step)
+        assert before is not None
+        self._wiring.keeper.settle(before)
+        self._wiring.keeper.reached(after)
         reducer.give_back(letter.reduced)
         self._since = now
         self._conclude_at_end()
@@ -289,7 +329,7 @@ class Job:
         assert self._held.state is not None
         if self._held.state.step < self.config.train.steps:
             return
-        self._held.keep()
+        self._wiring.keeper.want(self._held.state, self.config.quorum.final_wait_s)
         digest = self._held.digest()
         if self._log is not None:
             self._log.final(self._held.state, digest)
@@ -330,10 +370,21 @@ def join(config: Config | str | Path, replica: int, run: Path | None = None, lig
         int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
     )
     lives = [f"{replica}-{name}-{n}" for n in range(life + 1)]
+    failpoints.arm(config.debug.failpoints, replica, rank, life)
+    starter = _starter(config, replica, run, token) if os.environ.get("LOCAL_RANK", str(rank)) == "0" else None
     _connect_ranks(rank, ranks, lives[-1], devices.backend(device))
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    place = Place(replica, rank, ranks, lives[-1], tuple(lives[:-1]), run, url, token, host)
+    place = Place(replica, rank, ranks, lives[-1], tuple(lives[:-1]), run, url, token, host, starter)
     return Job(config, place, device)
+
+
+def _starter(config: Config, replica: int, run: Path, token: str) -> Starter:
+    """Start the state agent of this host, if there is none; it lives as long as whoever started this rank."""
+    host = config.network.state_interface or config.network.host
+    log = run / "replicas" / str(replica) / f"agent-{socket.gethostname()}.log"
+    starter = Starter(token, replica, host, os.getppid(), log)
+    starter.ensure()
+    return starter
 
 
 def _connect_ranks(rank: int, ranks: int, life: str, backend: str) -> None:

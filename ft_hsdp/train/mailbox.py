@@ -12,7 +12,9 @@ from dataclasses import dataclass
 import torch
 
 from ft_hsdp.core.commit import CommitRecord
-from ft_hsdp.state.snapshot import Snapshot
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.state.segment import Bytes
+from ft_hsdp.state.wire import Manifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +41,17 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """Swap a fetched and verified shard in."""
+    """Swap a fetched and verified shard in: its manifest, and the packed bytes, uint8."""
 
-    snapshot: Snapshot
+    manifest: Manifest
+    packed: Bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Have ``state``, which was just reached, written to durable storage."""
+
+    state: StateId
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +62,7 @@ class End:
     reason: str
 
 
-Letter = Feed | Apply | Drop | Load | End
+Letter = Feed | Apply | Drop | Load | Save | End
 
 
 class Mailbox:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import xxhash
 
+from ft_hsdp import failpoints
 from ft_hsdp.core import lineage
 from ft_hsdp.core.commit import Contribution, Fence, Vote
 from ft_hsdp.core.effects import Reduce
@@ -26,6 +27,8 @@ from ft_hsdp.ftar.group import Group
 from ft_hsdp.train.device import on_host, written
 
 CPU = torch.device("cpu")
+LARGEST = torch.finfo(torch.float32).max
+SURE_NORM = 1e18  # its square is far below LARGEST
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +59,11 @@ class Local:
 
 
 class Reducer:
-    """The exchange of one rank's gradient. ``voted`` is called, on FTAR's thread, when all buckets are reduced.
+    """The exchange of one rank's gradient. ``voted`` is called, on FTAR's thread, when all buckets are done.
 
-    Gradients and sums are on ``device``.
+    Gradients and sums are on ``device``. ``checked``, called there too, takes the lineage that an attempt is on
+    and gives the digest of the slice of this rank's state that is compared (core/divergence.py), "" if this rank
+    does not hold that state.
     """
 
     def __init__(
@@ -69,12 +74,14 @@ class Reducer:
         rank: int,
         voted: Callable[[Vote], None],
         device: torch.device = CPU,
+        checked: Callable[[str], str] = lambda prev: "",
     ) -> None:
         self._group = group
         self._sizes = tuple(sizes)
         self._replica = replica
         self._rank = rank
         self._voted = voted
+        self._checked = checked
         self._lock = threading.RLock()  # a work may be done before its callback is set
         self._device = device
         self._locals: dict[int, Local] = {}
@@ -103,7 +110,7 @@ class Reducer:
         if flat.numel() != self._sizes[bucket]:
             raise ValueError(f"bucket {bucket} has {flat.numel()} elements, planned {self._sizes[bucket]}")
         after = written(flat)
-        poisoned = not bool(torch.isfinite(torch.linalg.vector_norm(flat)))
+        poisoned = not usable(flat)
         with self._lock:
             self._locals[bucket] = Local(flat, poisoned, after)
             self._loss = loss
@@ -150,6 +157,7 @@ class Reducer:
                 self._out = self._spare.pop() if self._spare else [self._empty(n) for n in self._sizes]
             if bucket == 0:
                 self._began = time.monotonic()
+                failpoints.reach("reduce-begin", order.fence.step)
             key = Key(order.fence.epoch, order.fence.step, order.fence.attempt, bucket, order.prev)
             flat, after = (None, None) if local is None else (local.flat, local.after)
             work = self._group.all_reduce(key, flat, self._out[bucket], mine, after)
@@ -188,13 +196,13 @@ class Reducer:
             self._results.append(result)
             if len(self._results) < len(self._sizes):
                 return
-            out, results = self._out, list(self._results)
+            out, results, prev = self._out, list(self._results), self._order.prev
         assert out is not None
         now = time.monotonic()
         self.traffic = Traffic(sum(r.bytes_sent for r in results), now - self._began, now)
-        self._voted(self._vote(fence, results, out))
+        self._voted(self._vote(fence, results, out, self._checked(prev)))
 
-    def _vote(self, fence: Fence, results: list[Result], out: list[torch.Tensor]) -> Vote:
+    def _vote(self, fence: Fence, results: list[Result], out: list[torch.Tensor], state_digest: str) -> Vote:
         sums = [on_host(t) for t in out]
         return Vote(
             rank=self._rank,
@@ -203,6 +211,7 @@ class Reducer:
             sumsq=sum_of_squares(sums),
             contributions=contributions(results),
             poisoned=tuple(sorted({e.replica for r in results for e in r.entries if e.poisoned})),
+            state_digest=state_digest,
         )
 
 
@@ -218,6 +227,17 @@ def contributions(results: Sequence[Result]) -> tuple[Contribution, ...]:
         return ()
     losses = {e.replica: e.loss for e in results[-1].entries}
     return tuple(Contribution(*entry, loss=losses[entry[0]]) for entry in said.pop())
+
+
+def usable(flat: torch.Tensor) -> bool:
+    """Whether a gradient is finite, and its squares, which an optimizer keeps, are in fp32.
+
+    A norm in fp32 is enough far below the limit; near it, devices differ in when it overflows, and fp64 decides.
+    """
+    norm = float(torch.linalg.vector_norm(flat))
+    if norm < SURE_NORM:
+        return True
+    return float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 <= LARGEST
 
 
 def checksum(tensor: torch.Tensor) -> str:

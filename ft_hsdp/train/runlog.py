@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ft_hsdp.core.commit import CommitRecord
+from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.events import Lines
 
@@ -45,8 +46,16 @@ class RunLog:
             {"t": time.time(), "step": step, "shard": shard, "index": index, "incarnation": self._incarnation}
         )
 
-    def committed(self, record: CommitRecord, lr: float, tokens: int, timing: Timing, contributed: bool) -> None:
-        """A step was committed and applied here."""
+    def committed(
+        self,
+        record: CommitRecord,
+        lr: float,
+        tokens: int,
+        timing: Timing,
+        contributed: bool,
+        ledger: Ledger,
+    ) -> None:
+        """A step was committed and applied here; ``ledger`` is the one after it."""
         state = record.state_id
         self._commits.write(
             {
@@ -59,7 +68,10 @@ class RunLog:
                 "ring": list(record.ring),
                 "contributors": list(record.contributors),
                 "contributions": [asdict(c) for c in record.contributions],
-                "holes": [],
+                "digest": record.digest,
+                "poisoned": list(record.poisoned),
+                "cursors": list(ledger.cursors),
+                "holes": [list(hole) for hole in ledger.holes],
                 "loss": record.loss,
                 "lr": lr,
                 "lr_scale": record.lr_scale,

@@ -11,6 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ft_hsdp.config import Config
 from ft_hsdp.core import lr
+from ft_hsdp.core.deal import Dealer
 from ft_hsdp.errors import EXIT_OK, FtHsdpError
 from ft_hsdp.train.data import Batches
 from ft_hsdp.train.device import move
@@ -30,7 +31,7 @@ def dataset(config: Config) -> Batches:
         t.seq_len,
         t.micro_batch,
         t.seed,
-        config.replicas,
+        Dealer(config.data.assignment, config.replicas).shards,
         ranks=config.ranks_per_replica,
         accumulate=t.accumulate,
     )
@@ -71,7 +72,7 @@ def train(config: Config, replica: int, run: Path) -> None:
     optimizer = build_optimizer(config, list(model.parameters()))
     optim = job.optimizer(optimizer, lambda step: factor(config, step))
     optim.clip = config.optim.clip
-    job.warm_up(lambda: model(move(data.batch(replica, 0, job.rank), job.device)).backward())
+    job.warm_up(lambda: model(move(data.batch(0, 0, job.rank), job.device)).backward())
     for batch in job.batches(data, config.train.accumulate):
         model(batch).backward()
         optim.step()

@@ -18,18 +18,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ft_hsdp import protocol
+from ft_hsdp import failpoints, protocol
 from ft_hsdp.config import Config, config_hash
 from ft_hsdp.control import leader as control
 from ft_hsdp.control.channel import Hub, Line
-from ft_hsdp.control.failpoints import Failpoints
 from ft_hsdp.control.leader import Leader, Outlets, Settings
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.core import lineage
 from ft_hsdp.core.assignment import Report
+from ft_hsdp.core.commit import Vote
 from ft_hsdp.core.effects import Exit
 from ft_hsdp.core.events import LeaveRequested
 from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.rules import Rules
 from ft_hsdp.errors import EXIT_RETRYABLE, FTARError, LighthouseUnreachable
 from ft_hsdp.events import Journal
 from ft_hsdp.ftar.door import Identity
@@ -37,9 +38,10 @@ from ft_hsdp.ftar.group import Events, Group
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings as Ring
 from ft_hsdp.protocol import RankHello
-from ft_hsdp.state.server import StateServer
+from ft_hsdp.state.start import Starter
 from ft_hsdp.train.agent import Fetching, RankAgent
 from ft_hsdp.train.held import Held
+from ft_hsdp.train.keeper import Home, Keeper
 from ft_hsdp.train.mailbox import Mailbox
 from ft_hsdp.train.reducer import Reducer
 
@@ -47,12 +49,13 @@ if TYPE_CHECKING:
     from ft_hsdp.ftar.dataplane.gpu import GpuPlane
 
 JOIN_TIMEOUT_S = 10.0
+AGENT_S = 10.0
 RANKS_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Who this rank is, and where its job lives."""
+    """Who this rank is, and where its job lives; ``starter`` if it is the one that starts the state agent."""
 
     replica: int
     rank: int
@@ -63,6 +66,7 @@ class Place:
     lighthouse: str
     token: str
     leader_host: str
+    starter: Starter | None
 
 
 def ring_settings(config: Config) -> Ring:
@@ -127,9 +131,9 @@ class Wiring:
         self._hub: Hub | None = None
         self._line: Line | None = None
         self._leader: Leader | None = None
-        self._server = StateServer(
-            config.network.state_interface or config.network.host, held.snapshots, place.token
-        )
+        home = Home(place.token, place.replica, place.rank, place.ranks, place.starter)
+        every_step = config.state.snapshot == "every_step"
+        self.keeper = Keeper(held, home, every_step, AGENT_S, self._journal, self._failed)
         self._ring_layout = lineage.digest(sizes, config.ftar.chunk_bytes, config.ftar.chunks, place.ranks)
         self._agent: RankAgent
         self._call(self._open(sizes))
@@ -176,14 +180,15 @@ class Wiring:
             config.ftar.timeout_s,
         )
         agent = RankAgent(
-            place.replica, place.rank, fetching, self._mailbox, self._journal, self._report, self._want
+            place.replica, place.rank, fetching, self._mailbox, self._journal, self._report, self.keeper
         )
         identity = Identity(place.replica, place.rank, self._ring_layout, place.token)
         settings = ring_settings(config)
         events = Events(agent.connected, agent.broken, agent.shown, self._token)
         agent.group = Group(identity, settings, events, self._plane, self._arena)
         self._ring_address = agent.group.listen(config.network.host)
-        agent.reducer = Reducer(agent.group, sizes, place.replica, place.rank, self._voted, self._device)
+        checked = self._held.slice_digest
+        agent.reducer = Reducer(agent.group, sizes, place.replica, place.rank, self._voted, self._device, checked)
         self._agent = agent
 
     def _report(self, message: object) -> None:
@@ -193,17 +198,22 @@ class Wiring:
         elif self._line is not None:
             self._line.send(message)
 
-    def _voted(self, vote: object) -> None:
-        self._loop.call_soon_threadsafe(self._report, vote)
+    def tell(self, message: object) -> None:
+        """Report to the leader, from any thread."""
+        self._loop.call_soon_threadsafe(self._report, message)
+
+    def _voted(self, vote: Vote) -> None:
+        """A vote goes out when this rank's snapshot of the state before is complete."""
+        failpoints.reach("vote", vote.fence.step)
+        self.keeper.after(lambda: self.tell(vote))
+
+    def _failed(self, error: BaseException) -> None:
+        context = {"message": "the keeper failed", "exception": error}
+        self._loop.call_soon_threadsafe(self._crash, self._loop, context)
 
     def _token(self, token: Any) -> None:
         if self._leader is not None:
             self._leader.token(token)
-
-    def _want(self, state: Any) -> None:
-        """Snapshots are copied off the loop."""
-        self._held.want(state)
-        self._loop.run_in_executor(None, self._held.keep_wanted)
 
     # Check-in.
 
@@ -224,7 +234,7 @@ class Wiring:
 
     async def _check_in(self, port: int, state: StateId, layout: str) -> None:
         place = self._place
-        state_address = self._server.address
+        state_address = self.keeper.address
         mac = protocol.mac(place.token, "rank", place.rank, self._ring_address, state_address)
         hello = RankHello(place.rank, self._ring_address, state_address, mac)
         if place.rank != 0:
@@ -242,7 +252,9 @@ class Wiring:
 
     def _lead(self, hellos: list[RankHello], state: StateId, layout: str) -> Leader:
         config, place = self._config, self._place
-        replica = control.initial(place.replica, place.incarnation, config.train.steps, state)
+        quorum = config.quorum
+        rules = Rules(config.checkpoint.every, quorum.catchup_log_steps, config.train.poison)
+        replica = control.initial(place.replica, place.incarnation, config.train.steps, state, rules)
         about = protocol.Ask(
             Report(place.replica, place.incarnation, state, 1),
             tuple(h.ring for h in hellos),
@@ -255,15 +267,15 @@ class Wiring:
             config.replicas,
             config.lr.intervention,
             config.ftar.chunk_bytes or 0,
-            config.quorum.lease_s,
-            config.quorum.answer_wait_s,
+            quorum.lease_s,
+            quorum.answer_wait_s,
             JOIN_TIMEOUT_S,
             config.ftar.timeout_s,
+            quorum.catchup_wait_s,
         )
         self._client = LighthouseClient(place.lighthouse, place.token)
         outlets = Outlets(self._order_all, lambda token: self._agent.group.send_token(token))
-        failpoints = Failpoints(config.debug.failpoints, place.replica)
-        return Leader(replica, about, self._client, settings, outlets, self._journal, failpoints)
+        return Leader(replica, about, self._client, settings, outlets, self._journal)
 
     async def _bury_predecessors(self) -> None:
         """Whoever restarted this replica ended its earlier incarnations first: say so to the lighthouse."""
@@ -297,7 +309,7 @@ class Wiring:
         """Hang up and end the threads."""
         self._ending = True
         self._call(self._close())
-        self._server.close()
+        self.keeper.close()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -145,7 +145,7 @@ def test_bad_arguments_get_one_line(capsys: pytest.CaptureFixture[str], argv: li
     assert said in err
 
 
-@pytest.mark.parametrize("what", ["quorum", "fetch", "recovery", "overhead"])
+@pytest.mark.parametrize("what", ["quorum"])
 def test_other_benches_are_not_here_yet(capsys: pytest.CaptureFixture[str], what: str) -> None:
     assert main(["bench", what, "--json"]) == 64
     assert "not in this version" in capsys.readouterr().err

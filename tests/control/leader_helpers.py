@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ft_hsdp.control import leader as control
-from ft_hsdp.control.failpoints import Failpoints
 from ft_hsdp.control.leader import Leader, Outlets, Settings
 from ft_hsdp.core.assignment import Answer, Grant, Member, Report
 from ft_hsdp.core.commit import Contribution, Fence, Token, Vote
 from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.rules import DEFAULT, Rules
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.events import Journal
 from ft_hsdp.protocol import Ask
@@ -69,20 +69,21 @@ class Down(Lighthouse):
 class Scene:
     """A leader among fakes."""
 
-    def __init__(self, folder: Path, lighthouse: Lighthouse | None = None, **settings: Any) -> None:
+    def __init__(
+        self, folder: Path, lighthouse: Lighthouse | None = None, rules: Rules = DEFAULT, **settings: Any
+    ) -> None:
         self.lighthouse = lighthouse or Lighthouse()
         self.orders: list[object] = []
         self.tokens: list[Token] = []
         self._journal = folder / "events.jsonl"
         about = Ask(Report(0, "0-x-0", STATE, 1), ("r0", "r1"), ("s0", "s1"), "hash", "layout")
         self.leader = Leader(
-            control.initial(0, "0-x-0", 9, STATE),
+            control.initial(0, "0-x-0", 9, STATE, rules),
             about,
             self.lighthouse,  # type: ignore[arg-type]
             replace(SETTINGS, **settings),
             Outlets(self.orders.append, self.tokens.append),
             Journal(self._journal),
-            Failpoints({}, 0),
         )
 
     def events(self, name: str) -> list[dict[str, Any]]:
@@ -105,9 +106,11 @@ class Scene:
         self.lighthouse.answers.put_nowait(given)
         await self.until(lambda: self.leader.replica.grant == given, "the grant is adopted")
 
-    def vote(self, rank: int, fence: Fence, members: tuple[int, ...] = (0,), digest: str = "d") -> None:
+    def vote(
+        self, rank: int, fence: Fence, members: tuple[int, ...] = (0,), digest: str = "d", **more: Any
+    ) -> None:
         batches = tuple(Contribution(m, 1, m, 0, loss=float(rank)) for m in members)
-        self.leader.received(Vote(rank, fence, f"{digest}{rank}", 2.0, batches))
+        self.leader.received(Vote(rank, fence, f"{digest}{rank}", 2.0, batches, **more))
 
 
 def grant(epoch: int, *members: int, behind: tuple[int, ...] = (), base: StateId = STATE) -> Grant:

@@ -9,7 +9,7 @@ import pytest
 from ft_hsdp import protocol
 from ft_hsdp.control import channel
 from ft_hsdp.control.channel import Hub, Line
-from ft_hsdp.core import replica as core
+from ft_hsdp.core import effects
 from ft_hsdp.core.commit import Fence, Vote
 from ft_hsdp.protocol import RankHello, RankStopped
 
@@ -65,11 +65,15 @@ def test_orders_and_reports() -> None:
             ranks = [await Rank().connect(leader.port, hello(r)) for r in (2, 1)]
             await leader.hub.all_here(5)
             assert leader.hub.hellos == {1: hello(1), 2: hello(2)}
-            orders = [core.Feed(4), core.StopRing(3, "why"), core.Reduce(Fence(1, 2, 3), "behind", "0" * 32)]
-            for order in (*orders, core.Exit(75, "enough")):
+            orders = [
+                effects.Feed(4),
+                effects.StopRing(3, "why"),
+                effects.Reduce(Fence(1, 2, 3), "behind", "0" * 32),
+            ]
+            for order in (*orders, effects.Exit(75, "enough")):
                 leader.hub.broadcast(order)
             for rank in ranks:
-                assert [await rank.orders.get() for _ in range(4)] == [*orders, core.Exit(75, "enough")]
+                assert [await rank.orders.get() for _ in range(4)] == [*orders, effects.Exit(75, "enough")]
             vote = Vote(1, Fence(1, 2, 3), "d", 0.5, ())
             for report in (RankStopped(1, 4), vote):
                 ranks[1].line.send(report)
@@ -135,8 +139,8 @@ def test_a_rank_says_hello_once() -> None:
             assert 1 in leader.hub.hellos
             second = await Rank().connect(leader.port, hello(1))
             await asyncio.wait_for(second.lost.wait(), 3)
-            leader.hub.broadcast(core.Feed(1))
-            assert await first.orders.get() == core.Feed(1)
+            leader.hub.broadcast(effects.Feed(1))
+            assert await first.orders.get() == effects.Feed(1)
             for rank in (first, second):
                 rank.line.close()
 
@@ -191,7 +195,7 @@ def test_a_rank_may_not_give_orders_nor_a_leader_reports() -> None:
             leader.hub.broadcast(RankStopped(0, 1))
             await asyncio.wait_for(rank.lost.wait(), 3)
             assert rank.orders.empty()
-            rank.line.send(core.Exit(0, "says who"))
+            rank.line.send(effects.Exit(0, "says who"))
             assert await asyncio.wait_for(leader.lost.get(), 3) == 1
             assert leader.heard.empty()
             rank.line.close()

@@ -3,17 +3,27 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from leader_helpers import OTHER, STATE, Down, Scene, grant, one_step, run
 
 from ft_hsdp.control import leader as control
-from ft_hsdp.core import replica as core
+from ft_hsdp.core import effects, lineage
 from ft_hsdp.core.assignment import Continue, Finish
 from ft_hsdp.core.commit import Fence
 from ft_hsdp.core.lineage import StateId
-from ft_hsdp.core.replica import Phase
-from ft_hsdp.protocol import RankBroken, RankFetched, RankFetchFailed, RankShown, RankStopped
+from ft_hsdp.core.rules import Rules
+from ft_hsdp.core.standing import Phase
+from ft_hsdp.protocol import (
+    RankBroken,
+    RankCheckpointed,
+    RankCheckpointFailed,
+    RankFetched,
+    RankFetchFailed,
+    RankShown,
+    RankStopped,
+)
 
 
 def test_a_step_alone_from_check_in_to_the_next_ask(tmp_path: Path) -> None:
@@ -23,19 +33,23 @@ def test_a_step_alone_from_check_in_to_the_next_ask(tmp_path: Path) -> None:
         ask = s.lighthouse.asks[0]
         assert (ask.ring, ask.state, ask.config_hash, ask.layout) == (("r0", "r1"), ("s0", "s1"), "hash", "layout")
         fence = Fence(1, 1, 0)
-        assert s.orders == [core.Configure(grant(1, 0)), core.Feed(1), core.Reduce(fence, "contribute", "0" * 32)]
+        assert s.orders == [
+            effects.Configure(grant(1, 0)),
+            effects.Feed(1),
+            effects.Reduce(fence, "contribute", "0" * 32),
+        ]
         s.vote(1, fence)
-        assert not s.named(core.Commit), "committed with one vote of two"
+        assert not s.named(effects.Commit), "committed with one vote of two"
         s.vote(0, fence)
-        (commit,) = s.named(core.Commit)
+        (commit,) = s.named(effects.Commit)
         record = commit.record
         assert (record.contributors, record.loss, record.norm) == ((0,), 0.5, 2.0)
         assert (record.chunk_bytes, record.ring, record.total) == (64, (0,), 2)
-        assert s.orders[-2:] == [commit, core.Feed(2)]
+        assert s.orders[-2:] == [commit, effects.Feed(2)]
         await s.until(lambda: len(s.lighthouse.asks) == 2, "asks for step 2")
         assert s.lighthouse.asks[1].report.state == record.state_id
         s.lighthouse.answers.put_nowait(Continue(1, 2))
-        await s.until(lambda: s.named(core.Reduce)[-1].fence == Fence(1, 2, 0), "step 2")
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence == Fence(1, 2, 0), "step 2")
         s.leader.close()
 
     run(body())
@@ -47,7 +61,7 @@ def test_after_a_broken_ring_it_asks_once_all_ranks_have_left_it(tmp_path: Path)
         await s.granted(grant(1, 0, 1))
         s.leader.received(RankBroken(1, 1, "replica 1 is gone", suspect=1))
         s.leader.received(RankBroken(0, 1, "and again"))
-        assert s.named(core.StopRing) == [core.StopRing(1, "the ring broke")]
+        assert s.named(effects.StopRing) == [effects.StopRing(1, "the ring broke")]
         s.leader.received(RankStopped(0, 1))
         s.leader.received(RankStopped(0, 1))
         s.leader.received(RankStopped(1, 7))
@@ -83,9 +97,9 @@ def test_a_planned_end_is_no_failure_and_other_epochs_do_not_matter(tmp_path: Pa
         s = Scene(tmp_path)
         await s.granted(grant(4, 0, 1))
         s.leader.received(RankBroken(1, 3, "an old ring"))
-        assert not s.named(core.StopRing)
+        assert not s.named(effects.StopRing)
         s.leader.received(RankBroken(1, 4, "a newer epoch", planned=True))
-        assert s.named(core.StopRing)
+        assert s.named(effects.StopRing)
         assert not s.events("RingBroken")
         s.leader.close()
 
@@ -97,10 +111,10 @@ def test_the_lease_is_used_while_the_lighthouse_is_away(tmp_path: Path) -> None:
         s = Scene(tmp_path, Down())
         s.lighthouse.answers.put_nowait(grant(1, 0))
         s.leader.start()
-        await s.until(lambda: s.named(core.Reduce), "step 1")
+        await s.until(lambda: s.named(effects.Reduce), "step 1")
         s.vote(0, Fence(1, 1, 0))
         s.vote(1, Fence(1, 1, 0))
-        await s.until(lambda: s.named(core.Reduce)[-1].fence == Fence(1, 2, 0), "step 2 without an answer")
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence == Fence(1, 2, 0), "step 2 without an answer")
         (event,) = s.events("LeaseUsed")
         assert (event["epoch"], event["step"], event["reason"]) == (1, 2, "down")
         s.leader.close()
@@ -112,11 +126,11 @@ def test_a_slow_lighthouse_is_not_waited_for(tmp_path: Path) -> None:
     async def body() -> None:
         s = Scene(tmp_path, answer_wait_s=0.05)
         await one_step(s)
-        await s.until(lambda: s.named(core.Reduce)[-1].fence == Fence(1, 2, 0), "step 2 without an answer")
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence == Fence(1, 2, 0), "step 2 without an answer")
         assert len(s.lighthouse.asks) == 2
         s.lighthouse.answers.put_nowait(Continue(1, 2))  # late: it changes nothing
         await asyncio.sleep(0.05)
-        assert [r.fence.step for r in s.named(core.Reduce)] == [1, 2]
+        assert [r.fence.step for r in s.named(effects.Reduce)] == [1, 2]
         s.leader.close()
 
     run(body())
@@ -127,9 +141,9 @@ def test_no_lease_lasts_for_ever(tmp_path: Path) -> None:
         s = Scene(tmp_path, lease_s=0.1, answer_wait_s=0.2)
         await one_step(s)
         await asyncio.sleep(0.5)
-        assert [r.fence.step for r in s.named(core.Reduce)] == [1], "trained on beyond its lease"
+        assert [r.fence.step for r in s.named(effects.Reduce)] == [1], "trained on beyond its lease"
         s.lighthouse.answers.put_nowait(Continue(1, 2))
-        await s.until(lambda: len(s.named(core.Reduce)) == 2, "goes on with the answer")
+        await s.until(lambda: len(s.named(effects.Reduce)) == 2, "goes on with the answer")
         s.leader.close()
 
     run(body())
@@ -140,16 +154,16 @@ def test_a_broken_ring_has_no_lease(tmp_path: Path) -> None:
         s = Scene(tmp_path, Down())
         s.lighthouse.answers.put_nowait(grant(1, 0, 1))
         s.leader.start()
-        await s.until(lambda: s.named(core.Reduce), "step 1")
+        await s.until(lambda: s.named(effects.Reduce), "step 1")
         s.leader.received(RankBroken(0, 1, "gone"))
         for rank in (0, 1):
             s.leader.received(RankStopped(rank, 1))
         await s.until(lambda: len(s.lighthouse.asks) >= 3, "it keeps asking")
-        assert len(s.named(core.Reduce)) == 1
-        assert not s.named(core.Exit), "a member does not give up"
+        assert len(s.named(effects.Reduce)) == 1
+        assert not s.named(effects.Exit), "a member does not give up"
         s.lighthouse.answers.put_nowait(grant(2, 0))
-        await s.until(lambda: s.named(core.Reduce)[-1].fence == Fence(2, 1, 0), "the same step on another ring")
-        assert len(s.named(core.Feed)) == 1, "the batch was fed again"
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence == Fence(2, 1, 0), "the same step on another ring")
+        assert len(s.named(effects.Feed)) == 1, "the batch was fed again"
         assert len(s.events("StepRetried")) == 1
         s.leader.close()
 
@@ -163,7 +177,7 @@ def test_who_never_joined_ends_with_69(tmp_path: Path) -> None:
         await asyncio.sleep(0.1)
         assert not s.orders
         await s.until(lambda: s.orders, "the end")
-        assert isinstance(s.orders[0], core.Exit)
+        assert isinstance(s.orders[0], effects.Exit)
         assert (s.orders[0].code, "down" in s.orders[0].reason) == (69, True)
         s.leader.close()
 
@@ -179,7 +193,7 @@ def test_a_token_that_does_not_come_round_breaks_the_ring(tmp_path: Path) -> Non
         assert s.leader.replica.phase is Phase.VOTED
         (token,) = s.tokens
         assert (token.fence, token.verdict, token.yes) == (Fence(1, 1, 0), False, True)
-        await s.until(lambda: s.named(core.StopRing), "the ring is left")
+        await s.until(lambda: s.named(effects.StopRing), "the ring is left")
         assert "no verdict on step 1" in s.events("RingBroken")[0]["cause"]
         assert s.leader.replica.prepared is not None, "the record in doubt was dropped"
         s.leader.close()
@@ -194,10 +208,10 @@ def test_a_token_in_time_is_followed_by_no_alarm(tmp_path: Path) -> None:
         for rank in (0, 1):
             s.vote(rank, Fence(1, 1, 0), (0, 1))
         s.leader.token(s.tokens[0])
-        assert len(s.named(core.Commit)) == 1
+        assert len(s.named(effects.Commit)) == 1
         assert s.tokens[1] == replace(s.tokens[0], verdict=True)
         await asyncio.sleep(0.2)
-        assert not s.named(core.StopRing)
+        assert not s.named(effects.StopRing)
         s.leader.close()
 
     run(body())
@@ -213,12 +227,12 @@ def test_stale_votes_are_not_counted(tmp_path: Path) -> None:
         for other in (Fence(0, 1, 0), Fence(1, 2, 0), Fence(1, 1, 1)):
             s.vote(1, other)
         s.vote(0, fence, digest="again")
-        assert not s.named(core.Commit)
+        assert not s.named(effects.Commit)
         s.vote(1, fence)
-        assert len(s.named(core.Commit)) == 1
+        assert len(s.named(effects.Commit)) == 1
         s.vote(0, fence)
         s.vote(1, fence)
-        assert len(s.named(core.Commit)) == 1
+        assert len(s.named(effects.Commit)) == 1
         s.leader.close()
 
     run(body())
@@ -230,7 +244,7 @@ def test_ranks_that_saw_different_contributors_end_the_replica(tmp_path: Path) -
         await s.granted(grant(1, 0, 1))
         s.vote(0, Fence(1, 1, 0), (0, 1))
         s.vote(1, Fence(1, 1, 0), (0,))
-        (end,) = s.named(core.Exit)
+        (end,) = s.named(effects.Exit)
         assert (end.code, "different contributors" in end.reason) == (75, True)
         assert not s.tokens
         s.leader.close()
@@ -262,7 +276,7 @@ def test_a_shown_grant_is_adopted(tmp_path: Path) -> None:
         await s.granted(grant(1, 0, 1))
         s.leader.received(RankShown(1, grant(2, 0, 1)))
         s.leader.received(RankShown(0, grant(2, 0, 1)))
-        assert [o.grant.epoch for o in s.named(core.Configure)] == [1, 2]
+        assert [o.grant.epoch for o in s.named(effects.Configure)] == [1, 2]
         s.leader.close()
 
     run(body())
@@ -272,14 +286,14 @@ def test_a_fetch_is_over_when_all_ranks_have_their_shards(tmp_path: Path) -> Non
     async def body() -> None:
         s = Scene(tmp_path)
         await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
-        (order,) = s.named(core.Fetch)
+        (order,) = s.named(effects.Fetch)
         assert (order.base, [m.replica for m in order.donors]) == (OTHER, [1])
         s.leader.received(RankFetched(1, OTHER))
         s.leader.received(RankFetched(1, OTHER))
         s.leader.received(RankFetched(0, STATE))
-        assert not s.named(core.Install)
+        assert not s.named(effects.Install)
         s.leader.received(RankFetched(0, OTHER))
-        assert s.named(core.Install) == [core.Install(OTHER)]
+        assert s.named(effects.Install) == [effects.Install(OTHER)]
         assert s.leader.replica.state == OTHER
         assert len(s.events("LeftBehind")) == 1
         s.leader.close()
@@ -292,9 +306,9 @@ def test_a_fetch_that_failed_ends_the_replica(tmp_path: Path) -> None:
         s = Scene(tmp_path)
         await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
         s.leader.received(RankFetchFailed(1, STATE, "of an older fetch"))
-        assert not s.named(core.Exit)
+        assert not s.named(effects.Exit)
         s.leader.received(RankFetchFailed(1, OTHER, "replica 1: gone"))
-        (end,) = s.named(core.Exit)
+        (end,) = s.named(effects.Exit)
         assert (end.code, "replica 1: gone" in end.reason) == (75, True)
         s.leader.close()
 
@@ -314,8 +328,173 @@ def test_the_final_state_is_reported_once_it_is_written_down(tmp_path: Path, wri
         assert bool(s.lighthouse.asks) == written
         s.leader.concluded.set()
         s.lighthouse.answers.put_nowait(Finish())
-        await s.until(lambda: s.named(core.Exit), "the end")
-        assert s.named(core.Exit)[0].code == 0
+        await s.until(lambda: s.named(effects.Exit), "the end")
+        assert s.named(effects.Exit)[0].code == 0
+        s.leader.close()
+
+    run(body())
+
+
+# What is compared, written and waited for.
+
+
+def both_vote(s: Scene, fence: Fence, members: tuple[int, ...] = (0,), **more: Any) -> None:
+    for rank in (0, 1):
+        s.vote(rank, fence, members, **more)
+
+
+def test_the_digests_of_all_ranks_are_compared_in_one(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        await s.granted(grant(1, 0, 1))
+        s.vote(1, Fence(1, 1, 0), (0, 1), state_digest="b")
+        s.vote(0, Fence(1, 1, 0), (0, 1), state_digest="a")
+        assert s.tokens[0].digests == ((0, lineage.digest(["a", "b"])),)
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_rank_without_its_state_has_nothing_compared(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        await s.granted(grant(1, 0, 1))
+        s.vote(1, Fence(1, 1, 0), (0, 1), state_digest="b")
+        s.vote(0, Fence(1, 1, 0), (0, 1))
+        assert s.tokens[0].digests == ()
+        s.leader.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize("wrong", [(0,), (2,)])
+def test_a_divergence_is_journalled_and_ends_only_the_minority(tmp_path: Path, wrong: tuple[int, ...]) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        await s.granted(replace(grant(1, 0, 1, 2), total=3))
+        both_vote(s, Fence(1, 1, 0), (0, 1, 2), state_digest="a")
+        mine = s.tokens[0].digests[0][1]
+        digests = tuple((r, mine if (r in wrong) == (0 in wrong) else "other") for r in range(3))
+        s.leader.token(replace(s.tokens[0], yes=False, digests=digests))
+        (event,) = s.events("StateDiverged")
+        assert (event["replicas"], event["slice"], event["majority"]) == (list(wrong), 0, True)
+        assert f"replicas {wrong[0]} differ in slice 0" in event["reason"]
+        last = [type(o) for o in s.orders[-3:]]
+        assert (last == [effects.StopRing, effects.Forget, effects.Exit]) == (0 in wrong)
+        assert not s.named(effects.Commit)
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_checkpoint_is_whole_when_all_ranks_have_written_it(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, rules=Rules(checkpoint_every=1))
+        await one_step(s)
+        (order,) = s.named(effects.Checkpoint)
+        commit = next(i for i, o in enumerate(s.orders) if isinstance(o, effects.Commit))
+        assert s.orders[commit + 1] == order, "written before the step was applied, or after the next batch began"
+        assert order.state == s.leader.replica.state
+        s.leader.replica = replace(s.leader.replica, failing=True)
+        s.leader.received(RankCheckpointed(0, order.state))
+        s.leader.received(RankCheckpointed(0, order.state))
+        s.leader.received(RankCheckpointed(1, STATE))
+        assert not s.events("CheckpointWritten")
+        s.leader.received(RankCheckpointed(1, order.state))
+        assert len(s.events("CheckpointWritten")) == 1
+        assert not s.leader.replica.failing
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_checkpoint_that_failed_is_told_once_and_given_to_another(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, rules=Rules(checkpoint_every=1))
+        await one_step(s)
+        (order,) = s.named(effects.Checkpoint)
+        for rank in (1, 0):
+            s.leader.received(RankCheckpointFailed(rank, order.state, "no space left"))
+        (event,) = s.events("CheckpointFailed")
+        assert (event["reason"], event["at_rank"], event["step"]) == ("no space left", 1, 1)
+        s.lighthouse.answers.put_nowait(grant(2, 0, 1, base=order.state))
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence == Fence(2, 2, 0), "step 2")
+        both_vote(s, Fence(2, 2, 0), (0, 1))
+        assert s.tokens[-1].unwritable == (0,)
+        s.leader.token(replace(s.tokens[-1], equal=(0, 1)))
+        assert len(s.named(effects.Checkpoint)) == 1, "it is the turn of 1"
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_vote_is_held_back_until_the_fetch_is_done(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, catchup_wait_s=30.0)
+        await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
+        both_vote(s, Fence(2, 4, 0), (1,))
+        assert not s.tokens, "it voted before its base was here"
+        for rank in (0, 1):
+            s.leader.received(RankFetched(rank, OTHER))
+        (token,) = s.tokens
+        assert token.equal == (0,)
+        s.leader.token(replace(token, equal=(0, 1)))
+        assert s.leader.replica.state.step == 4
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_slow_fetch_is_waited_for_once_and_no_longer_than_the_limit(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, catchup_wait_s=0.05)
+        await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
+        both_vote(s, Fence(2, 4, 0), (1,))
+        await s.until(lambda: s.tokens, "the vote goes on without the base")
+        s.leader.token(s.tokens[0])
+        assert len(s.named(effects.Log)) == 1
+        s.lighthouse.answers.put_nowait(Continue(2, 5))
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence == Fence(2, 5, 0), "step 5")
+        both_vote(s, Fence(2, 5, 0), (1,))
+        assert [t.fence.step for t in s.tokens if not t.verdict] == [4, 5], "it waited for the same fetch again"
+        s.leader.close()
+
+    run(body())
+
+
+def test_nobody_waits_for_a_fetch_by_default(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
+        both_vote(s, Fence(2, 4, 0), (1,))
+        assert len(s.tokens) == 1
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_step_that_is_skipped_is_journalled(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        await s.granted(grant(1, 0))
+        both_vote(s, Fence(1, 1, 0), poisoned=(0,))
+        (commit,) = s.named(effects.Commit)
+        assert (commit.record.skipped, commit.record.norm) == (True, 0.0)
+        (event,) = s.events("StepSkipped")
+        assert (event["replicas"], event["step"]) == ([0], 1)
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_replica_checks_in_with_the_state_that_it_found(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        s.leader.replica = control.initial(0, "0-x-1", 9, OTHER)
+        s.leader.start()
+        await s.until(lambda: s.lighthouse.asks, "asks")
+        report = s.lighthouse.asks[0].report
+        assert (report.state, report.step, report.epoch, report.doubt) == (OTHER, 4, 0, None)
         s.leader.close()
 
     run(body())

@@ -56,12 +56,19 @@ def test_what_a_record_adds_up_to() -> None:
     assert RECORD.loss == pytest.approx((1 * 2.0 + 3 * 4.0) / 4)
     assert RECORD.contributors == (0, 2)
     assert RECORD.fence == FENCE
-    assert RECORD.ledger(Ledger((7, 9, 5))) == Ledger((8, 9, 6))
+    assert RECORD.ledger(Ledger((7, 9, 5))) == Ledger((8, 9, 6), (), (0, 2))
 
 
 def test_a_ledger_that_does_not_fit_is_refused() -> None:
-    with pytest.raises(ValueError, match="not the next one"):
+    with pytest.raises(ValueError, match="batch 7 of data shard 0 was trained before"):
         RECORD.ledger(Ledger((8, 9, 5)))
+
+
+def test_whoever_brings_the_batch_of_a_lower_replica_is_named() -> None:
+    assert RECORD.doubled == ()
+    third = Contribution(1, 1, 2, 5)
+    assert replace(RECORD, contributions=(*ALL, third)).doubled == (2,)
+    assert replace(RECORD, contributions=(*ALL, third, Contribution(3, 1, 0, 7))).doubled == (2, 3)
 
 
 @pytest.mark.parametrize("late", [Fence(2, 8, 1), Fence(3, 7, 1), Fence(3, 8, 0), Fence(4, 8, 1), Fence(3, 8, 2)])
@@ -96,14 +103,39 @@ def test_only_the_very_same_attempt_is_fenced_in(a: Fence, b: Fence) -> None:
 
 def test_the_record_of_a_tally() -> None:
     losses = tuple(replace(c, loss=c.loss + 2) for c in ALL)
-    tally = Tally(FENCE, 2).add(vote(1, contributions=losses, poisoned=(2,))).add(vote(0, sumsq=16.0))
+    tally = Tally(FENCE, 2).add(vote(1, contributions=losses)).add(vote(0, sumsq=16.0))
     record = tally.record("prev", (0, 1, 2), 3, linear, 4096)
     assert record is not None
     assert (record.epoch, record.step, record.attempt) == (3, 8, 1)
     assert [c.loss for c in record.contributions] == [3.0, 5.0]
     assert record.norm == pytest.approx(math.sqrt(16.0 + 9.0) / 4)
     assert record.lr_scale == pytest.approx(2 / 3)
-    assert record.poisoned == (2,)
+    assert not record.skipped
+
+
+@pytest.mark.parametrize("sumsq", [16.0, math.inf, math.nan])
+def test_a_poisoned_step_has_a_name_of_its_own_and_a_norm_that_can_be_written_down(sumsq: float) -> None:
+    tally = Tally(FENCE, 2).add(vote(1, poisoned=(2,))).add(vote(0, sumsq=sumsq))
+    record = tally.record("prev", (0, 1, 2), 3, linear, 4096)
+    assert record is not None
+    assert (record.poisoned, record.norm, record.skipped) == ((2,), 0.0, True)
+    assert record.ledger(Ledger((7, 9, 5))) == Ledger((8, 9, 6), takers=(0, 2))
+    assert record.state_id != replace(record, poisoned=()).state_id
+    assert replace(record, contributions=(ALL[0], replace(ALL[1], loss=math.nan))).loss == ALL[0].loss
+
+
+def test_finite_gradients_whose_sum_is_not_are_nobodys_fault() -> None:
+    record = Tally(FENCE, 2).add(vote(1)).add(vote(0, sumsq=math.inf)).record("prev", (0, 1, 2), 3, linear, 4096)
+    assert record is not None
+    assert record.poisoned == record.contributors == (0, 2)
+
+
+def test_the_digests_of_the_state_count_only_together() -> None:
+    one, two = vote(0, state_digest="a"), vote(1, state_digest="b")
+    both = Tally(FENCE, 2).add(two).add(one).state_digest
+    assert both == Tally(FENCE, 2).add(one).add(two).state_digest != ""
+    assert both != Tally(FENCE, 2).add(one).add(replace(two, state_digest="c")).state_digest
+    assert Tally(FENCE, 2).add(one).add(vote(1)).state_digest == ""
 
 
 def test_the_order_of_votes_does_not_show_in_the_record() -> None:

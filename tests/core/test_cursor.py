@@ -1,10 +1,31 @@
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.cursor import Ledger
+from ft_hsdp.core.cursor import MAX_HOLES, Ledger
+
+
+def trained(ledger: Ledger) -> set[tuple[int, int]]:
+    """The batches (data shard, index) inside a state."""
+    below = {(s, i) for s, cursor in enumerate(ledger.cursors) for i in range(cursor)}
+    return below - set(ledger.holes)
+
+
+def numbers(ledger: Ledger) -> set[int]:
+    """The same, as places in the whole data."""
+    return {index * len(ledger.cursors) + shard for shard, index in trained(ledger)}
+
+
+@st.composite
+def ledgers(draw: st.DrawFn) -> Ledger:
+    """Any ledger that training leads to."""
+    shards = draw(st.integers(1, 5))
+    done = draw(st.sets(st.tuples(st.integers(0, shards - 1), st.integers(0, 12)), max_size=40))
+    return Ledger.empty(shards).advance(sorted(done), (0, 2))
 
 
 def test_only_contributors_move_on() -> None:
@@ -12,24 +33,80 @@ def test_only_contributors_move_on() -> None:
     assert Ledger.empty(3).advance([]) == Ledger((0, 0, 0))
 
 
-@pytest.mark.parametrize("index", [0, 3, 5])
-def test_a_batch_that_is_not_the_next_is_refused(index: int) -> None:
-    with pytest.raises(ValueError, match=rf"batch {index} of data shard 1 is not the next one, 4"):
-        Ledger((9, 4)).advance([(1, index)])
+def test_what_is_jumped_over_is_a_hole_until_it_is_trained() -> None:
+    ledger = Ledger((4,)).advance([(0, 4), (0, 7)], (0, 3))
+    assert ledger == Ledger((8,), ((0, 5), (0, 6)), (0, 3))
+    assert [ledger.untrained(0, place) for place in range(4)] == [5, 6, 8, 9]
+    assert ledger.advance([(0, 6), (0, 8)]) == Ledger((9,), ((0, 5),))
+
+
+@pytest.mark.parametrize("index", [0, 3])
+def test_a_batch_that_was_trained_is_refused(index: int) -> None:
+    with pytest.raises(ValueError, match=rf"batch {index} of data shard 1 was trained before"):
+        Ledger((9, 4), ((1, 2),)).advance([(1, index)])
 
 
 def test_a_batch_counts_once_even_within_a_step() -> None:
-    with pytest.raises(ValueError, match="not the next one"):
-        Ledger((0, 0)).advance([(0, 0), (0, 0)])
+    for ledger in (Ledger((0, 0)), Ledger((3, 0), ((0, 0),))):
+        with pytest.raises(ValueError, match="batch 0 of data shard 0 was trained before"):
+            ledger.advance([(0, 0), (0, 0)])
 
 
-@given(st.lists(st.sets(st.integers(0, 3)), max_size=20))
-def test_every_batch_exactly_once_in_order(steps: list[set[int]]) -> None:
-    ledger, trained = Ledger.empty(4), []
-    for contributors in steps:
-        batches = [(shard, ledger.cursors[shard]) for shard in sorted(contributors)]
-        trained += batches
+def test_holes_are_bounded() -> None:
+    assert len(Ledger.empty(1).advance([(0, MAX_HOLES)]).holes) == MAX_HOLES
+    for far in (MAX_HOLES + 1, 2**63):
+        with pytest.raises(ValueError, match="too far beyond the next one, 0"):
+            Ledger.empty(2).advance([(1, far)])
+    with pytest.raises(ValueError, match=f"{MAX_HOLES + 1} batches were left out; at most {MAX_HOLES} are"):
+        Ledger((0, MAX_HOLES + 1)).redealt(3)
+
+
+@pytest.mark.parametrize(
+    ("cursors", "holes", "why"),
+    [
+        ((2, -1), (), "none may be negative"),
+        ((3,), ((0, 1), (0, 0)), "not sorted"),
+        ((3,), ((0, 1), (0, 1)), "stands there twice"),
+        ((3,), ((0, 2),), "hole 2 of data shard 0 is not below its last trained batch"),
+        ((3,), ((1, 0),), "hole 0 of data shard 1 is not below"),
+        ((3,), ((0, -1),), "hole -1"),
+    ],
+)
+def test_what_training_cannot_lead_to_is_refused(
+    cursors: tuple[int, ...], holes: tuple[tuple[int, int], ...], why: str
+) -> None:
+    with pytest.raises(ValueError, match=why):
+        Ledger(cursors, holes)
+
+
+@given(st.lists(st.sets(st.tuples(st.integers(0, 2), st.integers(0, 9)), max_size=5), max_size=12))
+def test_every_batch_at_most_once_in_any_order(steps: list[set[tuple[int, int]]]) -> None:
+    ledger, done = Ledger.empty(3), set[tuple[int, int]]()
+    for batches in steps:
+        if batches & done:
+            with pytest.raises(ValueError, match="was trained before"):
+                ledger.advance(batches)
+            continue
         ledger = ledger.advance(batches)
-    for shard in range(4):
-        mine = [index for s, index in trained if s == shard]
-        assert mine == list(range(ledger.cursors[shard]))
+        assert ledger == ledger.advance([])
+        done |= batches
+        assert trained(ledger) == done
+        for shard in range(3):
+            places = [ledger.untrained(shard, place) for place in range(15)]
+            left = (i for i in itertools.count() if (shard, i) not in done)
+            assert places == list(itertools.islice(left, 15))
+
+
+@given(ledgers(), st.integers(1, 6))
+def test_on_other_replicas_the_same_batches_are_trained(ledger: Ledger, shards: int) -> None:
+    other = ledger.redealt(shards)
+    assert len(other.cursors) == shards
+    assert numbers(other) == numbers(ledger)
+    assert other.takers == ()
+    assert other.redealt(len(ledger.cursors)) == ledger.redealt(len(ledger.cursors))
+
+
+def test_a_shard_that_is_far_behind_becomes_holes() -> None:
+    assert Ledger((3, 0, 3)).redealt(1) == Ledger((9,), ((0, 1), (0, 4), (0, 7)))
+    assert Ledger((9,), ((0, 1), (0, 4), (0, 7))).redealt(3) == Ledger((3, 0, 3))
+    assert Ledger.empty(4).redealt(2) == Ledger.empty(2)

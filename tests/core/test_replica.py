@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from transcript import FOLDER, Driver, replay
 
-from ft_hsdp.core.replica import MAX_ATTEMPTS
+from ft_hsdp.core.restart import REFILL_STEPS
+from ft_hsdp.core.voting import MAX_ATTEMPTS, MAX_SKIPS
 
 TRANSCRIPTS = sorted(FOLDER.glob("*.txt"))
 
@@ -49,3 +50,26 @@ def test_attempts_on_one_ring_are_bounded() -> None:
         driver.feed("reduced")
         driver.feed("token pass1 no")
     assert attempts == MAX_ATTEMPTS
+
+
+def test_a_job_that_only_skips_ends_before_its_restarts_are_refilled() -> None:
+    assert MAX_SKIPS < REFILL_STEPS
+    driver = Driver()
+    driver.feed("replica me=0 steps=99")
+    driver.feed("grant epoch=1 base=zero members=0")
+    said: list[str] = []
+    for step in range(1, MAX_SKIPS + 1):
+        said = driver.feed("reduced poisoned=0")
+        driver.feed(f"continue epoch=1 step={step + 1}")
+    assert said[-2] == f"exit 75: {MAX_SKIPS} steps in a row had no finite gradient"
+
+
+def test_a_finite_step_in_between_starts_the_count_anew() -> None:
+    driver = Driver()
+    driver.feed("replica me=0 steps=99")
+    driver.feed("grant epoch=1 base=zero members=0")
+    for step in range(1, 3 * MAX_SKIPS):
+        driver.feed("reduced" if step % MAX_SKIPS == 0 else "reduced poisoned=0")
+        driver.feed(f"continue epoch=1 step={step + 1}")
+    assert driver.me.intact
+    assert driver.me.state.step == 3 * MAX_SKIPS - 1

@@ -23,7 +23,8 @@ from ft_hsdp.core import replica as core
 from ft_hsdp.core.assignment import Answer, Continue, Final, Finish, Grant, Member, Refused
 from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Token
 from ft_hsdp.core.lineage import StateId
-from ft_hsdp.core.replica import Replica
+from ft_hsdp.core.rules import Rules
+from ft_hsdp.core.standing import Replica
 
 FOLDER = Path(__file__).parent / "transcripts"
 ZERO = lineage.initial("config", "weights")
@@ -60,7 +61,12 @@ class Driver:
         words: Words = {key: value for key, _, value in (w.partition("=") for w in rest)}
         if verb == "replica":
             me = int(words["me"])
-            self.replica = Replica(me, f"{me}-0", int(words["steps"]), ZERO, ZERO)
+            rules = Rules(
+                checkpoint_every=int(words.get("every", "0")),
+                catchup_log_steps=int(words.get("log", "64")),
+                poison=words.get("poison", "exclude_contributor"),  # type: ignore[arg-type]
+            )
+            self.replica = Replica(me, f"{me}-0", int(words["steps"]), ZERO, ZERO, rules)
             event: events.Event = events.Started()
         else:
             event = self._event(verb, words)
@@ -87,13 +93,17 @@ class Driver:
                 return events.RingBroken(int(words["epoch"]))
             case "reduced":
                 fence = fence_of(words["of"]) if "of" in words else self.me.fence
-                return events.Reduced(fence, self._record(fence, words))
+                return events.Reduced(fence, self._record(fence, words), words.get("digest", ""))
             case "token":
                 return events.TokenArrived(self._token(words))
             case "fetched":
                 return events.Fetched(self.states[words["base"]])
             case "fetch_failed":
                 return events.FetchFailed(self.states[words["base"]], "checksum")
+            case "written":
+                return events.CheckpointWritten(self.states[words["state"]])
+            case "unwritten":
+                return events.CheckpointFailed(self.states[words["state"]], "the disk is full")
             case "leave":
                 return events.LeaveRequested()
         raise ValueError(f"no such event: {verb}")
@@ -156,6 +166,9 @@ class Driver:
             claimed,
             numbers(words.get("equal", "")),
             numbers(words.get("leaving", "")),
+            tuple((int(d[0]), d[2:]) for d in words.get("digests", "").split(",") if d),
+            numbers(words.get("lagging", "")),
+            numbers(words.get("unwritable", "")),
         )
 
     # How it reads.
@@ -173,6 +186,8 @@ class Driver:
                 extra += [f"in doubt about {self._called(r.doubt)}"] if r.doubt else []
                 extra += [f"equal {list(r.equal)}"] if r.equal else []
                 extra += [f"leaving {list(r.leaving)}"] if r.leaving else []
+                extra += [f"lagging {list(r.lagging)}"] if r.lagging else []
+                extra += [f"diverged {list(r.diverged)}"] if r.diverged else []
                 return ", ".join([f"ask for step {r.step}: holds {self._called(r.state)}", *extra])
             case effects.Configure(grant):
                 return f"configure epoch {grant.epoch}: ring {list(grant.ring)}"
@@ -184,21 +199,30 @@ class Driver:
             case effects.SendToken(t):
                 extra = [f"equal {list(t.equal)}"] if t.equal else []
                 extra += [f"leaving {list(t.leaving)}"] if t.leaving else []
+                extra += ["digests " + ", ".join(f"{r}:{d}" for r, d in t.digests)] if t.digests else []
+                extra += [f"lagging {list(t.lagging)}"] if t.lagging else []
+                extra += [f"unwritable {list(t.unwritable)}"] if t.unwritable else []
                 extra += [t.reason] if t.reason else []
                 said = f"{'verdict' if t.verdict else 'pass 1'} {'yes' if t.yes else 'no'}"
                 return ", ".join([f"send token of {short(t.fence)}: {said}", *extra])
             case effects.Commit(record):
-                return f"commit {self._called(record.state_id)}: {list(record.contributors)}"
+                how = ", skipped" if record.skipped else ""
+                return f"commit {self._called(record.state_id)}: {list(record.contributors)}{how}"
             case effects.Log(record):
                 return f"log {self._called(record.state_id)}: {list(record.contributors)}"
-            case effects.Discard():
-                return "discard the local gradient"
+            case effects.Discard(reason):
+                full = ": " + reason.split(":")[1].strip() if "newer base" in reason else ""
+                return f"discard the local gradient{full}"
             case effects.Install(base):
                 return f"install {self._called(base)}"
             case effects.Feed(step):
                 return f"feed step {step}"
             case effects.Fetch(base, donors):
                 return f"fetch {self._called(base)} from {[d.replica for d in donors]}"
+            case effects.Checkpoint(state):
+                return f"write a checkpoint of {self._called(state)}"
+            case effects.Forget():
+                return "forget all snapshots"
             case effects.Exit(code, reason):
                 return f"exit {code}: {reason}"
 

@@ -31,6 +31,7 @@ def commit(
         "ring": [0, 1, 2],
         "contributors": sorted(who),
         "contributions": contributions,
+        "cursors": [step] * 3,
         "holes": [],
         "loss": 3.0 - step / 100,
         "lr": 1e-3,

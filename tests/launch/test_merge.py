@@ -105,5 +105,5 @@ def test_any_order_of_logs_and_any_reading_gives_the_same_history(data: st.DataO
 def test_a_metrics_row_has_what_the_contract_names() -> None:
     row = metrics_row(commit(1))
     assert {"t", "step", "epoch", "loss", "lr", "lr_scale", "contributors", "step_s", "waits"} <= row.keys()
-    assert {"ftar_bytes", "ftar_s", "attempt", "lineage", "tokens"} <= row.keys()
+    assert {"ftar_bytes", "ftar_s", "attempt", "lineage", "tokens", "holes"} <= row.keys()
     assert "contributions" not in row

@@ -91,13 +91,42 @@ def test_the_first_cursor_is_zero_unless_the_run_was_resumed() -> None:
     assert batches(late, fed(late))["skipped"] == 1
     resumed = [commit(n) for n in (41, 42)]
     assert batches(resumed, fed(resumed)) == {"trained": 6, "duplicated": 0, "skipped": 0}
+    resumed[1]["contributions"][2]["index"] = 42  # jumps over batch 41
+    assert batches(resumed, fed(resumed)) == {"trained": 6, "duplicated": 0, "skipped": 1}
 
 
 def test_a_hole_is_not_skipped() -> None:
     rows = [commit(1), commit(3, prev="L1")]
     assert batches(rows, fed(rows))["skipped"] == 3
-    rows[-1]["holes"] = [[0, 1], {"shard": 1, "index": 1}, [2, 1]]
+    rows[-1]["holes"] = [[0, 1], [1, 1], [2, 1]]
     assert batches(rows, fed(rows))["skipped"] == 0
+
+
+def dealt(step: int, indices: dict[int, int], cursor: int, *holes: int) -> Row:
+    """A row of a job whose replicas take from one sequence: replica -> index."""
+    contributions = [{"replica": r, "weight": 1, "shard": 0, "index": i, "loss": 2.0} for r, i in indices.items()]
+    left = [[0, hole] for hole in holes]
+    return commit(step, who=list(indices), contributions=contributions, cursors=[cursor], holes=left)
+
+
+def test_holes_of_one_sequence_are_trained_later_or_left_at_the_end() -> None:
+    rows = [dealt(1, {0: 0, 2: 2}, 3, 1), dealt(2, {0: 1, 2: 3}, 4), dealt(3, {2: 5}, 6, 4)]
+    assert batches(rows, fed(rows)) == {"trained": 5, "duplicated": 0, "skipped": 0}
+    assert batches(rows[:1], fed(rows)) == {"trained": 2, "duplicated": 0, "skipped": 0}
+    rows[-1]["holes"] = []
+    assert batches(rows, fed(rows)) == {"trained": 5, "duplicated": 0, "skipped": 1}
+    rows[-1]["contributions"][0]["index"] = 1
+    assert batches(rows, fed(rows)) == {"trained": 4, "duplicated": 1, "skipped": 0}
+
+
+def test_a_resumed_run_trains_the_holes_that_it_finds() -> None:
+    rows = [dealt(31, {0: 5, 1: 90}, 91, 7, 8), dealt(32, {0: 7, 1: 91}, 92, 8)]  # began with 5, 7, 8 left out
+    assert batches(rows, fed(rows)) == {"trained": 4, "duplicated": 0, "skipped": 0}
+    rows[-1]["holes"] = []
+    assert batches(rows, fed(rows)) == {"trained": 4, "duplicated": 0, "skipped": 1}
+    logs = fed(rows)
+    del logs[0][0]  # nobody fed 5
+    assert batches(rows, logs) == {"trained": 3, "duplicated": 0, "skipped": 2}
 
 
 @given(st.lists(st.sets(st.integers(0, 2), min_size=1), min_size=1, max_size=12), st.data())

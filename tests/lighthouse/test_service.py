@@ -240,7 +240,7 @@ def test_who_comes_back_in_time_is_not_evicted():
 
 def test_a_replica_that_a_supervisor_owns_and_does_not_run_is_down():
     async def main():
-        service, _ = make_service(total=3)
+        service, _ = make_service(total=3, return_wait_s=0.0)
         waiting = asyncio.create_task(service.ask(ask(0)))
         await quiet()
         overview = service.processes(Processes({0: name(0)}, (name(1),), (2,)))

@@ -92,6 +92,42 @@ def test_a_replica_that_caught_up_contributes_from_the_next_step():
     assert out.notes["EpochGranted"].startswith("caught up: replica 2")
 
 
+def test_who_needs_a_newer_base_gets_one_at_the_next_step_without_a_break():
+    job = Script()
+    job.first(0, 1)
+    job.ask(2)
+    job.ask(0, at(1, 1), epoch=1)
+    job.ask(1, at(1, 1), epoch=1)
+    assert isinstance(job.ask(0, at(2, 2), epoch=2).answers[0], Continue)
+    assert isinstance(job.ask(1, at(2, 2), epoch=2).answers[1], Continue)
+    job.ask(2, START, epoch=2, step=3, lagging=(2,), doubt=at(2, 2))
+    out = job.ask(1, at(2, 3), epoch=2, lagging=(2,))
+    assert out.grant(1).base == at(2, 3)
+    assert roles(out.grant(1)) == {0: "contribute", 1: "contribute", 2: "behind"}
+    assert "needs a newer base: replica 2" in out.notes["EpochGranted"]
+    assert job.ask(2, START, epoch=2, step=4, lagging=(2,), doubt=at(2, 3)).grant(2) == out.grant(1)
+
+
+def test_two_states_under_one_name_and_no_majority_halt_the_job_for_all():
+    job = Script()
+    job.first(0, 1)
+    job.ask(1, at(1, 3), epoch=1, after=1)
+    out = job.ask(0, at(1, 3), epoch=1, after=1, diverged=(0, 1))
+    assert "JobHalted" in out.notes
+    for r in (0, 1):
+        answer = out.answers[r]
+        assert isinstance(answer, Refused)
+        assert answer.exit_code == 75
+        assert answer.reason.startswith("replicas 0,1 hold different states at (1, 3")
+    assert job.s.halted == answer.reason
+    job.runs({0: 1, 1: None}, exited=[(0, 0), (1, 0)])
+    out = job.ask(0, at(1, 3), life=1)
+    assert isinstance(out.answers[0], Refused), "a restart changes nothing"
+    assert not out.notes
+    assert isinstance(job.ask(2).answers[2], Refused)
+    assert not job.wait(HOUR).answers
+
+
 def test_a_lost_answer_is_given_again():
     job = Script()
     grant = job.first(0, 1, 2)
@@ -146,7 +182,8 @@ def test_exclusion_is_not_death():
     assert not out.answers
     assert out.notes == {"Waiting": "epoch 1 has living members, none of them asks"}
     assert not job.wait(HOUR).answers
-    assert job.runs({2: None}, exited=[(2, 0)]).grant(0).ring == (0, 1)
+    assert not job.runs({2: None}, exited=[(2, 0)]).answers, "it may come back with what it held"
+    assert job.runs({2: None}, lost=[2]).grant(0).ring == (0, 1)
 
 
 def test_who_blocks_a_round_is_evicted():
@@ -238,7 +275,7 @@ def test_the_head_waits_for_its_holder_whatever_the_time():
 
 def test_the_head_rolls_back_one_step_when_all_its_holders_have_exited():
     job, _ = broken_with_head_at_0()
-    out = job.runs({0: None}, exited=[(0, 0)])
+    out = job.runs({0: None}, exited=[(0, 0)], lost=[0])
     assert "HeadRolledBack" in out.notes
     assert out.grant(1).base == START
     assert out.grant(1).ring == (1, 2)
@@ -258,7 +295,7 @@ def test_a_lost_head_of_more_than_one_step_follows_the_policy(policy):
     job.ask(0, at(1, 1), epoch=1)
     job.ask(1, at(1, 1), epoch=1)
     job.ask(0, at(1, 2), epoch=1)
-    job.runs({0: None, 1: None}, exited=[(0, 0), (1, 0)])
+    job.runs({0: None, 1: None}, exited=[(0, 0), (1, 0)], lost=[0, 1])
     out = job.ask(2)
     if policy == "halt":
         answer = out.answers[2]
@@ -273,6 +310,87 @@ def test_a_lost_head_of_more_than_one_step_follows_the_policy(policy):
         assert out.grant(2).base.step == 0
         assert "back by 2" in out.notes["HeadRolledBack"]
         assert job.s.head is None
+
+
+def all_killed(**policy):
+    """Step 5 was committed by 0 and 1 and reported by 0; then everybody was killed at once."""
+    job = Script(**policy)
+    job.first(0, 1, 2)
+    job.ask(0, at(1, 5), epoch=1)
+    out = job.runs(dict.fromkeys(range(3)), exited=[(r, 0) for r in range(3)])
+    assert not out.answers
+    return job
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_a_job_whose_replicas_find_their_states_again_goes_on_at_its_head(order):
+    job = all_killed(on_lost_head="halt")
+    held = {0: at(1, 5), 1: at(1, 5), 2: at(1, 4)}
+    for n, r in enumerate(order):
+        assert not job.runs({r: 1}).answers
+        out = job.ask(r, held[r], life=1)
+        assert not {"JobHalted", "HeadRolledBack"} & set(out.notes)
+        if n < 2:
+            assert not out.answers, "another one may come back with more"
+            assert not job.wait(50.0).answers
+    grant = out.grant(0)
+    assert (grant.base, grant.ring) == (at(1, 5), (0, 1, 2))
+    assert roles(grant) == {0: "contribute", 1: "contribute", 2: "behind"}
+
+
+def test_the_head_is_not_given_up_while_its_last_holder_is_started_again():
+    job = all_killed(on_lost_head="halt")
+    job.runs({1: 1, 2: 1})
+    job.ask(1, at(1, 3), life=1)
+    out = job.ask(2, at(1, 3), life=1)
+    assert out.notes == {"Waiting": f"head {at(1, 5)} is above {at(1, 3)}; replica 0 may come back with it"}
+    assert "JobHalted" in job.runs({0: None}, lost=[0]).notes
+
+
+def test_nobody_is_waited_for_longer_than_return_wait_s():
+    job = all_killed(on_lost_head="halt", return_wait_s=30.0)
+    job.wait(1000.0)
+    job.runs({0: 1, 1: 1})
+    job.ask(0, at(1, 5), life=1)
+    job.ask(1, at(1, 5), life=1)
+    assert not job.wait(29.0).answers
+    assert job.wait(2.0).grant(0).ring == (0, 1)
+
+
+def test_the_wait_for_a_return_begins_with_the_exit():
+    job = all_killed(return_wait_s=30.0)
+    job.runs({0: 1, 1: 1})
+    job.ask(0, at(1, 5), life=1)
+    job.wait(100.0)
+    job.runs({0: 1, 1: None}, exited=[(1, 1)])
+    job.s = MemoryStore().load(job.s.policy)  # and the store is lost
+    job.runs({0: 1, 1: None, 2: None}, exited=[(2, 1)])
+    assert not job.ask(0, at(1, 5), life=1).answers
+    assert not job.wait(29.0).answers
+    assert job.wait(2.0).grant(0).ring == (0,)
+
+
+def test_an_empty_store_waits_for_those_that_may_bring_committed_steps():
+    job = Script(term=7)
+    job.runs({0: 1, 1: None, 2: None}, exited=[(r, 0) for r in range(3)])
+    assert not job.ask(0, at(6, 8), life=1).answers
+    job.runs({0: 1, 1: 1, 2: None}, lost=[2])
+    grant = job.ask(1, at(7, 9), life=1).grant(0)
+    assert (grant.epoch, grant.base) == (8, at(7, 9))
+    assert roles(grant) == {0: "behind", 1: "contribute"}
+
+
+def test_what_is_known_never_to_be_committed_is_not_waited_for():
+    job = Script()
+    job.first(0, 1, 2)
+    job.runs({2: None}, exited=[(2, 0)])
+    job.ask(0, epoch=1, after=1, doubt=at(1, 1))
+    assert job.ask(1, epoch=1, after=1, void=Fence(1, 1, 0)).grant(0).ring == (0, 1)
+    job = Script()
+    job.first(0, 1, 2)
+    job.runs({2: None}, exited=[(2, 0)])
+    job.ask(0, epoch=1, after=1, doubt=at(1, 1))
+    assert "may come back with it" in job.ask(1, epoch=1, after=1).notes["Waiting"]
 
 
 def test_a_joiner_that_holds_more_than_the_ring_breaks_it():

@@ -56,10 +56,24 @@ def test_two_of_three_at_once(tmp_path: Path) -> None:
         assert job.replayed()["equal"]
 
 
+def test_all_three_at_once(tmp_path: Path) -> None:
+    """The state agents outlive the ranks: the job goes on where it was, although nobody is left who trained it."""
+    with Job(tmp_path, 25, quorum__on_lost_head="halt") as job:
+        job.until(lambda: job.step() >= 5, "step 5")
+        for replica in range(3):
+            job.signal(replica, replica % 2, signal.SIGKILL)
+        check(job.end(), 25)
+        restored = job.events("StateRestored")
+        assert {e["replica"] for e in restored} == {0, 1, 2}
+        lost = [e["steps"] for e in job.events("HeadRolledBack")]
+        assert lost in ([], [1]), "more than the step of which no copy was complete yet"
+        assert job.replayed()["equal"]
+
+
 @pytest.mark.parametrize("policy", ["halt", "rollback"])
-def test_all_three_at_once(tmp_path: Path, policy: str) -> None:
+def test_all_three_at_once_without_copies(tmp_path: Path, policy: str) -> None:
     """No copy of the state is left: the job ends with one clear reason, or begins again if it was told to."""
-    with Job(tmp_path, 25, quorum__on_lost_head=policy) as job:
+    with Job(tmp_path, 25, quorum__on_lost_head=policy, state__snapshot="on_demand") as job:
         job.until(lambda: job.step() >= 5, "step 5")
         for replica in range(3):
             job.signal(replica, replica % 2, signal.SIGKILL)

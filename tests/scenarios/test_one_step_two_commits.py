@@ -18,8 +18,8 @@ def test_a_replica_that_committed_alone_is_left_behind_and_heals(tmp_path: Path)
     prepared to commit, do step 6 again without it. It comes back at the same step number with another lineage."""
     at, steps = 6, 40
     failpoints = {
-        "verdict.stop": {"replicas": [0], "step": at},
-        "record.lost": {"replicas": [1, 2], "step": at},
+        "token-second": {"replicas": [0], "step": at, "signal": "STOP"},
+        "record-lost": {"replicas": [1, 2], "step": at},
     }
     limits = {"ftar.timeout_s": 1.0, "ftar.connect_timeout_s": 1.0, "quorum.suspect_grace_s": 0.3}
     limits |= {"quorum.evict_s": 60.0, "debug.failpoints": failpoints}

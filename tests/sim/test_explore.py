@@ -9,10 +9,10 @@ from unittest import mock
 
 import pytest
 
-from ft_hsdp.core import lineage
+from ft_hsdp.core import lineage, voting
 from ft_hsdp.core import replica as core
 from ft_hsdp.core.assignment import Grant
-from ft_hsdp.core.replica import Replica
+from ft_hsdp.core.standing import Replica
 from ft_hsdp.sim.explore import Result, explore
 from ft_hsdp.sim.world import Bounds
 from lighthouse import quorum, rounds, state
@@ -30,7 +30,7 @@ def bounds(**allowed: Any) -> Bounds:
 def test_no_violation_in_the_whole_bounded_space(capsys: pytest.CaptureFixture[str]) -> None:
     space = Bounds()
     assert (space.replicas, space.steps, space.deaths, space.pauses, space.restarts) == (3, 2, 1, 1, 1)
-    result = explore(space, limit_s=110)
+    result = explore(space, limit_s=240)
     with capsys.disabled():
         print(f"\n3 replicas, 2 steps, 1 death, 1 pause, 1 lighthouse restart: {result}")
     assert not result.violation, str(result)
@@ -45,11 +45,16 @@ def test_no_violation_in_the_whole_bounded_space(capsys: pytest.CaptureFixture[s
         (bounds(restarts=1, lapses=1), 200),
         (bounds(wipes=1), 800),
         (bounds(deaths=1, wipes=1), 150_000),
-        (bounds(deaths=1, late_tokens=True), 50_000),
+        (bounds(deaths=1, late_tokens=True), 40_000),
         (bounds(replicas=2, steps=3, pauses=2, breaks=2, lapses=1), 80_000),
         (bounds(deaths=1, steps=3), 50_000),
         (bounds(pauses=2, breaks=2, steps=1), 200_000),
         (bounds(deaths=1, breaks=1, replicas=2, late_tokens=True), 20_000),
+        (bounds(deaths=1, recovery=True), 30_000),
+        (bounds(replicas=2, deaths=2, recovery=True), 35_000),
+        (bounds(deaths=1, patient=True), 15_000),
+        (bounds(flips=1), 8_000),
+        (bounds(replicas=2, flips=1, breaks=1), 600),
     ],
     ids=str,
 )
@@ -61,7 +66,7 @@ def test_no_violation_in_other_spaces(space: Bounds, least: int) -> None:
 
 
 def test_the_transcript_is_the_shortest_way() -> None:
-    with mock.patch.object(core, "_token", _ignore_it):
+    with mock.patch.object(core, "token_came", _ignore_it):
         result = explore(bounds())
     assert result.violation.startswith("stuck")
     assert not result.exhausted
@@ -124,9 +129,27 @@ def _forget_the_yes(broken: Callable[[Replica, int], core.Step]) -> Callable[[Re
 def _silence_is_death(form: Callable[..., state.Step]) -> Callable[..., state.Step]:
     """Whoever is silent beyond its grace counts as gone."""
 
-    def mutant(s: state.State, asks: Any, silent: Any) -> state.Step:
+    def mutant(s: state.State, asks: Any, silent: Any, patient: bool) -> state.Step:
         gone = {(r, incarnation) for r, incarnation in silent if incarnation is not None}
-        return form(replace(s, exited=s.exited | gone), asks, silent)
+        return form(replace(s, exited=s.exited | gone), asks, silent, False)
+
+    return mutant
+
+
+def _no_digest(reduced: Callable[..., core.Step]) -> Callable[..., core.Step]:
+    """The ranks give no digest of the state that they hold."""
+
+    def mutant(s: Replica, fence: Any, record: Any, digest: str) -> core.Step:
+        return reduced(s, fence, record, "")
+
+    return mutant
+
+
+def _impatient(form: Callable[..., state.Step]) -> Callable[..., state.Step]:
+    """Whoever has exited is taken to come back with nothing."""
+
+    def mutant(s: state.State, asks: Any, silent: Any, patient: bool) -> state.Step:
+        return form(s, asks, silent, False)
 
     return mutant
 
@@ -149,13 +172,13 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         "exactly once: ",
     ),
     "tokens without a fence": (
-        [(core, "fenced", _always)],
+        [(voting, "fenced", _always)],
         bounds(deaths=1, late_tokens=True),
         True,
         "stuck: ",
     ),
     "tokens without a fence, safety": (
-        [(core, "fenced", _always)],
+        [(voting, "fenced", _always)],
         bounds(replicas=2, deaths=1, breaks=1, late_tokens=True),
         False,
         "lost commit: ",
@@ -166,7 +189,7 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         True,
         "two histories: ",
     ),
-    "a yes is forgotten": ([(core, "_broken", _forget_the_yes(core._broken))], LINK, True, "two histories: "),
+    "a yes is forgotten": ([(core, "broken", _forget_the_yes(core.broken))], LINK, True, "two histories: "),
     "everything is void": (
         [(core, "void", _always), (quorum, "void", _always)],
         LINK,
@@ -175,6 +198,13 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
     ),
     "silence is death": ([(rounds, "_form", _silence_is_death(rounds._form))], PAIR, True, ""),
     "no overlap with other epochs": ([(quorum, "uncovered", _nobody)], PAIR, True, ""),
+    "states are not compared": ([(core, "reduced", _no_digest(core.reduced))], bounds(flips=1), True, "corrupt: "),
+    "nobody comes back": (
+        [(rounds, "_form", _impatient(rounds._form))],
+        bounds(replicas=2, deaths=2, recovery=True),
+        True,
+        "given up: ",
+    ),
     "stale grants are adopted": ([(core, "_adopt", _adopt_whatever(core._adopt))], PAIR, True, ""),
 }
 
@@ -206,6 +236,7 @@ def _is_readable(result: Result) -> None:
             "stuck: ",
             "the head went back",
             "given up: ",
+            "corrupt: ",
         )
     )
     assert f"{len(result.transcript):3d}. {result.transcript[-1]}" in str(result)

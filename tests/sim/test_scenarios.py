@@ -13,6 +13,7 @@ from ft_hsdp.core import replica as core
 from ft_hsdp.core.assignment import Grant, Member, Report
 from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.lineage import StateId
+from ft_hsdp.sim import moves
 from ft_hsdp.sim.invariants import Violation
 from ft_hsdp.sim.world import Bounds
 from lighthouse import quorum, rounds
@@ -53,7 +54,9 @@ class Lighthouse:
         return self.take(Asked(Request(report, 0), 0.0))
 
     def runs(self, running: dict[int, str | None], *exited: tuple[int, str]) -> Lighthouse:
-        return self.take(ProcessesReported(running, frozenset(exited), frozenset(), 0.0))
+        """What runs, and what has exited; a replica of which nothing runs is given up."""
+        lost = frozenset(r for r, runs in running.items() if runs is None)
+        return self.take(ProcessesReported(running, frozenset(exited), lost, 0.0))
 
     def take(self, event: Asked | ProcessesReported | Ticked) -> Lighthouse:
         self.state, self.effects = transition(self.state, event)
@@ -304,3 +307,86 @@ def test_a_yes_of_one_left_behind_is_not_forgotten() -> None:
         s.play("replica 2 gets epoch 4", "replica 1 holds", "replica 2 gets the token of epoch 4")
         with pytest.raises(Violation, match="two histories"):
             s.play("replica 1 gets the token of epoch 4")
+
+
+# Behind, corrupt, and back again.
+
+REJOINED = (
+    *ADOPT,
+    "replica 2 is killed",
+    "replica 0 sees the ring of epoch 1",
+    "replica 1 sees the ring of epoch 1",
+    "the lighthouse learns",
+    "replica 0 gets epoch 2",
+    "replica 1 gets epoch 2",
+    "replica 0 holds",
+    "replica 1 gets the token",
+    "replica 2 restarts",
+    "replica 0 gets the token",
+    "replica 1 gets the token",
+    "replica 0 gets epoch 3",
+    "replica 1 gets epoch 3",
+    "replica 2 gets epoch 3",
+    "replica 0 holds",
+    "replica 1 gets the token",
+    "replica 2 gets the token",
+)
+
+
+def test_a_step_waits_for_a_fetch_and_the_replica_is_equal_from_the_next_one() -> None:
+    s = Scenario(Bounds(deaths=1, pauses=0, restarts=0, steps=4, patient=True)).play(*REJOINED)
+    assert not [o for o in s.options() if "token" in o], "the vote was not held back"
+    s.play("replica 2 has fetched")
+    two = s.model.replica(s.world, 2)
+    assert two is not None
+    assert not two.log
+    s.play("replica 0 gets the token")
+    assert [e.replica for e in s.model.lighthouse(s.world).grant.donors] == [0, 1, 2]  # type: ignore[union-attr]
+    s.run_out()
+
+
+def test_without_that_wait_it_joins_later_and_nobody_is_stalled() -> None:
+    s = Scenario(Bounds(deaths=1, pauses=0, restarts=0, steps=4)).play(*REJOINED)
+    s.play("replica 0 gets the token", "replica 1 gets the token", "replica 2 gets the token")
+    two = s.model.replica(s.world, 2)
+    assert two is not None
+    assert len(two.log) == 1
+    s.run_out()
+
+
+def test_a_fetch_that_never_ends_is_not_waited_for() -> None:
+    s = Scenario(Bounds(deaths=1, pauses=0, restarts=0, steps=4, patient=True)).play(*REJOINED)
+    over = dict(moves.patience(s.model, s.world))
+    s.world = over["replica 2 waits no longer for its fetch"]()
+    assert [o for o in s.options() if o.startswith("replica 0 gets the token")]
+
+
+def test_all_killed_at_once_go_on_at_the_head_if_they_find_their_states() -> None:
+    s = scenario(deaths=2, replicas=2, steps=3, recovery=True).play(
+        "replica 0 gets epoch 1",
+        "replica 1 gets epoch 1",
+        "replica 0 holds",
+        "replica 1 gets the token",
+        "replica 0 gets the token",
+        "replica 1 gets the token",
+        "replica 0 is killed",
+        "replica 1 is killed",
+        "the lighthouse learns that incarnation 0",
+        "replica 0 restarts and finds (1, 1",
+    )
+    assert not [o for o in s.options() if o.startswith("replica 0 gets")], "1 may come back with more"
+    s.play("the lighthouse learns", "replica 1 restarts and finds (1, 1", "replica 0 gets epoch 2 on (1, 1")
+    s.run_out()
+    assert s.model.lighthouse(s.world).halted == ""
+
+
+def test_a_corrupt_replica_ends_and_heals_and_two_that_differ_halt_the_job() -> None:
+    s = scenario(flips=1).play(*ADOPT, "replica 1 has its state corrupted", "replica 0 holds")
+    s.run_out()
+    assert s.world.lives == (0, 1, 0)
+    s = scenario(flips=1, replicas=2).play("replica 0 gets epoch 1", "replica 1 gets epoch 1")
+    s.play("replica 1 has its state corrupted", "replica 0 holds")
+    s.run_out()
+    assert "nobody can tell which is right" in s.model.lighthouse(s.world).halted
+    assert set(s.world.lives) == {0}
+    assert not s.world.commits

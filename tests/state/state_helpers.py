@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.lineage import StateId
-from ft_hsdp.state import layout, snapshot
+from ft_hsdp.state import layout, wire
 from ft_hsdp.state.layout import Layout
-from ft_hsdp.state.snapshot import Snapshot
+from ft_hsdp.state.memory_shelf import Room
+from ft_hsdp.state.wire import Manifest
 
 TOKEN = "ab" * 32
 STATE = StateId(3, 7, "0123456789abcdef" * 2)
 HYPER = ({"lr": 0.1, "betas": [0.9, 0.95], "foreach": None},)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A packed shard and its manifest."""
+
+    manifest: Manifest
+    room: Room
+
+    @property
+    def data(self) -> memoryview:
+        """The packed bytes."""
+        return self.room.memory
 
 
 def tensors(seed: int = 0, size: int = 1000) -> dict[str, torch.Tensor]:
@@ -32,6 +47,7 @@ def sealed(state: StateId = STATE, rank: int = 0, size: int = 1000, seed: int = 
     """A snapshot and its layout."""
     params = tensors(seed, size)
     place = Layout.of(params, {})
-    buffer = torch.empty(place.nbytes, dtype=torch.uint8)
-    layout.pack(place, list(params.values()), buffer)
-    return snapshot.seal(state, rank, 2, place, Ledger((4, 5)), HYPER, buffer), place
+    room = Room(place.nbytes)
+    layout.pack(place, list(params.values()), torch.from_numpy(room.bytes))
+    header = Manifest(state, rank, 2, place.fingerprint, place.nbytes, place.tensors, (4, 5), HYPER)
+    return Snapshot(wire.seal(header, room.memory), room), place

@@ -1,43 +1,63 @@
 from __future__ import annotations
 
+import random
+import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
 
 import pytest
-from state_helpers import STATE, TOKEN, sealed
+from state_helpers import STATE, TOKEN, Snapshot, sealed
 
-from ft_hsdp.state import fetch, wire
-from ft_hsdp.state.fetch import Cancelled, Donor, Expected, NotFetched
+from ft_hsdp.errors import DataCorruption
+from ft_hsdp.launch.processes import environment
+from ft_hsdp.state import fetch as fetching
+from ft_hsdp.state import server as server_module
+from ft_hsdp.state import wire
+from ft_hsdp.state.chunks import Chunks
+from ft_hsdp.state.fetch import Cancelled, Donor, Fetched, NotFetched, Request, fetch
+from ft_hsdp.state.memory_shelf import MemoryShelf
 from ft_hsdp.state.server import StateServer
-from ft_hsdp.state.snapshot import Snapshot, Snapshots
+from ft_hsdp.state.tally import Tally
+from ft_hsdp.state.wire import Expected
 
 SNAPSHOT, LAYOUT = sealed(size=5000)
-EXPECTED = Expected(STATE, 0, 2, LAYOUT.fingerprint, LAYOUT.nbytes)
+HERE = Path(__file__).parent
 Answer = Callable[[BaseHTTPRequestHandler, bytes, bytes], None]
 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wire, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(server_module, "CLOSE_TICK_S", 0.01)
 
 
-def snapshot() -> Snapshot:
-    return sealed(size=5000)[0]
+def snapshot(seed: int = 0) -> Snapshot:
+    """Sealed with small chunks."""
+    return sealed(size=5000, seed=seed)[0]
+
+
+def shelf_of(*held: Snapshot) -> MemoryShelf:
+    shelf = MemoryShelf()
+    for each in held:
+        shelf.put(each.manifest, each.room)
+    return shelf
 
 
 @contextmanager
-def good(*held: Snapshot) -> Iterator[tuple[str, Snapshots]]:
-    snapshots = Snapshots()
-    for each in held:
-        snapshots.put(each)
-    server = StateServer("127.0.0.1", snapshots, TOKEN)
+def good(*held: Snapshot) -> Iterator[tuple[str, MemoryShelf]]:
+    shelf = shelf_of(*held)
+    server = StateServer("127.0.0.1", 0, shelf, TOKEN)
     try:
-        yield server.address, snapshots
+        yield server.address, shelf
     finally:
         server.close()
 
@@ -82,18 +102,59 @@ def flipped(data: bytes, bit: int) -> bytes:
     return bytes(changed)
 
 
+def part(h: BaseHTTPRequestHandler, m: bytes, d: bytes, length: int | None = None) -> None:
+    """What an honest server answers with, but for the bytes ``d``."""
+    first, last = (int(n) for n in h.headers["Range"].removeprefix("bytes=").split("-"))
+    body = d[first : last + 1]
+    h.send_response_only(206)
+    h.send_header("ETag", f'"{wire.digest(m)}"')
+    h.send_header("Content-Range", f"bytes {first}-{last}/{LAYOUT.nbytes}")
+    h.send_header("Content-Length", str(last + 1 - first if length is None else length))
+    h.end_headers()
+    h.wfile.write(body)
+
+
 def serving(manifest: Callable[[bytes], bytes] = bytes, data: Callable[[bytes], bytes] = bytes) -> Answer:
     def answer(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
-        say(h, manifest(m) if h.path.endswith("manifest") else data(d))
+        if h.path.endswith("manifest"):
+            return say(h, manifest(m))
+        return part(h, m, data(d))
 
     return answer
+
+
+def instead(headers: dict[str, str], status: int = 206) -> Answer:
+    """Other headers in front of the data."""
+
+    def answer(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
+        if h.path.endswith("manifest"):
+            return say(h, m)
+        first, last = (int(n) for n in h.headers["Range"].removeprefix("bytes=").split("-"))
+        honest = {
+            "ETag": f'"{wire.digest(m)}"',
+            "Content-Range": f"bytes {first}-{last}/{LAYOUT.nbytes}",
+            "Content-Length": str(last + 1 - first),
+        }
+        h.send_response_only(status)
+        for name, value in (honest | headers).items():
+            h.send_header(name, value)
+        h.end_headers()
+        h.wfile.write(d[first : last + 1])
+        return None
+
+    return answer
+
+
+def resealed(**changes: Any) -> bytes:
+    """A manifest that is true to itself, but not what was asked for."""
+    return wire.encode(replace(snapshot().manifest, **changes))
 
 
 def _short(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
     """Dies midway."""
     if h.path.endswith("manifest"):
         return say(h, m)
-    say(h, d[: len(d) // 2], len(d))
+    part(h, m, d[: len(d) // 2])
     h.close_connection = True
     h.connection.shutdown(socket.SHUT_RDWR)
     return None
@@ -127,20 +188,26 @@ def _redirect(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
     h.end_headers()
 
 
-_other = wire.encode(sealed(replace(STATE, step=8), size=5000)[0].manifest)
-_rank = wire.encode(sealed(rank=1, size=5000)[0].manifest)
-
 EVIL: dict[str, Answer] = {
     "a flipped bit in the first chunk": serving(data=lambda d: flipped(d, 5)),
     "a flipped bit in the last chunk": serving(data=lambda d: flipped(d, len(d) * 8 - 1)),
-    "a flipped bit in the manifest": serving(manifest=lambda m: m.replace(b'"cursors":[4,5]', b'"cursors":[4,4]')),
+    "a flipped bit in the manifest": serving(manifest=lambda m: flipped(m, 9 * len(m) // 2)),
     "bytes of another state": serving(data=lambda d: bytes(sealed(seed=1, size=5000)[0].data)),
-    "the manifest of another state": serving(manifest=lambda m: _other),
-    "the manifest of another rank": serving(manifest=lambda m: _rank),
+    "the manifest of another state": serving(manifest=lambda m: resealed(state=replace(STATE, step=8))),
+    "the manifest of another rank": serving(manifest=lambda m: resealed(rank=1)),
+    "the manifest of other shards": serving(manifest=lambda m: resealed(ranks=3)),
+    "the manifest of another layout": serving(manifest=lambda m: resealed(layout="0" * 32)),
+    "the manifest of other tensors": serving(manifest=lambda m: resealed(tensors=())),
+    "the manifest of more bytes": serving(manifest=lambda m: resealed(nbytes=LAYOUT.nbytes + 1)),
     "junk as a manifest": serving(manifest=lambda m: b"\0\xff" * 50),
     "less than announced": _short,
-    "one byte too few": serving(data=lambda d: d[:-1]),
-    "one byte too many": serving(data=lambda d: d + b"\0"),
+    "another ETag": instead({"ETag": f'"{"0" * 64}"'}),
+    "another range": instead({"Content-Range": f"bytes 0-1/{LAYOUT.nbytes}"}),
+    "another size": instead({"Content-Range": f"bytes 0-{LAYOUT.nbytes - 1}/{LAYOUT.nbytes + 1}"}),
+    "one byte too few": instead({"Content-Length": "4095"}),
+    "one byte too many": instead({"Content-Length": str(LAYOUT.nbytes + 1)}),
+    "a length that is none": instead({"Content-Length": "-1"}),
+    "200 for a range": instead({}, status=200),
     "500": _status(500),
     "401": _status(401),
     "404 for the data only": _dropped_meanwhile,
@@ -150,130 +217,420 @@ EVIL: dict[str, Answer] = {
 }
 
 
-def run(donors: list[str], deadline_s: float = 5.0, cancel: threading.Event | None = None):
-    rejected: list[tuple[int, str]] = []
-    given = [Donor(i, a) for i, a in enumerate(donors)]
+def expected(shot: Snapshot) -> Expected:
+    m = shot.manifest
+    return Expected(m.state, m.rank, m.ranks, m.layout, m.nbytes)
+
+
+class Told(list[tuple[int, str]]):
+    """Who was rejected, and why."""
+
+    def __call__(self, donor: Donor, why: str) -> None:
+        self.append((donor.replica, why))
+
+    @property
+    def who(self) -> list[int]:
+        return sorted(replica for replica, _ in self)
+
+
+def run(
+    addresses: list[str],
+    deadline_s: float = 10.0,
+    cancel: threading.Event | None = None,
+    wanted: Expected | None = None,
+    token: str = TOKEN,
+) -> tuple[Fetched | NotFetched, bytes, Told]:
+    """What it returned or why not, what was written, who was rejected."""
+    wanted = wanted or expected(SNAPSHOT)
+    told, into = Told(), bytearray(wanted.nbytes)
+    donors = [Donor(i, a) for i, a in enumerate(addresses)]
+    before = threading.active_count()
     try:
-        got = fetch.fetch(
-            given,
-            EXPECTED,
-            TOKEN,
+        got = fetch(
+            donors,
+            Request.exactly(wanted, memoryview(into)),
+            token,
             deadline_s,
             cancel or threading.Event(),
-            lambda donor, why: rejected.append((donor.replica, why)),
+            told,
         )
     except NotFetched as error:
-        return error, rejected
-    return got, rejected
+        return error, bytes(into), told
+    finally:
+        names = [t.name for t in threading.enumerate() if t.name.startswith("fetch-")]
+        assert names == [], f"threads are left, {before} before"
+    return got, bytes(into), told
 
 
-def test_what_a_donor_has_is_fetched_bit_by_bit() -> None:
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_what_donors_have_is_fetched_bit_by_bit(count: int) -> None:
     honest = snapshot()
-    with good(honest) as (address, _):
-        got, rejected = run([address])
-    assert (got.snapshot.manifest, bytes(got.snapshot.data)) == (honest.manifest, bytes(honest.data))
+    with ExitStack() as stack:
+        got, data, told = run([stack.enter_context(good(honest))[0] for _ in range(count)])
+    assert isinstance(got, Fetched)
+    assert (got.manifest, data) == (honest.manifest, bytes(honest.data))
     assert len(honest.manifest.checksums) > 3
-    assert (got.donor.replica, rejected) == (0, [])
-    assert 0 < got.seconds < 5
+    assert sum(got.given.values()) == LAYOUT.nbytes
+    assert told == []
+    assert 0 < got.seconds < 10
+
+
+def test_all_donors_give_some() -> None:
+    honest, meet = snapshot(), threading.Barrier(2, timeout=5)
+
+    def together() -> Answer:
+        met = threading.Event()
+
+        def answer(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
+            if h.path.endswith("manifest"):
+                return say(h, m)
+            if not met.is_set():
+                meet.wait()  # until both were asked for some
+                met.set()
+            return part(h, m, d)
+
+        return answer
+
+    with evil(together()) as one, evil(together()) as two:
+        got, data, told = run([one, two])
+    assert isinstance(got, Fetched)
+    assert data == bytes(honest.data)
+    assert (set(got.given), told) == ({0, 1}, [])
+
+
+def test_an_empty_shard_and_one_below_a_chunk() -> None:
+    for size in (0, 3):
+        shot = sealed(size=size)[0]
+        if size == 0:
+            shot = replace(shot, manifest=replace(shot.manifest, nbytes=0, tensors=(), checksums=()))
+            shot = replace(shot, manifest=replace(shot.manifest, layout=wire.fingerprint(())))
+        with good(shot) as (address, _):
+            got, data, told = run([address], wanted=expected(shot))
+        assert isinstance(got, Fetched), got
+        assert data == bytes(shot.data)[: shot.manifest.nbytes]
+        assert told == []
 
 
 @pytest.mark.parametrize("kind", EVIL)
 def test_a_wrong_donor_is_passed_over_and_reported(kind: str) -> None:
     honest = snapshot()
     with evil(EVIL[kind]) as bad, good(honest) as (address, _):
-        got, rejected = run([bad, address])
-        assert bytes(got.snapshot.data) == bytes(honest.data)
-        assert got.donor.replica == 1
-        assert [r for r, _ in rejected] == [0]
-        assert rejected[0][1]
+        got, data, told = run([bad, address])
+    assert isinstance(got, Fetched)
+    assert data == bytes(honest.data)
+    assert told.who in ([0], []), told
+    if got.given.get(0, 0) == 0 and told.who == []:
+        assert got.given == {1: LAYOUT.nbytes}, "the honest one was faster"
 
 
 def test_when_all_fail_each_is_named() -> None:
-    with ExitStack() as stack:
-        addresses = [stack.enter_context(evil(answer)) for answer in EVIL.values()]
-        with socket.create_server(("127.0.0.1", 0)) as taken:
-            addresses.append(f"127.0.0.1:{taken.getsockname()[1]}")
-        began = time.monotonic()
-        error, rejected = run(addresses)
-    assert isinstance(error, NotFetched)
-    assert [r for r, _ in rejected] == list(range(len(addresses))), "each is asked once"
-    for replica in range(len(addresses)):
-        assert f"replica {replica}: " in str(error)
-    assert time.monotonic() - began < 4, "it waited although nobody was left to ask"
+    for kind, answer in EVIL.items():
+        with evil(answer) as bad, socket.create_server(("127.0.0.1", 0)) as taken:
+            gone = f"127.0.0.1:{taken.getsockname()[1]}"
+            taken.close()
+            began = time.monotonic()
+            error, _, told = run([bad, gone])
+        assert isinstance(error, NotFetched), kind
+        assert told.who == [0, 1], kind
+        for replica in (0, 1):
+            assert f"replica {replica}: " in str(error), kind
+        assert time.monotonic() - began < 4, f"{kind}: it waited although nobody was left to ask"
+
+
+def test_the_token_is_needed() -> None:
+    with good(snapshot()) as (address, _):
+        error, _, _ = run([address], token="cd" * 32)
+    assert "replica 0: answered 401" in str(error)
+
+
+def test_nobody_to_ask() -> None:
+    error, _, _ = run([], deadline_s=5)
+    assert "nobody to ask" in str(error)
 
 
 def test_a_donor_that_does_not_have_it_yet_is_asked_again() -> None:
     honest = snapshot()
-    with good() as (address, held):
-        threading.Timer(0.2, held.put, (honest,)).start()
-        got, rejected = run([address])
-        assert bytes(got.snapshot.data) == bytes(honest.data)
-        assert 0.15 < got.seconds < 3
-        assert not rejected
+    with good() as (address, shelf):
+        threading.Timer(0.2, shelf.put, (honest.manifest, honest.room)).start()
+        got, data, told = run([address])
+    assert data == bytes(honest.data)
+    assert isinstance(got, Fetched)
+    assert got.seconds > 0.15
+    assert not told
+
+
+def test_a_donor_without_a_place_is_asked_again() -> None:
+    honest, answered = snapshot(), [0]
+
+    def full(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
+        answered[0] += 1
+        if answered[0] == 1:
+            h.close_connection = True  # without a word
+            return None
+        if answered[0] == 2:
+            return say(h, b"", status=503)
+        return say(h, m) if h.path.endswith("manifest") else part(h, m, d)
+
+    with evil(full) as address:
+        _, data, told = run([address])
+    assert data == bytes(honest.data)
+    assert not told
 
 
 def test_the_deadline() -> None:
     with good() as (address, _):
-        began = time.monotonic()
-        error, rejected = run([address], deadline_s=0.3)
-        assert isinstance(error, NotFetched)
-        assert "within 0.3 s" in str(error)
-        assert 0.3 <= time.monotonic() - began < 1
-        assert not rejected
+        error, _, told = run([address], deadline_s=0.3)
+    assert "within 0.3 s" in str(error)
+    assert not told
 
 
-def test_a_donor_that_drips_does_not_hold_up_the_deadline() -> None:
-    def drip(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
+def stall(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
+    """Gives a manifest and one byte, then drips."""
+    if h.path.endswith("manifest"):
+        return say(h, m)
+    part(h, m, d[:0])
+    for i in range(600):
+        h.wfile.write(d[i : i + 1])
+        time.sleep(0.02)
+    return None
+
+
+def test_a_donor_that_stalls_loses_its_range_to_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "CHUNK_S", 0.3)
+    honest, begun = snapshot(), threading.Event()
+
+    def stalls(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
+        if h.path.endswith("data"):
+            begun.set()
+        stall(h, m, d)
+
+    def waits(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
         if h.path.endswith("manifest"):
             return say(h, m)
-        say(h, b"", len(d))
-        for i in range(len(d)):
-            h.wfile.write(d[i : i + 1])
-            time.sleep(0.02)
-        return None
+        begun.wait(5)
+        return part(h, m, d)
 
-    with evil(drip) as address:
-        began = time.monotonic()
-        error, rejected = run([address], deadline_s=0.4)
-        assert isinstance(error, NotFetched)
-        assert time.monotonic() - began < 1.5
-        assert [r for r, _ in rejected] == [0]
+    with evil(stalls) as bad, evil(waits) as address:
+        got, data, told = run([bad, address])
+    assert isinstance(got, Fetched)
+    assert data == bytes(honest.data)
+    assert told == [(0, "no chunk within 0.3 s")]
+    assert got.given == {1: LAYOUT.nbytes}
 
 
-def test_a_donor_that_is_silent_is_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "SOCKET_TIMEOUT_S", 0.2)
+def test_a_silent_donor_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "PATIENCE_S", 0.2)
     honest = snapshot()
     with socket.create_server(("127.0.0.1", 0)) as silent, good(honest) as (address, _):
-        got, rejected = run([f"127.0.0.1:{silent.getsockname()[1]}", address])
-        assert got.donor.replica == 1
-        assert [r for r, _ in rejected] == [0]
+        _, data, told = run([f"127.0.0.1:{silent.getsockname()[1]}", address])
+    assert data == bytes(honest.data)
+    assert told.who == [0]
+    assert "no answer within" in told[0][1]
 
 
-def test_cancel_while_waiting_and_while_receiving() -> None:
-    def stall(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
-        if h.path.endswith("manifest"):
-            return say(h, m)
-        say(h, d[:1], len(d))
-        for _ in range(100):
-            h.wfile.write(d[1:2])
-            time.sleep(0.02)
-        return None
-
-    with good() as (empty, _), evil(stall) as slow:
-        for address in (empty, slow):
-            cancel = threading.Event()
-            threading.Timer(0.2, cancel.set).start()
-            began = time.monotonic()
-            with pytest.raises(Cancelled):
-                run([address], cancel=cancel)
-            assert time.monotonic() - began < 1.5
-
-
-def test_the_token_is_needed() -> None:
-    with good(snapshot()) as (address, _), pytest.raises(NotFetched, match="replica 0: answered 401"):
-        fetch.fetch([Donor(0, address)], EXPECTED, "cd" * 32, 2, threading.Event(), lambda *_: None)
+@pytest.mark.parametrize("where", ["no state", "silent", "stalled"])
+def test_cancel_and_the_deadline_while_a_donor_says_nothing(where: str) -> None:
+    with ExitStack() as stack:
+        if where == "no state":
+            address = stack.enter_context(good())[0]
+        elif where == "stalled":
+            address = stack.enter_context(evil(stall))
+        else:
+            silent = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
+            address = f"127.0.0.1:{silent.getsockname()[1]}"
+        cancel = threading.Event()
+        timer = threading.Timer(0.2, cancel.set)
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(Cancelled):
+            run([address], deadline_s=60, cancel=cancel)
+        error, _, _ = run([address], deadline_s=0.2)
+        assert isinstance(error, NotFetched)
+        assert time.monotonic() - began < 20
+        timer.join()
 
 
-def test_nobody_to_ask() -> None:
-    error, _ = run([], deadline_s=0.1)
-    assert isinstance(error, NotFetched)
+# Donors that disagree.
+
+
+def test_two_that_disagree_end_it_and_nothing_is_taken() -> None:
+    said = pytest.raises(DataCorruption, match=r"no majority: replica 0 has \w{12}, replica 1 has \w{12}")
+    with good(snapshot()) as (one, _), good(snapshot(seed=1)) as (two, _), said:
+        run([one, two])
+
+
+def test_the_majority_of_three_wins_and_the_minority_is_reported() -> None:
+    honest = snapshot()
+    with good(snapshot(seed=1)) as (odd, _), good(honest) as (one, _), good(honest) as (two, _):
+        got, data, told = run([odd, one, two])
+    assert isinstance(got, Fetched)
+    assert data == bytes(honest.data)
+    assert told.who == [0]
+    assert "is not that of the others" in told[0][1]
+    assert 0 not in got.given
+
+
+def test_a_donor_that_is_late_still_objects(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fetching, "PATIENCE_S", 0.1)
+    other, begun = snapshot(seed=1), threading.Event()
+
+    def late(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
+        begun.wait(5)
+        say(h, wire.encode(other.manifest))
+
+    def slow(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
+        if h.path.endswith("data"):
+            begun.set()
+        stall(h, m, d)
+
+    with evil(slow) as one, evil(late) as two, pytest.raises(DataCorruption, match="no majority"):
+        run([one, two])
+
+
+def test_a_tie_waits_for_the_one_that_does_not_have_it_yet() -> None:
+    honest = snapshot()
+    with good(snapshot(seed=1)) as (odd, _), good(honest) as (one, _), good() as (two, shelf):
+        threading.Timer(0.3, shelf.put, (honest.manifest, honest.room)).start()
+        _, data, told = run([odd, one, two])
+        assert data == bytes(honest.data)
+        assert told.who == [0]
+        shelf.drop(STATE, 0)
+        with pytest.raises(DataCorruption, match="no majority"):
+            run([odd, one, two], deadline_s=0.3)
+
+
+def test_a_tally() -> None:
+    tally = Tally([1, 2, 3, 4])
+    assert tally.verdict(patient=False) is None
+    tally.vote(1, "a")
+    assert (tally.verdict(patient=True), tally.verdict(patient=False)) == (None, "a")
+    tally.absent(2)
+    tally.failed(3)
+    assert tally.verdict(patient=True) is None
+    tally.vote(4, "b")
+    assert tally.verdict(patient=True) is None, "the absent one may decide"
+    tally.vote(2, "b")
+    assert tally.verdict(patient=True) == "b"
+    assert tally.minority("b") == [1]
+    tally.failed(4)
+    assert tally.verdict(patient=True) == "b", "a vote stands"
+
+
+def test_runs_get_shorter_and_nothing_is_lost() -> None:
+    chunks, runs = Chunks(100, 2), []
+    while run_ := chunks.take():
+        runs.append(run_)
+        if len(runs) == 3:
+            chunks.put_back(run_[1:])
+            runs[-1] = run_[:1]
+    assert sorted(i for r in runs for i in r) == list(range(100))
+    assert len(runs[0]) == 16
+    assert len(runs[-1]) == 1
+    for _ in range(100):
+        assert not chunks.done
+        chunks.verified()
+    assert chunks.done
+
+
+# Damage.
+
+
+def test_every_truncation_is_noticed() -> None:
+    shot = snapshot()
+    encoded, data = wire.encode(shot.manifest), bytes(shot.data)
+    for length in [0, 1, 64, 65, 66, len(encoded) // 2, len(encoded) - 1]:
+        with evil(serving(manifest=lambda m, n=length: m[:n])) as bad:
+            error, _, told = run([bad])
+        assert isinstance(error, NotFetched)
+        assert told.who == [0]
+    for length in [0, 1, 4095, 4096, 4097, len(data) // 2, len(data) - 1]:
+
+        def cut(h: BaseHTTPRequestHandler, m: bytes, d: bytes, n: int = length) -> None:
+            if h.path.endswith("manifest"):
+                return say(h, m)
+            part(h, m, d[:n])
+            h.close_connection = True
+            return None
+
+        with evil(cut) as bad:
+            error, _, told = run([bad])
+        assert "hung up" in str(error), length
+        assert told.who == [0]
+
+
+def test_every_flipped_bit_is_noticed() -> None:
+    """300 random bits of the data, and 300 of the manifest."""
+    chance, shot = random.Random(1), snapshot()
+    data = bytearray(shot.data)
+    for _ in range(300):
+        bit = chance.randrange(len(data) * 8)
+        data[bit // 8] ^= 1 << bit % 8
+        sums = wire.checksums(memoryview(data))
+        wrong = [i for i, (a, b) in enumerate(zip(sums, shot.manifest.checksums, strict=True)) if a != b]
+        assert wrong == [bit // 8 // wire.CHUNK_BYTES]
+        data[bit // 8] ^= 1 << bit % 8
+    encoded = wire.encode(shot.manifest)
+    for _ in range(300):
+        with pytest.raises(DataCorruption):
+            wire.decode(flipped(encoded, chance.randrange(len(encoded) * 8)))
+
+
+def test_flipped_bits_on_the_wire_are_noticed() -> None:
+    bits = random.Random(2).sample(range(LAYOUT.nbytes * 8), 10)
+    with evil(serving(data=lambda d: flipped(d, bits[-1]))) as bad:
+        while bits:
+            error, _, told = run([bad])
+            assert f"chunk {bits.pop() // 8 // wire.CHUNK_BYTES} has a wrong checksum" in str(error)
+            assert told.who == [0]
+
+
+# A donor that dies.
+
+
+@contextmanager
+def process(size: int, chunk: int, kill_at: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    command = [sys.executable, str(HERE / "donor_process.py"), str(size), str(chunk), str(kill_at)]
+    with subprocess.Popen(
+        command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as donor:
+        try:
+            assert donor.stdout is not None
+            yield donor.stdout.readline().strip(), donor
+        finally:
+            donor.kill()
+
+
+@pytest.mark.multiproc
+def test_a_donor_that_is_killed_in_the_middle_is_resumed_from_not_restarted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    size, chunk = 1 << 20, 1 << 16
+    monkeypatch.setattr(wire, "CHUNK_BYTES", chunk)
+    honest, _ = sealed(size=size)
+    with process(size, chunk, kill_at=chunk * 5 + 100) as (address, donor):
+        killed = threading.Event()
+
+        def after(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
+            """Has no data before the other one is dead."""
+            if h.path.endswith("manifest"):
+                return say(h, wire.encode(honest.manifest))
+            assert killed.wait(20)
+            first, last = (int(n) for n in h.headers["Range"].removeprefix("bytes=").split("-"))
+            h.send_response_only(206)
+            h.send_header("ETag", f'"{wire.digest(wire.encode(honest.manifest))}"')
+            h.send_header("Content-Range", f"bytes {first}-{last}/{honest.manifest.nbytes}")
+            h.send_header("Content-Length", str(last + 1 - first))
+            h.end_headers()
+            h.wfile.write(honest.data[first : last + 1])
+            return None
+
+        waiter = threading.Thread(target=lambda: (donor.wait(20), killed.set()))
+        waiter.start()
+        with evil(after) as other:
+            got, data, told = run([address, other], deadline_s=20, wanted=expected(honest))
+        waiter.join()
+        assert donor.returncode == -signal.SIGKILL
+    assert isinstance(got, Fetched)
+    assert data == bytes(honest.data)
+    assert told.who == [0]
+    assert got.given == {0: 5 * chunk, 1: honest.manifest.nbytes - 5 * chunk}, "what was there was fetched again"

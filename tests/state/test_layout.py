@@ -80,3 +80,13 @@ def test_another_number_of_tensors_is_a_programmers_error() -> None:
     place = Layout.of({"a": torch.zeros(4)}, {})
     with pytest.raises(ValueError, match="shorter"):
         layout.pack(place, [], torch.empty(place.nbytes, dtype=torch.uint8))
+
+
+@given(st.lists(st.integers(0, 400), max_size=9), st.integers(1, 20))
+def test_consecutive_ranges_hold_every_byte_once(sizes: list[int], parts: int) -> None:
+    place = Layout.of({str(i): torch.zeros(n) for i, n in enumerate(sizes)}, {})
+    seen = [torch.zeros(t.nbytes, dtype=torch.int8) for t in place.tensors]
+    for part in range(parts):
+        for tensor, start, stop in place.within(place.nbytes * part // parts, place.nbytes * (part + 1) // parts):
+            seen[tensor][start:stop] += 1
+    assert all((s == 1).all() for s in seen)

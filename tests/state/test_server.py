@@ -3,70 +3,179 @@ from __future__ import annotations
 import http.client
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import pytest
 from state_helpers import STATE, TOKEN, sealed
 
 from ft_hsdp.state import server, wire
-from ft_hsdp.state.server import MAX_READERS, StateServer
-from ft_hsdp.state.snapshot import Snapshots
+from ft_hsdp.state.memory_shelf import MemoryShelf, Room
+from ft_hsdp.state.server import StateServer
 
-PATH = f"/v1/state/{STATE.commit_epoch}/{STATE.step}/{STATE.lineage}"
+PATH = f"/v1/state/{STATE.commit_epoch}/{STATE.step}/{STATE.lineage}/0"
 BEARER = f"Bearer {TOKEN}"
+SNAPSHOT, _ = sealed(size=1 << 20)
+DATA = bytes(SNAPSHOT.data)
+ENCODED = wire.encode(SNAPSHOT.manifest)
+ETAG = f'"{wire.digest(ENCODED)}"'
+
+
+class Counting(MemoryShelf):
+    """Knows what is borrowed."""
+
+    @property
+    def lent(self) -> int:
+        return len(self._lent)
 
 
 @pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    held = Snapshots()
-    held.put(sealed(size=1 << 20)[0])
-    served = StateServer("127.0.0.1", held, TOKEN)
-    yield served.address
+def running() -> Iterator[tuple[Counting, str]]:
+    shelf = Counting()
+    served = StateServer("127.0.0.1", 0, shelf, TOKEN)
+    yield shelf, served.address
     served.close()
 
 
-def ask(address: str, path: str, authorization: str | None = BEARER, method: str = "GET") -> tuple[int, bytes]:
+@pytest.fixture
+def shelf(running: tuple[Counting, str]) -> Iterator[Counting]:
+    shelf, _ = running
+    shelf.put(SNAPSHOT.manifest, SNAPSHOT.room)
+    yield shelf
+    until(lambda: shelf.lent == 0, "something was not given back")
+
+
+@pytest.fixture
+def address(running: tuple[Counting, str], shelf: Counting) -> str:
+    return running[1]
+
+
+def ask(
+    address: str, path: str, authorization: str | None = BEARER, method: str = "GET", span: str | None = None
+) -> tuple[int, bytes]:
+    status, body, _ = answer(address, path, authorization, method, span)
+    return status, body
+
+
+def answer(
+    address: str, path: str, authorization: str | None = BEARER, method: str = "GET", span: str | None = None
+) -> tuple[int, bytes, dict[str, str]]:
     connection = http.client.HTTPConnection(address, timeout=5)
     headers = {} if authorization is None else {"Authorization": authorization}
-    connection.request(method, path, headers=headers)
+    connection.request(method, path, headers=headers | ({} if span is None else {"Range": span}))
     response = connection.getresponse()
     body = response.read()
     connection.close()
-    return response.status, body
+    return response.status, body, dict(response.headers)
+
+
+def until(condition: Callable[[], bool], why: str) -> None:
+    deadline = time.monotonic() + 5
+    while not condition():
+        assert time.monotonic() < deadline, why
+        time.sleep(0.01)
 
 
 def test_manifest_and_data(address: str) -> None:
-    snapshot, _ = sealed(size=1 << 20)
-    assert ask(address, f"{PATH}/manifest") == (200, wire.encode(snapshot.manifest))
-    status, data = ask(address, f"{PATH}/data")
-    assert status == 200
-    assert data == bytes(snapshot.data)
+    status, body, headers = answer(address, f"{PATH}/manifest")
+    assert (status, body, headers["ETag"]) == (200, ENCODED, ETAG)
+    status, body, headers = answer(address, f"{PATH}/data")
+    assert (status, headers["ETag"], headers["Accept-Ranges"]) == (200, ETAG, "bytes")
+    assert body == DATA
+
+
+@pytest.mark.parametrize(
+    ("span", "begin", "end"),
+    [
+        ("bytes=0-0", 0, 1),
+        ("bytes=5-99", 5, 100),
+        (f"bytes=70000-{70000 + (2 << 20)}", 70000, 70001 + (2 << 20)),
+        (f"bytes={len(DATA) - 1}-", len(DATA) - 1, len(DATA)),
+        ("bytes=0-", 0, len(DATA)),
+        (f"bytes=7-{10**17}", 7, len(DATA)),
+    ],
+)
+def test_a_range(address: str, span: str, begin: int, end: int) -> None:
+    status, body, headers = answer(address, f"{PATH}/data", span=span)
+    assert (status, headers["Content-Range"]) == (206, f"bytes {begin}-{end - 1}/{len(DATA)}")
+    assert headers["ETag"] == ETAG
+    assert body == DATA[begin:end]
+
+
+@pytest.mark.parametrize(
+    "span",
+    [
+        *(f"bytes={len(DATA)}-", f"bytes={'9' * 30}-", "bytes=5-4", "bytes=-5", "bytes=0-1,3-4"),
+        *("bytes=", "rows=0-1", "0-1", "bytes=a-b"),
+    ],
+)
+def test_a_range_that_cannot_be_given(address: str, span: str) -> None:
+    status, body, headers = answer(address, f"{PATH}/data", span=span)
+    assert (status, body, headers["Content-Range"]) == (416, b"", f"bytes */{len(DATA)}")
+
+
+def test_an_empty_shard() -> None:
+    state = replace(STATE, step=9)
+    shelf = MemoryShelf()
+    shelf.put(replace(SNAPSHOT.manifest, state=state, nbytes=0, tensors=(), checksums=()), Room(0))
+    served = StateServer("127.0.0.1", 0, shelf, TOKEN)
+    assert ask(served.address, PATH.replace("/7/", "/9/") + "/data") == (200, b"")
+    served.close()
+
+
+def test_one_connection_for_many_answers(address: str) -> None:
+    connection = http.client.HTTPConnection(address, timeout=5)
+    socks = set()
+    for path, status in (("manifest", 200), ("no", 404), ("data", 200), ("data", 200)):
+        connection.request("GET", f"{PATH}/{path}", headers={"Authorization": BEARER})
+        response = connection.getresponse()
+        response.read()
+        assert response.status == status
+        assert connection.sock is not None
+        socks.add(connection.sock.getsockname())
+    connection.close()
+    assert len(socks) == 1
+
+
+def test_what_is_read_stays_although_it_is_dropped(address: str, shelf: Counting) -> None:
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port))) as sock:
+        sock.sendall(f"GET {PATH}/data HTTP/1.1\r\nAuthorization: {BEARER}\r\n\r\n".encode())
+        until(lambda: shelf.lent == 1, "nothing was borrowed")
+        shelf.drop(STATE, 0)
+        assert ask(address, f"{PATH}/data")[0] == 404
+        got = bytearray()
+        while len(got) < len(DATA):
+            got += sock.recv(1 << 20)
+    assert bytes(got).endswith(DATA)
 
 
 @pytest.mark.parametrize(
     "given", [None, "", TOKEN, f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}0", "Bearer \xe9", "Basic x"]
 )
 def test_without_the_token_there_is_nothing(address: str, given: str | None) -> None:
-    for path in (f"{PATH}/manifest", f"{PATH}/data", "/", "/v1/state/9/9/" + "0" * 32 + "/data"):
+    for path in (f"{PATH}/manifest", f"{PATH}/data", "/", "/v1/state/9/9/" + "0" * 32 + "/0/data"):
         assert ask(address, path, given) == (401, b"")
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        f"/v1/state/3/8/{STATE.lineage}/data",
-        f"/v1/state/4/7/{STATE.lineage}/data",
-        f"/v1/state/3/7/{'f' * 32}/manifest",
+        f"/v1/state/3/8/{STATE.lineage}/0/data",
+        f"/v1/state/4/7/{STATE.lineage}/0/data",
+        f"/v1/state/3/7/{'f' * 32}/0/manifest",
+        f"/v1/state/3/7/{STATE.lineage}/1/manifest",
+        f"/v1/state/3/7/{STATE.lineage}/data",
         PATH,
         f"{PATH}/",
         f"{PATH}/data/../manifest",
         f"{PATH}/data?x=1",
         f"{PATH}/token",
         "/v1/state/../../etc/passwd",
-        f"/v1/state/3/7/{STATE.lineage.upper()}/data",
-        f"/v1/state/-3/7/{STATE.lineage}/data",
-        f"/v1/state/{'9' * 5000}/7/{STATE.lineage}/data",
-        f"/v1/state/%33/7/{STATE.lineage}/data",
+        f"/v1/state/3/7/{STATE.lineage.upper()}/0/data",
+        f"/v1/state/-3/7/{STATE.lineage}/0/data",
+        f"/v1/state/{'9' * 5000}/7/{STATE.lineage}/0/data",
+        f"/v1/state/%33/7/{STATE.lineage}/0/data",
         "/",
     ],
 )
@@ -81,34 +190,94 @@ def test_reading_is_all_that_can_be_done(address: str, method: str) -> None:
     assert len(body) < 2000
 
 
-def test_too_many_readers_are_hung_up_on_and_it_recovers(address: str) -> None:
+def taken_place(address: str) -> socket.socket:
+    """A connection that has its thread."""
     host, port = address.split(":")
-    idle = [socket.create_connection((host, int(port))) for _ in range(MAX_READERS)]
-    for sock in idle:  # each has its thread before the next one comes
-        sock.sendall(f"GET {PATH}/manifest HTTP/1.1\r\nAuthorization: {BEARER}\r\n\r\n".encode())
-        assert sock.recv(12) == b"HTTP/1.1 200"
-    with pytest.raises((ConnectionError, http.client.RemoteDisconnected)):
-        ask(address, f"{PATH}/manifest")
-    idle.pop().close()
-    deadline = time.monotonic() + 5
-    while True:
+    sock = socket.create_connection((host, int(port)), timeout=5)
+    sock.sendall(f"GET {PATH}/no HTTP/1.1\r\nAuthorization: {BEARER}\r\n\r\n".encode())
+    assert sock.recv(12) == b"HTTP/1.1 404"
+    return sock
+
+
+@pytest.mark.parametrize(("most", "per_peer"), [(4, 9), (9, 4)])
+def test_too_many_readers_are_told_so_and_it_recovers(
+    monkeypatch: pytest.MonkeyPatch, address: str, most: int, per_peer: int
+) -> None:
+    monkeypatch.setattr(server, "MAX_READERS", most)
+    monkeypatch.setattr(server, "MAX_READERS_PER_PEER", per_peer)
+    places = [taken_place(address) for _ in range(4)]
+    host, port = address.split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as late:
+        got = b""
+        while part := late.recv(4096):
+            got += part
+    assert got.startswith(b"HTTP/1.1 503")
+    places.pop().close()
+
+    def served() -> bool:
         try:
-            assert ask(address, f"{PATH}/manifest")[0] == 200
-            break
-        except (ConnectionError, http.client.RemoteDisconnected):
-            assert time.monotonic() < deadline, "a place did not become free"
-            time.sleep(0.02)
-    for sock in idle:
+            return ask(address, f"{PATH}/manifest")[0] == 200
+        except (ConnectionError, http.client.HTTPException):
+            return False
+
+    until(served, "a place did not become free")
+    for sock in places:
         sock.close()
 
 
-def test_a_silent_reader_loses_its_place(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
-    monkeypatch.setattr(server._Handler, "timeout", 0.1)
+def test_a_silent_reader_and_one_that_drips_lose_their_places(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setattr(server, "IDLE_S", 0.1)
     host, port = address.split(":")
-    with socket.create_connection((host, int(port))) as sock:
-        sock.settimeout(3)
-        sock.sendall(b"GET /v1")
-        assert sock.recv(1) == b""
+    with (
+        socket.create_connection((host, int(port))) as silent,
+        socket.create_connection((host, int(port))) as slow,
+    ):
+        silent.settimeout(5)
+        slow.settimeout(0.02)
+        silent.sendall(b"GET /v1")
+        assert silent.recv(1) == b""
+        deadline = time.monotonic() + 5
+        while True:  # a byte now and then does not help
+            assert time.monotonic() < deadline
+            try:
+                slow.sendall(b"G")
+                if slow.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except ConnectionError:
+                break
+
+
+def test_a_reader_that_takes_too_little_is_dropped_and_one_that_takes_is_not(
+    monkeypatch: pytest.MonkeyPatch, address: str, shelf: Counting
+) -> None:
+    monkeypatch.setattr(server, "WINDOW_S", 0.25)
+    monkeypatch.setattr(server, "WINDOW_BYTES", 1 << 20)
+    state = replace(STATE, step=9)
+    size = 64 << 20
+    big = Room(size)
+    shelf.put(replace(SNAPSHOT.manifest, state=state, nbytes=size, tensors=(), checksums=("0" * 16,) * 16), big)
+    path = PATH.replace("/7/", "/9/") + "/data"
+    host, port = address.split(":")
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
+        sock.connect((host, int(port)))
+        sock.sendall(f"GET {path} HTTP/1.1\r\nAuthorization: {BEARER}\r\n\r\n".encode())
+        until(lambda: shelf.lent == 1, "nothing was borrowed")
+        until(lambda: shelf.lent == 0, "a reader that takes nothing keeps its place")
+    connection = http.client.HTTPConnection(address, timeout=5)
+    connection.request("GET", path, headers={"Authorization": BEARER})
+    response = connection.getresponse()
+    got, began = 0, time.monotonic()
+    while part := response.read(1 << 20):
+        got += len(part)
+        if time.monotonic() - began < 1.0:  # four windows
+            time.sleep(0.02)
+    connection.close()
+    assert got == size
 
 
 def test_noise_does_not_end_it(address: str) -> None:
@@ -126,9 +295,15 @@ def test_noise_does_not_end_it(address: str) -> None:
     assert ask(address, f"{PATH}/manifest")[0] == 200
 
 
-def test_after_close_nobody_answers() -> None:
-    served = StateServer("127.0.0.1", Snapshots(), TOKEN)
-    assert ask(served.address, f"{PATH}/data") == (404, b"")
-    served.close()
+def test_after_close_nobody_answers_and_nothing_is_borrowed(shelf: Counting) -> None:
+    served = StateServer("127.0.0.1", 0, shelf, TOKEN)
+    host, port = served.address.split(":")
+    with socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.connect((host, int(port)))
+        sock.sendall(f"GET {PATH}/data HTTP/1.1\r\nAuthorization: {BEARER}\r\n\r\n".encode())
+        until(lambda: shelf.lent == 1, "nothing was borrowed")
+        served.close()
+        assert shelf.lent == 0
     with pytest.raises(ConnectionRefusedError):
         ask(served.address, f"{PATH}/data")

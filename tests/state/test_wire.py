@@ -4,65 +4,120 @@ import json
 from dataclasses import replace
 from typing import Any
 
+import blake3
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from state_helpers import STATE, sealed
 
+from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state import wire
+from ft_hsdp.state.wire import Expected, Tensor
 
 SNAPSHOT, LAYOUT = sealed()
 MANIFEST = SNAPSHOT.manifest
-WANTED: tuple[Any, ...] = (STATE, 0, 2, LAYOUT.fingerprint, LAYOUT.nbytes)
+WANTED = Expected(STATE, 0, 2, LAYOUT.fingerprint, LAYOUT.nbytes)
+
+
+def forged(document: Any) -> bytes:
+    """What a liar sends: any document, with a digest that fits."""
+    body = json.dumps(document).encode()
+    return blake3.blake3(body).hexdigest().encode() + b"\n" + body
 
 
 def test_a_manifest_survives_the_wire() -> None:
     assert wire.decode(wire.encode(MANIFEST)) == MANIFEST
-    wire.expect(MANIFEST, *WANTED)
+    wire.expect(MANIFEST, WANTED)
+    assert MANIFEST.layout == wire.fingerprint(MANIFEST.tensors)
+    assert MANIFEST.ledger == Ledger((4, 5))
 
 
-@pytest.mark.parametrize(
-    ("place", "other", "named"),
-    [
-        (0, replace(STATE, commit_epoch=4), "state"),
-        (0, replace(STATE, step=8), "state"),
-        (0, StateId(3, 7, "f" * 32), "state"),
-        (1, 1, "rank"),
-        (2, 1, "ranks"),
-        (3, "0" * 32, "layout"),
-        (4, LAYOUT.nbytes + 64, "nbytes"),
-    ],
-)
-def test_a_manifest_of_something_else_is_refused(place: int, other: Any, named: str) -> None:
-    wanted = [*WANTED]
-    wanted[place] = other
-    with pytest.raises(DataCorruption, match=f"manifest is of {named} "):
-        wire.expect(MANIFEST, *wanted)
+def test_the_ledger_is_whole() -> None:
+    ledger = Ledger((4, 5), ((0, 1), (1, 2)), (1, 3))
+    manifest = replace(MANIFEST, holes=ledger.holes, takers=ledger.takers)
+    assert wire.decode(wire.encode(manifest)).ledger == ledger
 
 
-@pytest.mark.parametrize("sums", [(), MANIFEST.checksums * 2])
-def test_a_manifest_without_a_checksum_for_each_chunk_is_refused(sums: tuple[str, ...]) -> None:
-    with pytest.raises(DataCorruption, match="checksums for"):
-        wire.expect(replace(MANIFEST, checksums=sums), *WANTED)
+@pytest.mark.parametrize("holes", [((0, 9),), ((0, 2), (0, 1)), ((7, 0),)])
+def test_a_ledger_that_cannot_be_is_refused(holes: tuple[tuple[int, int], ...]) -> None:
+    with pytest.raises(DataCorruption, match="not valid"):
+        wire.decode(wire.encode(replace(MANIFEST, holes=holes)))
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
+def test_equal_manifests_have_equal_digests_and_others_do_not() -> None:
+    encoded = wire.encode(MANIFEST)
+    assert wire.encode(replace(MANIFEST)) == encoded
+    reordered = tuple(dict(reversed(h.items())) for h in MANIFEST.hyper)
+    assert wire.encode(replace(MANIFEST, hyper=reordered)) == encoded
+    assert wire.digest(encoded) == encoded[:64].decode()
+    changes: list[dict[str, Any]] = [
         {"cursors": (4, 6)},
         {"hyper": ({"lr": 0.2, "betas": [0.9, 0.95], "foreach": None},)},
         {"checksums": ("0" * 16,)},
         {"state": replace(STATE, step=8)},
         {"rank": 1},
-        {"nbytes": 1},
-        {"digest": "0" * 64},
+        {"nbytes": LAYOUT.nbytes + 1},
+        {"tensors": MANIFEST.tensors[:-1]},
+        {"takers": (1,)},
+    ]
+    digests = {wire.digest(wire.encode(replace(MANIFEST, **change))) for change in changes}
+    assert len(digests | {wire.digest(encoded)}) == len(changes) + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("state", replace(STATE, commit_epoch=4)),
+        ("state", replace(STATE, step=8)),
+        ("state", StateId(3, 7, "f" * 32)),
+        ("rank", 1),
+        ("ranks", 1),
+        ("layout", "0" * 32),
+        ("nbytes", LAYOUT.nbytes + 64),
     ],
 )
-def test_the_digest_covers_the_whole_manifest(change: dict[str, Any]) -> None:
-    with pytest.raises(DataCorruption, match="digest does not fit"):
-        wire.decode(wire.encode(replace(MANIFEST, **change)))
+def test_a_manifest_of_something_else_is_refused(name: str, other: Any) -> None:
+    wanted: dict[str, Any] = {name: other}
+    with pytest.raises(DataCorruption, match=f"manifest is of {name} "):
+        wire.expect(MANIFEST, replace(WANTED, **wanted))
+
+
+@pytest.mark.parametrize("field", ["name", "kind", "dtype", "shape", "global_shape", "offset"])
+def test_tensors_that_are_not_those_of_the_layout_are_refused(field: str) -> None:
+    last = MANIFEST.tensors[-1]
+    other: dict[str, Any] = {
+        field: {"offset": 2 * last.offset, "shape": (9,), "global_shape": (9,)}.get(field, "x")
+    }
+    changed = replace(MANIFEST, tensors=(*MANIFEST.tensors[:-1], replace(last, **other)))
+    with pytest.raises(DataCorruption, match="not those of layout"):
+        wire.expect(changed, WANTED)
+
+
+@pytest.mark.parametrize("sums", [(), MANIFEST.checksums * 2])
+def test_a_manifest_without_a_checksum_for_each_chunk_is_refused(sums: tuple[str, ...]) -> None:
+    encoded = wire.encode(replace(MANIFEST, checksums=sums))
+    with pytest.raises(DataCorruption, match="checksums for"):
+        wire.decode(encoded)
+    assert wire.decode_header(encoded).checksums == sums
+
+
+def test_a_header_is_sealed_with_the_checksums_of_its_bytes() -> None:
+    header = wire.decode_header(wire.encode(replace(MANIFEST, checksums=())))
+    assert wire.seal(header, SNAPSHOT.data) == MANIFEST
+
+
+@pytest.mark.parametrize(("offset", "nbytes"), [(0, 64), (2**62, 0), (LAYOUT.nbytes, 1)])
+def test_a_tensor_outside_of_the_bytes_or_in_another_is_refused(offset: int, nbytes: int) -> None:
+    odd = Tensor("odd", "param", "uint8", (nbytes,), (nbytes,), offset, nbytes)
+    with pytest.raises(DataCorruption, match="where it cannot lie"):
+        wire.decode(wire.encode(replace(MANIFEST, tensors=(*MANIFEST.tensors, odd))))
+
+
+def test_what_is_too_long_is_not_served() -> None:
+    with pytest.raises(ValueError, match="allowed"):
+        wire.encode(replace(MANIFEST, hyper=({"x": "y" * wire.MAX_MANIFEST},)))
 
 
 ENCODED = wire.encode(MANIFEST)
@@ -92,31 +147,65 @@ def test_junk_is_only_ever_data_corruption(junk: bytes) -> None:
         wire.decode(junk)
 
 
+@given(JSON)
+def test_a_liars_junk_is_only_ever_data_corruption(junk: Any) -> None:
+    with pytest.raises(DataCorruption):
+        wire.decode(forged(junk))
+
+
 @given(st.sampled_from(sorted(MANIFEST.__slots__)), JSON)
-def test_junk_in_one_field_is_only_ever_data_corruption(field: str, junk: Any) -> None:
-    document = json.loads(ENCODED)
+def test_a_liars_junk_in_one_field_is_only_ever_data_corruption(field: str, junk: Any) -> None:
+    document = json.loads(ENCODED[65:])
     document[field] = junk
     try:
-        got = wire.decode(json.dumps(document).encode())
+        got = wire.decode(forged(document))
     except DataCorruption:
         return
-    assert got == MANIFEST
+    assert replace(got, **{field: getattr(MANIFEST, field)}) == MANIFEST
+
+
+@given(st.sampled_from(sorted(Tensor.__slots__)), JSON)
+def test_a_liars_junk_in_one_tensor_is_only_ever_data_corruption(field: str, junk: Any) -> None:
+    document = json.loads(ENCODED[65:])
+    document["tensors"][0][field] = junk
+    try:
+        got = wire.decode(forged(document))
+    except DataCorruption:
+        return
+    assert got.tensors[1:] == MANIFEST.tensors[1:]
+
+
+def test_a_field_that_is_not_known_is_refused() -> None:
+    document = json.loads(ENCODED[65:])
+    with pytest.raises(DataCorruption, match="not valid"):
+        wire.decode(forged({**document, "also": 1}))
+    document["tensors"][0]["also"] = 1
+    with pytest.raises(DataCorruption, match="not valid"):
+        wire.decode(forged(document))
 
 
 @pytest.mark.parametrize(
     "junk", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 100_000, b" " * (wire.MAX_MANIFEST + 1)]
 )
 def test_deep_and_large_junk(junk: bytes) -> None:
-    with pytest.raises(DataCorruption):
-        wire.decode(junk)
+    for data in (junk, blake3.blake3(junk).hexdigest().encode() + b"\n" + junk):
+        with pytest.raises(DataCorruption):
+            wire.decode(data)
 
 
 @pytest.mark.parametrize("deep", ["[" * 300 + "]" * 300, "9" * 5000, '"\\ud800"', "0"])
 def test_odd_hyper_parameters(deep: str) -> None:
-    document = ENCODED.replace(b'"foreach":null', b'"foreach":' + deep.encode())
-    assert document != ENCODED
+    body = ENCODED[65:].replace(b'"foreach":null', b'"foreach":' + deep.encode())
+    assert body != ENCODED[65:]
     with pytest.raises(DataCorruption):
-        wire.decode(document)
+        wire.decode(body)
+    encoded = blake3.blake3(body).hexdigest().encode() + b"\n" + body
+    try:
+        got = wire.decode(encoded)
+    except DataCorruption:
+        return
+    assert deep == "0"
+    assert got.hyper[0]["foreach"] == 0
 
 
 def test_each_chunk_has_its_checksum(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,6 +76,14 @@ def test_a_batch_depends_on_its_arguments_alone() -> None:
     assert not all(torch.equal(forward[p], reseeded.batch(*p)[0]) for p in places)
 
 
+@given(old=st.integers(1, 5), new=st.integers(1, 5), number=st.integers(0, 200))
+def test_a_batch_keeps_its_text_under_another_number_of_shards(old: int, new: int, number: int) -> None:
+    one, other = (Batches(counting(801), 8, rows=2, seed=7, shards=n, ranks=2) for n in (old, new))
+    for rank in range(2):
+        was = one.windows_of(number % old, number // old, rank)
+        assert other.windows_of(number % new, number // new, rank) == was
+
+
 def test_passes_differ_in_order() -> None:
     batches = Batches(counting(801), 8, rows=1, seed=0, shards=1)
     orders = [[batches.windows_of(0, turn * 100 + i, 0)[0][1] for i in range(100)] for turn in range(2)]

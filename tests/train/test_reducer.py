@@ -11,12 +11,12 @@ import torch
 from ft_hsdp.core import lineage
 from ft_hsdp.core.assignment import Role
 from ft_hsdp.core.commit import Contribution, Fence, Vote
-from ft_hsdp.core.replica import Reduce
+from ft_hsdp.core.effects import Reduce
 from ft_hsdp.errors import PeerDead
 from ft_hsdp.ftar.engine import Result
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.memory import Arena
-from ft_hsdp.train.reducer import Feeding, Reducer, checksum, contributions
+from ft_hsdp.train.reducer import Feeding, Reducer, checksum, contributions, usable
 
 SIZES = (3, 5, 2)
 PREV = "ab" * 16
@@ -59,8 +59,12 @@ class Scene:
     """A reducer of rank 1 of replica 0."""
 
     def __init__(self, at_once: bool = False) -> None:
-        self.group, self.votes = Group(at_once), list[Vote]()
-        self.reducer = Reducer(self.group, SIZES, 0, 1, self.votes.append)  # type: ignore[arg-type]
+        self.group, self.votes, self.checked = Group(at_once), list[Vote](), list[str]()
+        self.reducer = Reducer(self.group, SIZES, 0, 1, self.votes.append, checked=self._check)  # type: ignore[arg-type]
+
+    def _check(self, prev: str) -> str:
+        self.checked.append(prev)
+        return "of the state"
 
     def begin(self, step: int = 1, epoch: int = 1, attempt: int = 0, role: Role = "contribute") -> Fence:
         fence = Fence(epoch, step, attempt)
@@ -211,6 +215,30 @@ def test_a_gradient_that_is_not_finite_is_flagged(bad: float) -> None:
     for op in s.group.ops:
         op.end()
     assert s.votes[0].poisoned == ((0,) if expected else ())
+
+
+@pytest.mark.parametrize(
+    ("norm", "expected"),
+    [(1e18, True), (1.8e19, True), (1.9e19, False), (1e30, False), (math.inf, False), (math.nan, False)],
+)
+def test_a_gradient_is_usable_while_its_squares_are_finite_in_fp32(norm: float, expected: bool) -> None:
+    """However the norm is computed: in one piece, or as the sum of many small squares."""
+    assert usable(torch.tensor([0.0, norm])) is expected
+    many = torch.full((4096,), norm / 64)
+    assert usable(many) is expected
+    assert not expected or bool(torch.isfinite(many * many).all())
+
+
+def test_the_vote_says_what_the_rank_holds_before_the_step() -> None:
+    s = Scene()
+    s.open()
+    s.begin()
+    s.ready(0, 1, 2)
+    assert s.checked == []
+    for op in s.group.ops:
+        op.end()
+    assert s.checked == [PREV]
+    assert s.votes[0].state_digest == "of the state"
 
 
 def test_the_poison_of_others_is_in_the_vote() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ft_hsdp.core.commit import CommitRecord, Contribution
+from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.train.runlog import RunLog, Timing, exposed
 
 RECORD = CommitRecord(
@@ -37,17 +38,20 @@ def test_a_batch_is_logged_before_anything_else_can_happen(tmp_path: Path) -> No
 
 def test_a_commit_has_all_that_a_replay_needs(tmp_path: Path) -> None:
     log = RunLog(tmp_path, "0-x-1")
-    log.committed(RECORD, 0.01, 4096, Timing(0.5, {"ftar": 0.15, "commit": 0.05}, 1000, 0.1), contributed=False)
+    timing = Timing(0.5, {"ftar": 0.15, "commit": 0.05}, 1000, 0.1)
+    log.committed(RECORD, 0.01, 4096, timing, False, Ledger((7, 9, 6), ((1, 3), (1, 4))))
     (row,) = rows(tmp_path / "commits.jsonl")
     assert row["lineage"] == RECORD.state_id.lineage
     for key in ("step", "epoch", "attempt", "prev", "norm", "lr_scale", "total", "chunk_bytes"):
         assert row[key] == getattr(RECORD, key)
     assert row["ring"] == [2, 0, 1]
     assert row["contributors"] == [0, 2]
+    assert row["poisoned"] == []
     assert row["contributions"] == [
         {"replica": 0, "weight": 1, "shard": 0, "index": 6, "loss": 1.0},
         {"replica": 2, "weight": 3, "shard": 2, "index": 5, "loss": 2.0},
     ]
+    assert (row["cursors"], row["holes"]) == ([7, 9, 6], [[1, 3], [1, 4]])
     assert (row["loss"], row["lr"], row["tokens"], row["role"]) == (1.75, 0.01, 4096, "behind")
     assert (row["step_s"], row["waits"], row["ftar_bytes"], row["ftar_s"]) == (
         0.5,
@@ -59,7 +63,7 @@ def test_a_commit_has_all_that_a_replay_needs(tmp_path: Path) -> None:
 
 def test_a_new_life_appends(tmp_path: Path) -> None:
     for life in ("0-x-0", "0-x-1"):
-        RunLog(tmp_path, life).committed(RECORD, 0.01, 1, Timing(0.5, {}, 0, 0.0), contributed=True)
+        RunLog(tmp_path, life).committed(RECORD, 0.01, 1, Timing(0.5, {}, 0, 0.0), True, Ledger((1,)))
     assert [r["incarnation"] for r in rows(tmp_path / "commits.jsonl")] == ["0-x-0", "0-x-1"]
 
 

@@ -1,4 +1,4 @@
-"""The processes of one contender, each in its replica's namespace."""
+"""The processes of one contender, each where its replica is."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from pathlib import Path
 
 import psutil
 
-from ft_hsdp.bench.hsdp.network import Network
-from ft_hsdp.bench.hsdp.scene import RANKS, REPLICAS, Scene, Seat, config
+from ft_hsdp.bench.hsdp.place import Place
+from ft_hsdp.bench.hsdp.scene import Scene, Seat, config
 from ft_hsdp.bench.link import Link, ask, collect
 from ft_hsdp.bench.team import LEAD_S
 from ft_hsdp.config import dump
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.lighthouse_process import furnish
-from ft_hsdp.launch.processes import environment, last_line, tied
+from ft_hsdp.launch.processes import TOKEN_VARIABLE, environment, last_line, tied
 from ft_hsdp.launch.rundir import RunDir, read_json
 
 START_S = 30.0  # longest time until the lighthouse listens
-PORT = 29500  # of a store; the namespaces are fresh, so it is free
+PRODUCT = "ft_hsdp"  # the crew that needs a lighthouse and state agents
 
 
 class Crew:
@@ -51,25 +51,41 @@ class Crew:
         return sum(t.user + t.system for t in times)
 
 
-def start(name: str, number: int, network: Network, scene: Scene, folder: Path, stack: ExitStack) -> Crew:
-    """A crew's processes, all started; `stack` ends them. `folder` holds their configuration and logs."""
+def start(name: str, kind: str, number: int, place: Place, scene: Scene, folder: Path, stack: ExitStack) -> Crew:
+    """A crew's processes, all started; `stack` ends them. `folder` holds their configuration, run and logs."""
     run = RunDir(folder / "runs" / "link")
     links = []
-    for replica in range(REPLICAS):
-        host = network.host(replica)
+    for replica in range(scene.replicas):
+        host = place.host(replica)
         file = folder / f"{replica}.yaml"
         file.write_text(dump(config(scene, host, run.path.parent)))
-        for rank in range(RANKS):
-            seat = Seat(name, replica, rank, host, network.host(0), PORT + number, str(file), str(run.path))
-            links.append(_worker(seat, network.replicas[replica], folder, stack))
+        if kind == PRODUCT:
+            _agent(replica, host, run, place, stack)
+        for rank in range(scene.ranks):
+            seat = Seat(
+                kind,
+                scene.replicas,
+                scene.ranks,
+                replica,
+                rank,
+                host,
+                place.host(0),
+                place.interface,
+                place.port(number, 0 if kind == "hsdp" else replica),
+                str(file),
+                str(run.path),
+                scene.waiting,
+            )
+            log = folder / f"{name.replace(' ', '-')}-{replica}-{rank}.log"
+            links.append(_worker(f"{name} replica {replica} rank {rank}", seat, place, log, stack))
     return Crew(name, links)
 
 
-def lighthouse(network: Network, scene: Scene, folder: Path, stack: ExitStack) -> RunDir:
-    """Ft_hsdp's run, and its lighthouse at the switch. Raises Retryable."""
+def lighthouse(place: Place, scene: Scene, folder: Path, stack: ExitStack) -> RunDir:
+    """Ft_hsdp's run in `folder`, and its lighthouse at the switch. Raises Retryable."""
     run = RunDir(folder / "runs" / "link")
-    furnish(run, config(scene, network.host(), run.path.parent))
-    command = _inside(network.hub, *tied("lighthouse", "--run", str(run.path)))
+    furnish(run, config(scene, place.host(), run.path.parent))
+    command = place.inside(place.hub, *tied("lighthouse", "--run", str(run.path)))
     with run.lighthouse_log.open("ab") as log:
         process = subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     stack.callback(_end, process)
@@ -81,14 +97,27 @@ def lighthouse(network: Network, scene: Scene, folder: Path, stack: ExitStack) -
     return run
 
 
-def _worker(seat: Seat, space: str, folder: Path, stack: ExitStack) -> Link:
-    name = f"{seat.crew} replica {seat.replica} rank {seat.rank}"
-    log = folder / f"{seat.crew}-{seat.replica}-{seat.rank}.log"
+def _agent(replica: int, host: str, run: RunDir, place: Place, stack: ExitStack) -> None:
+    """The state agent of a replica, which waits for its ranks."""
+    command = tied("ft_hsdp.state.agent", "--replica", str(replica), "--host", host)
+    env = {**environment(), TOKEN_VARIABLE: run.token.read_text().strip()}
+    with (run.path.parent / f"agent-{replica}.log").open("ab") as log:
+        process = subprocess.Popen(
+            place.inside(place.replicas[replica], *command),
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    stack.callback(_end, process)
+
+
+def _worker(name: str, seat: Seat, place: Place, log: Path, stack: ExitStack) -> Link:
     ours, theirs = socket.socketpair()
     with theirs, log.open("ab") as file:
         module = tied("ft_hsdp.bench.hsdp.worker", str(theirs.fileno()), json.dumps(asdict(seat)))
         process = subprocess.Popen(
-            _inside(space, *module),
+            place.inside(place.replicas[seat.replica], *module),
             env=environment(),
             pass_fds=(theirs.fileno(),),
             stdin=subprocess.DEVNULL,
@@ -99,10 +128,6 @@ def _worker(seat: Seat, space: str, folder: Path, stack: ExitStack) -> Link:
     link = Link(name, ours, log)
     stack.callback(link.close)
     return link
-
-
-def _inside(space: str, *command: str) -> list[str]:
-    return ["ip", "netns", "exec", space, *command]
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -15,7 +15,7 @@ from ft_hsdp.bench.hsdp import crew as crews
 from ft_hsdp.bench.hsdp.crew import Crew
 from ft_hsdp.bench.hsdp.network import Network, unfit
 from ft_hsdp.bench.hsdp.report import Block, report
-from ft_hsdp.bench.hsdp.scene import RANKS, REPLICAS, Scene
+from ft_hsdp.bench.hsdp.scene import Scene
 from ft_hsdp.bench.plan import Log, Row
 from ft_hsdp.bench.rounds import WARM_UP, interleave
 from ft_hsdp.launch.rundir import RunDir
@@ -34,15 +34,15 @@ def measure(scene: Scene, log: Log) -> list[Row]:
     blocks: dict[str, list[Block]] = {name: [] for name in CREWS}
     with _unwinding(), ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-hsdp-bench-")))
-        network = stack.enter_context(Network(REPLICAS, scene.rate, scene.congestion))
+        network = stack.enter_context(Network(scene.replicas, scene.rate, scene.congestion))
         run = crews.lighthouse(network, scene, folder, stack)
-        team = [crews.start(name, n, network, scene, folder, stack) for n, name in enumerate(CREWS)]
+        team = [crews.start(name, name, n, network, scene, folder, stack) for n, name in enumerate(CREWS)]
         for crew in team:
             crew.ready()
-        log.say(f"{REPLICAS} replicas of {RANKS} ranks, links of {scene.rate}: {', '.join(CREWS)}")
+        log.say(f"{scene.replicas} replicas of {scene.ranks} ranks, links of {scene.rate}: {', '.join(CREWS)}")
         turns = {crew.name: partial(_block, crew, network, scene.steps, blocks[crew.name]) for crew in team}
         interleave(turns, scene.rounds)
-        commits = [_commits(run, replica)[WARM_UP * scene.steps :] for replica in range(REPLICAS)]
+        commits = [_commits(run, replica)[WARM_UP * scene.steps :] for replica in range(scene.replicas)]
     counted = {name: each[WARM_UP:] for name, each in blocks.items()}
     return [report(scene, counted, commits)]
 

@@ -18,6 +18,7 @@ from ft_hsdp.errors import Retryable
 COMMANDS = ("ip", "tc")
 INTERFACE = "link0"  # of a replica
 BRIDGE = "switch"
+PORT = 29500
 BURST = "128kb"  # what leaves at once: two of the kernel's largest packets
 QUEUE = "10ms"  # longest time in the queue: 1.25 MB at 1 Gbit, as in a switch
 COMMAND_S = 30.0  # longest time of one command
@@ -41,6 +42,8 @@ class Network:
     rate: of each link, each way, as tc says it ("1gbit"); congestion: control of all TCP in it, "" leaves the
     machine's default. Raises Retryable where a command fails.
     """
+
+    interface = INTERFACE
 
     def __init__(self, replicas: int, rate: str, congestion: str = "") -> None:
         self._prefix = f"ft-hsdp-{os.getpid()}"
@@ -68,6 +71,14 @@ class Network:
     def host(self, replica: int | None = None) -> str:
         """The address of a replica; of the hub, which hangs on the switch without a limit, if None."""
         return f"10.77.0.{254 if replica is None else replica + 1}"
+
+    def inside(self, space: str, *command: str) -> list[str]:
+        """The command that does this in a namespace."""
+        return ["ip", "netns", "exec", space, *command]
+
+    def port(self, number: int, replica: int) -> int:
+        """Of the store of crew `number`: the namespaces are fresh, so it is free."""
+        return PORT + number
 
     def sent(self) -> list[int]:
         """Bytes that each replica has sent over its link so far, with headers."""

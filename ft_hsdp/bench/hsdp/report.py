@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ft_hsdp.bench.hsdp.scene import RANKS, REPLICAS, Scene
+from ft_hsdp.bench.hsdp.scene import Scene
 from ft_hsdp.bench.plan import Row
 from ft_hsdp.bench.spread import milliseconds, ratio, spread
 
@@ -32,17 +32,17 @@ def report(
     costs = {name: medians[name] - medians["alone"] for name in ("hsdp", "ft_hsdp")}
     rows = [row for replica in commits for row in replica]
     exchange_s = _median(rows, lambda row: row["ftar_s"])
-    gradient = 2 * (REPLICAS - 1) / REPLICAS
-    bytes_sent = _median(rows, lambda row: row["ftar_bytes"]) * RANKS
+    gradient = 2 * (scene.replicas - 1) / scene.replicas
+    bytes_sent = _median(rows, lambda row: row["ftar_bytes"]) * scene.ranks
     return {
-        "members": REPLICAS,
-        "ranks": RANKS,
+        "members": scene.replicas,
+        "ranks": scene.ranks,
         "rate": scene.rate,
         "congestion": scene.congestion or "the machine's default",
-        "ftar": dict(scene.ftar),
+        "ftar": dict(scene.sections.get("ftar", {})),
         "rounds": scene.rounds,
         "steps_per_block": scene.steps,
-        "gradient_bytes_per_rank": round(bytes_sent / RANKS / gradient),
+        "gradient_bytes_per_rank": round(bytes_sent / scene.ranks / gradient),
         "least_exchange_ms": milliseconds(8 * bytes_sent / scene.bits_per_s),
         "crews": {name: _crew(each) for name, each in blocks.items()},
         "cost_ms": {name: milliseconds(cost) for name, cost in costs.items()},

@@ -3,7 +3,7 @@
     <- {"address": "10.77.0.1", "pid": 1}       before the first step
     -> {"steps": 2, "at": 12.5}                 <- {"t": 13.6}, before the step that comes next
 
-The training loops are ordinary ones: it is their data that waits.
+The training loops are ordinary ones, but for the wait before each forward.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ft_hsdp
-from ft_hsdp.bench.hsdp.scene import PATIENCE_S, RANKS, REPLICAS, Seat
+from ft_hsdp.bench.hsdp.scene import PATIENCE_S, Seat
+from ft_hsdp.bench.waiting import Waiting
 from ft_hsdp.config import Config, load
 from ft_hsdp.errors import EXIT_OK, EXIT_RETRYABLE
+from ft_hsdp.train.model import Transformer
 from ft_hsdp.train.tokens import VOCABULARY
 from ft_hsdp.train.trainer import build, build_optimizer
 
@@ -36,11 +38,11 @@ Batch = tuple[Tensor, Tensor]
 
 
 class Paced:
-    """Data that waits, before every block of steps, for the bench."""
+    """Data, and the wait for the bench before every block of steps."""
 
-    def __init__(self, sock: socket.socket, config: Config, host: str) -> None:
+    def __init__(self, sock: socket.socket, config: Config, seat: Seat) -> None:
         self._stream = sock.makefile("rw", encoding="utf-8")
-        self._host = host
+        self._seat = seat
         self._greeted = False
         self._left = 0
         words = VOCABULARY[config.data.tokenizer]
@@ -49,14 +51,16 @@ class Paced:
 
     def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> Batch:
         """Random tokens, the same for the same place."""
-        self._wait()
-        place = torch.Generator().manual_seed((shard * 1_000_003 + index) * RANKS + rank)
+        place = torch.Generator().manual_seed((shard * 1_000_003 + index) * self._seat.ranks + rank)
         tokens = torch.randint(self._words, self._shape, generator=place)
         return tokens[:, :-1], tokens[:, 1:]
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
+        """Before every step: wait where the bench has not ordered it yet. Batches may be made earlier."""
         if self._left == 0:
-            self._say({"t": time.monotonic()} if self._greeted else {"address": self._host, "pid": os.getpid()})
+            self._say(
+                {"t": time.monotonic()} if self._greeted else {"address": self._seat.host, "pid": os.getpid()}
+            )
             self._greeted = True
             line = self._stream.readline()
             if not line:
@@ -73,26 +77,26 @@ class Paced:
 
 def alone(seat: Seat, config: Config, data: Paced) -> None:
     """FSDP2 over the ranks of a replica, which knows of no other."""
-    _group(seat, seat.host, seat.rank, RANKS, "lo")
-    _train(config, data, seat, (RANKS,))
+    _group(seat, seat.host, seat.rank, seat.ranks, "lo")
+    _train(config, data, seat, (seat.ranks,))
 
 
 def hsdp(seat: Seat, config: Config, data: Paced) -> None:
     """PyTorch's HSDP: FSDP2 on a mesh of replicas and ranks; gradients are all-reduced by gloo."""
-    from ft_hsdp.bench.hsdp.network import INTERFACE
-
-    _group(seat, seat.first, seat.replica * RANKS + seat.rank, REPLICAS * RANKS, INTERFACE)
-    _train(config, data, seat, (REPLICAS, RANKS))
+    rank, size = seat.replica * seat.ranks + seat.rank, seat.replicas * seat.ranks
+    _group(seat, seat.first, rank, size, seat.interface)
+    _train(config, data, seat, (seat.replicas, seat.ranks))
 
 
 def product(seat: Seat, config: Config, data: Paced) -> None:
     """The whole of ft_hsdp, by its public API."""
-    os.environ |= {"RANK": str(seat.rank), "WORLD_SIZE": str(RANKS), "GLOO_SOCKET_IFNAME": "lo"}
+    os.environ |= {"RANK": str(seat.rank), "WORLD_SIZE": str(seat.ranks), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(seat.port)}
     job = ft_hsdp.join(config, seat.replica, Path(seat.run))
-    model = job.shard(build(config))
+    model = job.shard(_model(seat, config))
     optim = job.optimizer(build_optimizer(config, list(model.parameters())))
     for batch in job.batches(data):
+        data.wait()
         model(batch).backward()
         optim.step()
 
@@ -106,16 +110,24 @@ def _group(seat: Seat, store: str, rank: int, size: int, interface: str) -> None
     dist.init_process_group("gloo", meet, timedelta(seconds=PATIENCE_S), world_size=size, rank=rank)
 
 
+def _model(seat: Seat, config: Config) -> Transformer | Waiting:
+    if seat.waiting is None:
+        return build(config)
+    elements, wait_s = seat.waiting
+    return Waiting(config.model.layers, elements, wait_s)
+
+
 def _train(config: Config, data: Paced, seat: Seat, shape: tuple[int, ...]) -> None:
     """As anybody would, with the parts that ft_hsdp shards too."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "rank")[-len(shape) :])
-    model = build(config)
+    model = _model(seat, config)
     for part in model.shards():
         fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = build_optimizer(config, list(model.parameters()))
     index = 0
     while True:
+        data.wait()
         model(data.batch(seat.replica, index, seat.rank)).backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -128,7 +140,7 @@ def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(1)
     try:
         config = load(Path(seat.config))
-        CREWS[seat.crew](seat, config, Paced(sock, config, seat.host))
+        CREWS[seat.crew](seat, config, Paced(sock, config, seat))
     except Exception as error:  # whatever it is, the bench gets it as one line and the log as a traceback
         traceback.print_exc()
         sys.stderr.flush()

@@ -1,0 +1,62 @@
+"""The benches by name: from the words of a command line to a result and its tables."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any, TextIO
+
+Result = dict[str, Any]
+Show = Callable[[Mapping[str, Any], TextIO], None]
+Bench = Callable[[argparse.Namespace, TextIO], tuple[Result, Show]]
+
+
+def ftar(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
+    """`bench ftar`. Raises ConfigError, Retryable, DataCorruption."""
+    from ft_hsdp.bench.bench import run
+    from ft_hsdp.bench.options import parse
+    from ft_hsdp.bench.table import show
+
+    options = parse(
+        args.measure or "bandwidth",
+        sizes=args.sizes,
+        members=args.members,
+        contenders=args.contenders,
+        rounds=_or(args.rounds, 20),
+    )
+    return run(options, stream), show
+
+
+def recovery(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
+    """`bench recovery`. Raises ConfigError, Retryable, DataCorruption."""
+    from ft_hsdp.bench.recovery.bench import run
+    from ft_hsdp.bench.recovery.options import parse
+    from ft_hsdp.bench.recovery.table import show
+
+    options = parse(args.measure or "all", kills=args.kills, rounds=_or(args.rounds, 5), sizes=args.sizes)
+    return run(options, stream), show
+
+
+def overhead(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
+    """`bench overhead`. Raises ConfigError, Retryable."""
+    from ft_hsdp.bench.overhead.bench import run
+    from ft_hsdp.bench.overhead.options import parse
+    from ft_hsdp.bench.overhead.table import show
+
+    return run(parse(args.measure, rounds=_or(args.rounds, 200)), stream), show
+
+
+def fetch(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
+    """`bench fetch`. Raises ConfigError, Retryable."""
+    from ft_hsdp.bench.fetch.bench import run
+    from ft_hsdp.bench.fetch.options import parse
+    from ft_hsdp.bench.fetch.table import show
+
+    return run(parse(args.measure or "all", sizes=args.sizes, rounds=_or(args.rounds, 7)), stream), show
+
+
+def _or(given: int | None, default: int) -> int:
+    return default if given is None else given
+
+
+BENCHES: Mapping[str, Bench] = {"ftar": ftar, "fetch": fetch, "recovery": recovery, "overhead": overhead}

@@ -1,0 +1,28 @@
+"""torchft's lighthouse: `python -m ft_hsdp.bench.contenders.torchft_lighthouse FILE [HEARTBEAT_MS JOIN_MS]`.
+
+Writes its URL to FILE and serves until it is killed; without times it has those of torchft's own command.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from torchft.coordination import LighthouseServer
+
+from ft_hsdp.launch.rundir import write_json
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serve."""
+    file, *times = argv
+    named = dict(zip(("heartbeat_timeout_ms", "join_timeout_ms"), map(int, times), strict=False))
+    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, **named)
+    write_json(Path(file), {"url": server.address()})
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,109 @@
+"""Bare sockets, and ft_hsdp's fetch: both into memory that is there already, as the state agent's is. No torch."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+
+from ft_hsdp.bench.fetch.seat import TIMEOUT_S, Donor, Receiver, Seat, digest
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.state import wire
+from ft_hsdp.state.fetch import Donor as Address
+from ft_hsdp.state.fetch import Request, fetch
+from ft_hsdp.state.memory_shelf import MemoryShelf, Room
+from ft_hsdp.state.server import StateServer, tune
+from ft_hsdp.state.wire import Expected, Manifest
+
+HOST = "127.0.0.1"
+TOKEN = "bench"  # noqa: S105 - guards random numbers
+STATE = StateId(0, 1, "0" * 32)
+PIECE = 4 << 20
+
+
+class RawDonor(Donor):
+    """sendfile of the whole state to whoever connects."""
+
+    def __init__(self, seat: Seat) -> None:
+        self._room = Room(seat.total)
+        self._room.bytes[:] = seat.content()
+        self._total = seat.total
+        self._listener = socket.create_server((HOST, 0))
+        self.where = str(self._listener.getsockname()[1])
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        while True:
+            sock, _ = self._listener.accept()
+            with sock:
+                tune(sock)
+                begin = 0
+                while begin < self._total:
+                    begin += os.sendfile(sock.fileno(), self._room.fd, begin, self._total - begin)
+
+
+class RawReceiver(Receiver):
+    """recv_into, in pieces."""
+
+    def __init__(self, seat: Seat, where: str) -> None:
+        self._room = Room(seat.total)
+        self._port = int(where)
+
+    def take(self) -> None:
+        """Fill the room."""
+        view = self._room.memory
+        with socket.create_connection((HOST, self._port)) as sock:
+            tune(sock)
+            got = 0
+            while got < len(view):
+                n = sock.recv_into(view[got : got + PIECE], 0, socket.MSG_WAITALL)
+                if n == 0:
+                    raise ConnectionError("the donor hung up")
+                got += n
+
+    def drop(self) -> str:
+        """Wipe the room: what is not received again must not look as if it was."""
+        found = digest([self._room.bytes])
+        self._room.bytes[:] = 0
+        return found
+
+
+class FetchDonor(Donor):
+    """The state server, as the state agent has it."""
+
+    def __init__(self, seat: Seat) -> None:
+        room = Room(seat.total)
+        room.bytes[:] = seat.content()
+        shelf = MemoryShelf()
+        shelf.put(wire.seal(_header(seat), room.memory), room)
+        self._server = StateServer(HOST, 0, shelf, TOKEN)
+        self.where = self._server.address
+
+
+class FetchReceiver(Receiver):
+    """`state.fetch`, everything verified."""
+
+    def __init__(self, seat: Seat, where: str) -> None:
+        header = _header(seat)
+        self._expected = Expected(header.state, header.rank, header.ranks, header.layout, header.nbytes)
+        self._room = Room(seat.total)
+        self._donors = [Address(0, where)]
+
+    def take(self) -> None:
+        """Fill the room."""
+        request = Request.exactly(self._expected, self._room.memory)
+        fetch(self._donors, request, TOKEN, TIMEOUT_S, threading.Event(), lambda *_: None)
+
+    def drop(self) -> str:
+        """Wipe the room."""
+        found = digest([self._room.bytes])
+        self._room.bytes[:] = 0
+        return found
+
+
+def _header(seat: Seat) -> Manifest:
+    tensors = tuple(
+        wire.Tensor(f"{i}", "param", "uint8", (seat.nbytes,), (seat.nbytes,), i * seat.nbytes, seat.nbytes)
+        for i in range(seat.tensors)
+    )
+    return Manifest(STATE, 0, 1, wire.fingerprint(tensors), seat.total, tensors, (), ())

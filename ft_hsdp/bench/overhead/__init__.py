@@ -1,0 +1,1 @@
+"""`bench overhead`: what fault tolerance costs while nothing fails."""

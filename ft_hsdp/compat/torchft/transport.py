@@ -1,0 +1,189 @@
+"""StateTransport: stands where torchft's HTTPTransport stood. Checksummed, authenticated, and without pickle.
+
+The healthy replica sends a copy: its trainer never waits for a reader, however slow, and may go on changing its
+state at once. The copy stays fetchable until the next one, or until `shutdown`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+import socket
+import threading
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TypeVar, cast
+from urllib.parse import urlsplit
+
+import torch
+from pydantic import Field, TypeAdapter, ValidationError
+from torch import Tensor
+from torchft.checkpointing.transport import CheckpointTransport
+
+from ft_hsdp.compat.torchft import tree
+from ft_hsdp.compat.torchft.rendezvous import own_address
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.errors import DataCorruption, InvalidArgument
+from ft_hsdp.state import wire
+from ft_hsdp.state.fetch import Donor, NotFetched, Request, fetch
+from ft_hsdp.state.layout import ALIGN
+from ft_hsdp.state.memory_shelf import MemoryShelf, Room
+from ft_hsdp.state.server import StateServer
+from ft_hsdp.state.wire import Manifest
+
+T = TypeVar("T")
+LINEAGE = "0" * 32  # torchft names a state by its step alone
+DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
+
+
+@dataclass(frozen=True, slots=True)
+class _Metadata:
+    """What the other replicas are told, by torchft's manager: where to fetch, and the right to do so."""
+
+    addresses: tuple[str, ...] = Field(min_length=1, max_length=64)
+    token: str = Field(max_length=256)
+
+
+_METADATA = TypeAdapter(_Metadata)
+
+
+class StateTransport(CheckpointTransport[T]):
+    """A checkpoint transport for torchft's Manager (FT-HSDP §4.4).
+
+    ``host`` is the IPv4 address at which the others call, by default the one that leads to torchft's lighthouse.
+    State dicts may hold tensors, DTensors, str, int, float, bool and None in lists, tuples and dicts.
+    """
+
+    def __init__(self, host: str | None = None) -> None:
+        self._shelf = MemoryShelf()
+        self._token = secrets.token_hex(32)
+        self._server = StateServer(host or _own_host(), 0, self._shelf, self._token)
+        self._offered: StateId | None = None
+
+    def metadata(self) -> str:
+        """JSON with the addresses, and the token without which they give nothing."""
+        return json.dumps({"addresses": [self._server.address], "token": self._token})
+
+    def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
+        """Offer a copy of ``state_dict`` as that of ``step``, in place of the one before. Waits for nobody.
+
+        Raises:
+            InvalidArgument: there is something in it that cannot be sent.
+        """
+        node, tensors = tree.flatten(state_dict)
+        places = _places(tensors)
+        nbytes = sum(_padded(tensor) for tensor in tensors)
+        room = Room(nbytes)
+        packed = torch.from_numpy(room.bytes)
+        for place, tensor in zip(places, tensors, strict=True):
+            if place.nbytes:
+                packed[place.offset : place.offset + place.nbytes].copy_(_bytes(tensor))
+        state = StateId(0, step, LINEAGE)
+        header = Manifest(state, 0, 1, wire.fingerprint(places), nbytes, places, (), ({"tree": node},))
+        try:
+            self._shelf.put(wire.seal(header, room.memory), room)
+        except ValueError as error:
+            raise InvalidArgument(f"the state dict has too much besides tensors: {error}") from error
+        if self._offered is not None and self._offered != state:
+            self._shelf.drop(self._offered, 0)
+        self._offered = state
+
+    def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
+        """The state dict of ``step`` from whoever gave ``metadata``; its tensors share one piece of memory.
+
+        Raises:
+            TimeoutError: it was not offered, or not received, in time.
+            ConnectionError: nobody could serve it.
+            DataCorruption: what was received is not what was sent.
+        """
+        told = _told(metadata)
+        buffers: list[Tensor] = []
+
+        def memory(manifest: Manifest) -> memoryview:
+            buffers.append(torch.empty(manifest.nbytes, dtype=torch.uint8))
+            return memoryview(cast(bytes, buffers[0].numpy()))
+
+        state = StateId(0, step, LINEAGE)
+        donors = [Donor(i, address) for i, address in enumerate(told.addresses)]
+        failures: list[str] = []
+        try:
+            got = fetch(
+                donors,
+                Request(state, 0, lambda m: _check(m, state), memory),
+                told.token,
+                timeout.total_seconds(),
+                threading.Event(),
+                lambda donor, why: failures.append(f"{donor.address}: {why}"),
+            )
+        except NotFetched as error:
+            if len(failures) == len(donors):
+                raise ConnectionError(f"step {step} was not received: {'; '.join(failures)}") from error
+            raise TimeoutError(f"timed out: step {step} from {', '.join(told.addresses)}: {error}") from error
+        return cast(T, tree.unflatten(got.manifest.hyper[0]["tree"], _views(buffers[0], got.manifest.tensors)))
+
+    def shutdown(self, wait: bool = True) -> None:
+        """Offer nothing any more."""
+        self._server.close()
+
+
+def _own_host() -> str:
+    """The address that leads to the lighthouse in torchft's variable; without one, that of this host's name."""
+    lighthouse = urlsplit(os.environ.get("TORCHFT_LIGHTHOUSE", ""))
+    if lighthouse.hostname:
+        return own_address(lighthouse.hostname, lighthouse.port or 0)
+    return socket.gethostbyname(socket.gethostname())
+
+
+def _told(metadata: str) -> _Metadata:
+    try:
+        return _METADATA.validate_json(metadata)
+    except ValidationError as error:
+        raise DataCorruption("metadata are not those of a StateTransport") from error
+
+
+def _places(tensors: list[Tensor]) -> tuple[wire.Tensor, ...]:
+    """Where each tensor lies in the packed bytes."""
+    places, offset = [], 0
+    for index, tensor in enumerate(tensors):
+        shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
+        places.append(wire.Tensor(str(index), "tensor", dtype, shape, shape, offset, tensor.nbytes))
+        offset += _padded(tensor)
+    return tuple(places)
+
+
+def _padded(tensor: Tensor) -> int:
+    return -(-tensor.nbytes // ALIGN) * ALIGN
+
+
+def _views(buffer: Tensor, places: tuple[wire.Tensor, ...]) -> list[Tensor]:
+    """The tensors in ``buffer``, each by one call of torch: there may be thousands."""
+    typed = {name: buffer.view(DTYPES[name]) for name in {place.dtype for place in places}}
+    views = []
+    for place in places:
+        stride, step = [], 1
+        for length in reversed(place.shape):
+            stride.append(step)
+            step *= max(1, length)
+        flat = typed[place.dtype]
+        views.append(flat.as_strided(place.shape, stride[::-1], place.offset // flat.itemsize))
+    return views
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
+
+
+def _check(manifest: Manifest, state: StateId) -> None:
+    """A manifest that this class could have made, before anything is allocated."""
+    if (manifest.state, manifest.rank, manifest.ranks) != (state, 0, 1):
+        raise DataCorruption(f"manifest is of state {manifest.state}, wanted {state}")
+    if manifest.nbytes % ALIGN or len(manifest.hyper) != 1 or set(manifest.hyper[0]) != {"tree"}:
+        raise DataCorruption("manifest has no state dict")
+    for tensor in manifest.tensors:
+        dtype = DTYPES.get(tensor.dtype)
+        if dtype is None or math.prod(tensor.shape) * dtype.itemsize != tensor.nbytes or tensor.offset % ALIGN:
+            raise DataCorruption(
+                f"manifest has a tensor of {tensor.dtype} {list(tensor.shape)[:8]} that cannot be"
+            )

@@ -1,0 +1,75 @@
+"""Asking: what a replica's leader does whenever a step ends or breaks: report, feed, write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ft_hsdp.core import checkpoint, lineage
+from ft_hsdp.core.assignment import Report
+from ft_hsdp.core.effects import Ask, Checkpoint, Effect, Feed, StopRing
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.standing import Phase, Replica
+
+Step = tuple[Replica, tuple[Effect, ...]]
+
+
+def ask(s: Replica, after: int = 0) -> Step:
+    """Report the true state and ask for the next step."""
+    report = Report(
+        replica=s.me,
+        incarnation=s.incarnation,
+        state=s.state,
+        step=s.head.step + 1,
+        epoch=s.grant.epoch if s.grant else 0,
+        after=after,
+        max_term=s.seen[0],
+        prepared=s.prepared,
+        void=s.void,
+        doubt=s.doubt,
+        equal=s.equal,
+        leaving=s.leaving,
+        lagging=s.lagging,
+        diverged=s.diverged,
+    )
+    return replace(s, phase=Phase.FINAL if s.head.step >= s.steps else Phase.ASKING), (Ask(report),)
+
+
+def broken(s: Replica, epoch: int, why: str = "the ring broke") -> Step:
+    """The ring is of no more use: say so, keep what is in doubt, ask for a larger epoch.
+
+    A replica that has not passed on a yes never will, so its attempt is void: nobody can have committed it.
+    """
+    if s.grant is None or s.grant.epoch != epoch or not s.intact:
+        return s, ()
+    working = s.phase in (Phase.REDUCING, Phase.VOTED)
+    undecided = working and not s.forwarded
+    s = replace(
+        s,
+        intact=False,
+        void=s.fence if undecided else s.void,
+        record=s.record if s.forwarded else None,
+        token=None,
+    )
+    stopped = StopRing(epoch, why)
+    if s.phase is Phase.FINAL and s.verified:
+        return s, (stopped,)
+    s, asked = ask(s, after=epoch)
+    return s, (stopped, *asked)
+
+
+def feed(s: Replica) -> Step:
+    """Start on the next batch, unless its gradient is there or under way already."""
+    if s.fed is not None and lineage.same(s.fed, s.state):
+        return s, ()
+    return replace(s, fed=s.state), (Feed(s.state.step + 1),)
+
+
+def write(
+    s: Replica, state: StateId, holders: tuple[int, ...], unwritable: tuple[int, ...] | None = None
+) -> tuple[Effect, ...]:
+    """Write ``state``, if this replica is the one of its ``holders`` to do so; None: nothing new was heard."""
+    every, heard = s.rules.checkpoint_every, s.unwritable if unwritable is None else unwritable
+    writer = checkpoint.designated(state.step, every, holders, heard)
+    if writer is None:
+        writer = checkpoint.successor(every, holders, s.unwritable, heard)
+    return (Checkpoint(state),) if writer == s.me else ()

@@ -1,0 +1,23 @@
+"""Rules: what the operator chose for all replicas of a job alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Poison = Literal["exclude_contributor", "skip_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """``checkpoint_every`` steps there is a durable checkpoint (0: never). A replica that is behind keeps at most
+    ``catchup_log_steps`` committed gradients until its base is there. ``poison`` says what becomes of a step in
+    which some gradient is not finite: it is tried again without it, or committed without changing any weight.
+    """
+
+    checkpoint_every: int = 0
+    catchup_log_steps: int = 64
+    poison: Poison = "exclude_contributor"
+
+
+DEFAULT = Rules()

@@ -1,0 +1,102 @@
+"""Standing: what the leader of one replica knows of it, and where it is in a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+
+from ft_hsdp.core import lineage
+from ft_hsdp.core.assignment import Grant, Role
+from ft_hsdp.core.commit import CommitRecord, Fence, Token
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.rules import DEFAULT, Rules
+
+
+class Phase(Enum):
+    """Where a replica is in a step."""
+
+    ASKING = "asking"
+    REDUCING = "reducing"
+    VOTED = "voted"
+    FINAL = "final"
+    DONE = "done"
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """The leader's view of its replica.
+
+    ``state`` is what all ranks hold. ``head`` is the state that the ring builds on: it is above ``state``
+    while a fetch of ``fetching`` is under way and ``log`` holds the committed records that are still to be
+    applied. ``record`` is there once all ranks hold the reduced gradient, ``forwarded`` once a yes was passed
+    on. ``digest`` is of the slice of the state that the attempt builds on. ``fed`` is the state that the newest
+    batch is fed to. ``suspects`` were found to hold another state than the majority, ``diverged`` are those that
+    differ with no majority. ``failing``: this replica could not write its last checkpoint. ``skips`` is how many
+    of the newest steps in a row changed no weight.
+    """
+
+    me: int
+    incarnation: str
+    steps: int
+    state: StateId
+    head: StateId
+    rules: Rules = DEFAULT
+    phase: Phase = Phase.ASKING
+    grant: Grant | None = None
+    seen: tuple[int, int] = (0, 0)
+    intact: bool = False
+    attempt: int = 0
+    excluded: tuple[int, ...] = ()
+    record: CommitRecord | None = None
+    forwarded: bool = False
+    digest: str = ""
+    token: Token | None = None
+    fed: StateId | None = None
+    fetching: StateId | None = None
+    log: tuple[CommitRecord, ...] = ()
+    void: Fence | None = None
+    equal: tuple[int, ...] = ()
+    leaving: tuple[int, ...] = ()
+    lagging: tuple[int, ...] = ()
+    unwritable: tuple[int, ...] = ()
+    suspects: tuple[int, ...] = ()
+    diverged: tuple[int, ...] = ()
+    departing: bool = False
+    failing: bool = False
+    skips: int = 0
+
+    @property
+    def verified(self) -> bool:
+        """Whether this replica holds the state that the ring builds on."""
+        return lineage.same(self.state, self.head)
+
+    @property
+    def prepared(self) -> CommitRecord | None:
+        """The record that this replica could apply if it turns out to be committed."""
+        record = self.record if self.forwarded else None
+        return record if record is not None and record.prev == self.state.lineage else None
+
+    @property
+    def lags(self) -> bool:
+        """Whether this replica needs a newer base: it has dropped its log, which was full."""
+        return not self.verified and self.fetching is None
+
+    @property
+    def doubt(self) -> StateId | None:
+        """The highest state that may be committed although this replica cannot apply it yet."""
+        if self.verified:
+            return None
+        voted = self.record if self.forwarded and self.phase is not Phase.FINAL else None
+        return voted.state_id if voted is not None else self.head
+
+    @property
+    def fence(self) -> Fence:
+        """The attempt that is under way."""
+        return Fence(self.grant.epoch if self.grant else 0, self.head.step + 1, self.attempt)
+
+    @property
+    def role(self) -> Role:
+        """Contribute only if granted, not poisoned in an earlier attempt, and in possession of the base."""
+        mine = self.grant.member(self.me, self.incarnation) if self.grant else None
+        granted = mine is not None and mine.role == "contribute" and self.me not in self.excluded
+        return "contribute" if granted and self.verified else "behind"

@@ -1,0 +1,188 @@
+"""Voting: from the sum that a replica holds to the verdict on it, and what follows from that.
+
+FT-HSDP §4.1 has each replica decide for itself. Here no verdict is drawn from anything but the commit token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ft_hsdp.core import divergence
+from ft_hsdp.core.asking import Step, ask, broken, feed, write
+from ft_hsdp.core.commit import CommitRecord, Fence, Token, fenced
+from ft_hsdp.core.effects import Commit, Discard, Effect, Exit, Forget, Log, Reduce, SendToken, StopRing
+from ft_hsdp.core.standing import Phase, Replica
+
+MAX_ATTEMPTS = 3
+MAX_SKIPS = 8  # steps in a row without a finite sum; fewer than refill the budget of restarts
+
+
+def reduced(s: Replica, fence: Fence, record: CommitRecord, digest: str) -> Step:
+    """All own ranks hold the sum: vote, if the token is here or starts here."""
+    if s.phase is not Phase.REDUCING or not fenced(s.fence, fence):
+        return s, ()
+    s = replace(s, phase=Phase.VOTED, record=record, digest=digest if s.verified else "")
+    if _position(s) == 0:
+        yes, reason = _vote(s)
+        token = Token(fence, False, yes, record.state_id.lineage, reason=reason)
+        return _pass_on(s, token)
+    if s.token is not None:
+        return token_came(replace(s, token=None), s.token)
+    return s, ()
+
+
+def _vote(s: Replica) -> tuple[bool, str]:
+    """This replica's vote on the record that it holds."""
+    assert s.record is not None
+    if s.record.poisoned and not _skips(s, s.record):
+        return False, f"gradient of replicas {list(s.record.poisoned)} is not finite"
+    if not s.record.contributions:
+        return False, "nobody contributed"
+    if s.record.doubled:
+        return False, f"replicas {list(s.record.doubled)} brought batches that others bring"
+    return True, ""
+
+
+def _skips(s: Replica, record: CommitRecord) -> bool:
+    """Whether the record is committed as a step that changes no weight: by choice, or nobody is left."""
+    return s.rules.poison == "skip_step" or set(record.contributors) <= set(record.poisoned)
+
+
+def token_came(s: Replica, token: Token) -> Step:
+    """Pass 1: add the own vote. Pass 2, or pass 1 back at its start: the verdict."""
+    if s.phase not in (Phase.REDUCING, Phase.VOTED) or not fenced(s.fence, token.fence):
+        return s, ()
+    if token.verdict and s.record is None:
+        return s, ()
+    if token.verdict:
+        passed = () if _position(s) == _size(s) - 1 else (SendToken(token),)
+        return _decide(s, token, passed)
+    if s.phase is Phase.REDUCING:
+        return replace(s, token=token), ()
+    if _position(s) == 0:
+        return _decide(s, replace(token, verdict=True), (SendToken(replace(token, verdict=True)),))
+    assert s.record is not None
+    yes, reason = _vote(s)
+    if s.digest and any(digest != s.digest for _, digest in token.digests):
+        yes, reason = False, f"replica {s.me} holds another state than replica {token.digests[0][0]}"
+    if yes and s.record.state_id.lineage != token.lineage:
+        yes, reason = (
+            False,
+            f"replica {s.me} holds another sum than replica {s.grant.ring[0] if s.grant else '?'}",
+        )
+    return _pass_on(s, replace(token, yes=token.yes and yes, reason=token.reason or reason))
+
+
+def _pass_on(s: Replica, token: Token) -> Step:
+    """Pass 1 goes on with this replica's say in it; a ring of one decides at once."""
+    token = replace(
+        token,
+        equal=(*token.equal, s.me) if s.verified else token.equal,
+        leaving=(*token.leaving, s.me) if s.departing else token.leaving,
+        digests=(*token.digests, (s.me, s.digest)) if s.digest else token.digests,
+        lagging=(*token.lagging, s.me) if s.lags else token.lagging,
+        unwritable=(*token.unwritable, s.me) if s.failing else token.unwritable,
+    )
+    s = replace(s, forwarded=token.yes)
+    if _size(s) == 1:
+        return _decide(s, replace(token, verdict=True), ())
+    return s, (SendToken(token),)
+
+
+def _decide(s: Replica, token: Token, passed: tuple[Effect, ...]) -> Step:
+    """The verdict is known here. Yes: apply, or log it if the base is not here. No: nobody applies."""
+    assert s.record is not None
+    if divergence.differ(token.digests):
+        return _diverged(s, token, passed)
+    if not token.yes:
+        return _again(s, token, passed)
+    record = s.record
+    applied: tuple[Effect, ...] = (Commit(record),)
+    if s.verified:
+        holders = tuple(r for r in token.equal if r not in token.leaving)
+        applied = (*applied, *write(s, record.state_id, holders, token.unwritable))
+        s = replace(s, state=record.state_id, skips=s.skips + 1 if record.skipped else 0)
+    else:
+        s, applied = _log(s, record)
+    s = replace(
+        s,
+        head=record.state_id,
+        attempt=0,
+        excluded=(),
+        record=None,
+        forwarded=False,
+        void=None,
+        equal=tuple(sorted(token.equal)),
+        leaving=tuple(sorted(token.leaving)),
+        lagging=tuple(sorted(token.lagging)),
+        unwritable=tuple(sorted(token.unwritable)),
+    )
+    end = Exit(0, "left on request") if s.departing and s.verified else None
+    if s.skips >= MAX_SKIPS:
+        end = Exit(75, f"{s.skips} steps in a row had no finite gradient")
+    if end is not None:
+        left = StopRing(s.fence.epoch, f"replica {s.me} leaves")
+        return replace(s, phase=Phase.DONE), (*passed, *applied, left, end)
+    s, fed = feed(s) if s.verified and s.head.step < s.steps else (s, ())
+    s, asked = ask(s)
+    return s, (*passed, *applied, *asked, *fed)
+
+
+def _log(s: Replica, record: CommitRecord) -> Step:
+    """The base is not here: keep the record for later. A full log is dropped, and a newer base is asked for."""
+    if s.lags:
+        return s, ()
+    if len(s.log) < s.rules.catchup_log_steps:
+        return replace(s, log=(*s.log, record)), (Log(record),)
+    why = f"{len(s.log)} steps were committed before {s.fetching} was here: a newer base is needed"
+    return replace(s, log=(), fetching=None), (Discard(why),)
+
+
+def _diverged(s: Replica, token: Token, passed: tuple[Effect, ...]) -> Step:
+    """Members hold different states under one name: nothing is committed on them.
+
+    A minority ends, and the others wait for that: whoever left the ring first could keep it from hearing the
+    verdict. Without a majority the lighthouse has to halt the job.
+    """
+    few, why = divergence.minority(token.digests), divergence.describe(token.digests, s.head)
+    s = replace(s, record=None, forwarded=False, suspects=few)
+    if not few:
+        s = replace(s, diverged=tuple(sorted(r for r, _ in token.digests)))
+        s, effects = broken(s, s.fence.epoch, why)
+        return s, (*passed, *effects)
+    if s.me not in few:
+        return s, passed
+    return replace(s, phase=Phase.DONE), (*passed, StopRing(s.fence.epoch, why), Forget(), Exit(75, why))
+
+
+def _again(s: Replica, token: Token, passed: tuple[Effect, ...]) -> Step:
+    """No verdict on an intact ring: once more without the poisoned or doubled, or under a larger epoch."""
+    assert s.record is not None
+    poisoned = () if _skips(s, s.record) else s.record.poisoned
+    excluded = tuple(sorted({*s.excluded, *(poisoned or s.record.doubled)}))
+    if s.attempt + 1 < MAX_ATTEMPTS:
+        s = replace(
+            s,
+            phase=Phase.REDUCING,
+            attempt=s.attempt + 1,
+            excluded=excluded,
+            record=None,
+            forwarded=False,
+            token=None,
+        )
+        return s, (*passed, Reduce(s.fence, s.role, s.head.lineage))
+    s = replace(s, forwarded=False)
+    s, effects = broken(s, s.fence.epoch)
+    return s, (*passed, *effects)
+
+
+def _position(s: Replica) -> int:
+    """Own position in the ring."""
+    assert s.grant is not None
+    return s.grant.ring.index(s.me)
+
+
+def _size(s: Replica) -> int:
+    """Members of the ring."""
+    assert s.grant is not None
+    return len(s.grant.members)

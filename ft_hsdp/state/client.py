@@ -1,0 +1,275 @@
+"""StateAgent: a rank's line to the state agent of its host, which keeps its snapshots when the rank dies.
+
+The rank writes into the agent's memory; nothing is sent but orders. (GEMINI §5.1: checkpoints in host memory.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+from ft_hsdp import protocol
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.errors import FtHsdpError, ProtocolViolation
+from ft_hsdp.state import messages, segment
+from ft_hsdp.state.messages import (
+    Absent,
+    Busy,
+    Challenge,
+    Done,
+    Forget,
+    Hello,
+    Pin,
+    Recall,
+    Recalled,
+    Refused,
+    Settle,
+    Slot,
+    Stage,
+    Staged,
+    Take,
+    Taken,
+    Unpin,
+    Welcome,
+)
+from ft_hsdp.state.segment import Bytes
+from ft_hsdp.state.slots import Held
+
+RETRY_S = 0.02
+_ROOM = socket.CMSG_SPACE(4)  # for one descriptor
+
+
+class AgentGone(FtHsdpError):
+    """The state agent is not there, or not any more: connect again, to the next one."""
+
+
+class StateAgent:
+    """A connection of one rank; made by `connect`. Thread-safe; one snapshot is written at a time.
+
+    ``address`` ("host:port") is where the agent serves snapshots over HTTP; ``busy`` says why the last `stage`
+    got no slot. Every call but `close` raises AgentGone where the agent is gone or does not answer within the
+    deadline that was given to `connect`.
+    """
+
+    def __init__(self, line: _Line, address: str, nbytes: int, deadline_s: float) -> None:
+        self.address = address
+        self.busy = ""
+        self._nbytes = nbytes
+        self._deadline_s = deadline_s
+        self._lock = threading.Lock()
+        self._line: _Line | None = line
+        self._maps: dict[int, Bytes] = {}
+
+    @staticmethod
+    def connect(token: str, replica: int, rank: int, ranks: int, nbytes: int, deadline_s: float) -> StateAgent:
+        """Connect as ``rank`` of ``ranks``, whose snapshots have ``nbytes`` bytes; supersedes an older connection.
+
+        An agent that is not there yet is waited for. What the rank left behind under another ``ranks`` or
+        ``nbytes`` is of no use: the agent forgets it. ``deadline_s`` holds for every later call too; the first
+        `stage` may have to wait for the memory of two snapshots.
+
+        Raises:
+            AgentGone: no agent let it in within ``deadline_s`` seconds, or what listens does not know the token.
+        """
+        end = time.monotonic() + deadline_s
+        while True:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+            try:
+                sock.settimeout(max(RETRY_S, end - time.monotonic()))
+                sock.connect(messages.agent_name(token, replica))
+                line = _Line(sock, end)
+                address = _greet(line, token, Hello(rank, ranks, nbytes, secrets.token_hex(16), ""))
+                return StateAgent(line, address, nbytes, deadline_s)
+            except ProtocolViolation as error:
+                sock.close()
+                raise AgentGone(f"not the state agent of replica {replica}: {error}") from error
+            except OSError as error:
+                sock.close()
+                if time.monotonic() + RETRY_S > end:
+                    why = f"no state agent of replica {replica} within {deadline_s:g} s ({error})"
+                    raise AgentGone(why) from error
+            time.sleep(RETRY_S)
+
+    def stage(self, state: StateId) -> Bytes | None:
+        """Where to write ``state``, uint8 [nbytes]; None: there is no slot, that snapshot is left out.
+
+        Who stages again has stopped writing: what was not `staged` is given up.
+        """
+        with self._talking() as line:
+            answer = line.ask(Stage(state), Slot, Busy)
+            if isinstance(answer, Busy):
+                self.busy = answer.reason
+                return None
+            if answer.new:
+                self._maps[answer.number] = line.mapped(self._nbytes, writable=True)
+            self._maps = {number: self._maps[number] for number in answer.slots if number in self._maps}
+            return self._maps[answer.number]
+
+    def staged(self, state: StateId, header: bytes) -> None:
+        """All bytes of ``state`` are written. ``header``: its manifest without checksums, kept with it.
+
+        Raises:
+            ProtocolViolation: ``state`` is not what was staged last, or was forgotten since.
+        """
+        with self._talking() as line:
+            answer = line.ask(Staged(state), Done, Refused, more=messages.framed(header))
+        if isinstance(answer, Refused):
+            raise ProtocolViolation(answer.reason)
+
+    def settle(self, state: StateId) -> None:
+        """All ranks of the replica have staged ``state``: older ones may go."""
+        self._order(Settle(state))
+
+    def pin(self, state: StateId, seconds: float) -> None:
+        """Keep ``state``, if it is here or comes, for members that fetch it; one at a time, the newest."""
+        self._order(Pin(state, seconds))
+
+    def unpin(self) -> None:
+        """Keep nothing that was pinned or taken."""
+        self._order(Unpin())
+
+    def recall(self) -> tuple[Held, ...]:
+        """The snapshots of this rank that are complete, newest first."""
+        with self._talking() as line:
+            held: tuple[Held, ...] = line.ask(Recall(), Recalled).held
+            return held
+
+    def take(self, state: StateId) -> tuple[Bytes, bytes] | None:
+        """(read-only uint8 [nbytes], header) of a complete snapshot; None: it is not here.
+
+        It does not change until `unpin`, the next `take` or `close`.
+        """
+        with self._talking() as line:
+            if isinstance(line.ask(Take(state), Taken, Absent), Absent):
+                return None
+            header = line.read(messages.MAX_HEADER)
+            return line.mapped(self._nbytes, writable=False), header
+
+    def forget(self) -> None:
+        """Drop all snapshots of this rank."""
+        self._order(Forget())
+
+    def close(self) -> None:
+        """Hang up; a call that waits ends. What is complete is kept. Who writes a snapshot has to stop before."""
+        line = self._line
+        if line is not None:
+            line.shut()
+        with self._lock:
+            self._hang_up()
+
+    def _order(self, order: object) -> None:
+        with self._talking() as line:
+            line.ask(order, Done)
+
+    @contextlib.contextmanager
+    def _talking(self) -> Iterator[_Line]:
+        """The connection, for one order and its answer; what fails there ends it."""
+        if not self._lock.acquire(timeout=self._deadline_s):
+            raise AgentGone(f"the state agent did not answer another call within {self._deadline_s:g} s")
+        try:
+            if self._line is None:
+                raise AgentGone("the connection to the state agent is closed")
+            self._line.end = time.monotonic() + self._deadline_s
+            yield self._line
+        except (OSError, ValueError, LookupError, ProtocolViolation) as error:
+            self._hang_up()
+            raise AgentGone(f"the state agent is gone: {error or type(error).__name__}") from error
+        finally:
+            self._lock.release()
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+        self._maps = {}
+
+
+class _Line:
+    """Frames on a connected Unix socket, blocking until ``end`` at most, on the monotonic clock."""
+
+    def __init__(self, sock: socket.socket, end: float) -> None:
+        self._sock = sock
+        self.end = end
+        self._fds: list[int] = []
+
+    def ask(self, order: object, *answers: type, more: bytes = b"") -> Any:
+        """Send an order and get its answer.
+
+        Raises:
+            OSError: the agent hung up or is too late.
+            ProtocolViolation: it answered something else.
+        """
+        self._wait()
+        self._sock.sendall(messages.frame(order) + more)
+        return messages.decode(self.read(messages.MAX_MESSAGE), *answers)
+
+    def read(self, most: int) -> bytes:
+        """The next frame, and the descriptor that comes with it."""
+        prefix = b""
+        while len(prefix) < messages.LENGTH.size:
+            self._wait()
+            part, ancillary, _, _ = self._sock.recvmsg(
+                messages.LENGTH.size - len(prefix), _ROOM, socket.MSG_CMSG_CLOEXEC
+            )
+            for level, kind, data in ancillary:
+                if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+                    self._fds += memoryview(data).cast("i").tolist()
+            if not part:
+                raise ConnectionResetError("it hung up")
+            prefix += part
+        frame = bytearray(messages.length(prefix, most))
+        view = memoryview(frame)
+        while view:
+            self._wait()
+            got = self._sock.recv_into(view)
+            if not got:
+                raise ConnectionResetError("it hung up")
+            view = view[got:]
+        return bytes(frame)
+
+    def mapped(self, nbytes: int, *, writable: bool) -> Bytes:
+        """The segment whose descriptor came with the last answer."""
+        fd = self._fds.pop()
+        try:
+            return segment.attach(fd, nbytes, writable=writable)
+        finally:
+            os.close(fd)
+
+    def shut(self) -> None:
+        """Wake whoever waits."""
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._sock.close()
+        while self._fds:
+            os.close(self._fds.pop())
+
+    def _wait(self) -> None:
+        left = self.end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError("no answer in time")
+        self._sock.settimeout(left)
+
+
+def _greet(line: _Line, token: str, hello: Hello) -> str:
+    """Prove the token to whoever listens, and have it proved; its address.
+
+    Raises:
+        OSError: it hung up or is too late.
+        ProtocolViolation: it does not know the token.
+    """
+    challenge = messages.decode(line.read(messages.MAX_MESSAGE), Challenge).nonce
+    mac = protocol.mac(token, *messages.rank_claims(challenge, hello))
+    welcome = line.ask(replace(hello, mac=mac), Welcome)
+    if not protocol.genuine(token, welcome.mac, *messages.agent_claims(challenge, hello.nonce, welcome.address)):
+        raise ProtocolViolation("it does not know the token")
+    return str(welcome.address)

@@ -1,0 +1,115 @@
+"""Contents: the manifest of a durable checkpoint. Canonical JSON, so that every changed byte shows."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import blake3
+from pydantic import TypeAdapter, ValidationError
+
+from ft_hsdp.core import lineage
+from ft_hsdp.core.cursor import Ledger
+from ft_hsdp.core.lineage import StateId
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+METADATA = ".metadata"
+_FILE = re.compile(r"\.metadata|__\d{1,9}_\d{1,9}\.distcp")
+
+
+class Unusable(Exception):
+    """A checkpoint that cannot be trusted; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class File:
+    """A file of a checkpoint: its size in bytes and the blake3 of its content."""
+
+    nbytes: int
+    blake3: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A tensor of a checkpoint: its kind (param or optim), dtype name and global shape."""
+
+    kind: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a checkpoint is; written last, so that its presence says that everything else is there.
+
+    ``ledger`` and ``hyper`` (the optimizer's groups before lr_scale) belong to the state. ``replicas`` and
+    ``ranks`` are those of the job that wrote it, ``config`` its configuration. ``digest`` is blake3 over the rest.
+    """
+
+    format: int
+    state: StateId
+    incarnation: str
+    replicas: int
+    ranks: int
+    config_hash: str
+    config: dict[str, Any]
+    ledger: Ledger
+    hyper: tuple[dict[str, Any], ...]
+    tensors: tuple[Stored, ...]
+    files: dict[str, File]
+    digest: str = ""
+
+
+_ADAPTER = TypeAdapter(Manifest)
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Canonical JSON of a manifest, with its digest.
+
+    Raises:
+        ValueError: it holds what JSON cannot.
+    """
+    document = _ADAPTER.dump_python(replace(manifest, digest=""), mode="json")
+    digest = blake3.blake3(lineage.canonical(document).encode()).hexdigest()
+    return lineage.canonical({**document, "digest": digest}).encode()
+
+
+def decode(data: bytes) -> Manifest:
+    """The manifest in ``data``.
+
+    Raises:
+        Unusable: it is not exactly what ``encode`` makes.
+    """
+    try:
+        manifest = _ADAPTER.validate_json(data)
+        whole = encode(manifest) == data
+    except (ValidationError, ValueError, RecursionError) as error:
+        raise Unusable(f"{MANIFEST} is not valid: {str(error).splitlines()[0][:120]}") from error
+    if not whole:
+        raise Unusable(f"{MANIFEST} does not fit its digest")
+    if manifest.format != FORMAT:
+        raise Unusable(f"{MANIFEST} has format {manifest.format}, this version reads {FORMAT}")
+    if METADATA not in manifest.files or not all(_FILE.fullmatch(name) for name in manifest.files):
+        raise Unusable(f"{MANIFEST} names files that no checkpoint has")
+    return manifest
+
+
+def name_of(state: StateId, incarnation: str) -> str:
+    """The name of the folder that ``incarnation`` publishes ``state`` under."""
+    return f"step-{state.step}-epoch-{state.commit_epoch}-{re.sub(r'[^A-Za-z0-9._-]', '_', incarnation)[:128]}"
+
+
+def describe(path: Path) -> File:
+    """Size and hash of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    with path.open("rb") as file:
+        content = hashlib.file_digest(file, blake3.blake3)  # type: ignore[arg-type] # has update and hexdigest
+        return File(file.tell(), content.hexdigest())

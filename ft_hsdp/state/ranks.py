@@ -1,0 +1,57 @@
+"""Ranks: the ranks of one replica, talking on a gloo group of their own.
+
+Training's collectives run beside it. On a group that training uses too, the two would take each other's messages.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+TIMEOUT_S = 600.0
+
+
+class Ranks:
+    """Made once by all ranks at the start, a collective of the default group.
+
+    ``timeout_s`` is the longest wait of a rank for another, whose disk may be slow.
+    """
+
+    def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
+        self.timeout_s = timeout_s
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        assert isinstance(group, dist.ProcessGroup)
+        self.group = group
+        self.rank = group.rank()
+        self.size = group.size()
+        self.mesh = DeviceMesh.from_group(group, "cpu")
+
+    def gather(self, mine: bytes) -> list[bytes]:
+        """What each rank gave, in rank order, on all of them.
+
+        Raises:
+            RuntimeError: a rank is gone or too late; nothing works on this group any more.
+        """
+        sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([len(mine)]), group=self.group)
+        longest = max(int(size) for size in sizes)
+        padded = torch.frombuffer(bytearray(mine.ljust(longest + 1)), dtype=torch.uint8)
+        texts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(texts, padded, group=self.group)
+        return [text.numpy().tobytes()[: int(size)] for text, size in zip(texts, sizes, strict=True)]
+
+    def hear(self, mine: bytes = b"") -> bytes:
+        """What rank 0 gave, on all ranks; what the others give does not count.
+
+        Raises:
+            RuntimeError: as ``gather``.
+        """
+        size = torch.tensor([len(mine)])
+        dist.broadcast(size, group=self.group, group_src=0)
+        text = bytearray(mine if self.rank == 0 else bytes(int(size))) + b" "
+        padded = torch.frombuffer(text, dtype=torch.uint8)
+        dist.broadcast(padded, group=self.group, group_src=0)
+        return padded.numpy().tobytes()[: int(size)]

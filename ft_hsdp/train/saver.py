@@ -1,0 +1,46 @@
+"""Saver: has a state that was just reached written to durable storage, beside training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+
+import torch
+
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.protocol import RankCheckpointed, RankCheckpointFailed
+from ft_hsdp.state.durable import Checkpointer, CheckpointFailed, Header, Outcome
+from ft_hsdp.state.segment import Bytes
+from ft_hsdp.state.wire import Manifest
+from ft_hsdp.train.keeper import Keeper
+
+
+class Saver:
+    """One rank's part in the checkpoints that its replica writes; ``tell`` reports the outcome to the leader."""
+
+    def __init__(
+        self, checkpointer: Checkpointer, keeper: Keeper, rank: int, tell: Callable[[object], None]
+    ) -> None:
+        self._checkpointer = checkpointer
+        self._keeper = keeper
+        self._rank = rank
+        self._tell = tell
+
+    def save(self, state: StateId) -> None:
+        """Copy ``state``, which is held now, and have it written; all ranks save the same states in order."""
+        self._keeper.save(state, self._write)
+
+    def close(self) -> None:
+        """Finish what was begun; it has a deadline."""
+        self._checkpointer.close()
+
+    def _write(self, manifest: Manifest, packed: Bytes) -> None:
+        header = Header(manifest.state, manifest.ledger, manifest.hyper)
+        self._checkpointer.write(torch.from_numpy(packed), header).add_done_callback(self._done)
+
+    def _done(self, future: Future[Outcome]) -> None:
+        outcome = future.result()
+        if isinstance(outcome, CheckpointFailed):
+            self._tell(RankCheckpointFailed(self._rank, outcome.state, outcome.reason))
+        else:
+            self._tell(RankCheckpointed(self._rank, outcome.state))

@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import json
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ft_hsdp.bench.fetch import bench
+from ft_hsdp.bench.fetch.bench import WAYS
+from ft_hsdp.bench.fetch.goals import verdicts
+from ft_hsdp.launch.cli import main
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.fixture(autouse=True)
+def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+
+
+def test_all_contenders_in_one_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name in ("transport", "torchft-4"):  # processes that take seconds to start
+        monkeypatch.delitem(WAYS, name)
+    argv = ["bench", "fetch", "--json", "--measure", "large", "--sizes", "5MiB", "--rounds", "2"]
+    assert main(argv) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert len(out.splitlines()) == 1
+    (row,) = result["large"]
+    assert result["small"] == []
+    assert (row["bytes"], row["tensors"]) == (5 << 20, 16)
+    assert set(row["contenders"]) == {"raw", "fetch", "torchft"}
+    assert {each["count"] for each in row["contenders"].values()} == {2}
+    assert [goal["text"] for goal in result["goals"]] == [
+        "fetch, share of bare sockets' speed",
+        "fetch vs torchft, times as fast",
+        "fetch: memory of the receiver, times the state",
+    ]
+    raw, fetch = (row["contenders"][name]["p50_ms"] for name in ("raw", "fetch"))
+    assert result["goals"][0]["seen"] == pytest.approx(raw / fetch, abs=0.001)
+    for memory in row["memory"].values():
+        assert memory["peak_bytes"] - memory["base_bytes"] >= row["bytes"]
+    assert "5 MiB in 16 tensors: median of 2" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_best_setting_of_torchft_counts() -> None:
+    times = {"fetch": 1.0, "transport": 2.0, "raw": 0.9, "torchft": 9.0, "torchft-4": 8.0}
+    row = {
+        "bytes": 1,
+        "contenders": {name: {"p50_ms": ms} for name, ms in times.items()},
+        "memory": {"fetch": {"times_state": 1.2}},
+    }
+    found = verdicts({"large": [row], "small": [row]})
+    assert [(v.seen, v.met) for v in found] == [(0.9, True), (8.0, True), (1.2, False), (4.0, True)]
+
+
+def test_what_is_received_is_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in WAYS.keys() - {"raw"}:
+        monkeypatch.delitem(WAYS, name)
+    monkeypatch.setitem(WAYS, "raw", replace(WAYS["raw"], donor="fetch_standin:WrongDonor"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    assert main(["bench", "fetch", "--measure", "small", "--rounds", "1"]) == 75
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "raw's receiver failed: DataCorruption: what was received is not what was sent" in err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--measure", "speed"], "--measure: got 'speed'"),
+        (["--sizes", "3"], "--sizes: got '3'"),
+        (["--sizes", "1MiB,4GiB"], "--sizes: got '4 GiB'"),
+        (["--rounds", "0"], "--rounds: got 0"),
+    ],
+)
+def test_bad_arguments_get_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str], said: str
+) -> None:
+    monkeypatch.setattr(bench, "COPIES", 10**6)  # no machine has memory for that
+    assert main(["bench", "fetch", *argv]) == 64
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert said in err

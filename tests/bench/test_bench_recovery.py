@@ -1,0 +1,282 @@
+from __future__ import annotations
+
+import io
+import os
+import socket
+import tempfile
+import threading
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ft_hsdp.bench.options import MIB
+from ft_hsdp.bench.plan import Log
+from ft_hsdp.bench.recovery import crowd, peer
+from ft_hsdp.bench.recovery.bench import run
+from ft_hsdp.bench.recovery.crowd import GARBAGE, SLOW, STRANGERS, Crowd
+from ft_hsdp.bench.recovery.goals import verdicts
+from ft_hsdp.bench.recovery.kills import reckon
+from ft_hsdp.bench.recovery.options import Options
+from ft_hsdp.bench.recovery.reckon import Kill, came_back, phases, quantile, repeated, stall
+from ft_hsdp.bench.recovery.scene import Scene
+from ft_hsdp.bench.recovery.table import show
+from ft_hsdp.launch.cli import main
+
+SMALL = Scene(replicas=2, layers=1, elements=256, wait_s=0.02)
+
+
+def commit(
+    t: float, step: int, contributors: list[int], ftar: float = 0.01, agree: float = 0.01
+) -> dict[str, Any]:
+    waits = {"ftar": ftar, "commit": agree}
+    epoch = 2 if len(contributors) < 3 else 1
+    return {"t": t, "step": step, "contributors": contributors, "waits": waits, "step_s": 1.0, "epoch": epoch}
+
+
+def event(t: float, name: str, replica: int, **facts: Any) -> dict[str, Any]:
+    return {"t": t, "event": name, "replica": replica, **facts}
+
+
+KILL = Kill(12.25, 2, 0)
+WHOLE = [0, 1, 2]
+ROWS = {
+    0: [commit(11, 1, WHOLE), commit(12, 2, WHOLE), commit(13.5, 3, [0, 1]), commit(14.5, 4, [0, 1])],
+    1: [commit(11, 1, WHOLE), commit(12, 2, WHOLE), commit(13.6, 3, [0, 1], 0.5, 0.1), commit(14.5, 4, [0, 1])],
+    2: [commit(11, 1, WHOLE), commit(12, 2, WHOLE)],
+}
+BROKEN = [
+    event(12.3, "RingBroken", 0),
+    event(12.35, "RingBroken", 1),
+    event(12.5, "GrantAdopted", 0),
+    event(12.6, "GrantAdopted", 1),
+    event(12.75, "RingConnected", 1, epoch=2),
+    event(12.75, "StepRetried", 1),
+]
+BACK = [event(14.6, "CheckedIn", 2)]
+
+
+def others(rows: dict[int, list[dict[str, Any]]] = ROWS) -> dict[int, list[dict[str, Any]]]:
+    return {0: rows[0], 1: rows[1]}
+
+
+def gone(row: Any) -> bool:
+    return 2 not in row["contributors"]
+
+
+def test_a_stall_is_that_of_the_last_survivor() -> None:
+    found = stall(KILL, others(), gone, 1.0)
+    assert found is not None
+    assert found.last == 1
+    assert (found.next_s, found.less_one_s) == pytest.approx((1.35, 0.35))
+    assert found.stall_s == pytest.approx(0.6)  # of a step that began at 12
+
+
+def test_a_step_that_was_committed_with_the_victim_is_not_the_next_one() -> None:
+    rows = {0: [*ROWS[0][:2], commit(12.3, 3, WHOLE), commit(14.3, 4, [0, 1])]}
+    found = stall(KILL, rows, gone, 1.0)
+    assert found is not None
+    assert (found.next_s, found.stall_s) == pytest.approx((2.05, 0.3))  # two steps in 2.3 s
+    assert stall(KILL, {0: ROWS[0][:2]}, gone, 1.0) is None
+
+
+def test_phases_add_up() -> None:
+    found = phases(KILL, 1, ROWS[1], BROKEN)
+    assert found is not None
+    parts = {"detect": 0.05, "quorum": 0.3, "reconnect": 0.15, "compute": 0.25, "ring": 0.5, "commit": 0.1}
+    assert found == pytest.approx(parts)
+    assert repeated(found) is None
+    late = [*ROWS[1][:2], commit(13.6, 3, [0, 1], 1.5, 0.1)]  # forward and backward were over before the grant
+    found = phases(KILL, 1, late, BROKEN)
+    assert found is not None
+    assert found["compute"] == 0
+    assert repeated(found) == pytest.approx(0.15 + 0.75 + 0.1)
+    assert sum(found.values()) == pytest.approx(1.35)
+    assert phases(KILL, 1, ROWS[1], [e for e in BROKEN if e["event"] != "StepRetried"]) is None
+
+
+def test_what_a_return_cost_is_waited_for_beyond_the_usual() -> None:
+    rows = {n: [*each, commit(15, 5, [0, 1], 0.3, 0.1), commit(16, 6, WHOLE)] for n, each in others().items()}
+    found = came_back(KILL, rows, BACK, 0.02)
+    assert found is not None
+    assert found.rejoin_s == pytest.approx(3.75)
+    assert found.waited_s == pytest.approx(0.38)
+    assert came_back(KILL, others(), BACK, 0.02) is None
+
+
+def test_a_row_and_its_goals_and_tables() -> None:
+    rows = {n: [*each, commit(15, 5, WHOLE)] for n, each in ROWS.items()}
+    row = reckon(Scene(replicas=3), [KILL], rows, [*BROKEN, *BACK])
+    assert row["step_ms"] == 1000
+    times = {"ratio": 1.01, "low": 0.99, "high": 1.03}
+    spread = {"p50_ms": 50.0, "min_ms": 40.0, "max_ms": 60.0, "count": 5}
+    result: dict[str, Any] = {
+        "date": "2026-11-21T10:00:00+00:00",
+        "machine": {"cpu": "A processor", "cores": 2, "load_1min_before": 0.1, "tcp_congestion_default": "bbr"},
+        "versions": {"torch": "2.13.0"},
+        "notes": ["one"],
+        "kill": [row],
+        "torchft": [{"setting": "tuned", **row}],
+        "rejoin": [{**row, "step_ms": 400.0}],
+        "readers": [
+            {
+                "replicas": 2,
+                "readers": {"slow": 24, "garbage": 8, "stranger": 8},
+                "steps": {"with": spread, "without": spread},
+                "times": times,
+            }
+        ],
+        "local": [
+            {
+                "bytes": 256 * MIB,
+                "times": dict.fromkeys(("stage", "agent", "save", "file"), spread),
+                "times_as_fast": 4.9,
+            }
+        ],
+    }
+    seen = {verdict.text: (verdict.seen, verdict.met) for verdict in verdicts(result)}
+    assert seen["SIGKILL to next commit - 1 step, p50 ms"] == (350, False)
+    assert seen["all of the step hit - 1 step, p99 ms"] == (600, False)
+    assert seen["others' waits for a rejoin, steps of 1000 ms"][1]
+    assert seen["others' waits for a rejoin, steps of 400 ms"][1]
+    assert seen["a step beside bad readers, times, at least"] == (0.99, True)
+    assert seen["from the agent vs save + load, times as fast"] == (4.9, False)
+    assert len(seen) == 8
+    stream = io.StringIO()
+    show(result, stream)
+    text = stream.getvalue().partition("\n")[2]
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    assert "torchft, tuned" in text
+    assert "reconnect" in text
+
+
+def test_quantiles_are_values_that_were_seen() -> None:
+    assert quantile([3, 1, 2], 0.5) == 2
+    assert quantile(range(1, 201), 0.99) == 198
+    assert quantile([5.0], 0.99) == 5.0
+
+
+def test_bad_readers_do_what_they_are_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against a server that answers by the token and then never stops sending."""
+    monkeypatch.setattr(crowd, "BEAT_S", 0.02)
+    asked: list[bytes] = []
+    server = socket.create_server(("127.0.0.1", 0), backlog=64)
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                sock, _ = server.accept()
+                asked.append(sock.recv(4096))
+                sent = b"HTTP/1.1 200 OK\r\n\r\n" if b"Bearer secret" in asked[-1] else b"HTTP/1.1 401 No\r\n\r\n"
+                sock.setblocking(False)
+                with suppress(BlockingIOError):
+                    sock.send(sent + bytes(1 << 20))
+                socks.append(sock)
+
+    socks: list[socket.socket] = []
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    with Crowd([f"127.0.0.1:{server.getsockname()[1]}"], "secret", lambda: "/v1/state") as readers:
+        deadline = time.monotonic() + 10
+        while (
+            readers.seen["beats"] < 5 or readers.seen.total() < readers.seen["beats"] + SLOW + GARBAGE + STRANGERS
+        ):
+            assert time.monotonic() < deadline, readers.seen
+            time.sleep(0.01)
+    server.shutdown(socket.SHUT_RDWR)
+    server.close()
+    thread.join()
+    for sock in socks:
+        sock.close()
+    assert dict(readers.seen) == {
+        "beats": readers.seen["beats"],
+        "slow 200": SLOW,
+        "garbage 401": GARBAGE,
+        "stranger 401": STRANGERS,
+    }
+    assert len(asked) == SLOW + GARBAGE + STRANGERS
+    assert sum(text.startswith(b"GET /v1/state HTTP/1.1\r\n") for text in asked) == SLOW + STRANGERS
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["recovery", "--measure", "bandwidth"], "--measure: got 'bandwidth'"),
+        (["recovery", "--kills", "0"], "--kills: got 0"),
+        (["recovery", "--rounds", "0"], "--rounds: got 0"),
+        (["recovery", "--measure", "local", "--sizes", "3"], "--sizes: got '3'"),
+        (["recovery", "--measure", "local", "--sizes", "4GiB,4GiB,3"], "--sizes"),
+        (["overhead", "--measure", "kill"], "--measure: got 'kill'"),
+        (["overhead", "--rounds", "many"], "--rounds"),
+    ],
+)
+def test_bad_arguments_get_one_line(capsys: pytest.CaptureFixture[str], argv: list[str], said: str) -> None:
+    assert main(["bench", *argv]) == 64
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert said in err
+
+
+MARK = "FT_HSDP_TEST_MARK"
+
+
+@pytest.fixture
+def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Afterwards no process and no file of the run is left."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    yield
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            left = process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
+            assert not left, process.cmdline()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("_clean")
+def test_a_replica_is_killed_and_comes_back() -> None:
+    with open(os.devnull, "w") as nowhere:
+        result = run(Options(("kill",), 1, 1, ()), nowhere, SMALL)
+    (row,) = result["kill"]
+    assert (row["kills"], row["replicas"]) == (1, 2)
+    assert row["next"]["p50_ms"] > 0
+    assert row["rejoin"]["p50_ms"] > row["next"]["p50_ms"]
+    if row["phases"]:
+        parts = sum(span["p50_ms"] for span in row["phases"].values())
+        assert parts == pytest.approx(row["next"]["p50_ms"], abs=0.01)
+    assert result["goals"]
+    assert result["rejoin"] == result["readers"] == result["local"] == result["torchft"] == []
+
+
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("_clean")
+def test_a_state_comes_back_from_the_agent_and_from_a_file() -> None:
+    with open(os.devnull, "w") as nowhere:
+        result = run(Options(("local",), 1, 1, (MIB + 4,)), nowhere)
+    (row,) = result["local"]
+    assert row["bytes"] == MIB + 4
+    assert {name: found["count"] for name, found in row["times"].items()} == {
+        "stage": 1,
+        "save": 1,
+        "agent": 1,
+        "file": 1,
+    }
+
+
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("_clean")
+def test_torchft_in_the_same_situation(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = peer.Setting((300, 100), "quick", 10)
+    monkeypatch.setattr(peer, "SETTINGS", {"quick": setting})
+    log = Log(io.StringIO())
+    (row,) = peer.peer(SMALL, 1, log)
+    assert (row["kills"], row["next"]["count"]) == (1, 1)
+    assert row["next"]["p50_ms"] > 200  # it waits for a heartbeat that does not come

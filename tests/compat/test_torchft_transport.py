@@ -1,0 +1,314 @@
+"""StateTransport: torchft's own test of transports, all kinds of state dicts, damage, a Manager that heals."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from unittest import TestCase
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torchft.checkpointing.transport_test import run_multi_recovery_test
+from torchft.coordination import LighthouseServer
+
+from ft_hsdp.compat.torchft import StateTransport, tree
+from ft_hsdp.errors import DataCorruption, InvalidArgument
+from ft_hsdp.launch.processes import environment
+from ft_hsdp.state import wire
+from ft_hsdp.state.memory_shelf import MemoryShelf
+from ft_hsdp.state.server import StateServer
+
+ROOT = Path(__file__).parents[2]
+SOON = timedelta(seconds=10)
+
+
+@pytest.fixture
+def transport() -> Iterator[StateTransport[Any]]:
+    made: StateTransport[Any] = StateTransport("127.0.0.1")
+    yield made
+    made.shutdown()
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    yield DeviceMesh("cpu", [0], mesh_dim_names=("shard",))
+    dist.destroy_process_group()
+
+
+def through(transport: StateTransport[Any], state: Any, step: int = 1) -> Any:
+    transport.send_checkpoint([1], step, state, SOON)
+    return transport.recv_checkpoint(0, transport.metadata(), step, SOON)
+
+
+def test_torchfts_own_test_of_transports() -> None:
+    case = TestCase()
+    run_multi_recovery_test(case, lambda rank, size: StateTransport("127.0.0.1"), torch.device("cpu"))
+
+
+def test_a_state_dict_of_all_kinds_arrives_bit_by_bit(transport: StateTransport[Any]) -> None:
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+    state = {
+        "user": {f"{d}": (torch.arange(7) % 2).to(d) for d in dtypes},
+        "optim": {"state": {0: {"step": torch.tensor(3.0), "empty": torch.empty(0, 4)}}, 1.5: None, True: "yes"},
+        "strided": torch.arange(12).view(3, 4).t()[1:],
+        "parameter": torch.nn.Parameter(torch.randn(3)),
+        "nested": [1, (2.5, "x", [None, True, ()]), -(2**70), "\\ \u00e9 \U0001f600"],
+        "floats": [math.inf, -math.inf, 5e-324, 0.1, -0.0],
+    }
+    got = through(transport, state)
+    torch.testing.assert_close(got["user"], state["user"], rtol=0, atol=0)
+    assert [t.dtype for t in got["user"].values()] == dtypes
+    assert got["optim"][1.5] is None
+    assert got["optim"][True] == "yes"
+    assert got["optim"]["state"][0]["step"].shape == ()
+    assert got["optim"]["state"][0]["empty"].shape == (0, 4)
+    assert torch.equal(got["strided"], state["strided"])
+    assert torch.equal(got["parameter"], state["parameter"])
+    assert got["nested"] == state["nested"]
+    assert [x.hex() for x in got["floats"]] == [x.hex() for x in state["floats"]]
+    assert math.isnan(through(transport, {"nan": math.nan})["nan"])
+
+
+def test_a_modules_and_an_optimizers_state_dicts(transport: StateTransport[Any]) -> None:
+    def make(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = torch.nn.Linear(4, 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        model(torch.ones(4)).sum().backward()
+        optimizer.step()
+        return model, optimizer
+
+    (model, optimizer), (other, others) = make(0), make(1)
+    got = through(transport, {"model": model.state_dict(), "optim": optimizer.state_dict()})
+    other.load_state_dict(got["model"])
+    others.load_state_dict(got["optim"])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.state[a]["exp_avg"], others.state[b]["exp_avg"])
+
+
+def test_a_sharded_tensor_arrives_where_it_can_be_loaded(transport: StateTransport[Any], mesh: DeviceMesh) -> None:
+    for placement in (Shard(0), Shard(1), Replicate()):
+        sent = distribute_tensor(torch.randn(3, 4), mesh, [placement])
+        got = through(transport, {"w": sent})["w"]
+        assert isinstance(got, DTensor)
+        assert got._spec == sent._spec
+        live = distribute_tensor(torch.zeros(3, 4), mesh, [placement])
+        live.copy_(got)
+        assert torch.equal(live.to_local(), sent.to_local())
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        object(),
+        {1, 2},
+        b"bytes",
+        {"a": [1, {"b": lambda: 0}]},
+        {(1, 2): 3},
+        "\ud800",
+        torch.eye(3).to_sparse(),
+        torch.empty(3, device="meta"),
+    ],
+)
+def test_what_cannot_be_sent_is_named(transport: StateTransport[Any], odd: Any) -> None:
+    with pytest.raises(InvalidArgument, match=r"state_dict\['x'\].*cannot be sent"):
+        transport.send_checkpoint([1], 1, {"x": odd}, SOON)
+
+
+def test_as_deep_as_allowed_and_deeper(transport: StateTransport[Any]) -> None:
+    deep: Any = 1
+    for _ in range(tree.MAX_DEPTH):
+        deep = {"a": deep}
+    assert through(transport, deep) == deep
+    with pytest.raises(InvalidArgument, match="deeper"):
+        tree.flatten([deep])
+
+
+LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+KEYS = st.text(max_size=3) | st.integers() | st.booleans() | st.none()
+
+
+@given(
+    st.recursive(
+        LEAVES,
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.lists(inner, max_size=3).map(tuple)
+            | st.dictionaries(KEYS, inner, max_size=3)
+        ),
+        max_leaves=10,
+    )
+)
+def test_any_tree_comes_back(value: Any) -> None:
+    node, tensors = tree.flatten(value)
+    got = tree.unflatten(json.loads(json.dumps(node)), tensors)
+    assert repr(got) == repr(value)
+
+
+NODES = st.recursive(
+    LEAVES | st.sampled_from(["float", "list", "tuple", "dict", "tensor", "dtensor", "shard", "cpu"]),
+    lambda inner: st.lists(inner, max_size=8) | st.dictionaries(st.text(max_size=3), inner, max_size=2),
+    max_leaves=20,
+)
+
+
+@given(NODES | st.lists(NODES, max_size=7).map(lambda rest: ["dtensor", 0, *rest]))
+def test_junk_is_only_ever_data_corruption(node: Any) -> None:
+    try:
+        tree.unflatten(node, [torch.zeros(2)])
+    except DataCorruption:
+        return
+
+
+def test_a_step_that_is_not_offered_times_out(transport: StateTransport[Any]) -> None:
+    transport.send_checkpoint([1], 4, {"a": 1}, SOON)
+    with pytest.raises(TimeoutError, match="timed out: step 3"):
+        transport.recv_checkpoint(0, transport.metadata(), 3, timedelta(milliseconds=10))
+    transport.disallow_checkpoint()
+    assert transport.recv_checkpoint(0, transport.metadata(), 4, SOON) == {"a": 1}, "whoever is late gets it too"
+    transport.send_checkpoint([1], 5, {"a": 2}, SOON)
+    with pytest.raises(TimeoutError):
+        transport.recv_checkpoint(0, transport.metadata(), 4, timedelta(milliseconds=10))
+
+
+def test_what_is_sent_is_a_copy_and_may_change_at_once(transport: StateTransport[Any]) -> None:
+    weights = torch.zeros(5)
+    transport.send_checkpoint([1], 1, {"w": weights}, SOON)
+    weights.fill_(1)
+    first = transport.recv_checkpoint(0, transport.metadata(), 1, SOON)
+    transport.send_checkpoint([1], 1, {"w": weights}, SOON)
+    again = transport.recv_checkpoint(0, transport.metadata(), 1, SOON)
+    assert (first["w"].sum(), again["w"].sum()) == (0, 5)
+
+
+def test_nothing_without_the_token_and_no_other_metadata(transport: StateTransport[Any]) -> None:
+    transport.send_checkpoint([1], 1, {"a": 1}, SOON)
+    told = json.loads(transport.metadata())
+    with pytest.raises(ConnectionError, match="answered 401"):
+        transport.recv_checkpoint(0, json.dumps({**told, "token": "0"}), 1, SOON)
+    for junk in ("", "http://localhost:1/checkpoint/", "{}", "[]", '{"addresses": [], "token": "x"}'):
+        with pytest.raises(DataCorruption, match="metadata"):
+            transport.recv_checkpoint(0, junk, 1, SOON)
+
+
+def test_gone(transport: StateTransport[Any]) -> None:
+    told = transport.metadata()
+    transport.shutdown()
+    with pytest.raises(ConnectionError, match="was not received"):
+        transport.recv_checkpoint(0, told, 1, SOON)
+
+
+def test_a_flipped_bit_is_noticed(transport: StateTransport[Any]) -> None:
+    transport.send_checkpoint([1], 1, {"w": torch.ones(1000)}, SOON)
+    ((_, room),) = transport._shelf._held.values()
+    room.bytes[77] ^= 1
+    with pytest.raises(ConnectionError, match="wrong checksum"):
+        transport.recv_checkpoint(0, transport.metadata(), 1, SOON)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"hyper": ({"tree": ["tensor", 1]},)},
+        {"hyper": ({},)},
+        {"hyper": ()},
+        {"dtype": "float128"},
+        {"shape": (2**40,)},
+        {"nbytes": 2},
+    ],
+)
+def test_a_donor_that_lies_is_not_believed(lie: dict[str, Any], transport: StateTransport[Any]) -> None:
+    transport.send_checkpoint([1], 1, {"w": torch.ones(1)}, SOON)
+    ((served, room),) = transport._shelf._held.values()
+    honest = wire.decode(served.manifest)
+    tensor = replace(honest.tensors[0], **{k: v for k, v in lie.items() if k != "hyper"})
+    tensors = (tensor,)
+    changed = replace(
+        honest, tensors=tensors, layout=wire.fingerprint(tensors), hyper=lie.get("hyper", honest.hyper)
+    )
+    shelf = MemoryShelf()
+    shelf.put(changed, room)
+    token = json.loads(transport.metadata())["token"]
+    liar = StateServer("127.0.0.1", 0, shelf, token)
+    told = json.dumps({"addresses": [liar.address], "token": token})
+    try:
+        with pytest.raises((ConnectionError, DataCorruption)):
+            transport.recv_checkpoint(0, told, 1, SOON)
+    finally:
+        liar.close()
+
+
+LOOP = """
+import functools, runpy, sys, torchft
+from ft_hsdp.compat.torchft import StateTransport
+
+class Loud(StateTransport):
+    def recv_checkpoint(self, src_rank, metadata, step, timeout):
+        state = super().recv_checkpoint(src_rank, metadata, step, timeout)
+        print(f"healed at {step}", flush=True)
+        return state
+
+torchft.Manager = functools.partial(torchft.Manager, checkpoint_transport=Loud("127.0.0.1"))
+sys.argv = ["torchft_loop.py", *sys.argv[1:]]
+runpy.run_path(EXAMPLE, run_name="__main__")
+"""
+LINE = re.compile(r"step (\d+) replicas (\d+) loss [\d.]+ (\w+)")
+WITHIN_S = 60.0
+
+
+@pytest.mark.multiproc
+def test_a_manager_heals_by_it(tmp_path: Path) -> None:
+    loop = f"EXAMPLE = {str(ROOT / 'docs' / 'examples' / 'torchft_loop.py')!r}\n{LOOP}"
+    lighthouse = LighthouseServer(
+        bind="[::]:0", min_replicas=1, join_timeout_ms=200, quorum_tick_ms=20, heartbeat_timeout_ms=1000
+    )
+    logs = [tmp_path / "0.log", tmp_path / "1.log"]
+    processes: list[subprocess.Popen[bytes]] = []
+    env = {**environment(), "TORCHFT_LIGHTHOUSE": lighthouse.address()}
+
+    def steps(replica: int, members: int) -> dict[int, str]:
+        found = LINE.findall(logs[replica].read_text())
+        return {int(step): digest for step, count, digest in found if int(count) == members}
+
+    def until(replica: int, members: int) -> None:
+        deadline = time.monotonic() + WITHIN_S
+        while len(steps(replica, members)) < 5:
+            assert processes[replica].poll() is None, logs[replica].read_text()[-2000:]
+            assert time.monotonic() < deadline, [log.read_text()[-2000:] for log in logs]
+            time.sleep(0.02)
+
+    try:
+        for replica in range(2):
+            with logs[replica].open("wb") as out:
+                command = [sys.executable, "-c", loop, str(replica), "--steps", "100000", "--pause", "0.02"]
+                processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
+            until(replica, replica + 1)
+        until(0, 2)
+        healed = re.search(r"healed at (\d+)", logs[1].read_text())
+        assert healed is not None
+        assert int(healed[1]) >= 5
+        ours, theirs = steps(0, 2), steps(1, 2)
+        assert min(theirs) > int(healed[1])
+        assert [ours[s] for s in theirs if s in ours] == [theirs[s] for s in theirs if s in ours]
+        assert set(ours) & set(theirs)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(WITHIN_S)
+        lighthouse.shutdown()

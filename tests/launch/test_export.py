@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn import functional
+
+from ft_hsdp.config import parse
+from ft_hsdp.core.cursor import Ledger
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.launch.cli import main
+from ft_hsdp.state import layout
+from ft_hsdp.state.durable import About, Checkpointer, Header, Published
+from ft_hsdp.state.layout import Layout
+from ft_hsdp.state.ranks import Ranks
+from ft_hsdp.train.model import ModelArgs, Transformer
+
+CONFIG = parse(
+    {
+        "model": {"dim": 16, "layers": 2, "heads": 4, "kv_heads": 2, "rope_theta": 500.0, "norm_eps": 1e-4},
+        "train": {"seq_len": 24},
+    }
+)
+
+
+def model(seed: int) -> Transformer:
+    made = Transformer(ModelArgs.of(CONFIG.model, 257, CONFIG.train.seq_len), seed)
+    for name, parameter in made.named_parameters():  # norms that are not 1, and outputs that are not small
+        torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+    return made
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[int, Transformer]]]:
+    """Steps 10 and 20 of a replica of one rank, and a folder of another model's."""
+    top = tmp_path_factory.mktemp("export")
+    mine = not dist.is_initialized()
+    if mine:
+        dist.init_process_group("gloo", init_method=f"file://{top / 'store'}", rank=0, world_size=1)
+    ranks = Ranks()
+    models = {}
+    for folder, step, made in (("ck", 10, model(1)), ("ck", 20, model(2)), ("other", 1, torch.nn.Linear(3, 2))):
+        params = dict(made.named_parameters())
+        place = Layout.of(params, {})
+        buffer = torch.empty(place.nbytes, dtype=torch.uint8)
+        layout.pack(place, list(params.values()), buffer)
+        about = About("0-a-0", 3, "hash", CONFIG.model_dump(mode="json"))
+        checkpointer = Checkpointer(top / folder, 2, about, place, params, {}, ranks)
+        header = Header(StateId(1, step, "ab" * 16), Ledger((1, 2, 3)), ({"lr": 0.1},))
+        assert isinstance(checkpointer.write(buffer, header).result(60), Published)
+        checkpointer.close()
+        if isinstance(made, Transformer):
+            models[step] = made
+    yield top / "ck", models
+    if mine:
+        dist.destroy_process_group()
+
+
+def llama(config: dict[str, Any], weights: dict[str, Tensor], tokens: Tensor) -> Tensor:
+    """Llama as Hugging Face's names and config.json define it; [batch, seq] -> [batch, seq, vocabulary]."""
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return (
+            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]) * weights[f"{name}.weight"]
+        )
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"].t()
+
+    def rotate_half(x: Tensor) -> Tensor:
+        return torch.cat((-x[..., x.shape[-1] // 2 :], x[..., : x.shape[-1] // 2]), dim=-1)
+
+    width, length = config["head_dim"], tokens.shape[1]
+    rates = 1.0 / config["rope_theta"] ** (torch.arange(0, width, 2).float() / width)
+    angles = torch.arange(length).float()[:, None] * rates
+    cos, sin = torch.cat((angles, angles), -1).cos(), torch.cat((angles, angles), -1).sin()
+    mask = torch.full((length, length), float("-inf")).triu(1)
+    x = functional.embedding(tokens, weights["model.embed_tokens.weight"])
+    for layer in range(config["num_hidden_layers"]):
+        at = f"model.layers.{layer}"
+        y = norm(x, f"{at}.input_layernorm")
+        q, k, v = (linear(y, f"{at}.self_attn.{n}_proj").unflatten(2, (-1, width)).transpose(1, 2) for n in "qkv")
+        q, k = (each * cos + rotate_half(each) * sin for each in (q, k))
+        groups = config["num_attention_heads"] // config["num_key_value_heads"]
+        k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        scores = (q @ k.transpose(2, 3) / width**0.5 + mask).softmax(-1)
+        x = x + linear((scores @ v).transpose(1, 2).flatten(2), f"{at}.self_attn.o_proj")
+        y = norm(x, f"{at}.post_attention_layernorm")
+        gated = functional.silu(linear(y, f"{at}.mlp.gate_proj")) * linear(y, f"{at}.mlp.up_proj")
+        x = x + linear(gated, f"{at}.mlp.down_proj")
+    return linear(norm(x, "model.norm"), "lm_head")
+
+
+@pytest.mark.parametrize(("step", "argv"), [(20, []), (10, ["--step", "10"])])
+def test_what_is_exported_is_the_model(checkpoints, tmp_path, capsys, step, argv) -> None:
+    folder, models = checkpoints
+    assert main(["export", str(folder), str(tmp_path / "a" / "b"), *argv]) == 0
+    count = sum(p.numel() for p in models[step].parameters())
+    assert capsys.readouterr().out == f"step {step}: {count} parameters in {tmp_path / 'a' / 'b'}\n"
+    assert sorted(path.name for path in (tmp_path / "a" / "b").iterdir()) == ["config.json", "model.safetensors"]
+    config = json.loads((tmp_path / "a" / "b" / "config.json").read_text())
+    weights = load_file(tmp_path / "a" / "b" / "model.safetensors")
+    assert sum(tensor.numel() for tensor in weights.values()) == count
+    tokens = torch.randint(0, 257, (3, 24), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        torch.testing.assert_close(llama(config, weights, tokens), models[step].logits(tokens))
+
+
+def test_a_torn_one_is_passed_over_and_named(checkpoints, tmp_path, capsys) -> None:
+    folder = shutil.copytree(checkpoints[0], tmp_path / "copy")
+    (folder / "step-20-epoch-1-0-a-0" / "__0_0.distcp").write_bytes(b"")
+    assert main(["export", str(folder), str(tmp_path / "out")]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("passed over step-20-epoch-1-0-a-0: __0_0.distcp has 0 bytes instead of")
+    assert second.startswith("step 10: ")
+    assert main(["export", str(folder), str(tmp_path / "other"), "--step", "10", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["step"] == 10
+    assert err == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["CK"], "OUT"),
+        (["NONE", "OUT"], "CHECKPOINT_DIR: got '/"),
+        (["NONE", "OUT"], "a folder with a valid checkpoint (it has none)"),
+        (["FILE", "OUT"], "a folder that can be read (Not a directory)"),
+        (["CK", "OUT", "--step", "7"], "--step: got 7; allowed: 10, 20"),
+        (["CK", "OUT", "--step", "x"], "--step"),
+        (["CK", "FULL"], "a folder that does not exist yet, or is empty"),
+        (["CK", "FILE"], "a folder that does not exist yet, or is empty"),
+        (["CK", "FILE/in"], "a folder that can be written ([Errno 20]"),
+        (["TORN", "OUT"], "step-10-epoch-1-0-a-0: .metadata has 0 bytes instead of"),
+        (["OTHER", "OUT"], "checkpoints of ft_hsdp's own model"),
+    ],
+)
+def test_bad_input_gets_one_line(checkpoints, tmp_path, capsys, argv, said) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    torn = shutil.copytree(checkpoints[0], tmp_path / "torn")
+    for path in torn.iterdir():
+        (path / ".metadata").write_bytes(b"")
+    places = {
+        "CK": checkpoints[0],
+        "OTHER": checkpoints[0].parent / "other",
+        "NONE": tmp_path / "none",
+        "FILE": tmp_path / "full" / "file",
+        "FULL": tmp_path / "full",
+        "OUT": tmp_path / "out",
+        "TORN": torn,
+    }
+    words = [str(places[w]) if w in places else w.replace("FILE", str(places["FILE"])) for w in argv]
+    assert main(["export", *words]) == 64
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert len(err.splitlines()) == 1
+    assert said in err
+    assert not (tmp_path / "out").exists()

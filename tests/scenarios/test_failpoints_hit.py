@@ -1,0 +1,85 @@
+"""A rank dies at each place where the protocol could go wrong; what was trained is replayed from the logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scenario_job import Job, check
+
+from ft_hsdp.core.divergence import SLICES
+from ft_hsdp.failpoints import PLACES
+
+pytestmark = pytest.mark.multiproc
+
+STEPS = 40
+NOT_DEATHS = ("record-lost", "state-flip")
+LEADER_ONLY = ("token-first", "token-second", "quorum-reply", "checkpoint-rename")
+FIRST_KILL = {"at_step": 4, "replicas": [1], "rank": 1, "signal": "KILL"}
+
+
+def run(folder: Path, points: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """A job with these failpoints to its end; its summary, after all that must hold was checked."""
+    with Job(folder, STEPS, debug__failpoints=points, restart__budget=50, **settings) as job:
+        summary = job.end()
+        check(summary, STEPS)
+        verdict = job.replayed()
+        assert verdict["equal"], verdict
+        assert verdict["steps"] == STEPS
+    return summary
+
+
+def test_several_in_one_run(tmp_path: Path) -> None:
+    """In the reduce-scatter, with the verdict known to one alone, half-way through an update, while fetching."""
+    points = {
+        "reduce-scatter": {"replicas": [0], "rank": 1, "step": 4},
+        "fetch": {"replicas": [0], "rank": 0, "life": 1, "step": 1},
+        "token-second": {"replicas": [1], "step": 12},
+        "apply-middle": {"replicas": [2], "rank": 1, "step": 20},
+        "checkpoint-write": {"replicas": [0, 1, 2], "rank": 1, "life": 2, "step": 1},
+    }
+    summary = run(tmp_path, points, checkpoint__every=5)
+    assert {f["replica"] for f in summary["failures"]} == {0, 1, 2}
+    assert summary["replicas"]["0"]["incarnations"] >= 3, "it did not die while it fetched"
+
+
+def test_a_flipped_bit_of_one_replica_is_found_and_healed(tmp_path: Path) -> None:
+    """With three replicas the one that differs ends before its gradients count; its snapshots are not used."""
+    with Job(tmp_path, STEPS, debug__failpoints={"state-flip": {"replicas": [1], "rank": 1, "step": 5}}) as job:
+        check(job.end(), STEPS)
+        (found,) = job.events("StateDiverged", replica=1)
+        assert found["replicas"] == [1]
+        assert 5 <= found["step"] < 5 + SLICES
+        assert job.events("LeftBehind", replica=1)
+        assert not job.events("StateRestored", replica=1), "it took its corrupt snapshot"
+        contributors = {r["step"]: r["contributors"] for r in job.rows("metrics.jsonl")}
+        assert job.replayed()["equal"], contributors
+
+
+def test_two_replicas_that_differ_halt_the_job(tmp_path: Path) -> None:
+    points = {"state-flip": {"replicas": [1], "rank": 0, "step": 5}}
+    with Job(tmp_path, STEPS, replicas=2, debug__failpoints=points) as job:
+        summary = job.end(75)
+        assert summary["steps"] < 5 + SLICES
+        (halted,) = job.events("JobHalted")
+        assert "nobody can tell which is right" in halted["reason"]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("place", [p for p in PLACES if p not in NOT_DEATHS])
+def test_each(tmp_path: Path, place: str, rank: int) -> None:
+    if rank and place in LEADER_ONLY:
+        pytest.skip("only the leader is ever there")
+    settings: dict[str, Any] = {}
+    point = {"replicas": [1], "rank": rank, "step": 8}
+    if place == "fetch":
+        settings["chaos"] = [FIRST_KILL]
+        point |= {"life": 1}
+    if place.startswith("checkpoint"):
+        settings["checkpoint__every"] = 5
+        point |= {"replicas": [0]}
+    summary = run(tmp_path, {place: point}, **settings)
+    victim = str(point["replicas"][0])  # type: ignore[index]
+    assert summary["replicas"][victim]["incarnations"] == (3 if place == "fetch" else 2), "it did not fail there"

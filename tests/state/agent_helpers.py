@@ -1,0 +1,107 @@
+"""State agents as processes, and what ranks write into them."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.state import wire
+from ft_hsdp.state.client import StateAgent
+
+TOKEN = os.environ.get("FT_HSDP_TOKEN") or secrets.token_hex(32)  # two runs of the tests do not meet
+NBYTES = 300_001
+DEADLINE_S = 20.0
+
+
+def state(step: int) -> StateId:
+    return StateId(1, step, f"{step:032x}")
+
+
+def content(step: int, rank: int = 0, nbytes: int = NBYTES) -> np.ndarray:
+    return np.random.default_rng((step, rank)).integers(0, 256, nbytes, dtype=np.uint8)
+
+
+def header(step: int, rank: int = 0, ranks: int = 2, nbytes: int = NBYTES) -> bytes:
+    return wire.encode(wire.Manifest(state(step), rank, ranks, "0" * 32, nbytes, (), (step,), ({"lr": 0.1},)))
+
+
+def connect(replica: int = 0, rank: int = 0, nbytes: int = NBYTES, deadline_s: float = DEADLINE_S) -> StateAgent:
+    return StateAgent.connect(TOKEN, replica, rank, 2, nbytes, deadline_s)
+
+
+def write(agent: StateAgent, step: int, rank: int = 0, settle: bool = True) -> None:
+    array = agent.stage(state(step))
+    assert array is not None, agent.busy
+    array[:] = content(step, rank, len(array))
+    agent.staged(state(step), header(step, rank, nbytes=len(array)))
+    if settle:
+        agent.settle(state(step))
+
+
+def steps(agent: StateAgent) -> list[int]:
+    return [held.state.step for held in agent.recall()]
+
+
+@dataclass(frozen=True)
+class Running:
+    process: subprocess.Popen[str]
+    address: str
+
+    def ask(self, step: int, rank: int, what: str) -> tuple[int, bytes]:
+        """Status and body of a GET."""
+        held = state(step)
+        connection = http.client.HTTPConnection(self.address, timeout=DEADLINE_S)
+        path = f"/v1/state/{held.commit_epoch}/{held.step}/{held.lineage}/{rank}/{what}"
+        try:
+            connection.request("GET", path, headers={"Authorization": f"Bearer {TOKEN}"})
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+    def serves(self, step: int, rank: int = 0) -> bool:
+        """Whether it serves a state, manifest and data, bit for bit."""
+        status, encoded = self.ask(step, rank, "manifest")
+        if status == 404:
+            return False
+        assert status == 200
+        manifest = wire.decode(encoded)
+        assert (manifest.state, manifest.rank, manifest.cursors) == (state(step), rank, (step,))
+        status, data = self.ask(step, rank, "data")
+        assert status == 200
+        assert data == content(step, rank, manifest.nbytes).tobytes()
+        assert manifest.checksums == wire.checksums(memoryview(data))
+        return True
+
+
+def command(replica: int, *more: str) -> list[str]:
+    return [sys.executable, "-m", "ft_hsdp.state.agent", "--replica", str(replica), "--host", "127.0.0.1", *more]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "FT_HSDP_TOKEN": TOKEN}
+
+
+@contextmanager
+def agent(replica: int, *more: str) -> Iterator[Running]:
+    """A state agent, until the end of the block."""
+    process = subprocess.Popen(command(replica, *more), env=environment(), stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        ready = json.loads(process.stdout.readline())
+        assert ready["pid"] == process.pid
+        yield Running(process, ready["address"])
+    finally:
+        process.kill()
+        process.wait(DEADLINE_S)
+        process.stdout.close()

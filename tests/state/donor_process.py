@@ -1,0 +1,37 @@
+"""A donor in a process of its own: `donor_process.py SIZE CHUNK KILL_AT` serves `state_helpers.sealed(SIZE)`.
+
+It prints its address. With KILL_AT > 0 it kills itself, without a word, once it has sent that many bytes of data.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from state_helpers import TOKEN, sealed
+
+from ft_hsdp.state import server, wire
+from ft_hsdp.state.memory_shelf import MemoryShelf
+
+size, wire.CHUNK_BYTES, kill_at = (int(word) for word in sys.argv[1:4])
+sent = 0
+sendfile = os.sendfile
+
+
+def counted(out: int, fd: int, offset: int, count: int) -> int:
+    global sent
+    sent += (n := sendfile(out, fd, offset, min(count, kill_at - sent) if kill_at else count))
+    if kill_at and sent >= kill_at:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return n
+
+
+server.os.sendfile = counted
+snapshot, _ = sealed(size=size)
+shelf = MemoryShelf()
+shelf.put(snapshot.manifest, snapshot.room)
+served = server.StateServer("127.0.0.1", 0, shelf, TOKEN)
+print(served.address, flush=True)
+sys.stdin.read()
+served.close()

@@ -1,0 +1,375 @@
+"""Ranks of a replica for the tests of checkpoints: this process imports torch once and forks them.
+
+Reads lines of JSON, {"ranks": W, "do": NAME, ...}, and answers each with what the ranks gave, in rank order: the
+JSON of what the function returned, or {"exit": how it ended}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.filesystem as torch_files
+from durable_side import HYPER, Side, header, told
+
+from ft_hsdp.core.cursor import Ledger
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.state import catalogue, resume
+from ft_hsdp.state.durable import Header
+
+WAIT_S = 60.0
+
+
+def save(side: Side, folder: str, steps: list[int], epoch: int = 1, **about: Any) -> Any:
+    """Publish each step, one after the other."""
+    checkpointer = side.checkpointer(folder, **about)
+    outcomes = [checkpointer.write(side.packed(), header(n, epoch)).result(WAIT_S) for n in steps]
+    checkpointer.close()
+    return {"outcomes": [told(o) for o in outcomes], "digest": side.digest(), "swept": list(checkpointer.swept)}
+
+
+def load(side: Side, folder: str, config_hash: str = "hash") -> Any:
+    """Resume, and say what is held then."""
+    before = side.digest()
+    try:
+        resumed = resume.resume(Path(folder), config_hash, side.params, side.optim, side.ranks)
+    except ConfigError as error:
+        return {"refused": str(error)}
+    if resumed is None:
+        return {"none": side.digest() == before}
+    s = resumed
+    skipped = [[each.name, each.reason] for each in s.skipped]
+    return {
+        "digest": side.digest(),
+        "state": [s.state.commit_epoch, s.state.step, s.state.lineage],
+        "ledger": list(s.ledger.cursors),
+        "hyper": s.hyper == HYPER,
+        "skipped": skipped,
+    }
+
+
+def save_beside_training(side: Side, folder: str, count: int) -> Any:
+    """Publish while the default group is busy; its sums must not change."""
+    checkpointer = side.checkpointer(folder)
+    wrong = beside = 0
+    outcomes = []
+    for step in range(1, count + 1):
+        future = checkpointer.write(side.packed(), header(step))
+        while True:
+            done = torch.tensor([float(future.done())])  # ranks leave this loop together
+            dist.all_reduce(done)
+            values = torch.full((1000,), float(step + dist.get_rank()))
+            dist.all_reduce(values)
+            wrong += int(values[0].item() != 2 * step + 1)
+            if done.item() == dist.get_world_size():
+                break
+            beside += 1
+        outcomes.append(told(future.result(0)))
+    checkpointer.close()
+    return {"outcomes": outcomes, "wrong": wrong, "beside": beside}
+
+
+def overtaken(side: Side, folder: str) -> Any:
+    """Rank 0 asks for four before rank 1 asks for the first: all ranks publish the same ones."""
+    checkpointer = side.checkpointer(folder, keep=9)
+    futures = []
+    if side.ranks.rank == 1:
+        dist.barrier()  # all four of rank 0 are there
+    for step in (1, 2, 3, 4):
+        futures.append(checkpointer.write(side.packed(), header(step)))
+        if side.ranks.rank == 1 and step < 4:
+            time.sleep(0.05 * step)  # whatever happens meanwhile is right
+    if side.ranks.rank == 0:
+        dist.barrier()
+    outcomes = [told(f.result(WAIT_S)) for f in futures]
+    checkpointer.close()
+    return {"outcomes": outcomes}
+
+
+def with_disk_full(side: Side, folder: str, limit: int, on: int) -> Any:
+    """Files of rank ``on`` cannot grow beyond ``limit`` bytes at step 2; 1 and 3 are as ever."""
+    checkpointer = side.checkpointer(folder)
+    outcomes = []
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for step in (1, 2, 3):
+        if step == 2 and side.ranks.rank == on:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
+        outcomes.append(told(checkpointer.write(side.packed(), header(step)).result(WAIT_S)))
+        if step == 2:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+    checkpointer.close()
+    return {"outcomes": outcomes, "left": sorted(os.listdir(folder))}
+
+
+def with_folder_gone(side: Side, folder: str) -> Any:
+    """The folder vanishes, then a file stands in its way, then it is back."""
+    checkpointer = side.checkpointer(folder)
+    outcomes = []
+    for step, change in enumerate([shutil.rmtree, _file, _folder], 1):
+        if side.ranks.rank == 0:
+            change(folder)
+        dist.barrier()
+        outcomes.append(told(checkpointer.write(side.packed(), header(step)).result(WAIT_S)))
+    checkpointer.close()
+    return {"outcomes": outcomes}
+
+
+def _file(path: str) -> None:
+    Path(path).write_text("in the way")
+
+
+def _folder(path: str) -> None:
+    Path(path).unlink()
+    Path(path).mkdir()
+
+
+def with_different_states(side: Side, folder: str) -> Any:
+    """Ranks that are given different lineages publish nothing, and go on."""
+    checkpointer = side.checkpointer(folder)
+    odd = Header(StateId(1, 1, f"{side.ranks.rank:032x}"), Ledger((1, 2, 5)), HYPER)
+    outcomes = [told(checkpointer.write(side.packed(), each).result(WAIT_S)) for each in (odd, header(2))]
+    checkpointer.close()
+    return {"outcomes": outcomes}
+
+
+def with_a_rank_gone(side: Side, folder: str) -> Any:
+    """Rank 1 dies in the middle of its file; rank 0 is told, and hangs nowhere."""
+    checkpointer = side.checkpointer(folder)
+    first = told(checkpointer.write(side.packed(), header(1)).result(WAIT_S))
+    if side.ranks.rank == 1:
+        _die_in_a_file()
+    second = told(checkpointer.write(side.packed(), header(2)).result(WAIT_S))
+    third = told(checkpointer.write(side.packed(), header(3)).result(WAIT_S))
+    checkpointer.close()
+    return {"outcomes": [first, second, third], "left": sorted(os.listdir(folder))}
+
+
+def die_in_a_file(side: Side, folder: str) -> Any:
+    """Every rank is SIGKILLed in the middle of its file of step 2."""
+    checkpointer = side.checkpointer(folder)
+    checkpointer.write(side.packed(), header(1)).result(WAIT_S)
+    _die_in_a_file()
+    checkpointer.write(side.packed(), header(2)).result(WAIT_S)
+
+
+def _die_in_a_file() -> None:
+    real, count = torch_files._write_item, [0]
+
+    def kill(*args: Any) -> Any:
+        count[0] += 1
+        if count[0] == 3:
+            args[1].flush()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args)
+
+    torch_files._write_item = kill
+
+
+def die_at_call(side: Side, folder: str, at: int) -> Any:
+    """SIGKILL before the ``at``-th change of the disk's names or fsync, while step 2 is written."""
+    checkpointer = side.checkpointer(folder, keep=1)
+    checkpointer.write(side.packed(), header(1)).result(WAIT_S)
+    count = [0]
+
+    def counted(real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **more: Any) -> Any:
+            count[0] += 1
+            if count[0] == at:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return real(*args, **more)
+
+        return call
+
+    for name in ("fsync", "rename", "mkdir", "unlink", "rmdir"):
+        setattr(os, name, counted(getattr(os, name)))
+    outcome = told(checkpointer.write(side.packed(), header(2)).result(WAIT_S))
+    return {"outcomes": [outcome], "calls": count[0]}
+
+
+def close_at_once(side: Side, folder: str) -> Any:
+    """What was asked for before the end is published; nothing is that is no newer, or asked for afterwards."""
+    checkpointer = side.checkpointer(folder)
+    future = checkpointer.write(side.packed(), header(1))
+    again = checkpointer.write(side.packed(), header(1))
+    checkpointer.close()
+    late = checkpointer.write(side.packed(), header(2))
+    return {"outcomes": [told(each.result(0)) for each in (future, again, late)]}
+
+
+def zombie(side: Side, folder: str) -> Any:
+    """A writer of epoch 1 publishes step 5 after epoch 2 published step 4, and asks what is newest."""
+    new = side.checkpointer(folder, keep=1, incarnation="1-b-0")
+    newest = told(new.write(side.packed(), header(4, epoch=2)).result(WAIT_S))
+    old = side.checkpointer(folder, keep=1, incarnation="0-a-0")
+    late = told(old.write(side.packed(), header(5, epoch=1)).result(WAIT_S))
+    loaded = load(side, folder)
+    after = told(new.write(side.packed(), header(5, epoch=2)).result(WAIT_S))
+    old.close()
+    new.close()
+    return {"outcomes": [newest, late, after], "loaded": loaded}
+
+
+def swept_while_writing(side: Side, folder: str) -> Any:
+    """Another replica starts in the middle of a file of ours, and tidies up."""
+    checkpointer = side.checkpointer(folder)
+    Path(folder, ".writing-step-1-epoch-1-9-z-0").mkdir()
+    real, swept = torch_files._write_item, []
+
+    def sweep(*args: Any) -> Any:
+        swept.append(catalogue.sweep(Path(folder)))
+        return real(*args)
+
+    torch_files._write_item = sweep
+    outcome = told(checkpointer.write(side.packed(), header(1)).result(WAIT_S))
+    checkpointer.close()
+    return {"outcomes": [outcome], "swept": swept[0] + [name for each in swept[1:] for name in each]}
+
+
+def with_a_small_disk(side: Side, folder: str) -> Any:
+    """The disk has room for two checkpoints and no third; keep lets none go before."""
+    checkpointer = side.checkpointer(folder, keep=2)
+    outcomes = [told(checkpointer.write(side.packed(), header(n)).result(WAIT_S)) for n in (1, 2, 3)]
+    checkpointer.close()
+    return {"outcomes": outcomes, "left": sorted(os.listdir(folder)), "loaded": load(side, folder)}
+
+
+def load_what_vanishes(side: Side, folder: str) -> Any:
+    """The newest is verified, and its data is gone before it is read."""
+    real = catalogue.newest
+
+    def newest(*args: Any, **more: Any) -> Any:
+        found = real(*args, **more)
+        if found.checkpoint is not None and found.checkpoint.manifest.state.step == 2:
+            for path in found.checkpoint.path.glob("*.distcp"):
+                path.unlink()
+        return found
+
+    catalogue.newest = newest
+    return load(side, folder)
+
+
+def measure(side: Side, folder: str) -> Any:
+    """Seconds: write() until it returns, until it is published (three times); then resume."""
+    checkpointer = side.checkpointer(folder)
+    blocked, published = [], []
+    for step in (1, 2, 3):
+        buffer = side.packed()
+        began = time.perf_counter()
+        future = checkpointer.write(buffer, header(step))
+        blocked.append(time.perf_counter() - began)
+        future.result(WAIT_S)
+        published.append(time.perf_counter() - began)
+    checkpointer.close()
+    began = time.perf_counter()
+    loaded = load_only(side, folder)
+    return {"bytes": side.layout.nbytes, "blocked_s": blocked, "published_s": published, **loaded}
+
+
+def load_only(side: Side, folder: str) -> dict[str, Any]:
+    resumed = resume.resume(Path(folder), "hash", side.params, side.optim, side.ranks)
+    assert resumed is not None
+    return {"resume_s": resumed.seconds}
+
+
+DO: dict[str, Callable[..., Any]] = {
+    each.__name__: each
+    for each in (
+        save,
+        load,
+        save_beside_training,
+        overtaken,
+        with_disk_full,
+        with_folder_gone,
+        with_different_states,
+        with_a_rank_gone,
+        die_in_a_file,
+        die_at_call,
+        close_at_once,
+        zombie,
+        swept_while_writing,
+        with_a_small_disk,
+        load_what_vanishes,
+        measure,
+    )
+}
+
+
+def rank_main(rank: int, order: dict[str, Any], place: Path) -> None:
+    """One forked rank."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(1, signal.SIGKILL)
+    if "disk_bytes" in order and not _own_disk(libc, order["with"]["folder"], order["disk_bytes"]):
+        (place / str(rank)).write_text(json.dumps({"cannot": "mount a tmpfs here"}))
+        return
+    dist.init_process_group("gloo", init_method=f"file://{place / 'store'}", rank=rank, world_size=order["ranks"])
+    side = Side(order["ranks"], order.get("seed", 0), order.get("width", 8))
+    (place / str(rank)).write_text(json.dumps(DO[order["do"]](side, **order["with"])))
+
+
+def _own_disk(libc: ctypes.CDLL, folder: str, nbytes: int) -> bool:
+    """Mount a tmpfs of ``nbytes`` on ``folder``, for this process only; whether that is allowed here."""
+    new_mounts, new_user, private = 0x00020000, 0x10000000, 1 << 18 | 1 << 14
+    user = os.getuid()
+    if libc.unshare(new_mounts | (new_user if user else 0)):
+        return False
+    if user:
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"0 {user} 1")
+    Path(folder).mkdir()
+    libc.mount(None, b"/", None, private, None)
+    return libc.mount(b"none", folder.encode(), b"tmpfs", 0, f"size={nbytes}".encode()) == 0
+
+
+def answer(order: dict[str, Any]) -> list[Any]:
+    """Fork the ranks and wait for all of them."""
+    with temporary() as place:
+        pids = []
+        for rank in range(order["ranks"]):
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    rank_main(rank, order, place)
+                    os._exit(0)
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+            pids.append(pid)
+        ends = [os.waitpid(pid, 0)[1] for pid in pids]
+        return [
+            json.loads((place / str(r)).read_text()) if end == 0 else {"exit": os.waitstatus_to_exitcode(end)}
+            for r, end in enumerate(ends)
+        ]
+
+
+@contextlib.contextmanager
+def temporary() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as name:
+        yield Path(name)
+
+
+if __name__ == "__main__":
+    import torch._dynamo  # imported by FSDP2's first use: once, here, and not in every rank
+
+    assert threading.active_count() == 1, "forked with threads"
+    torch.set_num_threads(1)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    for line in sys.stdin:
+        sys.stdout.write(json.dumps(answer(json.loads(line))) + "\n")
+        sys.stdout.flush()

@@ -1,0 +1,84 @@
+"""A rank's live state for the tests of checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from ft_hsdp.core.cursor import Ledger
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.state import layout
+from ft_hsdp.state.durable import About, Checkpointer, Header, Outcome, Published
+from ft_hsdp.state.layout import Layout
+from ft_hsdp.state.ranks import Ranks
+from ft_hsdp.train.held import state_digest
+from ft_hsdp.train.hsdp import Sharded
+from ft_hsdp.train.optim import prime, tensors
+
+
+class Uneven(nn.Module):
+    """Parameters of 7, 1, 5 and 2 rows: with three ranks most have uneven shards and some have empty ones."""
+
+    def __init__(self, seed: int, width: int) -> None:
+        super().__init__()
+        g = torch.Generator().manual_seed(seed)
+        self.wide = nn.Parameter(torch.randn(7, width, generator=g))
+        self.one = nn.Parameter(torch.randn(1, generator=g))
+        self.deep = nn.Parameter(torch.randn(5, 3, 2, generator=g))
+        self.two = nn.Parameter(torch.randn(2, 4, generator=g))
+
+
+class Side:
+    """A rank's live state: an FSDP2 model and AdamW, filled from a seed."""
+
+    def __init__(self, ranks: int, seed: int, width: int = 8) -> None:
+        model = Uneven(seed, width)
+        sharded = Sharded(model, [], init_device_mesh("cpu", (ranks,)), lambda _, __: None)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+        prime(optimizer)
+        self.params = sharded.params
+        self.optim = tensors(optimizer, {id(p): n for n, p in sharded.params.items()})
+        for at, tensor in enumerate(self.optim.values()):  # alike on any number of ranks
+            whole = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed * 1000 + at))
+            mine = layout.local(tensor)
+            first = _first_row(tensor) if isinstance(tensor, DTensor) else 0
+            mine.copy_(whole[first : first + mine.shape[0]] if isinstance(tensor, DTensor) else whole)
+        self.layout = Layout.of(self.params, self.optim)
+        self.ranks = Ranks(timeout_s=60.0)
+
+    def packed(self) -> torch.Tensor:
+        buffer = torch.empty(self.layout.nbytes, dtype=torch.uint8)
+        layout.pack(self.layout, [*self.params.values(), *self.optim.values()], buffer)
+        return buffer
+
+    def digest(self) -> str:
+        return state_digest(self.params, self.optim, HYPER)
+
+    def checkpointer(self, folder: str, keep: int = 2, incarnation: str = "0-a-0") -> Checkpointer:
+        about = About(incarnation, 3, "hash", {"model": {"dim": 8}})
+        return Checkpointer(Path(folder), keep, about, self.layout, self.params, self.optim, self.ranks)
+
+
+HYPER = ({"lr": 0.1, "betas": [0.9, 0.999], "eps": 1e-08, "foreach": None},)
+
+
+def _first_row(tensor: DTensor) -> int:
+    """Where this rank's rows begin: torch.chunk's rule."""
+    size = -(-tensor.shape[0] // tensor.device_mesh.size())
+    return min(size * tensor.device_mesh.get_local_rank(), tensor.shape[0])
+
+
+def header(step: int, epoch: int = 1) -> Header:
+    return Header(StateId(epoch, step, f"{step:032x}"), Ledger((step, 2 * step, 5)), HYPER)
+
+
+def told(outcome: Outcome) -> dict[str, Any]:
+    kind = type(outcome).__name__
+    reason = getattr(outcome, "reason", "")
+    removed = list(outcome.removed) if isinstance(outcome, Published) else []
+    return {"kind": kind, "step": outcome.state.step, "reason": reason, "removed": removed}

@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import agent_helpers
+import numpy as np
+import pytest
+from agent_helpers import DEADLINE_S, Running, command, connect, content, environment, header, state, steps, write
+
+from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.state.agent import main
+from ft_hsdp.state.client import AgentGone
+from ft_hsdp.state.slots import Held, newest_common
+
+pytestmark = pytest.mark.multiproc
+
+
+@pytest.fixture(scope="module")
+def agent() -> Iterator[Running]:
+    with agent_helpers.agent(0) as running:
+        yield running
+
+
+def test_trainers_are_killed_while_they_write_and_what_was_complete_lives(agent: Running):
+    script = str(Path(__file__).with_name("agent_trainer.py"))
+    trainers = [
+        subprocess.Popen(
+            [sys.executable, script, "0", str(rank), str(last)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**environment(), "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        for rank, last in ((0, 3), (1, 2))
+    ]
+    for trainer in trainers:
+        assert trainer.stdout is not None
+        assert trainer.stdin is not None
+        assert trainer.stdout.readline() == b"half\n"
+        trainer.send_signal(signal.SIGKILL)
+        trainer.wait(DEADLINE_S)
+        trainer.stdin.close()
+        trainer.stdout.close()
+    for rank, has in ((0, {2, 3}), (1, {1, 2})):
+        assert {step for step in range(1, 5) if agent.serves(step, rank)} == has
+    ranks = [connect(0, rank) for rank in (0, 1)]
+    recalls = [rank.recall() for rank in ranks]
+    assert recalls[0] == (Held(state(3), False), Held(state(2), True))
+    newest = newest_common(recalls)
+    assert newest == state(2)
+    for rank, client in enumerate(ranks):
+        taken = client.take(newest)
+        assert taken is not None
+        data, kept = taken
+        assert np.array_equal(data, content(2, rank))
+        assert kept == header(2, rank)
+        assert client.take(state(4)) is None
+        client.close()
+
+
+def test_it_goes_on_without_its_agent_and_with_the_next_one():
+    with agent_helpers.agent(1) as first:
+        rank = connect(1)
+        write(rank, 1)
+        array = rank.stage(state(2))
+        assert array is not None
+        first.process.kill()
+        first.process.wait(DEADLINE_S)
+        array[:] = content(2)  # the memory is there as long as somebody uses it
+        with pytest.raises(AgentGone, match="is gone"):
+            rank.staged(state(2), header(2))
+        with pytest.raises(AgentGone, match="closed"):
+            rank.settle(state(2))
+    with pytest.raises(AgentGone, match=r"no state agent of replica 1 within 0.05 s"):
+        connect(1, deadline_s=0.05)
+    with agent_helpers.agent(1) as second:
+        rank = connect(1)
+        assert rank.address == second.address
+        assert rank.recall() == ()
+        write(rank, 3)
+        assert second.serves(3)
+        rank.close()
+
+
+def test_an_agent_that_does_not_answer_costs_a_deadline():
+    with agent_helpers.agent(1) as stopped:
+        rank = connect(1, deadline_s=0.2)
+        patient = connect(1, rank=1, deadline_s=1000.0)
+        stopped.process.send_signal(signal.SIGSTOP)
+        with pytest.raises(AgentGone, match=r"timed out|no answer in time"):
+            rank.recall()
+        errors: list[Exception] = []
+
+        def wait() -> None:
+            try:
+                patient.recall()
+            except AgentGone as error:
+                errors.append(error)
+
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        patient.close()
+        waiting.join()
+        assert len(errors) == 1
+        stopped.process.send_signal(signal.SIGCONT)
+        rank = connect(1)
+        assert rank.recall() == ()
+        rank.close()
+
+
+def test_a_state_is_pinned_before_it_is_staged(agent: Running):
+    rank = connect(0, 2)
+    rank.pin(state(2), 600.0)
+    for step in range(1, 8):
+        write(rank, step, 2)
+    assert agent.serves(2, 2)
+    rank.close()  # a pin is for others: it outlives the connection
+    rank = connect(0, 2)
+    for step in (8, 9, 10):
+        write(rank, step, 2)
+    assert agent.serves(2, 2)
+    rank.unpin()
+    for step in (11, 12, 13):
+        write(rank, step, 2)
+    assert not agent.serves(2, 2)
+    rank.close()
+
+
+def test_what_is_taken_does_not_change_until_it_is_given_back(agent: Running):
+    rank = connect(0, 3)
+    write(rank, 1, 3)
+    taken = rank.take(state(1))
+    assert taken is not None
+    for step in range(2, 9):
+        write(rank, step, 3)
+    assert np.array_equal(taken[0], content(1, 3))
+    assert 1 in steps(rank)
+    rank.unpin()
+    for step in (9, 10, 11):
+        write(rank, step, 3)
+    assert 1 not in steps(rank)
+    with pytest.raises(ValueError, match="read-only"):
+        taken[0][0] = 1
+    rank.close()
+
+
+def test_a_newer_connection_supersedes_and_never_gets_what_the_older_is_writing(agent: Running):
+    older = connect(0, 4)
+    write(older, 1, 4)
+    array = older.stage(state(2))
+    assert array is not None
+    newer = connect(0, 4)
+    for step in (3, 4):
+        write(newer, step, 4)
+        array[:] = 0
+    with pytest.raises(AgentGone):
+        older.staged(state(2), header(2, 4))
+    assert steps(newer) == [4, 3]
+    assert agent.serves(3, 4)
+    assert agent.serves(4, 4)
+    newer.close()
+
+
+def test_after_forget_nothing_is_left_and_a_new_start_is_possible(agent: Running):
+    rank = connect(0, 5)
+    write(rank, 1, 5)
+    assert rank.stage(state(2)) is not None
+    rank.forget()
+    assert rank.recall() == ()
+    assert not agent.serves(1, 5)
+    with pytest.raises(ProtocolViolation, match="is not being written"):
+        rank.staged(state(2), header(2, 5))
+    write(rank, 3, 5)
+    assert agent.serves(3, 5)
+    rank.close()
+
+
+def test_what_has_another_size_is_forgotten(agent: Running):
+    rank = connect(0, 6)
+    write(rank, 1, 6)
+    rank.close()
+    rank = connect(0, 6, nbytes=0)
+    assert rank.recall() == ()
+    assert not agent.serves(1, 6)
+    write(rank, 2, 6)
+    assert agent.serves(2, 6)
+    rank.close()
+
+
+def test_a_header_of_another_snapshot_is_not_served(agent: Running):
+    rank = connect(0, 7)
+    assert rank.stage(state(1)) is not None
+    rank.staged(state(1), header(2, 7))
+    assert agent.ask(1, 7, "manifest") == (404, b"")
+    assert rank.stage(state(2)) is not None
+    rank.staged(state(2), b"\xff" * 100)
+    assert agent.ask(2, 7, "manifest") == (404, b"")
+    write(rank, 3, 7)
+    assert agent.serves(3, 7)
+    rank.close()
+
+
+def test_threads_may_share_a_connection():
+    with agent_helpers.agent(1):
+        rank = connect(1)
+        write(rank, 1)
+        seen: list[int] = []
+
+        def look() -> None:
+            for _ in range(100):
+                rank.pin(state(1), 1.0)
+                seen.append(len(rank.recall()))
+
+        threads = [threading.Thread(target=look) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for step in range(2, 30):
+            write(rank, step)
+        for thread in threads:
+            thread.join(DEADLINE_S)
+        assert len(seen) == 300
+        assert min(seen) >= 1
+        rank.close()
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=DEADLINE_S)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_second_agent_is_refused(agent: Running):
+    assert run(*command(0)) == (75, "", "replica 0 has a state agent on this host already\n")
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        (["--port", "70000"], "--port"),
+        (["--port", "x"], "arguments"),
+        (["--linger", "0"], "--linger"),
+        (["--linger", "nan"], "--linger"),
+        (["--replica", "-1"], "--replica"),
+        (["--host", "192.0.2.1"], "--host, --port"),
+        (["--more"], "arguments"),
+    ],
+)
+def test_bad_arguments_are_one_line(
+    more: list[str], key: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("FT_HSDP_TOKEN", agent_helpers.TOKEN)
+    assert main([*command(3)[3:], *more]) == 64
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"{key}: got ")
+
+
+def test_it_needs_a_token(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("FT_HSDP_TOKEN", "")
+    assert main(command(3)[3:]) == 64
+    assert capsys.readouterr().err == "FT_HSDP_TOKEN: got ''; allowed: the job's token\n"
+
+
+def test_it_ends_when_told(agent: Running):
+    with agent_helpers.agent(2) as running:
+        rank = connect(2)
+        write(rank, 1)
+        running.process.send_signal(signal.SIGTERM)
+        assert running.process.wait(DEADLINE_S) == 0
+        with pytest.raises(AgentGone):
+            rank.recall()
+
+
+def test_it_ends_by_itself_once_no_rank_is_there():
+    with agent_helpers.agent(2, "--linger", "0.3") as running:
+        rank = connect(2)
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.process.wait(0.6)
+        write(rank, 1)
+        rank.close()
+        assert running.process.wait(DEADLINE_S) == 0
+
+
+def test_tied_it_dies_with_whoever_started_it():
+    script = """
+import subprocess, sys
+from ft_hsdp.launch.processes import tied
+subprocess.Popen(tied(*sys.argv[1:]))
+sys.stdin.read()
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, *command(2)[2:]],
+        env=environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert parent.stdout is not None
+    assert parent.stdin is not None
+    try:
+        assert parent.stdout.readline().startswith(b'{"pid": ')
+        rank = connect(2)
+    finally:
+        parent.kill()
+        parent.wait(DEADLINE_S)
+        parent.stdin.close()
+        parent.stdout.close()
+    with pytest.raises(AgentGone):
+        any(rank.recall() for _ in range(1_000_000))
+
+
+def test_it_needs_no_torch():
+    script = "import sys; import ft_hsdp.state.agent; sys.exit('torch' in sys.modules)"
+    assert run(sys.executable, "-c", script) == (0, "", "")

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+from agent_helpers import content, header, state
+
+from ft_hsdp.state import segment, wire
+from ft_hsdp.state.holdings import Holdings, Owner
+from ft_hsdp.state.shelf import Served
+from ft_hsdp.state.slots import MAX_SLOTS
+
+NBYTES = 10_000
+RANK = 1
+
+
+@pytest.fixture
+def holdings() -> Iterator[Holdings]:
+    held = Holdings()
+    held.admit(Owner(RANK, 2, NBYTES))
+    yield held
+    held.close()
+    for fd in held.slots(RANK).values():
+        os.close(fd)
+
+
+def write(holdings: Holdings, step: int) -> int | None:
+    number = holdings.stage(RANK, state(step))
+    if number is None and holdings.grow(RANK):
+        number = holdings.stage(RANK, state(step))
+    if number is not None:
+        segment.attach(holdings.slots(RANK)[number], NBYTES, writable=True)[:] = content(step, RANK, NBYTES)
+        holdings.staged(RANK, state(step), header(step, RANK, nbytes=NBYTES))
+        holdings.settle(RANK, state(step))
+    return number
+
+
+def read(served: Served | None) -> bytes:
+    assert served is not None
+    return segment.attach(served.fd, served.nbytes, writable=False).tobytes()
+
+
+def test_two_slots_are_ready_before_the_first_staging(holdings: Holdings):
+    holdings.prepare(RANK)
+    assert len(holdings.slots(RANK)) == 2
+    for step in range(6):
+        write(holdings, step)
+    assert len(holdings.slots(RANK)) == 2
+
+
+def test_what_is_borrowed_does_not_change_and_holds_nobody_up(holdings: Holdings):
+    borrowed = []
+    for step in range(MAX_SLOTS):
+        assert write(holdings, step) is not None
+        borrowed.append(holdings.borrow(state(step), RANK))
+    assert write(holdings, 9) is None
+    assert holdings.why_not(RANK) == "all slots are in use"
+    for step, served in enumerate(borrowed):
+        assert read(served) == content(step, RANK, NBYTES).tobytes()
+        assert served is not None
+        assert wire.decode(served.manifest).state == state(step)
+        assert wire.digest(served.manifest) == served.digest
+    assert borrowed[0] is not None
+    holdings.give_back(borrowed[0])
+    assert write(holdings, 9) is not None
+    assert holdings.borrow(state(0), RANK) is None
+    for served in borrowed[1:]:
+        assert served is not None
+        holdings.give_back(served)
+
+
+def test_a_dead_rank_leaves_its_slots_and_a_living_one_takes_the_one_it_writes_along(holdings: Holdings):
+    holdings.prepare(RANK)
+    both = holdings.slots(RANK)
+    holdings.stage(RANK, state(1))
+    holdings.left(RANK, dead=True)
+    assert holdings.recall(RANK) == ()
+    number = holdings.stage(RANK, state(2))
+    assert number is not None
+    assert holdings.slots(RANK) == both
+    holdings.left(RANK, dead=False)
+    assert holdings.slots(RANK) == {n: fd for n, fd in both.items() if n != number}
+
+
+def test_what_is_forgotten_while_it_is_read_is_read_to_its_end(holdings: Holdings):
+    write(holdings, 1)
+    first, second = holdings.borrow(state(1), RANK), holdings.borrow(state(1), RANK)
+    assert first is not None
+    assert second is not None
+    holdings.forget(RANK)
+    assert holdings.borrow(state(1), RANK) is None
+    holdings.give_back(first)
+    write(holdings, 2)
+    assert read(second) == content(1, RANK, NBYTES).tobytes()
+    holdings.give_back(second)
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(second.fd)
+
+
+def test_a_slow_checksum_holds_no_rank_up(holdings: Holdings, monkeypatch: pytest.MonkeyPatch):
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow(header: wire.Manifest, data: memoryview) -> wire.Manifest:
+        begun.set()
+        assert go_on.wait(10)
+        return real(header, data)
+
+    real = wire.seal
+    monkeypatch.setattr(wire, "seal", slow)
+    holdings.pin(RANK, state(1), 600.0)
+    write(holdings, 1)
+    assert begun.wait(10)  # at once: nobody has asked for it
+    holdings.unpin(RANK)
+    answers: list[Served | None] = []
+    asking = threading.Thread(target=lambda: answers.append(holdings.borrow(state(1), RANK)))
+    asking.start()
+    for step in range(2, 6):
+        assert write(holdings, step) is not None
+    assert answers == []
+    go_on.set()
+    asking.join(10)
+    assert read(answers[0]) == content(1, RANK, NBYTES).tobytes()
+
+
+def test_without_memory_a_snapshot_is_left_out(holdings: Holdings, monkeypatch: pytest.MonkeyPatch):
+    def none(nbytes: int) -> int:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    write(holdings, 1)
+    monkeypatch.setattr(segment, "create", none)
+    holdings.prepare(RANK)
+    assert write(holdings, 2) is None
+    assert holdings.why_not(RANK) == "no memory for one more slot"
+    assert [held.state for held in holdings.recall(RANK)] == [state(1)]
+
+
+def test_it_holds_nothing_of_ranks_that_never_came(holdings: Holdings):
+    assert holdings.borrow(state(1), 7) is None

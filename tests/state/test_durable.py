@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_hsdp.launch.processes import environment
+from ft_hsdp.state import catalogue
+
+pytestmark = pytest.mark.multiproc
+WAIT_S = 90.0
+
+
+class Replica:
+    """Forks ranks that do what they are told."""
+
+    def __init__(self) -> None:
+        script = str(Path(__file__).with_name("durable_ranks.py"))
+        self.process = subprocess.Popen(
+            [sys.executable, "-W", "error", script],
+            env=environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._line() == "ready"
+
+    def close(self) -> None:
+        """End it; its ranks end with it."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.kill()
+        self.process.wait()
+        self.process.stdin.close()
+        self.process.stdout.close()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        ready, _, _ = select.select([self.process.stdout], [], [], WAIT_S)
+        assert ready, "the ranks did not answer in time"
+        return self.process.stdout.readline().strip()
+
+    def __call__(self, ranks: int, do: str, folder: Path, more: dict[str, Any] | None = None, **args: Any) -> Any:
+        """What each rank gave, in rank order; ``more`` belongs to the ranks, ``args`` to what they do."""
+        order = {"ranks": ranks, "do": do, "with": {"folder": str(folder), **args}, **(more or {})}
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self._line())
+
+
+@pytest.fixture(scope="module")
+def replica() -> Iterator[Replica]:
+    made = Replica()
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def two(replica: Replica, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Steps 1 and 2 of the same state, written by two ranks, and the state's digest. Not to be changed."""
+    folder = tmp_path_factory.mktemp("two") / "deep" / "checkpoints"
+    saved = replica(2, "save", folder, steps=[1, 2])
+    assert saved[0] == saved[1]
+    assert kinds(saved) == ["Published", "Published"]
+    return folder, saved[0]["digest"]
+
+
+@pytest.fixture
+def copy(two: tuple[Path, str], tmp_path: Path) -> Path:
+    """A copy of ``two`` to be spoilt."""
+    return Path(shutil.copytree(two[0], tmp_path / "copy"))
+
+
+def kinds(answers: list[Any]) -> list[str]:
+    """The kinds of the outcomes; all ranks that answered say the same."""
+    given = [each["outcomes"] for each in answers if "outcomes" in each]
+    assert all(each == given[0] for each in given)
+    return [each["kind"] for each in given[0]]
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(os.listdir(folder))
+
+
+def flip(path: Path, bit: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_what_two_ranks_wrote_loads_bitwise_on_any_number(replica, two, ranks) -> None:
+    folder, digest = two
+    answers = replica(ranks, "load", folder, {"seed": 7})
+    for each in answers:
+        assert each == {
+            "digest": digest,
+            "state": [1, 2, f"{2:032x}"],
+            "ledger": [2, 4, 5],
+            "hyper": True,
+            "skipped": [],
+        }
+    assert replica(1, "save", folder, {"seed": 7}, steps=[])[0]["digest"] != digest, "it was not there before"
+
+
+def test_nothing_is_resumed_from_nothing(replica, tmp_path) -> None:
+    assert replica(2, "load", tmp_path / "none") == [{"none": True}] * 2
+    (tmp_path / ".writing-step-9-epoch-9-x").mkdir()
+    assert replica(1, "load", tmp_path) == [{"none": True}]
+    (tmp_path / "file").write_text("")
+    refused = replica(2, "load", tmp_path / "file")
+    assert refused[0] == refused[1]
+    assert "checkpoint.dir: got" in refused[0]["refused"]
+
+
+def test_a_torn_one_is_passed_over_with_its_reason(replica, two, copy) -> None:
+    flip(next((copy / "step-2-epoch-1-0-a-0").glob("__1*")), 4000)
+    answers = replica(2, "load", copy, {"seed": 7})
+    assert [each["state"][1] for each in answers] == [1, 1]
+    assert [each["digest"] for each in answers] == [two[1]] * 2
+    assert answers[0]["skipped"] == [["step-2-epoch-1-0-a-0", "__1_0.distcp does not fit its hash"]]
+    shutil.rmtree(copy / "step-1-epoch-1-0-a-0")
+    for each in replica(2, "load", copy):
+        assert "a folder with a valid checkpoint, or without any" in each["refused"]
+        assert "__1_0.distcp does not fit its hash" in each["refused"]
+
+
+def test_one_that_vanishes_between_check_and_use_is_passed_over(replica, two, copy) -> None:
+    answers = replica(2, "load_what_vanishes", copy, {"seed": 7})
+    assert [each["digest"] for each in answers] == [two[1]] * 2
+    assert [each["state"][1] for each in answers] == [1, 1]
+    assert "No such file" in answers[0]["skipped"][0][1]
+
+
+def test_a_pickle_that_does_not_fit_its_hash_is_never_opened(replica, copy) -> None:
+    for path in copy.iterdir():
+        bad = b"cos\nmkdir\n(V" + str(copy / "ran").encode() + b"\ntR."
+        (path / ".metadata").write_bytes(bad.ljust((path / ".metadata").stat().st_size))
+    assert "does not fit its hash" in replica(1, "load", copy)[0]["refused"]
+    assert not (copy / "ran").exists()
+
+
+def test_the_checkpoint_of_another_job_is_refused(replica, two) -> None:
+    answers = replica(2, "load", two[0], config_hash="other")
+    assert answers[0] == answers[1]
+    assert "checkpoints of this configuration" in answers[0]["refused"]
+    assert "optim wide.exp_avg differs" in replica(2, "load", two[0], {"width": 9})[1]["refused"]
+
+
+def test_training_goes_on_beside_it_undisturbed(replica, tmp_path) -> None:
+    answers = replica(2, "save_beside_training", tmp_path, {"width": 40_000}, count=3)
+    assert kinds(answers) == ["Published"] * 3
+    assert [each["wrong"] for each in answers] == [0, 0]
+    assert answers[0]["beside"] > 3, "the default group was not busy meanwhile"
+    assert names(tmp_path) == ["step-2-epoch-1-0-a-0", "step-3-epoch-1-0-a-0"]
+
+
+def test_ranks_that_ask_at_different_times_publish_the_same(replica, tmp_path) -> None:
+    done = kinds(replica(2, "overtaken", tmp_path))
+    assert done[-1] == "Published"
+    assert set(done) <= {"Published", "Superseded"}
+    written = [f"step-{n}-epoch-1-0-a-0" for n, kind in enumerate(done, 1) if kind == "Published"]
+    assert names(tmp_path) == written
+    assert catalogue.newest(tmp_path).checkpoint is not None
+
+
+@pytest.mark.parametrize(("on", "limit"), [(0, 3000), (1, 3000), (0, 20)])
+def test_a_file_that_cannot_grow_fails_it_on_all_ranks_and_the_next_one_works(
+    replica, tmp_path, on, limit
+) -> None:
+    answers = replica(2, "with_disk_full", tmp_path, on=on, limit=limit)
+    assert kinds(answers) == ["Published", "CheckpointFailed", "Published"]
+    assert answers[0]["outcomes"][1]["reason"] == f"rank {on}: [Errno 27] File too large"
+    assert answers[0]["left"] == ["step-1-epoch-1-0-a-0", "step-3-epoch-1-0-a-0"]
+
+
+def test_a_full_disk_fails_it_and_keeps_what_is_there(replica, tmp_path) -> None:
+    answers = replica(1, "with_a_small_disk", tmp_path / "disk", {"disk_bytes": 2_600_000, "width": 12_000})
+    if "cannot" in answers[0]:
+        pytest.skip("no tmpfs can be mounted here")
+    assert kinds(answers) == ["Published", "Published", "CheckpointFailed"]
+    assert answers[0]["outcomes"][2]["reason"] == "rank 0: [Errno 28] No space left on device"
+    assert answers[0]["left"] == ["step-1-epoch-1-0-a-0", "step-2-epoch-1-0-a-0"]
+    assert answers[0]["loaded"]["state"][1] == 2
+
+
+def test_a_folder_that_is_gone_fails_it_until_it_is_back(replica, tmp_path) -> None:
+    answers = replica(2, "with_folder_gone", tmp_path / "folder")
+    assert kinds(answers) == ["CheckpointFailed", "CheckpointFailed", "Published"]
+    reasons = [each["reason"] for each in answers[1]["outcomes"]]
+    assert "No such file or directory" in reasons[0]
+    assert "Not a directory" in reasons[1]
+
+
+def test_ranks_with_different_states_publish_nothing(replica, tmp_path) -> None:
+    answers = replica(2, "with_different_states", tmp_path)
+    assert kinds(answers) == ["CheckpointFailed", "Published"]
+    assert "different states" in answers[0]["outcomes"][0]["reason"]
+    assert names(tmp_path) == ["step-2-epoch-1-0-a-0"]
+
+
+def test_a_rank_that_dies_hangs_nobody(replica, tmp_path) -> None:
+    answers = replica(2, "with_a_rank_gone", tmp_path)
+    assert answers[1] == {"exit": -9}
+    assert kinds(answers) == ["Published", "CheckpointFailed", "CheckpointFailed"]
+    assert "the ranks lost each other" in answers[0]["outcomes"][1]["reason"]
+    assert names(tmp_path) == ["step-1-epoch-1-0-a-0"]
+
+
+def test_writers_killed_in_a_file_leave_rubbish_that_the_next_start_removes(replica, tmp_path) -> None:
+    assert replica(2, "die_in_a_file", tmp_path) == [{"exit": -9}] * 2
+    assert names(tmp_path) == [".writing-step-2-epoch-1-0-a-0", "step-1-epoch-1-0-a-0"]
+    assert replica(2, "load", tmp_path)[0]["state"][1] == 1
+    assert replica(1, "save", tmp_path, steps=[])[0]["swept"] == [".writing-step-2-epoch-1-0-a-0"]
+    assert names(tmp_path) == ["step-1-epoch-1-0-a-0"]
+
+
+def test_a_writer_killed_at_any_call_leaves_a_whole_checkpoint(replica, tmp_path) -> None:
+    calls = replica(1, "die_at_call", tmp_path / "0", at=0)[0]["calls"]
+    seen = set()
+    for at in range(1, calls + 1):
+        folder = tmp_path / str(at)
+        assert replica(1, "die_at_call", folder, at=at) == [{"exit": -9}]
+        found = catalogue.newest(folder)
+        assert found.checkpoint is not None
+        assert found.skipped == ()
+        seen.add(found.checkpoint.manifest.state.step)
+        catalogue.sweep(folder)
+        assert sorted(path.name for path in catalogue.published(folder)) == names(folder)
+    assert seen == {1, 2}
+
+
+def test_a_living_writer_is_not_rubbish(replica, tmp_path) -> None:
+    answers = replica(1, "swept_while_writing", tmp_path)
+    assert kinds(answers) == ["Published"]
+    assert answers[0]["swept"] == [".writing-step-1-epoch-1-9-z-0"]
+
+
+def test_the_end_waits_for_what_was_asked_for(replica, tmp_path) -> None:
+    answers = replica(2, "close_at_once", tmp_path)
+    assert kinds(answers) == ["Published", "CheckpointFailed", "CheckpointFailed"]
+    reasons = [each["reason"] for each in answers[0]["outcomes"][1:]]
+    assert reasons == ["it is not above the one before, of (epoch, step) (1, 1)", "the job is ending"]
+    assert names(tmp_path) == ["step-1-epoch-1-0-a-0"]
+
+
+def test_a_late_writer_replaces_and_removes_nothing_newer(replica, tmp_path) -> None:
+    answers = replica(2, "zombie", tmp_path)
+    assert kinds(answers) == ["Published"] * 3
+    assert answers[0]["loaded"]["state"][:2] == [2, 4]
+    assert [each["removed"] for each in answers[0]["outcomes"]] == [
+        [],
+        [],
+        ["step-4-epoch-2-1-b-0", "step-5-epoch-1-0-a-0"],
+    ]
+    assert names(tmp_path) == ["step-5-epoch-2-1-b-0"]

@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import random
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ft_hsdp.core.cursor import Ledger
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.state import catalogue, contents
+from ft_hsdp.state.contents import File, Manifest, Stored, Unusable
+
+FILES = {".metadata": b"pickle" * 40, "__0_0.distcp": bytes(range(256)) * 20, "__1_0.distcp": b""}
+HYPER = ({"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-08, "foreach": None, "maximize": False},)
+
+
+def manifest(step: int, epoch: int, incarnation: str = "0-a-0", files: dict[str, File] | None = None) -> Manifest:
+    tensors = (Stored("param", "w", "float32", (3, 4)), Stored("optim", "w.step", "float32", ()))
+    state = StateId(epoch, step, "ab" * 16)
+    return Manifest(1, state, incarnation, 3, 2, "hash", {"a": 1.5}, Ledger((4, 5)), HYPER, tensors, files or {})
+
+
+def checkpoint(folder: Path, step: int, epoch: int = 1, incarnation: str = "0-a-0") -> Path:
+    """A valid one with files of no sense."""
+    path = folder / contents.name_of(StateId(epoch, step, "ab" * 16), incarnation)
+    path.mkdir()
+    for name, data in FILES.items():
+        (path / name).write_bytes(data)
+    files = {name: contents.describe(path / name) for name in FILES}
+    (path / "manifest.json").write_bytes(contents.encode(manifest(step, epoch, incarnation, files)))
+    return path
+
+
+def reason(folder: Path) -> str:
+    found = catalogue.newest(folder)
+    assert found.checkpoint is None
+    assert len(found.skipped) == 1
+    return found.skipped[0].reason
+
+
+def test_a_manifest_comes_back_as_it_was(tmp_path) -> None:
+    path = checkpoint(tmp_path, 4, 2)
+    found = catalogue.newest(tmp_path)
+    assert found.checkpoint is not None
+    assert found.checkpoint.path == path
+    got = found.checkpoint.manifest
+    assert got == replace(manifest(4, 2, files=got.files), digest=got.digest)
+    assert got.files["__0_0.distcp"].nbytes == 5120
+
+
+def test_the_newest_is_the_largest_epoch_and_step_and_never_the_youngest(tmp_path) -> None:
+    for step, epoch in ((9, 1), (3, 2), (10, 1), (2, 2)):
+        checkpoint(tmp_path, step, epoch)
+    found = [path.name for path in catalogue.published(tmp_path)]
+    assert found == [f"step-{s}-epoch-{e}-0-a-0" for s, e in ((3, 2), (2, 2), (10, 1), (9, 1))]
+    newest = catalogue.newest(tmp_path).checkpoint
+    assert newest is not None
+    assert newest.manifest.state.step == 3
+    ninth = catalogue.newest(tmp_path, step=9).checkpoint
+    assert ninth is not None
+    assert ninth.manifest.state.step == 9
+    assert catalogue.newest(tmp_path, step=1) == catalogue.Found(None, ())
+
+
+def test_every_flipped_bit_is_seen(tmp_path) -> None:
+    path = checkpoint(tmp_path, 1)
+    sample = random.Random(3)
+    for file in (path / "manifest.json", path / ".metadata", path / "__0_0.distcp"):
+        whole = file.read_bytes()
+        bits = len(whole) * 8
+        for bit in {0, bits - 1, *(sample.sample(range(bits), 120))}:
+            changed = bytearray(whole)
+            changed[bit // 8] ^= 1 << bit % 8
+            file.write_bytes(changed)
+            with pytest.raises(Unusable):
+                catalogue.verify(path)
+        file.write_bytes(whole)
+    catalogue.verify(path)
+
+
+def test_every_truncation_is_seen_and_every_byte_too_many(tmp_path) -> None:
+    path = checkpoint(tmp_path, 1)
+    for name in ("manifest.json", *FILES):
+        whole = (path / name).read_bytes()
+        for data in (whole[:-1], whole[: len(whole) // 2], b"", whole + b"\0", whole + b"\n"):
+            if data == whole:
+                continue
+            (path / name).write_bytes(data)
+            with pytest.raises(Unusable, match=name.replace(".", r"\.")):
+                catalogue.verify(path)
+        (path / name).unlink()
+        assert reason(tmp_path) == f"{name}: No such file or directory"
+        (path / name).write_bytes(whole)
+    catalogue.verify(path)
+
+
+def test_a_renamed_one_is_not_newer(tmp_path) -> None:
+    checkpoint(tmp_path, 1).rename(tmp_path / "step-1-epoch-7-0-a-0")
+    assert reason(tmp_path) == "manifest.json is of step-1-epoch-1-0-a-0"
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "said"),
+    [
+        ({"format": 2}, "format 2, this version reads 1"),
+        ({"files": {"../../x": File(1, "")}}, "files that no checkpoint has"),
+        ({"files": {".metadata": File(1, ""), "/etc/passwd": File(1, "")}}, "files that no checkpoint has"),
+        ({"files": {"__0_0.distcp": File(1, "")}}, "files that no checkpoint has"),
+    ],
+)
+def test_a_manifest_that_fits_its_digest_can_still_be_wrong(spoilt, said) -> None:
+    with pytest.raises(Unusable, match=said):
+        contents.decode(contents.encode(replace(manifest(1, 1), **spoilt)))
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[" * 100_000, b"\xff\0", b'{"format": 1}'])
+def test_junk_is_no_manifest(tmp_path, data) -> None:
+    (checkpoint(tmp_path, 1) / "manifest.json").write_bytes(data)
+    assert "manifest.json is not valid" in reason(tmp_path)
+
+
+def test_an_incarnation_of_any_kind_makes_a_name(tmp_path) -> None:
+    path = checkpoint(tmp_path, 1, incarnation="../1-ä b/c-" + "x" * 300)
+    assert path.parent == tmp_path
+    assert catalogue.newest(tmp_path).checkpoint is not None
+
+
+def test_the_newest_are_kept_and_what_is_torn_is_not_counted(tmp_path) -> None:
+    for step in (1, 2, 3, 4):
+        checkpoint(tmp_path, step)
+    (tmp_path / "step-3-epoch-1-0-a-0" / "__0_0.distcp").write_bytes(b"short")
+    assert catalogue.retire(tmp_path, 2, "step-4-epoch-1-0-a-0") == [
+        "step-3-epoch-1-0-a-0",
+        "step-1-epoch-1-0-a-0",
+    ]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step-2-epoch-1-0-a-0", "step-4-epoch-1-0-a-0"]
+
+
+def test_a_late_writer_takes_nothing_newer_away(tmp_path) -> None:
+    checkpoint(tmp_path, 5, 1)
+    for step in (3, 4):
+        checkpoint(tmp_path, step, 2)
+    assert catalogue.retire(tmp_path, 1, "step-5-epoch-1-0-a-0") == []
+    assert catalogue.retire(tmp_path, 1, "step-8-epoch-1-0-a-0") == [], (
+        "a writer whose own is gone removes nothing"
+    )
+    assert len(catalogue.published(tmp_path)) == 3
+    shutil.rmtree(tmp_path / "step-3-epoch-2-0-a-0")
+    (tmp_path / "step-4-epoch-2-0-a-0" / "manifest.json").unlink()
+    checkpoint(tmp_path, 1, 1)
+    assert catalogue.retire(tmp_path, 2, "step-5-epoch-1-0-a-0") == [], "a torn newer one does not count"
+    assert len(catalogue.published(tmp_path)) == 3
+
+
+def test_rubbish_goes_and_checkpoints_stay(tmp_path) -> None:
+    kept = checkpoint(tmp_path, 1)
+    for name in (".writing-step-2-epoch-1-x", ".removing-step-0-epoch-1-x"):
+        shutil.copytree(kept, tmp_path / name)
+    (tmp_path / ".writing-step-3-epoch-1-x").mkdir()
+    (tmp_path / "notes").mkdir()
+    assert len(catalogue.sweep(tmp_path)) == 3
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", kept.name]
+    assert catalogue.sweep(tmp_path / "none") == []
+    with pytest.raises(ConfigError, match=r"checkpoint.dir: got .*Not a directory"):
+        catalogue.sweep(kept / "manifest.json")

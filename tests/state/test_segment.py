@@ -1,0 +1,80 @@
+from __future__ import annotations
+
+import fcntl
+import gc
+import mmap
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from ft_hsdp.state import segment
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 4096, 1_000_003])
+def test_what_one_maps_writes_the_other_reads(nbytes):
+    fd = segment.create(nbytes)
+    writer = segment.attach(fd, nbytes, writable=True)
+    reader = segment.attach(fd, nbytes, writable=False)
+    os.close(fd)
+    assert writer.shape == reader.shape == (nbytes,)
+    writer[:] = np.arange(nbytes, dtype=np.uint64).astype(np.uint8)
+    assert np.array_equal(reader, np.arange(nbytes, dtype=np.uint64).astype(np.uint8))
+    assert not reader.flags.writeable
+
+
+def test_all_pages_are_there_from_the_start():
+    fd = segment.create(1 << 20)
+    assert os.fstat(fd).st_blocks * 512 >= 1 << 20
+    os.close(fd)
+
+
+def test_nobody_can_shrink_it_under_a_reader():
+    fd = segment.create(8192)
+    for size in (0, 4096, 16384):
+        with pytest.raises(PermissionError):
+            os.ftruncate(fd, size)
+    with pytest.raises(PermissionError):
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
+    os.close(fd)
+
+
+def test_an_array_outlives_the_descriptor_and_every_other_reference():
+    fd = segment.create(8192)
+    array = segment.attach(fd, 8192, writable=True)[4096:]
+    os.close(fd)
+    gc.collect()
+    array[:] = 7
+    assert int(array.sum()) == 7 * 4096
+    assert isinstance(array.base, np.ndarray | mmap.mmap)
+
+
+def test_only_sealed_and_large_enough_ones_are_mapped():
+    fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(fd, 8192)
+    with pytest.raises(ValueError, match="not sealed"):
+        segment.attach(fd, 8192, writable=True)
+    os.close(fd)
+    fd = segment.create(100)
+    with pytest.raises(ValueError, match="100 bytes, wanted 101"):
+        segment.attach(fd, 101, writable=True)
+    os.close(fd)
+
+
+def test_a_segment_that_cannot_be_made_costs_an_exception_and_no_descriptor():
+    script = """
+import os, resource
+from ft_hsdp.state import segment
+resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+before = len(os.listdir("/proc/self/fd"))
+try:
+    segment.create(2 << 20)
+except OSError as error:
+    print(error.strerror)
+assert len(os.listdir("/proc/self/fd")) == before
+segment.attach(segment.create(1 << 20), 1 << 20, writable=True)[-1] = 1
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "File too large\n", "")

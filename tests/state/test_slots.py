@@ -1,0 +1,265 @@
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.state.slots import MAX_SLOTS, SPARE_STAGES, Held, Slots, newest_common
+
+
+def state(step: int) -> StateId:
+    return StateId(1, step, f"{step:032x}")
+
+
+def write(slots: Slots, step: int, now: float = 0.0) -> int | None:
+    number = slots.stage(state(step), now)
+    if number is not None:
+        assert slots.staged(state(step)) == number
+    return number
+
+
+def with_slots(count: int) -> Slots:
+    slots = Slots()
+    for _ in range(count):
+        slots.add()
+    return slots
+
+
+def steps(slots: Slots) -> list[int]:
+    return [held.state.step for held in slots.held()]
+
+
+def test_two_slots_take_turns():
+    slots = with_slots(2)
+    numbers = []
+    for step in range(6):
+        numbers.append(write(slots, step))
+        slots.settle(state(step))
+    assert numbers == [1, 2, 1, 2, 1, 2]
+    assert slots.held() == (Held(state(5), True), Held(state(4), True))
+
+
+def test_the_newest_settled_stays_until_a_newer_is_settled():
+    slots = with_slots(3)
+    write(slots, 1)
+    slots.settle(state(1))
+    for step in (2, 3, 4):
+        write(slots, step)
+        assert 1 in steps(slots)
+    slots.settle(state(4))
+    write(slots, 5)
+    write(slots, 6)
+    assert 1 not in steps(slots)
+
+
+def test_a_state_that_is_pinned_before_it_is_there_stays():
+    slots = with_slots(3)
+    slots.pin(state(2), until=10.0)
+    for step in range(1, 8):
+        write(slots, step)
+        slots.settle(state(step))
+    assert 2 in steps(slots)
+    for step in (8, 9, 10):
+        write(slots, step, now=10.0)
+        slots.settle(state(step))
+    assert 2 not in steps(slots)
+
+
+def test_a_newer_pin_replaces_the_older():
+    slots = with_slots(3)
+    write(slots, 1)
+    slots.pin(state(1), until=10.0)
+    slots.pin(state(2), until=10.0)
+    for step in (2, 3, 4, 5):
+        write(slots, step)
+    assert 1 not in steps(slots)
+    assert 2 in steps(slots)
+    slots.unpin()
+    for step in (6, 7, 8):
+        write(slots, step)
+    assert 2 not in steps(slots)
+
+
+def test_readers_cost_slots_and_never_a_wait():
+    slots = with_slots(4)
+    for step in (1, 2, 3, 4):
+        number = write(slots, step)
+        assert number is not None
+        slots.borrow(number)
+    assert slots.full
+    assert write(slots, 5) is None
+    assert steps(slots) == [4, 3, 2, 1]
+    slots.give_back(2)
+    assert write(slots, 5) == 2
+
+
+def test_what_was_given_up_while_its_writer_lives_is_not_written_again():
+    slots = with_slots(2)
+    first = slots.stage(state(1), 0.0)
+    second = slots.stage(state(2), 0.0)
+    assert first != second
+    assert slots.numbers == {second}
+    with pytest.raises(ValueError, match=r"state \(1, 1, 00000000\) is not being written"):
+        slots.staged(state(1))
+
+
+def test_what_a_dead_writer_left_is_free_again():
+    slots = with_slots(1)
+    assert slots.stage(state(1), 0.0) == 1
+    slots.abandon(reuse=True)
+    assert slots.held() == ()
+    assert slots.stage(state(2), 0.0) == 1
+
+
+def test_slots_that_are_not_needed_for_long_go():
+    slots = with_slots(4)
+    for step in range(SPARE_STAGES - 1):
+        write(slots, step)
+        slots.settle(state(step))
+    assert len(slots.numbers) == 4
+    write(slots, 100)
+    assert len(slots.numbers) == 2
+
+
+def test_after_forget_nothing_is_there_but_what_is_read():
+    slots = with_slots(3)
+    numbers = [write(slots, step) for step in (1, 2)]
+    assert numbers[0] is not None
+    slots.borrow(numbers[0])
+    slots.pin(state(1), until=10.0)
+    slots.forget()
+    assert slots.held() == ()
+    assert slots.find(state(1)) is None
+    assert slots.pinned(0.0) is None
+    assert slots.numbers == {numbers[0]}
+    assert slots.stage(state(3), 0.0) is None
+    slots.give_back(numbers[0])
+    assert slots.numbers == set()
+
+
+def test_a_state_written_twice_is_found_in_its_newest_slot():
+    slots = with_slots(2)
+    write(slots, 1)
+    again = write(slots, 1)
+    assert slots.find(state(1)) == again
+
+
+def test_the_newest_state_that_all_ranks_have():
+    def held(*steps: int) -> tuple[Held, ...]:
+        return tuple(Held(state(step), False) for step in steps)
+
+    assert newest_common([held(3, 2, 1), held(2, 1), held(4, 2)]) == state(2)
+    assert newest_common([held(3, 2), held(3, 2)]) == state(3)
+    assert newest_common([held(3), held(2)]) is None
+    assert newest_common([held(3), held()]) is None
+    # The order is that of writing: after a rollback the smaller step is the newer.
+    assert newest_common([held(1, 2), held(1, 2)]) == state(1)
+
+
+class Machine(RuleBasedStateMachine):
+    """Drives Slots as an agent does, beside a plain account of what must never be handed out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = Slots()
+        self.now = 0.0
+        self.pin: tuple[StateId, float] | None = None
+        self.content: dict[int, StateId] = {}  # complete slots, oldest first
+        self.settled: set[int] = set()
+        self.readers: dict[int, int] = {}
+        self.writing: tuple[int, StateId] | None = None
+
+    def kept(self) -> set[int]:
+        newest = list(self.content)[-1:]
+        settled = [number for number in self.content if number in self.settled][-1:]
+        pinned = []
+        if self.pin is not None and self.now < self.pin[1]:
+            pinned = [number for number, held in self.content.items() if held == self.pin[0]]
+        return {*newest, *settled, *pinned, *self.readers}
+
+    @rule(step=st.integers(0, 5))
+    def stage(self, step):
+        kept = self.kept()
+        number = self.slots.stage(state(step), self.now)
+        if number is None and not self.slots.full:
+            self.slots.add()
+            number = self.slots.stage(state(step), self.now)
+        gone_or_used = {n for n in self.content if n not in self.slots.numbers or n == number}
+        assert not gone_or_used & kept
+        if number is None:  # only readers can use up all slots: what is kept otherwise are three at most
+            assert self.readers
+        self.content = {n: held for n, held in self.content.items() if n not in gone_or_used}
+        self.settled -= gone_or_used
+        self.writing = None if number is None else (number, state(step))
+
+    @precondition(lambda self: self.writing is not None)
+    @rule()
+    def staged(self):
+        number, held = self.writing
+        assert self.slots.staged(held) == number
+        self.content[number] = held
+        self.writing = None
+
+    @rule(reuse=st.booleans())
+    def abandon(self, reuse):
+        self.slots.abandon(reuse=reuse)
+        assert self.writing is None or reuse == (self.writing[0] in self.slots.numbers)
+        self.writing = None
+
+    @rule(step=st.integers(0, 5))
+    def settle(self, step):
+        self.slots.settle(state(step))
+        self.settled |= {number for number, held in self.content.items() if held == state(step)}
+
+    @rule(step=st.integers(0, 5), seconds=st.integers(0, 3))
+    def hold(self, step, seconds):
+        self.pin = state(step), self.now + seconds
+        self.slots.pin(*self.pin)
+
+    @rule()
+    def unpin(self):
+        self.pin = None
+        self.slots.unpin()
+
+    @rule(seconds=st.integers(1, 2))
+    def wait(self, seconds):
+        self.now += seconds
+
+    @precondition(lambda self: self.content)
+    @rule(data=st.data())
+    def borrow(self, data):
+        number = self.slots.find(data.draw(st.sampled_from([*self.content.values()])))
+        assert number is not None
+        self.slots.borrow(number)
+        self.readers[number] = self.readers.get(number, 0) + 1
+
+    @precondition(lambda self: self.readers)
+    @rule(data=st.data())
+    def give_back(self, data):
+        number = data.draw(st.sampled_from([*self.readers]))
+        self.slots.give_back(number)
+        self.readers[number] -= 1
+        if not self.readers[number]:
+            del self.readers[number]
+
+    @rule()
+    def forget(self):
+        self.slots.forget()
+        self.content, self.settled, self.pin, self.writing = {}, set(), None, None
+        assert self.slots.numbers == set(self.readers)
+
+    @invariant()
+    def never_too_many(self):
+        assert len(self.slots.numbers) <= MAX_SLOTS
+
+    @invariant()
+    def holds_what_it_should(self):
+        expected = [Held(held, number in self.settled) for number, held in reversed(self.content.items())]
+        assert list(self.slots.held()) == expected
+        assert set(self.readers) <= self.slots.numbers
+
+
+TestSlotsAreNeverTakenAway = Machine.TestCase
+TestSlotsAreNeverTakenAway.settings = settings(max_examples=100, stateful_step_count=40)

@@ -1,0 +1,31 @@
+"""Durations are measured on monotonic clocks: a wall clock that jumps must not look like a silence."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# Logs, and lines for people; and the first term of an empty store, which only has to be new.
+WALL = {
+    "ft_hsdp/events.py",
+    "ft_hsdp/train/runlog.py",
+    "ft_hsdp/launch/supervisor.py",
+    "ft_hsdp/launch/lighthouse_process.py",
+    "ft_hsdp/launch/local.py",
+    "ft_hsdp/launch/chaos.py",
+    "lighthouse/service.py",
+    "lighthouse/store.py",
+}
+
+
+def reads_the_wall_clock(file: Path) -> bool:
+    calls = (n.func for n in ast.walk(ast.parse(file.read_text())) if isinstance(n, ast.Call))
+    names = {ast.unparse(f) for f in calls}
+    return bool(names & {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.datetime.now"})
+
+
+def test_only_logs_know_the_time_of_day() -> None:
+    files = [p for top in ("ft_hsdp", "lighthouse", "ftar_kernels") for p in (ROOT / top).rglob("*.py")]
+    found = {str(p.relative_to(ROOT)) for p in files if reads_the_wall_clock(p)}
+    assert {f for f in found if not f.startswith("ft_hsdp/bench/")} == WALL

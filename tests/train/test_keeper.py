@@ -1,0 +1,187 @@
+"""A keeper with a real state agent, which is killed and stopped under it."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from test_held import START, hold, steps
+from torch.distributed.device_mesh import DeviceMesh
+
+from ft_hsdp.events import Journal
+from ft_hsdp.state.client import AgentGone, StateAgent
+from ft_hsdp.state.start import Starter
+from ft_hsdp.train import keeper as keepers
+from ft_hsdp.train.held import Held
+from ft_hsdp.train.keeper import Home, Keeper
+
+DEADLINE_S = 20.0
+
+
+class Place:
+    """A host with a state agent for replica 0."""
+
+    def __init__(self, folder: Path) -> None:
+        self.token = secrets.token_hex(16)
+        self.folder = folder
+        self.starter = Starter(self.token, 0, "127.0.0.1", os.getpid(), folder / "agent.log")
+        self.journal = Journal(folder / "events.jsonl")
+        self.failures: list[BaseException] = []
+        self.keepers: list[Keeper] = []
+
+    def keeper(self, held: Held, every_step: bool = True) -> Keeper:
+        home = Home(self.token, 0, 0, 1, self.starter)
+        self.starter.ensure()
+        made = Keeper(held, home, every_step, DEADLINE_S, self.journal, self.failures.append)
+        self.keepers.append(made)
+        return made
+
+    def agent_pid(self) -> int:
+        return self.starter.started[-1].pid
+
+    def events(self) -> str:
+        return (self.folder / "events.jsonl").read_text()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    made = Place(tmp_path)
+    yield made
+    for keeper in made.keepers:
+        keeper.close()
+    assert made.failures == []
+    for agent in made.starter.started:
+        agent.kill()
+        agent.wait()
+
+
+def done(keeper: Keeper) -> bool:
+    """Wait for all that the keeper was told."""
+    event = threading.Event()
+    keeper.after(event.set)
+    return event.wait(DEADLINE_S)
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + DEADLINE_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def walk(held: Held, sharded: Any, keeper: Keeper, count: int) -> None:
+    """Steps as a job does them."""
+    for _ in range(count):
+        before = held.state
+        steps(held, sharded, 1)
+        assert before is not None
+        assert held.state is not None
+        keeper.settle(before)
+        keeper.reached(held.state)
+        assert done(keeper)  # the vote on the next step
+
+
+def test_what_was_kept_outlives_the_rank(mesh: DeviceMesh, place: Place) -> None:
+    held, sharded = hold(mesh)
+    keeper = place.keeper(held)
+    walk(held, sharded, keeper, 3)
+    kept = keeper.recall()
+    assert [k.state.step for k in kept] == [3, 2]
+    assert [k.settled for k in kept] == [False, True]
+    keeper.close()
+    fresh, fresh_sharded = hold(mesh, seed=5)
+    again = place.keeper(fresh)
+    assert held.state is not None
+    found = again.take(held.state)
+    assert found is not None
+    fresh.load(*found)
+    again.release_taken()
+    assert fresh.digest() == held.digest()
+    assert fresh.ledger == held.ledger
+    assert steps(fresh, fresh_sharded, 1) == steps(held, sharded, 1)
+
+
+def test_on_demand_only_what_is_wanted_is_kept(mesh: DeviceMesh, place: Place) -> None:
+    held, sharded = hold(mesh)
+    keeper = place.keeper(held, every_step=False)
+    walk(held, sharded, keeper, 2)
+    assert keeper.recall() == ()
+    assert held.state is not None
+    wanted = held.state
+    keeper.want(wanted, 60.0)
+    assert done(keeper)
+    walk(held, sharded, keeper, 3)
+    assert [k.state for k in keeper.recall()] == [wanted]
+    twin, twin_sharded = hold(mesh)
+    coming = steps(twin, twin_sharded, 7)[6]
+    keeper.want(coming, 60.0)  # not reached yet
+    walk(held, sharded, keeper, 3)
+    assert keeper.recall()[0].state == coming
+    keeper.forget()
+    assert keeper.recall() == ()
+
+
+def test_without_an_agent_training_goes_on_and_another_one_is_found(
+    mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keepers, "AGAIN_S", 0.2)
+    held, sharded = hold(mesh)
+    keeper = place.keeper(held)
+    walk(held, sharded, keeper, 2)
+    address = keeper.address
+    os.kill(place.agent_pid(), signal.SIGKILL)
+    until(lambda: (walk(held, sharded, keeper, 1), "StateAgentLost" in place.events())[1])
+    until(lambda: (walk(held, sharded, keeper, 1), "StateAgentFound" in place.events())[1])
+    walk(held, sharded, keeper, 2)
+    assert keeper.recall()[0].state == held.state
+    keeper.close()
+    other = StateAgent.connect(place.token, 0, 0, 1, held.layout.nbytes, DEADLINE_S)
+    assert other.address == address, "the addresses in grants no longer hold"
+    other.close()
+
+
+def test_a_stopped_agent_holds_a_vote_up_once(
+    mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keepers, "AGAIN_S", 60.0)
+    held, sharded = hold(mesh)
+    home = Home(place.token, 0, 0, 1, None)
+    place.starter.ensure()
+    keeper = Keeper(held, home, True, DEADLINE_S, place.journal, place.failures.append)
+    place.keepers.append(keeper)
+    walk(held, sharded, keeper, 1)
+    keeper._agent._deadline_s = 0.3  # type: ignore[union-attr]
+    pid = place.agent_pid()
+    os.kill(pid, signal.SIGSTOP)
+    walk(held, sharded, keeper, 1)
+    assert place.events().count("StateAgentLost") == 1
+    walk(held, sharded, keeper, 5)
+    assert place.events().count("StateAgentLost") == 1
+    os.kill(pid, signal.SIGCONT)
+
+
+def test_no_agent_at_all_is_said(mesh: DeviceMesh, place: Place) -> None:
+    held, _ = hold(mesh)
+    with pytest.raises(AgentGone, match="no state agent of replica 0"):
+        Keeper(held, Home(place.token, 0, 0, 1, None), True, 0.1, place.journal, place.failures.append)
+
+
+def test_a_checkpoint_gets_a_copy_that_stays_as_it_is(mesh: DeviceMesh, place: Place) -> None:
+    held, sharded = hold(mesh)
+    keeper = place.keeper(held)
+    got: list[Any] = []
+    keeper.save(START, lambda manifest, packed: got.append((manifest, packed)))
+    assert done(keeper)
+    ((manifest, packed),) = got
+    before = packed.copy()
+    walk(held, sharded, keeper, 3)
+    assert manifest.state == START
+    assert np.array_equal(packed, before)
