@@ -69,7 +69,7 @@ def write(
 ) -> tuple[Effect, ...]:
     """Write ``state``, if this replica is the one of its ``holders`` to do so; None: nothing new was heard."""
     every, heard = s.rules.checkpoint_every, s.unwritable if unwritable is None else unwritable
-    writer = checkpoint.designated(state.step, every, holders, heard)
+    writer = checkpoint.designated(state.step, every, s.steps, holders, heard)
     if writer is None:
         writer = checkpoint.successor(every, holders, s.unwritable, heard)
     return (Checkpoint(state),) if writer == s.me else ()

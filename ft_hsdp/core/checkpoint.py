@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection
 
 
-def designated(step: int, every: int, equal: Collection[int], unwritable: Collection[int]) -> int | None:
+def designated(
+    step: int, every: int, last: int, equal: Collection[int], unwritable: Collection[int]
+) -> int | None:
     """The replica that writes the state after ``step``: the lowest of ``equal`` that can; None: none is due.
 
+    One is due each ``every`` steps (0: never), and after the ``last`` step.
     If none of them could write the last time, the lowest one tries again.
     """
-    if not every or step % every:
+    if not every or (step % every and step != last):
         return None
     return min([r for r in equal if r not in unwritable] or equal, default=None)
 

@@ -6,20 +6,21 @@ from ft_hsdp.core.checkpoint import designated, successor
 
 
 @pytest.mark.parametrize(
-    ("step", "every", "equal", "unwritable", "writer"),
+    ("step", "every", "last", "equal", "unwritable", "writer"),
     [
-        (10, 0, (0, 1), (), None),
-        (9, 10, (0, 1), (), None),
-        (10, 10, (2, 1), (), 1),
-        (10, 10, (0, 1, 2), (0,), 1),
-        (10, 10, (0, 1), (0, 1), 0),  # nobody could: the lowest tries again
-        (10, 10, (), (), None),
+        (10, 0, 10, (0, 1), (), None),
+        (9, 10, 99, (0, 1), (), None),
+        (9, 10, 9, (0, 1), (), 0),
+        (10, 10, 99, (2, 1), (), 1),
+        (10, 10, 99, (0, 1, 2), (0,), 1),
+        (10, 10, 99, (0, 1), (0, 1), 0),  # nobody could: the lowest tries again
+        (10, 10, 99, (), (), None),
     ],
 )
 def test_who_writes(
-    step: int, every: int, equal: tuple[int, ...], unwritable: tuple[int, ...], writer: int | None
+    step: int, every: int, last: int, equal: tuple[int, ...], unwritable: tuple[int, ...], writer: int | None
 ) -> None:
-    assert designated(step, every, equal, unwritable) == writer
+    assert designated(step, every, last, equal, unwritable) == writer
 
 
 @pytest.mark.parametrize(
