@@ -30,7 +30,7 @@ LENGTH = struct.Struct("!I")
 class Ask:
     """A replica asks for a step. ``ring`` and ``state`` are "host:port" of each rank's listeners.
 
-    ``config_hash`` and ``layout`` must be the same in all replicas of a job.
+    All replicas of a job share ``config_hash``, ``layout`` and ``numerics`` (what makes equal sums equal bits).
     """
 
     report: Report
@@ -38,6 +38,7 @@ class Ask:
     state: tuple[str, ...]
     config_hash: str
     layout: str
+    numerics: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,12 +27,14 @@ class Job:
 
     config_hash: str | None = None
     layout: str | None = None
+    numerics: str | None = None
 
     def refusal(self, ask: Ask) -> Refused | None:
         """Why the sender of `ask` cannot be part of this job, if so."""
         pairs = (
             ("config hash", self.config_hash, ask.config_hash),
             ("model layout", self.layout, ask.layout),
+            ("numerics", self.numerics, ask.numerics),
         )
         for what, mine, theirs in pairs:
             if mine is not None and mine != theirs:
@@ -42,7 +44,8 @@ class Job:
 
     def with_first(self, ask: Ask) -> Job:
         """This job, told by `ask` what nobody had said before."""
-        return Job(self.config_hash or ask.config_hash, self.layout or ask.layout)
+        numerics = ask.numerics if self.numerics is None else self.numerics
+        return Job(self.config_hash or ask.config_hash, self.layout or ask.layout, numerics)
 
 
 def incarnation(text: str) -> Incarnation:

@@ -101,7 +101,8 @@ class QuorumConfig(Section):
     on_lost_head: Literal["wait", "halt", "rollback"] = Field(
         "halt",
         description="what to do when every holder of the newest committed state has exited: wait for an operator, "
-        "end the job with 75, or go back to the newest state that is left (initial weights, if nothing is)",
+        "end the job with 75, or go back to the newest state that is left (initial weights, if nothing is); one "
+        "step alone is always given up",
     )
 
     @model_validator(mode="after")

@@ -90,7 +90,7 @@ class Feed:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Every rank fetches its shard of ``base`` from one of the donors; an earlier fetch is cancelled."""
+    """Every rank fetches its shard of ``base`` from the donors; an earlier fetch is cancelled."""
 
     base: StateId
     donors: tuple[Member, ...]

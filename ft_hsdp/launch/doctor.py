@@ -19,7 +19,8 @@ from ft_hsdp.launch.local import check_device, prepare_data
 from ft_hsdp.launch.rundir import alive, read_json
 
 RANK_BYTES = 150 * 2**20  # a forked rank's own memory before it holds a model, measured
-COPIES = 14  # fp32 copies: weights, gradients, reduced gradients, two moments, snapshots of the first and last two
+COPIES = 14  # fp32 copies: weights, gradients, reduced gradients, two moments; two snapshots, and some to spare
+STORED_COPIES = 3  # in a checkpoint: weights and two moments
 LOG_BYTES = 200 * 2**20  # logs of a long run
 FDS_PER_REPLICA = 64
 
@@ -107,11 +108,19 @@ def _memory(config: Config) -> str:
 
 
 def _disk(config: Config) -> str:
-    folder = Path(config.job.runs_dir).resolve()
+    checked = [_room(Path(config.job.runs_dir), "job.runs_dir", LOG_BYTES + 2 * config.data.max_bytes)]
+    if config.checkpoint.every and config.checkpoint.dir is not None:
+        need = (config.checkpoint.keep + 1) * STORED_COPIES * 4 * parameters(config)
+        checked.append(_room(Path(config.checkpoint.dir), "checkpoint.dir", need))
+    return "; ".join(checked)
+
+
+def _room(folder: Path, key: str, need: int) -> str:
+    folder = folder.resolve()
     there = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(there, os.W_OK):
-        raise _Short(f"{there} cannot be written; choose another job.runs_dir")
-    free, need = shutil.disk_usage(there).free, LOG_BYTES + 2 * config.data.max_bytes
+        raise _Short(f"{there} cannot be written; choose another {key}")
+    free = shutil.disk_usage(there).free
     if free < need:
         raise _Short(f"{_gib(free)} are free in {there}, about {_gib(need)} are needed; make room")
     return f"{_gib(free)} are free in {there}"

@@ -54,15 +54,15 @@ class StateAgent:
     """A connection of one rank; made by `connect`. Thread-safe; one snapshot is written at a time.
 
     ``address`` ("host:port") is where the agent serves snapshots over HTTP; ``busy`` says why the last `stage`
-    got no slot. Every call but `close` raises AgentGone where the agent is gone or does not answer within the
-    deadline that was given to `connect`.
+    got no slot. Every call but `close` raises AgentGone where the agent is gone or does not answer within
+    ``deadline_s``, which is the one of `connect` unless it is set.
     """
 
     def __init__(self, line: _Line, address: str, nbytes: int, deadline_s: float) -> None:
         self.address = address
         self.busy = ""
         self._nbytes = nbytes
-        self._deadline_s = deadline_s
+        self.deadline_s = deadline_s
         self._lock = threading.Lock()
         self._line: _Line | None = line
         self._maps: dict[int, Bytes] = {}
@@ -171,12 +171,12 @@ class StateAgent:
     @contextlib.contextmanager
     def _talking(self) -> Iterator[_Line]:
         """The connection, for one order and its answer; what fails there ends it."""
-        if not self._lock.acquire(timeout=self._deadline_s):
-            raise AgentGone(f"the state agent did not answer another call within {self._deadline_s:g} s")
+        if not self._lock.acquire(timeout=self.deadline_s):
+            raise AgentGone(f"the state agent did not answer another call within {self.deadline_s:g} s")
         try:
             if self._line is None:
                 raise AgentGone("the connection to the state agent is closed")
-            self._line.end = time.monotonic() + self._deadline_s
+            self._line.end = time.monotonic() + self.deadline_s
             yield self._line
         except (OSError, ValueError, LookupError, ProtocolViolation) as error:
             self._hang_up()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import platform
 from collections.abc import Mapping
 from functools import cache
 from typing import Any
@@ -54,6 +55,15 @@ def choose(name: str, local_rank: int) -> torch.device:
     torch.cuda.set_device(device)
     torch.cuda.init()
     return device
+
+
+def numerics(device: torch.device) -> str:
+    """What the bits of a sum depend on besides its operands: build, instruction set or GPU, threads."""
+    if device.type == "cpu":
+        unit = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    else:
+        unit = torch.cuda.get_device_name(device)
+    return f"torch {torch.__version__}, {unit}, {torch.get_num_threads()} threads"
 
 
 def backend(device: torch.device) -> str:

@@ -12,9 +12,6 @@ Retry, catch-up and commit happen inside ``batches`` and ``step`` (FT-HSDP §4.1
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -27,13 +24,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ft_hsdp import failpoints
-from ft_hsdp.config import Config, config_hash, load, resume_hash
+from ft_hsdp.config import Config, config_hash, resume_hash
 from ft_hsdp.core import lineage
 from ft_hsdp.core.deal import Dealer
-from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
+from ft_hsdp.errors import EXIT_OK, FtHsdpError
 from ft_hsdp.state.durable import About, Checkpointer
 from ft_hsdp.state.ranks import Ranks
-from ft_hsdp.state.start import Starter
 from ft_hsdp.train import device as devices
 from ft_hsdp.train.held import Held
 from ft_hsdp.train.hsdp import FP32, Sharded
@@ -230,7 +226,8 @@ class Job:
             folder, config.checkpoint.keep, about, held.layout, held.params, held.optim, ranks
         )
         self._saver = Saver(checkpointer, self._wiring.keeper, self.rank, self._wiring.tell)
-        return Checkpoints(folder, resume_hash(config), lambda ledger: ledger.redealt(self._dealer.shards))
+        shards = self._dealer.shards
+        return Checkpoints(folder, resume_hash(config), config.replicas, lambda ledger: ledger.redealt(shards))
 
     def _saw_loss(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.dim() == 0:
@@ -307,6 +304,8 @@ class Job:
         if self._log is not None:  # before it is applied: whoever serves a state has logged what led to it
             traffic = reducer.traffic
             waits = exposed(now, waited, traffic.ended)
+            if self._held.offload is not None:
+                waits["offload"] = self._held.offload.lap()  # of the update before
             timing = Timing(now - self._since, waits, traffic.bytes_sent, traffic.seconds)
             tokens = self._tokens * len(record.contributors)
             mine = self.replica in record.contributors
@@ -342,62 +341,4 @@ def _tokens(batch: Any) -> int:
     return int(first.numel()) if isinstance(first, torch.Tensor) else 0
 
 
-def join(config: Config | str | Path, replica: int, run: Path | None = None, lighthouse: str | None = None) -> Job:
-    """Join a job as one rank of ``replica``; the rank comes from torchrun's environment.
-
-    ``run`` is the run directory, ``lighthouse`` its URL; both follow from the configuration on one machine.
-
-    Raises:
-        ConfigError: the configuration cannot be used, or the run does not exist.
-    """
-    if not isinstance(config, Config):
-        config = load(Path(config))
-    if not 0 <= replica < config.replicas:
-        raise ConfigError("replica", replica, f"0 to {config.replicas - 1} (replicas: {config.replicas})")
-    run = run or Path(config.job.runs_dir) / config.job.name
-    try:
-        url = lighthouse or json.loads((run / "lighthouse.json").read_text())["url"]
-        token = os.environ.get("FT_HSDP_TOKEN") or (run / "token").read_text().strip()
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError("run", str(run), f"the directory of a run with a lighthouse ({error})") from error
-    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if ranks != config.ranks_per_replica:
-        raise ConfigError("WORLD_SIZE", ranks, f"ranks_per_replica, which is {config.ranks_per_replica}")
-    device = devices.choose(config.train.device, int(os.environ.get("LOCAL_RANK", rank)))
-    torch.set_num_threads(config.train.threads)
-    name, life = (
-        os.environ.get("TORCHELASTIC_RUN_ID", "run"),
-        int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-    )
-    lives = [f"{replica}-{name}-{n}" for n in range(life + 1)]
-    failpoints.arm(config.debug.failpoints, replica, rank, life)
-    starter = _starter(config, replica, run, token) if os.environ.get("LOCAL_RANK", str(rank)) == "0" else None
-    _connect_ranks(rank, ranks, lives[-1], devices.backend(device))
-    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    place = Place(replica, rank, ranks, lives[-1], tuple(lives[:-1]), run, url, token, host, starter)
-    return Job(config, place, device)
-
-
-def _starter(config: Config, replica: int, run: Path, token: str) -> Starter:
-    """Start the state agent of this host, if there is none; it lives as long as whoever started this rank."""
-    host = config.network.state_interface or config.network.host
-    log = run / "replicas" / str(replica) / f"agent-{socket.gethostname()}.log"
-    starter = Starter(token, replica, host, os.getppid(), log)
-    starter.ensure()
-    return starter
-
-
-def _connect_ranks(rank: int, ranks: int, life: str, backend: str) -> None:
-    """Form the process group of a replica; ``life`` is its incarnation.
-
-    torchrun's agent keeps one store over all restarts of its workers: without a prefix the ranks of this life
-    would find the addresses of the last one there.
-    """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group(backend)
-        return
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, is_master=False)
-    dist.init_process_group(backend, store=dist.PrefixStore(life, store), rank=rank, world_size=ranks)
-
-
-__all__ = ["Ended", "Job", "Optimizer", "Source", "join"]
+__all__ = ["Ended", "Job", "Optimizer", "Source"]

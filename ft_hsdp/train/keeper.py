@@ -2,7 +2,8 @@
 
 What it is told is done in order. A rank votes on a step only when its snapshot of the state before is complete
 (`after`), so the commit of a step says that all ranks of the replica have that snapshot: it is settled. Whoever
-reads snapshots cannot hold up training, and without an agent training goes on without them.
+reads snapshots cannot hold up training, and without an agent training goes on without them; a rank that had to
+leave one out settles nothing, and what its replica has in common may be older.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from ft_hsdp.state.start import Starter
 from ft_hsdp.state.wire import Manifest
 from ft_hsdp.train.held import Held
 
-ANSWER_S = 2.0  # the longest that an agent may hold up a vote, once
+ANSWER_S = 2.0  # the longest that an agent may hold up a vote, once, and
+FRESH_BYTES_PER_S = 1e9  # what it takes it longer to get new memory
 AGAIN_S = 5.0  # between two attempts to find an agent
 
 T = TypeVar("T")
@@ -118,8 +120,11 @@ class Keeper:
             self._submit(lambda agent: agent.unpin())
 
     def forget(self) -> None:
-        """Drop all snapshots of this rank: what they hold is wrong."""
-        self._submit(lambda agent: agent.forget()).result(ANSWER_S)
+        """Drop all snapshots of this rank: what they hold is wrong. If that fails, it is found wrong again."""
+        try:
+            self._submit(lambda agent: agent.forget()).result(ANSWER_S)
+        except TimeoutError:
+            self._journal.event("SnapshotsNotForgotten", f"the state agent did not answer within {ANSWER_S:g} s")
 
     def after(self, then: Callable[[], None]) -> None:
         """Call ``then`` when all that was ordered is done: at once, or on the keeper's thread."""
@@ -213,7 +218,9 @@ class Keeper:
 
     def _connect(self, deadline_s: float) -> StateAgent:
         home, nbytes = self._home, self._held.layout.nbytes
-        return StateAgent.connect(home.token, home.replica, home.rank, home.ranks, nbytes, deadline_s)
+        agent = StateAgent.connect(home.token, home.replica, home.rank, home.ranks, nbytes, deadline_s)
+        agent.deadline_s = ANSWER_S + nbytes / FRESH_BYTES_PER_S
+        return agent
 
     def _again(self) -> StateAgent | None:
         """Look for another agent, now and then; it listens where the one before did."""

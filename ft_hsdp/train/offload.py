@@ -31,6 +31,7 @@ class Offload:
         self.host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in self._device]
         self._nbytes = sum(t.numel() * t.element_size() for t in self._device)
         self.moved = Moved()
+        self._reported = 0.0
         self.leave()
 
     def leave(self) -> None:
@@ -51,6 +52,11 @@ class Offload:
             device.copy_(host, non_blocking=True)
         self._wait()
         self._count(since)
+
+    def lap(self) -> float:
+        """Seconds spent on moving since the last call."""
+        since, self._reported = self._reported, self.moved.seconds
+        return self._reported - since
 
     def _wait(self) -> None:
         if any(t.is_cuda for t in self._device):

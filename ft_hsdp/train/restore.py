@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.lineage import StateId
+from ft_hsdp.errors import ConfigError
 from ft_hsdp.events import Journal
 from ft_hsdp.state.ranks import Ranks
 from ft_hsdp.state.resume import resume
@@ -27,6 +28,7 @@ class Checkpoints:
 
     folder: Path
     config_hash: str
+    replicas: int
     redealt: Callable[[Ledger], Ledger]
 
 
@@ -62,7 +64,13 @@ def _resume(held: Held, ranks: Ranks, checkpoints: Checkpoints, journal: Journal
         found = resume(checkpoints.folder, checkpoints.config_hash, held.params, held.optim, ranks)
     if found is None:
         return
-    held.resumed(found.state, checkpoints.redealt(found.ledger), found.hyper)
+    try:
+        ledger = checkpoints.redealt(found.ledger)
+    except ValueError as error:
+        raise ConfigError(
+            "replicas", checkpoints.replicas, f"the number that the checkpoint has ({error})"
+        ) from None
+    held.resumed(found.state, ledger, found.hyper)
     if ranks.rank == 0:
         for passed in found.skipped:
             journal.event("CheckpointPassedOver", passed.reason, checkpoint=passed.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -13,6 +14,8 @@ from ft_hsdp.state.durable import Checkpointer, CheckpointFailed, Header, Outcom
 from ft_hsdp.state.segment import Bytes
 from ft_hsdp.state.wire import Manifest
 from ft_hsdp.train.keeper import Keeper
+
+COPY_S = 60.0
 
 
 class Saver:
@@ -31,7 +34,10 @@ class Saver:
         self._keeper.save(state, self._write)
 
     def close(self) -> None:
-        """Finish what was begun; it has a deadline."""
+        """Finish what was begun; both waits have a deadline."""
+        copied = threading.Event()
+        self._keeper.after(copied.set)
+        copied.wait(COPY_S)
         self._checkpointer.close()
 
     def _write(self, manifest: Manifest, packed: Bytes) -> None:

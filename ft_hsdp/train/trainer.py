@@ -16,7 +16,7 @@ from ft_hsdp.errors import EXIT_OK, FtHsdpError
 from ft_hsdp.train.data import Batches
 from ft_hsdp.train.device import move
 from ft_hsdp.train.hsdp import FP32
-from ft_hsdp.train.job import join
+from ft_hsdp.train.joining import join
 from ft_hsdp.train.model import ModelArgs, Transformer
 from ft_hsdp.train.tokens import VOCABULARY, Tokens, prepare
 

@@ -40,6 +40,7 @@ from ft_hsdp.ftar.settings import Settings as Ring
 from ft_hsdp.protocol import RankHello
 from ft_hsdp.state.start import Starter
 from ft_hsdp.train.agent import Fetching, RankAgent
+from ft_hsdp.train.device import numerics
 from ft_hsdp.train.held import Held
 from ft_hsdp.train.keeper import Home, Keeper
 from ft_hsdp.train.mailbox import Mailbox
@@ -261,6 +262,7 @@ class Wiring:
             tuple(h.state for h in hellos),
             config_hash(config),
             layout,
+            numerics(self._device),
         )
         settings = Settings(
             place.ranks,

@@ -80,6 +80,7 @@ def test_contenders_sum_right_and_one_json_document_has_their_ratios(
     assert "Times as fast as gloo, 2 members" in err
 
 
+@pytest.mark.proof
 def test_the_other_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     standin(monkeypatch, takes_s=0.05)
     options = Options(("spin", "kill", "reconfigure"), (5120 * KIB,), (3,), ("standin", "gloo"), rounds=1)

@@ -59,6 +59,7 @@ def test_goals_and_tables() -> None:
     assert max(len(line.rstrip()) for line in stream.getvalue().partition("\n")[2].splitlines()) <= 80
 
 
+@pytest.mark.proof
 @pytest.mark.multiproc
 def test_both_train_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -240,6 +240,7 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.proof
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("_clean")
 def test_a_replica_is_killed_and_comes_back() -> None:
@@ -271,6 +272,7 @@ def test_a_state_comes_back_from_the_agent_and_from_a_file() -> None:
     }
 
 
+@pytest.mark.proof
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("_clean")
 def test_torchft_in_the_same_situation(monkeypatch: pytest.MonkeyPatch) -> None:

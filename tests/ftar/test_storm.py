@@ -1,11 +1,11 @@
-"""A hundred random events between light members: no hang, no wrong sum, nothing left over (see `storm`)."""
+"""Forty random events between light members: no hang, no wrong sum, nothing left over (see `storm`)."""
 
 from pathlib import Path
 
 import pytest
 from storm import Storm
 
-EVENTS = 100
+EVENTS = 40
 
 
 @pytest.mark.multiproc

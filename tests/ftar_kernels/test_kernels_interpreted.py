@@ -30,6 +30,7 @@ def test_interpreted_cases():
     assert code == 0, said
 
 
+@pytest.mark.proof
 @pytest.mark.multiproc
 def test_the_bench_without_a_gpu_checks_a_ring_of_processes_and_a_kill(tmp_path):
     code, said = run("ftar_kernels.bench", "--only", "processes", "--json", str(tmp_path / "report.json"))

@@ -89,15 +89,16 @@ def test_another_configuration_is_refused_and_named():
     run_async(main())
 
 
-def test_another_layout_than_that_of_the_first_is_refused():
+@pytest.mark.parametrize(("field", "called"), [("layout", "model layout"), ("numerics", "numerics")])
+def test_what_differs_from_the_first_is_refused(field, called):
     async def main():
         service, _ = make_service(config_hash=CONFIG_HASH)
         first = asyncio.create_task(service.ask(ask(0)))
         await quiet()
-        answer = await service.ask(replace(ask(1), layout="other"))
+        answer = await service.ask(replace(ask(1), **{field: "other"}))
         assert isinstance(answer, Refused)
         assert answer.exit_code == 64
-        assert "model layout" in answer.reason
+        assert called in answer.reason
         assert isinstance(await service.ask(ask(1)), Grant)
         await first
 

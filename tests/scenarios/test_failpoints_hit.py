@@ -57,6 +57,7 @@ def test_a_flipped_bit_of_one_replica_is_found_and_healed(tmp_path: Path) -> Non
         assert job.replayed()["equal"], contributors
 
 
+@pytest.mark.proof
 def test_two_replicas_that_differ_halt_the_job(tmp_path: Path) -> None:
     points = {"state-flip": {"replicas": [1], "rank": 0, "step": 5}}
     with Job(tmp_path, STEPS, replicas=2, debug__failpoints=points) as job:

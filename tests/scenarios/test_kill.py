@@ -11,10 +11,22 @@ from scenario_job import Job, check
 
 pytestmark = pytest.mark.multiproc
 
-HARD = {"train__precision": "bfloat16", "train__recompute": True, "train__accumulate": 2}
+HARD = {
+    "train__precision": "bfloat16",
+    "train__recompute": True,
+    "train__accumulate": 2,
+    "data__assignment": "global",
+}
 
 
-@pytest.mark.parametrize(("seed", "train"), [(1, {}), (2, {}), (3, HARD)])
+@pytest.mark.parametrize(
+    ("seed", "train"),
+    [
+        pytest.param(1, {}, marks=pytest.mark.proof),
+        pytest.param(2, {"data__assignment": "global"}, marks=pytest.mark.proof),
+        (3, HARD),
+    ],
+)
 def test_five_kills_at_random_moments(tmp_path: Path, seed: int, train: dict[str, object]) -> None:
     """Any rank of any replica, leaders included, as long as one replica is left to go on."""
     rng = random.Random(seed)
@@ -39,6 +51,7 @@ def test_five_kills_at_random_moments(tmp_path: Path, seed: int, train: dict[str
         assert verdict["steps"] == steps
 
 
+@pytest.mark.proof
 def test_two_of_three_at_once(tmp_path: Path) -> None:
     """The last replica goes on alone, both others heal."""
     with Job(tmp_path, 40) as job:
@@ -70,7 +83,7 @@ def test_all_three_at_once(tmp_path: Path) -> None:
         assert job.replayed()["equal"]
 
 
-@pytest.mark.parametrize("policy", ["halt", "rollback"])
+@pytest.mark.parametrize("policy", ["halt", pytest.param("rollback", marks=pytest.mark.proof)])
 def test_all_three_at_once_without_copies(tmp_path: Path, policy: str) -> None:
     """No copy of the state is left: the job ends with one clear reason, or begins again if it was told to."""
     with Job(tmp_path, 25, quorum__on_lost_head=policy, state__snapshot="on_demand") as job:

@@ -13,7 +13,7 @@ from scenario_job import Job, check
 pytestmark = pytest.mark.multiproc
 
 
-@pytest.mark.parametrize(("rank", "timeout_s"), [(0, 1.0), (1, 60.0)])
+@pytest.mark.parametrize(("rank", "timeout_s"), [(0, 1.0), pytest.param(1, 60.0, marks=pytest.mark.proof)])
 def test_stopped_twice_for_four_seconds(tmp_path: Path, rank: int, timeout_s: float) -> None:
     """With a short ring timeout the others go on without it; with a long one they wait. All end equal."""
     steps = 60
@@ -32,6 +32,7 @@ def test_stopped_twice_for_four_seconds(tmp_path: Path, rank: int, timeout_s: fl
         assert job.replayed()["equal"]
 
 
+@pytest.mark.proof
 def test_stopped_for_good_is_evicted_and_replaced(tmp_path: Path) -> None:
     """Silence leads to eviction: the supervisor kills what is stopped, and a new incarnation heals."""
     limits = {

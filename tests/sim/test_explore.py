@@ -26,7 +26,7 @@ def bounds(**allowed: Any) -> Bounds:
     return Bounds(**{**NOTHING, **allowed})
 
 
-@pytest.mark.slow
+@pytest.mark.proof
 def test_no_violation_in_the_whole_bounded_space(capsys: pytest.CaptureFixture[str]) -> None:
     space = Bounds()
     assert (space.replicas, space.steps, space.deaths, space.pauses, space.restarts) == (3, 2, 1, 1, 1)
@@ -44,11 +44,11 @@ def test_no_violation_in_the_whole_bounded_space(capsys: pytest.CaptureFixture[s
         (bounds(pauses=2, breaks=1), 80_000),
         (bounds(restarts=1, lapses=1), 200),
         (bounds(wipes=1), 800),
-        (bounds(deaths=1, wipes=1), 150_000),
+        pytest.param(bounds(deaths=1, wipes=1), 150_000, marks=pytest.mark.proof),
         (bounds(deaths=1, late_tokens=True), 40_000),
         (bounds(replicas=2, steps=3, pauses=2, breaks=2, lapses=1), 80_000),
         (bounds(deaths=1, steps=3), 50_000),
-        (bounds(pauses=2, breaks=2, steps=1), 200_000),
+        pytest.param(bounds(pauses=2, breaks=2, steps=1), 200_000, marks=pytest.mark.proof),
         (bounds(deaths=1, breaks=1, replicas=2, late_tokens=True), 20_000),
         (bounds(deaths=1, recovery=True), 30_000),
         (bounds(replicas=2, deaths=2, recovery=True), 35_000),

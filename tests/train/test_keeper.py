@@ -152,13 +152,13 @@ def test_a_stopped_agent_holds_a_vote_up_once(
     mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keepers, "AGAIN_S", 60.0)
+    monkeypatch.setattr(keepers, "ANSWER_S", 0.3)
     held, sharded = hold(mesh)
     home = Home(place.token, 0, 0, 1, None)
     place.starter.ensure()
     keeper = Keeper(held, home, True, DEADLINE_S, place.journal, place.failures.append)
     place.keepers.append(keeper)
     walk(held, sharded, keeper, 1)
-    keeper._agent._deadline_s = 0.3  # type: ignore[union-attr]
     pid = place.agent_pid()
     os.kill(pid, signal.SIGSTOP)
     walk(held, sharded, keeper, 1)

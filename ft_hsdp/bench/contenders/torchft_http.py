@@ -5,7 +5,7 @@ from __future__ import annotations
 from torchft.checkpointing.http_transport import HTTPTransport
 
 from ft_hsdp.bench.fetch.seat import Seat
-from ft_hsdp.bench.fetch.transports import TIMEOUT, TransportDonor, TransportReceiver
+from ft_hsdp.bench.fetch.torchft_transports import TIMEOUT, TransportDonor, TransportReceiver
 
 
 class HTTPDonor(TransportDonor):

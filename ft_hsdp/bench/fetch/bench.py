@@ -55,7 +55,7 @@ WAYS: dict[str, Way] = {
     "raw": _way("sendfile and recv_into on bare sockets, into memory that is there", "fetch.ours", "Raw"),
     "fetch": _way("ft_hsdp's fetch with all checks, into memory that is there", "fetch.ours", "Fetch"),
     "transport": _way(
-        "ft_hsdp's StateTransport: a state dict, in new memory", "fetch.transports", "State", 0, "torchft"
+        "ft_hsdp's StateTransport: a state dict, in new memory", "fetch.torchft_transports", "State", 0, "torchft"
     ),
     "torchft": _way("torchft's HTTPTransport, in one piece", _HTTP, "HTTP", 0, "torchft"),
     "torchft-4": _way(f"torchft's HTTPTransport, in {CHUNKED} chunks", _HTTP, "HTTP", CHUNKED, "torchft"),
