@@ -126,7 +126,7 @@ def build_parser() -> argparse.ArgumentParser:
     chaos.add_argument("--signal", choices=["KILL", "STOP", "TERM"], default="KILL", help="KILL by default")
     chaos.add_argument("--for-s", type=float, default=0.0, metavar="S", help="with STOP: continue after S s")
     bench = with_json(add("bench", "the figures, beside their anchors", _bench))
-    bench.add_argument("what", nargs="?", choices=["ftar", "quorum", "fetch", "recovery", "overhead"])
+    bench.add_argument("what", nargs="+", choices=["ftar", "quorum", "fetch", "recovery", "overhead"])
     bench.add_argument("--measure", metavar="WHAT", help=MEASURES)
     bench.add_argument("--sizes", metavar="LIST", help="of messages or states, e.g. 64KiB,1MiB")
     bench.add_argument("--members", metavar="LIST", help="ring sizes, e.g. 2,4")
@@ -196,12 +196,14 @@ def _chaos(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     from ft_hsdp.bench.command import BENCHES
 
-    if args.what not in BENCHES:
+    if not set(args.what) <= set(BENCHES):
         return _not_here(args)
-    result, show = BENCHES[args.what](args, sys.stderr)
-    show(result, sys.stderr if args.json else sys.stdout)
+    results = {}
+    for what in dict.fromkeys(args.what):
+        results[what], show = BENCHES[what](args, sys.stderr)
+        show(results[what], sys.stderr if args.json else sys.stdout)
     if args.json:
-        _print_json(result)
+        _print_json(results if len(results) > 1 else next(iter(results.values())))
     return EXIT_OK
 
 

@@ -15,7 +15,19 @@ from ft_hsdp.launch.cli import main
 from ft_hsdp.launch.processes import environment
 from ft_hsdp.launch.rundir import Appender, RunDir, identity, write_json
 
-COMMANDS = ["up", "lighthouse", "replica", "status", "submit", "chaos", "bench", "doctor", "replay", "explain"]
+COMMANDS = [
+    "up",
+    "lighthouse",
+    "replica",
+    "status",
+    "submit",
+    "chaos",
+    "bench",
+    "doctor",
+    "replay",
+    "explain",
+    "export",
+]
 
 
 @pytest.fixture
@@ -53,7 +65,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         (["explain", "none"], 64, "run: got 'none'"),
         (["replay", "none"], 64, "run: got 'none'"),
         (["submit", "c.yaml"], 64, "not in this version"),
-        (["bench"], 64, "not in this version"),
+        (["bench"], 64, "what"),
+        (["bench", "quorum"], 64, "not in this version"),
         (["bench", "speed"], 64, "speed"),
         (["dance"], 64, "dance"),
         ([], 64, "COMMAND"),
