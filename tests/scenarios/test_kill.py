@@ -83,7 +83,8 @@ def test_all_three_at_once(tmp_path: Path) -> None:
         assert job.replayed()["equal"]
 
 
-@pytest.mark.parametrize("policy", ["halt", pytest.param("rollback", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("policy", ["halt", "rollback"])
 def test_all_three_at_once_without_copies(tmp_path: Path, policy: str) -> None:
     """No copy of the state is left: the job ends with one clear reason, or begins again if it was told to."""
     with Job(tmp_path, 25, quorum__on_lost_head=policy, state__snapshot="on_demand") as job:

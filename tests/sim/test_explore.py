@@ -41,12 +41,12 @@ def test_no_violation_in_the_whole_bounded_space(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("space", "least"),
     [
-        (bounds(pauses=2, breaks=1), 80_000),
+        pytest.param(bounds(pauses=2, breaks=1), 80_000, marks=pytest.mark.proof),
         (bounds(restarts=1, lapses=1), 200),
         (bounds(wipes=1), 800),
         pytest.param(bounds(deaths=1, wipes=1), 150_000, marks=pytest.mark.proof),
         (bounds(deaths=1, late_tokens=True), 40_000),
-        (bounds(replicas=2, steps=3, pauses=2, breaks=2, lapses=1), 80_000),
+        pytest.param(bounds(replicas=2, steps=3, pauses=2, breaks=2, lapses=1), 80_000, marks=pytest.mark.proof),
         (bounds(deaths=1, steps=3), 50_000),
         pytest.param(bounds(pauses=2, breaks=2, steps=1), 200_000, marks=pytest.mark.proof),
         (bounds(deaths=1, breaks=1, replicas=2, late_tokens=True), 20_000),
