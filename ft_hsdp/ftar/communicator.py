@@ -21,9 +21,10 @@ from ft_hsdp.core.assignment import Grant, Member
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import ConnectFailed, FTARError, InvalidArgument, RemoteAbort, StaleEpoch
 from ft_hsdp.ftar.door import Identity
+from ft_hsdp.ftar.events import Events
 from ft_hsdp.ftar.exchange import DTYPES
 from ft_hsdp.ftar.frame import Entry, Key
-from ft_hsdp.ftar.group import Events, Group
+from ft_hsdp.ftar.group import Group
 from ft_hsdp.ftar.lifecycle import State
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.work import Work

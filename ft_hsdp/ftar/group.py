@@ -10,8 +10,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from collections.abc import Coroutine
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +23,7 @@ from ft_hsdp.ftar.dataplane.base import Plane
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.door import Door, Identity
 from ft_hsdp.ftar.engine import Ring
+from ft_hsdp.ftar.events import Events
 from ft_hsdp.ftar.exchange import Order
 from ft_hsdp.ftar.formation import Formation, Place, Refusal
 from ft_hsdp.ftar.frame import Entry, Key
@@ -37,16 +37,6 @@ from ft_hsdp.ftar.work import Work
 from ft_hsdp.protocol import RingAbort, RingBarrier, RingHello, RingWelcome
 
 BLAME_S = 0.05
-
-
-@dataclass(frozen=True, slots=True)
-class Events:
-    """Whom to tell, on the control loop."""
-
-    connected: Callable[[int], None]
-    broken: Callable[[RingAbort], None]
-    shown: Callable[[Grant], None]
-    token: Callable[[Token], None]
 
 
 class Group:

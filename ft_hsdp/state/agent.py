@@ -22,8 +22,8 @@ from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.state.door import Door, listen
 from ft_hsdp.state.holdings import Holdings
 from ft_hsdp.state.server import StateServer
+from ft_hsdp.state.start import TOKEN_VARIABLE
 
-TOKEN_VARIABLE = "FT_HSDP_TOKEN"  # noqa: S105 - the name of a variable
 LINGER_S = 60.0
 
 _log = logging.getLogger(__name__)

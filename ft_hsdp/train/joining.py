@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ft_hsdp import failpoints
 from ft_hsdp.config import Config, load
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.state.start import Starter
+from ft_hsdp.state.start import TOKEN_VARIABLE, Starter
 from ft_hsdp.train import device as devices
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.wiring import Place
@@ -34,7 +34,7 @@ def join(config: Config | str | Path, replica: int, run: Path | None = None, lig
     run = run or Path(config.job.runs_dir) / config.job.name
     try:
         url = lighthouse or json.loads((run / "lighthouse.json").read_text())["url"]
-        token = os.environ.get("FT_HSDP_TOKEN") or (run / "token").read_text().strip()
+        token = os.environ.get(TOKEN_VARIABLE) or (run / "token").read_text().strip()
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError("run", str(run), f"the directory of a run with a lighthouse ({error})") from error
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -141,8 +141,8 @@ class Keeper:
         def copy() -> None:
             memory = np.empty(self._held.layout.nbytes, dtype=np.uint8)
             manifest = self._held.pack(state, memory)
-            if manifest is not None:
-                then(manifest, memory)
+            assert manifest is not None, "the next vote waits for this copy"
+            then(manifest, memory)
 
         self._submit_alone(copy)
 

@@ -34,7 +34,8 @@ from ft_hsdp.core.rules import Rules
 from ft_hsdp.errors import EXIT_RETRYABLE, FTARError, LighthouseUnreachable
 from ft_hsdp.events import Journal
 from ft_hsdp.ftar.door import Identity
-from ft_hsdp.ftar.group import Events, Group
+from ft_hsdp.ftar.events import Events
+from ft_hsdp.ftar.group import Group
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings as Ring
 from ft_hsdp.protocol import RankHello

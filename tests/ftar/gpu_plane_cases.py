@@ -24,9 +24,10 @@ from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.dataplane.gpu import GpuPlane
 from ft_hsdp.ftar.door import Identity
 from ft_hsdp.ftar.engine import Result, Ring
+from ft_hsdp.ftar.events import Events
 from ft_hsdp.ftar.exchange import Order
 from ft_hsdp.ftar.frame import Frame, Key
-from ft_hsdp.ftar.group import Events, Group
+from ft_hsdp.ftar.group import Group
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings
 from ftar_kernels.streamops import HostStream

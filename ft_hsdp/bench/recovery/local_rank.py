@@ -92,7 +92,7 @@ class Rank:
             at += len(part)
 
     def _from_file(self) -> None:
-        loaded = torch.load(self._seat.file)
+        loaded = torch.load(self._seat.file, weights_only=True)
         for name, tensor in self.state.items():
             tensor.copy_(loaded[name])
 

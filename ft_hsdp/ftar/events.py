@@ -1,0 +1,20 @@
+"""Events: what a group tells its owner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ft_hsdp.core.assignment import Grant
+from ft_hsdp.core.commit import Token
+from ft_hsdp.protocol import RingAbort
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Whom to tell, on the control loop."""
+
+    connected: Callable[[int], None]
+    broken: Callable[[RingAbort], None]
+    shown: Callable[[Grant], None]
+    token: Callable[[Token], None]
