@@ -6,6 +6,8 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 TOOLS  := $(VENV)/.tools
 PIP    := $(BIN)/python -m pip --disable-pip-version-check
+# The processes that tests start compile our modules once, whatever the environment says.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 .PHONY: train test proof lint types venv soak bench gpu clean
 .DEFAULT_GOAL := help
@@ -24,12 +26,14 @@ help:
 train: $(STAMP)
 	$(BIN)/python launcher.py up configs/quickstart.yaml
 
+# Tests that start no processes run two at a time; then all others, nothing beside them.
 test: lint types
-	$(BIN)/python -m pytest
+	$(PYTEST) -n 2 --dist loadfile -m 'not proof and not multiproc'; one=$$?; \
+	$(PYTEST) -m 'not proof and multiproc'; two=$$?; exit $$((one ? one : two))
 
-# Long runs, one for each failure window; about ten minutes.
+# Long runs, one for each failure window; about half an hour.
 proof: $(TOOLS)
-	$(BIN)/python -m pytest -m proof
+	$(PYTEST) -m proof --durations=15
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .

@@ -1,7 +1,8 @@
 """Every exception that ft_hsdp raises on purpose, with the exit code that it stands for.
 
 Exit codes: 0 done, 64 bad configuration or arguments, 69 lighthouse unreachable, 75 retryable
-(restart me), 76 broken hardware (replace the node).
+(restart me), 76 broken hardware (replace the node). A process that SIGTERM has told to end, and that left its job
+in peace, exits with 143 as if the signal had ended it: it is not done, and may be started again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ EXIT_CONFIG = 64
 EXIT_UNREACHABLE = 69
 EXIT_RETRYABLE = 75
 EXIT_HARDWARE = 76
+EXIT_LEFT = 143
 
 _SHOWN = 120  # characters of a bad value that are worth a reader's time
 

@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -38,11 +38,14 @@ class Lines:
 class Journal:
     """Events: what was decided, and why. ``fixed`` facts (who writes) are in every line.
 
-    A disk that is full costs lines, never a decision.
+    A disk that is full costs lines, never a decision. ``tee`` hears of each row, on the thread that writes it.
     """
 
-    def __init__(self, path: Path, **fixed: object) -> None:
+    def __init__(
+        self, path: Path, tee: Callable[[Mapping[str, object]], None] | None = None, **fixed: object
+    ) -> None:
         self._lines = Lines(path)
+        self._tee = tee
         self._fixed = fixed
 
     def __call__(self, row: Mapping[str, object]) -> None:
@@ -51,10 +54,16 @@ class Journal:
             self._lines.write(row)
         except OSError as error:
             _log.warning("the journal lost %s: %s", row.get("event"), error.strerror)
+        if self._tee is not None:
+            self._tee(row)
 
     def event(self, event: str, reason: str, **facts: object) -> None:
         """Append an event (past tense) with its reason and the time, in Unix seconds."""
-        self({"t": time.time(), "event": event, **self._fixed, "reason": reason, **facts})
+        self.note(time.time(), event, reason, **facts)
+
+    def note(self, t: float, event: str, reason: str, **facts: object) -> None:
+        """Append an event that happened at ``t``."""
+        self({"t": t, "event": event, **self._fixed, "reason": reason, **facts})
 
     def close(self) -> None:
         """Close the file."""

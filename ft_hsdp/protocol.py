@@ -6,15 +6,17 @@ frame) and neighbours in a ring (TCP). Bulk data never passes here. Nothing is u
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import hmac
 import json
 import struct
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from ft_hsdp.core import assignment, commit, effects
 from ft_hsdp.core.assignment import Grant, Report
@@ -68,13 +70,42 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What a supervisor gets back. ``halted`` says why the job cannot go on, if it cannot."""
+    """What a supervisor gets back. ``halted`` says why the job cannot go on, if it cannot.
+
+    ``drained`` are the replicas that are to leave, and not to be started.
+    """
 
     evict: tuple[Eviction, ...]
     epoch: int
     step: int
     finished: bool
     halted: str = ""
+    drained: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankBeat:
+    """A sign of life of one rank: where it runs, and how far its trainer has come (counts up while it works)."""
+
+    rank: int
+    pid: int
+    host: str
+    progress: int
+
+
+@dataclass(frozen=True, slots=True)
+class Telemetry:
+    """What a replica or a supervisor tells the lighthouse beside the protocol; nothing is decided from it.
+
+    ``source`` is an incarnation, or "supervisor". ``events`` and ``commits`` are rows as they stand in the logs
+    of a run; ``dropped`` is how many rows found no place in the sender's memory.
+    """
+
+    source: str
+    events: tuple[dict[str, Any], ...] = ()
+    commits: tuple[dict[str, Any], ...] = ()
+    ranks: tuple[RankBeat, ...] = ()
+    dropped: int = 0
 
 
 # Between a leader and its own ranks; the leader's orders are the core's effects.
@@ -118,6 +149,13 @@ class RankStopped:
 
     rank: int
     epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankLeaves:
+    """A rank was told from outside to end, so its replica is to leave the job at the next commit."""
+
+    rank: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,22 +252,40 @@ class RingBarrier:
 
 
 @dataclass(frozen=True, slots=True)
+class RingBeat:
+    """A sign of life while the ring of ``epoch`` forms and stands.
+
+    ``entered`` counts the all-reduces that the sender has begun in it, ``sent`` the chunks on its data connection,
+    so that its right neighbour can tell who waits itself from who has not come yet, or whose chunks do not arrive.
+    """
+
+    epoch: int
+    entered: int
+    sent: int
+
+
+@dataclass(frozen=True, slots=True)
 class RingAbort:
-    """The ring of ``epoch`` is over. Travels both ways; ``grant`` is a newer one, if known."""
+    """The ring of ``epoch`` is over. Travels both ways; ``grant`` is a newer one, if known.
+
+    ``stuck``: the suspect lives, but others wait in an all-reduce that it does not enter.
+    """
 
     epoch: int
     cause: str
     suspect: int | None = None
     grant: Grant | None = None
     planned: bool = False
+    stuck: bool = False
 
 
 _MESSAGES = {
     cls.__name__: cls
     for cls in (
-        *(Ask, Wait, Processes, Overview, RankHello, RankBroken, RankShown, RankStopped, RankFetched),
+        *(Ask, Wait, Processes, Overview, Telemetry, RankHello, RankBroken, RankShown, RankStopped, RankFetched),
         *(
             RankFetchFailed,
+            RankLeaves,
             RankCheckpointed,
             RankCheckpointFailed,
             RingHello,
@@ -237,6 +293,7 @@ _MESSAGES = {
             RingData,
             RingReady,
             RingBarrier,
+            RingBeat,
             RingAbort,
         ),
         *(Vote, commit.Token),
@@ -250,6 +307,14 @@ _MESSAGES = {
 @functools.cache
 def _adapter(name: str) -> TypeAdapter[Any]:
     return TypeAdapter(_MESSAGES[name])
+
+
+@functools.cache
+def _envelope(name: str) -> TypeAdapter[Any]:
+    """Checks a whole document of one type at once, in less than half the time."""
+    fields: Any = TypedDict
+    tag: Any = Literal
+    return TypeAdapter(fields(name, {"type": tag[name], "body": _MESSAGES[name]}))
 
 
 def encode(message: object) -> bytes:
@@ -267,6 +332,9 @@ def decode(data: bytes, *expected: type) -> Any:
     """
     if len(data) > MAX_MESSAGE:
         raise ProtocolViolation(f"message of {len(data)} bytes; allowed: {MAX_MESSAGE}")
+    if len(expected) == 1:
+        with contextlib.suppress(ValidationError):  # what is wrong is said below
+            return _envelope(expected[0].__name__).validate_json(data)["body"]
     try:
         document = json.loads(data)
         name = document["type"]

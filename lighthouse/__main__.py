@@ -1,95 +1,98 @@
-"""``python -m lighthouse --run RUNDIR [--port N]``: the lighthouse of one run, until SIGTERM."""
+"""``python -m lighthouse --run RUNDIR [--port N] [--seat N] [--url URL]``: the lighthouse of a run, until SIGTERM.
+
+It does not know when it is not needed any more. So it ends as if the signal had ended it, and Kubernetes, which
+moves it to another node by such a signal, starts it there.
+"""
 
 from __future__ import annotations
 
 import argparse
 import errno
+import gc
 import ipaddress
-import json
 import logging
 import os
 import signal
 import socket
+import ssl
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import uvicorn
 
-from ft_hsdp.config import Config, config_hash, load
+from ft_hsdp import tls
+from ft_hsdp.config import load
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.events import Journal
-from lighthouse.api import create_app
+from lighthouse import door, seat
+from lighthouse.archive import Archive, SqliteArchive
+from lighthouse.auth import Keys
+from lighthouse.chronicle import Chronicle
+from lighthouse.gate import Gate
+from lighthouse.limits import Rates
+from lighthouse.reign import Reign, begin
 from lighthouse.service import Service
-from lighthouse.state import Policy
-from lighthouse.store import SqliteStore
+from lighthouse.stage import App
+from lighthouse.store import SqliteStore, Store
 
-TOKEN_VARIABLE = "FT_HSDP_TOKEN"  # noqa: S105 - the name of a variable
-BACKLOG = 1024
-CONNECTIONS = 1024
-KEEP_ALIVE_S = 75
-HEADER_BYTES = 16 * 1024
+if TYPE_CHECKING:
+    from lighthouse.candidate import Candidate
 
 _log = logging.getLogger("lighthouse")
 
 
 class Server(uvicorn.Server):
-    """Says where it listens once it does, and lets go of its long polls before it ends."""
+    """Tells its role when it listens, and before it ends."""
 
-    def __init__(self, service: Service, config: uvicorn.Config, named: Path, url: str) -> None:
+    def __init__(self, config: uvicorn.Config, role: Alone | Candidate) -> None:
         super().__init__(config)
-        self._service = service
-        self._named = named
-        self._url = url
+        self._role = role
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, then write `named`."""
+        """Listen, and begin."""
         await super().startup(sockets)
-        part = self._named.with_name(f".{self._named.name}.{os.getpid()}.part")
-        part.write_text(json.dumps({"pid": os.getpid(), "url": self._url}) + "\n")
-        part.replace(self._named)
-        state = self._service.state
-        _log.info("listens on %s; term %d, epoch %d", self._url, state.term, state.epoch)
+        self._role.begin(self.end)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Answer what is open, then end."""
-        self._service.close()
+        self._role.close()
         await super().shutdown(sockets)
 
-
-def policy(config: Config) -> Policy:
-    """What the operator chose, as the decisions want it."""
-    quorum = config.quorum
-    return Policy(
-        total=config.replicas,
-        steps=config.train.steps,
-        min_replicas=quorum.min_replicas,
-        suspect_grace_s=quorum.suspect_grace_s,
-        evict_s=quorum.evict_s,
-        start_wait_s=quorum.start_wait_s,
-        final_wait_s=quorum.final_wait_s,
-        return_wait_s=quorum.return_wait_s,
-        on_lost_head=quorum.on_lost_head,
-    )
+    def end(self) -> None:
+        """Have it end."""
+        self.should_exit = True
 
 
-def read_token(run: Path) -> str:
-    """The job's token: RUNDIR/token, else FT_HSDP_TOKEN, else none (""). Raises ConfigError."""
-    file = run / "token"
-    try:
-        token = file.read_text(encoding="ascii").strip()
-    except FileNotFoundError:
-        return os.environ.get(TOKEN_VARIABLE, "").strip()
-    except (OSError, UnicodeError) as error:
-        raise ConfigError("token", str(file), f"a file of 64 hex digits ({error})") from None
-    if not token:
-        raise ConfigError("token", str(file), "a file of 64 hex digits (it is empty)")
-    return token
+class Alone:
+    """The only lighthouse of its job: it leads as long as it runs."""
+
+    def __init__(self, run: Path, url: str, service: Service, chronicle: Chronicle, app: App) -> None:
+        self.app = app
+        self._chronicle = chronicle
+        self._run = run
+        self._url = url
+        self._service = service
+
+    def begin(self, end: Callable[[], None]) -> None:
+        """The port is open: say where. It never calls `end`."""
+        seat.write(self._run / "lighthouse.json", {"pid": os.getpid(), "url": self._url, "urls": [self._url]})
+        self._chronicle.begin()
+        state = self._service.state
+        _log.info("listens on %s; term %d, epoch %d", self._url, state.term, state.epoch)
+
+    def close(self) -> None:
+        """Let go of the long polls."""
+        self._service.close()
+        self._chronicle.close()
 
 
-def listen(host: str, port: int, token: str) -> socket.socket:
-    """A listening socket. Raises ConfigError on network.host or network.port."""
+def listen(host: str, port: int, *, known: bool) -> socket.socket:
+    """A listening socket; ``known``: clients prove who they are, so it need not be on loopback.
+
+    Raises ConfigError on network.host or network.port.
+    """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -98,13 +101,13 @@ def listen(host: str, port: int, token: str) -> socket.socket:
         raise ConfigError(
             "network.host", host, f"an address of this machine ({error.strerror or error})"
         ) from None
-    if not token and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
-        raise ConfigError("network.host", host, "127.0.0.1 or ::1, unless the run has a token")
+    if not known and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        raise ConfigError("network.host", host, "127.0.0.1 or ::1, unless the run has a token or network.tls_ca")
     sock = socket.socket(family, kind, proto)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(BACKLOG)
+        sock.listen(door.BACKLOG)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
@@ -116,59 +119,82 @@ def listen(host: str, port: int, token: str) -> socket.socket:
     return sock
 
 
-def url(sock: socket.socket) -> str:
+def url(sock: socket.socket, scheme: str = "http") -> str:
     """Where processes of this machine reach `sock`."""
     host, port = sock.getsockname()[:2]
     address = ipaddress.ip_address(str(host).partition("%")[0])
     if address.is_unspecified:
         address = ipaddress.ip_address("127.0.0.1" if address.version == 4 else "::1")
-    return f"http://{address}:{port}" if address.version == 4 else f"http://[{address}]:{port}"
+    return f"{scheme}://{address}:{port}" if address.version == 4 else f"{scheme}://[{address}]:{port}"
 
 
-def serve(run: Path, port: int | None) -> None:
-    """Serve the job in `run` until SIGTERM. Raises ConfigError for what cannot be used."""
+def advertised(sock: socket.socket, scheme: str = "http") -> str:
+    """Where processes of other machines reach `sock`; clients know their lighthouses, so this is but a hint."""
+    host, port = sock.getsockname()[:2]
+    if ipaddress.ip_address(str(host).partition("%")[0]).is_unspecified:
+        return f"{scheme}://{socket.gethostname()}:{port}"
+    return url(sock, scheme)
+
+
+def serve(run: Path, port: int | None, number: int | None = None, said: str | None = None) -> int | None:
+    """Serve the job in `run` until SIGTERM; the port if this process is to start over, having lost the lead.
+
+    number: of its seat, None for a free one; said: where others reach it, None for where it listens.
+    Raises ConfigError for what cannot be used, and SystemExit after a signal.
+    """
     config = load(run / "config.yaml")
-    token = read_token(run)
-    store = SqliteStore(run / "lighthouse" / "store.sqlite")
+    keys = Keys.read(run / "token", run / "admin_token")
+    context = tls.server(config.network)
+    scheme = "http" if context is None else "https"
+    known = bool(keys.worker) or config.network.tls_ca is not None
+    journal = Journal(run / "lighthouse" / "events.jsonl")
+
+    def reign(store: Store, archive: Archive, gap: int) -> Reign:
+        return begin(config, run, keys, store, archive, gap, journal)
+
+    wanted = config.network.port if port is None else port
+    if not config.lighthouse.etcd:
+        store = SqliteStore(run / "lighthouse" / "store.sqlite")
+        try:
+            archive = SqliteArchive(run / "lighthouse" / "journal.sqlite", config.lighthouse.keep_rows)
+            try:
+                sock = listen(config.network.host, wanted, known=known)
+                _run(Alone(run, said or url(sock, scheme), *reign(store, archive, 0)), sock, keys, context)
+            finally:
+                archive.close()
+        finally:
+            store.close()
+        return None
+    from lighthouse.candidate import Candidate  # a lighthouse that is alone starts sooner without its libraries
+
+    taken = seat.Seat(run, number)
+    sock = listen(config.network.host, wanted, known=known)
+    bound = int(sock.getsockname()[1])
+    candidate = Candidate(config, taken, said or advertised(sock, scheme), keys, reign, journal)
     try:
-        sock = listen(config.network.host, config.network.port if port is None else port, token)
-        journal = Journal(run / "lighthouse" / "events.jsonl")
-        service = Service(
-            store.load(policy(config)),
-            store,
-            token,
-            journal,
-            name=config.job.name,
-            config_hash=config_hash(config),
-        )
-        service.started()
-        server = Server(
-            service,
-            uvicorn.Config(
-                create_app(service, token),
-                loop="uvloop",
-                http="httptools",
-                lifespan="off",
-                log_config=None,
-                access_log=False,
-                server_header=False,
-                date_header=False,
-                proxy_headers=False,
-                backlog=BACKLOG,
-                limit_concurrency=CONNECTIONS,
-                timeout_keep_alive=KEEP_ALIVE_S,
-                timeout_graceful_shutdown=1,
-                h11_max_incomplete_event_size=HEADER_BYTES,
-            ),
-            run / "lighthouse.json",
-            url(sock),
-        )
-        for number in (signal.SIGTERM, signal.SIGINT):
-            # uvicorn raises the signal again at its end: then, too, it means no more than to end.
-            signal.signal(number, lambda *_: setattr(server, "should_exit", True))
-        server.run(sockets=[sock])
+        _run(candidate, sock, keys, context)
     finally:
-        store.close()
+        candidate.end()
+    return bound if candidate.deposed else None
+
+
+def _run(role: Alone | Candidate, sock: socket.socket, keys: Keys, context: ssl.SSLContext | None) -> None:
+    """Serve `role` at `sock` until it is over. Raises SystemExit after SIGTERM or SIGINT."""
+    told: list[int] = []
+
+    def end(signal_number: int, _: object) -> None:
+        told.append(signal_number)
+        server.end()
+
+    app = Gate(role.app, keys, Rates())
+    server = Server(uvicorn.Config(app, **door.options(door.Connections(), context)), role)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, end)  # uvicorn has handlers of its own, and raises the signal again at its end
+    gc.collect()
+    gc.freeze()  # what is loaded by now stays: no collection has to look at it again
+    server.run(sockets=[sock])
+    if told:
+        raise SystemExit(128 + told[0])
 
 
 class _Arguments(argparse.ArgumentParser):
@@ -176,7 +202,8 @@ class _Arguments(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise ConfigError instead of printing the usage."""
-        raise ConfigError("arguments", " ".join(sys.argv[1:]), f"--run RUNDIR [--port N] ({message})")
+        allowed = f"--run RUNDIR [--port N] [--seat N] [--url URL] ({message})"
+        raise ConfigError("arguments", " ".join(sys.argv[1:]), allowed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -184,19 +211,34 @@ def main(arguments: Sequence[str] | None = None) -> int:
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    for name in ("uvicorn", "httpx"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     parser = _Arguments(prog="python -m lighthouse", description=__doc__)
     parser.add_argument("--run", type=Path, required=True, help="the run directory")
     parser.add_argument("--port", type=int, help="instead of network.port")
+    parser.add_argument("--seat", type=int, help="which of several lighthouses in this run directory")
+    parser.add_argument("--url", help="where others reach it, if that is not where it listens")
     try:
         chosen = parser.parse_args(arguments)
         if chosen.port is not None and not 0 <= chosen.port <= 65535:
             raise ConfigError("network.port", chosen.port, "0 to 65535")
-        serve(chosen.run, chosen.port)
+        if chosen.seat is not None and not 0 <= chosen.seat < seat.SEATS:
+            raise ConfigError("--seat", chosen.seat, f"0 to {seat.SEATS - 1}")
+        port = serve(chosen.run, chosen.port, chosen.seat, chosen.url)
+        if port is not None:
+            _start_over(chosen.run, port, chosen.seat, chosen.url)
     except FtHsdpError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
     return EXIT_OK
+
+
+def _start_over(run: Path, port: int, number: int | None, said: str | None) -> NoReturn:
+    """Become a fresh lighthouse on the same port: what this one remembers is nobody's business any more."""
+    given = {"--seat": number, "--url": said}
+    more = [word for name, value in given.items() if value is not None for word in (name, str(value))]
+    where = ["--run", str(run), "--port", str(port), *more]
+    os.execv(sys.executable, [sys.executable, "-m", "lighthouse", *where])  # noqa: S606 - no shell is what we want
 
 
 if __name__ == "__main__":

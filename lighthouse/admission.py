@@ -5,20 +5,25 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ft_hsdp.core.assignment import Refused
+from ft_hsdp.core.assignment import Refused, Report
+from ft_hsdp.core.commit import CommitRecord, Fence
+from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import EXIT_CONFIG, ProtocolViolation
 from ft_hsdp.protocol import Ask, Processes
+from lighthouse import whereabouts
 from lighthouse.quorum import Incarnation
 from lighthouse.state import State
+from lighthouse.whereabouts import Networks
 
 EPOCHS_AHEAD = 2**20  # an epoch further above all known ones is nobody's
 STEPS_AHEAD = 2
 TERM_LIMIT = 2**53
-MAX_ADDRESSES = 64
+NUMBER_LIMIT = 2**53  # weights, batches, bytes
+ATTEMPT_LIMIT = 2**20
+TEXT_LIMIT = 256  # characters of a name or a hash
 
 _INCARNATION = re.compile(r"([0-9]{1,3})-[!-~]{1,200}")
 _LINEAGE = re.compile(r"[0-9a-f]{32}")
-_ADDRESS = re.compile(r"[!-~]{1,255}:[0-9]{1,5}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,8 @@ class Job:
 
     def with_first(self, ask: Ask) -> Job:
         """This job, told by `ask` what nobody had said before."""
+        if self.config_hash and self.layout and self.numerics is not None:
+            return self
         numerics = ask.numerics if self.numerics is None else self.numerics
         return Job(self.config_hash or ask.config_hash, self.layout or ask.layout, numerics)
 
@@ -60,38 +67,36 @@ def incarnation(text: str) -> Incarnation:
     return int(match[1]), text
 
 
-def check_ask(s: State, ask: Ask) -> None:
-    """Whether a report can be true.
+def check_ask(s: State, ask: Ask, peer: str | None = None, allow: Networks = ()) -> None:
+    """Whether a report can be true, and comes from where it says that its replica listens (``peer``: see there).
 
     Raises:
         ProtocolViolation: it cannot; one line names the field.
     """
     r = ask.report
-    last = max(s.policy.steps, s.head.step if s.head else 0)
+    replicas = s.policy.slots - 1
+    steps = max(s.policy.steps, s.head.step if s.head else 0) + STEPS_AHEAD
     epochs = s.epoch + EPOCHS_AHEAD
-    limits = (
-        ("replica", r.replica, s.policy.total - 1),
-        ("state.step", r.state.step, last + STEPS_AHEAD),
-        ("step", r.step, last + STEPS_AHEAD),
-        ("state.commit_epoch", r.state.commit_epoch, epochs),
-        ("epoch", r.epoch, epochs),
-        ("after", r.after, epochs),
-        ("max_term", r.max_term, TERM_LIMIT),
-        ("prepared.epoch", r.prepared.epoch if r.prepared else 0, epochs),
-        ("prepared.step", r.prepared.step if r.prepared else 0, last + STEPS_AHEAD),
-        *(("equal", other, s.policy.total - 1) for other in r.equal),
-        *(("leaving", other, s.policy.total - 1) for other in r.leaving),
-        *(("lagging", other, s.policy.total - 1) for other in r.lagging),
-        *(("diverged", other, s.policy.total - 1) for other in r.diverged),
-    )
-    for name, value, largest in limits:
-        _within(name, value, largest)
+    _within("replica", r.replica, replicas)
+    _state("state", r.state, epochs, steps)
+    _within("step", r.step, steps)
+    _within("epoch", r.epoch, epochs)
+    _within("after", r.after, epochs)
+    _within("max_term", r.max_term, TERM_LIMIT)
+    _within("saved", r.saved, steps)
+    _within("saved", r.saved, steps)
     _named("incarnation", r.incarnation, r.replica)
-    if not _LINEAGE.fullmatch(r.state.lineage):
-        raise ProtocolViolation(f"state.lineage {r.state.lineage[:40]!r} is not 32 hex digits")
-    for addresses in (ask.ring, ask.state):
-        if len(addresses) > MAX_ADDRESSES or not all(_ADDRESS.fullmatch(a) for a in addresses):
-            raise ProtocolViolation(f"ring and state hold at most {MAX_ADDRESSES} times host:port")
+    if r.equal or r.leaving or r.lagging or r.diverged or r.suspects:
+        _sets(r, replicas)
+    if r.void is not None:
+        _fence("void", r.void, epochs, steps)
+    if r.doubt is not None:
+        _state("doubt", r.doubt, epochs, steps)
+    if r.prepared is not None:
+        _record(r.prepared, epochs, steps, replicas)
+    if len(ask.config_hash) > TEXT_LIMIT or len(ask.layout) > TEXT_LIMIT or len(ask.numerics) > TEXT_LIMIT:
+        raise ProtocolViolation(f"config_hash, layout and numerics have at most {TEXT_LIMIT} characters")
+    whereabouts.check(ask.ring, ask.state, peer, allow)
 
 
 def check_processes(s: State, processes: Processes) -> frozenset[Incarnation]:
@@ -102,7 +107,7 @@ def check_processes(s: State, processes: Processes) -> frozenset[Incarnation]:
     """
     exited = frozenset(map(incarnation, processes.exited))
     for replica in (*processes.running, *processes.lost, *(r for r, _ in exited)):
-        _within("replica", replica, s.policy.total - 1)
+        _within("replica", replica, s.policy.slots - 1)
     for replica, running in processes.running.items():
         if running is None:
             continue
@@ -112,9 +117,56 @@ def check_processes(s: State, processes: Processes) -> frozenset[Incarnation]:
     return exited
 
 
+def _sets(r: Report, replicas: int) -> None:
+    for name in ("equal", "leaving", "lagging", "diverged", "suspects"):
+        _ids(name, getattr(r, name), replicas)
+
+
+def _ids(name: str, ids: tuple[int, ...], replicas: int) -> None:
+    """Replica ids, none of them twice."""
+    if len(ids) > replicas + 1 or len(set(ids)) != len(ids):
+        raise ProtocolViolation(f"{name} names {len(ids)} replicas; possible: each of {replicas + 1} once")
+    for other in ids:
+        _within(name, other, replicas)
+
+
+def _state(name: str, state: StateId, epochs: int, steps: int) -> None:
+    _within(f"{name}.step", state.step, steps)
+    _within(f"{name}.commit_epoch", state.commit_epoch, epochs)
+    _hash(f"{name}.lineage", state.lineage)
+
+
+def _fence(name: str, fence: Fence | CommitRecord, epochs: int, steps: int) -> None:
+    _within(f"{name}.epoch", fence.epoch, epochs)
+    _within(f"{name}.step", fence.step, steps)
+    _within(f"{name}.attempt", fence.attempt, ATTEMPT_LIMIT)
+
+
+def _record(record: CommitRecord, epochs: int, steps: int, replicas: int) -> None:
+    """Whether a commit record can be one of this job; the work is bounded by the number of replicas."""
+    _fence("prepared", record, epochs, steps)
+    _hash("prepared.prev", record.prev)
+    _ids("prepared.ring", record.ring, replicas)
+    _within("prepared.total", record.total, replicas + 1)
+    _ids("prepared.contributions", tuple(c.replica for c in record.contributions[: replicas + 2]), replicas)
+    _ids("prepared.poisoned", record.poisoned, replicas)
+    _within("prepared.chunk_bytes", record.chunk_bytes, NUMBER_LIMIT)
+    for c in record.contributions:
+        for what in ("weight", "shard", "index"):
+            _within(f"prepared.contributions.{what}", getattr(c, what), NUMBER_LIMIT)
+    if len(record.digest) > TEXT_LIMIT:
+        raise ProtocolViolation(f"prepared.digest has {len(record.digest)} characters; at most {TEXT_LIMIT}")
+
+
 def _within(name: str, value: int, largest: int) -> None:
     if not 0 <= value <= largest:
-        raise ProtocolViolation(f"{name} is {str(value)[:24]}; possible: 0 to {largest}")
+        shown = str(value) if abs(value) < 10**24 else "a very large number"
+        raise ProtocolViolation(f"{name} is {shown}; possible: 0 to {largest}")
+
+
+def _hash(name: str, text: str) -> None:
+    if not _LINEAGE.fullmatch(text):
+        raise ProtocolViolation(f"{name} {text[:40]!r} is not 32 hex digits")
 
 
 def _named(field: str, text: str, replica: int) -> None:

@@ -8,13 +8,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from ft_hsdp.core import lineage
 from ft_hsdp.core.assignment import Refused, Report
 from lighthouse import quorum
-from lighthouse.quorum import Base
+from lighthouse.commands import obey
+from lighthouse.exits import learn, outlived
+from lighthouse.quorum import Base, Incarnation
 from lighthouse.rounds import heard, hold, overruled_fences
 from lighthouse.state import (
     Asked,
     AskWithdrawn,
+    Commanded,
     Effect,
     Event,
     Note,
@@ -24,11 +28,15 @@ from lighthouse.state import (
     State,
     Step,
     Ticked,
+    alive,
     answer,
+    go_on,
     member,
     new_epoch,
     raise_head,
     serve,
+    total,
+    wanted,
     with_view,
 )
 
@@ -44,6 +52,9 @@ def transition(s: State, event: Event) -> Step:
         case ProcessesReported():
             s, effects = _processes(s, event)
             now = event.now
+        case Commanded():
+            s, effects = obey(s, event)
+            now = event.now
         case Ticked(now):
             effects = ()
     s, more = hold(s, now)
@@ -55,16 +66,25 @@ def _asked(s: State, request: Request, now: float) -> Step:
     report = request.report
     me = report.replica
     view = s.views[me]
-    if (me, report.incarnation) in s.exited:
+    who = (me, report.incarnation)
+    unknown = view.incarnation != report.incarnation
+    if who in s.exited or (unknown and outlived(who, s.exited)):
         return s, (Reply(me, request.id, Refused("this incarnation is known to have exited", 75)),)
-    if view.incarnation not in (None, report.incarnation) and not _superseded(s, me, report.incarnation):
+    if unknown and view.incarnation is not None and not _superseded(s, who):
         return s, (Reply(me, request.id, Refused(f"fenced: replica {me} has a newer incarnation", 75)),)
+    if _known_all(s, report):
+        assert s.grant is not None
+        return s, (Reply(me, request.id, go_on(s, report)),)
     if s.fresh and report.max_term >= s.term:
         s = replace(s, term=report.max_term + 1)
     epoch = max(s.epoch, report.epoch, report.after, report.state.commit_epoch)
-    s = replace(s, epoch=epoch)
+    s = s if epoch == s.epoch else replace(s, epoch=epoch)
     s = with_view(s, me, incarnation=report.incarnation, down=False, lost=False, ask=request)
+    if report.departs and _spared(s, report):
+        return answer(s, {me: Refused(f"replica {me} leaves on request", 0)})
     s = raise_head(s, report.state)
+    if s.checkpoint and report.saved >= s.checkpoint:
+        s = replace(s, checkpoint=0)
     if report.diverged or s.diverged:
         return _diverged(s, report)
     if s.grant is None or report.state.step >= s.policy.steps or s.grant.member(me, report.incarnation) is None:
@@ -72,6 +92,41 @@ def _asked(s: State, request: Request, now: float) -> Step:
     if report.after >= s.grant.epoch:
         return (s, ()) if s.broken else (replace(s, broken=True, settled=0, since=now), ())
     return (s, ()) if s.broken else _settle(s, report)
+
+
+def _known_all(s: State, report: Report) -> bool:
+    """Whether a member asks for a step that is settled and says nothing new: all but the first of each step do."""
+    view, grant, state = s.views[report.replica], s.grant, report.state
+    return (
+        grant is not None
+        and view.incarnation == report.incarnation
+        and view.ask is None
+        and view.down is False
+        and not (view.lost or s.broken or s.fresh or s.diverged or report.diverged)
+        and report.epoch == grant.epoch > report.after
+        and report.step <= s.settled
+        and state.step < s.policy.steps
+        and s.head is not None
+        and state.commit_epoch <= s.epoch
+        and not lineage.newer(state, s.head)
+        and not s.checkpoint
+        and grant.member(report.replica, report.incarnation) is not None
+    )
+
+
+def _spared(s: State, report: Report) -> bool:
+    """Whether the job goes on without a reporter that leaves: it is no member, and others know what it knows."""
+    members = s.grant.members if s.grant else ()
+    if any((m.replica, m.incarnation) == (report.replica, report.incarnation) for m in members):
+        return False
+    if report.prepared is not None or report.doubt is not None:
+        return False
+    if report.state.step >= s.policy.steps:
+        return False
+    if s.head is None:
+        return report.state.step == 0
+    others = any(alive(s, (m.replica, m.incarnation)) for m in members)
+    return lineage.newer(s.head, report.state) or (others and not lineage.newer(report.state, s.head))
 
 
 def _diverged(s: State, report: Report) -> Step:
@@ -87,9 +142,13 @@ def _diverged(s: State, report: Report) -> Step:
     return s, (*notes, *replies)
 
 
-def _superseded(s: State, replica: int, incarnation: str) -> bool:
-    """Whether ``incarnation`` is new: not in any epoch that is still remembered. Newest wins."""
-    return all((replica, incarnation) not in e.members for e in s.epochs)
+def _superseded(s: State, who: Incarnation) -> bool:
+    """Whether ``who`` is newer than the incarnation that is known. Newest wins.
+
+    It is not in any epoch that is still remembered, and no earlier life of a run that has come further.
+    """
+    known = s.views[who[0]].incarnation or ""
+    return all(who not in e.members for e in s.epochs) and not outlived(who, ((who[0], known),))
 
 
 def _settle(s: State, report: Report) -> Step:
@@ -102,6 +161,10 @@ def _settle(s: State, report: Report) -> Step:
     joiners = [v.ask for r, v in enumerate(s.views) if v.ask and grant.member(r, v.incarnation or "") is None]
     if any(quorum.ahead(heard(s, j.report), report.state) for j in joiners):
         return replace(s, broken=True, settled=0), ()
+    # Who is not wanted and joins is refused: no more is lost than by its death.
+    strangers = [j.report.replica for j in joiners if not wanted(s, j.report.replica)]
+    s, turned_away = answer(s, {r: Refused(_unwanted(s, r), 0) for r in strangers})
+    joiners = [j for j in joiners if j.report.replica not in strangers]
     voids = quorum.fences(overruled_fences(s, (j.report for j in joiners)))
     base = Base(report.state, None, voids)
     holders = {m.replica for m in grant.members if m.role == "contribute"} | set(report.equal) | {report.replica}
@@ -109,10 +172,12 @@ def _settle(s: State, report: Report) -> Step:
     risen = [m for m in grant.members if m.role == "behind" and m.replica in holders]
     lags = [m for m in grant.members if m.replica in report.lagging and m.replica not in holders]
     able = sum(m.replica in holders for m in grant.members if m not in gone)
-    changed = bool(joiners or gone or risen or lags) and able >= s.policy.min_replicas
+    size = total(s, len(grant.members) - len(gone) + len(joiners))
+    changed = bool(joiners or gone or risen or lags or size != grant.total) and able >= s.policy.min_replicas
     s = replace(s, settled=report.step)
     if not changed:
-        return serve(s)
+        s, replies = serve(s)
+        return s, (*turned_away, *replies)
     stay = (m for m in grant.members if m not in gone)
     members = [replace(m, role="contribute" if m.replica in holders else "behind") for m in stay]
     members += [member(ask, base) for ask in joiners]
@@ -122,21 +187,28 @@ def _settle(s: State, report: Report) -> Step:
         ("caught up", [m.replica for m in risen]),
         ("needs a newer base", [m.replica for m in lags]),
     )
-    why = "; ".join(f"{what}: replica {','.join(map(str, ids))}" for what, ids in whys if ids)
+    told = [f"{what}: replica {','.join(map(str, ids))}" for what, ids in whys if ids]
+    why = "; ".join([*told, *([f"{size} replicas are wanted"] if size != grant.total else [])])
     s, note = new_epoch(s, base, tuple(members), why)
     s, replies = serve(s)
-    return s, (note, *replies)
+    return s, (*turned_away, note, *replies)
+
+
+def _unwanted(s: State, replica: int) -> str:
+    """Why a replica may not take part."""
+    drained = replica in s.drained
+    return f"replica {replica} is drained" if drained else f"replica {replica}: the job has {s.target} replicas"
 
 
 def _processes(s: State, event: ProcessesReported) -> Step:
     """Take a supervisor's word on what runs: the only evidence that counts as death."""
-    notes: list[Effect] = []
-    for replica, incarnation in sorted(event.exited - s.exited):
-        notes.append(
-            Note("ExitReported", "its supervisor saw it end", {"replica": replica, "incarnation": incarnation})
-        )
-    if event.exited - s.exited:
-        s = replace(s, exited=s.exited | event.exited, last_exit=event.now)
+    s, news = learn(s, event)
+    notes: list[Effect] = [
+        Note("ExitReported", "its supervisor saw it end", {"replica": replica, "incarnation": incarnation})
+        for replica, incarnation in news
+    ]
+    if news:
+        s = replace(s, last_exit=event.now)
     for replica, running in event.running.items():
         view = s.views[replica]
         gone = view.incarnation is not None and (replica, view.incarnation) in s.exited

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ft_hsdp.core.assignment import Report
-from lighthouse.state import State
+from lighthouse.state import State, away, wanted
 
 
 def describe(s: State, replica: int, reports: Mapping[int, Report], waiting: str) -> tuple[str, str]:
     """(state, reason) of a replica; reports: the newest of each; waiting: what open asks wait for.
 
-    The states: booting (runs, has never asked), training, behind, asking, final, down, lost.
+    The states: booting (runs, has never asked), training, behind, asking, final, drained (and away), down, lost.
     """
     view = s.views[replica]
     if view.lost:
-        return "lost", "its supervisor has given it up"
+        return "lost", "its supervisor has given it up, or finds no place for it"
+    if away(s, replica):
+        drained = replica in s.drained
+        return "drained", "an operator drained it" if drained else f"the job is scaled to {s.target} replicas"
     gone = view.incarnation is not None and (replica, view.incarnation) in s.exited
     if view.down or gone:
         return "down", "none of its processes runs"
@@ -31,7 +34,8 @@ def describe(s: State, replica: int, reports: Mapping[int, Report], waiting: str
     member = s.grant.member(replica, view.incarnation) if s.grant else None
     if s.grant is None or member is None:
         return "behind", f"not a member of epoch {s.epoch}"
-    return ("training" if member.role == "contribute" else "behind"), f"member of epoch {s.grant.epoch}"
+    leaves = "" if wanted(s, replica) else ", leaves at the next step boundary"
+    return ("training" if member.role == "contribute" else "behind"), f"member of epoch {s.grant.epoch}{leaves}"
 
 
 def row(s: State, replica: int, reports: Mapping[int, Report], waiting: str) -> dict[str, object]:

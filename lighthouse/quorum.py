@@ -15,6 +15,8 @@ from ft_hsdp.core.assignment import Grant, Member, Report, Role
 from ft_hsdp.core.commit import CommitRecord, Fence, void
 from ft_hsdp.core.lineage import StateId
 
+EPOCHS = 32  # that may be remembered before those that are alike are merged
+
 Incarnation = tuple[int, str]
 
 
@@ -91,6 +93,24 @@ def uncovered(
         if not members <= exited and not members & present:
             return epoch
     return None
+
+
+def merged(epochs: Iterable[Epoch], exited: frozenset[Incarnation]) -> tuple[Epoch, ...]:
+    """``epochs``, of those that ask the same of whoever is present only the newest, if there are many.
+
+    All that counts of an epoch is which of its members may live, and whose other members have exited; exits only
+    add up, so two that are alike in that stay alike. Without commits epochs would pile up for ever.
+    """
+    epochs = tuple(epochs)
+    if len(epochs) <= EPOCHS:
+        return epochs
+    newest: dict[tuple[frozenset[Incarnation], frozenset[int]], Epoch] = {}
+    for epoch in epochs:
+        members = frozenset(epoch.members)
+        alike = members - exited, frozenset(r for r, _ in members & exited)
+        newest.pop(alike, None)
+        newest[alike] = epoch
+    return tuple(newest.values())
 
 
 def role(report: Report, base: Base) -> Role:

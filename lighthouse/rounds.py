@@ -22,6 +22,7 @@ from lighthouse.state import (
     Step,
     alive,
     answer,
+    away,
     member,
     new_epoch,
     over,
@@ -38,26 +39,27 @@ def hold(s: State, now: float) -> Step:
     if effects or finished.finished:
         return finished, effects
     s = finished
+    grant = s.grant
+    if grant is not None and not s.broken and any(alive(s, (m.replica, m.incarnation)) for m in grant.members):
+        return s, ()
     asks = {
         r: v.ask
         for r, v in enumerate(s.views)
         if v.ask is not None and (v.ask.report.state.step < s.policy.steps or not over(s))
     }
-    members = {(m.replica, m.incarnation) for m in s.grant.members} if s.grant else set()
-    orphaned = s.grant is not None and not any(alive(s, m) for m in members)
-    if s.grant is not None and not s.broken and not orphaned:
-        return s, ()
     if not asks:
         return s, ()
+    members = {(m.replica, m.incarnation) for m in grant.members} if grant else set()
     if s.since is None:
         s = replace(s, since=now)
     assert s.since is not None
     patient = now < max(s.since, s.last_exit) + s.policy.return_wait_s
     silent = _silent(s, members, asks, patient)
-    patience = s.policy.start_wait_s if s.grant is None else s.policy.suspect_grace_s
+    accused = _accused(asks)
+    patience = _patience(s, silent, accused)
     if silent and (patience is None or now < s.since + patience):
         return _wait(s, f"waiting for replica {','.join(str(r) for r, _ in silent)}")
-    s, granted = _form(s, {r: a for r, a in asks.items() if a is not None}, silent, patient)
+    s, granted = _form(s, asks, silent, accused, patient)
     late = (
         [(r, i) for r, i in silent if i is not None]
         if s.grant and s.since is not None and now >= s.since + s.policy.evict_s
@@ -76,12 +78,29 @@ def _silent(
     """
     if s.grant is None:
         lived = {r for r, _ in s.exited} if patient else set()
+        veterans = any(a.report.max_term for a in asks.values())  # then the job may have been scaled, too
         return [
             (r, v.incarnation)
             for r, v in enumerate(s.views)
-            if r not in asks and not v.lost and (r in lived or v.down is not True)
+            if r not in asks
+            and not v.lost
+            and (not away(s, r) or (veterans and v.down is None and r not in s.drained))
+            and (r in lived or v.down is not True)
         ]
     return sorted(m for m in members if alive(s, m) and m[0] not in asks)
+
+
+def _accused(asks: Mapping[int, Request]) -> frozenset[int]:
+    """Whom somebody who asks saw die or fall silent in the ring that broke."""
+    return frozenset(r for a in asks.values() for r in a.report.suspects)
+
+
+def _patience(s: State, silent: Iterable[tuple[int, str | None]], accused: frozenset[int]) -> float | None:
+    """Seconds for the ``silent`` to ask: few for those who are suspects already; None: for ever."""
+    if s.grant is None:
+        return s.policy.start_wait_s
+    graces = (s.policy.suspect_grace_s if r in accused else s.policy.silence_grace_s for r, _ in silent)
+    return max(graces, default=0.0)
 
 
 def _wait(s: State, why: str) -> Step:
@@ -89,7 +108,13 @@ def _wait(s: State, why: str) -> Step:
     return s, (Note("Waiting", why),)
 
 
-def _form(s: State, asks: dict[int, Request], silent: list[tuple[int, str | None]], patient: bool) -> Step:
+def _form(
+    s: State,
+    asks: Mapping[int, Request],
+    silent: list[tuple[int, str | None]],
+    accused: frozenset[int],
+    patient: bool,
+) -> Step:
     """Grant a new epoch to all that ask, if nobody absent and alive could hold something newer.
 
     While it is ``patient`` this includes those who are started again: they may find the state that they held.
@@ -100,7 +125,7 @@ def _form(s: State, asks: dict[int, Request], silent: list[tuple[int, str | None
     present = frozenset((r, report.incarnation) for r, report in reports.items())
     notes: list[Effect] = []
     missing = [r for r, _ in _unheard(s, present)]
-    later = [r for r, v in enumerate(s.views) if r not in reports and not v.lost] if patient else []
+    later = [r for r, v in enumerate(s.views) if patient and r not in reports and not v.lost and not _unused(s, r)]
     doubts = [r.doubt for r in reports.values() if r.doubt and lineage.newer(r.doubt, base.state)]
     if doubts and missing:
         return _wait(s, f"{doubts[0]} may be committed; replica {missing[0]} may hold it")
@@ -124,6 +149,7 @@ def _form(s: State, asks: dict[int, Request], silent: list[tuple[int, str | None
         why = f"every holder of {s.head} has exited; back by {lost} to {base.state}"
         notes.append(Note("HeadRolledBack", why, {"steps": lost}))
         s = replace(s, head=base.state if base.state.step else None)
+        s = replace(s, checkpoint=min(s.checkpoint, base.state.step + 1))
     blocked = quorum.uncovered(s.epochs, s.exited, present)
     if blocked is not None:
         return _wait(s, f"epoch {blocked.number} has living members, none of them asks")
@@ -142,7 +168,10 @@ def _form(s: State, asks: dict[int, Request], silent: list[tuple[int, str | None
     why = "first epoch" if s.grant is None else f"the ring of epoch {s.grant.epoch} broke"
     if silent:
         why += f"; without replica {','.join(str(r) for r, _ in silent)}: silent"
-        notes += [Note("ReplicaExcluded", "silent beyond its grace", {"replica": r}) for r, _ in silent]
+        notes += [
+            Note("ReplicaExcluded", "silent beyond its grace", {"replica": r, "suspected": r in accused})
+            for r, _ in silent
+        ]
     s, note = new_epoch(s, base, members, why)
     s, replies = serve(s)
     return s, (*notes, note, *replies)
@@ -153,8 +182,15 @@ def _unheard(s: State, present: frozenset[Incarnation]) -> list[Incarnation]:
     asking = {r for r, _ in present}
     members = [i for e in s.epochs for i in e.members if alive(s, i) and i not in present]
     return members + [
-        (r, "") for r, v in enumerate(s.views) if r not in asking and v.down is not True and not v.lost
+        (r, "")
+        for r, v in enumerate(s.views)
+        if r not in asking and v.down is not True and not v.lost and not _unused(s, r)
     ]
+
+
+def _unused(s: State, replica: int) -> bool:
+    """Whether a replica cannot hold anything: the job was never scaled to it, as far as anybody knows."""
+    return not s.fresh and replica >= s.target and s.views[replica].incarnation is None
 
 
 def _returning(s: State, later: list[int]) -> frozenset[Incarnation]:
@@ -210,7 +246,7 @@ def _final(s: State, now: float) -> Step:
         s = replace(s, final_since=now)
     assert s.final_since is not None
     late = now >= s.final_since + s.policy.final_wait_s
-    if late or all(r in have or v.lost for r, v in enumerate(s.views)):
+    if late or all(r in have or v.lost or away(s, r) for r, v in enumerate(s.views)):
         s, replies = answer(replace(s, finished=True), {r: Finish() for r in have})
         return s, (Note("JobFinished", f"final state {head}"), *replies)
     donors = tuple(replace(member(a, Base(head, None, ())), role="contribute") for a in have.values())

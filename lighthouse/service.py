@@ -10,19 +10,25 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from ft_hsdp import protocol
 from ft_hsdp.core.assignment import Answer, Grant, Refused, Report
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.protocol import Ask, Eviction, Overview, Processes, Wait
-from lighthouse import admission, health
+from ft_hsdp.protocol import Ask, Overview, Processes, Wait
+from lighthouse import admission, commands, health
 from lighthouse.admission import Job
+from lighthouse.commands import Impossible, Supervised
 from lighthouse.decide import transition
+from lighthouse.evictions import Evictions
+from lighthouse.limits import Rates
 from lighthouse.quorum import Incarnation
 from lighthouse.state import (
+    Action,
     Asked,
     AskWithdrawn,
+    Commanded,
     Event,
     Evict,
     Note,
@@ -31,13 +37,18 @@ from lighthouse.state import (
     Request,
     State,
     Ticked,
+    wanted,
 )
 from lighthouse.store import Store, StoreFailed
+from lighthouse.whereabouts import Networks
 
 LONG_POLL_S = 20.0  # after this long an ask is answered with Wait
 LINGER_S = 1.0  # for this long such an ask still counts: the replica is about to repeat it
 TICK_S = 0.05
+MAY_LAG = frozenset({"head"})  # a member that goes on in its epoch is promised nothing: replicas know the head
+HEAD_LAG_S = 0.1  # by so much the durable head may lag; a grant always takes it along
 STORE_RETRY_S = 1.0
+SUPERVISED_S = 5.0  # a supervisor that has not reported for so long is away
 
 Journal = Callable[[Mapping[str, object]], None]
 """Takes each event as a row of events.jsonl."""
@@ -45,12 +56,21 @@ Journal = Callable[[Mapping[str, object]], None]
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Open:
+    """An ask and the answer that it will get."""
+
+    replica: int
+    id: int
+    answer: asyncio.Future[Answer | Wait]
+
+
 class Service:
     """One job's lighthouse, to be used from one event loop.
 
     state: what `store.load` gave; token: signs grants; journal: takes each event; name: of the job;
-    config_hash: that every replica must have, None takes that of the first; long_poll_s: longest wait of
-    `ask`, in seconds; clock: monotonic seconds.
+    config_hash: that every replica must have, None takes that of the first; allow: networks in which replicas may
+    listen besides where they ask from; long_poll_s: longest wait of `ask`, in seconds; clock: monotonic seconds.
     """
 
     def __init__(
@@ -62,6 +82,7 @@ class Service:
         *,
         name: str = "",
         config_hash: str | None = None,
+        allow: Networks = (),
         long_poll_s: float = LONG_POLL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -71,15 +92,20 @@ class Service:
         self._token = token
         self._journal = journal
         self._job = Job(config_hash)
+        self._allow = allow
+        self._rates = Rates()
         self._long_poll_s = long_poll_s
         self._clock = clock
         self._ids = itertools.count(1)
         self._open: dict[int, asyncio.Future[Answer | Wait]] = {}
+        self._signature: tuple[Grant | None, Grant | None] = (None, None)
         self._reports: dict[int, Report] = {}
-        self._evictions: dict[Incarnation, Eviction] = {}
-        self._suspects: dict[Incarnation, float] = {}  # left out for their silence; when to evict them
+        self._evictions = Evictions()
+        self._supervised: dict[int, float] = {}  # when the supervisor of a replica reported last
         self._waiting: str | None = None
+        self._told: str | None = None  # what the journal says of that
         self._timer: asyncio.TimerHandle | None = None
+        self._saving: asyncio.TimerHandle | None = None
         self._closed = False
 
     def started(self) -> None:
@@ -90,44 +116,67 @@ class Service:
 
     # Requests.
 
-    async def ask(self, ask: Ask) -> Answer | Wait:
+    async def ask(self, ask: Ask, peer: str | None = None) -> Answer | Wait:
         """The answer to a replica's ask; Wait if there is none within `long_poll_s`.
 
-        Cancelling withdraws the ask.
+        ``peer``: the address that it came from (None: this process). Cancelling withdraws the ask.
 
         Raises:
             ProtocolViolation: the report cannot be true.
+            TooMany: the replica, or the address, has had too many incarnations.
             StoreFailed: nothing was decided; the replica may ask again.
         """
+        return await self.answered(self.submit(ask, peer))
+
+    def submit(self, ask: Ask, peer: str | None = None) -> Open:
+        """Take an ask: what the current membership settles is answered at once. Raises as `ask` does."""
         report = ask.report
         try:
-            admission.check_ask(self.state, ask)
+            admission.check_ask(self.state, ask, peer, self._allow)
         except ProtocolViolation as error:
             self._note("AskRefused", str(error), {"replica": report.replica})
             raise
+        if report.incarnation != self.state.views[report.replica].incarnation:
+            self._rates.join(report.replica, peer or "", self._clock())
+        asked = Open(report.replica, next(self._ids), asyncio.get_running_loop().create_future())
         refusal = self._job.refusal(ask)
         if refusal is not None:
             self._refused(report, refusal)
-            return refusal
-        if self._closed:
-            return Wait("the lighthouse is going down")
-        id_ = next(self._ids)
-        future: asyncio.Future[Answer | Wait] = asyncio.get_running_loop().create_future()
-        self._open[id_] = future
-        try:
-            self.apply(Asked(Request(report, id_, ask.ring, ask.state), self._clock()))
+            asked.answer.set_result(refusal)
+        elif self._closed:
+            asked.answer.set_result(Wait("the lighthouse is going down"))
+        else:
+            self._open[asked.id] = asked.answer
+            before = self.state.views[report.replica].ask
+            try:
+                self.apply(Asked(Request(report, asked.id, ask.ring, ask.state), self._clock()))
+            except StoreFailed:
+                del self._open[asked.id]
+                raise
+            if before is not None and self.state.views[report.replica].ask is not before:
+                self._reply(report.replica, before.id, Wait("a newer ask of this replica is open"))
             self._learn(ask)
-            async with asyncio.timeout(self._long_poll_s):
-                return await future
-        except TimeoutError:
-            loop = asyncio.get_running_loop()
-            loop.call_later(LINGER_S, self._withdraw, report.replica, id_)
-            return Wait(self._reason)
+        return asked
+
+    async def answered(self, asked: Open) -> Answer | Wait:
+        """The answer to an open ask, as `ask` gives it."""
+        if asked.answer.done():
+            return asked.answer.result()
+        late = asyncio.get_running_loop().call_later(self._long_poll_s, self._late, asked)
+        try:
+            return await asked.answer
         except asyncio.CancelledError:
-            self._withdraw(report.replica, id_)
+            self._withdraw(asked.replica, asked.id)
             raise
         finally:
-            del self._open[id_]
+            late.cancel()
+            self._open.pop(asked.id, None)
+
+    def _late(self, asked: Open) -> None:
+        """Have the replica ask again; what it asked counts until it does."""
+        if not asked.answer.done():
+            asked.answer.set_result(Wait(self._reason))
+            asyncio.get_running_loop().call_later(LINGER_S, self._withdraw, asked.replica, asked.id)
 
     def processes(self, picture: Processes) -> Overview:
         """Take a supervisor's full picture; give it the orders to kill, and how far the job is.
@@ -142,15 +191,44 @@ class Service:
         exited = admission.check_processes(self.state, picture)
         owned: dict[int, str | None] = dict.fromkeys(sorted({r for r, _ in exited} | set(picture.lost)))
         owned |= picture.running
-        self.apply(ProcessesReported(owned, exited, frozenset(picture.lost), self._clock()))
+        now = self._clock()
+        self.apply(ProcessesReported(owned, exited, frozenset(picture.lost), now))
+        self._supervised |= dict.fromkeys(owned, now)
         head = self.state.head
         return Overview(
-            evict=tuple(e for e in self._evictions.values() if e.replica in owned),
+            evict=self._evictions.of(owned),
             epoch=self.state.epoch,
             step=head.step if head else 0,
             finished=self.state.finished,
             halted=self.state.halted,
+            drained=tuple(r for r in range(self.state.policy.slots) if not wanted(self.state, r)),
         )
+
+    def command(
+        self, action: Action, replica: int, reason: str, address: str, force: bool = False, target: int = 0
+    ) -> str | Impossible:
+        """Carry out an operator's order that came from ``address``: what will happen, or why nothing can.
+
+        ``replica`` and ``target`` are as in `Commanded`.
+
+        What is to be done is in the journal first. Raises StoreFailed: nothing was done.
+        """
+        now = self._clock()
+        command = Commanded(action, replica, reason, now, target)
+        reporting = {r for r, at in self._supervised.items() if at > now - SUPERVISED_S}
+        supervised = Supervised(reporting, self._evictions.orders)
+        found = commands.plan(self.state, command, supervised, force)
+        if isinstance(found, Impossible):
+            return found
+        if found.event:
+            facts: dict[str, object] = {"source": "admin", "address": address, "will": found.detail}
+            if action == "scale":
+                facts |= {"replicas": target}
+            elif action != "checkpoint":
+                facts |= {"replica": replica, "incarnation": self.state.views[replica].incarnation}
+            self._note(found.event, reason, facts)
+            self.apply(command)
+        return found.detail
 
     def status(self) -> dict[str, Any]:
         """What GET /v1/status shows."""
@@ -161,13 +239,17 @@ class Service:
             "epoch": s.epoch,
             "step": s.head.step if s.head else 0,
             "finished": s.finished,
+            "target": s.target,
             "members": list(s.grant.ring) if s.grant else [],
-            "replicas": [health.row(s, r, self._reports, self._reason) for r in range(s.policy.total)],
+            "replicas": [health.row(s, r, self._reports, self._reason) for r in range(s.policy.slots)],
         }
 
     def close(self) -> None:
         """Answer every open ask with Wait, and take no more; the store stays open."""
         self._closed = True
+        if self._saving is not None:
+            self._saving.cancel()
+            self._save_head()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -181,7 +263,10 @@ class Service:
         """Decide, make it durable, then carry it out. StoreFailed: as if the event had never come."""
         before = self.state
         after, effects = transition(before, event)
-        self._store.save(after)
+        if self._store.unsaved(after) - MAY_LAG:
+            self._store.save(after)
+        elif after.head is not before.head and self._saving is None:
+            self._saving = asyncio.get_running_loop().call_later(HEAD_LAG_S, self._save_head)
         self.state = after
         waits: list[str] = []
         for effect in effects:
@@ -195,20 +280,42 @@ class Service:
                 case Note(name, reason, facts):
                     self._note(name, reason, facts)
                     if name == "ReplicaExcluded":
-                        self._suspect(before, facts["replica"])
+                        self._evictions.suspect(before, facts["replica"], self._clock())
         self._wait_for(waits)
-        self._forget(event)
+        for who, why in self._evictions.settle(after, event, self._clock()):
+            self._evict(who, why)
         self._arm()
 
-    def _reply(self, replica: int, id_: int, answer: Answer) -> None:
+    def _evict(self, who: Incarnation, reason: str) -> None:
+        """Order a SIGKILL, once; it stands until the incarnation is known to have exited."""
+        if self._evictions.order(self.state, who, reason):
+            self._note("ReplicaEvicted", reason, {"replica": who[0], "incarnation": who[1]})
+
+    def _save_head(self) -> None:
+        """Make the head durable; a store that fails is tried again with the next one."""
+        self._saving = None
+        try:
+            self._store.save(self.state)
+        except StoreFailed as error:
+            _log.error("%s", error)
+
+    def _reply(self, replica: int, id_: int, answer: Answer | Wait) -> None:
         """Answer an open ask. A lost answer does no harm: the repeated ask gets an equal one."""
         if isinstance(answer, Grant):
-            answer = protocol.sign(self._token, answer)
+            answer = self._signed(answer)
         if isinstance(answer, Refused):
             self._note("AskRefused", answer.reason, {"replica": replica})
-        future = self._open.get(id_)
+        future = self._open.pop(id_, None)
         if future is not None and not future.done():
             future.set_result(answer)
+
+    def _signed(self, grant: Grant) -> Grant:
+        """`grant` with its MAC; all its members get the same one."""
+        known, signed = self._signature
+        if signed is None or known is not grant:
+            signed = protocol.sign(self._token, grant)
+            self._signature = grant, signed
+        return signed
 
     def _refused(self, report: Report, refusal: Refused) -> None:
         facts = {"replica": report.replica, "incarnation": report.incarnation}
@@ -222,11 +329,11 @@ class Service:
             self._reports[me[0]] = ask.report
 
     def _wait_for(self, reasons: Iterable[str]) -> None:
-        """Journal what is waited for when that changes."""
+        """Remember what is waited for; it is journaled once that lasts."""
         reason = next(iter(reasons), None)
-        if reason is not None and reason != self._waiting:
-            self._note("Waiting", reason)
         self._waiting = reason or (self._waiting if self._timed else None)
+        if self._waiting is None:
+            self._told = None
 
     @property
     def _reason(self) -> str:
@@ -236,36 +343,6 @@ class Service:
         if self.state.final_since is not None:
             return "waiting until every replica has the final state"
         return f"waiting for the next step of epoch {self.state.epoch}"
-
-    # Silence.
-
-    def _suspect(self, before: State, replica: object) -> None:
-        """A member was left out for its silence: evict it too if it stays silent."""
-        since = self._clock() if before.since is None else before.since
-        for member in before.grant.members if before.grant else ():
-            if member.replica == replica:
-                self._suspects[member.replica, member.incarnation] = since + self.state.policy.evict_s
-
-    def _evict(self, who: Incarnation, reason: str) -> None:
-        """Order a SIGKILL, once; it stands until the incarnation is known to have exited."""
-        self._suspects.pop(who, None)
-        if who in self._evictions or who in self.state.exited:
-            return
-        self._evictions[who] = Eviction(*who, reason)
-        self._note("ReplicaEvicted", reason, {"replica": who[0], "incarnation": who[1]})
-
-    def _forget(self, event: Event) -> None:
-        """Drop suspicions and orders that this event has settled; act on the suspicions that are due."""
-        match event:
-            case Asked(request):
-                self._suspects.pop((request.report.replica, request.report.incarnation), None)
-            case ProcessesReported():
-                for gone in event.exited:
-                    self._evictions.pop(gone, None)
-                    self._suspects.pop(gone, None)
-        now = self._clock()
-        for who in [who for who, due in self._suspects.items() if now >= due]:
-            self._evict(who, f"silent for {self.state.policy.evict_s:g} s since its ring broke")
 
     def _withdraw(self, replica: int, id_: int) -> None:
         """The replica has gone away from this ask."""
@@ -277,8 +354,8 @@ class Service:
     def _timed(self) -> bool:
         """Whether the passing of time can change something."""
         s = self.state
-        waiting = any(v.ask is not None for v in s.views) and not s.finished
-        return bool(self._suspects) or (waiting and (s.since is not None or s.final_since is not None))
+        running = (s.since is not None or s.final_since is not None) and not s.finished
+        return self._evictions.pending or (running and any(v.ask is not None for v in s.views))
 
     def _arm(self, delay_s: float = TICK_S) -> None:
         """Have a next tick if time matters now, else none."""
@@ -292,6 +369,9 @@ class Service:
         self._timer = None
         if self._timed and not self._try(Ticked(self._clock())):
             self._arm(STORE_RETRY_S)
+        if self._waiting is not None and self._waiting != self._told:
+            self._told = self._waiting
+            self._note("Waiting", self._waiting)
 
     def _try(self, event: Event) -> bool:
         """`apply` where nobody waits for the outcome."""

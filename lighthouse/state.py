@@ -15,12 +15,17 @@ from lighthouse.quorum import Base, Epoch, Incarnation
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the operator chose; times in seconds."""
+    """What the operator chose; times in seconds.
 
-    total: int
+    Ids of replicas are below ``slots``; a job begins with ``replicas`` of them (None: all).
+    """
+
+    slots: int
     steps: int
+    replicas: int | None = None
     min_replicas: int = 1
-    suspect_grace_s: float = 1.0
+    suspect_grace_s: float = 0.2
+    silence_grace_s: float = 1.0
     evict_s: float = 10.0
     start_wait_s: float | None = None
     final_wait_s: float = 120.0
@@ -53,11 +58,17 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """All that the lighthouse knows. What must outlive it: term, epochs, head, grant, exited."""
+    """All that the lighthouse knows; store.py says what of it must outlive it.
+
+    ``target`` is how many replicas are wanted: those with lower ids. ``drained`` are the replicas that an operator
+    wants away all the same, ``checkpoint`` is the step from which on a state is to be written on demand (0: none
+    is).
+    """
 
     policy: Policy
     term: int
     views: tuple[View, ...]
+    target: int
     fresh: bool = True
     head: StateId | None = None
     epoch: int = 0
@@ -72,14 +83,19 @@ class State:
     finished: bool = False
     halted: str = ""
     diverged: tuple[int, ...] = ()
+    drained: frozenset[int] = frozenset()
+    checkpoint: int = 0
 
     @staticmethod
     def empty(policy: Policy, term: int) -> State:
         """A lighthouse that never granted anything."""
-        return State(policy, term, (View(),) * policy.total)
+        target = policy.slots if policy.replicas is None else policy.replicas
+        return State(policy, term, (View(),) * policy.slots, target)
 
 
 # Events.
+
+Action = Literal["evict", "drain", "undrain", "checkpoint", "scale"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +125,27 @@ class ProcessesReported:
 
 
 @dataclass(frozen=True, slots=True)
+class Commanded:
+    """An operator's order, which `commands.plan` found possible.
+
+    Those for a checkpoint and to scale are about no ``replica`` (0); ``target``: how many replicas a scale wants.
+    """
+
+    action: Action
+    replica: int
+    reason: str
+    now: float
+    target: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked:
     """Time has passed."""
 
     now: float
 
 
-Event = Asked | AskWithdrawn | ProcessesReported | Ticked
+Event = Asked | AskWithdrawn | ProcessesReported | Commanded | Ticked
 
 # Effects.
 
@@ -176,14 +206,14 @@ def member(request: Request, base: Base) -> Member:
 
 def new_epoch(s: State, base: Base, members: tuple[Member, ...], why: str) -> tuple[State, Note]:
     """Number the membership, remember it, and make it the current one."""
-    grant = quorum.grant(s.term, s.epoch + 1, base, members, s.policy.total, why)
+    grant = quorum.grant(s.term, s.epoch + 1, base, members, total(s, len(members)), why)
     if base.state.step > 0 and (s.head is None or lineage.newer(base.state, s.head)):
         s = raise_head(s, base.state)
     epoch = Epoch(grant.epoch, tuple((m.replica, m.incarnation) for m in grant.members))
     s = replace(
         s,
         epoch=grant.epoch,
-        epochs=(*s.epochs, epoch),
+        epochs=quorum.merged((*s.epochs, epoch), s.exited),
         grant=grant,
         fresh=False,
         broken=False,
@@ -196,6 +226,7 @@ def new_epoch(s: State, base: Base, members: tuple[Member, ...], why: str) -> tu
         "step": base.state.step + 1,
         "base": [base.state.commit_epoch, base.state.step, base.state.lineage],
         "members": list(grant.ring),
+        "total": grant.total,
         "roles": {str(m.replica): m.role for m in grant.members},
     }
     return s, Note("EpochGranted", grant.reason, facts)
@@ -217,6 +248,23 @@ def alive(s: State, incarnation: Incarnation) -> bool:
     return incarnation not in s.exited
 
 
+def wanted(s: State, replica: int) -> bool:
+    """Whether ``replica`` is to take part: the job has been scaled to it, and nobody has drained it."""
+    return replica < s.target and replica not in s.drained
+
+
+def total(s: State, members: int) -> int:
+    """What the contributors of a membership of so many are a share of: the target, unless more are still there."""
+    return max(s.target, members)
+
+
+def away(s: State, replica: int) -> bool:
+    """Whether ``replica`` is not wanted and has gone: it is not started again before it is."""
+    view = s.views[replica]
+    left = s.grant is not None and s.grant.member(replica, view.incarnation or "") is None
+    return not wanted(s, replica) and view.ask is None and (view.down is not False or left)
+
+
 def over(s: State) -> bool:
     """Whether the head is the final state."""
     return s.head is not None and s.head.step >= s.policy.steps
@@ -235,5 +283,11 @@ def serve(s: State) -> Step:
         if report.epoch < s.grant.epoch:
             answers[replica] = s.grant
         elif report.step <= s.settled:
-            answers[replica] = Continue(s.grant.epoch, report.step)
+            answers[replica] = go_on(s, report)
     return answer(s, answers)
+
+
+def go_on(s: State, report: Report) -> Continue:
+    """The membership of a grant stands for the step that one of its members asks for."""
+    assert s.grant is not None
+    return Continue(s.grant.epoch, report.step, not wanted(s, report.replica), s.checkpoint)

@@ -1,20 +1,19 @@
 """The store: what must outlive the lighthouse, written before any answer that depends on it leaves.
 
-Durable are the term, the epochs and their members, the head, the current grant and the known exits. All of it is
-JSON that is validated on the way back.
+Durable are the term, the epochs and their members, the head, the current grant, the known exits, what operators
+ordered, and why the job was halted. All of it is JSON that is validated on the way back.
 """
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 import sqlite3
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,18 +26,32 @@ from ft_hsdp.errors import ConfigError, Retryable
 from lighthouse.quorum import Epoch, Incarnation
 from lighthouse.state import Policy, State
 
-FORMAT = 1
+FORMAT = 3
 LOCK_WAIT_S = 2.0  # longest wait of one transaction for a reader
 
-_DURABLE: dict[str, TypeAdapter[Any]] = {
-    "term": TypeAdapter(int),
-    "fresh": TypeAdapter(bool),
-    "head": TypeAdapter(StateId | None),
-    "epoch": TypeAdapter(int),
-    "epochs": TypeAdapter(tuple[Epoch, ...]),
-    "exited": TypeAdapter(frozenset[Incarnation]),
-    "grant": TypeAdapter(Grant | None),
-    "finished": TypeAdapter(bool),
+
+@dataclass(frozen=True, slots=True)
+class Durable:
+    """How a field of `State` is kept; stores of a format before ``since`` lack it and get the field's default."""
+
+    adapter: TypeAdapter[Any]
+    since: int = 1
+
+
+_DURABLE = {
+    "term": Durable(TypeAdapter(int)),
+    "fresh": Durable(TypeAdapter(bool)),
+    "head": Durable(TypeAdapter(StateId | None)),
+    "epoch": Durable(TypeAdapter(int)),
+    "epochs": Durable(TypeAdapter(tuple[Epoch, ...])),
+    "exited": Durable(TypeAdapter(frozenset[Incarnation])),
+    "grant": Durable(TypeAdapter(Grant | None)),
+    "finished": Durable(TypeAdapter(bool)),
+    "halted": Durable(TypeAdapter(str), since=2),
+    "diverged": Durable(TypeAdapter(tuple[int, ...]), since=2),
+    "drained": Durable(TypeAdapter(frozenset[int]), since=2),
+    "checkpoint": Durable(TypeAdapter(int), since=2),
+    "target": Durable(TypeAdapter(int), since=3),
 }
 
 Rows = dict[str, str]
@@ -64,52 +77,67 @@ class Store(Protocol):
         Raises StoreFailed; then the store still holds what it held before.
         """
 
+    def unsaved(self, state: State) -> frozenset[str]:
+        """The durable fields in which `state` differs from what was saved last."""
+
     def close(self) -> None:
         """Let another lighthouse have the store."""
 
 
-class _JsonStore(ABC):
-    """A `Store` on rows of JSON; a subclass keeps the rows."""
+class JsonStore(ABC):
+    """A `Store` on rows of JSON; a subclass keeps the rows, and the format in which they are."""
 
     def __init__(self) -> None:
         self._saved: dict[str, Any] = {}
 
     @abstractmethod
-    def _read(self) -> Rows:
-        """All rows."""
+    def _read(self) -> tuple[int, Rows]:
+        """The format, and all rows. Raises ConfigError."""
 
     @abstractmethod
     def _write(self, rows: Rows) -> None:
-        """Replace these rows, all or none."""
+        """Replace these rows, all or none; the format is `FORMAT` from now on. Raises StoreFailed."""
 
     def load(self, policy: Policy) -> State:
-        """See `Store`. An empty store takes a term that was never used before: the Unix time."""
-        rows = self._read()
+        """See `Store`. An empty store takes a term that was never used before: the Unix time.
+
+        A halt by policy is decided anew, from the head; one because states differ cannot be, so it stays.
+        """
+        found, rows = self._read()
         if rows:
-            self._saved = self._decode(rows)
-            state = replace(State.empty(policy, 0), **{**self._saved, "term": self._saved["term"] + 1})
+            self._saved = self._decode(found, rows)
+            kept = {**self._saved, "term": self._saved["term"] + 1}
+            if not kept.get("diverged"):
+                kept.pop("halted", None)
         else:
-            state = State.empty(policy, int(time.time()))
+            kept = {"term": int(time.time())}
+        state = replace(State.empty(policy, 0), **kept)
+        state = replace(state, term=max(state.term, self._least_term), target=min(state.target, policy.slots))
         self.save(state)
         return state
 
     def save(self, state: State) -> None:
         """See `Store`."""
-        changed: dict[str, Any] = {}
-        for name in _DURABLE:
-            value = getattr(state, name)
-            if name not in self._saved or (value is not self._saved[name] and value != self._saved[name]):
-                changed[name] = value
+        changed = {name: getattr(state, name) for name in self.unsaved(state)}
         if changed:
             self._write({name: _encode(name, value) for name, value in changed.items()})
             self._saved.update(changed)
 
-    def _decode(self, rows: Mapping[str, str]) -> dict[str, Any]:
-        """The values in `rows`; ConfigError if any is missing or not valid."""
-        if rows.keys() != _DURABLE.keys():
-            raise self._unusable(f"it lacks {', '.join(sorted(_DURABLE.keys() ^ rows.keys()))}")
+    def unsaved(self, state: State) -> frozenset[str]:
+        """See `Store`."""
+        saved, never = self._saved, object()
+        pairs = ((name, getattr(state, name), saved.get(name, never)) for name in _DURABLE)
+        return frozenset(name for name, value, before in pairs if value is not before and value != before)
+
+    def _decode(self, found: int, rows: Mapping[str, str]) -> dict[str, Any]:
+        """The values in `rows` of format `found`; ConfigError if any is missing or not valid."""
+        if not 1 <= found <= FORMAT:
+            raise self._unusable(f"format {found}, this version reads 1 to {FORMAT}")
+        wanted = {name: field.adapter for name, field in _DURABLE.items() if field.since <= found}
+        if rows.keys() != wanted.keys():
+            raise self._unusable(f"not as it was written: {', '.join(sorted(wanted.keys() ^ rows.keys()))}")
         try:
-            return {name: adapter.validate_json(rows[name], strict=True) for name, adapter in _DURABLE.items()}
+            return {name: adapter.validate_json(rows[name], strict=True) for name, adapter in wanted.items()}
         except ValidationError as error:
             raise self._unusable(str(error).splitlines()[0]) from None
 
@@ -117,12 +145,17 @@ class _JsonStore(ABC):
         return ConfigError("lighthouse store", self._name, f"a store that is whole ({why})")
 
     @property
+    def _least_term(self) -> int:
+        """What the next term must not be below."""
+        return 0
+
+    @property
     @abstractmethod
     def _name(self) -> str:
         """What to call it in an error."""
 
 
-class MemoryStore(_JsonStore):
+class MemoryStore(JsonStore):
     """A store that dies with its process; for tests. `rows` may be given to another one."""
 
     def __init__(self, rows: Rows | None = None) -> None:
@@ -133,8 +166,8 @@ class MemoryStore(_JsonStore):
     def close(self) -> None:
         """See `Store`."""
 
-    def _read(self) -> Rows:
-        return dict(self.rows)
+    def _read(self) -> tuple[int, Rows]:
+        return FORMAT, dict(self.rows)
 
     def _write(self, rows: Rows) -> None:
         self.rows.update(rows)
@@ -145,7 +178,7 @@ class MemoryStore(_JsonStore):
         return "in memory"
 
 
-class SqliteStore(_JsonStore):
+class SqliteStore(JsonStore):
     """A store in the file `path`, for one lighthouse at a time; power loss does not undo a write.
 
     Raises ConfigError, one line with exit code 64: another lighthouse has it, or it cannot be opened.
@@ -156,6 +189,7 @@ class SqliteStore(_JsonStore):
         self.path = path
         self._db: sqlite3.Connection | None = None
         self._lock: int | None = None
+        self._format = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._lock = _lock(path)
@@ -187,13 +221,10 @@ class SqliteStore(_JsonStore):
         problem = db.execute("PRAGMA quick_check").fetchone()[0]
         if problem != "ok":
             raise self._unusable(problem)
-        found = db.execute("PRAGMA user_version").fetchone()[0]
-        if found not in (0, FORMAT):
-            raise self._unusable(f"format {found}, this version reads {FORMAT}")
         db.execute("CREATE TABLE IF NOT EXISTS durable (name TEXT PRIMARY KEY, value TEXT, digest TEXT)")
-        db.execute(f"PRAGMA user_version = {FORMAT}")
+        self._format = db.execute("PRAGMA user_version").fetchone()[0]
 
-    def _read(self) -> Rows:
+    def _read(self) -> tuple[int, Rows]:
         assert self._db is not None, "the store is closed"
         try:
             found = self._db.execute("SELECT name, value, digest FROM durable").fetchall()
@@ -202,7 +233,7 @@ class SqliteStore(_JsonStore):
         for name, value, digest in found:
             if digest != lineage.digest(name, value):
                 raise self._unusable(f"{name} is damaged")
-        return {name: value for name, value, _ in found}
+        return self._format, {name: value for name, value, _ in found}
 
     def _write(self, rows: Rows) -> None:
         assert self._db is not None, "the store is closed"
@@ -212,7 +243,10 @@ class SqliteStore(_JsonStore):
                 "INSERT OR REPLACE INTO durable VALUES (?, ?, ?)",
                 [(name, value, lineage.digest(name, value)) for name, value in rows.items()],
             )
+            if self._format != FORMAT:
+                self._db.execute(f"PRAGMA user_version = {FORMAT}")
             self._db.execute("COMMIT")
+            self._format = FORMAT
         except sqlite3.Error as error:
             with contextlib.suppress(sqlite3.Error):
                 self._db.execute("ROLLBACK")
@@ -225,8 +259,8 @@ class SqliteStore(_JsonStore):
 
 def _encode(name: str, value: Any) -> str:
     """One durable field as JSON; a set is sorted, so that equal values are equal text."""
-    plain = _DURABLE[name].dump_python(value, mode="json")
-    return json.dumps(sorted(plain) if isinstance(value, frozenset) else plain, separators=(",", ":"))
+    value = tuple(sorted(value)) if isinstance(value, frozenset) else value
+    return _DURABLE[name].adapter.dump_json(value, warnings=False).decode()
 
 
 def _lock(path: Path) -> int:

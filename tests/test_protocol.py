@@ -55,6 +55,7 @@ reports = st.builds(
     rows,
     rows,
     rows,
+    rows,
 )
 digests = st.lists(st.tuples(some, words), max_size=3).map(tuple)
 tokens = st.builds(Token, fences, st.booleans(), st.booleans(), words, rows, rows, digests, rows, rows, words)
@@ -73,10 +74,19 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         counts,
         st.booleans(),
     ),
+    protocol.Telemetry: st.builds(
+        protocol.Telemetry,
+        words,
+        st.lists(st.dictionaries(words, floats | some | words, max_size=3), max_size=2).map(tuple),
+        st.lists(st.dictionaries(words, floats, max_size=3), max_size=2).map(tuple),
+        st.lists(st.builds(protocol.RankBeat, some, some, words, counts), max_size=2).map(tuple),
+        counts,
+    ),
     protocol.RankHello: st.builds(protocol.RankHello, some, words, words, words),
     protocol.RankBroken: st.builds(protocol.RankBroken, some, counts, words, maybe() | some, st.booleans()),
     protocol.RankShown: st.builds(protocol.RankShown, some, grants),
     protocol.RankStopped: st.builds(protocol.RankStopped, some, counts),
+    protocol.RankLeaves: st.builds(protocol.RankLeaves, some),
     protocol.RankFetched: st.builds(protocol.RankFetched, some, states),
     protocol.RankFetchFailed: st.builds(protocol.RankFetchFailed, some, states, words),
     protocol.RankCheckpointed: st.builds(protocol.RankCheckpointed, some, states),
@@ -86,7 +96,10 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     protocol.RingData: st.builds(protocol.RingData, words, some, counts, words),
     protocol.RingReady: st.builds(protocol.RingReady, st.booleans()),
     protocol.RingBarrier: st.builds(protocol.RingBarrier, counts, st.sampled_from([1, 2])),
-    protocol.RingAbort: st.builds(protocol.RingAbort, counts, words, maybe() | some, maybe() | grants),
+    protocol.RingBeat: st.builds(protocol.RingBeat, counts, counts, counts),
+    protocol.RingAbort: st.builds(
+        protocol.RingAbort, counts, words, maybe() | some, maybe() | grants, st.booleans(), st.booleans()
+    ),
     Vote: votes,
     commit.Token: tokens,
     Grant: grants,

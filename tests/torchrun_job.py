@@ -63,10 +63,15 @@ class TorchrunJob:
         command = ["-m", "torch.distributed.run", *options, str(script), *words, "--replica", str(replica)]
         return self._start(f"replica{replica}", command)
 
-    def rows(self, replica: int) -> list[dict[str, Any]]:
-        """The steps that a replica committed, as far as they are written down."""
+    def replica(self, replica: int) -> subprocess.Popen[bytes]:
+        """Start a replica by hand, with its own supervisor."""
+        command = [str(ROOT / "launcher.py"), "replica", str(self._config), "--replica", str(replica)]
+        return self._start(f"replica{replica}", command)
+
+    def rows(self, replica: int, file: str = "commits.jsonl") -> list[dict[str, Any]]:
+        """The steps that a replica committed, or the lines of another file of its, as far as they are written."""
         try:
-            text = (self.run / "replicas" / str(replica) / "commits.jsonl").read_text()
+            text = (self.run / "replicas" / str(replica) / file).read_text()
         except OSError:
             return []
         return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
@@ -76,11 +81,11 @@ class TorchrunJob:
         rows = self.rows(replica)
         return rows[-1]["step"] if rows else 0
 
-    def kill(self, torchrun: subprocess.Popen[bytes], rank: int) -> None:
-        """SIGKILL one rank of a replica."""
+    def kill(self, torchrun: subprocess.Popen[bytes], rank: int, number: signal.Signals = signal.SIGKILL) -> None:
+        """Signal one rank of a replica."""
         children = psutil.Process(torchrun.pid).children()
         victim = next(c for c in children if c.environ().get("RANK") == str(rank))
-        victim.send_signal(signal.SIGKILL)
+        victim.send_signal(number)
 
     def until(self, condition: Callable[[], object], what: str) -> None:
         """Wait for a condition; fail at the deadline."""

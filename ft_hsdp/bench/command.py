@@ -43,7 +43,7 @@ def overhead(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
     from ft_hsdp.bench.overhead.options import parse
     from ft_hsdp.bench.overhead.table import show
 
-    return run(parse(args.measure, rounds=_or(args.rounds, 200)), stream), show
+    return run(parse(args.measure, rounds=args.rounds), stream), show
 
 
 def fetch(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
@@ -55,8 +55,23 @@ def fetch(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
     return run(parse(args.measure or "all", sizes=args.sizes, rounds=_or(args.rounds, 7)), stream), show
 
 
+def quorum(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
+    """`bench quorum`. Raises ConfigError, Retryable."""
+    from ft_hsdp.bench.quorum.bench import run
+    from ft_hsdp.bench.quorum.options import parse
+    from ft_hsdp.bench.quorum.table import show
+
+    return run(parse(members=args.members, rounds=_or(args.rounds, 300)), stream), show
+
+
 def _or(given: int | None, default: int) -> int:
     return default if given is None else given
 
 
-BENCHES: Mapping[str, Bench] = {"ftar": ftar, "fetch": fetch, "recovery": recovery, "overhead": overhead}
+BENCHES: Mapping[str, Bench] = {
+    "ftar": ftar,
+    "quorum": quorum,
+    "fetch": fetch,
+    "recovery": recovery,
+    "overhead": overhead,
+}

@@ -4,7 +4,9 @@ Defaults < YAML < command line; no environment variable changes a value. Every f
 `ConfigError` line that names the key, the value and what is allowed.
 """
 
+from ft_hsdp.config.cluster import RayConfig
 from ft_hsdp.config.files import config_hash, dump, json_schema, load, parse, resume_hash
+from ft_hsdp.config.hosting import LighthouseConfig, NetworkConfig
 from ft_hsdp.config.root import Config
 from ft_hsdp.config.running import (
     ChaosConfig,
@@ -13,12 +15,11 @@ from ft_hsdp.config.running import (
     FailpointConfig,
     FtarConfig,
     JobConfig,
-    NetworkConfig,
     QuorumConfig,
-    RestartConfig,
     StateConfig,
 )
 from ft_hsdp.config.training import DataConfig, LrConfig, ModelConfig, OptimConfig, TrainConfig
+from ft_hsdp.config.waits import RestartConfig, TimeoutsConfig
 
 __all__ = [
     "ChaosConfig",
@@ -29,13 +30,16 @@ __all__ = [
     "FailpointConfig",
     "FtarConfig",
     "JobConfig",
+    "LighthouseConfig",
     "LrConfig",
     "ModelConfig",
     "NetworkConfig",
     "OptimConfig",
     "QuorumConfig",
+    "RayConfig",
     "RestartConfig",
     "StateConfig",
+    "TimeoutsConfig",
     "TrainConfig",
     "config_hash",
     "dump",

@@ -7,6 +7,8 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Strict
 from pydantic_core import PydanticCustomError
 
+DAY_S = 86400.0
+
 Int = Annotated[int, Strict()]
 """A whole number: neither true nor "3"."""
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from ft_hsdp import protocol
 from ft_hsdp.core import effects
 from ft_hsdp.core.commit import Vote
-from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.errors import LighthouseUnreachable, ProtocolViolation
 from ft_hsdp.protocol import (
     RankBroken,
     RankCheckpointed,
@@ -16,8 +16,10 @@ from ft_hsdp.protocol import (
     RankFetched,
     RankFetchFailed,
     RankHello,
+    RankLeaves,
     RankShown,
     RankStopped,
+    Telemetry,
 )
 
 ORDERS = (
@@ -25,10 +27,11 @@ ORDERS = (
     *(effects.Install, effects.Feed, effects.Fetch, effects.Checkpoint, effects.Forget, effects.Exit),
 )
 REPORTS = (
-    *(RankBroken, RankShown, RankStopped, RankFetched, RankFetchFailed),
-    *(RankCheckpointed, RankCheckpointFailed, Vote),
+    *(RankBroken, RankShown, RankStopped, RankFetched, RankFetchFailed, RankLeaves),
+    *(RankCheckpointed, RankCheckpointFailed, Vote, Telemetry),
 )
 HELLO_TIMEOUT_S = 10.0
+UNREAD = 64 << 10  # bytes that a leader may leave unread before it hears of no more telemetry
 
 
 async def read(reader: asyncio.StreamReader, *expected: type) -> object | None:
@@ -123,6 +126,16 @@ class Line:
     def send(self, message: object) -> None:
         """Report to the leader."""
         self._writer.write(protocol.frame(message))
+
+    def tell(self, telemetry: Telemetry) -> None:
+        """Have the leader pass telemetry on.
+
+        Raises:
+            LighthouseUnreachable: the leader reads nothing at the moment.
+        """
+        if self._writer.transport.get_write_buffer_size() > UNREAD:
+            raise LighthouseUnreachable("the leader of this replica does not read")
+        self.send(telemetry)
 
     def close(self) -> None:
         """Hang up."""

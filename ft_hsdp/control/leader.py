@@ -14,6 +14,7 @@ from ft_hsdp import failpoints, protocol
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.core import divergence, effects, events, lr
 from ft_hsdp.core import replica as core
+from ft_hsdp.core.assignment import Grant, Refused
 from ft_hsdp.core.commit import Fence, Tally, Token, Vote
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.core.rules import DEFAULT, Rules
@@ -26,12 +27,16 @@ from ft_hsdp.protocol import (
     RankCheckpointFailed,
     RankFetched,
     RankFetchFailed,
+    RankLeaves,
     RankShown,
     RankStopped,
 )
 
 RETRY_S = 0.2
+PATIENCE_S = 0.02  # shortest wait for the answer of a lighthouse that has answered before
+OWING = "no answer in time"
 KEPT_EPOCHS = 16
+LEAVE_S = 2.0  # longest wait of a replica that leaves for the others to form a ring without it
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +47,6 @@ class Settings:
     """
 
     ranks: int
-    total: int
     intervention: lr.Intervention
     chunk_bytes: int
     lease_s: float
@@ -79,6 +83,11 @@ class Leader:
         self._outlets = outlets
         self._journal = journal
         self._ask: asyncio.Task[None] | None = None
+        self._asked: tuple[float, protocol.Ask] | None = None  # the newest ask that was sent, and when
+        self._held: protocol.Ask | None = None  # the newest one, while the lighthouse owes an answer
+        self._owing = False  # whether it has let an ask lapse, and said nothing since
+        self._leased = False  # whether this outage is in the journal
+        self._pace_s = settings.answer_wait_s  # between the newest two asks
         self._tally: Tally | None = None
         self._fetched: set[int] = set()
         self._held_back: events.Reduced | None = None
@@ -89,6 +98,7 @@ class Leader:
         self.concluded = asyncio.Event()
         self._joined = False
         self._away = False
+        self._torn = 0  # the newest epoch whose ring failed, that is, was not left for a newer one
         self._contact = time.monotonic()
 
     def start(self) -> None:
@@ -106,6 +116,8 @@ class Leader:
             self._perform(effect)
         if self._held_back is not None and self.replica.fetching is None:
             self._release(self._held_back)
+        if self.replica.phase is Phase.LEAVING and before.phase is not Phase.LEAVING:
+            asyncio.get_running_loop().call_later(LEAVE_S, self.handle, events.LeaveOverdue())
         if self.replica.phase is Phase.VOTED and before.phase is not Phase.VOTED:
             loop = asyncio.get_running_loop()
             loop.call_later(self._settings.token_timeout_s, self._token_overdue, self.replica.fence)
@@ -125,9 +137,10 @@ class Leader:
             case RankBroken(rank, epoch, cause, suspect, planned):
                 grant = self.replica.grant
                 if grant is not None and grant.epoch == epoch and self.replica.intact and not planned:
+                    self._torn = epoch
                     facts = {"epoch": epoch, "suspect": suspect, "cause": cause, "at_rank": rank}
                     self._journal.event("RingBroken", cause, **facts)
-                self.handle(events.RingBroken(epoch))
+                self.handle(events.RingBroken(epoch, None if planned else suspect))
             case RankShown(_, grant):
                 self.handle(events.GrantShown(grant))
             case RankStopped(rank, epoch):
@@ -138,6 +151,10 @@ class Leader:
                     self._fetched.add(rank)
                     if len(self._fetched) == self._settings.ranks:
                         self.handle(events.Fetched(base))
+            case RankLeaves(rank):
+                if not self.replica.departing:
+                    self._journal.event("LeaveRequested", "it is told to end", at_rank=rank)
+                self.handle(events.LeaveRequested())
             case RankFetchFailed(_, base, reason):
                 self.handle(events.FetchFailed(base, reason))
             case RankCheckpointed(rank, state):
@@ -160,10 +177,7 @@ class Leader:
     def _perform(self, effect: effects.Effect) -> None:
         match effect:
             case effects.Ask(report):
-                if self._ask is not None:
-                    self._ask.cancel()
-                ask = replace(self._about, report=report)
-                self._ask = asyncio.get_running_loop().create_task(self._asking(ask))
+                self._send(replace(self._about, report=report))
             case effects.SendToken(token):
                 failpoints.reach("token-second" if token.verdict else "token-first", token.fence.step)
                 self._outlets.token(token)
@@ -231,6 +245,25 @@ class Leader:
             self._journal.event("CheckpointWritten", "all ranks wrote their shards", step=state.step)
             self.handle(events.CheckpointWritten(state))
 
+    def _send(self, ask: protocol.Ask) -> None:
+        """Have the lighthouse asked, in place of whatever it was asked before.
+
+        One that owes an answer is given time, but not ours: on a ring that works this ask is held back.
+        """
+        loop, now = asyncio.get_running_loop(), time.monotonic()
+        sent = self._asked[0] if self._asked is not None else 0.0
+        works = self.replica.phase is Phase.ASKING and self.replica.intact
+        if self._ask is not None and works and self._owing and now < sent + self._settings.answer_wait_s:
+            self._held = ask
+            loop.call_soon(self._lapse, OWING)
+            return
+        if self._ask is not None:
+            self._ask.cancel()
+        if self._asked is not None and self._asked[1].report.step + 1 == ask.report.step:
+            self._pace_s = now - sent
+        self._asked, self._held = (now, ask), None
+        self._ask = loop.create_task(self._asking(ask))
+
     async def _asking(self, ask: protocol.Ask) -> None:
         """Ask until there is an answer; meanwhile the last grant may be repeated on its lease."""
         report = ask.report
@@ -240,7 +273,8 @@ class Leader:
         if report.state.step >= self.replica.steps:
             await self.concluded.wait()
         loop = asyncio.get_running_loop()
-        lapse = loop.call_later(self._settings.answer_wait_s, self._lapse, "no answer in time")
+        patience_s = 0.0 if self._owing else min(self._settings.answer_wait_s, max(self._pace_s, PATIENCE_S))
+        lapse = loop.call_later(patience_s, self._late)
         try:
             while True:
                 try:
@@ -248,15 +282,23 @@ class Leader:
                 except LighthouseUnreachable as error:
                     self._unreachable(str(error))
                     await asyncio.sleep(RETRY_S)
+                    ask, self._held = self._held or ask, None
                     continue
                 break
         finally:
             lapse.cancel()
         self._contact = time.monotonic()
         self._joined = True
+        self._owing = self._leased = False
         self._ask = None
-        failpoints.reach("quorum-reply", report.step)
-        self.handle(events.Answered(answer))
+        failpoints.reach("quorum-reply", ask.report.step)
+        held, self._held = self._held, None
+        if held is None or isinstance(answer, Refused):
+            self.handle(events.Answered(answer))
+        elif isinstance(answer, Grant):
+            self.handle(events.GrantShown(answer))
+        if held is not None and self._ask is None and self.replica.phase is Phase.ASKING:
+            self._send(held)
 
     def _unreachable(self, why: str) -> None:
         silent = time.monotonic() - self._contact
@@ -265,11 +307,19 @@ class Leader:
             return
         self._lapse(why)
 
+    def _late(self) -> None:
+        """A step is not kept waiting for longer than the last one took, and later ones not at all."""
+        self._owing = True
+        self._lapse(OWING)
+
     def _lapse(self, why: str) -> None:
         """The last grant repeats, as long as its lease runs."""
-        if not self._joined or time.monotonic() - self._contact > self._settings.lease_s:
+        silent = time.monotonic() - self._contact
+        if not self._joined or silent > self._settings.lease_s:
             return
-        if self.replica.phase is Phase.ASKING and self.replica.intact:
+        away = why is not OWING or silent > self._settings.answer_wait_s
+        if away and not self._leased and self.replica.phase is Phase.ASKING and self.replica.intact:
+            self._leased = True
             self._journal.event("LeaseUsed", why, epoch=self.replica.fence.epoch, step=self.replica.fence.step)
         self.handle(events.Unanswered())
 
@@ -292,7 +342,7 @@ class Leader:
                 case effects.Discard(reason):
                     self._away = True
                     self._journal.event("LeftBehind", reason, step=before.fence.step)
-                case effects.Reduce(fence) if _again(before, fence, event):
+                case effects.Reduce(fence) if _again(before, fence, self._torn):
                     reason = "the same gradient is reduced again on another ring"
                     self._journal.event("StepRetried", reason, **_fence(fence))
                 case effects.Commit(record) if record.skipped:
@@ -309,12 +359,17 @@ class Leader:
                 case effects.StopRing(_, reason) if reason.startswith("stale"):
                     self._journal.event("GrantRefused", reason, state=str(before.state))
                 case effects.Exit(code, reason):
-                    self._journal.event("Finished" if code == 0 else "Ended", reason, code=code)
+                    final = after.state.step >= after.steps
+                    name = ("Finished" if final else "Left") if code == 0 else "Ended"
+                    self._journal.event(name, reason, code=code)
 
 
-def _again(before: Replica, fence: Fence, event: events.Event) -> bool:
-    """Whether this reduction repeats a step that had been started."""
-    return before.grant is not None and before.fence.step == fence.step and before.fence != fence
+def _again(before: Replica, fence: Fence, torn: int) -> bool:
+    """Whether this reduction repeats a step that had begun, or whose ring, of epoch ``torn``, failed before."""
+    begun = before.phase is not Phase.ASKING or before.void is not None or before.forwarded
+    failed = not before.intact and before.fence.epoch == torn
+    again = before.grant is not None and before.fence.step == fence.step and before.fence != fence
+    return again and (begun or failed)
 
 
 def _differing(event: events.Event, after: Replica) -> str:

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
+import ssl
+from pathlib import Path
 from typing import Any
 
-import httpx
-
 from ft_hsdp import protocol
+from ft_hsdp.control.lighthouses import Lighthouses, http_client
+from ft_hsdp.control.reporter import deliver
 from ft_hsdp.core.assignment import Answer, Continue, Final, Finish, Grant, Refused
 from ft_hsdp.errors import LighthouseUnreachable, ProtocolViolation
-from ft_hsdp.protocol import Ask, Processes, Wait
+from ft_hsdp.protocol import Ask, Processes, Telemetry, Wait
 
 POLL_S = 30.0
-CONNECT_S = 2.0
 
 
 class LighthouseClient:
-    """One replica's line to the lighthouse at ``url``; the job's token goes into every request."""
+    """One replica's line to the lighthouses at ``urls``; the job's token goes into every request.
 
-    def __init__(self, url: str, token: str) -> None:
+    ``file``: see `Lighthouses`.
+    """
+
+    def __init__(
+        self, urls: tuple[str, ...], token: str, tls: ssl.SSLContext | None = None, file: Path | None = None
+    ) -> None:
         self._token = token
-        self._http = httpx.AsyncClient(
-            base_url=url,
-            headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
-            timeout=httpx.Timeout(POLL_S, connect=CONNECT_S),
-            trust_env=False,
-            follow_redirects=False,
-        )
+        self._lighthouses = Lighthouses(urls, http_client(token, POLL_S, tls), file)
+
+    async def greet(self) -> None:
+        """Connect, if the lighthouse is there."""
+        await self._lighthouses.greet()
 
     async def ask(self, ask: Ask) -> Answer:
         """Ask for a step and wait until the lighthouse has decided.
@@ -49,18 +53,24 @@ class LighthouseClient:
         """Tell the lighthouse which incarnations have exited (a rank does this for its own predecessors)."""
         await self._post("/v1/processes", processes, (protocol.Overview,))
 
+    async def tell(self, telemetry: Telemetry) -> None:
+        """Tell the lighthouse what is only to be seen.
+
+        Raises:
+            LighthouseUnreachable: it did not take it; NotTaken: it never will.
+        """
+        await deliver(self._lighthouses, telemetry)
+
     async def _post(self, path: str, message: object, expected: tuple[type, ...]) -> Any:
+        response = await self._lighthouses.post(path, protocol.encode(message))
+        if response.status_code != 200:
+            text = response.text.strip().splitlines()
+            raise LighthouseUnreachable(f"lighthouse answered {response.status_code}: {(text or [''])[0][:200]}")
         try:
-            response = await self._http.post(path, content=protocol.encode(message))
-            if response.status_code != 200:
-                text = response.text.strip().splitlines()
-                raise LighthouseUnreachable(
-                    f"lighthouse answered {response.status_code}: {(text or [''])[0][:200]}"
-                )
             return protocol.decode(response.content, *expected)
-        except (httpx.HTTPError, ProtocolViolation) as error:
-            raise LighthouseUnreachable(f"lighthouse: {type(error).__name__} {error}") from error
+        except ProtocolViolation as error:
+            raise LighthouseUnreachable(f"lighthouse: {error}") from error
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._http.aclose()
+        await self._lighthouses.close()

@@ -30,12 +30,15 @@ def ask(s: Replica, after: int = 0) -> Step:
         leaving=s.leaving,
         lagging=s.lagging,
         diverged=s.diverged,
+        suspects=s.silent if after else (),
+        saved=s.saved,
+        departs=s.departing,
     )
     return replace(s, phase=Phase.FINAL if s.head.step >= s.steps else Phase.ASKING), (Ask(report),)
 
 
-def broken(s: Replica, epoch: int, why: str = "the ring broke") -> Step:
-    """The ring is of no more use: say so, keep what is in doubt, ask for a larger epoch.
+def broken(s: Replica, epoch: int, why: str = "the ring broke", suspect: int | None = None) -> Step:
+    """The ring is of no more use: say so and whom it suspects, keep what is in doubt, ask for a larger epoch.
 
     A replica that has not passed on a yes never will, so its attempt is void: nobody can have committed it.
     """
@@ -49,6 +52,7 @@ def broken(s: Replica, epoch: int, why: str = "the ring broke") -> Step:
         void=s.fence if undecided else s.void,
         record=s.record if s.forwarded else None,
         token=None,
+        silent=() if suspect in (None, s.me) else (suspect,),
     )
     stopped = StopRing(epoch, why)
     if s.phase is Phase.FINAL and s.verified:
@@ -65,11 +69,17 @@ def feed(s: Replica) -> Step:
 
 
 def write(
-    s: Replica, state: StateId, holders: tuple[int, ...], unwritable: tuple[int, ...] | None = None
+    s: Replica,
+    state: StateId,
+    holders: tuple[int, ...],
+    unwritable: tuple[int, ...] | None = None,
+    demanded: bool = False,
 ) -> tuple[Effect, ...]:
     """Write ``state``, if this replica is the one of its ``holders`` to do so; None: nothing new was heard."""
-    every, heard = s.rules.checkpoint_every, s.unwritable if unwritable is None else unwritable
-    writer = checkpoint.designated(state.step, every, s.steps, holders, heard)
+    heard = s.unwritable if unwritable is None else unwritable
+    writer = None
+    if demanded or checkpoint.due(state.step, s.rules.checkpoint_every, s.steps):
+        writer = checkpoint.designated(holders, heard)
     if writer is None:
-        writer = checkpoint.successor(every, holders, s.unwritable, heard)
+        writer = checkpoint.successor(holders, s.unwritable, heard)
     return (Checkpoint(state),) if writer == s.me else ()

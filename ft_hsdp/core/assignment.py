@@ -64,7 +64,9 @@ class Report:
     last token knew to hold ``state``; ``void`` is an attempt that it will never vote for. ``doubt`` is a
     state that it knows to be, or has voted to be, committed, but whose base it does not hold. ``lagging`` are the
     replicas that need a newer base than their grant's. ``diverged`` are replicas that were found to hold different
-    states under one name, with no majority to tell who is wrong.
+    states under one name, with no majority to tell who is wrong. ``suspects`` are the replicas that its ranks saw
+    die or fall silent in the ring of ``after``. ``saved`` is the step of the newest state written on demand.
+    ``departs``: it was asked to leave, and wants to become no member any more.
     """
 
     replica: int
@@ -81,14 +83,23 @@ class Report:
     leaving: tuple[int, ...] = ()
     lagging: tuple[int, ...] = ()
     diverged: tuple[int, ...] = ()
+    suspects: tuple[int, ...] = ()
+    saved: int = 0
+    departs: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Answer: the membership of ``epoch`` stands for ``step``."""
+    """Answer: the membership of ``epoch`` stands for ``step``.
+
+    With ``leave`` the replica is to go at the next commit, if others hold its state then. ``checkpoint`` demands
+    that a state of that many steps or more be written (0: none is demanded).
+    """
 
     epoch: int
     step: int
+    leave: bool = False
+    checkpoint: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -35,9 +35,10 @@ class GrantShown:
 
 @dataclass(frozen=True, slots=True)
 class RingBroken:
-    """The ring of ``epoch`` is of no more use."""
+    """The ring of ``epoch`` is of no more use; ``suspect`` is the replica that is held responsible, if one is."""
 
     epoch: int
+    suspect: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +95,11 @@ class LeaveRequested:
     """The replica shall leave at the next commit."""
 
 
+@dataclass(frozen=True, slots=True)
+class LeaveOverdue:
+    """The others have not formed a ring without this replica, which leaves, in time."""
+
+
 Event = (
     Started
     | Answered
@@ -107,4 +113,5 @@ Event = (
     | CheckpointWritten
     | CheckpointFailed
     | LeaveRequested
+    | LeaveOverdue
 )

@@ -33,6 +33,7 @@ from ft_hsdp.core.events import (
     Fetched,
     FetchFailed,
     GrantShown,
+    LeaveOverdue,
     LeaveRequested,
     Reduced,
     RingBroken,
@@ -42,13 +43,15 @@ from ft_hsdp.core.events import (
 )
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.core.standing import Phase, Replica
-from ft_hsdp.core.voting import reduced, token_came
+from ft_hsdp.core.voting import go, reduced, token_came
 
 
 def transition(s: Replica, event: Event) -> Step:
     """One event in, the next replica and what to do out."""
     if s.phase is Phase.DONE:
         return s, ()
+    if s.phase is Phase.LEAVING:
+        return _leaving(s, event)
     match event:
         case Started():
             return ask(s)
@@ -57,9 +60,9 @@ def transition(s: Replica, event: Event) -> Step:
         case GrantShown(grant):
             return _adopt(s, grant)
         case Unanswered():
-            return _proceed(s)
-        case RingBroken(epoch):
-            return broken(s, epoch)
+            return (s, ()) if _waned(s) else _proceed(s)
+        case RingBroken(epoch, suspect):
+            return broken(s, epoch, suspect=suspect)
         case Reduced(fence, record, digest):
             return reduced(s, fence, record, digest)
         case TokenArrived(token):
@@ -77,7 +80,26 @@ def transition(s: Replica, event: Event) -> Step:
         case CheckpointFailed():
             return replace(s, failing=True), ()
         case LeaveRequested():
-            return replace(s, departing=True), ()
+            s = replace(s, departing=True)
+            return ask(s) if s.grant is None and s.phase is Phase.ASKING else (s, ())
+        case LeaveOverdue():
+            return s, ()
+
+
+def _leaving(s: Replica, event: Event) -> Step:
+    """Go when the others have left the ring: until then some may not have heard the verdict on the last step."""
+    match event:
+        case RingBroken() | GrantShown() | LeaveOverdue() if s.intact:
+            return go(s)
+        case CheckpointWritten(state) | CheckpointFailed(state) if state == s.writing:
+            s = replace(s, writing=None)
+            return (s, ()) if s.intact else go(s)
+    return s, ()
+
+
+def _waned(s: Replica) -> bool:
+    """Whether members of the ring have left it at the last commit: then it cannot go on, lease or not."""
+    return bool(s.leaving) and not set(s.equal) <= set(s.leaving)
 
 
 def _answered(s: Replica, answer: Answer) -> Step:
@@ -85,7 +107,8 @@ def _answered(s: Replica, answer: Answer) -> Step:
     match answer:
         case Grant():
             return _adopt(s, answer)
-        case Continue(epoch, step):
+        case Continue(epoch, step, leave, checkpoint):
+            s = replace(s, dismissed=leave, wanted=max(s.wanted, checkpoint))
             stands = s.grant is not None and (epoch, step) == (s.grant.epoch, s.head.step + 1)
             return _proceed(s) if stands else (s, ())
         case Final():
@@ -118,7 +141,7 @@ def _adopt(s: Replica, grant: Grant) -> Step:
         lineage.newer(s.state, grant.base)
         or (held is not None and doubtful and lineage.newer(held.state_id, grant.base))
     ):
-        s = replace(s, seen=(grant.term, grant.epoch), intact=False)
+        s = replace(s, seen=(grant.term, grant.epoch), intact=False, silent=())
         s, asked = ask(s, after=grant.epoch)
         return s, (*leaves, StopRing(grant.epoch, "stale grant: a member holds a newer state"), *asked)
     state = held.state_id if resolved and held else s.state
@@ -150,6 +173,9 @@ def _adopt(s: Replica, grant: Grant) -> Step:
         lagging=(),
         suspects=(),
         diverged=(),
+        silent=(),
+        wanted=min(s.wanted, grant.base.step + 1),
+        saved=min(s.saved, grant.base.step),
     )
     effects.append((Configure(grant),))
     if behind:

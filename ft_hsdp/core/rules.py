@@ -13,11 +13,13 @@ class Rules:
     """``checkpoint_every`` steps there is a durable checkpoint (0: never). A replica that is behind keeps at most
     ``catchup_log_steps`` committed gradients until its base is there. ``poison`` says what becomes of a step in
     which some gradient is not finite: it is tried again without it, or committed without changing any weight.
+    ``keep_last``: when all that hold the state leave on request, one of them writes a checkpoint of it first.
     """
 
     checkpoint_every: int = 0
     catchup_log_steps: int = 64
     poison: Poison = "exclude_contributor"
+    keep_last: bool = False
 
 
 DEFAULT = Rules()

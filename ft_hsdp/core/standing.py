@@ -18,6 +18,7 @@ class Phase(Enum):
     ASKING = "asking"
     REDUCING = "reducing"
     VOTED = "voted"
+    LEAVING = "leaving"
     FINAL = "final"
     DONE = "done"
 
@@ -31,8 +32,11 @@ class Replica:
     applied. ``record`` is there once all ranks hold the reduced gradient, ``forwarded`` once a yes was passed
     on. ``digest`` is of the slice of the state that the attempt builds on. ``fed`` is the state that the newest
     batch is fed to. ``suspects`` were found to hold another state than the majority, ``diverged`` are those that
-    differ with no majority. ``failing``: this replica could not write its last checkpoint. ``skips`` is how many
-    of the newest steps in a row changed no weight.
+    differ with no majority. ``silent`` is who was seen to die or fall silent in the ring of ``grant``.
+    ``failing``: this replica could not write its last checkpoint. ``skips`` is how many of the newest steps in a
+    row changed no weight. ``departing``: it was asked to leave; ``dismissed``: the lighthouse wants it to, when it
+    can be spared. ``wanted`` is the newest demand for a checkpoint that was heard of, ``saved`` the step of the
+    newest state that was written on demand. ``writing``: it leaves, and ends once this state is durable.
     """
 
     me: int
@@ -61,9 +65,14 @@ class Replica:
     unwritable: tuple[int, ...] = ()
     suspects: tuple[int, ...] = ()
     diverged: tuple[int, ...] = ()
+    silent: tuple[int, ...] = ()
     departing: bool = False
+    dismissed: bool = False
     failing: bool = False
     skips: int = 0
+    wanted: int = 0
+    saved: int = 0
+    writing: StateId | None = None
 
     @property
     def verified(self) -> bool:

@@ -13,6 +13,7 @@ from ft_hsdp.core.commit import CommitRecord, Fence, Token, fenced
 from ft_hsdp.core.effects import Commit, Discard, Effect, Exit, Forget, Log, Reduce, SendToken, StopRing
 from ft_hsdp.core.standing import Phase, Replica
 
+LEFT = "left on request"
 MAX_ATTEMPTS = 3
 MAX_SKIPS = 8  # steps in a row without a finite sum; fewer than refill the budget of restarts
 
@@ -78,12 +79,13 @@ def _pass_on(s: Replica, token: Token) -> Step:
     token = replace(
         token,
         equal=(*token.equal, s.me) if s.verified else token.equal,
-        leaving=(*token.leaving, s.me) if s.departing else token.leaving,
+        leaving=(*token.leaving, s.me) if s.departing or s.dismissed else token.leaving,
         digests=(*token.digests, (s.me, s.digest)) if s.digest else token.digests,
         lagging=(*token.lagging, s.me) if s.lags else token.lagging,
         unwritable=(*token.unwritable, s.me) if s.failing else token.unwritable,
+        checkpoint=max(token.checkpoint, s.wanted if s.wanted > s.saved else 0),
     )
-    s = replace(s, forwarded=token.yes)
+    s = replace(s, forwarded=token.yes, wanted=max(s.wanted, token.checkpoint))
     if _size(s) == 1:
         return _decide(s, replace(token, verdict=True), ())
     return s, (SendToken(token),)
@@ -98,10 +100,14 @@ def _decide(s: Replica, token: Token, passed: tuple[Effect, ...]) -> Step:
         return _again(s, token, passed)
     record = s.record
     applied: tuple[Effect, ...] = (Commit(record),)
+    stay = tuple(r for r in token.equal if r not in token.leaving)
+    leaves = s.departing or (s.dismissed and bool(stay))  # the last who holds the state cannot be spared
     if s.verified:
-        holders = tuple(r for r in token.equal if r not in token.leaving)
-        applied = (*applied, *write(s, record.state_id, holders, token.unwritable))
+        writers, last = stay or token.equal, s.rules.keep_last and s.departing and not stay
+        written = write(s, record.state_id, writers, token.unwritable, token.checkpoint > 0 or last)
+        applied = (*applied, *written)
         s = replace(s, state=record.state_id, skips=s.skips + 1 if record.skipped else 0)
+        s = replace(s, writing=record.state_id if leaves and written else None)
     else:
         s, applied = _log(s, record)
     s = replace(
@@ -116,16 +122,30 @@ def _decide(s: Replica, token: Token, passed: tuple[Effect, ...]) -> Step:
         leaving=tuple(sorted(token.leaving)),
         lagging=tuple(sorted(token.lagging)),
         unwritable=tuple(sorted(token.unwritable)),
+        saved=record.step if token.checkpoint else s.saved,
     )
-    end = Exit(0, "left on request") if s.departing and s.verified else None
+    if leaves:
+        gone: tuple[Effect, ...] = ()
+        s = replace(s, phase=Phase.LEAVING)
+        if not stay and _position(s) == _size(s) - 1:  # all leave, and the last to hear the verdict begins
+            s, gone = go(s)
+        return s, (*passed, *applied, *gone)
     if s.skips >= MAX_SKIPS:
-        end = Exit(75, f"{s.skips} steps in a row had no finite gradient")
-    if end is not None:
         left = StopRing(s.fence.epoch, f"replica {s.me} leaves")
+        end = Exit(75, f"{s.skips} steps in a row had no finite gradient")
         return replace(s, phase=Phase.DONE), (*passed, *applied, left, end)
     s, fed = feed(s) if s.verified and s.head.step < s.steps else (s, ())
     s, asked = ask(s)
     return s, (*passed, *applied, *asked, *fed)
+
+
+def go(s: Replica) -> Step:
+    """Leave the ring, if it stands, and end; but not before a checkpoint that is being written is."""
+    left = (StopRing(s.grant.epoch, f"replica {s.me} leaves"),) if s.grant is not None and s.intact else ()
+    s = replace(s, intact=False)
+    if s.writing is not None:
+        return s, left
+    return replace(s, phase=Phase.DONE), (*left, Exit(0, LEFT))
 
 
 def _log(s: Replica, record: CommitRecord) -> Step:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import socket
 import struct
+from collections.abc import Callable
 
 from ft_hsdp import protocol
 from ft_hsdp.errors import ProtocolViolation
@@ -25,29 +26,30 @@ def say(sock: socket.socket, message: object) -> None:
         sock.send(protocol.frame(message), socket.MSG_DONTWAIT)
 
 
-async def receive(sock: socket.socket, *expected: type) -> object | None:
-    """Receive one message; None at the end of the stream.
+async def receive(sock: socket.socket, *expected: type, heard: Callable[[], None] = lambda: None) -> object | None:
+    """Receive one message; None at the end of the stream. ``heard`` is called whenever a part of it comes.
 
     Raises:
         ProtocolViolation: it is too large or not of an expected type.
         OSError: the connection broke.
     """
-    head = await _exactly(sock, protocol.LENGTH.size)
+    head = await _exactly(sock, protocol.LENGTH.size, heard)
     if head is None:
         return None
     (length,) = protocol.LENGTH.unpack(head)
     if length > protocol.MAX_MESSAGE:
         raise ProtocolViolation(f"message of {length} bytes; allowed: {protocol.MAX_MESSAGE}")
-    body = await _exactly(sock, length)
+    body = await _exactly(sock, length, heard)
     return None if body is None else protocol.decode(body, *expected)
 
 
-async def _exactly(sock: socket.socket, count: int) -> bytes | None:
+async def _exactly(sock: socket.socket, count: int, heard: Callable[[], None]) -> bytes | None:
     loop, data = asyncio.get_running_loop(), bytearray()
     while len(data) < count:
         part = await loop.sock_recv(sock, count - len(data))
         if not part:
             return None
+        heard()
         data += part
     return bytes(data)
 

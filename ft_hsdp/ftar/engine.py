@@ -62,11 +62,29 @@ class Ring:
         self._lock = threading.Lock()
         self._error: FTARError | None = None
         self._busy = False
+        self.entered = 0  # all-reduces that were begun
 
     @property
     def error(self) -> FTARError | None:
         """Why the ring is of no more use."""
         return self._error
+
+    @property
+    def busy(self) -> bool:
+        """Whether an all-reduce is under way."""
+        return self._busy
+
+    @property
+    def received(self) -> int:
+        """Chunks that came on the data connection from the left."""
+        inlet = self._inlet
+        return inlet.frames if inlet is not None else 0
+
+    @property
+    def sent(self) -> int:
+        """Chunks that went out on the data connection to the right, or are about to."""
+        outlet = self._outlet
+        return outlet.frames if outlet is not None else 0
 
     @property
     def high_water(self) -> int:
@@ -115,6 +133,7 @@ class Ring:
             if self._error is not None:
                 raise self._error
             self._busy = True
+            self.entered += 1
 
     def _run(self, exchange: Exchange) -> int:
         if self._inlet is None or self._outlet is None:

@@ -133,7 +133,7 @@ class Formation:
         edge = Edge(
             grant.epoch,
             neighbour.member.replica,
-            place.settings,
+            place.settings.patient,
             place.identity.token,
             self._address(),
             answer.door,
@@ -195,7 +195,7 @@ class Formation:
         ticket, calls = place.door.expect()
         host = self.grant.members[self.position].ring[place.identity.rank].rpartition(":")[0]
         door = kind.offer(place.door, host)
-        edge = Edge(self.grant.epoch, said.replica, place.settings, place.identity.token, "", door, ticket)
+        edge = Edge(self.grant.epoch, said.replica, place.settings.patient, place.identity.token, "", door, ticket)
         try:
             async with asyncio.timeout(place.settings.connect_timeout_s):
                 await neighbour.send(RingWelcome(self.grant.epoch, False, transport, door, ticket))

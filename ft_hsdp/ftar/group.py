@@ -11,14 +11,17 @@ import asyncio
 import socket
 import threading
 from collections.abc import Coroutine
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from ft_hsdp.core.assignment import Grant
 from ft_hsdp.core.commit import Token
-from ft_hsdp.errors import FatalError, FTARError, PeerDead, ProtocolViolation, RemoteAbort, StaleEpoch
+from ft_hsdp.errors import FatalError, FTARError, PeerDead, PeerTimeout, ProtocolViolation, RemoteAbort, StaleEpoch
 from ft_hsdp.ftar import lifecycle
+from ft_hsdp.ftar.beats import Beats
 from ft_hsdp.ftar.dataplane.base import Plane
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.door import Door, Identity
@@ -32,6 +35,7 @@ from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.neighbour import Neighbour
 from ft_hsdp.ftar.runner import Runner
 from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.ftar.spares import Spares
 from ft_hsdp.ftar.transport.shm import host_id
 from ft_hsdp.ftar.work import Work
 from ft_hsdp.protocol import RingAbort, RingBarrier, RingHello, RingWelcome
@@ -62,7 +66,8 @@ class Group:
         self._plane = plane or CpuPlane()
         self._current: Formation | None = None
         self._over = True
-        self._spare: list[Neighbour] = []
+        self._beats: Beats | None = None
+        self._spares = Spares()
         self._floor = 0
         self._reason = ""
         self._parked: dict[int, list[tuple[RingHello, Neighbour]]] = {}
@@ -109,6 +114,8 @@ class Group:
         self._go(State.CONFIGURING)
         self._current, self._over, self._ring = formation, False, None
         self._runner.expect(grant.epoch)
+        if len(grant.members) > 1:
+            self._beats = Beats(self._settings, formation, partial(self._break, formation))
         self._forming = self._spawn(self._form(formation))
         for hello, neighbour in self._parked.pop(grant.epoch, []):
             self._spawn(self._called(formation, hello, neighbour))
@@ -173,7 +180,7 @@ class Group:
         inlet = outlet = None
         if len(grant.members) > 1:
             try:
-                await formation.form(self._kept(formation.neighbour(+1)))
+                await formation.form(self._spares.to(formation.neighbour(+1)))
             except Refusal as refusal:
                 self._aborted(formation, refusal.abort)
                 return
@@ -196,21 +203,14 @@ class Group:
             lambda elements, itemsize: self._settings.plan(elements, itemsize, members),
         )
         self._go(State.READY)
+        if self._beats is not None:
+            self._beats.stands(self._ring)
         self._drop_spares()
         self._runner.run_on(self._ring)
         self._events.connected(grant.epoch)
 
-    def _kept(self, member: object) -> Neighbour | None:
-        """The spare edge to the right that leads to ``member``."""
-        for spare in self._spare:
-            if spare.outlet is not None and spare.member == member and not spare.gone:
-                self._spare.remove(spare)
-                return spare
-        return None
-
     def _drop_spares(self) -> None:
-        spares, self._spare = self._spare, []
-        for spare in spares:
+        for spare in self._spares.drain():
             self._spawn(spare.close())
 
     # What comes in.
@@ -231,8 +231,7 @@ class Group:
             self._events.shown(hello.grant)
 
     async def _called(self, formation: Formation, hello: RingHello, neighbour: Neighbour) -> None:
-        if neighbour in self._spare:
-            self._spare.remove(neighbour)
+        self._spares.remove(neighbour)
         try:
             await formation.called(hello, neighbour)
         except (OSError, ProtocolViolation, TimeoutError):
@@ -270,8 +269,7 @@ class Group:
     def _ended(self, neighbour: Neighbour, why: Exception) -> None:
         formation = self._current
         if formation is None or not formation.lost(neighbour):
-            if neighbour in self._spare:
-                self._spare.remove(neighbour)
+            if self._spares.remove(neighbour):
                 self._spawn(neighbour.close())
             return
         if neighbour.leaving or formation.retries(neighbour):
@@ -303,16 +301,18 @@ class Group:
         """A neighbour says that the ring is over; it may know a newer grant."""
         if abort.grant is not None and abort.grant.epoch > self._floor:
             self._events.shown(abort.grant)
-        self._break(formation, RemoteAbort(abort.cause, suspect=abort.suspect), abort.planned)
+        self._break(formation, RemoteAbort(abort.cause, suspect=abort.suspect), replace(abort, grant=None))
 
     # The end of a ring.
 
-    def _break(self, formation: Formation, error: FTARError, planned: bool = False) -> None:
-        """The ring is of no more use: tell both neighbours and the leader, once."""
+    def _break(self, formation: Formation, error: FTARError, abort: RingAbort | None = None) -> None:
+        """The ring is of no more use: tell both neighbours and the leader, once; ``abort`` is passed on."""
         if self._over or self._current is not formation:
             return
-        cause = error.args[0] if error.args else type(error).__name__
-        abort = RingAbort(formation.grant.epoch, str(cause), error.suspect, planned=planned)
+        if abort is None:
+            cause = error.args[0] if error.args else type(error).__name__
+            stuck = isinstance(error, PeerTimeout) and error.suspect is not None
+            abort = RingAbort(formation.grant.epoch, str(cause), error.suspect, stuck=stuck)
         self._end(formation, abort, error)
         self._drop_spares()
         self._events.broken(abort)
@@ -326,25 +326,16 @@ class Group:
         planned = RingAbort(formation.grant.epoch, reason, None, newer, planned=True)
         error = StaleEpoch(reason)
         if following is not None and self._ring is not None:
-            self._spare_edges(formation, following, self._ring, error)
+            idle = self._spares.keep(formation, following, self._ring, error)
+            self._ring = None if idle else self._ring
         self._end(formation, planned, error)
-
-    def _spare_edges(self, old: Formation, new: Formation, ring: Ring, error: StaleEpoch) -> None:
-        inlet, outlet = ring.retire(error)
-        if inlet is None or outlet is None:
-            return
-        self._ring = None
-        for neighbour, side in ((old.left, -1), (old.right, +1)):
-            same = neighbour is not None and neighbour.member == new.neighbour(side)
-            if neighbour is not None and same and not neighbour.gone:
-                self._spare.append(neighbour)
-        old.left = None if old.left in self._spare else old.left
-        old.right = None if old.right in self._spare else old.right
 
     def _end(self, formation: Formation, abort: RingAbort, error: FTARError) -> None:
         """Say goodbye both ways round, stop the data, close what the ring had."""
         self._over, self.error = True, error
         self._go(State.ABORTING)
+        if self._beats is not None:
+            self._beats.stop()
         for neighbour in formation.edges:
             neighbour.say(abort)
             neighbour.cut()
@@ -379,6 +370,8 @@ class Group:
         if formation is None or formation.grant.epoch != epoch:
             return
         self._see_off()
+        if isinstance(error, PeerTimeout):
+            error = PeerTimeout(f"{error.args[0]}, and nobody is seen to be at fault")  # or the beats had said so
         if isinstance(error, PeerDead):
             await asyncio.sleep(BLAME_S)
         self._break(formation, error)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,15 +17,18 @@ from ft_hsdp.core.commit import Token
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.ftar import control
 from ft_hsdp.ftar.link import Inlet, Outlet
-from ft_hsdp.protocol import RingAbort, RingBarrier, RingHello, RingWelcome
+from ft_hsdp.protocol import RingAbort, RingBarrier, RingBeat, RingHello, RingWelcome
 
-_MESSAGES = (Token, RingAbort, RingHello, RingWelcome, RingBarrier)
+_MESSAGES = (Token, RingAbort, RingHello, RingWelcome, RingBarrier, RingBeat)
 Heard = Callable[["Neighbour", object], None]
 
 
 class Neighbour:
     """The member at the other end of ``sock``. ``heard`` gets its messages, and at the end an OSError that says
-    how the connection ended. On the control loop."""
+    how the connection ended. On the control loop.
+
+    heard_at: when its last bytes came (monotonic seconds); newest: its newest beat, in whatever epoch.
+    """
 
     def __init__(self, sock: socket.socket, heard: Heard) -> None:
         self._sock = sock
@@ -35,6 +39,8 @@ class Neighbour:
         self.transport = ""
         self.gone = False
         self.leaving = False
+        self.heard_at = time.monotonic()
+        self.newest = RingBeat(0, 0, 0)
         self._closed = False
         self._reading: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
@@ -47,14 +53,29 @@ class Neighbour:
     async def _read(self) -> None:
         end: Exception = ConnectionResetError("closed its connection")
         try:
-            while (message := await control.receive(self._sock, *_MESSAGES)) is not None:
-                self._heard(self, message)
+            while (message := await control.receive(self._sock, *_MESSAGES, heard=self._lives)) is not None:
+                if isinstance(message, RingBeat):
+                    self.newest = message
+                else:
+                    self._heard(self, message)
         except OSError as error:
             end = ConnectionResetError(str(error))
         except ProtocolViolation as error:
             end = error
         self.gone = True
         self._heard(self, end)
+
+    def _lives(self) -> None:
+        self.heard_at = time.monotonic()
+
+    def beat(self, frame: bytes) -> None:
+        """Send a sign of life, unless something else is being sent, which is one too. If only a part of it can be
+        sent, the neighbour has not read for long, and the connection is of no more use."""
+        if self.gone or self._writing.locked():
+            return
+        with contextlib.suppress(OSError):
+            if self._sock.send(frame, socket.MSG_DONTWAIT) < len(frame):
+                self._sock.shutdown(socket.SHUT_RDWR)
 
     def say(self, message: object) -> None:
         """Send a small message now; a neighbour that is gone, or does not read, shows by its end."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ft_hsdp.core.partition import Plan
@@ -20,7 +20,8 @@ class Settings:
     """S (``chunk_bytes``), C (``chunks``), K (``connections``) and deadlines; None leaves a choice to the tuner.
 
     All members of a ring must have the same sizes: they are part of its HELLO. ``receivers``: each connection is
-    read by a thread of its own while the engine adds.
+    read by a thread of its own while the engine adds. ``beat_s``: between two signs of life; ``silence_s``: the
+    shortest silence that makes a suspect.
     """
 
     transport: Literal["auto", "tcp", "shm", "c10d"] = "auto"
@@ -30,6 +31,8 @@ class Settings:
     receivers: bool | None = None
     timeout_s: float = 60.0
     connect_timeout_s: float = 5.0
+    beat_s: float = 0.05
+    silence_s: float = 0.5
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_bytes", 8), ("chunks", 1), ("connections", 1)):
@@ -38,9 +41,14 @@ class Settings:
                 raise InvalidArgument(f"{name}: got {value}; allowed: at least {least}")
         if self.connections > self.slots:  # each has a chunk on its way
             raise InvalidArgument(f"connections: got {self.connections}; allowed: at most chunks ({self.slots})")
-        for name in ("timeout_s", "connect_timeout_s"):
+        for name in ("timeout_s", "connect_timeout_s", "beat_s", "silence_s"):
             if getattr(self, name) <= 0:
                 raise InvalidArgument(f"{name}: got {getattr(self, name)}; allowed: more than 0")
+
+    @property
+    def patient(self) -> Settings:
+        """For data connections: before they give up by themselves, the beats have said who is stuck."""
+        return replace(self, timeout_s=2 * self.timeout_s)
 
     @property
     def slots(self) -> int:

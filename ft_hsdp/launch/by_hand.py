@@ -11,25 +11,39 @@ from pathlib import Path
 
 import httpx
 
+from ft_hsdp import secret, tls
 from ft_hsdp.config import Config, config_hash, dump, load
+from ft_hsdp.control.lighthouses import listed, named
 from ft_hsdp.errors import (
     EXIT_CONFIG,
+    EXIT_HARDWARE,
     EXIT_OK,
     EXIT_RETRYABLE,
     ConfigError,
     LighthouseUnreachable,
 )
-from ft_hsdp.launch.forkserver import ForkServer
+from ft_hsdp.launch.job import END_S
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.lighthouse_process import check_port, furnish
-from ft_hsdp.launch.local import END_S, STOP_GRACE_S, prepare_data
+from ft_hsdp.launch.local import prepare_data
+from ft_hsdp.launch.local_engine import LocalEngine
 from ft_hsdp.launch.processes import TOKEN_VARIABLE, environment
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.rundir import Appender, Row, RunDir, alive, claim, read_json, write_json, write_private
+from ft_hsdp.launch.rundir import (
+    Appender,
+    Row,
+    RunDir,
+    Tailer,
+    another,
+    claim,
+    read_json,
+    write_json,
+    write_private,
+)
 from ft_hsdp.launch.story import tell
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
 
-REACH_S = 10.0  # longest wait for the lighthouse
+INJECTIONS_S = 0.2  # between two looks at the log of failures on purpose
 
 
 def run_of(config: Config) -> RunDir:
@@ -37,56 +51,62 @@ def run_of(config: Config) -> RunDir:
     return RunDir(Path(config.job.runs_dir).resolve() / config.job.name)
 
 
-def lighthouse(config: Config) -> int:
-    """Become the lighthouse of `config`'s job; a run directory that is under way is continued."""
+def lighthouse(config: Config, url: str | None = None) -> int:
+    """Become the lighthouse of `config`'s job, or one of several where lighthouse.etcd elects which one leads.
+
+    `url`: where others reach it, if that is not where it listens, such as a name of its pod. A run directory that
+    is under way is continued; a new one takes the token of the environment, if it is there.
+    """
     run = run_of(config)
-    named = read_json(run.lighthouse)
-    if alive(named):
-        raise ConfigError("job.name", run.name, f"a name without a lighthouse (pid {named['pid']} is one)")
+    said = read_json(run.lighthouse)
+    if another(said) and not config.lighthouse.etcd:
+        raise ConfigError("job.name", run.name, f"a name without a lighthouse (pid {said['pid']} is one)")
     check_port(config)
     over = run.supervisor.exists() or any(run.final(n).exists() for n in run.replicas())
     if over or not run.config.exists():
         claim(run)
-        furnish(run, config)
+        furnish(run, config, os.environ.get(TOKEN_VARIABLE))
     else:
         _same_hash(run, config)
         run.config.write_text(dump(config))
-    command = [sys.executable, "-m", "lighthouse", "--run", str(run.path)]
+    where = () if url is None else ("--url", listed(url, "--url")[0])
+    command = [sys.executable, "-m", "lighthouse", "--run", str(run.path), *where]
     os.execve(sys.executable, command, environment())  # noqa: S606 - no shell is what we want
 
 
 def replica(config: Config, replica_id: int, url: str | None = None) -> int:
-    """Run one replica of `config`'s job to its end; the exit code.
+    """Run one replica of `config`'s job to its end; the exit code. `url`: one, or several after commas.
 
     Under torchrun (RANK is set) this process is one rank of it, else it supervises all ranks. `url` with
     FT_HSDP_TOKEN in the environment replaces lighthouse.json and token of the run directory.
-    Raises LighthouseUnreachable after 10 s.
+    Raises LighthouseUnreachable after timeouts.reach_s.
     """
-    if not 0 <= replica_id < config.replicas:
-        raise ConfigError("--replica", replica_id, f"0 to {config.replicas - 1} (replicas is {config.replicas})")
+    if not 0 <= replica_id < config.slots:
+        raise ConfigError(
+            "--replica", replica_id, f"0 to {config.slots - 1} (there are {config.slots} replicas at most)"
+        )
     run = run_of(config)
     if url is not None:
         _introduce(run, config, url)
-    url = wait_for_lighthouse(run)
+    urls = wait_for_lighthouse(run, tls.trusted(config.network), config.timeouts.reach_s)
     prepare_data(config)
     if "RANK" in os.environ:
         from ft_hsdp.train import trainer  # torch is only needed here
 
         return int(trainer.main(config, replica_id, run.path))
-    return asyncio.run(_supervise(config, run, replica_id, url))
+    return asyncio.run(_supervise(config, run, replica_id, urls))
 
 
-def wait_for_lighthouse(run: RunDir, timeout_s: float = REACH_S) -> str:
-    """The address of the lighthouse of `run`, once it answers. Raises LighthouseUnreachable."""
+def wait_for_lighthouse(run: RunDir, trusted: tls.Trusted, timeout_s: float) -> tuple[str, ...]:
+    """The addresses of the lighthouses of `run`, once one of them answers. Raises LighthouseUnreachable."""
     deadline = time.monotonic() + timeout_s
     problem = f"there is no {run.lighthouse}; start `ft-hsdp lighthouse` first, or give --lighthouse"
     while True:
-        named = read_json(run.lighthouse)
-        if isinstance(named, dict) and run.token.exists():
-            url = str(named.get("url"))
+        urls = named(read_json(run.lighthouse)) if run.token.exists() else ()
+        for url in urls:
             try:
-                httpx.get(f"{url}/healthz", timeout=1.0, trust_env=False).raise_for_status()
-                return url
+                httpx.get(f"{url}/healthz", timeout=1.0, trust_env=False, verify=trusted).raise_for_status()
+                return urls
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 problem = f"{url}: {error or type(error).__name__}"
         if time.monotonic() > deadline:
@@ -94,7 +114,7 @@ def wait_for_lighthouse(run: RunDir, timeout_s: float = REACH_S) -> str:
         time.sleep(0.1)
 
 
-async def _supervise(config: Config, run: RunDir, replica_id: int, url: str) -> int:
+async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[str, ...]) -> int:
     """Supervise one replica, with a fork server of its own."""
     folder = run.replica(replica_id)
     folder.mkdir(parents=True, exist_ok=True)
@@ -104,16 +124,25 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, url: str) -> 
 
     def emit(event: Row) -> None:
         events.append(event)
+        link.note(event)
         print(tell(event), file=sys.stderr)  # noqa: T201 - progress of a command
 
     progress = Progress()
-    forks = ForkServer(run.path)
-    link = LighthouseLink(url, run.token.read_text().strip(), progress, lambda _, *what: one.evict(*what))
+    engine = LocalEngine(
+        run,
+        boot_s=config.timeouts.boot_s,
+        spares=config.spares // config.ranks_per_replica,
+        folder=folder / "spares",
+        emit=emit,
+        quiet_s=config.restart.hold_s,
+    )
+    token, context = secret.current(run.token), tls.client(config.network)
+    link = LighthouseLink(urls, token, progress, lambda _, *what: one.evict(*what), context, run.lighthouse)
     one = ReplicaSupervisor(
         replica_id,
         config,
         run,
-        forks=forks,
+        engine=engine,
         link=link,
         progress=progress,
         emit=emit,
@@ -124,32 +153,52 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, url: str) -> 
     stopping: list[asyncio.Task[None]] = []
 
     def on_signal(number: int) -> None:
-        if stopped and one.current is not None:
+        if not stopped:
+            stopped.append(number)
+            stopping.append(asyncio.create_task(one.stop(config.timeouts.stop_s)))
+        elif number == signal.SIGINT and one.current is not None:  # schedulers repeat SIGTERM, people Ctrl-C
             one.current.kill()
-        stopped.append(number)
-        stopping.append(asyncio.create_task(one.stop(STOP_GRACE_S)))
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
     reporting = asyncio.create_task(link.run())
+    injections = asyncio.create_task(_note_injections(run, replica_id, link))
     try:
+        await progress.wait_for(lambda: progress.heard or bool(stopped), config.timeouts.reach_s)
         outcome = await one.run()
-        if outcome.kind != "stopped":
-            await progress.wait_for(lambda: link.settled, END_S / 10)
+        if outcome.kind == "stopped":
+            link.lost(replica_id)  # nobody has to wait for it, unless it is started again
+        await progress.wait_for(lambda: link.settled, END_S / 10)
     finally:
         reporting.cancel()
-        await asyncio.gather(reporting, *stopping, return_exceptions=True)
-        await forks.close()
+        injections.cancel()
+        await asyncio.gather(reporting, injections, *stopping, return_exceptions=True)
+        await engine.close()
         events.close()
-    return _code(outcome, stopped)
+    first = one.current.first if one.current is not None else None
+    return exit_code(outcome, stopped, first.code if first is not None else None)
 
 
-def _code(outcome: Outcome, stopped: list[int]) -> int:
+async def _note_injections(run: RunDir, replica_id: int, link: LighthouseLink) -> None:
+    """Have the lighthouse hear of the failures that `ft-hsdp chaos` makes here from now on."""
+    log = Tailer(run.injections(replica_id))
+    log.poll()
+    while True:
+        await asyncio.sleep(INJECTIONS_S)
+        for event in log.poll():
+            link.note(event)
+
+
+def exit_code(outcome: Outcome, stopped: list[int], rank: int | None) -> int:
+    """Of `ft-hsdp replica`, whose outcome is known; stopped: the signals that it was sent; rank: the code of the
+    rank that ended first."""
     if stopped:
         return 128 + stopped[0]
-    if outcome.kind != "done":
+    if outcome.kind not in ("done", "drained"):
         print(outcome.reason, file=sys.stderr)  # noqa: T201 - the one line that says why
-    return {"done": EXIT_OK, "config": EXIT_CONFIG}.get(outcome.kind, EXIT_RETRYABLE)
+    if outcome.kind == "lost" and rank == EXIT_HARDWARE:
+        return EXIT_HARDWARE
+    return {"done": EXIT_OK, "drained": EXIT_OK, "config": EXIT_CONFIG}.get(outcome.kind, EXIT_RETRYABLE)
 
 
 def _introduce(run: RunDir, config: Config, url: str) -> None:
@@ -159,10 +208,11 @@ def _introduce(run: RunDir, config: Config, url: str) -> None:
         raise ConfigError(TOKEN_VARIABLE, "", "the job's token, where --lighthouse is given")
     if not run.config.exists():
         furnish(run, config, token)
-    elif token:
-        write_private(run.token, token)
-    if (read_json(run.lighthouse) or {}).get("url") != url.rstrip("/"):
-        write_json(run.lighthouse, {"pid": 0, "url": url.rstrip("/")})
+    elif token and not (run.token.exists() and secret.current(run.token) == token):
+        write_private(run.token, token)  # others may read it at this moment: not without need
+    urls = listed(url)
+    if set(named(read_json(run.lighthouse))) != set(urls):
+        write_json(run.lighthouse, {"pid": 0, "url": urls[0], "urls": list(urls)})
 
 
 def _same_hash(run: RunDir, config: Config) -> None:

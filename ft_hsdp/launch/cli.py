@@ -6,27 +6,37 @@ Bad input gets one line on stderr and its exit code, never a traceback.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
 from ft_hsdp.config import Config, load
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError
+from ft_hsdp.launch.render import command as rendering
+from ft_hsdp.launch.rundir import RunDir
 
 INTERRUPTED = 130
 MEASURES = (
     "of ftar: bandwidth (default), spin, kill, reconfigure, link; of fetch: large, small; "
-    "of recovery: kill, torchft, rejoin, readers, local; "
-    "of overhead: steady, snapshot, link; or all"
+    "of recovery: kill, torchft, rejoin, return, stop, readers, local; "
+    "of overhead: steady, snapshot, ray, link; or all"
 )
 BENCH_TIME = (
     "On 2 quiet cores ftar by default takes about 5 minutes, and 15 GiB of memory (all measures 12); "
-    "fetch 2, and 10 GiB; recovery 12; overhead 20"
+    "fetch 2, and 10 GiB; quorum 1; recovery 12; overhead 20"
 )
+ORDERS = {
+    "evict": "end one replica's processes; it is started again",
+    "drain": "have one replica leave after its step, and keep it away",
+    "undrain": "let a drained replica come back",
+    "checkpoint": "have the next step written as a durable checkpoint",
+    "scale": "have the job go on with N replicas, from the next step on",
+}
 OVERRIDES = "--dotted.key=value sets any key of the configuration; the value is YAML, e.g. --train.steps=60"
 
 
@@ -111,14 +121,23 @@ def build_parser() -> argparse.ArgumentParser:
         return command
 
     with_json(with_config(add("up", "lighthouse and all replicas on this machine, until done", _up)))
-    with_config(add("lighthouse", "the lighthouse of a job, by itself", _lighthouse))
+    lighthouse = with_config(add("lighthouse", "the lighthouse of a job, by itself", _lighthouse))
+    lighthouse.add_argument("--url", metavar="URL", help="where others reach it, if not where it listens")
     replica = with_config(add("replica", "one replica of a job, or one rank of it under torchrun", _replica))
     replica.add_argument("--replica", type=int, required=True, metavar="ID", help="which one, from 0")
-    replica.add_argument("--lighthouse", metavar="URL", help="where it is, if not in the run directory")
+    replica.add_argument("--lighthouse", metavar="URL[,URL]", help="where it is, if not in the run directory")
     status = with_runs(with_json(add("status", "the running job: steps, replicas, ranks, pids", _status)))
     status.add_argument("--run", metavar="RUN", help="a run's name or folder (the newest that runs)")
-    submit = with_config(add("submit", "the same job on a Ray cluster", _not_here))
-    submit.set_defaults(name="submit")
+    status.add_argument("--ray-address", metavar="A", help="of a Ray cluster: auto, or HOST:PORT of its head")
+    submit = with_json(with_config(add("submit", "the same job on a Ray cluster", _submit)))
+    submit.add_argument(
+        "--ray-address",
+        metavar="A",
+        default="auto",
+        help="auto (default) or HOST:PORT of its head, on a node of it; http://HOST:8265 from elsewhere",
+    )
+    render = add("render", "the same job as a file for Slurm or Kubernetes, on stdout", _render)
+    rendering.declare(render, with_config)
     chaos = with_runs(with_json(add("chaos", "send a signal to one rank of a running job", _chaos)))
     chaos.add_argument("run", metavar="RUN", help="a run's name or folder")
     chaos.add_argument("--replica", type=int, required=True, metavar="ID")
@@ -132,16 +151,41 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--members", metavar="LIST", help="ring sizes, e.g. 2,4")
     bench.add_argument("--contenders", metavar="LIST", help="tcp,shm,shm-any,c10d,gloo,torchft,openmpi")
     bench.add_argument(
-        "--rounds", type=int, metavar="N", help="of what is interleaved: 20, 5 (recovery), 200 steps"
+        "--rounds",
+        type=int,
+        metavar="N",
+        help="of what is interleaved: 20; recovery 5; quorum 300; overhead 70 (steady), 30 (snapshot), 6 (ray)",
     )
     bench.add_argument("--kills", type=int, default=200, metavar="N", help="recovery: how many, 200 by default")
     bench.epilog = BENCH_TIME
     bench.set_defaults(name="bench")
-    with_json(with_config(add("doctor", "preflight: name, port, data, memory, disk", _doctor)))
-    replay = with_runs(with_json(add("replay", "train a recorded run again and compare", _replay)))
+    doctor = with_json(with_config(add("doctor", "preflight: what would stop the job, and what to do", _doctor)))
+    doctor.add_argument("--lighthouse", metavar="URL[,URL]", help="where it is, if not on this machine")
+    doctor.add_argument("--ray", action="store_true", help="Ray must be here")
+    doctor.add_argument("--ray-address", metavar="ADDRESS", help="a cluster to look at: HOST:PORT, or auto")
+    add("schema", "the JSON Schema of a configuration, for editors", _schema)
+    replay = with_runs(with_json(add("replay", "a recorded run: train it again and compare; its page", _replay)))
     replay.add_argument("run", metavar="RUN", help="a run's name or folder")
+    replay.add_argument(
+        "--page", action="store_true", help="only the page; on a terminal it also follows the check"
+    )
+    replay.add_argument("--port", type=int, default=0, metavar="N", help="of the page (a free one)")
     explain = with_runs(with_json(add("explain", "what happened in a run, and why", _explain)))
     explain.add_argument("run", metavar="RUN", help="a run's name or folder")
+    trace = with_runs(add("trace", "a run as a trace for ui.perfetto.dev", _trace))
+    trace.add_argument("run", metavar="RUN", help="a run's name or folder")
+    trace.add_argument("out", metavar="OUT", type=Path, nargs="?", help="a file (trace.json in the run's folder)")
+    for name, text in ORDERS.items():
+        command = with_runs(add(name, text, _order))
+        command.set_defaults(action=name, replica=None, replicas=None, force=False)
+        command.add_argument("run", metavar="RUN", help="a running job's name or folder")
+        if name == "scale":
+            command.add_argument("replicas", type=int, metavar="N", help="from 1 to max_replicas")
+        command.add_argument("--reason", default="", help="for the journal")
+        if name not in ("checkpoint", "scale"):
+            command.add_argument("--replica", type=int, required=True, metavar="ID")
+        if name in ("drain", "scale"):
+            command.add_argument("--force", action="store_true", help="even below quorum.min_replicas")
     export = with_json(add("export", "a checkpoint's model as Hugging Face safetensors", _export))
     export.add_argument("folder", metavar="CHECKPOINT_DIR", type=Path, help="checkpoint.dir of the job")
     export.add_argument("out", metavar="OUT", type=Path, help="a new folder")
@@ -161,7 +205,7 @@ def _up(args: argparse.Namespace) -> int:
 def _lighthouse(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.by_hand import lighthouse
 
-    return lighthouse(_config(args))
+    return lighthouse(_config(args), args.url)
 
 
 def _replica(args: argparse.Namespace) -> int:
@@ -170,15 +214,60 @@ def _replica(args: argparse.Namespace) -> int:
     return replica(_config(args), args.replica, args.lighthouse)
 
 
+def _submit(args: argparse.Namespace) -> int:
+    config = _config(args)
+    with _needs_ray("submit"):
+        from ft_hsdp.launch.ray.cluster import destination
+        from ft_hsdp.launch.ray.submit import submit
+
+        address = destination(args.ray_address)
+        if "://" in address:
+            from ft_hsdp.launch.ray import jobs
+
+            return jobs.submit(config, args.config, args.overrides, address, json=args.json)
+    code, summary = submit(config, address, stream=sys.stderr if args.json else sys.stdout)
+    if args.json:
+        _print_json(summary)
+    return code
+
+
+def _render(args: argparse.Namespace) -> int:
+    sys.stdout.write(rendering.render(_config(args), args))
+    sys.stdout.flush()
+    return EXIT_OK
+
+
 def _status(args: argparse.Namespace) -> int:
+    if args.ray_address is not None:
+        with _needs_ray("status --ray-address"):
+            from ft_hsdp.launch.ray import status as in_cluster
+        told, shown = in_cluster.status(args.ray_address, args.run)
+        if args.json:
+            _print_json(told)
+        else:
+            _print(shown)
+        return EXIT_OK
     from ft_hsdp.launch.status import find, lines, status
 
-    picture = status(find(args.runs_dir, args.run))
+    run = find(args.runs_dir, args.run)
+    picture = status(run)
     if args.json:
         _print_json(picture)
     else:
-        _print(lines(picture))
+        _print(lines(run, picture))
     return EXIT_OK
+
+
+@contextlib.contextmanager
+def _needs_ray(command: str) -> Iterator[None]:
+    """One line where Ray is not installed."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != "ray":
+            raise
+        allowed = "another one, or this one once Ray is installed: pip install 'ft_hsdp[ray]'"
+        raise ConfigError("command", command, allowed) from None
 
 
 def _chaos(args: argparse.Namespace) -> int:
@@ -196,8 +285,6 @@ def _chaos(args: argparse.Namespace) -> int:
 def _bench(args: argparse.Namespace) -> int:
     from ft_hsdp.bench.command import BENCHES
 
-    if not set(args.what) <= set(BENCHES):
-        return _not_here(args)
     results = {}
     for what in dict.fromkeys(args.what):
         results[what], show = BENCHES[what](args, sys.stderr)
@@ -208,21 +295,36 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from ft_hsdp.launch.doctor import examine
+    from ft_hsdp.control.lighthouses import listed
+    from ft_hsdp.launch.doctor import Subject, examine
 
-    findings = examine(_config(args))
+    urls = listed(args.lighthouse) if args.lighthouse else ()
+    findings = examine(Subject(_config(args), urls, args.ray, args.ray_address))
     well = all(finding.ok for finding in findings)
     if args.json:
-        _print_json({"ok": well, "checks": [{"name": f.name, "ok": f.ok, "text": f.text} for f in findings]})
+        checks = [{"name": f.name, "ok": f.ok, "state": f.state.value, "text": f.text} for f in findings]
+        _print_json({"ok": well, "checks": checks})
     else:
-        _print([f"{'ok  ' if f.ok else 'FAIL'}  {f.name:<7} {f.text}" for f in findings])
+        marks = {"ok": "ok", "fail": "FAIL", "skip": "?"}
+        _print([f"{marks[f.state.value]:<4}  {f.name:<10} {' '.join(f.text.split())}" for f in findings])
     return EXIT_OK if well else EXIT_CONFIG
+
+
+def _schema(_: argparse.Namespace) -> int:
+    from ft_hsdp.config import json_schema
+
+    _print([json_schema().rstrip("\n")])
+    return EXIT_OK
 
 
 def _replay(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.status import named
 
     run = named(args.runs_dir, args.run)
+    if args.page and args.json:
+        raise ConfigError("--page", True, "without --json: the page is not a document")
+    if args.page:
+        return _page(run, args.port)
     from ft_hsdp.launch import replay  # torch is only needed here
 
     verdict = replay.replay(run)
@@ -230,12 +332,24 @@ def _replay(args: argparse.Namespace) -> int:
         _print_json(asdict(verdict))
     else:
         _print([str(verdict)])
+        if sys.stdout.isatty():
+            _page(run, args.port)
     return EXIT_OK if verdict.equal else EXIT_RETRYABLE
+
+
+def _page(run: RunDir, port: int) -> int:
+    from ft_hsdp.launch.page import serve_run
+
+    if not 0 <= port <= 65535:
+        raise ConfigError("--port", port, "0 to 65535")
+    serve_run(run, "127.0.0.1", port, lambda link: _print([f"{link} until Ctrl-C"]))
+    return EXIT_OK
 
 
 def _explain(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.recorder import events_of
     from ft_hsdp.launch.rundir import read_json
+    from ft_hsdp.launch.starts import starts
     from ft_hsdp.launch.status import named
     from ft_hsdp.launch.story import story
 
@@ -244,9 +358,27 @@ def _explain(args: argparse.Namespace) -> int:
     summary = read_json(run.summary) or {}
     failures, lost = summary.get("failures", []), summary.get("lost", [])
     if args.json:
-        _print_json({"run": str(run.path), "events": events, "failures": failures, "lost": lost})
+        told = [asdict(start) for start in starts(events, failures)]
+        _print_json({"run": str(run.path), "events": events, "starts": told, "failures": failures, "lost": lost})
     else:
         _print(story(events, failures, lost))
+    return EXIT_OK
+
+
+def _order(args: argparse.Namespace) -> int:
+    from ft_hsdp.launch.admin import order
+    from ft_hsdp.launch.status import find
+
+    run = find(args.runs_dir, args.run)
+    _print([order(run, args.action, args.replica, args.reason, args.force, args.replicas)])
+    return EXIT_OK
+
+
+def _trace(args: argparse.Namespace) -> int:
+    from ft_hsdp.launch.status import named
+    from ft_hsdp.launch.trace import write
+
+    _print([str(write(named(args.runs_dir, args.run), args.out))])
     return EXIT_OK
 
 
@@ -260,10 +392,6 @@ def _export(args: argparse.Namespace) -> int:
         skipped = [f"passed over {each.name}: {each.reason}" for each in done.skipped]
         _print([*skipped, f"step {done.step}: {done.parameters} parameters in {done.out}"])
     return EXIT_OK
-
-
-def _not_here(args: argparse.Namespace) -> int:
-    raise ConfigError("command", args.name, "another command; this one is not in this version")
 
 
 def _config(args: argparse.Namespace) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from ft_hsdp.launch.incarnation import LEFT
 from ft_hsdp.launch.rundir import Row
 
 AFTERMATH_S = 10.0  # a stop that ended longer ago than this did not cause an exit
@@ -15,8 +16,10 @@ def failures(rows: Sequence[Row], events: Sequence[Row], typical: float) -> list
 
     rows: canonical commit rows; events: of all processes; typical: a fault-free step in seconds. Times are
     in Unix seconds. `rejoin_s` runs to the replica's next contribution, or to the end where there was none.
+    A replica that leaves because it is told to has not failed, unless that was a failure on purpose.
     """
     lost = [e for e in events if e["event"] == "ReplicaExited" and e["kind"] not in ("done", "stopped")]
+    lost = [e for e in lost if e["kind"] != LEFT or _injection(e, events) is not None]
     return sorted((_failure(e, rows, events, typical) for e in lost), key=lambda f: f["t"])
 
 

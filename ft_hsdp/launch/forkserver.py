@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,23 +19,38 @@ from ft_hsdp.launch.rundir import alive
 
 ENTRY = "ft_hsdp.train.trainer:main"
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch._dynamo")
-START_S = 120.0  # longest time for the imports
 SPAWN_S = 10.0  # longest time for a fork
 GONE_S = 5.0  # longest time for the children of a dead server to go
 
 OnExit = Callable[[int, int], None]
 """Called with (pid, code) once the process is gone; the code is negative for a signal."""
+OnWarm = Callable[[int], None]
+"""Called with the pid of a process that has got all ready, and waits to be called."""
+Called = Mapping[str, Any]
+"""Who a rank is to be: the fields of `ft_hsdp.train.calling.Call`, and `log`, which takes its output."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """Whom to tell of a rank: when it is gone, and when it is warm and waits to be called."""
+
+    exited: OnExit
+    warm: OnWarm
 
 
 class ForkServer:
     """One preloaded process of a run. It dies with this process, and its children with it.
 
     entry: "module:function" with the signature of `ft_hsdp.train.trainer.main`; preload: modules to import
-    before the fork. `spawn` starts the server where it does not run, and again after it died.
+    before the fork; boot_s: longest time for that. `spawn` starts the server where it does not run, and again
+    after it died.
     """
 
-    def __init__(self, run: Path, *, entry: str = ENTRY, preload: Sequence[str] = PRELOAD) -> None:
+    def __init__(
+        self, run: Path, *, entry: str = ENTRY, preload: Sequence[str] = PRELOAD, boot_s: float = 120.0
+    ) -> None:
         self._run = run.resolve()
+        self._boot_s = boot_s
         self._entry = entry
         self._preload = preload
         self._starting = asyncio.Lock()
@@ -42,8 +58,8 @@ class ForkServer:
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
         self._requests = 0
-        self._spawning: dict[int, tuple[asyncio.Future[int], OnExit]] = {}
-        self._running: dict[int, OnExit] = {}  # pid -> whom to tell
+        self._spawning: dict[int, tuple[asyncio.Future[int], _Owner]] = {}
+        self._running: dict[int, _Owner] = {}  # by pid
 
     @property
     def pid(self) -> int | None:
@@ -59,28 +75,30 @@ class ForkServer:
     async def spawn(
         self,
         *,
-        replica: int,
         env: Mapping[str, str],
         config: Path,
         log: Path,
         on_exit: OnExit,
+        call: Called | None = None,
+        on_warm: OnWarm = lambda _: None,
     ) -> int:
         """Fork a rank; its pid. Raises Retryable where the server dies over it.
 
-        env: added to the environment; config: the YAML file it loads; log: takes its stdout and stderr.
+        env: added to the environment; config: the YAML file it loads; log: takes its stdout and stderr. Without
+        `call` it gets all ready, has `on_warm` called, and waits for a `call`.
         """
         await self.start()
         self._requests += 1
         number = self._requests
         spawned: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._spawning[number] = (spawned, on_exit)
+        self._spawning[number] = (spawned, _Owner(on_exit, on_warm))
         request = {
             "spawn": number,
             "env": dict(env),
-            "replica": replica,
             "run": str(self._run),
             "config": str(config),
             "log": str(log),
+            "call": None if call is None else dict(call),
         }
         self._send(request)
         try:
@@ -89,6 +107,11 @@ class ForkServer:
         except TimeoutError:
             await self.kill()  # it may fork yet: only its death settles that
             raise Retryable(f"the fork server did not fork within {SPAWN_S:g} s") from None
+
+    def call(self, pid: int, call: Called) -> None:
+        """Tell a rank that was not told yet who it is."""
+        if pid in self._running:
+            self._send({"call": dict(call), "pid": pid})
 
     def signal(self, pid: int, number: int) -> None:
         """Signal a rank. The server is its parent, so the pid cannot have become somebody else's."""
@@ -124,14 +147,14 @@ class ForkServer:
             )
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         try:
-            async with asyncio.timeout(START_S):
+            async with asyncio.timeout(self._boot_s):
                 line = await reader.readline()
             answer = json.loads(line) if line else {"error": "the fork server died while it was loading"}
             if "error" in answer:
                 raise Retryable(answer["error"])
         except TimeoutError:
             await self._discard(writer)
-            raise Retryable(f"the fork server did not load within {START_S:g} s") from None
+            raise Retryable(f"the fork server did not load within {self._boot_s:g} s") from None
         except BaseException:
             await self._discard(writer)
             raise
@@ -165,12 +188,15 @@ class ForkServer:
 
     def _deliver(self, message: dict[str, Any]) -> None:
         if "spawned" in message:
-            spawned, on_exit = self._spawning.pop(message["spawned"])
-            self._running[message["pid"]] = on_exit
+            spawned, owner = self._spawning.pop(message["spawned"])
+            self._running[message["pid"]] = owner
             if not spawned.done():
                 spawned.set_result(message["pid"])
-        elif (on_exit_ := self._running.pop(message["pid"], None)) is not None:
-            on_exit_(message["pid"], message["code"])
+        elif "warm" in message:
+            if (warm := self._running.get(message["pid"])) is not None:
+                warm.warm(message["pid"])
+        elif (gone := self._running.pop(message["pid"], None)) is not None:
+            gone.exited(message["pid"], message["code"])
 
     async def _mourn(self) -> None:
         """The server died: the kernel kills its children; tell their owners when they are gone."""
@@ -181,7 +207,7 @@ class ForkServer:
         self._spawning.clear()
         orphans, self._running = self._running, {}
         deadline = time.monotonic() + GONE_S
-        for pid, on_exit in orphans.items():
+        for pid, owner in orphans.items():
             while alive({"pid": pid}) and time.monotonic() < deadline:  # noqa: ASYNC110 - no parent of theirs
                 await asyncio.sleep(0.005)
-            on_exit(pid, -signal.SIGKILL)
+            owner.exited(pid, -signal.SIGKILL)

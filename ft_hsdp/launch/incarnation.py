@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
 
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_OK
-from ft_hsdp.launch.forkserver import ForkServer
-from ft_hsdp.launch.processes import ONE_THREAD, free_port, last_line
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK
+from ft_hsdp.launch.engine import Engine, Gang, Process
+from ft_hsdp.launch.processes import last_line
 from ft_hsdp.launch.progress import Changes
 from ft_hsdp.launch.rundir import RunDir, write_json
 
 DONE = "done"
 EVICTED = "evicted"
 TORN = "exit 0 of some ranks only"
-LEFT = "exit 0 before the end"
+LEFT = "left"
+STRAY = "exit 0 before the end"
+LEAVING = frozenset({EXIT_OK, EXIT_LEFT})
 
 
 @dataclass(slots=True)
@@ -24,68 +24,75 @@ class Rank:
     """One process. `code` is its exit code, negative for a signal."""
 
     rank: int
-    pid: int
+    process: Process
     state: str = "running"
     code: int | None = None
     killed: bool = False  # by us, because of another rank: its exit says nothing about the cause
 
+    @property
+    def pid(self) -> int:
+        """Its pid on the machine where it runs."""
+        return self.process.pid
+
 
 class Incarnation(Changes):
-    """The ranks of one start of a replica. `name` is what the protocol calls it."""
+    """The ranks of one start of a replica; it watches them."""
 
-    def __init__(self, replica: int, run_id: str, restarts: int, size: int, run: RunDir) -> None:
+    def __init__(self, gang: Gang, run: RunDir) -> None:
         super().__init__()
-        self.name = f"{replica}-{run_id}-{restarts}"
-        self.replica = replica
-        self.restarts = restarts
+        self.gang = gang
         self.ranks: dict[int, Rank] = {}
         self.evicted: str | None = None  # why, once that was ordered
         self.first: Rank | None = None  # the rank that was seen to exit first
-        self._run_id = run_id
-        self._size = size
         self._run = run
-        self._forks: ForkServer | None = None
+
+    @property
+    def name(self) -> str:
+        """What the protocol calls it."""
+        return self.gang.name
+
+    @property
+    def replica(self) -> int:
+        """Whose incarnation it is."""
+        return self.gang.replica
+
+    @property
+    def restarts(self) -> int:
+        """How many the replica had before it."""
+        return self.gang.restarts
 
     @property
     def complete(self) -> bool:
         """Whether all ranks run."""
-        return len(self.living) == self._size
+        return len(self.living) == self.gang.size
 
     @property
     def living(self) -> list[Rank]:
         """The ranks that have not exited."""
         return [rank for rank in self.ranks.values() if rank.state == "running"]
 
-    async def start(self, forks: ForkServer, config_file: Path) -> None:
-        """Fork all ranks, with torchrun's environment. Raises Retryable; some may run then."""
-        self._forks = forks
-        shared = {
-            **ONE_THREAD,
-            "WORLD_SIZE": str(self._size),
-            "LOCAL_WORLD_SIZE": str(self._size),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(free_port()),
-            "TORCHELASTIC_RUN_ID": self._run_id,
-            "TORCHELASTIC_RESTART_COUNT": str(self.restarts),
-        }
-        for n in range(self._size):
-            if self.first is not None:
-                break
-            pid = await forks.spawn(
-                replica=self.replica,
-                env={**shared, "RANK": str(n), "LOCAL_RANK": str(n)},
-                config=config_file,
-                log=self._run.rank_log(self.replica, n),
-                on_exit=partial(self._exited, n),
-            )
-            self.ranks.setdefault(n, Rank(n, pid))
+    async def start(self, engine: Engine) -> str:
+        """Start all ranks; how that was done. Raises Retryable; some may run then."""
+        how = await engine.start(self.gang, self)
         self.write()
+        return how
+
+    def started(self, rank: int, process: Process) -> None:
+        """A rank runs."""
+        self.ranks[rank] = Rank(rank, process)
+        self.wake()
+
+    def exited(self, rank: int, process: Process, code: int) -> None:
+        """A rank is gone."""
+        gone = self.ranks[rank]
+        gone.state, gone.code = "exited", code
+        self.first = self.first or gone
+        self.wake()
 
     def send(self, number: int) -> None:
         """Signal every rank that lives."""
         for rank in self.living:
-            if self._forks is not None:
-                self._forks.signal(rank.pid, number)
+            rank.process.signal(number)
 
     def kill(self) -> None:
         """SIGKILL every rank that lives; that reaches stopped ones too."""
@@ -98,8 +105,10 @@ class Incarnation(Changes):
         if self.evicted is not None:
             return EVICTED, None
         own = [rank for rank in self.ranks.values() if not rank.killed and rank.code is not None]
-        if len(own) == self._size and all(rank.code == EXIT_OK for rank in own):
-            return (DONE, None) if self._run.final(self.replica).exists() else (LEFT, None)
+        if len(own) == self.gang.size and all(rank.code in LEAVING for rank in own):
+            if self._run.final(self.replica).exists():
+                return DONE, None
+            return (LEFT if any(rank.code == EXIT_LEFT for rank in own) else STRAY), None
         telling = [rank for code in (EXIT_CONFIG, EXIT_HARDWARE) for rank in own if rank.code == code]
         if self.first is not None and self.first.code != EXIT_OK:
             telling.append(self.first)
@@ -114,7 +123,7 @@ class Incarnation(Changes):
     def write(self) -> None:
         """Write processes.json."""
         ranks = [
-            {"rank": rank.rank, "pid": rank.pid, "state": rank.state}
+            {"rank": rank.rank, "pid": rank.pid, "host": rank.process.host, "state": rank.state}
             for rank in sorted(self.ranks.values(), key=lambda rank: rank.rank)
         ]
         picture = {
@@ -125,16 +134,14 @@ class Incarnation(Changes):
         }
         write_json(self._run.processes(self.replica), picture)
 
-    def _exited(self, number: int, pid: int, code: int) -> None:
-        rank = self.ranks.setdefault(number, Rank(number, pid))
-        rank.state, rank.code = "exited", code
-        self.first = self.first or rank
-        self.wake()
-
 
 def kind_of(rank: Rank) -> str:
-    """`SIGKILL`, `exit 75`."""
-    code = rank.code or 0
+    """How it ended."""
+    return named(rank.code or 0)
+
+
+def named(code: int) -> str:
+    """An exit code in words: `SIGKILL`, `exit 75`."""
     if code >= 0:
         return f"exit {code}"
     try:

@@ -1,16 +1,27 @@
-"""Tells the lighthouse which incarnations run and which have exited, and takes its orders to evict."""
+"""Tells the lighthouse which incarnations run and which have exited, and takes its orders to evict.
+
+A supervisor's own events go the same way, beside the reports.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import ssl
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
 
+from ft_hsdp.control.lighthouses import Lighthouses, http_client
+from ft_hsdp.control.reporter import Reporter, deliver
+from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.progress import Progress
+from ft_hsdp.launch.rundir import Row
+from ft_hsdp.protocol import Telemetry
 
 PERIOD_S = 0.25  # between two reports when nothing changes
 REPLY_S = 2.0  # longest wait for one answer
@@ -22,38 +33,60 @@ OnEvict = Callable[[int, str, str], None]
 class LighthouseLink:
     """The full picture of the replicas that this supervisor owns, sent at once on every change.
 
-    An outage of the lighthouse is survived: the next report that arrives says everything.
+    An outage of the lighthouse is survived: the next report that arrives says everything. file: see `Lighthouses`.
     """
 
-    def __init__(self, url: str, token: str, progress: Progress, on_evict: OnEvict) -> None:
-        self.url = url
+    def __init__(
+        self,
+        urls: tuple[str, ...],
+        token: str,
+        progress: Progress,
+        on_evict: OnEvict,
+        tls: ssl.SSLContext | None = None,
+        file: Path | None = None,
+    ) -> None:
+        self._urls = urls
+        self._file = file
+        self._tls = tls
         self.problem: str | None = None  # why the last report failed
         self.answered_at: float | None = None  # monotonic time of the last answer
         self._token = token
         self._progress = progress
         self._on_evict = on_evict
-        self._running: dict[int, str] = {}
-        self._exited: list[str] = []
+        self._running: dict[int, str | None] = {}  # None: nothing of it runs, or will before it is wanted
+        self._exited: dict[int, str] = {}  # the newest of each replica: it speaks for those before it
         self._lost: set[int] = set()
         self._delivered: dict[str, Any] = {}
         self._changed = asyncio.Event()
+        self._lighthouses: Lighthouses | None = None
+        self._reporter = Reporter("supervisor", self._tell)
 
     def started(self, replica: int, incarnation: str) -> None:
-        """An incarnation has been started."""
+        """An incarnation has been started; a replica that was given up is not any more."""
         self._running[replica] = incarnation
+        self._lost.discard(replica)
+        self._changed.set()
+
+    def rests(self, replica: int) -> None:
+        """Nothing of a replica runs, and nothing will before it is wanted."""
+        self._running.setdefault(replica, None)
         self._changed.set()
 
     def exited(self, replica: int, incarnation: str) -> None:
         """All ranks of an incarnation are gone."""
         if self._running.get(replica) == incarnation:
             del self._running[replica]
-        self._exited.append(incarnation)
+        self._exited[replica] = incarnation
         self._changed.set()
 
     def lost(self, replica: int) -> None:
-        """A replica will not be started again."""
+        """Nobody has to wait for a replica: it will not be started again, or it is not known when."""
         self._lost.add(replica)
         self._changed.set()
+
+    def note(self, event: Row) -> None:
+        """An event of this supervisor, or a failure on purpose: for the lighthouse's journal."""
+        self._reporter.event(event)
 
     @property
     def settled(self) -> bool:
@@ -65,42 +98,50 @@ class LighthouseLink:
         """What is reported."""
         return {
             "running": {str(replica): name for replica, name in sorted(self._running.items())},
-            "exited": list(self._exited),
+            "exited": [name for _, name in sorted(self._exited.items())],
             "lost": sorted(self._lost),
         }
 
     async def run(self) -> None:
         """Report until cancelled. Raises nothing for a lighthouse that is away."""
-        headers = {"Authorization": f"Bearer {self._token}"}
-        async with httpx.AsyncClient(headers=headers, timeout=REPLY_S, trust_env=False) as client:
-            while True:
-                self._changed.clear()
-                await self.report(client)
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(PERIOD_S):
-                        await self._changed.wait()
-                if self.problem is not None and self._changed.is_set():
-                    await asyncio.sleep(PERIOD_S / 5)  # a change does not make an absent lighthouse answer
+        async with http_client(self._token, REPLY_S, self._tls) as client:
+            self._lighthouses = lighthouses = Lighthouses(self._urls, client, self._file)
+            self._reporter.start()
+            try:
+                while True:
+                    self._changed.clear()
+                    await self.report(lighthouses)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(PERIOD_S):
+                            await self._changed.wait()
+                    if self.problem is not None and self._changed.is_set():
+                        await asyncio.sleep(PERIOD_S / 5)  # a change does not make an absent lighthouse answer
+            finally:
+                await self._reporter.close()
 
-    async def report(self, client: httpx.AsyncClient) -> None:
+    async def _tell(self, telemetry: Telemetry) -> None:
+        assert self._lighthouses is not None, "run() comes first"
+        await deliver(self._lighthouses, telemetry)
+
+    async def report(self, lighthouses: Lighthouses) -> None:
         """Send the picture once and act on the answer."""
         picture = self.picture
         try:
-            response = await client.post(f"{self.url}/v1/processes", json=picture)
+            response = await lighthouses.post("/v1/processes", json.dumps(picture).encode())
             if response.status_code != httpx.codes.OK:
-                self.problem = f"{self.url} answers {response.status_code}: {response.text[:200]}"
+                self.problem = f"{lighthouses.url} answers {response.status_code}: {response.text[:200]}"
                 return
             answer = response.json()
             evictions = [(e["replica"], e["incarnation"], e["reason"]) for e in answer["evict"]]
             step, epoch, finished = int(answer["step"]), int(answer["epoch"]), bool(answer["finished"])
-            halted = str(answer["halted"])
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-            self.problem = f"{self.url}: {type(error).__name__}: {error}"
+            halted, drained = str(answer["halted"]), frozenset(map(int, answer["drained"]))
+        except (LighthouseUnreachable, ValueError, KeyError, TypeError) as error:
+            self.problem = f"{lighthouses.url}: {type(error).__name__}: {error}"
             return
         self.problem = None
         self.answered_at = time.monotonic()
         self._delivered = picture
-        self._progress.saw(step, epoch, finished, halted)
+        self._progress.saw(step, epoch, finished, halted, drained)
         self._progress.wake()
         for replica, incarnation, reason in evictions:
             self._on_evict(replica, incarnation, reason)

@@ -12,12 +12,13 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from ft_hsdp.config import Config, dump
-from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, FtHsdpError
-from ft_hsdp.launch.processes import environment, last_line, tied
-from ft_hsdp.launch.rundir import Row, RunDir, read_json, write_private
+from ft_hsdp.control.lighthouses import named
+from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, ConfigError, FtHsdpError
+from ft_hsdp.launch.processes import environment, last_line, spare, tied
+from ft_hsdp.launch.rundir import Row, RunDir, alive, read_json, write_private
 
-START_S = 30.0  # longest time until it listens
 STOP_S = 3.0  # how long it has to end after SIGTERM
+SPARE_S = 5.0  # after this long a spare is loaded
 STEADY_S = 10.0  # after this long the next failure counts as the first again
 SLOWEST_S = 5.0  # longest wait between two starts
 
@@ -31,12 +32,30 @@ class LighthouseFailed(FtHsdpError):
 
 
 class LighthouseProcess:
-    """Keeps the lighthouse of a run alive. emit: takes each event; module: what is run."""
+    """Keeps a lighthouse of a run alive. emit: takes each event; listen_s: longest time until it listens.
 
-    def __init__(self, run: RunDir, emit: Callable[[Row], None], *, module: str = "lighthouse") -> None:
+    module: what is run; seat: which one of several it is, None for the only one; port: where it listens at
+    first, None for the configured one.
+    """
+
+    def __init__(
+        self,
+        run: RunDir,
+        emit: Callable[[Row], None],
+        *,
+        listen_s: float,
+        module: str = "lighthouse",
+        seat: int | None = None,
+        port: int | None = None,
+    ) -> None:
         self._run = run
         self._emit = emit
+        self._listen_s = listen_s
         self._module = module
+        self._seat: tuple[str, ...] = () if seat is None else ("--seat", str(seat))
+        self._named = run.lighthouse if seat is None else run.seat(seat)
+        self._port = port
+        self._spare: asyncio.subprocess.Process | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._url: str | None = None
 
@@ -48,29 +67,31 @@ class LighthouseProcess:
 
     async def start(self) -> None:
         """Start it and wait until it listens. Raises LighthouseFailed."""
-        port = () if self._url is None else ("--port", str(urlsplit(self._url).port))
-        command = tied(self._module, "--run", str(self._run.path), *port)
-        with self._run.lighthouse_log.open("ab") as log:
-            self._process = await asyncio.create_subprocess_exec(
-                *command, env=environment(), stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log
-            )
+        ready, self._spare = self._spare, None
+        if ready is not None and ready.returncode is None and ready.stdin is not None:
+            ready.stdin.write(b"go\n")
+            ready.stdin.close()
+            self._process = ready
+        else:
+            self._process = await self._spawn(tied(self._module, *self._arguments))
         exited = asyncio.create_task(self._process.wait())
-        deadline = time.monotonic() + START_S
+        deadline = time.monotonic() + self._listen_s
         try:
             while time.monotonic() < deadline:
-                named = read_json(self._run.lighthouse)
-                if isinstance(named, dict) and named.get("pid") == self._process.pid:
-                    self._url = str(named["url"])
+                said = read_json(self._named)
+                if isinstance(said, dict) and said.get("pid") == self._process.pid:
+                    self._url = str(said["url"])
+                    self._port = urlsplit(self._url).port
                     return
                 await asyncio.wait([exited], timeout=0.02)
                 if exited.done():
                     code = exited.result()
-                    said = last_line(self._run.lighthouse_log) or f"see {self._run.lighthouse_log}"
+                    why = last_line(self._run.lighthouse_log) or f"see {self._run.lighthouse_log}"
                     raise LighthouseFailed(
-                        f"the lighthouse ended with exit {code}: {said}", code if code > 0 else EXIT_RETRYABLE
+                        f"the lighthouse ended with exit {code}: {why}", code if code > 0 else EXIT_RETRYABLE
                     )
             await self.stop()
-            raise LighthouseFailed(f"the lighthouse does not listen after {START_S:g} s", EXIT_RETRYABLE)
+            raise LighthouseFailed(f"the lighthouse does not listen after {self._listen_s:g} s", EXIT_RETRYABLE)
         finally:
             exited.cancel()
 
@@ -79,7 +100,7 @@ class LighthouseProcess:
         failures, since = 0, time.monotonic()
         while True:
             assert self._process is not None
-            code = await self._process.wait()
+            code = await self._ended(self._process)
             failures = 0 if time.monotonic() - since > STEADY_S else failures
             self._event("LighthouseExited", f"exit {code}; it is started again on its port", code=code)
             await asyncio.sleep(min(SLOWEST_S, 0.1 * 2.0**failures) if failures else 0)
@@ -91,8 +112,43 @@ class LighthouseProcess:
             else:
                 self._event("LighthouseRestarted", f"it listens at {self.url} again")
 
+    async def _ended(self, process: asyncio.subprocess.Process) -> int:
+        """Its exit code, once it has ended; the only lighthouse of a job gets a spare meanwhile."""
+        ended = asyncio.create_task(process.wait())
+        try:
+            done, _ = await asyncio.wait({ended}, timeout=SPARE_S)
+            if not done and not self._seat:
+                self._spare = await self._spawn(spare(self._module, *self._arguments), asyncio.subprocess.PIPE)
+            return await ended
+        finally:
+            ended.cancel()
+
+    @property
+    def _arguments(self) -> tuple[str, ...]:
+        port = () if self._port is None else ("--port", str(self._port))
+        return ("--run", str(self._run.path), *port, *self._seat)
+
+    async def _spawn(
+        self, command: list[str], stdin: int = asyncio.subprocess.DEVNULL
+    ) -> asyncio.subprocess.Process:
+        """Start a process; one whose start is cancelled does not outlive that."""
+        with self._run.lighthouse_log.open("ab") as log:
+            starting = asyncio.ensure_future(
+                asyncio.create_subprocess_exec(*command, env=environment(), stdin=stdin, stdout=log, stderr=log)
+            )
+            try:
+                return await asyncio.shield(starting)
+            except asyncio.CancelledError:
+                process = await starting
+                process.kill()
+                await process.wait()
+                raise
+
     async def stop(self) -> None:
         """End it."""
+        if self._spare is not None and self._spare.returncode is None:
+            self._spare.kill()
+            await self._spare.wait()
         process = self._process
         if process is None or process.returncode is not None:
             return
@@ -109,16 +165,74 @@ class LighthouseProcess:
         self._emit({"t": time.time(), "event": name, "source": "supervisor", **fields, "reason": reason})
 
 
+class LighthouseFleet:
+    """All lighthouses of a job on this machine: the only one, or as many as stand for election by etcd."""
+
+    def __init__(
+        self, run: RunDir, config: Config, emit: Callable[[Row], None], *, module: str = "lighthouse"
+    ) -> None:
+        first = config.network.port or None
+        seats = range(config.lighthouse.count) if config.lighthouse.etcd else (None,)
+        self._run = run
+        self._etcd = config.lighthouse.etcd
+        self._listen_s = listen_s = config.timeouts.listen_s
+        self._all = [
+            LighthouseProcess(
+                run, emit, listen_s=listen_s, module=module, seat=seat, port=first and first + (seat or 0)
+            )
+            for seat in seats
+        ]
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Where they listen; stays the same over restarts."""
+        return tuple(each.url for each in self._all)
+
+    async def start(self) -> None:
+        """Start them, and wait until one leads and knows all of them. Raises LighthouseFailed."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                for each in self._all:
+                    group.create_task(each.start())
+        except BaseExceptionGroup as failed:
+            raise failed.exceptions[0] from None
+        deadline = time.monotonic() + self._listen_s
+        while not (alive(said := read_json(self._run.lighthouse)) and set(self.urls) <= set(named(said))):
+            if time.monotonic() > deadline:
+                etcd = ", ".join(self._etcd)
+                why = f"no lighthouse leads after {self._listen_s:g} s: does etcd at {etcd} answer?"
+                raise LighthouseFailed(why, EXIT_UNREACHABLE)
+            await asyncio.sleep(0.02)
+
+    async def keep(self) -> None:
+        """Start each again on its port whenever it ends, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for each in self._all:
+                group.create_task(each.keep())
+
+    async def stop(self) -> None:
+        """End them."""
+        await asyncio.gather(*(each.stop() for each in self._all))
+
+
 def furnish(run: RunDir, config: Config, token: str | None = None) -> None:
-    """Put the configuration and a token into an empty run directory."""
+    """Put the configuration and the tokens into an empty run directory."""
     run.path.mkdir(parents=True, exist_ok=True)
     run.config.write_text(dump(config))
     write_private(run.token, token or secrets.token_hex(32))
+    write_private(run.admin_token, secrets.token_hex(32))
 
 
 def check_port(config: Config) -> None:
-    """Raise ConfigError on network.port where it is taken, on network.host where it is not ours."""
-    host, port = config.network.host, config.network.port
+    """Raise ConfigError on network.port where it is taken, on network.host where it is not ours.
+
+    The lighthouses of one machine take ports that follow each other.
+    """
+    for number in range(config.lighthouse.count if config.network.port else 1):
+        _check_port(config.network.host, config.network.port + number)
+
+
+def _check_port(host: str, port: int) -> None:
     try:
         info = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError as error:

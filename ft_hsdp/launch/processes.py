@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -12,7 +14,10 @@ from pathlib import Path
 import ft_hsdp
 
 _PR_SET_PDEATHSIG = 1
+FIRST_PORT, PORTS = 20000, 12768  # below those that Linux gives to outgoing connections
+TRIES = 1000
 TOKEN_VARIABLE = "FT_HSDP_TOKEN"  # noqa: S105 - the name of a variable
+SECRETS = (TOKEN_VARIABLE, "RAY_AUTH_TOKEN")  # what a child does not need stands in no environment of it
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -36,19 +41,35 @@ def tied(*module_and_args: str) -> list[str]:
     return [sys.executable, "-m", "ft_hsdp.launch.tied", str(os.getpid()), *module_and_args]
 
 
+def spare(*module_and_args: str) -> list[str]:
+    """Like `tied`, but the module is only loaded; it runs when a line comes on stdin, and ends at its end."""
+    return [sys.executable, "-m", "ft_hsdp.launch.spare", str(os.getpid()), *module_and_args]
+
+
 def environment() -> dict[str, str]:
-    """This process's environment, in which children find its packages; the token they take from the run."""
+    """This process's environment, in which children find its packages; the job's token they take from the run."""
     root = str(Path(ft_hsdp.__file__).parents[1])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    inherited = {name: value for name, value in os.environ.items() if name != TOKEN_VARIABLE}
+    inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
     return {**inherited, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody listens on at the moment."""
-    with socket.socket() as sock:
-        sock.bind((host, 0))
-        return int(sock.getsockname()[1])
+    """A TCP port that nobody has at the moment, and that no outgoing connection takes meanwhile.
+
+    Raises OSError where none is found.
+    """
+    for _ in range(TRIES):
+        port = FIRST_PORT + secrets.randbelow(PORTS)
+        with socket.socket() as sock:
+            try:
+                sock.bind((host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise
+            return port
+    raise OSError(errno.EADDRINUSE, f"no port is free at {host}")
 
 
 def last_line(log: Path) -> str:

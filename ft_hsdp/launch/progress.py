@@ -42,13 +42,26 @@ class Progress(Changes):
         self.epoch = 0
         self.finished = False
         self.halted = ""  # why the lighthouse says that the job cannot go on
+        self.drained: frozenset[int] = frozenset()  # the replicas that are to stay away
+        self.heard = False  # whether the lighthouse has said who that is
+        self.dismissed: set[int] = set()  # those that it has sent away; who is started again is none of them
 
-    def saw(self, step: int, epoch: int = 0, finished: bool = False, halted: str = "") -> None:
-        """Take news; what is older than what is known changes nothing."""
-        before = (self.step, self.epoch, self.finished, self.halted)
+    def saw(
+        self,
+        step: int,
+        epoch: int = 0,
+        finished: bool = False,
+        halted: str = "",
+        drained: frozenset[int] | None = None,
+    ) -> None:
+        """Take news; what is older than what is known changes nothing. None: nothing new of ``drained``."""
+        before = (self.step, self.epoch, self.finished, self.halted, self.drained)
         self.halted = self.halted or halted
         self.step = max(self.step, step)
         self.epoch = max(self.epoch, epoch)
         self.finished = self.finished or finished
-        if (self.step, self.epoch, self.finished, self.halted) != before:
+        self.drained = self.drained if drained is None else drained
+        self.dismissed |= self.drained
+        news, self.heard = drained is not None and not self.heard, self.heard or drained is not None
+        if news or (self.step, self.epoch, self.finished, self.halted, self.drained) != before:
             self.wake()

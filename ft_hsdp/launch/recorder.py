@@ -34,8 +34,8 @@ class Recorder:
         self._config = config
         self._on_commit = on_commit
         self._on_event = on_event
-        self._commits = [Tailer(run.commits(n)) for n in range(config.replicas)]
-        self._logs = [Tailer(path) for path in _logs(run, config.replicas)]
+        self._commits = [Tailer(run.commits(n)) for n in range(config.slots)]
+        self._logs = [Tailer(path) for path in _logs(run, config.slots)]
         self._events_file = Appender(run.events)
         self._metrics_file = Appender(run.metrics)
         self._merger = Merger()
@@ -64,10 +64,10 @@ class Recorder:
     def finish(self, lost: Iterable[int] = ()) -> Summary:
         """Take the last lines and write summary.json."""
         self.poll()
-        finals = {n: row for n in range(self._config.replicas) if (row := read_json(self._run.final(n)))}
+        finals = {n: row for n in range(self._config.slots) if (row := read_json(self._run.final(n)))}
         last = max(finals.values(), key=lambda row: (row["commit_epoch"], row["step"]), default=None)
         self._publish(self._merger.finish(last["lineage"] if last else None))
-        fed = {n: read_jsonl(self._run.fed(n)) for n in range(self._config.replicas)}
+        fed = {n: read_jsonl(self._run.fed(n)) for n in range(self._config.slots)}
         summary = summarize(self._config, self._merger.canonical, fed, finals, self._events, sorted(lost))
         write_json(self._run.summary, summary)
         return summary

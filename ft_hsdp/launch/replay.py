@@ -28,10 +28,10 @@ from ft_hsdp.launch.merge import Merger
 from ft_hsdp.launch.rundir import Row, RunDir, read_json, read_jsonl
 from ft_hsdp.state import catalogue, dcp
 from ft_hsdp.train import trainer
+from ft_hsdp.train.ground import ring_settings
 from ft_hsdp.train.held import state_digest
 from ft_hsdp.train.optim import Groups, finish, prime, tensors
 from ft_hsdp.train.reducer import checksum, sum_of_squares
-from ft_hsdp.train.wiring import ring_settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ def replay(run: RunDir) -> Verdict:
     torch.set_num_threads(config.train.threads)
     rows, recorded = _history(run)
     unsharded = _Unsharded(config)
-    dealer = Dealer(config.data.assignment, config.replicas)
+    dealer = Dealer(config.data.assignment, config.slots)
     ledger = dealer.begin() if rows[0]["step"] == 1 else unsharded.resume(run, rows[0]).redealt(dealer.shards)
     differs_at = None
     for row in rows:

@@ -41,9 +41,18 @@ class RunDir:
         return self.path / "token"
 
     @property
+    def admin_token(self) -> Path:
+        """The secret of whoever may evict, drain, and order a checkpoint; mode 0600."""
+        return self.path / "admin_token"
+
+    @property
     def lighthouse(self) -> Path:
-        """{"pid", "url"}, written by the lighthouse once it listens."""
+        """{"pid", "url", "urls"}: of the lighthouse that leads, written by it; and where all of them are."""
         return self.path / "lighthouse.json"
+
+    def seat(self, number: int) -> Path:
+        """{"pid", "url"} of one of several lighthouses, written by it once it listens."""
+        return self.path / "lighthouse" / f"seat-{number}.json"
 
     @property
     def lighthouse_log(self) -> Path:
@@ -74,6 +83,11 @@ class RunDir:
     def summary(self) -> Path:
         """The job in figures, written at its end."""
         return self.path / "summary.json"
+
+    @property
+    def spares(self) -> Path:
+        """spares.json, with the pids of the job's spares, and what each of them printed before it was called."""
+        return self.path / "spares"
 
     def replica(self, replica: int) -> Path:
         """The folder of one replica."""
@@ -137,6 +151,11 @@ def alive(named: object) -> bool:
         return False
 
 
+def another(named: object) -> bool:
+    """Whether the process in `named` runs and is not this one, whose pid it has where a container starts again."""
+    return isinstance(named, Mapping) and named.get("pid") != os.getpid() and alive(named)
+
+
 def claim(run: RunDir) -> None:
     """Make `run` an empty folder; what stood there moves to NAME.<time it was made>.
 
@@ -144,7 +163,7 @@ def claim(run: RunDir) -> None:
     """
     for file in (run.supervisor, run.lighthouse):
         named = read_json(file)
-        if alive(named):
+        if another(named):
             raise ConfigError("job.name", run.name, f"a name that no running job has (pid {named['pid']})")
     try:
         if run.path.exists():

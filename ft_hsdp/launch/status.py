@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from ft_hsdp import secret, tls
 from ft_hsdp.config import load
+from ft_hsdp.control.lighthouses import named as urls_in
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
 from ft_hsdp.launch.rundir import Row, RunDir, alive, newest_live, read_json, read_jsonl
+from ft_hsdp.tls import Trusted
+from lighthouse.auth import page_link
 
 Status = dict[str, Any]
 
@@ -42,37 +47,48 @@ def status(run: RunDir) -> Status:
     """The state of a running job; what the lighthouse cannot say is taken from the run's own files."""
     config = load(run.config)
     at = read_json(run.lighthouse) or {"pid": None, "url": None}
-    answer = _ask(run, at["url"])
+    urls = urls_in(at)
+    trusted = tls.trusted(config.network)
+    answer = next(filter(None, (_ask(run, url, trusted) for url in urls)), None)
     told: dict[int, Row] = {row["replica"]: row for row in (answer or {}).get("replicas", [])}
-    replicas = [_replica(run, n, told.get(n)) for n in range(config.replicas)]
+    replicas = [_replica(run, n, told.get(n)) for n in range(config.slots)]
     newest = max((row["step"] for row in replicas), default=0)
+    several = {"lighthouses": [{"url": url, "role": _role(url, trusted)} for url in urls]} if len(urls) > 1 else {}
+    target = (answer or {}).get("target", config.replicas)
+    scaled = {"target": target} if target != config.replicas else {}
     return {
         "job": config.job.name,
         "step": answer["step"] if answer else newest,
         "epoch": answer["epoch"] if answer else None,
         "lighthouse": {"pid": at["pid"], "url": at["url"]},
+        **several,
+        **scaled,
         "replicas": replicas,
     }
 
 
-def lines(picture: Status) -> list[str]:
-    """The same for people."""
+def lines(run: RunDir, picture: Status) -> list[str]:
+    """The same for people, and where the page is."""
     at = picture["lighthouse"]
     found = [
         f"{picture['job']}: step {picture['step']}, epoch {picture['epoch']}, "
         f"lighthouse {at['url']} (pid {at['pid']})"
     ]
+    found += [f"  scaled to {picture['target']} replicas"] if "target" in picture else []
+    found += [f"  lighthouse {one['url']}  {one['role']}" for one in picture.get("lighthouses", ())]
     for replica in picture["replicas"]:
-        ranks = ", ".join(f"rank {r['rank']} pid {r['pid']} {r['state']}" for r in replica["ranks"])
+        ranks = ", ".join(f"rank {r['rank']} pid {r['pid']}{_away(r)} {r['state']}" for r in replica["ranks"])
         step = replica["step"]
         found.append(f"  replica {replica['replica']}  {replica['state']:<12} step {step}  {ranks}")
+    if at["url"]:
+        found.append(f"  page {page_link(at['url'], secret.current(run.token))}")
     return found
 
 
 def _replica(run: RunDir, replica: int, told: Row | None) -> Row:
     listed = read_json(run.processes(replica)) or {"ranks": []}
     ranks = [
-        {"rank": r["rank"], "pid": r["pid"], "state": r["state"] if alive({"pid": r["pid"]}) else "exited"}
+        {"rank": r["rank"], "pid": r["pid"], "host": r["host"], "state": r["state"] if _lives(r) else "exited"}
         for r in listed["ranks"]
     ]
     if told is not None:
@@ -83,11 +99,30 @@ def _replica(run: RunDir, replica: int, told: Row | None) -> Row:
     return {"replica": replica, "state": "running" if runs else "exited", "step": step, "ranks": ranks}
 
 
-def _ask(run: RunDir, url: str | None) -> Row | None:
+def _away(rank: Row) -> str:
+    """On which machine a rank is, if it is not this one."""
+    return "" if rank["host"] == socket.gethostname() else f" on {rank['host']}"
+
+
+def _lives(rank: Row) -> bool:
+    """Whether a rank runs, as far as can be seen from this machine."""
+    return rank["host"] != socket.gethostname() or alive({"pid": rank["pid"]})
+
+
+def _role(url: str, trusted: Trusted) -> str:
+    """What one of several lighthouses does: leader, standby, or away."""
+    try:
+        response = httpx.get(f"{url}/healthz", timeout=1.0, trust_env=False, verify=trusted)
+        return str(response.raise_for_status().json()["role"])
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError):
+        return "away"
+
+
+def _ask(run: RunDir, url: str, trusted: Trusted) -> Row | None:
     """The lighthouse's answer; None where it does not give one."""
     try:
-        headers = {"Authorization": f"Bearer {run.token.read_text().strip()}"}
-        response = httpx.get(f"{url}/v1/status", headers=headers, timeout=2.0, trust_env=False)
+        headers = {"Authorization": f"Bearer {secret.current(run.token)}"}
+        response = httpx.get(f"{url}/v1/status", headers=headers, timeout=2.0, trust_env=False, verify=trusted)
         answer = response.raise_for_status().json()
         return answer if isinstance(answer, dict) else None
     except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 from ft_hsdp.launch.rundir import Row
+from ft_hsdp.launch.starts import starts, table
 
 
 def _who(e: Row) -> str:
@@ -22,8 +23,23 @@ _TOLD: dict[str, Callable[[Row], str]] = {
     "ProcessExited": lambda e: f"{_who(e)} is gone: {e['kind']}",
     "ReplicaExited": lambda e: f"replica {e['replica']} is down: {e['kind']}",
     "EvictionOrdered": lambda e: f"replica {e['replica']} is evicted",
-    "ReplicaStarted": lambda e: f"replica {e['replica']} started as {e['incarnation']}",
+    "AdminEvicted": lambda e: f"an operator evicts replica {e['replica']}",
+    "AdminDrained": lambda e: f"an operator drains replica {e['replica']}",
+    "AdminUndrained": lambda e: f"an operator lets replica {e['replica']} come back",
+    "AdminScaled": lambda e: f"an operator scales the job to {e['replicas']} replicas",
+    "CheckpointOrdered": lambda e: "an operator orders a checkpoint",
+    "JobScaled": lambda e: f"the job is to have {e['replicas']} replicas, not {e['before']}",
+    "LeaveRequested": lambda e: f"replica {e['replica']} is to leave",
+    "ReplicaDrained": lambda e: f"replica {e['replica']} is to stay away",
+    "ReplicaUndrained": lambda e: f"replica {e['replica']} may come back",
+    "ReplicaStarted": lambda e: f"replica {e['replica']} started as {e['incarnation']}, {e.get('how', 'cold')}",
+    "ReplicaBooted": lambda e: f"replica {e['replica']} runs",
+    "FirstStepCommitted": lambda e: f"replica {e['replica']} committed its first step, {e.get('step', '?')}",
+    "SpareWarmed": lambda e: f"spare {e['spare']} is ready after {e['seconds']:.1f} s",
+    "SpareLost": lambda e: f"spare {e['spare']} is lost",
     "RestartScheduled": lambda e: f"replica {e['replica']} will be started again",
+    "ReplicaUnplaced": lambda e: f"replica {e['replica']} has no place, the others go on without it",
+    "LogCut": lambda e: f"{_who(e)} took its last lines along",
     "ReplicaLost": lambda e: f"replica {e['replica']} is lost",
     "ReplicaStuck": lambda e: f"replica {e['replica']} does not end",
     "ReplicaWarmed": lambda e: f"replica {e['replica']} is warm",
@@ -43,6 +59,7 @@ _TOLD: dict[str, Callable[[Row], str]] = {
     "GrantRefused": lambda e: f"replica {e['replica']} refuses a grant",
     "RankEnded": lambda e: f"{_who(e)} ends itself",
     "Finished": lambda e: f"replica {e['replica']} holds the final state",
+    "Left": lambda e: f"replica {e['replica']} leaves",
     "EpochGranted": lambda e: f"epoch {e['epoch']}: members {_ids(e['members'])} at step {e['step']}",
     "ReplicaExcluded": lambda e: f"replica {e['replica']} is left out",
     "ReplicaEvicted": lambda e: f"the lighthouse evicts replica {e['replica']}",
@@ -64,7 +81,13 @@ NOTABLE = frozenset(
         "RingBroken",
         "ProcessExited",
         "EvictionOrdered",
+        "JobScaled",
+        "LeaveRequested",
+        "ReplicaDrained",
+        "ReplicaUndrained",
         "RestartScheduled",
+        "ReplicaUnplaced",
+        "LogCut",
         "ReplicaLost",
         "ReplicaStuck",
         "LeftBehind",
@@ -93,12 +116,15 @@ def tell(event: Row, *, reason: bool = True) -> str:
 
 
 def story(events: Iterable[Row], failures: Sequence[Row] = (), lost: Sequence[int] = ()) -> list[str]:
-    """A run as lines: every decision with its reason, then each failure in one paragraph."""
+    """A run as lines: every decision with its reason, how long each start took, each failure in one paragraph."""
     ordered = sorted(events, key=lambda e: e["t"])
     if not ordered:
         return ["nothing is recorded"]
     start = ordered[0]["t"]
     lines = [f"{e['t'] - start:9.3f} s  {tell(e)}" for e in ordered]
+    started = starts(ordered, failures)
+    if started:
+        lines += ["", *table(started)]
     for n, failure in enumerate(failures, 1):
         lines += ["", f"failure {n}: {account(failure, start)}"]
     lines += [f"replica {replica} was lost: its restarts were used up" for replica in lost]

@@ -28,10 +28,11 @@ def summarize(
     rows: canonical commit rows, by step. fed: per replica, what it logged before each forward.
     finals: per replica, its final.json. events: of all processes. lost: replicas past their budget.
     """
-    total = config.replicas
-    typical = fault_free_step(rows, total)
+    typical = fault_free_step(rows)
     wall = wall_s(rows)
-    useful = sum(typical * len(row["contributors"]) / total for row in rows)
+    useful = sum(typical * len(row["contributors"]) / row["total"] for row in rows)
+    lived = {e["replica"] for e in events if e["event"] == "ReplicaStarted"}
+    ids = sorted({*range(config.replicas), *lived})
     losses = [row["loss"] for row in rows]
     window = max(1, len(rows) // 10)
     summary: Summary = {
@@ -42,18 +43,31 @@ def summarize(
         "tokens": sum(row["tokens"] for row in rows),
         "effective_training_ratio": useful / wall if wall > 0 else 0.0,
         "stall_s": stalls(rows),
-        "replicas": {str(r): _replica(r, rows, finals.get(r), events) for r in range(total)},
-        "batches": batches(rows, fed),
+        "replicas": {str(r): _replica(r, rows, finals.get(r), events) for r in ids},
+        "batches": batches(rows, fed, _cut(events)),
         "failures": failures(rows, events, typical),
     }
     if lost:
         summary["lost"] = sorted(lost)
+    if unplaced := _unplaced(events):
+        summary["unplaced"] = unplaced
     return summary
 
 
-def fault_free_step(rows: Sequence[Row], total: int) -> float:
-    """The median time in seconds of a step to which all `total` replicas contributed at the first attempt."""
-    whole = [row["step_s"] for row in rows if len(row["contributors"]) == total]
+def _cut(events: Sequence[Row]) -> list[str]:
+    """The incarnations whose rank 0, which logs what is fed, took its last lines along."""
+    return [e["incarnation"] for e in events if e["event"] == "LogCut" and e["rank"] == 0]
+
+
+def _unplaced(events: Sequence[Row]) -> list[int]:
+    """The replicas that had no place at the end."""
+    told = {e["replica"]: e["event"] for e in events if e["event"] in ("ReplicaUnplaced", "ReplicaStarted")}
+    return sorted(replica for replica, event in told.items() if event == "ReplicaUnplaced")
+
+
+def fault_free_step(rows: Sequence[Row]) -> float:
+    """The median time in seconds of a step to which all replicas that were wanted contributed."""
+    whole = [row["step_s"] for row in rows if len(row["contributors"]) == row["total"]]
     some = whole or [row["step_s"] for row in rows]
     return float(median(some)) if some else 0.0
 
@@ -71,14 +85,20 @@ def stalls(rows: Sequence[Row]) -> dict[str, float]:
     return {cause: float(seconds) for cause, seconds in sorted(sums.items())}
 
 
-def batches(rows: Sequence[Row], fed: Mapping[int, Sequence[Row]]) -> dict[str, int]:
+def batches(rows: Sequence[Row], fed: Mapping[int, Sequence[Row]], cut: Sequence[str] = ()) -> dict[str, int]:
     """How many batches were trained, how many of them twice, how many never.
 
     A batch is trained when a canonical commit lists it *and* its replica logged, for that very step, that
     it fed it: so the ledger is checked against what the model really saw. A resumed run begins where the ledger
     before its first step stands, and what is a hole at the end is left out, not skipped.
+
+    cut: incarnations whose node is gone with the last lines that they wrote. A batch that a commit lists, and
+    whose line can only have been among those, is neither trained nor skipped: it is `unlogged`, a key that is
+    there where there is such a batch.
     """
     seen = {(r, f["step"], f["shard"], f["index"]) for r, lines in fed.items() for f in lines}
+    gaps = {r: _gaps(lines, [name for name in cut if _life(name)[0] == r]) for r, lines in fed.items()}
+    unlogged: Counter[tuple[int, int]] = Counter()
     claimed: dict[int, set[int]] = {}  # data shard -> indices that the commits list
     trained: Counter[tuple[int, int]] = Counter()
     for row in rows:
@@ -88,16 +108,36 @@ def batches(rows: Sequence[Row], fed: Mapping[int, Sequence[Row]]) -> dict[str, 
             claimed.setdefault(c["shard"], set()).add(c["index"])
             if (c["replica"], row["step"], c["shard"], c["index"]) in seen:
                 trained[c["shard"], c["index"]] += 1
+            elif any(first < row["step"] < end for first, end in gaps.get(c["replica"], ())):
+                unlogged[c["shard"], c["index"]] += 1
     holes = _holes(rows[-1]) if rows else set()
     skipped = 0
     for shard, indices in claimed.items():
         for index in _untrained(rows[0], shard, max(indices) + 1):
-            skipped += (shard, index) not in trained and (shard, index) not in holes
+            skipped += all((shard, index) not in known for known in (trained, unlogged, holes))
     return {
         "trained": len(trained),
-        "duplicated": sum(times > 1 for times in trained.values()),
+        "duplicated": sum(times > 1 for times in (trained + unlogged).values()),
         "skipped": skipped,
+        **({"unlogged": len(unlogged.keys() - trained.keys())} if unlogged else {}),
     }
+
+
+def _gaps(fed: Sequence[Row], cut: Sequence[str]) -> list[tuple[int, float]]:
+    """The steps (after, before) whose lines a replica may have lost: between the last line of an incarnation whose
+    log was cut, or of one before it, and the first line of a later one."""
+    lives = [(_life(row["incarnation"])[1], row["step"]) for row in fed] if cut else []
+    found = []
+    for _, life in map(_life, cut):
+        after = max((step for n, step in lives if n <= life), default=0)
+        found.append((after, min((step for n, step in lives if n > life), default=math.inf)))
+    return found
+
+
+def _life(incarnation: str) -> tuple[int, int]:
+    """Replica and number of restarts in an incarnation's name, REPLICA-RUN-RESTARTS."""
+    replica, _, rest = incarnation.partition("-")
+    return int(replica), int(rest.rpartition("-")[2])
 
 
 def _untrained(first: Row, shard: int, end: int) -> Iterator[int]:

@@ -1,29 +1,33 @@
 """Keeps one replica running: starts its ranks together, ends them together, starts them again.
 
 The unit of failure is the replica (FT-HSDP §4.2): when one rank exits, the others are killed at once, stopped
-ones too, and the incarnation counts as exited when all of them are gone.
+ones too, and the incarnation counts as exited when all of them are gone. A replica that is drained, or beyond the
+number that the job is scaled to, is told to leave by the lighthouse, and rests until it is wanted; that counts
+against no budget.
 """
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import signal
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from ft_hsdp.config import Config
 from ft_hsdp.core import restart
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_OK, Retryable
-from ft_hsdp.launch.forkserver import ForkServer
-from ft_hsdp.launch.incarnation import DONE, Incarnation, kind_of
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, Retryable
+from ft_hsdp.launch.engine import Engine, Gang
+from ft_hsdp.launch.incarnation import DONE, LEAVING, LEFT, STRAY, Incarnation, kind_of
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.rundir import Row, RunDir, Tailer
 
-TOGETHER_S = 30.0  # after one rank is done, how long the others have until they are killed
-GONE_S = 30.0  # how long a killed process has to go away
+NEWS_S = 1.0  # longest wait for what the lighthouse says to an exit that may have been ordered
+LOOK_S = 0.2  # between two looks at the commits of an incarnation that does not contribute yet
+SETTLE_S = 60.0  # how long spares wait for it
 STALLED_S = 60.0  # without a commit for this long, a replica that was to stay away is started anyway
 
 
@@ -31,18 +35,21 @@ class Link(Protocol):
     """What a supervisor tells the lighthouse; see `lighthouse_link.LighthouseLink`."""
 
     def started(self, replica: int, incarnation: str) -> None:
-        """An incarnation has been started."""
+        """An incarnation has been started; a replica that was given up is not any more."""
+
+    def rests(self, replica: int) -> None:
+        """Nothing of a replica runs, and nothing will before it is wanted."""
 
     def exited(self, replica: int, incarnation: str) -> None:
         """All ranks of an incarnation are gone."""
 
     def lost(self, replica: int) -> None:
-        """A replica will not be started again."""
+        """Nobody has to wait for a replica: it will not be started again, or it is not known when."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a replica ended: `kind` is done, stopped, lost or config; `reason` is one line."""
+    """How a replica ended: `kind` is done, stopped, drained, unplaced, lost or config; `reason` is one line."""
 
     kind: str
     reason: str = ""
@@ -61,7 +68,7 @@ class ReplicaSupervisor:
         config: Config,
         run: RunDir,
         *,
-        forks: ForkServer,
+        engine: Engine,
         link: Link,
         progress: Progress,
         emit: Callable[[Row], None],
@@ -72,7 +79,7 @@ class ReplicaSupervisor:
         self.current: Incarnation | None = None
         self._config = config
         self._run = run
-        self._forks = forks
+        self._engine = engine
         self._link = link
         self._progress = progress
         self._emit = emit
@@ -81,8 +88,23 @@ class ReplicaSupervisor:
         self._run_id = secrets.token_hex(4)
         self._restarts = restart.RestartState()
         self._commits = Tailer(run.commits(replica))
+        self._committed: set[int] = set()  # steps, since the last loss
+        self._contributing = ""  # the newest incarnation that contributed
         self._stopping = False
         self._away_until = 0
+        self.resting = False  # not wanted, and nothing of it runs
+
+    @property
+    def drained(self) -> bool:
+        """Whether this replica is to stay away: by an operator's order, or because the job has fewer replicas."""
+        progress = self._progress
+        unheard = not progress.heard and self.replica >= self._config.replicas
+        return unheard or self.replica in progress.drained
+
+    @property
+    def _dismissed(self) -> bool:
+        """Whether the incarnation that ran last was sent away, even if the replica is wanted again."""
+        return self.replica in self._progress.dismissed
 
     @property
     def running(self) -> bool:
@@ -114,17 +136,30 @@ class ReplicaSupervisor:
                 current.kill()
 
     async def run(self) -> Outcome:
-        """Run the replica until it is done, lost or stopped."""
+        """Run the replica until it is done, lost or stopped, or the job has ended without it."""
         reason = "first start"
         while not self._stopping:
+            if self.drained:
+                ended = await self._rest()
+                if ended is not None:
+                    return ended
+                reason = "it is wanted"
+            placed, ended = await self._find_place()
+            if ended is not None:
+                return ended
+            if not placed:
+                continue
             outcome, cause = await self._live(reason)
             if outcome is not None:
                 return outcome
+            if self.drained or (self._dismissed and cause.startswith((LEFT, STRAY))):
+                self._restarts = replace(self._restarts, restarts=self._restarts.restarts + 1)
+                continue
             policy = self._config.restart
             self._restarts, decision = restart.on_loss(
                 self._restarts,
                 restart.RestartPolicy(policy.budget, policy.backoff_s, policy.backoff_max_s),
-                len({row["step"] for row in self._commits.poll()}),
+                self._count(),
                 cause,
             )
             if isinstance(decision, restart.GiveUp):
@@ -137,33 +172,97 @@ class ReplicaSupervisor:
     async def _live(self, reason: str) -> tuple[Outcome | None, str]:
         """One incarnation from start to end: the outcome if it is the last, and the cause of its end."""
         size = self._config.ranks_per_replica
-        current = Incarnation(self.replica, self._run_id, self._restarts.restarts, size, self._run)
+        gang = Gang(self.replica, size, self._run_id, self._restarts.restarts, self._config_file)
+        current = Incarnation(gang, self._run)
         self.current = current
+        self._progress.dismissed.discard(self.replica)
         self._link.started(self.replica, current.name)
         try:
-            await current.start(self._forks, self._config_file)
+            how = await self._unless_stopped(current.start(self._engine))
         except Retryable as error:
             current.kill()
             kind, rank, why = "not started", None, str(error)
         else:
             pids = [rank.pid for rank in current.ranks.values()]
-            self._event("ReplicaStarted", reason, pids=pids, restarts=current.restarts)
+            self._event("ReplicaStarted", reason, pids=pids, restarts=current.restarts, how=how)
             self._progress.wake()
-            await self._until_first_exit(current)
+            settling = asyncio.create_task(self._settle(current))
+            try:
+                await self._until_first_exit(current)
+            finally:
+                settling.cancel()
             kind, rank, why = "", None, ""
-        if not await current.wait_for(lambda: not current.living, GONE_S):
+        if not await current.wait_for(lambda: not current.living, self._config.timeouts.gone_s):
             stuck = [rank.pid for rank in current.living]
             return self._lose(f"pids {stuck} do not end after SIGKILL"), ""
         if not kind:
             kind, rank = current.verdict()
             why = current.evicted or (current.explain(rank) if rank else f"all ranks ended: {kind}")
         self._link.exited(self.replica, current.name)
+        self._engine.settled(gang)
         current.write()
+        if kind == STRAY:  # the replica may have heard of a drain before its supervisor did
+            await self._progress.wait_for(lambda: self._dismissed or self._stopping, NEWS_S)
         codes = {str(r.rank): r.code for r in current.ranks.values()}
-        ending = "stopped" if self._stopping else kind
+        ending = "stopped" if self._stopping or (self._dismissed and kind in (LEFT, STRAY)) else kind
         self._event("ReplicaExited", why, kind=ending, rank=rank.rank if rank else None, codes=codes)
         self._progress.wake()
         return self._judge(kind, rank.code if rank else None, why), f"{kind}: {why}"
+
+    async def _find_place(self) -> tuple[bool, Outcome | None]:
+        """Wait until the replica has a place, or is not wanted; whether it has, and its end if the job ends first.
+
+        After timeouts.place_s the others need not wait for it any more. This counts against no budget.
+        """
+        progress, patience_s = self._progress, self._config.timeouts.place_s
+
+        def settled() -> bool:
+            over = self._stopping or self.drained or progress.finished or bool(progress.halted)
+            return placing.done() or over
+
+        placing = asyncio.ensure_future(self._engine.place(self.replica))
+        placing.add_done_callback(lambda _: progress.wake())
+        try:
+            if not await progress.wait_for(settled, patience_s):
+                self._link.lost(self.replica)
+                self._event("ReplicaUnplaced", self._engine.vacancy(self.replica))
+                await progress.wait_for(settled)
+            if placing.done():
+                placing.result()
+                return True, None
+        finally:
+            placing.cancel()
+        if progress.finished:
+            return False, Outcome("unplaced", "there was no place for it until the end")
+        return False, self._lose(progress.halted) if progress.halted else None
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, str]) -> str:
+        """Do `work`; raises Retryable if the replica is stopped meanwhile, or what `work` raises."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(lambda _: self._progress.wake())
+        try:
+            await self._progress.wait_for(lambda: task.done() or self._stopping)
+            if task.done():
+                return task.result()
+            raise Retryable("it was stopped while it started")
+        finally:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _rest(self) -> Outcome | None:
+        """Keep the replica away until it is wanted; how it ended, if the job ends first."""
+        progress, self.resting = self._progress, True
+        self._link.rests(self.replica)
+        progress.wake()
+        await progress.wait_for(
+            lambda: self._stopping or not self.drained or progress.finished or bool(progress.halted)
+        )
+        if self._stopping or progress.finished:
+            return Outcome("drained", "it was not wanted until the end")
+        if progress.halted:
+            return self._lose(progress.halted) if self.current else Outcome("drained", progress.halted)
+        self.resting = False
+        return None
 
     async def _until_first_exit(self, current: Incarnation) -> None:
         """Wait until a rank exits, then end the others; ranks that are done may end by themselves."""
@@ -172,9 +271,10 @@ class ReplicaSupervisor:
         await current.wait_for(lambda: current.first is not None)
         first = current.first
         assert first is not None
-        if first.code == EXIT_OK:
+        if first.code in LEAVING:
             await current.wait_for(
-                lambda: not current.living or any(r.code for r in current.ranks.values()), TOGETHER_S
+                lambda: not current.living or any((r.code or 0) not in LEAVING for r in current.ranks.values()),
+                self._config.timeouts.together_s,
             )
         if current.living and not self._stopping:
             current.kill()
@@ -210,12 +310,36 @@ class ReplicaSupervisor:
         def alone() -> bool:
             return self._stopping or progress.finished or not self._survivors()
 
-        # The survivors repeat the step that just broke: a start beside it would take their CPUs.
-        await progress.wait_for(lambda: alone() or progress.step > start, self._config.restart.hold_s)
+        # The survivors repeat the step that just broke: a cold start beside it would take their CPUs.
+        await progress.wait_for(
+            lambda: alone() or self._engine.warm or progress.step > start, self._config.restart.hold_s
+        )
         while not alone() and progress.step < self._away_until:
             seen = progress.step
             if not await progress.wait_for(lambda seen=seen: alone() or progress.step > seen, STALLED_S):  # type: ignore[misc]
                 break
+
+    async def _settle(self, current: Incarnation) -> None:
+        """Tell the engine when the incarnation contributes: until then, spares would be made at its cost."""
+        until = time.monotonic() + SETTLE_S
+        while self._config.spares and self._contributing != current.name and time.monotonic() < until:
+            await asyncio.sleep(LOOK_S)
+            self._look()
+        self._engine.settled(current.gang)
+
+    def _look(self) -> None:
+        """Read what was committed since."""
+        for row in self._commits.poll():
+            self._committed.add(row["step"])
+            if row.get("role") == "contribute":
+                self._contributing = row["incarnation"]
+
+    def _count(self) -> int:
+        """Steps that were committed since the last loss."""
+        self._look()
+        count = len(self._committed)
+        self._committed.clear()
+        return count
 
     def _event(self, name: str, reason: str, **fields: Any) -> None:
         incarnation = self.current.name if self.current else None

@@ -37,7 +37,6 @@ class Terminal:
     """Shows a running job on `stream`; a context, for the table is taken away at the end."""
 
     def __init__(self, config: Config, stream: TextIO, *, live: bool | None = None) -> None:
-        self._total = config.replicas
         self._steps = config.train.steps
         self._console = Console(file=stream, highlight=False, soft_wrap=True, force_terminal=live)
         self._rows: deque[Row] = deque(maxlen=SHOWN_STEPS)
@@ -71,7 +70,7 @@ class Terminal:
         if self._on_terminal:
             self._live.update(self._table(), refresh=True)
         else:
-            self.say(step_line(row, self._total, self._steps))
+            self.say(step_line(row, self._steps))
         for replica in sorted(set(row["contributors"]) - set(before)):
             self._tell(row["t"], f"replica {replica} contributes again at step {row['step']}", replica, "green")
 
@@ -127,20 +126,20 @@ class Terminal:
         for name in ("step", "loss", "step s", "healthy", "epoch", "lr scale", "tokens/s"):
             table.add_column(name, justify="right")
         for row in self._rows:
-            cells = _cells(row, self._total)
-            style = "" if len(row["contributors"]) == self._total else "yellow"
+            cells = _cells(row)
+            style = "" if len(row["contributors"]) == row["total"] else "yellow"
             table.add_row(f"{row['step']}/{self._steps}", *cells, style=style)
         return table
 
 
 WITH_REASON = frozenset(
-    {"ReplicaLost", "EvictionOrdered", "Waiting", "FetchRejected", "EpochGranted", "LeftBehind"}
+    {"ReplicaLost", "ReplicaUnplaced", "EvictionOrdered", "Waiting", "FetchRejected", "EpochGranted", "LeftBehind"}
 )
 
 
-def step_line(row: Row, total: int, steps: int) -> str:
+def step_line(row: Row, steps: int) -> str:
     """A committed step as one line of at most 80 characters."""
-    loss, seconds, healthy, epoch, scale, rate = _cells(row, total)
+    loss, seconds, healthy, epoch, scale, rate = _cells(row)
     width = len(str(steps))
     return (
         f"step {row['step']:>{width}}/{steps}  loss {loss}  {seconds} s  healthy {healthy}"
@@ -148,12 +147,12 @@ def step_line(row: Row, total: int, steps: int) -> str:
     )
 
 
-def _cells(row: Row, total: int) -> tuple[str, ...]:
+def _cells(row: Row) -> tuple[str, ...]:
     rate = row["tokens"] / row["step_s"] if row["step_s"] > 0 else 0.0
     return (
         f"{row['loss']:.4f}",
         f"{row['step_s']:.2f}",
-        f"{len(row['contributors'])}/{total}",
+        f"{len(row['contributors'])}/{row['total']}",
         str(row["epoch"]),
         f"{row['lr_scale']:.2f}",
         f"{rate:.0f}" if rate < 1e5 else f"{rate / 1e3:.0f}k",
@@ -167,12 +166,14 @@ SPREADS = (("seen after", "detect_s"), ("stall", "stall_s"), ("back after", "rej
 def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     """The figures that a user wants to see at the end, by name."""
     batches = summary["batches"]
-    states = {(r["step"], r["lineage"], r["digest"]) for r in summary["replicas"].values()}
     ended = [r for r in summary["replicas"].values() if r["digest"]]
+    states = {(r["step"], r["lineage"], r["digest"]) for r in ended}
     if not ended:
         state = "no replica holds the final state"
     elif len(states) == 1:
+        away = len(summary["replicas"]) - len(ended)
         state = f"all {len(ended)} replicas equal, digest {ended[0]['digest'][:16]}"
+        state += f", {away} away" if away else ""
     else:
         state = f"{len(states)} different states"
     lines = [
@@ -182,7 +183,8 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         ("final state", state),
         (
             "batches",
-            f"{batches['trained']} trained, {batches['duplicated']} twice, {batches['skipped']} skipped",
+            f"{batches['trained']} trained, {batches['duplicated']} twice, {batches['skipped']} skipped"
+            + (f", {batches['unlogged']} in logs that are gone" if "unlogged" in batches else ""),
         ),
     ]
     for failure in summary["failures"]:
@@ -191,6 +193,8 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         lines += [(name, _spread([f[key] for f in summary["failures"]])) for name, key in SPREADS]
     if summary.get("lost"):
         lines.append(("lost", "replicas " + ", ".join(map(str, summary["lost"]))))
+    if summary.get("unplaced"):
+        lines.append(("no place", "replicas " + ", ".join(map(str, summary["unplaced"]))))
     return lines
 
 

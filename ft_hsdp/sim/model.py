@@ -16,6 +16,7 @@ from ft_hsdp.core.assignment import Continue, Finish, Refused
 from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Token
 from ft_hsdp.core.deal import Dealer
 from ft_hsdp.core.standing import Phase, Replica
+from ft_hsdp.core.voting import LEFT
 from ft_hsdp.sim import invariants
 from ft_hsdp.sim.world import Bounds, Content, Done, Entry, Flip, Interned, Kept, World, ledger, life, put
 from lighthouse import decide
@@ -40,7 +41,7 @@ class Model:
     def initial(self) -> World:
         """All replicas are warm and have asked; the lighthouse is empty."""
         b = self.bounds
-        policy = quorum.Policy(b.replicas, b.steps, suspect_grace_s=GRACE_S, evict_s=EVICT_S)
+        policy = quorum.Policy(b.replicas, b.steps, silence_grace_s=GRACE_S, evict_s=EVICT_S)
         none = (None,) * b.replicas
         world = World(
             replicas=tuple(self._born(r, 0) for r in range(b.replicas)),
@@ -64,6 +65,8 @@ class Model:
             breaks=b.breaks,
             lapses=b.lapses,
             flips=b.flips,
+            drains=b.drains,
+            leaves=b.leaves,
         )
         for r in range(b.replicas):
             world = self.tell(world, r, events.Started())
@@ -180,6 +183,7 @@ class Model:
         me = self.replica(w, r)
         assert me is not None
         return w._replace(
+            late=w.late | {r} if r in self.lighthouse(w).drained else w.late,
             replicas=put(w.replicas, r, -1),
             content=put(w.content, r, self._contents.id(())),
             asked=put(w.asked, r, None),
@@ -237,10 +241,21 @@ class Model:
                 return self._commit(w, r, record, decided)
             case effects.Forget():
                 return w._replace(kept=put(w.kept, r, ()))
-            case effects.Exit(code) if code and w.replicas[r] >= 0:
+            case effects.Exit(code, why) if w.replicas[r] >= 0 and (code or why == LEFT or self._leaves(w, r)):
                 return self.die(w, r)
             case _:
                 return w
+
+    def _leaves(self, w: World, r: int) -> bool:
+        """Whether replica ``r`` ends before the job does, because it was drained or told to end."""
+        me = self.replica(w, r)
+        away = me is not None and (me.departing or r in self.lighthouse(w).drained)
+        return away and me is not None and me.state.step < self.bounds.steps
+
+    def drain(self, w: World, r: int) -> World:
+        """An operator drains replica ``r``."""
+        w = self.consult(w._replace(drains=w.drains - 1), quorum.Commanded("drain", r, "maintenance", 0.0))
+        return w._replace(late=w.late | {r}) if w.replicas[r] < 0 else w
 
     def _deliver(self, w: World, ask: effects.Ask) -> World:
         """An ask reaches the lighthouse at once; only answers travel slowly."""

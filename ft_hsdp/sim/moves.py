@@ -10,6 +10,7 @@ from ft_hsdp.core.commit import Fence
 from ft_hsdp.core.standing import Phase, Replica
 from ft_hsdp.sim.model import EVICT_S, GRACE_S, Model, Running
 from ft_hsdp.sim.world import World
+from lighthouse import commands
 from lighthouse import state as quorum
 
 Move = tuple[str, Callable[[], World]]
@@ -23,7 +24,7 @@ def successors(model: Model, w: World) -> Iterator[Move]:
         me = model.replica(w, r)
         if me is not None:
             yield from _of_replica(model, w, r, me)
-        elif not any(e[0] == r for e in w.exits):
+        elif not any(e[0] == r for e in w.exits) and r not in model.lighthouse(w).drained:
             yield f"replica {r} restarts", lambda r=r: model.restart(w, r)  # type: ignore[misc]
             for found in w.kept[r]:
                 yield (
@@ -32,6 +33,11 @@ def successors(model: Model, w: World) -> Iterator[Move]:
                 )
     yield from _of_messages(model, w)
     yield from _of_lighthouse(model, w)
+    for r in range(model.bounds.replicas if w.drains else 0):
+        order = quorum.Commanded("drain", r, "", 0.0)
+        plan = commands.plan(model.lighthouse(w), order, commands.Supervised())
+        if isinstance(plan, commands.Plan) and plan.event:
+            yield f"an operator drains replica {r}", lambda r=r: model.drain(w, r)  # type: ignore[misc]
 
 
 def patience(model: Model, w: World) -> Iterator[Move]:
@@ -76,6 +82,8 @@ def _of_replica(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
                 f"a link of replica {r} in epoch {broken.epoch} breaks",
                 lambda: model.tell(w._replace(breaks=w.breaks - 1), r, broken),
             )
+    if me.phase is Phase.LEAVING:
+        yield f"replica {r} leaves before the others do", lambda: model.tell(w, r, events.LeaveOverdue())
     if me.fetching is not None:
         yield from _fetches(model, w, r, me, me.fetching)
     for shown in _shown(model, w, r, me):
@@ -83,6 +91,9 @@ def _of_replica(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
             f"replica {r} is shown epoch {shown.epoch} by a member",
             lambda shown=shown: model.tell(w, r, events.GrantShown(shown)),  # type: ignore[misc]
         )
+    if w.leaves and me.phase is not Phase.DONE and not me.departing:
+        told = w._replace(leaves=w.leaves - 1)
+        yield f"replica {r} is told to end", lambda: model.tell(told, r, events.LeaveRequested())
     if w.deaths and me.phase is not Phase.DONE:
         yield f"replica {r} is killed", lambda: model.die(w._replace(deaths=w.deaths - 1), r)
 

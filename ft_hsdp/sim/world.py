@@ -49,6 +49,7 @@ class Bounds:
     with nobody dead, ``lapses`` answers that come too late. With ``late_tokens`` a token outlives its ring. With
     ``recovery`` a replica may find one of its two newest states again when it is restarted. ``flips`` are states
     that change silently in their replica's memory. With ``patient`` a step waits for the fetch of one behind.
+    ``drains`` are replicas that an operator sends away for good, ``leaves`` are told to end and are started again.
     """
 
     replicas: int = 3
@@ -64,6 +65,8 @@ class Bounds:
     recovery: bool = False
     flips: int = 0
     patient: bool = False
+    drains: int = 0
+    leaves: int = 0
     assignment: Assignment = "per_replica"
 
 
@@ -105,8 +108,8 @@ class World(NamedTuple):
     """One state of the world.
 
     Replica ids of -1 are dead; ``asked`` are open asks, ``answers`` in flight; ``exits`` are not reported
-    yet; ``late`` are replicas that were started again when the job was over; ``kept`` are the states, newest
-    first, that outlive a replica's death on its machine; ``flipped`` are lives whose state is corrupt.
+    yet; ``late`` are replicas that were started again when the job was over, or drained; ``kept`` are the states,
+    newest first, that outlive a replica's death on its machine; ``flipped`` are lives whose state is corrupt.
     """
 
     replicas: tuple[int, ...]
@@ -130,6 +133,8 @@ class World(NamedTuple):
     breaks: int
     lapses: int
     flips: int
+    drains: int = 0
+    leaves: int = 0
 
 
 def put(row: tuple[Any, ...], i: int, value: Any) -> tuple[Any, ...]:

@@ -27,7 +27,6 @@ from ft_hsdp.state.draft import Draft
 from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.ranks import Ranks
 
-CLOSE_S = 60.0
 _SHOWN = 500  # characters of an error that are worth a reader's time
 
 
@@ -158,7 +157,7 @@ class Checkpointer:
             self._changed.notify_all()
         return request.future
 
-    def close(self, deadline_s: float = CLOSE_S) -> None:
+    def close(self, deadline_s: float = 60.0) -> None:
         """Finish what was asked for, within ``deadline_s``; what is not done by then has failed."""
         with self._changed:
             self._closing = True

@@ -12,18 +12,21 @@ from pathlib import Path
 from ft_hsdp.state import messages
 
 TOKEN_VARIABLE = "FT_HSDP_TOKEN"  # noqa: S105 - the name of a variable
-LINGER_S = 600.0
 
 
 @dataclass(slots=True)
 class Starter:
-    """Starts the agent of ``replica`` at ``host``; it ends with the process ``guard``, and logs to ``log``."""
+    """Starts the agent of ``replica`` at ``host``; it logs to ``log``.
+
+    It ends with the process ``guard``, and when no rank was there for ``linger_s`` seconds.
+    """
 
     token: str
     replica: int
     host: str
     guard: int
     log: Path
+    linger_s: float
     started: list[subprocess.Popen[bytes]] = field(default_factory=list)  # they outlive this process
 
     def ensure(self, port: int = 0) -> None:
@@ -32,7 +35,7 @@ class Starter:
             return
         self.log.parent.mkdir(parents=True, exist_ok=True)
         place = ("--replica", str(self.replica), "--host", self.host, "--port", str(port))
-        life = ("--guard", str(self.guard), "--linger", str(LINGER_S))
+        life = ("--guard", str(self.guard), "--linger", str(self.linger_s))
         with self.log.open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", "ft_hsdp.state.agent", *place, *life],

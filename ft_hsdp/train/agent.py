@@ -41,7 +41,7 @@ class Fetching:
 
 
 class RankAgent:
-    """One rank of a replica. ``report`` tells the leader something."""
+    """One rank of a replica. ``report`` tells the leader something, ``end`` ends this process and says why."""
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class RankAgent:
         journal: Journal,
         report: Callable[[object], None],
         keeper: Keeper,
+        end: Callable[[str], None],
     ) -> None:
         self._replica = replica
         self._rank = rank
@@ -60,6 +61,7 @@ class RankAgent:
         self._journal = journal
         self._report = report
         self._keeper = keeper
+        self._end = end
         self._staged: Load | None = None
         self._logged: dict[int, list[torch.Tensor]] = {}
         self._cancel = threading.Event()
@@ -110,7 +112,10 @@ class RankAgent:
         self._journal.event("RingConnected", "both neighbours are in this epoch", epoch=epoch)
 
     def broken(self, abort: RingAbort) -> None:
-        """The ring is over."""
+        """The ring is over. If others have waited for this rank's trainer in vain, only a new process helps."""
+        if abort.stuck and abort.suspect == self._replica:
+            self._end(f"the trainer hangs: {abort.cause}")
+            return
         self._report(RankBroken(self._rank, abort.epoch, abort.cause, abort.suspect, abort.planned))
 
     def shown(self, grant: Grant) -> None:

@@ -31,8 +31,11 @@ from ft_hsdp.errors import EXIT_OK, FtHsdpError
 from ft_hsdp.state.durable import About, Checkpointer
 from ft_hsdp.state.ranks import Ranks
 from ft_hsdp.train import device as devices
+from ft_hsdp.train.calling import Calling
+from ft_hsdp.train.ground import Ground, Place
 from ft_hsdp.train.held import Held
 from ft_hsdp.train.hsdp import FP32, Sharded
+from ft_hsdp.train.life import Life, begin
 from ft_hsdp.train.mailbox import Apply, Drop, End, Feed, Load, Mailbox, Save
 from ft_hsdp.train.optim import Groups, Schedule, prime
 from ft_hsdp.train.prefetch import Prefetcher, Source
@@ -41,7 +44,7 @@ from ft_hsdp.train.restore import Checkpoints, restore
 from ft_hsdp.train.runlog import RunLog, Timing, exposed
 from ft_hsdp.train.saver import Saver
 from ft_hsdp.train.streams import stream
-from ft_hsdp.train.wiring import Place, Wiring
+from ft_hsdp.train.wiring import Wiring
 
 Batch = TypeVar("Batch")
 
@@ -89,13 +92,16 @@ class Optimizer:
 class Job:
     """One rank's part in the job; made by ``join``."""
 
-    def __init__(self, config: Config, place: Place, device: torch.device) -> None:
+    def __init__(
+        self, config: Config, place: Place, calling: Calling, life: Life | None, device: torch.device
+    ) -> None:
         self.config = config
         self.device = device
-        self.replica = place.replica
         self.rank = place.rank
         self.ranks = place.ranks
         self._place = place
+        self._calling = calling
+        self._life = life  # None: this process is a spare that was not called yet
         self._mailbox = Mailbox()
         self._loss: list[float] = []
         self._micro = 0
@@ -104,14 +110,28 @@ class Job:
         self._feeding: Feeding | None = None
         self._since = time.monotonic()
         self._tokens = 0
-        self._dealer = Dealer(config.data.assignment, config.replicas)
+        self._dealer = Dealer(config.data.assignment, config.slots)
         self._sharded: Sharded
         self._held: Held
+        self._ground: Ground | None = None
         self._wiring: Wiring | None = None
         self._saver: Saver | None = None
         self._log: RunLog | None = None
+        self._leaves = False
+        self._committed = False  # in this life
 
     # The user's few lines.
+
+    @property
+    def replica(self) -> int:
+        """Which replica this rank is of.
+
+        Raises:
+            RuntimeError: nobody knows it yet: this process is a spare, and is told when its first batch is due.
+        """
+        if self._life is None:
+            raise RuntimeError("job.replica is not known before the first batch: this process is a spare")
+        return self._life.replica
 
     def shard(
         self,
@@ -154,14 +174,15 @@ class Job:
     def batches(self, source: Source[Batch], accumulate: int = 1) -> Iterator[Batch]:
         """The batches that this replica has to feed, each exactly once; ends with training.
 
-        Checks in first. A replica that is behind catches up inside, so only a contributor gets a batch.
-        torch's generator is seeded from the batch's place before each micro-batch (for dropout and the like).
+        Checks in first; a spare waits here to be called. A replica that is behind catches up inside, so only a
+        contributor gets a batch. torch's generator is seeded from the batch's place before each micro-batch (for
+        dropout and the like).
         """
         self._accumulate = accumulate
         prefetcher = Prefetcher(source, self.rank, accumulate)
-        prefetcher.guess(*self._dealer.deal(self._held.ledger, self.replica))
+        prefetcher.guess(*self._dealer.deal(self._held.ledger, 0 if self._life is None else self.replica))
         try:
-            self._check_in()
+            self._check_in(lambda: prefetcher.guess(*self._dealer.deal(self._held.ledger, self.replica)))
             while True:
                 match self._mailbox.get():
                     case Feed(step):
@@ -178,56 +199,71 @@ class Job:
 
     def leave(self) -> None:
         """Leave the job at the next commit, without disturbing it."""
+        self._leaves = True
         if self._wiring is not None:
             self._wiring.leave()
+
+    @property
+    def over(self) -> bool:
+        """Whether this rank holds the final state."""
+        return self._held.state is not None and self._held.state.step >= self.config.train.steps
 
     def close(self) -> None:
         """Leave the process group and end all threads."""
         if self._saver is not None:
-            self._saver.close()
+            self._saver.close(self.config.timeouts.save_s)
             self._saver = None
-        if self._wiring is not None:
-            self._wiring.close()
-            self._wiring = None
+        wiring, self._wiring = self._wiring, None  # a signal may come at any time
+        if wiring is not None:
+            wiring.close()
+        ground, self._ground = self._ground, None
+        if ground is not None:
+            ground.close()
         if dist.is_initialized():
             dist.destroy_process_group()
 
     # Inside.
 
-    def _check_in(self) -> None:
-        held, place, config = self._held, self._place, self.config
-        self._wiring = Wiring(config, place, held, self._sharded.sizes, self._mailbox, self.device)
-        ranks = Ranks()
-        port = self._wiring.listen() if self.rank == 0 else 0
+    def _check_in(self, prefetch: Callable[[], None]) -> None:
+        """Do all that can be done by any rank, wait to know which one this is, and join the job as that."""
+        held, config = self._held, self.config
+        weights, layout = held.weights_digest(), held.layout.fingerprint
+        ground = Ground(config, self._place, self.device, self._sharded.sizes, weights, layout)
+        self._ground = ground
+        held.state = lineage.initial(config_hash(config), lineage.digest(ground.common.weights))
+        warm = time.time()
+        if self._life is None:
+            self._life = begin(config, self._place, self._calling.wait())
+            warm = self._life.began
+        wiring = self._wiring = Wiring(config, ground, self._life, held, self._mailbox)
         if self.rank == 0:
-            self._log = RunLog(place.run / "replicas" / str(self.replica), place.incarnation)
-        port = int(ranks.hear(str(port).encode()))
-        weights = [each.decode() for each in ranks.gather(held.weights_digest().encode())]
-        layouts = [each.decode() for each in ranks.gather(held.layout.fingerprint.encode())]
-        held.state = lineage.initial(config_hash(config), lineage.digest(weights))
-        checkpoints = self._checkpoints(ranks)
+            wiring.journal.note(self._life.began, "ReplicaBooted", "its processes know which replica they are")
+            wiring.journal.note(warm, "ReplicaWarmed", "model, optimizer and process group are ready")
+            folder = self._place.run / "replicas" / str(self.replica)
+            self._log = RunLog(folder, self._life.incarnation, wiring.reporter.commit)
+        checkpoints = self._checkpoints(ground.ranks)
         current = config.state.snapshot == "every_step"
-        restore(held, self._wiring.keeper, ranks, checkpoints, current, self._wiring.journal)
-        self._wiring.keeper.reached(held.state)
-        if self.rank == 0:
-            self._wiring.journal.event("ReplicaWarmed", "model, optimizer and connections are ready")
-        self._wiring.check_in(port, held.state, lineage.digest(layouts))
+        restore(held, wiring.keeper, ground.ranks, checkpoints, current, wiring.journal)
+        prefetch()
+        wiring.keeper.reached(held.state)
+        wiring.check_in(held.state)
+        if self._leaves:
+            wiring.leave()
         self._conclude_at_end()
 
-    def _checkpoints(self, ranks: Ranks) -> Checkpoints | None:
-        """Where the job's checkpoints are, if it has any; from now on this rank can write them."""
+    def _checkpoints(self, ranks: Ranks) -> Checkpoints:
+        """Where the job's checkpoints are; from now on this rank can write them, also if none is ever due."""
         assert self._wiring is not None
+        assert self._life is not None
         config, held, place = self.config, self._held, self._place
-        if config.checkpoint.dir is None and config.checkpoint.every == 0:
-            return None
         folder = Path(config.checkpoint.dir) if config.checkpoint.dir else place.run / "checkpoints"
-        about = About(place.incarnation, config.replicas, resume_hash(config), config.model_dump(mode="json"))
+        about = About(self._life.incarnation, config.slots, resume_hash(config), config.model_dump(mode="json"))
         checkpointer = Checkpointer(
             folder, config.checkpoint.keep, about, held.layout, held.params, held.optim, ranks
         )
         self._saver = Saver(checkpointer, self._wiring.keeper, self.rank, self._wiring.tell)
         shards = self._dealer.shards
-        return Checkpoints(folder, resume_hash(config), config.replicas, lambda ledger: ledger.redealt(shards))
+        return Checkpoints(folder, resume_hash(config), config.slots, lambda ledger: ledger.redealt(shards))
 
     def _saw_loss(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.dim() == 0:
@@ -237,6 +273,7 @@ class Job:
         if self._wiring is not None:
             loss = sum(self._loss) / len(self._loss) if self._loss else float("nan")
             self._wiring.reducer.ready(bucket, flat, loss)
+            self._wiring.moved()
 
     def _feed(self, prefetcher: Prefetcher[Batch], step: int) -> Iterator[Batch]:
         """Yield the micro-batches of this replica's next batch."""
@@ -256,6 +293,7 @@ class Job:
                 self._tokens = _tokens(batch) * self.ranks * self._accumulate
             number = index * self._dealer.shards + shard
             torch.manual_seed(stream(self.config.train.seed, "batch", number, self.rank, micro))
+            self._wiring.moved()
             yield devices.move(batch, self.device)
 
     def _step(self) -> bool:
@@ -294,6 +332,8 @@ class Job:
             case Save(state):
                 assert self._saver is not None
                 self._saver.save(state)
+        assert self._wiring is not None
+        self._wiring.moved()
 
     def _apply(self, letter: Apply, waited: float) -> None:
         """Nothing may fail here: what does ends the rank, and with it the replica."""
@@ -303,7 +343,7 @@ class Job:
         now = time.monotonic()
         if self._log is not None:  # before it is applied: whoever serves a state has logged what led to it
             traffic = reducer.traffic
-            waits = exposed(now, waited, traffic.ended)
+            waits = exposed(now, waited, traffic.ended, traffic.held_up)
             if self._held.offload is not None:
                 waits["offload"] = self._held.offload.lap()  # of the update before
             timing = Timing(now - self._since, waits, traffic.bytes_sent, traffic.seconds)
@@ -311,6 +351,10 @@ class Job:
             mine = self.replica in record.contributors
             ledger = record.ledger(self._held.ledger)
             self._log.committed(record, self._held.rate(record), tokens, timing, mine, ledger)
+            if not self._committed:
+                how = "contributes to it" if mine else "was behind"
+                self._wiring.journal.event("FirstStepCommitted", f"this replica {how}", step=record.step)
+                self._committed = True
         before, after = self._held.state, record.state_id
         failpoints.reach("apply-begin", record.step)
         self._held.apply(record, letter.reduced, self._clip, self._accumulate)
@@ -328,7 +372,7 @@ class Job:
         assert self._held.state is not None
         if self._held.state.step < self.config.train.steps:
             return
-        self._wiring.keeper.want(self._held.state, self.config.quorum.final_wait_s)
+        self._wiring.keeper.want(self._held.state, self.config.timeouts.final_wait_s)
         digest = self._held.digest()
         if self._log is not None:
             self._log.final(self._held.state, digest)

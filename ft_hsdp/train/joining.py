@@ -4,37 +4,48 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from ft_hsdp import failpoints
+from ft_hsdp import secret
 from ft_hsdp.config import Config, load
+from ft_hsdp.control.lighthouses import listed, named
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.state.start import TOKEN_VARIABLE, Starter
+from ft_hsdp.state.start import TOKEN_VARIABLE
 from ft_hsdp.train import device as devices
+from ft_hsdp.train.calling import Calling, FromEnvironment
+from ft_hsdp.train.ground import Place
 from ft_hsdp.train.job import Job
-from ft_hsdp.train.wiring import Place
+from ft_hsdp.train.life import begin
 
 
-def join(config: Config | str | Path, replica: int, run: Path | None = None, lighthouse: str | None = None) -> Job:
+def join(
+    config: Config | str | Path, replica: int | Calling, run: Path | None = None, lighthouse: str | None = None
+) -> Job:
     """Join a job as one rank of ``replica``; the rank comes from torchrun's environment.
 
-    ``run`` is the run directory, ``lighthouse`` its URL; both follow from the configuration on one machine.
+    ``run`` is the run directory, ``lighthouse`` its URL[,URL]; both follow from the configuration on one machine.
+    What ft_hsdp's own launcher starts is called instead: a spare hears of its replica when it is needed.
 
     Raises:
         ConfigError: the configuration cannot be used, or the run does not exist.
     """
     if not isinstance(config, Config):
         config = load(Path(config))
-    if not 0 <= replica < config.replicas:
-        raise ConfigError("replica", replica, f"0 to {config.replicas - 1} (replicas: {config.replicas})")
+    calling = FromEnvironment(replica) if isinstance(replica, int) else replica
+    if isinstance(replica, int) and not 0 <= replica < config.slots:
+        raise ConfigError(
+            "replica", replica, f"0 to {config.slots - 1} (there are {config.slots} replicas at most)"
+        )
     run = run or Path(config.job.runs_dir) / config.job.name
+    file = run / "lighthouse.json"
     try:
-        url = lighthouse or json.loads((run / "lighthouse.json").read_text())["url"]
-        token = os.environ.get(TOKEN_VARIABLE) or (run / "token").read_text().strip()
+        urls = listed(lighthouse) if lighthouse else named(json.loads(file.read_text()))
+        if not urls:
+            raise ValueError("lighthouse.json names none")
+        token = os.environ.get(TOKEN_VARIABLE) or secret.current(run / "token")
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError("run", str(run), f"the directory of a run with a lighthouse ({error})") from error
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -42,26 +53,13 @@ def join(config: Config | str | Path, replica: int, run: Path | None = None, lig
         raise ConfigError("WORLD_SIZE", ranks, f"ranks_per_replica, which is {config.ranks_per_replica}")
     device = devices.choose(config.train.device, int(os.environ.get("LOCAL_RANK", rank)))
     torch.set_num_threads(config.train.threads)
-    name, life = (
-        os.environ.get("TORCHELASTIC_RUN_ID", "run"),
-        int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
-    )
-    lives = [f"{replica}-{name}-{n}" for n in range(life + 1)]
-    failpoints.arm(config.debug.failpoints, replica, rank, life)
-    starter = _starter(config, replica, run, token) if os.environ.get("LOCAL_RANK", str(rank)) == "0" else None
-    _connect_ranks(rank, ranks, lives[-1], devices.backend(device))
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    place = Place(replica, rank, ranks, lives[-1], tuple(lives[:-1]), run, url, token, host, starter)
-    return Job(config, place, device)
-
-
-def _starter(config: Config, replica: int, run: Path, token: str) -> Starter:
-    """Start the state agent of this host, if there is none; it lives as long as whoever started this rank."""
-    host = config.network.state_interface or config.network.host
-    log = run / "replicas" / str(replica) / f"agent-{socket.gethostname()}.log"
-    starter = Starter(token, replica, host, os.getppid(), log)
-    starter.ensure()
-    return starter
+    first = os.environ.get("LOCAL_RANK", str(rank)) == "0"
+    place = Place(rank, ranks, run, urls, token, host, first, None if lighthouse else file)
+    call = calling.heard()
+    life = None if call is None else begin(config, place, call)  # the state agent starts meanwhile
+    _connect_ranks(rank, ranks, "" if life is None else life.incarnation, devices.backend(device))
+    return Job(config, place, calling, life, device)
 
 
 def _connect_ranks(rank: int, ranks: int, life: str, backend: str) -> None:

@@ -8,14 +8,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ft_hsdp.config import ModelConfig
 from ft_hsdp.train.streams import stream
+
+if TYPE_CHECKING:
+    from ft_hsdp.config import ModelConfig
 
 
 @dataclass(frozen=True, slots=True)

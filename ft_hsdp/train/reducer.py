@@ -42,11 +42,15 @@ class Feeding:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes sent and seconds spent for the newest attempt that ended well, and when its ring was done."""
+    """Bytes sent and seconds spent for the newest attempt that ended well, and when its ring was done.
+
+    ``held_up``: seconds for which gradients of its step were here, and no order to reduce them.
+    """
 
     bytes_sent: int = 0
     seconds: float = 0.0
     ended: float = 0.0
+    held_up: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +97,8 @@ class Reducer:
         self._out: list[torch.Tensor] | None = None
         self._spare: list[list[torch.Tensor]] = []
         self._began = 0.0
+        self._idle_since: float | None = None  # the first bucket is here, the order is not
+        self._held_up = 0.0
         self.traffic = Traffic()
 
     # The main thread.
@@ -102,6 +108,7 @@ class Reducer:
         with self._lock:
             self._feeding = feeding
             self._locals.clear()
+            self._idle_since, self._held_up = None, 0.0
 
     def ready(self, bucket: int, flat: torch.Tensor, loss: float) -> None:
         """The local gradient of a bucket is there: flat fp32 [numel], read only from now on."""
@@ -114,6 +121,7 @@ class Reducer:
         with self._lock:
             self._locals[bucket] = Local(flat, poisoned, after)
             self._loss = loss
+            self._time()
             self._pump()
 
     def give_back(self, out: list[torch.Tensor]) -> None:
@@ -129,12 +137,14 @@ class Reducer:
             self._order = order
             self._submitted = 0
             self._results = []
+            self._time()
             self._pump()
 
     def cancel(self) -> None:
         """The ring is gone; what was reduced is kept until the next attempt, for it may be in doubt."""
         with self._lock:
             self._order = None
+            self._time()
 
     def take(self) -> list[torch.Tensor]:
         """The reduced shards of the newest attempt; they are the caller's until given back."""
@@ -144,6 +154,16 @@ class Reducer:
             return out
 
     # Both, under the lock.
+
+    def _time(self) -> None:
+        """Measure for how long the gradients of a step wait for an order."""
+        feeding, order = self._feeding, self._order
+        idle = feeding is not None and 0 in self._locals and (order is None or order.fence.step != feeding.step)
+        if idle and self._idle_since is None:
+            self._idle_since = time.monotonic()
+        elif not idle and self._idle_since is not None:
+            self._held_up += time.monotonic() - self._idle_since
+            self._idle_since = None
 
     def _pump(self) -> None:
         """Submit what can go, in the order of the buckets."""
@@ -199,7 +219,8 @@ class Reducer:
             out, results, prev = self._out, list(self._results), self._order.prev
         assert out is not None
         now = time.monotonic()
-        self.traffic = Traffic(sum(r.bytes_sent for r in results), now - self._began, now)
+        sent = sum(r.bytes_sent for r in results)
+        self.traffic = Traffic(sent, now - self._began, now, self._held_up)
         self._voted(self._vote(fence, results, out, self._checked(prev)))
 
     def _vote(self, fence: Fence, results: list[Result], out: list[torch.Tensor], state_digest: str) -> Vote:

@@ -33,7 +33,7 @@ class Checkpoints:
 
 
 def restore(
-    held: Held, keeper: Keeper, ranks: Ranks, checkpoints: Checkpoints | None, current: bool, journal: Journal
+    held: Held, keeper: Keeper, ranks: Ranks, checkpoints: Checkpoints, current: bool, journal: Journal
 ) -> None:
     """Bring ``held``, which has its initial state, to the newest that is found. A collective of all ranks.
 
@@ -43,7 +43,7 @@ def restore(
         ConfigError: there are checkpoints, but none that can be used.
     """
     kept = newest_common([_decode(each) for each in ranks.gather(_encode(keeper.recall()))])
-    if checkpoints is not None and (kept is None or not current):
+    if kept is None or not current:
         _resume(held, ranks, checkpoints, journal)
     assert held.state is not None
     if kept is None or (kept.commit_epoch, kept.step) <= (held.state.commit_epoch, held.state.step):

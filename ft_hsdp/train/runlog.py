@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -24,19 +25,24 @@ class Timing:
     ftar_s: float
 
 
-def exposed(now: float, waited: float, reduced: float) -> dict[str, float]:
+def exposed(now: float, waited: float, reduced: float, held_up: float) -> dict[str, float]:
     """The last ``waited`` seconds before ``now``, by cause: FTAR went on after backward until ``reduced``, then
-    the replicas agreed."""
-    ftar = min(max(reduced - (now - waited), 0.0), waited)
-    return {"ftar": ftar, "commit": waited - ftar}
+    the replicas agreed. FTAR ended so late because it was ``held_up`` for the lighthouse's answer: that is not its
+    own, as far as it showed."""
+    late = min(max(reduced - (now - waited), 0.0), waited)
+    quorum = min(held_up, late)
+    return {"quorum": quorum, "ftar": late - quorum, "commit": waited - late}
 
 
 class RunLog:
-    """The files of one replica in the run directory; rank 0 writes them."""
+    """The files of one replica in the run directory; rank 0 writes them. ``tee`` hears of each commit."""
 
-    def __init__(self, folder: Path, incarnation: str) -> None:
+    def __init__(
+        self, folder: Path, incarnation: str, tee: Callable[[Mapping[str, object]], None] | None = None
+    ) -> None:
         self._folder = folder
         self._incarnation = incarnation
+        self._tee = tee
         self._fed = Lines(folder / "fed.jsonl")
         self._commits = Lines(folder / "commits.jsonl")
 
@@ -57,36 +63,37 @@ class RunLog:
     ) -> None:
         """A step was committed and applied here; ``ledger`` is the one after it."""
         state = record.state_id
-        self._commits.write(
-            {
-                "t": time.time(),
-                "step": record.step,
-                "epoch": record.epoch,
-                "attempt": record.attempt,
-                "lineage": state.lineage,
-                "prev": record.prev,
-                "ring": list(record.ring),
-                "contributors": list(record.contributors),
-                "contributions": [asdict(c) for c in record.contributions],
-                "digest": record.digest,
-                "poisoned": list(record.poisoned),
-                "cursors": list(ledger.cursors),
-                "holes": [list(hole) for hole in ledger.holes],
-                "loss": record.loss,
-                "lr": lr,
-                "lr_scale": record.lr_scale,
-                "norm": record.norm,
-                "total": record.total,
-                "chunk_bytes": record.chunk_bytes,
-                "step_s": timing.step_s,
-                "waits": timing.waits,
-                "ftar_bytes": timing.ftar_bytes,
-                "ftar_s": timing.ftar_s,
-                "tokens": tokens,
-                "incarnation": self._incarnation,
-                "role": "contribute" if contributed else "behind",
-            }
-        )
+        row = {
+            "t": time.time(),
+            "step": record.step,
+            "epoch": record.epoch,
+            "attempt": record.attempt,
+            "lineage": state.lineage,
+            "prev": record.prev,
+            "ring": list(record.ring),
+            "contributors": list(record.contributors),
+            "contributions": [asdict(c) for c in record.contributions],
+            "digest": record.digest,
+            "poisoned": list(record.poisoned),
+            "cursors": list(ledger.cursors),
+            "holes": [list(hole) for hole in ledger.holes],
+            "loss": record.loss,
+            "lr": lr,
+            "lr_scale": record.lr_scale,
+            "norm": record.norm,
+            "total": record.total,
+            "chunk_bytes": record.chunk_bytes,
+            "step_s": timing.step_s,
+            "waits": timing.waits,
+            "ftar_bytes": timing.ftar_bytes,
+            "ftar_s": timing.ftar_s,
+            "tokens": tokens,
+            "incarnation": self._incarnation,
+            "role": "contribute" if contributed else "behind",
+        }
+        self._commits.write(row)
+        if self._tee is not None:
+            self._tee(row)
 
     def final(self, state: StateId, digest: str) -> None:
         """The replica holds the final state."""

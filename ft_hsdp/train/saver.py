@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -14,8 +15,6 @@ from ft_hsdp.state.durable import Checkpointer, CheckpointFailed, Header, Outcom
 from ft_hsdp.state.segment import Bytes
 from ft_hsdp.state.wire import Manifest
 from ft_hsdp.train.keeper import Keeper
-
-COPY_S = 60.0
 
 
 class Saver:
@@ -33,12 +32,13 @@ class Saver:
         """Copy ``state``, which is held now, and have it written; all ranks save the same states in order."""
         self._keeper.save(state, self._write)
 
-    def close(self) -> None:
-        """Finish what was begun; both waits have a deadline."""
+    def close(self, deadline_s: float) -> None:
+        """Finish what was begun, within ``deadline_s`` seconds."""
+        until = time.monotonic() + deadline_s
         copied = threading.Event()
         self._keeper.after(copied.set)
-        copied.wait(COPY_S)
-        self._checkpointer.close()
+        copied.wait(deadline_s)
+        self._checkpointer.close(max(0.0, until - time.monotonic()))
 
     def _write(self, manifest: Manifest, packed: Bytes) -> None:
         header = Header(manifest.state, manifest.ledger, manifest.hyper)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -69,6 +70,35 @@ def prepare(path: str, tokenizer: str, max_bytes: int, cache: Path) -> Path:
     except OSError as error:
         raise Retryable(f"cannot write tokens to {cache}: {error}") from error
     return ready
+
+
+def count(path: str, tokenizer: str, max_bytes: int, enough: int) -> int:
+    """How many tokens `prepare` would make, without making them; nobody counts on beyond `enough`.
+
+    Raises ConfigError as `prepare` does.
+    """
+    if tokenizer not in VOCABULARY:
+        raise ConfigError("data.tokenizer", tokenizer, ", ".join(VOCABULARY))
+    root, files = _listing(path)
+    tokens, left = 0, max_bytes
+    for length in _lengths(path, root, files):
+        if left == 0 or tokens >= enough:
+            break
+        if length:
+            tokens += min(length, left) + (1 if left < max_bytes else 0)
+            left -= min(length, left)
+    return tokens
+
+
+def _lengths(path: str, root: Path, files: list[tuple[str, int, int]]) -> Iterator[int]:
+    """Bytes of the documents of all files, in order."""
+    for name, size, _ in files:
+        if Path(name).suffix.lower() in _READERS:
+            yield from map(len, _documents(path, root, [name]))
+        elif os.access(root / name, os.R_OK):
+            yield size
+        else:
+            raise ConfigError("data.path", path, f"readable files ({name}: {os.strerror(errno.EACCES)})")
 
 
 def _listing(path: str) -> tuple[Path, list[tuple[str, int, int]]]:

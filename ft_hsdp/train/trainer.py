@@ -12,7 +12,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ft_hsdp.config import Config
 from ft_hsdp.core import lr
 from ft_hsdp.core.deal import Dealer
-from ft_hsdp.errors import EXIT_OK, FtHsdpError
+from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, FtHsdpError
+from ft_hsdp.train.calling import Calling
 from ft_hsdp.train.data import Batches
 from ft_hsdp.train.device import move
 from ft_hsdp.train.hsdp import FP32
@@ -31,7 +32,7 @@ def dataset(config: Config) -> Batches:
         t.seq_len,
         t.micro_batch,
         t.seed,
-        Dealer(config.data.assignment, config.replicas).shards,
+        Dealer(config.data.assignment, config.slots).shards,
         ranks=config.ranks_per_replica,
         accumulate=t.accumulate,
     )
@@ -63,26 +64,32 @@ def factor(config: Config, step: int) -> float:
     return lr.scheduled(c.schedule, 1.0, step, config.train.steps, c.warmup, c.min_ratio)
 
 
-def train(config: Config, replica: int, run: Path) -> None:
-    """Train until the job ends."""
+def train(config: Config, replica: int | Calling, run: Path) -> int:
+    """Train until the job ends, or until SIGTERM: then the replica leaves at the next commit. The exit code."""
     data = dataset(config)
     job = join(config, replica, run)
-    signal.signal(signal.SIGTERM, lambda *_: job.leave())
     model = job.shard(build(config), policy=policy(config))
     optimizer = build_optimizer(config, list(model.parameters()))
     optim = job.optimizer(optimizer, lambda step: factor(config, step))
     optim.clip = config.optim.clip
     job.warm_up(lambda: model(move(data.batch(0, 0, job.rank), job.device)).backward())
+    told: list[int] = []
+
+    def leave(number: int, _: object) -> None:
+        told.append(number)
+        job.leave()
+
+    signal.signal(signal.SIGTERM, leave)  # until now SIGTERM ends this process at once: it is no member
     for batch in job.batches(data, config.train.accumulate):
         model(batch).backward()
         optim.step()
+    return EXIT_LEFT if told and not job.over else EXIT_OK
 
 
-def main(config: Config, replica: int, run: Path) -> int:
-    """Run one rank; the exit code."""
+def main(config: Config, replica: int | Calling, run: Path) -> int:
+    """Run one rank, of a replica that is known or that it is told; the exit code."""
     try:
-        train(config, replica, run)
+        return train(config, replica, run)
     except FtHsdpError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code
-    return EXIT_OK

@@ -52,6 +52,7 @@ def standin(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     monkeypatch.setitem(CONTENDERS, "standin", contender)
 
 
+@pytest.mark.proof
 def test_contenders_sum_right_and_one_json_document_has_their_ratios(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -144,9 +145,3 @@ def test_bad_arguments_get_one_line(capsys: pytest.CaptureFixture[str], argv: li
     assert out == ""
     assert len(err.splitlines()) == 1
     assert said in err
-
-
-@pytest.mark.parametrize("what", ["quorum"])
-def test_other_benches_are_not_here_yet(capsys: pytest.CaptureFixture[str], what: str) -> None:
-    assert main(["bench", what, "--json"]) == 64
-    assert "not in this version" in capsys.readouterr().err

@@ -1,19 +1,27 @@
 from __future__ import annotations
 
 import io
+import signal
+import subprocess
+import sys
 import tempfile
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from ft_hsdp.bench.hsdp.scene import Scene
 from ft_hsdp.bench.interval import times
+from ft_hsdp.bench.overhead import ray as launchers
 from ft_hsdp.bench.overhead.goals import verdicts
 from ft_hsdp.bench.overhead.options import parse
 from ft_hsdp.bench.overhead.steady import steady
 from ft_hsdp.bench.overhead.table import show
 from ft_hsdp.bench.plan import Log
+from ft_hsdp.bench.recovery.scene import Scene as RecoveryScene
 from ft_hsdp.bench.spread import spread
 
 
@@ -27,8 +35,8 @@ def test_a_ratio_has_an_interval_around_it() -> None:
 
 
 def test_link_is_measured_on_request() -> None:
-    assert parse(None, rounds=200).measures == ("steady", "snapshot")
-    assert parse("all", rounds=1).measures == ("steady", "snapshot", "link")
+    assert parse(None, rounds=None).rounds == {"steady": 70, "snapshot": 30, "ray": 6}
+    assert parse("all", rounds=1).rounds == dict.fromkeys(("steady", "snapshot", "ray", "link"), 1)
 
 
 def test_goals_and_tables() -> None:
@@ -46,6 +54,14 @@ def test_goals_and_tables() -> None:
             {**row, "step": step, "modes": {"without": figures, "with": figures}, "times": {"with": found}}
             for step in ("computing", "waiting")
         ],
+        "ray": [
+            {
+                **row,
+                "steps": 40,
+                "launchers": {"up": figures, "ray": figures},
+                "times": {"ray": {"ratio": 1.02, "low": 1.01, "high": 1.03}},
+            }
+        ],
         "link": [],
     }
     seen = {verdict.text: (verdict.seen, verdict.met) for verdict in verdicts(result)}
@@ -53,10 +69,35 @@ def test_goals_and_tables() -> None:
         "ft_hsdp, tcp: a step, times HSDP's": (1.05, False),
         "snapshot each step, computing: times as long": (1.05, True),
         "snapshot each step, waiting: times as long": (1.05, False),
+        "under Ray: a step, times that under up": (1.02, True),
     }
     stream = io.StringIO()
     show(result, stream)
     assert max(len(line.rstrip()) for line in stream.getvalue().partition("\n")[2].splitlines()) <= 80
+
+
+def test_launchers_take_turns_abba(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each turn's figure is paired with the other's beside it."""
+    order: list[str] = []
+
+    def turn(name: str, scene: RecoveryScene, steps: int) -> float:
+        assert (scene.replicas, steps) == (3, 7)
+        order.append(name)
+        return len(order) / 100
+
+    monkeypatch.setattr(launchers, "CONTENDERS", {name: partial(turn, name) for name in ("up", "ray")})
+    (row,) = launchers.ray(3, Log(io.StringIO()), steps=7)
+    assert order == ["up", "ray", "ray", "up", "up", "ray"]
+    assert row["launchers"]["up"] == spread([0.01, 0.04, 0.05])
+    assert row["times"]["ray"]["ratio"] == 0.75
+    assert (row["rounds"], row["steps"]) == (3, 7)
+
+
+def test_without_ray_there_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launchers, "version", lambda name: None)
+    log = Log(io.StringIO())
+    assert launchers.ray(3, log) == []
+    assert log.notes == ["ray is left out: not installed"]
 
 
 @pytest.mark.proof
@@ -73,3 +114,50 @@ def test_both_train_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     }
     assert min(crew["min_ms"] for crew in row["crews"].values()) > 10  # each waits as long as it is told
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.proof
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("_nothing_left")
+def test_a_job_takes_a_turn_under_each_launcher() -> None:
+    pytest.importorskip("ray")
+    scene = RecoveryScene(replicas=2, layers=1, elements=256, wait_s=0.02)
+    (row,) = launchers.ray(1, Log(io.StringIO()), scene, steps=3)
+    assert {name: found["count"] for name, found in row["launchers"].items()} == {"up": 1, "ray": 1}
+    assert min(found["min_ms"] for found in row["launchers"].values()) > 20  # each waits as long as it is told
+
+
+@pytest.mark.proof
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("_nothing_left")
+def test_a_cluster_ends_with_the_bench() -> None:
+    """Ctrl-C while the job trains on it."""
+    pytest.importorskip("ray")
+    command = [
+        sys.executable,
+        "-m",
+        "ft_hsdp.launch.cli",
+        "bench",
+        "overhead",
+        "--measure",
+        "ray",
+        "--rounds",
+        "9",
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if ", ray: a step of" in line:  # the next turn is Ray's as well
+                break
+        below = psutil.Process(process.pid)
+        deadline = time.monotonic() + 60
+        while not any("RankActor" in " ".join(child.cmdline()) for child in below.children(recursive=True)):
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(90) == 130
+        assert process.stderr.read().splitlines()[-1] == "stopped"
+    finally:
+        process.kill()
+        process.wait()

@@ -2,29 +2,28 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 import socket
-import tempfile
 import threading
 import time
-import uuid
-from collections.abc import Iterator
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from ft_hsdp.bench.options import MIB
 from ft_hsdp.bench.plan import Log
-from ft_hsdp.bench.recovery import crowd, peer
+from ft_hsdp.bench.recovery import crowd
 from ft_hsdp.bench.recovery.bench import run
 from ft_hsdp.bench.recovery.crowd import GARBAGE, SLOW, STRANGERS, Crowd
+from ft_hsdp.bench.recovery.flock import Setting
 from ft_hsdp.bench.recovery.goals import verdicts
 from ft_hsdp.bench.recovery.kills import reckon
 from ft_hsdp.bench.recovery.options import Options
+from ft_hsdp.bench.recovery.peer import peer
 from ft_hsdp.bench.recovery.reckon import Kill, came_back, phases, quantile, repeated, stall
 from ft_hsdp.bench.recovery.scene import Scene
+from ft_hsdp.bench.recovery.stops import stops
 from ft_hsdp.bench.recovery.table import show
 from ft_hsdp.launch.cli import main
 
@@ -36,7 +35,8 @@ def commit(
 ) -> dict[str, Any]:
     waits = {"ftar": ftar, "commit": agree}
     epoch = 2 if len(contributors) < 3 else 1
-    return {"t": t, "step": step, "contributors": contributors, "waits": waits, "step_s": 1.0, "epoch": epoch}
+    whole = {"t": t, "step": step, "contributors": contributors, "total": 3, "waits": waits, "step_s": 1.0}
+    return {**whole, "epoch": epoch}
 
 
 def event(t: float, name: str, replica: int, **facts: Any) -> dict[str, Any]:
@@ -122,7 +122,10 @@ def test_a_row_and_its_goals_and_tables() -> None:
         "notes": ["one"],
         "kill": [row],
         "torchft": [{"setting": "tuned", **row}],
+        "stop": [row],
+        "torchft_stop": [{"setting": "tuned", **row}],
         "rejoin": [{**row, "step_ms": 400.0}],
+        "return": [],
         "readers": [
             {
                 "replicas": 2,
@@ -142,16 +145,19 @@ def test_a_row_and_its_goals_and_tables() -> None:
     seen = {verdict.text: (verdict.seen, verdict.met) for verdict in verdicts(result)}
     assert seen["SIGKILL to next commit - 1 step, p50 ms"] == (350, False)
     assert seen["all of the step hit - 1 step, p99 ms"] == (600, False)
+    assert seen["SIGSTOP to next commit - 1 step, p50 ms"] == (350, True)
+    assert seen["SIGSTOP to next commit - 1 step, p99 ms"] == (350, True)
     assert seen["others' waits for a rejoin, steps of 1000 ms"][1]
     assert seen["others' waits for a rejoin, steps of 400 ms"][1]
     assert seen["a step beside bad readers, times, at least"] == (0.99, True)
     assert seen["from the agent vs save + load, times as fast"] == (4.9, False)
-    assert len(seen) == 8
+    assert len(seen) == 10
     stream = io.StringIO()
     show(result, stream)
     text = stream.getvalue().partition("\n")[2]
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
     assert "torchft, tuned" in text
+    assert "SIGSTOP to the next commit" in text
     assert "reconnect" in text
 
 
@@ -223,26 +229,9 @@ def test_bad_arguments_get_one_line(capsys: pytest.CaptureFixture[str], argv: li
     assert said in err
 
 
-MARK = "FT_HSDP_TEST_MARK"
-
-
-@pytest.fixture
-def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Afterwards no process and no file of the run is left."""
-    mark = uuid.uuid4().hex
-    monkeypatch.setenv(MARK, mark)
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    yield
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            left = process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
-            assert not left, process.cmdline()
-    assert list(tmp_path.iterdir()) == []
-
-
 @pytest.mark.proof
 @pytest.mark.multiproc
-@pytest.mark.usefixtures("_clean")
+@pytest.mark.usefixtures("_nothing_left")
 def test_a_replica_is_killed_and_comes_back() -> None:
     with open(os.devnull, "w") as nowhere:
         result = run(Options(("kill",), 1, 1, ()), nowhere, SMALL)
@@ -255,10 +244,11 @@ def test_a_replica_is_killed_and_comes_back() -> None:
         assert parts == pytest.approx(row["next"]["p50_ms"], abs=0.01)
     assert result["goals"]
     assert result["rejoin"] == result["readers"] == result["local"] == result["torchft"] == []
+    assert result["stop"] == result["torchft_stop"] == result["return"] == []
 
 
 @pytest.mark.multiproc
-@pytest.mark.usefixtures("_clean")
+@pytest.mark.usefixtures("_nothing_left")
 def test_a_state_comes_back_from_the_agent_and_from_a_file() -> None:
     with open(os.devnull, "w") as nowhere:
         result = run(Options(("local",), 1, 1, (MIB + 4,)), nowhere)
@@ -274,11 +264,20 @@ def test_a_state_comes_back_from_the_agent_and_from_a_file() -> None:
 
 @pytest.mark.proof
 @pytest.mark.multiproc
-@pytest.mark.usefixtures("_clean")
-def test_torchft_in_the_same_situation(monkeypatch: pytest.MonkeyPatch) -> None:
-    setting = peer.Setting((300, 100), "quick", 10)
-    monkeypatch.setattr(peer, "SETTINGS", {"quick": setting})
-    log = Log(io.StringIO())
-    (row,) = peer.peer(SMALL, 1, log)
+@pytest.mark.usefixtures("_nothing_left")
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_torchft_in_the_same_situation(number: signal.Signals) -> None:
+    setting = Setting((300, 100), "quick", 10, 2.0)
+    (row,) = peer(SMALL, 1, Log(io.StringIO()), {"quick": setting}, number)
     assert (row["kills"], row["next"]["count"]) == (1, 1)
     assert row["next"]["p50_ms"] > 200  # it waits for a heartbeat that does not come
+
+
+@pytest.mark.proof
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("_nothing_left")
+def test_a_replica_is_stopped_and_replaced() -> None:
+    (row,) = stops(SMALL, 1, Log(io.StringIO()))
+    assert (row["kills"], row["replicas"]) == (1, 2)
+    assert row["next"]["p50_ms"] > 500  # of silence
+    assert row["rejoin"]["p50_ms"] > row["next"]["p50_ms"]

@@ -163,7 +163,10 @@ def test_nothing_is_left_where_it_cannot_be_made() -> None:
 
 @needs_root
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [pytest.param(signal.SIGINT, -signal.SIGINT, marks=pytest.mark.proof), (signal.SIGTERM, 143)],
+)
 def test_nothing_is_left_after_a_signal(number: int, code: int, tmp_path: Path) -> None:
     program = (
         "import sys; from ft_hsdp.bench.hsdp.measure import measure; from ft_hsdp.bench.hsdp.scene import Scene;"

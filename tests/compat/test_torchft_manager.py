@@ -59,6 +59,7 @@ def lighthouse() -> Iterator[str]:
     server.shutdown()
 
 
+@pytest.mark.proof
 @pytest.mark.multiproc
 def test_a_replica_of_torchfts_manager_is_killed_and_comes_back(lighthouse: str, tmp_path: Path) -> None:
     replicas = [Replica(i, lighthouse, tmp_path) for i in range(2)]

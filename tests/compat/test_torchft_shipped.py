@@ -8,6 +8,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 import torch.distributed as dist
 from torchft import Manager, manager_integ_test, process_group_test
 from torchft.checkpointing import pg_transport_test
@@ -16,6 +17,7 @@ from ft_hsdp.compat.torchft import ProcessGroupFTAR
 
 # torchft's own: its logger where torch has no flight recorder of NCCL, its walk over checkpoints.
 pytestmark = [
+    pytest.mark.multiproc,  # the names of the shipped tests differ from process to process
     pytest.mark.filterwarnings("ignore:The 'warn' method is deprecated:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning"),
 ]
@@ -30,6 +32,16 @@ class Tracked(ProcessGroupFTAR):
         made.append(self)
 
 
+class Seeded(manager_integ_test.MyModel):  # type: ignore[misc]
+    """The same weights in all threads: the shipped ones come from torch's own generator, which all of them use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(42)
+        for parameter in self.parameters():
+            torch.nn.init.uniform_(parameter, -0.5, 0.5, generator)
+
+
 def any_port(**kwargs: Any) -> Manager:
     """The shipped tests ask for fixed ports, which another run on this machine may have."""
     return Manager(**{**kwargs, "port": 0})
@@ -42,6 +54,7 @@ def _ours() -> Iterator[None]:
         patch.object(pg_transport_test, "ProcessGroupGloo", Tracked),
         patch.object(manager_integ_test, "ProcessGroupGloo", Tracked),
         patch.object(manager_integ_test, "Manager", any_port),
+        patch.object(manager_integ_test, "MyModel", Seeded),
     ):
         yield
     if dist.is_initialized():

@@ -272,6 +272,7 @@ LINE = re.compile(r"step (\d+) replicas (\d+) loss [\d.]+ (\w+)")
 WITHIN_S = 60.0
 
 
+@pytest.mark.proof
 @pytest.mark.multiproc
 def test_a_manager_heals_by_it(tmp_path: Path) -> None:
     loop = f"EXAMPLE = {str(ROOT / 'docs' / 'examples' / 'torchft_loop.py')!r}\n{LOOP}"

@@ -24,7 +24,6 @@ STATE = StateId(0, 0, "0" * 32)
 OTHER = StateId(1, 3, "1" * 32)
 SETTINGS = Settings(
     ranks=2,
-    total=2,
     intervention="none",
     chunk_bytes=64,
     lease_s=60.0,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from typing import Any
 
@@ -11,7 +12,8 @@ from ft_hsdp.control import channel
 from ft_hsdp.control.channel import Hub, Line
 from ft_hsdp.core import effects
 from ft_hsdp.core.commit import Fence, Vote
-from ft_hsdp.protocol import RankHello, RankStopped
+from ft_hsdp.errors import LighthouseUnreachable
+from ft_hsdp.protocol import RankBeat, RankHello, RankStopped, Telemetry
 
 TOKEN = "ab" * 32
 
@@ -75,7 +77,8 @@ def test_orders_and_reports() -> None:
             for rank in ranks:
                 assert [await rank.orders.get() for _ in range(4)] == [*orders, effects.Exit(75, "enough")]
             vote = Vote(1, Fence(1, 2, 3), "d", 0.5, ())
-            for report in (RankStopped(1, 4), vote):
+            seen = Telemetry("0-x-0", ({"event": "RingConnected"},), (), (RankBeat(1, 7, "here", 5),))
+            for report in (RankStopped(1, 4), vote, seen):
                 ranks[1].line.send(report)
                 assert await leader.heard.get() == report
             for rank in ranks:
@@ -211,5 +214,31 @@ def test_the_end_of_the_leader_is_noticed() -> None:
             leader.hub.close()
             await asyncio.wait_for(rank.lost.wait(), 3)
             rank.line.close()
+
+    run(body())
+
+
+def test_a_leader_that_reads_nothing_is_told_nothing_more() -> None:
+    async def body() -> None:
+        async def stopped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            reader._transport.pause_reading()  # type: ignore[attr-defined]
+            await over.wait()
+            writer.transport.abort()
+
+        over = asyncio.Event()
+        server = await asyncio.start_server(stopped, "127.0.0.1", 0)
+        rank = await Rank().connect(server.sockets[0].getsockname()[1], hello(1))
+        row = {"event": "RingConnected", "reason": "x" * 50_000}
+        telemetry, told = Telemetry("0-x-0", (row,)), 0
+        with contextlib.suppress(LighthouseUnreachable):
+            while told < 10_000:
+                rank.line.tell(telemetry)
+                told += 1
+        assert 0 < told < 10_000
+        assert rank.line._writer.transport.get_write_buffer_size() < channel.UNREAD + 60_000
+        over.set()
+        await rank.lost.wait()
+        rank.line.close()
+        server.close()
 
     run(body())

@@ -139,8 +139,11 @@ def test_a_slow_lighthouse_is_not_waited_for(tmp_path: Path) -> None:
 def test_no_lease_lasts_for_ever(tmp_path: Path) -> None:
     async def body() -> None:
         s = Scene(tmp_path, lease_s=0.1, answer_wait_s=0.2)
-        await one_step(s)
-        await asyncio.sleep(0.5)
+        await s.granted(grant(1, 0))
+        await asyncio.sleep(0.2)
+        s.vote(0, Fence(1, 1, 0))
+        s.vote(1, Fence(1, 1, 0))
+        await asyncio.sleep(0.3)
         assert [r.fence.step for r in s.named(effects.Reduce)] == [1], "trained on beyond its lease"
         s.lighthouse.answers.put_nowait(Continue(1, 2))
         await s.until(lambda: len(s.named(effects.Reduce)) == 2, "goes on with the answer")
@@ -495,6 +498,103 @@ def test_a_replica_checks_in_with_the_state_that_it_found(tmp_path: Path) -> Non
         await s.until(lambda: s.lighthouse.asks, "asks")
         report = s.lighthouse.asks[0].report
         assert (report.state, report.step, report.epoch, report.doubt) == (OTHER, 4, 0, None)
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_lighthouse_that_hangs_costs_no_step_more_than_the_last_one_took(tmp_path: Path) -> None:
+    """It is waited for once, for as long as a step took; later asks are held back until it answers."""
+
+    async def body() -> None:
+        s = Scene(tmp_path, answer_wait_s=30.0)
+        await s.granted(grant(1, 0))
+        for step in range(1, 6):
+            s.vote(0, Fence(1, step, 0))
+            s.vote(1, Fence(1, step, 0))
+            await s.until(lambda n=step: s.named(effects.Reduce)[-1].fence.step == n + 1, f"step {step + 1}")
+        assert len(s.lighthouse.asks) == 2, "asked again although an answer was owed"
+        assert s.lighthouse.cancelled == 0
+        assert not s.events("LeaseUsed"), "nothing was away for long"
+        s.lighthouse.answers.put_nowait(Continue(1, 2))
+        await s.until(lambda: not s.leader._owing, "the late answer")
+        assert [r.fence.step for r in s.named(effects.Reduce)] == [1, 2, 3, 4, 5, 6]
+        s.vote(0, Fence(1, 6, 0))
+        s.vote(1, Fence(1, 6, 0))
+        await s.until(lambda: len(s.lighthouse.asks) == 3, "the next step is asked for")
+        assert s.lighthouse.asks[2].report.step == 7
+        s.leader.close()
+
+    run(body())
+
+
+def test_an_answer_that_is_owed_too_long_is_asked_for_anew(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, answer_wait_s=0.1)
+        await one_step(s)
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence.step == 2, "step 2")
+        await asyncio.sleep(0.15)
+        s.vote(0, Fence(1, 2, 0))
+        s.vote(1, Fence(1, 2, 0))
+        await s.until(lambda: len(s.lighthouse.asks) == 3, "the newest state is reported")
+        assert s.lighthouse.asks[2].report.step == 3
+        assert len(s.events("LeaseUsed")) == 1
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_grant_that_was_owed_is_adopted_late(tmp_path: Path) -> None:
+    """A replica that joins is let in although the lighthouse is slower than a step."""
+
+    async def body() -> None:
+        s = Scene(tmp_path, answer_wait_s=30.0)
+        await s.granted(grant(1, 0))
+        for step in (1, 2):
+            s.vote(0, Fence(1, step, 0))
+            s.vote(1, Fence(1, step, 0))
+            await s.until(lambda n=step: s.named(effects.Reduce)[-1].fence.step == n + 1, f"step {step + 1}")
+        s.lighthouse.answers.put_nowait(grant(2, 0, 1, behind=(1,), base=s.leader.replica.state))
+        await s.until(lambda: s.leader.replica.grant.epoch == 2, "the grant is adopted")
+        assert s.named(effects.Reduce)[-1].fence == Fence(2, 3, 0)
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_broken_ring_waits_for_no_answer_that_is_owed(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, answer_wait_s=30.0)
+        await s.granted(grant(1, 0))
+        s.vote(0, Fence(1, 1, 0))
+        s.vote(1, Fence(1, 1, 0))
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence.step == 2, "step 2 without an answer")
+        s.leader.received(RankBroken(0, 1, "gone"))
+        for rank in (0, 1):
+            s.leader.received(RankStopped(rank, 1))
+        await s.until(lambda: len(s.lighthouse.asks) == 3, "asks for another ring")
+        assert s.lighthouse.asks[2].report.after == 1
+        s.leader.close()
+
+    run(body())
+
+
+def test_an_ask_that_was_held_back_is_sent_once_the_lease_is_over(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, lease_s=0.3, answer_wait_s=30.0)
+        await s.granted(grant(1, 0))
+        s.vote(0, Fence(1, 1, 0))
+        s.vote(1, Fence(1, 1, 0))
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence.step == 2, "step 2 on the lease")
+        await asyncio.sleep(0.4)
+        s.vote(0, Fence(1, 2, 0))
+        s.vote(1, Fence(1, 2, 0))
+        await asyncio.sleep(0.05)
+        assert s.leader.replica.phase is Phase.ASKING, "trained on beyond its lease"
+        s.lighthouse.answers.put_nowait(Continue(1, 2))
+        await s.until(lambda: len(s.lighthouse.asks) == 3, "what was held back is sent")
+        s.lighthouse.answers.put_nowait(Continue(1, 3))
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence.step == 3, "step 3")
         s.leader.close()
 
     run(body())

@@ -29,10 +29,10 @@ def run(
     """The outcome of ``body`` with a client whose lighthouse is ``handler``."""
 
     async def main() -> Any:
-        client = LighthouseClient("http://lighthouse", TOKEN)
-        headers, real = client._http.headers, client._http
-        client._http = httpx.AsyncClient(
-            base_url="http://lighthouse", headers=headers, transport=httpx.MockTransport(handler)
+        client = LighthouseClient(("http://lighthouse",), TOKEN)
+        real = client._lighthouses._client
+        client._lighthouses._client = httpx.AsyncClient(
+            headers=real.headers, transport=httpx.MockTransport(handler)
         )
         await real.aclose()
         try:
@@ -138,7 +138,7 @@ def test_no_proxy_and_no_redirect_is_used(monkeypatch: pytest.MonkeyPatch) -> No
             writer.close()
 
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        client = LighthouseClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", TOKEN)
+        client = LighthouseClient((f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",), TOKEN)
         assert await client.ask(ASK) == Continue(1, 2)
         await client.close()
         server.close()

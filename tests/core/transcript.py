@@ -65,6 +65,7 @@ class Driver:
                 checkpoint_every=int(words.get("every", "0")),
                 catchup_log_steps=int(words.get("log", "64")),
                 poison=words.get("poison", "exclude_contributor"),  # type: ignore[arg-type]
+                keep_last="keep_last" in words,
             )
             self.replica = Replica(me, f"{me}-0", int(words["steps"]), ZERO, ZERO, rules)
             event: events.Event = events.Started()
@@ -90,7 +91,8 @@ class Driver:
             case "unanswered":
                 return events.Unanswered()
             case "broken":
-                return events.RingBroken(int(words["epoch"]))
+                suspect = int(words["suspect"]) if "suspect" in words else None
+                return events.RingBroken(int(words["epoch"]), suspect)
             case "reduced":
                 fence = fence_of(words["of"]) if "of" in words else self.me.fence
                 return events.Reduced(fence, self._record(fence, words), words.get("digest", ""))
@@ -104,6 +106,8 @@ class Driver:
                 return events.CheckpointWritten(self.states[words["state"]])
             case "unwritten":
                 return events.CheckpointFailed(self.states[words["state"]], "the disk is full")
+            case "overdue":
+                return events.LeaveOverdue()
             case "leave":
                 return events.LeaveRequested()
         raise ValueError(f"no such event: {verb}")
@@ -125,7 +129,8 @@ class Driver:
 
     def _answer(self, verb: str, words: Words) -> Answer:
         if verb == "continue":
-            return Continue(int(words["epoch"]), int(words["step"]))
+            demanded = int(words.get("checkpoint", "0"))
+            return Continue(int(words["epoch"]), int(words["step"]), "leave" in words, demanded)
         if verb == "finish":
             return Finish()
         if verb == "refused":
@@ -169,6 +174,7 @@ class Driver:
             tuple((int(d[0]), d[2:]) for d in words.get("digests", "").split(",") if d),
             numbers(words.get("lagging", "")),
             numbers(words.get("unwritable", "")),
+            checkpoint=int(words.get("checkpoint", "0")),
         )
 
     # How it reads.
@@ -188,6 +194,9 @@ class Driver:
                 extra += [f"leaving {list(r.leaving)}"] if r.leaving else []
                 extra += [f"lagging {list(r.lagging)}"] if r.lagging else []
                 extra += [f"diverged {list(r.diverged)}"] if r.diverged else []
+                extra += [f"suspects {list(r.suspects)}"] if r.suspects else []
+                extra += [f"saved step {r.saved}"] if r.saved else []
+                extra += ["departs"] if r.departs else []
                 return ", ".join([f"ask for step {r.step}: holds {self._called(r.state)}", *extra])
             case effects.Configure(grant):
                 return f"configure epoch {grant.epoch}: ring {list(grant.ring)}"
@@ -202,6 +211,7 @@ class Driver:
                 extra += ["digests " + ", ".join(f"{r}:{d}" for r, d in t.digests)] if t.digests else []
                 extra += [f"lagging {list(t.lagging)}"] if t.lagging else []
                 extra += [f"unwritable {list(t.unwritable)}"] if t.unwritable else []
+                extra += [f"checkpoint {t.checkpoint}"] if t.checkpoint else []
                 extra += [t.reason] if t.reason else []
                 said = f"{'verdict' if t.verdict else 'pass 1'} {'yes' if t.yes else 'no'}"
                 return ", ".join([f"send token of {short(t.fence)}: {said}", *extra])
@@ -234,6 +244,7 @@ class Driver:
         text += [f"log {[self._called(r.state_id) for r in s.log]}"] if s.log else []
         text += [f"prepared for {self._called(s.prepared.state_id)}"] if s.prepared else []
         text += [f"without {list(s.excluded)}"] if s.excluded else []
+        text += [f"writing {self._called(s.writing)}"] if s.writing else []
         text += ["no ring"] if not s.intact else []
         return ", ".join(text)
 

@@ -67,6 +67,7 @@ class Peer:
         transport: Transport = "tcp",
         layout: str = LAYOUT,
         token: str = TOKEN,
+        timeout_s: float = 5.0,
     ) -> None:
         self.replica = replica
         self.connected: list[int] = []
@@ -74,7 +75,7 @@ class Peer:
         self.shown: list[Grant] = []
         self.tokens: list[Token] = []
         events = Events(self.connected.append, self.broken.append, self.shown.append, self.tokens.append)
-        settings = Settings(transport, chunk_bytes=256, timeout_s=5.0, connect_timeout_s=connect_s)
+        settings = Settings(transport, chunk_bytes=256, timeout_s=timeout_s, connect_timeout_s=connect_s)
         self.plane = CpuPlane()
         self.group = Group(Identity(replica, 0, layout, token), settings, events, self.plane)
         self.address = self.group.listen("127.0.0.1")
@@ -95,13 +96,16 @@ class Peer:
 class Ring:
     """Peers that form a ring for each epoch; a context that leaves nothing open."""
 
-    def __init__(self, *replicas: int, connect_s: float = 2.0, transport: Transport = "tcp") -> None:
+    def __init__(
+        self, *replicas: int, connect_s: float = 2.0, transport: Transport = "tcp", timeout_s: float = 5.0
+    ) -> None:
         self._replicas = replicas
         self._connect_s = connect_s
         self._transport: Transport = transport
+        self._timeout_s = timeout_s
 
     async def __aenter__(self) -> Ring:
-        self.peers = [Peer(r, self._connect_s, self._transport) for r in self._replicas]
+        self.peers = [Peer(r, self._connect_s, self._transport, timeout_s=self._timeout_s) for r in self._replicas]
         self.addresses = {p.replica: p.address for p in self.peers}
         return self
 

@@ -16,7 +16,8 @@ HERE = Path(__file__).parent
 
 def test_interpreted_cases() -> None:
     pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "gpu_plane_cases.py")]
+    options = ("-q", "-p", "no:cacheprovider", "-p", "no:schemathesis")
+    command = [sys.executable, "-m", "pytest", *options, str(HERE / "gpu_plane_cases.py")]
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(
         command, cwd=HERE.parents[1], env=environment, capture_output=True, text=True, timeout=250, check=False
@@ -32,4 +33,4 @@ def test_only_a_job_on_a_device_may_import_the_kernels() -> None:
         for line in path.read_text().splitlines()
         if line.lstrip().startswith(("import ", "from ")) and ("ftar_kernels" in line or "dataplane.gpu" in line)
     }
-    assert users <= {"ftar/dataplane/gpu.py", "train/wiring.py"}
+    assert users <= {"ftar/dataplane/gpu.py", "train/ground.py"}

@@ -30,6 +30,7 @@ def commit(
         "prev": prev or f"L{step - 1}",
         "ring": [0, 1, 2],
         "contributors": sorted(who),
+        "total": 3,
         "contributions": contributions,
         "cursors": [step] * 3,
         "holes": [],

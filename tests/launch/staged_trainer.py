@@ -10,10 +10,11 @@ import torch
 from ft_hsdp.config import Config
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.train import trainer, wiring
+from ft_hsdp.train import ground, trainer
+from ft_hsdp.train.calling import Calling
 
 
-def main(config: Config, replica: int, run: Path) -> int:
+def main(config: Config, replica: Calling, run: Path) -> int:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     from ft_hsdp.ftar.dataplane.gpu import GpuPlane
 
@@ -23,5 +24,5 @@ def main(config: Config, replica: int, run: Path) -> int:
         print("staged")
         return made
 
-    wiring.device_plane = plane
+    ground.device_plane = plane
     return trainer.main(config, replica, run)

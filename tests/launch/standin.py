@@ -1,6 +1,7 @@
 """What ranks do in the tests of their supervision: what plan.json in the run's folder says.
 
 plan.json: {"<replica>": {"<restart>": {"<rank>": action}}}; an action is a list of words; without one, wait.
+{"spare": {"<rank>": action}} is what the ranks of spares do before they are called.
 """
 
 from __future__ import annotations
@@ -11,15 +12,37 @@ import signal
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.rundir import RunDir, write_json
+from ft_hsdp.train.calling import Calling
 
 
-def main(config: Config, replica: int, run: Path) -> int:
+def before_a_call(plan: dict[str, list[Any]], run: Path) -> None:
+    with (run / "spares-made").open("a") as file:
+        file.write(f"{os.getpid()}\n")
+    match plan.get(os.environ["RANK"]):
+        case ["exit", code]:
+            sys.exit(code)
+        case ["hang"]:
+            time.sleep(60)
+        case ["until", name]:
+            wait_for(run / name)
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.005)
+
+
+def main(config: Config, calling: Calling, run: Path) -> int:
     plan = json.loads((run / "plan.json").read_text()) if (run / "plan.json").exists() else {}
-    restart = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if calling.heard() is None:
+        before_a_call(plan.get("spare", {}), run)
+    replica, restart = calling.wait().replica, os.environ["TORCHELASTIC_RESTART_COUNT"]
     action = plan.get(str(replica), {}).get(restart, {}).get(os.environ["RANK"], ["wait"])
     print(f"rank {os.environ['RANK']} of {config.replicas} replicas: {action}")
     match action:
@@ -29,9 +52,7 @@ def main(config: Config, replica: int, run: Path) -> int:
             write_json(RunDir(run).final(replica), {"step": 1})
             return 0
         case ["exit-when", name, code]:
-            deadline = time.monotonic() + 30
-            while not (run / name).exists() and time.monotonic() < deadline:
-                time.sleep(0.005)
+            wait_for(run / name)
             return int(code)
         case ["raise"]:
             raise RuntimeError("on purpose")

@@ -24,10 +24,15 @@ class Handler(BaseHTTPRequestHandler):
         if self.headers["Authorization"] != f"Bearer {self.run.token.read_text()}":
             self.send_error(401)
             return
-        log = Appender(self.run.path / "pictures.jsonl")
+        telemetry = self.path == "/v1/telemetry"
+        log = Appender(self.run.path / ("telemetry.jsonl" if telemetry else "pictures.jsonl"))
         log.append(picture)
         log.close()
-        self._answer({"evict": [], "epoch": 1, "step": 0, "finished": False, "halted": ""})
+        if telemetry:
+            self.send_response(204)
+            self.end_headers()
+            return
+        self._answer({"evict": [], "epoch": 1, "step": 0, "finished": False, "halted": "", "drained": []})
 
     def _answer(self, value: Any) -> None:
         body = json.dumps(value).encode()

@@ -10,6 +10,7 @@ from launch_rows import commit
 
 from ft_hsdp.config import Config
 from ft_hsdp.launch.rundir import Appender, RunDir, read_json, read_jsonl, write_json
+from ft_hsdp.train.calling import Calling
 
 STEP_S = 0.03
 
@@ -22,9 +23,10 @@ def _healthy(run: RunDir, replica: int) -> bool:
     return listed["restarts"] == 0 or bool(read_jsonl(run.replica_events(replica)))
 
 
-def main(config: Config, replica: int, path: Path) -> int:
+def main(config: Config, calling: Calling, path: Path) -> int:
     run = RunDir(path)
-    restart = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    call = calling.wait()
+    replica, restart = call.replica, call.restarts
     if (path / "refuse").exists():
         return 64
     if (path / "hang").exists():
@@ -42,7 +44,10 @@ def main(config: Config, replica: int, path: Path) -> int:
     if restart:
         about = {"replica": replica, "seconds": 0.1, "bytes": 10, "donor": 0, "reason": "test"}
         events.append({"t": time.time(), "event": "FetchCompleted", "source": "replica", **about})
+    deadline = time.monotonic() + 30
     while step < config.train.steps:
+        while step == config.train.steps - 2 and (path / "hold").exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
         step += 1
         fed.append({"step": step, "shard": replica, "index": step - 1, "t": time.time(), "incarnation": "x"})
         time.sleep(STEP_S)

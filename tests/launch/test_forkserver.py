@@ -29,12 +29,15 @@ class Ranks:
 
     async def spawn(self, rank: int = 0, restart: int = 0) -> int:
         return await self.server.spawn(
-            replica=0,
-            env={"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": str(restart)},
+            env={"RANK": str(rank)},
             config=self.run.config,
             log=self.run.rank_log(0, rank),
+            call=self.call(rank, restart),
             on_exit=lambda pid, code: self.exits.update({pid: code}),
         )
+
+    def call(self, rank: int, restart: int) -> dict[str, object]:
+        return {"replica": 0, "run_id": "a", "restarts": restart, "log": str(self.run.rank_log(0, rank))}
 
     async def spawn_waiting(self, rank: int = 0, restart: int = 0) -> int:
         pid = await self.spawn(rank, restart)
@@ -85,6 +88,8 @@ def test_the_exit_by_a_signal_is_negative_and_reaches_stopped_ranks(run_dir: Run
 def test_a_rank_has_one_thread_no_descriptor_of_the_server_and_names_its_run(run_dir: RunDir) -> None:
     async def body() -> None:
         ranks = Ranks(run_dir)
+        log = run_dir.path / "uncalled.log"
+        await ranks.server.spawn(env={"RANK": "1"}, config=run_dir.config, log=log, on_exit=lambda *_: None)
         pid = await ranks.spawn_waiting()
         rank = psutil.Process(pid)
         assert rank.num_threads() == 1
@@ -110,6 +115,21 @@ def test_when_the_server_dies_its_ranks_die_and_the_next_spawn_starts_another(ru
         assert not any(alive({"pid": pid}) for pid in pids)
         await ranks.spawn_waiting(2)
         assert ranks.server.pid not in (None, first)
+        await ranks.server.close()
+
+    run_async(body())
+
+
+def test_a_scheduler_that_tells_every_process_to_end_does_not_kill_ranks_that_leave(run_dir: RunDir) -> None:
+    async def body() -> None:
+        ranks = Ranks(run_dir)
+        pids = [await ranks.spawn_waiting(rank) for rank in (0, 1)]
+        assert ranks.server.pid is not None
+        os.kill(ranks.server.pid, signal.SIGTERM)
+        ranks.server.signal(pids[0], signal.SIGTERM)
+        await until(lambda: ranks.exits, "the rank's own end")
+        assert ranks.exits == {pids[0]: -signal.SIGTERM}, "a stand-in does not leave, but it was told"
+        assert alive({"pid": pids[1]})
         await ranks.server.close()
 
     run_async(body())
@@ -149,7 +169,8 @@ import asyncio, pathlib
 from ft_hsdp.launch.forkserver import ForkServer
 async def main():
     server = ForkServer(pathlib.Path({str(run_dir.path)!r}), entry={STANDIN!r}, preload=())
-    pid = await server.spawn(replica=0, env={{"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0"}},
+    pid = await server.spawn(env={{"RANK": "0"}}, call={{"replica": 0, "run_id": "a", "restarts": 0,
+        "log": {str(run_dir.rank_log(0, 0))!r}}},
         config=pathlib.Path({str(run_dir.config)!r}), log=pathlib.Path({str(run_dir.rank_log(0, 0))!r}),
         on_exit=print)
     print(server.pid, pid, flush=True)

@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ft_hsdp.config import load
 from ft_hsdp.launch.cli import main
+from ft_hsdp.launch.doctor import Bad, Subject, child, gpu
 
 GPU = str(Path(__file__).parents[2] / "configs/gpu.yaml")
 
@@ -26,8 +28,9 @@ def test_up_on_a_gpu_that_is_not_there_is_refused_in_one_line(
     assert not list(tmp_path.iterdir())
 
 
-def test_doctor_says_that_there_is_no_gpu(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", GPU, "--data.max_bytes=100000"]) == 64
-    failed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("FAIL")]
-    assert len(failed) == 1
-    assert failed[0].split()[1] == "device"
+@pytest.mark.multiproc
+def test_the_doctor_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "CHILD_S", 60.0)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(Bad, match=r"train.device: got 'cuda'; allowed: cpu, for there is no GPU here"):
+        gpu.device(Subject(load(Path(GPU))))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +10,14 @@ import httpx
 import pytest
 from launch_helpers import run_async, until
 
+from ft_hsdp import protocol
+from ft_hsdp.control.lighthouses import Lighthouses
+from ft_hsdp.control.reporter import deliver
+from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
 
-ANSWER = {"evict": [], "epoch": 3, "step": 7, "finished": False, "halted": ""}
+ANSWER = {"evict": [], "epoch": 3, "step": 7, "finished": False, "halted": "", "drained": []}
 Handler = Callable[[httpx.Request], httpx.Response]
 
 
@@ -23,10 +28,10 @@ class Scene:
         self.progress = Progress()
         self.evictions: list[tuple[int, str, str]] = []
         self.client = httpx.AsyncClient(transport=httpx.MockTransport(handler))
-        self.link = LighthouseLink("http://there", "secret", self.progress, lambda *e: self.evictions.append(e))
+        self.link = LighthouseLink(("http://there",), "secret", self.progress, lambda *e: self.evictions.append(e))
 
     async def report(self) -> None:
-        await self.link.report(self.client)
+        await self.link.report(Lighthouses(("http://there",), self.client))
 
 
 def test_the_picture_is_full_each_time_and_the_answer_is_taken() -> None:
@@ -93,7 +98,7 @@ def test_no_answer_of_the_lighthouse_reaches_the_supervisor_as_an_error(
 
 def test_a_change_at_the_moment_of_its_cancellation_does_not_keep_it_alive() -> None:
     async def body() -> None:
-        link = LighthouseLink("http://127.0.0.1:1", "secret", Progress(), lambda *_: None)
+        link = LighthouseLink(("http://127.0.0.1:1",), "secret", Progress(), lambda *_: None)
         running = asyncio.create_task(link.run())
         await until(lambda: link.problem, "the first report")
         for _ in range(20):
@@ -122,7 +127,7 @@ def test_it_goes_on_through_an_outage_and_reports_what_changed_meanwhile() -> No
     async def body() -> None:
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        link = LighthouseLink(f"http://127.0.0.1:{port}", "secret", Progress(), lambda *_: None)
+        link = LighthouseLink((f"http://127.0.0.1:{port}",), "secret", Progress(), lambda *_: None)
         running = asyncio.create_task(link.run())
         await until(lambda: pictures, "the first report")
         server.close()
@@ -137,5 +142,75 @@ def test_it_goes_on_through_an_outage_and_reports_what_changed_meanwhile() -> No
         await asyncio.gather(running, return_exceptions=True)
         back.close()
         await back.wait_closed()
+
+    run_async(body())
+
+
+class Journal:
+    """A lighthouse that takes telemetry on a real socket."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        self.sources: set[str] = set()
+
+    async def __aenter__(self) -> Journal:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(asyncio.IncompleteReadError, OSError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                length = int(head.split("content-length:")[1].split()[0])
+                body = await reader.readexactly(length)
+                answer = json.dumps(ANSWER).encode()
+                if head.startswith("post /v1/telemetry "):
+                    told = protocol.decode(body, protocol.Telemetry)
+                    self.sources.add(told.source)
+                    self.events += told.events
+                    answer = b""
+                status = "200 OK" if answer else "204 No Content"
+                writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(answer)}\r\n\r\n".encode() + answer)
+        writer.close()
+
+
+def test_what_happens_here_goes_to_the_lighthouse_too_and_the_end_is_in_it() -> None:
+    async def body() -> None:
+        async with Journal() as lighthouse:
+            link = LighthouseLink((lighthouse.url,), "secret", Progress(), lambda *_: None)
+            link.note({"event": "before"})
+            running = asyncio.create_task(link.run())
+            await until(lambda: lighthouse.events, "the first row")
+            link.note({"event": "ReplicaStarted"})
+            await until(lambda: len(lighthouse.events) == 2, "the second row")
+            link.note({"event": "ReplicaExited"})
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+            assert [row["event"] for row in lighthouse.events] == ["before", "ReplicaStarted", "ReplicaExited"]
+            assert lighthouse.sources == {"supervisor"}
+
+    run_async(body())
+
+
+def test_a_lighthouse_that_takes_no_telemetry_still_gets_its_pictures() -> None:
+    async def body() -> None:
+        asked: list[str] = []
+
+        def handler(request: httpx.Request) -> httpx.Response:
+            asked.append(request.url.path)
+            return httpx.Response(503) if request.url.path == "/v1/telemetry" else httpx.Response(200, json=ANSWER)
+
+        scene = Scene(handler)
+        lighthouses = Lighthouses(("http://there",), scene.client)
+        with pytest.raises(LighthouseUnreachable, match="503"):
+            await deliver(lighthouses, protocol.Telemetry("supervisor", ({"event": "x"},)))
+        await scene.report()
+        assert scene.link.problem is None
+        assert asked == ["/v1/telemetry", "/v1/processes"]
+        await scene.client.aclose()
 
     run_async(body())

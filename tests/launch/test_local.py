@@ -17,13 +17,15 @@ from launch_helpers import run_async, until
 
 from ft_hsdp.config import Config, parse
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.job import Job
 from ft_hsdp.launch.lighthouse_process import LighthouseFailed, check_port, furnish
-from ft_hsdp.launch.local import Job, up
+from ft_hsdp.launch.local import here, up
 from ft_hsdp.launch.rundir import RunDir, claim, identity, read_json, read_jsonl, write_json
 from ft_hsdp.launch.status import status
 from ft_hsdp.launch.summary import Summary
 from ft_hsdp.launch.terminal import Terminal
 
+pytestmark = pytest.mark.multiproc
 KILL = {"at_step": 8, "replicas": [1], "rank": 1}
 
 
@@ -42,14 +44,14 @@ class Fake:
 
     async def go(self) -> tuple[int, Summary | None]:
         with Terminal(self.config, self.out) as terminal:
-            return await Job(
+            means = here(
                 self.config,
                 self.run,
-                terminal,
                 entry="standin_trainer:main",
                 preload=(),
                 lighthouse="standin_lighthouse",
-            ).run()
+            )
+            return await Job(self.config, self.run, terminal, means).run()
 
     def pids(self) -> list[int]:
         found = [read_json(self.run.lighthouse)["pid"]]
@@ -69,8 +71,13 @@ class Fake:
 def test_a_job_loses_a_replica_restarts_it_and_ends_well(tmp_path: Path) -> None:
     job = Fake(tmp_path, chaos=[KILL], restart={"hold_s": 1.0})
 
+    (job.run.path / "hold").touch()
+
     async def body() -> None:
-        code, summary = await job.go()
+        going = asyncio.create_task(job.go())
+        await until(lambda: read_jsonl(job.run.replica_events(1)), "the new replica 1")
+        (job.run.path / "hold").unlink()
+        code, summary = await going
         assert code == 0
         assert summary == read_json(job.run.summary)
         assert summary is not None
@@ -78,7 +85,7 @@ def test_a_job_loses_a_replica_restarts_it_and_ends_well(tmp_path: Path) -> None
         (failure,) = summary["failures"]
         assert (failure["replica"], failure["rank"], failure["kind"]) == (1, 1, "SIGKILL")
         assert failure["source"] == "0"
-        assert 0 <= failure["detect_s"] < 1.0
+        assert 0 <= failure["detect_s"] < 10.0
         assert failure["rejoin_s"] is not None
         assert {n: r["incarnations"] for n, r in summary["replicas"].items()} == {"0": 1, "1": 2, "2": 1}
         assert summary["batches"] == {"trained": 40, "duplicated": 0, "skipped": 0}
@@ -86,7 +93,7 @@ def test_a_job_loses_a_replica_restarts_it_and_ends_well(tmp_path: Path) -> None
     run_async(body())
     assert [row["step"] for row in read_jsonl(job.run.metrics)] == list(range(1, 41))
     (injected,) = job.events("FailureInjected")
-    assert 7 <= max(r["step"] for r in read_jsonl(job.run.commits(0)) if r["t"] <= injected["t"]) <= 14
+    assert 7 <= max(r["step"] for r in read_jsonl(job.run.commits(0)) if r["t"] <= injected["t"]) < 38
     assert all("t" in e and e["reason"] for e in read_jsonl(job.run.events))
     assert job.nothing_runs()
     text = job.out.getvalue()
@@ -96,6 +103,10 @@ def test_a_job_loses_a_replica_restarts_it_and_ends_well(tmp_path: Path) -> None
     assert max(len(line) for line in text.splitlines() if line.startswith("step")) <= 80
     pictures = read_jsonl(job.run.path / "pictures.jsonl")
     assert any(p["exited"] == [injected["incarnation"]] for p in pictures)
+    told = [e for t in read_jsonl(job.run.path / "telemetry.jsonl") for e in t["body"]["events"]]
+    own = [e for e in read_jsonl(job.run.events) if e["source"] in ("supervisor", "chaos")]
+    assert told == own
+    assert {"FailureInjected", "ReplicaStarted", "ProcessExited", "ReplicaExited"} <= {e["event"] for e in told}
 
 
 def test_down_steps_keep_a_replica_away(tmp_path: Path) -> None:
@@ -156,7 +167,8 @@ def test_a_signal_stops_everything(tmp_path: Path, number: int, code: int) -> No
 
 
 def test_a_lighthouse_that_dies_comes_back_at_its_address(tmp_path: Path) -> None:
-    job = Fake(tmp_path, train={"steps": 60})
+    job = Fake(tmp_path)
+    (job.run.path / "hold").touch()
 
     async def body() -> None:
         going = asyncio.create_task(job.go())
@@ -165,6 +177,7 @@ def test_a_lighthouse_that_dies_comes_back_at_its_address(tmp_path: Path) -> Non
         os.kill(before["pid"], signal.SIGKILL)
         await until(lambda: read_json(job.run.lighthouse)["pid"] != before["pid"], "the new one")
         assert read_json(job.run.lighthouse)["url"] == before["url"]
+        (job.run.path / "hold").unlink()
         assert (await going)[0] == 0
 
     run_async(body())

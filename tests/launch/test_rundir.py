@@ -104,10 +104,16 @@ def test_an_old_run_is_moved_away_under_the_time_of_its_start(run_dir: RunDir) -
 
 @pytest.mark.parametrize("file", ["supervisor", "lighthouse"])
 def test_the_name_of_a_running_job_is_refused(run_dir: RunDir, file: str) -> None:
-    write_json(getattr(run_dir, file), identity())
-    with pytest.raises(ConfigError, match=rf"job.name: got 'job'.*pid {os.getpid()}"):
+    write_json(getattr(run_dir, file), identity(os.getppid()))
+    with pytest.raises(ConfigError, match=rf"job.name: got 'job'.*pid {os.getppid()}"):
         claim(run_dir)
     assert run_dir.config.exists()
+
+
+def test_the_pid_of_this_process_is_that_of_one_before_it(run_dir: RunDir) -> None:
+    """In a container that was started again the new process has the pid of the old one."""
+    write_json(run_dir.lighthouse, {"pid": os.getpid()})
+    claim(run_dir)
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path: Path) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from ft_hsdp.config import parse
+from ft_hsdp.launch.job import Job
 from ft_hsdp.launch.lighthouse_process import furnish
-from ft_hsdp.launch.local import Job, prepare_data
+from ft_hsdp.launch.local import here, prepare_data
 from ft_hsdp.launch.replay import replay
 from ft_hsdp.launch.rundir import RunDir, claim, identity, read_jsonl, write_json
 from ft_hsdp.launch.terminal import Terminal
@@ -25,6 +26,7 @@ SETTINGS = {
 }
 
 
+@pytest.mark.proof
 @pytest.mark.multiproc
 def test_a_staged_job_loses_a_replica_and_heals(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
@@ -35,7 +37,7 @@ def test_a_staged_job_loses_a_replica_and_heals(tmp_path: Path) -> None:
     furnish(run, config)
     write_json(run.supervisor, identity())
     with Terminal(config, io.StringIO()) as terminal:
-        code, _ = asyncio.run(Job(config, run, terminal, entry="staged_trainer:main").run())
+        code, _ = asyncio.run(Job(config, run, terminal, here(config, run, entry="staged_trainer:main")).run())
     assert code == 0
     logs = [(run.path / "replicas" / str(n) / "rank0.log").read_text() for n in (0, 1)]
     assert [log.count("staged\n") for log in logs] == [1, 2]

@@ -50,8 +50,16 @@ def test_the_effective_ratio_counts_contributors_over_all_replicas() -> None:
         commit(4, t=1005.0),
     ]
     summary = summarize(CONFIG, rows, fed(rows), {}, [])
-    assert fault_free_step(rows, 3) == 1.0
+    assert fault_free_step(rows) == 1.0
     assert summary["effective_training_ratio"] == pytest.approx((1 + 2 / 3 + 2 / 3 + 1) / 5.0)
+
+
+def test_a_job_that_is_scaled_counts_contributors_over_those_that_were_wanted() -> None:
+    rows = [commit(1), commit(2), commit(3, who=[0], total=1), commit(4, who=[0, 1, 2, 3], total=4)]
+    events = [event("ReplicaStarted", 999.0, replica=r, incarnation=f"{r}-a-0") for r in range(4)]
+    summary = summarize(parse({"replicas": 3, "max_replicas": 9}), rows, fed(rows), {}, events)
+    assert summary["effective_training_ratio"] == pytest.approx(1.0)
+    assert {r: s["step"] for r, s in summary["replicas"].items()} == {"0": 4, "1": 4, "2": 4, "3": 4}
 
 
 def test_a_run_without_a_step_has_a_summary() -> None:

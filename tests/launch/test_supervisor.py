@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from launch_helpers import Plan, run_async, until
 
 from ft_hsdp.config import parse
-from ft_hsdp.launch.forkserver import ForkServer
+from ft_hsdp.launch.local_engine import LocalEngine
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.rundir import Row, RunDir, alive, read_json
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
@@ -25,9 +26,13 @@ class Book:
         self.told: list[tuple[Any, ...]] = []
         self.watched: list[int] = []
         self.alive_at_exit: list[int] = []
+        self.resting: list[int] = []
 
     def started(self, replica: int, incarnation: str) -> None:
         self.told.append(("started", replica, incarnation))
+
+    def rests(self, replica: int) -> None:
+        self.resting.append(replica)
 
     def exited(self, replica: int, incarnation: str) -> None:
         self.told.append(("exited", replica, incarnation))
@@ -44,18 +49,18 @@ class Book:
 class World:
     """A supervisor of replica 1 over stand-in ranks."""
 
-    def __init__(self, run: RunDir, **restart: Any) -> None:
+    def __init__(self, run: RunDir, replicas: int = 3, **restart: Any) -> None:
         self.run = run
         self.book = Book()
         self.events: list[Row] = []
         self.progress = Progress()
-        self.forks = ForkServer(run.path, entry="standin:main", preload=())
+        self.engine = LocalEngine(run, entry="standin:main", preload=())
         self.survivors = False
         self.supervisor = ReplicaSupervisor(
             1,
-            parse({"restart": restart, "ranks_per_replica": 2}),
+            parse({"restart": restart, "replicas": replicas, "max_replicas": 3, "ranks_per_replica": 2}),
             run,
-            forks=self.forks,
+            engine=self.engine,
             link=self.book,
             progress=self.progress,
             emit=self.events.append,
@@ -81,7 +86,7 @@ class World:
                 await body(task)
             finally:
                 task.cancel()
-                await self.forks.close()
+                await self.engine.close()
 
         run_async(main())
 
@@ -131,6 +136,43 @@ def test_leaving_with_zero_before_the_final_state_is_not_done(run_dir: RunDir, p
     async def body(task: asyncio.Task[Outcome]) -> None:
         await world.waiting(1)
         assert world.named("ReplicaExited")[0]["kind"] == "exit 0 before the end"
+
+    world.test(body)
+
+
+def test_a_replica_that_leaves_because_one_rank_was_told_to_end_may_do_so_in_peace(
+    run_dir: RunDir, plan: Plan
+) -> None:
+    plan({"1": {"0": {"0": ["exit-when", "go", 0], "1": ["exit", 143]}}})
+    world = World(run_dir)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        await until(lambda: world.supervisor.current and world.supervisor.current.first, "the first exit")
+        (run_dir.path / "go").touch()
+        await world.waiting(1)
+        (exited,) = world.named("ReplicaExited")
+        assert (exited["kind"], exited["codes"]) == ("left", {"0": 0, "1": 143})
+
+    world.test(body)
+
+
+@pytest.mark.parametrize("heard", [False, True])
+def test_a_replica_beyond_those_that_the_job_begins_with_rests_until_it_is_wanted(
+    run_dir: RunDir, heard: bool
+) -> None:
+    world = World(run_dir, replicas=1)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        await until(lambda: world.supervisor.resting, "the rest")
+        if heard:
+            drain(world, 1)
+            await asyncio.sleep(0)
+        assert world.supervisor.resting
+        assert world.book.resting == [1]
+        assert world.book.names == []
+        drain(world)
+        await world.waiting(0)
+        assert [e["reason"] for e in world.named("ReplicaStarted")] == ["it is wanted"]
 
     world.test(body)
 
@@ -251,8 +293,8 @@ def test_when_the_fork_server_dies_the_replica_is_restarted_by_a_new_one(run_dir
 
     async def body(task: asyncio.Task[Outcome]) -> None:
         pids = world.book.watched = await world.waiting(0)
-        assert world.forks.pid is not None
-        os.kill(world.forks.pid, signal.SIGKILL)
+        assert world.engine.server_pid is not None
+        os.kill(world.engine.server_pid, signal.SIGKILL)
         await world.waiting(1)
         assert world.book.alive_at_exit == []
         assert not any(alive({"pid": pid}) for pid in pids)
@@ -268,6 +310,103 @@ def test_processes_json_names_every_rank(run_dir: RunDir) -> None:
         listed = json.loads(run_dir.processes(1).read_text())
         assert listed["replica"] == 1
         assert listed["restarts"] == 0
-        assert listed["ranks"] == [{"rank": n, "pid": pid, "state": "running"} for n, pid in enumerate(pids)]
+        same = {"host": socket.gethostname(), "state": "running"}
+        assert listed["ranks"] == [{"rank": n, "pid": pid, **same} for n, pid in enumerate(pids)]
+
+    world.test(body)
+
+
+def drain(world: World, *replicas: int) -> None:
+    """The lighthouse says who is to be away."""
+    world.progress.saw(0, drained=frozenset(replicas))
+
+
+def test_a_drained_replica_that_has_left_stays_away_until_it_is_undrained_and_its_budget_is_whole(
+    run_dir: RunDir, plan: Plan
+) -> None:
+    leaves = {"0": ["exit-when", "go-0", 0], "1": ["exit-when", "go-0", 0]}
+    again = {"0": ["exit-when", "go-1", 0], "1": ["exit-when", "go-1", 0]}
+    plan({"1": {"0": leaves, "1": again}})
+    world = World(run_dir, budget=0)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        for life in (0, 1):
+            await until(lambda: len(world.named("ReplicaStarted")) == life + 1, "a start")  # noqa: B023
+            drain(world, 1)
+            await asyncio.sleep(0)
+            assert not world.supervisor.resting
+            (run_dir.path / f"go-{life}").touch()
+            await until(lambda: world.supervisor.resting, "the rest")
+            assert world.named("ReplicaExited")[-1]["kind"] == "stopped"
+            for _ in range(50):
+                await asyncio.sleep(0)
+            assert world.book.names == ["started", "exited"] * (life + 1)
+            drain(world, 0)
+        await world.waiting(2)
+        assert [e["reason"] for e in world.named("ReplicaStarted")] == ["first start"] + ["it is wanted"] * 2
+        assert world.named("RestartScheduled") == []
+
+    world.test(body)
+
+
+def test_a_replica_may_hear_of_its_drain_before_its_supervisor_does(run_dir: RunDir, plan: Plan) -> None:
+    plan({"1": {"0": {"0": ["exit", 0], "1": ["exit", 0]}}})
+    world = World(run_dir, budget=0)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        await until(lambda: "exited" in world.book.names, "the exit")
+        drain(world, 1)
+        await until(lambda: world.supervisor.resting, "the rest")
+        assert world.named("ReplicaExited")[0]["kind"] == "stopped"
+
+    world.test(body)
+
+
+def test_a_crash_of_a_drained_replica_is_no_reason_to_start_it(run_dir: RunDir) -> None:
+    world = World(run_dir, budget=0)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        pids = await world.waiting(0)
+        drain(world, 1)
+        os.kill(pids[0], signal.SIGKILL)
+        await until(lambda: world.supervisor.resting, "the rest")
+        assert world.named("ReplicaExited")[0]["kind"] == "SIGKILL"
+
+    world.test(body)
+
+
+def test_a_replica_that_is_drained_while_it_waits_for_its_restart_does_not_start(run_dir: RunDir) -> None:
+    world = World(run_dir, hold_s=60)
+    world.survivors = True
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        pids = await world.waiting(0)
+        os.kill(pids[0], signal.SIGKILL)
+        await until(lambda: world.named("RestartScheduled"), "the decision")
+        drain(world, 1)
+        world.progress.saw(step=5)
+        await until(lambda: world.supervisor.resting, "the rest")
+        assert world.book.names == ["started", "exited"]
+
+    world.test(body)
+
+
+@pytest.mark.parametrize(
+    ("how", "kind"),
+    [("stop", "drained"), ("finished", "drained"), ("halted", "lost")],
+)
+def test_a_drained_replica_ends_with_its_job(run_dir: RunDir, how: str, kind: str) -> None:
+    world = World(run_dir)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        pids = await world.waiting(0)
+        drain(world, 1)
+        os.kill(pids[0], signal.SIGKILL)
+        await until(lambda: world.supervisor.resting, "the rest")
+        if how == "stop":
+            await world.supervisor.stop(grace_s=1)
+        else:
+            world.progress.saw(9, finished=how == "finished", halted="no copy is left" if how == "halted" else "")
+        assert (await task).kind == kind
 
     world.test(body)

@@ -26,7 +26,7 @@ def test_a_step_is_one_plain_line_of_80_columns() -> None:
     line = out.getvalue().rstrip("\n")
     assert line == "step 3/5  loss 2.9700  0.61 s  healthy 2/3  epoch 12  lr x0.82  5017 tok/s"
     big = commit(99999, epoch=1234, loss=10.5, tokens=10**9, step_s=123.45)
-    assert len(step_line(big, 3, 99999)) <= 90
+    assert len(step_line(big, 99999)) <= 90
 
 
 def test_a_table_holds_the_last_steps_and_goes_away() -> None:
@@ -102,6 +102,9 @@ def test_the_summary_says_how_it_ended() -> None:
     text = out.getvalue()
     assert "all 3 replicas equal, digest abc" in text
     assert "15 trained, 0 twice, 0 skipped" in text
+    del finals[2]
+    terminal.summary(summarize(CONFIG, rows, fed(rows), finals, []), 0)
+    assert "all 2 replicas equal, digest abc, 1 away" in out.getvalue()
     finals[1]["digest"] = "other"
     terminal.summary(summarize(CONFIG, rows, fed(rows), finals, [], [1]), 75)
     assert "2 different states" in out.getvalue()

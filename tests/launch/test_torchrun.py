@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,7 @@ optim: {{clip: 1.0}}
 
 
 @pytest.mark.multiproc
+@pytest.mark.proof
 def test_replicas_under_torchrun_survive_the_loss_of_a_leader(tmp_path: Path) -> None:
     with TorchrunJob(tmp_path, SETTINGS) as job:
         launcher = ROOT / "launcher.py"
@@ -27,3 +29,18 @@ def test_replicas_under_torchrun_survive_the_loss_of_a_leader(tmp_path: Path) ->
         job.kill(replicas[0], 0)
         check(job.finals(replicas), STEPS, ["1", "0"])
         assert [r["step"] for r in job.rows(1)] == list(range(1, STEPS + 1)), "the survivor missed a step"
+
+
+@pytest.mark.multiproc
+@pytest.mark.proof
+def test_a_rank_that_is_told_to_end_takes_its_replica_with_it_and_torchrun_starts_it_again(tmp_path: Path) -> None:
+    """No step is repeated for it, whichever rank it is."""
+    with TorchrunJob(tmp_path, SETTINGS.replace(f"steps: {STEPS}", f"steps: {4 * STEPS}")) as job:
+        launcher = ROOT / "launcher.py"
+        replicas = [job.torchrun(r, 2, launcher, "replica", "CONFIG") for r in range(2)]
+        job.until(lambda: job.step(1) >= 5, "step 5")
+        job.kill(replicas[0], 1, signal.SIGTERM)
+        check(job.finals(replicas), 4 * STEPS, ["1", "0"])
+        events = {e["event"] for r in range(2) for e in job.rows(r, "events.jsonl")}
+        assert "LeaveRequested" in events
+        assert not events & {"StepRetried", "RingBroken"}

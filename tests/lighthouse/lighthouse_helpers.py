@@ -30,6 +30,7 @@ from lighthouse.state import (
 from lighthouse.store import MemoryStore
 
 TOKEN = "5e" * 32
+ADMIN = "ad" * 32
 START = StateId(0, 0, lineage.digest("start"))
 Row = Mapping[str, Any]
 
@@ -83,7 +84,7 @@ class Script:
     """Feeds events to `transition`, one after the other."""
 
     def __init__(self, total: int = 3, term: int = 100, **policy: Any) -> None:
-        self.s = State.empty(Policy(**{"total": total, "steps": 10, **policy}), term)
+        self.s = State.empty(Policy(**{"slots": total, "steps": 10, **policy}), term)
         self.now = 0.0
         self._id = 0
 
@@ -125,7 +126,7 @@ class Script:
 
     def first(self, *replicas: int) -> Grant:
         """The first epoch, of these replicas; the others are down."""
-        others = set(range(self.s.policy.total)) - set(replicas)
+        others = set(range(self.s.policy.slots)) - set(replicas)
         self.runs(dict.fromkeys(replicas, 0) | dict.fromkeys(others))
         out = [self.ask(r) for r in replicas][-1]
         return out.grant(replicas[-1])
@@ -146,7 +147,7 @@ def make_service(
     """A service and the rows of its journal."""
     rows: list[Row] = []
     store = store or MemoryStore()
-    state = store.load(Policy(**{"total": total, "steps": 10, **policy}))
+    state = store.load(Policy(**{"slots": total, "steps": 10, **policy}))
     service = Service(
         state, store, TOKEN, rows.append, name="job", config_hash=config_hash, long_poll_s=long_poll_s
     )

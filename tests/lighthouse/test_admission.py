@@ -9,9 +9,12 @@ import pytest
 from lighthouse_helpers import CONFIG_HASH, ask, at, events, granted, make_service, name, quiet, run_async
 
 from ft_hsdp.core.assignment import Grant, Refused
+from ft_hsdp.core.commit import CommitRecord, Contribution, Fence
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import Processes
+
+RECORD = CommitRecord(1, 0, 1, "0" * 32, (0, 1), 2, (Contribution(0, 1, 0, 0),), "d")
 
 
 @pytest.mark.parametrize(
@@ -31,6 +34,27 @@ from ft_hsdp.protocol import Processes
         (ask(0, StateId(0, 0, "not hex")), "state.lineage"),
         (replace(ask(0), report=replace(ask(0).report, incarnation="1-run-0")), "incarnation"),
         (replace(ask(0), report=replace(ask(0).report, incarnation="0-a b")), "incarnation"),
+        (ask(0, suspects=(5,)), "suspects"),
+        (ask(0, equal=(1, 1)), "equal names 2 replicas; possible: each of 2 once"),
+        (ask(0, saved=2**62), "saved"),
+        (ask(0, void=Fence(1, 1, 2**40)), "void.attempt"),
+        (ask(0, void=Fence(1, 2**62, 0)), "void.step"),
+        (ask(0, doubt=StateId(0, 2**62, "0" * 32)), "doubt.step"),
+        (ask(0, doubt=StateId(0, 0, "x" * 10**5)), "doubt.lineage"),
+        (ask(0, step=10**5000), "step is a very large number"),
+        (ask(0, prepared=replace(RECORD, ring=tuple(range(10**6)))), "prepared.ring names 1000000 replicas"),
+        (ask(0, prepared=replace(RECORD, contributions=RECORD.contributions * 10**5)), "prepared.contributions"),
+        (ask(0, prepared=replace(RECORD, contributions=(Contribution(0, 2**60, 0, 0),))), "contributions.weight"),
+        (
+            ask(0, prepared=replace(RECORD, contributions=(Contribution(7, 1, 0, 0),))),
+            "prepared.contributions is 7",
+        ),
+        (ask(0, prepared=replace(RECORD, prev="z" * 32)), "prepared.prev"),
+        (ask(0, prepared=replace(RECORD, digest="d" * 10**5)), "prepared.digest has 100000 characters"),
+        (ask(0, prepared=replace(RECORD, step=2**62)), "prepared.step"),
+        (ask(0, prepared=replace(RECORD, chunk_bytes=-1)), "prepared.chunk_bytes"),
+        (replace(ask(0), layout="l" * 10**5), "layout"),
+        (replace(ask(0), report=replace(ask(0).report, incarnation="0-" + "x" * 10**5)), "incarnation"),
         (replace(ask(0), ring=("nowhere",)), "host:port"),
         (replace(ask(0), state=("h:1",) * 65), "host:port"),
     ],

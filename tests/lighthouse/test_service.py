@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 from lighthouse_helpers import TOKEN, ask, at, events, granted, make_service, name, quiet, run_async
 
 from ft_hsdp import protocol
-from ft_hsdp.core.assignment import Continue, Grant
+from ft_hsdp.core.assignment import Continue, Grant, Refused
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import Processes, Wait
 from lighthouse import service as services
@@ -62,7 +63,7 @@ def test_steady_state_needs_no_timer():
 
 def test_a_grace_runs_out_by_itself_and_the_timer_stops():
     async def main():
-        service, rows = make_service(suspect_grace_s=0.1, evict_s=0.2)
+        service, rows = make_service(silence_grace_s=0.1, evict_s=0.2)
         await granted(service, 0, 1)
         answer = await service.ask(ask(0, epoch=1, after=1))
         assert isinstance(answer, Grant)
@@ -173,7 +174,7 @@ def test_a_store_that_fails_at_a_tick_is_tried_again(monkeypatch, caplog):
     async def main():
         monkeypatch.setattr(services, "STORE_RETRY_S", 0.05)
         store = Full()
-        service, _ = make_service(store=store, suspect_grace_s=0.1)
+        service, _ = make_service(store=store, silence_grace_s=0.1)
         await granted(service, 0, 1)
         waiting = asyncio.create_task(service.ask(ask(0, epoch=1, after=1)))
         await quiet()
@@ -207,7 +208,7 @@ def test_the_same_epoch_goes_on_after_a_restart():
 
 def test_an_order_to_evict_stands_until_the_exit_is_reported():
     async def main():
-        service, rows = make_service(suspect_grace_s=0.05, evict_s=0.1)
+        service, rows = make_service(silence_grace_s=0.05, evict_s=0.1)
         service.processes(Processes({0: name(0), 1: name(1)}))
         await granted(service, 0, 1)
         await service.ask(ask(0, epoch=1, after=1))
@@ -227,7 +228,7 @@ def test_an_order_to_evict_stands_until_the_exit_is_reported():
 
 def test_who_comes_back_in_time_is_not_evicted():
     async def main():
-        service, rows = make_service(suspect_grace_s=0.05, evict_s=0.4)
+        service, rows = make_service(silence_grace_s=0.05, evict_s=0.4)
         await granted(service, 0, 1)
         await service.ask(ask(0, epoch=1, after=1))
         back = asyncio.create_task(service.ask(ask(1, epoch=1, after=1)))
@@ -286,3 +287,52 @@ def test_the_end_is_told_to_replicas_and_supervisors():
         assert events(rows, "JobFinished")
 
     run_async(main())
+
+
+def test_the_head_may_lag_in_the_store_but_a_grant_takes_it_along() -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+        service, _ = make_service(store=store)
+        await granted(service, 0, 1)
+        writes = store.writes
+        for replica in (0, 1):
+            assert await service.ask(ask(replica, at(1, 1), epoch=1)) == Continue(1, 2)
+        assert store.writes == writes
+        both = (service.ask(ask(replica, at(1, 1), epoch=1, after=1)) for replica in (0, 1))
+        assert (await asyncio.gather(*both))[0].epoch == 2
+        assert json.loads(store.rows["head"])["step"] == 1
+
+    run_async(scenario())
+
+
+def test_the_lagging_head_is_saved_soon_and_at_the_end() -> None:
+    async def scenario() -> None:
+        store = MemoryStore()
+        service, _ = make_service(store=store)
+        await granted(service, 0, 1)
+        await service.ask(ask(0, at(1, 1), epoch=1))
+        async with asyncio.timeout(5):
+            while json.loads(store.rows["head"]) is None:
+                await quiet()
+        await service.ask(ask(0, at(1, 2), epoch=1))
+        service.close()
+        assert json.loads(store.rows["head"])["step"] == 2
+
+    run_async(scenario())
+
+
+def test_a_newer_ask_of_a_replica_closes_the_older_one_but_a_fenced_one_does_not() -> None:
+    async def scenario() -> None:
+        service, _ = make_service(total=3)
+        await granted(service, 0, 1, 2)
+        waiting = service.submit(ask(0, at(1, 1), epoch=1, after=1))
+        fenced = service.submit(ask(0, at(1, 1), life=0, epoch=1, after=1))
+        assert isinstance(await waiting.answer, Wait)
+        assert not fenced.answer.done()
+        service.submit(ask(1, at(1, 1), life=1))  # a new life of replica 1 asks, then the old one again
+        newer = service.submit(ask(1, at(1, 1), life=1))
+        old = service.submit(ask(1, at(1, 1), life=0, epoch=1))
+        assert isinstance(await old.answer, Refused)
+        assert not newer.answer.done()
+
+    run_async(scenario())

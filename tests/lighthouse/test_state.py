@@ -159,7 +159,7 @@ def test_a_known_exit_shrinks_the_membership_at_once():
 
 
 def test_the_silent_are_left_out_after_their_grace():
-    job = Script(suspect_grace_s=1.0)
+    job = Script(silence_grace_s=1.0)
     job.first(0, 1, 2)
     job.ask(0, epoch=1, after=1)
     job.ask(1, epoch=1, after=1)
@@ -167,6 +167,38 @@ def test_the_silent_are_left_out_after_their_grace():
     out = job.wait(0.02)
     assert out.grant(0).ring == (0, 1)
     assert out.notes["ReplicaExcluded"] == "silent beyond its grace"
+
+
+def test_a_suspect_gets_a_shorter_grace_than_the_merely_silent():
+    job = Script(suspect_grace_s=0.2, silence_grace_s=1.0)
+    job.first(0, 1, 2)
+    job.ask(0, epoch=1, after=1, suspects=(2,))
+    job.ask(1, epoch=1, after=1)
+    assert not job.wait(0.19).answers
+    out = job.wait(0.02)
+    assert out.grant(0).ring == (0, 1)
+    assert out.notes["ReplicaExcluded"] == "silent beyond its grace"
+
+
+def test_whoever_is_silent_without_being_a_suspect_keeps_its_grace():
+    job = Script(total=4, suspect_grace_s=0.2, silence_grace_s=1.0)
+    job.first(0, 1, 2, 3)
+    job.ask(0, epoch=1, after=1, suspects=(2,))
+    job.ask(1, epoch=1, after=1)
+    assert not job.wait(0.9).answers, "nobody said anything against replica 3"
+    assert job.ask(3, epoch=1, after=1).grant(0).ring == (0, 1, 3), "the grace of the suspect was over"
+
+
+def test_a_suspect_that_asks_within_its_grace_loses_nothing():
+    """A false suspicion costs a ring retry, never a fetch."""
+    job = Script(suspect_grace_s=0.2)
+    job.first(0, 1, 2)
+    job.ask(0, epoch=1, after=1, suspects=(1, 2))
+    job.ask(1, epoch=1, after=1, suspects=(2,))
+    job.wait(0.15)
+    out = job.ask(2, epoch=1, after=1)
+    assert roles(out.grant(2)) == {0: "contribute", 1: "contribute", 2: "contribute"}
+    assert "ReplicaExcluded" not in out.notes
 
 
 def test_exclusion_is_not_death():

@@ -1,11 +1,17 @@
-"""Both stores keep what must outlive the lighthouse; SQLite also survives damage, rivals and the process."""
+"""Every store keeps what must outlive the lighthouse; one suite shows it of all of them, etcd a real one.
+
+What only SQLite can suffer from (rivals, damaged files) follows.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import sqlite3
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -13,11 +19,17 @@ from lighthouse_helpers import START, Script, at, record
 
 from ft_hsdp.core import lineage
 from ft_hsdp.errors import ConfigError
-from lighthouse.state import Policy
-from lighthouse.store import MemoryStore, SqliteStore, StoreFailed
+from lighthouse import store as stores
+from lighthouse.election import Election
+from lighthouse.etcd import Etcd
+from lighthouse.etcd_store import EtcdStore
+from lighthouse.state import Policy, State
+from lighthouse.store import FORMAT, MemoryStore, SqliteStore, StoreFailed
 
-POLICY = Policy(total=3, steps=10)
-DURABLE = ("fresh", "head", "epoch", "epochs", "exited", "grant", "finished")
+pytestmark = pytest.mark.multiproc
+POLICY = Policy(slots=3, steps=10)
+DURABLE = stores._DURABLE
+NAMES = itertools.count()
 
 
 class Memory:
@@ -29,20 +41,110 @@ class Memory:
     def open(self):
         return MemoryStore(self.rows)
 
+    def put(self, name, text):
+        self.rows[name] = text
+
+    def drop(self, name):
+        del self.rows[name]
+
 
 class Sqlite:
     """Opens stores on the same file."""
 
-    def __init__(self, folder):
-        self.path = folder / "lighthouse" / "store.sqlite"
+    def __init__(self, request):
+        self.path = request.getfixturevalue("tmp_path") / "lighthouse" / "store.sqlite"
 
     def open(self):
         return SqliteStore(self.path)
 
+    def sql(self, text, *values):
+        with sqlite3.connect(self.path) as db:
+            db.execute(text, values)
+        db.close()
 
-@pytest.fixture(params=[Memory, Sqlite])
-def kind(request, tmp_path):
-    return request.param(tmp_path)
+    def put(self, name, text):
+        self.sql("UPDATE durable SET value = ?, digest = ? WHERE name = ?", text, lineage.digest(name, text), name)
+
+    def spoil(self, name):
+        self.sql("UPDATE durable SET value = '41' WHERE name = ?", name)
+
+    def drop(self, name):
+        self.sql("DELETE FROM durable WHERE name = ?", name)
+
+    def format(self, number):
+        self.sql(f"PRAGMA user_version = {number}")
+
+    @contextmanager
+    def broken(self, store):
+        rival = sqlite3.connect(self.path, isolation_level=None)
+        rival.execute("BEGIN IMMEDIATE")
+        store._db.execute("PRAGMA busy_timeout = 10")
+        yield
+        rival.execute("ROLLBACK")
+        rival.close()
+
+
+class InEtcd:
+    """Opens stores on the same keys of a real etcd, each as the leader that it was elected for."""
+
+    def __init__(self, request):
+        self.server = request.getfixturevalue("etcd")
+        self.prefix = f"/store/{next(NAMES)}"
+        self.held = []
+
+    def open(self):
+        etcd = Etcd((self.server.url,), 5.0)
+        election = Election(etcd, f"{self.prefix}/leader", "http://here", 60)
+        asyncio.run(election.win())
+        store = EtcdStore(etcd, self.prefix, election)
+        store.close = lambda: (election.resign(), etcd.close())
+        return store
+
+    def key(self, name):
+        return f"{self.prefix}/durable/{name}"
+
+    def raw(self, name, text):
+        etcd = Etcd((self.server.url,), 5.0)
+        assert etcd.put_if(f"{self.prefix}/none", 0, {self.key(name): text})
+        etcd.close()
+
+    def put(self, name, text):
+        self.raw(name, f"{lineage.digest(name, text)} {text}")
+
+    def spoil(self, name):
+        self.raw(name, f"{lineage.digest(name, '40')} 41")
+
+    def drop(self, name):
+        etcd = Etcd((self.server.url,), 5.0)
+        key = etcd_wire(self.key(name))
+        etcd._call("/v3/kv/deleterange", {"key": key})
+        etcd.close()
+
+    def format(self, number):
+        self.put("format", str(number))
+
+    @contextmanager
+    def broken(self, store):
+        self.server.kill()
+        yield
+        self.server.start()
+
+
+def etcd_wire(text):
+    from lighthouse import etcd
+
+    return etcd._wire(text)
+
+
+@pytest.fixture(params=[Memory, Sqlite, InEtcd])
+def kind(request):
+    return request.param(request)
+
+
+@pytest.fixture(params=[Sqlite, InEtcd])
+def lasting(request):
+    """The kinds that outlive their process."""
+    return request.param(request)
 
 
 def busy():
@@ -55,7 +157,17 @@ def busy():
     job.ask(0, at(1, 1), epoch=1, after=1, prepared=record(at(1, 1), 1))
     job.ask(1, at(1, 1), epoch=1, after=1)
     assert job.s.grant
-    return replace(job.s, finished=True)
+    more = {"finished": True, "halted": "nobody can tell", "diverged": (0, 1)}
+    return replace(job.s, **more, drained=frozenset({2}), checkpoint=7, target=2)
+
+
+def reopened(kind, policy=POLICY):
+    """What a store gives the next lighthouse."""
+    store = kind.open()
+    try:
+        return store.load(policy)
+    finally:
+        store.close()
 
 
 # The suite that every store passes.
@@ -67,7 +179,7 @@ def test_an_empty_store_takes_a_term_never_used_before(kind):
     state = store.load(POLICY)
     assert before <= state.term <= time.time()
     assert (state.fresh, state.epoch, state.head, state.grant) == (True, 0, None, None)
-    assert len(state.views) == POLICY.total
+    assert len(state.views) == POLICY.slots
     store.close()
 
 
@@ -79,9 +191,12 @@ def test_what_was_saved_comes_back(kind):
     store = kind.open()
     again = store.load(POLICY)
     store.close()
-    assert {n: getattr(again, n) for n in DURABLE} == {n: getattr(state, n) for n in DURABLE}
+    names = DURABLE.keys() - {"term"}
+    assert {n: getattr(again, n) for n in names} == {n: getattr(state, n) for n in names}
     assert again.grant.reason == state.grant.reason
     assert again.term == state.term + 1
+    unlike = State.empty(POLICY, 0)
+    assert all(getattr(state, n) != getattr(unlike, n) for n in names), "a field that this test cannot see"
 
 
 def test_what_dies_with_the_process_does_not_come_back(kind):
@@ -117,42 +232,191 @@ def test_the_policy_is_never_stored(kind):
     store.load(POLICY)
     store.close()
     store = kind.open()
-    assert store.load(replace(POLICY, total=5, steps=7)).policy == replace(POLICY, total=5, steps=7)
+    assert store.load(replace(POLICY, slots=5, steps=7)).policy == replace(POLICY, slots=5, steps=7)
     store.close()
+
+
+def test_an_unchanged_state_costs_no_write_and_a_changed_one_only_its_fields(kind, monkeypatch):
+    store = kind.open()
+    state = store.load(POLICY)
+    written = []
+    write = store._write
+    monkeypatch.setattr(store, "_write", lambda rows: (written.append(sorted(rows)), write(rows)))
+    store.save(state)
+    store.save(replace(state, settled=3, since=1.0, broken=True))
+    assert not written
+    store.save(replace(state, head=at(1, 1)))
+    store.save(replace(state, head=at(1, 1)))
+    assert written == [["head"]]
+    store.close()
+
+
+def test_a_halt_outlives_the_lighthouse_if_nobody_can_tell_whose_state_is_right(kind):
+    store = kind.open()
+    state = replace(store.load(POLICY), diverged=(0, 2), halted="replicas 0,2 hold different states")
+    store.save(state)
+    store.close()
+    again = reopened(kind)
+    assert (again.diverged, again.halted) == ((0, 2), state.halted)
+
+
+def test_a_halt_by_policy_is_decided_anew(kind):
+    """The operator may have chosen another policy, or brought back who held the head."""
+    store = kind.open()
+    store.save(replace(store.load(POLICY), halted="no copy of the head is left"))
+    store.close()
+    assert reopened(kind).halted == ""
+    assert reopened(kind).halted == ""
+
+
+def test_a_failed_write_changes_nothing_and_is_told(lasting):
+    store = lasting.open()
+    state = store.load(POLICY)
+    with lasting.broken(store):
+        started = time.monotonic()
+        with pytest.raises(StoreFailed) as caught:
+            store.save(replace(state, head=START, epoch=4))
+        assert time.monotonic() - started < 6.0
+        assert len(str(caught.value).splitlines()) == 1
+    store.close()
+    again = reopened(lasting)
+    assert (again.epoch, again.head, again.term) == (0, None, state.term + 1)
+
+
+def test_what_is_written_outlives_a_sudden_end(lasting):
+    """Of the process that wrote, or of the etcd that was written to."""
+    store = lasting.open()
+    store.save(replace(store.load(POLICY), epoch=4))
+    if isinstance(lasting, InEtcd):
+        with lasting.broken(store):
+            pass
+    store.close()
+    assert reopened(lasting).epoch == 4
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda kind: kind.put("epochs", "[["),
+        lambda kind: kind.put("epoch", '"many"'),
+        lambda kind: kind.put("head", '{"step": 3}'),
+        lambda kind: kind.drop("grant"),
+    ],
+    ids=["json", "type", "shape", "row"],
+)
+def test_damaged_content_is_one_clear_line(kind, damage):
+    store = kind.open()
+    store.load(POLICY)
+    store.close()
+    damage(kind)
+    refused(kind)
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda kind: kind.spoil("epoch"), lambda kind: kind.format(99)], ids=["bits", "format"]
+)
+def test_damage_below_the_content_is_one_clear_line(lasting, damage):
+    store = lasting.open()
+    store.load(POLICY)
+    store.close()
+    damage(lasting)
+    refused(lasting)
+
+
+def refused(kind):
+    store = kind.open()
+    with pytest.raises(ConfigError, match="lighthouse store") as caught:
+        store.load(POLICY)
+    assert caught.value.exit_code == 64
+    assert len(str(caught.value).splitlines()) == 1
+    store.close()
+
+
+@pytest.mark.parametrize("before", range(1, FORMAT))
+def test_a_store_of_a_format_before_is_read_and_becomes_one_of_this(lasting, before):
+    """The fields that it lacks have their defaults."""
+    store = lasting.open()
+    state = replace(busy(), term=store.load(POLICY).term)
+    store.save(state)
+    store.close()
+    for name, field in DURABLE.items():
+        if field.since > before:
+            lasting.drop(name)
+    lasting.format(before)
+    again = reopened(lasting)
+    assert (again.epoch, again.grant, again.exited) == (state.epoch, state.grant, state.exited)
+    assert (again.halted, again.diverged) == (("", ()) if before < 2 else (state.halted, state.diverged))
+    assert again.target == POLICY.slots
+    assert reopened(lasting).term == again.term + 1
 
 
 # What each does in its own way.
 
 
-def test_an_unchanged_state_costs_no_write_and_a_changed_one_only_its_fields(monkeypatch):
-    store = MemoryStore()
-    state = store.load(POLICY)
-    assert store.writes == 1
-    store.save(state)
-    store.save(replace(state, settled=3, since=1.0, broken=True))
-    assert store.writes == 1
-    written: list[dict[str, str]] = []
-    monkeypatch.setattr(store, "_write", written.append)
-    store.save(replace(state, head=at(1, 1)))
-    assert [sorted(rows) for rows in written] == [["head"]]
+def test_a_deposed_lighthouse_decides_nothing_and_writes_nothing(etcd):
+    """Not even what needs no write: its word is not the leader's."""
+    kind = InEtcd(SimpleRequest(etcd))
+    old = kind.open()
+    state = old.load(POLICY)
+    old._etcd.revoke(old._election._lease)  # as after a lease that ran out unnoticed
+    new = kind.open()
+    successor = new.load(POLICY)
+    assert successor.term > state.term
+    with pytest.raises(StoreFailed, match="another lighthouse leads"):
+        old.save(replace(state, epoch=9))
+    with pytest.raises(StoreFailed, match="does not lead any more"):
+        old.unsaved(state)
+    with pytest.raises(StoreFailed):
+        old.save(state)
+    assert old.deposed
+    old._etcd.close()
+    new.save(replace(successor, epoch=1))
+    new.close()
+    assert reopened(kind).epoch == 1
 
 
-def test_a_failed_write_changes_nothing_and_is_tried_again(tmp_path):
-    store = SqliteStore(tmp_path / "s.sqlite")
+def test_the_term_is_never_below_the_fence_nor_below_one_that_was_used(etcd):
+    kind = InEtcd(SimpleRequest(etcd))
+    store = kind.open()
     state = store.load(POLICY)
-    rival = sqlite3.connect(tmp_path / "s.sqlite", isolation_level=None)
-    rival.execute("BEGIN IMMEDIATE")
-    assert store._db is not None
-    store._db.execute("PRAGMA busy_timeout = 10")
-    moved = replace(state, head=START, epoch=4)
-    with pytest.raises(StoreFailed, match="locked"):
-        store.save(moved)
-    rival.execute("ROLLBACK")
-    assert rival.execute("SELECT value FROM durable WHERE name = 'epoch'").fetchone() == ("0",)
-    store.save(moved)
-    assert rival.execute("SELECT value FROM durable WHERE name = 'epoch'").fetchone() == ("4",)
-    rival.close()
+    store.save(replace(state, term=0))
     store.close()
+    store = kind.open()
+    state = store.load(POLICY)
+    assert state.term == store._election.revision > 1
+    store.save(replace(state, term=10**9))
+    store.close()
+    assert reopened(kind).term == 10**9 + 1
+
+
+def test_a_write_of_unknown_outcome_deposes(etcd, monkeypatch):
+    """It may have happened: only who reads the store anew knows what is in it."""
+    from lighthouse.etcd import EtcdUnreachable
+
+    kind = InEtcd(SimpleRequest(etcd))
+    store = kind.open()
+    state = store.load(POLICY)
+    put = store._etcd.put_if
+
+    def lost(*arguments):
+        put(*arguments)
+        raise EtcdUnreachable("the answer was lost")
+
+    monkeypatch.setattr(store._etcd, "put_if", lost)
+    with pytest.raises(StoreFailed, match="may be lost or not"):
+        store.save(replace(state, epoch=2))
+    monkeypatch.undo()
+    with pytest.raises(StoreFailed):
+        store.save(replace(state, epoch=3))
+    store.close()
+    assert reopened(kind).epoch == 2
+
+
+class SimpleRequest:
+    """Gives the fixture that a kind asks for."""
+
+    def __init__(self, value):
+        self.getfixturevalue = lambda _: value
 
 
 def test_the_file_is_written_through(tmp_path):
@@ -189,52 +453,12 @@ def test_the_death_of_its_holder_frees_the_store(tmp_path):
     SqliteStore(tmp_path / "s.sqlite").close()
 
 
-def damage_bytes(path):
-    path.write_bytes(b"this is no database, and never was" * 100)
-
-
-def damage_value(path):
-    with sqlite3.connect(path) as db:
-        db.execute("UPDATE durable SET value = '41' WHERE name = 'epoch'")
-    db.close()
-
-
-def damage_row(path):
-    with sqlite3.connect(path) as db:
-        db.execute("DELETE FROM durable WHERE name = 'grant'")
-    db.close()
-
-
-def damage_json(path):
-    with sqlite3.connect(path) as db:
-        db.execute(
-            "UPDATE durable SET value = '[[', digest = ? WHERE name = 'epochs'",
-            (lineage.digest("epochs", "[["),),
-        )
-    db.close()
-
-
-def damage_format(path):
-    with sqlite3.connect(path) as db:
-        db.execute("PRAGMA user_version = 99")
-    db.close()
-
-
-@pytest.mark.parametrize(
-    "damage", [damage_bytes, damage_value, damage_row, damage_json, damage_format], ids=lambda f: f.__name__
-)
-def test_a_corrupt_store_is_one_clear_line(tmp_path, damage):
+def test_a_file_that_is_no_store_is_one_clear_line(tmp_path):
     path = tmp_path / "s.sqlite"
-    store = SqliteStore(path)
-    store.load(POLICY)
-    store.close()
-    for extra in tmp_path.glob("s.sqlite-*"):
-        extra.unlink()
-    damage(path)
+    path.write_bytes(b"this is no database, and never was" * 100)
     with pytest.raises(ConfigError, match="lighthouse store") as caught:
-        SqliteStore(path).load(POLICY)
-    assert caught.value.exit_code == 64
-    assert len(str(caught.value).splitlines()) == 1
+        SqliteStore(path)
+    assert (caught.value.exit_code, len(str(caught.value).splitlines())) == (64, 1)
     assert str(path) in str(caught.value)
 
 

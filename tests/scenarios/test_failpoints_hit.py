@@ -30,6 +30,7 @@ def run(folder: Path, points: dict[str, Any], **settings: Any) -> dict[str, Any]
     return summary
 
 
+@pytest.mark.proof
 def test_several_in_one_run(tmp_path: Path) -> None:
     """In the reduce-scatter, with the verdict known to one alone, half-way through an update, while fetching."""
     points = {
@@ -44,6 +45,7 @@ def test_several_in_one_run(tmp_path: Path) -> None:
     assert summary["replicas"]["0"]["incarnations"] >= 3, "it did not die while it fetched"
 
 
+@pytest.mark.proof
 def test_a_flipped_bit_of_one_replica_is_found_and_healed(tmp_path: Path) -> None:
     """With three replicas the one that differs ends before its gradients count; its snapshots are not used."""
     with Job(tmp_path, STEPS, debug__failpoints={"state-flip": {"replicas": [1], "rank": 1, "step": 5}}) as job:

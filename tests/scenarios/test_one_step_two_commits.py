@@ -10,19 +10,19 @@ import psutil
 import pytest
 from scenario_job import Job, check
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
 
 
 def test_a_replica_that_committed_alone_is_left_behind_and_heals(tmp_path: Path) -> None:
     """Replica 0 commits step 6 and is stopped before anybody hears of it. Its peers, made to lose what they were
     prepared to commit, do step 6 again without it. It comes back at the same step number with another lineage."""
-    at, steps = 6, 40
+    at, steps = 6, 60
     failpoints = {
         "token-second": {"replicas": [0], "step": at, "signal": "STOP"},
         "record-lost": {"replicas": [1, 2], "step": at},
     }
-    limits = {"ftar.timeout_s": 1.0, "ftar.connect_timeout_s": 1.0, "quorum.suspect_grace_s": 0.3}
-    limits |= {"quorum.evict_s": 60.0, "debug.failpoints": failpoints}
+    limits = {"ftar.timeout_s": 1.0, "timeouts.connect_s": 1.0, "timeouts.silence_grace_s": 0.3}
+    limits |= {"timeouts.evict_s": 60.0, "debug.failpoints": failpoints}
     with Job(tmp_path, steps, **limits) as job:
         job.until(lambda: job.step() >= 2, "step 2")
         leader = job.pid(0, 0)

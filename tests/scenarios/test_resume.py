@@ -32,11 +32,11 @@ def test_on_other_numbers_of_replicas_and_ranks(tmp_path: Path) -> None:
         check(job.end(), 12)
         before = trained(job)
     more = {"replicas": 3, "ranks_per_replica": 1, "train.micro_batch": 4, "data.assignment": "global"}
-    with Job(two, 24, **settings(tmp_path), **{k.replace(".", "__"): v for k, v in more.items()}) as job:
+    with Job(two, 40, **settings(tmp_path), **{k.replace(".", "__"): v for k, v in more.items()}) as job:
         job.until(lambda: job.step() >= 16, "step 16")
         job.signal(1, 0, signal.SIGKILL)
-        check(job.end(), 24)
-        assert [r["step"] for r in job.rows("metrics.jsonl")] == list(range(13, 25))
+        check(job.end(), 40)
+        assert [r["step"] for r in job.rows("metrics.jsonl")] == list(range(13, 41))
         assert {e["step"] for e in job.events("StateRestored") if e["origin"] != "agent"} == {12}
         after = trained(job)
         assert not set(before) & set(after), "a batch was trained by both jobs"

@@ -45,9 +45,9 @@ def test_no_violation_in_the_whole_bounded_space(capsys: pytest.CaptureFixture[s
         (bounds(restarts=1, lapses=1), 200),
         (bounds(wipes=1), 800),
         pytest.param(bounds(deaths=1, wipes=1), 150_000, marks=pytest.mark.proof),
-        (bounds(deaths=1, late_tokens=True), 40_000),
+        pytest.param(bounds(deaths=1, late_tokens=True), 40_000, marks=pytest.mark.proof),
         pytest.param(bounds(replicas=2, steps=3, pauses=2, breaks=2, lapses=1), 80_000, marks=pytest.mark.proof),
-        (bounds(deaths=1, steps=3), 50_000),
+        pytest.param(bounds(deaths=1, steps=3), 50_000, marks=pytest.mark.proof),
         pytest.param(bounds(pauses=2, breaks=2, steps=1), 200_000, marks=pytest.mark.proof),
         (bounds(deaths=1, breaks=1, replicas=2, late_tokens=True), 20_000),
         (bounds(deaths=1, recovery=True), 30_000),
@@ -55,6 +55,19 @@ def test_no_violation_in_the_whole_bounded_space(capsys: pytest.CaptureFixture[s
         (bounds(deaths=1, patient=True), 15_000),
         (bounds(flips=1), 8_000),
         (bounds(replicas=2, flips=1, breaks=1), 600),
+        (bounds(drains=2), 900),
+        (bounds(drains=1, restarts=1), 1_100),
+        (bounds(drains=1, wipes=1), 4_000),
+        (bounds(replicas=2, drains=1, breaks=1), 1_000),
+        (bounds(drains=1, pauses=1), 500),
+        (bounds(leaves=1), 15_000),
+        (bounds(replicas=2, leaves=2), 5_000),
+        (bounds(replicas=2, leaves=1, pauses=1, breaks=1), 16_000),
+        (bounds(replicas=2, leaves=1, wipes=1), 4_500),
+        pytest.param(bounds(leaves=1, drains=1), 80_000, marks=pytest.mark.proof),
+        pytest.param(bounds(leaves=1, restarts=1), 45_000, marks=pytest.mark.proof),
+        pytest.param(bounds(drains=1, deaths=1), 110_000, marks=pytest.mark.proof),
+        pytest.param(bounds(drains=1, deaths=1, recovery=True), 140_000, marks=pytest.mark.proof),
     ],
     ids=str,
 )
@@ -63,6 +76,18 @@ def test_no_violation_in_other_spaces(space: Bounds, least: int) -> None:
     assert not result.violation, str(result)
     assert result.exhausted
     assert result.states >= least
+
+
+@pytest.mark.parametrize(
+    "space",
+    [bounds(restarts=1, lapses=1), bounds(wipes=1), bounds(replicas=2, steps=1, pauses=1, breaks=1)],
+    ids=str,
+)
+def test_no_violation_if_epochs_that_are_alike_are_merged_at_once(space: Bounds) -> None:
+    with mock.patch.object(quorum, "EPOCHS", 0):
+        result = explore(space, limit_s=60)
+    assert not result.violation, str(result)
+    assert result.exhausted
 
 
 def test_the_transcript_is_the_shortest_way() -> None:
@@ -117,11 +142,11 @@ def _adopt_whatever(adopt: Callable[[Replica, Grant], core.Step]) -> Callable[[R
     return mutant
 
 
-def _forget_the_yes(broken: Callable[[Replica, int], core.Step]) -> Callable[[Replica, int], core.Step]:
+def _forget_the_yes(broken: Callable[..., core.Step]) -> Callable[..., core.Step]:
     """Whoever passed on a yes calls its attempt void all the same."""
 
-    def mutant(s: Replica, epoch: int) -> core.Step:
-        return broken(replace(s, forwarded=False), epoch)
+    def mutant(s: Replica, *why: Any, **who: Any) -> core.Step:
+        return broken(replace(s, forwarded=False), *why, **who)
 
     return mutant
 
@@ -129,9 +154,9 @@ def _forget_the_yes(broken: Callable[[Replica, int], core.Step]) -> Callable[[Re
 def _silence_is_death(form: Callable[..., state.Step]) -> Callable[..., state.Step]:
     """Whoever is silent beyond its grace counts as gone."""
 
-    def mutant(s: state.State, asks: Any, silent: Any, patient: bool) -> state.Step:
+    def mutant(s: state.State, asks: Any, silent: Any, accused: Any, patient: bool) -> state.Step:
         gone = {(r, incarnation) for r, incarnation in silent if incarnation is not None}
-        return form(replace(s, exited=s.exited | gone), asks, silent, False)
+        return form(replace(s, exited=s.exited | gone), asks, silent, accused, False)
 
     return mutant
 
@@ -148,8 +173,8 @@ def _no_digest(reduced: Callable[..., core.Step]) -> Callable[..., core.Step]:
 def _impatient(form: Callable[..., state.Step]) -> Callable[..., state.Step]:
     """Whoever has exited is taken to come back with nothing."""
 
-    def mutant(s: state.State, asks: Any, silent: Any, patient: bool) -> state.Step:
-        return form(s, asks, silent, False)
+    def mutant(s: state.State, asks: Any, silent: Any, accused: Any, patient: bool) -> state.Step:
+        return form(s, asks, silent, accused, False)
 
     return mutant
 
@@ -167,7 +192,7 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
     "one step is one state": ([(lineage, "same", _step_only)], LINK, True, "agreement: "),
     "cursors of one's own": (
         [],
-        bounds(deaths=1, steps=3, replicated_cursors=False),
+        bounds(replicas=2, deaths=1, steps=3, replicated_cursors=False),
         True,
         "exactly once: ",
     ),
@@ -205,7 +230,12 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         True,
         "given up: ",
     ),
-    "stale grants are adopted": ([(core, "_adopt", _adopt_whatever(core._adopt))], PAIR, True, ""),
+    "stale grants are adopted": (
+        [(core, "_adopt", _adopt_whatever(core._adopt))],
+        replace(PAIR, breaks=1),
+        True,
+        "",
+    ),
 }
 
 

@@ -12,7 +12,8 @@ from ft_hsdp.errors import ConfigError, LocalSystemError
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.train import device
-from ft_hsdp.train.wiring import Wiring, device_plane
+from ft_hsdp.train.ground import device_plane
+from ft_hsdp.train.wiring import Wiring
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for a device that tensors are moved to
 
@@ -86,6 +87,6 @@ def test_a_broken_device_ends_the_rank_as_broken_hardware(
     wiring._ending = False
     ended: list[int] = []
     monkeypatch.setattr(wiring, "_die", lambda why, code: ended.append(code))
-    wiring._crash(None, {"message": "an all-reduce cannot go on", "exception": error})  # type: ignore[arg-type]
+    wiring._crash({"message": "an all-reduce cannot go on", "exception": error})
     assert ended == [code]
     assert "cannot go on" in capsys.readouterr().err

@@ -32,7 +32,7 @@ class Place:
     def __init__(self, folder: Path) -> None:
         self.token = secrets.token_hex(16)
         self.folder = folder
-        self.starter = Starter(self.token, 0, "127.0.0.1", os.getpid(), folder / "agent.log")
+        self.starter = Starter(self.token, 0, "127.0.0.1", os.getpid(), folder / "agent.log", 60.0)
         self.journal = Journal(folder / "events.jsonl")
         self.failures: list[BaseException] = []
         self.keepers: list[Keeper] = []

@@ -16,6 +16,7 @@ from ft_hsdp.errors import PeerDead
 from ft_hsdp.ftar.engine import Result
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.memory import Arena
+from ft_hsdp.train import reducer as reducing
 from ft_hsdp.train.reducer import Feeding, Reducer, checksum, contributions, usable
 
 SIZES = (3, 5, 2)
@@ -101,6 +102,54 @@ def test_a_bucket_goes_as_soon_as_it_and_all_before_it_are_there() -> None:
         assert op.local is flats[b]
         assert (op.out.shape, op.out.data_ptr() == op.local.data_ptr()) == (op.local.shape, False)
         assert op.mine == Entry(0, 1, 0, 7, 1.5)
+
+
+class Clock:
+    """Monotonic seconds that pass when told."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(reducing.time, "monotonic", lambda: self.now)
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_only_gradients_that_are_here_wait_for_an_order(monkeypatch) -> None:
+    s, clock = Scene(), Clock(monkeypatch)
+    for step, asked in ((1, 0.0), (2, 0.75)):  # the order before the first bucket, and after it
+        s.open(step)
+        clock.wait(5)
+        if not asked:
+            s.begin(step)
+        s.ready(1)
+        clock.wait(1)
+        s.ready(0)
+        clock.wait(asked)
+        if asked:
+            s.begin(step)
+        clock.wait(2)
+        s.ready(2)
+        for op in s.group.ops[-3:]:
+            op.end()
+        assert s.reducer.traffic.held_up == asked
+        s.reducer.open(None)
+        clock.wait(3)
+
+
+def test_after_a_ring_broke_gradients_wait_for_the_next_order(monkeypatch) -> None:
+    s, clock = Scene(), Clock(monkeypatch)
+    s.open()
+    s.begin()
+    s.ready(0, 1, 2)
+    clock.wait(1)
+    s.reducer.cancel()
+    clock.wait(0.25)
+    s.begin(epoch=2)
+    clock.wait(1)
+    for op in s.group.ops[-3:]:
+        op.end()
+    assert s.reducer.traffic.held_up == 0.25
 
 
 def test_the_order_of_the_attempt_may_come_last() -> None:

@@ -83,10 +83,25 @@ def test_the_final_state_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(
-    ("now", "waited", "reduced", "ftar"),
-    [(10.0, 2.0, 9.5, 1.5), (10.0, 2.0, 7.0, 0.0), (10.0, 2.0, 10.0, 2.0), (10.0, 0.0, 9.0, 0.0)],
+    ("now", "waited", "reduced", "held_up", "quorum", "ftar"),
+    [
+        (10.0, 2.0, 9.5, 0.0, 0.0, 1.5),
+        (10.0, 2.0, 7.0, 0.0, 0.0, 0.0),
+        (10.0, 2.0, 10.0, 0.0, 0.0, 2.0),
+        (10.0, 0.0, 9.0, 0.0, 0.0, 0.0),
+        (10.0, 2.0, 9.5, 0.5, 0.5, 1.0),  # the ring would have ended half a second earlier
+        (10.0, 2.0, 9.5, 5.0, 1.5, 0.0),  # most of it was hidden under backward
+        (10.0, 2.0, 7.0, 0.5, 0.0, 0.0),  # all of it was
+    ],
 )
 def test_what_is_not_hidden_under_backward_has_a_cause(
-    now: float, waited: float, reduced: float, ftar: float
+    now: float, waited: float, reduced: float, held_up: float, quorum: float, ftar: float
 ) -> None:
-    assert exposed(now, waited, reduced) == {"ftar": ftar, "commit": waited - ftar}
+    commit = waited - ftar - quorum
+    assert exposed(now, waited, reduced, held_up) == {"quorum": quorum, "ftar": ftar, "commit": commit}
+
+
+def test_whoever_else_keeps_commits_hears_of_each(tmp_path: Path) -> None:
+    heard: list[object] = []
+    RunLog(tmp_path, "0-x-0", heard.append).committed(RECORD, 0.01, 1, Timing(0.5, {}, 0, 0.0), True, Ledger((1,)))
+    assert heard == rows(tmp_path / "commits.jsonl")

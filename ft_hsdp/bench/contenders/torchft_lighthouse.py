@@ -1,6 +1,7 @@
-"""torchft's lighthouse: `python -m ft_hsdp.bench.contenders.torchft_lighthouse FILE [HEARTBEAT_MS JOIN_MS]`.
+"""torchft's lighthouse: `torchft_lighthouse FILE [HEARTBEAT_MS JOIN_MS [MEMBERS]]`, as a module.
 
-Writes its URL to FILE and serves until it is killed; without times it has those of torchft's own command.
+Writes its URL to FILE and serves until it is killed; without times it has those of torchft's own command, and
+without MEMBERS, the fewest that make a quorum, one is enough.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ from ft_hsdp.launch.rundir import write_json
 
 def main(argv: Sequence[str]) -> None:
     """Serve."""
-    file, *times = argv
-    named = dict(zip(("heartbeat_timeout_ms", "join_timeout_ms"), map(int, times), strict=False))
-    server = LighthouseServer(bind="127.0.0.1:0", min_replicas=1, **named)
+    file, *numbers = argv
+    names = ("heartbeat_timeout_ms", "join_timeout_ms", "min_replicas")
+    given = dict(zip(names, map(int, numbers), strict=False))
+    server = LighthouseServer(bind="127.0.0.1:0", **{"min_replicas": 1, **given})
     write_json(Path(file), {"url": server.address()})
     signal.pause()
 

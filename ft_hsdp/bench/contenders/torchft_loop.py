@@ -2,7 +2,8 @@
 
     python -m ft_hsdp.bench.contenders.torchft_loop SEAT
 
-A line for each committed step: {"t": 1.5, "step": 7, "participants": 4}, t in Unix seconds.
+A line once everything is imported: {"t": 1.5, "incarnation": "0"}, t in Unix seconds; and one for each committed
+step, with "step" and "participants".
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -21,30 +22,37 @@ from torch.distributed import TCPStore
 from torchft import Manager, Optimizer
 from torchft.process_group import ProcessGroupGloo
 
-from ft_hsdp.bench.waiting import Nothing, Waiting
+from ft_hsdp.bench.recovery import models
+from ft_hsdp.bench.recovery.scene import Scene
 from ft_hsdp.events import Lines
-
-TIMEOUT_S = 60.0  # of the process group and the manager: their default
+from ft_hsdp.launch.processes import die_with
 
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Which replica; layers, elements, wait_s: see `Waiting`; file: for its lines; lighthouse: URL."""
+    """Which replica, and how often it was started before.
+
+    scene: what it trains; file: for its lines; lighthouse: URL; timeout_s: of the process group and the manager;
+    parent: the pid with which it dies.
+    """
 
     replica: int
-    layers: int
-    elements: int
-    wait_s: float
+    life: int
+    scene: Mapping[str, Any]
     file: str
     lighthouse: str
+    timeout_s: float
+    parent: int
 
 
 def train(seat: Seat) -> None:
     """As torchft's own example does it, with each gradient all-reduced by hand."""
+    lines, life = Lines(Path(seat.file)), {"incarnation": str(seat.life)}
+    lines.write({"t": time.time(), **life})
     torch.set_num_threads(1)
-    model = Waiting(seat.layers, seat.elements, seat.wait_s)
+    scene = Scene(**seat.scene)
+    model, data = models.model(scene), models.data(scene)
     adam = torch.optim.AdamW(model.parameters())
-    data = Nothing()
 
     def state() -> dict[str, Any]:
         return {"model": model.state_dict(), "adam": adam.state_dict()}
@@ -54,8 +62,10 @@ def train(seat: Seat) -> None:
         adam.load_state_dict(state["adam"])
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    timeout = timedelta(seconds=seat.timeout_s)
     manager = Manager(
-        pg=ProcessGroupGloo(timeout=timedelta(seconds=TIMEOUT_S)),
+        pg=ProcessGroupGloo(timeout=timeout),
+        timeout=timeout,
         load_state_dict=load,
         state_dict=state,
         min_replica_size=1,
@@ -68,8 +78,7 @@ def train(seat: Seat) -> None:
         world_size=1,
     )
     optim = Optimizer(manager, adam)
-    lines = Lines(Path(seat.file))
-    model(None).backward()  # warm, as ours are before they check in
+    model(data.batch(0, 0, 0)).backward()  # warm, as ours are before they check in
     while True:
         optim.zero_grad()  # asks for the quorum
         model(data.batch(seat.replica, manager.current_step(), 0)).backward()
@@ -79,12 +88,14 @@ def train(seat: Seat) -> None:
         optim.step()  # votes
         if manager.current_step() > before:
             now = {"t": time.time(), "step": manager.current_step(), "participants": manager.num_participants()}
-            lines.write(now)
+            lines.write({**now, **life})
 
 
 def main(argv: Sequence[str]) -> None:
     """Train until the end."""
-    train(Seat(**json.loads(argv[0])))
+    seat = Seat(**json.loads(argv[0]))
+    die_with(seat.parent)
+    train(seat)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from ft_hsdp.bench.hsdp.measure import measure as link
 from ft_hsdp.bench.hsdp.scene import Scene
 from ft_hsdp.bench.overhead.goals import verdicts
 from ft_hsdp.bench.overhead.options import Options
+from ft_hsdp.bench.overhead.ray import ray
 from ft_hsdp.bench.overhead.snapshot import snapshot
 from ft_hsdp.bench.overhead.steady import steady
 from ft_hsdp.bench.plan import Log
@@ -18,8 +19,9 @@ def run(options: Options, stream: TextIO) -> dict[str, Any]:
     """The result, ready for JSON; progress goes to `stream`. Raises Retryable where a process fails."""
     log = Log(stream)
     result, started = begin("overhead", log)
-    wanted = options.measures
-    result["steady"] = steady(options.rounds, log) if "steady" in wanted else []
-    result["snapshot"] = snapshot(options.rounds, log) if "snapshot" in wanted else []
-    result["link"] = link(Scene(rounds=options.rounds), log) if "link" in wanted else []
+    rounds = options.rounds  # of the measures that are wanted
+    result["steady"] = steady(rounds["steady"], log) if "steady" in rounds else []
+    result["snapshot"] = snapshot(rounds["snapshot"], log) if "snapshot" in rounds else []
+    result["ray"] = ray(rounds["ray"], log) if "ray" in rounds else []
+    result["link"] = link(Scene(rounds=rounds["link"]), log) if "link" in rounds else []
     return finish(result, verdicts(result), log, started)

@@ -9,6 +9,7 @@ from ft_hsdp.bench.goals import Verdict, most
 from ft_hsdp.bench.goals import verdicts as of_ftar
 
 STEADY = 1.02
+RAY = 1.02
 SNAPSHOT = {"computing": 1.10, "waiting": 1.02}
 
 
@@ -22,6 +23,8 @@ def verdicts(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Verdic
     for row in measured.get("snapshot", ()):
         text = f"snapshot each step, {row['step']}: times as long"
         found.append(most(text, _at(row), SNAPSHOT[row["step"]], row["times"]["with"]["ratio"]))
+    for row in measured.get("ray", ()):
+        found.append(most("under Ray: a step, times that under up", _at(row), RAY, row["times"]["ray"]["ratio"]))
     return found + of_ftar({"link": measured.get("link", ())})
 
 

@@ -19,6 +19,9 @@ def show(result: Mapping[str, Any], stream: TextIO) -> None:
     for row in result["snapshot"]:
         title = f"A step of {_shape(row)}, {row['step']}, with a snapshot and without"
         _steps(title, row["modes"], row["times"], console)
+    for row in result["ray"]:
+        title = f"A step of {_shape(row)}, that mostly waits: medians of {row['steps']} steps"
+        _steps(title, row["launchers"], row["times"], console, "turns")
     for row in result["link"]:
         link(row, console)
     end(result, verdicts(result), console)
@@ -29,8 +32,9 @@ def _steps(
     steps: Mapping[str, Mapping[str, float]],
     times: Mapping[str, Mapping[str, float]],
     console: Console,
+    what: str = "steps",
 ) -> None:
-    table = columns(title, "", *("p50, ms", "min", "max", "steps", "times", "95 %"))
+    table = columns(title, "", *("p50, ms", "min", "max", what, "times", "95 %"))
     for name, step in steps.items():
         figures = [f"{step[key]:.4g}" for key in ("p50_ms", "min_ms", "max_ms")]
         found = times.get(name)

@@ -9,12 +9,14 @@ from pathlib import Path
 
 from ft_hsdp.config import load
 from ft_hsdp.launch.forkserver import PRELOAD
+from ft_hsdp.launch.job import Job
 from ft_hsdp.launch.lighthouse_process import furnish
-from ft_hsdp.launch.local import Job
+from ft_hsdp.launch.local import here
 from ft_hsdp.launch.rundir import RunDir, claim, identity, write_json
 from ft_hsdp.launch.terminal import Terminal
 
-TRAINEE = "ft_hsdp.bench.recovery.trainee"
+TRAINEE = "ft_hsdp.bench.recovery.trainee:main"
+PRELOADED = (*PRELOAD, "ft_hsdp.bench.recovery.trainee")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -25,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     furnish(run, config)
     write_json(run.supervisor, identity())
     with Terminal(config, sys.stdout, live=False) as terminal:
-        job = Job(config, run, terminal, entry=f"{TRAINEE}:main", preload=(*PRELOAD, TRAINEE))
+        job = Job(config, run, terminal, here(config, run, entry=TRAINEE, preload=PRELOADED))
         code, _ = asyncio.run(job.run())
     return code
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Sequence
 
 from ft_hsdp.bench.plan import Log, Row
-from ft_hsdp.bench.recovery.herd import Herd
+from ft_hsdp.bench.recovery.herd import SEED, Herd
 from ft_hsdp.bench.recovery.reckon import PHASES, Kill, came_back, exposed, phases, repeated, stall
 from ft_hsdp.bench.recovery.scene import Scene
 from ft_hsdp.bench.recovery.spans import span
@@ -15,17 +15,15 @@ from ft_hsdp.bench.spread import milliseconds, ratio
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.summary import fault_free_step
 
-QUIET_STEPS = 5  # to which all contribute before the next kill
-SEED = 7
 SAY_EVERY = 10
 
 
 def kills(scene: Scene, count: int, log: Log) -> list[Row]:
     """A row: the survivors' next commit, its phases, the repeated reduction, the return. Raises Retryable."""
     with Herd(scene) as herd:
-        herd.whole(QUIET_STEPS)
+        herd.whole()
         made = _hunt(herd, count, log)
-        herd.whole(QUIET_STEPS)
+        herd.whole()
     row = reckon(scene, made, herd.rows, herd.events)
     log.say(f"{count} kills: next commit less one step, p50 {row['less_one']['p50_ms']:.3g} ms")
     return [row]
@@ -35,7 +33,7 @@ def _hunt(herd: Herd, count: int, log: Log) -> list[Kill]:
     chance = random.Random(SEED)
     made: list[Kill] = []
     for number in range(count):
-        herd.whole(QUIET_STEPS)
+        herd.whole()
         time.sleep(chance.uniform(0, herd.rows[0][-1]["step_s"]))  # at any moment of a step
         victim = chance.randrange(herd.scene.replicas)
         made.append(herd.kill(victim, chance.randrange(herd.scene.ranks)))
@@ -48,7 +46,7 @@ def _hunt(herd: Herd, count: int, log: Log) -> list[Kill]:
 def reckon(scene: Scene, made: Sequence[Kill], rows: dict[int, list[Row]], events: Sequence[Row]) -> Row:
     """The row for these kills. Raises Retryable where a survivor did not log what it did."""
     whole = [row for each in rows.values() for row in each if len(row["contributors"]) == scene.replicas]
-    step_s = fault_free_step([row for each in rows.values() for row in each], scene.replicas)
+    step_s = fault_free_step([row for each in rows.values() for row in each])
     waiting_s = sum(map(exposed, whole)) / len(whole)
     stalls, parts, returns = [], [], []
     for kill in made:

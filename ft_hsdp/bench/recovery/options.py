@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 from ft_hsdp.bench.options import MIB, count_of, measures_of, sizes_of
 
-MEASURES = ("kill", "torchft", "rejoin", "readers", "local")
+MEASURES = ("kill", "torchft", "rejoin", "return", "stop", "readers", "local")
 SIZES = (256 * MIB,)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """measures: which; kills: SIGKILLs, of which torchft and long steps get a few; rounds: of what is interleaved;
-    sizes: of a state that is recovered locally, in bytes.
+    """measures: which; kills: SIGKILLs, of which torchft, long steps, returns and stops get fewer.
+
+    rounds: of what is interleaved; sizes: of a state that is recovered locally, in bytes.
     """
 
     measures: tuple[str, ...]

@@ -13,7 +13,6 @@ from ft_hsdp.bench.interval import times
 from ft_hsdp.bench.plan import Log, Row
 from ft_hsdp.bench.recovery.crowd import GARBAGE, SLOW, STRANGERS, Crowd
 from ft_hsdp.bench.recovery.herd import Herd
-from ft_hsdp.bench.recovery.kills import QUIET_STEPS
 from ft_hsdp.bench.recovery.scene import Scene
 from ft_hsdp.bench.spread import milliseconds, spread
 from ft_hsdp.launch.recorder import events_of
@@ -34,10 +33,10 @@ def readers(rounds: int, log: Log, scene: Scene = SCENE, steps: int = WINDOW_STE
     took: dict[str, list[float]] = {"without": [], "with": []}
     seen: Counter[str] = Counter()
     with Herd(scene) as herd:
-        herd.whole(QUIET_STEPS)
+        herd.whole()
         victim = scene.replicas - 1
         herd.after(herd.kill(victim, 0), [n for n in herd.rows if n != victim])  # somebody has to fetch a state
-        herd.whole(QUIET_STEPS)
+        herd.whole()
         servers = _servers(herd)
         if not servers:
             log.note("readers are left out: nobody serves a state")

@@ -16,11 +16,12 @@ PHASES = ("detect", "quorum", "reconnect", "compute", "ring", "commit")
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Rank `rank` of `replica` got SIGKILL at `t`."""
+    """Rank `rank` of `replica`'s `incarnation` got SIGKILL (or SIGSTOP) at `t`."""
 
     t: float
     replica: int
     rank: int
+    incarnation: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,181 @@
+"""Running replicas of a loop of torchft's Manager, seen through the lines that they write."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from types import TracebackType
+
+from ft_hsdp.bench.recovery.herd import PATIENCE_S, QUIET_STEPS, TICK_S
+from ft_hsdp.bench.recovery.reckon import Kill, Row
+from ft_hsdp.bench.recovery.scene import Scene
+from ft_hsdp.errors import Retryable
+from ft_hsdp.launch.processes import environment, last_line, tied
+from ft_hsdp.launch.rundir import Tailer, read_json
+
+LIGHTHOUSE = -1  # beside the replicas' numbers
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """Times of its lighthouse in milliseconds (none: its defaults), and the part of all kills that it gets.
+
+    timeout_s: of its process group and its manager.
+    """
+
+    times: tuple[int, ...]
+    text: str
+    kills: int
+    timeout_s: float = 60.0
+
+
+class Flock:
+    """A context: a lighthouse and the replicas.
+
+    rows: what each replica committed so far; loaded: when each of its lives had imported torch and torchft; both
+    as far as was looked.
+    """
+
+    def __init__(self, scene: Scene, setting: Setting) -> None:
+        self.scene = scene
+        self.rows: dict[int, list[Row]] = {n: [] for n in range(scene.replicas)}
+        self.loaded: dict[int, list[Row]] = {n: [] for n in range(scene.replicas)}
+        self._setting = setting
+        self._lives = dict.fromkeys(self.rows, 0)
+        self._running: dict[int, subprocess.Popen[bytes]] = {}
+        self._hit: dict[int, subprocess.Popen[bytes]] = {}
+
+    def __enter__(self) -> Flock:
+        with ExitStack() as stack:
+            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-hsdp-bench-")))
+            stack.callback(self._end)
+            self._tailers = {n: Tailer(self._file(n)) for n in self.rows}
+            at = self._folder / "lighthouse.json"
+            times = map(str, self._setting.times)
+            self._spawn(LIGHTHOUSE, tied("ft_hsdp.bench.contenders.torchft_lighthouse", str(at), *times))
+            self._until(lambda: read_json(at) is not None, "torchft's lighthouse listens")
+            self._url = str(read_json(at)["url"])
+            for n in self.rows:
+                self.start(n)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    def start(self, n: int) -> None:
+        """Start a replica, for the first time or again; a stopped one is killed first."""
+        self._bury(n)
+        seat = {
+            "replica": n,
+            "life": self._lives[n],
+            "scene": asdict(self.scene),
+            "file": str(self._file(n)),
+            "lighthouse": self._url,
+            "timeout_s": self._setting.timeout_s,
+            "parent": os.getpid(),
+        }
+        # Nothing stands before the interpreter that trains: how soon it is there counts.
+        self._spawn(n, [sys.executable, "-m", "ft_hsdp.bench.contenders.torchft_loop", json.dumps(seat)])
+
+    def hit(self, n: int, number: signal.Signals) -> Kill:
+        """Send a replica SIGKILL or SIGSTOP."""
+        made = Kill(time.time(), n, 0, str(self._lives[n]))
+        self._lives[n] += 1
+        self._hit[n] = self._running.pop(n)
+        self._hit[n].send_signal(number)
+        return made
+
+    def _bury(self, n: int) -> None:
+        if n in self._hit:
+            self._hit[n].kill()
+            self._hit.pop(n).wait()
+
+    def whole(self) -> None:
+        """Wait until all have taken part in some steps in a row."""
+
+        def there(rows: Sequence[Row]) -> bool:
+            newest = rows[-QUIET_STEPS:]
+            return len(newest) == QUIET_STEPS and all(map(self.everybody, newest))
+
+        self._until(lambda: all(map(there, self.rows.values())), "all replicas take part")
+
+    def without(self, kill: Kill) -> None:
+        """Wait until the others have committed a step without the victim."""
+
+        def gone(row: Row) -> bool:
+            return bool(row["t"] > kill.t and row["participants"] < len(self.rows))
+
+        others = [rows for n, rows in self.rows.items() if n != kill.replica]
+        self._until(lambda: all(any(map(gone, rows[-20:])) for rows in others), "the survivors commit")
+
+    def everybody(self, row: Row) -> bool:
+        """Whether all replicas took part in a step."""
+        return bool(row["participants"] == len(self.rows))
+
+    def back(self, kill: Kill) -> None:
+        """Wait until the victim, started again, has taken part in a step."""
+
+        def there(row: Row) -> bool:
+            return row["t"] > kill.t and row["incarnation"] != kill.incarnation and self.everybody(row)
+
+        self._until(lambda: any(map(there, self.rows[kill.replica][-20:])), "the replica takes part again")
+
+    def step_s(self) -> float:
+        """The median time between two commits of one replica with everybody."""
+        spans = [
+            after["t"] - before["t"]
+            for rows in self.rows.values()
+            for before, after in pairwise(rows)
+            if before["participants"] == after["participants"] == len(self.rows)
+            and after["step"] == before["step"] + 1
+        ]
+        return median(spans)
+
+    def _until(self, condition: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            for n, process in self._running.items():
+                if process.poll() is not None:
+                    raise Retryable(f"bench: torchft's replica {n} ended before {what}: {last_line(self._log(n))}")
+            if time.monotonic() > deadline:
+                raise Retryable(f"bench: not within {PATIENCE_S:g} s: {what}")
+            time.sleep(TICK_S)
+            for n, tailer in self._tailers.items():
+                for row in tailer.poll():
+                    (self.rows if "step" in row else self.loaded)[n].append(row)
+
+    def _spawn(self, n: int, command: Sequence[str]) -> None:
+        with self._log(n).open("ab") as log:
+            self._running[n] = subprocess.Popen(
+                command,
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C is for the bench alone
+            )
+
+    def _file(self, n: int) -> Path:
+        return self._folder / f"{n}.jsonl"
+
+    def _log(self, n: int) -> Path:
+        return self._folder / f"{n}.log"
+
+    def _end(self) -> None:
+        for process in (*self._running.values(), *self._hit.values()):
+            process.kill()
+            process.wait()

@@ -1,0 +1,136 @@
+"""A killed replica's own next commit: from a warm spare, cold, and of torchft's Manager; in turns, in one run."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ft_hsdp.bench.interval import times
+from ft_hsdp.bench.plan import Log, Row
+from ft_hsdp.bench.recovery.back import Back, back
+from ft_hsdp.bench.recovery.flock import Flock
+from ft_hsdp.bench.recovery.herd import SEED, Herd
+from ft_hsdp.bench.recovery.peer import KILLED, installed
+from ft_hsdp.bench.recovery.reckon import Kill
+from ft_hsdp.bench.recovery.scene import Scene
+from ft_hsdp.bench.recovery.spans import span
+from ft_hsdp.bench.spread import milliseconds
+from ft_hsdp.errors import Retryable
+from ft_hsdp.launch.summary import fault_free_step
+
+PEER = "torchft"
+TURNS = 3  # of each contender; one job runs at a time
+SCENES: Mapping[str, Scene] = {"waiting": Scene(), "2 M parameters": Scene(replicas=2, transformer=True)}
+MOST: Mapping[str, int] = {"waiting": 12, "2 M parameters": 6}  # kills of each contender
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One job from its start to its end: seconds of a fault-free step, and each return."""
+
+    step_s: float
+    backs: tuple[Back, ...]
+
+
+Contender = Callable[[Scene, int, random.Random], Turn]
+"""Runs a job of the scene and kills so often."""
+
+
+def returns(most: int, log: Log, scenes: Mapping[str, Scene] = SCENES) -> list[Row]:
+    """A row for each of `scenes`, with at most `most` kills of each contender. Raises Retryable."""
+    contenders: dict[str, Contender] = {"warm": partial(ours, 1), "cold": partial(ours, 0)}
+    if installed(log):
+        contenders[PEER] = torchft
+    return [_measure(name, scene, min(most, MOST[name]), contenders, log) for name, scene in scenes.items()]
+
+
+def _measure(name: str, scene: Scene, count: int, contenders: Mapping[str, Contender], log: Log) -> Row:
+    names = list(contenders)
+    turns: dict[str, list[Turn]] = {who: [] for who in names}
+    for number in range(min(TURNS, count)):
+        share = count // TURNS + (number < count % TURNS)
+        first = number % len(names)
+        for who in (*names[first:], *names[:first]):
+            turn = contenders[who](scene, share, random.Random(SEED + number))
+            turns[who].append(turn)
+            took = ", ".join(f"{each.less_one_s:.2f}" for each in turn.backs)
+            log.say(f"{name}, turn {number + 1}, {who}: back and committed, less one step, after {took} s")
+    return result(name, scene, turns)
+
+
+def result(name: str, scene: Scene, turns: Mapping[str, Sequence[Turn]]) -> Row:
+    """The row of these turns."""
+    backs = {who: [each for turn in its for each in turn.backs] for who, its in turns.items()}
+    less_one = {who: [each.less_one_s for each in its] for who, its in backs.items()}
+    return {
+        "model": name,
+        "replicas": scene.replicas,
+        "ranks": scene.ranks,
+        "contenders": {who: _figures(turns[who], its) for who, its in backs.items()},
+        "times": {who: times(less_one[who], less_one[PEER]) for who in backs if PEER in backs and who != PEER},
+    }
+
+
+def _figures(turns: Sequence[Turn], backs: Sequence[Back]) -> Row:
+    return {
+        "kills": len(backs),
+        "step_ms": milliseconds(sum(turn.step_s for turn in turns) / len(turns)),
+        "commit": span([each.commit_s for each in backs]),
+        "less_one": span([each.less_one_s for each in backs]),
+        "contribute": span([each.contribute_s for each in backs]),
+        "phases": {name: span([each.phases[name] for each in backs]) for name in backs[0].phases},
+        "starts": Counter(each.how for each in backs if each.how),
+    }
+
+
+def ours(spares: int, scene: Scene, count: int, chance: random.Random) -> Turn:
+    """A job under `up`, with spares for so many replicas."""
+    scene = replace(scene, sections={**scene.sections, "spares": spares * scene.ranks})
+    made: list[Kill] = []
+    with Herd(scene) as herd:
+        for _ in range(count):
+            herd.whole()
+            herd.spared(spares)
+            time.sleep(chance.uniform(0, herd.rows[0][-1]["step_s"]))
+            made.append(herd.kill(chance.randrange(scene.replicas), chance.randrange(scene.ranks)))
+            herd.back(made[-1])
+        herd.whole()
+    step_s = fault_free_step([row for rows in herd.rows.values() for row in rows])
+    found = [
+        back(kill, herd.rows[kill.replica], herd.events, step_s, lambda row: bool(row["role"] == "contribute"))
+        for kill in made
+    ]
+    return _turn(step_s, found)
+
+
+def torchft(scene: Scene, count: int, chance: random.Random) -> Turn:
+    """Its Manager's loop, tuned; a process that was killed is started afresh at once."""
+    made: list[Kill] = []
+    with Flock(scene, KILLED["tuned"]) as flock:
+        for _ in range(count):
+            flock.whole()
+            time.sleep(chance.uniform(0, flock.step_s()))
+            made.append(flock.hit(chance.randrange(scene.replicas), signal.SIGKILL))
+            chance.randrange(scene.ranks)  # the same victims as ours
+            flock.start(made[-1].replica)
+            flock.back(made[-1])
+        flock.whole()
+        step_s = flock.step_s()
+    loaded = [{**row, "replica": n, "event": "Loaded"} for n, rows in flock.loaded.items() for row in rows]
+    found = [
+        back(kill, flock.rows[kill.replica], loaded, step_s, flock.everybody, {"imports": "Loaded"})
+        for kill in made
+    ]
+    return _turn(step_s, found)
+
+
+def _turn(step_s: float, found: Sequence[Back | None]) -> Turn:
+    backs = tuple(each for each in found if each is not None)
+    if len(backs) < len(found):
+        raise Retryable("bench: a replica that was killed did not log what it did afterwards")
+    return Turn(step_s, backs)

@@ -1,0 +1,95 @@
+"""The sections that say where the lighthouse is, how it is reached, and what it keeps and shows."""
+
+from __future__ import annotations
+
+import ipaddress
+from typing import Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from ft_hsdp.config.base import Int, Section, refuse
+
+
+class NetworkConfig(Section):
+    """Addresses."""
+
+    host: str = Field("127.0.0.1", min_length=1, max_length=255, description="address the lighthouse listens on")
+    port: Int = Field(0, ge=0, le=65535, description="port of the lighthouse; 0 takes a free one")
+    state_interface: str | None = Field(
+        None,
+        min_length=1,
+        max_length=255,
+        description="address on which states are served; null means network.host",
+    )
+    allow: tuple[str, ...] = Field(
+        (),
+        max_length=64,
+        description="networks (10.0.0.0/8) in which replicas may listen; none: where they ask from, and loopback",
+    )
+    tls_certificate: str | None = Field(
+        None, min_length=1, description="PEM file of the lighthouse's certificate: it then speaks HTTPS"
+    )
+    tls_key: str | None = Field(None, min_length=1, description="PEM file of the certificate's key")
+    tls_ca: str | None = Field(
+        None,
+        min_length=1,
+        description="PEM file of the authority that clients' and the lighthouse's certificates must be signed by",
+    )
+    client_certificate: str | None = Field(
+        None, min_length=1, description="PEM file of the certificate that clients show, where tls_ca is given"
+    )
+    client_key: str | None = Field(None, min_length=1, description="PEM file of that certificate's key")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for a, b in (("tls_certificate", "tls_key"), ("client_certificate", "client_key")):
+            for one, other in ((a, b), (b, a)):
+                if getattr(self, one) is not None and getattr(self, other) is None:
+                    raise refuse(one, getattr(self, one), f"null without network.{other}")
+        if self.client_certificate is not None and self.tls_ca is None:
+            raise refuse("client_certificate", self.client_certificate, "null without network.tls_ca")
+        if self.tls_ca is not None and (self.tls_certificate is None or self.client_certificate is None):
+            raise refuse(
+                "tls_ca",
+                self.tls_ca,
+                "null without network.tls_certificate and network.client_certificate: both sides show one",
+            )
+        for network in self.allow:
+            try:
+                ipaddress.ip_network(network)
+            except ValueError as error:
+                raise refuse("allow", network, f"networks such as 10.0.0.0/8 or fd00::/8 ({error})") from None
+        return self
+
+
+class LighthouseConfig(Section):
+    """The lighthouse: where it keeps what must outlive it, and what it shows."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "if": {"properties": {"count": {"minimum": 2}}, "required": ["count"]},
+            "then": {"properties": {"etcd": {"minItems": 1}}, "required": ["etcd"]},
+        }
+    )
+
+    etcd: tuple[str, ...] = Field(
+        (),
+        max_length=16,
+        description="URLs of an etcd cluster that elects the leader and keeps its state; none: SQLite",
+    )
+    etcd_prefix: str = Field("/ft_hsdp", pattern=r"^/[A-Za-z0-9._/-]{1,200}$", description="keys of all jobs")
+    etcd_lease_s: Int = Field(2, ge=1, le=600, description="silence after which a leader is replaced")
+    count: Int = Field(1, ge=1, le=5, description="lighthouses that `up` starts; more than one needs etcd")
+    keep_rows: Int = Field(
+        1_000_000, ge=1000, le=10**9, description="rows of the journal that are kept (events, and a row per step)"
+    )
+    tensorboard: bool = Field(True, description="write curves for TensorBoard into the folder of the run")
+    wandb: str | None = Field(
+        None, min_length=1, max_length=128, description="project at Weights & Biases that gets the curves, too"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.count > 1 and not self.etcd:
+            raise refuse("count", self.count, "1 without lighthouse.etcd: somebody must elect the leader")
+        return self

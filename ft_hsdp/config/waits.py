@@ -1,0 +1,301 @@
+"""The sections that say how long is waited and how often is tried again; see docs/timeouts.md.
+
+All waits are here but four that belong to their subjects: `ftar.timeout_s`, `quorum.lease_s`,
+`quorum.catchup_wait_s` and `lighthouse.etcd_lease_s`. `refusal` checks all of them against each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple, Self
+
+from pydantic import Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from ft_hsdp.config.base import DAY_S, Int, Number, Section, refuse
+
+if TYPE_CHECKING:
+    from ft_hsdp.config.root import Config
+
+
+class TimeoutsConfig(Section):
+    """Seconds, from the shortest wait to the longest: whoever waits for others outlasts what they wait for."""
+
+    beat_s: Number = Field(
+        0.05,
+        gt=0,
+        le=60,
+        description="time between two signs of life to a neighbour; shorter finds a stop sooner and wakes "
+        "the CPU more often",
+    )
+    suspect_grace_s: Number = Field(
+        0.2,
+        ge=0,
+        le=DAY_S,
+        description="time for a suspect (its connection or its beats ended) to ask; a lost replica costs the "
+        "others so much where nobody reports its exit",
+    )
+    silence_s: Number = Field(
+        0.5,
+        gt=0,
+        le=DAY_S,
+        description="shortest silence that makes a neighbour a suspect; noisy beats make it longer",
+    )
+    silence_grace_s: Number = Field(
+        1.0,
+        ge=0,
+        le=DAY_S,
+        description="time for a member that nobody suspects to ask, once its ring is broken: it may be slow only",
+    )
+    answer_wait_s: Number = Field(
+        1.0,
+        gt=0,
+        le=DAY_S,
+        description="longest wait for a grant before the last one is repeated; never longer than a step took",
+    )
+    connect_s: Number = Field(
+        5.0,
+        gt=0,
+        le=DAY_S,
+        description="longest time to connect a new ring; a member that does not come is left out of the next one",
+    )
+    evict_s: Number = Field(
+        10.0,
+        gt=0,
+        le=DAY_S,
+        description="silence after which a suspect's supervisor is to kill it, so that it starts afresh",
+    )
+    reach_s: Number = Field(
+        10.0,
+        gt=0,
+        le=DAY_S,
+        description="how long a replica that has never joined looks for its lighthouse; then it exits with 69",
+    )
+    agent_s: Number = Field(
+        10.0,
+        gt=0,
+        le=DAY_S,
+        description="longest time for a host's state agent to come up; then the rank exits, and is started again",
+    )
+    stop_s: Number = Field(
+        10.0,
+        gt=0,
+        le=DAY_S,
+        description="how long a replica that is told to leave may take to end its step before it is killed; "
+        "preemption notices of clouds are 30 s and more",
+    )
+    together_s: Number = Field(
+        30.0,
+        gt=0,
+        le=DAY_S,
+        description="after one rank of a replica is done, how long the others have until they are killed",
+    )
+    gone_s: Number = Field(
+        30.0,
+        gt=0,
+        le=DAY_S,
+        description="how long a killed process has to be gone: large memory and a hanging device take time",
+    )
+    listen_s: Number = Field(
+        30.0,
+        gt=0,
+        le=DAY_S,
+        description="longest time for a lighthouse to listen and, where elected, to lead; slow disks take longer",
+    )
+    ranks_s: Number = Field(
+        60.0,
+        gt=0,
+        le=DAY_S,
+        description="longest time for the ranks of one replica to find each other; then it is started again",
+    )
+    place_s: Number = Field(
+        60.0,
+        gt=0,
+        le=DAY_S,
+        description="how long a replica may look for its place in a cluster before the others begin without "
+        "it; it goes on looking",
+    )
+    save_s: Number = Field(
+        60.0,
+        gt=0,
+        le=DAY_S,
+        description="how long a rank that is done goes on with a checkpoint that it has begun; large models on "
+        "slow disks take longer",
+    )
+    boot_s: Number = Field(
+        120.0,
+        gt=0,
+        le=DAY_S,
+        description="longest time for the imports of the process from which ranks are forked; file systems in a "
+        "network are slow",
+    )
+    final_wait_s: Number = Field(
+        120.0,
+        gt=0,
+        le=DAY_S,
+        description="how long finished replicas serve the final state to the others; who is later ends without it",
+    )
+    return_wait_s: Number = Field(
+        120.0,
+        ge=0,
+        le=DAY_S,
+        description="how long a step is not given up while a replica that may come back with it is started again; "
+        "0: it is given up at once",
+    )
+    linger_s: Number = Field(
+        600.0,
+        gt=0,
+        le=DAY_S,
+        description="how long a host's state agent keeps its copies without a rank; its memory is free then",
+    )
+    start_wait_s: Number | None = Field(
+        None,
+        ge=0,
+        le=DAY_S,
+        description="how long the first step waits for all replicas; null waits for all that can be placed",
+    )
+
+
+class RestartConfig(Section):
+    """How often and how soon lost replicas are started again."""
+
+    budget: Int = Field(
+        20,
+        ge=0,
+        le=10**6,
+        description="restarts per replica before it is given up: what fails so often needs an operator",
+    )
+    backoff_s: Number = Field(
+        0.0,
+        ge=0,
+        le=DAY_S,
+        description="wait before a second restart; doubles with each that brought no step: a machine in trouble "
+        "gets time",
+    )
+    backoff_max_s: Number = Field(
+        30.0,
+        ge=0,
+        le=DAY_S,
+        description="longest wait before a restart; a machine that was mended is found within it",
+    )
+    hold_s: Number = Field(
+        2.0,
+        ge=0,
+        le=DAY_S,
+        description="how long a cold restart may wait for the survivors' commit, whose CPUs it would take",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.backoff_s > self.backoff_max_s:
+            raise refuse(
+                "backoff_s",
+                self.backoff_s,
+                f"at most restart.backoff_max_s ({self.backoff_max_s}): it is the first of those waits",
+            )
+        return self
+
+
+class Bound(NamedTuple):
+    """The value at `key` is at most that at `other`, or below it; `why` says what would go wrong."""
+
+    key: str
+    other: str
+    why: str
+    below: bool = False
+    where: Callable[[Config], bool] = lambda _: True  # else it does not count
+
+
+def _returning(c: Config) -> bool:
+    return c.timeouts.return_wait_s > 0  # 0 waits for nobody
+
+
+def _backing_off(c: Config) -> bool:
+    return c.restart.backoff_s > 0
+
+
+def _elected(c: Config) -> bool:
+    return bool(c.lighthouse.etcd)
+
+
+BOUNDS = (
+    Bound("timeouts.connect_s", "ftar.timeout_s", "a ring that does not form goes before one that stands"),
+    Bound("timeouts.silence_s", "timeouts.connect_s", "who is stopped must be found while a ring waits for it"),
+    Bound("timeouts.suspect_grace_s", "timeouts.silence_grace_s", "evidence must not buy time"),
+    Bound("timeouts.silence_grace_s", "timeouts.evict_s", "who is silent must be left out before it is evicted"),
+    Bound("timeouts.answer_wait_s", "quorum.lease_s", "the lease must outlast the waits under it"),
+    Bound("timeouts.evict_s", "quorum.lease_s", "the lease must outlast the waits under it"),
+    Bound("quorum.catchup_wait_s", "ftar.timeout_s", "the others would give up the ring meanwhile", below=True),
+    Bound("timeouts.agent_s", "timeouts.ranks_s", "a replica's ranks wait for one that waits for its agent"),
+    Bound(
+        "timeouts.boot_s",
+        "timeouts.return_wait_s",
+        "a replica must have the time to start before its step is given up (0 waits for nobody)",
+        where=_returning,
+    ),
+    Bound(
+        "restart.hold_s",
+        "timeouts.return_wait_s",
+        "a replica must be started before its step is given up (0 waits for nobody)",
+        below=True,
+        where=_returning,
+    ),
+    Bound(
+        "timeouts.return_wait_s",
+        "timeouts.linger_s",
+        "the step for which a replica is awaited must still be in its host's memory",
+    ),
+    Bound(
+        "timeouts.boot_s",
+        "timeouts.final_wait_s",
+        "who is lost at the end must have the time to start while the final state is served",
+    ),
+    Bound(
+        "restart.backoff_max_s",
+        "timeouts.final_wait_s",
+        "who waits for its restart at the end must come back while the final state is served",
+        below=True,
+        where=_backing_off,
+    ),
+    Bound(
+        "lighthouse.etcd_lease_s",
+        "timeouts.listen_s",
+        "a lighthouse leads only when the lease of the one before it has run out",
+        below=True,
+        where=_elected,
+    ),
+    Bound(
+        "lighthouse.etcd_lease_s",
+        "quorum.lease_s",
+        "training must go on until another lighthouse leads",
+        below=True,
+        where=_elected,
+    ),
+)
+"""Whoever waits for others outlasts what they wait for."""
+
+
+def refusal(c: Config) -> PydanticCustomError | None:
+    """What is wrong with the waits of a configuration, taken together; None: they fit."""
+    for bound in BOUNDS:
+        value, most = _at(c, bound.key), _at(c, bound.other)
+        if bound.where(c) and (value >= most if bound.below else value > most):
+            allowed = f"{'less than' if bound.below else 'at most'} {bound.other} ({most}): {bound.why}"
+            return refuse(bound.key, value, allowed)
+    t = c.timeouts
+    if t.silence_s < 3 * t.beat_s:
+        allowed = f"at least 3 x timeouts.beat_s ({t.beat_s}): one late beat must not make a suspect"
+        return refuse("timeouts.silence_s", t.silence_s, allowed)
+    found_s = t.silence_s + t.suspect_grace_s
+    if found_s >= t.evict_s:
+        allowed = (
+            f"more than timeouts.silence_s + timeouts.suspect_grace_s ({found_s:g}): the others must have gone on "
+            "without a silent replica, and it must have had its grace, before it is killed"
+        )
+        return refuse("timeouts.evict_s", t.evict_s, allowed)
+    return None
+
+
+def _at(c: Config, key: str) -> float:
+    section, name = key.split(".")
+    return float(getattr(getattr(c, section), name))

@@ -1,0 +1,231 @@
+"""Reporter: tells the lighthouse what is only to be seen: events, commits, and signs of life.
+
+Rows come from any thread and cost it one JSON document; a task on the control loop sends them. A lighthouse that
+is away, slow or unwilling costs rows once their place is full, the oldest first, and never a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import threading
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from typing import Any
+
+from ft_hsdp import protocol
+from ft_hsdp.control.lighthouses import Lighthouses
+from ft_hsdp.errors import LighthouseUnreachable
+from ft_hsdp.protocol import RankBeat, Telemetry
+
+PERIOD_S = 1.0  # between two messages when there are no events
+GATHER_S = 0.05  # events of one moment go together
+TELL_S = 2.0  # longest wait for one answer
+BACKOFF_S = 0.25  # after a first failure; doubles with each
+BACKOFF_MAX_S = 2.0
+CLOSE_S = 1.0  # how long the last rows may take
+HEARD_S = 1.5  # a rank that said nothing for so long is not spoken for
+PLACE = 2 << 20  # bytes of rows that wait, events and commits each
+MAX_ROW = 32 << 10  # bytes of one row
+MAX_BYTES = 96 << 10  # of rows in one message: a lighthouse takes more
+MAX_ROWS = 256
+TAKEN = 204
+REFUSED = (413, 422)
+
+Tell = Callable[[Telemetry], Awaitable[None]]
+"""Delivers a message. Raises LighthouseUnreachable; NotTaken if it must not be sent again as it is."""
+
+_log = logging.getLogger(__name__)
+
+
+class NotTaken(LighthouseUnreachable):
+    """The lighthouse is there, and refuses this message: it is too large, or not valid."""
+
+
+async def deliver(lighthouses: Lighthouses, telemetry: Telemetry) -> None:
+    """Have the lighthouse that leads take a message.
+
+    Raises:
+        LighthouseUnreachable: it did not; NotTaken: it never will.
+    """
+    response = await lighthouses.post("/v1/telemetry", protocol.encode(telemetry))
+    if response.status_code in REFUSED:
+        raise NotTaken(f"lighthouse answered {response.status_code}: {response.text[:200]}")
+    if response.status_code != TAKEN:
+        raise LighthouseUnreachable(f"lighthouse answered {response.status_code}: {response.text[:200]}")
+
+
+class Rows:
+    """Rows that wait, as JSON, bounded in bytes: the oldest make room. Thread-safe."""
+
+    def __init__(self, place: int = PLACE) -> None:
+        self._place = place
+        self._lock = threading.Lock()
+        self._rows: deque[str] = deque()
+        self._bytes = 0
+        self.dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def put(self, row: Mapping[str, object]) -> None:
+        """Add a row as it is now."""
+        text = json.dumps(row, separators=(",", ":"), default=str)
+        with self._lock:
+            if len(text) > MAX_ROW:
+                self.dropped += 1
+                return
+            self._rows.append(text)
+            self._bytes += len(text)
+            self._make_room()
+
+    def take(self, rows: int, nbytes: int) -> list[str]:
+        """The oldest ones, at most ``rows`` of them and of ``nbytes`` in all."""
+        taken: list[str] = []
+        with self._lock:
+            while self._rows and len(taken) < rows and len(self._rows[0]) <= nbytes:
+                taken.append(self._rows.popleft())
+                nbytes -= len(taken[-1])
+                self._bytes -= len(taken[-1])
+        return taken
+
+    def give_back(self, rows: Iterable[str]) -> None:
+        """They were not delivered: first in the line again."""
+        with self._lock:
+            for text in reversed(list(rows)):
+                self._rows.appendleft(text)
+                self._bytes += len(text)
+            self._make_room()
+
+    def _make_room(self) -> None:
+        while self._bytes > self._place:
+            self._bytes -= len(self._rows.popleft())
+            self.dropped += 1
+
+
+class Reporter:
+    """What one process tells the lighthouse. ``source`` is its incarnation; ``beat`` gives its sign of life.
+
+    ``tell`` runs on the loop on which ``start`` was called; ``event`` and ``commit`` are for any thread.
+    """
+
+    def __init__(self, source: str, tell: Tell, beat: Callable[[], RankBeat] | None = None) -> None:
+        self._source = source
+        self._tell = tell
+        self._beat = beat
+        self._events = Rows()
+        self._commits = Rows()
+        self._refused = 0
+        self._most = MAX_ROWS
+        self._others: dict[
+            int, tuple[float, RankBeat, int]
+        ] = {}  # rank -> when it spoke, its beat, what it dropped
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake = asyncio.Event()
+        self._called = False
+        self._closing = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def dropped(self) -> int:
+        """Rows that were given up since the start, those of other ranks included."""
+        others = sum(dropped for _, _, dropped in self._others.values())
+        return self._events.dropped + self._commits.dropped + self._refused + others
+
+    def event(self, row: Mapping[str, object]) -> None:
+        """Tell of an event, soon."""
+        self._events.put(row)
+        if self._loop is not None and not self._called:
+            self._called = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                self._loop.call_soon_threadsafe(self._wake.set)
+
+    def commit(self, row: Mapping[str, object]) -> None:
+        """Tell of a committed step, with the next sign of life."""
+        self._commits.put(row)
+
+    def relay(self, telemetry: Telemetry) -> None:
+        """Speak for another rank of this replica, too. On the loop."""
+        for row in telemetry.events:
+            self.event(row)
+        now = asyncio.get_running_loop().time()
+        for beat in telemetry.ranks:
+            self._others[beat.rank] = (now, beat, telemetry.dropped)
+
+    def start(self) -> None:
+        """Begin to send, on the running loop."""
+        self._loop = asyncio.get_running_loop()
+        self._task = self._loop.create_task(self._run(), name="reporter")
+
+    async def close(self) -> None:
+        """Send what waits, for at most a second, and stop."""
+        self._closing.set()
+        self._wake.set()
+        if self._task is not None:
+            await asyncio.wait({self._task}, timeout=CLOSE_S)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+
+    async def _run(self) -> None:
+        backoff = BACKOFF_S
+        while not self._closing.is_set() or self._events or self._commits:
+            if not await self._send():
+                await _wait(self._closing, backoff)
+                await asyncio.sleep(GATHER_S)
+                backoff = min(2 * backoff, BACKOFF_MAX_S)
+                continue
+            backoff = BACKOFF_S
+            if not self._events and not self._commits and not self._closing.is_set():
+                await _wait(self._wake, PERIOD_S)
+                await _wait(self._closing, GATHER_S)
+
+    async def _send(self) -> bool:
+        """Send one message; whether to go on at once. What was not delivered waits for the next one."""
+        self._called = False  # before rows are taken: who comes later calls again
+        self._wake.clear()
+        events = self._events.take(self._most, MAX_BYTES)
+        size = sum(map(len, events))
+        commits = self._commits.take(self._most - len(events), MAX_BYTES - size)
+        if self._beat is None and not events and not commits:
+            return True
+        try:
+            async with asyncio.timeout(TELL_S):
+                await self._tell(self._message(events, commits))
+        except NotTaken as error:
+            if len(events) + len(commits) == 1:
+                self._refused += 1
+                _log.warning("the lighthouse refuses a row: %s", error)
+                return False
+            self._most = max(1, (len(events) + len(commits)) // 2)
+            self._return(events, commits)
+            return bool(events or commits)
+        except Exception as error:  # whatever it is, it must not end the rank
+            if not isinstance(error, LighthouseUnreachable | TimeoutError):
+                _log.warning("telemetry is not sent: %s: %s", type(error).__name__, error)
+            self._return(events, commits)
+            return False
+        self._most = min(2 * self._most, MAX_ROWS)
+        return True
+
+    def _return(self, events: list[str], commits: list[str]) -> None:
+        self._events.give_back(events)
+        self._commits.give_back(commits)
+
+    def _message(self, events: list[str], commits: list[str]) -> Telemetry:
+        now = asyncio.get_running_loop().time()
+        own = () if self._beat is None else (self._beat(),)
+        others = tuple(beat for heard, beat, _ in self._others.values() if now - heard < HEARD_S)
+        return Telemetry(self._source, _rows(events), _rows(commits), (*own, *others), self.dropped)
+
+
+async def _wait(event: asyncio.Event, seconds: float) -> None:
+    """Wait until ``event``, but not longer."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+
+
+def _rows(texts: list[str]) -> tuple[dict[str, Any], ...]:
+    return tuple(json.loads(text) for text in texts)

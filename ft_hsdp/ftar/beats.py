@@ -1,0 +1,123 @@
+"""Beats: signs of life between the neighbours of one ring, and who is to blame if there are none, or no progress.
+
+Each member says every ``beat_s`` how many all-reduces it has entered. Whoever says nothing is held to be lost (phi
+accrual). Whoever beats, but for ``timeout_s`` does not enter the all-reduce that its right neighbour waits in, is
+stuck. A neighbour that waits itself is not blamed: the cause lies further left, and is seen there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from ft_hsdp import protocol
+from ft_hsdp.core.phi import Pulse
+from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout
+from ft_hsdp.ftar.engine import Ring
+from ft_hsdp.ftar.formation import Formation
+from ft_hsdp.ftar.neighbour import Neighbour
+from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.protocol import RingBeat
+
+LATE_BEATS = 2  # from when on this process, not its neighbours, was silent
+
+
+class Beats:
+    """The beats of one member in the ring of ``formation``, on the control loop, from now until `stop`.
+
+    ``formation`` has the edges that there are by now; ``broken`` is told why the ring is of no more use.
+
+    Silence is counted only while this process runs: a stop, a starved core or a held GIL here explains the silence
+    of others.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        formation: Formation,
+        broken: Callable[[FTARError], None],
+    ) -> None:
+        self._epoch = formation.grant.epoch
+        self._settings = settings
+        self._formation = formation
+        self._broken = broken
+        self._loop = asyncio.get_running_loop()
+        self._ring: Ring | None = None
+        self._pulses: dict[Neighbour, Pulse] = {}
+        self._before = time.monotonic()
+        self._stood_still = 0.0
+        self._progress = (0, 0)
+        self._moved = self._before
+        self._timer = self._loop.call_soon(self._tick)
+
+    def stands(self, ring: Ring) -> None:
+        """The ring is formed: both neighbours lived a moment ago."""
+        self._ring = ring
+        for neighbour in self._formation.edges:
+            self._pulse(neighbour)
+
+    def stop(self) -> None:
+        """Say and expect nothing more."""
+        self._timer.cancel()
+
+    def _tick(self) -> None:
+        began = time.monotonic()
+        late_s = began - self._before - self._settings.beat_s
+        if late_s >= LATE_BEATS * self._settings.beat_s:
+            self._stood_still += late_s
+        self._before = began
+        self._timer = self._loop.call_later(self._settings.beat_s, self._tick)
+        now = began - self._stood_still
+        self._say()
+        error = self._lost(now) or self._stuck(now)
+        if error is not None:
+            self._broken(error)
+
+    def _say(self) -> None:
+        """One frame for both neighbours."""
+        ring = self._ring
+        entered, sent = (ring.entered, ring.sent) if ring is not None else (0, 0)
+        frame = protocol.frame(RingBeat(self._epoch, entered, sent))
+        for neighbour in self._formation.edges:
+            neighbour.beat(frame)
+
+    def _pulse(self, neighbour: Neighbour) -> Pulse:
+        if neighbour not in self._pulses:
+            now = time.monotonic() - self._stood_still
+            self._pulses[neighbour] = Pulse(self._settings.beat_s, self._settings.silence_s, now)
+        return self._pulses[neighbour]
+
+    def _lost(self, now: float) -> PeerDead | None:
+        """A neighbour that was heard in this ring, and is not any more. Any bytes are a sign of life."""
+        for neighbour in self._formation.edges:
+            if neighbour not in self._pulses and neighbour.newest.epoch != self._epoch:
+                continue
+            pulse = self._pulse(neighbour)
+            heard_at = neighbour.heard_at - self._stood_still
+            if heard_at > pulse.heard_at:
+                pulse.heard(heard_at)
+            if pulse.lost(now):
+                who = neighbour.member.replica if neighbour.member is not None else None
+                return PeerDead(f"replica {who}: no sign of life for {pulse.silence(now):.2f} s", suspect=who)
+        return None
+
+    def _stuck(self, now: float) -> FTARError | None:
+        """The left neighbour, if it lives but nothing comes from it, and not because it waits itself."""
+        ring, left = self._ring, self._formation.left
+        if ring is None or left is None or left.member is None:
+            return None
+        progress = ring.entered, ring.received
+        if not ring.busy or progress != self._progress:
+            self._progress, self._moved = progress, now
+        waited_s = now - self._moved
+        if waited_s < self._settings.timeout_s:
+            return None
+        who, newest = left.member.replica, left.newest
+        if newest.epoch != self._epoch or newest.entered < ring.entered:
+            why = f"replica {who} lives, but has not entered an all-reduce for {waited_s:.1f} s"
+            return PeerTimeout(why, suspect=who)
+        if newest.sent > ring.received:
+            why = f"{newest.sent - ring.received} chunks of replica {who} have not come for {waited_s:.1f} s"
+            return PeerDead(why, suspect=who)
+        return None

@@ -1,0 +1,79 @@
+"""The operator's orders from the command line: `evict`, `drain`, `undrain`, `checkpoint`, `scale`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from typing import Literal
+
+from ft_hsdp import secret, tls
+from ft_hsdp.config import load
+from ft_hsdp.control.lighthouses import Lighthouses, http_client, named
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, ConfigError, FtHsdpError, LighthouseUnreachable
+from ft_hsdp.launch.rundir import RunDir, read_json
+
+Action = Literal["evict", "drain", "undrain", "checkpoint", "scale"]
+
+ADMIN_VARIABLE = "FT_HSDP_ADMIN_TOKEN"
+ANSWER_S = 10.0  # longest wait for one answer
+
+
+class NotDone(FtHsdpError):
+    """The lighthouse will not carry out an order; ``exit_code`` is 75 where it may be given again later."""
+
+    def __init__(self, why: str, exit_code: int) -> None:
+        super().__init__(why)
+        self.exit_code = exit_code
+
+
+def order(
+    run: RunDir,
+    action: Action,
+    replica: int | None = None,
+    reason: str = "",
+    force: bool = False,
+    replicas: int | None = None,
+) -> str:
+    """Give the lighthouse of `run` an order; what will happen, in one line.
+
+    The token is that in the run's admin_token, or else in the environment. `replicas` is needed by scale, and
+    `replica` by all others but checkpoint; `force` is about drain and scale alone. Raises ConfigError (64) without
+    a token or with a wrong one, LighthouseUnreachable (69), and NotDone (64, or 75 where it is too early).
+    """
+    tokens = secret.read(run.admin_token, ADMIN_VARIABLE)
+    if not tokens:
+        allowed = f"the token of an admin, in it or in {ADMIN_VARIABLE}"
+        raise ConfigError("admin_token", str(run.admin_token), allowed)
+    urls = named(read_json(run.lighthouse))
+    if not urls:
+        raise LighthouseUnreachable(f"there is no {run.lighthouse}: the job in {run.path} has no lighthouse")
+    whole = action in ("checkpoint", "scale")
+    path = f"/v1/admin/{action}" if whole else f"/v1/admin/replicas/{replica}/{action}"
+    body = {"reason": reason, **({"force": True} if force else {})}
+    config = load(run.config)
+    if action == "scale":
+        if replicas is None or not 1 <= replicas <= config.slots:
+            raise ConfigError("N", replicas, f"1 to max_replicas ({config.slots})")
+        body["replicas"] = replicas
+    context = tls.client(config.network)
+    status, detail = asyncio.run(_post(urls, tokens[0], path, json.dumps(body).encode(), context))
+    if status == 200:
+        return detail
+    if status in (401, 403):
+        raise ConfigError("admin_token", str(run.admin_token), f"the admin's token of this job ({detail})")
+    retry = status == 429 or status >= 500
+    raise NotDone(f"{action}: {detail}", EXIT_RETRYABLE if retry else EXIT_CONFIG)
+
+
+async def _post(
+    urls: tuple[str, ...], token: str, path: str, body: bytes, context: ssl.SSLContext | None
+) -> tuple[int, str]:
+    """The status of the answer, and its one line."""
+    async with http_client(token, ANSWER_S, context) as client:
+        response = await Lighthouses(urls, client).post(path, body)
+    try:
+        detail = str(response.json()["detail"])
+    except (ValueError, KeyError, TypeError):
+        detail = " ".join(response.text.split())[:200]
+    return response.status_code, detail or f"HTTP status {response.status_code}"

@@ -1,0 +1,9 @@
+"""Preflight: what would stop a job, before it is started, and what to do about it (docs/doctor.md).
+
+Nothing is started that lasts, and no file is left.
+"""
+
+from ft_hsdp.launch.doctor.examination import CHECKS, examine
+from ft_hsdp.launch.doctor.finding import Bad, Finding, State, Subject, Undecided
+
+__all__ = ["CHECKS", "Bad", "Finding", "State", "Subject", "Undecided", "examine"]

@@ -1,0 +1,74 @@
+"""What is examined, and what a check finds."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+from enum import StrEnum
+from urllib.parse import urlsplit
+
+from ft_hsdp.config import Config
+
+
+class State(StrEnum):
+    """How a check ended."""
+
+    OK = "ok"
+    FAIL = "fail"  # the job would not start, or not run as it is asked to
+    SKIP = "skip"  # it cannot be decided here
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One check: how it ended, and a line that says what was found or what to do."""
+
+    name: str
+    state: State
+    text: str
+
+    @property
+    def ok(self) -> bool:
+        """Whether it stands in the way of nothing."""
+        return self.state is not State.FAIL
+
+
+class Bad(Exception):
+    """The check fails; `str()` says what is wrong, and what to do."""
+
+
+class Undecided(Exception):
+    """The check cannot be made here; `str()` says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is examined: a job on this machine, or this machine's part of it.
+
+    lighthouses: URLs, where they are elsewhere; ray: the job is to run on a Ray cluster; ray_address: of that
+    cluster, None where it is not to be contacted.
+    """
+
+    config: Config
+    lighthouses: tuple[str, ...] = ()
+    ray: bool = False
+    ray_address: str | None = None
+
+    @property
+    def replicas(self) -> int:
+        """How many replicas this machine has to have room for."""
+        return 1 if self.lighthouses or self.ray or self.ray_address else self.config.replicas
+
+    @property
+    def spans(self) -> bool:
+        """Whether the job's processes may be on several machines."""
+        elsewhere = [urlsplit(url).hostname or "" for url in self.lighthouses]
+        cluster = (self.ray_address or "").rpartition("://")[2].rpartition(":")[0]
+        return not all(is_loopback(host) for host in (self.config.network.host, *elsewhere, cluster) if host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address, or the name localhost, means the machine that uses it."""
+    try:
+        return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
+    except ValueError:
+        return host == "localhost"

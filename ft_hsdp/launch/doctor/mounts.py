@@ -1,0 +1,52 @@
+"""Mounts: on which file system a path lies."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+MOUNTS = Path("/proc/self/mountinfo")
+NETWORK = {
+    *("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "orangefs"),
+    *("wekafs", "9p", "virtiofs", "pvfs2", "panfs"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of /proc/self/mountinfo."""
+
+    place: Path
+    kind: str
+    options: tuple[str, ...]
+
+    @property
+    def network(self) -> bool:
+        """Whether other machines may see it, too; FUSE mostly means so, but for overlays."""
+        return self.kind in NETWORK or (self.kind.startswith("fuse.") and "overlay" not in self.kind)
+
+
+def mount_of(path: Path, mounts: Path = MOUNTS) -> Mount | None:
+    """The file system on which `path` lies, or would; None where that is not known."""
+    there = existing(path)
+    try:
+        found = [_parsed(line) for line in mounts.read_text().splitlines()]
+    except OSError:
+        return None
+    above = [mount for mount in found if mount.place in (there, *there.parents)]
+    return max(
+        reversed(above), key=lambda mount: len(mount.place.parts), default=None
+    )  # the last one hides others
+
+
+def existing(path: Path) -> Path:
+    """`path`, or the nearest folder above it that exists."""
+    path = path.resolve()
+    return next(each for each in (path, *path.parents) if each.exists())
+
+
+def _parsed(line: str) -> Mount:
+    before, _, after = line.partition(" - ")
+    fields = before.split()
+    place = fields[4].encode("latin-1", "backslashreplace").decode("unicode_escape")  # a blank is \\040
+    return Mount(Path(place), after.split()[0], tuple(fields[5].split(",")))

@@ -1,0 +1,80 @@
+"""Storage: the run's folder, the text, room on disks, and where checkpoints lie."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+from ft_hsdp.launch.by_hand import run_of
+from ft_hsdp.launch.doctor.finding import Bad, Subject
+from ft_hsdp.launch.doctor.mounts import existing, mount_of
+from ft_hsdp.launch.doctor.sizes import gib, weights
+from ft_hsdp.launch.rundir import alive, read_json
+
+STORED_COPIES = 3  # in a checkpoint: weights and two moments
+LOG_BYTES = 200 * 2**20  # logs of a long run
+ENOUGH = 64 * 2**20  # tokens after which nobody counts on
+
+
+def name(subject: Subject) -> str:
+    """Whether the job's name is free."""
+    run = run_of(subject.config)
+    for file in (run.supervisor, run.lighthouse):
+        named = read_json(file)
+        if alive(named):
+            raise Bad(f"job.name {run.name} is taken by pid {named['pid']}; end it or choose another name")
+    return f"{run.path} is {'moved away first' if run.path.exists() else 'new'}"
+
+
+def data(subject: Subject) -> str:
+    """Whether there is text, and more of it than one step reads."""
+    from ft_hsdp.train import tokens  # numpy is not needed for --help
+
+    config, train = subject.config, subject.config.train
+    step = config.replicas * config.ranks_per_replica * train.micro_batch * train.accumulate * train.seq_len
+    enough = max(ENOUGH, step + 1)
+    count = tokens.count(config.data.path, config.data.tokenizer, config.data.max_bytes, enough)
+    if count <= step:
+        raise Bad(f"{count} tokens, one step reads {step}; give more text in data.path, or smaller batches")
+    if count >= enough:
+        return f"more than {enough:,} tokens, {step:,} a step"
+    return f"{count:,} tokens, {step:,} a step: {train.steps * step / count:.2f} passes"
+
+
+def disk(subject: Subject) -> str:
+    """Whether there is room for the run, and for its checkpoints."""
+    config = subject.config
+    checked = [_room(Path(config.job.runs_dir), "job.runs_dir", LOG_BYTES + 2 * config.data.max_bytes)]
+    if config.checkpoint.every and config.checkpoint.dir is not None:
+        need = (config.checkpoint.keep + 1) * STORED_COPIES * weights(config)
+        checked.append(_room(Path(config.checkpoint.dir), "checkpoint.dir", need))
+    mount = mount_of(Path(config.job.runs_dir))
+    if mount is not None and mount.network and not config.lighthouse.etcd:
+        checked.append(f"job.runs_dir is on {mount.kind}: the lighthouse's SQLite wants a disk of its machine")
+    return "; ".join(checked)
+
+
+def checkpoint(subject: Subject) -> str:
+    """Whether checkpoints are on a disk of this machine, or where all machines find them."""
+    config = subject.config
+    if config.checkpoint.dir is None:
+        if not config.checkpoint.every:
+            return "none are made"
+        return "in the folder of the run: a new run finds none of them; give checkpoint.dir to resume"
+    mount = mount_of(Path(config.checkpoint.dir))
+    if mount is None:
+        return f"{config.checkpoint.dir}; on what file system is not known"
+    where = "on the network" if mount.network else "on this machine"
+    spans = " only: replicas elsewhere need a shared one" if subject.spans and not mount.network else ""
+    return f"{config.checkpoint.dir} is {where}{spans} ({mount.kind} at {mount.place})"
+
+
+def _room(folder: Path, key: str, need: int) -> str:
+    there = existing(folder)
+    if not os.access(there, os.W_OK):
+        raise Bad(f"{there} cannot be written; choose another {key}")
+    free = shutil.disk_usage(there).free
+    if free < need:
+        raise Bad(f"{gib(free)} are free in {there}, about {gib(need)} are needed; make room")
+    return f"{gib(free)} are free in {there}"

@@ -1,0 +1,276 @@
+"""A whole job: the lighthouse, all replicas, their failures, and what the user sees; on whatever engine."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ft_hsdp import secret, tls
+from ft_hsdp.config import Config
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE
+from ft_hsdp.launch import chaos
+from ft_hsdp.launch.engine import Engine, Process
+from ft_hsdp.launch.lighthouse_link import LighthouseLink
+from ft_hsdp.launch.progress import Progress
+from ft_hsdp.launch.recorder import Recorder
+from ft_hsdp.launch.rundir import Row, RunDir
+from ft_hsdp.launch.summary import Summary
+from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+from ft_hsdp.launch.terminal import Terminal
+from lighthouse.auth import page_link
+
+TICK_S = 0.1  # between two looks at the logs
+END_S = 30.0  # from the end of the last process to the end of its supervisor
+
+
+class Lighthouse(Protocol):
+    """The lighthouses of a job: started, and started again where they were; see `LighthouseFleet`."""
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """Where they listen; stays the same over restarts."""
+
+    async def start(self) -> None:
+        """Start them and wait until one leads. Raises FtHsdpError."""
+
+    async def keep(self) -> None:
+        """Start each again whenever it ends, until cancelled."""
+
+    async def stop(self) -> None:
+        """End them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Means:
+    """With what a job is run: this machine's, or a cluster's."""
+
+    engine: Engine
+    lighthouse: Lighthouse
+
+
+class Job:
+    """One job, from its first process to its last. means: makes what runs it; events go to its argument."""
+
+    def __init__(
+        self, config: Config, run: RunDir, terminal: Terminal, means: Callable[[Callable[[Row], None]], Means]
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._terminal = terminal
+        self._means = means
+        self._where = os.path.relpath(run.path)
+        self._supervisors: dict[int, ReplicaSupervisor] = {}
+        self._outcomes: dict[int, Outcome] = {}
+        self._stopped_by: int | None = None
+        self._written: int | None = None  # the step of the newest checkpoint
+        self._over = asyncio.Event()
+        self._helpers: list[asyncio.Task[Any]] = []
+        self._link: LighthouseLink | None = None
+
+    async def run(self) -> tuple[int, Summary | None]:
+        """Run it; see `up`."""
+        config, run = self._config, self._run
+        self._progress = Progress()
+        self._recorder = Recorder(run, config, self._terminal.commit, self._on_event)
+        means = self._means(self._recorder.emit)
+        self._engine, lighthouse = means.engine, means.lighthouse
+        self._planner = chaos.Planner(config.chaos, config.ranks_per_replica)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._on_signal, number)
+        replicas: list[asyncio.Task[None]] = []
+        try:
+            if await self._unless_over(self._start(lighthouse)):
+                token, context = secret.current(run.token), tls.client(config.network)
+                self._terminal.say(f"page: {page_link(lighthouse.urls[0], token)}", "dim")
+                link = LighthouseLink(lighthouse.urls, token, self._progress, self._evict, context)
+                self._link = link
+                for replica in range(config.slots):
+                    self._supervisors[replica] = self._supervisor(replica, link)
+                self._help(link.run(), lighthouse.keep(), self._tick())
+                replicas = [asyncio.create_task(self._replica(s)) for s in self._supervisors.values()]
+                await self._over.wait()
+        finally:
+            try:
+                await self._end(replicas, lighthouse)
+                lost = [n for n, outcome in self._outcomes.items() if outcome.kind == "lost"]
+                summary = self._recorder.finish(lost)
+            finally:
+                self._recorder.close()
+        code = self._code(lost)
+        self._terminal.summary(summary, code)
+        if self._stopped_by is not None and self._written is not None:
+            self._terminal.say(where_to_go_on(config, run, self._written))
+        return code, summary
+
+    async def _start(self, lighthouse: Lighthouse) -> None:
+        config = self._config
+        most = f" (up to {config.slots})" if config.slots > config.replicas else ""
+        size = f"{config.replicas} replicas{most} x {config.ranks_per_replica} ranks"
+        self._terminal.say(f"{size}, {config.train.steps} steps; files in {self._where}", "dim")
+        async with asyncio.TaskGroup() as group:
+            group.create_task(lighthouse.start())
+            group.create_task(self._engine.open())
+
+    async def _unless_over(self, work: Coroutine[Any, Any, None]) -> bool:
+        """Do `work`, unless the job is stopped meanwhile. Raises what `work` raises."""
+        task, over = asyncio.create_task(work), asyncio.create_task(self._over.wait())
+        await asyncio.wait([task, over], return_when=asyncio.FIRST_COMPLETED)
+        over.cancel()
+        if not task.done():
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await task
+            return False
+        try:
+            task.result()
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        return True
+
+    def _supervisor(self, replica: int, link: LighthouseLink) -> ReplicaSupervisor:
+        return ReplicaSupervisor(
+            replica,
+            self._config,
+            self._run,
+            engine=self._engine,
+            link=link,
+            progress=self._progress,
+            emit=self._recorder.emit,
+            survivors=lambda: any(s.running for s in self._supervisors.values() if s.replica != replica),
+        )
+
+    async def _replica(self, supervisor: ReplicaSupervisor) -> None:
+        """Run one replica; the last one ends the job, and so does one that refuses its configuration."""
+        try:
+            outcome = await supervisor.run()
+        except BaseException:
+            self._over.set()
+            raise
+        self._outcomes[supervisor.replica] = outcome
+        if outcome.kind == "config" or self._nobody_left:
+            self._over.set()
+
+    @property
+    def _nobody_left(self) -> bool:
+        """Whether some replica has ended, and all that have not are not wanted, and away."""
+        rest = [s for n, s in self._supervisors.items() if n not in self._outcomes]
+        return bool(self._outcomes) and all(s.resting for s in rest)
+
+    def _help(self, *work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` beside the replicas; where it fails, the job ends."""
+
+        def ended(task: asyncio.Task[Any]) -> None:
+            if not task.cancelled() and task.exception() is not None:
+                self._over.set()
+
+        for coroutine in work:
+            task = asyncio.create_task(coroutine)
+            task.add_done_callback(ended)
+            self._helpers.append(task)
+
+    async def _tick(self) -> None:
+        """Read the logs and inject what is due."""
+        while True:
+            self._recorder.poll()
+            self._terminal.tick(time.time())
+            newest = self._recorder.newest
+            if newest is not None:
+                self._progress.saw(newest["step"], newest["epoch"])
+            running = [n for n, s in self._supervisors.items() if s.running]
+            for injection in self._planner.due(self._progress.step, time.monotonic(), running):
+                self._inject(injection)
+            if self._nobody_left:
+                self._over.set()
+            await asyncio.sleep(TICK_S)
+
+    def _inject(self, injection: chaos.Injection) -> None:
+        supervisor = self._supervisors[injection.replica]
+        current = supervisor.current
+        assert current is not None, "only a replica that runs is hit"
+        process = current.ranks[injection.rank].process
+        if injection.down_steps:
+            supervisor.stay_away(self._progress.step + injection.down_steps)
+        injected = chaos.event(injection, process.pid, current.name, time.time())
+        self._recorder.emit(injected)
+        process.signal(chaos.SIGNALS[injection.signal])
+        if injection.signal == "STOP" and injection.for_s > 0:
+            loop = asyncio.get_running_loop()
+            loop.call_later(injection.for_s, self._lift, process, injected)
+
+    def _lift(self, process: Process, injected: dict[str, Any]) -> None:
+        process.signal(signal.SIGCONT)
+        after = f"{injected['for_s']:g} s are over"
+        self._recorder.emit({**injected, "t": time.time(), "event": "FailureLifted", "reason": after})
+
+    def _evict(self, replica: int, incarnation: str, reason: str) -> None:
+        if replica in self._supervisors:
+            self._supervisors[replica].evict(incarnation, reason)
+
+    def _on_event(self, event: Row) -> None:
+        """Show an event; the lighthouse hears from here what nobody else can tell it."""
+        self._terminal.event(event)
+        if event["event"] == "CheckpointWritten":
+            self._written = max(event["step"], self._written or 0)
+        untold = event.get("source") in ("supervisor", "chaos") or event["event"] == "RankEnded"
+        if self._link is not None and untold:
+            self._link.note(event)
+
+    def _on_signal(self, number: int) -> None:
+        """Ctrl-C and SIGTERM have all replicas leave the job; a second one does not wait for them."""
+        if self._stopped_by is None:
+            self._stopped_by = number
+            self._over.set()
+            keeps = self._config.checkpoint.every > 0 or self._config.checkpoint.dir is not None
+            last = ", a checkpoint is written" if keeps else ""
+            stop_s = self._config.timeouts.stop_s
+            how = f"the step is ended{last}, all leave within {stop_s:g} s"
+            self._terminal.say(f"stopping: {how}; once more stops at once", "yellow")
+            return
+        self._terminal.say("stopping at once", "yellow")
+        for supervisor in self._supervisors.values():
+            if supervisor.current is not None:
+                supervisor.current.kill()
+
+    async def _end(self, replicas: list[asyncio.Task[None]], lighthouse: Lighthouse) -> None:
+        """End whatever runs; nothing is left when this returns."""
+        await asyncio.gather(*(s.stop(self._config.timeouts.stop_s) for s in self._supervisors.values()))
+        if replicas:
+            _, late = await asyncio.wait(replicas, timeout=self._config.timeouts.gone_s + END_S)
+            for task in late:
+                task.cancel()
+        for task in self._helpers:
+            task.cancel()
+        ends = await asyncio.gather(*self._helpers, *replicas, return_exceptions=True)
+        await self._engine.close()
+        await lighthouse.stop()
+        for error in ends:
+            if isinstance(error, Exception):
+                raise error
+
+    def _code(self, lost: list[int]) -> int:
+        if self._stopped_by is not None:
+            return 128 + self._stopped_by
+        refused = [outcome for outcome in self._outcomes.values() if outcome.kind == "config"]
+        if refused:
+            print(refused[0].reason, file=sys.stderr)  # noqa: T201 - the one line that says why
+            return EXIT_CONFIG
+        kinds = [outcome.kind for outcome in self._outcomes.values()]
+        ended_well = sum(map(kinds.count, ("done", "drained", "unplaced")))
+        well = "done" in kinds and ended_well == self._config.slots
+        return EXIT_OK if well else EXIT_RETRYABLE
+
+
+def where_to_go_on(config: Config, run: RunDir, step: int) -> str:
+    """One line on the checkpoint that a job which was stopped has left."""
+    if config.checkpoint.dir is not None:
+        return f"the state of step {step} is in {config.checkpoint.dir}: the same command goes on from it"
+    folder = os.path.relpath(run.path / "checkpoints")
+    return f"the state of step {step} is in {folder}: another job.name with this checkpoint.dir goes on from it"

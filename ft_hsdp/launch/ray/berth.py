@@ -1,0 +1,255 @@
+"""Berth: the place of one gang in a cluster: a placement group and the actors in it. It is lost as a whole."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
+from ft_hsdp.launch.crew import Crew
+from ft_hsdp.launch.engine import Gang
+from ft_hsdp.launch.ray.cluster import first_line
+from ft_hsdp.launch.ray.inbox import Inbox
+from ft_hsdp.launch.ray.placement import Request
+from ft_hsdp.launch.ray.rank_actor import Home, News, RankActor, Seat, Start
+from ft_hsdp.launch.rundir import Row
+
+LOOK_S = 0.25  # between two looks at a placement group that waits for its place
+AGAIN_S = 0.2  # before an actor that could not be reached is asked again
+CLOSE_S = 5.0  # longest wait for actors to clean up
+KILLED = -int(signal.SIGKILL)
+
+
+@dataclass(slots=True)
+class Place:
+    """One bundle: its actor, where that is, and the ranks of crews that run there, by pid.
+
+    early: what was heard of a rank before its start was known: a code where it is gone, None where it is warm.
+    """
+
+    rank: int
+    actor: Any
+    seat: Seat
+    running: dict[int, tuple[Crew, RayProcess]] = field(default_factory=dict)
+    early: dict[int, list[int | None]] = field(default_factory=dict)
+
+
+class RayProcess:
+    """A rank that an actor started. An actor that has not killed it after `deaf_s` is `deaf`."""
+
+    def __init__(self, pid: int, place: Place, deaf_s: float, deaf: Callable[[], None]) -> None:
+        self.pid = pid
+        self.host = place.seat.host
+        self._actor = place.actor
+        self._deaf_s = deaf_s
+        self._deaf = deaf
+
+    def signal(self, number: int) -> None:
+        """Have the actor signal it; an actor that does not end it when it is to be killed is ended by Ray."""
+        self._actor.signal.remote(self.pid, int(number))
+        if number == signal.SIGKILL:
+            asyncio.get_running_loop().call_later(self._deaf_s, self._deaf)
+
+
+class Berth:
+    """calls: where calls of Ray that may block are made; emit: takes each event; inbox: gets what ranks write.
+
+    deaf_s: how long an actor may take to end a rank that it was told to kill; then Ray ends the actor.
+    """
+
+    def __init__(
+        self, request: Request, calls: Executor, inbox: Inbox, emit: Callable[[Row], None], deaf_s: float
+    ) -> None:
+        self.request = request
+        self.settled = False  # the resources are set aside
+        self.gone = False  # an actor has died, or could not be started
+        self.places: list[Place] = []
+        self._calls = calls
+        self._inbox = inbox
+        self._emit = emit
+        self._deaf_s = deaf_s
+        self._grouping: asyncio.Future[PlacementGroup] | None = None
+        self._actors: list[Any] = []
+        self._hearing: list[asyncio.Task[None]] = []
+
+    async def settle(self) -> None:
+        """Wait until the cluster has set the resources aside. Raises ConfigError."""
+        r = self.request
+        if self._grouping is None:
+            labels = [r.labels] * r.size if r.labels else None
+            bundles = [dict(r.bundle)] * r.size
+            asking = self._call(placement_group, bundles, r.strategy, r.name, bundle_label_selector=labels)
+            self._grouping = asyncio.ensure_future(asking)
+        try:
+            group = await asyncio.shield(self._grouping)  # whoever waits may give up: what is made is removed yet
+        except (ValueError, TypeError) as error:
+            raise ConfigError("ray", str(r), f"what Ray takes ({first_line(error)})") from None
+        while not self.settled:
+            self.settled = await self._call(_settled, group)
+            if not self.settled:
+                await asyncio.sleep(LOOK_S)
+
+    async def man(self, home: Home) -> None:
+        """Start the actors. Raises ConfigError for what a node refuses, Retryable."""
+        assert self._grouping is not None, "settle() comes first"
+        group = self._grouping.result()
+        try:
+            async with asyncio.timeout(home.boot_s):
+                for number in range(self.request.size):
+                    self._actors.append(await self._call(self._actor, group, number, home))
+                seats = await asyncio.gather(*(actor.open.remote() for actor in self._actors))
+        except TimeoutError:
+            self.gone = True
+            raise Retryable(f"the actors of {self.request.name} do not start within {home.boot_s:g} s") from None
+        except RayError as error:
+            self.gone = True
+            raise cause(error) from None
+        self.places = [
+            Place(n, actor, seat) for n, (actor, seat) in enumerate(zip(self._actors, seats, strict=True))
+        ]
+        self._hearing = [asyncio.create_task(self._hear(place)) for place in self.places]
+
+    async def port(self, host: str) -> int:
+        """A port that is free on the node of rank 0. Raises Retryable."""
+        try:
+            return int(await self.places[0].actor.port.remote(host))
+        except RayError as error:
+            raise cause(error) from None
+
+    async def start(self, start: Start, crew: Crew) -> None:
+        """Start a rank of a crew. Raises Retryable."""
+        place = self.places[start.rank]
+        try:
+            pid = int(await place.actor.start.remote(start))
+        except RayError as error:
+            raise cause(error) from None
+        process = RayProcess(pid, place, self._deaf_s, lambda: self._deaf(place, pid))
+        place.running[pid] = (crew, process)
+        crew.started(place.rank, process)
+        for code in place.early.pop(pid, []):
+            self._heard(place, pid, code)
+        if self.gone and pid in place.running:
+            self._heard(place, pid, KILLED)
+
+    async def call(self, crew: Crew, gang: Gang) -> None:
+        """Tell the ranks of a spare whose they are. Raises Retryable."""
+        told = (self.places[n].actor.call.remote(p.pid, gang, n) for n, p in crew.processes.items())
+        try:
+            await asyncio.gather(*told)
+        except RayError as error:
+            raise cause(error) from None
+
+    async def remove(self) -> None:
+        """End the actors and whatever they run, and give the resources back."""
+        for task in self._hearing:
+            task.cancel()
+        closing = [asyncio.ensure_future(actor.close.remote()) for actor in self._actors]
+        if closing:
+            await asyncio.wait(closing, timeout=CLOSE_S)
+        for each in closing:
+            if each.done():
+                each.exception()  # an actor that has died is closed, too
+            else:
+                each.cancel()
+        for actor in self._actors:
+            await self._call(ray.kill, actor)
+        if self._grouping is not None:
+            with contextlib.suppress(ValueError, TypeError):  # Ray did not take the request
+                await self._call(remove_placement_group, await self._grouping)
+
+    def _actor(self, group: PlacementGroup, number: int, home: Home) -> Any:
+        """Create an actor in its bundle."""
+        r = self.request
+        resources = {name: amount for name, amount in r.bundle.items() if name not in ("CPU", "GPU")}
+        options = {
+            "num_cpus": r.bundle.get("CPU", 0),
+            "num_gpus": r.bundle.get("GPU", 0),
+            "resources": resources or None,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group, number),
+            "enable_task_events": False,
+            "max_concurrency": 100,
+        }
+        return ray.remote(RankActor).options(**options).remote(home)
+
+    async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Call Ray beside the event loop."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._calls, lambda: function(*args, **kwargs))
+
+    async def _hear(self, place: Place) -> None:
+        """Take what an actor has to say until it is dead: only Ray says so."""
+        arrived = 0
+        while True:
+            try:
+                news: News = await place.actor.news.remote(arrived)
+            except ActorUnavailableError:
+                await asyncio.sleep(AGAIN_S)
+                continue
+            except RayError as error:
+                self._died(place, str(cause(error)))
+                return
+            if news.number <= arrived:
+                continue
+            arrived = news.number
+            self._inbox.add(news.pieces)
+            for pid in news.warm:
+                self._heard(place, pid, None)
+            for pid, code in news.exits:
+                self._heard(place, pid, code)
+
+    def _heard(self, place: Place, pid: int, code: int | None) -> None:
+        """A rank is gone, or, without a code, warm."""
+        if pid not in place.running:
+            place.early.setdefault(pid, []).append(code)
+            return
+        crew, process = place.running[pid]
+        if code is None:
+            crew.warm(place.rank)
+        else:
+            del place.running[pid]
+            crew.exited(place.rank, process, code)
+
+    def _died(self, place: Place, why: str) -> None:
+        """An actor is dead, and with it its rank; what that wrote last is gone."""
+        self.gone = True
+        for pid, (crew, _) in list(place.running.items()):
+            if crew.called is not None:
+                about = {"replica": crew.called.replica, "rank": place.rank, "incarnation": crew.called.name}
+                head = {"t": time.time(), "event": "LogCut", "source": "supervisor"}
+                self._emit({**head, **about, "reason": f"on {place.seat.host}: {why}"})
+            self._heard(place, pid, KILLED)
+
+    def _deaf(self, place: Place, pid: int) -> None:
+        """Time is up for an actor that was to kill a rank."""
+        if pid in place.running:
+            self._calls.submit(ray.kill, place.actor)
+
+
+def _settled(group: PlacementGroup) -> bool:
+    """Whether the resources of a placement group are set aside. Blocks shortly."""
+    return bool(placement_group_table(group).get("state") == "CREATED")
+
+
+def cause(error: RayError) -> FtHsdpError:
+    """What an actor raised, or else why there is none, in one line."""
+    if isinstance(error, RayTaskError) and isinstance(error.cause, FtHsdpError):
+        return error.cause
+    lines = [line.strip() for line in str(error).splitlines()]
+    telling = next((line for line in lines if line.startswith("The actor died because")), "")
+    return Retryable(telling[:300] or first_line(error))

@@ -1,0 +1,211 @@
+"""RayEngine: the engine of a cluster. A replica keeps its berth until an actor or a node of it dies, or until it
+takes a spare's: a berth whose ranks are warm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import ray
+
+from ft_hsdp.config import Config
+from ft_hsdp.errors import ConfigError, Retryable
+from ft_hsdp.launch.crew import Crew
+from ft_hsdp.launch.engine import COLD, WARM, WARMING, Gang, Watch
+from ft_hsdp.launch.forkserver import ENTRY, PRELOAD
+from ft_hsdp.launch.pool import Pool
+from ft_hsdp.launch.ray import placement
+from ft_hsdp.launch.ray.berth import Berth
+from ft_hsdp.launch.ray.berths import Berths
+from ft_hsdp.launch.ray.inbox import Inbox
+from ft_hsdp.launch.ray.rank_actor import Home
+from ft_hsdp.launch.ray.starting import starts
+from ft_hsdp.launch.rundir import Row, RunDir
+
+ELSEWHERE_S = 10.0  # how long a spare looks for a place in one zone before it does in the next
+
+
+class RayEngine:
+    """Starts gangs in a cluster. urls: where the lighthouse listens; cwd: see `Home`; emit: takes each event."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDir,
+        urls: Callable[[], tuple[str, ...]],
+        cwd: str,
+        emit: Callable[[Row], None],
+        *,
+        entry: str = ENTRY,
+        preload: tuple[str, ...] = PRELOAD,
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._urls = urls
+        self._emit = emit
+        self._home = Home(config.job.name, config.ray.folder, cwd, entry, preload, config.timeouts.boot_s)
+        self._calls = ThreadPoolExecutor(1, "ray-calls")
+        self._inbox = Inbox(run.path)
+        self._berths = Berths(self._berth)
+        spares, quiet_s = config.spares // config.ranks_per_replica, config.restart.hold_s
+        self._pool = Pool(spares, run.spares, self._make, emit, quiet_s, self._dropped)
+        self._making: dict[Crew, asyncio.Task[None]] = {}  # what has been begun for each spare
+        self._promised: dict[int, Crew] = {}  # replica -> the spare that is called with its next start
+        self._crews: dict[int, Crew] = {}  # the gangs of replicas
+        self._training: dict[int, Crew] = {}  # those that have trained, or have ended
+
+    @property
+    def warm(self) -> bool:
+        """Whether a spare is ready."""
+        return self._pool.ready
+
+    async def open(self) -> None:
+        """Nothing is made before the first gang."""
+
+    async def place(self, replica: int) -> None:
+        """Find a place for a replica: its own, a spare's, or a new one where it has none."""
+        with self._pool.held(f"the place of {replica}"):
+            berth = await self._choose(replica)
+            try:
+                await berth.settle()
+            except asyncio.CancelledError:
+                if not berth.settled:
+                    self._withdraw(replica)
+                raise
+
+    def vacancy(self, replica: int) -> str:
+        """What a replica without a place asks for, and what is free."""
+        nodes = sum(bool(node["Alive"]) for node in ray.nodes())
+        return placement.vacancy(placement.request(self._config, replica), ray.available_resources(), nodes)
+
+    async def start(self, gang: Gang, watch: Watch) -> str:
+        """Call the spare whose berth the replica took, or else start all ranks. Raises Retryable; some may run."""
+        self._pool.began(gang)
+        berth = self._berths.of(gang.replica)
+        assert berth is not None, "place() comes first"
+        crew = self._promised.pop(gang.replica, None)
+        self._training.pop(gang.replica, None)
+        if crew is None:
+            crew = self._crews[gang.replica] = Crew(gang.size, gang.config, gang)
+            crew.given(watch)
+            manned = bool(berth.places)
+            await self._start(crew, berth)
+            hosts = ", ".join(sorted({place.seat.host for place in berth.places}))
+            return COLD if manned else f"on {hosts}"
+        how = WARM if crew.ready else WARMING
+        self._crews[gang.replica] = crew
+        crew.given(watch)
+        making = self._making[crew]
+        await asyncio.wait([making])
+        del self._making[crew]
+        making.result()
+        crew.called = gang
+        try:
+            await berth.call(crew, gang)
+        except Retryable:
+            berth.gone = True
+            raise
+        return how
+
+    def settled(self, gang: Gang) -> None:
+        """A gang trains, or has ended."""
+        crew = self._crews.get(gang.replica)
+        if crew is not None and crew.called == gang:
+            self._training[gang.replica] = crew
+        self._pool.settled(gang)
+
+    async def close(self) -> None:
+        """End all actors, and with them whatever they run; give all resources back."""
+        await self._pool.close()
+        for task in self._making.values():
+            task.cancel()
+        await asyncio.gather(*self._making.values(), return_exceptions=True)
+        await self._berths.close()
+        self._calls.shutdown()
+
+    def _berth(self, asked: placement.Request) -> Berth:
+        return Berth(asked, self._calls, self._inbox, self._emit, self._config.timeouts.gone_s / 3)
+
+    async def _choose(self, replica: int) -> Berth:
+        """The berth of a replica from now on.
+
+        Without one it takes a spare's, ready or not: no spare may have the place that a replica looks for. From a
+        berth that lives it moves into a spare that is ready, where another replica trains: else the agents of its
+        own hosts may have the only copies of the newest state.
+        """
+        own = self._berths.of(replica)
+        if own is not None and own.gone:
+            self._withdraw(replica)
+            own = None
+        asked = placement.request(self._config, replica)
+        others_train = any(n != replica and crew.complete for n, crew in self._training.items())
+        if own is None or (others_train and replica not in self._promised):
+            crew = self._pool.take(lambda crew: (own is None or crew.ready) and self._fits(crew, asked))
+            if crew is not None:
+                self._promised[replica] = crew
+                return self._berths.move(crew, replica)
+        return own or self._berths.reuse(replica, asked.labels) or await self._berths.new(replica, asked)
+
+    def _fits(self, crew: Crew, asked: placement.Request) -> bool:
+        berth = self._berths.of(crew)
+        return berth is not None and not berth.gone and berth.request.labels == asked.labels
+
+    def _withdraw(self, replica: int) -> None:
+        """A replica has no place any more, or none yet and nobody wants it."""
+        crew = self._promised.pop(replica, None)
+        if crew is not None:
+            self._making.pop(crew).cancel()
+        self._berths.release(replica)
+
+    async def _make(self, crew: Crew) -> None:
+        """Make a spare, wherever there is room for it. Raises Retryable; some ranks may run then."""
+        making = self._making[crew] = asyncio.create_task(self._prepare(crew))
+        await asyncio.wait([making])
+        if making.cancelled():
+            raise Retryable("its place was given up")
+        making.result()
+
+    async def _prepare(self, crew: Crew) -> None:
+        try:
+            berth = self._berths.reuse(crew) or await self._look_around(crew)
+            crew.began = time.monotonic()
+            await self._start(crew, berth)
+        except ConfigError as error:  # of one node: replicas were started with the same configuration
+            raise Retryable(str(error)) from None
+
+    async def _look_around(self, crew: Crew) -> Berth:
+        """Find a new berth for a spare, however long that takes: in one zone for a while, then in the next."""
+        requests = placement.spare_requests(self._config, self._berths.labels_of_spares())
+        for asked in itertools.cycle(requests):
+            berth = await self._berths.new(crew, asked)
+            await self._pool.wait_for(lambda b=berth: self._pool.quiet or self._berths.of(crew) is not b)  # type: ignore[misc]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ELSEWHERE_S if len(requests) > 1 else None):
+                    await berth.settle()
+                    return berth
+            if self._berths.of(crew) is not berth:  # a replica has it now
+                break
+            self._berths.release(crew)
+        await berth.settle()
+        return berth
+
+    def _dropped(self, crew: Crew) -> None:
+        """A spare is of no use any more: the next one takes its berth, if that lives."""
+        del self._making[crew]
+        self._berths.release(crew)
+
+    async def _start(self, crew: Crew, berth: Berth) -> None:
+        """Start all ranks of a crew in a berth. Raises ConfigError, Retryable; some may run then."""
+        if not berth.places:
+            await berth.man(self._home)
+        each = await starts(berth, crew, self._run, self._urls(), self._home)
+        started = await asyncio.gather(*(berth.start(start, crew) for start in each), return_exceptions=True)
+        for error in started:
+            if isinstance(error, BaseException):
+                berth.gone = True
+                raise error

@@ -1,0 +1,76 @@
+"""Placement: what a replica or a spare asks of a cluster, and what the cluster has. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ft_hsdp.config import Config, RayConfig
+
+_WHERE = {
+    "STRICT_PACK": "on one node",
+    "PACK": "on few nodes",
+    "SPREAD": "on several nodes",
+    "STRICT_SPREAD": "each on a node of its own",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A placement group: one bundle per rank, all alike."""
+
+    name: str
+    size: int
+    bundle: dict[str, float]
+    strategy: str
+    labels: dict[str, str]
+
+    def __str__(self) -> str:
+        each = ", ".join(f"{name} {amount:g}" for name, amount in self.bundle.items())
+        labels = ", ".join(f"{name}={value}" for name, value in self.labels.items())
+        where = _WHERE[self.strategy] if self.size > 1 else "on a node"
+        return f"{self.size} x ({each}) {where}" + (f" with {labels}" if labels else "")
+
+
+def request(config: Config, replica: int) -> Request:
+    """What `replica` asks for."""
+    c = config.ray
+    labels = dict(c.labels)
+    if c.zones:
+        labels[c.zone_label] = c.zones[replica % len(c.zones)]
+    return Request(f"{prefix(config.job.name)}-{replica}", config.ranks_per_replica, bundle(c), c.strategy, labels)
+
+
+def spare_requests(config: Config, others: Sequence[Mapping[str, str]]) -> list[Request]:
+    """What a spare may ask for, best first: with ray.zones a place in the zone where there are the fewest spares.
+
+    others: the labels that the other spares asked for. A spare serves the replicas of its zone, no others: so it
+    never holds what another one waits for.
+    """
+    c = config.ray
+    places = [{**c.labels, c.zone_label: zone} for zone in dict.fromkeys(c.zones)] or [dict(c.labels)]
+    places.sort(key=list(others).count)
+    name = f"{prefix(config.job.name)}-spare"
+    return [Request(name, config.ranks_per_replica, bundle(c), c.strategy, labels) for labels in places]
+
+
+def bundle(c: RayConfig) -> dict[str, float]:
+    """The resources of a rank, by Ray's names for them."""
+    amounts = {"CPU": c.cpus_per_rank, "GPU": c.gpus_per_rank, **c.resources}
+    return {name: amount for name, amount in amounts.items() if amount > 0}
+
+
+def prefix(job: str) -> str:
+    """What the names of a job's actors and placement groups begin with."""
+    return f"ft_hsdp-{job}"
+
+
+def vacancy(asked: Request, free: Mapping[str, float], nodes: int) -> str:
+    """One line on a replica that has no place: what it asks, and what `nodes` nodes have free in all."""
+    have = ", ".join(f"{name} {free.get(name, 0):g}" for name in asked.bundle)
+    return f"it asks for {asked}; free on {nodes} nodes together: {have}"
+
+
+def local_ranks(nodes: list[str]) -> list[tuple[int, int]]:
+    """(LOCAL_RANK, LOCAL_WORLD_SIZE) of each rank, from the node on which it is."""
+    return [(nodes[:rank].count(node), nodes.count(node)) for rank, node in enumerate(nodes)]

@@ -1,0 +1,60 @@
+"""`render TARGET CONFIG`: the options of each target, and what it prints."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from ft_hsdp.config import Config
+
+TARGETS = {
+    "slurm": "an sbatch array, one element per replica: `bash FILE` submits it with its lighthouse",
+    "jobset": "a Kubernetes JobSet: a lighthouse, and a Job per replica",
+    "rayjob": "a Kubernetes RayJob: `submit` on a Ray cluster of its own",
+}
+
+
+def declare(parser: argparse.ArgumentParser, with_config: Callable[[argparse.ArgumentParser], Any]) -> None:
+    """Add the targets. with_config: adds CONFIG to a command."""
+    targets = parser.add_subparsers(title="targets", metavar="TARGET", required=True, dest="target")
+    for name, text in TARGETS.items():
+        target = targets.add_parser(
+            name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
+        )
+        with_config(target)
+        if name == "slurm":
+            target.add_argument("--partition", metavar="NAME", help="as for sbatch")
+            target.add_argument("--account", metavar="NAME", help="as for sbatch")
+            target.add_argument(
+                "--time", metavar="TIME", help="as for sbatch: of one piece, which is queued again"
+            )
+            target.add_argument("--python", metavar="FILE", help="on all nodes (the one that renders)")
+        else:
+            target.add_argument("--image", metavar="IMAGE", required=True, help="with ft_hsdp in it")
+            target.add_argument("--namespace", metavar="NAME", help="of all objects (that of kubectl)")
+            target.add_argument(
+                "--claim",
+                metavar="NAME",
+                help="a volume claim that all pods have as /runs (one for the lighthouse)",
+            )
+        if name == "jobset":
+            target.add_argument("--secret", metavar="NAME", help="with the key token (the job's name and -token)")
+        target.add_argument("--memory-gib", type=int, metavar="N", help="memory of a node (the site's default)")
+        if name != "rayjob":  # there the section `ray` says so
+            target.add_argument("--nodes-per-replica", type=int, default=1, metavar="N", dest="nodes", help="1")
+            target.add_argument("--cpus-per-rank", type=int, metavar="N", dest="cpus", help="train.threads")
+            target.add_argument("--gpus-per-rank", type=int, metavar="N", dest="gpus", help="1 with cuda, else 0")
+
+
+def render(config: Config, args: argparse.Namespace) -> str:
+    """The file that `args` asks for. Raises ConfigError."""
+    from ft_hsdp.launch.render.jobset import jobset
+    from ft_hsdp.launch.render.rayjob import rayjob
+    from ft_hsdp.launch.render.site import Site
+    from ft_hsdp.launch.render.slurm import slurm
+
+    given = {field: getattr(args, field, None) for field in Site.__dataclass_fields__}
+    site = Site(**{"python": sys.executable, **{field: v for field, v in given.items() if v is not None}})
+    return {"slurm": slurm, "jobset": jobset, "rayjob": rayjob}[args.target](config, site)

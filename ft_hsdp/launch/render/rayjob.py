@@ -1,0 +1,138 @@
+"""A RayJob: KubeRay makes a cluster for the job, runs `submit` on it, and removes it afterwards.
+
+The section `ray` of the configuration says what a rank asks for; a worker pod is as large as what one node gets
+of a replica: all its ranks, or with SPREAD and STRICT_SPREAD one.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+
+from ft_hsdp.config import Config
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.render import pod
+from ft_hsdp.launch.render.name import label
+from ft_hsdp.launch.render.pod import CONFIG, Tree
+from ft_hsdp.launch.render.settings import COMMAND, dump, in_pods
+from ft_hsdp.launch.render.site import Site, check
+from ft_hsdp.launch.render.text import Note, comment, document
+
+RAY_VERSION = "2.60.0"  # token authentication wants 2.52 or later
+KEEP_S = 600  # of the finished cluster, for its logs
+
+_HEAD = """\
+{job}: {replicas} replicas of {ranks} ranks on a Ray cluster of their own, for KubeRay 1.5.1 or later (ray.io/v1).
+The image has ft_hsdp and Ray {version}.
+
+  kubectl apply -f FILE
+  kubectl get rayjob{space} {name}
+  kubectl delete -f FILE   (the files of the run, too, where no --claim was given)
+"""
+
+
+def rayjob(config: Config, site: Site) -> str:
+    """The manifest of `config`'s job. Raises ConfigError for what Kubernetes or its pods could not do."""
+    check(site)
+    if config.train.device == "cuda" and config.ray.gpus_per_rank < 1:
+        raise ConfigError("ray.gpus_per_rank", config.ray.gpus_per_rank, "1 or more with train.device cuda")
+    name = label(config.job.name)
+    runs = site.claim or f"{name}-runs"
+    config = in_pods(config, site.claim)
+    entrypoint = ["python", *COMMAND, "submit", CONFIG]
+    job = {
+        "apiVersion": "ray.io/v1",
+        "kind": "RayJob",
+        "metadata": pod.metadata(name, site.namespace, name),
+        "spec": {
+            "entrypoint": shlex.join(entrypoint),
+            "shutdownAfterJobFinishes": True,
+            "ttlSecondsAfterFinished": KEEP_S,
+            "backoffLimit": Note("a new cluster for the whole job is for an operator to order", 0),
+            "submitterPodTemplate": Note("KubeRay's own has more rights than ours", {"spec": _submitter(site)}),
+            "rayClusterSpec": {
+                "rayVersion": RAY_VERSION,
+                "authOptions": Note("KubeRay makes the token and its Secret", {"mode": "token"}),
+                "headGroupSpec": _head(site, name, runs),
+                "workerGroupSpecs": _groups(config, site, name),
+            },
+        },
+    }
+    parts = [pod.config_map(name, site.namespace, dump(config))]
+    if site.claim is None:
+        parts.append(pod.runs_claim(name, site.namespace))
+    space = "" if site.namespace is None else f" -n {site.namespace}"
+    said = {"replicas": config.replicas, "ranks": config.ranks_per_replica, "space": space, "version": RAY_VERSION}
+    head = comment(_HEAD.format(job=config.job.name, name=name, **said))
+    return head + "---\n".join(document(part) for part in (*parts, job))
+
+
+def _submitter(site: Site) -> Tree:
+    """The pod that tells the cluster the entrypoint and shows what it prints; KubeRay adds its command."""
+    container = {
+        "name": "ray-job-submitter",
+        "image": site.image,
+        "resources": pod.resources(0.5, 0, 1),
+        "securityContext": pod.no_more_rights(),
+    }
+    return {"restartPolicy": "Never", **pod.rights(), "containers": [container]}
+
+
+def _head(site: Site, name: str, runs: str) -> Tree:
+    """The head: it runs Ray's own services, the driver and the lighthouse, and no ranks."""
+    container = pod.container("ray-head", site.image, resources=pod.resources(2, 0, 8))
+    template = {
+        "spec": {
+            **pod.rights(),
+            "containers": [container],
+            "volumes": pod.volumes(f"{name}-config", runs),
+        }
+    }
+    return {"rayStartParams": Note("no ranks are placed here", {"num-cpus": "0"}), "template": template}
+
+
+def _groups(config: Config, site: Site, name: str) -> list[Tree]:
+    """A group of workers for each of ray.zones, or one: as many pods as there are places in the job."""
+    zones: tuple[str | None, ...] = config.ray.zones or (None,)
+    each = config.ranks_per_replica if config.ray.strategy in ("STRICT_PACK", "PACK") else 1
+    pods = config.ranks_per_replica // each  # of a replica
+    spares = config.spares // each
+    groups = []
+    for number, zone in enumerate(zones):
+        replicas, slots = (len(range(number, most, len(zones))) for most in (config.replicas, config.slots))
+        extra = len(range(number, spares, len(zones)))
+        head = {
+            "groupName": "ranks" if zone is None else f"ranks-{number}",
+            "replicas": replicas * pods + extra,
+            "minReplicas": 0,
+            "maxReplicas": slots * pods + extra,
+        }
+        groups.append({**head, **_workers(config, site, name, each, zone)})
+    return groups
+
+
+def _workers(config: Config, site: Site, name: str, each: int, zone: str | None) -> Tree:
+    """What a worker is: `each` ranks' worth of a node, in a zone of the cluster."""
+    ray = config.ray
+    labels = {**ray.labels, **({} if zone is None else {ray.zone_label: zone})}
+    told = {key: each * amount for key, amount in ray.resources.items()}
+    container = pod.container(
+        "ray-worker",
+        site.image,
+        resources=pod.resources(each * ray.cpus_per_rank, each * ray.gpus_per_rank, site.memory_gib),
+    )
+    spec = {
+        **({} if zone is None else {"nodeSelector": {"topology.kubernetes.io/zone": zone}}),
+        **pod.rights(),
+        "containers": [container],
+        "volumes": pod.volumes(f"{name}-config", site.claim),
+    }
+    return {
+        **({"labels": Note("for Ray", labels)} if labels else {}),
+        "rayStartParams": {
+            "num-cpus": str(math.ceil(each * ray.cpus_per_rank)),
+            **({"resources": shlex.quote(json.dumps(told))} if told else {}),
+        },
+        "template": {"spec": spec},
+    }

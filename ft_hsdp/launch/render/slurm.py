@@ -1,0 +1,222 @@
+"""A Slurm array: one element per replica, a job of one processor for the lighthouse, and one that ends it.
+
+`bash FILE` submits all three. Elements start when there is room for them, and the others train meanwhile. They
+find the lighthouse by the run directory, which is on a filesystem that all nodes share.
+"""
+
+from __future__ import annotations
+
+import math
+import shlex
+from pathlib import Path
+
+from ft_hsdp.config import Config
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.render.settings import COMMAND, dump, spread
+from ft_hsdp.launch.render.site import Shape, Site, check, shape
+
+NOTICE_S = 60  # Slurm looks at its clock so seldom
+
+_HEAD = """\
+#!/usr/bin/env bash
+# {name}: {replicas} replicas of {ranks} ranks, an element of the array each.
+#
+#   bash FILE                submits the lighthouse, the array, and what ends the lighthouse after the array
+#   sbatch FILE              the array alone, where its lighthouse runs elsewhere with the same folder of runs
+#   sbatch --array=2 FILE    one replica again
+#
+{directives}
+set -u
+
+name={name}
+runs={runs}
+python={python}
+budget={budget}   # restart.budget
+
+settings() {{
+    cat <<'FT_HSDP_SETTINGS'
+{settings}FT_HSDP_SETTINGS
+}}
+"""
+
+_SUBMIT = """
+# On a login node.
+if [ -z "${SLURM_ARRAY_TASK_ID-}${FT_HSDP_PART-}" ]; then
+    set -e
+    mkdir -p "$runs"
+    # Without the directives of the array: the lighthouse needs a processor. It has a clock, too.
+    lighthouse=$(sed '/^#SBATCH/d' "$0" | sbatch --parsable --export=ALL,FT_HSDP_PART=lighthouse \\
+        --job-name="$name-lighthouse" --ntasks=1 --cpus-per-task=1 --mem=2G --requeue --signal=B:USR1@60 \\
+        --open-mode=append --output="$runs/$name-slurm-lighthouse.log"@SITE@@TIME@)
+    array=$(sbatch --parsable --dependency="after:${lighthouse%%;*}" "$0")
+    # It outlives every element, and ends when none is left, requeued ones included. It may just be starting again.
+    sbatch --parsable --dependency="afterany:${array%%;*}" --job-name="$name-end" --ntasks=1 --cpus-per-task=1 \\
+        --mem=100M --time=5 --output=/dev/null@SITE@ \\
+        --wrap="while squeue --noheader --jobs=${lighthouse%%;*} | grep -q .; do
+            scancel --batch --signal=TERM ${lighthouse%%;*}; scancel --state=PENDING ${lighthouse%%;*}; sleep 5
+        done" >/dev/null
+    echo "lighthouse ${lighthouse%%;*}, replicas ${array%%;*}; logs in $runs/$name-slurm-*.log"
+    exit
+fi
+
+child=
+notice=
+
+# USR1 is Slurm's clock, TERM is scancel or preemption: what runs leaves gracefully, disturbing nobody.
+# shellcheck disable=SC2317,SC2329  # traps call it
+leave() {
+    notice=$1
+    [ -z "$child" ] || tell
+}
+# shellcheck disable=SC2317,SC2329
+tell() { kill -TERM "$child" 2>/dev/null; }
+trap 'leave clock' USR1
+trap 'leave told' TERM
+
+# Run a command to its end, whatever is told meanwhile; its exit code is in $code.
+run() {
+    "$@" &
+    child=$!
+    while kill -0 "$child" 2>/dev/null; do wait "$child"; done
+    wait "$child"
+    code=$?
+    child=
+}
+
+again() {
+    echo "$who: $1; back into the queue"
+    scontrol requeue "$job" && run sleep 60   # Slurm ends this script
+    exit 75
+}
+"""
+
+_LIGHTHOUSE = """
+if [ "${FT_HSDP_PART-}" = lighthouse ]; then
+    who=lighthouse
+    job=$SLURM_JOB_ID
+    settings > "$runs/$name-slurm-lighthouse.yaml"
+    rm -f "$runs/$name/lighthouse.json"   # of one that ended, maybe on another machine
+    while [ -z "$notice" ]; do   # on one port, where the replicas know it
+        run "$python" @COMMAND@ lighthouse "$runs/$name-slurm-lighthouse.yaml" @HOST@--network.port=@PORT@
+        [ "$code" -ne 64 ] || exit 64
+        [ -n "$notice" ] || sleep 1
+    done
+    [ "$notice" = told ] || again "its time is up"
+    exit 0
+fi
+"""
+
+_ELEMENT = """
+replica=$SLURM_ARRAY_TASK_ID
+who="replica $replica"
+job=${SLURM_ARRAY_JOB_ID}_$replica   # one element's SLURM_JOB_ID is that of the whole array
+settings > "$runs/$name-slurm-$replica.yaml"
+"""
+
+_ONE_NODE = """run "$python" @COMMAND@ replica "$runs/$name-slurm-$replica.yaml" --replica "$replica"
+"""
+
+_NODES = """\
+head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+port=$((20000 + SLURM_JOB_ID % 10000))
+code=75
+# Not by srun, which would end its step at once. When the element has to end, Slurm tells every process of it.
+# shellcheck disable=SC2317,SC2329
+tell() { [ "$notice" = told ] || scancel --signal=TERM "$job"; }
+for try in $(seq 0 "$budget"); do   # all nodes of the replica together, under a name that was never used
+    run srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
+        "$python" -m torch.distributed.run --nnodes=@NODES@ --nproc-per-node=@RANKS@ --max-restarts=0 \\
+        --rdzv-backend=c10d --rdzv-endpoint="$head:$port" \\
+        --rdzv-id="$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$try" \\
+        @COMMAND@ replica "$runs/$name-slurm-$replica.yaml" --replica "$replica"
+    if [ "$code" -eq 0 ] || [ -n "$notice" ]; then break; fi
+done
+"""
+
+_VERDICT = """
+if [ "$code" -eq 0 ]; then exit 0; fi
+if [ "$notice" = clock ]; then again "its time is up"; fi
+if [ -n "$notice" ]; then exit "$code"; fi
+if compgen -G "$runs/$name/replicas/*/final.json" >/dev/null; then
+    echo "$who: the others are done"
+    exit "$code"
+fi
+case $code in
+    64) echo "$who: its configuration was refused, see above" ;;
+    76) echo "$who: $(hostname) is broken; sbatch --array=$replica --exclude=$(hostname -s) FILE" ;;
+    *) if [ "${SLURM_RESTART_COUNT:-0}" -lt "$budget" ]; then again "exit $code"; fi ;;
+esac
+exit "$code"
+"""
+
+
+def slurm(config: Config, site: Site) -> str:
+    """The script of `config`'s array. Raises ConfigError for what Slurm or its nodes could not do."""
+    check(site)
+    held = shape(config, site)
+    config = _absolute(spread(config))
+    if site.nodes == 1:
+        ranks = _ONE_NODE
+    else:
+        ranks = _NODES.replace("@NODES@", str(held.nodes)).replace("@RANKS@", str(held.ranks))
+    command = " ".join(COMMAND)
+    # An array's element has no node of its own before it starts, so the lighthouse says where it is.
+    host = '--network.host="$(hostname)" ' if config.network.host == "0.0.0.0" else ""
+    port = str(config.network.port or '"$((30000 + SLURM_JOB_ID % 10000))"')
+    lighthouse = _LIGHTHOUSE.replace("@HOST@", host).replace("@PORT@", port)
+    body = _submit(site) + lighthouse + _ELEMENT + ranks + _VERDICT
+    head = _HEAD.format(
+        name=config.job.name,
+        replicas=config.slots,
+        ranks=config.ranks_per_replica,
+        directives="".join(f"#SBATCH {line}\n" for line in _directives(config, site, held)),
+        runs=shlex.quote(config.job.runs_dir),
+        python=shlex.quote(site.python),
+        budget=config.restart.budget,
+        settings=dump(config),
+    )
+    return head + body.replace("@COMMAND@", command)
+
+
+def _directives(config: Config, site: Site, held: Shape) -> list[str]:
+    """What the array asks for."""
+    notice = max(NOTICE_S, math.ceil(config.timeouts.stop_s) + 30)
+    folder = config.job.runs_dir.replace("%", "%%")
+    asked = {
+        "job-name": config.job.name,
+        "array": f"0-{config.slots - 1}",
+        "nodes": held.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": held.cpus,
+        "gpus-per-node": held.gpus or None,
+        "mem": site.memory_gib and f"{site.memory_gib}G",
+        "partition": site.partition,
+        "account": site.account,
+        "time": site.time,
+        "signal": f"B:USR1@{notice}",
+        "open-mode": "append",
+        "output": f'"{folder}/{config.job.name}-slurm-%a.log"',
+    }
+    return ["--requeue", *(f"--{key}={value}" for key, value in asked.items() if value is not None)]
+
+
+def _submit(site: Site) -> str:
+    """What runs on a login node: the small jobs go where the array goes, and the lighthouse for as long."""
+    asked = {"partition": site.partition, "account": site.account}
+    where = "".join(f" --{key}={value}" for key, value in asked.items() if value is not None)
+    time = "" if site.time is None else f" --time={site.time}"
+    return _SUBMIT.replace("@SITE@", where).replace("@TIME@", time)
+
+
+def _absolute(config: Config) -> Config:
+    """`config` with paths that mean the same on every node. Raises ConfigError on what Slurm cannot be told."""
+    runs = str(Path(config.job.runs_dir).resolve())
+    if set(runs) & set('"\\\n'):
+        raise ConfigError("job.runs_dir", runs, "a folder whose name has no quotes, backslashes or new lines")
+    job = config.job.model_copy(update={"runs_dir": runs})
+    data, checkpoint = config.data, config.checkpoint
+    if data.path != "stdlib":
+        data = data.model_copy(update={"path": str(Path(data.path).resolve())})
+    if checkpoint.dir is not None:
+        checkpoint = checkpoint.model_copy(update={"dir": str(Path(checkpoint.dir).resolve())})
+    return config.model_copy(update={"job": job, "data": data, "checkpoint": checkpoint})

@@ -1,0 +1,190 @@
+"""Answers: the shapes of what the views show, exactly. Times are Unix seconds, durations seconds."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel
+
+
+class Job(BaseModel):
+    """What the job is, and whether it still runs; ``total`` replicas are wanted now, of at most ``slots``."""
+
+    name: str
+    started: float | None
+    ended: float | None
+    total: int
+    slots: int
+    ranks: int
+    steps: int
+    finished: bool
+    halted: str
+    live: bool
+
+
+class Lighthouse(BaseModel):
+    """Who leads since when, and when nobody did."""
+
+    term: int
+    epoch: int
+    since: float | None
+    outages: list[tuple[float, float]]
+
+
+class Head(BaseModel):
+    """The newest commit, and how fast they come."""
+
+    step: int
+    epoch: int
+    loss: float | None
+    lr: float | None
+    lr_scale: float | None
+    step_s: float | None
+    steps_per_s: float
+    tokens_per_s: float
+    contributors: list[int]
+    healthy: int
+
+
+class Effective(BaseModel):
+    """How much of the time trained the model; see `goodput`. ``lost_s`` adds up to wall_s - useful_s."""
+
+    wall_clock: float
+    renewal: float | None
+    with_replay: float
+    wall_s: float
+    useful_s: float
+    lost_s: dict[str, float]
+
+
+class Rank(BaseModel):
+    """The newest sign of life of a rank."""
+
+    rank: int
+    pid: int
+    host: str
+    progress: int
+    age_s: float
+
+
+State = Literal[
+    "down",
+    "booting",
+    "warming",
+    "fetching",
+    "training",
+    "behind",
+    "stalled",
+    "retrying",
+    "drained",
+    "dead",
+    "final",
+]
+
+
+class Replica(BaseModel):
+    """A replica now."""
+
+    replica: int
+    state: State
+    since: float | None
+    step: int
+    incarnation: str | None
+    incarnations: int
+    reason: str
+    step_s: float | None
+    busy_s: float | None
+    straggler: bool
+    drained: bool
+    ranks: list[Rank]
+
+
+class Lane(BaseModel):
+    """What a replica did when: from, to (null: still), state."""
+
+    replica: int
+    segments: list[tuple[float, float | None, State]]
+
+
+class Epoch(BaseModel):
+    """A membership that was granted."""
+
+    t: float
+    epoch: int
+    members: list[int]
+    reason: str
+    seq: int
+
+
+class Phase(BaseModel):
+    """A part of a recovery that is over."""
+
+    name: Literal["detect", "quorum", "reconnect", "boot", "warm", "check_in", "fetch", "load", "first_step"]
+    t0: float
+    t1: float
+
+
+class Failure(BaseModel):
+    """An incarnation that failed, what it cost the others, and when it was back."""
+
+    seq: int
+    replica: int
+    rank: int | None
+    kind: str
+    t: float
+    cause: str
+    phases: list[Phase]
+    stall_s: float
+    rejoin_s: float | None
+    done: bool
+
+
+class Series(BaseModel):
+    """Curves: as many values in each list."""
+
+    t: list[float]
+    step: list[int]
+    loss: list[float | None]
+    step_s: list[float]
+    gbps: list[float]
+    healthy: list[int]
+    lr_scale: list[float]
+    effective: list[float | None]
+
+
+class Picture(BaseModel):
+    """All that the page shows, but for the log. Times are Unix seconds."""
+
+    now: float
+    seq: int
+    job: Job
+    lighthouse: Lighthouse
+    head: Head
+    effective: Effective
+    replicas: list[Replica]
+    lanes: list[Lane]
+    epochs: list[Epoch]
+    failures: list[Failure]
+    series: Series
+
+
+class Event(BaseModel):
+    """A row of the log."""
+
+    seq: int
+    t: float
+    event: str
+    source: str | None
+    replica: int | None
+    rank: int | None
+    incarnation: str | None
+    reason: str | None
+    facts: dict[str, Any]
+
+
+class Events(BaseModel):
+    """A page of the log, in order; the numbers of its first and last row, 0 where it is empty."""
+
+    events: list[Event]
+    first: int
+    last: int

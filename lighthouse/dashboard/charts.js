@@ -1,0 +1,136 @@
+// Strips of numbers under the lanes, on the same time axis, with one cursor and one zoom.
+import { html, useEffect, useRef } from "./html.js";
+import { zoom } from "./model.js";
+import { indexAt, until } from "./series.js";
+import { nowOf, store, useStore, windowOf } from "./store.js";
+import { short, span, tickLabel, ticks, tickStep } from "./time.js";
+import uPlot from "./vendor/uplot.js";
+
+const gutter = () => Number.parseFloat(css("--gutter")); // pixels left of the time axis, for lanes and charts alike
+const HEIGHT = 72;
+const AXIS = 22;
+
+export const CHARTS = [
+  { name: "step_s", label: "Step time", value: span, tick: (v) => short(v, 3), unit: "s", floor: 0 },
+  { name: "gbps", label: "FTAR", value: (v) => `${short(v)} GB/s`, tick: (v) => short(v, 3), unit: "GB/s", floor: 0 },
+  { name: "loss", label: "Loss", value: (v) => (v ?? NaN).toFixed(4), tick: (v) => short(v, 3), unit: "", floor: null },
+  { name: "healthy", label: "Healthy replicas", value: (v) => `${v}`, tick: (v) => short(v, 3), unit: "", floor: 0, step: true },
+];
+
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function reach(chart, low, high, total) {
+  if (chart.name === "healthy") return [0, Math.max(total, high ?? 0) * 1.08 || 1];
+  if (low === null || low === undefined) return [0, 1];
+  const room = (high - low) * 0.08 || Math.abs(high) * 0.08 || 1;
+  return [chart.floor === null ? low - room : Math.min(chart.floor, low), high + room];
+}
+
+function options(chart, last, width) {
+  const font = `11px ${css("--font")}`;
+  const splits = (u, _, min, max) => ticks(min, max, tickStep(min, max, u.bbox.width / (devicePixelRatio || 1)));
+  const axis = { stroke: () => css("--ink-3"), font, ticks: { show: false } };
+  const grid = { stroke: () => css("--grid"), width: 1 };
+  const times = (u, found) => {
+    const [room, drawn] = [28, u.bbox.width / (devicePixelRatio || 1)]; // a label that would be cut is left out
+    const step = tickStep(u.scales.x.min, u.scales.x.max, drawn);
+    return found.map((t) => {
+      const x = u.valToPos(t, "x");
+      return x < room || x > drawn - room ? "" : tickLabel(t, step);
+    });
+  };
+  return {
+    width,
+    height: HEIGHT + (last ? AXIS : 0),
+    padding: [5, 0, last ? 0 : 5, 0],
+    legend: { show: false },
+    cursor: { y: false, points: { size: 5 }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => null } },
+    scales: { x: { time: false, range: () => windowOf(store.get()) }, y: { range: (_, low, high) => reach(chart, low, high, store.get().picture.job.total) } },
+    axes: [
+      { ...axis, grid, splits, size: last ? AXIS : 0, values: last ? times : () => [], gap: 2 },
+      { ...axis, grid, size: gutter(), gap: 8, space: 22, values: (_, found) => found.map(chart.tick) },
+    ],
+    series: [
+      {},
+      {
+        stroke: () => css(`--c-${chart.name}`),
+        fill: () => css(`--f-${chart.name}`),
+        width: 1.25,
+        points: { show: false },
+        spanGaps: false,
+        paths: chart.step ? uPlot.paths.stepped({ align: 1 }) : uPlot.paths.linear(),
+      },
+    ],
+  };
+}
+
+const columns = (state, name) => {
+  const series = state.at === null ? state.picture.series : until(state.picture.series, state.at);
+  return [series.t, series[name]];
+};
+
+function Readout({ chart }) {
+  const text = useStore((state) => {
+    const { series } = state.picture;
+    const n = indexAt(series.t, Math.min(state.cursor ?? Infinity, nowOf(state)));
+    const value = series[chart.name][n];
+    return value === null || value === undefined ? "–" : chart.value(value);
+  });
+  const pointed = useStore((state) => state.cursor !== null);
+  return html`<output class=${`readout num ${pointed ? "pointed" : ""}`}>${text}</output>`;
+}
+
+function Strip({ chart, last }) {
+  const host = useRef(null);
+  useEffect(() => {
+    let own = false; // the cursor was set from here, not by the pointer
+    const set = uPlot.assign(options(chart, last, host.current.clientWidth), {
+      hooks: {
+        setSelect: [
+          (u) => {
+            if (u.select.width < 4) return;
+            zoom([u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")]);
+            u.setSelect({ left: 0, width: 0, top: 0, height: 0 }, false);
+          },
+        ],
+        setCursor: [(u) => !own && store.set({ cursor: u.cursor.left >= 0 ? u.posToVal(u.cursor.left, "x") : null })],
+      },
+    });
+    const plot = new uPlot(set, columns(store.get(), chart.name), host.current);
+    const doubled = () => zoom(null);
+    plot.over.addEventListener("dblclick", doubled);
+    const point = (state) => {
+      own = true;
+      const left = state.cursor === null ? -10 : plot.valToPos(state.cursor, "x");
+      if (Math.abs((plot.cursor.left ?? -10) - left) > 0.5) plot.setCursor({ left, top: left < 0 ? -10 : 1 });
+      own = false;
+    };
+    const fit = new ResizeObserver(([{ contentRect }]) => {
+      if (contentRect.width > 0) plot.setSize({ width: Math.floor(contentRect.width), height: plot.height });
+    });
+    fit.observe(host.current);
+    const unfollow = store.follow((state, before) => {
+      if (!state.picture) return;
+      if (state.theme !== before.theme) plot.redraw(false);
+      if (state.picture !== before.picture || state.at !== before.at || state.zoom !== before.zoom || state.span !== before.span) {
+        plot.setData(columns(state, chart.name));
+      }
+      if (state.cursor !== before.cursor) point(state);
+    });
+    return () => {
+      fit.disconnect();
+      unfollow();
+      plot.destroy();
+    };
+  }, []);
+  return html`
+    <figure class="strip" aria-label=${`${chart.label} over time`}>
+      <figcaption>${chart.label} <${Readout} chart=${chart} /></figcaption>
+      <div class="plot" ref=${host} />
+    </figure>
+  `;
+}
+
+export function Charts() {
+  return html`<div class="strips">${CHARTS.map((chart, n) => html`<${Strip} key=${chart.name} chart=${chart} last=${n === CHARTS.length - 1} />`)}</div>`;
+}

@@ -1,0 +1,115 @@
+// Everything about one replica, and what may be done to it.
+import { get } from "./api.js";
+import { html, useEffect, useRef, useState } from "./html.js";
+import { Row } from "./log_row.js";
+import { onEvent } from "./model.js";
+import { shaped } from "./pages.js";
+import { STATES } from "./states.js";
+import { nowOf, store, useStore } from "./store.js";
+import { Swatch } from "./swatch.js";
+import { clock, count, day, span } from "./time.js";
+import { told } from "./waterfall.js";
+
+const RECENT = 20;
+
+function useRecent(replica, ceiling) {
+  const [rows, setRows] = useState([]);
+  useEffect(() => {
+    let gone = false;
+    const take = (more) => {
+      if (gone) return;
+      setRows((now) => {
+        const all = new Map([...now, ...more].map((row) => [row.seq, row]));
+        return [...all.values()].sort((a, b) => b.seq - a.seq).slice(0, RECENT);
+      });
+    };
+    const read = () =>
+      get("/v1/events", { replica, limit: RECENT, before: ceiling === null ? null : ceiling + 1 }).then(
+        ({ events }) => take(events),
+        () => {}, // the connection state says so already
+      );
+    setRows([]);
+    read();
+    const unfollow = onEvent((row) => (row === null ? read() : row.replica === replica && take([shaped(row)])));
+    return () => {
+      gone = true;
+      unfollow();
+    };
+  }, [replica, ceiling]);
+  return rows;
+}
+
+export function Drawer() {
+  const id = useStore((s) => s.replica);
+  const found = useStore((s) => s.picture.replicas.find((r) => r.replica === s.replica) ?? null);
+  return id === null || !found ? null : html`<${Open} key=${id} replica=${found} />`;
+}
+
+function Open({ replica }) {
+  const panel = useRef(null);
+  const state = store.get();
+  const live = useStore((s) => s.picture.job.live);
+  const failures = useStore((s) => s.picture.failures);
+  const ceiling = useStore((s) => (s.at === null ? null : s.picture.seq));
+  const rows = useRecent(replica.replica, ceiling);
+  const close = () => store.set({ replica: null });
+  useEffect(() => {
+    const before = document.activeElement;
+    panel.current.focus();
+    return () => before?.isConnected && before.focus();
+  }, []);
+  const key = (event) => {
+    if (event.key !== "Escape") return;
+    event.stopPropagation();
+    close();
+  };
+  const mine = failures.filter((f) => f.replica === replica.replica).sort((a, b) => b.t - a.t);
+  return html`
+    <aside class="drawer" ref=${panel} tabindex="-1" aria-labelledby="drawer" onKeyDown=${key}>
+      <header>
+        <h2 id="drawer">Replica ${replica.replica}</h2>
+        <span class="state"><${Swatch} state=${replica.state} width=${22} /> ${replica.state}</span>
+        ${replica.straggler && html`<span class="tag warn">straggler</span>`}${replica.drained && html`<span class="tag">drained</span>`}
+        <span class="grow" /><button type="button" class="quiet-button" onClick=${close}>close</button>
+      </header>
+      <p class="quiet">${STATES[replica.state]?.about ?? ""}${replica.reason && html`<br />${replica.reason}`}</p>
+      <dl class="details">
+        <div><dt>since</dt><dd class="num">${replica.since === null ? "–" : `${day(replica.since)} ${clock(replica.since)}, ${span(nowOf(state) - replica.since)}`}</dd></div>
+        <div><dt>step</dt><dd class="num">${count(replica.step)}</dd></div>
+        <div><dt>incarnation</dt><dd class="num">${replica.incarnation || "–"} <span class="quiet">(${replica.incarnations} so far)</span></dd></div>
+        <div><dt>step time, busy</dt><dd class="num">${span(replica.step_s)}, ${span(replica.busy_s)}</dd></div>
+      </dl>
+      ${live && html`<${Orders} replica=${replica} />`}
+      <h3>Ranks</h3><${Ranks} ranks=${replica.ranks} />
+      <h3>Failures</h3>
+      ${mine.length ? html`<ul class="failures">${mine.slice(0, 8).map((f) => html`<li key=${f.seq}><button type="button" onClick=${() => store.set({ failure: f.seq })}><span class="num quiet">${day(f.t)} ${clock(f.t)}</span><span class="kind wide">${told(f)}</span><span class="num right">${f.rejoin_s === null ? "–" : span(f.rejoin_s)}</span></button></li>`)}</ul>` : html`<p class="quiet">None.</p>`}
+      <h3>Last events</h3>
+      <ol class="recent">${rows.map((row) => html`<${Row} key=${row.seq} row=${row} />`)}</ol>
+    </aside>
+  `;
+}
+
+function Ranks({ ranks }) {
+  if (!ranks.length) return html`<p class="quiet">No rank reports.</p>`;
+  return html`
+    <table class="ranks">
+      <thead><tr><th>rank</th><th>host</th><th>pid</th><th>progress</th><th>last beat</th></tr></thead>
+      <tbody>
+        ${ranks.map((r) => html`<tr key=${r.rank}><td class="num">${r.rank}</td><td class="host">${r.host}</td><td class="num">${r.pid}</td><td class="num">${count(r.progress)}</td><td class="num">${r.age_s === null ? "–" : span(r.age_s)}</td></tr>`)}
+      </tbody>
+    </table>
+  `;
+}
+
+function Orders({ replica }) {
+  const notice = useStore((s) => s.notice);
+  const ask = (action) => store.set({ asked: { action, replica: replica.replica }, notice: null });
+  return html`
+    <div class="orders" role="group" aria-label="Actions">
+      <button type="button" class="danger" onClick=${() => ask("evict")}>evict</button>
+      ${replica.drained ? html`<button type="button" onClick=${() => ask("undrain")}>undrain</button>` : html`<button type="button" onClick=${() => ask("drain")}>drain</button>`}
+      <button type="button" onClick=${() => ask("checkpoint")}>checkpoint now</button>
+    </div>
+    ${notice && html`<p class=${`notice ${notice.good ? "" : "bad"}`} role="status">${notice.text}</p>`}
+  `;
+}

@@ -1,0 +1,71 @@
+// The job in one line: what it is, how far, how fast, how well; and whether this page is up to date.
+import { html } from "./html.js";
+import { store, useStore } from "./store.js";
+import { count, percent, short, span } from "./time.js";
+
+const CONNECTION = {
+  connecting: "connecting",
+  live: "live",
+  reconnecting: "reconnecting",
+  replay: "replay",
+  refused: "no access",
+};
+
+function switchTheme() {
+  const theme = store.get().theme === "dark" ? "light" : "dark";
+  document.documentElement.dataset.theme = theme;
+  try {
+    localStorage.setItem("ft.theme", theme);
+  } catch {
+    // storage may be forbidden; the switch then lasts as long as the page
+  }
+  store.set({ theme });
+}
+
+export function Connection() {
+  const connection = useStore((s) => s.connection);
+  const trouble = useStore((s) => s.trouble);
+  return html`<span class=${`connection is-${connection}`} role="status" title=${trouble}><i aria-hidden="true" />${CONNECTION[connection]}</span>`;
+}
+
+export function ThemeSwitch() {
+  const theme = useStore((s) => s.theme);
+  const other = theme === "dark" ? "light" : "dark";
+  return html`<button type="button" class="quiet-button" aria-label=${`Switch to the ${other} theme`} onClick=${switchTheme}>${other}</button>`;
+}
+
+function Fact({ label, children, note, warn }) {
+  return html`<div class=${`fact ${warn ? "warn" : ""}`}><dt>${label}</dt><dd class="num">${children}${note && html` <small>${note}</small>`}</dd></div>`;
+}
+
+export function Header() {
+  const { job, head, effective } = useStore((s) => s.picture);
+  const share = job.steps ? Math.min(1, head.step / job.steps) : 0;
+  const left = head.steps_per_s > 0 && !job.finished ? (job.steps - head.step) / head.steps_per_s : null;
+  const halted = job.halted || (job.finished ? "finished" : "");
+  return html`
+    <header class="top">
+      <div class="title">
+        <h1>${job.name}</h1>
+        ${halted && html`<span class=${`tag ${job.halted ? "warn" : ""}`}>${job.halted ? `halted: ${halted}` : halted}</span>`}
+        <${Connection} /><span class="grow" />
+        ${job.live && html`<button type="button" class="quiet-button" onClick=${() => store.set({ asked: { action: "checkpoint" } })}>checkpoint now</button>`}
+        <${ThemeSwitch} />
+      </div>
+      <dl class="facts">
+        <${Fact} label="step" note=${`of ${count(job.steps)}`}>${count(head.step)}<//>
+        <${Fact} label="left">${left === null ? "–" : span(left)}<//>
+        <${Fact} label="rate" note="steps/s">${short(head.steps_per_s)}<//>
+        <${Fact} label="tokens" note="/s">${short(head.tokens_per_s)}<//>
+        <${Fact} label="healthy" note=${`of ${job.total}`} warn=${head.healthy < job.total && !job.finished}>${head.healthy}<//>
+        <${Fact} label="effective time">${percent(effective.wall_clock)}<//>
+        <${Fact} label="epoch">${count(head.epoch)}<//>
+        <${Fact} label="loss">${Number.isFinite(head.loss) ? head.loss.toFixed(4) : "–"}<//>
+        <${Fact} label="lr scale">${short(head.lr_scale)}<//>
+      </dl>
+      <div class="progress" role="progressbar" aria-label="Progress" aria-valuemin="0" aria-valuemax="100" aria-valuenow=${Math.round(share * 100)}>
+        <span style=${{ width: `${share * 100}%` }} />
+      </div>
+    </header>
+  `;
+}

@@ -1,0 +1,31 @@
+// One event in a line; the one that the address names is open.
+import { html } from "./html.js";
+import { store } from "./store.js";
+import { clockMs, day, short } from "./time.js";
+
+const GRAVE = new Set([
+  "FailureInjected", "ProcessExited", "ReplicaExited", "RingBroken", "ReplicaLost", "ReplicaStuck", "FetchRejected",
+  "LighthouseExited", "LighthouseFailed", "HeadRolledBack", "ReplicaExcluded",
+]);
+
+function worded(name, value) {
+  if (name === "bytes" && Number.isFinite(value)) return `${short(value)}B`;
+  if (typeof value === "number" && !Number.isInteger(value)) return String(Number(value.toPrecision(4)));
+  return value !== null && typeof value === "object" ? JSON.stringify(value) : String(value);
+}
+
+export function Row({ row, named }) {
+  const facts = Object.entries(row.facts ?? {}).map(([name, value]) => `${name} ${worded(name, value)}`).join("  ");
+  const kind = GRAVE.has(row.event) ? "grave" : row.source === "admin" ? "ordered" : "";
+  const rank = row.rank === null || row.rank === undefined ? "" : `.${row.rank}`;
+  return html`
+    <li class=${["row", kind, named && "named"].filter(Boolean).join(" ")} data-seq=${row.seq} aria-current=${named ? "true" : null}>
+      <a class="num when" href=${`#event=${row.seq}`} title=${`Event ${row.seq}: link to it`}><span class="day">${day(row.t)} </span>${clockMs(row.t)}</a>
+      ${row.replica === null || row.replica === undefined
+        ? html`<span class="who quiet">${row.source}</span>`
+        : html`<button type="button" class="who num" title=${`from the ${row.source}`} onClick=${() => store.set({ replica: row.replica })}>r${row.replica}${rank}</button>`}
+      <span class="what">${row.event}</span>
+      <span class="why">${row.reason} <span class="facts-of">${facts}</span></span>
+    </li>
+  `;
+}

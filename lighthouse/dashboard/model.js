@@ -1,0 +1,158 @@
+// Keeps the picture true: the first overview, then the stream; the overview again when lanes may have changed.
+import { ApiError, get } from "./api.js";
+import { extended } from "./series.js";
+import { extentOf, store, windowOf } from "./store.js";
+import { follow } from "./stream.js";
+
+const BETWEEN_MS = 1000; // between two overviews
+const STALE_MS = 10_000; // ages, totals and ends of lanes drift without events
+const FAR = 5000; // so many rows behind, a new picture is cheaper than the rows
+const listeners = new Set();
+let stream = null;
+let life = 0; // counts starts and stops, so that what is left of an earlier one ends itself
+let flight = new AbortController();
+let flying = false; // an overview is asked for
+let timer = null;
+let due = Infinity; // performance.now() at which the next one is to be asked for
+let asked = -Infinity;
+
+/** Be called with each event row that arrives live, and with null when the log has to be read anew. */
+export function onEvent(listener) {
+  listeners.add(listener);
+  return () => listeners.delete(listener);
+}
+
+const tell = (row) => listeners.forEach((listener) => listener(row));
+
+function query(state) {
+  const points = Math.max(200, Math.min(1200, Math.round(innerWidth * 0.75)));
+  const zoomed = state.zoom !== null || state.span !== null;
+  const [start, end] = zoomed ? windowOf(state) : [null, null];
+  return { at: state.at, start, end: state.zoom ? end : null, points };
+}
+
+async function overview() {
+  asked = performance.now();
+  const mine = life;
+  const picture = await get("/v1/overview", query(store.get()), flight.signal);
+  if (mine !== life) throw new DOMException("overtaken", "AbortError");
+  store.set({ picture, received: performance.now() });
+  return picture;
+}
+
+/** Ask for the overview `between` ms after the last time, or now; one at a time, and the newest wish wins. */
+export function refresh(between = BETWEEN_MS) {
+  due = Math.min(due, asked + between);
+  if (flying) return;
+  clearTimeout(timer);
+  timer = setTimeout(ask, Math.max(0, due - performance.now()));
+}
+
+async function ask() {
+  due = Infinity;
+  flying = true;
+  const mine = life;
+  try {
+    await overview();
+  } catch (error) {
+    if (mine === life && error.status === 401) refused(error);
+    else if (mine === life) store.set({ trouble: error.message });
+  } finally {
+    flying = false;
+    if (mine === life && due < Infinity) refresh(due - asked);
+  }
+}
+
+function refused(error) {
+  stop();
+  store.set({ connection: "refused", trouble: error.message, picture: null });
+}
+
+function committed(row) {
+  const { picture, zoom } = store.get();
+  if (!picture) return;
+  const head = { ...picture.head, step: row.step, epoch: row.epoch, loss: row.loss, lr: row.lr, lr_scale: row.lr_scale };
+  head.step_s = row.step_s;
+  head.contributors = row.contributors;
+  head.healthy = row.contributors.length;
+  const series = zoom ? picture.series : extended(picture.series, row);
+  store.set({ picture: { ...picture, head, series } });
+  if (series.t.length > 2400) refresh();
+}
+
+function arrived(kind, row) {
+  if (kind === "commit") return committed(row);
+  tell(row);
+  refresh();
+}
+
+/** Before a reconnect: a journal that was made anew, or one far ahead, is read as a picture and not row by row. */
+async function again(last) {
+  const picture = await overview();
+  if (picture.seq >= last && picture.seq - last < FAR) return last;
+  tell(null);
+  return picture.seq;
+}
+
+/** Show the job; the promise ends when its first picture is there. Does not throw. */
+export async function start() {
+  stop();
+  const mine = life;
+  store.set({ connection: "connecting", trouble: "" });
+  for (let pause = 500; mine === life; pause = Math.min(pause * 2, 8000)) {
+    try {
+      const picture = await overview();
+      if (picture.job.live) return listen(picture.seq);
+      const whole = extentOf(store.get());
+      return store.set({ connection: "replay", whole, at: whole[1], trouble: "" });
+    } catch (error) {
+      if (mine !== life) return undefined;
+      if (error instanceof ApiError && error.status === 401) return refused(error);
+      store.set({ connection: "reconnecting", trouble: "the lighthouse does not answer" });
+      await new Promise((resolve) => setTimeout(resolve, pause));
+    }
+  }
+  return undefined;
+}
+
+function listen(seq) {
+  const state = (connection, trouble) => {
+    if (connection === "refused") refused(new Error(trouble));
+    else store.set({ connection, trouble });
+  };
+  stream = follow(seq, { row: arrived, state, again });
+}
+
+function stop() {
+  life += 1;
+  stream?.stop();
+  stream = null;
+  flight.abort();
+  flight = new AbortController();
+  clearTimeout(timer);
+  due = Infinity;
+}
+
+setInterval(() => {
+  const { connection, replica } = store.get();
+  if (connection === "live" && !document.hidden) refresh(replica === null ? STALE_MS : 2 * BETWEEN_MS);
+}, 2000);
+
+/** Zoom to [start, end] (Unix s), or back to everything with null. */
+export function zoom(range) {
+  if (range && !(range[1] - range[0] >= 0.05)) return;
+  store.set({ zoom: range, span: null });
+  refresh(150);
+}
+
+/** Follow the last `seconds`; null: the whole job. */
+export function showLast(seconds) {
+  store.set({ zoom: null, span: seconds });
+  refresh(150);
+}
+
+/** Replay: show the job as it was at `t`, Unix s. */
+export function moveTo(t) {
+  store.set({ at: t });
+  refresh(120);
+}

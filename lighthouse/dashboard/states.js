@@ -1,0 +1,85 @@
+// The states of a replica: what they are called, what they mean, and how they are drawn. Colours are in style.css;
+// each state also has a pattern, so that no two need a colour to be told apart.
+
+export const STATES = {
+  training: { about: "contributes to every step", pattern: "plain" },
+  behind: { about: "holds an older state than the head", pattern: "rising" },
+  fetching: { about: "fetches the state from a donor", pattern: "falling" },
+  warming: { about: "does the work before it checks in", pattern: "upright" },
+  booting: { about: "its processes are up, not warm yet", pattern: "dots" },
+  retrying: { about: "repeats a step whose ring broke", pattern: "chevron" },
+  stalled: { about: "no beats, or no progress within them", pattern: "cross" },
+  drained: { about: "kept away by an operator, or by the size of the job", pattern: "level" },
+  dead: { about: "lost for good", pattern: "grid" },
+  down: { about: "no process runs", pattern: "line" },
+  final: { about: "holds the final state", pattern: "plain" },
+};
+
+// From what may be painted over to what has to be seen, where many share one pixel.
+export const BY_WEIGHT = [
+  "training", "final", "down", "drained", "behind", "booting", "warming", "fetching", "retrying", "stalled", "dead",
+];
+
+const TILE = 6;
+const STROKES = {
+  rising: [[0, 6, 6, 0]],
+  falling: [[0, 0, 6, 6]],
+  upright: [[3, 0, 3, 6]],
+  level: [[0, 1.5, 6, 1.5], [0, 4.5, 6, 4.5]],
+  cross: [[0, 6, 6, 0], [0, 0, 6, 6]],
+  grid: [[3, 0, 3, 6], [0, 3, 6, 3]],
+  chevron: [[0, 0, 3, 3], [3, 3, 0, 6]],
+};
+
+function tile(pattern, ink, ratio) {
+  const canvas = new OffscreenCanvas(TILE * ratio, TILE * ratio);
+  const g = canvas.getContext("2d");
+  g.scale(ratio, ratio);
+  g.strokeStyle = g.fillStyle = ink;
+  g.lineWidth = 1;
+  if (pattern === "dots") {
+    g.fillRect(1, 1, 1.5, 1.5);
+    g.fillRect(4, 4, 1.5, 1.5);
+  }
+  for (const [x0, y0, x1, y1] of STROKES[pattern] ?? []) {
+    g.beginPath();
+    g.moveTo(x0, y0);
+    g.lineTo(x1, y1);
+    g.stroke();
+  }
+  return canvas;
+}
+
+let made = { theme: "", ratio: 0, inks: {} };
+
+/** Colour and pattern of every state in the present theme, for a canvas of `ratio` device pixels per pixel. */
+export function inks(ratio) {
+  const { theme } = document.documentElement.dataset;
+  if (made.theme === theme && made.ratio === ratio) return made.inks;
+  const style = getComputedStyle(document.documentElement);
+  const found = {};
+  for (const [state, { pattern }] of Object.entries(STATES)) {
+    const fill = style.getPropertyValue(`--s-${state}`).trim();
+    const ink = style.getPropertyValue(`--p-${state}`).trim();
+    const patterned = STROKES[pattern] || pattern === "dots";
+    found[state] = { fill, ink, pattern, tile: patterned ? tile(pattern, ink, ratio) : null };
+  }
+  made = { theme, ratio, inks: found };
+  return found;
+}
+
+/** Paint one stretch of a state; `g` is scaled to CSS pixels. */
+export function paint(g, look, x, y, width, height, ratio) {
+  if (look.pattern === "line") {
+    g.fillStyle = look.ink;
+    g.fillRect(x, y + height / 2 - 0.5, width, 1);
+    return;
+  }
+  g.fillStyle = look.fill;
+  g.fillRect(x, y, width, height);
+  if (!look.tile || width < 3) return;
+  const pattern = g.createPattern(look.tile, "repeat");
+  pattern.setTransform(new DOMMatrix().scale(1 / ratio));
+  g.fillStyle = pattern;
+  g.fillRect(x, y, width, height);
+}

@@ -1,0 +1,364 @@
+"""Failures: one per incarnation that was hurt or lost, and the phases of coming back. Pure.
+
+Rows come late and out of order, so facts are kept as they come, and the phases are read off them when asked for.
+What is a failure, when it was seen and when it is over is as in summary.json (ft_hsdp/launch/failures.py).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right, insort
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+MAX_FAILURES = 512
+MAX_EPOCHS = 4096
+LIVES = 4  # incarnations of a replica that are remembered
+AFTERMATH_S = 10.0  # a ring that breaks later than this after a failure broke for another reason
+COMMITS = 64  # times of commits that are remembered, for failures that are told late
+EARLY_S = 0.05  # rows of one host may differ by this
+LIMIT = 2**16  # ranks of a replica
+
+
+@dataclass(slots=True)
+class Epoch:
+    """A membership that was granted at ``t``; ``resumed`` is when its first step was committed."""
+
+    t: float
+    epoch: int
+    members: tuple[int, ...]
+    contributors: frozenset[int]
+    reason: str
+    seq: int
+    resumed: float | None = None
+
+
+@dataclass(slots=True)
+class Life:
+    """What is known of one incarnation; times in Unix seconds."""
+
+    incarnation: str
+    started: float | None = None
+    booted: float | None = None  # its processes run, and know who they are
+    warmed: float | None = None
+    checked_in: float | None = None
+    fetching: float | None = None
+    fetched: float | None = None
+    exited: float | None = None
+
+    @property
+    def first(self) -> float:
+        """The first sign of it; before everything if there is none."""
+        known = (self.started, self.booted, self.warmed, self.checked_in, self.fetching, self.fetched)
+        return min((t for t in known if t is not None), default=0.0)
+
+
+@dataclass(slots=True)
+class Failure:
+    """An incarnation that failed; ``evidence``: when first seen; ``gap_s``: from the commit before to the next."""
+
+    seq: int
+    replica: int
+    rank: int | None
+    kind: str
+    cause: str
+    life: Life
+    injected: float | None = None
+    evidence: float | None = None
+    broke: int | None = None  # the epoch whose ring it broke
+    next: Life | None = None
+    rejoined: float | None = None
+    gap_s: float | None = None
+    hopeless: bool = False
+
+    @property
+    def t(self) -> float:
+        """When it happened: the injection, else the first evidence."""
+        if self.injected is not None:
+            return self.injected
+        return self.evidence if self.evidence is not None else 0.0
+
+    def seen(self, t: float) -> None:
+        """Somebody noticed it at ``t``."""
+        if self.injected is None or t >= self.injected - EARLY_S:
+            self.evidence = t if self.evidence is None else min(self.evidence, t)
+
+
+@dataclass(slots=True)
+class _Replica:
+    lives: list[Life] = field(default_factory=list)
+    open: list[Failure] = field(default_factory=list)  # not known to be over
+
+
+class Failures:
+    """All failures of a job, and its epochs."""
+
+    def __init__(self, slots: int) -> None:
+        self.epochs: dict[int, Epoch] = {}
+        self._numbers: list[int] = []  # of the epochs, in order
+        self.all: list[Failure] = []
+        self._replicas = [_Replica() for _ in range(slots)]
+        self._commits: deque[float] = deque(maxlen=COMMITS)
+        self._fresh: list[Failure] = []  # whose gap is not settled
+        self._epoch = -1  # of the newest commit
+        self._resumed: dict[int, float] = {}  # newest epochs, when a first step was committed in them
+
+    def event(self, seq: int, name: str, row: Mapping[str, Any]) -> None:
+        """Take any event."""
+        replica, t = row.get("replica"), row["t"]
+        if name == "EpochGranted":
+            self._granted(seq, row)
+        elif replica is None:
+            return
+        elif name == "RingBroken":
+            self._broke(seq, row)
+        elif name == "FailureInjected":
+            self._injected(seq, row)
+        elif name == "FailureLifted":
+            self._drop(replica, row.get("incarnation"))
+        elif name in ("ProcessExited", "ReplicaExited", "ExitReported"):
+            self._exited(seq, name, row)
+        elif name in ("ReplicaExcluded", "ReplicaEvicted"):
+            self._at(seq, replica, self._life(replica, row.get("incarnation"), t), "silent", row).seen(t)
+        elif name == "ReplicaLost":
+            for failure in self._replicas[replica].open:
+                failure.hopeless = True
+            self._replicas[replica].open = []
+        elif name in _STAMPS:
+            self._lived(name, replica, row)
+
+    def commit(self, t: float, epoch: int, contributors: Collection[int]) -> None:
+        """Take a canonical commit."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            first = self._resumed[epoch] = min(t, self._resumed.get(epoch, t))
+            if len(self._resumed) > COMMITS:
+                del self._resumed[next(iter(self._resumed))]
+            if epoch in self.epochs:
+                self.epochs[epoch].resumed = first
+        self._commits.append(t)
+        if self._fresh:
+            for failure in self._fresh:
+                failure.gap_s = self._gap(failure.t) or failure.gap_s
+            oldest = self._commits[0] if len(self._commits) < 8 else self._commits[-8]
+            self._fresh = [f for f in self._fresh if f.t >= oldest]
+
+    def before(self, failure: Failure) -> int:
+        """The epoch that ran when it happened."""
+        if failure.broke is not None:
+            return failure.broke
+        at = bisect_right(self._numbers, failure.t, key=lambda number: self.epochs[number].t)
+        return self._numbers[at - 1] if at else 0
+
+    def after(self, failure: Failure) -> Epoch | None:
+        """The first epoch without the failed incarnation; None as long as there is none, or none is needed."""
+        before = self.before(failure)
+        ran = self.epochs.get(before)
+        if ran is None or failure.replica not in ran.members:
+            return None
+        return next(self._above(before), None)
+
+    def back(self, failure: Failure) -> Epoch | None:
+        """The first epoch in which the replica contributes again."""
+        life = failure.next or (failure.life if failure.life.exited is None else None)
+        if life is None:
+            return None
+        before = self.before(failure)
+        since = (life.checked_in or life.started or 0.0) - 1.0 if failure.next else 0.0
+        later = self._above(before)
+        return next((e for e in later if failure.replica in e.contributors and e.t >= since), None)
+
+    def _above(self, epoch: int) -> Iterator[Epoch]:
+        """The epochs after one, in order."""
+        return (self.epochs[n] for n in self._numbers[bisect_right(self._numbers, epoch) :])
+
+    def phases(self, failure: Failure) -> Iterator[tuple[str, float, float]]:
+        """(name, from, to) of what is over, in Unix seconds."""
+        after, back, life = self.after(failure), self.back(failure), failure.next
+        fetch = life or failure.life
+        marks: list[tuple[str, float | None, float | None]] = [
+            ("detect", failure.t, failure.evidence),
+            ("quorum", failure.evidence, after.t if after else None),
+            ("reconnect", after.t if after else None, after.resumed if after else None),
+        ]
+        if life is not None:
+            marks.append(("boot", life.started, life.booted or life.warmed or life.checked_in))
+            marks.append(("warm", life.booted, life.warmed or life.checked_in))
+            marks.append(("check_in", life.warmed, life.checked_in))
+        if fetch.fetching is not None and fetch.fetching >= failure.t:
+            marks.append(("fetch", fetch.fetching, fetch.fetched))
+            if fetch.fetched is not None and back is not None:
+                marks.append(("load", fetch.fetched, max(back.t, fetch.fetched)))
+        if back is not None and back is not after:
+            marks.append(("first_step", max(back.t, fetch.fetched or 0.0), self.over(failure)))
+        for name, t0, t1 in marks:
+            if t0 is not None and t1 is not None:
+                yield name, t0, max(t0, t1)
+
+    def over(self, failure: Failure) -> float | None:
+        """When the replica contributed again."""
+        back = self.back(failure)
+        times = [t for t in (failure.rejoined, back.resumed if back else None) if t is not None]
+        return min(times, default=None)
+
+    def _granted(self, seq: int, row: Mapping[str, Any]) -> None:
+        epoch, members, roles = row.get("epoch"), row.get("members"), row.get("roles")
+        if not isinstance(epoch, int) or not isinstance(members, list) or epoch in self.epochs:
+            return
+        able = [r for r in members if not isinstance(roles, dict) or roles.get(str(r)) == "contribute"]
+        reason = str(row.get("reason", ""))
+        first = self._resumed.get(epoch)
+        self.epochs[epoch] = Epoch(row["t"], epoch, tuple(members), frozenset(able), reason, seq, first)
+        insort(self._numbers, epoch)
+        if len(self._numbers) > MAX_EPOCHS:
+            del self.epochs[self._numbers.pop(0)]
+
+    def _injected(self, seq: int, row: Mapping[str, Any]) -> None:
+        """It counts once somebody notices; the last injection before that is the one."""
+        replica, t = row["replica"], row["t"]
+        life = self._life(replica, row.get("incarnation"), t)
+        failure = self._find(replica, life, t)
+        if failure is not None and failure.injected is not None and failure.evidence is not None:
+            return
+        failure = failure or self._at(seq, replica, life, "", row)
+        failure.injected, failure.kind = t, str(row.get("kind", "failure"))[:64]
+        failure.rank, failure.cause = row.get("rank"), str(row.get("reason", ""))
+
+    def _broke(self, seq: int, row: Mapping[str, Any]) -> None:
+        """A survivor's ring broke: it is about the failure of this epoch, or a new one of whom it suspects."""
+        suspect, epoch, t = row.get("suspect"), row.get("epoch"), row["t"]
+        newest = self._numbers[-1] if self._numbers else 0
+        if not isinstance(epoch, int) or (epoch < newest and t > self.epochs[newest].t + 1.0):
+            return
+        known = isinstance(suspect, int) and 0 <= suspect < len(self._replicas) and suspect != row["replica"]
+        failure = next(
+            (f for f in reversed(self.all) if self._explains(f, suspect if known else None, epoch, t)), None
+        )
+        if failure is None and known and not any(f.broke == epoch for f in self.all[-8:]):
+            assert isinstance(suspect, int)
+            life = self._life(suspect, None, t)
+            rank = row.get("at_rank")
+            rank = rank if isinstance(rank, int) and 0 <= rank <= LIMIT else None
+            failure = self._at(seq, suspect, life, "ring broken", {**row, "rank": rank})
+        if failure is not None:
+            failure.broke = epoch
+            failure.seen(t)
+
+    def _explains(self, failure: Failure, suspect: int | None, epoch: int, t: float) -> bool:
+        """Whether this failure is why a ring of ``epoch`` broke at ``t``."""
+        if suspect is not None and failure.replica != suspect:
+            return False
+        if failure.broke is not None:
+            return failure.broke == epoch
+        return failure.t - 1.0 <= t <= failure.t + AFTERMATH_S or failure.life.exited is None
+
+    def _exited(self, seq: int, name: str, row: Mapping[str, Any]) -> None:
+        replica, t, kind = row["replica"], row["t"], row.get("kind")
+        life = self._life(replica, row.get("incarnation"), t)
+        failure = self._find(replica, life, t)
+        life.exited = t if life.exited is None else min(life.exited, t)
+        meant = kind in ("done", "stopped") or (kind == "left" and (failure is None or failure.injected is None))
+        if name == "ReplicaExited" and meant:
+            if failure is not None and failure.broke is None and failure.injected is None:
+                self._drop(replica, life.incarnation, evident=True)
+            return
+        if failure is None and (name == "ExitReported" or kind == "exit 0"):
+            return
+        failure = failure or self._at(seq, replica, life, str(kind)[:64], row)
+        failure.seen(t)
+        if failure.injected is None and name != "ExitReported":
+            failure.kind, failure.rank, failure.cause = str(kind)[:64], row.get("rank"), str(row.get("reason", ""))
+        self._follow(replica)
+
+    def _follow(self, replica: int) -> None:
+        """Find the incarnation that followed a failed one, whichever of them was heard of first."""
+        mine = self._replicas[replica]
+        for failure in mine.open:
+            exited = failure.life.exited
+            if failure.next is None and exited is not None:
+                others = (life for life in mine.lives if life is not failure.life)
+                later = [life for life in others if life.first >= exited - EARLY_S]
+                failure.next = min(later, key=lambda life: life.first, default=None)
+
+    def _lived(self, name: str, replica: int, row: Mapping[str, Any]) -> None:
+        incarnation, t = row.get("incarnation"), row["t"]
+        if incarnation is None:
+            return
+        life = self._life(replica, incarnation, t)
+        if name == "Rejoined":
+            for failure in self._replicas[replica].open:
+                failure.rejoined = t
+            self._replicas[replica].open = []
+            return
+        stamp = _STAMPS[name]
+        old = getattr(life, stamp)
+        if stamp == "fetched":  # the last rank's; a fetch that is repeated counts from the first
+            setattr(life, stamp, t if old is None else max(old, t))
+        else:
+            setattr(life, stamp, t if old is None else min(old, t))
+        self._follow(replica)
+
+    def _life(self, replica: int, incarnation: str | None, t: float) -> Life:
+        """The incarnation of that name; without one, that which ran at ``t``."""
+        mine = self._replicas[replica]
+        if incarnation is None:
+            ran = [life for life in mine.lives if (life.started or 0.0) <= t + EARLY_S]
+            if ran:
+                return ran[-1]
+            incarnation = ""
+        for life in mine.lives:
+            if life.incarnation == incarnation:
+                return life
+        life = Life(incarnation)
+        mine.lives = [*mine.lives[1 - LIVES :], life]
+        return life
+
+    def _find(self, replica: int, life: Life, t: float) -> Failure | None:
+        """The newest failure of an incarnation, unless that was over before ``t``: then it is closed."""
+        mine = self._replicas[replica]
+        found = next((f for f in reversed(mine.open) if f.life is life), None)
+        over = None if found is None else self.over(found)
+        if found is None or over is None or t <= over:
+            return found
+        found.rejoined = over
+        mine.open = [f for f in mine.open if f is not found]
+        return None
+
+    def _at(self, seq: int, replica: int, life: Life, kind: str, row: Mapping[str, Any]) -> Failure:
+        """The failure of an incarnation, which may be new."""
+        failure = self._find(replica, life, row["t"])
+        if failure is None:
+            rank, cause = row.get("rank"), str(row.get("reason", ""))
+            failure = Failure(seq, replica, rank, kind, cause, life)
+            mine = self._replicas[replica]
+            mine.open = [*mine.open[1 - LIVES :], failure]
+            self.all.append(failure)
+            self._fresh.append(failure)
+            if len(self.all) > MAX_FAILURES:
+                del self.all[0]
+        return failure
+
+    def _drop(self, replica: int, incarnation: str | None, evident: bool = False) -> None:
+        """It was none: it healed before anybody saw it, or was meant."""
+        for failure in list(self._replicas[replica].open):
+            if failure.life.incarnation == incarnation and (evident or failure.evidence is None):
+                self._replicas[replica].open.remove(failure)
+                self.all = [f for f in self.all if f is not failure]
+                self._fresh = [f for f in self._fresh if f is not failure]
+
+    def _gap(self, t: float) -> float | None:
+        """Seconds between the commits before and after ``t``."""
+        return next((b - a for a, b in pairwise(self._commits) if a <= t < b), None)
+
+
+_STAMPS = {
+    "ReplicaStarted": "started",
+    "ReplicaBooted": "booted",
+    "ReplicaWarmed": "warmed",
+    "CheckedIn": "checked_in",
+    "FetchStarted": "fetching",
+    "FetchCompleted": "fetched",
+    "Rejoined": "",
+}

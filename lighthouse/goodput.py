@@ -1,0 +1,200 @@
+"""Goodput: how much of the time trained the model, and where the rest went. Pure; memory does not grow.
+
+`wall_clock` is FT-HSDP's figure (section 6.1) and summary.json's: sum over steps of (median fault-free step x
+contributors / total), over the wall time since the first step. Steps that are done twice count there each time,
+as in the paper; `with_replay` counts them once. `renewal` is what failures alone cost: t / (t + lost), with t the
+training between two failures and lost what one of them takes away, both in seconds at full strength.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+CAUSES = ("startup", "detect", "quorum", "reconnect", "fetch", "missing", "replay", "ftar", "commit", "other")
+WAITS = ("quorum", "commit", "ftar")  # the surest first
+MEANT = ("done", "stopped", "left")  # ends of an incarnation that are no failures
+BY_FAILURES = ("detect", "quorum", "reconnect", "fetch", "missing")
+BINS_PER_OCTAVE = 128  # of the histogram of steps: a median is exact to 0.6 %, or wholly while bins hold one value
+LEARN = 4  # of so many usual steps one says what a usual step waits for
+SMOOTH = 0.1  # its weight
+
+
+class Median:
+    """A running median of positive seconds from a histogram with logarithmic bins."""
+
+    def __init__(self) -> None:
+        self._bins: dict[int, tuple[int, float]] = {}  # number and sum of what is inside
+        self._count = 0
+        self._at = 0  # how many were counted when `_value` was found
+        self._value = 0.0
+
+    def add(self, value: float) -> None:
+        """Count one."""
+        key = int(math.log2(value if value > 1e-6 else 1e-6) * BINS_PER_OCTAVE)
+        count, total = self._bins.get(key, (0, 0.0))
+        self._bins[key] = (count + 1, total + value)
+        self._count += 1
+
+    def near(self) -> float:
+        """The median, at most 1 % of the values behind; cheap."""
+        if self._count > self._at * 1.01:
+            self._value, self._at = self.exact(), self._count
+        return self._value
+
+    def exact(self) -> float:
+        """The median; 0.0 of nothing."""
+        low, high = (self._count - 1) // 2, self._count // 2
+        passed, found = 0, []
+        for key in sorted(self._bins):
+            count, total = self._bins[key]
+            found += [total / count for n in (low, high) if passed <= n < passed + count]
+            passed += count
+        return sum(found) / 2 if found else 0.0
+
+
+class Goodput:
+    """Takes canonical commits and events, one at a time, in about the order of their times."""
+
+    def __init__(self) -> None:
+        self._whole = Median()  # steps of all replicas
+        self._any = Median()
+        self.commits = 0
+        self.failures = 0
+        self._share = self._share_again = 0.0  # sums of contributors / total: of all commits, of repeated steps
+        self._first: tuple[float, float] | None = None  # t and step_s of the first commit
+        self._last = self._highest = 0.0
+        self._lost: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
+        self._usual: dict[str, float] = {}  # exposed waits of a usual step
+        self._seen: list[str] = []  # incarnations whose end was counted
+        self._marks: dict[str, float] = {}  # since the last commit: what happened, when first
+
+    @property
+    def typical(self) -> float:
+        """The median fault-free step, in seconds: of all replicas; of any as long as there is none."""
+        return self._whole.near() or self._any.near()
+
+    def event(self, row: Mapping[str, Any]) -> None:
+        """Take an event."""
+        name, t = row["event"], row["t"]
+        mark = _MARKS.get(name)
+        if mark is not None:
+            if mark == "connected":
+                self._marks[mark] = max(t, self._marks.get(mark, t))
+            else:
+                self._marks.setdefault(mark, t)
+        if name == "ReplicaExited" and row.get("kind") not in MEANT:
+            who = str(row.get("incarnation"))
+            if who not in self._seen:
+                self._seen = [*self._seen[-63:], who]
+                self.failures += 1
+
+    def commit(self, row: Mapping[str, Any]) -> tuple[float, float]:
+        """Take a commit; (useful seconds of it at full strength, seconds since the commit before)."""
+        t, step, step_s = row["t"], row["step"], row["step_s"]
+        contributors, total = len(row["contributors"]), row["total"]
+        share = min(1.0, contributors / total)
+        (self._whole if contributors >= total else self._any).add(step_s)
+        self.commits += 1
+        self._share += share
+        if step <= self._highest:
+            self._share_again += share
+        else:
+            self._highest = step
+        begins = self._first is None
+        if begins:
+            self._first, self._last = (t, step_s), t - step_s
+        gap = max(0.0, t - self._last)
+        self._last = max(self._last, t)
+        typical = self.typical
+        excess = gap - typical
+        if begins:
+            pass  # its excess is the startup, to be found when the usual step is known
+        elif self._marks or excess > 0.1 * typical:
+            self._account(excess, t, row["waits"])
+        elif self.commits % LEARN == 0:
+            self._learn(row["waits"])
+        if self._marks:
+            self._marks = {}
+        return typical * share, gap
+
+    def effective(self) -> dict[str, Any]:
+        """The picture's "effective"; the lost seconds add up to wall_s - useful_s."""
+        if self._first is None:
+            return {
+                "wall_clock": 0.0,
+                "renewal": None,
+                "with_replay": 0.0,
+                "wall_s": 0.0,
+                "useful_s": 0.0,
+                "lost_s": {},
+            }
+        typical = self._whole.exact() or self._any.exact()
+        wall = max(self._last - self._first[0] + self._first[1], 1e-9)
+        trained, useful = typical * self._share, typical * (self._share - self._share_again)
+        lost = self._lost | {
+            "startup": max(0.0, self._first[1] - typical),
+            "missing": typical * (self.commits - self._share),
+            "replay": typical * self._share_again,
+        }
+        whole = max(0.0, wall - useful)
+        named = sum(lost.values())
+        if named > whole:  # steps that were faster than the median pay for others
+            lost = {cause: seconds * whole / named for cause, seconds in lost.items()}
+        else:
+            lost["other"] += whole - named
+        by_failures = sum(lost[cause] for cause in BY_FAILURES)
+        return {
+            "wall_clock": min(1.0, trained / wall),
+            "renewal": trained / (trained + by_failures) if self.failures and trained else None,
+            "with_replay": min(1.0, useful / wall),
+            "wall_s": wall,
+            "useful_s": useful,
+            "lost_s": lost,
+        }
+
+    def _learn(self, waits: Mapping[str, float]) -> None:
+        """What a usual step waits for."""
+        for cause in WAITS:
+            seconds = waits.get(cause, 0.0)
+            old = self._usual.get(cause, seconds)
+            self._usual[cause] = old + SMOOTH * (seconds - old)
+
+    def _account(self, excess: float, t: float, waits: Mapping[str, float]) -> None:
+        """Share out what a step took more than a usual one: to the phases of a change of membership that fell into
+        it, then to waits that were longer than usual. What nothing explains is found at the end."""
+        for cause, seconds in _phases(self._marks, t):
+            put = min(max(excess, 0.0), seconds)
+            self._lost[cause] += put
+            excess -= put
+        for cause in WAITS:
+            longer = waits.get(cause, 0.0) - self._usual.get(cause, 0.0)
+            put = min(max(excess, 0.0), max(longer, 0.0))
+            self._lost["fetch" if cause == "commit" and "fetching" in self._marks else cause] += put
+            excess -= put
+
+
+_MARKS = {
+    "FailureInjected": "failed",
+    "RingBroken": "seen",
+    "ProcessExited": "seen",
+    "ExitReported": "seen",
+    "ReplicaExcluded": "seen",
+    "EpochGranted": "granted",
+    "RingConnected": "connected",
+    "FetchStarted": "fetching",
+}
+
+
+def _phases(marks: Mapping[str, float], t: float) -> list[tuple[str, float]]:
+    """(cause, seconds) of the phases before the commit at ``t``, the surest first."""
+    granted, seen, failed = marks.get("granted"), marks.get("seen"), marks.get("failed")
+    found = []
+    if seen is not None and granted is not None:
+        found.append(("quorum", max(0.0, granted - seen)))
+    if failed is not None and seen is not None:
+        found.append(("detect", max(0.0, seen - failed)))
+    if granted is not None:
+        found.append(("reconnect", max(0.0, min(t, marks.get("connected", t)) - granted)))
+    return found

@@ -1,0 +1,270 @@
+"""Lanes: what each replica was doing when, from event rows and commits that may come a second late. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+MAX_SEGMENTS = 4096  # of one lane; the oldest go first, the events stay in the archive
+RUN = frozenset(
+    {"training", "retrying", "behind", "fetching", "stalled"}
+)  # states of one that has a place in a ring
+
+Segment = tuple[float, float | None, str]
+"""From, to (None: still) in Unix seconds, and the state."""
+
+# What an event makes of its replica. Those in `_CLAIMS` are disproved by a later contribution.
+_CLAIMS = {
+    "ReplicaWarmed": "warming",
+    "StateRestored": "warming",
+    "CheckedIn": "warming",
+    "RingBroken": "retrying",
+    "StepRetried": "retrying",
+    "LeftBehind": "behind",
+    "FetchStarted": "fetching",
+    "FetchCompleted": "behind",
+    "ReplicaExcluded": "stalled",
+    "ReplicaStalled": "stalled",
+    "ReplicaResumed": "training",
+    "Rejoined": "training",
+}
+_ENDS = {"ProcessExited": "down", "ReplicaExited": "down", "ExitReported": "down"}
+_RANKS = frozenset({"FetchCompleted"})  # is true of the replica once each of its ranks has said it
+
+
+class Lane:
+    """One replica. Times are Unix seconds of the hosts that wrote the rows."""
+
+    def __init__(self, replica: int, ranks: int) -> None:
+        self.replica = replica
+        self.state = "down"
+        self.since: float | None = None  # None: nothing is known of it
+        self.reason = "nobody has reported it yet"
+        self.step = 0
+        self.incarnation: str | None = None
+        self.incarnations = 0
+        self.drained = False
+        self.beyond = False  # the job has been scaled to fewer replicas
+        self.straggler = False
+        self.segments: list[Segment] = []
+        self._ranks = ranks
+        self._done: set[int] = set()  # ranks that have fetched
+        self._gone: list[str] = []  # incarnations that are over
+        self._proof = 0.0  # when it contributed last
+
+    def event(self, name: str, row: Mapping[str, Any]) -> None:
+        """Take an event of this replica."""
+        t, incarnation = row["t"], row.get("incarnation")
+        reason = row.get("reason") or ""
+        if name == "ReplicaStarted":
+            self._started(t, incarnation, reason)
+        elif incarnation in self._gone and name not in _ENDS:
+            return
+        elif name in _ENDS:
+            self._ended(name, t, row, reason)
+        elif name in _CLAIMS and t > self._proof and self.state not in ("dead", "final"):
+            self._claims(name, t, row, reason)
+        elif name == "GrantAdopted" and t > self._proof:
+            self._adopted(t, row.get("role"), reason)
+        elif name == "ReplicaLost":
+            self._enter("dead", t, reason)
+        elif name == "Finished":
+            self._enter("final", t, reason)
+        elif name == "FailureInjected" and row.get("kind") == "SIGSTOP" and self.state in RUN:
+            self._enter("stalled", t, f"{reason}: SIGSTOP")
+        elif name in ("ReplicaDrained", "ReplicaUndrained"):
+            self.drained = name == "ReplicaDrained"
+            self._rest(t, reason)
+        elif name in ("StragglerSeen", "StragglerGone"):
+            self.straggler = name == "StragglerSeen"
+
+    def scaled(self, beyond: bool, t: float, reason: str) -> None:
+        """The job has another number of replicas, and this one is ``beyond`` it or not."""
+        if beyond != self.beyond:
+            self.beyond = beyond
+            if self.since is not None:
+                self._rest(t, reason)
+
+    def contributed(self, t: float, step: int) -> None:
+        """A step to which this replica contributed was committed."""
+        if t > self._proof:
+            self._proof = t
+        self.step = step
+        if self.state != "training" and self.state != "final" and t >= (self.since or 0.0):
+            self._enter("training", t, "it contributes")
+
+    def cut(self, start: float, end: float, width: float) -> list[Segment]:
+        """The segments between two times. Short ones (below ``width`` seconds) are joined: what lasted at least as
+        long wins, then what is worse."""
+        if self.since is None:
+            return []
+        found = [s for s in self.segments if (s[1] or end) > start and s[0] < end]
+        return _joined([*found, (self.since, None, self.state)] if self.since <= end else found, width)
+
+    def _started(self, t: float, incarnation: str | None, reason: str) -> None:
+        if incarnation in self._gone or incarnation == self.incarnation:
+            return
+        if self.incarnation is not None:
+            self._gone = [*self._gone[-7:], self.incarnation]
+        self.incarnation = incarnation
+        self.incarnations += 1
+        self.straggler = False
+        self._done = set()
+        self._proof = 0.0
+        self._enter("booting", t, reason)
+
+    def _ended(self, name: str, t: float, row: Mapping[str, Any], reason: str) -> None:
+        incarnation = row.get("incarnation")
+        if self.incarnation not in (incarnation, None) or self.state in ("dead", "final"):
+            return
+        if row.get("kind") in ("done", "exit 0"):
+            if name == "ReplicaExited":
+                self._enter("final", t, reason)
+            return
+        if incarnation is not None and incarnation not in self._gone:
+            self._gone = [*self._gone[-7:], incarnation]
+        self.straggler = False
+        self._enter(self._absent, t, reason)
+
+    @property
+    def _absent(self) -> str:
+        """The state of a replica of which nothing runs."""
+        return "drained" if self.drained or self.beyond else "down"
+
+    def _rest(self, t: float, reason: str) -> None:
+        if self.state in ("down", "drained"):
+            self._enter(self._absent, t, reason)
+
+    def _claims(self, name: str, t: float, row: Mapping[str, Any], reason: str) -> None:
+        state = _CLAIMS[name]
+        if state == "fetching":
+            self._done = set()
+        if name in _RANKS:
+            self._done.add(row.get("rank") or 0)
+            if len(self._done) < self._ranks:
+                return
+        if name == "ReplicaResumed" and self.state != "stalled":
+            return
+        if state == "stalled" and self.state not in RUN:
+            return
+        if state == "retrying" and self.state in ("behind", "fetching"):
+            return  # it relays, whatever becomes of the ring
+        self._enter(state, t, reason)
+
+    def _adopted(self, t: float, role: object, reason: str) -> None:
+        if role == "behind":
+            if self.state != "fetching":
+                self._enter("behind", t, reason)
+        elif self.state in ("booting", "warming"):
+            self._enter("training", t, reason)
+
+    def _enter(self, state: str, t: float, reason: str) -> None:
+        """The replica is in ``state`` from ``t`` on; a row that comes late counts from the newest change."""
+        self.reason = reason
+        if self.since is None:
+            self.state, self.since = state, t
+            return
+        if state == self.state:
+            return
+        if t > self.since:
+            self.segments.append((self.since, t, self.state))
+            self.since = t
+        self.state = state
+        if self.segments and self.segments[-1][1] == self.since and self.segments[-1][2] == state:
+            self.since = self.segments.pop()[0]
+        if len(self.segments) > MAX_SEGMENTS:
+            del self.segments[: MAX_SEGMENTS // 4]
+
+
+class Lanes:
+    """All replicas that a job can have; ``target`` of them are wanted."""
+
+    def __init__(self, slots: int, ranks: int, target: int) -> None:
+        self.all = [Lane(replica, ranks) for replica in range(slots)]
+        self.target = slots
+        self.scale(target, 0.0, "")
+        self._others = set(range(slots))  # those that were not training after their newest row
+        self._contributors: Collection[int] = ()
+        self.step = 0
+        self._t = 0.0
+
+    def event(self, name: str, row: Mapping[str, Any]) -> None:
+        """Take any event."""
+        replica = row.get("replica")
+        if replica is None:
+            return  # it is about all of them
+        lane = self.all[replica]
+        if replica not in self._others:
+            self._settle(lane)
+        lane.event(name, row)
+        self._others.add(replica)
+
+    def commit(self, t: float, step: int, contributors: Collection[int]) -> None:
+        """Take a canonical commit; its cost does not depend on the replicas that just go on."""
+        if contributors != self._contributors:
+            for replica in set(self._contributors) - self._others:
+                self._settle(self.all[replica])
+            self._contributors = contributors
+            self._others |= set(contributors)
+        self._t, self.step = t, step
+        if self._others:
+            for replica in self._others & set(contributors):
+                lane = self.all[replica]
+                lane.contributed(t, step)
+                if lane.state == "training":
+                    self._others.discard(replica)
+
+    def scale(self, target: int, t: float, reason: str) -> None:
+        """So many replicas are wanted from now on."""
+        self.target = target
+        for lane in self.all:
+            lane.scaled(lane.replica >= target, t, reason)
+
+    def shown(self) -> list[Lane]:
+        """The lanes, each up to date, without those that were never of use."""
+        return [lane for lane in self.settle() if lane.since is not None or not lane.beyond]
+
+    def settle(self) -> list[Lane]:
+        """The lanes, each up to date."""
+        for replica in set(self._contributors) - self._others:
+            self._settle(self.all[replica])
+        return self.all
+
+    def _settle(self, lane: Lane) -> None:
+        if lane.replica in self._contributors:
+            lane.contributed(self._t, self.step)
+
+
+_WORSE = (
+    "training",
+    "retrying",
+    "warming",
+    "final",
+    "booting",
+    "fetching",
+    "behind",
+    "stalled",
+    "drained",
+    "down",
+    "dead",
+)
+
+
+def _joined(segments: list[Segment], width: float) -> list[Segment]:
+    """Segments of which at most one in a row is shorter than ``width``: a run of short ones becomes its worst one,
+    and one that only retries disappears in what it interrupts."""
+    out: list[Segment] = []
+    short = False  # whether the last one of `out` stands for a run of short ones
+    for t0, t1, state in segments:
+        brief = t1 is not None and t1 - t0 < width
+        if out and (out[-1][2] == state or (brief and state == "retrying")):
+            out[-1] = (out[-1][0], t1, out[-1][2])
+            continue
+        if brief and short:
+            worst = max(out[-1][2], state, key=_WORSE.index)
+            out[-1] = (out[-1][0], t1, worst)
+            short = t1 is not None and t1 - out[-1][0] < width
+            continue
+        out.append((t0, t1, state))
+        short = brief
+    return out

@@ -1,0 +1,168 @@
+"""Limits: how much one address may ask of the lighthouse, by kind of request. Pure: the time comes in.
+
+Asks of incarnations that are known have no rate of their own: a replica asks as often as it commits, each of its
+connections has one request open, and the steps are what the lighthouse is there for. New incarnations have one.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import math
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Literal
+
+from starlette.exceptions import HTTPException
+
+KIB = 1024
+MAX_BODY = 256 * KIB  # of what replicas and supervisors send
+ADDRESSES = 4096  # that are remembered; the one that was quiet longest is forgotten first
+STREAMS = 64  # open at once, and a quarter of that from one address
+
+Kind = Literal["ask", "report", "read", "admin", "open", "stranger", "join"]
+
+
+class TooMany(HTTPException):
+    """429: more than is allowed; ``retry_s`` seconds later there is room again."""
+
+    def __init__(self, what: str, retry_s: float) -> None:
+        seconds = math.ceil(retry_s)
+        super().__init__(429, f"too many {what}; try again in {seconds} s", {"Retry-After": str(seconds)})
+
+
+class Buckets:
+    """A token bucket per key: ``burst`` at once, ``rate`` a second; at most ``size`` keys are remembered.
+
+    Of each key only the time at which its bucket is full again is kept.
+    """
+
+    def __init__(self, rate: float, burst: int, size: int = ADDRESSES) -> None:
+        self._period = 1.0 / rate
+        self._span = burst / rate
+        self._size = size
+        self._full_at: dict[Hashable, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._full_at)
+
+    def take(self, key: Hashable, now: float) -> float:
+        """Take one from the bucket of ``key``: 0.0, or the seconds until there is one (then nothing is taken)."""
+        full_at = self._full_at.pop(key, now)
+        after = (full_at if full_at > now else now) + self._period
+        wait = after - now - self._span
+        if wait > 1e-9:
+            self._full_at[key] = full_at
+            return wait
+        self._full_at[key] = after
+        if len(self._full_at) > self._size:
+            del self._full_at[next(iter(self._full_at))]
+        return 0.0
+
+
+class Slots:
+    """How many of something are open, in all and per key."""
+
+    def __init__(self, total: int, each: int) -> None:
+        self._total = total
+        self._each = each
+        self._open: dict[Hashable, int] = {}
+        self._all = 0
+
+    def __len__(self) -> int:
+        return self._all
+
+    def enter(self, key: Hashable) -> bool:
+        """Whether there was room for one more; then `leave` must follow."""
+        mine = self._open.get(key, 0)
+        if self._all >= self._total or mine >= self._each:
+            return False
+        self._open[key] = mine + 1
+        self._all += 1
+        return True
+
+    def leave(self, key: Hashable) -> None:
+        """One is closed."""
+        left = self._open[key] - 1
+        self._all -= 1
+        if left:
+            self._open[key] = left
+        else:
+            del self._open[key]
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What holds for a route: its kind, and the largest body in bytes; ``stream``: its answer may have no end."""
+
+    kind: Kind
+    max_body: int = 64 * KIB
+    stream: bool = False
+
+
+_ROUTES = {
+    "/v1/quorum": Rule("ask", MAX_BODY),
+    "/v1/processes": Rule("report", MAX_BODY),
+    "/v1/telemetry": Rule("report", MAX_BODY),
+    "/v1/stream": Rule("read", stream=True),
+    "/healthz": Rule("open"),
+    "/": Rule("open"),
+}
+_ADMIN, _OPEN, _READ = Rule("admin"), Rule("open"), Rule("read")
+
+
+def rule(path: str) -> Rule:
+    """What holds for the route at ``path``; only the kind "open" needs no token."""
+    found = _ROUTES.get(path)
+    if found is not None:
+        return found
+    if path.startswith("/v1/admin/"):
+        return _ADMIN
+    return _OPEN if path.startswith("/assets/") else _READ
+
+
+class Rates:
+    """The buckets of every kind that has some, per address; strangers share one more, whatever their address."""
+
+    def __init__(self) -> None:
+        self._of: dict[Kind, Buckets] = {
+            "report": Buckets(1000, 2000),  # 64 supervisors and 64 reporters on one machine, and to spare
+            "read": Buckets(100, 400),
+            "open": Buckets(100, 400),
+            "admin": Buckets(2, 20),
+            "stranger": Buckets(1, 20),
+            "join": Buckets(20, 256),
+        }
+        self._strangers = Buckets(50, 500, 1)
+        self._joins = Buckets(2, 20)  # of one replica
+
+    def take(self, kind: Kind, address: str, now: float) -> float:
+        """Seconds until a request of this kind from this address may come; 0.0: it may."""
+        buckets = self._of.get(kind)
+        if buckets is None:
+            return 0.0
+        wait = buckets.take(address, now)
+        return wait or (self._strangers.take(None, now) if kind == "stranger" else 0.0)
+
+    def join(self, replica: int, address: str, now: float) -> None:
+        """A new incarnation of ``replica`` asks for the first time. Raises TooMany."""
+        wait = self._joins.take(replica, now)
+        if wait:
+            raise TooMany(f"new incarnations of replica {replica}", wait)
+        wait = self.take("join", address, now)
+        if wait:
+            raise TooMany(f"new incarnations from {address}", wait)
+
+
+@functools.lru_cache(ADDRESSES)
+def source(host: str) -> str:
+    """What counts as one address: an IPv4 address, also if mapped into IPv6, or the /64 of an IPv6 address."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host[:64]
+    if address.version == 4:
+        return str(address)
+    if address.ipv4_mapped is not None:
+        return str(address.ipv4_mapped)
+    return str(ipaddress.IPv6Network((int(address) >> 64 << 64, 64)))

@@ -1,0 +1,98 @@
+"""Reign: what a lighthouse is made of while it leads: decisions, the chronicle, curves, routes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from ft_hsdp.config import Config, config_hash
+from lighthouse.api import create_app
+from lighthouse.archive import Archive
+from lighthouse.auth import Keys
+from lighthouse.chronicle import About, Chronicle, Sink
+from lighthouse.metrics import Measured, Meter
+from lighthouse.service import Service
+from lighthouse.sinks import TensorBoardSink, WandbSink
+from lighthouse.stage import App
+from lighthouse.state import Policy
+from lighthouse.store import Store
+from lighthouse.whereabouts import networks
+
+
+class Reign(NamedTuple):
+    """From taking the lead to losing it; close the service, then the chronicle."""
+
+    service: Service
+    chronicle: Chronicle
+    app: App
+
+
+def begin(
+    config: Config,
+    run: Path,
+    keys: Keys,
+    store: Store,
+    archive: Archive,
+    gap: int,
+    journal: Callable[[Mapping[str, object]], None],
+) -> Reign:
+    """Lead the job in `run`, in a term of its own; `gap`: see `Chronicle`. Raises ConfigError."""
+    state = store.load(policy(config))
+    meter = Meter()
+    chronicle = Chronicle(archive, about(config), (meter, *_curves(config, run, archive)), gap=gap)
+
+    def tell(row: Mapping[str, object]) -> None:
+        journal(row)
+        chronicle.note((row,))
+
+    service = Service(
+        state,
+        store,
+        keys.worker,
+        tell,
+        name=config.job.name,
+        config_hash=config_hash(config),
+        allow=networks(config.network.allow),
+    )
+    service.started()
+    return Reign(service, chronicle, Measured(create_app(service, keys, chronicle, meter), meter))
+
+
+def _curves(config: Config, run: Path, archive: Archive) -> list[Sink]:
+    """Who draws curves, as configured."""
+    curves: list[Sink] = []
+    if config.lighthouse.tensorboard:
+        curves.append(TensorBoardSink(run / "tensorboard", archive))
+    if config.lighthouse.wandb is not None:
+        curves.append(WandbSink(config.lighthouse.wandb, config.job.name, run / "wandb", archive))
+    return curves
+
+
+def policy(config: Config) -> Policy:
+    """What the operator chose, as the decisions want it."""
+    quorum, timeouts = config.quorum, config.timeouts
+    return Policy(
+        slots=config.slots,
+        steps=config.train.steps,
+        replicas=config.replicas,
+        min_replicas=quorum.min_replicas,
+        suspect_grace_s=timeouts.suspect_grace_s,
+        silence_grace_s=timeouts.silence_grace_s,
+        evict_s=timeouts.evict_s,
+        start_wait_s=timeouts.start_wait_s,
+        final_wait_s=timeouts.final_wait_s,
+        return_wait_s=timeouts.return_wait_s,
+        on_lost_head=quorum.on_lost_head,
+    )
+
+
+def about(config: Config) -> About:
+    """What the chronicle has to know of the job."""
+    return About(
+        config.job.name,
+        config.slots,
+        config.ranks_per_replica,
+        config.train.steps,
+        replicas=config.replicas,
+    )

@@ -1,0 +1,134 @@
+"""Series: curves of a job in bounded memory, thinned out to what a page can draw. Pure.
+
+The newest commits are kept as they are; older ones in buckets of 4, 16, 64 ... commits, as many of each size.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+KEPT = 8192  # records of each level; up to twice as many before the oldest are let go
+FANOUT = 4
+LEVELS = 9  # the last one spans 8192 x 4^8 commits
+FIELDS = ("t", "step", "loss", "step_s", "gbps", "healthy", "lr_scale", "useful", "gap")
+WIDTH = len(FIELDS)
+COLUMNS = ("t", "step", "loss", "step_s", "gbps", "healthy", "lr_scale", "effective")
+
+_T, _STEP, _LOSS, _STEP_S, _GBPS, _HEALTHY, _LR, _USEFUL, _GAP = range(WIDTH)
+
+
+class Series:
+    """Records of commits: t (Unix seconds), step, loss (NaN: none), step_s, FTAR's GB/s, contributors, lr_scale,
+    and the useful and whole seconds that `Goodput.commit` gives."""
+
+    def __init__(self) -> None:
+        self._levels = [array("d")]
+        self._fed = [0]  # of each level: how many of its values are in the next one
+        self._short: set[int] = set()  # levels that have let go of something
+
+    def add(self, record: Sequence[float]) -> None:
+        """Take a commit; amortized constant."""
+        level = self._levels[0]
+        level.extend(record)
+        if len(level) - self._fed[0] >= FANOUT * WIDTH:
+            self._carry(0)
+
+    def _carry(self, n: int) -> None:
+        """Sum up the newest records of level ``n`` in the next one, and forget its oldest."""
+        while True:
+            level, fed = self._levels[n], self._fed[n]
+            if len(level) - fed < FANOUT * WIDTH:
+                return
+            if n + 1 < LEVELS:
+                if n + 1 == len(self._levels):
+                    self._levels.append(array("d"))
+                    self._fed.append(0)
+                self._levels[n + 1].extend(_sum(level[fed : fed + FANOUT * WIDTH]))
+            self._fed[n] = fed + FANOUT * WIDTH
+            if len(level) >= 2 * KEPT * WIDTH:
+                del level[: KEPT * WIDTH]
+                self._short.add(n)
+                self._fed[n] -= KEPT * WIDTH
+            n += 1
+            if n == len(self._levels):
+                return
+
+    def between(self, start: float, end: float, points: int) -> dict[str, list[Any]]:
+        """At most ``points`` buckets of equal time from ``start`` to ``end`` (Unix seconds), empty ones left out.
+
+        step_s is the longest of a bucket, healthy the fewest, the others are means; t and step are the last.
+        """
+        buckets: dict[int, list[float]] = {}
+        records = self._records(start, end, points)
+        if records and len(records) <= points * WIDTH:
+            rows = [list(records[i : i + WIDTH]) for i in range(0, len(records), WIDTH)]
+        else:
+            width = max(end - start, 1e-9) / points
+            for i in range(0, len(records), WIDTH):
+                key = min(points - 1, int((records[i] - start) / width))
+                buckets.setdefault(key, []).extend(records[i : i + WIDTH])
+            rows = [_sum(array("d", buckets[key])) for key in sorted(buckets)]
+        return _columns(rows)
+
+    def _records(self, start: float, end: float, points: int) -> array[float]:
+        """Those between two times: of the coarsest level that has enough, among those that go back so far."""
+        n = next((n for n, level in enumerate(self._levels) if self._reaches(n, start)), len(self._levels) - 1)
+        while n + 1 < len(self._levels) and self._count(n + 1, start, end) >= points:
+            n += 1
+        level = self._levels[n]
+        found = level[_at(level, start) * WIDTH : _at(level, end, after=True) * WIDTH]
+        for k in range(n - 1, -1, -1):  # what is not summed up yet
+            tail = self._levels[k][self._fed[k] :]
+            for i in range(0, len(tail), WIDTH):
+                if start <= tail[i] <= end:
+                    found.extend(tail[i : i + WIDTH])
+        return found
+
+    def _reaches(self, n: int, start: float) -> bool:
+        return n not in self._short or self._levels[n][_T] <= start
+
+    def _count(self, n: int, start: float, end: float) -> int:
+        return _at(self._levels[n], end, after=True) - _at(self._levels[n], start)
+
+
+def _at(level: array[float], t: float, after: bool = False) -> int:
+    """The number of the first record at or after ``t``; strictly after it on demand."""
+    low, high = 0, len(level) // WIDTH
+    while low < high:
+        middle = (low + high) // 2
+        value = level[middle * WIDTH]
+        if value < t or (after and value == t):
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+def _sum(records: array[float]) -> list[float]:
+    """Several records as one."""
+    losses = [x for x in records[_LOSS::WIDTH] if not math.isnan(x)]
+    n = len(records) // WIDTH
+    return [
+        records[_T - WIDTH],
+        max(records[_STEP::WIDTH]),
+        sum(losses) / len(losses) if losses else math.nan,
+        max(records[_STEP_S::WIDTH]),
+        sum(records[_GBPS::WIDTH]) / n,
+        min(records[_HEALTHY::WIDTH]),
+        sum(records[_LR::WIDTH]) / n,
+        sum(records[_USEFUL::WIDTH]),
+        sum(records[_GAP::WIDTH]),
+    ]
+
+
+def _columns(rows: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
+    """Records as the page wants them."""
+    out: dict[str, list[Any]] = {name: [row[n] for row in rows] for n, name in enumerate(COLUMNS[:-1])}
+    out["loss"] = [None if math.isnan(x) else x for x in out["loss"]]
+    out["step"] = [int(x) for x in out["step"]]
+    out["healthy"] = [int(x) for x in out["healthy"]]
+    out["effective"] = [min(1.0, row[_USEFUL] / row[_GAP]) if row[_GAP] > 0 else None for row in rows]
+    return out

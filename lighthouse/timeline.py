@@ -1,0 +1,147 @@
+"""The timeline: what happened to the job, its lighthouse, replicas and epochs, from rows one at a time. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from lighthouse.failures import Epoch, Failure, Failures
+from lighthouse.lanes import Lane, Lanes
+
+MAX_OUTAGES = 256
+SHOWN_EPOCHS = 1000  # in one picture, newest first
+SHOWN_FAILURES = 200
+
+Json = dict[str, Any]
+
+
+class Timeline:
+    """Folds rows in amortized constant time each; up to ``slots`` replicas of ``ranks`` ranks.
+
+    A job begins with ``replicas`` of them (None: all).
+    """
+
+    def __init__(self, slots: int, ranks: int, replicas: int | None = None) -> None:
+        self._replicas = range(slots)
+        self.lanes = Lanes(slots, ranks, slots if replicas is None else replicas)
+        self.failures = Failures(slots)
+        self.started: float | None = None
+        self.newest = 0.0  # t of the newest row
+        self.ended: float | None = None
+        self.finished = False
+        self.halted = ""
+        self.term = self.epoch = 0
+        self.since: float | None = None
+        self.outages: list[list[float]] = []  # of the lighthouse: from, to
+        self._out: float | None = None  # it is down since
+        self._ups: list[float] = []  # when it came up
+
+    def event(self, seq: int, row: Mapping[str, Any]) -> None:
+        """Take an event."""
+        name, t = row["event"], row["t"]
+        if self.started is None or t < self.started:
+            self.started = t
+        if name in _LIGHTHOUSE:
+            self._lighthouse(name, t, row)
+        elif name == "EpochGranted":
+            self.epoch = max(self.epoch, int(row.get("epoch") or 0))
+            self.term = max(self.term, int(row.get("term") or 0))
+        elif name == "JobFinished":
+            self.finished, self.ended = True, t
+        elif name == "JobHalted":
+            self.halted, self.ended = str(row.get("reason", "")), t
+        elif name == "JobScaled":
+            self.lanes.scale(int(row.get("replicas") or 0), t, str(row.get("reason", "")))
+        if name == "EpochGranted" or row.get("replica") in self._replicas:
+            self.lanes.event(name, row)
+            self.failures.event(seq, name, row)
+        self.newest = max(self.newest, t)
+
+    def commit(self, row: Mapping[str, Any]) -> None:
+        """Take a canonical commit."""
+        t, contributors = row["t"], row["contributors"]
+        if t > self.newest:
+            self.newest = t
+        self.lanes.commit(t, row["step"], contributors)
+        self.failures.commit(t, row["epoch"], contributors)
+
+    def segments(self, start: float, end: float, width: float) -> list[Json]:
+        """The lanes between two times; see `Lane.cut`."""
+        return [{"replica": lane.replica, "segments": lane.cut(start, end, width)} for lane in self.lanes.shown()]
+
+    def epochs(self, start: float, end: float) -> list[Json]:
+        """The memberships granted between two times."""
+        found = [e for e in self.failures.epochs.values() if start <= e.t <= end]
+        return [_epoch(e) for e in found[-SHOWN_EPOCHS:]]
+
+    def told(self, start: float, end: float, typical: float) -> list[Json]:
+        """The failures between two times; ``typical``: a fault-free step, in seconds."""
+        found = [f for f in self.failures.all if f.evidence is not None and start <= f.t <= end]
+        return [self._failure(f, typical) for f in sorted(found, key=lambda f: f.t)[-SHOWN_FAILURES:]]
+
+    def _failure(self, failure: Failure, typical: float) -> Json:
+        over = self.failures.over(failure)
+        return {
+            "seq": failure.seq,
+            "replica": failure.replica,
+            "rank": failure.rank,
+            "kind": failure.kind,
+            "t": failure.t,
+            "cause": failure.cause,
+            "phases": [{"name": name, "t0": t0, "t1": t1} for name, t0, t1 in self.failures.phases(failure)],
+            "stall_s": max(0.0, (failure.gap_s or typical) - typical),
+            "rejoin_s": None if over is None else max(0.0, over - failure.t),
+            "done": over is not None or failure.hopeless or self.ended is not None,
+        }
+
+    def _lighthouse(self, name: str, t: float, row: Mapping[str, Any]) -> None:
+        """When it was down: from its exit, or else from the last row before it came up again."""
+        if name == "LighthouseExited":
+            up = next((u for u in self._ups if u >= t), None)
+            if up is None:
+                self._out = t
+            elif not any(t0 <= t <= t1 for t0, t1 in self.outages):
+                self.outages.append([t, up])
+            else:
+                gap = next(o for o in self.outages if o[0] <= t <= o[1])
+                gap[0] = t
+        elif name == "LighthouseStarted":
+            if self._ups:
+                self.outages.append([min(t, self.newest if self._out is None else self._out), t])
+            self._out = None
+            self._ups = [*self._ups[-7:], t]
+            self.since = t
+            self.term = max(self.term, int(row.get("term") or 0))
+            self.epoch = max(self.epoch, int(row.get("epoch") or 0))
+        self.outages = self.outages[-MAX_OUTAGES:]
+
+
+_LIGHTHOUSE = frozenset({"LighthouseStarted", "LighthouseExited"})
+
+
+def _epoch(epoch: Epoch) -> Json:
+    return {
+        "t": epoch.t,
+        "epoch": epoch.epoch,
+        "members": list(epoch.members),
+        "reason": epoch.reason,
+        "seq": epoch.seq,
+    }
+
+
+def states(lanes: Collection[Lane]) -> list[Json]:
+    """What the picture says of each replica, as far as the rows tell."""
+    return [
+        {
+            "replica": lane.replica,
+            "state": lane.state,
+            "since": lane.since,
+            "step": lane.step,
+            "incarnation": lane.incarnation,
+            "incarnations": lane.incarnations,
+            "reason": lane.reason,
+            "straggler": lane.straggler,
+            "drained": lane.drained,
+        }
+        for lane in lanes
+    ]

@@ -1,0 +1,31 @@
+"""Shared by the tests of benches that start whole jobs."""
+
+from __future__ import annotations
+
+import tempfile
+import uuid
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import psutil
+import pytest
+
+MARK = "FT_HSDP_TEST_MARK"
+TORCH = "torchinductor"  # a folder that torch makes as soon as it is imported
+
+
+@pytest.fixture
+def _nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Afterwards no process and no file of what was run is left."""
+    mark = uuid.uuid4().hex
+    monkeypatch.setenv(MARK, mark)
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:  # not in tmp_path: too long for the paths of sockets
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        monkeypatch.setenv("TMPDIR", folder)
+        yield
+        for process in psutil.process_iter():
+            with suppress(psutil.Error):
+                left = process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
+                assert not left, process.cmdline()
+        assert [file for file in Path(folder).iterdir() if not file.name.startswith(TORCH)] == []

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import json
+import socket
+import tempfile
+import threading
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from ft_hsdp.bench.quorum import grpc
+from ft_hsdp.bench.quorum.goals import verdicts
+from ft_hsdp.bench.quorum.grpc import Grpc, frame
+from ft_hsdp.bench.quorum.herd import Herd
+from ft_hsdp.bench.quorum.http1 import Http1
+from ft_hsdp.bench.quorum.options import parse
+from ft_hsdp.bench.quorum.protobuf import counted, number, text
+from ft_hsdp.errors import ConfigError, Retryable
+from ft_hsdp.launch.cli import main
+
+ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
+
+
+@pytest.mark.multiproc
+def test_both_lighthouses_in_one_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert main(["bench", "quorum", "--json", "--members", "2,12", "--rounds", "2"]) == 0
+    out, err = capsys.readouterr()
+    result = json.loads(out)
+    assert len(out.splitlines()) == 1
+    assert [row["members"] for row in result["rounds"]] == [2, 12]
+    for row in result["rounds"]:
+        assert {kind: each["count"] for kind, each in row["rounds"].items()} == {"torchft": 2, "same": 2, "new": 2}
+    (same, new) = result["goals"]
+    figures = {kind: each["p50_ms"] for kind, each in result["rounds"][1]["rounds"].items()}
+    assert same["seen"] == pytest.approx(figures["same"] / figures["torchft"], abs=0.001)
+    assert new["seen"] == pytest.approx(figures["new"] / figures["torchft"], abs=0.001)
+    assert "12 members ask at once: 2 rounds of each" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("members", ["0", "65", "2,x", ","])
+def test_numbers_of_members_that_no_job_has(members: str) -> None:
+    with pytest.raises(ConfigError, match=r"--members: got .* allowed: numbers from 1 to 64"):
+        parse(members=members, rounds=1)
+
+
+def test_the_goal_is_a_ratio_of_medians() -> None:
+    rounds = {"torchft": {"p50_ms": 2.0}, "same": {"p50_ms": 2.5}, "new": {"p50_ms": 2.6}}
+    small, large = ({"members": members, "rounds": rounds} for members in (3, 64))
+    assert [(v.members, v.seen, v.met) for v in verdicts([small, large])] == [(64, 1.25, True), (64, 1.3, False)]
+
+
+def test_an_answer_over_http_that_comes_in_pieces() -> None:
+    wire = Http1("host", "/v1/quorum", "token")
+    assert wire.request(b"ab").endswith(b"\r\nAuthorization: Bearer token\r\nContent-Length: 2\r\n\r\nab")
+    pieces = [ANSWER[i : i + 7] for i in range(0, len(ANSWER), 7)]
+    answers = [wire.feed(piece)[0] for piece in pieces]
+    assert answers == [None] * (len(pieces) - 1) + [b"hello"]
+    with pytest.raises(Retryable, match="401"):
+        wire.feed(b"HTTP/1.1 401 Unauthorized\r\nContent-Length: 0\r\n\r\n")
+
+
+def test_a_call_over_grpc_that_comes_in_pieces() -> None:
+    wire = Grpc("host", "/a.B/C")
+    first, second = wire.request(b"x"), wire.request(b"y")
+    assert (first[5:9], second[5:9]) == (b"\0\0\0\1", b"\0\0\0\3")
+    message = b"\0\0\0\0\5hello"
+    settings, ping = frame(grpc.SETTINGS, 0, 0, b""), frame(grpc.PING, 0, 0, b"12345678")
+    data = frame(grpc.DATA, 0, 3, message[:6]) + frame(grpc.DATA, 0, 3, message[6:])
+    end = frame(grpc.HEADERS, grpc.END_STREAM | grpc.END_HEADERS, 3, b"trailers")
+    answers, said = [], b""
+    stream = settings + ping + data + end
+    for at in range(0, len(stream), 5):
+        answer, reply = wire.feed(stream[at : at + 5])
+        answers.append(answer)
+        said += reply
+    assert [a for a in answers if a is not None] == [b"hello"]
+    assert answers[-1] == b"hello"
+    acknowledged = frame(grpc.SETTINGS, grpc.ACK, 0, b"") + frame(grpc.PING, grpc.ACK, 0, b"12345678")
+    assert said.startswith(acknowledged)
+
+
+def test_a_call_that_fails_is_no_answer() -> None:
+    wire = Grpc("host", "/a.B/C")
+    wire.request(b"x")
+    with pytest.raises(Retryable, match="the call failed"):
+        wire.feed(frame(grpc.HEADERS, grpc.END_STREAM, 1, b"grpc-status: 14"))
+
+
+def test_members_of_a_quorum_are_counted() -> None:
+    members = [text(1, f"replica-{n}" * 20) + number(4, 10**6) for n in range(3)]
+    quorum = number(1, 7) + b"".join(text(2, member) for member in members) + text(3, number(1, 5))
+    assert counted(text(1, quorum), 1, 2) == 3
+    assert counted(b"", 1, 2) == 0
+
+
+def test_a_server_that_hangs_up_ends_the_round() -> None:
+    with closing(socket.create_server(("127.0.0.1", 0))) as listener:
+
+        def hang_up() -> None:
+            sock, _ = listener.accept()
+            sock.recv(10)
+            sock.close()
+
+        thread = threading.Thread(target=hang_up)
+        thread.start()
+        herd = Herd(listener.getsockname(), 1, lambda: Http1("host", "/", "token"))
+        with closing(herd), pytest.raises((Retryable, ConnectionResetError)):
+            herd.round([b"x"])
+        thread.join()

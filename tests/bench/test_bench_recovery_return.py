@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import io
+import random
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ft_hsdp.bench.plan import Log
+from ft_hsdp.bench.recovery import flock, models
+from ft_hsdp.bench.recovery.back import Back, back, phases
+from ft_hsdp.bench.recovery.goals import verdicts
+from ft_hsdp.bench.recovery.options import parse
+from ft_hsdp.bench.recovery.reckon import Kill
+from ft_hsdp.bench.recovery.returns import SCENES, Turn, ours, result, returns, torchft
+from ft_hsdp.bench.recovery.scene import Scene
+from ft_hsdp.bench.recovery.table import show
+from ft_hsdp.config import load
+from ft_hsdp.errors import Retryable
+from ft_hsdp.train.model import ModelArgs
+from ft_hsdp.train.trainer import build
+
+KILL = Kill(10.0, 1, 0, "1-a-0")
+PARTS = {"exit": 0.1, "start": 0.2, "warm-up": 0.3, "check-in": 0.1, "grant": 0.1, "fetch": 0.1, "step": 0.6}
+
+
+def commit(t: float, incarnation: str, role: str = "contribute") -> dict[str, Any]:
+    return {"t": t, "incarnation": incarnation, "role": role}
+
+
+def event(t: float, name: str, replica: int = 1, **facts: Any) -> dict[str, Any]:
+    return {"t": t, "event": name, "replica": replica, **facts}
+
+
+ROWS = [
+    commit(9.9, "1-a-0"),
+    commit(10.01, "1-a-0"),  # of another rank than the one that was killed
+    commit(11.5, "1-a-1", "behind"),
+    commit(12.0, "1-a-1"),
+]
+EVENTS = [
+    event(9.0, "ReplicaStarted", how="cold"),
+    event(10.1, "ReplicaExited"),
+    event(10.3, "ReplicaStarted", how="from a spare"),
+    event(10.4, "ReplicaWarmed", replica=0),
+    event(10.6, "ReplicaWarmed"),
+    event(10.7, "CheckedIn"),
+    event(10.8, "GrantAdopted"),
+    event(10.9, "FetchCompleted"),
+    event(11.9, "GrantAdopted"),
+]
+
+
+def contributes(row: Any) -> bool:
+    return bool(row["role"] == "contribute")
+
+
+def test_a_victim_is_back_with_the_first_commit_of_its_next_life() -> None:
+    found = back(KILL, ROWS, EVENTS, 0.4, contributes)
+    assert found is not None
+    assert (found.commit_s, found.less_one_s, found.contribute_s) == pytest.approx((1.5, 1.1, 2.0))
+    assert found.how == "from a spare"
+    assert found.phases == pytest.approx(PARTS)
+    assert back(KILL, ROWS[:3], EVENTS, 0.4, contributes) is None  # it never contributed again
+    assert back(KILL, ROWS[:2], EVENTS, 0.4, contributes) is None
+
+
+def test_phases_add_up_whatever_was_seen() -> None:
+    assert phases(10, {"a": 12, "b": 11, "c": 0, "d": 13}, 15) == {"a": 2, "b": 0, "c": 0, "d": 1, "step": 2}
+
+
+def test_all_contenders_train_the_same_model() -> None:
+    """That of the quickstart, at its size; and data with which it can be trained."""
+    config = load(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
+    scene = SCENES["2 M parameters"]
+    made = models.model(scene)
+    assert isinstance(made.args, ModelArgs)
+    assert made.args == build(config).args
+    torch.manual_seed(1)
+    data = models.data(scene)
+    assert made(data.batch(0, 0, 0)).isfinite()
+    tokens, targets = data.batch(1, 2, 0)  # type: ignore[misc]
+    assert tokens.shape == (config.train.micro_batch, config.train.seq_len)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert sum(p.numel() for p in models.model(Scene(**asdict(SCENES["waiting"]))).parameters()) == 2 << 17
+
+
+def test_returns_beside_their_goals() -> None:
+    def turn(seconds: float, how: str = "") -> Turn:
+        return Turn(0.05, (Back(seconds + 0.05, seconds, seconds + 0.1, PARTS, how),) * 3)
+
+    turns = {"warm": [turn(0.2, "from a spare"), turn(0.7, "cold")], "cold": [turn(2.6), turn(2.6)]}
+    row = result("waiting", Scene(), {**turns, "torchft": [turn(2.5), turn(2.5)]})
+    assert row["contenders"]["warm"]["kills"] == 6
+    assert row["contenders"]["warm"]["starts"] == {"from a spare": 3, "cold": 3}
+    assert row["contenders"]["cold"]["less_one"]["p50_ms"] == 2600
+    whole: dict[str, Any] = {
+        "date": "2026-11-21T10:00:00+00:00",
+        "machine": {"cpu": "A processor", "cores": 2, "load_1min_before": 0.1, "tcp_congestion_default": "bbr"},
+        "versions": {"torch": "2.13.0"},
+        "notes": [],
+        **dict.fromkeys(("kill", "torchft", "stop", "torchft_stop", "rejoin", "readers", "local"), ()),
+        "return": [row, result("2 M parameters", Scene(), turns)],
+    }
+    seen = [(verdict.text, verdict.seen, verdict.met) for verdict in verdicts(whole)]
+    text = "SIGKILL to own commit - 1 step"
+    warm = (f"{text}, warm, p50 ms", 450, True)
+    assert seen == [warm, (f"{text}, cold / torchft's", 1.04, False), warm]  # the second without torchft
+    stream = io.StringIO()
+    show(whole, stream)
+    printed = stream.getvalue().partition("\n")[2]
+    assert max(len(line.rstrip()) for line in printed.splitlines()) <= 80, printed
+    assert "warm-up     300    300       300" in printed
+    assert "3 from a spare, 3 cold" in printed
+    assert "forked from one that has imported torch" in printed
+
+
+def test_returns_are_part_of_all() -> None:
+    assert "return" in parse("all", kills=1, rounds=1, sizes=None).measures
+    assert parse("return", kills=1, rounds=1, sizes=None).measures == ("return",)
+
+
+def test_a_life_before_the_one_that_was_killed_is_no_return(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A victim may be hit again while rows of the life before are still among its newest."""
+    monkeypatch.setattr(flock, "PATIENCE_S", 0.0)
+    one = flock.Flock(Scene(replicas=2), flock.Setting((), "quick", 1))
+    one._tailers = {}
+    row = {"t": 1.0, "step": 1, "participants": 2, "incarnation": "0"}
+    one.rows[1] = [row, {**row, "t": 2.0, "incarnation": "1"}]
+    kill = Kill(3.0, 1, 0, "1")
+    with pytest.raises(Retryable, match="takes part again"):
+        one.back(kill)
+    one.rows[1].append({**row, "t": 4.0, "incarnation": "2"})
+    one.back(kill)
+
+
+@pytest.mark.proof
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("_nothing_left")
+def test_a_victim_of_each_contender_comes_back() -> None:
+    scene = Scene(replicas=2, layers=1, elements=256, wait_s=0.02)
+    (row,) = returns(1, Log(io.StringIO()), {"waiting": scene})
+    assert list(row["contenders"]) == ["warm", "cold", "torchft"]
+    assert row["contenders"]["warm"]["starts"] == {"from a spare": 1}
+    assert row["contenders"]["cold"]["starts"] == {"cold": 1}
+    for found in row["contenders"].values():
+        assert found["kills"] == 1
+        assert found["contribute"]["p50_ms"] >= found["commit"]["p50_ms"] > found["less_one"]["p50_ms"]
+        parts = sum(span["p50_ms"] for span in found["phases"].values())
+        assert parts == pytest.approx(found["commit"]["p50_ms"], abs=0.01)
+    assert row["contenders"]["torchft"]["phases"]["imports"]["p50_ms"] > 0
+    assert row["contenders"]["cold"]["phases"]["warm-up"]["p50_ms"] > 0
+
+
+@pytest.mark.proof
+@pytest.mark.multiproc
+@pytest.mark.usefixtures("_nothing_left")
+def test_the_real_model_is_trained_by_both() -> None:
+    scene = Scene(replicas=1, transformer=True)
+    for contender in (partial(ours, 0), torchft):
+        turn = contender(scene, 0, random.Random(1))
+        assert turn.step_s > 0.01
+        assert turn.backs == ()

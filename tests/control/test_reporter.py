@@ -1,0 +1,374 @@
+"""The reporter before real sockets: a lighthouse that answers, is slow, refuses, dies and comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from ft_hsdp import protocol
+from ft_hsdp.control import reporter as reporting
+from ft_hsdp.control.lighthouse_client import LighthouseClient
+from ft_hsdp.control.reporter import NotTaken, Reporter, Rows
+from ft_hsdp.errors import LighthouseUnreachable
+from ft_hsdp.protocol import RankBeat, Telemetry
+
+TOKEN = "ab" * 32
+BEAT = RankBeat(0, 7, "here", 3)
+
+
+class Lighthouse:
+    """Takes telemetry over HTTP; ``answer`` gives the status for a message, None never answers."""
+
+    def __init__(self) -> None:
+        self.taken: list[Telemetry] = []
+        self.seen: list[tuple[float, Telemetry]] = []
+        self.heads: list[str] = []
+        self.answer: Callable[[Telemetry], int | None] = lambda _: 204
+        self.port = 0
+        self._open: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def die(self) -> None:
+        self._server.close()
+        for writer in self._open:
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def events(self) -> list[Any]:
+        return [row["event"] for t in self.taken for row in t.events]
+
+    @property
+    def steps(self) -> list[Any]:
+        return [row["step"] for t in self.taken for row in t.commits]
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._open.add(writer)
+        with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode()
+                length = next(int(h.split(":")[1]) for h in head.split("\r\n") if "content-length" in h.lower())
+                message = protocol.decode(await reader.readexactly(length), Telemetry)
+                self.heads.append(head)
+                self.seen.append((time.monotonic(), message))
+                status = self.answer(message)
+                if status is None:
+                    await asyncio.Event().wait()
+                if status == 204:
+                    self.taken.append(message)
+                writer.write(f"HTTP/1.1 {status} x\r\ncontent-length: 0\r\n\r\n".encode())
+        self._open.discard(writer)
+        writer.close()
+
+
+class Scene:
+    """A lighthouse, a client and a reporter."""
+
+    def __init__(self, beat: RankBeat | None = BEAT) -> None:
+        self.lighthouse = Lighthouse()
+        self._beat = beat
+
+    async def __aenter__(self) -> Scene:
+        await self.lighthouse.start()
+        self.client = LighthouseClient((self.lighthouse.url,), TOKEN)
+        beat = self._beat
+        self.reporter = Reporter("0-x-0", self.client.tell, None if beat is None else lambda: beat)
+        self.reporter.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.reporter.close()
+        await self.client.close()
+        await self.lighthouse.die()
+
+    async def until(self, ready: Callable[[], Any], what: str, seconds: float = 5) -> None:
+        end = time.monotonic() + seconds
+        while not ready():
+            assert time.monotonic() < end, f"{what}; taken: {self.lighthouse.taken}"
+            await asyncio.sleep(0.005)
+
+    def say(self, *names: object) -> None:
+        for name in names:
+            self.reporter.event({"event": name})
+
+
+def run(body: Callable[[Scene], Coroutine[Any, Any, None]], beat: RankBeat | None = BEAT) -> None:
+    async def main() -> None:
+        failed: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+        async with asyncio.timeout(15), Scene(beat) as scene:
+            await body(scene)
+        assert not failed, failed
+
+    asyncio.run(main())
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Short waits, so that many rounds fit into a test."""
+    for name, seconds in {"PERIOD_S": 0.05, "TELL_S": 0.1, "BACKOFF_S": 0.02, "BACKOFF_MAX_S": 0.05}.items():
+        monkeypatch.setattr(reporting, name, seconds)
+    monkeypatch.setattr(reporting, "GATHER_S", 0.01)
+
+
+def test_an_event_is_there_within_a_quarter_of_a_second_from_any_thread() -> None:
+    async def body(s: Scene) -> None:
+        await s.until(lambda: s.lighthouse.taken, "the first sign of life")
+        took = []
+        for n in range(3):
+            began = time.monotonic()
+            thread = threading.Thread(target=s.say, args=(n,))
+            thread.start()
+            await s.until(lambda n=n: n in s.lighthouse.events, "the event arrives")
+            took.append(time.monotonic() - began)
+            thread.join()
+        assert min(took[1:]) < 0.25
+
+    run(body)
+
+
+def test_commits_and_beats_go_together_about_once_a_second() -> None:
+    async def body(s: Scene) -> None:
+        await s.until(lambda: s.lighthouse.taken, "the first sign of life")
+        for step in range(5):
+            s.reporter.commit({"step": step})
+        await s.until(lambda: s.lighthouse.steps == [0, 1, 2, 3, 4], "all commits")
+        first, second = s.lighthouse.seen
+        assert 0.9 < second[0] - first[0] < 2
+        assert second[1].ranks == (BEAT,)
+        assert second[1].source == "0-x-0"
+        assert f"authorization: Bearer {TOKEN}".lower() in s.lighthouse.heads[0].lower()
+
+    run(body)
+
+
+def test_a_lighthouse_that_was_killed_misses_nothing(fast) -> None:
+    async def body(s: Scene) -> None:
+        await s.until(lambda: s.lighthouse.taken, "the first sign of life")
+        await s.lighthouse.die()
+        s.say("one", "two")
+        s.reporter.commit({"step": 1})
+        await asyncio.sleep(0.3)
+        s.say("three")
+        await s.lighthouse.start()
+        await s.until(lambda: s.lighthouse.steps, "the rows arrive")
+        assert s.lighthouse.events == ["one", "two", "three"]
+        assert s.lighthouse.taken[-1].dropped == 0
+
+    run(body)
+
+
+@pytest.mark.parametrize("status", [None, 401, 500, 503])
+def test_a_lighthouse_that_does_not_take_it_gets_it_later(fast, status: int | None) -> None:
+    async def body(s: Scene) -> None:
+        s.lighthouse.answer = lambda _: status
+        s.say("one", "two")
+        s.reporter.commit({"step": 1})
+        await s.until(lambda: len(s.lighthouse.seen) >= 4, "it is tried again")
+        s.lighthouse.answer = lambda _: 204
+        await s.until(lambda: s.lighthouse.steps == [1], "the rows arrive")
+        assert s.lighthouse.events == ["one", "two"]
+
+    run(body)
+
+
+def test_trials_are_few_while_it_is_away() -> None:
+    async def body(s: Scene) -> None:
+        s.lighthouse.answer = lambda _: 503
+        for n in range(60):
+            s.say(n)
+            await asyncio.sleep(0.01)
+        assert len(s.lighthouse.seen) <= 3
+
+    run(body)
+
+
+@pytest.mark.parametrize("status", [413, 422])
+def test_one_row_that_is_refused_costs_itself_only(fast, status: int) -> None:
+    async def body(s: Scene) -> None:
+        def refuses(message: Telemetry) -> int:
+            return status if any(row.get("event") == 13 for row in message.events) else 204
+
+        s.lighthouse.answer = refuses
+        s.say(*range(40))
+        s.reporter.commit({"step": 1})
+        await s.until(lambda: s.lighthouse.steps and len(s.lighthouse.events) == 39, "the others arrive")
+        assert s.lighthouse.events == [n for n in range(40) if n != 13]
+        await s.until(lambda: s.lighthouse.taken[-1].dropped == 1, "it is counted")
+
+    run(body)
+
+
+def test_a_lighthouse_that_takes_little_at_a_time_gets_little(fast) -> None:
+    async def body(s: Scene) -> None:
+        s.lighthouse.answer = lambda message: 413 if len(message.events) > 7 else 204
+        s.say(*range(100))
+        await s.until(lambda: len(s.lighthouse.events) == 100, "all arrive")
+        assert s.lighthouse.events == list(range(100))
+        assert s.reporter.dropped == 0
+
+    run(body)
+
+
+def test_a_backlog_goes_in_messages_that_a_lighthouse_takes(fast) -> None:
+    async def body(s: Scene) -> None:
+        s.lighthouse.answer = lambda _: 503
+        for n in range(300):
+            s.reporter.event({"event": n, "reason": "x" * 1000})
+        s.lighthouse.answer = lambda _: 204
+        await s.until(lambda: len(s.lighthouse.events) == 300, "all arrive")
+        assert s.lighthouse.events == list(range(300))
+        assert max(len(protocol.encode(m)) for _, m in s.lighthouse.seen) < 128 * 1024
+
+    run(body)
+
+
+def test_what_finds_no_place_is_the_oldest_and_is_counted() -> None:
+    rows = Rows(place=1000)
+    for n in range(1000):
+        rows.put({"event": n})
+    kept = [json.loads(text)["event"] for text in rows.take(1000, 10**6)]
+    assert kept == list(range(1000 - len(kept), 1000))
+    assert rows.dropped == 1000 - len(kept)
+    assert 900 < sum(len(json.dumps({"event": n}, separators=(",", ":"))) for n in kept) <= 1000
+
+
+def test_rows_that_come_back_do_not_push_newer_ones_out() -> None:
+    rows = Rows(place=60)
+    for n in range(4):
+        rows.put({"event": n})
+    taken = rows.take(2, 10**6)
+    rows.put({"event": 4})
+    rows.put({"event": 5})
+    rows.give_back(taken)
+    assert [json.loads(t)["event"] for t in rows.take(9, 10**6)] == [1, 2, 3, 4, 5]
+    assert rows.dropped == 1
+
+
+def test_a_row_is_what_it_was_when_it_was_told_and_never_too_large() -> None:
+    rows = Rows()
+    row = {"event": "a", "state": object}
+    rows.put(row)
+    row["event"] = "b"
+    rows.put({"event": "x" * 100_000})
+    (text,) = rows.take(9, 10**6)
+    assert json.loads(text)["event"] == "a"
+    assert rows.dropped == 1
+
+
+def test_a_hundred_thousand_rows_into_the_void_stay_in_their_place_and_cost_little(fast) -> None:
+    async def body(s: Scene) -> None:
+        await s.lighthouse.die()
+        row = {"event": "RingBroken", "reason": "y" * 300}
+        began = time.process_time()
+        for _ in range(100_000):
+            s.reporter.event(row)
+        each = (time.process_time() - began) / 100_000
+        kept = len(s.reporter._events)
+        assert kept == reporting.PLACE // len(json.dumps(row, separators=(",", ":")))
+        assert s.reporter.dropped == 100_000 - kept
+        assert each < 1e-3  # a thousandth of a step of a second
+        await s.lighthouse.start()
+        await s.until(lambda: s.lighthouse.taken and not s.reporter._events, "what is left arrives")
+        assert s.lighthouse.taken[-1].dropped == 100_000 - kept
+
+    run(body)
+
+
+def test_the_end_sends_what_waits_even_in_the_midst_of_failures() -> None:
+    async def body(s: Scene) -> None:
+        s.lighthouse.answer = lambda _: 503
+        s.say("one")
+        await s.until(lambda: len(s.lighthouse.seen) >= 3, "it fails")
+        s.lighthouse.answer = lambda _: 204
+        s.say("Finished")
+        began = time.monotonic()
+        await s.reporter.close()
+        assert s.lighthouse.events == ["one", "Finished"]
+        assert time.monotonic() - began < 1
+
+    run(body)
+
+
+@pytest.mark.parametrize("status", [None, 422, 503])
+def test_the_end_has_a_deadline(status: int | None) -> None:
+    async def body(s: Scene) -> None:
+        s.lighthouse.answer = lambda _: status
+        s.say(*range(50))
+        began = time.monotonic()
+        await s.reporter.close()
+        assert time.monotonic() - began < 1.5
+        s.say("later")  # nobody is hurt
+
+    run(body)
+
+
+def test_other_ranks_are_spoken_for_as_long_as_they_speak(fast, monkeypatch) -> None:
+    async def body(s: Scene) -> None:
+        monkeypatch.setattr(reporting, "HEARD_S", 0.3)
+        other = RankBeat(1, 8, "there", 5)
+        s.reporter.relay(Telemetry("0-x-0", ({"event": "of rank 1"},), (), (other,), 4))
+        await s.until(lambda: "of rank 1" in s.lighthouse.events, "its event arrives")
+        assert s.lighthouse.taken[-1].ranks == (BEAT, other)
+        assert s.lighthouse.taken[-1].dropped == 4
+        await s.until(lambda: s.lighthouse.taken[-1].ranks == (BEAT,), "it is silent")
+
+    run(body)
+
+
+def test_a_supervisor_says_nothing_when_nothing_happens(fast) -> None:
+    async def body(s: Scene) -> None:
+        await asyncio.sleep(0.3)
+        assert not s.lighthouse.seen
+        s.say("one")
+        await s.until(lambda: s.lighthouse.events == ["one"], "the event arrives")
+
+    run(body, beat=None)
+
+
+def test_whatever_goes_wrong_the_rank_lives(fast, caplog) -> None:
+    async def main() -> None:
+        said = []
+        enough = asyncio.Event()
+
+        async def tell(telemetry: Telemetry) -> None:
+            said.append(telemetry)
+            if len(said) < 3:
+                raise ZeroDivisionError("a mistake")
+            enough.set()
+
+        reporter = Reporter("0-x-0", tell, lambda: BEAT)
+        reporter.start()
+        reporter.event({"event": "one"})
+        async with asyncio.timeout(5):
+            await enough.wait()
+        await reporter.close()
+        assert said[2].events == ({"event": "one"},)
+        assert "ZeroDivisionError" in caplog.text
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize(("status", "kind"), [(503, LighthouseUnreachable), (422, NotTaken), (413, NotTaken)])
+def test_the_client_says_whether_to_try_again(status: int, kind: type[Exception]) -> None:
+    async def body(s: Scene) -> None:
+        s.lighthouse.answer = lambda _: status
+        with pytest.raises(LighthouseUnreachable, match=str(status)) as caught:
+            await s.client.tell(Telemetry("0-x-0"))
+        assert type(caught.value) is kind
+
+    run(body)

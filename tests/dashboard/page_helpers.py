@@ -1,0 +1,136 @@
+"""What the tests of the page share: a server in its own process, and a page that must stay clean."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from page_server import ADMIN as ADMIN
+from page_server import REPLICAS, TOKEN
+from playwright.sync_api import Browser, Page, expect
+
+from ft_hsdp import protocol
+from ft_hsdp.protocol import Telemetry
+from lighthouse.archive import Entry, SqliteArchive
+from lighthouse.auth import view_key
+
+KEY = view_key(TOKEN)
+WAIT_S = 15.0
+
+expect.set_options(timeout=WAIT_S * 1000)
+
+
+def write_past(path: Path, hours: float) -> None:
+    """A day of ``hours`` that ends a second ago, in a new archive."""
+    sys.path.append(str(Path(__file__).parents[1] / "lighthouse"))
+    from day import START, day
+
+    shift = time.time() - 1.0 - START - hours * 3600
+    archive = SqliteArchive(path)
+    entries = [Entry(seq, kind, {**row, "t": row["t"] + shift}) for seq, kind, row in day(REPLICAS, hours)]
+    for first in range(0, len(entries), 5000):
+        archive.append(entries[first : first + 5000])
+    archive.close()
+
+
+def until(what: Any, seconds: float = WAIT_S) -> Any:
+    """The first true answer of ``what``."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if found := what():
+            return found
+        time.sleep(0.02)
+    raise AssertionError(f"{what} stayed false for {seconds:g} s")
+
+
+class Server:
+    """The process; `kill` and `start` may follow each other, on the same port and archive."""
+
+    def __init__(self, archive: Path) -> None:
+        self._archive = archive
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.key = KEY
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def start(self) -> None:
+        """Start it, and wait until it serves."""
+        script = Path(__file__).with_name("page_server.py")
+        self._process = subprocess.Popen([sys.executable, script, self._archive, str(self.port)], env=os.environ)
+        until(self._serves)
+
+    def _serves(self) -> bool:
+        assert self._process is not None
+        assert self._process.poll() is None, "the server ended"
+        try:
+            return httpx.get(self.url, timeout=2.0, trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def grow(self, rows: int, row: Any) -> None:
+        """``rows`` events more in the archive, while nobody serves it; ``row(n)`` makes one."""
+        archive = SqliteArchive(self._archive)
+        archive.append([Entry(archive.last + 1 + n, "event", row(n)) for n in range(rows)])
+        archive.close()
+
+    def tell(self, replica: int, *events: dict[str, Any], commits: tuple[dict[str, Any], ...] = ()) -> None:
+        """What replica ``replica`` reports."""
+        body = protocol.encode(Telemetry(f"{replica}-run-0", events, commits))
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        answer = httpx.post(f"{self.url}/v1/telemetry", content=body, headers=headers, trust_env=False)
+        assert answer.status_code == 204, answer.text
+
+
+@dataclass
+class Seen:
+    """What a page did beside what it showed."""
+
+    console: list[str] = field(default_factory=list)
+    foreign: list[str] = field(default_factory=list)
+    asked: list[str] = field(default_factory=list)
+
+
+def open_page(browser: Browser, url: str, seen: Seen, **context: Any) -> Iterator[Page]:
+    """A page in a context of its own; whatever it complains about goes to ``seen``."""
+    made = browser.new_context(viewport=context.pop("viewport", {"width": 1440, "height": 1000}), **context)
+    made.add_init_script(
+        "addEventListener('securitypolicyviolation', e => console.error('CSP', e.violatedDirective, e.blockedURI))"
+    )
+    page = made.new_page()
+    page.on("console", lambda m: seen.console.append(m.text) if m.type in ("error", "warning") else None)
+    page.on("pageerror", lambda error: seen.console.append(str(error)))
+
+    def requested(request: Any) -> None:
+        seen.asked.append(request.url)
+        if not request.url.startswith(url):
+            seen.foreign.append(request.url)
+
+    page.on("request", requested)
+    yield page
+    made.close()
+
+
+def state(page: Page, expression: str) -> Any:
+    """A value of the page's own store, as `s`; `windowOf` is at hand."""
+    module = "import('/assets/store.js')"
+    return page.evaluate(
+        f"{module}.then(({{store, windowOf}}) => {{ const s = store.get(); return {expression} }})"
+    )

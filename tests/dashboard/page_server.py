@@ -1,0 +1,53 @@
+"""A lighthouse with a made-up past, in a process of its own: page_server.py ARCHIVE PORT.
+
+Its application is the real one; replica 3 has a supervisor that reports.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from pathlib import Path
+
+import uvicorn
+
+from ft_hsdp.protocol import Processes
+from lighthouse.api import create_app
+from lighthouse.archive import SqliteArchive
+from lighthouse.auth import Keys
+from lighthouse.chronicle import About, Chronicle
+from lighthouse.service import Service
+from lighthouse.state import Policy
+from lighthouse.store import MemoryStore
+
+TOKEN = "5e" * 32
+ADMIN = "ad" * 32
+REPLICAS = 20
+STEPS = 120_000
+
+
+class _Server(uvicorn.Server):
+    """Begins what needs the event loop."""
+
+    def __init__(self, archive: Path, port: int) -> None:
+        self._chronicle = Chronicle(SqliteArchive(archive), About("pretrain", REPLICAS, 2, STEPS))
+        store = MemoryStore()
+        state = store.load(Policy(slots=REPLICAS, steps=STEPS))
+        self._service = Service(state, store, TOKEN, lambda row: self._chronicle.note([row]), name="pretrain")
+        app = create_app(self._service, Keys(TOKEN, ADMIN), self._chronicle)
+        super().__init__(uvicorn.Config(app, port=port, lifespan="off", log_level="warning"))
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._chronicle.begin()
+        self._reporting = asyncio.create_task(self._report())
+
+    async def _report(self) -> None:
+        while True:
+            self._service.processes(Processes({3: "3-run-0"}))
+            await asyncio.sleep(1.0)
+
+
+if __name__ == "__main__":
+    _Server(Path(sys.argv[1]), int(sys.argv[2])).run()

@@ -1,0 +1,78 @@
+"""The drawer of a replica, and what an operator may do from it."""
+
+import pytest
+from page_helpers import ADMIN, open_page, state, until
+from playwright.sync_api import expect
+
+
+@pytest.fixture
+def drawer(page):
+    page.locator(".lane-name").nth(3).click()
+    found = page.get_by_role("complementary")
+    expect(found).to_be_visible()
+    return found
+
+
+def order(page, drawer, action, token, reason="a fan is broken"):
+    drawer.get_by_role("button", name=action, exact=True).click()
+    dialog = page.get_by_role("dialog")
+    if token:
+        dialog.get_by_label("Admin token").fill(token)
+    dialog.get_by_label("Reason").fill(reason)
+    return dialog
+
+
+def test_it_tells_everything_about_a_replica(page, drawer):
+    expect(drawer.get_by_role("heading", level=2)).to_have_text("Replica 3")
+    expect(drawer).to_contain_text("incarnation")
+    replica = state(page, "s.picture.replicas[3]")
+    expect(drawer).to_contain_text(replica["state"])
+    expect(drawer.locator(".recent .row").first).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(drawer).to_have_count(0)
+    expect(page.locator(".lane-name").nth(3)).to_be_focused()
+
+
+def test_a_wrong_token_is_refused_and_forgotten(page, drawer, seen):
+    dialog = order(page, drawer, "evict", "wrong")
+    dialog.get_by_role("button", name="evict replica 3").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("Authorization")
+    assert page.evaluate("sessionStorage.getItem('ft.admin')") is None
+    dialog.get_by_role("button", name="cancel").click()
+    expect(dialog).to_have_count(0)
+    seen.console.clear()  # the browser's own words on the 401
+
+
+def test_an_order_is_confirmed_carried_out_and_seen(browser, own, seen):
+    for page in open_page(browser, own.url, seen):
+        page.goto(f"{own.url}/#key={own.key}")
+        page.locator(".lane-name").nth(3).click()
+        drawer = page.get_by_role("complementary")
+        dialog = order(page, drawer, "evict", ADMIN)
+        expect(dialog).to_contain_text("Evict replica 3?")
+        expect(dialog).to_contain_text("The processes of replica 3 are ended")
+        assert not any("/v1/admin" in url for url in seen.asked)
+        dialog.get_by_role("button", name="evict replica 3").click()
+        expect(drawer.locator(".notice")).to_contain_text("its supervisor kills 3-run-0")
+        row = page.locator(".rows .row").filter(has_text="AdminEvicted")
+        expect(row).to_contain_text("a fan is broken")
+        expect(drawer.locator(".recent")).to_contain_text("AdminEvicted")
+        assert not any(ADMIN in url for url in [*seen.asked, page.url])
+        drained(page, drawer)
+    assert not seen.console
+
+
+def drained(page, drawer):
+    """With the token known, drain asks for the reason alone; the drawer then offers to undo it."""
+    dialog = order(page, drawer, "drain", "")
+    expect(dialog.get_by_label("Admin token")).to_have_count(0)
+    dialog.get_by_role("button", name="drain replica 3").click()
+    expect(page.locator(".rows .row").filter(has_text="AdminDrained")).to_be_visible()
+    until(lambda: state(page, "s.asked") is None)
+
+
+def test_what_is_impossible_is_said(page, drawer, seen):
+    dialog = order(page, drawer, "checkpoint now", ADMIN)
+    dialog.get_by_role("button", name="write checkpoint").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("nothing has been granted yet")
+    seen.console.clear()  # the browser's own words on the 409

@@ -1,0 +1,118 @@
+"""Live: commits extend the charts, events the log; nothing is lost or doubled over a lighthouse that dies."""
+
+import hashlib
+import time
+
+import pytest
+from page_helpers import Seen, open_page, state, until
+from playwright.sync_api import expect
+
+
+@pytest.fixture
+def live(browser, own):
+    seen = Seen()
+    pages = open_page(browser, own.url, seen)
+    page = next(pages)
+    page.goto(f"{own.url}/#key={own.key}")
+    expect(page.locator(".connection")).to_have_text("live")
+    until(lambda: page.locator(".rows .row").count() > 20)
+    yield page
+    assert not seen.foreign
+    assert [text for text in seen.console if "ERR_" not in text] == []  # the browser's words while it was away
+    next(pages, None)
+
+
+def said(n):
+    return {"t": time.time(), "event": "StepRetried", "reason": f"said {n}", "rank": 0, "step": n}
+
+
+def commit(step):
+    return {
+        "t": time.time(),
+        "step": step,
+        "epoch": 10_000,
+        "attempt": 0,
+        "lineage": hashlib.sha256(str(step).encode()).hexdigest()[:32],
+        "prev": "ab" * 16,
+        "contributors": [0, 1, 2],
+        "total": 20,
+        "loss": 1.2345,
+        "lr": 1e-4,
+        "lr_scale": 0.5,
+        "step_s": 1.0,
+        "waits": {},
+        "ftar_bytes": 10**9,
+        "ftar_s": 0.5,
+        "tokens": 100,
+        "role": "contribute",
+    }
+
+
+def told(page, since=0):
+    """The numbers in "said N" of the log from this test on, newest first."""
+    rows = page.locator(".rows .row .why").filter(has_text="said ")
+    found = [int(text.split()[1]) for text in rows.all_text_contents()]
+    return [n for n in found if n >= since]
+
+
+def test_a_commit_extends_head_and_charts(live, own):
+    before = state(live, "s.picture.series.t.at(-1)")
+    step = state(live, "s.picture.head.step") + 1
+    own.tell(0, commits=(commit(step),))
+    expect(live.locator(".facts")).to_contain_text(f"{step:,}")
+    expect(live.locator(".facts")).to_contain_text("1.2345")
+    until(lambda: state(live, "s.picture.series.t.at(-1)") > before)
+    assert state(live, "s.picture.head.healthy") == 3
+
+
+def test_an_event_extends_the_log(live, own):
+    own.tell(1, said(7))
+    until(lambda: told(live) == [7])
+    expect(live.locator(".rows .row").first).to_contain_text("said 7")
+
+
+def test_a_filter_holds_for_what_comes_live(live, own):
+    live.get_by_label("Text", exact=True).fill("said 21")
+    expect(live.get_by_text("no event passes the filter")).to_be_visible()
+    own.tell(1, said(22), said(21))
+    until(lambda: told(live) == [21])
+
+
+def test_nothing_is_lost_or_doubled_over_a_killed_lighthouse(live, own):
+    own.tell(1, said(31))
+    until(lambda: told(live, 31) == [31])
+    own.kill()
+    expect(live.locator(".connection")).to_have_text("reconnecting")
+    own.start()
+    own.tell(1, said(32), said(33))
+    own.tell(2, said(34))
+    expect(live.locator(".connection")).to_have_text("live")
+    until(lambda: told(live, 31) == [34, 33, 32, 31])
+    own.tell(1, said(35))
+    until(lambda: told(live, 31) == [35, 34, 33, 32, 31])
+
+
+def test_what_is_too_much_to_stream_is_read_anew(live, own):
+    own.kill()
+    expect(live.locator(".connection")).to_have_text("reconnecting")
+    own.grow(6000, lambda n: {**said(40_000 + n), "source": "replica", "replica": 1})
+    own.start()
+    until(lambda: told(live, 40_000)[:3] == [45_999, 45_998, 45_997])
+    own.tell(1, said(50_000))
+    until(lambda: told(live, 40_000)[:2] == [50_000, 45_999])
+
+
+def test_text_from_a_replica_stays_text(live, own):
+    own.tell(1, {**said(60), "reason": "<img src=/x onerror=alert(1)>", "<b>": "<i>"})
+    expect(live.locator(".rows .row").first).to_contain_text("<img src=/x onerror=alert(1)>")
+    expect(live.locator(".rows .row").first).to_contain_text("<b> <i>")
+    assert live.locator(".rows img").count() == 0
+
+
+def test_memory_is_bounded(live, own):
+    for first in range(1000, 2000, 100):
+        own.tell(1, *(said(n) for n in range(first, first + 100)))
+    until(lambda: told(live)[:1] == [1999])
+    shown = told(live, 1000)
+    assert len(shown) == live.locator(".rows .row").count() == 800
+    assert shown == list(range(1999, 1199, -1))

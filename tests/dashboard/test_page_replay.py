@@ -1,0 +1,162 @@
+"""Replay: the page of a run that is over, from its logs, with its time under a slider."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from page_helpers import Seen, open_page, state, until
+from playwright.sync_api import expect
+
+from ft_hsdp.config import load
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.page import recorded, serve_run
+from ft_hsdp.launch.rundir import RunDir
+
+T0, STEPS = 1_780_000_000.0, 60
+QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
+SERVE = """
+import sys
+from pathlib import Path
+from ft_hsdp.launch.page import serve_run
+from ft_hsdp.launch.rundir import RunDir
+serve_run(RunDir(Path(sys.argv[1])), "127.0.0.1", 0, lambda link: print(link, flush=True))
+print("ended")
+"""
+
+
+def row(replica, step, t, lineage, prev):
+    return {
+        "t": t,
+        "step": step,
+        "epoch": 1 if step <= 30 else 2,
+        "attempt": 0,
+        "lineage": lineage,
+        "prev": prev,
+        "contributors": [0, 1, 2] if step <= 30 else [0, 1],
+        "total": 3,
+        "loss": 5.0 - step / 20,
+        "lr": 1e-3,
+        "lr_scale": 1.0,
+        "step_s": 1.0,
+        "waits": {"ftar": 0.01},
+        "ftar_bytes": 10**8,
+        "ftar_s": 0.1,
+        "tokens": 100,
+        "incarnation": f"{replica}-run-0",
+        "role": "contribute",
+    }
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run of a minute: two replicas logged each step, and replica 2 died in the middle."""
+    folder = tmp_path / "runs" / "quickstart"
+    folder.mkdir(parents=True)
+    run = RunDir(folder)
+    run.config.write_text(QUICKSTART.read_text())
+    for replica in (0, 1):
+        lines = [
+            row(replica, s, T0 + s + replica / 100, f"{s:032x}", f"{s - 1:032x}") for s in range(1, STEPS + 1)
+        ]
+        run.replica(replica).mkdir(parents=True)
+        run.commits(replica).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    events = [
+        {
+            "t": T0 + r / 10,
+            "event": "ReplicaStarted",
+            "source": "supervisor",
+            "replica": r,
+            "reason": "first start",
+        }
+        | {"incarnation": f"{r}-run-0"}
+        for r in range(3)
+    ]
+    gone = {"source": "supervisor", "replica": 2, "incarnation": "2-run-0", "kind": "SIGKILL", "reason": "killed"}
+    events.append({"t": T0 + 30.5, "event": "ProcessExited", "rank": 0, **gone})
+    events.append({"t": T0 + 30.6, "event": "ReplicaExited", **gone})
+    events.append({"t": T0 + 60.5, "event": "JobFinished", "source": "lighthouse", "reason": "step 60"})
+    run.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return run
+
+
+def test_a_step_that_two_replicas_logged_is_one_commit(run):
+    archive, about = recorded(run)
+    kinds = [entry.kind for entry in archive.read(0, 1000)]
+    assert kinds.count("commit") == STEPS
+    assert kinds.count("event") == 6
+    assert about.live is False
+    times = [entry.row["t"] for entry in archive.read(0, 1000)]
+    assert times == sorted(times)
+    archive.close()
+
+
+def test_a_run_without_logs_is_refused_in_one_line(tmp_path):
+    (tmp_path / "config.yaml").write_text(QUICKSTART.read_text())
+    with pytest.raises(ConfigError, match="recorded"):
+        recorded(RunDir(tmp_path))
+
+
+def test_an_address_that_cannot_be_had_is_refused_in_one_line(run):
+    with pytest.raises(ConfigError, match="listen"):
+        serve_run(run, "192.0.2.1", 0, print)
+
+
+@pytest.fixture
+def served(run):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SERVE, str(run.path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    yield process, process.stdout.readline().strip()
+    process.kill()
+    process.communicate()
+
+
+def test_the_slider_moves_everything_and_ctrl_c_ends_it(browser, served, run):
+    process, link = served
+    url = link.split("/#")[0]
+    seen = Seen()
+    pages = open_page(browser, url, seen)
+    page = next(pages)
+    page.goto(link)
+    expect(page.locator(".connection")).to_have_text("replay")
+    slider = page.get_by_label("Moment")
+    expect(page.locator(".facts")).to_contain_text(f"60 of {load(run.config).train.steps:,}")
+    expect(page.locator(".rows .row").first).to_contain_text("JobFinished")
+    whole = state(page, "windowOf(s)")
+
+    slider.focus()
+    for _ in range(13):
+        page.keyboard.press("PageDown")  # 5 % each
+    until(lambda: state(page, "s.picture.head.step") == 21)
+    assert any("at=" in asked for asked in seen.asked)
+    expect(page.locator(".facts")).to_contain_text("21 of")
+    until(lambda: page.locator(".rows .row").count() == 3)
+    assert max(state(page, "s.picture.series.t")) <= state(page, "s.at")
+    assert state(page, "s.picture.failures") == []
+    assert state(page, "windowOf(s)") == whole
+
+    box = slider.bounding_box()
+    page.mouse.move(box["x"] + box["width"] * 0.35, box["y"] + box["height"] / 2)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] / 2, steps=8)
+    page.mouse.up()
+    until(lambda: 33 <= state(page, "s.picture.head.step") <= 39)
+    expect(page.locator(".failures")).to_contain_text("SIGKILL")
+
+    page.get_by_label("Speed").select_option("60")
+    page.get_by_role("button", name="play").click()
+    until(lambda: state(page, "s.picture.head.step") == 60)
+    expect(page.get_by_role("button", name="play")).to_be_visible()
+    page.locator(".lane-name").nth(2).click()
+    expect(page.get_by_role("button", name=re.compile("evict|drain|checkpoint"))).to_have_count(0)
+    next(pages, None)
+    assert not seen.console
+    assert not seen.foreign
+
+    process.send_signal(2)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out.strip(), err) == (0, "ended", "")

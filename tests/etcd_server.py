@@ -1,0 +1,82 @@
+"""A real etcd of one member, for tests: on free loopback ports, with its data in a folder that goes away."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import httpx
+
+from tests.programs import program
+
+START_S = 20.0
+
+
+class EtcdServer:
+    """An etcd that can be killed, stopped, started again and wiped; a context that leaves nothing behind."""
+
+    def __init__(self) -> None:
+        self._program = program("etcd", "etcd-server")
+        self._folder = Path(tempfile.mkdtemp(prefix="ft_hsdp-etcd-"))
+        with contextlib.ExitStack() as held:
+            ports = [held.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+            self.url, self._peer = (f"http://127.0.0.1:{sock.getsockname()[1]}" for sock in ports)
+        self._process: subprocess.Popen[bytes] | None = None
+        self.start()
+
+    def __enter__(self) -> EtcdServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+        shutil.rmtree(self._folder)
+
+    def start(self) -> None:
+        """Run it, and wait until it serves."""
+        flags = {
+            "data-dir": self._folder / "data",
+            "listen-client-urls": self.url,
+            "advertise-client-urls": self.url,
+            "listen-peer-urls": self._peer,
+            "initial-advertise-peer-urls": self._peer,
+            "initial-cluster": f"default={self._peer}",
+            "logger": "zap",
+            "log-level": "error",
+        }
+        command = [self._program, *(f"--{name}={value}" for name, value in flags.items())]
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(command, stdout=log, stderr=log)
+        deadline = time.monotonic() + START_S
+        while not self.serves():
+            assert self._process.poll() is None, (self._folder / "log").read_text()
+            assert time.monotonic() < deadline, "etcd does not serve"
+            time.sleep(0.05)
+
+    def serves(self) -> bool:
+        """Whether it answers."""
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{self.url}/health", trust_env=False, timeout=2.0).json().get("health") == "true"
+        return False
+
+    def kill(self) -> None:
+        """SIGKILL; its data stays."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(10)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Stop it, or have it go on."""
+        assert self._process is not None
+        self._process.send_signal(number)
+
+    def wipe(self) -> None:
+        """It comes back without its data."""
+        self.kill()
+        shutil.rmtree(self._folder / "data")
+        self.start()

@@ -1,0 +1,167 @@
+"""Real beats, for long: `python tests/ftar/beats.py --beats 100000 [--busy 4] [--record FILE]`.
+
+Members of one ring, each in a process of its own, do nothing but beat, while ``--busy`` processes take the cores
+from them. Prints one line of JSON: how many beats were heard, how many members were suspected (0 is right),
+quantiles of the intervals, and at the end how long it took the others to find a member that is stopped.
+``--record`` keeps the intervals that one member saw for the simulation in tests/core/test_phi.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import statistics
+import sys
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+TOKEN = "ab" * 32
+MEMBERS = 4
+KEPT = 5000  # intervals that are recorded
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["ft_hsdp.ftar"])
+
+
+def spin() -> None:
+    """Keep a core busy."""
+    while True:
+        sum(range(10_000))
+
+
+def member(pipe: Connection, number: int) -> None:
+    """Beat in a ring until it breaks or the pipe asks; then say when it broke and why, and what was heard."""
+    from ft_hsdp.core.phi import Pulse
+    from ft_hsdp.errors import FTARError
+    from ft_hsdp.ftar import Communicator, Settings
+
+    intervals: list[float] = []
+    heard = Pulse.heard
+
+    def counted(pulse: Pulse, now: float) -> None:
+        intervals.append(now - pulse.heard_at)
+        heard(pulse, now)
+
+    with mock.patch.object(Pulse, "heard", counted):
+        comm = Communicator(number, token=TOKEN, settings=Settings(transport="tcp"))
+        pipe.send(comm.address)
+        comm.reconfigure(1, pipe.recv())
+        pipe.send(len(intervals))
+        while not (pipe.poll(0.02) and pipe.recv() == "end"):
+            error: FTARError | None = comm._group.error
+            if error is not None:
+                pipe.send((time.monotonic(), str(error), intervals))
+                break
+            if len(intervals) % 1000 < 10:
+                pipe.send(len(intervals))
+        else:
+            pipe.send((0.0, "", intervals))
+        comm.close()
+
+
+class Ring:
+    """The members, seen from outside."""
+
+    def __init__(self) -> None:
+        self.pipes: list[Connection] = []
+        self.processes: list[Any] = []
+        for number in range(MEMBERS):
+            ours, theirs = _context.Pipe()
+            process = _context.Process(target=member, args=(theirs, number), daemon=True)
+            process.start()
+            self.pipes.append(ours)
+            self.processes.append(process)
+        members = [(n, pipe.recv()) for n, pipe in enumerate(self.pipes)]
+        for pipe in self.pipes:
+            pipe.send(members)
+        self.counts = [pipe.recv() for pipe in self.pipes]
+        self.ended: dict[int, tuple[float, str, list[float]]] = {}
+
+    def look(self) -> None:
+        """Hear what the members say."""
+        for number, pipe in enumerate(self.pipes):
+            while number not in self.ended and pipe.poll():
+                said = pipe.recv()
+                if isinstance(said, tuple):
+                    self.ended[number] = said
+                else:
+                    self.counts[number] = said
+
+    def end(self) -> None:
+        """No process stays."""
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def soak(beats: int, busy: int) -> tuple[dict[str, Any], list[float]]:
+    """Beat until all have heard ``beats`` together, then stop one; what was seen, and one member's intervals."""
+    spinners = [_context.Process(target=spin, daemon=True) for _ in range(busy)]
+    for spinner in spinners:
+        spinner.start()
+    ring = Ring()
+    try:
+        began = time.monotonic()
+        while sum(ring.counts) < beats and not ring.ended:
+            time.sleep(0.1)
+            ring.look()
+        false = {n: text for n, (_, text, _) in ring.ended.items()}
+        took = time.monotonic() - began
+        found: list[float] = []
+        if not false:
+            os.kill(ring.processes[1].pid, signal.SIGSTOP)
+            stopped = time.monotonic()
+            while len(ring.ended) < MEMBERS - 1 and time.monotonic() < stopped + 30:
+                time.sleep(0.01)
+                ring.look()
+            assert all("replica 1" in text for _, text, _ in ring.ended.values()), ring.ended
+            found = [at - stopped for at, _, _ in ring.ended.values()]
+    finally:
+        for process in spinners:
+            process.kill()
+            process.join()
+        ring.end()
+    heard = [intervals for _, _, intervals in ring.ended.values()]
+    every = sorted(i for each in heard for i in each)
+    quantiles = (
+        {f"p{q}": round(1000 * every[int(len(every) * q / 100)], 1) for q in (50, 99, 99.9)} if every else {}
+    )
+    result = {
+        "beats": sum(ring.counts),
+        "seconds": round(took, 1),
+        "busy_processes": busy,
+        "cores": len(os.sched_getaffinity(0)),
+        "suspected": len(false),
+        "why": sorted(set(false.values())),
+        "interval_ms": {**quantiles, "max": round(1000 * every[-1], 1)} if every else {},
+        "stop_found_after_ms": [round(1000 * s) for s in sorted(found)],
+        "stop_found_median_ms": round(1000 * statistics.median(found)) if found else None,
+    }
+    return result, heard[0] if heard else []
+
+
+def main() -> int:
+    """Run; 0 if nobody was suspected."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--beats", type=int, default=100_000)
+    parser.add_argument("--busy", type=int, default=2 * len(os.sched_getaffinity(0)))
+    parser.add_argument("--record", type=Path)
+    args = parser.parse_args()
+    result, intervals = soak(args.beats, args.busy)
+    print(json.dumps(result))
+    if args.record is not None:
+        about = {"cores": result["cores"], "busy_processes": result["busy_processes"], "beat_ms": 50}
+        about |= {"kernel": platform.release().split("-")[0], "members": MEMBERS}
+        rows = [round(1000 * i, 1) for i in intervals[:KEPT]]
+        args.record.write_text(json.dumps({**about, "intervals_ms": rows}, separators=(",", ":")) + "\n")
+    return 0 if result["suspected"] == 0 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

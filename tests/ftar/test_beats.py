@@ -1,0 +1,301 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from unittest import mock
+
+import pytest
+import torch
+from member_process import TOKEN, MemberProcess
+from ring_helpers import Peer, Ring, Transport, error, run, until
+
+from ft_hsdp import protocol
+from ft_hsdp.core.commit import Fence, Token
+from ft_hsdp.errors import PeerDead, PeerTimeout, RemoteAbort
+from ft_hsdp.ftar import Communicator, Settings
+from ft_hsdp.ftar.lifecycle import State
+from ft_hsdp.ftar.neighbour import Neighbour
+from ft_hsdp.protocol import RingBeat
+
+MINUTE_S = 60.0
+
+
+def mute(peer: Peer) -> None:
+    """It says nothing more on its control connections, and its process is there."""
+    assert peer.group._beats is not None
+    peer.group._beats.stop()
+
+
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_who_falls_silent_is_suspected_by_all(victim: int) -> None:
+    async def body() -> None:
+        async with Ring(0, 1, 2, timeout_s=MINUTE_S) as ring:
+            await ring.form(1)
+            others = [p for p in ring.peers if p.replica != victim]
+            works = [p.reduce(1, torch.empty(9)) for p in others]
+            mute(ring.peers[victim])
+            for work in works:
+                failed = await error(work)
+                assert isinstance(failed, PeerDead | RemoteAbort)
+                assert failed.suspect == victim
+                assert "no sign of life" in str(failed)
+            for peer in others:
+                (abort,) = peer.broken
+                assert (abort.suspect, abort.planned, abort.stuck) == (victim, False, False)
+            await until(lambda: ring.peers[victim].broken, "the silent one hears of it")
+            await ring.form(2, others)
+            await ring.check(2, others)
+
+    run(body())
+
+
+def test_a_standing_ring_without_work_finds_it_too() -> None:
+    async def body() -> None:
+        async with Ring(0, 1) as ring:
+            await ring.form(1)
+            mute(ring.peers[1])
+            await until(lambda: ring.peers[0].broken, "it is suspected")
+            assert ring.peers[0].broken[0].suspect == 1
+
+    run(body())
+
+
+def test_who_stood_still_itself_suspects_nobody() -> None:
+    """The whole loop stands still, so nobody beats: when it runs again, nobody is accused for that."""
+
+    async def body() -> None:
+        async with Ring(0, 1, 2) as ring:
+            await ring.form(1)
+            await ring.check(1)
+            for _ in range(3):
+                stand_still(1.0)  # longer than any silence that is accepted
+                await asyncio.sleep(0.02)
+            await asyncio.sleep(0.5)
+            assert not any(p.broken for p in ring.peers)
+            await ring.check(1)
+
+    run(body())
+
+
+def test_after_standing_still_a_silence_is_found_again() -> None:
+    async def body() -> None:
+        async with Ring(0, 1) as ring:
+            await ring.form(1)
+            stand_still(1.0)
+            await asyncio.sleep(0.2)
+            mute(ring.peers[1])
+            await until(lambda: ring.peers[0].broken, "it is suspected")
+
+    run(body())
+
+
+@pytest.mark.parametrize(("victim", "transport"), [(0, "tcp"), (1, "tcp"), (2, "tcp"), (1, "auto"), (2, "c10d")])
+def test_only_who_does_not_enter_is_blamed(victim: int, transport: Transport) -> None:
+    """Its beats come. The member that has waited longest has a neighbour that waits itself, and blames nobody."""
+
+    async def body() -> None:
+        async with Ring(0, 1, 2, timeout_s=0.5, transport=transport) as ring:
+            await ring.form(1)
+            await ring.check(1)
+            right, far = (ring.peers[(victim + side) % 3] for side in (1, 2))
+            works = [far.reduce(1, torch.empty(9), 2)]
+            await asyncio.sleep(0.25)
+            works.append(right.reduce(1, torch.empty(9), 2))
+            failures = [await error(work) for work in works]
+            assert [f.suspect for f in failures if isinstance(f, PeerTimeout | RemoteAbort)] == [victim] * 2
+            assert isinstance(failures[1], PeerTimeout), "its right neighbour says so"
+            await until(lambda: ring.peers[victim].broken, "it is told")
+            for peer in ring.peers:
+                (abort,) = peer.broken
+                assert (abort.suspect, abort.stuck) == (victim, True)
+                assert "has not entered an all-reduce" in abort.cause
+
+    run(body())
+
+
+def test_a_slow_member_that_enters_in_time_is_not_blamed() -> None:
+    async def body() -> None:
+        async with Ring(0, 1, timeout_s=0.5) as ring:
+            await ring.form(1)
+            for step in range(1, 4):
+                works = [ring.peers[0].reduce(1, torch.empty(9), step)]
+                await asyncio.sleep(0.3)
+                works.append(ring.peers[1].reduce(1, torch.empty(9), step))
+                await asyncio.gather(*map(asyncio.wrap_future, works))
+            await asyncio.sleep(0.7)  # nobody waits for anybody
+            assert not any(p.broken for p in ring.peers)
+
+    run(body())
+
+
+def test_chunks_that_do_not_arrive_are_the_left_neighbours() -> None:
+    async def body() -> None:
+        async with Ring(0, 1, 2, timeout_s=0.5) as ring:
+            await ring.form(1)
+            sender = ring.peers[0].group._ring
+            assert sender is not None
+            assert sender._outlet is not None
+            with mock.patch.object(sender._outlet._lanes[0], "send"):  # type: ignore[attr-defined]
+                failures = [await error(w) for w in [p.reduce(1, torch.empty(9)) for p in ring.peers]]
+            assert [getattr(f, "suspect", None) for f in failures] == [0, 0, 0]
+            assert isinstance(failures[1], PeerDead)
+            assert "have not come" in str(failures[1])
+            assert not any(p.broken[0].stuck for p in ring.peers), "its trainer is not to blame"
+
+    run(body())
+
+
+def test_beats_do_not_outlive_their_ring() -> None:
+    async def body() -> None:
+        async with Ring(0, 1) as ring:
+            for epoch in (1, 2, 3):
+                await ring.form(epoch)
+            first, second = (p.group._current for p in ring.peers)
+            assert first is not None
+            assert first.left is not None
+            await until(lambda: first.left and first.left.newest.epoch == 3, "beats of the new epoch")
+            for peer in ring.peers:
+                peer.group.stop(3, "for a test")
+            assert all(p.group._beats is not None and p.group._beats._timer.cancelled() for p in ring.peers)
+            assert second is not None
+
+    run(body())
+
+
+def stand_still(seconds: float) -> None:
+    """Nothing runs on the loop meanwhile."""
+    time.sleep(seconds)
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    ends = socket.socketpair()
+    for end in ends:
+        end.setblocking(False)
+    return ends
+
+
+def test_any_bytes_are_a_sign_of_life() -> None:
+    """A long message comes in pieces; while it does, its sender lives."""
+
+    async def body() -> None:
+        ours, theirs = pair()
+        said: list[object] = []
+        neighbour = Neighbour(ours, lambda _, message: said.append(message))
+        neighbour.listen()
+        token = Token(Fence(1, 1, 0), True, True, "x" * 200)
+        frame = protocol.frame(token)
+        for piece in (frame[:2], frame[2:4], frame[4:50], frame[50:-1]):
+            before = neighbour.heard_at
+            await asyncio.sleep(0.01)
+            theirs.send(piece)
+            await until(lambda before=before: neighbour.heard_at > before, "it is heard")  # type: ignore[misc]
+        assert not said
+        theirs.send(frame[-1:])
+        await until(lambda: said, "the message")
+        theirs.send(protocol.frame(RingBeat(7, 3, 9)))
+        await until(lambda: neighbour.newest == RingBeat(7, 3, 9), "a beat")
+        assert said == [token], "a beat is for nobody else"
+        theirs.close()
+        await neighbour.close()
+
+    run(body())
+
+
+def test_no_beat_comes_between_the_parts_of_a_message() -> None:
+    async def body() -> None:
+        ours, theirs = pair()
+        neighbour = Neighbour(ours, lambda *_: None)
+        long = Token(Fence(1, 1, 0), True, True, "x" * 900_000)
+        sending = asyncio.get_running_loop().create_task(neighbour.send(long))
+        await asyncio.sleep(0)
+        frame, got = protocol.frame(RingBeat(1, 1, 1)), bytearray()
+        while len(got) < len(protocol.frame(long)):
+            neighbour.beat(frame)
+            await asyncio.sleep(0)
+            try:
+                got += theirs.recv(65536)
+            except BlockingIOError:
+                continue
+        await sending
+        assert bytes(got) == protocol.frame(long)
+        neighbour.beat(frame)
+        await until(lambda: theirs.recv(100) == frame, "a beat")
+        theirs.close()
+        await neighbour.close()
+
+    run(body())
+
+
+def test_a_beat_that_is_cut_in_two_ends_the_connection() -> None:
+    sock = mock.Mock(spec=socket.socket)
+    sock.send.return_value = 5
+    Neighbour(sock, lambda *_: None).beat(b"0123456789")
+    sock.shutdown.assert_called_once_with(socket.SHUT_RDWR)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("transport", "when"), [("tcp", "idle"), ("shm", "under way")])
+def test_sigstop_of_a_neighbour(transport: Transport, when: str) -> None:
+    """With a timeout of a minute all others know within seconds, suspect the right one, and go on without it."""
+    victim = MemberProcess(12, transport=transport, timeout_s=MINUTE_S)
+    with ExitStack() as stack:
+        stack.callback(victim.end)
+        settings = Settings(transport=transport, timeout_s=MINUTE_S)
+        comms = [Communicator(n, token=TOKEN, settings=settings) for n in (10, 11, 13)]
+        for comm in comms:
+            stack.callback(comm.close)
+        pool = stack.enter_context(ThreadPoolExecutor(3))
+        members = [(n, c.address) for n, c in zip((10, 11, 13), comms, strict=True)]
+        members.insert(2, (12, victim.address))
+        victim.pipe.send((1, members, 10_000))
+        list(pool.map(lambda c: c.reconfigure(1, members), comms))
+        given = [torch.ones(10_000) for _ in comms]
+        first = [c.all_reduce(x) for c, x in zip(comms, given, strict=True)]
+        assert {w.wait(20)[0].item() for w in first} == {victim.hear()} == {16.0}
+        assert victim.hear() == "ready"
+        if when == "under way":
+            victim.pipe.send("take part")
+            assert victim.hear() == "under way"
+        pid = victim._process.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)
+        stopped = time.monotonic()
+        works = [[c.all_reduce(x) for _ in range(200)] for c, x in zip(comms, given, strict=True)]
+        for queue in works:
+            failed = [e for e in (w.exception(20) for w in queue) if e is not None]
+            assert isinstance(failed[0], PeerDead | RemoteAbort), failed[0]
+            assert failed[0].suspect == 12
+            assert "no sign of life" in str(failed[0])
+        assert time.monotonic() - stopped < 10.0
+        again = [(n, a) for n, a in members if n != 12]
+        list(pool.map(lambda c: c.reconfigure(2, again), comms))
+        sums = [c.all_reduce(x) for c, x in zip(comms, given, strict=True)]
+        assert [w.wait(20)[-1].item() for w in sums] == [3.0] * 3
+
+
+@pytest.mark.multiproc
+def test_a_short_stop_is_no_death() -> None:
+    """SIGSTOP for less than the accepted pause, again and again: nobody is suspected, by nobody."""
+    victim = MemberProcess(12, transport="tcp", timeout_s=MINUTE_S)
+    with ExitStack() as stack:
+        stack.callback(victim.end)
+        comm = Communicator(10, token=TOKEN, settings=Settings(transport="tcp", timeout_s=MINUTE_S))
+        stack.callback(comm.close)
+        members = [(10, comm.address), (12, victim.address)]
+        victim.pipe.send((1, members, 9))
+        comm.reconfigure(1, members)
+        assert comm.all_reduce(torch.ones(9)).wait(20)[0].item() == 14.0
+        pid = victim._process.pid
+        assert pid is not None
+        for _ in range(4):
+            os.kill(pid, signal.SIGSTOP)
+            time.sleep(0.3)  # the length of the stop is what is tested
+            os.kill(pid, signal.SIGCONT)
+            time.sleep(0.2)
+        assert comm.state is State.READY
+        assert comm.transports == ("tcp", "tcp")

@@ -1,0 +1,51 @@
+"""What a replica that is told where its lighthouse is does with a run directory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from ft_hsdp.config import parse
+from ft_hsdp.errors import LighthouseUnreachable
+from ft_hsdp.launch import by_hand
+from ft_hsdp.launch.rundir import read_json
+from ft_hsdp.launch.supervisor import Outcome
+
+NOBODY = "http://127.0.0.1:1"
+
+
+def test_a_token_that_is_there_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All pods of a job may have one folder: a file that is written anew is empty for a moment."""
+    config = parse({"job": {"name": "job", "runs_dir": str(tmp_path)}, "timeouts": {"reach_s": 0.01}})
+    token = tmp_path / "job/token"
+
+    def start(secret: str) -> None:
+        monkeypatch.setenv("FT_HSDP_TOKEN", secret)
+        with pytest.raises(LighthouseUnreachable):
+            by_hand.replica(config, 0, NOBODY)
+
+    start("a" * 64)
+    assert (token.read_text(), read_json(tmp_path / "job/lighthouse.json")["urls"]) == ("a" * 64, [NOBODY])
+    os.utime(token, (0, 0))
+    start("a" * 64)
+    assert token.stat().st_mtime == 0
+    start("b" * 64)
+    assert token.read_text() == "b" * 64
+
+
+@pytest.mark.parametrize(
+    ("kind", "stopped", "rank", "code"),
+    [
+        ("done", [], 0, 0),
+        ("drained", [], None, 0),
+        ("config", [], 64, 64),
+        ("lost", [], 76, 76),
+        ("lost", [], -9, 75),
+        ("stopped", [15, 15], 76, 143),
+    ],
+)
+def test_a_scheduler_is_told_what_to_do(kind: str, stopped: list[int], rank: int | None, code: int) -> None:
+    """76 wants another machine, 75 another try."""
+    assert by_hand.exit_code(Outcome(kind, "why"), stopped, rank) == code

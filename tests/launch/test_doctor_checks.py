@@ -1,0 +1,530 @@
+"""Each check by itself: what it takes for well, and what it says where that is not so."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_hsdp.config import Config, parse
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.doctor import (
+    Bad,
+    Subject,
+    Undecided,
+    child,
+    clock,
+    cluster,
+    gpu,
+    limits,
+    memory,
+    names,
+    ports,
+    services,
+    storage,
+    versions,
+)
+from ft_hsdp.launch.doctor.cgroup import Allowance, allowance
+from ft_hsdp.launch.doctor.mounts import mount_of
+from ft_hsdp.launch.ray.placement import request
+from ft_hsdp.train import tokens
+from tests.etcd_server import EtcdServer
+
+ALONE = Subject(Config())
+SPANNING = Subject(parse({"network": {"host": "0.0.0.0"}}))
+GIB = 2**30
+
+
+# Who is asked.
+
+
+@pytest.mark.parametrize(
+    ("subject", "spans", "replicas"),
+    [
+        (ALONE, False, 3),
+        (SPANNING, True, 3),
+        (Subject(parse({"network": {"host": "localhost"}})), False, 3),
+        (Subject(Config(), ("http://127.0.0.1:1",)), False, 1),
+        (Subject(Config(), ("http://head:1", "http://[::1]:1")), True, 1),
+        (Subject(Config(), ray=True), False, 1),
+        (Subject(Config(), ray_address="10.0.0.1:6379"), True, 1),
+        (Subject(Config(), ray_address="ray://127.0.0.1:10001"), False, 1),
+        (Subject(Config(), ray_address="auto"), False, 1),
+    ],
+)
+def test_who_spans_machines_and_what_runs_here(subject: Subject, spans: bool, replicas: int) -> None:
+    assert (subject.spans, subject.replicas) == (spans, replicas)
+
+
+# Names, with this machine's real resolver.
+
+
+def test_a_name_that_means_this_machine_to_itself_is_a_trap_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
+    assert names.hostname(ALONE).startswith("localhost is ")
+    with pytest.raises(Bad, match=r"other machines would connect to themselves; .*Debian writes 127.0.1.1"):
+        names.hostname(SPANNING)
+
+
+def test_a_name_without_an_address_matters_to_others_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
+    assert "a job on one machine needs none" in names.hostname(ALONE)
+    with pytest.raises(Bad, match=r"has no address .*; give it one in /etc/hosts"):
+        names.hostname(SPANNING)
+
+
+@pytest.mark.parametrize(
+    ("address", "back", "said"),
+    [
+        ("127.0.0.5", ["vm.example", "vm"], "vm is 127.0.0.5, and back"),
+        ("127.0.0.5", ["other"], "vm is 127.0.0.5; back it is other, which only logs show"),
+        ("127.0.0.5", [], "back it is nobody"),
+        ("192.0.2.77", ["vm"], "no address of this machine; a job on one machine does not mind"),
+    ],
+)
+def test_a_name_leads_there_and_back(
+    monkeypatch: pytest.MonkeyPatch, address: str, back: list[str], said: str
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "vm")
+    monkeypatch.setattr(names, "addresses", lambda _: [address])
+    monkeypatch.setattr(names, "names_of", lambda _: back)
+    assert said in names.hostname(ALONE)
+    if address.startswith("192"):
+        with pytest.raises(Bad, match=r"correct /etc/hosts"):
+            names.hostname(SPANNING)
+
+
+@pytest.mark.parametrize(
+    ("host", "lighthouses", "said"),
+    [
+        ("no-such-host.invalid", (), "has no address"),
+        ("192.0.2.77", (), "no address of this machine"),
+        ("127.0.0.1", ("http://10.0.0.1:1",), "other machines cannot reach that"),
+        ("localhost", ("http://10.0.0.1:1",), "other machines cannot reach that"),
+    ],
+)
+def test_an_address_that_nobody_can_reach(host: str, lighthouses: tuple[str, ...], said: str) -> None:
+    with pytest.raises(Bad, match=said):
+        names.host(Subject(parse({"network": {"host": host}}), lighthouses))
+
+
+def test_addresses_of_this_machine() -> None:
+    assert names.host(SPANNING) == "0.0.0.0: every address of this machine"
+    assert names.host(ALONE) == "127.0.0.1, an address of this machine: no other can reach it"
+
+
+# Ports.
+
+
+def test_ports_that_are_free_and_taken() -> None:
+    assert ports.port(ALONE) == "127.0.0.1, any free port"
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        number = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"network.port: got {number}"):
+            ports.port(Subject(parse({"network": {"port": number}})))
+    several = {"network": {"port": number}, "lighthouse": {"count": 2, "etcd": ["http://e"]}}
+    assert ports.port(Subject(parse(several))) == f"127.0.0.1:{number} to {number + 1} are free"
+
+
+def test_as_many_sockets_as_the_job_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert ports.sockets(ALONE).startswith("28 will listen; opened 28 of them, ports ")
+    monkeypatch.setattr(ports, "local_range", lambda: (40000, 40050))
+    with pytest.raises(Bad, match=r"28 sockets will listen, ports 40000 to 40050 .*ip_local_port_range"):
+        ports.sockets(ALONE)
+    monkeypatch.undo()
+    with pytest.raises(Undecided, match=r"does not say which ports there are"):
+        ports.local_range(tmp_path / "none")
+
+
+def test_states_are_served_where_somebody_can_connect() -> None:
+    assert ports.interface(ALONE) == "network.host 127.0.0.1: states are served at 127.0.0.1"
+    other = parse({"network": {"state_interface": "127.0.0.7"}})
+    assert ports.interface(Subject(other)) == "network.state_interface 127.0.0.7: states are served at 127.0.0.7"
+    with pytest.raises(Bad, match=r"nobody can connect to 192.0.2.77"):
+        ports.interface(Subject(parse({"network": {"state_interface": "192.0.2.77"}})))
+
+
+# The clock.
+
+
+def test_a_clock_that_nobody_sets(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert clock.synchronised() in (True, False)  # whatever this machine says, it can be asked
+    monkeypatch.setattr(clock, "synchronised", lambda: False)
+    assert "a job on one machine does not mind" in clock.clock(ALONE)
+    with pytest.raises(Undecided, match=r"compare with --lighthouse URL"):
+        clock.clock(SPANNING)
+    monkeypatch.setattr(clock, "synchronised", lambda: True)
+    assert clock.clock(SPANNING) == "synchronised, says the kernel"
+
+
+# Control groups, on trees as the kernel shows them.
+
+
+def tree(folder: Path, files: Mapping[str, str]) -> tuple[Path, Path]:
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder / "cgroup", folder / "fs"
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cgroup": "0::/\n"}, Allowance()),
+        (
+            {
+                "cgroup": "0::/pod/box\n",
+                "fs/pod/memory.max": f"{4 * GIB}\n",
+                "fs/pod/memory.current": f"{3 * GIB}\n",
+                "fs/pod/memory.stat": f"anon 1\ninactive_file {GIB}\n",
+                "fs/pod/cpu.max": "150000 100000\n",
+                "fs/pod/box/memory.max": "max\n",
+                "fs/pod/box/cpu.max": "max 100000\n",
+                "fs/pod/box/pids.max": "100\n",
+                "fs/pod/box/pids.current": "30\n",
+            },
+            Allowance(2 * GIB, 1.5, 70),
+        ),
+        (  # a container that sees its own as the top, named by its host's path
+            {"cgroup": "0::/../../docker/abc\n", "fs/memory.max": f"{GIB}\n", "fs/memory.current": f"{2 * GIB}\n"},
+            Allowance(0),
+        ),
+        (
+            {
+                "cgroup": "4:memory:/box\n3:cpu,cpuacct:/box\n2:pids:/\n0::/\n",
+                "fs/memory/memory.limit_in_bytes": f"{2**63 - 4096}\n",
+                "fs/memory/box/memory.limit_in_bytes": f"{8 * GIB}\n",
+                "fs/memory/box/memory.usage_in_bytes": f"{2 * GIB}\n",
+                "fs/memory/box/memory.stat": "total_inactive_file 0\n",
+                "fs/cpu/box/cpu.cfs_quota_us": "50000\n",
+                "fs/cpu/box/cpu.cfs_period_us": "100000\n",
+                "fs/cpu/cpu.cfs_quota_us": "-1\n",
+                "fs/cpu/cpu.cfs_period_us": "100000\n",
+                "fs/pids/pids.max": "max\n",
+            },
+            Allowance(6 * GIB, 0.5, None),
+        ),
+    ],
+    ids=["none", "version 2", "own namespace", "version 1"],
+)
+def test_the_tightest_limit_of_a_container(tmp_path: Path, files: dict[str, str], expected: Allowance) -> None:
+    assert allowance(*tree(tmp_path, files)) == expected
+
+
+def test_a_machine_without_control_groups_has_no_limits(tmp_path: Path) -> None:
+    assert allowance(tmp_path / "none", tmp_path) == Allowance()
+
+
+# Memory, processors, files, threads.
+
+
+def test_memory_of_ranks_spares_and_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "allowance", lambda: Allowance(64 * GIB))
+    small, spared = Config(), parse({"spares": 4})
+    assert memory.needed(spared, 3) - memory.needed(small, 3) > 4 * memory.RANK_BYTES
+    assert memory.needed(small, 3) > memory.needed(small, 1)
+    assert "and 4 spares" in memory.memory(Subject(spared))
+    monkeypatch.setattr(memory, "allowance", lambda: Allowance(GIB))
+    with pytest.raises(Bad, match=r"1.0 GiB are free of this container's limit; use fewer"):
+        memory.memory(ALONE)
+
+
+def test_memory_can_be_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert memory.memfd(ALONE) == "memory can be made, sealed and mapped"
+
+    def refuse(*_: Any) -> int:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with pytest.raises(Bad, match=r"memfd_create\(2\) with seals does not work \(Operation not permitted\)"):
+        memory.memfd(ALONE)
+
+
+def test_shared_memory_matters_to_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpus = Subject(parse({"train": {"device": "cuda"}}))
+    monkeypatch.setattr(memory, "SHM", tmp_path)
+    assert memory.shm(ALONE).endswith("nothing here uses it")
+    monkeypatch.setattr(memory, "NCCL_BYTES", 2**60)
+    with pytest.raises(Bad, match=r"NCCL needs about .*--shm-size"):
+        memory.shm(gpus)
+    monkeypatch.setattr(memory, "SHM", tmp_path / "none")
+    assert memory.shm(ALONE).endswith("none; nothing here uses it")
+    with pytest.raises(Bad, match=r"mount a tmpfs there"):
+        memory.shm(gpus)
+
+
+def test_processors_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "allowance", lambda: Allowance(cpus=0.5))
+    said = "0.5 processors by this container's limit; 6 ranks share them, which is slow but right"
+    assert limits.cpus(ALONE) == said
+
+
+def test_open_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, hard), hard))
+    try:
+        with pytest.raises(
+            Bad, match=r"256 open files are allowed per process, 320 are needed; run `ulimit -n 320`"
+        ):
+            limits.files(ALONE)
+        assert limits.files(Subject(parse({"replicas": 2}))) == "256 open files are allowed per process"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "allowance", lambda: Allowance(threads=100))
+    with pytest.raises(Bad, match=r"about 160 threads are needed, 100 more are allowed to this container"):
+        limits.processes(ALONE)
+    assert limits.processes(Subject(Config(), ray=True)).startswith("about 80 threads; ")
+    monkeypatch.setattr(limits, "allowance", lambda: Allowance())
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (10, 10))
+    with pytest.raises(Bad, match=r"more are allowed to this user"):
+        limits.processes(ALONE)
+
+
+def test_memory_that_rdma_pins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpus = Subject(parse({"train": {"device": "cuda"}}))
+    monkeypatch.setattr(limits, "RDMA", tmp_path / "none")
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (GIB, GIB))
+    assert limits.memlock(gpus) == "1.0 GiB may be pinned; no RDMA card is here"
+    (tmp_path / "mlx5_0").mkdir()
+    monkeypatch.setattr(limits, "RDMA", tmp_path)
+    with pytest.raises(Bad, match=r"NCCL pins more on mlx5_0; run `ulimit -l unlimited`"):
+        limits.memlock(gpus)
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    assert limits.memlock(gpus).endswith("NCCL does not use mlx5_0")
+
+
+# Storage.
+
+MOUNTINFO = """\
+21 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+30 21 0:40 / {0}/net rw,relatime - nfs4 server:/x rw
+31 30 0:41 / {0}/net/local rw,noexec - tmpfs tmpfs rw
+32 21 0:42 / {0}/a\\040blank rw - fuse.sshfs host: rw
+33 32 0:43 / {0}/a\\040blank rw - ext4 /dev/sdb rw
+"""
+
+
+def test_on_which_file_system_a_path_lies(tmp_path: Path) -> None:
+    (tmp_path / "mountinfo").write_text(MOUNTINFO.format(tmp_path))
+    for folder in ("net/local", "a blank"):
+        (tmp_path / folder).mkdir(parents=True)
+
+    def kind(path: str) -> tuple[str, bool]:
+        mount = mount_of(tmp_path / path, tmp_path / "mountinfo")
+        assert mount is not None
+        return mount.kind, mount.network
+
+    assert kind("net/not/there/yet") == ("nfs4", True)
+    assert kind("net/local/x") == ("tmpfs", False)
+    assert kind("a blank/x") == ("ext4", False)  # it hides what was mounted there before
+    assert kind("x") == ("ext4", False)
+    assert mount_of(tmp_path, tmp_path / "none") is None
+
+
+def test_where_checkpoints_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "mountinfo").write_text(MOUNTINFO.format(tmp_path))
+    monkeypatch.setattr(storage, "mount_of", lambda path: mount_of(path, tmp_path / "mountinfo"))
+    (tmp_path / "net").mkdir()
+    at = {"checkpoint": {"every": 10, "dir": f"{tmp_path}/net/c"}}
+    assert "is on the network (nfs4 at" in storage.checkpoint(Subject(parse(at)))
+    here = {"checkpoint": {"every": 10, "dir": f"{tmp_path}/c"}, "network": {"host": "0.0.0.0"}}
+    assert "on this machine only: replicas elsewhere need a shared one" in storage.checkpoint(Subject(parse(here)))
+    assert storage.checkpoint(ALONE) == "none are made"
+    assert "give checkpoint.dir to resume" in storage.checkpoint(Subject(parse({"checkpoint": {"every": 1}})))
+    shared = parse({"job": {"runs_dir": f"{tmp_path}/net/runs"}})
+    assert "SQLite wants a disk of its machine" in storage.disk(Subject(shared))
+
+
+def test_disks_that_are_full_or_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(storage, "LOG_BYTES", 2**60)
+    with pytest.raises(Bad, match=r"are needed; make room"):
+        storage.disk(Subject(parse({"job": {"runs_dir": f"{tmp_path}/runs"}})))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(Bad, match=r"cannot be written; choose another job.runs_dir"):
+        storage.disk(Subject(parse({"job": {"runs_dir": f"{tmp_path}/runs"}})))
+
+
+def test_text_is_counted_and_not_prepared(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.mkdir()
+    (text / "a.txt").write_bytes(b"abc" * 1000)
+    (text / "b.jsonl").write_text("".join(json.dumps({"text": "d" * n}) + "\n" for n in (10, 0, 20)))
+    (text / "c").write_bytes(b"e" * 500)
+    for limit in (10**6, 3000, 3010, 3015, 3031, 1):
+        expected = len(tokens.Tokens.open(tokens.prepare(str(text), "byte", limit, tmp_path / f"cache{limit}")))
+        assert tokens.count(str(text), "byte", limit, 10**9) == expected
+    assert 3000 <= tokens.count(str(text), "byte", 10**6, 100) < 3600
+    (text / "d.jsonl").write_text("no json\n")
+    with pytest.raises(ConfigError, match=r"see line 1"):
+        tokens.count(str(text), "byte", 10**6, 10**9)
+    config = parse({"data": {"path": str(text / "c")}})
+    with pytest.raises(Bad, match=r"500 tokens, one step reads 3072; give more text"):
+        storage.data(Subject(config))
+
+
+# Services, versions, devices.
+
+
+@pytest.mark.multiproc
+def test_etcd_answers_or_not() -> None:
+    gone = "http://127.0.0.1:1"
+    with pytest.raises(Bad, match=r"start etcd, or correct lighthouse.etcd"):
+        services.etcd(Subject(parse({"lighthouse": {"etcd": [gone]}})))
+    with EtcdServer() as server:
+        both = Subject(parse({"lighthouse": {"etcd": [gone, server.url]}}))
+        assert services.etcd(both).startswith("1 of 2 endpoints answer (")
+
+
+def test_torch_is_as_new_as_this_package_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert versions.installed(ALONE).startswith("torch 2.")
+    monkeypatch.setattr(versions, "asked_for", lambda: ["numpy", "torch>=99.1 ; python_version > '3'"])
+    with pytest.raises(Bad, match=r"torch must be 99.1 or newer: pip install 'torch>=99.1'"):
+        versions.installed(ALONE)
+    assert versions.numbers("2.11.0a0+git12") < versions.numbers("2.11.1") < versions.numbers("2.13.0+cpu")
+    with pytest.raises(Undecided):
+        versions.lower_bound("torch", ["torchft>=1"])
+
+
+def test_no_gpu_is_a_fact_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "driver", lambda: "")
+    assert gpu.device(ALONE) == "ranks compute on the CPU; no GPU is here, and none is needed"
+    monkeypatch.undo()
+    (tmp_path / "version").write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release\n"
+    )
+    assert gpu.driver(tmp_path / "version") == "570.86.15"
+    assert gpu.driver(tmp_path / "none") == ""
+
+
+H200 = {"name": "H200", "capability": "9.0", "free": 140 * GIB}
+SAID = {"found": "1 GPU", "built_for": ["sm_75", "sm_90a"], "cuda": "12.8", "nccl": "2.27.5", "triton": "3.7.1"}
+
+
+@pytest.mark.parametrize(
+    ("gpus", "model", "wrong"),
+    [
+        ([H200], {}, ""),
+        ([{**H200, "capability": "7.0"}], {}, "capability 7.0, this torch is built for sm_75 and newer"),
+        ([{**H200, "free": GIB // 64}], {"dim": 1024, "heads": 16}, "end what uses it"),
+        ([H200, {**H200, "free": 0}], {}, ""),  # the one that no rank gets
+    ],
+)
+def test_a_gpu_that_will_do(
+    monkeypatch: pytest.MonkeyPatch, gpus: list[dict[str, Any]], model: dict[str, Any], wrong: str
+) -> None:
+    monkeypatch.setattr(gpu, "ask", lambda *_: {**SAID, "gpus": gpus})
+    monkeypatch.setattr(gpu, "driver", lambda: "570.86.15")
+    subject = Subject(parse({"train": {"device": "cuda"}, "ranks_per_replica": 1, "model": model}))
+    if wrong:
+        with pytest.raises(Bad, match=wrong):
+            gpu.device(subject)
+    else:
+        versions = "driver 570.86.15, CUDA 12.8, NCCL 2.27.5, triton 3.7.1"
+        assert gpu.device(subject) == f"1 GPU: H200 (capability 9.0); {versions}"
+
+
+@pytest.mark.multiproc
+def test_a_child_that_says_nothing_or_hangs_is_undecided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mute.py").write_text("raise SystemExit('nothing to say')\n")
+    (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
+    (tmp_path / "talks.py").write_text("print('noise')\nprint('{\"a\": 1}')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert child.ask("talks") == {"a": 1}
+    with pytest.raises(Undecided, match=r"nothing to say"):
+        child.ask("mute")
+    monkeypatch.setattr(child, "CHILD_S", 0.2)
+    with pytest.raises(Undecided, match=r"no answer within 0\.2 s"):
+        child.ask("slow")
+
+
+# Ray, without a cluster; tests/launch/test_doctor_ray.py has one.
+
+
+def node(cpus: float, **labels: str) -> cluster.Node:
+    return cluster.Node({"CPU": cpus, "GPU": 0.0}, labels)
+
+
+@pytest.mark.parametrize(
+    ("ray", "nodes", "placed"),
+    [
+        ({}, [node(2), node(2), node(2)], 3),
+        ({}, [node(1), node(3), node(2)], 2),
+        ({"strategy": "PACK"}, [node(1), node(3), node(2)], 3),
+        ({"strategy": "SPREAD"}, [node(6)], 3),
+        ({"strategy": "STRICT_SPREAD"}, [node(6)], 0),
+        ({"strategy": "STRICT_SPREAD"}, [node(6), node(2)], 2),
+        ({"cpus_per_rank": 0.5}, [node(3)], 3),
+        ({"gpus_per_rank": 1}, [node(9)], 0),
+        ({"resources": {"fast": 1}}, [node(9)], 0),
+        ({"labels": {"kind": "big"}}, [node(9), node(2, kind="big")], 1),
+        ({"zone_label": "zone", "zones": ["a", "b"]}, [node(9, zone="a")], 2),
+        ({"zone_label": "zone", "zones": ["a", "b"]}, [node(9, zone="a"), node(2, zone="b")], 3),
+    ],
+)
+def test_how_many_replicas_have_a_place(ray: dict[str, Any], nodes: list[cluster.Node], placed: int) -> None:
+    config = parse({"ray": ray})
+    have = [cluster.Node(dict(each.resources), each.labels) for each in nodes]
+    assert sum(cluster.place(request(config, replica), have) for replica in range(3)) == placed
+    assert all(amount >= 0 for each in have for amount in each.resources.values())
+
+
+CLUSTER = {"address": "x", "ray": "", "python": "", "nodes": [{"resources": {"CPU": 2.0}, "labels": {}}]}
+
+
+def test_a_cluster_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    here, python = cluster.metadata.version("ray"), cluster.platform.python_version()
+    answers: list[dict[str, Any]] = []
+    monkeypatch.setattr(cluster, "ask", lambda *_, **__: answers.pop(0))
+    well = {**CLUSTER, "ray": here, "python": python}
+    closed = {"error": "AuthenticationError: no"}
+    assert cluster.ray(ALONE) == f"Ray {here}; without --ray-address no cluster is contacted"
+    with socket.create_server(("127.0.0.1", 0)) as gcs:
+        address = f"127.0.0.1:{gcs.getsockname()[1]}"
+        subject = Subject(Config(), ray_address=address)
+        answers += [well, closed]
+        assert "1 of 3 replicas have a place on its 1 nodes, the next one asks for 2 x (CPU 1)" in cluster.ray(
+            subject
+        )
+        answers += [well, closed]
+        with pytest.raises(Bad, match=r"quorum.min_replicas is 2: add nodes"):
+            cluster.ray(Subject(parse({"quorum": {"min_replicas": 2}}), ray_address=address))
+        answers += [well, well]
+        with pytest.raises(Bad, match=r"takes anybody: .*RAY_AUTH_MODE=token"):
+            cluster.ray(subject)
+        answers += [{**well, "ray": "1.0.0"}]
+        with pytest.raises(Bad, match=rf"Ray is {here} here and 1.0.0 in the cluster"):
+            cluster.ray(subject)
+        answers += [{"error": "AuthenticationError: token"}]
+        with pytest.raises(Bad, match=rf"{address}: AuthenticationError: token"):
+            cluster.ray(subject)
+        with pytest.raises(Undecided, match=r"give the address of its GCS"):
+            cluster.ray(Subject(Config(), ray_address=f"http://{address}"))
+    with pytest.raises(Bad, match=r"nobody answers at"):
+        cluster.ray(subject)
+    for bad in ("head", "head:x", ":1"):
+        with pytest.raises(Bad, match=r"give HOST:PORT, or auto"):
+            cluster.ray(Subject(Config(), ray_address=bad))
+
+
+def test_ray_is_of_interest_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cluster.util, "find_spec", lambda _: None)
+    assert not cluster.wanted(ALONE)
+    assert cluster.wanted(Subject(Config(), ray=True))
+
+    def missing(_: str) -> str:
+        raise cluster.metadata.PackageNotFoundError
+
+    monkeypatch.setattr(cluster.metadata, "version", missing)
+    with pytest.raises(Bad, match=r"Ray is not installed"):
+        cluster.ray(Subject(Config(), ray=True))

@@ -1,0 +1,130 @@
+"""The lighthouses of a job on one machine, as `up` keeps them: real processes, elected by a real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from launch_helpers import run_async, until
+
+from ft_hsdp.config import parse
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch import lighthouse_process
+from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseFleet, check_port, furnish
+from ft_hsdp.launch.rundir import Row, RunDir, read_json
+from ft_hsdp.launch.status import lines, status
+from tests.etcd_server import EtcdServer
+
+pytestmark = pytest.mark.multiproc
+
+
+def fleet(folder: Path, **lighthouse: Any) -> tuple[LighthouseFleet, RunDir, list[Row]]:
+    run, events = RunDir(folder / "job"), []  # type: tuple[RunDir, list[Row]]
+    config = parse({"job": {"name": "job"}, "lighthouse": lighthouse})
+    furnish(run, config)
+    return LighthouseFleet(run, config, events.append), run, events
+
+
+@pytest.mark.proof
+def test_two_of_them_share_a_run_and_each_comes_back_at_its_address(tmp_path: Path) -> None:
+    async def body(etcd: EtcdServer) -> None:
+        both, run, events = fleet(tmp_path, etcd=[etcd.url], count=2)
+        await both.start()
+        keeping = asyncio.create_task(both.keep())
+        try:
+            assert len(set(both.urls)) == 2
+            said = read_json(run.lighthouse)
+            assert set(said["urls"]) == set(both.urls)
+            assert said["url"] == said["urls"][0]
+            picture = await asyncio.to_thread(status, run)
+            assert sorted(one["role"] for one in picture["lighthouses"]) == ["leader", "standby"]
+            assert picture["lighthouse"] == {"pid": said["pid"], "url": said["url"]}
+            assert picture["epoch"] == 0, "the leader was not asked"
+            assert any(line.endswith("standby") for line in lines(run, picture))
+            os.kill(said["pid"], signal.SIGKILL)
+            await until(lambda: read_json(run.lighthouse)["pid"] != said["pid"], "one of them leads")
+            await until(lambda: [e for e in events if e["event"] == "LighthouseRestarted"], "it is started again")
+            assert said["url"] in both.urls
+            assert set(read_json(run.lighthouse)["urls"]) == set(both.urls)
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            await both.stop()
+
+    with EtcdServer() as server:
+        run_async(body(server))
+
+
+def test_an_etcd_that_is_not_there_is_one_line_and_69(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def body() -> None:
+        one, _, _ = fleet(tmp_path, etcd=["http://127.0.0.1:1"])
+        monkeypatch.setattr(one, "_listen_s", 0.5)  # its processes have longer to listen
+        try:
+            with pytest.raises(LighthouseFailed, match=r"does etcd at http://127\.0\.0\.1:1 answer\?") as caught:
+                await one.start()
+            assert caught.value.exit_code == 69
+        finally:
+            await one.stop()
+
+    run_async(body())
+
+
+def third_of_three(held: contextlib.ExitStack) -> int:
+    """A port that is taken after two that are free."""
+    while True:
+        port = held.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1]
+        try:
+            for free in (port - 2, port - 1):
+                socket.create_server(("127.0.0.1", free)).close()
+        except OSError:
+            continue
+        return int(port)
+
+
+def test_the_ports_of_all_are_looked_at() -> None:
+    with contextlib.ExitStack() as held:
+        port = third_of_three(held)
+        chosen = {"etcd": ["http://127.0.0.1:1"], "count": 3}
+        with pytest.raises(ConfigError, match=rf"network\.port: got {port}"):
+            check_port(parse({"network": {"port": port - 2}, "lighthouse": chosen}))
+
+
+def test_a_spare_takes_the_place_of_a_lighthouse_that_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has loaded everything before; where there is none, one is started from nothing."""
+    monkeypatch.setattr(lighthouse_process, "SPARE_S", 0.2)
+
+    async def body() -> None:
+        alone, run, events = fleet(tmp_path)
+        (process,) = alone._all
+        await alone.start()
+        keeping = asyncio.create_task(alone.keep())
+        try:
+            await until(lambda: process._spare is not None, "a spare")
+            assert process._spare is not None
+            heir = process._spare.pid
+            said = read_json(run.lighthouse)
+            os.kill(said["pid"], signal.SIGKILL)
+            await until(lambda: read_json(run.lighthouse)["pid"] == heir, "the spare listens")
+            assert read_json(run.lighthouse)["url"] == said["url"]
+            await until(lambda: process._spare is not None and process._spare.pid != heir, "another spare")
+            assert process._spare is not None
+            os.kill(process._spare.pid, signal.SIGKILL)
+            os.kill(heir, signal.SIGKILL)
+            await until(lambda: read_json(run.lighthouse)["pid"] != heir and len(events) >= 4, "it is back")
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            await alone.stop()
+        left = [p for p in psutil.Process().children(recursive=True) if str(run.path) in p.cmdline()]
+        assert not left
+
+    run_async(body())

@@ -1,0 +1,157 @@
+"""A replica whose engine has no place for it holds up nobody, and is started as soon as there is one."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from launch_helpers import run_async, until
+
+from ft_hsdp.config import parse
+from ft_hsdp.launch.engine import COLD, Gang, Watch
+from ft_hsdp.launch.lighthouse_link import LighthouseLink
+from ft_hsdp.launch.progress import Progress
+from ft_hsdp.launch.rundir import Row, RunDir
+from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+
+
+class Rank:
+    """A rank of an engine without processes; it ends when it is told to."""
+
+    pid, host = 1, "somewhere"
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+
+    def signal(self, number: int) -> None:
+        if number == signal.SIGKILL:
+            self._watch.exited(0, self, -9)
+
+
+class Full:
+    """An engine that has a place, or starts a gang, when a test says so."""
+
+    warm = False
+
+    def __init__(self) -> None:
+        self.free = asyncio.Event()
+        self.startable = asyncio.Event()
+        self.cancelled: list[str] = []
+        self.ranks: list[Rank] = []
+
+    async def open(self) -> None: ...
+
+    async def place(self, replica: int) -> None:
+        try:
+            await self.free.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append("place")
+            raise
+
+    def vacancy(self, replica: int) -> str:
+        return f"replica {replica} is too large"
+
+    async def start(self, gang: Gang, watch: Watch) -> str:
+        try:
+            await self.startable.wait()
+        except asyncio.CancelledError:
+            self.cancelled.append("start")
+            raise
+        self.ranks.append(Rank(watch))
+        watch.started(0, self.ranks[-1])
+        return COLD
+
+    def settled(self, gang: Gang) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Scene:
+    """A supervisor of replica 1 over an engine that is full."""
+
+    def __init__(self, run: RunDir) -> None:
+        config = parse({"timeouts": {"place_s": 0.05}, "ranks_per_replica": 1, "restart": {"budget": 0}})
+        self.engine = Full()
+        self.progress = Progress()
+        self.events: list[Row] = []
+        self.link = LighthouseLink(("http://nowhere",), "secret", self.progress, lambda *_: None)
+        self.supervisor = ReplicaSupervisor(
+            1, config, run, engine=self.engine, link=self.link, progress=self.progress, emit=self.events.append
+        )
+
+    @property
+    def names(self) -> list[str]:
+        return [e["event"] for e in self.events]
+
+
+def play(run: RunDir, body: Callable[[Scene, asyncio.Task[Outcome]], Any]) -> None:
+    async def main() -> None:
+        scene = Scene(run)
+        task = asyncio.create_task(scene.supervisor.run())
+        try:
+            await body(scene, task)
+        finally:
+            task.cancel()
+
+    run_async(main())
+
+
+def test_the_others_need_not_wait_for_it_until_it_starts(run_dir: RunDir) -> None:
+    async def body(scene: Scene, task: asyncio.Task[Outcome]) -> None:
+        await until(lambda: scene.events, "the word that there is no place")
+        (unplaced,) = scene.events
+        assert (unplaced["event"], unplaced["reason"]) == ("ReplicaUnplaced", "replica 1 is too large")
+        assert scene.link.picture == {"running": {}, "exited": [], "lost": [1]}
+        scene.engine.startable.set()
+        scene.engine.free.set()
+        await until(lambda: "ReplicaStarted" in scene.names, "the start")
+        assert scene.link.picture["lost"] == []
+        assert list(scene.link.picture["running"]) == ["1"]
+        await scene.supervisor.stop(grace_s=0.01)
+        assert (await task).kind == "stopped"
+
+    play(run_dir, body)
+
+
+@pytest.mark.parametrize(("how", "kind"), [("stop", "stopped"), ("finished", "unplaced"), ("halted", "lost")])
+def test_it_looks_for_a_place_until_the_job_ends(run_dir: RunDir, how: str, kind: str) -> None:
+    async def body(scene: Scene, task: asyncio.Task[Outcome]) -> None:
+        await until(lambda: scene.events, "the word that there is no place")
+        if how == "stop":
+            await scene.supervisor.stop(grace_s=1)
+        else:
+            scene.progress.saw(9, finished=how == "finished", halted="no copy is left" if how == "halted" else "")
+        assert (await task).kind == kind
+        assert scene.engine.cancelled == ["place"]
+
+    play(run_dir, body)
+
+
+def test_a_drain_ends_the_search_and_counts_against_no_budget(run_dir: RunDir) -> None:
+    async def body(scene: Scene, task: asyncio.Task[Outcome]) -> None:
+        await until(lambda: scene.events, "the word that there is no place")
+        scene.progress.saw(1, drained=frozenset({1}))
+        await until(lambda: scene.supervisor.resting, "the rest")
+        scene.progress.saw(1, drained=frozenset())
+        await until(lambda: scene.names == ["ReplicaUnplaced"] * 2, "another search")
+        scene.engine.startable.set()
+        scene.engine.free.set()
+        await until(lambda: "ReplicaStarted" in scene.names, "the start")
+        await scene.supervisor.stop(grace_s=0.01)
+        await task
+
+    play(run_dir, body)
+
+
+def test_a_start_that_takes_long_is_given_up_when_the_replica_is_stopped(run_dir: RunDir) -> None:
+    async def body(scene: Scene, task: asyncio.Task[Outcome]) -> None:
+        scene.engine.free.set()
+        await until(lambda: scene.supervisor.current is not None, "the start")
+        await scene.supervisor.stop(grace_s=1)
+        assert (await task).kind == "stopped"
+        assert scene.engine.cancelled == ["start"]
+
+    play(run_dir, body)

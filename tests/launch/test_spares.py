@@ -1,0 +1,267 @@
+"""Spares of one machine, with ranks that only pretend: who gets them, and what becomes of those that end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+from launch_helpers import Plan, run_async, until
+
+from ft_hsdp.config import parse
+from ft_hsdp.launch import pool
+from ft_hsdp.launch.engine import COLD, WARM, WARMING, Gang, Process
+from ft_hsdp.launch.local_engine import LocalEngine
+from ft_hsdp.launch.progress import Progress
+from ft_hsdp.launch.rundir import Row, RunDir, alive, read_json
+from ft_hsdp.launch.supervisor import ReplicaSupervisor
+
+
+class Watched:
+    """A gang that was started: who runs, who is gone."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, Process] = {}
+        self.gone: dict[int, int] = {}
+
+    def started(self, rank: int, process: Process) -> None:
+        assert rank not in self.running
+        self.running[rank] = process
+
+    def exited(self, rank: int, process: Process, code: int) -> None:
+        assert rank not in self.gone
+        self.gone[rank] = code
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for _, process in sorted(self.running.items())]
+
+
+class World:
+    """An engine with one or more spares of two ranks."""
+
+    def __init__(self, run: RunDir, spares: int = 1) -> None:
+        self.run = run
+        self.events: list[Row] = []
+        self.engine = LocalEngine(run, entry="standin:main", preload=(), spares=spares, emit=self.events.append)
+
+    def gang(self, replica: int, restarts: int = 0) -> Gang:
+        return Gang(replica, 2, "a", restarts, self.run.config)
+
+    async def start(self, replica: int, restarts: int = 0) -> tuple[str, Watched]:
+        """Start a gang, wait until its ranks run what is theirs, and let the engine know."""
+        watched, gang = Watched(), self.gang(replica, restarts)
+        how = await self.engine.start(gang, watched)
+        waiting = [self.run.path / f"waiting-{replica}-{restarts}-{rank}" for rank in (0, 1)]
+        await until(lambda: all(map(os.path.exists, waiting)), f"the ranks of {gang.name}")
+        self.engine.settled(gang)
+        return how, watched
+
+    def named(self, name: str) -> list[Row]:
+        return [e for e in self.events if e["event"] == name]
+
+    @property
+    def spares(self) -> list[list[int]]:
+        """Pids of the spares that there are, ready or not."""
+        listed = read_json(self.run.spares / "spares.json") or {"spares": []}
+        return [[rank["pid"] for rank in spare["ranks"]] for spare in listed["spares"]]
+
+    @property
+    def made(self) -> list[int]:
+        """Pids of all ranks of spares that ever ran."""
+        file = self.run.path / "spares-made"
+        return [int(word) for word in file.read_text().split()] if file.exists() else []
+
+    async def ready(self) -> list[int]:
+        await until(lambda: self.engine.warm, "a spare")
+        return self.spares[0]
+
+    def test(self, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `body`; nothing is left running then."""
+
+        async def main() -> None:
+            try:
+                await body()
+            finally:
+                await self.engine.close()
+            await until(lambda: not any(alive({"pid": pid}) for pid in self.made), "the spares to be gone")
+
+        run_async(main())
+
+
+def test_a_spare_becomes_the_incarnation_it_is_called_and_another_takes_its_place(run_dir: RunDir) -> None:
+    world = World(run_dir)
+
+    async def body() -> None:
+        assert (await world.start(0))[0] == COLD
+        pids = await world.ready()
+        assert not run_dir.rank_log(1, 0).exists()
+        how, promoted = await world.start(1, restarts=3)
+        assert (how, promoted.pids) == (WARM, pids)
+        assert "rank 0 of 3 replicas: ['wait']" in run_dir.rank_log(1, 0).read_text()
+        assert await world.ready() != pids
+        promoted.running[0].signal(signal.SIGKILL)
+        await until(lambda: promoted.gone, "the exit")
+        assert promoted.gone == {0: -signal.SIGKILL}
+        assert [e["spare"] for e in world.named("SpareWarmed")] == [1, 2]
+        assert not world.named("SpareLost")
+
+    world.test(body)
+
+
+def test_no_spare_is_called_twice(run_dir: RunDir) -> None:
+    world = World(run_dir, spares=2)
+
+    async def body() -> None:
+        await world.start(0)
+        await until(lambda: len(world.named("SpareWarmed")) == 2, "two spares")
+        found = await asyncio.gather(*(world.start(replica) for replica in (1, 2, 3)))
+        assert sorted(how for how, _ in found) == sorted([WARM, WARM, COLD])
+        pids = [pid for _, watched in found for pid in watched.pids]
+        assert len(set(pids)) == 6
+
+    world.test(body)
+
+
+def test_none_is_made_while_a_gang_does_not_train_yet(run_dir: RunDir) -> None:
+    world = World(run_dir)
+
+    async def body() -> None:
+        await world.engine.start(world.gang(0), Watched())
+        assert (await world.start(1))[0] == (await world.start(2))[0] == COLD
+        assert not world.spares
+        assert not world.made
+        world.engine.settled(world.gang(0))
+        await world.ready()
+
+    world.test(body)
+
+
+def test_one_that_is_not_warm_yet_is_called_rather_than_a_cold_start(run_dir: RunDir, plan: Plan) -> None:
+    plan({"spare": {"1": ["until", "go"]}})
+    world = World(run_dir)
+
+    async def body() -> None:
+        await world.start(0)
+        await until(lambda: len(world.made) == 2, "a spare that gets warm")
+        await until(lambda: [len(pids) for pids in world.spares] == [2], "both of its ranks")
+        assert not world.engine.warm
+        (run_dir.path / "go").touch()
+        how, promoted = await world.start(1)
+        assert how in (WARMING, WARM)
+        assert sorted(promoted.pids) == sorted(world.made[:2])
+
+    world.test(body)
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_spare_that_is_killed_is_replaced_as_a_whole(
+    run_dir: RunDir, victim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "PAUSE_S", 0.05)
+    world = World(run_dir)
+
+    async def body() -> None:
+        _, first = await world.start(0)
+        pids = await world.ready()
+        os.kill(pids[victim], signal.SIGKILL)
+        await until(lambda: world.named("SpareLost"), "its loss")
+        assert not world.engine.warm
+        assert await world.ready() != pids
+        await until(lambda: not any(alive({"pid": pid}) for pid in pids), "the end of both ranks")
+        assert "ended with SIGKILL" in world.named("SpareLost")[0]["reason"]
+        assert not first.gone
+
+    world.test(body)
+
+
+def test_one_that_cannot_get_warm_is_not_made_again_and_again_without_a_pause(
+    run_dir: RunDir, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "PAUSE_S", 0.02)
+    plan({"spare": {"1": ["exit", 75]}})
+    world = World(run_dir)
+
+    async def body() -> None:
+        await world.start(0)
+        await until(lambda: len(world.named("SpareLost")) >= 4, "four attempts")
+        pauses = [e["delay_s"] for e in world.named("SpareLost")[:4]]
+        assert pauses == [0.02, 0.04, 0.08, 0.16]
+        assert "rank 1 ended with exit 75" in world.named("SpareLost")[0]["reason"]
+        assert not world.engine.warm
+        assert (await world.start(1))[0] in (COLD, WARMING)
+
+    world.test(body)
+
+
+def test_the_end_of_the_job_is_the_end_of_spares_that_get_warm(run_dir: RunDir, plan: Plan) -> None:
+    plan({"spare": {"0": ["hang"], "1": ["hang"]}})
+    world = World(run_dir)
+
+    async def body() -> None:
+        await world.start(0)
+        await until(lambda: len(world.made) == 2, "a spare that gets warm")
+
+    world.test(body)
+    assert world.spares == []
+
+
+def test_when_the_fork_server_dies_its_spares_are_lost_and_made_anew(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "PAUSE_S", 0.02)
+    world = World(run_dir)
+
+    async def body() -> None:
+        await world.start(0)
+        pids = await world.ready()
+        assert world.engine.server_pid is not None
+        os.kill(world.engine.server_pid, signal.SIGKILL)
+        await until(lambda: world.named("SpareLost"), "the loss")
+        assert await world.ready() != pids
+
+    world.test(body)
+
+
+def test_a_lost_replica_gets_the_spare_at_once_whatever_the_survivors_do(run_dir: RunDir) -> None:
+    world = World(run_dir)
+    config = parse({"restart": {"hold_s": 60}, "ranks_per_replica": 2, "spares": 2})
+
+    class Deaf:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            return lambda *_: None
+
+    supervisor = ReplicaSupervisor(
+        1,
+        config,
+        run_dir,
+        engine=world.engine,
+        link=Deaf(),  # type: ignore[arg-type]
+        progress=Progress(),
+        emit=world.events.append,
+        survivors=lambda: True,
+    )
+
+    async def body() -> None:
+        task = asyncio.create_task(supervisor.run())
+        await until((run_dir.path / "waiting-1-0-1").exists, "the first life")
+        assert supervisor.current is not None
+        first = supervisor.current
+        with run_dir.commits(1).open("a") as file:
+            file.write(f'{{"step": 1, "role": "contribute", "incarnation": "{first.name}"}}\n')
+        pids = await world.ready()
+        os.kill(next(iter(first.ranks.values())).pid, signal.SIGKILL)
+        await until((run_dir.path / "waiting-1-1-1").exists, "the second life")
+        await until(lambda: len(world.named("ReplicaStarted")) == 2, "its event")
+        started = world.named("ReplicaStarted")
+        assert [e["how"] for e in started] == [COLD, WARM]
+        assert started[1]["pids"] == pids
+        listed = read_json(run_dir.processes(1))
+        assert [rank["pid"] for rank in listed["ranks"]] == pids
+        await supervisor.stop(1.0)
+        assert (await task).kind == "stopped"
+
+    world.test(body)

@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.etcd_server import EtcdServer
+
+
+@pytest.fixture(scope="session")
+def etcd_session() -> Iterator[EtcdServer]:
+    """One etcd for all tests of this folder."""
+    with EtcdServer() as server:
+        yield server
+
+
+@pytest.fixture
+def etcd(etcd_session: EtcdServer) -> EtcdServer:
+    """An etcd that serves; a test may kill, stop and wipe it."""
+    if not etcd_session.serves():
+        etcd_session.kill()
+        etcd_session.start()
+    return etcd_session

@@ -1,0 +1,55 @@
+"""A lighthouse as a process behind its gate and its door: ``python guarded.py JSON``; prints its URL, then serves.
+
+JSON: total (replicas), tick_s and handshake_s (of the door), network (that section of the configuration).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+import sys
+
+import uvicorn
+import uvloop
+from lighthouse_helpers import ADMIN, TOKEN
+
+from ft_hsdp import tls
+from ft_hsdp.config import parse
+from lighthouse import door
+from lighthouse.api import create_app
+from lighthouse.archive import MemoryArchive
+from lighthouse.auth import Keys
+from lighthouse.chronicle import About, Chronicle
+from lighthouse.gate import Gate
+from lighthouse.limits import Rates
+from lighthouse.service import Service
+from lighthouse.state import Policy
+from lighthouse.store import MemoryStore
+
+
+async def main() -> None:
+    told = json.loads(sys.argv[1])
+    context = tls.server(parse({"network": told.get("network", {})}).network)
+    door.TICK_S = told.get("tick_s", door.TICK_S)
+    door.HANDSHAKE_S = told.get("handshake_s", door.HANDSHAKE_S)
+    store = MemoryStore()
+    state = store.load(Policy(slots=told.get("total", 2), steps=10**6))
+    service = Service(state, store, TOKEN, lambda _: None, long_poll_s=1.0)
+    keys = Keys(TOKEN, ADMIN)
+    chronicle = Chronicle(MemoryArchive(), About("job", 2, 1, 10**6))
+    chronicle.begin()
+    app = Gate(create_app(service, keys, chronicle), keys, Rates())
+    server = uvicorn.Server(uvicorn.Config(app, **door.options(door.Connections(), context)))
+    sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it
+        await asyncio.sleep(0.01)
+    print(f"{'http' if context is None else 'https'}://127.0.0.1:{sock.getsockname()[1]}", flush=True)
+    await serving
+
+
+if __name__ == "__main__":
+    logging.basicConfig(stream=sys.stderr, level=logging.INFO)
+    uvloop.run(main())

@@ -1,0 +1,155 @@
+"""Starts guarded.py, and talks to it: as somebody who belongs there, and in raw bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from http.client import HTTPConnection
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+from lighthouse_helpers import START, TOKEN, ask, at
+
+from ft_hsdp import protocol
+from ft_hsdp.core.assignment import Continue, Grant, Refused
+from ft_hsdp.protocol import Wait
+
+HERE = Path(__file__).parent
+REPO = HERE.parents[1]
+START_S = 30.0
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+
+
+class Server:
+    """A lighthouse that runs in a process of its own."""
+
+    def __init__(self, process, url, log):
+        self.process = process
+        self.url = url
+        self.log = log
+        self.address = (urlsplit(url).hostname, urlsplit(url).port)
+
+    def client(self, **arguments):
+        defaults = {"base_url": self.url, "headers": BEARER, "timeout": 10.0, "trust_env": False}
+        return httpx.Client(**{**defaults, **arguments})
+
+    def post(self, path, content, headers=BEARER, timeout=10.0):
+        """(status, content) of a request on a connection of its own."""
+        http = HTTPConnection(*self.address, timeout=timeout)
+        try:
+            http.request("POST", path, content, headers)
+            answer = http.getresponse()
+            return answer.status, answer.read()
+        finally:
+            http.close()
+
+    def connect(self, timeout=5.0):
+        return socket.create_connection(self.address, timeout)
+
+    def say(self, data, timeout=5.0):
+        """(answer, how it ended: closed, or open) to raw bytes on a connection of their own."""
+        with self.connect(timeout) as sock:
+            try:
+                sock.sendall(data)
+                answer = read(sock)
+            except (BrokenPipeError, ConnectionResetError):
+                return b"", "closed"
+            return answer
+
+
+def read(sock):
+    """(what comes, closed or open)"""
+    answer = b""
+    try:
+        while data := sock.recv(65536):
+            answer += data
+    except TimeoutError:
+        return answer, "open"
+    except ConnectionResetError:
+        pass
+    return answer, "closed"
+
+
+@contextmanager
+def guarded(tmp_path, **told):
+    """A server; killed at the end, when nothing in its log may be a traceback."""
+    log = tmp_path / "guarded.log"
+    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    with log.open("wb") as errors:
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "guarded.py"), json.dumps(told)],
+            cwd=REPO,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        )
+    try:
+        url = process.stdout.readline().strip()
+        assert url, log.read_text()
+        yield Server(process, url, log)
+        assert process.poll() is None, log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+    said = log.read_text()
+    assert "Traceback" not in said, said
+    assert len(said) < 100_000, "it writes down what strangers send"
+
+
+class Healthy:
+    """Replica 0, which trains step after step; counts its answers and keeps the longest wait for one."""
+
+    def __init__(self, server):
+        self.answers, self.longest, self.problem = 0, 0.0, None
+        self._server = server
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self):
+        self._thread.start()
+        self.more(3)
+        return self
+
+    def __exit__(self, *_):
+        self._end.set()
+        self._thread.join(10)
+
+    def more(self, answers=5, seconds=10.0):
+        """Wait for this many more answers."""
+        wanted, deadline = self.answers + answers, time.monotonic() + seconds
+        while self.answers < wanted:
+            assert self.problem is None, self.problem
+            assert time.monotonic() < deadline, f"{self.answers} of {wanted} answers"
+            time.sleep(0.01)
+
+    def _run(self):
+        try:
+            self._train()
+        except Exception as error:
+            self.problem = repr(error)
+
+    def _train(self):
+        assert self._server.post("/v1/processes", b'{"running": {"1": null}, "lost": [1]}')[0] == 200
+        state, epoch = START, 0
+        while not self._end.is_set():
+            began = time.monotonic()
+            code, content = self._server.post("/v1/quorum", protocol.encode(ask(0, state, epoch=epoch)))
+            self.longest = max(self.longest, time.monotonic() - began)
+            assert code == 200, content
+            said = protocol.decode(content, Grant, Continue, Wait, Refused)
+            assert not isinstance(said, Refused), said
+            if isinstance(said, Grant):
+                epoch = said.epoch
+            elif isinstance(said, Continue):
+                state = at(epoch, state.step + 1)
+            self.answers += 1
+            time.sleep(0.002)

@@ -1,0 +1,256 @@
+"""The operator's routes over HTTP: who may, what is answered, and what stands in the journal before it is done."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+from lighthouse_helpers import TOKEN, Row, ask, at, name, run_async
+
+from ft_hsdp.core.assignment import Continue
+from ft_hsdp.protocol import Processes
+from lighthouse.admin import MAX_REASON
+from lighthouse.api import create_app
+from lighthouse.auth import Keys, view_key
+from lighthouse.service import SUPERVISED_S, Service
+from lighthouse.state import Policy
+from lighthouse.store import MemoryStore, StoreFailed
+
+ADMIN = "ad" * 32
+ORDERS = ["replicas/1/evict", "replicas/1/drain", "replicas/1/undrain", "checkpoint", "scale"]
+
+
+class Place:
+    """A lighthouse of three members, its journal, and a client that is an admin."""
+
+    def __init__(self, **policy: Any) -> None:
+        self.rows: list[Row] = []
+        self.now = 0.0
+        self.store = MemoryStore()
+        state = self.store.load(Policy(**{"slots": 3, "steps": 10, **policy}))
+        self.service = Service(state, self.store, TOKEN, self._journal, clock=lambda: self.now)
+        self.noted: list[Any] = []  # the state when each row was written
+        app = create_app(self.service, Keys(TOKEN, ADMIN))
+        transport = httpx.ASGITransport(app=app, client=("192.0.2.7", 4000))
+        self.http = httpx.AsyncClient(transport=transport, base_url="http://lighthouse")
+
+    def _journal(self, row: Row) -> None:
+        self.rows.append(row)
+        self.noted.append(self.service.state)
+
+    async def start(self) -> Place:
+        """Three members, whose supervisor reports."""
+        self.report(exited=())
+        await asyncio.gather(*(self.service.ask(ask(r)) for r in range(3)))
+        return self
+
+    def report(self, exited: tuple[str, ...] = (), without: tuple[int, ...] = ()) -> Any:
+        """What the supervisor says, and what it is told."""
+        return self.service.processes(Processes({r: name(r) for r in range(3) if r not in without}, exited))
+
+    async def order(self, path: str, token: str = ADMIN, **arguments: Any) -> httpx.Response:
+        """One order."""
+        headers = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
+        return await self.http.post(f"/v1/admin/{path}", headers=headers, **arguments)
+
+    def audited(self) -> list[Row]:
+        """What the journal says of operators."""
+        return [row for row in self.rows if row["source"] == "admin"]
+
+
+def within(body: Any, **policy: Any) -> None:
+    """Run a test against a place of its own."""
+
+    async def main() -> None:
+        place = Place(**policy)
+        async with place.http:
+            await body(await place.start())
+
+    run_async(main())
+
+
+@pytest.mark.parametrize("path", ORDERS)
+def test_only_an_admin_may(path: str) -> None:
+    async def body(place: Place) -> None:
+        before = place.service.state
+        for token, status in (("", 401), ("x" * 64, 401), (TOKEN, 403), (view_key(TOKEN), 403)):
+            response = await place.order(path, token)
+            assert response.status_code == status, token
+        assert place.service.state == before
+        assert not place.audited()
+
+    within(body)
+
+
+@pytest.mark.parametrize(
+    ("path", "event"),
+    [
+        ("replicas/1/evict", "AdminEvicted"),
+        ("replicas/1/drain", "AdminDrained"),
+        ("checkpoint", "CheckpointOrdered"),
+    ],
+)
+def test_an_order_is_in_the_journal_before_it_is_carried_out_and_only_once(path: str, event: str) -> None:
+    async def body(place: Place) -> None:
+        before = place.service.state
+        response = await place.order(path, json={"reason": "a new\nfan \x1b[31m"})
+        assert response.status_code == 200
+        (row,) = place.audited()
+        assert (row["event"], row["reason"], row["address"]) == (event, "a new fan [31m", "192.0.2.7")
+        assert row["will"] == response.json()["detail"]
+        assert row.get("replica") == (1 if "replicas" in path else None)
+        assert place.noted[place.rows.index(row)] == before
+        again = await place.order(path)
+        assert again.status_code == 200
+        assert len(place.audited()) == 1
+
+    within(body)
+
+
+def test_an_eviction_reaches_the_supervisor_and_ends_with_the_exit() -> None:
+    async def body(place: Place) -> None:
+        await place.order("replicas/1/evict", json={"reason": "hot"})
+        (eviction,) = place.report().evict
+        assert (eviction.incarnation, eviction.reason) == (name(1), "by the operator: hot")
+        assert place.report((name(1),), without=(1,)).evict == ()
+        assert (await place.order("replicas/1/evict")).json() == {"detail": "replica 1 does not run"}
+
+    within(body)
+
+
+def test_a_scale_is_in_the_journal_is_told_to_supervisors_and_outlives_the_lighthouse() -> None:
+    async def body(place: Place) -> None:
+        response = await place.order("scale", json={"replicas": 2, "reason": "a guest"})
+        assert response.json()["detail"].startswith("replica 2 leaves at the next step boundary")
+        (row,) = place.audited()
+        assert (row["event"], row["replicas"], row["reason"]) == ("AdminScaled", 2, "a guest")
+        assert "replica" not in row
+        assert [r["replicas"] for r in place.rows if r["event"] == "JobScaled"] == [2]
+        assert place.report().drained == (2,)
+        assert place.service.status()["target"] == 2
+        again = await place.order("scale", json={"replicas": 2})
+        assert (again.status_code, len(place.audited())) == (200, 1)
+        assert MemoryStore(place.store.rows).load(place.service.state.policy).target == 2
+        assert MemoryStore(place.store.rows).load(Policy(slots=1, steps=10)).target == 1
+
+    within(body)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        ({"replicas": 4}, 409, "the job cannot have 4 replicas; max_replicas allows 1 to 3"),
+        ({"replicas": 1}, 409, "that would leave 1 replicas, quorum.min_replicas is 2"),
+        ({"replicas": 0}, 422, ""),
+        ({"replicas": 10**30}, 422, ""),
+        ({"replicas": "2"}, 422, ""),
+        ({}, 422, ""),
+        ({"replicas": 2, "speed": "slow"}, 422, ""),
+    ],
+)
+def test_what_the_job_cannot_be_scaled_to(body: Any, status: int, words: str) -> None:
+    async def main(place: Place) -> None:
+        response = await place.order("scale", json=body)
+        assert response.status_code == status
+        assert response.json()["detail"].startswith(words)
+        assert not place.audited()
+        assert place.service.state.target == 3
+
+    within(main, min_replicas=2)
+
+
+def test_a_supervisor_that_is_away_cannot_be_ordered_to_kill() -> None:
+    async def body(place: Place) -> None:
+        place.now += SUPERVISED_S + 1
+        response = await place.order("replicas/1/evict")
+        assert response.status_code == 409
+        assert response.json()["detail"].startswith("replica 1 has no supervisor")
+        assert not place.audited()
+
+    within(body)
+
+
+def test_drain_and_undrain_are_told_to_supervisors_and_to_the_replica() -> None:
+    async def body(place: Place) -> None:
+        assert (await place.order("replicas/1/drain")).status_code == 200
+        assert place.report().drained == (1,)
+        assert await place.service.ask(ask(1, at(1, 1), epoch=1)) == Continue(1, 2, leave=True)
+        place.report((name(1),), without=(1,))
+        assert place.service.status()["replicas"][1]["state"] == "drained"
+        assert (await place.order("replicas/1/undrain")).json()["detail"].endswith("its supervisor starts it")
+        assert place.report((name(1),), without=(1,)).drained == ()
+        assert [row["event"] for row in place.audited()] == ["AdminDrained", "AdminUndrained"]
+
+    within(body)
+
+
+def test_too_few_are_left_only_by_force() -> None:
+    async def body(place: Place) -> None:
+        assert (await place.order("replicas/0/drain")).status_code == 200
+        response = await place.order("replicas/1/drain")
+        assert response.status_code == 409
+        assert "quorum.min_replicas is 2" in response.json()["detail"]
+        assert (await place.order("replicas/1/drain", json={"force": True})).status_code == 200
+        response = await place.order("replicas/2/drain", json={"force": True})
+        assert response.json()["detail"] == "replica 2 cannot be spared: no other one holds the newest state"
+
+    within(body, min_replicas=2)
+
+
+@pytest.mark.parametrize(
+    ("path", "arguments", "status"),
+    [
+        ("replicas/3/drain", {}, 404),
+        ("replicas/-1/drain", {}, 404),
+        (f"replicas/{10**40}/drain", {}, 404),
+        ("replicas/one/drain", {}, 422),
+        ("replicas/1/reboot", {}, 404),
+        ("replicas/1/drain", {"json": {"reason": "x" * (MAX_REASON + 1)}}, 422),
+        ("replicas/1/drain", {"json": {"reason": 7}}, 422),
+        ("replicas/1/drain", {"json": {"force": "yes"}}, 422),
+        ("replicas/1/drain", {"json": {"speed": "slow"}}, 422),
+        ("replicas/1/drain", {"json": []}, 422),
+        ("replicas/1/drain", {"content": b"{"}, 422),
+        ("replicas/1/drain", {"content": b'{"reason": "\\ud800"}'}, 422),
+    ],
+)
+def test_what_makes_no_sense_gets_one_line(path: str, arguments: Any, status: int) -> None:
+    async def body(place: Place) -> None:
+        response = await place.order(path, **arguments)
+        assert response.status_code == status
+        detail = response.json()["detail"]
+        assert isinstance(detail, str)
+        assert "\n" not in detail
+        assert not place.audited()
+        assert not place.service.state.drained
+
+    within(body)
+
+
+def test_a_store_that_fails_means_that_nothing_was_done() -> None:
+    async def body(place: Place) -> None:
+        def fail(*_: Any) -> None:
+            raise StoreFailed("disk full")
+
+        place.store.save = fail  # type: ignore[method-assign]
+        response = await place.order("replicas/1/drain")
+        assert (response.status_code, response.json()) == (503, {"detail": "disk full"})
+        assert not place.service.state.drained
+
+    within(body)
+
+
+def test_the_description_of_the_routes_names_them() -> None:
+    async def body(place: Place) -> None:
+        paths = (await place.http.get("/openapi.json", headers={"Authorization": f"Bearer {ADMIN}"})).json()[
+            "paths"
+        ]
+        assert {p for p in paths if "admin" in p} == {
+            "/v1/admin/checkpoint",
+            "/v1/admin/scale",
+            *(f"/v1/admin/replicas/{{id}}/{action}" for action in ("evict", "drain", "undrain")),
+        }
+
+    within(body)

@@ -1,0 +1,209 @@
+"""The archive: one suite for both, and what a file can suffer."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+
+import pytest
+
+from ft_hsdp.errors import ConfigError
+from lighthouse.archive import MAX_READ, ArchiveFailed, Entry, MemoryArchive, SqliteArchive
+
+
+def event(seq, name="RingBroken", t=None, **facts):
+    return Entry(seq, "event", {"t": float(seq) if t is None else t, "event": name, **facts})
+
+
+def commit(seq, step):
+    return Entry(seq, "commit", {"t": float(seq), "step": step, "lineage": f"{step:x}"})
+
+
+@pytest.fixture(params=["sqlite", "memory"])
+def make(request, tmp_path):
+    """Makes an archive; they are closed at the end."""
+    made = []
+
+    def archive(**options):
+        kind = SqliteArchive(tmp_path / "journal.sqlite", **options) if request.param == "sqlite" else None
+        made.append(kind or MemoryArchive(**options))
+        return made[-1]
+
+    yield archive
+    for archive in made:
+        archive.close()
+
+
+def test_rows_come_back_as_they_were(make):
+    archive = make()
+    assert (archive.first, archive.last) == (0, 0)
+    rows = [event(1, reason='a "quoted" ümlaut\n', replica=2, facts={"a": [1, None, 2.5]}), commit(2, 7)]
+    archive.append(rows, durable=True)
+    assert archive.read(0, 10) == rows
+    assert archive.read(1, 10) == rows[1:]
+    assert (archive.first, archive.last) == (1, 2)
+
+
+def test_a_row_keeps_the_number_that_it_is_given(make):
+    archive = make()
+    archive.append([event(500), event(501)])
+    archive.append([event(501, "Other"), event(900)])
+    assert [(e.seq, e.row["event"]) for e in archive.read(0, 10)] == [
+        (500, "RingBroken"),
+        (501, "RingBroken"),
+        (900, "RingBroken"),
+    ]
+    assert (archive.first, archive.last) == (500, 900)
+
+
+def test_read_takes_a_span_of_time_and_a_bounded_piece(make):
+    archive = make()
+    archive.append([event(n, t=100.0 - n) for n in range(1, 1500)])
+    assert len(archive.read(0, 10**6)) == MAX_READ
+    assert [e.seq for e in archive.read(0, 10, since=95.0, until=98.0)] == [2, 3, 4]
+
+
+def test_commits_gives_the_newest_ones_in_order(make):
+    archive = make()
+    archive.append([entry for n in range(1, 10) for entry in (event(2 * n), commit(2 * n + 1, n))])
+    assert [e.row["step"] for e in archive.commits(3)] == [7, 8, 9]
+
+
+def test_events_pages_both_ways_and_leaves_commits_out(make):
+    archive = make()
+    archive.append([event(n) if n % 3 else commit(n, n) for n in range(1, 31)])
+    assert [e.seq for e in archive.events(limit=3)] == [26, 28, 29]
+    assert [e.seq for e in archive.events(limit=3, before=26)] == [22, 23, 25]
+    assert [e.seq for e in archive.events(limit=3, after=0)] == [1, 2, 4]
+    assert [e.seq for e in archive.events(limit=9, after=4, before=9)] == [5, 7, 8]
+
+
+def test_events_filters_by_replica_name_and_text(make):
+    archive = make()
+    archive.append(
+        [
+            event(1, "RingBroken", replica=0, reason="100% sure"),
+            event(2, "RingBroken", replica=1, reason="1000 reasons"),
+            event(3, "Rejoined", replica=1, reason='said "again" in C:\\tmp_x'),
+        ]
+    )
+
+    def found(**asked):
+        return [e.seq for e in archive.events(limit=10, **asked)]
+
+    assert found(replica=1) == [2, 3]
+    assert found(event="RingBroken", replica=1) == [2]
+    assert found(text="100%") == [1]
+    assert found(text="C:\\tmp_") == [3]
+    assert found(text='"again"') == [3]
+    assert found(text="SURE") == [1]
+    assert found(text="_") == [3]
+    assert found(text="\ud800") == []
+
+
+def test_the_oldest_rows_go_in_bounded_pieces(make):
+    archive = make(keep=100)
+    archive.append([event(n) for n in range(1, 2501)])
+    assert archive.first == 1001, "no more than a piece at once"
+    for seq in (2501, 2502):
+        archive.append([event(seq)])
+    assert (archive.first, archive.last) == (2403, 2502)
+    assert len(archive.read(0, 1000)) == 100
+    assert [e.seq for e in archive.events(limit=2, after=0)] == [2403, 2404]
+
+
+def test_reading_from_other_threads_is_allowed(make):
+    archive = make()
+    archive.append([event(n) for n in range(1, 101)])
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(len(archive.read(0, 1000)))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for n in range(101, 201):
+        archive.append([event(n)])
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8
+    assert all(100 <= n <= 200 for n in found)
+
+
+def test_numbers_that_no_database_holds_are_refused(make):
+    with pytest.raises(ArchiveFailed):
+        make().events(limit=1, after=2**80)
+
+
+def test_rows_outlive_the_archive(tmp_path):
+    file = tmp_path / "new" / "journal.sqlite"
+    archive = SqliteArchive(file)
+    archive.append([event(1), event(2)])
+    archive.close()
+    again = SqliteArchive(file)
+    assert (again.first, again.last) == (1, 2)
+    assert again.read(0, 10) == [event(1), event(2)]
+    again.close()
+
+
+def test_durable_rows_are_synced_and_the_others_are_not(tmp_path):
+    archive = SqliteArchive(tmp_path / "journal.sqlite")
+    modes = []
+    for durable in (True, False, True):
+        archive.append([event(len(modes) + 1)], durable=durable)
+        modes.append(archive._writer.execute("PRAGMA synchronous").fetchone()[0])
+    archive.close()
+    assert modes == [2, 1, 2], "2 is FULL, 1 is NORMAL"
+
+
+def foreign(path):
+    with sqlite3.connect(path) as db:
+        db.execute("CREATE TABLE photos (id)")
+    db.close()
+
+
+def future(path):
+    SqliteArchive(path).close()
+    db = sqlite3.connect(path)
+    db.execute("PRAGMA user_version = 99")
+    db.close()
+
+
+def damaged(path):
+    archive = SqliteArchive(path)
+    archive.append([event(n, reason="x" * 500) for n in range(1, 200)])
+    archive.close()
+    data = bytearray(path.read_bytes())
+    data[4096:] = b"\xee" * (len(data) - 4096)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("make_file", "why"),
+    [
+        (lambda p: p.write_bytes(b"no database at all" * 100), "not a database"),
+        (foreign, "another program made it"),
+        (future, "format 99"),
+        (damaged, "malformed"),
+        (lambda p: p.mkdir(), "unable to open"),
+    ],
+)
+def test_a_file_that_is_none_of_ours_is_one_clear_line(tmp_path, make_file, why):
+    file = tmp_path / "journal.sqlite"
+    make_file(file)
+    with pytest.raises(ConfigError, match=why) as caught:
+        SqliteArchive(file)
+    assert str(file) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_disk_that_is_full_keeps_what_was_there(tmp_path):
+    archive = SqliteArchive(tmp_path / "journal.sqlite")
+    archive.append([event(1)])
+    pages = archive._writer.execute("PRAGMA page_count").fetchone()[0]
+    archive._writer.execute(f"PRAGMA max_page_count = {pages}")
+    with pytest.raises(ArchiveFailed, match="full"):
+        archive.append([event(n, reason="y" * 4000) for n in range(2, 50)])
+    assert archive.read(0, 10) == [event(1)]
+    assert archive.last == 1
+    archive._writer.execute("PRAGMA max_page_count = 100000")
+    archive.append([event(2)])
+    assert archive.last == 2
+    archive.close()

@@ -1,0 +1,239 @@
+"""Attacks on a lighthouse in a process of its own, over real sockets. A replica trains on all the while."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+
+import psutil
+import pytest
+from guarded_helpers import Healthy, guarded, read
+from lighthouse_helpers import ADMIN, TOKEN, ask
+
+from ft_hsdp import protocol
+from lighthouse.auth import view_key
+
+pytestmark = pytest.mark.multiproc
+
+TICK_S = 0.1  # the server's deadlines are ten of them
+
+AUTHORIZED = b"authorization: Bearer " + TOKEN.encode() + b"\r\n"
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with guarded(tmp_path_factory.mktemp("attacked"), tick_s=TICK_S) as running:
+        yield running
+
+
+@pytest.fixture(autouse=True)
+def healthy(server):
+    """A replica that is never turned away, nor kept waiting, whatever the test does; nothing stays open."""
+    process = psutil.Process(server.process.pid)
+    files, memory = process.num_fds(), process.memory_info().rss
+    with Healthy(server) as replica:
+        yield replica
+        replica.more()
+    assert replica.problem is None
+    assert replica.longest < 2.0
+    deadline = time.monotonic() + 5
+    while process.num_fds() > files + 4:
+        assert time.monotonic() < deadline, "connections stay open"
+        time.sleep(0.02)
+    assert process.memory_info().rss - memory < 64 * 2**20
+
+
+def head(method="GET", path="/healthz", *headers):
+    return f"{method} {path} HTTP/1.1\r\nhost: x\r\n".encode() + b"".join(headers)
+
+
+CHUNKED = b"transfer-encoding: chunked\r\n\r\n"
+CHUNK = b"10000\r\n" + b" " * 65536 + b"\r\n"
+
+
+def status(answer):
+    return int(answer[0].split(b" ", 2)[1]) if answer[0] else None
+
+
+def test_strangers_get_401_then_429_and_never_in(server, healthy):
+    codes, stop = [], time.monotonic() + 0.7
+
+    def flood():
+        with server.client(headers={"Authorization": "Bearer wrong"}) as http:
+            while time.monotonic() < stop:
+                answer = http.post("/v1/quorum", content=b"{}")
+                codes.append(answer.status_code)
+                if answer.status_code == 429:
+                    assert int(answer.headers["retry-after"]) >= 1
+
+    threads = [threading.Thread(target=flood) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    healthy.more(10)
+    for thread in threads:
+        thread.join()
+    assert set(codes) == {401, 429}
+    assert codes.count(401) <= 22
+
+
+def test_a_thousand_connections_that_say_nothing_keep_nobody_out(server, healthy):
+    opened = [server.connect() for _ in range(1000)]
+    try:
+        healthy.more()
+        assert server.say(head() + b"connection: close\r\n\r\n")[0].startswith(b"HTTP/1.1 200")
+        time.sleep(12 * TICK_S)
+        for sock in opened:
+            sock.settimeout(5.0)
+            assert read(sock)[1] == "closed"
+    finally:
+        for sock in opened:
+            sock.close()
+
+
+def test_a_byte_at_a_time_is_cut_off(server):
+    slow = {
+        "a head": (b"GET /healthz HTTP/1.1\r\nx: ", b"a"),
+        "a body": (head("POST", "/v1/quorum", AUTHORIZED, b"content-length: 1000\r\n\r\n"), b"a"),
+        "a chunk": (head("POST", "/v1/quorum", AUTHORIZED, CHUNKED, b"FFFF\r\n"), b"a"),
+        "the body of a stranger": (head("POST", "/v1/quorum", b"content-length: 1000\r\n\r\n"), b"a"),
+        "empty lines": (b"", b"\r\n"),
+    }
+    began = time.monotonic()
+    opened = {name: server.connect() for name in slow}
+    for name, sock in opened.items():
+        sock.sendall(slow[name][0])
+    ended = {}
+    while len(ended) < len(slow) and time.monotonic() < began + 5:
+        for name in slow.keys() - ended.keys():
+            try:
+                opened[name].sendall(slow[name][1])
+            except (BrokenPipeError, ConnectionResetError):
+                ended[name] = time.monotonic() - began
+                opened[name].close()
+        time.sleep(TICK_S / 2)
+    assert ended.keys() == slow.keys()
+    assert min(ended.values()) > 0.8
+
+
+def endless(server, start, piece, most):
+    """Send `piece` until the server hangs up; how many bytes it took, at most `most`."""
+    sent = 0
+    with server.connect(3.0) as sock:
+        try:
+            sock.sendall(start)
+            while sent < most:
+                sock.sendall(piece)
+                sent += len(piece)
+        except (BrokenPipeError, ConnectionResetError):
+            return sent
+        return most
+
+
+@pytest.mark.parametrize(
+    ("start", "piece"),
+    [
+        (b"GET /healthz HTTP/1.1\r\nx: ", b"y" * 65536),
+        (b"GET /healthz HTTP/1.1\r\n", b"x: y\r\n" * 10000),
+        (b"GET /", b"x" * 65536),
+        (
+            head("POST", "/v1/quorum", AUTHORIZED, b"transfer-encoding: chunked\r\n\r\n"),
+            b"10000\r\n" + b" " * 65536 + b"\r\n",
+        ),
+        (head("POST", "/v1/quorum", CHUNKED), CHUNK),
+        (head("POST", "/v1/quorum", AUTHORIZED, b"transfer-encoding: chunked\r\n\r\n1;x="), b"y" * 65536),
+        (head("POST", "/v1/quorum", AUTHORIZED, b"transfer-encoding: chunked\r\n\r\n0\r\nx: "), b"y" * 65536),
+        (head("POST", "/v1/quorum", AUTHORIZED, b"content-length: 99999999999\r\n\r\n"), b" " * 65536),
+    ],
+    ids=["header", "headers", "path", "body", "body-of-a-stranger", "extension", "trailer", "announced"],
+)
+def test_what_has_no_end_is_cut_off(server, start, piece):
+    assert endless(server, start, piece, 64 * 2**20) < 16 * 2**20  # most of it is in the kernel's buffers
+
+
+@pytest.mark.parametrize(
+    ("data", "code"),
+    [
+        (b"garbage\r\n\r\n", 400),
+        (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+        (head() + b"x: " + b"y" * 17000 + b"\r\n\r\n", 431),
+        (head() + b"x: " + b"y" * 17000, 431),
+        (head() + b"x: y\r\n" * 65 + b"\r\n", 431),
+        (head("POST", "/v1/processes", AUTHORIZED, CHUNKED, b"2\r\n{}\r\n0\r\nx: y\r\n\r\n"), None),
+        (b"GET /" + b"x" * 17000 + b" HTTP/1.1\r\n\r\n", 431),
+        (head("POST", "/v1/quorum", b"content-length: 5\r\ntransfer-encoding: chunked\r\n\r\n"), 400),
+        (head("POST", "/v1/quorum", b"content-length: 5\r\ncontent-length: 6\r\n\r\n"), 400),
+        (head("POST", "/v1/quorum", b"content-length: -1\r\n\r\n"), 400),
+        (head("POST", "/v1/quorum", b"content-length: 99999999999999999999999\r\n\r\n"), 400),
+        (b"GET http://169.254.169.254/ HTTP/1.1\r\nconnection: close\r\n\r\n", 200),
+        (head("GET", "/../../etc/passwd", b"connection: close\r\n\r\n"), 401),
+        (head("GET", "/assets/..%2f..%2fauth.py", b"connection: close\r\n\r\n"), 404),
+        (head("GET", "/healthz\x00/v1/status", b"\r\n"), 400),
+        (head("GET", "/v1/status", b"upgrade: websocket\r\nconnection: upgrade, close\r\n\r\n"), 401),
+        (head("PRI * HTTP/2.0", "", b"\r\n"), 400),
+        (head("TRACE", "/v1/status", b"connection: close\r\n\r\n"), 401),
+    ],
+)
+def test_bad_heads_get_one_answer(server, data, code):
+    answer = server.say(data)
+    assert answer[1] == "closed"
+    assert status(answer) in ((401, 429) if code == 401 else (code,))
+    assert answer[0].count(b"HTTP/1.1 ") == (code is not None)
+    assert b"Traceback" not in answer[0]
+
+
+def test_ten_thousand_requests_in_one_breath_are_not_queued(server):
+    answer = server.say(head("GET", "/v1/status", AUTHORIZED, b"\r\n") * 10_000)
+    assert answer[1] == "closed"
+    assert answer[0].count(b"HTTP/1.1 200") <= 1
+
+
+def test_noise_is_answered_or_dropped(server):
+    chance = random.Random(7)
+    real = head("POST", "/v1/quorum", AUTHORIZED, b"content-length: 2\r\n\r\n{}")
+    for n in range(300):
+        data = bytearray(real if n % 2 else chance.randbytes(200))
+        for _ in range(chance.randrange(1, 6)):
+            data[chance.randrange(len(data))] = chance.randrange(256)
+        with server.connect(0.02) as sock:
+            sock.sendall(data)
+            answer, _ = read(sock)
+        assert not answer or re.match(rb"HTTP/1.1 (4\d\d|200) ", answer), (bytes(data), answer)
+        assert b'"type":' not in answer
+
+
+def test_a_flood_of_incarnations_is_429_and_the_others_train_on(server, healthy):
+    codes = []
+    for life in range(60):
+        try:
+            code, content = server.post("/v1/quorum", protocol.encode(ask(1, life=life)), timeout=0.02)
+        except TimeoutError:
+            codes.append(None)  # it waits, as it would for a replica
+            continue
+        codes.append(code)
+        if code == 429:
+            assert b"incarnations of replica 1" in content
+    assert 20 <= len(codes) - codes.count(429) <= 30
+    healthy.more()
+
+
+@pytest.mark.parametrize("address", ["169.254.169.254:80", "192.0.2.1:7000", "evil.example.com:80", "0.0.0.0:1"])
+def test_nobody_is_sent_where_an_intruder_wants_them(server, address):
+    message = ask(1)
+    for ring, state in (((address,), message.state), (message.ring, (address,))):
+        bad = protocol.Ask(message.report, ring, state, message.config_hash, message.layout)
+        code, content = server.post("/v1/quorum", protocol.encode(bad))
+        assert code == 422
+        assert address.encode() in content
+
+
+@pytest.mark.parametrize("token", [None, "wrong", view_key(TOKEN), ADMIN])
+def test_only_a_worker_can_report_deaths_or_signs_of_life(server, token):
+    headers = {} if token is None else {"Authorization": f"Bearer {token}"}
+    deaths, _ = server.post(
+        "/v1/processes", b'{"running": {"0": null}, "exited": ["0-run-0"], "lost": [0]}', headers
+    )
+    beats, _ = server.post("/v1/telemetry", b'{"type": "Telemetry", "body": {"source": "0-run-0"}}', headers)
+    assert deaths in ((401, 429) if token in (None, "wrong") else (403,))
+    assert beats in ((401, 429) if token in (None, "wrong") else (403, 404))

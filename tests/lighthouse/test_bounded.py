@@ -1,0 +1,157 @@
+"""Thousands of joins, leaves and beats against a real lighthouse process: nothing of it grows without end."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import socket
+import sqlite3
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from lighthouse_helpers import TOKEN, ask, at, name
+
+from ft_hsdp import protocol
+from ft_hsdp.config import config_hash, dump, parse
+from ft_hsdp.core.assignment import Continue, Grant
+from ft_hsdp.protocol import Telemetry
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = {"replicas": 2, "train": {"steps": 10**6}}
+MIB = 2**20
+
+pytestmark = pytest.mark.multiproc
+
+
+class Line:
+    """A connection of a process of its own, from one of several addresses: each has its own rate."""
+
+    def __init__(self, port: int, source: str) -> None:
+        self._http = http.client.HTTPConnection("127.0.0.1", port, timeout=20, source_address=(source, 0))
+
+    def send(self, path: str, message: object) -> None:
+        """A request whose answer is read later."""
+        headers = {"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+        self._http.request("POST", path, protocol.encode(message), headers)
+
+    def answer(self, *expected: type) -> Any:
+        """The answer to it."""
+        response = self._http.getresponse()
+        body = response.read()
+        assert response.status in (200, 204), body
+        return protocol.decode(body, *expected) if expected else None
+
+    def close(self) -> None:
+        if self._http.sock is not None:
+            self._http.sock.setsockopt(
+                socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+            )  # keeps no port
+        self._http.close()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[tuple[Path, int, int]]:
+    """(run directory, port, pid) of a lighthouse."""
+    run = tmp_path / "job"
+    run.mkdir()
+    (run / "config.yaml").write_text(dump(parse(SETTINGS)))
+    (run / "token").write_text(TOKEN)
+    command = [sys.executable, "-m", "lighthouse", "--run", str(run)]
+    with subprocess.Popen(command, cwd=ROOT, env=dict(os.environ), stderr=subprocess.DEVNULL) as process:
+        try:
+            deadline = time.monotonic() + 30
+            while not (run / "lighthouse.json").exists():
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+            url = json.loads((run / "lighthouse.json").read_text())["url"]
+            yield run, int(url.rpartition(":")[2]), process.pid
+        finally:
+            process.kill()
+
+
+def sizes(run: Path, pid: int) -> dict[str, float]:
+    """What could grow: memory in MiB, descriptors, and rows of the tables in the store."""
+    with sqlite3.connect(run / "lighthouse" / "store.sqlite", timeout=5) as db:
+        rows = {key: json.loads(value) for key, value in db.execute("SELECT name, value FROM durable")}
+    db.close()
+    process = psutil.Process(pid)
+    tables = {key: float(len(rows[key])) for key in ("exited", "epochs")}
+    return {"rss": process.memory_info().rss / MIB, "fds": float(process.num_fds()), **tables}
+
+
+def storm(run: Path, port: int, pid: int, rounds: int, looks: int) -> list[dict[str, float]]:
+    """Replica 1 joins, beats and leaves `rounds` times while replica 0 trains; the sizes at `looks` moments."""
+    shared = config_hash(parse(SETTINGS))
+    steady = Line(port, "127.0.0.2")
+    supervisors = [Line(port, f"127.0.0.{n}") for n in range(3, 9)]
+    seen: list[dict[str, float]] = []
+
+    def made(replica: int, *arguments: Any, **fields: Any) -> Any:
+        message = ask(replica, *arguments, **fields)
+        return protocol.Ask(message.report, message.ring, message.state, shared, message.layout)
+
+    def report(turn: int, running: dict[int, str | None], *exited: str) -> None:
+        line = supervisors[turn % len(supervisors)]
+        line.send("/v1/processes", protocol.Processes(running, exited))
+        line.answer(protocol.Overview)
+
+    step = 0
+    report(0, {0: name(0), 1: None})
+    steady.send("/v1/quorum", made(0))
+    epoch = steady.answer(Grant).epoch
+    for turn in range(rounds):
+        before, life = name(1, turn), turn + 1
+        report(3 * turn, {0: name(0), 1: name(1, life)}, before)
+        joiner = Line(port, f"127.0.0.{9 + turn % 8}")
+        joiner.send("/v1/quorum", made(1, life=life))
+        while True:  # until the joiner's ask has been read
+            step += 1
+            steady.send("/v1/quorum", made(0, at(epoch, step), epoch=epoch))
+            granted = steady.answer(Grant, Continue)
+            if isinstance(granted, Grant):
+                epoch = granted.epoch
+                break
+        assert joiner.answer(Grant).epoch == epoch
+        joiner.send("/v1/telemetry", Telemetry(name(1, life)))
+        joiner.answer()
+        joiner.close()
+        report(3 * turn + 1, {0: name(0), 1: None}, name(1, life))
+        step += 1
+        steady.send("/v1/quorum", made(0, at(epoch, step), epoch=epoch))
+        epoch = steady.answer(Grant).epoch
+        if (turn + 1) % (rounds // looks) == 0:
+            seen.append(sizes(run, pid))
+    for line in (steady, *supervisors):
+        line.close()
+    return seen
+
+
+def flat(seen: list[dict[str, float]], rss_mib: float) -> None:
+    """The second half is no larger than the first; memory may have `rss_mib` more until all caches are full."""
+    print("\n".join(map(str, seen)))
+    half = len(seen) // 2
+    first, second = seen[:half], seen[half:]
+    assert max(s["exited"] for s in seen) <= 4
+    assert max(s["epochs"] for s in seen) <= 4
+    assert max(s["fds"] for s in second) <= max(s["fds"] for s in first) + 4
+    assert max(s["rss"] for s in second) <= max(s["rss"] for s in first) + rss_mib
+
+
+def test_a_thousand_joins_leaves_and_beats_leave_nothing_behind(place: tuple[Path, int, int]) -> None:
+    run, port, pid = place
+    flat(storm(run, port, pid, rounds=340, looks=10), rss_mib=32.0)
+
+
+@pytest.mark.proof
+def test_ten_thousand_joins_leave_nothing_behind(place: tuple[Path, int, int]) -> None:
+    run, port, pid = place
+    flat(storm(run, port, pid, rounds=10_000, looks=20), rss_mib=3.0)

@@ -1,0 +1,661 @@
+"""The chronicle: what it takes, what it keeps, what it shows, and that none of it grows."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import time
+
+import day
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lighthouse_helpers import quiet, run_async
+
+from ft_hsdp import protocol
+from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.protocol import RankBeat, Telemetry
+from lighthouse import chronicle as module
+from lighthouse import followers
+from lighthouse.archive import ArchiveFailed, Entry, MemoryArchive, SqliteArchive
+from lighthouse.chronicle import About, Chronicle
+from lighthouse.intake import MAX_REASON, MAX_ROW
+from lighthouse.limits import STREAMS, TooMany
+from lighthouse.vitals import SILENT_S, STUCK_S
+
+ABOUT = About("job", 3, 2, 100)
+NOW = 1_780_000_000.0
+
+
+class Clock:
+    """Both clocks of a chronicle, in one hand."""
+
+    def __init__(self):
+        self.seconds = 0.0
+
+    def wall(self):
+        return NOW + self.seconds
+
+    def monotonic(self):
+        return self.seconds
+
+
+class Broken(MemoryArchive):
+    """A disk that can be full."""
+
+    full = False
+
+    def append(self, entries, *, durable=False):
+        if self.full:
+            raise ArchiveFailed("no space left on device")
+        super().append(entries, durable=durable)
+
+
+class Taken:
+    """A sink that remembers."""
+
+    def __init__(self):
+        self.rows, self.closed = [], 0
+
+    def event(self, seq, row):
+        self.rows.append((seq, row["event"]))
+
+    def commit(self, seq, row):
+        self.rows.append((seq, row["step"]))
+
+    def close(self):
+        self.closed += 1
+
+
+def make(archive=None, sinks=(), about=ABOUT, clock=None):
+    clock = clock or Clock()
+    return Chronicle(archive or MemoryArchive(), about, sinks, clock.wall, clock.monotonic)
+
+
+def commit(step, replica=0, **changes):
+    return {
+        "t": NOW + step,
+        "step": step,
+        "epoch": 1,
+        "attempt": 0,
+        "lineage": f"{step:032x}",
+        "prev": f"{step - 1:032x}",
+        "ring": [0, 1, 2],
+        "contributors": [0, 1, 2],
+        "contributions": [{"replica": 0, "weight": 1}],
+        "digest": "d" * 32,
+        "cursors": [step] * 3,
+        "holes": [],
+        "loss": 2.5,
+        "lr": 0.1,
+        "lr_scale": 1.0,
+        "norm": 1.0,
+        "total": 3,
+        "step_s": 1.0,
+        "waits": {"ftar": 0.1, "commit": 0.01},
+        "ftar_bytes": 2_000_000_000,
+        "ftar_s": 0.5,
+        "tokens": 300,
+        "incarnation": f"{replica}-a-0",
+        "role": "contribute",
+        **changes,
+    }
+
+
+def event(name="RingBroken", **facts):
+    return {"t": NOW, "event": name, "source": "replica", "reason": "why", **facts}
+
+
+def tell(chronicle, source="0-a-0", **what):
+    """Take a message as it comes off the wire."""
+    chronicle.take(protocol.decode(protocol.encode(Telemetry(source, **what)), Telemetry))
+
+
+def kept(chronicle):
+    """The rows of its archive."""
+    return [entry.row for entry in chronicle._archive.read(0, 1000)]
+
+
+# What comes in.
+
+
+def test_own_rows_are_kept_when_note_returns_and_in_order_with_the_others():
+    chronicle = make()
+    chronicle._arm = lambda: None
+    tell(chronicle, events=(event("CheckedIn"),))
+    assert kept(chronicle) == []
+    chronicle.note([event("EpochGranted", source="lighthouse"), event("Waiting", source="lighthouse")])
+    assert [row["event"] for row in kept(chronicle)] == ["CheckedIn", "EpochGranted", "Waiting"]
+    assert [entry.seq for entry in chronicle._archive.read(0, 10)] == [1, 2, 3]
+
+
+def test_rows_of_workers_are_kept_soon():
+    async def main():
+        chronicle = make()
+        tell(chronicle, events=(event("CheckedIn"),))
+        await quiet()
+        assert kept(chronicle) == [], "several go together"
+        assert (await anext(chronicle.follow(0)))[0] == 1, "told when it is kept"
+        assert len(kept(chronicle)) == 1
+
+    run_async(main())
+
+
+def test_a_worker_is_told_only_when_its_rows_are_kept():
+    async def main():
+        chronicle = make()
+        tell(chronicle, events=(event("CheckedIn"),))
+        told = asyncio.create_task(chronicle.kept())
+        await quiet()
+        assert (kept(chronicle), told.done()) == ([], False)
+        await told
+        assert len(kept(chronicle)) == 1
+        await chronicle.kept()  # nothing waits
+
+    run_async(main())
+
+
+def test_a_commit_is_kept_once_whoever_tells_of_it():
+    sink = Taken()
+    chronicle = make(sinks=[sink])
+    for replica in (1, 0, 2):
+        tell(chronicle, f"{replica}-a-0", commits=(commit(1, replica), commit(2, replica)))
+    tell(chronicle, commits=(commit(2, lineage="f" * 32, epoch=2),))
+    rows = kept(chronicle)
+    assert [(r["step"], r["epoch"], r["incarnation"]) for r in rows] == [
+        (1, 1, "1-a-0"),
+        (2, 1, "1-a-0"),
+        (2, 2, "0-a-0"),
+    ]
+    assert sink.rows == [(1, 1), (2, 2), (3, 2)]
+    assert {"contributions", "cursors", "ring"}.isdisjoint(rows[0]), "the bulk stays in the run's own files"
+
+
+def test_a_restart_knows_the_commits_that_are_kept():
+    first = make()
+    tell(first, commits=tuple(commit(n) for n in range(1, 50)))
+    again = make(first._archive)
+    tell(again, "1-a-0", commits=tuple(commit(n, 1) for n in range(40, 60)))
+    assert [r["step"] for r in kept(again)] == list(range(1, 60))
+
+
+def test_a_replica_speaks_for_itself_only():
+    chronicle = make()
+    tell(chronicle, "2-a-0", events=(event(replica=0, incarnation="0-a-0", source="supervisor"),))
+    (row,) = kept(chronicle)
+    assert (row["replica"], row["incarnation"], row["source"]) == (2, "2-a-0", "replica")
+    tell(chronicle, "supervisor", events=(event("FailureInjected", source="chaos", replica=1),))
+    assert (kept(chronicle)[1]["source"], kept(chronicle)[1]["replica"]) == ("chaos", 1)
+
+
+@pytest.mark.parametrize(
+    ("source", "what", "why"),
+    [
+        ("0-a-0", {"events": [event("EpochGranted")]}, "only the lighthouse"),
+        ("0-a-0", {"events": [event(source="lighthouse")]}, "only the lighthouse"),
+        ("supervisor", {"events": [event(source="admin")]}, "only the lighthouse"),
+        ("supervisor", {"events": [event("AdminEvicted")]}, "only the lighthouse"),
+        ("0-a-0", {"events": [{"t": 1}]}, "is no name"),
+        ("0-a-0", {"events": [event({"a": []})]}, "is no name"),
+        ("0-a-0", {"events": [event("x" * 65)]}, "is no name"),
+        ("0-a-0", {"events": [event(rank=2)]}, "rank '2' is not one of 0 to 1"),
+        ("supervisor", {"events": [event(replica=3)]}, "replica '3' is not one of 0 to 2"),
+        ("supervisor", {"events": [event(replica=[1])]}, "is not one of"),
+        ("supervisor", {"events": [event(replica=True)]}, "is not one of"),
+        ("supervisor", {"events": [event(incarnation=["x"])]}, "is no text"),
+        ("0-a-0", {"events": [event(step=-1)]}, "step '-1' is not a number"),
+        ("0-a-0", {"events": [event(epoch=2**60)]}, "epoch"),
+        ("0-a-0", {"events": [event(junk="x" * MAX_ROW)]}, "allowed: 8192"),
+        ("0-a-0", {"events": [event(deep=[[[[[[[[]]]]]]]])]}, "nested"),
+        ("9-a-0", {}, "neither 'supervisor' nor"),
+        ("lighthouse", {}, "neither 'supervisor' nor"),
+        ("supervisor", {"commits": [commit(1)]}, "come from replicas"),
+        ("supervisor", {"ranks": [RankBeat(0, 1, "h", 1)]}, "come from replicas"),
+        ("0-a-0", {"ranks": [RankBeat(2, 1, "h", 1)]}, "rank '2'"),
+        ("0-a-0", {"ranks": [RankBeat(0, 1, "h", 1)] * 3}, "a replica has 2"),
+        ("0-a-0", {"commits": [commit(101)]}, "step '101'"),
+        ("0-a-0", {"commits": [commit(1, contributors=[3])]}, "contributor '3'"),
+        ("0-a-0", {"commits": [commit(1, contributors="all")]}, "not a list"),
+        ("0-a-0", {"commits": [commit(1, contributors=[None])]}, "not numbers"),
+        ("0-a-0", {"commits": [commit(1, lineage="no hex")]}, "hex"),
+        ("0-a-0", {"commits": [commit(1, role="king")]}, "role"),
+        ("0-a-0", {"commits": [commit(1, step_s=float("nan"))]}, "step_s"),
+        ("0-a-0", {"commits": [commit(1, waits={"ftar": -1})]}, "wait for ftar"),
+        ("0-a-0", {"commits": [commit(1, waits={f"w{n}": 1 for n in range(17)})]}, "at most 16"),
+        ("0-a-0", {"commits": [commit(1, waits={"<script>": 1})]}, "is no name"),
+    ],
+)
+def test_what_cannot_be_true_is_refused_whole(source, what, why):
+    chronicle = make()
+    good = event("CheckedIn")
+    events = (good, *what.get("events", ()))
+    with pytest.raises(ProtocolViolation, match=why) as caught:
+        chronicle.take(Telemetry(source, events, tuple(what.get("commits", ())), tuple(what.get("ranks", ()))))
+    assert len(str(caught.value)) < 200
+    assert chronicle._pending == []
+    assert kept(chronicle) == []
+
+
+def test_times_texts_and_numbers_are_cut_to_what_a_page_can_show():
+    chronicle = make()
+    rows = (
+        event(t=NOW + 2 * 86400),
+        event(t=float("nan")),
+        event(t="late", reason="r" * 5000, seen=float("inf"), more={"x": [float("-inf"), 10**30]}),
+        event(t=NOW - 3600, reason=None, text="\ud800"),
+    )
+    chronicle.take(Telemetry("0-a-0", rows, (commit(1, loss=float("nan"), lr="high", norm=10.0**300),)))
+    found = kept(chronicle)
+    assert [row["t"] for row in found[:4]] == [NOW, NOW, NOW, NOW - 3600]
+    assert len(found[2]["reason"]) == MAX_REASON
+    assert (found[2]["seen"], found[2]["more"]) == (None, {"x": [None, "1" + "0" * 30]})
+    assert (found[3]["reason"], found[3]["text"]) == ("", "?")
+    assert (found[4]["loss"], found[4]["lr"], found[4]["norm"]) == (None, None, None)
+    json.dumps(chronicle.picture(), allow_nan=False)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
+    max_leaves=12,
+)
+KEYS = ["t", "event", "source", "replica", "rank", "incarnation", "reason", "epoch", "step", "members", "roles"]
+KEYS += [
+    "suspect",
+    "kind",
+    "role",
+    "at_rank",
+    "term",
+    "lineage",
+    "contributors",
+    "waits",
+    "step_s",
+    "loss",
+    "tokens",
+]
+NAMES = ["RingBroken", "FailureInjected", "ReplicaExited", "ReplicaStarted", "GrantAdopted", "FetchCompleted"]
+JUNK = st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=9), JSON, max_size=8)
+
+
+@settings(max_examples=25)
+@given(st.lists(st.tuples(JUNK, st.sampled_from(NAMES)), max_size=6), st.lists(JUNK, max_size=3))
+def test_whatever_workers_send_is_refused_or_shown(events, commits):
+    chronicle = make()
+    grant = event("EpochGranted", epoch=1, members=[0, 1, 2], roles={"0": "contribute"}, source="lighthouse")
+    chronicle.note([grant])
+    said = []
+    for source in ("supervisor", "1-a-0"):
+        for junk, name in events:
+            for row in (junk, {**junk, "event": name}, {**event(name, replica=1), **junk, "event": name}):
+                try:
+                    chronicle.take(Telemetry(source, (row,)))
+                except ProtocolViolation as error:
+                    said.append(str(error))
+    for junk in commits:
+        try:
+            chronicle.take(Telemetry("1-a-0", (), (commit(1) | junk,)))
+        except ProtocolViolation as error:
+            said.append(str(error))
+    assert not any("\n" in line for line in said)
+    json.dumps(chronicle.picture(), allow_nan=False)
+    json.dumps(chronicle.events(limit=1000), allow_nan=False)
+
+
+def test_rows_that_a_sender_dropped_are_told_of_once():
+    chronicle = make()
+    for dropped in (0, 5, 5, 9):
+        tell(chronicle, "1-a-0", dropped=dropped)
+    assert [(r["event"], r["replica"], r["rows"]) for r in kept(chronicle)] == [
+        ("RowsDropped", 1, 5),
+        ("RowsDropped", 1, 4),
+    ]
+    for n in range(1000):
+        tell(chronicle, f"1-b-{n}", dropped=1)
+    assert len(chronicle._dropped) <= 20
+
+
+# A disk that is full, a sink that fails.
+
+
+def test_a_disk_that_is_full_costs_rows_and_nothing_else(caplog):
+    archive, sink = Broken(), Taken()
+    chronicle = make(archive, [sink])
+    chronicle.note([event("CheckedIn")])
+    archive.full = True
+    for n in range(50):
+        chronicle.note([event("EpochGranted", epoch=n, members=[0], source="lighthouse")])
+    archive.full = False
+    chronicle.note([event("JobFinished")])
+    assert [(e.seq, e.row["event"]) for e in archive.read(0, 100)] == [(1, "CheckedIn"), (52, "JobFinished")]
+    assert chronicle.picture()["lighthouse"]["epoch"] == 49, "the picture knows them as long as it lives"
+    assert len(sink.rows) == 52
+    assert len([r for r in caplog.records if "not kept" in r.message]) == 1
+
+
+def test_a_sink_that_fails_harms_nobody(caplog):
+    class Bad(Taken):
+        def event(self, seq, row):
+            raise RuntimeError("no")
+
+        close = event
+
+    good = Taken()
+    chronicle = make(sinks=[Bad(), good])
+    chronicle.note([event("CheckedIn")])
+    chronicle.close()
+    chronicle.close()
+    assert good.rows == [(1, "CheckedIn")]
+    assert good.closed == 1
+    chronicle.note([event("TooLate")])
+    tell(chronicle, events=(event(),))
+    assert len(kept(chronicle)) == 1
+
+
+# What goes out.
+
+
+def test_the_picture_has_what_only_the_living_know():
+    clock = Clock()
+    chronicle = make(clock=clock)
+    for step in range(1, 25):
+        for replica in range(3):
+            busy = 2.5 if replica == 1 else 1.0
+            waits = {"ftar": 2.6 - busy}
+            row = commit(step, replica, step_s=2.6, waits=waits)
+            tell(chronicle, f"{replica}-a-0", commits=(row,), ranks=(RankBeat(1, 42, "node7", step),))
+    clock.seconds += 60
+    for replica in range(3):
+        tell(chronicle, f"{replica}-a-0", ranks=(RankBeat(1, 42, "node7", 24),))
+    clock.seconds += 0.5
+    picture = chronicle.picture()
+    one = picture["replicas"][1]
+    assert one["straggler"]
+    assert not picture["replicas"][0]["straggler"]
+    assert (one["step_s"], round(one["busy_s"], 3)) == (2.6, 2.5)
+    assert one["ranks"] == [{"rank": 1, "pid": 42, "host": "node7", "progress": 24, "age_s": 0.5}]
+    assert picture["head"]["contributors"] == [0, 1, 2]
+    assert picture["head"]["steps_per_s"] == pytest.approx(1.0)
+    assert picture["head"]["tokens_per_s"] == pytest.approx(300)
+    assert picture["series"]["gbps"] == [4.0] * 24
+    seen = [r for r in kept(chronicle) if r.get("event") == "StragglerSeen"]
+    assert [(r["replica"], r["source"]) for r in seen] == [(1, "lighthouse")]
+
+
+def test_a_replica_that_is_silent_or_stuck_is_stalled_until_it_goes_on():
+    clock = Clock()
+    chronicle = make(clock=clock)
+    tell(chronicle, commits=(commit(1),))
+
+    def beat(progress):
+        for replica in (0, 1):
+            tell(
+                chronicle,
+                f"{replica}-a-0",
+                ranks=(RankBeat(0, 7, "h", progress if replica else int(clock.seconds)),),
+            )
+
+    beat(1)
+    clock.seconds += SILENT_S + 1
+    assert [r["state"] for r in chronicle.picture()["replicas"]] == ["stalled", "stalled", "training"]
+    found = [(r["event"], r["replica"], r.get("rank")) for r in kept(chronicle)[1:]]
+    assert found == [("ReplicaStalled", 0, 0), ("ReplicaStalled", 1, 0)]
+    beat(2)
+    beat(2)
+    assert [(r["event"], r["replica"]) for r in kept(chronicle)[3:]] == [
+        ("ReplicaResumed", 0),
+        ("ReplicaResumed", 1),
+    ]
+    for _ in range(int(STUCK_S) + 2):
+        clock.seconds += 1
+        beat(2)
+    assert [(r["event"], r["replica"]) for r in kept(chronicle)[5:]] == [("ReplicaStalled", 1)]
+    assert "makes no progress" in kept(chronicle)[5]["reason"]
+    assert chronicle.beat(1) == (0.0, (RankBeat(0, 7, "h", 2),))
+    assert chronicle.beat(2) == (math.inf, ())
+
+
+def test_an_earlier_picture_is_that_of_the_rows_up_to_then():
+    archive = MemoryArchive()
+    entries = list(day.day(replicas=3, hours=0.7, seed=4))
+    archive.append(entries)
+    about = About("day", 3, 2, 10_000, live=False)
+    chronicle = make(archive, about=about)
+    newest = chronicle.picture()
+    assert newest["now"] == max(e.row["t"] for e in entries)
+    for at in [day.START + t for t in (1200, 600, 1800, 600, 1201)]:
+        fresh = MemoryArchive()
+        fresh.append([e for e in entries if e.row["t"] <= at])
+        want = make(fresh, about=about).picture()
+        found = chronicle.picture(at=at)
+        for key in ("head", "effective", "epochs", "failures", "lanes"):
+            assert found[key] == want[key], key
+        assert found["now"] == at
+    assert len(chronicle._pasts) <= 4
+    assert chronicle.picture(at=day.START + 1e6) == newest
+
+
+def test_events_are_told_with_facts_apart():
+    chronicle = make()
+    chronicle.note([event("EpochGranted", epoch=3, members=[1], source="lighthouse")])
+    tell(chronicle, commits=(commit(1),))
+    tell(chronicle, "1-a-0", events=(event(rank=1, suspect=2),))
+    page = chronicle.events(limit=10)
+    assert (page["first"], page["last"]) == (1, 3)
+    assert page["events"][0]["facts"] == {"epoch": 3, "members": [1]}
+    assert page["events"][1] == {
+        "seq": 3,
+        "t": NOW,
+        "event": "RingBroken",
+        "source": "replica",
+        "replica": 1,
+        "rank": 1,
+        "incarnation": "1-a-0",
+        "reason": "why",
+        "facts": {"suspect": 2},
+    }
+    assert chronicle.events(limit=10, replica=2) == {"events": [], "first": 0, "last": 0}
+
+
+# Followers.
+
+
+async def collect(rows, n):
+    found = []
+    async for seq, _, _ in rows:
+        found.append(seq)
+        if len(found) == n:
+            break
+    await rows.aclose()
+    return found
+
+
+def test_a_follower_gets_every_row_once_from_the_archive_and_then_live():
+    async def main():
+        chronicle = make()
+        for n in range(10):
+            chronicle.note([event(f"E{n}")])
+        task = asyncio.create_task(collect(chronicle.follow(4), 16))
+        await quiet()
+        for n in range(10):
+            chronicle.note([event(f"F{n}")])
+            await quiet()
+        assert await task == list(range(5, 21))
+
+    run_async(main())
+
+
+def test_a_follower_without_a_number_gets_what_is_to_come():
+    async def main():
+        chronicle = make()
+        chronicle.note([event("Old")])
+        task = asyncio.create_task(collect(chronicle.follow(), 1))
+        beyond = asyncio.create_task(collect(chronicle.follow(10**9), 1))
+        await quiet()
+        chronicle.note([event("New")])
+        assert await task == [2]
+        assert await beyond == [2], "numbers that a lost lighthouse gave"
+
+    run_async(main())
+
+
+def test_a_follower_that_falls_behind_reads_from_the_archive_and_loses_nothing():
+    async def main():
+        chronicle = make()
+        slow = chronicle.follow(0)
+        chronicle.note([event("First")])
+        assert (await anext(slow))[0] == 1
+        rows = 3 * followers.KEPT
+        chronicle.note([event(f"E{n}") for n in range(rows)])
+        assert len(chronicle._followers._kept) <= 2 * followers.KEPT
+        chronicle.note([event("Last")])
+        assert await collect(slow, rows + 1) == list(range(2, rows + 3))
+
+    run_async(main())
+
+
+def test_rows_that_the_disk_lost_are_skipped_by_who_reads_from_it():
+    async def main():
+        archive = Broken()
+        chronicle = make(archive)
+        chronicle.note([event("A")])
+        archive.full = True
+        chronicle.note([event(f"E{n}") for n in range(3 * followers.KEPT)])
+        archive.full = False
+        chronicle.note([event("B")])
+        rows = chronicle.follow(0)
+        found = await collect(rows, 1 + followers.KEPT + 1)
+        assert found[0] == 1
+        assert found == sorted(set(found))
+        assert found[-1] == chronicle._last
+
+    run_async(main())
+
+
+def test_followers_are_limited_and_end_with_the_chronicle():
+    async def main():
+        chronicle = make()
+        tasks = [asyncio.create_task(collect(chronicle.follow(), 1)) for _ in range(STREAMS)]
+        await quiet()
+        assert chronicle.crowded
+        with pytest.raises(TooMany):
+            await anext(chronicle.follow())
+        tasks[0].cancel()
+        await asyncio.gather(tasks[0], return_exceptions=True)
+        assert not chronicle.crowded
+        chronicle.close()
+        assert await asyncio.gather(*tasks[1:]) == [[]] * (STREAMS - 1)
+
+    run_async(main())
+
+
+# A day.
+
+EVENING = Clock()
+EVENING.seconds = 90_000.0
+
+
+@pytest.fixture(scope="module")
+def written_day(tmp_path_factory):
+    """The archive of a day of 20 replicas."""
+    path = tmp_path_factory.mktemp("day") / "journal.sqlite"
+    rows = day.write_day(path)
+    return path, rows
+
+
+def test_a_day_of_20_replicas_is_back_and_shown(written_day):
+    path, rows = written_day
+    about = About("day", 20, 2, 100_000)
+
+    async def main():
+        archive = SqliteArchive(path)
+        began = time.perf_counter()
+        chronicle = make(archive, about=about, clock=EVENING)
+        opened = time.perf_counter()
+        chronicle.note([event("LighthouseStarted", source="lighthouse", term=day.TERM + 1, t=day.START + 86_401)])
+        noted = time.perf_counter()
+        chronicle.begin()
+        longest, turns, last = 0.0, 0, time.perf_counter()
+        while not chronicle._caught_up:
+            await asyncio.sleep(0)
+            turns, longest, last = turns + 1, max(longest, time.perf_counter() - last), time.perf_counter()
+        folded = time.perf_counter()
+        picture = chronicle.picture()
+        shown = time.perf_counter()
+        page = chronicle.events(limit=200, text="SIGKILL", replica=3)
+        searched = time.perf_counter()
+        print(
+            f"{rows} rows: open {opened - began:.3f} s, note {noted - opened:.4f} s, fold {folded - noted:.2f}"
+            f" s in {turns} turns of at most {longest * 1e3:.0f} ms, picture {(shown - folded) * 1e3:.0f} ms,"
+            f" search {(searched - shown) * 1e3:.0f} ms, {len(json.dumps(picture))} bytes"
+        )
+        chronicle.close()
+        archive.close()
+        return picture, page, turns
+
+    picture, page, turns = run_async(main(), 60)
+    assert turns > 100, "the event loop had its turn"
+    assert picture["seq"] == rows + 1
+    assert len(picture["replicas"]) == len(picture["lanes"]) == 20
+    assert len(picture["series"]["t"]) <= 600
+    assert len(picture["failures"]) == 39
+    assert all(f["done"] for f in picture["failures"])
+    assert {r["state"] for r in picture["replicas"]} == {"training"}
+    assert picture["lighthouse"]["term"] == day.TERM + 1
+    assert len(json.dumps(picture)) < 400_000
+    assert page["events"]
+
+
+def test_rows_that_come_while_the_past_is_folded_are_in_the_picture(tmp_path):
+    path = tmp_path / "journal.sqlite"
+    day.write_day(path, replicas=4, hours=1.5)
+
+    async def main():
+        archive = SqliteArchive(path)
+        chronicle = make(archive, about=About("day", 4, 2, 100_000), clock=EVENING)
+        chronicle.begin()
+        for n in range(20):
+            assert not chronicle._caught_up
+            await asyncio.sleep(0)
+            chronicle.note(
+                [event("EpochGranted", source="lighthouse", epoch=900 + n, members=[n % 4], t=NOW + 86_500)]
+            )
+        tell(chronicle, "3-a-0", events=(event("CheckedIn", t=NOW + 86_500),))
+        chronicle._flush()
+        await chronicle.ready()
+        picture = chronicle.picture()
+        assert picture["seq"] == archive.last
+        assert [e["epoch"] for e in picture["epochs"]][-20:] == list(range(900, 920))
+        chronicle.close()
+        archive.close()
+
+    run_async(main(), 60)
+
+
+def test_memory_stays_bounded_over_many_rows():
+    chronicle = make()
+    for n in range(module.KNOWN + 500):
+        step = 1 + n % 100
+        tell(chronicle, commits=(commit(step, lineage=f"{n:x}", epoch=n // 100),))
+    assert len(chronicle._known) == module.KNOWN
+    assert len(chronicle._followers._kept) <= 2 * followers.KEPT
+    assert chronicle._pending == []
+
+
+def test_a_flood_of_one_message_does_not_wait_in_memory():
+    async def main():
+        chronicle = make()
+        for n in range(30):
+            tell(chronicle, events=tuple(event(f"E{i}") for i in range(200)))
+            assert len(chronicle._pending) < module.MAX_PENDING + 200, n
+        assert chronicle._archive.last >= module.MAX_PENDING
+
+    run_async(main())
+
+
+def test_numbers_that_another_lighthouse_may_have_given_are_left_out():
+    archive = MemoryArchive()
+    archive.append([Entry(7, "event", event())])
+    chronicle = Chronicle(archive, ABOUT, gap=1000)
+    chronicle.note([event("LighthouseStarted")])
+    assert archive.last == 1008

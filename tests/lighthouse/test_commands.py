@@ -1,0 +1,287 @@
+"""What an operator may order, and what becomes of it: the pure part."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lighthouse_helpers import START, Out, Script, at, name, record
+
+from ft_hsdp.core.assignment import Continue, Finish, Grant, Refused
+from lighthouse.commands import Impossible, Plan, Supervised, plan
+from lighthouse.health import describe
+from lighthouse.state import Action, Commanded
+from lighthouse.store import MemoryStore
+
+ALL = Supervised({0, 1, 2})
+
+
+def order(job: Script, action: Action, replica: int = 0) -> Out:
+    return job.feed(Commanded(action, replica, "test", job.now))
+
+
+def wanted(
+    job: Script, action: Action, replica: int = 0, known: Supervised = ALL, **more: Any
+) -> Plan | Impossible:
+    return plan(job.s, Commanded(action, replica, "test", job.now), known, **more)
+
+
+def possible(job: Script, action: Action, replica: int = 0, known: Supervised = ALL, **more: Any) -> Plan:
+    found = wanted(job, action, replica, known, **more)
+    assert isinstance(found, Plan), found
+    return found
+
+
+def refused(job: Script, action: Action, replica: int = 0, known: Supervised = ALL, **more: Any) -> Impossible:
+    found = wanted(job, action, replica, known, **more)
+    assert isinstance(found, Impossible), found
+    return found
+
+
+def working(**policy: Any) -> Script:
+    """Three members that have committed one step of epoch 1, and ask for the second."""
+    job = Script(**policy)
+    job.first(0, 1, 2)
+    for r in (0, 1, 2):
+        job.ask(r, at(1, 1), epoch=1)
+    return job
+
+
+def step(job: Script, number: int, *replicas: int, epoch: int = 1, **fields: Any) -> dict[int, Any]:
+    """The answers to these replicas, which hold step ``number``."""
+    answers: dict[int, Any] = {}
+    for r in replicas:
+        answers |= job.ask(r, at(epoch, number), epoch=job.s.epoch if r not in answers else 0, **fields).answers
+    return answers
+
+
+# Evict.
+
+
+def test_an_eviction_is_an_order_to_the_supervisor_of_the_incarnation_that_runs() -> None:
+    job = working()
+    assert possible(job, "evict", 1).event == "AdminEvicted"
+    assert order(job, "evict", 1).evicted == [name(1)]
+    assert job.s.grant is not None
+    assert job.s.grant.ring == (0, 1, 2), "nothing changes before its exit is reported"
+    job.runs({1: None}, [(1, 0)])
+    assert isinstance(step(job, 2, 0)[0], Grant)
+
+
+@pytest.mark.parametrize(
+    ("replica", "known", "status", "words"),
+    [
+        (3, ALL, 404, "there is no replica 3; possible: 0 to 2"),
+        (-1, ALL, 404, "there is no replica -1"),
+        (2, ALL, 409, "replica 2 does not run"),
+        (1, Supervised({0}), 409, "replica 1 has no supervisor that reports"),
+    ],
+)
+def test_what_cannot_be_evicted(replica: int, known: Supervised, status: int, words: str) -> None:
+    job = working()
+    job.runs({2: None}, [(2, 0)])
+    found = refused(job, "evict", replica, known)
+    assert (found.status, found.detail[: len(words)]) == (status, words)
+
+
+def test_an_eviction_that_stands_is_not_ordered_again() -> None:
+    job = working()
+    assert not possible(job, "evict", 1, Supervised({1}, {(1, name(1))})).event
+
+
+# Drain.
+
+
+def test_a_drained_member_is_told_to_leave_and_the_others_go_on_without_it_at_a_step_boundary() -> None:
+    job = working()
+    assert possible(job, "drain", 1).event == "AdminDrained"
+    assert "ReplicaDrained" in order(job, "drain", 1).notes
+    assert step(job, 2, 0, 1, 2) == {r: Continue(1, 3, leave=r == 1) for r in (0, 1, 2)}
+    out = job.ask(0, at(1, 3), epoch=1, leaving=(1,), equal=(0, 1, 2))
+    assert out.grant(0).ring == (0, 2)
+    assert out.grant(0).reason.startswith("gone: replica 1")
+    job.runs({1: None}, [(1, 0)])
+    assert step(job, 4, 0, 2, epoch=2) == {0: Continue(2, 5), 2: Continue(2, 5)}
+    assert job.s.epoch == 2
+    assert describe(job.s, 1, {}, "") == ("drained", "an operator drained it")
+
+
+def test_a_drained_replica_that_asks_to_join_is_refused_and_disturbs_nobody() -> None:
+    job = working()
+    job.runs({2: None}, [(2, 0)])
+    assert step(job, 2, 0)[0].ring == (0, 1)
+    order(job, "drain", 2)
+    job.runs({2: 1})
+    assert not job.ask(2, at(1, 1), life=1).answers
+    answers = step(job, 3, 0, epoch=2)
+    assert answers[0] == Continue(2, 4)
+    assert answers[2] == Refused("replica 2 is drained", 0)
+
+
+def test_a_drained_replica_that_may_know_more_is_heard_in_a_round_and_leaves_later() -> None:
+    job = working()
+    order(job, "drain", 2)
+    prepared = record(at(1, 1), 1)
+    for r in (0, 1):
+        job.ask(r, at(1, 1), epoch=1, after=1)
+    out = job.ask(2, at(1, 1), epoch=1, after=1, prepared=prepared)
+    assert out.grant(2).base == prepared.state_id
+    assert out.grant(2).ring == (0, 1, 2)
+    assert job.ask(2, at(2, 3), epoch=2).answers == {2: Continue(2, 4, leave=True)}
+
+
+def test_a_drain_that_leaves_too_few_needs_force() -> None:
+    job = working(min_replicas=2)
+    assert possible(job, "drain", 0).event
+    order(job, "drain", 0)
+    found = refused(job, "drain", 1)
+    assert found.status == 409
+    assert found.detail.startswith("that would leave 1 replicas, quorum.min_replicas is 2")
+    assert possible(job, "drain", 1, force=True).event
+
+
+def test_one_that_is_behind_may_be_drained_whoever_is_left() -> None:
+    job = Script(min_replicas=2)
+    job.first(0, 1)
+    job.runs({2: 0})
+    job.ask(2)
+    assert job.ask(0, at(1, 1), epoch=1).grant(0).member(2, name(2)).role == "behind"  # type: ignore[union-attr]
+    assert refused(job, "drain", 0).status == 409
+    assert possible(job, "drain", 2).event
+
+
+def test_drained_twice_and_undrained_twice_is_once() -> None:
+    job = working()
+    order(job, "drain", 1)
+    before = job.s
+    assert possible(job, "drain", 1) == Plan("replica 1 is drained already")
+    order(job, "drain", 1)
+    assert job.s == before
+    order(job, "undrain", 1)
+    assert possible(job, "undrain", 1) == Plan("replica 1 is not drained")
+    assert step(job, 2, 1)[1] == Continue(1, 3), "it had not been told yet"
+
+
+def test_a_drained_replica_is_not_waited_for_at_the_start() -> None:
+    job = Script()
+    job.runs({0: 0, 1: 0})
+    job.ask(0)
+    assert not job.ask(1).answers, "nothing is known of replica 2"
+    out = order(job, "drain", 2)
+    assert out.grant(0).ring == (0, 1)
+
+
+def test_one_that_has_lived_is_not_waited_for_either_when_it_is_drained() -> None:
+    job = Script()
+    job.runs({0: 0, 1: 0, 2: None}, [(2, 0)])
+    job.ask(0)
+    assert job.ask(1).notes["Waiting"] == "waiting for replica 2"
+    assert order(job, "drain", 2).grant(0).ring == (0, 1)
+
+
+def test_a_drained_replica_does_not_hold_up_the_end() -> None:
+    job = working(steps=3)
+    order(job, "drain", 2)
+    step(job, 2, 0, 1, 2)
+    job.runs({2: None}, [(2, 0)])
+    job.ask(0, at(1, 3), epoch=1, leaving=(2,))
+    assert job.ask(1, at(1, 3), epoch=1).answers == {0: Finish(), 1: Finish()}
+
+
+def test_nor_does_one_without_a_supervisor_that_left_before() -> None:
+    job = working(steps=4)
+    order(job, "drain", 2)
+    step(job, 2, 0, 1, 2)
+    job.ask(0, at(1, 3), epoch=1, leaving=(2,))
+    job.ask(1, at(1, 3), epoch=1)
+    job.ask(0, at(2, 4), epoch=2)
+    assert job.ask(1, at(2, 4), epoch=2).answers == {0: Finish(), 1: Finish()}
+
+
+def test_one_that_is_still_a_member_is_waited_for() -> None:
+    job = working(steps=3)
+    order(job, "drain", 2)
+    step(job, 2, 0, 1, 2)
+    job.ask(0, at(1, 3), epoch=1)
+    assert not job.ask(1, at(1, 3), epoch=1).answers
+
+
+def test_a_drain_outlives_the_lighthouse() -> None:
+    job = working()
+    order(job, "drain", 1)
+    order(job, "checkpoint")
+    store = MemoryStore()
+    store.load(job.s.policy)
+    store.save(job.s)
+    job.s = MemoryStore(store.rows).load(job.s.policy)
+    assert job.s.drained == {1}
+    assert step(job, 2, 0, 1) == {0: Continue(1, 3, checkpoint=2), 1: Continue(1, 3, leave=True, checkpoint=2)}
+
+
+def test_an_undrained_replica_joins_as_any_other() -> None:
+    job = working()
+    order(job, "drain", 1)
+    step(job, 2, 0, 1, 2)
+    job.ask(0, at(1, 3), epoch=1, leaving=(1,))
+    job.runs({1: None}, [(1, 0)])
+    assert "ReplicaUndrained" in order(job, "undrain", 1).notes
+    job.runs({1: 1})
+    job.ask(1, START, life=1)
+    out = job.ask(0, at(2, 4), epoch=2)
+    assert {m.replica: m.role for m in out.grant(1).members}[1] == "behind"
+
+
+# Checkpoint.
+
+
+def test_a_checkpoint_is_demanded_until_somebody_has_heard_that_it_was_written() -> None:
+    job = working()
+    assert possible(job, "checkpoint").event == "CheckpointOrdered"
+    order(job, "checkpoint")
+    assert step(job, 1, 0, 1) == {r: Continue(1, 2, checkpoint=2) for r in (0, 1)}
+    assert step(job, 2, 0) == {0: Continue(1, 3, checkpoint=2)}, "it went on without the answer"
+    assert step(job, 3, 0, 1, saved=3) == {r: Continue(1, 4) for r in (0, 1)}
+    assert job.s.checkpoint == 0
+
+
+def test_two_orders_before_the_next_commit_are_one() -> None:
+    job = working()
+    order(job, "checkpoint")
+    found = possible(job, "checkpoint")
+    assert not found.event
+    assert "ordered already" in found.detail
+    job.ask(0, at(1, 2), epoch=1)
+    assert possible(job, "checkpoint").event, "the next state is another one"
+
+
+def test_an_order_that_the_job_was_rolled_back_under_is_about_the_next_state() -> None:
+    job = Script(total=2, return_wait_s=0.0, on_lost_head="rollback")
+    job.first(0, 1)
+    for n in (1, 2, 3):
+        job.ask(0, at(1, n), epoch=1)
+    order(job, "checkpoint")
+    assert job.s.checkpoint == 4
+    job.runs({0: 1, 1: 1}, [(0, 0), (1, 0)])
+    job.ask(0, life=1)
+    assert "HeadRolledBack" in job.ask(1, life=1).notes
+    assert job.s.checkpoint == 1
+
+
+@pytest.mark.parametrize("words", ["nothing has been granted yet", "training is over", "the job has ended"])
+def test_when_there_is_nothing_to_write(words: str) -> None:
+    job = Script(steps=2)
+    if not words.startswith("nothing"):
+        job.first(0, 1, 2)
+        job.ask(0, at(1, 2), epoch=1)
+    if words.endswith("ended"):
+        for r in (1, 2):
+            job.ask(r, at(1, 2), epoch=1)
+    found = refused(job, "checkpoint")
+    assert (found.status, found.detail[: len(words)]) == (409, words)
+
+
+def test_nothing_can_be_ordered_of_a_job_that_was_halted() -> None:
+    job = working()
+    job.ask(0, at(1, 1), epoch=1, after=1, diverged=(0, 1))
+    for action in ("evict", "drain", "undrain", "checkpoint"):
+        assert refused(job, action, 1).detail == job.s.halted

@@ -1,0 +1,110 @@
+"""The client of etcd's JSON gateway, on a real etcd: what is asked for happens once, no call waits for ever."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import time
+
+import pytest
+
+from ft_hsdp.errors import ConfigError
+from lighthouse.etcd import Entry, Etcd, EtcdRefused, EtcdUnreachable
+from tests.etcd_server import EtcdServer
+
+pytestmark = pytest.mark.multiproc
+NAMES = itertools.count()
+
+
+@pytest.fixture
+def client(etcd):
+    made = Etcd((etcd.url,), 5.0)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def key():
+    return f"/client/{next(NAMES)}"
+
+
+def test_a_key_is_made_once_and_its_lease_ends_it(client, key):
+    lease, holds_s = client.grant(30)
+    assert holds_s == 30.0
+    made = client.create(key, "mine", lease)
+    assert made.value == "mine"
+    assert client.create(key, "theirs", lease) == made
+    assert client.get(key) == made
+    assert client.keep_alive(lease) == 30.0
+    client.revoke(lease)
+    assert client.get(key) is None
+    assert client.keep_alive(lease) == 0.0
+    with pytest.raises(EtcdRefused, match="lease not found"):
+        client.revoke(lease)
+
+
+def test_a_write_is_let_in_by_the_revision_of_a_key_alone(client, key):
+    lease, _ = client.grant(30)
+    first = client.create(f"{key}/leader", "a", lease)
+    assert client.put_if(f"{key}/leader", first.create_revision, {f"{key}/x/1": "1", f"{key}/x/2": "ü"})
+    client.revoke(lease)
+    lease, _ = client.grant(30)
+    second = client.create(f"{key}/leader", "a", lease)
+    assert second.create_revision > first.create_revision
+    assert not client.put_if(f"{key}/leader", first.create_revision, {f"{key}/x/1": "late", f"{key}/x/3": "late"})
+    assert {k: e.value for k, e in client.below(f"{key}/x/").items()} == {f"{key}/x/1": "1", f"{key}/x/2": "ü"}
+    client.revoke(lease)
+
+
+def test_another_endpoint_is_asked_where_one_is_gone_or_hangs(etcd, key):
+    with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections, and never says a word
+        hangs = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        client = Etcd(("http://127.0.0.1:1", hangs, etcd.url), 1.5)
+        started = time.monotonic()
+        assert client.get(key) is None
+        assert time.monotonic() - started < 1.5
+        started = time.monotonic()
+        assert client.get(key) is None
+        assert time.monotonic() - started < 0.5, "it does not stay with the one that answers"
+        client.close()
+
+
+def test_nobody_answers_in_time(key):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        client = Etcd((f"http://127.0.0.1:{silent.getsockname()[1]}", "http://127.0.0.1:1"), 0.4)
+        started = time.monotonic()
+        with pytest.raises(EtcdUnreachable) as caught:
+            client.get(key)
+        assert time.monotonic() - started < 1.0
+        assert len(str(caught.value).splitlines()) == 1
+        client.close()
+
+
+def test_a_cluster_with_users_wants_the_password_of_the_environment(key, monkeypatch):
+    with EtcdServer() as server:
+        root = Etcd((server.url,), 5.0)
+        root._call("/v3/auth/user/add", {"name": "root", "password": "secret"})
+        root._call("/v3/auth/role/add", {"name": "root"})
+        root._call("/v3/auth/user/grant", {"user": "root", "role": "root"})
+        root._call("/v3/auth/enable", {})
+        with pytest.raises(EtcdRefused):
+            root.get(key)
+        root.close()
+        monkeypatch.setenv("FT_HSDP_ETCD_USER", "root")
+        monkeypatch.setenv("FT_HSDP_ETCD_PASSWORD", "secret")
+        client = Etcd.with_secrets((server.url,), 5.0)
+        assert client.put_if(key, 0, {key: "x"})
+        client._token = "run.out"
+        assert isinstance(client.get(key), Entry)
+        client.close()
+        monkeypatch.setenv("FT_HSDP_ETCD_PASSWORD", "wrong")
+        client = Etcd.with_secrets((server.url,), 5.0)
+        with pytest.raises(EtcdRefused, match="invalid user ID or password") as caught:
+            client.get(key)
+        assert "wrong" not in str(caught.value)
+        client.close()
+
+
+def test_an_endpoint_that_is_no_url_is_one_clear_line():
+    with pytest.raises(ConfigError, match=r"lighthouse\.etcd: got 'etcd:2379'"):
+        Etcd.with_secrets(("etcd:2379",), 1.0)

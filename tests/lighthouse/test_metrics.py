@@ -1,0 +1,216 @@
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import pytest
+from metrics_scene import FAILURE, TOKEN, Scene
+
+from ft_hsdp.protocol import RankBeat, Telemetry
+from lighthouse.archive import MemoryArchive
+from lighthouse.auth import view_key
+from lighthouse.chronicle import About, Chronicle
+from lighthouse.metrics import KINDS, STATES, Meter
+
+
+def commit(**other: Any) -> dict[str, Any]:
+    figures = {"step_s": 0.5, "tokens": 100, "ftar_bytes": 1000, "ftar_s": 0.25}
+    return {**figures, "waits": {"quorum": 0.0, "ftar": 0.125, "commit": 0.0625}, **other}
+
+
+def test_the_picture_is_in_gauges() -> None:
+    values = Scene().values()
+    expected = {
+        "step": 12,
+        "target_steps": 70,
+        "loss": 2.5,
+        "learning_rate": 0.25,
+        "learning_rate_scale": 0.5,
+        "replicas": 2,
+        "healthy_replicas": 1,
+        "epoch": 5,
+        "term": 3,
+        "finished": 0,
+        "halted": 0,
+        "effective_training_ratio{wall_clock}": 0.75,
+        "effective_training_ratio{renewal}": 0.875,
+        "effective_training_ratio{with_replay}": 0.5,
+        "lost_seconds{startup}": 4,
+        "lost_seconds{ftar}": 1.5,
+        "journal_rows_total": 41,
+        "replica_step{1}": 9,
+        "replica_incarnations{1}": 4,
+        "replica_straggler{0}": 0,
+        "replica_straggler{1}": 1,
+        "replica_drained{1}": 1,
+        "telemetry_age_seconds{0}": 0.5,
+        "checkpoint_step": 10,
+        "checkpoint_age_seconds": 60,
+    }
+    assert {name: values[f"ft_hsdp_{name}"] for name in expected} == expected
+    assert "ft_hsdp_telemetry_age_seconds{1}" not in values, "nobody has heard of it"
+
+
+def test_a_replica_is_in_one_state() -> None:
+    values = Scene().values()
+    for replica, state in (("0", "training"), ("1", "booting")):
+        assert {s: values[f"ft_hsdp_replica_state{{{replica},{s}}}"] for s in STATES} == {
+            **dict.fromkeys(STATES, 0.0),
+            state: 1.0,
+        }
+
+
+def test_what_is_not_known_yet_is_not_shown() -> None:
+    s = Scene()
+    s.chronicle.written = []
+    s.chronicle.shown["head"]["loss"] = None
+    s.chronicle.shown["effective"]["renewal"] = None
+    values = s.values()
+    assert "ft_hsdp_loss" not in values
+    assert "ft_hsdp_effective_training_ratio{renewal}" not in values
+    assert "ft_hsdp_checkpoint_step" not in values
+    s.values()
+    assert s.chronicle.asked == 1, "the journal is asked once"
+
+
+def test_commits_are_counted() -> None:
+    s = Scene()
+    for seq in range(3):
+        s.meter.commit(seq, commit())
+    s.meter.commit(4, commit(waits={"offload": 2.0, "surprise": 3.0}))
+    values = s.values()
+    expected = {
+        "commits_total": 4,
+        "step_seconds_count": 4,
+        "step_seconds_sum": 2.0,
+        "step_seconds_bucket{0.25}": 0,
+        "step_seconds_bucket{0.5}": 4,
+        "tokens_total": 400,
+        "ftar_bytes_total": 4000,
+        "ftar_seconds_total": 1.0,
+        "exposed_wait_seconds_total{quorum}": 0,
+        "exposed_wait_seconds_total{ftar}": 0.375,
+        "exposed_wait_seconds_total{commit}": 0.1875,
+        "exposed_wait_seconds_total{offload}": 2.0,
+        "exposed_wait_seconds_total{other}": 3.0,
+    }
+    assert {name: values[f"ft_hsdp_{name}"] for name in expected} == expected
+
+
+@pytest.mark.parametrize("odd", [None, "x", math.nan, math.inf, -1.0, True, [], {}, {"ftar": "x"}])
+def test_figures_that_are_none_count_nothing(odd: Any) -> None:
+    s = Scene()
+    s.meter.commit(1, {"step_s": odd, "tokens": odd, "ftar_bytes": odd, "ftar_s": odd, "waits": odd})
+    values = s.values()
+    assert values["ft_hsdp_commits_total"] == 1
+    assert [values[f"ft_hsdp_{n}"] for n in ("tokens_total", "ftar_bytes_total", "step_seconds_count")] == [
+        0,
+        0,
+        0,
+    ]
+
+
+def test_what_events_say_is_shown_from_then_on() -> None:
+    s = Scene()
+    s.meter.event(50, {"t": 999.0, "event": "CheckpointWritten", "step": 11})
+    s.meter.event(51, {"t": 999.0, "event": "RowsDropped", "rows": 7})
+    values = s.values()
+    assert (values["ft_hsdp_checkpoint_step"], values["ft_hsdp_checkpoint_age_seconds"]) == (11, 1)
+    assert values["ft_hsdp_dropped_rows_total"] == 7
+    assert s.chronicle.asked == 0
+
+
+def test_the_chronicle_that_comes_with_it_shows_all_of_it() -> None:
+    meter = Meter()
+    chronicle = Chronicle(MemoryArchive(), About("run", 2, 1, 70), [meter])
+    s = Scene(chronicle, meter)
+    assert s.values()["ft_hsdp_commits_total"] == 0, "nothing has happened yet"
+    now = time.time()
+    row = {**commit(), "t": now, "step": 1, "epoch": 1, "attempt": 0, "contributors": [0, 1], "loss": 2.5}
+    row |= {"lineage": "ab", "role": "contribute", "lr": 0.1, "lr_scale": 1.0, "total": 2}
+    written = {"t": now, "event": "CheckpointWritten", "step": 1, "reason": ""}
+    chronicle.take(Telemetry("0-x-0", (written,), (row,), (RankBeat(0, 7, "here", 3),), 5))
+    chronicle.note([{"t": now, "event": "EpochGranted", "epoch": 4, "members": [0, 1], "step": 1, "reason": ""}])
+    values = s.values()
+    expected = {"commits_total": 1, "loss": 2.5, "epoch": 4, "checkpoint_step": 1, "dropped_rows_total": 5}
+    assert {name: values[f"ft_hsdp_{name}"] for name in expected} == expected
+    assert "ft_hsdp_telemetry_age_seconds{0}" in values
+    chronicle.close()
+
+
+def test_a_failure_counts_once_when_it_is_over() -> None:
+    s = Scene()
+    s.chronicle.shown["failures"] = [{**FAILURE, "done": False, "rejoin_s": None}]
+    assert "ft_hsdp_failures_total{SIGKILL}" not in s.values()
+    s.chronicle.shown["failures"] = [FAILURE, {**FAILURE, "seq": 9, "rejoin_s": None, "phases": []}]
+    first = s.values()
+    values = s.values()
+    assert values["ft_hsdp_failures_total{SIGKILL}"] == first["ft_hsdp_failures_total{SIGKILL}"]
+    expected = {
+        "failures_total{SIGKILL}": 2,
+        "detection_seconds_count": 1,
+        "detection_seconds_bucket{0.025}": 0,
+        "detection_seconds_bucket{0.05}": 1,
+        "stall_seconds_count": 2,
+        "stall_seconds_sum": 0.6,
+        "rejoin_seconds_count": 1,
+        "rejoin_seconds_sum": 2.5,
+    }
+    assert {name: values[f"ft_hsdp_{name}"] for name in expected} == expected
+
+
+def test_labels_stay_bounded_whatever_workers_say() -> None:
+    s = Scene()
+    odd = ["x" * 1000, 'a"} 1\nevil', "exit 1234567", "", "SIG\u0661"]
+    kinds = [*odd, *(f"exit {n}" for n in range(200))]
+    s.chronicle.shown["failures"] = [{**FAILURE, "seq": n, "kind": kind} for n, kind in enumerate(kinds)]
+    failures = s.families()["ft_hsdp_failures"].samples
+    assert len(failures) == KINDS + 1
+    assert sum(f.value for f in failures) == len(kinds)
+    for n in range(50):
+        s.get(f"/{n}")
+    routes = {sample.labels["route"] for sample in s.families()["ft_hsdp_lighthouse_requests"].samples}
+    assert routes == {"/metrics", "other"}
+
+
+def test_requests_are_counted_and_timed() -> None:
+    s = Scene()
+    s.get()
+    s.get(token="wrong")
+    s.get("/v1/nothing")
+    values = s.values()
+    expected = {"{200,/metrics}": 1, "{401,/metrics}": 1, "{404,other}": 1}
+    assert {name: values[f"ft_hsdp_lighthouse_requests_total{name}"] for name in expected} == expected
+    assert values["ft_hsdp_lighthouse_request_seconds_count{/metrics}"] == 2
+
+
+def test_a_route_that_fails_counts_as_500() -> None:
+    s = Scene()
+    s.chronicle.shown = {}
+    assert s.get().status_code == 500
+    s.chronicle.shown = Scene().chronicle.shown
+    assert s.values()["ft_hsdp_lighthouse_requests_total{500,/metrics}"] == 1
+
+
+@pytest.mark.parametrize("token", ["", "wrong", TOKEN[:-1]])
+def test_it_is_for_viewers(token: str) -> None:
+    s = Scene()
+    assert s.get(token=token).status_code == 401
+    assert s.get(Authorization="").status_code == 401
+    assert s.get(token=TOKEN).status_code == s.get(token=view_key(TOKEN)).status_code == 200
+
+
+def test_the_scraper_chooses_the_format() -> None:
+    s = Scene()
+    plain = s.get()
+    assert plain.headers["content-type"].startswith("text/plain; version=")
+    new = s.get(Accept="application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.1")
+    assert new.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    assert new.text.endswith("# EOF\n")
+
+
+def test_meters_do_not_share_anything() -> None:
+    one, other = Meter(), Meter()
+    one.commit(1, commit())
+    assert other.registry.get_sample_value("ft_hsdp_commits_total") == 0

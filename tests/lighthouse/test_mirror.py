@@ -1,0 +1,163 @@
+"""A standby's copy of the journal, made over real sockets from the routes that a leader serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+
+import httpx
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from lighthouse_helpers import TOKEN, run_async
+
+from lighthouse import mirror as mirrors
+from lighthouse.archive import Entry, MemoryArchive
+from lighthouse.auth import Keys, view_key
+from lighthouse.chronicle import Chronicle
+from lighthouse.intake import About
+from lighthouse.mirror import Mirror
+from lighthouse.views import views
+
+
+class Leader:
+    """A journal that is served; a context."""
+
+    def __init__(self, first=1):
+        self.archive = MemoryArchive()
+        if first > 1:
+            self.archive.append([Entry(first - 1, "event", row(first - 1))])
+        self.chronicle = Chronicle(self.archive, About("job", 2, 1, 10))
+        self.sock = socket.create_server(("127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
+
+    async def __aenter__(self):
+        app = FastAPI()
+        app.include_router(views(self.chronicle, None, Keys(TOKEN)))
+        config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
+        self.server = uvicorn.Server(config)
+        self.server.install_signal_handlers = lambda: None
+        self.task = asyncio.create_task(self.server._serve(sockets=[self.sock]))
+        await until(lambda: self.server.started)
+        return self
+
+    async def __aexit__(self, *_):
+        self.chronicle.close()
+        self.server.should_exit = self.server.force_exit = True
+        with contextlib.suppress(asyncio.CancelledError):
+            await self.task
+        self.sock.close()
+        self.archive.close()
+
+
+def row(number):
+    return {"t": 1000.0 + number, "event": "Noted", "source": "lighthouse", "reason": f"row {number} — ü"}
+
+
+def kept(archive):
+    return archive.read(0, 1000)
+
+
+async def until(condition):
+    async with asyncio.timeout(5):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+
+
+@contextlib.asynccontextmanager
+async def mirrored(archive, leader, key=None):
+    async with httpx.AsyncClient(trust_env=False) as client:
+        made = Mirror(archive, leader, view_key(TOKEN) if key is None else key, client)
+        running = asyncio.create_task(made.run())
+        try:
+            yield
+        finally:
+            assert not running.done(), running
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
+
+
+def test_each_row_is_kept_under_its_number_also_those_of_before(monkeypatch):
+    async def body():
+        async with Leader() as leader:
+            leader.chronicle.note([row(1), row(2)])
+            copy = MemoryArchive()
+            async with mirrored(copy, lambda: leader.url):
+                await until(lambda: copy.last == leader.archive.last)
+                leader.chronicle.note([row(n) for n in range(3, 60)])
+                await until(lambda: copy.last == leader.archive.last)
+            assert kept(copy) == kept(leader.archive)
+            assert len(kept(copy)) >= 59
+            copy.close()
+
+    run_async(body())
+
+
+def test_it_goes_on_where_it_was_and_turns_to_a_new_leader(monkeypatch):
+    monkeypatch.setattr(mirrors, "RETRY_S", 0.1)
+
+    async def body():
+        copy = MemoryArchive()
+        who = [None]
+        async with Leader() as old, Leader(first=500) as new, mirrored(copy, lambda: who[0]):
+            who[0] = old.url
+            old.chronicle.note([row(1)])
+            await until(lambda: copy.last >= 1)
+            before = kept(copy)
+            who[0] = new.url
+            new.chronicle.note([row(500)])
+            await until(lambda: copy.last >= 500)
+            assert kept(copy)[: len(before)] == before
+            assert kept(copy)[len(before) :] == [e for e in kept(new.archive) if e.seq > before[-1].seq]
+            old.chronicle.note([row(99)])
+            await asyncio.sleep(0.1)
+            assert all(e.row["reason"] != row(99)["reason"] for e in kept(copy)), "it still follows the old one"
+        copy.close()
+
+    run_async(body())
+
+
+@pytest.mark.parametrize("key", ["", "no key"])
+def test_a_leader_that_refuses_or_is_gone_is_asked_again(key, monkeypatch):
+    monkeypatch.setattr(mirrors, "RETRY_S", 0.05)
+
+    async def body():
+        copy = MemoryArchive()
+        async with Leader() as leader:
+            urls = iter(["http://127.0.0.1:1", leader.url])
+            who = [next(urls)]
+            async with mirrored(copy, lambda: who[0], key):
+                await asyncio.sleep(0.2)
+                who[0] = next(urls)
+                leader.chronicle.note([row(1)])
+                await asyncio.sleep(0.2)
+                assert not kept(copy)
+        copy.close()
+
+    run_async(body())
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"id: x\nevent: event\ndata: {}\n\n",
+        b"id: 1\nevent: event\ndata: []\n\n",
+        b'id: 1\nevent: event\ndata: {"seq": 1}\n\n',
+        b"data: {}\n\n",
+    ],
+)
+def test_what_is_no_row_is_not_kept(sent):
+    with pytest.raises(httpx.DecodingError, match="not a row"):
+        list(mirrors._entries(sent.split(b"\n\n")))
+
+
+def test_comments_and_other_events_are_passed_over():
+    sent = b": ping\n\nretry: 1000\n\n"
+    sent += b'id: 4\nevent: event\ndata: {"t": 1, "event": "X", "seq": 4, "reason": "a: b"}\n\n'
+    other = b'id: 5\nevent: hint\ndata: {"t": 1}\n\n'
+    assert list(mirrors._entries((sent + other).split(b"\n\n"))) == [
+        Entry(4, "event", {"t": 1, "event": "X", "reason": "a: b"})
+    ]

@@ -1,0 +1,212 @@
+"""A job that is scaled: who is wanted, what contributors are a share of, whom nobody waits for; what is pure."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lighthouse_helpers import Out, Script, at
+
+from ft_hsdp.core.assignment import Continue, Finish, Refused
+from lighthouse.commands import Impossible, Plan, Supervised, plan
+from lighthouse.health import describe
+from lighthouse.lanes import Lanes
+from lighthouse.state import Action, Commanded
+
+ALL = Supervised({0, 1, 2, 3})
+
+
+def order(job: Script, action: Action, number: int) -> Out:
+    about = {"target": number} if action == "scale" else {}
+    return job.feed(Commanded(action, 0 if about else number, "test", job.now, **about))
+
+
+def scale(job: Script, target: int, **more: Any) -> Plan | Impossible:
+    return plan(job.s, Commanded("scale", 0, "test", job.now, target), ALL, **more)
+
+
+def working(replicas: int = 2, **policy: Any) -> Script:
+    """Up to four; as many as wanted are members and have committed one step of epoch 1."""
+    job = Script(total=4, replicas=replicas, **policy)
+    job.first(*range(replicas))
+    for r in range(replicas):
+        job.ask(r, at(1, 1), epoch=1)
+    return job
+
+
+def test_a_job_begins_with_its_replicas_and_waits_for_no_other() -> None:
+    job = Script(total=4, replicas=2)
+    job.ask(0)
+    grant = job.ask(1).grant(0)
+    assert (grant.ring, grant.total) == ((0, 1), 2)
+    assert [describe(job.s, r, {}, "")[0] for r in (2, 3)] == ["drained", "drained"]
+    assert describe(job.s, 2, {}, "")[1] == "the job is scaled to 2 replicas"
+
+
+def test_scaled_up_the_others_are_a_smaller_share_from_the_next_step_on_and_newcomers_join() -> None:
+    job = working()
+    assert scale(job, 3) == Plan("replica 2 may take part: their supervisors start them", "AdminScaled")
+    assert "JobScaled" in order(job, "scale", 3).notes
+    grant = job.ask(0, at(1, 2), epoch=1).grant(0)
+    assert (grant.ring, grant.total) == ((0, 1), 3)
+    assert "3 replicas are wanted" in grant.reason
+    job.runs({2: 0})
+    job.ask(2)
+    grant = job.ask(0, at(2, 3), epoch=2).grant(2)
+    assert ([m.role for m in grant.members], grant.total) == (["contribute", "contribute", "behind"], 3)
+
+
+def test_scaled_down_those_beyond_leave_at_a_step_boundary_and_the_rest_is_the_whole() -> None:
+    job = working(4)
+    assert scale(job, 2) == Plan(
+        "replica 2,3 leaves at the next step boundary, if it runs, and stays away", "AdminScaled"
+    )
+    order(job, "scale", 2)
+    answers: dict[int, Any] = {}
+    for r in range(4):
+        answers |= job.ask(r, at(1, 2), epoch=1).answers
+    assert answers == {r: Continue(1, 3, leave=r >= 2) for r in range(4)}
+    grant = job.ask(0, at(1, 3), epoch=1, leaving=(2, 3), equal=(0, 1, 2, 3)).grant(0)
+    assert (grant.ring, grant.total) == ((0, 1), 2)
+
+
+def test_one_that_is_gone_already_is_no_part_of_the_whole_from_the_next_step_on() -> None:
+    job = working(3)
+    job.runs({2: None}, [(2, 0)])
+    assert job.ask(0, at(1, 2), epoch=1).grant(0).total == 3
+    order(job, "scale", 2)
+    grant = job.ask(0, at(2, 3), epoch=2).grant(0)
+    assert (grant.ring, grant.total, grant.reason.partition(";")[0]) == ((0, 1), 2, "2 replicas are wanted")
+
+
+def test_as_long_as_one_beyond_is_a_member_it_counts() -> None:
+    job = working(3)
+    order(job, "scale", 1)
+    for r in (0, 1):
+        job.ask(r, at(1, 1), epoch=1, after=1)
+    grant = job.ask(2, at(1, 1), epoch=1, after=1).grant(2)
+    assert (grant.ring, grant.total) == ((0, 1, 2), 3)
+
+
+def test_one_beyond_that_asks_to_join_is_refused() -> None:
+    job = working()
+    job.runs({3: 0})
+    assert not job.ask(3).answers
+    assert job.ask(0, at(1, 2), epoch=1).answers[3] == Refused("replica 3: the job has 2 replicas", 0)
+
+
+def test_a_drain_stands_whatever_the_job_is_scaled_to() -> None:
+    job = working(3)
+    order(job, "drain", 1)
+    order(job, "scale", 1)
+    order(job, "scale", 4)
+    assert job.s.drained == {1}
+    job.ask(0, at(1, 2), epoch=1)
+    assert job.ask(1, at(1, 2), epoch=1).grant(1).total == 4
+    assert job.ask(1, at(2, 3), epoch=2).answers == {1: Continue(2, 4, leave=True)}
+
+
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        (0, "the job cannot have 0 replicas"),
+        (5, "the job cannot have 5 replicas; max_replicas allows 1 to 4"),
+        (1, "that would leave 1 replicas, quorum.min_replicas is 2"),
+    ],
+)
+def test_what_it_cannot_be_scaled_to(target: int, words: str) -> None:
+    found = scale(working(3, min_replicas=2), target)
+    assert isinstance(found, Impossible)
+    assert (found.status, found.detail[: len(words)]) == (409, words)
+
+
+def test_too_few_are_left_only_by_force_and_the_last_holder_never_leaves() -> None:
+    job = working(3, min_replicas=2)
+    assert scale(job, 1, force=True) == Plan(
+        "replica 1,2 leaves at the next step boundary, if it runs, and stays away", "AdminScaled"
+    )
+    job = working(3)
+    job.runs({0: None}, [(0, 0)])
+    job.ask(1, at(1, 2), epoch=1)
+    found = scale(job, 1, force=True)
+    assert isinstance(found, Impossible)
+    assert "cannot be spared" in found.detail
+
+
+def test_twice_is_once_and_growing_needs_nobody() -> None:
+    job = working(min_replicas=2)
+    assert scale(job, 2) == Plan("the job is scaled to 2 replicas already")
+    job.runs({1: None}, [(1, 0)])
+    assert isinstance(scale(job, 4), Plan)
+
+
+def test_those_beyond_do_not_hold_up_the_end() -> None:
+    job = working(3, steps=3)
+    order(job, "scale", 2)
+    for r in range(3):
+        job.ask(r, at(1, 2), epoch=1)
+    job.runs({2: None}, [(2, 0)])
+    job.ask(0, at(1, 3), epoch=1, leaving=(2,))
+    assert job.ask(1, at(1, 3), epoch=1).answers == {0: Finish(), 1: Finish()}
+
+
+def test_nobody_waits_for_what_those_never_wanted_may_hold() -> None:
+    """They were no members of any epoch, and without supervisors nobody ever reports them."""
+    job = Script(total=4, replicas=2, on_lost_head="rollback")
+    job.ask(0)
+    job.ask(1)
+    job.ask(0, at(1, 1), epoch=1)
+    job.runs({0: 1, 1: 1}, [(0, 0), (1, 0)])
+    job.ask(0, life=1)
+    assert "HeadRolledBack" in job.ask(1, life=1).notes
+
+
+def test_who_was_a_member_of_a_store_that_is_lost_is_waited_for_although_it_is_beyond() -> None:
+    job = Script(total=4, replicas=2)
+    job.ask(0, at(1, 1), epoch=4, max_term=7)
+    out = job.ask(1, at(1, 1), epoch=4, max_term=7)
+    assert out.notes == {"Waiting": "waiting for replica 2,3"}
+    job.runs({3: None})
+    assert job.ask(2, at(1, 1), epoch=4, max_term=7).grant(2).ring == (0, 1, 2)
+
+
+# Leaving on request.
+
+
+def test_who_leaves_before_it_joins_is_let_go_at_once() -> None:
+    job = Script(total=2)
+    job.runs({0: 0, 1: 0})
+    assert job.ask(1, departs=True).answers == {1: Refused("replica 1 leaves on request", 0)}
+    job = working()
+    job.runs({1: 1}, [(1, 0)])
+    assert job.ask(1, life=1, departs=True).answers[1] == Refused("replica 1 leaves on request", 0)
+
+
+def test_a_member_that_leaves_goes_by_the_token() -> None:
+    job = working()
+    assert job.ask(1, at(1, 2), epoch=1, departs=True).answers == {1: Continue(1, 3)}
+
+
+def test_who_alone_holds_the_newest_state_is_heard_although_it_leaves() -> None:
+    job = working()
+    job.runs({0: 1, 1: 1}, [(0, 0), (1, 0)])
+    assert Refused not in {type(a) for a in job.ask(1, at(1, 1), life=1, departs=True).answers.values()}
+    assert job.ask(0, life=1, departs=True).answers == {0: Refused("replica 0 leaves on request", 0)}
+
+
+# The page.
+
+
+def test_the_lanes_of_those_beyond_are_drained_and_only_those_that_lived_are_shown() -> None:
+    lanes = Lanes(4, 1, 2)
+    started = {"t": 1.0, "replica": 2, "incarnation": "2-a-0", "reason": "first start"}
+    assert [lane.replica for lane in lanes.shown()] == [0, 1]
+    lanes.scale(3, 1.0, "an operator")
+    lanes.event("ReplicaStarted", started)
+    lanes.commit(2.0, 5, [0, 1, 2])
+    lanes.scale(2, 3.0, "an operator")
+    lanes.event("ReplicaExited", {**started, "t": 4.0, "kind": "stopped", "reason": "left on request"})
+    assert [(lane.replica, lane.state) for lane in lanes.shown()][2:] == [(2, "drained")]
+    lanes.scale(4, 5.0, "an operator")
+    assert [(lane.replica, lane.state) for lane in lanes.shown()][2:] == [(2, "down"), (3, "down")]
+    assert lanes.all[2].segments[-1][2] == "drained"

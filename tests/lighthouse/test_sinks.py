@@ -1,0 +1,303 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.record_writer import RecordWriter, masked_crc32c
+
+from ft_hsdp.errors import ConfigError
+from lighthouse import sinks
+from lighthouse.archive import Entry, MemoryArchive, SqliteArchive
+from lighthouse.sinks import CurveSink, Point, TensorBoardSink, WandbSink
+
+TAGS = ("loss", "lr", "lr_scale", "step_s", "healthy", "gbps", "tokens_per_s")
+
+
+def row(step: int, **other: Any) -> dict[str, Any]:
+    return {
+        "t": 1000.0 + step,
+        "step": step,
+        "contributors": [0, 2],
+        "loss": 4.0 / step,
+        "lr": 0.25,
+        "lr_scale": 0.5,
+        "step_s": 2.0,
+        "ftar_bytes": 3_000_000_000,
+        "ftar_s": 1.5,
+        "tokens": 512,
+        **other,
+    }
+
+
+def records(file: Path) -> Iterator[Any]:
+    """The events of a file of TensorBoard; every checksum holds."""
+    data = file.read_bytes()
+    while data:
+        head, (length,) = data[:8], struct.unpack("<Q", data[:8])
+        body = data[12 : 12 + length]
+        assert struct.unpack("<II", data[8:12] + data[12 + length : 16 + length]) == (
+            masked_crc32c(head),
+            masked_crc32c(body),
+        )
+        yield Event.FromString(body)
+        data = data[16 + length :]
+
+
+def events(folder: Path) -> list[Any]:
+    return [event for file in sorted(folder.glob("*tfevents*")) for event in records(file)]
+
+
+def steps(folder: Path) -> list[int]:
+    return [event.step for event in events(folder) if event.HasField("summary")]
+
+
+def until(ready: Callable[[], Any], what: str) -> None:
+    end = time.monotonic() + 5
+    while not ready():
+        assert time.monotonic() < end, what
+        time.sleep(0.005)
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    monkeypatch.setattr(sinks, "SAVE_S", 0.02)
+
+
+def test_a_step_is_a_point_in_each_curve(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    sink.event(1, {"event": "EpochGranted"})
+    sink.commit(2, row(1))
+    sink.close()
+    (event,) = [e for e in events(tmp_path) if e.HasField("summary")]
+    assert {v.tag: v.simple_value for v in event.summary.value} == dict(
+        zip(TAGS, (4.0, 0.25, 0.5, 2.0, 2.0, 2.0, 256.0), strict=True)
+    )
+    assert (event.step, event.wall_time) == (1, 1001.0)
+    assert events(tmp_path)[0].file_version == "brain.Event:2"
+
+
+@pytest.mark.parametrize(
+    ("odd", "missing"),
+    [
+        ({"loss": float("nan")}, {"loss"}),
+        ({"loss": None, "lr": "0.1"}, {"loss", "lr"}),
+        ({"ftar_s": 0.0, "step_s": 0}, {"gbps", "tokens_per_s"}),
+        ({"contributors": None, "tokens": True}, {"healthy", "tokens_per_s"}),
+    ],
+)
+def test_what_is_no_figure_is_left_out(odd: dict[str, Any], missing: set[str]) -> None:
+    assert set(TAGS) - set(Point.of(1, row(1, **odd)).values) == missing
+
+
+def test_a_row_without_a_step_is_no_point(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    for bad in ({}, {"step": "x", "t": 1}, {"step": 1}, {"step": 1, "t": None}):
+        sink.commit(1, bad)
+    sink.commit(2, row(1))
+    sink.close()
+    assert steps(tmp_path) == [1]
+
+
+def test_a_step_that_is_done_again_begins_the_curve_anew_from_there(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path)
+    for seq, step in enumerate((1, 2, 3, 2, 3), 1):
+        sink.commit(seq, row(step))
+    sink.close()
+    found = [(e.step, e.session_log.status if e.HasField("session_log") else None) for e in events(tmp_path)]
+    assert found == [(0, None), (1, None), (2, None), (3, None), (2, SessionLog.START), (2, None), (3, None)]
+
+
+def journal(count: int) -> MemoryArchive:
+    """An archive of ``count`` steps, with an event before each."""
+    archive = MemoryArchive()
+    for step in range(1, count + 1):
+        note = {"t": 1.0, "event": "EpochGranted"}
+        archive.append([Entry(2 * step - 1, "event", note), Entry(2 * step, "commit", row(step))])
+    return archive
+
+
+def test_the_next_process_goes_on_where_the_last_one_was_killed(tmp_path: Path) -> None:
+    sink = TensorBoardSink(tmp_path, journal(3))
+    until(lambda: (tmp_path / sinks.WRITTEN).exists(), "the curve is written")
+    sink.close()
+    (noted,) = tmp_path.glob("*tfevents*")
+    whole = noted.read_bytes()
+    noted.write_bytes(whole + whole[:77])  # written and not noted when it was killed: the same file, a new one
+    (tmp_path / "events.out.tfevents.0000000002.lighthouse").write_bytes(whole)
+    archive = journal(5)
+    sink = TensorBoardSink(tmp_path, archive)
+    archive.append([Entry(11, "commit", row(6))])
+    sink.commit(11, row(6))
+    sink.close()
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    sink = TensorBoardSink(tmp_path, archive)
+    sink.close()
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_journal_that_lost_its_end_is_not_written_again(tmp_path: Path) -> None:
+    TensorBoardSink(tmp_path, journal(5)).close()
+    sink = TensorBoardSink(tmp_path, journal(2))
+    sink.commit(5, row(6))
+    sink.close()
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+KILLED = """
+import json, sys, time
+from pathlib import Path
+from lighthouse import sinks
+from lighthouse.archive import Entry, SqliteArchive
+row = json.loads(sys.argv[2])
+sinks.SAVE_S = 0.01
+folder = Path(sys.argv[1])
+archive = SqliteArchive(folder / "journal.sqlite")
+sink = sinks.TensorBoardSink(folder / "curves", archive)
+print("ready", flush=True)
+while True:
+    seq = archive.last + 1
+    archive.append([Entry(seq, "commit", {**row, "step": seq})])
+    sink.commit(seq, {**row, "step": seq})
+    time.sleep(0.002)
+"""
+
+
+def changed(file: Path, content: bytes) -> bool:
+    return file.exists() and file.read_bytes() != content
+
+
+def test_no_point_is_lost_or_doubled_by_sigkill(tmp_path: Path) -> None:
+    for _ in range(3):
+        before = SqliteArchive(tmp_path / "journal.sqlite")
+        last = before.last
+        before.close()
+        command = [sys.executable, "-c", KILLED, str(tmp_path), json.dumps(row(1))]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        written = tmp_path / "curves" / sinks.WRITTEN
+        noted = written.read_bytes() if written.exists() else b""
+        until(partial(changed, written, noted), "points are written")
+        time.sleep(0.03)
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        archive = SqliteArchive(tmp_path / "journal.sqlite")
+        assert archive.last > last
+        archive.close()
+    archive = SqliteArchive(tmp_path / "journal.sqlite")
+    TensorBoardSink(tmp_path / "curves", archive).close()
+    assert steps(tmp_path / "curves") == list(range(1, archive.last + 1))
+    archive.close()
+
+
+def test_the_lighthouse_gets_no_torch_by_it(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from lighthouse.sinks import TensorBoardSink as T\n"
+        "assert 'tensorboardX' not in sys.modules\n"
+        f"s = T(Path({str(tmp_path)!r})); s.commit(1, {row(1)!r}); s.close()\n"
+        "assert 'tensorboardX' in sys.modules and 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    assert steps(tmp_path) == [1]
+
+
+def test_a_full_disk_costs_nothing_that_fits_in_memory(tmp_path: Path, monkeypatch, caplog) -> None:
+    full = threading.Event()
+    full.set()
+    flush = RecordWriter.flush
+
+    def flushed(writer: RecordWriter) -> None:
+        flush(writer)
+        if full.is_set():  # the worst moment: all is in the file, and nothing is noted
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(RecordWriter, "flush", flushed)
+    sink = TensorBoardSink(tmp_path)
+    for step in range(1, 20):
+        sink.commit(step, row(step))
+    until(lambda: "No space left" in caplog.text, "somebody hears of it")
+    sink.commit(20, row(20))
+    full.clear()
+    until(lambda: (tmp_path / sinks.WRITTEN).exists(), "the disk has room again")
+    sink.close()
+    assert steps(tmp_path) == list(range(1, 21))
+    assert len(caplog.records) == 1
+
+
+def test_a_folder_that_cannot_be_made_is_no_failure(tmp_path: Path, caplog) -> None:
+    (tmp_path / "file").write_text("")
+    sink = TensorBoardSink(tmp_path / "file" / "curves")
+    sink.commit(1, row(1))
+    until(lambda: "TensorBoardSink" in caplog.text, "somebody hears of it")
+    sink.close()
+
+
+class Stuck(CurveSink):
+    """Somebody who never takes a point."""
+
+    over = threading.Event()
+
+    def _open(self, written: Mapping[str, Any]) -> None:
+        pass
+
+    def _write(self, points: Sequence[Point]) -> dict[str, Any]:
+        self.over.wait()
+        return {}
+
+    def _shut(self) -> None:
+        pass
+
+
+def test_who_never_takes_a_point_holds_nobody_up_and_gets_no_more_than_its_place(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr(sinks, "CLOSE_S", 0.1)
+    sink = Stuck(tmp_path)
+    one = row(1)
+    began = time.monotonic()
+    for seq in range(50_000):
+        sink.commit(seq, one)
+    assert time.monotonic() - began < 4
+    assert len(sink._waiting) <= sinks.WAITING
+    began = time.monotonic()
+    sink.close()
+    assert time.monotonic() - began < 1
+    Stuck.over.set()
+    sink._thread.join(5)
+
+
+def test_weights_and_biases_without_its_package_is_one_clear_line(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^lighthouse\.wandb: got 'p'; allowed: null, or .*not installed"):
+        WandbSink("p", "n", tmp_path)
+
+
+def test_weights_and_biases_offline(tmp_path: Path, monkeypatch) -> None:
+    """Needs the package; nothing is sent."""
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(sinks, "CLOSE_S", 60)
+    sink = WandbSink("ft-hsdp-test", "run", tmp_path)
+    for step in (1, 2, 3):
+        sink.commit(step, row(step))
+    sink.close()
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    text = file.read_bytes()
+    found = Counter({tag: text.count(f'"{tag}"'.encode()) + text.count(tag.encode()) for tag in TAGS})
+    assert min(found.values()) >= 3
+    assert '"seq": 3' in (tmp_path / sinks.WRITTEN).read_text()

@@ -1,0 +1,119 @@
+"""Stragglers: who is busy for longer than the others, and who only seems so."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lighthouse.straggler import SLOW, SLOW_NO_MORE, WINDOW, Stragglers
+
+
+def row(step, busy, wait=0.0, contributors=(0, 1, 2), role="contribute"):
+    waits = {"ftar": wait * 0.9, "commit": wait * 0.1}
+    return {"step": step, "step_s": busy + wait, "waits": waits, "contributors": list(contributors), "role": role}
+
+
+def run(stragglers, steps, busy, start=1):
+    """Feed steps of which `busy(step)` gives the busy seconds of each replica; all wait for the slowest."""
+    found = []
+    for step in range(start, start + steps):
+        here = busy(step)
+        for replica, mine in here.items():
+            found += stragglers.add(replica, row(step, mine, max(here.values()) - mine, tuple(here)))
+    return found
+
+
+def slow(_):
+    return {0: 1.0, 1: 2.5, 2: 1.0}
+
+
+def even(_):
+    return {0: 1.0, 1: 1.1, 2: 0.9}
+
+
+def test_a_slow_replica_is_found_after_so_many_steps_and_once():
+    stragglers = Stragglers(3)
+    assert run(stragglers, SLOW - 1, slow) == []
+    (found,) = run(stragglers, 1, slow, SLOW)
+    assert (found.event, found.replica) == ("StragglerSeen", 1)
+    assert found.reason == f"busy 2.50 s where others need 1.00 s; slow in {SLOW} of {SLOW} steps"
+    assert run(stragglers, 50, slow, SLOW + 1) == []
+
+
+def test_step_s_alone_tells_nothing_the_waits_do():
+    stragglers = Stragglers(3)
+    run(stragglers, 1, slow)
+    assert set(stragglers.step_s.values()) == {2.5}
+    assert stragglers.busy_s == {0: 1.0, 1: 2.5, 2: 1.0}
+
+
+def test_it_is_none_any_more_only_after_many_good_steps():
+    stragglers = Stragglers(3)
+    run(stragglers, WINDOW, slow)
+    good = WINDOW - SLOW_NO_MORE
+    assert run(stragglers, good - 1, even, WINDOW + 1) == []
+    (found,) = run(stragglers, 1, even, WINDOW + good)
+    assert (found.event, found.replica) == ("StragglerGone", 1)
+
+
+def test_one_that_wavers_does_not_flap():
+    stragglers = Stragglers(3)
+    found = run(stragglers, 400, lambda step: slow(step) if step % 6 else even(step))
+    assert [v.event for v in found] == ["StragglerSeen"]
+
+
+def test_a_slow_link_makes_nobody_a_straggler():
+    stragglers = Stragglers(3)
+    for step in range(1, 100):
+        for replica in range(3):
+            assert stragglers.add(replica, row(step, 1.0, 5.0)) == []
+
+
+def test_a_tiny_difference_is_nobodys_trouble():
+    assert run(Stragglers(3), 100, lambda _: {0: 0.01, 1: 0.04, 2: 0.01}) == []
+
+
+def test_one_of_two_is_measured_by_the_other():
+    (found,) = run(Stragglers(2), SLOW, lambda _: {0: 1.0, 1: 2.5})
+    assert found.replica == 1
+
+
+def test_relays_and_single_replicas_are_not_judged():
+    stragglers = Stragglers(3)
+    for step in range(1, 50):
+        assert stragglers.add(0, row(step, 1.0)) == []
+        assert stragglers.add(1, row(step, 9.0, role="behind")) == []
+    assert run(Stragglers(1), 50, lambda _: {0: 9.0}) == []
+
+
+def test_rows_that_come_late_or_never_hold_nothing_up():
+    stragglers = Stragglers(3)
+    found = []
+    for step in range(1, 60):
+        found += stragglers.add(0, row(step, 1.0, 1.5))
+        found += stragglers.add(1, row(step, 2.5))
+    assert [(v.event, v.replica) for v in found] == [("StragglerSeen", 1)], "replica 2 has told of nothing"
+
+
+def test_what_comes_back_is_another_process():
+    stragglers = Stragglers(3)
+    run(stragglers, WINDOW, slow)
+    stragglers.forget(1)
+    assert 1 not in stragglers.busy_s
+    (found,) = run(stragglers, SLOW, slow, WINDOW + 1)
+    assert found.event == "StragglerSeen"
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 10_000), st.floats(0, 10)), max_size=200))
+def test_memory_is_bounded_whatever_comes(rows):
+    stragglers = Stragglers(4)
+    for replica, step, busy in rows:
+        stragglers.add(replica, row(step, busy, contributors=(0, 1, 2, 3)))
+    assert len(stragglers._open) <= WINDOW
+
+
+def test_steps_that_go_down_are_bounded_too():
+    stragglers = Stragglers(3)
+    for step in range(10_000, 0, -1):
+        stragglers.add(0, row(step, 1.0))
+    assert len(stragglers._open) <= WINDOW

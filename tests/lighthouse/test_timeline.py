@@ -1,0 +1,319 @@
+"""The timeline: lanes, epochs and failures, as summary.json means them, whatever order rows come in."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import day
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ft_hsdp.launch.failures import failures as summarized
+from ft_hsdp.launch.summary import fault_free_step
+from lighthouse.failures import MAX_EPOCHS, MAX_FAILURES
+from lighthouse.lanes import MAX_SEGMENTS, Lane, _joined
+from lighthouse.timeline import SHOWN_EPOCHS, Timeline, states
+
+T = 1000.0
+
+
+def fold(rows, total=3, ranks=2):
+    timeline = Timeline(total, ranks)
+    for seq, row in enumerate(rows, 1):
+        if "event" in row:
+            timeline.event(seq, row)
+        else:
+            timeline.commit(row)
+    return timeline
+
+
+def ev(t, event, replica=None, **facts):
+    if replica is not None:
+        facts = {"replica": replica, "incarnation": f"{replica}-a-0", "rank": 0, **facts}
+    return {"t": T + t, "event": event, "reason": facts.pop("reason", "why"), **facts}
+
+
+def commit(t, step, epoch=1, contributors=(0, 1, 2)):
+    return {"t": T + t, "step": step, "epoch": epoch, "contributors": list(contributors)}
+
+
+def grant(t, epoch, roles):
+    members = sorted(roles)
+    told = {str(r): role for r, role in roles.items()}
+    return ev(t, "EpochGranted", epoch=epoch, members=members, roles=told, term=5, step=1)
+
+
+ALL = {0: "contribute", 1: "contribute", 2: "contribute"}
+START = [
+    *(ev(0, "ReplicaStarted", r) for r in range(3)),
+    *(ev(3, "ReplicaWarmed", r) for r in range(3)),
+    grant(4, 1, ALL),
+    *(ev(4.1, "GrantAdopted", r, role="contribute", epoch=1) for r in range(3)),
+    *(commit(4 + n, n) for n in range(1, 6)),
+]
+
+
+def lane(timeline, replica):
+    """[(state, from)] of a lane, in seconds since T."""
+    return [(s, round(t0 - T, 3)) for t0, _, s in timeline.segments(0, T + 1e6, 0)[replica]["segments"]]
+
+
+def killed():
+    """Replica 1 is killed at 9.5, is back at 20."""
+    life = {"incarnation": "1-a-1"}
+    return [
+        *START,
+        ev(9.5, "FailureInjected", 1, kind="SIGKILL", rank=1, reason="chaos"),
+        *(ev(9.6, "RingBroken", r, epoch=1, suspect=1, at_rank=1) for r in (0, 2)),
+        ev(9.65, "ProcessExited", 1, kind="SIGKILL", rank=1),
+        ev(9.7, "ReplicaExited", 1, kind="SIGKILL", rank=1),
+        ev(9.71, "ExitReported", 1),
+        grant(9.8, 2, {0: "contribute", 2: "contribute"}),
+        ev(9.82, "StepRetried", 0),
+        commit(10.5, 6, 2, (0, 2)),
+        ev(10.6, "ReplicaStarted", 1, **life),
+        commit(11.5, 7, 2, (0, 2)),
+        ev(10.8, "ReplicaBooted", 1, **life),
+        ev(13, "ReplicaWarmed", 1, **life),
+        ev(13.5, "CheckedIn", 1, **life),
+        grant(14, 3, {0: "contribute", 1: "behind", 2: "contribute"}),
+        ev(14.1, "LeftBehind", 1, **life),
+        ev(14.2, "FetchStarted", 1, **life),
+        ev(14.3, "FetchStarted", 1, **life | {"rank": 1}),
+        commit(15, 8, 3, (0, 2)),
+        ev(16, "FetchCompleted", 1, **life),
+        ev(17, "FetchCompleted", 1, **life | {"rank": 1}),
+        grant(18, 4, ALL),
+        commit(20, 9, 4),
+        ev(20.01, "Rejoined", 1, **life),
+    ]
+
+
+def test_lanes_of_a_replica_that_dies_and_comes_back():
+    timeline = fold(killed())
+    assert lane(timeline, 1) == [
+        ("booting", 0),
+        ("warming", 3),
+        ("training", 4.1),
+        ("down", 9.65),
+        ("booting", 10.6),
+        ("warming", 13),
+        ("behind", 14.1),
+        ("fetching", 14.2),
+        ("behind", 17),
+        ("training", 20),
+    ]
+    assert lane(timeline, 0)[-3:] == [("training", 4.1), ("retrying", 9.6), ("training", 10.5)]
+    one = states(timeline.lanes.settle())[1]
+    assert (one["step"], one["incarnation"], one["incarnations"]) == (9, "1-a-1", 2)
+
+
+def test_a_failure_has_all_its_phases():
+    (failure,) = fold(killed()).told(0, 1e9, 1.0)
+    phases = [(p["name"], round(p["t0"] - T, 3), round(p["t1"] - T, 3)) for p in failure["phases"]]
+    assert phases == [
+        ("detect", 9.5, 9.6),
+        ("quorum", 9.6, 9.8),
+        ("reconnect", 9.8, 10.5),
+        ("boot", 10.6, 10.8),
+        ("warm", 10.8, 13),
+        ("check_in", 13, 13.5),
+        ("fetch", 14.2, 17),
+        ("load", 17, 18),
+        ("first_step", 18, 20),
+    ]
+    assert failure["rejoin_s"] == pytest.approx(10.5)
+    assert failure["stall_s"] == pytest.approx(0.5), "the commits around it are 1.5 s apart"
+    assert (failure["kind"], failure["rank"], failure["cause"], failure["done"]) == ("SIGKILL", 1, "chaos", True)
+
+
+def test_it_means_what_summary_json_means():
+    rows = [e.row for e in day.day(replicas=4, hours=3, seed=3)]
+    commits, events = [r for r in rows if "step_s" in r], [r for r in rows if "event" in r]
+    typical = fault_free_step(commits)
+    theirs, ours = summarized(commits, events, typical), fold(rows, total=4).told(0, 1e12, typical)
+    assert len(ours) == len(theirs) > 3
+    for mine, other in zip(ours, theirs, strict=True):
+        assert {k: mine[k] for k in ("replica", "rank", "kind", "t")} == {
+            k: other[k] for k in ("replica", "rank", "kind", "t")
+        }
+        detect = next(p for p in mine["phases"] if p["name"] == "detect")
+        assert detect["t1"] - detect["t0"] == pytest.approx(other["detect_s"], abs=1e-6)
+        assert mine["stall_s"] == pytest.approx(other["stall_s"], abs=1e-6)
+        assert mine["rejoin_s"] == pytest.approx(other["rejoin_s"], abs=0.02)
+
+
+@given(st.randoms(use_true_random=False), st.sampled_from([0.3, 1.0]))
+def test_rows_that_come_late_tell_the_same_failure(random_, late_s):
+    rows = killed()
+    order = sorted(rows, key=lambda r: r["t"] + random_.uniform(0, late_s))
+    (want,), found = fold(rows).told(0, 1e9, 1.0), fold(order).told(0, 1e9, 1.0)
+    assert [{**f, "seq": 0} for f in found] == [{**want, "seq": 0}]
+    timeline = fold(order)
+    assert [s for s, _ in lane(timeline, 1)][-1] == "training"
+    for replica in range(3):
+        segments = timeline.segments(0, 1e9, 0)[replica]["segments"]
+        assert all(t0 < t1 == after for (t0, t1, _), (after, _, _) in pairwise(segments))
+
+
+def test_a_stop_that_nobody_noticed_is_no_failure_and_one_that_broke_the_ring_is():
+    stop = ev(9.2, "FailureInjected", 1, kind="SIGSTOP", for_s=0.3)
+    lifted = ev(9.5, "FailureLifted", 1, kind="SIGSTOP")
+    assert fold([*START, stop, lifted, commit(10, 6)]).told(0, 1e9, 1.0) == []
+    seen = [stop, ev(10.3, "RingBroken", 0, epoch=1, suspect=1), grant(10.5, 2, ALL), lifted, commit(11, 6, 2)]
+    (failure,) = fold([*START, *seen]).told(0, 1e9, 1.0)
+    assert (failure["kind"], failure["replica"], failure["done"]) == ("SIGSTOP", 1, True)
+    assert failure["rejoin_s"] == pytest.approx(1.8)
+
+
+def test_a_ring_that_breaks_without_an_exit_is_told_once():
+    broken = [ev(9.2, "RingBroken", r, epoch=1, suspect=s) for r, s in ((0, 1), (2, 1), (1, 0))]
+    (failure,) = fold([*START, *broken, grant(9.4, 2, ALL), commit(10, 6, 2)]).told(0, 1e9, 1.0)
+    assert (failure["kind"], failure["replica"]) == ("ring broken", 1)
+    assert [p["name"] for p in failure["phases"]] == ["detect", "quorum", "reconnect"]
+
+
+def test_a_replica_whose_ring_breaks_again_later_has_failed_again():
+    first = [ev(9.2, "RingBroken", 0, epoch=1, suspect=1), grant(9.4, 2, ALL), commit(10, 6, 2)]
+    again = [ev(30, "RingBroken", 2, epoch=2, suspect=1), grant(30.2, 3, ALL), commit(31, 7, 3)]
+    found = fold([*START, *first, *again]).told(0, 1e9, 1.0)
+    assert [(f["replica"], round(f["t"] - T, 3), f["done"]) for f in found] == [(1, 9.2, True), (1, 30.0, True)]
+
+
+def test_a_replica_that_dies_long_after_its_ring_broke_has_failed_again():
+    first = [ev(9.2, "RingBroken", 0, epoch=1, suspect=1), grant(9.4, 2, ALL), commit(10, 6, 2)]
+    dies = [ev(60, "ReplicaExited", 1, kind="exit 1"), commit(61, 7, 2)]
+    found = fold([*START, *first, *dies]).told(0, 1e9, 1.0)
+    assert [(f["kind"], round(f["t"] - T, 3), f["done"]) for f in found] == [
+        ("ring broken", 9.2, True),
+        ("exit 1", 60.0, False),
+    ]
+
+
+def test_what_a_contribution_has_disproved_is_not_believed_later():
+    late = [ev(8.5, "StepRetried", 0), ev(8.6, "LeftBehind", 1), ev(8.7, "GrantAdopted", 2, role="behind")]
+    timeline = fold([*START, *late])
+    assert [one.state for one in timeline.lanes.settle()] == ["training"] * 3
+
+
+def test_an_end_on_purpose_is_no_failure():
+    end = [ev(12, "ProcessExited", 1, kind="SIGTERM"), ev(12.1, "ReplicaExited", 1, kind="stopped")]
+    assert fold([*START, *end]).told(0, 1e9, 1.0) == []
+    done = [ev(12, "ProcessExited", 1, kind="exit 0"), ev(12.1, "ReplicaExited", 1, kind="done")]
+    timeline = fold([*START, *done])
+    assert timeline.told(0, 1e9, 1.0) == []
+    assert timeline.lanes.all[1].state == "final"
+
+
+def test_a_replica_that_dies_again_while_it_boots_has_two_failures_that_end_together():
+    rows = killed()
+    at = next(n for n, row in enumerate(rows) if row.get("event") == "ReplicaWarmed" and row["t"] > T + 10)
+    again = [
+        ev(12, "ReplicaExited", 1, kind="exit 1", incarnation="1-a-1"),
+        ev(12.5, "ReplicaStarted", 1, incarnation="1-a-2"),
+    ]
+    later = [{**r, "incarnation": "1-a-2"} if r.get("incarnation") == "1-a-1" else r for r in rows[at:]]
+    first, second = fold([*rows[:at], *again, *later]).told(0, 1e9, 1.0)
+    assert (first["kind"], second["kind"]) == ("SIGKILL", "exit 1")
+    assert first["rejoin_s"] == pytest.approx(10.5)
+    assert second["rejoin_s"] == pytest.approx(8)
+    assert "quorum" not in {p["name"] for p in second["phases"]}, "it was no member: nobody had to be told"
+
+
+def test_words_of_an_incarnation_that_is_gone_change_nothing():
+    rows = [*killed(), ev(21, "RingBroken", 1, epoch=1, suspect=0), ev(21, "FetchStarted", 1)]
+    assert lane(fold(rows), 1)[-1] == ("training", 20)
+
+
+def test_stalled_drained_dead_and_excluded():
+    timeline = fold([*START, ev(10, "ReplicaStalled", 0, reason="no beat"), ev(12, "ReplicaResumed", 0)])
+    assert lane(timeline, 0)[-2:] == [("stalled", 10), ("training", 12)]
+    timeline = fold([*START, ev(10, "ReplicaDrained", 0), ev(11, "ReplicaExited", 0, kind="stopped")])
+    assert lane(timeline, 0)[-1] == ("drained", 11)
+    assert timeline.lanes.all[0].drained
+    assert fold([*START, ev(10, "ReplicaLost", 0)]).lanes.all[0].state == "dead"
+    timeline = fold([*START, ev(10, "ReplicaExcluded", 0)])
+    assert lane(timeline, 0)[-1] == ("stalled", 10)
+    assert timeline.told(0, 1e9, 1.0)[0]["kind"] == "silent"
+
+
+def test_job_and_lighthouse():
+    up = ev(0, "LighthouseStarted", term=5, epoch=0)
+    again = ev(15, "LighthouseStarted", term=6, epoch=1)
+    timeline = fold([up, *START, ev(12, "LighthouseExited"), again, ev(20, "JobFinished")])
+    assert timeline.outages == [[T + 12, T + 15]]
+    assert (timeline.term, timeline.epoch, timeline.since) == (6, 1, T + 15)
+    assert (timeline.finished, timeline.started, timeline.ended) == (True, T, T + 20)
+    late = fold([up, *START, again, ev(12, "LighthouseExited")])
+    assert late.outages == [[T + 12, T + 15]], "its supervisor tells of the exit afterwards"
+    assert fold([up, ev(1, "JobHalted", reason="no copy is left")]).halted == "no copy is left"
+
+
+def test_everything_is_bounded():
+    rows = []
+    for n in range(MAX_EPOCHS + 500):
+        roles = ALL if n % 2 else {0: "contribute", 2: "contribute"}
+        life = {"incarnation": f"1-a-{n // 2}"}
+        rows.append(grant(10 * n, n + 1, roles))
+        rows.append(
+            ev(10 * n + 1, *(("ReplicaStarted", 1) if n % 2 else ("ReplicaExited", 1)), kind="exit 1", **life)
+        )
+        rows.append(commit(10 * n + 5, n + 1, n + 1, roles))
+    timeline = fold(rows)
+    assert len(timeline.failures.epochs) == len(timeline.failures._numbers) == MAX_EPOCHS
+    assert len(timeline.failures.all) == MAX_FAILURES
+    assert len(timeline.epochs(0, 1e9)) == SHOWN_EPOCHS
+    assert all(len(lane.segments) <= MAX_SEGMENTS for lane in timeline.lanes.all)
+    assert all(len(r.lives) <= 4 and len(r.open) <= 4 for r in timeline.failures._replicas)
+    assert len(timeline.failures._fresh) < 64
+
+
+def test_short_segments_are_joined_and_the_worst_stays():
+    segments = [(0.0, 100.0, "training"), (100.0, 101.0, "retrying"), (101.0, 200.0, "training")]
+    assert _joined(segments, 5.0) == [(0.0, 200.0, "training")]
+    assert _joined(segments, 0.5) == segments
+    some = [(0.0, 100.0, "training"), (100.0, 101.0, "down"), (101.0, 102.0, "booting"), (102.0, None, "training")]
+    assert _joined(some, 5.0) == [(0.0, 100.0, "training"), (100.0, 102.0, "down"), (102.0, None, "training")]
+
+
+@given(st.lists(st.tuples(st.floats(0.01, 10), st.sampled_from(["training", "down", "retrying", "booting"]))))
+def test_a_lane_that_is_joined_covers_the_same_time(parts):
+    segments, t = [], 0.0
+    for length, state in parts:
+        segments.append((t, t + length, state))
+        t += length
+    joined = _joined(segments, 3.0)
+    assert not segments or (joined[0][0], joined[-1][1]) == (0.0, t)
+    assert all(a[1] == b[0] for a, b in pairwise(joined))
+
+
+def test_a_lane_of_which_nothing_is_known_is_empty():
+    assert Lane(0, 1).cut(0, 10, 1) == []
+
+
+def test_commits_of_replicas_that_just_go_on_cost_nothing_each():
+    timeline = fold(START)
+    visits = []
+    for one in timeline.lanes.all:
+        one.contributed = lambda *_, one=one: visits.append(one.replica)
+    members = START[-1]["contributors"]
+    for n in range(100):
+        timeline.commit({**commit(20 + n, 6 + n), "contributors": members if n % 2 else list(members)})
+    assert visits == []
+    timeline.lanes.settle()
+    assert sorted(visits) == [0, 1, 2]
+
+
+def test_a_whole_day_in_random_order_of_hosts_ends_where_the_day_ends():
+    draw = random.Random(1)
+    rows = [e.row for e in day.day(replicas=5, hours=2, seed=5)]
+    late = [draw.uniform(0, 1) for _ in range(6)]
+    host = [int(r.get("incarnation", "5")[0]) for r in rows]
+    order = [
+        r for _, _, r in sorted((r["t"] + late[h], n, r) for n, (h, r) in enumerate(zip(host, rows, strict=True)))
+    ]
+    want, found = fold(rows, 5), fold(order, 5)
+    assert [f["kind"] for f in found.told(0, 1e12, 1)] == [f["kind"] for f in want.told(0, 1e12, 1)]
+    assert [one.state for one in found.lanes.settle()] == [one.state for one in want.lanes.settle()]

@@ -1,0 +1,257 @@
+"""A cluster under test, and a job on it: both real, both in processes of their own that leave nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+MARK = "FT_HSDP_TEST_CLUSTER"
+SUBMIT = (str(ROOT / "launcher.py"), "submit")
+SLOW = (str(Path(__file__).with_name("ray_slow.py")),)
+DEADLINE_S = 120.0
+SMALL = {
+    "ranks_per_replica": 1,
+    "train.micro_batch": 2,
+    "train.seq_len": 32,
+    "model.dim": 64,
+    "model.layers": 2,
+    "model.heads": 2,
+    "quorum.on_lost_head": "rollback",
+    "timeouts.place_s": 2.0,
+}
+
+
+class Cluster:
+    """Nodes of one Ray cluster; a context."""
+
+    def __init__(self, *, dashboard: bool = False) -> None:
+        self.mark = secrets.token_hex(8)
+        self.token = secrets.token_hex(32)
+        self.folder = Path(tempfile.mkdtemp(prefix="rt"))  # short: sockets are in it
+        bin_folder = str(Path(sys.executable).parent)
+        self.env = {
+            **os.environ,
+            MARK: self.mark,
+            "HOME": str(self.folder),  # a token that the user has is not this cluster's
+            "RAY_AUTH_MODE": "token",
+            "RAY_AUTH_TOKEN": self.token,
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
+            "PATH": os.pathsep.join([bin_folder, os.environ.get("PATH", "")]),
+            "RAY_ADDRESS": "",
+        }
+        words = [str(self.folder / "ray"), *(["dashboard"] if dashboard else [])]
+        self._log = (self.folder / "nodes.log").open("wb")
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).with_name("ray_nodes.py")), *words],
+            env=self.env,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            start_new_session=True,
+        )
+        try:
+            said = self._answer()
+            self.address, self.dashboard = said["address"], said["dashboard"]
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> Cluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def add(self, *cpus: float, **labels: str) -> list[int]:
+        """Add nodes, one for each number of CPUs; their numbers."""
+        wanted = [{"cpus": each, "labels": labels or None} for each in cpus]
+        return list(self._order({"add": wanted})["nodes"])
+
+    def remove(self, node: int) -> None:
+        """Kill the processes of a node."""
+        self._order({"remove": node})
+
+    def ask(self) -> dict[str, Any]:
+        """What lives, as Ray has it: {"nodes": number, "actors": [...], "pids": {pid: node}, "groups": [...]}."""
+        return self._order({"ask": True})
+
+    def node_above(self, pid: int) -> int:
+        """The number of the node whose actor started a rank."""
+        above = {str(process.pid) for process in psutil.Process(pid).parents()}
+        (node,) = [node for actor, node in self.ask()["pids"].items() if actor in above]
+        return int(node)
+
+    def processes(self) -> list[psutil.Process]:
+        """All that were started from here and run, zombies apart."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def close(self) -> None:
+        """End all nodes; whatever is left of them is killed."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):
+            self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(30)
+        for _ in range(5):  # who is killed may have started another
+            left = self.processes()
+            for process in left:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(left, 5)
+        self._process.wait(5)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+        self._log.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _order(self, order: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(order).encode() + b"\n")
+        self._process.stdin.flush()
+        return self._answer()
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        assert line, f"the cluster's nodes ended:\n{(self.folder / 'nodes.log').read_text()[-2000:]}"
+        answer: dict[str, Any] = json.loads(line)
+        return answer
+
+
+class Job:
+    """A job on a cluster: `launcher.py submit` in a process of its own; a context that ends it."""
+
+    def __init__(
+        self, cluster: Cluster, folder: Path, steps: int, *, program: tuple[str, ...] = SUBMIT, **dotted: Any
+    ) -> None:
+        self.cluster = cluster
+        nodes = cluster.folder / "of-ranks"
+        settings = {
+            **SMALL,
+            "job.name": "job",
+            "job.runs_dir": str(folder / "runs"),
+            "train.steps": steps,
+            "ray.folder": str(nodes),
+        }
+        settings |= {key.replace("__", "."): value for key, value in dotted.items()}
+        config = folder / "config.yaml"
+        config.write_text("data: {path: stdlib, max_bytes: 1048576}\n")
+        overrides = [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
+        self.nodes = nodes
+        self.words = ["--ray-address", cluster.address, *overrides]
+        self.run = folder / "runs" / "job"
+        self.log = folder / "submit.log"
+        self._out = self.log.open("wb")
+        self.process = subprocess.Popen(
+            [sys.executable, *program, str(config), *self.words],
+            cwd=folder,
+            env=cluster.env,
+            stdout=self._out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def __enter__(self) -> Job:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.process.poll() is None:
+            self.process.kill()  # Ray ends what it owns
+        self.process.wait()
+        self._out.close()
+
+    def rows(self, file: str) -> list[dict[str, Any]]:
+        """The whole lines of a JSONL file of the run."""
+        try:
+            text = (self.run / file).read_text()
+        except OSError:
+            return []
+        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line]
+
+    def events(self, name: str, **facts: object) -> list[dict[str, Any]]:
+        """The events of one name with these facts."""
+        named = (e for e in self.rows("events.jsonl") if e["event"] == name)
+        return [e for e in named if all(e.get(k) == v for k, v in facts.items())]
+
+    def newest(self) -> dict[str, Any]:
+        """The newest commit that was logged."""
+        rows = [r[-1] for n in range(8) if (r := self.rows(f"replicas/{n}/commits.jsonl"))]
+        return max(rows, key=lambda r: r["step"], default={"step": 0, "contributors": []})
+
+    def contribute(self, *replicas: int) -> bool:
+        """Whether these replicas, and no others, contributed to the newest commit."""
+        return self.newest()["contributors"] == sorted(replicas)
+
+    def until(self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
+        """Wait for a condition; fail if the job ends or the deadline passes first."""
+        end = time.monotonic() + deadline_s
+        while not condition():
+            assert self.process.poll() is None, f"the job ended before {what}:\n{self.tail()}"
+            assert time.monotonic() < end, f"not within {deadline_s} s: {what}\n{self.tail()}"
+            time.sleep(0.05)
+
+    def end(self, code: int = 0, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
+        """Wait for the end of the job; its summary."""
+        try:
+            got = self.process.wait(deadline_s)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job did not end:\n{self.tail()}") from None
+        assert got == code, f"exit {got}, wanted {code}:\n{self.tail()}"
+        summary: dict[str, Any] = json.loads((self.run / "summary.json").read_text())
+        return summary
+
+    def ranks(self, replica: int) -> list[dict[str, Any]]:
+        """The ranks of a replica, as processes.json has them."""
+        file = self.run / "replicas" / str(replica) / "processes.json"
+        return list(json.loads(file.read_text())["ranks"])
+
+    def node_of(self, replica: int) -> int:
+        """The number of the node on which a replica's rank 0 is."""
+        return self.cluster.node_above(self.ranks(replica)[0]["pid"])
+
+    def tail(self) -> str:
+        """The end of what the job printed."""
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-60:])
+
+    def hurry(self) -> None:
+        """Let a job of ray_slow.py go as fast as it can."""
+        (self.cluster.folder / "hurry").touch()
+
+
+def command(
+    cluster: Cluster, *words: str, cwd: Path | None = None, deadline_s: float = 60
+) -> subprocess.CompletedProcess[str]:
+    """Run `launcher.py` beside the cluster."""
+    return subprocess.run(
+        [sys.executable, str(ROOT / "launcher.py"), *words],
+        env=cluster.env,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=deadline_s,
+        start_new_session=True,
+    )
+
+
+def kill(pid: int) -> None:
+    """SIGKILL a process."""
+    os.kill(pid, signal.SIGKILL)

@@ -1,0 +1,357 @@
+"""Who gets which place in a cluster: replicas and spares, with berths that only pretend."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ft_hsdp.config import Config, dump, parse
+from ft_hsdp.errors import Retryable
+from ft_hsdp.launch import pool
+from ft_hsdp.launch.crew import Crew
+from ft_hsdp.launch.engine import COLD, WARM, WARMING, Gang, Process
+from ft_hsdp.launch.ray import engine as engines
+from ft_hsdp.launch.ray import starting
+from ft_hsdp.launch.ray.engine import RayEngine
+from ft_hsdp.launch.ray.placement import Request
+from ft_hsdp.launch.ray.rank_actor import Start
+from ft_hsdp.launch.rundir import Row, RunDir, read_json, write_private
+
+DEADLINE_S = 20.0
+
+
+class Watched:
+    """A gang: who runs, who is gone."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, Process] = {}
+        self.gone: dict[int, int] = {}
+
+    def started(self, rank: int, process: Process) -> None:
+        self.running[rank] = process
+
+    def exited(self, rank: int, process: Process, code: int) -> None:
+        self.gone[rank] = code
+
+
+class StandIn:
+    """A berth of a world: it has its place when there is room, and its ranks are warm when the world says so."""
+
+    def __init__(self, world: World, request: Request) -> None:
+        self.world, self.request = world, request
+        self.settled = self.gone = self.removed = False
+        self.places: list[Any] = []
+        self.crews: list[Crew] = []
+        self.called: list[Gang] = []
+        world.berths.append(self)
+
+    @property
+    def zone(self) -> str:
+        return self.request.labels.get("zone", "")
+
+    async def settle(self) -> None:
+        while not self.settled:
+            if self.world.room[self.zone] > 0:
+                self.world.room[self.zone] -= 1
+                self.settled = True
+            else:
+                await asyncio.sleep(0.002)
+
+    async def man(self, home: object) -> None:
+        await self.world.until(lambda: self.world.actors, "actors")
+        if self.gone:
+            raise Retryable("its node is gone")
+        seat = SimpleNamespace(host="h", address="127.0.0.1", node="n", gpus=())
+        self.places = [SimpleNamespace(rank=n, seat=seat) for n in range(self.request.size)]
+
+    async def port(self, host: str) -> int:
+        return 1
+
+    async def start(self, start: Start, crew: Crew) -> None:
+        await asyncio.sleep(0)
+        process = SimpleNamespace(pid=next(self.world.pids), host="h", signal=lambda _: self.end(crew, start.rank))
+        if crew not in self.crews:
+            self.crews.append(crew)
+        crew.started(start.rank, process)
+        if start.called is None and self.world.warms:
+            crew.warm(start.rank)
+
+    async def call(self, crew: Crew, gang: Gang) -> None:
+        self.called.append(gang)
+
+    async def remove(self) -> None:
+        await asyncio.sleep(0)
+        self.removed = True
+        self.world.room[self.zone] += self.settled
+
+    def end(self, crew: Crew, rank: int) -> None:
+        if rank not in crew.gone:
+            crew.exited(rank, crew.processes[rank], -9)
+
+    def die(self) -> None:
+        """The node is lost."""
+        self.gone = True
+        self.world.room[self.zone] -= 1
+        for crew in self.crews:
+            for rank in crew.processes:
+                self.end(crew, rank)
+
+
+class World:
+    """A cluster with so much room, and the engine of a job of two ranks a replica on it."""
+
+    def __init__(self, folder: Path, room: dict[str, int], spares: int = 1, **ray: object) -> None:
+        document = {"ranks_per_replica": 2, "replicas": 3, "spares": 2 * spares, "restart": {"hold_s": 0.01}}
+        self.config: Config = parse({"job": {"name": "a"}, "ray": ray, **document})
+        self.run = RunDir(folder)
+        self.run.config.write_text(dump(self.config))
+        write_private(self.run.token, "t")
+        self.room = Counter(room)
+        self.actors = self.warms = True
+        self.pids = iter(range(1, 1000))
+        self.berths: list[StandIn] = []
+        self.events: list[Row] = []
+        self.restarts: Counter[int] = Counter()
+        self.engine = RayEngine(self.config, self.run, lambda: ("http://127.0.0.1:1",), "", self.events.append)
+        self.engine._berths._make = lambda asked: StandIn(self, asked)  # type: ignore[assignment,return-value]
+
+    async def until(self, ready: Callable[[], Any], what: str) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not ready():
+            assert time.monotonic() < deadline, f"waited too long for {what}"
+            await asyncio.sleep(0.002)
+
+    def of(self, replica: int) -> StandIn:
+        berth = self.engine._berths.of(replica)
+        assert isinstance(berth, StandIn)
+        return berth
+
+    async def start(self, replica: int) -> tuple[str, Watched]:
+        """Place a replica, and start it; it does not train yet."""
+        await self.engine.place(replica)
+        self.gang = Gang(replica, 2, "a", self.restarts[replica], self.run.config)
+        self.restarts[replica] += 1
+        watched = Watched()
+        return await self.engine.start(self.gang, watched), watched
+
+    async def train(self, *replicas: int) -> str:
+        """Start them, and have them train; how the last one was started."""
+        for replica in replicas:
+            how, _ = await self.start(replica)
+            self.engine.settled(self.gang)
+        return how
+
+    async def ready(self) -> StandIn:
+        """The berth of a spare that is ready."""
+        await self.until(lambda: self.engine.warm, "a spare")
+        return self.spares[-1]
+
+    @property
+    def spares(self) -> list[StandIn]:
+        return [b for holder, b in self.engine._berths._held.items() if isinstance(holder, Crew)]  # type: ignore[misc]
+
+    def kill(self, replica: int) -> None:
+        """A replica loses all its ranks; its node lives."""
+        berth = self.of(replica)
+        for rank in (0, 1):
+            berth.end(berth.crews[-1], rank)
+
+    def test(self, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """Run `body`; nothing is left then."""
+
+        async def main() -> None:
+            try:
+                async with asyncio.timeout(2 * DEADLINE_S):
+                    await body()
+            finally:
+                await self.engine.close()
+            assert all(berth.removed for berth in self.berths)
+            assert (read_json(self.run.spares / "spares.json") or {"spares": []}) == {"spares": []}
+
+        asyncio.run(main())
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "PAUSE_S", 0.01)
+    monkeypatch.setattr(starting.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+
+
+def test_a_replica_whose_berth_is_lost_takes_the_spare_s(tmp_path: Path) -> None:
+    world = World(tmp_path, {"": 4})
+
+    async def body() -> None:
+        assert await world.train(0, 1, 2) == "on h"
+        spare = await world.ready()
+        assert spare.request.name == "ft_hsdp-a-spare"
+        old = world.of(1)
+        old.die()
+        how, watched = await world.start(1)
+        assert (how, world.of(1)) == (WARM, spare)
+        assert spare.called == [world.gang]
+        assert {n: p.pid for n, p in watched.running.items()} == {
+            n: p.pid for n, p in spare.crews[0].processes.items()
+        }
+        await world.until(lambda: old.removed, "the old berth to be given back")
+        world.engine.settled(world.gang)
+        await world.until(lambda: len(world.berths) == 5, "another spare that looks for a place")
+        assert world.spares[0].request.name == "ft_hsdp-a-spare:2"  # the name is the replica's berth's now
+        assert not world.engine.warm
+        world.room[""] += 1
+        await world.ready()
+        assert not [e for e in world.events if e["event"] == "SpareLost"]
+
+    world.test(body)
+
+
+@pytest.mark.parametrize("stage", ["no room", "no actors", "not warm"])
+def test_a_replica_without_a_place_takes_a_spare_s_ready_or_not(tmp_path: Path, stage: str) -> None:
+    world = World(tmp_path, {"": 3 if stage == "no room" else 4})
+
+    async def body() -> None:
+        await world.train(0, 1, 2)
+        world.actors, world.warms = stage != "no actors", False
+        await world.until(lambda: world.spares, "a spare")
+        spare = world.spares[0]
+        if stage != "no room":
+            await world.until(lambda: spare.settled, "its place")
+        if stage == "not warm":
+            await world.until(lambda: spare.crews and spare.crews[0].complete, "its ranks")
+        world.of(1).die()
+        starting = asyncio.create_task(world.start(1))
+        await world.until(lambda: world.engine._berths.of(1) is spare, "the move")
+        world.room[""] += 1
+        world.actors = True
+        assert (await starting)[0] == WARMING
+        assert spare.called == [world.gang]
+        assert len(world.berths) == 4
+        assert len(spare.crews) == 1
+
+    world.test(body)
+
+
+def test_no_spare_is_made_while_a_replica_looks_for_a_place(tmp_path: Path) -> None:
+    world = World(tmp_path, {"": 2})
+
+    async def body() -> None:
+        await world.train(0, 1)
+        await world.until(lambda: world.spares, "a spare that looks for a place")
+        (spare,) = world.spares
+        looking = asyncio.create_task(world.start(2))
+        await world.until(lambda: not world.spares, "its withdrawal")
+        assert world.of(2) is spare
+        assert not world.engine._pool.quiet
+        assert len(world.berths) == 3
+        world.room[""] += 1
+        assert (await looking)[0] == WARMING
+        assert not world.spares
+        world.engine.settled(world.gang)
+        await world.until(lambda: world.spares, "another one")
+
+    world.test(body)
+
+
+def test_a_replica_that_is_not_wanted_any_more_looks_for_no_place(tmp_path: Path) -> None:
+    world = World(tmp_path, {"": 2})
+
+    async def body() -> None:
+        await world.train(0, 1)
+        await world.until(lambda: world.spares, "a spare that looks for a place")
+        looking = asyncio.create_task(world.engine.place(2))
+        await world.until(lambda: not world.spares, "its withdrawal")
+        looking.cancel()
+        await world.until(lambda: len(world.spares) == 1, "a spare instead")
+        assert [b.removed for b in world.berths] == [False, False, True, False]
+
+    world.test(body)
+
+
+def test_a_replica_that_only_lost_ranks_moves_and_its_berth_is_the_next_spare_s(tmp_path: Path) -> None:
+    world = World(tmp_path, {"": 4})
+
+    async def body() -> None:
+        await world.train(0, 1, 2)
+        spare, old = await world.ready(), world.of(1)
+        world.kill(1)
+        assert await world.train(1) == WARM
+        assert world.of(1) is spare
+        assert await world.ready() is old
+        assert len(world.berths) == 4
+        old.die()
+        await world.until(lambda: old.removed, "the end of the lost spare")
+        assert [e["event"] for e in world.events].count("SpareLost") == 1
+
+    world.test(body)
+
+
+def test_a_replica_stays_where_the_only_copy_of_the_state_may_be(tmp_path: Path) -> None:
+    world = World(tmp_path, {"": 4})
+
+    async def body() -> None:
+        await world.train(0, 1)
+        spare, old = await world.ready(), world.of(1)
+        world.kill(0)
+        world.kill(1)
+        assert await world.train(1) == COLD
+        assert world.of(1) is old
+        assert await world.train(0) == WARM
+        assert world.of(0) is spare
+
+    world.test(body)
+
+
+def test_a_spare_serves_its_zone_only(tmp_path: Path) -> None:
+    world = World(tmp_path, {"p": 3, "q": 2}, zones=["p", "q"], zone_label="zone")
+
+    async def body() -> None:
+        await world.train(0, 1, 2)
+        spare = await world.ready()
+        assert spare.zone == "p"
+        world.of(1).die()
+        world.room["q"] += 1
+        assert await world.train(1) == "on h"
+        assert (world.of(1).zone, world.spares) == ("q", [spare])
+        world.of(2).die()
+        assert await world.train(2) == WARM
+        assert world.of(2) is spare
+
+    world.test(body)
+
+
+def test_where_a_zone_has_no_room_a_spare_is_made_in_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engines, "ELSEWHERE_S", 0.05)
+    world = World(tmp_path, {"p": 2, "q": 2}, spares=2, zones=["p", "q"], zone_label="zone")
+
+    async def body() -> None:
+        await world.train(0, 1, 2)
+        spare = await world.ready()
+        assert spare.zone == "q"
+        assert [b.removed for b in world.berths if b.zone == "p"] == [False, False, True]
+        await world.until(lambda: len(world.berths) >= 7, "a look around for the second one")
+        world.room["p"] += 1
+        await world.until(lambda: [s.zone for s in world.spares if s.places] == ["q", "p"], "the second one")
+
+    world.test(body)
+
+
+@pytest.mark.parametrize("stage", ["no room", "no actors", "not warm"])
+def test_the_end_of_the_job_is_the_end_of_spares_that_are_made(tmp_path: Path, stage: str) -> None:
+    world = World(tmp_path, {"": 2 if stage == "no room" else 3})
+
+    async def body() -> None:
+        await world.train(0, 1)
+        world.actors, world.warms = stage != "no actors", False
+        await world.until(lambda: len(world.berths) == 3, "a spare")
+        if stage == "not warm":
+            await world.until(lambda: world.spares[0].crews, "its ranks")
+
+    world.test(body)

@@ -1,0 +1,48 @@
+"""The doctor beside a real cluster: it looks, and leaves nothing there."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from ray_cluster import ROOT, Cluster
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
+
+
+def examined(cluster: Cluster, *words: str, **env: str | None) -> dict[str, Any]:
+    """What `doctor` says of the cluster."""
+    done = subprocess.run(
+        [sys.executable, "launcher.py", "doctor", "configs/quickstart.yaml", "--json", *words],
+        cwd=ROOT,
+        env={name: value for name, value in {**cluster.env, **env}.items() if value is not None},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode in (0, 64), done.stderr
+    (said,) = [check for check in json.loads(done.stdout)["checks"] if check["name"] == "ray"]
+    assert isinstance(said, dict)
+    return said
+
+
+def test_a_cluster_is_looked_at_and_left_alone() -> None:
+    with Cluster() as cluster:
+        at = ("--ray-address", cluster.address)
+        too_small = examined(cluster, *at)
+        assert too_small["state"] == "fail"
+        assert "0 of 3 replicas have a place" in too_small["text"]
+        cluster.add(4)
+        before = len(cluster.processes())
+        well = examined(cluster, *at)
+        assert well["state"] == "ok", well
+        assert f"{cluster.address} answers and wants a token; 2 of 3 replicas have a place" in well["text"]
+        for stranger in ({"RAY_AUTH_TOKEN": "ab" * 32}, {"RAY_AUTH_MODE": "disabled", "RAY_AUTH_TOKEN": None}):
+            refused = examined(cluster, *at, **stranger)
+            assert refused["state"] == "fail"
+            assert "AuthenticationError" in refused["text"]
+        assert len(cluster.processes()) == before
+        assert cluster.ask()["actors"] == []

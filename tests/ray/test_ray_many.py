@@ -1,0 +1,238 @@
+"""What takes longer on a real Ray cluster: many losses, places and zones, a killed driver, the Jobs API."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from ray_cluster import SLOW, SMALL, Cluster, Job, command
+from test_ray_submit import audit
+
+from ft_hsdp.launch.rundir import read_json
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
+
+LOSSES = 20
+GONE_S = 30.0
+
+
+def ours(cluster: Cluster) -> list[psutil.Process]:
+    found = []
+    for process in cluster.processes():
+        try:
+            if "ft_hsdp" in " ".join(process.cmdline()) or "-m lighthouse" in " ".join(process.cmdline()):
+                found.append(process)
+        except psutil.Error:
+            continue
+    return found
+
+
+def nothing_is_left(cluster: Cluster) -> None:
+    """Of a job that has ended; Ray may need a moment where it has to find out by itself."""
+    end = time.monotonic() + GONE_S
+    while True:
+        known, running = cluster.ask(), ours(cluster)
+        if not (known["actors"] or known["groups"] or running):
+            return
+        assert time.monotonic() < end, (known, [p.cmdline() for p in running])
+        time.sleep(0.2)
+
+
+@pytest.mark.timeout(900)
+def test_twenty_nodes_in_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    steps = 1600
+    with Cluster() as cluster:
+        cluster.add(1, 1, 1, 1)
+        with Job(cluster, tmp_path, steps, program=SLOW, replicas=3, restart__budget=30) as job:
+            job.until(lambda: job.contribute(0, 1, 2), "the start")
+            back = []
+            for n in range(LOSSES):
+                victim = n % 3
+                rest = {0, 1, 2} - {victim}
+                starts = len(job.events("ReplicaStarted", replica=victim))
+                since = time.monotonic()
+                cluster.remove(job.node_of(victim))
+                job.until(lambda rest=rest: job.contribute(*rest), f"loss {n}: the survivors")
+                cluster.add(1)
+                job.until(
+                    lambda victim=victim, starts=starts: (
+                        len(job.events("ReplicaStarted", replica=victim)) > starts and job.contribute(0, 1, 2)
+                    ),
+                    f"loss {n}: the replica elsewhere",
+                )
+                back.append(time.monotonic() - since)
+            job.hurry()
+            summary = job.end(deadline_s=300)
+        nothing_is_left(cluster)
+    audit(summary, steps)
+    assert sum(r["incarnations"] for r in summary["replicas"].values()) >= 3 + LOSSES
+    with capsys.disabled():
+        print(
+            f"\n{LOSSES} nodes removed and added: {summary['batches']}, digests equal; "
+            f"all back after {min(back):.1f} to {max(back):.1f} s"
+        )
+
+
+@pytest.mark.timeout(600)
+def test_six_nodes_in_a_row_with_a_spare(tmp_path: Path) -> None:
+    """The spare's own node among them; each new node is the next spare's."""
+    steps, losses = 700, 6
+    with Cluster() as cluster:
+        cluster.add(1, 1, 1)
+        with Job(
+            cluster, tmp_path, steps, program=SLOW, replicas=2, spares=1, restart__budget=30, restart__hold_s=0.2
+        ) as job:
+            for n in range(losses):
+                job.until(lambda n=n: len(job.events("SpareWarmed")) == n + 1, f"loss {n}: a spare")
+                pids = job.events("SpareWarmed")[-1]["pids"]
+                job.until(lambda: job.contribute(0, 1), f"loss {n}: both replicas")
+                if n % 3 == 2:
+                    cluster.remove(cluster.node_above(pids[0]))
+                    job.until(lambda pids=pids: job.events("SpareLost", pids=pids), f"loss {n}: of the spare")
+                else:
+                    cluster.remove(job.node_of(n % 3))
+                    job.until(lambda pids=pids: job.events("ReplicaStarted", pids=pids), f"loss {n}: the move")
+                cluster.add(1)
+            job.until(lambda: len(job.events("SpareWarmed")) == losses + 1, "the last spare")
+            job.until(lambda: job.contribute(0, 1), "both replicas")
+            job.hurry()
+            summary = job.end(deadline_s=300)
+        nothing_is_left(cluster)
+    audit(summary, steps)
+    # At the start two actors on one machine may have found the same port free: then one replica is started again.
+    assert all(summary["replicas"][n]["incarnations"] >= 3 for n in "01")
+    assert len(job.events("ReplicaStarted", how="from a spare")) == 4
+
+
+@pytest.mark.timeout(600)
+def test_places(tmp_path: Path) -> None:
+    with Cluster() as cluster:
+        a, b = *cluster.add(2, zone="a"), *cluster.add(2, zone="b")
+        zones = {"ray.zones": ["a", "b"], "ray.zone_label": "zone"}
+        (tmp_path / "packed").mkdir()
+        with Job(cluster, tmp_path / "packed", 60, replicas=3, ranks_per_replica=2, **zones) as job:
+            job.until(lambda: job.events("ReplicaUnplaced"), "the word on replica 2")
+            job.until(lambda: job.contribute(0, 1), "the first steps")
+            assert (job.node_of(0), job.node_of(1)) == (a, b)
+            groups = {g["name"]: g["nodes"] for g in cluster.ask()["groups"]}
+            assert groups == {"ft_hsdp-job-0": [a, a], "ft_hsdp-job-1": [b, b], "ft_hsdp-job-2": [None, None]}
+            summary = job.end()
+        assert summary["unplaced"] == [2]
+        (unplaced,) = job.events("ReplicaUnplaced")
+        assert "it asks for 2 x (CPU 1) on one node with zone=a" in unplaced["reason"]
+        done = {n: r for n, r in summary["replicas"].items() if r["digest"]}
+        assert set(done) == {"0", "1"}
+        assert len({r["digest"] for r in done.values()}) == 1
+        nothing_is_left(cluster)
+
+        (tmp_path / "spread").mkdir()
+        with Job(
+            cluster,
+            tmp_path / "spread",
+            300,
+            program=SLOW,
+            replicas=2,
+            ranks_per_replica=2,
+            ray__strategy="SPREAD",
+        ) as job:
+            job.until(lambda: job.contribute(0, 1), "the first steps")
+            groups = {g["name"]: set(g["nodes"]) for g in cluster.ask()["groups"]}
+            assert groups == {"ft_hsdp-job-0": {a, b}, "ft_hsdp-job-1": {a, b}}
+            cluster.remove(b)  # a rank of each is gone, and so each as a whole
+            job.until(lambda: len(job.events("ReplicaExited")) == 2, "the loss of both")
+            cluster.add(2)
+            job.until(lambda: len(job.events("ReplicaStarted")) == 4 and job.contribute(0, 1), "both elsewhere")
+            job.hurry()
+            audit(job.end(), 300)
+        nothing_is_left(cluster)
+
+
+@pytest.mark.timeout(600)
+def test_whatever_ends_it_nothing_is_left(tmp_path: Path) -> None:
+    with Cluster() as cluster:
+        cluster.add(1, 1)
+        for name, number, code, replicas in (
+            ("killed", signal.SIGKILL, -9, 2),
+            ("interrupted", signal.SIGINT, 130, 2),
+            ("without-a-place", signal.SIGTERM, 143, 3),
+        ):
+            (tmp_path / name).mkdir()
+            with Job(cluster, tmp_path / name, 5000, replicas=replicas, spares=1, restart__hold_s=0.1) as job:
+                job.until(lambda job=job: job.contribute(0, 1), "steps")
+                job.until(lambda: len(cluster.ask()["groups"]) == 3, "a replica or spare that looks for a place")
+                if replicas == 3:
+                    job.until(lambda job=job: job.events("ReplicaUnplaced"), "the word on replica 2")
+                os.kill(job.process.pid, number)
+                assert job.process.wait(60) == code, job.tail()
+            nothing_is_left(cluster)
+        assert [p.name for p in job.nodes.iterdir()] == [".cache"]  # what the killed one left is swept
+
+        (tmp_path / "crowd").mkdir()
+        with Job(cluster, tmp_path / "crowd", 5000, replicas=2) as job:
+            job.until(lambda: job.contribute(0, 1), "steps")
+            words = [str(tmp_path / "crowd" / "config.yaml"), *job.words, "--job.runs_dir=x"]
+            second = command(cluster, "submit", *words, cwd=tmp_path)
+            assert (second.returncode, len(second.stderr.splitlines())) == (64, 1), second.stderr
+            assert "job.name: got 'job'" in second.stderr
+            wrong = {**cluster.env, "RAY_AUTH_TOKEN": "0" * 64}
+            done = subprocess.run(
+                [sys.executable, "launcher.py", "status", "--ray-address", cluster.address],
+                cwd=Path(__file__).parents[2],
+                env=wrong,
+                capture_output=True,
+                text=True,
+                timeout=90,
+            )
+            assert (done.returncode, len(done.stderr.splitlines())) == (69, 1), done.stderr
+            assert "does not let us in" in done.stderr
+
+
+@pytest.mark.timeout(600)
+def test_the_jobs_api(tmp_path: Path) -> None:
+    with Cluster(dashboard=True) as cluster:
+        cluster.add(3)
+        url = f"http://{cluster.dashboard}"
+        config = tmp_path / "config.yaml"
+        config.write_text("data: {path: stdlib, max_bytes: 1048576}\n")
+        small = {**SMALL, "replicas": 2, "train.steps": 20, "ray.folder": str(cluster.folder / "of-ranks")}
+        words = [f"--{key}={json.dumps(value)}" for key, value in small.items()]
+        at = ["--ray-address", url, f"--job.runs_dir={tmp_path / 'runs'}"]
+        done = command(cluster, "submit", str(config), *at, *words, "--json", deadline_s=120)
+        assert done.returncode == 0, done.stderr
+        audit(json.loads(done.stdout), 20)
+        assert "step 20/20" in done.stderr
+        assert read_json(tmp_path / "runs" / "run" / "summary.json") == json.loads(done.stdout)
+        fleet = ("--lighthouse.count=3", '--lighthouse.etcd=["http://127.0.0.1:1"]')
+        refused = command(cluster, "submit", str(config), *at, *words, *fleet, deadline_s=120)
+        assert refused.returncode == 64
+        assert "lighthouse.count: got 3" in refused.stdout
+
+        submit = [str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", url]
+        there = [
+            "--working-dir",
+            str(tmp_path),
+            "--",
+            "python",
+            "-m",
+            "ft_hsdp.launch.cli",
+            "submit",
+            "config.yaml",
+        ]
+        done = subprocess.run(
+            [*submit, *there, *words, "--job.name=uploaded"],
+            env=cluster.env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "all 2 replicas equal" in done.stdout
+        assert cluster.token not in done.stdout + done.stderr
+        nothing_is_left(cluster)

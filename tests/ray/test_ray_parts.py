@@ -1,0 +1,280 @@
+"""What `submit` is made of, without a cluster."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ft_hsdp.config import Config, parse
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.ray import outbox, placement
+from ft_hsdp.launch.ray.cluster import Said, destination
+from ft_hsdp.launch.ray.inbox import Inbox
+from ft_hsdp.launch.ray.jobs import entrypoint
+from ft_hsdp.launch.ray.outbox import Outbox, Piece
+from ft_hsdp.launch.ray.rank_actor import make_folder
+from ft_hsdp.launch.ray.starting import loopback
+from ft_hsdp.launch.ray.submit import check, within_reach
+from ft_hsdp.launch.rundir import write_json
+
+ROOT = Path(__file__).parents[2]
+
+
+def config(**document: object) -> Config:
+    return parse({"job": {"name": "a"}, **document})
+
+
+def test_a_replica_asks_for_a_bundle_per_rank_in_its_zone() -> None:
+    ray = {"cpus_per_rank": 0.5, "gpus_per_rank": 1, "resources": {"nic": 2, "none": 0}, "labels": {"kind": "x"}}
+    asked = [
+        placement.request(config(ranks_per_replica=2, ray={**ray, "zones": ["p", "q"], "zone_label": "zone"}), n)
+        for n in range(3)
+    ]
+    assert [each.name for each in asked] == ["ft_hsdp-a-0", "ft_hsdp-a-1", "ft_hsdp-a-2"]
+    assert [each.labels["zone"] for each in asked] == ["p", "q", "p"]
+    assert asked[0].bundle == {"CPU": 0.5, "GPU": 1, "nic": 2}
+    assert (
+        placement.vacancy(asked[1], {"CPU": 3.0, "GPU": 0.0}, 4)
+        == "it asks for 2 x (CPU 0.5, GPU 1, nic 2) on one node with kind=x, zone=q; "
+        "free on 4 nodes together: CPU 3, GPU 0, nic 0"
+    )
+
+
+def test_a_spare_asks_for_what_replicas_ask_for_where_there_are_the_fewest() -> None:
+    (anywhere,) = placement.spare_requests(config(ranks_per_replica=2, ray={"labels": {"kind": "x"}}), [])
+    assert anywhere.name == "ft_hsdp-a-spare"
+    assert (anywhere.size, anywhere.bundle, anywhere.labels) == (2, {"CPU": 1}, {"kind": "x"})
+    zoned = config(ray={"labels": {"kind": "x"}, "zones": ["p", "q", "p"], "zone_label": "zone"})
+    of = {zone: placement.request(zoned, n).labels for n, zone in enumerate("pq")}
+    for others, best in (([], "p"), (["p"], "q"), (["q"], "p"), (["p", "q", "q"], "p")):
+        asked = placement.spare_requests(zoned, [of[zone] for zone in others])
+        assert [each.labels["zone"] for each in asked] == [best, *({"p", "q"} - {best})]
+        assert asked[0].labels == of[best]
+
+
+def test_local_ranks_are_counted_on_each_node() -> None:
+    assert placement.local_ranks(["a", "b", "a", "a"]) == [(0, 3), (0, 1), (1, 3), (2, 3)]
+
+
+@pytest.mark.parametrize(
+    ("ray", "why"),
+    [
+        ({"cpus_per_rank": 0}, "a rank that asks for nothing"),
+        ({"gpus_per_rank": 1.5}, "whole"),
+        ({"resources": {"GPU": 1}}, "other names"),
+    ],
+)
+def test_what_no_cluster_gives_is_refused(ray: dict[str, object], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        config(ray=ray)
+
+
+def test_what_submit_does_not_do_is_refused() -> None:
+    for document, key in (
+        ({"train": {"device": "cuda"}}, "ray.gpus_per_rank"),
+        ({"lighthouse": {"etcd": ["http://127.0.0.1:1"], "count": 3}}, "lighthouse.count"),
+    ):
+        with pytest.raises(ConfigError, match=key):
+            check(config(**document))
+    check(config())
+
+
+@pytest.mark.parametrize(
+    ("host", "addresses", "expected"),
+    [
+        ("127.0.0.1", {"10.0.0.1"}, "127.0.0.1"),
+        ("127.0.0.1", {"10.0.0.1", "10.0.0.2"}, "10.0.0.1"),
+        ("localhost", {"10.0.0.1", "10.0.0.2"}, "10.0.0.1"),
+        ("0.0.0.0", {"10.0.0.1"}, "10.0.0.1"),
+        ("192.168.3.4", {"10.0.0.1", "10.0.0.2"}, "192.168.3.4"),
+    ],
+)
+def test_the_lighthouse_listens_where_the_nodes_reach_it(host: str, addresses: set[str], expected: str) -> None:
+    assert within_reach(config(network={"host": host}), "10.0.0.1", addresses).network.host == expected
+
+
+def test_loopback_is_of_one_machine() -> None:
+    assert [loopback(host) for host in ("127.0.0.1", "::1", "localhost", "10.0.0.1", "head")] == [True] * 3 + [
+        False
+    ] * 2
+
+
+def test_a_destination_is_a_head_or_its_jobs_api(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for address in ("auto", "10.0.0.1:6379", "head:6379", "[fd00::1]:6379", "http://head:8265", "https://head"):
+        assert destination(address) == address
+    for address in ("ray://head:10001", "head", "head:0", "head:x", ":6379", ""):
+        with pytest.raises(ConfigError, match="http://HOST:8265"):
+            destination(address)
+    monkeypatch.setenv("RAY_ADDRESS", "head:6379")
+    assert (destination("auto"), destination("other:1")) == ("head:6379", "other:1")
+
+
+def test_a_job_from_outside_names_files_that_the_cluster_has() -> None:
+    there = entrypoint(Path("configs/ray.yaml"), ["--train.steps=6 0"], uploaded=True, json=True)
+    assert there == "python -m ft_hsdp.launch.cli submit configs/ray.yaml '--train.steps=6 0' --json"
+    assert str(Path("configs/ray.yaml").resolve()) in entrypoint(
+        Path("configs/ray.yaml"), [], uploaded=False, json=False
+    )
+
+
+def test_whole_lines_travel_in_order_and_once(tmp_path: Path) -> None:
+    there, run = tmp_path / "there", tmp_path / "run"
+    ranks = there / "replicas" / "1"
+    ranks.mkdir(parents=True)
+    server = there / "forkserver.log"
+    server.write_text("loaded\n")
+    out, into = Outbox(there, {server: "nodes/n-7.log"}), Inbox(run)
+    log = (ranks / "fed.jsonl").open("w", buffering=1)
+    log.write('{"a": 1}\n{"a"')
+    pieces, whole = out.take(flush=False)
+    assert pieces == [Piece("replicas/1/fed.jsonl", b'{"a": 1}\n'), Piece("nodes/n-7.log", b"loaded\n")]
+    assert whole
+    into.add(pieces)
+    assert out.take(flush=False) == ([], True)
+    log.write(": 2}\n")
+    log.close()
+    (ranks / "rank0.log").write_text("the end")
+    into.add(out.take(flush=False)[0])
+    ours = run / "replicas" / "1"
+    assert not (ours / "rank0.log").exists()
+    into.add(out.take(flush=True)[0])
+    (ranks / "final.json").write_text("{}")
+    into.add(out.take(flush=True)[0])
+    assert out.take(flush=True) == ([], True)
+    assert (ours / "fed.jsonl").read_text() == '{"a": 1}\n{"a": 2}\n'
+    assert (ours / "rank0.log").read_text() == "the end\n"
+    assert (ours / "final.json").read_text() == "{}"
+
+
+def test_an_actor_sends_what_it_wrote_as_a_spare_and_as_each_replica(tmp_path: Path) -> None:
+    there, run = tmp_path / "there", tmp_path / "run"
+    out, into = Outbox(there, {}), Inbox(run)
+    for name in ("spares/3-rank0.log", "replicas/0/rank0.log", "replicas/12/rank0.log", "replicas/12/final.json"):
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        (there / name).write_text(f"of {name}\n")
+        into.add(out.take(flush=False)[0])
+        assert (run / name).read_text() == f"of {name}\n"
+    (there / "config.yaml").write_text("its own\n")
+    (there / "spares" / "spares.json").write_text("{}")
+    assert out.take(flush=True) == ([], True)
+
+
+def test_what_is_held_at_once_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outbox, "LIMIT", 64)
+    ranks = tmp_path / "replicas" / "0"
+    ranks.mkdir(parents=True)
+    for name in ("a.log", "b.jsonl"):
+        (ranks / name).write_text("".join(f"{n:09}\n" for n in range(50)))
+    (ranks / "c.log").write_text("x" * 200)  # a line that is longer than that
+    out, into, turns = Outbox(tmp_path, {}), Inbox(tmp_path / "run"), 0
+    while True:
+        pieces, whole = out.take(flush=True)
+        assert sum(len(piece.data) for piece in pieces) < 2 * 64
+        if turns == 0:
+            assert pieces[0].name == "replicas/0/b.jsonl"
+        into.add(pieces)
+        turns += 1
+        if whole and not pieces:
+            break
+    assert turns > 10
+    taken = tmp_path / "run" / "replicas" / "0"
+    for name in ("a.log", "b.jsonl"):
+        assert (taken / name).read_text() == (ranks / name).read_text()
+    assert (taken / "c.log").read_text() == "x" * 200 + "\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../fed.jsonl",
+        "fed.jsonl",
+        "config.yaml",
+        "token",
+        "spares/spares.json",
+        "spares/fed.jsonl",
+        "final.json",
+        "replicas/0/.hidden.log",
+        "replicas/0/../a.log",
+        "replicas/../a.log",
+        "replicas/0/a/b.log",
+        "replicas/0/processes.json",
+        "nodes/../token.log",
+        "/tmp/a.log",
+    ],
+)
+def test_only_logs_are_taken_from_a_node(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="no log"):
+        Inbox(tmp_path).add([Piece(name, b"x")])
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_node_s_folder_is_private_and_swept(tmp_path: Path) -> None:
+    mine, gone = make_folder(tmp_path / "f", "a"), make_folder(tmp_path / "f", "a")
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    write_json(gone / "owner.json", {"pid": ended.pid})
+    third = make_folder(tmp_path / "f", "a")
+    assert mine.stat().st_mode & 0o777 == 0o700
+    assert {p.name for p in (tmp_path / "f").iterdir()} == {mine.name, third.name}
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=rf"ray\.folder: .* on {socket.gethostname()}"):
+        make_folder(tmp_path / "file", "a")
+
+
+def test_what_ray_prints_is_kept_apart(tmp_path: Path) -> None:
+    said = Said()
+    print("early", file=said)
+    said.keep(tmp_path / "ray.log")
+    print("late", file=said)
+    assert (tmp_path / "ray.log").read_text() == "early\nlate\n"
+
+
+def launcher(*words: str, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(ROOT / "launcher.py"), *words],
+        env={**os.environ, **env},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.mark.multiproc
+def test_bad_addresses_are_one_line(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "configs" / "quickstart.yaml", tmp_path / "c.yaml")
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        port = closed.getsockname()[1]
+        for address, code, said in (
+            ("ray://127.0.0.1:10001", 64, "--ray-address: got 'ray://127.0.0.1:10001'"),
+            (f"127.0.0.1:{port}", 69, f"nothing answers at 127.0.0.1:{port}"),
+            (f"http://127.0.0.1:{port}", 69, f"nothing answers at http://127.0.0.1:{port}"),
+        ):
+            done = launcher("submit", "c.yaml", "--ray-address", address, "--data.max_bytes=65536", cwd=tmp_path)
+            assert (done.returncode, done.stdout, len(done.stderr.splitlines())) == (code, "", 1), done.stderr
+            assert said in done.stderr
+        assert launcher("status", "--ray-address", f"127.0.0.1:{port}", cwd=tmp_path).returncode == 69
+        assert launcher("status", "--ray-address", "http://127.0.0.1:1", cwd=tmp_path).returncode == 64
+
+
+@pytest.mark.multiproc
+def test_without_ray_there_is_one_line_and_all_else_works(tmp_path: Path) -> None:
+    shutil.copy(ROOT / "configs" / "quickstart.yaml", tmp_path / "c.yaml")
+    (tmp_path / "without").mkdir()
+    (tmp_path / "without" / "ray.py").write_text(
+        "raise ModuleNotFoundError(\"No module named 'ray'\", name='ray')\n"
+    )
+    env = {"PYTHONPATH": str(tmp_path / "without")}
+    for words in (["submit", "c.yaml"], ["status", "--ray-address", "auto"]):
+        done = launcher(*words, cwd=tmp_path, **env)
+        assert (done.returncode, len(done.stderr.splitlines())) == (64, 1), done.stderr
+        assert "pip install" in done.stderr
+    assert launcher("--help", cwd=tmp_path, **env).returncode == 0

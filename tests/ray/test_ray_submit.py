@@ -1,0 +1,92 @@
+"""A job on a real Ray cluster of four nodes: it loses nodes, goes on smaller, and grows back."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+from ray_cluster import SLOW, Cluster, Job, command
+
+from ft_hsdp.launch.rundir import RunDir, read_json
+
+pytestmark = pytest.mark.multiproc
+
+STEPS = 320  # they must last until replicas are back, on a slow machine, too
+
+
+def test_nodes_go_and_come(tmp_path: Path) -> None:
+    with Cluster() as cluster:
+        cluster.add(1, 1, 1, 1)
+        with Job(cluster, tmp_path, STEPS, program=SLOW, replicas=3) as job:
+            run = RunDir(job.run)
+            job.until(lambda: job.contribute(0, 1, 2), "the start")
+            lighthouse_looked_at_from_anywhere(cluster)
+            secrets_are_kept(cluster, job)
+
+            cluster.remove(job.node_of(1))
+            job.until(lambda: job.contribute(0, 2), "the survivors")
+            lighthouse = read_json(run.lighthouse)
+            actor = psutil.Process(lighthouse["pid"]).ppid()
+            os.kill(actor, signal.SIGKILL)  # the lighthouse dies with its actor
+            job.until(lambda: job.contribute(0, 1, 2), "the replica on another node")
+            (restarted,) = job.events("LighthouseRestarted")
+            again = read_json(run.lighthouse)
+            assert (again["url"], again["pid"] != lighthouse["pid"]) == (lighthouse["url"], True)
+
+            cluster.remove(job.node_of(2))
+            job.until(lambda: job.events("ReplicaUnplaced", replica=2), "the word that there is no place")
+            (unplaced,) = job.events("ReplicaUnplaced")
+            assert "1 x (CPU 1) on a node; free on 3 nodes together: CPU 0" in unplaced["reason"]
+            step = job.newest()["step"]
+            job.until(lambda: job.newest()["step"] > step + 3, "steps without it")
+            assert job.contribute(0, 1)
+            cluster.add(1)
+            job.until(lambda: job.contribute(0, 1, 2), "the replica on the new node")
+            job.hurry()
+            summary = job.end()
+        after = cluster.ask()
+        assert (after["actors"], after["groups"]) == ([], [])
+        assert not [p for p in cluster.processes() if "ft_hsdp" in " ".join(p.cmdline())]
+        assert [p.name for p in job.nodes.iterdir()] == [".cache"]
+    assert not cluster.processes()
+    audit(summary, STEPS)
+    assert [summary["replicas"][n]["incarnations"] for n in "012"] == [1, 2, 2]
+    granted = [e["epoch"] for e in job.events("EpochGranted")]
+    assert granted == sorted(set(granted))
+    epochs = [row["epoch"] for row in job.rows("metrics.jsonl") if abs(row["t"] - restarted["t"]) < 1]
+    assert len(set(epochs)) <= 2  # the lighthouse came back with its journal: no epoch of its own
+
+
+def lighthouse_looked_at_from_anywhere(cluster: Cluster) -> None:
+    done = command(cluster, "status", "--ray-address", cluster.address, "--json")
+    picture = json.loads(done.stdout)
+    assert picture["job"] == "job"
+    assert [r["replica"] for r in picture["replicas"]] == [0, 1, 2]
+    ranks = [rank for r in picture["replicas"] for rank in r["ranks"]]
+    assert all(rank["state"] == "running" and psutil.pid_exists(rank["pid"]) and rank["host"] for rank in ranks)
+
+
+def secrets_are_kept(cluster: Cluster, job: Job) -> None:
+    ours = [
+        p for p in cluster.processes() if "ft_hsdp.launch.zygote" in p.cmdline() or "lighthouse" in p.cmdline()
+    ]
+    assert len(ours) >= 7  # three fork servers, their ranks, the lighthouse
+    for process in ours:
+        assert cluster.token not in process.environ().values()
+    private = [p for p in job.nodes.iterdir() if p.name != ".cache"]
+    assert len(private) == 3
+    assert {p.stat().st_mode & 0o777 for p in private} == {0o700}
+    for log in [*job.run.rglob("*"), job.log]:
+        assert not log.is_file() or cluster.token.encode() not in log.read_bytes()
+
+
+def audit(summary: dict, steps: int) -> None:
+    assert summary["steps"] == steps
+    assert not summary.get("lost")
+    assert len({(r["step"], r["lineage"], r["digest"]) for r in summary["replicas"].values()}) == 1
+    assert summary["replicas"]["0"]["step"] == steps
+    assert (summary["batches"]["duplicated"], summary["batches"]["skipped"]) == (0, 0)

@@ -1,0 +1,127 @@
+"""Real replicas that die, and spares that take their places."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from scenario_job import Job, check
+
+pytestmark = pytest.mark.multiproc
+
+WARM = "from a spare"
+
+
+def spares(job: Job, state: str = "ready") -> list[list[int]]:
+    """Pids of the spares in that state."""
+    try:
+        listed = json.loads((job.run / "spares" / "spares.json").read_text())["spares"]
+    except OSError:
+        return []
+    return [[rank["pid"] for rank in spare["ranks"]] for spare in listed if spare["state"] == state]
+
+
+def ready(job: Job) -> list[int]:
+    """Wait for a spare; its pids."""
+    job.until(lambda: spares(job), "a spare is ready")
+    return spares(job)[0]
+
+
+def starts(job: Job, replica: int) -> list[dict[str, Any]]:
+    return job.events("ReplicaStarted", replica=replica)
+
+
+def settle(job: Job, summary: dict[str, Any], steps: int) -> None:
+    """What must hold at the end; no process of the run is left."""
+    check(summary, steps)
+    verdict = job.replayed()
+    assert verdict["equal"], verdict
+    ours = str(job.run)
+    left = [p.pid for p in psutil.process_iter(["cmdline"]) if ours in (p.info["cmdline"] or [])]
+    assert not left
+    called = [tuple(e["pids"]) for e in job.events("ReplicaStarted", how=WARM)]
+    assert len(set(called)) == len(called), "a spare was called twice"
+
+
+def test_a_replica_that_lost_a_rank_goes_on_in_a_spare(tmp_path: Path) -> None:
+    with Job(tmp_path, 60, replicas=2, spares=2, restart__hold_s=0.5) as job:
+        pids = ready(job)
+        job.signal(1, 1, signal.SIGKILL)
+        job.until(lambda: len(starts(job, 1)) == 2, "the second life")
+        summary = job.end()
+        settle(job, summary, 60)
+        first, second = starts(job, 1)
+        assert (first["how"], second["how"], second["pids"]) == ("cold", WARM, pids)
+        assert {e["replica"] for e in job.events("ReplicaStarted", how=WARM)} == {1}
+        (restored,) = job.events("StateRestored", replica=1)
+        assert restored["origin"] == "agent"
+        life = second["incarnation"]
+        names = [e["event"] for e in job.rows("replicas/1/events.jsonl") if e["incarnation"] == life]
+        told = ["ReplicaBooted", "ReplicaWarmed", "StateRestored", "CheckedIn", "FirstStepCommitted"]
+        assert [n for n in names if n in told] == told
+
+
+@pytest.mark.proof
+def test_five_kills_at_random_moments(tmp_path: Path) -> None:
+    rng = random.Random(4)
+    with Job(tmp_path, 120, spares=2, restart__budget=50, restart__hold_s=0.2) as job:
+        job.until(lambda: job.step() >= 3, "step 3")
+        for _ in range(5):
+            ready(job)
+            goal = job.step() + rng.randint(0, 4)
+            job.until(lambda goal=goal: job.step() >= goal, f"step {goal}")
+            able = job.contributing()
+            victims = [r for r in range(3) if len(able - {r}) >= 1]
+            job.signal(rng.choice(victims), rng.randrange(2), signal.SIGKILL)
+            dead = job.step()
+            job.until(lambda dead=dead: job.step() > dead, "survivors commit")
+        settle(job, job.end(), 120)
+        assert len(job.events("ReplicaStarted", how=WARM)) == 5
+
+
+@pytest.mark.proof
+def test_a_spare_that_is_killed_is_nobodys_failure(tmp_path: Path) -> None:
+    with Job(tmp_path, 80, replicas=2, spares=2, restart__hold_s=0.2) as job:
+        pids = ready(job)
+        os.kill(pids[0], signal.SIGKILL)
+        job.until(lambda: spares(job) and ready(job) != pids, "another spare")
+        summary = job.end()
+        settle(job, summary, 80)
+        assert summary["failures"] == []
+        assert job.events("SpareLost")[0]["pids"] == pids
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_spare_that_dies_while_it_is_promoted_is_a_failure_like_others(tmp_path: Path, rank: int) -> None:
+    """It dies on its first look at the state, before its replica has checked in, or soon after."""
+    with Job(tmp_path, 80, replicas=2, spares=2, restart__hold_s=0.2) as job:
+        pids = ready(job)
+        job.signal(1, 0, signal.SIGKILL)
+        job.until(lambda: len(starts(job, 1)) == 2, "the second life")
+        os.kill(pids[rank], signal.SIGKILL)
+        summary = job.end()
+        settle(job, summary, 80)
+        assert summary["replicas"]["1"]["incarnations"] == 3
+        assert len(summary["failures"]) == 2
+
+
+@pytest.mark.proof
+def test_two_replicas_die_at_once_and_one_gets_the_spare(tmp_path: Path) -> None:
+    with Job(tmp_path, 80, spares=2, restart__hold_s=0.2) as job:
+        pids = ready(job)
+        for replica in (0, 2):
+            for rank in (0, 1):
+                job.signal(replica, rank, signal.SIGKILL)
+        summary = job.end()
+        settle(job, summary, 80)
+        hows = sorted(starts(job, replica)[1]["how"] for replica in (0, 2))
+        assert hows == ["cold", WARM]
+        (warm,) = [e for e in job.events("ReplicaStarted", how=WARM) if e["pids"] == pids]
+        assert warm["replica"] in (0, 2)

@@ -1,0 +1,64 @@
+"""A real job, started, asked for its status and ended: its tokens stand in their files and nowhere else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from scenario_job import ROOT, Job
+
+pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
+
+DEADLINE_S = 90.0
+
+
+def command_lines(job: Job) -> str:
+    """What everybody on this machine may read of the job's processes."""
+    lines = []
+    for process in psutil.Process(job.process.pid).children(recursive=True):
+        try:
+            lines += [*process.cmdline(), process.name()]
+        except psutil.Error:
+            continue
+    return "\n".join(lines)
+
+
+def test_the_tokens_stand_in_their_files_alone(tmp_path: Path) -> None:
+    tokens = {}
+    said = ""
+    with Job(tmp_path, 20, replicas=2, ranks_per_replica=1) as job:
+        deadline = time.monotonic() + DEADLINE_S
+        while job.process.poll() is None:
+            assert time.monotonic() < deadline
+            said += command_lines(job)
+            tokens |= {
+                f: (job.run / f).read_text().strip() for f in ("token", "admin_token") if (job.run / f).exists()
+            }
+            if (job.run / "lighthouse.json").exists() and "replicas" not in said:
+                command = [
+                    sys.executable,
+                    str(ROOT / "launcher.py"),
+                    "status",
+                    "--json",
+                    "--runs-dir",
+                    str(job.run.parent),
+                ]
+                found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=30)
+                said += found.stdout + found.stderr
+            time.sleep(0.1)
+        assert job.process.returncode == 0, job.log.read_text()
+    assert "lighthouse" in said
+    assert "replicas" in said
+    assert sorted(tokens) == ["admin_token", "token"]
+    files = [f for f in tmp_path.rglob("*") if f.is_file() and f.name not in tokens]
+    assert len(files) > 10
+    for name, token in tokens.items():
+        assert len(token) == 64
+        assert (job.run / name).stat().st_mode & 0o777 == 0o600
+        assert token not in said
+        for file in files:
+            assert token.encode() not in file.read_bytes(), file

@@ -1,0 +1,152 @@
+"""docs/timeouts.md says what the models say, and every wait of the configuration is waited by somebody."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ft_hsdp.config import Config, parse
+from ft_hsdp.config.waits import BOUNDS
+from ft_hsdp.errors import Retryable
+from ft_hsdp.launch.forkserver import ForkServer
+from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseProcess
+from ft_hsdp.launch.rundir import RunDir
+from ft_hsdp.train.saver import Saver
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs/timeouts.md").read_text()
+ROWS = {
+    cells[0].strip("`"): cells[1:]
+    for line in PAGE.splitlines()
+    if line.startswith("| `") and (cells := [cell.strip() for cell in line.strip("|").split("|")])
+}
+PRESETS = re.findall(r"^### (.+?)\n.*?```yaml\n(.*?)```", PAGE, re.MULTILINE | re.DOTALL)
+ELSEWHERE = ("ftar.timeout_s", "quorum.lease_s", "quorum.catchup_wait_s", "lighthouse.etcd_lease_s")
+WAITS = [
+    *(f"timeouts.{key}" for key in type(Config().timeouts).model_fields),
+    *(f"restart.{key}" for key in type(Config().restart).model_fields if key.endswith("_s")),
+    *ELSEWHERE,
+]
+
+
+def _default(key: str) -> float | None:
+    section, name = key.split(".")
+    value: float | None = getattr(getattr(Config(), section), name)
+    return value
+
+
+def test_every_wait_has_its_row_and_its_default() -> None:
+    assert {key: row[0] for key, row in ROWS.items()} == {
+        key: "null" if (value := _default(key)) is None else f"{value:g}" for key in WAITS
+    }
+    assert all(len(row) == 5 and all(row[:4]) for row in ROWS.values())
+
+
+def test_the_rows_go_from_the_shortest_to_the_longest() -> None:
+    seconds = [float("inf") if row[0] == "null" else float(row[0]) for row in ROWS.values()]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("bound", BOUNDS, ids=lambda b: f"{b.key}-{b.other}")
+def test_what_is_enforced_is_said(bound: Any) -> None:
+    assert f"{'less than' if bound.below else 'at most'} `{bound.other}`" in ROWS[bound.key][4]
+
+
+def test_nothing_else_is_said_to_be_enforced() -> None:
+    said = sum(len(re.findall(r"(?:less|more) than `|at (?:most|least) ", row[4])) for row in ROWS.values())
+    assert said == len(BOUNDS) + 4  # backoff_s, evict_s, and silence_s and beat_s, which say the same
+
+
+@pytest.mark.parametrize(("name", "text"), PRESETS, ids=[name for name, _ in PRESETS])
+def test_a_preset_can_be_used_as_it_is(name: str, text: str) -> None:
+    assert parse(yaml.safe_load(text)) != Config()
+
+
+def test_there_are_presets() -> None:
+    assert len(PRESETS) == 4
+
+
+@pytest.mark.parametrize("key", WAITS)
+def test_a_wait_is_read_by_somebody(key: str) -> None:
+    """Outside the configuration and the preflight, which only check it."""
+    assert key.split(".")[1] in _read()
+
+
+def _read(found: set[str] = set()) -> set[str]:  # noqa: B006 - the tree is parsed once
+    """Attributes that any module of ours reads of something called like a section of the configuration."""
+    if not found:
+        files = [*(ROOT / "ft_hsdp").rglob("*.py"), *(ROOT / "lighthouse").rglob("*.py")]
+        for file in files:
+            if not {"config", "doctor", "sim", "bench"} & set(file.relative_to(ROOT).parts):
+                nodes = ast.walk(ast.parse(file.read_text()))
+                found |= {n.attr for n in nodes if isinstance(n, ast.Attribute) and _section(n.value)}
+    return found
+
+
+def _section(value: ast.expr) -> bool:
+    name = value.attr if isinstance(value, ast.Attribute) else getattr(value, "id", "")
+    return name in ("timeouts", "restart", "policy", "ftar", "quorum", "lighthouse", "options")
+
+
+# By behaviour, where the wait is short to show.
+
+
+@pytest.mark.multiproc
+def test_imports_may_take_boot_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_import.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def body() -> None:
+        server = ForkServer(tmp_path, preload=("slow_import",), boot_s=0.3)
+        with pytest.raises(Retryable, match=r"did not load within 0\.3 s"):
+            await server.start()
+        await server.close()
+
+    asyncio.run(body())
+
+
+@pytest.mark.multiproc
+def test_a_lighthouse_listens_within_listen_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "silent_lighthouse.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def body() -> None:
+        one = LighthouseProcess(RunDir(tmp_path), lambda _: None, module="silent_lighthouse", listen_s=0.3)
+        with pytest.raises(LighthouseFailed, match=r"does not listen after 0\.3 s"):
+            await one.start()
+
+    asyncio.run(body())
+
+
+def test_a_checkpoint_is_finished_within_save_s() -> None:
+    class Hanging:
+        """A copy that never ends, and a writer that says how long it may take."""
+
+        left: float | None = None
+
+        def after(self, _: object) -> None:
+            pass
+
+        def close(self, deadline_s: float) -> None:
+            self.left = deadline_s
+
+    hanging: Any = Hanging()
+    done = threading.Event()
+
+    def close() -> None:
+        Saver(hanging, hanging, 0, lambda _: None).close(0.2)
+        done.set()
+
+    began = time.monotonic()
+    threading.Thread(target=close, daemon=True).start()
+    assert done.wait(20)
+    assert time.monotonic() - began >= 0.2
+    assert hanging.left == 0.0
