@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -12,6 +13,9 @@ settings.load_profile("ft_hsdp")
 
 # torch asks for the names of its peers; where no name server answers, each question takes that long, not 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
+# Whoever runs the tests in the background has SIGINT ignored, and what they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ALONE = {"dashboard", "scenarios"}  # folders of which every test starts processes
 LAST = ["sim", "scenarios"]  # folders with long tests: what fails soon fails first

@@ -144,20 +144,19 @@ def test_a_cluster_ends_with_the_bench() -> None:
         "--rounds",
         "9",
     ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    try:
-        assert process.stderr is not None
-        for line in process.stderr:
-            if ", ray: a step of" in line:  # the next turn is Ray's as well
-                break
-        below = psutil.Process(process.pid)
-        deadline = time.monotonic() + 60
-        while not any("RankActor" in " ".join(child.cmdline()) for child in below.children(recursive=True)):
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(90) == 130
-        assert process.stderr.read().splitlines()[-1] == "stopped"
-    finally:
-        process.kill()
-        process.wait()
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            assert process.stderr is not None
+            for line in process.stderr:
+                if ", ray: a step of" in line:  # the next turn is Ray's as well
+                    break
+            below = psutil.Process(process.pid)
+            deadline = time.monotonic() + 60
+            while not any("RankActor" in " ".join(child.cmdline()) for child in below.children(recursive=True)):
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            assert process.wait(90) == 130
+            assert process.stderr.read().splitlines()[-1] == "stopped"
+        finally:
+            process.kill()

@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from pathlib import Path
 
+from storm_broken import Broken, Disturbed
 from storm_events import EVENTS
 from storm_members import Member, Message, Nursery
 from storm_proxy import Proxies
@@ -35,10 +36,6 @@ TRIES = 3  # of a ring on a machine that is busy with other things
 DEADLINE_S = 30.0  # after which something hangs
 ENDLESS = 1 << 30
 TOKEN = "5a" * 32
-
-
-class Broken(AssertionError):
-    """Something that must hold does not."""
 
 
 class Storm:
@@ -288,7 +285,7 @@ class Storm:
             member.tell(do="ping")
         heard = self.hear_all(self.ring, ("pong",))
         if bad := {m.number: w for m in self.ring for w in m.said if w.get("ended") == self.epoch}:
-            raise Broken(f"a harmless event broke epoch {self.epoch}: {bad}")
+            raise Disturbed(f"a harmless event broke epoch {self.epoch}: {bad}")
         return {n: m["pong"] for n, m in heard.items()}
 
     def clear(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import subprocess
 import tempfile
@@ -11,11 +12,14 @@ from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.processes import environment, free_port, last_line, tied
 
 START_S = 60.0  # longest time until it runs
-STOP_S = 30.0  # longest time for its processes to go by themselves
+STOP_S = 30.0  # longest time for it to end
+LEAVE_S = 2.0  # and for the processes below it to follow
 STORE_BYTES = 80 << 20  # of its object store, the least: no rank uses it
 STARTED = "Ray runtime started"
 
@@ -47,7 +51,7 @@ class Cluster:
             with log.open("wb") as file:
                 self._process = subprocess.Popen(
                     command,
-                    env={**environment(), **self.env},
+                    env={**environment(), **self.env, "TMPDIR": str(folder)},  # where its processes leave theirs
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=file,
@@ -69,7 +73,10 @@ class Cluster:
         self._stack.close()
 
     def _end(self) -> None:
-        """Have it end its processes; where it does not, the kernel ends them with it."""
+        """Have it end its processes; those that it leaves behind are killed."""
+        below = []
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below = psutil.Process(self._process.pid).children(recursive=True)
         if self._process.poll() is None:
             self._process.terminate()
             try:
@@ -77,3 +84,8 @@ class Cluster:
             except subprocess.TimeoutExpired:
                 self._process.kill()
         self._process.wait()
+        _, left = psutil.wait_procs(below, LEAVE_S)
+        for process in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(left, LEAVE_S)
