@@ -21,7 +21,7 @@ from ft_hsdp.launch.processes import environment
 from ft_hsdp.launch.render.site import Site
 from ft_hsdp.launch.render.slurm import slurm
 
-STEPS = 1200
+STEPS = 3000  # they must last until elements are back in the queue and out again
 DEADLINE_S = 120.0
 JOB = {
     "job": {"name": "tiny"},

@@ -36,9 +36,13 @@ SMALL = {
 
 
 class Cluster:
-    """Nodes of one Ray cluster; a context."""
+    """Nodes of one Ray cluster; a context.
 
-    def __init__(self, *, dashboard: bool = False) -> None:
+    cpus: of its head, which then has the Jobs API. A job that is uploaded to that wants no other node: all nodes
+    here share a folder, in which each unpacks the upload anew, below whoever runs in it already.
+    """
+
+    def __init__(self, cpus: int = 0) -> None:
         self.mark = secrets.token_hex(8)
         self.token = secrets.token_hex(32)
         self.folder = Path(tempfile.mkdtemp(prefix="rt"))  # short: sockets are in it
@@ -53,7 +57,7 @@ class Cluster:
             "PATH": os.pathsep.join([bin_folder, os.environ.get("PATH", "")]),
             "RAY_ADDRESS": "",
         }
-        words = [str(self.folder / "ray"), *(["dashboard"] if dashboard else [])]
+        words = [str(self.folder / "ray"), *([str(cpus)] if cpus else [])]
         self._log = (self.folder / "nodes.log").open("wb")
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__).with_name("ray_nodes.py")), *words],
@@ -103,6 +107,16 @@ class Cluster:
                 if process.environ().get(MARK) == self.mark and process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
         return found
+
+    def ours(self) -> list[str]:
+        """The commands among them that run a module of ours."""
+        commands = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                words = process.cmdline()
+                if {word.partition(".")[0] for word in words} & {"ft_hsdp", "lighthouse"}:
+                    commands.append(" ".join(words))
+        return commands
 
     def close(self) -> None:
         """End all nodes; whatever is left of them is killed."""

@@ -1,4 +1,6 @@
-"""A Ray cluster of several nodes on this machine, in a process of its own: `python ray_nodes.py DIR [dashboard]`.
+"""A Ray cluster of several nodes on this machine, in a process of its own: `python ray_nodes.py DIR [CPUS]`.
+
+With CPUS, those of its head, the head has Ray's dashboard, too, and so the Jobs API.
 
 Orders come as JSON lines on stdin and are answered on stdout: {"add": [{"cpus": 1, "labels": {}}]} by {"nodes":
 [number]}, {"remove": number} by {}, {"ask": true} by what Ray knows. The first answer, without an order, is
@@ -18,7 +20,6 @@ from ray.util import placement_group_table
 
 from ft_hsdp.launch.processes import die_with
 
-CPUS_OF_HEAD = 0
 STORE_BYTES = 80 * 2**20
 SYSTEM = {  # a node that is gone is noticed soon
     "health_check_initial_delay_ms": 500,
@@ -51,11 +52,11 @@ def main() -> None:
     die_with(os.getppid())
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what Ray prints is no answer
-    folder, dashboard = sys.argv[1], len(sys.argv) > 2
+    folder, cpus = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0
     shared: dict[str, Any] = {"object_store_memory": STORE_BYTES}
     head = {
-        "num_cpus": CPUS_OF_HEAD,
-        "include_dashboard": dashboard,
+        "num_cpus": cpus,
+        "include_dashboard": cpus > 0,
         "dashboard_port": 0,
         "dashboard_agent_listen_port": None,
         "temp_dir": folder,

@@ -10,7 +10,6 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 from ray_cluster import SLOW, SMALL, Cluster, Job, command
 from test_ray_submit import audit
@@ -23,25 +22,14 @@ LOSSES = 20
 GONE_S = 30.0
 
 
-def ours(cluster: Cluster) -> list[psutil.Process]:
-    found = []
-    for process in cluster.processes():
-        try:
-            if "ft_hsdp" in " ".join(process.cmdline()) or "-m lighthouse" in " ".join(process.cmdline()):
-                found.append(process)
-        except psutil.Error:
-            continue
-    return found
-
-
 def nothing_is_left(cluster: Cluster) -> None:
     """Of a job that has ended; Ray may need a moment where it has to find out by itself."""
     end = time.monotonic() + GONE_S
     while True:
-        known, running = cluster.ask(), ours(cluster)
+        known, running = cluster.ask(), cluster.ours()
         if not (known["actors"] or known["groups"] or running):
             return
-        assert time.monotonic() < end, (known, [p.cmdline() for p in running])
+        assert time.monotonic() < end, (known, running)
         time.sleep(0.2)
 
 
@@ -196,8 +184,7 @@ def test_whatever_ends_it_nothing_is_left(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_the_jobs_api(tmp_path: Path) -> None:
-    with Cluster(dashboard=True) as cluster:
-        cluster.add(3)
+    with Cluster(3) as cluster:
         url = f"http://{cluster.dashboard}"
         config = tmp_path / "config.yaml"
         config.write_text("data: {path: stdlib, max_bytes: 1048576}\n")

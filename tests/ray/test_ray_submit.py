@@ -50,7 +50,7 @@ def test_nodes_go_and_come(tmp_path: Path) -> None:
             summary = job.end()
         after = cluster.ask()
         assert (after["actors"], after["groups"]) == ([], [])
-        assert not [p for p in cluster.processes() if "ft_hsdp" in " ".join(p.cmdline())]
+        assert not cluster.ours()
         assert [p.name for p in job.nodes.iterdir()] == [".cache"]
     assert not cluster.processes()
     audit(summary, STEPS)
