@@ -101,7 +101,9 @@ def _decide(s: Replica, token: Token, passed: tuple[Effect, ...]) -> Step:
     record = s.record
     applied: tuple[Effect, ...] = (Commit(record),)
     stay = tuple(r for r in token.equal if r not in token.leaving)
-    leaves = s.departing or (s.dismissed and bool(stay))  # the last who holds the state cannot be spared
+    # Who was asked to leave after its vote stays for another step: the others must know before they go on. Who is
+    # not wanted stays as the last that holds the state.
+    leaves = s.me in token.leaving and (s.departing or bool(stay))
     if s.verified:
         writers, last = stay or token.equal, s.rules.keep_last and s.departing and not stay
         written = write(s, record.state_id, writers, token.unwritable, token.checkpoint > 0 or last)

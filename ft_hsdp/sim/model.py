@@ -305,6 +305,7 @@ class Model:
         held, replicas = self._held(w), self._sound(w)
         invariants.agreement(r, record.state_id, held, replicas)
         invariants.one_history(r, held, replicas)
+        invariants.leaves_in_sight(r, replicas)
         for other, snapshots in enumerate(w.kept):
             if w.replicas[other] < 0:
                 lives = [self._contents.items[snapshot.content] for snapshot in snapshots]

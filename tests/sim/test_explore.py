@@ -12,6 +12,7 @@ import pytest
 from ft_hsdp.core import lineage, voting
 from ft_hsdp.core import replica as core
 from ft_hsdp.core.assignment import Grant
+from ft_hsdp.core.commit import Token
 from ft_hsdp.core.standing import Replica
 from ft_hsdp.sim.explore import Result, explore
 from ft_hsdp.sim.world import Bounds
@@ -60,10 +61,10 @@ def test_no_violation_in_the_whole_bounded_space(capsys: pytest.CaptureFixture[s
         (bounds(drains=1, wipes=1), 4_000),
         (bounds(replicas=2, drains=1, breaks=1), 1_000),
         (bounds(drains=1, pauses=1), 500),
-        (bounds(leaves=1), 15_000),
-        (bounds(replicas=2, leaves=2), 5_000),
-        (bounds(replicas=2, leaves=1, pauses=1, breaks=1), 16_000),
-        (bounds(replicas=2, leaves=1, wipes=1), 4_500),
+        (bounds(leaves=1), 6_500),
+        (bounds(replicas=2, leaves=2), 2_000),
+        (bounds(replicas=2, leaves=1, pauses=1, breaks=1), 10_000),
+        (bounds(replicas=2, leaves=1, wipes=1), 3_000),
         pytest.param(bounds(leaves=1, drains=1), 80_000, marks=pytest.mark.proof),
         pytest.param(bounds(leaves=1, restarts=1), 45_000, marks=pytest.mark.proof),
         pytest.param(bounds(drains=1, deaths=1), 110_000, marks=pytest.mark.proof),
@@ -161,6 +162,15 @@ def _silence_is_death(form: Callable[..., state.Step]) -> Callable[..., state.St
     return mutant
 
 
+def _leave_at_once(decide: Callable[..., core.Step]) -> Callable[..., core.Step]:
+    """Whoever is asked to leave goes with the next verdict, whatever it said with its vote."""
+
+    def mutant(s: Replica, token: Token, passed: Any) -> core.Step:
+        return decide(s, replace(token, leaving=(*token.leaving, s.me)) if s.departing else token, passed)
+
+    return mutant
+
+
 def _no_digest(reduced: Callable[..., core.Step]) -> Callable[..., core.Step]:
     """The ranks give no digest of the state that they hold."""
 
@@ -224,6 +234,12 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
     "silence is death": ([(rounds, "_form", _silence_is_death(rounds._form))], PAIR, True, ""),
     "no overlap with other epochs": ([(quorum, "uncovered", _nobody)], PAIR, True, ""),
     "states are not compared": ([(core, "reduced", _no_digest(core.reduced))], bounds(flips=1), True, "corrupt: "),
+    "leaves are not announced": (
+        [(voting, "_decide", _leave_at_once(voting._decide))],
+        bounds(replicas=2, leaves=1),
+        True,
+        "unsaid: ",
+    ),
     "nobody comes back": (
         [(rounds, "_form", _impatient(rounds._form))],
         bounds(replicas=2, deaths=2, recovery=True),
@@ -267,6 +283,7 @@ def _is_readable(result: Result) -> None:
             "the head went back",
             "given up: ",
             "corrupt: ",
+            "unsaid: ",
         )
     )
     assert f"{len(result.transcript):3d}. {result.transcript[-1]}" in str(result)
