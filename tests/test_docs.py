@@ -28,7 +28,7 @@ def test_every_window_has_its_row() -> None:
 
 
 def test_the_places_and_transcripts_that_are_named_exist() -> None:
-    for named in re.findall(r"\(proof: ([^)]*)\)", PAGE):
+    for named in re.findall(r"\(place: ([^)]*)\)", PAGE):
         assert set(named.split(", ")) <= set(PLACES)
     for named in re.findall(r"test_transcript` \(([^)]*)\)", PAGE):
         for transcript in named.split(", "):

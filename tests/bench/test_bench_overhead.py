@@ -116,7 +116,7 @@ def test_both_train_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("_nothing_left")
 def test_a_job_takes_a_turn_under_each_launcher() -> None:
@@ -127,7 +127,7 @@ def test_a_job_takes_a_turn_under_each_launcher() -> None:
     assert min(found["min_ms"] for found in row["launchers"].values()) > 20  # each waits as long as it is told
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("_nothing_left")
 def test_a_cluster_ends_with_the_bench() -> None:

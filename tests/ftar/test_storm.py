@@ -7,7 +7,7 @@ from storm import Storm
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("events", [20, pytest.param(100, marks=pytest.mark.proof)])
+@pytest.mark.parametrize("events", [20, pytest.param(100, marks=pytest.mark.soak)])
 def test_a_storm_leaves_no_hang_no_wrong_sum_and_nothing_behind(tmp_path: Path, events: int) -> None:
     storm = Storm(seed=7, folder=tmp_path)
     try:

@@ -94,7 +94,7 @@ class Submitted:
 
 @pytest.mark.timeout(600)
 @pytest.mark.multiproc
-@pytest.mark.proof
+@pytest.mark.soak
 def test_elements_leave_and_come_back_on_a_real_slurm(tmp_path: Path) -> None:
     with SlurmCluster() as cluster:
         job = Submitted(cluster, tmp_path, JOB, Site(python=sys.executable))
@@ -120,7 +120,7 @@ def test_elements_leave_and_come_back_on_a_real_slurm(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.multiproc
-@pytest.mark.proof
+@pytest.mark.soak
 def test_a_replica_on_two_nodes_starts_again_on_both_and_leaves_both(tmp_path: Path) -> None:
     sizes = {"ranks_per_replica": 2, "network": {"allow": ["127.0.0.0/8"]}}
     endless = {"train": {**JOB["train"], "steps": 100_000}}

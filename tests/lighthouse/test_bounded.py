@@ -151,7 +151,7 @@ def test_a_thousand_joins_leaves_and_beats_leave_nothing_behind(place: tuple[Pat
     flat(storm(run, port, pid, rounds=340, looks=10), rss_mib=32.0)
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_ten_thousand_joins_leave_nothing_behind(place: tuple[Path, int, int]) -> None:
     run, port, pid = place
     flat(storm(run, port, pid, rounds=10_000, looks=20), rss_mib=3.0)

@@ -111,7 +111,7 @@ def test_whatever_is_sent_the_answer_is_as_described(case):
     case.call_and_validate(headers=holder(case), checks=CHECKED)
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 @SCHEMA.parametrize()
 @settings(max_examples=1000, deadline=None, suppress_health_check=list(HealthCheck))
 def test_whatever_is_sent_for_long_the_answer_is_as_described(case):

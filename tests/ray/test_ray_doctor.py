@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ray_cluster import ROOT, Cluster
 
-pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
+pytestmark = [pytest.mark.multiproc, pytest.mark.soak]
 
 
 def examined(cluster: Cluster, *words: str, **env: str | None) -> dict[str, Any]:

@@ -33,6 +33,7 @@ def nothing_is_left(cluster: Cluster) -> None:
         time.sleep(0.2)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(900)
 def test_twenty_nodes_in_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     steps = 1600
@@ -68,6 +69,7 @@ def test_twenty_nodes_in_a_row(tmp_path: Path, capsys: pytest.CaptureFixture[str
         )
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_six_nodes_in_a_row_with_a_spare(tmp_path: Path) -> None:
     """The spare's own node among them; each new node is the next spare's."""
@@ -99,6 +101,7 @@ def test_six_nodes_in_a_row_with_a_spare(tmp_path: Path) -> None:
     assert len(job.events("ReplicaStarted", how="from a spare")) == 4
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_places(tmp_path: Path) -> None:
     with Cluster() as cluster:
@@ -142,6 +145,7 @@ def test_places(tmp_path: Path) -> None:
         nothing_is_left(cluster)
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_whatever_ends_it_nothing_is_left(tmp_path: Path) -> None:
     with Cluster() as cluster:

@@ -69,7 +69,7 @@ def test_two_replicas_that_differ_halt_the_job(tmp_path: Path) -> None:
         assert "nobody can tell which is right" in halted["reason"]
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("place", [p for p in PLACES if p not in NOT_DEATHS])
 def test_each(tmp_path: Path, place: str, rank: int) -> None:

@@ -22,9 +22,9 @@ HARD = {
 @pytest.mark.parametrize(
     ("seed", "kills", "steps", "train"),
     [
-        pytest.param(1, 5, 60, {}, marks=pytest.mark.proof),
-        pytest.param(2, 5, 60, {"data__assignment": "global"}, marks=pytest.mark.proof),
-        pytest.param(3, 5, 60, HARD, marks=pytest.mark.proof),
+        pytest.param(1, 5, 60, {}, marks=pytest.mark.soak),
+        pytest.param(2, 5, 60, {"data__assignment": "global"}, marks=pytest.mark.soak),
+        pytest.param(3, 5, 60, HARD, marks=pytest.mark.soak),
         (2, 2, 25, HARD),
     ],
 )

@@ -87,7 +87,7 @@ def test_ctrl_c_twice_leaves_nothing(tmp_path: Path) -> None:
         assert not left
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_sigterm_to_replicas_by_hand(tmp_path: Path) -> None:
     """One beyond those that are wanted rests, joins, leaves on SIGTERM, and is not waited for at the end."""
     settings = f"""

@@ -100,7 +100,7 @@ def test_two_seconds_without_a_lighthouse_stall_no_step(tmp_path: Path) -> None:
         assert len(job.events("ReplicaStarted")) == 3, "somebody exited"
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_a_lighthouse_that_hangs_stalls_no_step(tmp_path: Path) -> None:
     """It takes connections and answers nothing: no step waits for it, and it is heard again when it goes on."""
     steps = 120
@@ -142,7 +142,7 @@ def test_the_death_of_an_elected_leader_does_not_touch_training(tmp_path: Path) 
         assert len(terms) >= 2
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_three_seconds_without_etcd_do_not_touch_training(tmp_path: Path) -> None:
     steps = 150
     with EtcdServer() as etcd, Job(tmp_path, steps, lighthouse__etcd=[etcd.url], lighthouse__count=2) as job:

@@ -43,6 +43,7 @@ def test_on_other_numbers_of_replicas_and_ranks(tmp_path: Path) -> None:
         assert job.replayed()["equal"]
 
 
+@pytest.mark.soak
 def test_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()

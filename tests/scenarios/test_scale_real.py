@@ -34,7 +34,7 @@ def all_train(job: Job, *replicas: int) -> None:
     job.until(lambda: job.step() >= goal, f"step {goal}")
 
 
-@pytest.mark.parametrize("assignment", ["per_replica", pytest.param("global", marks=pytest.mark.proof)])
+@pytest.mark.parametrize("assignment", ["per_replica", pytest.param("global", marks=pytest.mark.soak)])
 def test_two_three_one_two(tmp_path: Path, assignment: str) -> None:
     with Job(tmp_path, STEPS, **ELASTIC, data__assignment=assignment) as job:
         all_train(job, 0, 1)

@@ -67,7 +67,7 @@ def test_a_replica_that_lost_a_rank_goes_on_in_a_spare(tmp_path: Path) -> None:
         assert [n for n in names if n in told] == told
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_five_kills_at_random_moments(tmp_path: Path) -> None:
     rng = random.Random(4)
     with Job(tmp_path, 120, spares=2, restart__budget=50, restart__hold_s=0.2) as job:

@@ -13,7 +13,7 @@ from scenario_job import Job, check
 pytestmark = pytest.mark.multiproc
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 @pytest.mark.parametrize("rank", [0, 1])
 def test_stopped_twice_for_four_seconds(tmp_path: Path, rank: int) -> None:
     """With the defaults the others go on without it, and it heals when it continues. All end equal."""

@@ -68,7 +68,7 @@ def test_the_lighthouse_hears_all_and_is_waited_for_by_nobody(tmp_path: Path) ->
         assert statistics.median(waits) < 0.001
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_a_killed_rank_and_a_killed_lighthouse_cost_no_row(tmp_path: Path) -> None:
     steps = 100  # they must last until it is back, on a fast machine, too
     with Job(tmp_path, steps) as job:

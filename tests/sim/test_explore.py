@@ -27,7 +27,7 @@ def bounds(**allowed: Any) -> Bounds:
     return Bounds(**{**NOTHING, **allowed})
 
 
-@pytest.mark.proof
+@pytest.mark.soak
 def test_no_violation_in_the_whole_bounded_space(capsys: pytest.CaptureFixture[str]) -> None:
     space = Bounds()
     assert (space.replicas, space.steps, space.deaths, space.pauses, space.restarts) == (3, 2, 1, 1, 1)
@@ -42,14 +42,14 @@ def test_no_violation_in_the_whole_bounded_space(capsys: pytest.CaptureFixture[s
 @pytest.mark.parametrize(
     ("space", "least"),
     [
-        pytest.param(bounds(pauses=2, breaks=1), 80_000, marks=pytest.mark.proof),
+        pytest.param(bounds(pauses=2, breaks=1), 80_000, marks=pytest.mark.soak),
         (bounds(restarts=1, lapses=1), 200),
         (bounds(wipes=1), 800),
-        pytest.param(bounds(deaths=1, wipes=1), 150_000, marks=pytest.mark.proof),
-        pytest.param(bounds(deaths=1, late_tokens=True), 40_000, marks=pytest.mark.proof),
-        pytest.param(bounds(replicas=2, steps=3, pauses=2, breaks=2, lapses=1), 80_000, marks=pytest.mark.proof),
-        pytest.param(bounds(deaths=1, steps=3), 50_000, marks=pytest.mark.proof),
-        pytest.param(bounds(pauses=2, breaks=2, steps=1), 200_000, marks=pytest.mark.proof),
+        pytest.param(bounds(deaths=1, wipes=1), 150_000, marks=pytest.mark.soak),
+        pytest.param(bounds(deaths=1, late_tokens=True), 40_000, marks=pytest.mark.soak),
+        pytest.param(bounds(replicas=2, steps=3, pauses=2, breaks=2, lapses=1), 80_000, marks=pytest.mark.soak),
+        pytest.param(bounds(deaths=1, steps=3), 50_000, marks=pytest.mark.soak),
+        pytest.param(bounds(pauses=2, breaks=2, steps=1), 200_000, marks=pytest.mark.soak),
         (bounds(deaths=1, breaks=1, replicas=2, late_tokens=True), 20_000),
         (bounds(deaths=1, recovery=True), 30_000),
         (bounds(replicas=2, deaths=2, recovery=True), 35_000),
@@ -65,10 +65,10 @@ def test_no_violation_in_the_whole_bounded_space(capsys: pytest.CaptureFixture[s
         (bounds(replicas=2, leaves=2), 2_000),
         (bounds(replicas=2, leaves=1, pauses=1, breaks=1), 10_000),
         (bounds(replicas=2, leaves=1, wipes=1), 3_000),
-        pytest.param(bounds(leaves=1, drains=1), 80_000, marks=pytest.mark.proof),
-        pytest.param(bounds(leaves=1, restarts=1), 45_000, marks=pytest.mark.proof),
-        pytest.param(bounds(drains=1, deaths=1), 110_000, marks=pytest.mark.proof),
-        pytest.param(bounds(drains=1, deaths=1, recovery=True), 140_000, marks=pytest.mark.proof),
+        pytest.param(bounds(leaves=1, drains=1), 80_000, marks=pytest.mark.soak),
+        pytest.param(bounds(leaves=1, restarts=1), 45_000, marks=pytest.mark.soak),
+        pytest.param(bounds(drains=1, deaths=1), 110_000, marks=pytest.mark.soak),
+        pytest.param(bounds(drains=1, deaths=1, recovery=True), 140_000, marks=pytest.mark.soak),
     ],
     ids=str,
 )
