@@ -66,7 +66,7 @@ def one_history(r: int, contents: Sequence[Content], replicas: Sequence[Replica 
 
 
 def leaves_in_sight(r: int, replicas: Sequence[Replica | None]) -> None:
-    """Whoever leaves with the commit that replica ``r`` has just applied said so with its vote: nobody waits for it."""
+    """Whoever leaves with the commit that replica ``r`` has just applied said so before: nobody waits for it."""
     me = replicas[r]
     ring = [p for p in replicas if me and p and p.intact and p.grant == me.grant and p.head == me.head]
     for gone in ring:
