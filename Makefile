@@ -16,7 +16,7 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 .PHONY: help
 help:
 	@echo "make train   set up .venv and train the quickstart: 3 replicas x 2 ranks, one is killed and heals"
-	@echo "make test    lint, types and all tests that take less than ten seconds"
+	@echo "make test    lint, types and all tests but the long ones"
 	@echo "make proof   what takes longer: launchers, spares, drains, kills, replayed; about ten minutes"
 	@echo "make bench   FTAR beside gloo, torchft and OpenMPI"
 	@echo "make gpu     check and measure the kernels; train configs/gpu.yaml where there is a GPU"
@@ -31,7 +31,7 @@ test: lint types
 	$(PYTEST) -n 2 --dist loadfile -m 'not proof and not soak and not multiproc'; one=$$?; \
 	$(PYTEST) -m 'not proof and not soak and multiproc'; two=$$?; exit $$((one ? one : two))
 
-# What takes longer than ten seconds; about ten minutes.
+# Long runs in real parts; about ten minutes.
 proof: $(TOOLS)
 	$(PYTEST) -m 'proof and not soak' --durations=15
 

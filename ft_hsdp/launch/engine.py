@@ -79,6 +79,9 @@ class Engine(Protocol):
         Stops before the end if a rank exits meanwhile. Raises Retryable; some ranks may run then.
         """
 
+    def vacated(self, replica: int) -> None:
+        """A replica needs its place no more, for now or for good: it is given back."""
+
     def settled(self, gang: Gang) -> None:
         """A gang that was started trains, or has ended: spares may be made beside it."""
 

@@ -82,7 +82,7 @@ class ForkServer:
         call: Called | None = None,
         on_warm: OnWarm = lambda _: None,
     ) -> int:
-        """Fork a rank; its pid. Raises Retryable where the server dies over it.
+        """Fork a rank; its pid. Raises Retryable where the server cannot, or dies over it.
 
         env: added to the environment; config: the YAML file it loads; log: takes its stdout and stderr. Without
         `call` it gets all ready, has `on_warm` called, and waits for a `call`.
@@ -133,18 +133,30 @@ class ForkServer:
         if self._process is not None:
             await self._process.wait()
 
-    async def _start(self) -> None:
+    async def _execute(self) -> socket.socket:
+        """Start its process; our end of the connection to it. Raises OSError."""
         ours, theirs = socket.socketpair()
-        with theirs, (self._run / "forkserver.log").open("ab") as log:
-            args = (str(theirs.fileno()), self._entry, str(self._run), *self._preload)
-            self._process = await asyncio.create_subprocess_exec(
-                *tied("ft_hsdp.launch.zygote", *args),
-                env=environment(),
-                pass_fds=(theirs.fileno(),),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+        try:
+            with theirs, (self._run / "forkserver.log").open("ab") as log:
+                args = (str(theirs.fileno()), self._entry, str(self._run), *self._preload)
+                self._process = await asyncio.create_subprocess_exec(
+                    *tied("ft_hsdp.launch.zygote", *args),
+                    env=environment(),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        return ours
+
+    async def _start(self) -> None:
+        try:
+            ours = await self._execute()
+        except OSError as error:
+            raise Retryable(f"the fork server does not start: {error.strerror or error}") from None
         reader, writer = await asyncio.open_unix_connection(sock=ours)
         try:
             async with asyncio.timeout(self._boot_s):
@@ -192,6 +204,10 @@ class ForkServer:
             self._running[message["pid"]] = owner
             if not spawned.done():
                 spawned.set_result(message["pid"])
+        elif "failed" in message:
+            spawned, _ = self._spawning.pop(message["failed"])
+            if not spawned.done():
+                spawned.set_exception(Retryable(f"the fork server cannot fork: {message['error']}"))
         elif "warm" in message:
             if (warm := self._running.get(message["pid"])) is not None:
                 warm.warm(message["pid"])

@@ -75,6 +75,9 @@ class LocalEngine:
         """There is always a place."""
         return ""
 
+    def vacated(self, replica: int) -> None:
+        """On one machine a place costs nothing."""
+
     async def start(self, gang: Gang, watch: Watch) -> str:
         """Call a spare, or else fork all ranks. Raises Retryable; some may run then."""
         self._pool.began(gang)

@@ -194,6 +194,7 @@ class ReplicaSupervisor:
             kind, rank, why = "", None, ""
         if not await current.wait_for(lambda: not current.living, self._config.timeouts.gone_s):
             stuck = [rank.pid for rank in current.living]
+            self._engine.settled(gang)
             return self._lose(f"pids {stuck} do not end after SIGKILL"), ""
         if not kind:
             kind, rank = current.verdict()
@@ -253,6 +254,7 @@ class ReplicaSupervisor:
         """Keep the replica away until it is wanted; how it ended, if the job ends first."""
         progress, self.resting = self._progress, True
         self._link.rests(self.replica)
+        self._engine.vacated(self.replica)
         progress.wake()
         await progress.wait_for(
             lambda: self._stopping or not self.drained or progress.finished or bool(progress.halted)
@@ -287,7 +289,7 @@ class ReplicaSupervisor:
             return Outcome("done", why)
         if self._stopping:
             return Outcome("stopped", why)
-        if code == EXIT_CONFIG:
+        if code == EXIT_CONFIG and not self._progress.step:  # later it is a machine's fault, and others train on
             return Outcome("config", why)
         if code == EXIT_HARDWARE:
             return self._lose(why)
@@ -297,6 +299,7 @@ class ReplicaSupervisor:
 
     def _lose(self, reason: str) -> Outcome:
         self._link.lost(self.replica)
+        self._engine.vacated(self.replica)
         self._event("ReplicaLost", reason)
         self._progress.wake()
         return Outcome("lost", reason)

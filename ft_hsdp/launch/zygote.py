@@ -116,18 +116,31 @@ class Zygote:
         if "spawn" not in request:
             self._call(request["pid"], request["call"])
             return
-        parent = os.getpid()
-        ours, theirs = socket.socketpair()
-        if request["call"] is not None:  # before it runs: it need not wait
-            ours.sendall(_encode(request["call"]))
-        pid = os.fork()
-        if pid == 0:
-            ours.close()
-            self._become(request, parent, theirs)
-        theirs.close()
+        try:
+            pid, ours = self._fork(request)
+        except OSError as error:  # no memory, descriptors or pids: the other ranks go on
+            self._send({"failed": request["spawn"], "error": f"{error.strerror}"})
+            return
         self._children[pid] = request["spawn"]
         self._lines[pid] = ours
         self._send({"spawned": request["spawn"], "pid": pid})
+
+    def _fork(self, request: dict[str, Any]) -> tuple[int, socket.socket]:
+        """A rank's pid, and our end of its line. Raises OSError."""
+        parent = os.getpid()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                if request["call"] is not None:  # before it runs: it need not wait
+                    ours.sendall(_encode(request["call"]))
+                pid = os.fork()
+            except OSError:
+                ours.close()
+                raise
+            if pid == 0:
+                ours.close()
+                self._become(request, parent, theirs)
+        return pid, ours
 
     def _call(self, pid: int, call: dict[str, Any]) -> None:
         """Tell a rank who it is; one that is gone has been reported, or will be."""

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -115,6 +117,40 @@ def test_when_the_server_dies_its_ranks_die_and_the_next_spawn_starts_another(ru
         assert not any(alive({"pid": pid}) for pid in pids)
         await ranks.spawn_waiting(2)
         assert ranks.server.pid not in (None, first)
+        await ranks.server.close()
+
+    run_async(body())
+
+
+def test_a_fork_that_fails_costs_no_other_rank(run_dir: RunDir) -> None:
+    async def body() -> None:
+        ranks = Ranks(run_dir)
+        pid = await ranks.spawn_waiting()
+        server = ranks.server.pid
+        assert server is not None
+        limits = resource.prlimit(server, resource.RLIMIT_NOFILE)
+        resource.prlimit(server, resource.RLIMIT_NOFILE, (psutil.Process(server).num_fds(), limits[1]))
+        with pytest.raises(Retryable, match=r"^the fork server cannot fork: Too many open files$"):
+            await ranks.spawn(1)
+        resource.prlimit(server, resource.RLIMIT_NOFILE, limits)
+        await ranks.spawn_waiting(1)
+        assert (ranks.server.pid, ranks.exits, alive({"pid": pid})) == (server, {}, True)
+        await ranks.server.close()
+
+    run_async(body())
+
+
+def test_a_server_that_cannot_be_started_is_retried(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def none(*_: object, **__: object) -> None:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    async def body() -> None:
+        ranks = Ranks(run_dir)
+        with monkeypatch.context() as without:
+            without.setattr(asyncio, "create_subprocess_exec", none)
+            with pytest.raises(Retryable, match="does not start: Resource temporarily unavailable"):
+                await ranks.spawn()
+        await ranks.spawn_waiting()
         await ranks.server.close()
 
     run_async(body())

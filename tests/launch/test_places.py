@@ -51,6 +51,9 @@ class Full:
             self.cancelled.append("place")
             raise
 
+    def vacated(self, replica: int) -> None:
+        """It is given back."""
+
     def vacancy(self, replica: int) -> str:
         return f"replica {replica} is too large"
 

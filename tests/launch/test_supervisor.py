@@ -191,6 +191,22 @@ def test_what_a_restart_cannot_mend_is_not_restarted(run_dir: RunDir, plan: Plan
     world.test(body)
 
 
+def test_a_configuration_that_has_trained_is_not_to_blame(run_dir: RunDir, plan: Plan) -> None:
+    """The machine is, to which a replica has moved, and the others train on."""
+    plan({"1": {"0": {"1": ["exit", 64]}}})
+    world = World(run_dir)
+    world.progress.saw(5, 1)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        await world.waiting(1)
+        (scheduled,) = world.named("RestartScheduled")
+        assert "rank 1 ended with exit 64" in scheduled["reason"]
+        await world.supervisor.stop(5)
+        assert (await task).kind == "stopped"
+
+    world.test(body)
+
+
 def test_the_line_of_a_bad_configuration_is_the_reason(run_dir: RunDir, plan: Plan) -> None:
     plan({"1": {"0": {"0": ["bad-config"]}}})
     world = World(run_dir)

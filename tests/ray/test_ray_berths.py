@@ -13,15 +13,17 @@ from typing import Any
 import pytest
 
 from ft_hsdp.config import Config, dump, parse
-from ft_hsdp.errors import Retryable
+from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.launch import pool
 from ft_hsdp.launch.crew import Crew
 from ft_hsdp.launch.engine import COLD, WARM, WARMING, Gang, Process
 from ft_hsdp.launch.ray import engine as engines
 from ft_hsdp.launch.ray import starting
+from ft_hsdp.launch.ray.berth import Berth, Place
 from ft_hsdp.launch.ray.engine import RayEngine
+from ft_hsdp.launch.ray.inbox import Inbox
 from ft_hsdp.launch.ray.placement import Request
-from ft_hsdp.launch.ray.rank_actor import Start
+from ft_hsdp.launch.ray.rank_actor import News, Seat, Start
 from ft_hsdp.launch.rundir import Row, RunDir, read_json, write_private
 
 DEADLINE_S = 20.0
@@ -271,6 +273,89 @@ def test_a_replica_that_is_not_wanted_any_more_looks_for_no_place(tmp_path: Path
         assert [b.removed for b in world.berths] == [False, False, True, False]
 
     world.test(body)
+
+
+def test_the_place_of_a_replica_that_rests_is_the_next_spare_s_or_another_replica_s(tmp_path: Path) -> None:
+    world = World(tmp_path, {"": 3})
+
+    async def body() -> None:
+        await world.train(0, 1, 2)
+        drained, old = world.of(2), world.of(1)
+        await world.until(lambda: world.spares, "a spare that looks for a place")
+        world.engine.vacated(2)
+        await world.ready()
+        assert drained.removed
+        old.die()
+        assert await world.train(1) == WARM  # on the room of the one that rests
+
+    world.test(body)
+
+
+def test_a_node_that_refuses_what_others_train_with_ends_no_job(tmp_path: Path) -> None:
+    world = World(tmp_path, {"": 3}, spares=0)
+
+    async def refuse(_: object) -> None:
+        raise ConfigError("ray.folder", "/f", "a folder that can be written on h")
+
+    async def body() -> None:
+        await world.engine.place(0)
+        world.of(0).man = refuse  # type: ignore[method-assign]
+        gang = Gang(0, 2, "a", 0, world.run.config)
+        with pytest.raises(ConfigError):
+            await world.engine.start(gang, Watched())
+        world.engine.vacated(0)
+        await world.train(1, 2)
+        await world.engine.place(0)
+        world.of(0).man = refuse  # type: ignore[method-assign]
+        with pytest.raises(Retryable, match=r"^ray\.folder: got '/f'"):
+            await world.engine.start(gang, Watched())
+        refused = world.of(0)
+        await world.train(0)
+        assert refused.removed
+
+    world.test(body)
+
+
+def silent(*_: object) -> asyncio.Future[Any]:
+    return asyncio.get_running_loop().create_future()
+
+
+async def berth_with(actor: dict[str, Callable[..., Any]], folder: Path, calls: Any = None) -> Berth:
+    """A real berth with one actor that answers so."""
+    berth = Berth(Request("n", 1, {"CPU": 1.0}, "PACK", {}), calls, Inbox(RunDir(folder)), lambda _: None, 1.0)
+    actors = SimpleNamespace(**{name: SimpleNamespace(remote=answer) for name, answer in actor.items()})
+    berth.places = [Place(0, actors, Seat("h", "127.0.0.1", "node", ()))]
+    return berth
+
+
+def test_an_actor_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
+    async def body() -> None:
+        berth = await berth_with({"port": silent, "start": silent}, tmp_path)
+        berth._patience_s = 0.01
+        with pytest.raises(Retryable, match=r"^the actors of n do not answer within 0\.01 s$"):
+            await berth.port("127.0.0.1")
+        assert berth.gone
+
+    asyncio.run(body())
+
+
+def test_what_a_rank_wrote_and_cannot_be_kept_ends_its_actor(tmp_path: Path) -> None:
+    killed: list[object] = []
+
+    async def news(_: int) -> News:
+        return News(1, [])
+
+    def full(_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    async def body() -> None:
+        calls = SimpleNamespace(submit=lambda kill, actor: killed.append(actor))
+        berth = await berth_with({"news": news}, tmp_path, calls)
+        berth._inbox.add = full  # type: ignore[method-assign,assignment]
+        await asyncio.wait_for(berth._hear(berth.places[0]), 5)
+        assert (berth.gone, killed) == (True, [berth.places[0].actor])
+
+    asyncio.run(body())
 
 
 def test_a_replica_that_only_lost_ranks_moves_and_its_berth_is_the_next_spare_s(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.ray import outbox, placement
 from ft_hsdp.launch.ray.cluster import Said, destination
 from ft_hsdp.launch.ray.inbox import Inbox
-from ft_hsdp.launch.ray.jobs import entrypoint
+from ft_hsdp.launch.ray.jobs import entrypoint, patient
 from ft_hsdp.launch.ray.outbox import Outbox, Piece
 from ft_hsdp.launch.ray.rank_actor import make_folder
 from ft_hsdp.launch.ray.starting import loopback
@@ -124,6 +124,15 @@ def test_a_job_from_outside_names_files_that_the_cluster_has() -> None:
     )
 
 
+def test_a_driver_that_is_told_to_stop_has_time_for_it() -> None:
+    waits = config().timeouts
+    env = patient(config(ray={"runtime_env": {"env_vars": {"A": "1"}}}))
+    assert env["env_vars"]["A"] == "1"
+    assert int(env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) > waits.stop_s + waits.gone_s
+    chosen = {"RAY_JOB_STOP_WAIT_TIME_S": "9"}
+    assert patient(config(ray={"runtime_env": {"env_vars": chosen}}))["env_vars"] == chosen
+
+
 def test_whole_lines_travel_in_order_and_once(tmp_path: Path) -> None:
     there, run = tmp_path / "there", tmp_path / "run"
     ranks = there / "replicas" / "1"
@@ -219,10 +228,12 @@ def test_a_node_s_folder_is_private_and_swept(tmp_path: Path) -> None:
     mine, gone = make_folder(tmp_path / "f", "a"), make_folder(tmp_path / "f", "a")
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
-    write_json(gone / "owner.json", {"pid": ended.pid})
+    write_json(gone / "owner.json", {"pid": ended.pid, "host": socket.gethostname()})
+    foreign = make_folder(tmp_path / "f", "a")  # on a file system that another host has, too
+    write_json(foreign / "owner.json", {"pid": ended.pid, "host": "elsewhere"})
     third = make_folder(tmp_path / "f", "a")
     assert mine.stat().st_mode & 0o777 == 0o700
-    assert {p.name for p in (tmp_path / "f").iterdir()} == {mine.name, third.name}
+    assert {p.name for p in (tmp_path / "f").iterdir()} == {mine.name, foreign.name, third.name}
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=rf"ray\.folder: .* on {socket.gethostname()}"):
         make_folder(tmp_path / "file", "a")

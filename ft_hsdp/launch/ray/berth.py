@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
@@ -24,6 +24,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
 from ft_hsdp.launch.crew import Crew
 from ft_hsdp.launch.engine import Gang
+from ft_hsdp.launch.forkserver import SPAWN_S
 from ft_hsdp.launch.ray.cluster import first_line
 from ft_hsdp.launch.ray.inbox import Inbox
 from ft_hsdp.launch.ray.placement import Request
@@ -34,6 +35,8 @@ LOOK_S = 0.25  # between two looks at a placement group that waits for its place
 AGAIN_S = 0.2  # before an actor that could not be reached is asked again
 CLOSE_S = 5.0  # longest wait for actors to clean up
 KILLED = -int(signal.SIGKILL)
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -84,6 +87,7 @@ class Berth:
         self._inbox = inbox
         self._emit = emit
         self._deaf_s = deaf_s
+        self._patience_s = 0.0
         self._grouping: asyncio.Future[PlacementGroup] | None = None
         self._actors: list[Any] = []
         self._hearing: list[asyncio.Task[None]] = []
@@ -109,17 +113,12 @@ class Berth:
         """Start the actors. Raises ConfigError for what a node refuses, Retryable."""
         assert self._grouping is not None, "settle() comes first"
         group = self._grouping.result()
+        self._patience_s = home.boot_s + SPAWN_S
         try:
-            async with asyncio.timeout(home.boot_s):
-                for number in range(self.request.size):
-                    self._actors.append(await self._call(self._actor, group, number, home))
-                seats = await asyncio.gather(*(actor.open.remote() for actor in self._actors))
-        except TimeoutError:
+            seats = await self._answered(self._open(group, home))
+        except FtHsdpError:
             self.gone = True
-            raise Retryable(f"the actors of {self.request.name} do not start within {home.boot_s:g} s") from None
-        except RayError as error:
-            self.gone = True
-            raise cause(error) from None
+            raise
         self.places = [
             Place(n, actor, seat) for n, (actor, seat) in enumerate(zip(self._actors, seats, strict=True))
         ]
@@ -127,18 +126,12 @@ class Berth:
 
     async def port(self, host: str) -> int:
         """A port that is free on the node of rank 0. Raises Retryable."""
-        try:
-            return int(await self.places[0].actor.port.remote(host))
-        except RayError as error:
-            raise cause(error) from None
+        return int(await self._answered(self.places[0].actor.port.remote(host)))
 
     async def start(self, start: Start, crew: Crew) -> None:
         """Start a rank of a crew. Raises Retryable."""
         place = self.places[start.rank]
-        try:
-            pid = int(await place.actor.start.remote(start))
-        except RayError as error:
-            raise cause(error) from None
+        pid = int(await self._answered(place.actor.start.remote(start)))
         process = RayProcess(pid, place, self._deaf_s, lambda: self._deaf(place, pid))
         place.running[pid] = (crew, process)
         crew.started(place.rank, process)
@@ -150,10 +143,7 @@ class Berth:
     async def call(self, crew: Crew, gang: Gang) -> None:
         """Tell the ranks of a spare whose they are. Raises Retryable."""
         told = (self.places[n].actor.call.remote(p.pid, gang, n) for n, p in crew.processes.items())
-        try:
-            await asyncio.gather(*told)
-        except RayError as error:
-            raise cause(error) from None
+        await self._answered(asyncio.gather(*told))
 
     async def remove(self) -> None:
         """End the actors and whatever they run, and give the resources back."""
@@ -172,6 +162,23 @@ class Berth:
         if self._grouping is not None:
             with contextlib.suppress(ValueError, TypeError):  # Ray did not take the request
                 await self._call(remove_placement_group, await self._grouping)
+
+    async def _open(self, group: PlacementGroup, home: Home) -> list[Seat]:
+        for number in range(self.request.size):
+            self._actors.append(await self._call(self._actor, group, number, home))
+        return await asyncio.gather(*(actor.open.remote() for actor in self._actors))
+
+    async def _answered(self, asked: Awaitable[T]) -> T:
+        """What actors answer, in time. Raises what they raise, Retryable."""
+        try:
+            async with asyncio.timeout(self._patience_s):
+                return await asked
+        except TimeoutError:
+            self.gone = True  # they may do it yet
+            why = f"the actors of {self.request.name} do not answer within {self._patience_s:g} s"
+            raise Retryable(why) from None
+        except RayError as error:
+            raise cause(error) from None
 
     def _actor(self, group: PlacementGroup, number: int, home: Home) -> Any:
         """Create an actor in its bundle."""
@@ -207,7 +214,12 @@ class Berth:
             if news.number <= arrived:
                 continue
             arrived = news.number
-            self._inbox.add(news.pieces)
+            try:
+                self._inbox.add(news.pieces)
+            except (OSError, ValueError) as error:
+                self._calls.submit(ray.kill, place.actor)
+                self._died(place, f"what it wrote cannot be kept: {error}")
+                return
             for pid in news.warm:
                 self._heard(place, pid, None)
             for pid, code in news.exits:

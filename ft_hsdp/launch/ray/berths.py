@@ -70,6 +70,12 @@ class Berths:
         else:
             self._remove(berth)
 
+    def give_back(self, holder: Holder) -> None:
+        """Whoever has it needs it no more, and nobody else is to have it."""
+        berth = self._held.pop(holder, None)
+        if berth is not None:
+            self._remove(berth)
+
     async def close(self) -> None:
         """End all actors, and with them whatever they run; give all resources back."""
         for berth in (*self._held.values(), *self._idle):

@@ -94,7 +94,13 @@ class RayEngine:
             crew = self._crews[gang.replica] = Crew(gang.size, gang.config, gang)
             crew.given(watch)
             manned = bool(berth.places)
-            await self._start(crew, berth)
+            try:
+                await self._start(crew, berth)
+            except ConfigError as error:
+                if not self._training:
+                    raise
+                berth.gone = True  # what others train with is refused by a node of this one
+                raise Retryable(str(error)) from None
             hosts = ", ".join(sorted({place.seat.host for place in berth.places}))
             return COLD if manned else f"on {hosts}"
         how = WARM if crew.ready else WARMING
@@ -111,6 +117,12 @@ class RayEngine:
             berth.gone = True
             raise
         return how
+
+    def vacated(self, replica: int) -> None:
+        """Give its resources back: to the cluster, a spare, or a replica that has none."""
+        self._unpromise(replica)
+        self._training.pop(replica, None)
+        self._berths.give_back(replica)
 
     def settled(self, gang: Gang) -> None:
         """A gang trains, or has ended."""
@@ -157,10 +169,13 @@ class RayEngine:
 
     def _withdraw(self, replica: int) -> None:
         """A replica has no place any more, or none yet and nobody wants it."""
+        self._unpromise(replica)
+        self._berths.release(replica)
+
+    def _unpromise(self, replica: int) -> None:
         crew = self._promised.pop(replica, None)
         if crew is not None:
             self._making.pop(crew).cancel()
-        self._berths.release(replica)
 
     async def _make(self, crew: Crew) -> None:
         """Make a spare, wherever there is room for it. Raises Retryable; some ranks may run then."""

@@ -197,15 +197,21 @@ def share(run: RunDir, driver: Path) -> None:
 
 
 def make_folder(parent: Path, name: str) -> Path:
-    """A new private folder in `parent`; those whose actor has died are removed. Raises ConfigError."""
+    """A new private folder in `parent`; those whose actor died on this host are removed. Raises ConfigError.
+
+    The parent may be shared with other hosts, whose processes cannot be seen from here.
+    """
+    host = socket.gethostname()
     try:
         parent.mkdir(parents=True, exist_ok=True)
         for owner in parent.glob(f"*/{OWNER}"):
-            if owner.stat().st_uid == os.getuid() and not alive(read_json(owner)):
-                shutil.rmtree(owner.parent, ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):  # another actor of this host sweeps, too
+                named = read_json(owner) or {}
+                if owner.stat().st_uid == os.getuid() and named.get("host") == host and not alive(named):
+                    shutil.rmtree(owner.parent, ignore_errors=True)
         made = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=parent))
-        write_json(made / OWNER, identity())
+        write_json(made / OWNER, {**identity(), "host": host})
     except OSError as error:
-        allowed = f"a folder that can be written on {socket.gethostname()} ({error.strerror})"
+        allowed = f"a folder that can be written on {host} ({error.strerror})"
         raise ConfigError("ray.folder", str(parent), allowed) from None
     return made
