@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from ray_cluster import SLOW, SMALL, Cluster, Job, command
 from test_ray_submit import audit
@@ -147,6 +148,31 @@ def test_places(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
+def test_a_replica_that_is_scaled_away_gives_its_place_to_another(tmp_path: Path) -> None:
+    """And takes another one when it is wanted again."""
+    with Cluster() as cluster:
+        cluster.add(1, 1, 1)
+        with Job(cluster, tmp_path, 600, program=SLOW, replicas=3) as job:
+            job.until(lambda: job.contribute(0, 1, 2), "the start")
+            scaled = command(cluster, "scale", str(job.run), "2")
+            assert scaled.returncode == 0, scaled.stderr
+            job.until(lambda: job.contribute(0, 1), "two replicas")
+            job.until(lambda: len(cluster.ask()["groups"]) == 2, "the place that is given back")
+            cluster.remove(job.node_of(1))
+            job.until(lambda: len(job.events("ReplicaStarted", replica=1)) == 2, "the move")
+            job.until(lambda: job.contribute(0, 1), "both again")
+            assert not job.events("ReplicaUnplaced")
+            cluster.add(1)
+            assert command(cluster, "scale", str(job.run), "3").returncode == 0
+            job.until(lambda: job.contribute(0, 1, 2), "all three")
+            job.hurry()
+            summary = job.end()
+        nothing_is_left(cluster)
+    audit(summary, 600)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
 def test_whatever_ends_it_nothing_is_left(tmp_path: Path) -> None:
     with Cluster() as cluster:
         cluster.add(1, 1)
@@ -200,6 +226,9 @@ def test_the_jobs_api(tmp_path: Path) -> None:
         audit(json.loads(done.stdout), 20)
         assert "step 20/20" in done.stderr
         assert read_json(tmp_path / "runs" / "run" / "summary.json") == json.loads(done.stdout)
+        stopped_in_peace(
+            cluster, [str(config), *at, *words, "--job.name=endless", "--train.steps=100000"], tmp_path
+        )
         fleet = ("--lighthouse.count=3", '--lighthouse.etcd=["http://127.0.0.1:1"]')
         refused = command(cluster, "submit", str(config), *at, *words, *fleet, deadline_s=120)
         assert refused.returncode == 64
@@ -227,3 +256,30 @@ def test_the_jobs_api(tmp_path: Path) -> None:
         assert "all 2 replicas equal" in done.stdout
         assert cluster.token not in done.stdout + done.stderr
         nothing_is_left(cluster)
+
+
+def stopped_in_peace(cluster: Cluster, words: list[str], folder: Path) -> None:
+    """Ctrl-C from outside: the driver there is not killed before it has ended its job."""
+    run = folder / "runs" / "endless"
+    with subprocess.Popen(
+        [sys.executable, "launcher.py", "submit", *words],
+        cwd=Path(__file__).parents[2],
+        env=cluster.env,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    ) as client:
+        try:
+            end = time.monotonic() + 90
+            while not ((run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size):
+                assert client.poll() is None
+                assert time.monotonic() < end
+                time.sleep(0.1)
+            driver = psutil.Process(read_json(run / "supervisor.json")["pid"])
+            assert (
+                int(driver.environ()["RAY_JOB_STOP_WAIT_TIME_S"]) > 3
+            )  # its own, and that of Ray's that stops it
+            client.send_signal(signal.SIGINT)
+            assert client.wait(90) == 130
+        finally:
+            client.kill()
+    assert read_json(run / "summary.json")["steps"] > 0
