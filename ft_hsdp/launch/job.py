@@ -136,6 +136,9 @@ class Job:
         return True
 
     def _supervisor(self, replica: int, link: LighthouseLink) -> ReplicaSupervisor:
+        def others() -> bool:
+            return any(s.running for s in self._supervisors.values() if s.replica != replica)
+
         return ReplicaSupervisor(
             replica,
             self._config,
@@ -144,7 +147,8 @@ class Job:
             link=link,
             progress=self._progress,
             emit=self._recorder.emit,
-            survivors=lambda: any(s.running for s in self._supervisors.values() if s.replica != replica),
+            survivors=others,
+            proven=lambda: self._progress.step > 0 and others(),
         )
 
     async def _replica(self, supervisor: ReplicaSupervisor) -> None:

@@ -59,7 +59,8 @@ class ReplicaSupervisor:
     """One replica, from its first start to its end.
 
     emit: takes each event; survivors: whether another replica of the job runs, for whose next commit a
-    restart then waits; config_file: what the ranks load.
+    restart then waits; proven: whether others train with this configuration, so that a rank that refuses it is its
+    machine's fault; config_file: what the ranks load.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class ReplicaSupervisor:
         progress: Progress,
         emit: Callable[[Row], None],
         survivors: Callable[[], bool] = lambda: False,
+        proven: Callable[[], bool] = lambda: False,
         config_file: Path | None = None,
     ) -> None:
         self.replica = replica
@@ -84,6 +86,7 @@ class ReplicaSupervisor:
         self._progress = progress
         self._emit = emit
         self._survivors = survivors
+        self._proven = proven
         self._config_file = config_file or run.config
         self._run_id = secrets.token_hex(4)
         self._restarts = restart.RestartState()
@@ -289,7 +292,7 @@ class ReplicaSupervisor:
             return Outcome("done", why)
         if self._stopping:
             return Outcome("stopped", why)
-        if code == EXIT_CONFIG and not self._progress.step:  # later it is a machine's fault, and others train on
+        if code == EXIT_CONFIG and not self._proven():
             return Outcome("config", why)
         if code == EXIT_HARDWARE:
             return self._lose(why)

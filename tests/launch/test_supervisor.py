@@ -56,6 +56,7 @@ class World:
         self.progress = Progress()
         self.engine = LocalEngine(run, entry="standin:main", preload=())
         self.survivors = False
+        self.proven = False
         self.supervisor = ReplicaSupervisor(
             1,
             parse({"restart": restart, "replicas": replicas, "max_replicas": 3, "ranks_per_replica": 2}),
@@ -65,6 +66,7 @@ class World:
             progress=self.progress,
             emit=self.events.append,
             survivors=lambda: self.survivors,
+            proven=lambda: self.proven,
         )
 
     def named(self, name: str) -> list[Row]:
@@ -178,9 +180,14 @@ def test_a_replica_beyond_those_that_the_job_begins_with_rests_until_it_is_wante
 
 
 @pytest.mark.parametrize(("code", "kind"), [(64, "config"), (76, "lost")])
-def test_what_a_restart_cannot_mend_is_not_restarted(run_dir: RunDir, plan: Plan, code: int, kind: str) -> None:
+@pytest.mark.parametrize("step", [0, 5])
+def test_what_a_restart_cannot_mend_is_not_restarted(
+    run_dir: RunDir, plan: Plan, code: int, kind: str, step: int
+) -> None:
+    """Not even where it joins a job that has trained."""
     plan({"1": {"0": {"1": ["exit", code]}}})
     world = World(run_dir)
+    world.progress.saw(step, 1)
 
     async def body(task: asyncio.Task[Outcome]) -> None:
         outcome = await task
@@ -195,7 +202,7 @@ def test_a_configuration_that_has_trained_is_not_to_blame(run_dir: RunDir, plan:
     """The machine is, to which a replica has moved, and the others train on."""
     plan({"1": {"0": {"1": ["exit", 64]}}})
     world = World(run_dir)
-    world.progress.saw(5, 1)
+    world.proven = True
 
     async def body(task: asyncio.Task[Outcome]) -> None:
         await world.waiting(1)

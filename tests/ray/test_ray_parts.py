@@ -131,6 +131,8 @@ def test_a_driver_that_is_told_to_stop_has_time_for_it() -> None:
     assert int(env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) > waits.stop_s + waits.gone_s
     chosen = {"RAY_JOB_STOP_WAIT_TIME_S": "9"}
     assert patient(config(ray={"runtime_env": {"env_vars": chosen}}))["env_vars"] == chosen
+    with pytest.raises(ConfigError, match="RAY_JOB_STOP_WAIT_TIME_S: got 'soon'; allowed: whole seconds"):
+        patient(config(ray={"runtime_env": {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "soon"}}}))
 
 
 def test_whole_lines_travel_in_order_and_once(tmp_path: Path) -> None:

@@ -44,22 +44,29 @@ def submit(config: Config, file: Path, overrides: Sequence[str], url: str, *, js
         ) from None
     end_s = END_S + float(env["env_vars"][PATIENCE])
     try:
-        asyncio.run(_follow(client, job, sys.stderr if json else sys.stdout, sys.stdout if json else None))
-        return asyncio.run(_code(client, job, end_s))
-    except KeyboardInterrupt:
-        client.stop_job(job)
-        asyncio.run(_code(client, job, end_s))
-        raise
+        try:
+            asyncio.run(_follow(client, job, sys.stderr if json else sys.stdout, sys.stdout if json else None))
+            return asyncio.run(_code(client, job, end_s))
+        except KeyboardInterrupt:
+            client.stop_job(job)
+            asyncio.run(_code(client, job, end_s))
+            raise
     except requests.RequestException as error:
         raise Retryable(f"the Jobs API at {url} is gone: {first_line(error)}; {job} may run on") from None
 
 
 def patient(config: Config) -> dict[str, Any]:
-    """The job's runtime environment, in which Ray does not kill a driver that was told to stop before it has."""
+    """The job's runtime environment, in which Ray does not kill a driver that was told to stop before it has.
+
+    Raises ConfigError.
+    """
     waits = config.timeouts
     env = dict(config.ray.runtime_env)
     needed = str(math.ceil(waits.stop_s + waits.gone_s + MARGIN_S))
-    return {**env, "env_vars": {PATIENCE: needed, **(env.get("env_vars") or {})}}
+    variables = {PATIENCE: needed, **(env.get("env_vars") or {})}
+    if not str(variables[PATIENCE]).isdecimal():
+        raise ConfigError(f"ray.runtime_env.env_vars.{PATIENCE}", variables[PATIENCE], "whole seconds")
+    return {**env, "env_vars": variables}
 
 
 def entrypoint(file: Path, overrides: Sequence[str], *, uploaded: bool, json: bool) -> str:
