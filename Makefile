@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # The processes that tests start compile our modules once, whatever the environment says.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: train test proof lint types venv soak bench gpu clean
+.PHONY: train test proof lint types venv soak fuzz bench gpu clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -17,10 +17,11 @@ PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 help:
 	@echo "make train   set up .venv and train the quickstart: 3 replicas x 2 ranks, one is killed and heals"
 	@echo "make test    lint, types and all tests but the long ones"
-	@echo "make proof   what takes longer: launchers, spares, drains, kills, replayed; about ten minutes"
+	@echo "make proof   what takes longer: launchers, spares, drains, kills, replayed; twenty minutes or more"
 	@echo "make bench   FTAR beside gloo, torchft and OpenMPI"
 	@echo "make gpu     check and measure the kernels; train configs/gpu.yaml where there is a GPU"
-	@echo "make soak    a rank dies at each named place, lost nodes in a row, a storm; about forty minutes"
+	@echo "make soak    a rank dies at each named place, lost nodes, a storm, 300 random pairs of faults; some hours"
+	@echo "make fuzz    a million made-up inputs for every parser of bytes from outside; about half an hour"
 	@echo "make lint | types | venv | clean"
 
 train: $(STAMP)
@@ -31,7 +32,7 @@ test: lint types
 	$(PYTEST) -n 2 --dist loadfile -m 'not proof and not soak and not multiproc'; one=$$?; \
 	$(PYTEST) -m 'not proof and not soak and multiproc'; two=$$?; exit $$((one ? one : two))
 
-# Long runs in real parts; about ten minutes.
+# Long runs in real parts; twenty minutes or more.
 proof: $(TOOLS)
 	$(PYTEST) -m 'proof and not soak' --durations=15
 
@@ -46,10 +47,19 @@ types: $(TOOLS)
 venv: $(TOOLS)
 
 # A rank killed at each named place of the protocol, nodes lost in a row, a real Slurm, what the model checker takes
-# longest for; then a thousand kills, stalls, half-open connections and stale callers. About forty minutes.
+# longest for; then a thousand kills, stalls, half-open connections and stale callers. About forty minutes. Then random
+# pairs of faults, about an hour; they go on where they were stopped, and their report is printed at any time by
+# `.venv/bin/python tests/scenarios/pairs.py --pairs 0`.
+PAIRS := --pairs 300 --seed 1
 soak: $(TOOLS)
 	$(PYTEST) -m soak --durations=15; one=$$?; \
-	$(BIN)/python tests/ftar/storm.py --events 1000; two=$$?; exit $$((one ? one : two))
+	$(BIN)/python tests/ftar/storm.py --events 1000; two=$$?; \
+	$(BIN)/python tests/scenarios/pairs.py $(PAIRS) --report runs/pairs.jsonl; three=$$?; \
+	exit $$((one ? one : two ? two : three))
+
+# A million made-up inputs for each parser of bytes from outside, within bounds on time and memory.
+fuzz: $(TOOLS)
+	$(BIN)/python tests/fuzz/fuzz.py
 
 # FTAR beside gloo, torchft and OpenMPI; wants a quiet machine.
 bench: $(TOOLS)

@@ -7,6 +7,10 @@ in peace, exits with 143 as if the signal had ended it: it is not done, and may 
 
 from __future__ import annotations
 
+import errno
+import resource
+from collections.abc import Callable, Iterator
+
 EXIT_OK = 0
 EXIT_CONFIG = 64
 EXIT_UNREACHABLE = 69
@@ -120,10 +124,74 @@ class LocalSystemError(FatalError):
     exit_code = EXIT_HARDWARE
 
 
+class LocalResourceError(LocalSystemError):
+    """This process, or its machine, has no descriptor, port, thread or memory left; a fresh process may have.
+
+    Never a neighbour's fault: only the rank that meets it ends. `exhausted` makes it.
+    """
+
+    exit_code = EXIT_RETRYABLE
+
+
 class InvalidArgument(FatalError):
     """The caller asked for something that can never work."""
 
     exit_code = EXIT_CONFIG
+
+
+def exhausted(error: BaseException) -> LocalResourceError | None:
+    """What ``error``, or what it was raised from, says that this process has run out of; None: of nothing.
+
+    The message names the resource and its limit.
+    """
+    for each in _chain(error):
+        if isinstance(each, LocalResourceError):
+            return each
+        if isinstance(each, MemoryError):
+            return LocalResourceError(f"this process has no memory left ({_RESOURCES[errno.ENOMEM]()})")
+        if isinstance(each, RuntimeError) and "can't start new thread" in str(each):
+            return LocalResourceError(f"this process cannot start a thread ({_threads()})")
+        if isinstance(each, OSError) and each.errno in _RESOURCES:
+            text = errno.errorcode[each.errno]
+            return LocalResourceError(
+                f"this process has run out of a resource: {text}, {_RESOURCES[each.errno]()}"
+            )
+    return None
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    """``error``, what it consists of, and what each was raised from."""
+    waiting, seen = [error], set[int]()
+    while waiting:
+        each = waiting.pop(0)
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        waiting += each.exceptions if isinstance(each, BaseExceptionGroup) else ()
+        waiting += [cause for cause in (each.__cause__, each.__context__) if cause is not None]
+
+
+def _limit(which: int) -> str:
+    soft, hard = resource.getrlimit(which)
+    named = ["unlimited" if each == resource.RLIM_INFINITY else str(each) for each in (soft, hard)]
+    return f"soft limit {named[0]}, hard limit {named[1]}"
+
+
+def _threads() -> str:
+    return f"RLIMIT_NPROC has {_limit(resource.RLIMIT_NPROC)}; a cgroup may have a lower pids.max"
+
+
+_RESOURCES: dict[int, Callable[[], str]] = {
+    errno.EMFILE: lambda: f"open files of this process: RLIMIT_NOFILE has {_limit(resource.RLIMIT_NOFILE)}",
+    errno.ENFILE: lambda: "open files of the whole machine: see /proc/sys/fs/file-nr",
+    errno.ENOBUFS: lambda: "memory of the kernel for sockets: see /proc/sys/net/core and the host's memory",
+    errno.ENOMEM: lambda: (
+        f"memory: RLIMIT_AS has {_limit(resource.RLIMIT_AS)}; see the host's and the cgroup's memory"
+    ),
+    errno.EADDRNOTAVAIL: lambda: "local ports or addresses: see /proc/sys/net/ipv4/ip_local_port_range",
+}
+"""What is used up, by the error number of a system call of this process."""
 
 
 def _line(text: str) -> str:

@@ -24,11 +24,14 @@ PLACES = {
     "apply-middle": "the weights are updated, ledger and name are not",
     "apply-end": "the step is applied, and no snapshot of it is taken",
     "snapshot": "a snapshot is copied, and its agent does not know that it is complete",
+    "snapshot-kept": "a snapshot is complete, and its agent knows it",
     "fetch": "a part of the state that is fetched has arrived",
     "checkpoint-write": "the files of a checkpoint are written, its manifest is not",
     "checkpoint-rename": "a checkpoint is complete, and does not have its name yet",
     "quorum-reply": "the lighthouse has answered, nothing was done about it",
     "state-flip": "a bit of the state flips, as a broken machine would have it",
+    "live-flip": "a bit of the state flips after its snapshot was taken",
+    "snapshot-flip": "a bit of a complete snapshot flips",
     "record-lost": "the ring broke in doubt: the record is forgotten, as a loss of memory would",
 }
 

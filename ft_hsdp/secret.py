@@ -1,14 +1,23 @@
-"""Secrets: the tokens of a job in files that only their owner reads, or in the environment."""
+"""Secrets: a job's tokens, and the operator's key, which signs checkpoints and outlives runs.
+
+They stand in files that only their owner reads, or in the environment.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
+import secrets
+import stat
 from pathlib import Path
 
 from ft_hsdp.errors import ConfigError
 
 _TOKEN = re.compile(r"[!-~]{8,256}")
+KEY_VARIABLE = "FT_HSDP_CHECKPOINT_KEY"
+RUN_KEY = "checkpoint_key"
+_KEY = "checkpoint.key"
 _ALLOWED = "a file of one token, or of two: the current one and another that is accepted, too"
 
 
@@ -39,3 +48,69 @@ def current(file: Path) -> str:
     if not lines:
         raise ConfigError(file.name, str(file), f"{_ALLOWED} (it is empty)")
     return lines[0]
+
+
+def write_private(path: Path, text: str) -> None:
+    """Put a file with ``text`` at ``path`` that only its owner can read.
+
+    It is made under a fresh name and renamed: what stood there, a link included, is replaced and never written to.
+    Raises OSError.
+    """
+    part = _fresh(path, text)
+    try:
+        part.replace(path)
+    except OSError:
+        part.unlink()
+        raise
+
+
+def checkpoint_key(file: str | None) -> bytes:
+    """The key that signs checkpoints: in the environment, else in ``file``, else in the user's state folder.
+
+    A file that is missing is made. Raises ConfigError where it cannot be, or holds no key.
+    """
+    given = os.environ.get(KEY_VARIABLE, "").strip()
+    if given:
+        if not _TOKEN.fullmatch(given):
+            raise ConfigError(KEY_VARIABLE, "...", "8 to 256 visible characters")
+        return given.encode()
+    path = Path(file) if file is not None else key_file()
+    try:
+        if not path.exists():
+            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            part = _fresh(path, secrets.token_hex(32) + "\n")
+            with contextlib.suppress(FileExistsError):  # another run made it at this moment
+                os.link(part, path)
+            part.unlink()
+        if stat.S_IMODE(path.stat().st_mode) & 0o007:
+            raise ConfigError(_KEY, str(path), "a file that others cannot read (chmod 600)")
+        text = path.read_text(encoding="ascii", errors="replace").strip()
+    except OSError as error:
+        allowed = f"a file that can be read or made ({error.strerror}); {KEY_VARIABLE} replaces it"
+        raise ConfigError(_KEY, str(path), allowed) from None
+    if not _TOKEN.fullmatch(text):
+        raise ConfigError(_KEY, str(path), "a file of one line, of 8 to 256 visible characters")
+    return text.encode()
+
+
+def run_key(run: Path, file: str | None) -> bytes:
+    """The key that signs the checkpoints of the job in ``run``: the copy there, else as `checkpoint_key`."""
+    try:
+        return current(run / RUN_KEY).encode()
+    except OSError:
+        return checkpoint_key(file)
+
+
+def key_file() -> Path:
+    """Where the checkpoint key of this user is without ``checkpoint.key``."""
+    state = os.environ.get("XDG_STATE_HOME", "")
+    return (Path(state) if state else Path.home() / ".local" / "state") / "ft_hsdp" / _KEY
+
+
+def _fresh(path: Path, text: str) -> Path:
+    """A new private file beside ``path``."""
+    part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    with os.fdopen(handle, "w") as file:
+        file.write(text)
+    return part

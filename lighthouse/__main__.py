@@ -16,29 +16,34 @@ import signal
 import socket
 import ssl
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import uvicorn
 
 from ft_hsdp import tls
 from ft_hsdp.config import load
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
-from ft_hsdp.events import Journal
+from ft_hsdp.events import Journal, here
 from lighthouse import door, seat
-from lighthouse.archive import Archive, SqliteArchive
+from lighthouse.archive import Archive, ArchiveFailed, SqliteArchive
 from lighthouse.auth import Keys
 from lighthouse.chronicle import Chronicle
 from lighthouse.gate import Gate
 from lighthouse.limits import Rates
 from lighthouse.reign import Reign, begin
-from lighthouse.service import Service
+from lighthouse.service import STORE_RETRY_S, Service
 from lighthouse.stage import App
-from lighthouse.store import SqliteStore, Store
+from lighthouse.store import SqliteStore, Store, StoreFailed
 
 if TYPE_CHECKING:
     from lighthouse.candidate import Candidate
+
+SAY_S = 10.0  # between two lines about a disk that is full
+
+Made = TypeVar("Made")
 
 _log = logging.getLogger("lighthouse")
 
@@ -77,7 +82,11 @@ class Alone:
 
     def begin(self, end: Callable[[], None]) -> None:
         """The port is open: say where. It never calls `end`."""
-        seat.write(self._run / "lighthouse.json", {"pid": os.getpid(), "url": self._url, "urls": [self._url]})
+        said = {"pid": os.getpid(), "url": self._url, "urls": [self._url], **here()}
+        try:
+            seat.write(self._run / "lighthouse.json", said)
+        except OSError as error:
+            _log.error("lighthouse.json is not written: %s", error.strerror)
         self._chronicle.begin()
         state = self._service.state
         _log.info("listens on %s; term %d, epoch %d", self._url, state.term, state.epoch)
@@ -154,12 +163,14 @@ def serve(run: Path, port: int | None, number: int | None = None, said: str | No
 
     wanted = config.network.port if port is None else port
     if not config.lighthouse.etcd:
-        store = SqliteStore(run / "lighthouse" / "store.sqlite")
+        store = _patiently(lambda: SqliteStore(run / "lighthouse" / "store.sqlite"))
         try:
-            archive = SqliteArchive(run / "lighthouse" / "journal.sqlite", config.lighthouse.keep_rows)
+            keep = config.lighthouse.keep_rows
+            archive = _patiently(lambda: SqliteArchive(run / "lighthouse" / "journal.sqlite", keep))
             try:
                 sock = listen(config.network.host, wanted, known=known)
-                _run(Alone(run, said or url(sock, scheme), *reign(store, archive, 0)), sock, keys, context)
+                leading = _patiently(lambda: reign(store, archive, 0))
+                _run(Alone(run, said or url(sock, scheme), *leading), sock, keys, context)
             finally:
                 archive.close()
         finally:
@@ -176,6 +187,19 @@ def serve(run: Path, port: int | None, number: int | None = None, said: str | No
     finally:
         candidate.end()
     return bound if candidate.deposed else None
+
+
+def _patiently(make: Callable[[], Made]) -> Made:
+    """What ``make`` gives; as long as the disk is full it is tried again: to end would help nobody."""
+    said = 0.0
+    while True:
+        try:
+            return make()
+        except (StoreFailed, ArchiveFailed) as error:
+            if not said or time.monotonic() - said > SAY_S:
+                said = time.monotonic()
+                _log.error("%s; the lighthouse waits until the disk takes writes", error)
+            time.sleep(STORE_RETRY_S)
 
 
 def _run(role: Alone | Candidate, sock: socket.socket, keys: Keys, context: ssl.SSLContext | None) -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 
 from ft_hsdp.core.assignment import Refused, Report
 from ft_hsdp.core.commit import CommitRecord, Fence
 from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.rules import difference
 from ft_hsdp.errors import EXIT_CONFIG, ProtocolViolation
 from ft_hsdp.protocol import Ask, Processes
 from lighthouse import whereabouts
 from lighthouse.quorum import Incarnation
-from lighthouse.state import State
+from lighthouse.state import Agreement, State
 from lighthouse.whereabouts import Networks
 
 EPOCHS_AHEAD = 2**20  # an epoch further above all known ones is nobody's
@@ -20,39 +20,41 @@ STEPS_AHEAD = 2
 TERM_LIMIT = 2**53
 NUMBER_LIMIT = 2**53  # weights, batches, bytes
 ATTEMPT_LIMIT = 2**20
-TEXT_LIMIT = 256  # characters of a name or a hash
+TEXT_LIMIT = 256  # characters of a name, a hash or a value
+RULES_LIMIT = 64
 
 _INCARNATION = re.compile(r"([0-9]{1,3})-[!-~]{1,200}")
+_OWNER = re.compile(r"[0-9A-Za-z-]{0,64}")
 _LINEAGE = re.compile(r"[0-9a-f]{32}")
 
 
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What all replicas share; None until the first of them said it."""
+def refusal(agreed: Agreement, ask: Ask) -> Refused | None:
+    """Why the sender of `ask` cannot be part of a job with this agreement, if so; one line names the key."""
+    if agreed.config_hash is not None and agreed.config_hash != ask.config_hash and ask.rules and agreed.rules:
+        found = difference(ask.rules, dict(agreed.rules))
+        if found is not None:
+            key, theirs, mine = found
+            line = f"{key} is {theirs} here, and {mine} in the job: all replicas need the same"
+            return Refused(line, EXIT_CONFIG)
+    pairs = (
+        ("config hash", agreed.config_hash, ask.config_hash),
+        ("model layout", agreed.layout, ask.layout),
+        ("numerics", agreed.numerics, ask.numerics),
+    )
+    for what, wanted, got in pairs:
+        if wanted is not None and wanted != got:
+            line = f"{what} {got[:40]!r} is not the job's {wanted[:40]!r}: all replicas need the same"
+            return Refused(line, EXIT_CONFIG)
+    return None
 
-    config_hash: str | None = None
-    layout: str | None = None
-    numerics: str | None = None
 
-    def refusal(self, ask: Ask) -> Refused | None:
-        """Why the sender of `ask` cannot be part of this job, if so."""
-        pairs = (
-            ("config hash", self.config_hash, ask.config_hash),
-            ("model layout", self.layout, ask.layout),
-            ("numerics", self.numerics, ask.numerics),
-        )
-        for what, mine, theirs in pairs:
-            if mine is not None and mine != theirs:
-                line = f"{what} {theirs[:40]!r} is not the job's {mine[:40]!r}: all replicas need the same"
-                return Refused(line, EXIT_CONFIG)
-        return None
-
-    def with_first(self, ask: Ask) -> Job:
-        """This job, told by `ask` what nobody had said before."""
-        if self.config_hash and self.layout and self.numerics is not None:
-            return self
-        numerics = ask.numerics if self.numerics is None else self.numerics
-        return Job(self.config_hash or ask.config_hash, self.layout or ask.layout, numerics)
+def with_first(agreed: Agreement, ask: Ask) -> Agreement:
+    """This agreement, told by `ask` what nobody had said before."""
+    if agreed.config_hash and agreed.layout and agreed.numerics is not None:
+        return agreed
+    numerics = ask.numerics if agreed.numerics is None else agreed.numerics
+    rules = agreed.rules if agreed.config_hash else tuple(sorted(ask.rules.items()))
+    return Agreement(agreed.config_hash or ask.config_hash, agreed.layout or ask.layout, numerics, rules)
 
 
 def incarnation(text: str) -> Incarnation:
@@ -84,10 +86,12 @@ def check_ask(s: State, ask: Ask, peer: str | None = None, allow: Networks = ())
     _within("after", r.after, epochs)
     _within("max_term", r.max_term, TERM_LIMIT)
     _within("saved", r.saved, steps)
-    _within("saved", r.saved, steps)
+    _within("number", r.number, NUMBER_LIMIT)
     _named("incarnation", r.incarnation, r.replica)
     if r.equal or r.leaving or r.lagging or r.diverged or r.suspects:
         _sets(r, replicas)
+    if r.edge is not None:
+        _ids("edge", r.edge, replicas)
     if r.void is not None:
         _fence("void", r.void, epochs, steps)
     if r.doubt is not None:
@@ -96,6 +100,8 @@ def check_ask(s: State, ask: Ask, peer: str | None = None, allow: Networks = ())
         _record(r.prepared, epochs, steps, replicas)
     if len(ask.config_hash) > TEXT_LIMIT or len(ask.layout) > TEXT_LIMIT or len(ask.numerics) > TEXT_LIMIT:
         raise ProtocolViolation(f"config_hash, layout and numerics have at most {TEXT_LIMIT} characters")
+    if ask.rules:
+        _rules(ask.rules)
     whereabouts.check(ask.ring, ask.state, peer, allow)
 
 
@@ -105,8 +111,12 @@ def check_processes(s: State, processes: Processes) -> frozenset[Incarnation]:
     Raises:
         ProtocolViolation: it cannot be true.
     """
+    if not _OWNER.fullmatch(processes.owner) or (processes.leases and not processes.owner):
+        raise ProtocolViolation(f"owner {processes.owner[:40]!r} is not the name of a supervisor")
+    for number in processes.leases.values():
+        _within("leases", number, NUMBER_LIMIT)
     exited = frozenset(map(incarnation, processes.exited))
-    for replica in (*processes.running, *processes.lost, *(r for r, _ in exited)):
+    for replica in (*processes.running, *processes.lost, *processes.leases, *(r for r, _ in exited)):
         _within("replica", replica, s.policy.slots - 1)
     for replica, running in processes.running.items():
         if running is None:
@@ -115,6 +125,15 @@ def check_processes(s: State, processes: Processes) -> frozenset[Incarnation]:
         if (replica, running) in exited:
             raise ProtocolViolation(f"incarnation {running[:40]!r} cannot both run and have exited")
     return exited
+
+
+def _rules(rules: dict[str, str]) -> None:
+    if len(rules) > RULES_LIMIT:
+        raise ProtocolViolation(f"rules has {len(rules)} keys; at most {RULES_LIMIT}")
+    if any(max(len(key), len(value)) > TEXT_LIMIT for key, value in rules.items()):
+        raise ProtocolViolation(f"rules: a key or a value has more than {TEXT_LIMIT} characters")
+    if not all((key + value).isprintable() for key, value in rules.items()):
+        raise ProtocolViolation("rules: a key or a value is not printable")
 
 
 def _sets(r: Report, replicas: int) -> None:
@@ -150,6 +169,11 @@ def _record(record: CommitRecord, epochs: int, steps: int, replicas: int) -> Non
     _within("prepared.total", record.total, replicas + 1)
     _ids("prepared.contributions", tuple(c.replica for c in record.contributions[: replicas + 2]), replicas)
     _ids("prepared.poisoned", record.poisoned, replicas)
+    _within("prepared.spoiled", len(record.spoiled), replicas + 1)
+    for batch in record.spoiled:
+        for number in batch:
+            _within("prepared.spoiled", number, NUMBER_LIMIT)
+    _within("prepared.retries", record.retries, NUMBER_LIMIT)
     _within("prepared.chunk_bytes", record.chunk_bytes, NUMBER_LIMIT)
     for c in record.contributions:
         for what in ("weight", "shard", "index"):

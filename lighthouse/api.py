@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from email.utils import formatdate
-from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from pydantic import TypeAdapter, ValidationError
 
-from ft_hsdp import protocol
+from ft_hsdp import bounded, protocol
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import Overview, Processes
 from lighthouse import body
@@ -23,7 +22,7 @@ from lighthouse.service import Service
 from lighthouse.store import StoreFailed
 from lighthouse.views import views
 
-_PROCESSES: TypeAdapter[Processes] = TypeAdapter(Processes)
+_PROCESSES = bounded.checker(Processes)
 _OVERVIEW: TypeAdapter[Overview] = TypeAdapter(Overview)
 
 
@@ -85,6 +84,4 @@ def _picture(body: bytes) -> tuple[Processes, bool]:
     try:
         return _PROCESSES.validate_json(body), False
     except ValidationError as error:
-        first: Any = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "body"
-        raise ProtocolViolation(f"{where[:80]}: {first['msg'][:120]}") from None
+        raise ProtocolViolation(bounded.complaint(error)) from None

@@ -12,7 +12,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from pydantic_core import from_json
 
-from ft_hsdp.errors import ConfigError, Retryable
+from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
+from lighthouse.store import full
 
 FORMAT = 1
 APPLICATION = 0x66746864  # "fthd": tells this file from any other SQLite database
@@ -96,7 +97,8 @@ class Archive(Protocol):
 class SqliteArchive:
     """An `Archive` in the file ``path`` that keeps the newest ``keep`` rows, give or take those of one append.
 
-    Raises ConfigError, one line with exit code 64, for a file that is damaged, foreign or cannot be written.
+    Raises ConfigError, one line with exit code 64, for a file that is damaged, foreign or cannot be written, and
+    ArchiveFailed where the disk is full.
     """
 
     def __init__(self, path: Path | str, keep: int = 1_000_000) -> None:
@@ -226,7 +228,7 @@ class SqliteArchive:
                 "lighthouse journal", str(self._path), f"a file to write ({error.strerror})"
             ) from None
         except sqlite3.Error as error:
-            raise self._unusable(str(error)) from None
+            raise self._failed(error) from None
         try:
             self._prepare(db)
             self._first, self._last = db.execute(
@@ -234,7 +236,10 @@ class SqliteArchive:
             ).fetchone()
             for (body,) in db.execute("SELECT body FROM rows WHERE seq IN (?, ?)", (self._first, self._last)):
                 json.loads(body)
-        except (sqlite3.Error, ValueError, TypeError) as error:
+        except sqlite3.Error as error:
+            db.close()
+            raise self._failed(error) from None
+        except (ValueError, TypeError) as error:
             db.close()
             raise self._unusable(str(error)) from None
         except ConfigError:
@@ -261,6 +266,12 @@ class SqliteArchive:
             db.execute(f"PRAGMA application_id = {APPLICATION}")
             db.execute(f"PRAGMA user_version = {FORMAT}")
             db.execute("COMMIT")
+
+    def _failed(self, error: sqlite3.Error) -> FtHsdpError:
+        """What opening the file raises."""
+        if full(error):
+            return ArchiveFailed(f"lighthouse journal {self._path}: {error}")
+        return self._unusable(str(error))
 
     def _unusable(self, why: str) -> ConfigError:
         return ConfigError("lighthouse journal", str(self._path), f"a journal that is whole ({why})")

@@ -13,7 +13,8 @@ from ft_hsdp.core.assignment import Refused, Report
 from lighthouse import quorum
 from lighthouse.commands import obey
 from lighthouse.exits import learn, outlived
-from lighthouse.quorum import Base, Incarnation
+from lighthouse.lives import admit, entitled, lease, newest, number_of
+from lighthouse.quorum import Base
 from lighthouse.rounds import heard, hold, overruled_fences
 from lighthouse.state import (
     Asked,
@@ -30,15 +31,19 @@ from lighthouse.state import (
     Ticked,
     alive,
     answer,
+    begin_anew,
     go_on,
     member,
     new_epoch,
     raise_head,
     serve,
+    store_behind,
     total,
     wanted,
     with_view,
 )
+
+BEGIN_AGAIN = "all begin again from the newest checkpoint, older copies are dropped"
 
 
 def transition(s: State, event: Event) -> Step:
@@ -70,28 +75,40 @@ def _asked(s: State, request: Request, now: float) -> Step:
     unknown = view.incarnation != report.incarnation
     if who in s.exited or (unknown and outlived(who, s.exited)):
         return s, (Reply(me, request.id, Refused("this incarnation is known to have exited", 75)),)
-    if unknown and view.incarnation is not None and not _superseded(s, who):
-        return s, (Reply(me, request.id, Refused(f"fenced: replica {me} has a newer incarnation", 75)),)
     if _known_all(s, report):
         assert s.grant is not None
         return s, (Reply(me, request.id, go_on(s, report)),)
+    if unknown or report.number > number_of(s, who):
+        admitted = admit(s, who, now, report)
+        if isinstance(admitted, str):
+            return s, (Reply(me, request.id, Refused(admitted, 75)),)
+        s = admitted
+    if store_behind(s, report):
+        s, note = begin_anew(s, report)
+        s, effects = _asked(s, request, now)
+        return s, (note, *effects)
     if s.fresh and report.max_term >= s.term:
         s = replace(s, term=report.max_term + 1)
     epoch = max(s.epoch, report.epoch, report.after, report.state.commit_epoch)
     s = s if epoch == s.epoch else replace(s, epoch=epoch)
-    s = with_view(s, me, incarnation=report.incarnation, down=False, lost=False, ask=request)
+    request = replace(request, report=replace(report, number=number_of(s, who)))
+    s = with_view(s, me, incarnation=report.incarnation, down=False, lost=False, ask=request, fetching=False)
     if report.departs and _spared(s, report):
         return answer(s, {me: Refused(f"replica {me} leaves on request", 0)})
+    if s.rewound[me:] and 0 < number_of(s, who) <= s.rewound[me]:
+        return answer(s, {me: Refused(BEGIN_AGAIN, 75, forget=True)})
     s = raise_head(s, report.state)
     if s.checkpoint and report.saved >= s.checkpoint:
         s = replace(s, checkpoint=0)
+    if report.diverged and s.policy.on_divergence == "checkpoint":
+        return _rewind(s, report, now)
     if report.diverged or s.diverged:
         return _diverged(s, report)
     if s.grant is None or report.state.step >= s.policy.steps or s.grant.member(me, report.incarnation) is None:
         return s, ()
     if report.after >= s.grant.epoch:
         return (s, ()) if s.broken else (replace(s, broken=True, settled=0, since=now), ())
-    return (s, ()) if s.broken else _settle(s, report)
+    return (s, ()) if s.broken else _settle(s, report, now)
 
 
 def _known_all(s: State, report: Report) -> bool:
@@ -129,6 +146,23 @@ def _spared(s: State, report: Report) -> bool:
     return lineage.newer(s.head, report.state) or (others and not lineage.newer(report.state, s.head))
 
 
+def _rewind(s: State, report: Report, now: float) -> Step:
+    """Nobody can tell whose state is right: all incarnations that there were end, and their copies with them.
+
+    Those that come after them begin with the newest checkpoint. No older one is ever let in again: which of them
+    held the right state is not known.
+    """
+    who = ",".join(map(str, report.diverged))
+    why = f"replicas {who} hold different states at {report.doubt or report.state}, nobody can tell which is right"
+    note = Note("RewindOrdered", f"{why}: {BEGIN_AGAIN}", {"replicas": list(report.diverged)})
+    numbers = [[life.number for life in s.lives if life.replica == r] for r in range(s.policy.slots)]
+    rewound = tuple(max(each, default=s.admissions) for each in numbers)
+    s = replace(s, term=s.term + 1, rewound=rewound, rewinding=True, broken=True, settled=0, since=now)
+    end = Refused(f"{why}: {BEGIN_AGAIN}", 75, forget=True)
+    s, replies = answer(s, {r: end for r, v in enumerate(s.views) if v.ask is not None})
+    return s, (note, *replies)
+
+
 def _diverged(s: State, report: Report) -> Step:
     """Nobody can tell whose state is right: whoever asks ends, and nothing is overwritten."""
     notes: tuple[Effect, ...] = ()
@@ -142,16 +176,7 @@ def _diverged(s: State, report: Report) -> Step:
     return s, (*notes, *replies)
 
 
-def _superseded(s: State, who: Incarnation) -> bool:
-    """Whether ``who`` is newer than the incarnation that is known. Newest wins.
-
-    It is not in any epoch that is still remembered, and no earlier life of a run that has come further.
-    """
-    known = s.views[who[0]].incarnation or ""
-    return all(who not in e.members for e in s.epochs) and not outlived(who, ((who[0], known),))
-
-
-def _settle(s: State, report: Report) -> Step:
+def _settle(s: State, report: Report, now: float) -> Step:
     """A member asks on a ring that works: the first request for a step settles its membership."""
     assert s.grant is not None
     grant = s.grant
@@ -164,22 +189,24 @@ def _settle(s: State, report: Report) -> Step:
     # Who is not wanted and joins is refused: no more is lost than by its death.
     strangers = [j.report.replica for j in joiners if not wanted(s, j.report.replica)]
     s, turned_away = answer(s, {r: Refused(_unwanted(s, r), 0) for r in strangers})
-    joiners = [j for j in joiners if j.report.replica not in strangers]
+    barred = s.edges.out(now) - set(grant.ring)  # they cannot connect to another member, and are tried again later
+    joiners = [j for j in joiners if j.report.replica not in strangers and j.report.replica not in barred]
+    newcomers = {j.report.replica for j in joiners}  # the life of theirs that was a member is over
     voids = quorum.fences(overruled_fences(s, (j.report for j in joiners)))
     base = Base(report.state, None, voids)
     holders = {m.replica for m in grant.members if m.role == "contribute"} | set(report.equal) | {report.replica}
     gone = [m for m in grant.members if (m.replica, m.incarnation) in s.exited or m.replica in report.leaving]
     risen = [m for m in grant.members if m.role == "behind" and m.replica in holders]
     lags = [m for m in grant.members if m.replica in report.lagging and m.replica not in holders]
-    able = sum(m.replica in holders for m in grant.members if m not in gone)
-    size = total(s, len(grant.members) - len(gone) + len(joiners))
+    left = [m for m in grant.members if m not in gone and m.replica not in newcomers]
+    able = sum(m.replica in holders for m in left)
+    size = total(s, len(left) + len(joiners))
     changed = bool(joiners or gone or risen or lags or size != grant.total) and able >= s.policy.min_replicas
     s = replace(s, settled=report.step)
     if not changed:
         s, replies = serve(s)
         return s, (*turned_away, *replies)
-    stay = (m for m in grant.members if m not in gone)
-    members = [replace(m, role="contribute" if m.replica in holders else "behind") for m in stay]
+    members = [replace(m, role="contribute" if m.replica in holders else "behind") for m in left]
     members += [member(ask, base) for ask in joiners]
     whys = (
         ("joined", [j.report.replica for j in joiners]),
@@ -202,15 +229,27 @@ def _unwanted(s: State, replica: int) -> str:
 
 def _processes(s: State, event: ProcessesReported) -> Step:
     """Take a supervisor's word on what runs: the only evidence that counts as death."""
+    s, leased = lease(s, event)
     s, news = learn(s, event)
     notes: list[Effect] = [
         Note("ExitReported", "its supervisor saw it end", {"replica": replica, "incarnation": incarnation})
         for replica, incarnation in news
     ]
+    notes += leased
     if news:
         s = replace(s, last_exit=event.now)
     for replica, running in event.running.items():
         view = s.views[replica]
+        if not entitled(s, event.owner, replica):
+            continue
+        if running is None:
+            if _contradicts(s, event, replica):
+                continue
+        elif running != view.incarnation:
+            admitted = admit(s, (replica, running), event.now)
+            if isinstance(admitted, str):
+                continue
+            s = admitted
         gone = view.incarnation is not None and (replica, view.incarnation) in s.exited
         s = with_view(
             s,
@@ -223,3 +262,13 @@ def _processes(s: State, event: ProcessesReported) -> Step:
         if running is not None and view.ask is not None and view.ask.report.incarnation != running:
             s = with_view(s, replica, ask=None)
     return s, tuple(notes)
+
+
+def _contradicts(s: State, event: ProcessesReported, replica: int) -> bool:
+    """Whether "nothing of this replica runs" is the word of a supervisor that knows only of older lives."""
+    known = newest(s, replica)
+    named = any(r == replica for r, _ in event.exited)
+    if known is None or not named or (replica, known.incarnation) in event.exited:
+        return False
+    who = (replica, known.incarnation)
+    return alive(s, who) and not outlived(who, event.exited | s.exited)

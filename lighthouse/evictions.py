@@ -45,9 +45,9 @@ class Evictions:
         match event:
             case Asked(request):
                 self._suspects.pop((request.report.replica, request.report.incarnation), None)
-            case ProcessesReported(running):
+            case ProcessesReported():
                 for who in [*self.orders, *self._suspects]:
-                    if running.get(who[0], who[1]) not in (None, who[1]) or not alive(s, who):
+                    if s.views[who[0]].incarnation not in (None, who[1]) or not alive(s, who):
                         self.orders.pop(who, None)
                         self._suspects.pop(who, None)
         late = [who for who, due in self._suspects.items() if now >= due]

@@ -47,6 +47,7 @@ class Life:
     fetching: float | None = None
     fetched: float | None = None
     exited: float | None = None
+    donor: str = ""  # whose state it fetched
 
     @property
     def first(self) -> float:
@@ -72,6 +73,21 @@ class Failure:
     rejoined: float | None = None
     gap_s: float | None = None
     hopeless: bool = False
+    noticed: float | None = None  # when another replica, or the lighthouse, first noticed
+    lost: bool = False  # its incarnation has ended
+
+    @property
+    def detected(self) -> tuple[float, float] | None:
+        """From when to when it was there and nobody knew; None where that was not measured.
+
+        It is measured from an injection, or from the end of the process, as its supervisor saw it, to the first
+        notice of others. A process that others missed before its end has hung for nobody knows how long.
+        """
+        if self.injected is not None:
+            return None if self.evidence is None else (self.injected, max(self.injected, self.evidence))
+        if self.life.exited is None or self.noticed is None or self.noticed < self.life.exited:
+            return None
+        return self.life.exited, self.noticed
 
     @property
     def t(self) -> float:
@@ -93,9 +109,10 @@ class _Replica:
 
 
 class Failures:
-    """All failures of a job, and its epochs."""
+    """All failures of a job, and its epochs; of failures the newest ``most``, None: all of them."""
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, most: int | None = MAX_FAILURES) -> None:
+        self._most = most
         self.epochs: dict[int, Epoch] = {}
         self._numbers: list[int] = []  # of the epochs, in order
         self.all: list[Failure] = []
@@ -121,7 +138,9 @@ class Failures:
         elif name in ("ProcessExited", "ReplicaExited", "ExitReported"):
             self._exited(seq, name, row)
         elif name in ("ReplicaExcluded", "ReplicaEvicted"):
-            self._at(seq, replica, self._life(replica, row.get("incarnation"), t), "silent", row).seen(t)
+            failure = self._at(seq, replica, self._life(replica, row.get("incarnation"), t), "silent", row)
+            failure.seen(t)
+            failure.noticed = t if failure.noticed is None else min(failure.noticed, t)
         elif name == "ReplicaLost":
             for failure in self._replicas[replica].open:
                 failure.hopeless = True
@@ -139,11 +158,48 @@ class Failures:
             if epoch in self.epochs:
                 self.epochs[epoch].resumed = first
         self._commits.append(t)
+        for replica in contributors:
+            self._contributes(replica, t)
         if self._fresh:
             for failure in self._fresh:
                 failure.gap_s = self._gap(failure.t) or failure.gap_s
             oldest = self._commits[0] if len(self._commits) < 8 else self._commits[-8]
             self._fresh = [f for f in self._fresh if f.t >= oldest]
+
+    def _contributes(self, replica: int, t: float) -> None:
+        """A replica contributed to a commit at ``t``: what was lost of it before is over."""
+        mine = self._replicas[replica]
+        if not mine.open:
+            return
+        for failure in list(mine.open):
+            started = failure.next.started if failure.next is not None else None
+            if started is not None and started < t:
+                failure.rejoined = t if failure.rejoined is None else min(failure.rejoined, t)
+                mine.open.remove(failure)
+
+    def losses(self) -> list[Failure]:
+        """One for each incarnation that was lost, by time."""
+        found = [f for f in self.all if f.lost and f.evidence is not None]
+        return sorted(found, key=lambda f: f.t)
+
+    def account(self, failure: Failure, typical: float) -> dict[str, Any]:
+        """What summary.json, the page and `explain` say of a failure; ``typical``: a fault-free step, in seconds.
+
+        ``detect_s`` is None where it was not measured, ``rejoin_s`` where the replica has not contributed again;
+        ``stall_s`` is what the others waited.
+        """
+        over, detected = self.over(failure), failure.detected
+        return {
+            "t": failure.t,
+            "replica": failure.replica,
+            "rank": failure.rank,
+            "kind": failure.kind,
+            "incarnation": failure.life.incarnation,
+            "detect_s": None if detected is None else detected[1] - detected[0],
+            "stall_s": max(0.0, (failure.gap_s or typical) - typical),
+            "rejoin_s": None if over is None else max(0.0, over - failure.t),
+            "source": failure.next.donor if failure.next is not None else "",
+        }
 
     def before(self, failure: Failure) -> int:
         """The epoch that ran when it happened."""
@@ -179,7 +235,7 @@ class Failures:
         after, back, life = self.after(failure), self.back(failure), failure.next
         fetch = life or failure.life
         marks: list[tuple[str, float | None, float | None]] = [
-            ("detect", failure.t, failure.evidence),
+            ("detect", *(failure.detected or (None, None))),
             ("quorum", failure.evidence, after.t if after else None),
             ("reconnect", after.t if after else None, after.resumed if after else None),
         ]
@@ -234,7 +290,12 @@ class Failures:
             return
         known = isinstance(suspect, int) and 0 <= suspect < len(self._replicas) and suspect != row["replica"]
         failure = next(
-            (f for f in reversed(self.all) if self._explains(f, suspect if known else None, epoch, t)), None
+            (
+                f
+                for f in reversed(self.all[-MAX_FAILURES:])
+                if self._explains(f, suspect if known else None, epoch, t)
+            ),
+            None,
         )
         if failure is None and known and not any(f.broke == epoch for f in self.all[-8:]):
             assert isinstance(suspect, int)
@@ -245,6 +306,7 @@ class Failures:
         if failure is not None:
             failure.broke = epoch
             failure.seen(t)
+            failure.noticed = t if failure.noticed is None else min(failure.noticed, t)
 
     def _explains(self, failure: Failure, suspect: int | None, epoch: int, t: float) -> bool:
         """Whether this failure is why a ring of ``epoch`` broke at ``t``."""
@@ -268,6 +330,7 @@ class Failures:
             return
         failure = failure or self._at(seq, replica, life, str(kind)[:64], row)
         failure.seen(t)
+        failure.lost = failure.lost or name == "ReplicaExited"
         if failure.injected is None and name != "ExitReported":
             failure.kind, failure.rank, failure.cause = str(kind)[:64], row.get("rank"), str(row.get("reason", ""))
         self._follow(replica)
@@ -292,6 +355,8 @@ class Failures:
                 failure.rejoined = t
             self._replicas[replica].open = []
             return
+        if name == "FetchCompleted":
+            life.donor = str(row.get("donor", ""))[:64]
         stamp = _STAMPS[name]
         old = getattr(life, stamp)
         if stamp == "fetched":  # the last rank's; a fetch that is repeated counts from the first
@@ -336,7 +401,7 @@ class Failures:
             mine.open = [*mine.open[1 - LIVES :], failure]
             self.all.append(failure)
             self._fresh.append(failure)
-            if len(self.all) > MAX_FAILURES:
+            if self._most is not None and len(self.all) > self._most:
                 del self.all[0]
         return failure
 

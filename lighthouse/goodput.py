@@ -62,6 +62,7 @@ class Goodput:
         self._any = Median()
         self.commits = 0
         self.failures = 0
+        self._missing = 0.0  # of fewer contributors, at the usual step of then
         self._share = self._share_again = 0.0  # sums of contributors / total: of all commits, of repeated steps
         self._first: tuple[float, float] | None = None  # t and step_s of the first commit
         self._last = self._highest = 0.0
@@ -69,6 +70,11 @@ class Goodput:
         self._usual: dict[str, float] = {}  # exposed waits of a usual step
         self._seen: list[str] = []  # incarnations whose end was counted
         self._marks: dict[str, float] = {}  # since the last commit: what happened, when first
+
+    @property
+    def median(self) -> float:
+        """`typical`, exactly, as summary.json has it; costs a look at the whole histogram."""
+        return self._whole.exact() or self._any.exact()
 
     @property
     def typical(self) -> float:
@@ -117,6 +123,7 @@ class Goodput:
             self._learn(row["waits"])
         if self._marks:
             self._marks = {}
+        self._missing += typical * (1.0 - share)
         return typical * share, gap
 
     def effective(self) -> dict[str, Any]:
@@ -130,18 +137,20 @@ class Goodput:
                 "useful_s": 0.0,
                 "lost_s": {},
             }
-        typical = self._whole.exact() or self._any.exact()
+        typical = self.median
         wall = max(self._last - self._first[0] + self._first[1], 1e-9)
         trained, useful = typical * self._share, typical * (self._share - self._share_again)
         lost = self._lost | {
             "startup": max(0.0, self._first[1] - typical),
-            "missing": typical * (self.commits - self._share),
+            "missing": self._missing,
             "replay": typical * self._share_again,
         }
         whole = max(0.0, wall - useful)
         named = sum(lost.values())
         if named > whole:  # steps that were faster than the median pay for others
-            lost = {cause: seconds * whole / named for cause, seconds in lost.items()}
+            missing = min(lost["missing"], whole)
+            rest = (whole - missing) / max(named - lost["missing"], 1e-9)
+            lost = {cause: seconds * rest for cause, seconds in lost.items()} | {"missing": missing}
         else:
             lost["other"] += whole - named
         by_failures = sum(lost[cause] for cause in BY_FAILURES)

@@ -29,6 +29,7 @@ _NUMBERS = ("loss", "lr", "lr_scale", "norm", "ftar_bytes", "ftar_s", "tokens")
 # Only the lighthouse knows these things; the picture believes them.
 _DECISIONS = frozenset(
     {
+        "EdgeBroken",
         "EpochGranted",
         "ExitReported",
         "HeadRolledBack",
@@ -40,8 +41,12 @@ _DECISIONS = frozenset(
         "ReplicaEvicted",
         "ReplicaExcluded",
         "ReplicaResumed",
+        "StoreFailed",
+        "StoreRecovered",
         "ReplicaStalled",
         "ReplicaUndrained",
+        "RewindOrdered",
+        "StoreBehind",
         "StragglerGone",
         "StragglerSeen",
         "Waiting",

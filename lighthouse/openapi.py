@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
 from ft_hsdp.config.running import MAX_REPLICAS
-from ft_hsdp.core.assignment import Continue, Final, Finish, Grant, Refused
+from ft_hsdp.core.assignment import CatchUp, Continue, Finish, Grant, Refused
 from ft_hsdp.protocol import Ask, Overview, Processes, Telemetry, Wait
 from lighthouse import quorum_route
 from lighthouse.auth import Bearer, Keys, Role, may
@@ -88,9 +88,10 @@ _BOUNDS: dict[str, Document] = {
         "ring": _HOSTS,
         "state": _HOSTS,
         **{key: {"maxLength": 256} for key in ("config_hash", "layout", "numerics")},
+        "rules": {"maxProperties": 64, "additionalProperties": {"type": "string", "maxLength": 256}},
     },
     "Report": {
-        **dict.fromkeys(("step", "epoch", "after", "max_term", "saved"), _NUMBER),
+        **dict.fromkeys(("step", "epoch", "after", "max_term", "saved", "number"), _NUMBER),
         "replica": _REPLICA,
         "incarnation": _ID,
     },
@@ -106,7 +107,7 @@ _ASK: Document = {  # the one route that the framework does not know
     "security": [{"worker": []}],
 }
 _BODIES = {
-    "/v1/quorum": Body((Ask,), (Grant, Continue, Final, Finish, Refused, Wait)),
+    "/v1/quorum": Body((Ask,), (Grant, Continue, CatchUp, Finish, Refused, Wait)),
     "/v1/processes": Body((Processes,), (Overview,), plain=True),
     "/v1/telemetry": Body((Telemetry,)),
     "/healthz": Body(text=True),

@@ -63,7 +63,7 @@ class Picture:
             "replicas": states(timeline.lanes.shown()),
             "lanes": timeline.segments(start, end, (end - start) / (2 * points)),
             "epochs": timeline.epochs(start, end),
-            "failures": timeline.told(start, end, self.goodput.typical),
+            "failures": timeline.told(start, end, self.goodput.median),
             "series": self.series.between(start, end, points),
         }
 

@@ -22,10 +22,32 @@ Incarnation = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """A membership that was granted: (replica, incarnation) of each member."""
+    """A membership that was granted: (replica, incarnation) of each member, and what it builds on.
+
+    ``base`` is None where a store of an older format does not say.
+    """
 
     number: int
     members: tuple[Incarnation, ...]
+    base: StateId | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """An incarnation that was admitted; of two of one replica, the one with the larger number came later."""
+
+    replica: int
+    incarnation: str
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """One supervisor alone may start a replica; of two leases the one with the larger number was given later."""
+
+    replica: int
+    owner: str
+    number: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +102,19 @@ def ahead(report: Report, state: StateId) -> bool:
     return lineage.newer(report.state, state) or (prepared is not None and lineage.newer(prepared.state_id, state))
 
 
+def follows(head: StateId, base: StateId, epochs: Iterable[Epoch]) -> bool:
+    """Whether ``head`` is known to be the step right after ``base``, by lineage.
+
+    An epoch has one history, so two of its states follow each other by their steps; the first state of an epoch
+    follows what the epoch was granted on. The same number of steps in another history is not enough.
+    """
+    if head.step != base.step + 1:
+        return False
+    if head.commit_epoch == base.commit_epoch:
+        return True
+    return any(e.number == head.commit_epoch and e.base is not None and lineage.same(e.base, base) for e in epochs)
+
+
 def uncovered(
     epochs: Iterable[Epoch], exited: frozenset[Incarnation], present: frozenset[Incarnation]
 ) -> Epoch | None:
@@ -126,13 +161,15 @@ def roles(reports: Mapping[int, Report], base: Base) -> dict[int, Role]:
 
 def describe(members: Iterable[Member], base: StateId, why: str) -> str:
     """A line for humans: who does what, and why the membership changed."""
-    able = [str(m.replica) for m in members if m.role == "contribute"]
-    behind = [str(m.replica) for m in members if m.role == "behind"]
+    ordered = sorted(members, key=lambda m: m.replica)
+    able = [str(m.replica) for m in ordered if m.role == "contribute"]
+    behind = [str(m.replica) for m in ordered if m.role == "behind"]
     text = f"{why}; replicas {','.join(able) or 'none'} contribute on {base}"
     return text + (f"; {','.join(behind)} behind" if behind else "")
 
 
 def grant(term: int, epoch: int, base: Base, members: tuple[Member, ...], total: int, why: str) -> Grant:
-    """The grant of ``epoch`` for ``members`` in ring order (by replica id)."""
-    ordered = tuple(sorted(members, key=lambda m: m.replica))
-    return Grant(term, epoch, base.state, ordered, total, describe(ordered, base.state, why), base.voids)
+    """The grant of ``epoch`` for ``members`` in ring order."""
+    ids = [m.replica for m in members]
+    assert len(set(ids)) == len(ids), f"a grant names each replica once, not {ids}"
+    return Grant(term, epoch, base.state, members, total, describe(members, base.state, why), base.voids)

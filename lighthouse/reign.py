@@ -6,7 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from ft_hsdp.config import Config, config_hash
+from ft_hsdp.config import Config, agreed, config_hash
+from ft_hsdp.core.rules import difference
+from ft_hsdp.errors import ConfigError
 from lighthouse.api import create_app
 from lighthouse.archive import Archive
 from lighthouse.auth import Keys
@@ -15,7 +17,7 @@ from lighthouse.metrics import Measured, Meter
 from lighthouse.service import Service
 from lighthouse.sinks import TensorBoardSink, WandbSink
 from lighthouse.stage import App
-from lighthouse.state import Policy
+from lighthouse.state import Agreement, Policy, State
 from lighthouse.store import Store
 from lighthouse.whereabouts import networks
 
@@ -39,6 +41,8 @@ def begin(
 ) -> Reign:
     """Lead the job in `run`, in a term of its own; `gap`: see `Chronicle`. Raises ConfigError."""
     state = store.load(policy(config))
+    own = Agreement(config_hash(config), rules=tuple(agreed(config).items()))
+    _same_rules(state, own)
     meter = Meter()
     chronicle = Chronicle(archive, about(config), (meter, *_curves(config, run, archive)), gap=gap)
 
@@ -52,11 +56,20 @@ def begin(
         keys.worker,
         tell,
         name=config.job.name,
-        config_hash=config_hash(config),
+        agreed=own,
         allow=networks(config.network.allow),
+        long_poll_s=config.timeouts.ask_s,
     )
     service.started()
     return Reign(service, chronicle, Measured(create_app(service, keys, chronicle, meter), meter))
+
+
+def _same_rules(state: State, own: Agreement) -> None:
+    """Raise ConfigError where this lighthouse goes by other rules than the replicas agreed on with its store."""
+    if state.agreed is not None and state.agreed.rules and state.agreed.config_hash != own.config_hash:
+        found = difference(dict(own.rules), dict(state.agreed.rules))
+        if found is not None:
+            raise ConfigError(found[0], found[1], f"{found[2]}, on which this run has agreed")
 
 
 def _curves(config: Config, run: Path, archive: Archive) -> list[Sink]:
@@ -83,7 +96,10 @@ def policy(config: Config) -> Policy:
         start_wait_s=timeouts.start_wait_s,
         final_wait_s=timeouts.final_wait_s,
         return_wait_s=timeouts.return_wait_s,
+        supervisor_lease_s=timeouts.supervisor_lease_s,
         on_lost_head=quorum.on_lost_head,
+        edge_wait_s=timeouts.edge_wait_s,
+        on_divergence=quorum.on_divergence,
     )
 
 

@@ -9,9 +9,11 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ft_hsdp.core import lineage
-from ft_hsdp.core.assignment import Answer, Final, Finish, Refused, Report
+from ft_hsdp.core.assignment import Answer, CatchUp, Finish, Member, Refused, Report
 from ft_hsdp.core.commit import CommitRecord, Fence
+from ft_hsdp.core.lineage import StateId
 from lighthouse import quorum
+from lighthouse.edges import learn
 from lighthouse.quorum import Base, Incarnation
 from lighthouse.state import (
     Effect,
@@ -28,7 +30,12 @@ from lighthouse.state import (
     over,
     raise_head,
     serve,
+    with_view,
 )
+
+PROMPT = 2  # epochs in a row without a step that are followed by the next one at once
+PAUSE_S = 0.1  # before the one after that; each pause is twice as long as the one before
+LONGEST_PAUSE_S = 5.0
 
 
 def hold(s: State, now: float) -> Step:
@@ -59,7 +66,12 @@ def hold(s: State, now: float) -> Step:
     patience = _patience(s, silent, accused)
     if silent and (patience is None or now < s.since + patience):
         return _wait(s, f"waiting for replica {','.join(str(r) for r, _ in silent)}")
+    pause_s = _pause(s)
+    if now < s.since + pause_s:
+        return _wait(s, f"{s.fruitless} epochs in a row made no step: the next one {pause_s:g} s after the last")
+    s, broken = _edges(s, asks, now)
     s, granted = _form(s, asks, silent, accused, patient)
+    granted = (*broken, *granted)
     late = (
         [(r, i) for r, i in silent if i is not None]
         if s.grant and s.since is not None and now >= s.since + s.policy.evict_s
@@ -87,7 +99,7 @@ def _silent(
             and (not away(s, r) or (veterans and v.down is None and r not in s.drained))
             and (r in lived or v.down is not True)
         ]
-    return sorted(m for m in members if alive(s, m) and m[0] not in asks)
+    return sorted(m for m in members if alive(s, m) and m[0] not in asks and not s.views[m[0]].fetching)
 
 
 def _accused(asks: Mapping[int, Request]) -> frozenset[int]:
@@ -103,9 +115,28 @@ def _patience(s: State, silent: Iterable[tuple[int, str | None]], accused: froze
     return max(graces, default=0.0)
 
 
-def _wait(s: State, why: str) -> Step:
-    """Nothing can be decided yet; the shell journals a reason once."""
-    return s, (Note("Waiting", why),)
+def _pause(s: State) -> float:
+    """Seconds before another epoch, where the last ones made no step and nobody died: no storm of them."""
+    if s.grant is None or any(not alive(s, (m.replica, m.incarnation)) for m in s.grant.members):
+        return 0.0
+    return min(PAUSE_S * 2.0 ** (s.fruitless - PROMPT - 1), LONGEST_PAUSE_S) if s.fruitless > PROMPT else 0.0
+
+
+def _edges(s: State, asks: Mapping[int, Request], now: float) -> Step:
+    """Count the failed edges of the ring that broke; who is left out for them from now on."""
+    if s.grant is None:
+        return s, ()
+    reports = {r: a.report for r, a in asks.items()}
+    base = quorum.highest(heard(s, r) for r in reports.values())
+    able = {r for r, report in reports.items() if quorum.role(report, base) == "contribute"} - s.edges.out(now)
+    spared = {r for r in reports if len(able - {r}) >= max(1, s.policy.min_replicas)}
+    edges, verdicts = learn(s.edges, s.grant, reports, spared, now, s.policy.edge_wait_s)
+    return replace(s, edges=edges), tuple(Note("EdgeBroken", v.reason, v.facts) for v in verdicts)
+
+
+def _wait(s: State, why: str, before: Iterable[Effect] = ()) -> Step:
+    """No more can be decided yet than what comes ``before``; the shell journals a reason once."""
+    return s, (*before, Note("Waiting", why))
 
 
 def _form(
@@ -139,9 +170,12 @@ def _form(
         if later:
             return _wait(s, f"{above}; replica {later[0]} may come back with it")
         lost = s.head.step - base.state.step
-        if lost != 1 and s.policy.on_lost_head != "rollback":
+        given_up = s.policy.on_lost_head == "rollback" or (s.rewinding and base.state.step > 0)
+        if not quorum.follows(s.head, base.state, s.epochs) and not given_up:
             why = f"no copy of the head {s.head} is left; the highest state is {base.state}"
-            if s.policy.on_lost_head == "wait":
+            if s.rewinding:
+                why = "there is no checkpoint to begin again from, after replicas held different states"
+            elif s.policy.on_lost_head == "wait":
                 return _wait(s, why)
             told = () if s.halted else (Note("JobHalted", why),)
             s, replies = answer(replace(s, halted=why), {r: Refused(why, 75) for r in asks})
@@ -152,29 +186,53 @@ def _form(
         s = replace(s, checkpoint=min(s.checkpoint, base.state.step + 1))
     blocked = quorum.uncovered(s.epochs, s.exited, present)
     if blocked is not None:
-        return _wait(s, f"epoch {blocked.number} has living members, none of them asks")
+        return _wait(s, f"epoch {blocked.number} has living members, none of them asks", notes)
     blocked = quorum.uncovered(s.epochs, s.exited - _returning(s, later), present)
     if blocked is not None:
-        return _wait(s, f"epoch {blocked.number} has members that may come back, none of them asks")
+        return _wait(s, f"epoch {blocked.number} has members that may come back, none of them asks", notes)
     members = tuple(member(a, base) for a in asks.values())
     if base.state.step >= s.policy.steps:
-        s = raise_head(s, base.state)
-        donors = tuple(m for m in members if m.role == "contribute")
-        s, replies = answer(s, {r: Final(base.state, donors) for r in asks})
+        s, replies = _catch_up(s, base.state, members, "training is over")
         return s, (*notes, *replies)
+    inside = tuple(m for m in members if m.replica not in s.edges.out())
+    if sum(m.role == "contribute" for m in inside) >= max(1, s.policy.min_replicas):
+        members = inside
     able = sum(m.role == "contribute" for m in members)
     if able < s.policy.min_replicas:
-        return _wait(s, f"{able} replicas hold {base.state}, min_replicas is {s.policy.min_replicas}")
+        why = f"{able} replicas hold {base.state}, min_replicas is {s.policy.min_replicas}"
+        fetchers = [str(m.replica) for m in members if m.role == "behind"]
+        if not fetchers:
+            return _wait(s, why, notes)
+        why += f"; replica {','.join(fetchers)} fetches it"
+        s, replies = _catch_up(s, base.state, members, why)
+        return s, (*notes, Note("Waiting", why), *replies)
     why = "first epoch" if s.grant is None else f"the ring of epoch {s.grant.epoch} broke"
+    barred = sorted(set(asks) - {m.replica for m in members})
+    if barred:
+        why += f"; without replica {','.join(map(str, barred))}: it cannot connect to another one"
     if silent:
         why += f"; without replica {','.join(str(r) for r, _ in silent)}: silent"
         notes += [
             Note("ReplicaExcluded", "silent beyond its grace", {"replica": r, "suspected": r in accused})
             for r, _ in silent
         ]
-    s, note = new_epoch(s, base, members, why)
+    s, note = new_epoch(replace(s, rewinding=False), base, members, why)
     s, replies = serve(s)
     return s, (*notes, note, *replies)
+
+
+def _catch_up(s: State, base: StateId, members: tuple[Member, ...], why: str) -> Step:
+    """Have ``members`` that are behind fetch ``base`` without a ring, and the others keep it for them.
+
+    The others may hold nothing but the record that leads to it. They are told to apply it, so it is the head from
+    now on.
+    """
+    s = raise_head(s, base)
+    donors = tuple(m for m in members if m.role == "contribute")
+    s, replies = answer(s, {m.replica: CatchUp(base, donors, why) for m in members})
+    for m in members:
+        s = with_view(s, m.replica, fetching=m.role == "behind")
+    return s, replies
 
 
 def _unheard(s: State, present: frozenset[Incarnation]) -> list[Incarnation]:
@@ -250,5 +308,5 @@ def _final(s: State, now: float) -> Step:
         s, replies = answer(replace(s, finished=True), {r: Finish() for r in have})
         return s, (Note("JobFinished", f"final state {head}"), *replies)
     donors = tuple(replace(member(a, Base(head, None, ())), role="contribute") for a in have.values())
-    rest = {r: Final(head, donors) for r, v in enumerate(s.views) if v.ask and r not in have}
+    rest = {r: CatchUp(head, donors, "training is over") for r, v in enumerate(s.views) if v.ask and r not in have}
     return answer(s, rest)

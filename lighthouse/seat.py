@@ -9,6 +9,7 @@ import os
 from pathlib import Path
 
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.events import here, replace_json
 
 SEATS = 5
 
@@ -57,7 +58,7 @@ class Seat:
         """Say in lighthouse.json that this one leads, and where all are."""
         urls = [read(self._folder / f"seat-{n}.json").get("url") for n in range(SEATS)]
         every = list(dict.fromkeys(u for u in (url, *urls) if isinstance(u, str)))
-        said = {"pid": os.getpid(), "url": url, "urls": every}
+        said = {"pid": os.getpid(), "url": url, "urls": every, **here()}
         if read(self._run / "lighthouse.json") != said:
             write(self._run / "lighthouse.json", said)
 
@@ -76,7 +77,5 @@ def read(file: Path) -> dict[str, object]:
 
 
 def write(file: Path, value: object) -> None:
-    """Replace a file by ``value`` as JSON: a reader sees the old one or the new one, whole."""
-    part = file.with_name(f".{file.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(value) + "\n")
-    part.replace(file)
+    """Replace a file by ``value`` as JSON: a reader sees the old one or the new one, whole. Raises OSError."""
+    replace_json(file, value)

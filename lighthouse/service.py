@@ -10,15 +10,14 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ft_hsdp import protocol
 from ft_hsdp.core.assignment import Answer, Grant, Refused, Report
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import Ask, Overview, Processes, Wait
-from lighthouse import admission, commands, health
-from lighthouse.admission import Job
+from lighthouse import admission, commands, health, lives
 from lighthouse.commands import Impossible, Supervised
 from lighthouse.decide import transition
 from lighthouse.evictions import Evictions
@@ -26,6 +25,7 @@ from lighthouse.limits import Rates
 from lighthouse.quorum import Incarnation
 from lighthouse.state import (
     Action,
+    Agreement,
     Asked,
     AskWithdrawn,
     Commanded,
@@ -68,9 +68,10 @@ class Open:
 class Service:
     """One job's lighthouse, to be used from one event loop.
 
-    state: what `store.load` gave; token: signs grants; journal: takes each event; name: of the job;
-    config_hash: that every replica must have, None takes that of the first; allow: networks in which replicas may
-    listen besides where they ask from; long_poll_s: longest wait of `ask`, in seconds; clock: monotonic seconds.
+    state: what `store.load` gave; token: signs grants; journal: takes each event; name: of the job; agreed: what
+    every replica must have, unless the state says it (None takes what the first has); allow: networks in which
+    replicas may listen besides where they ask from; long_poll_s: longest wait of `ask`, in seconds; clock: seconds
+    that never jump.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Service:
         journal: Journal,
         *,
         name: str = "",
-        config_hash: str | None = None,
+        agreed: Agreement | None = None,
         allow: Networks = (),
         long_poll_s: float = LONG_POLL_S,
         clock: Callable[[], float] = time.monotonic,
@@ -91,7 +92,7 @@ class Service:
         self._store = store
         self._token = token
         self._journal = journal
-        self._job = Job(config_hash)
+        self._agreed = state.agreed or agreed or Agreement()
         self._allow = allow
         self._rates = Rates()
         self._long_poll_s = long_poll_s
@@ -107,12 +108,14 @@ class Service:
         self._timer: asyncio.TimerHandle | None = None
         self._saving: asyncio.TimerHandle | None = None
         self._closed = False
+        self._failing = False  # the store takes no writes
 
     def started(self) -> None:
         """Note in the journal that this lighthouse serves."""
         s = self.state
         why = f"goes on from epoch {s.epoch}, head {s.head}" if s.grant else "nothing was ever granted"
-        self._note("LighthouseStarted", why, {"term": s.term, "epoch": s.epoch})
+        facts = {"term": s.term, "epoch": s.epoch, "config_hash": self._agreed.config_hash}
+        self._note("LighthouseStarted", why, facts)
 
     # Requests.
 
@@ -139,7 +142,7 @@ class Service:
         if report.incarnation != self.state.views[report.replica].incarnation:
             self._rates.join(report.replica, peer or "", self._clock())
         asked = Open(report.replica, next(self._ids), asyncio.get_running_loop().create_future())
-        refusal = self._job.refusal(ask)
+        refusal = admission.refusal(self._agreed, ask)
         if refusal is not None:
             self._refused(report, refusal)
             asked.answer.set_result(refusal)
@@ -148,14 +151,17 @@ class Service:
         else:
             self._open[asked.id] = asked.answer
             before = self.state.views[report.replica].ask
+            agreed, self._agreed = self._agreed, admission.with_first(self._agreed, ask)
             try:
                 self.apply(Asked(Request(report, asked.id, ask.ring, ask.state), self._clock()))
             except StoreFailed:
                 del self._open[asked.id]
+                self._agreed = agreed
                 raise
+            if not self._learn(report):
+                self._agreed = agreed
             if before is not None and self.state.views[report.replica].ask is not before:
                 self._reply(report.replica, before.id, Wait("a newer ask of this replica is open"))
-            self._learn(ask)
         return asked
 
     async def answered(self, asked: Open) -> Answer | Wait:
@@ -192,8 +198,12 @@ class Service:
         owned: dict[int, str | None] = dict.fromkeys(sorted({r for r, _ in exited} | set(picture.lost)))
         owned |= picture.running
         now = self._clock()
-        self.apply(ProcessesReported(owned, exited, frozenset(picture.lost), now))
-        self._supervised |= dict.fromkeys(owned, now)
+        owner, claims = picture.owner, tuple(sorted(picture.leases.items()))
+        self.apply(ProcessesReported(owned, exited, frozenset(picture.lost), now, owner, claims))
+        found = {replica: lives.lease_of(self.state, replica) for replica in picture.leases}
+        held = {replica: lease.number for replica, lease in found.items() if lease and lease.owner == owner}
+        rivals = {replica: lease.owner for replica, lease in found.items() if lease and lease.owner != owner}
+        self._supervised |= dict.fromkeys((r for r in owned if r not in rivals), now)
         head = self.state.head
         return Overview(
             evict=self._evictions.of(owned),
@@ -202,6 +212,9 @@ class Service:
             finished=self.state.finished,
             halted=self.state.halted,
             drained=tuple(r for r in range(self.state.policy.slots) if not wanted(self.state, r)),
+            leases=held,
+            rivals=rivals,
+            lease_s=self.state.policy.supervisor_lease_s,
         )
 
     def command(
@@ -263,8 +276,10 @@ class Service:
         """Decide, make it durable, then carry it out. StoreFailed: as if the event had never come."""
         before = self.state
         after, effects = transition(before, event)
+        if after.grant is not None and after.agreed is None:
+            after = replace(after, agreed=self._agreed)  # durable together with the first grant
         if self._store.unsaved(after) - MAY_LAG:
-            self._store.save(after)
+            self._save(after)
         elif after.head is not before.head and self._saving is None:
             self._saving = asyncio.get_running_loop().call_later(HEAD_LAG_S, self._save_head)
         self.state = after
@@ -291,11 +306,24 @@ class Service:
         if self._evictions.order(self.state, who, reason):
             self._note("ReplicaEvicted", reason, {"replica": who[0], "incarnation": who[1]})
 
+    def _save(self, state: State) -> None:
+        """Make `state` durable; say when the store begins to fail, and when that is over. Raises StoreFailed."""
+        try:
+            self._store.save(state)
+        except StoreFailed as error:
+            if not self._failing:
+                self._failing = True
+                self._note("StoreFailed", f"{error}; no new epoch until it writes, members go on with their lease")
+            raise
+        if self._failing:
+            self._failing = False
+            self._note("StoreRecovered", "the store takes writes again")
+
     def _save_head(self) -> None:
         """Make the head durable; a store that fails is tried again with the next one."""
         self._saving = None
         try:
-            self._store.save(self.state)
+            self._save(self.state)
         except StoreFailed as error:
             _log.error("%s", error)
 
@@ -321,12 +349,13 @@ class Service:
         facts = {"replica": report.replica, "incarnation": report.incarnation}
         self._note("AskRefused", refusal.reason, facts)
 
-    def _learn(self, ask: Ask) -> None:
-        """Remember the newest report of a replica, unless it was fenced."""
-        me = (ask.report.replica, ask.report.incarnation)
-        if self.state.views[me[0]].incarnation == me[1] and me not in self.state.exited:
-            self._job = self._job.with_first(ask)
-            self._reports[me[0]] = ask.report
+    def _learn(self, report: Report) -> bool:
+        """Remember the newest report of a replica, unless it was fenced; whether it was not."""
+        me = (report.replica, report.incarnation)
+        counts = self.state.views[me[0]].incarnation == me[1] and me not in self.state.exited
+        if counts:
+            self._reports[me[0]] = report
+        return counts
 
     def _wait_for(self, reasons: Iterable[str]) -> None:
         """Remember what is waited for; it is journaled once that lasts."""

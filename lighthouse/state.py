@@ -10,7 +10,8 @@ from ft_hsdp.core import lineage
 from ft_hsdp.core.assignment import Answer, Continue, Grant, Member, Report
 from ft_hsdp.core.lineage import StateId
 from lighthouse import quorum
-from lighthouse.quorum import Base, Epoch, Incarnation
+from lighthouse.edges import NO_EDGES, Edges, arrange, proven
+from lighthouse.quorum import Base, Epoch, Incarnation, Lease, Life
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,10 @@ class Policy:
     start_wait_s: float | None = None
     final_wait_s: float = 120.0
     return_wait_s: float = 120.0
+    supervisor_lease_s: float = 5.0
     on_lost_head: Literal["wait", "halt", "rollback"] = "halt"
+    edge_wait_s: float = 30.0
+    on_divergence: Literal["halt", "checkpoint"] = "halt"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,16 +48,30 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Agreement:
+    """What all replicas of a job share; None until somebody has said it. ``rules``: JSON text by dotted key."""
+
+    config_hash: str | None = None
+    layout: str | None = None
+    numerics: str | None = None
+    rules: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class View:
     """What is known of one replica: its newest incarnation, whether it runs, and its open ask.
 
-    ``down`` is None while nobody has said whether a process of this replica runs.
+    ``down`` is None while nobody has said whether a process of this replica runs. ``renewed`` is when the
+    supervisor that has its lease reported last (None: not since this lighthouse started). ``fetching``: it was
+    told to fetch a state without a ring, and has not asked since.
     """
 
     incarnation: str | None = None
     down: bool | None = None
     lost: bool = False
     ask: Request | None = None
+    renewed: float | None = None
+    fetching: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +80,11 @@ class State:
 
     ``target`` is how many replicas are wanted: those with lower ids. ``drained`` are the replicas that an operator
     wants away all the same, ``checkpoint`` is the step from which on a state is to be written on demand (0: none
-    is).
+    is). ``lives`` are the newest incarnations that were admitted, with their numbers; new numbers are above
+    ``admissions``. ``leases`` say which supervisor may start a replica. ``agreed`` is what the members of the
+    first grant had in common. ``edges`` are the connections that failed of late; ``fruitless`` epochs were granted
+    since the last step. ``rewound``: by replica, the number up to which incarnations were there when states
+    differed: they have no part in what comes after the checkpoint; ``rewinding`` until there is a grant to others.
     """
 
     policy: Policy
@@ -85,6 +107,14 @@ class State:
     diverged: tuple[int, ...] = ()
     drained: frozenset[int] = frozenset()
     checkpoint: int = 0
+    edges: Edges = NO_EDGES
+    fruitless: int = 0
+    lives: tuple[Life, ...] = ()
+    leases: tuple[Lease, ...] = ()
+    agreed: Agreement | None = None
+    admissions: int = 0
+    rewound: tuple[int, ...] = ()
+    rewinding: bool = False
 
     @staticmethod
     def empty(policy: Policy, term: int) -> State:
@@ -116,12 +146,17 @@ class AskWithdrawn:
 
 @dataclass(frozen=True, slots=True)
 class ProcessesReported:
-    """A supervisor's full picture: what runs now (None: nothing), what has exited, what is given up."""
+    """A supervisor's full picture: what runs now (None: nothing), what has exited, what is given up.
+
+    ``owner`` is the supervisor; ``claims`` are the replicas that it wants to start alone, with its lease's number.
+    """
 
     running: Mapping[int, str | None]
     exited: frozenset[Incarnation]
     lost: frozenset[int]
     now: float
+    owner: str = ""
+    claims: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,21 +230,55 @@ def raise_head(s: State, state: StateId) -> State:
     if s.head is None and state.step == 0:
         return s
     keep = tuple(e for e in s.epochs if s.head is None or e.number >= s.head.commit_epoch)
-    return replace(s, head=state, epochs=keep)
+    return replace(s, head=state, epochs=keep, fruitless=0)
+
+
+def store_behind(s: State, report: Report) -> bool:
+    """Whether a replica knows a newer membership or term than the store, which is an older copy then."""
+    grant = s.grant
+    return grant is not None and (max(report.epoch, report.after) > grant.epoch or report.max_term > s.term)
+
+
+def begin_anew(s: State, report: Report) -> tuple[State, Note]:
+    """The store is an older copy: what was granted since is unknown, so everybody who may live is heard first.
+
+    That is what an empty store does, too (`rounds.hold`). Exits and the head are facts, and stay. Nothing is
+    granted in a term, or in an epoch, that a member may have seen.
+    """
+    assert s.grant is not None
+    newest = max(report.epoch, report.after)
+    why = (
+        f"the store is an older copy: it knows epoch {s.grant.epoch} of term {s.grant.term}, replica "
+        f"{report.replica} knows epoch {newest} of term {report.max_term}; every replica that may live is heard "
+        "before the next epoch"
+    )
+    facts = {
+        "replica": report.replica,
+        "epoch": newest,
+        "term": report.max_term,
+        "store_epoch": s.grant.epoch,
+        "store_term": s.grant.term,
+    }
+    s = replace(s, fresh=True, grant=None, epochs=(), settled=0, broken=False, since=None)
+    return s, Note("StoreBehind", why, facts)
 
 
 def member(request: Request, base: Base) -> Member:
     """The entry of an asking replica in a grant on ``base``."""
     report = request.report
-    return Member(report.replica, report.incarnation, quorum.role(report, base), request.ring, request.state)
+    role = quorum.role(report, base)
+    return Member(report.replica, report.incarnation, role, request.ring, request.state, report.number)
 
 
 def new_epoch(s: State, base: Base, members: tuple[Member, ...], why: str) -> tuple[State, Note]:
     """Number the membership, remember it, and make it the current one."""
-    grant = quorum.grant(s.term, s.epoch + 1, base, members, total(s, len(members)), why)
+    if s.grant is not None and progressed(s):
+        s = replace(s, edges=proven(s.edges, s.grant.ring))
+    ring = arrange(members, s.edges.avoided)
+    grant = quorum.grant(s.term, s.epoch + 1, base, ring, total(s, len(members)), why)
     if base.state.step > 0 and (s.head is None or lineage.newer(base.state, s.head)):
         s = raise_head(s, base.state)
-    epoch = Epoch(grant.epoch, tuple((m.replica, m.incarnation) for m in grant.members))
+    epoch = Epoch(grant.epoch, tuple((m.replica, m.incarnation) for m in grant.members), base.state)
     s = replace(
         s,
         epoch=grant.epoch,
@@ -219,6 +288,7 @@ def new_epoch(s: State, base: Base, members: tuple[Member, ...], why: str) -> tu
         broken=False,
         since=None,
         settled=base.state.step + 1,
+        fruitless=s.fruitless + 1,
     )
     facts = {
         "term": grant.term,
@@ -230,6 +300,11 @@ def new_epoch(s: State, base: Base, members: tuple[Member, ...], why: str) -> tu
         "roles": {str(m.replica): m.role for m in grant.members},
     }
     return s, Note("EpochGranted", grant.reason, facts)
+
+
+def progressed(s: State) -> bool:
+    """Whether a step was committed in the current epoch."""
+    return s.grant is not None and s.head is not None and s.head.commit_epoch >= s.grant.epoch
 
 
 def answer(s: State, answers: Mapping[int, Answer]) -> Step:

@@ -1,12 +1,14 @@
 """The store: what must outlive the lighthouse, written before any answer that depends on it leaves.
 
-Durable are the term, the epochs and their members, the head, the current grant, the known exits, what operators
-ordered, and why the job was halted. All of it is JSON that is validated on the way back.
+Durable are the term, the epochs and their members, the head, the current grant, the known exits, the numbers of
+incarnations, which supervisor may start a replica, what all replicas agreed on, what operators ordered, and why
+the job was halted. All of it is JSON that is validated on the way back.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import sqlite3
@@ -23,11 +25,15 @@ from ft_hsdp.core import lineage
 from ft_hsdp.core.assignment import Grant
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import ConfigError, Retryable
-from lighthouse.quorum import Epoch, Incarnation
-from lighthouse.state import Policy, State
+from ft_hsdp.mounts import LOCKLESS, mount_of
+from lighthouse.quorum import Epoch, Incarnation, Lease, Life
+from lighthouse.state import Agreement, Policy, State
 
-FORMAT = 3
+FORMAT = 4
 LOCK_WAIT_S = 2.0  # longest wait of one transaction for a reader
+RESERVED = 256 << 10  # bytes that a file of SQLite keeps free for writes on a full disk
+LOG_PAGES = 48  # the write-ahead log begins anew after so many; those of `RESERVED` are more
+FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # what may be over later
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +58,11 @@ _DURABLE = {
     "drained": Durable(TypeAdapter(frozenset[int]), since=2),
     "checkpoint": Durable(TypeAdapter(int), since=2),
     "target": Durable(TypeAdapter(int), since=3),
+    "lives": Durable(TypeAdapter(tuple[Life, ...]), since=4),
+    "leases": Durable(TypeAdapter(tuple[Lease, ...]), since=4),
+    "agreed": Durable(TypeAdapter(Agreement | None), since=4),
+    "rewound": Durable(TypeAdapter(tuple[int, ...]), since=4),
+    "rewinding": Durable(TypeAdapter(bool), since=4),
 }
 
 Rows = dict[str, str]
@@ -102,6 +113,8 @@ class JsonStore(ABC):
         """See `Store`. An empty store takes a term that was never used before: the Unix time.
 
         A halt by policy is decided anew, from the head; one because states differ cannot be, so it stays.
+        Numbers of incarnations go on at the Unix time in milliseconds: above all that were given with a store that
+        is lost now, or with this one after it was copied.
         """
         found, rows = self._read()
         if rows:
@@ -113,6 +126,7 @@ class JsonStore(ABC):
             kept = {"term": int(time.time())}
         state = replace(State.empty(policy, 0), **kept)
         state = replace(state, term=max(state.term, self._least_term), target=min(state.target, policy.slots))
+        state = replace(state, admissions=int(time.time() * 1000))
         self.save(state)
         return state
 
@@ -181,7 +195,11 @@ class MemoryStore(JsonStore):
 class SqliteStore(JsonStore):
     """A store in the file `path`, for one lighthouse at a time; power loss does not undo a write.
 
-    Raises ConfigError, one line with exit code 64: another lighthouse has it, or it cannot be opened.
+    It sets space aside, so that a disk which becomes full later takes its writes all the same: they go where the
+    file and its log have been written before.
+
+    Raises ConfigError, one line with exit code 64: another lighthouse has it, or it cannot be opened. Raises
+    StoreFailed: the disk is full, or does not answer as it should.
     """
 
     def __init__(self, path: Path) -> None:
@@ -192,14 +210,22 @@ class SqliteStore(JsonStore):
         self._format = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
+            mount = mount_of(path)
+            if mount is not None and mount.kind in LOCKLESS:
+                allowed = f"a local disk ({mount.place} is {mount.kind}, where locks may fail), or lighthouse.etcd"
+                raise ConfigError("lighthouse store", str(path), allowed)
             self._lock = _lock(path)
             self._db = sqlite3.connect(path, timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
             self._prepare(self._db)
         except OSError as error:
             self.close()
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+                raise StoreFailed(f"lighthouse store {path}: {error.strerror}") from None
             raise ConfigError("lighthouse store", str(path), f"a file to write ({error.strerror})") from None
         except sqlite3.Error as error:
             self.close()
+            if full(error):
+                raise StoreFailed(f"lighthouse store {path}: {error}") from None
             raise self._unusable(str(error)) from None
         except ConfigError:
             self.close()
@@ -223,6 +249,12 @@ class SqliteStore(JsonStore):
             raise self._unusable(problem)
         db.execute("CREATE TABLE IF NOT EXISTS durable (name TEXT PRIMARY KEY, value TEXT, digest TEXT)")
         self._format = db.execute("PRAGMA user_version").fetchone()[0]
+        db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
+        db.execute("CREATE TABLE IF NOT EXISTS reserve (blank BLOB)")
+        with contextlib.suppress(sqlite3.Error):  # what it has must do then
+            db.execute("INSERT INTO reserve VALUES (zeroblob(?))", (RESERVED,))
+            db.execute("DELETE FROM reserve")
+            db.execute("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _read(self) -> tuple[int, Rows]:
         assert self._db is not None, "the store is closed"
@@ -257,10 +289,28 @@ class SqliteStore(JsonStore):
         return str(self.path)
 
 
+def finished(path: Path) -> bool:
+    """Whether the store in the file `path` says that every replica had the final state.
+
+    Raises ConfigError: it cannot be read, or a lighthouse has it.
+    """
+    store = SqliteStore(path)
+    try:
+        _, rows = store._read()
+    finally:
+        store.close()
+    return rows.get("finished") == _encode("finished", True)
+
+
 def _encode(name: str, value: Any) -> str:
     """One durable field as JSON; a set is sorted, so that equal values are equal text."""
     value = tuple(sorted(value)) if isinstance(value, frozenset) else value
     return _DURABLE[name].adapter.dump_json(value, warnings=False).decode()
+
+
+def full(error: sqlite3.Error) -> bool:
+    """Whether the disk did not do what SQLite asked of it; that may be over later."""
+    return (getattr(error, "sqlite_errorcode", 0) & 0xFF) in FULL
 
 
 def _lock(path: Path) -> int:

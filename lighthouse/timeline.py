@@ -80,18 +80,14 @@ class Timeline:
         return [self._failure(f, typical) for f in sorted(found, key=lambda f: f.t)[-SHOWN_FAILURES:]]
 
     def _failure(self, failure: Failure, typical: float) -> Json:
-        over = self.failures.over(failure)
+        told = self.failures.account(failure, typical)
+        shown = ("replica", "rank", "kind", "t", "detect_s", "stall_s", "rejoin_s")
         return {
             "seq": failure.seq,
-            "replica": failure.replica,
-            "rank": failure.rank,
-            "kind": failure.kind,
-            "t": failure.t,
+            **{key: told[key] for key in shown},
             "cause": failure.cause,
             "phases": [{"name": name, "t0": t0, "t1": t1} for name, t0, t1 in self.failures.phases(failure)],
-            "stall_s": max(0.0, (failure.gap_s or typical) - typical),
-            "rejoin_s": None if over is None else max(0.0, over - failure.t),
-            "done": over is not None or failure.hopeless or self.ended is not None,
+            "done": told["rejoin_s"] is not None or failure.hopeless or self.ended is not None,
         }
 
     def _lighthouse(self, name: str, t: float, row: Mapping[str, Any]) -> None:

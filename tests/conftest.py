@@ -1,11 +1,19 @@
 """Shared by all tests."""
 
+import atexit
 import gc
 import os
+import shutil
 import signal
+import tempfile
+from collections.abc import Generator
+from typing import TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
+from programs import INAPPLICABLE
+
+Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 
 # Two cores, many processes: a slow example is not a failure, and every run draws the same ones.
 settings.register_profile("ft_hsdp", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
@@ -14,8 +22,17 @@ settings.load_profile("ft_hsdp")
 # torch asks for the names of its peers; where no name server answers, each question takes that long, not 5 s.
 os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
 
+if "XDG_STATE_HOME" not in os.environ:  # checkpoints of tests are signed with a key of their own
+    os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="ft_hsdp-state-")
+    atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+
 # Whoever runs the tests in the background has SIGINT ignored, and what they start would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# In continuous integration everything but a GPU is there: a test that is skipped for want of something has failed.
+SKIP_NOTHING = os.environ.get("FT_HSDP_SKIP_NOTHING") == "1"
+
+WITHOUT_A_GPU = ("CUDA is not available", "Not enough GPUs")  # torchft's own tests say so
 
 ALONE = {"dashboard", "scenarios"}  # folders of which every test starts processes
 LAST = ["sim", "scenarios"]  # folders with long tests: what fails soon fails first
@@ -28,6 +45,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if ALONE & set(item.path.parts):
             item.add_marker(pytest.mark.multiproc)
     items.sort(key=lambda item: LAST.index(name) if (name := item.path.parent.name) in LAST else -1)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that is skipped where nothing may be has failed."""
+    return _unskipped((yield))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """The same for a whole module."""
+    return _unskipped((yield))
+
+
+def _unskipped(report: Report) -> Report:
+    if SKIP_NOTHING and report.skipped and not hasattr(report, "wasxfail"):
+        why = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if INAPPLICABLE not in why and not any(reason in why for reason in WITHOUT_A_GPU):
+            report.outcome = "failed"
+            report.longrepr = f"FT_HSDP_SKIP_NOTHING=1, but: {why}"
+    return report
 
 
 def pytest_collection_finish() -> None:

@@ -14,8 +14,12 @@ WALL = {
     "ft_hsdp/launch/supervisor.py",
     "ft_hsdp/launch/lighthouse_process.py",
     "ft_hsdp/launch/job.py",
-    "ft_hsdp/launch/chaos.py",
+    "ft_hsdp/launch/inflict.py",
     "ft_hsdp/launch/pool.py",
+    "ft_hsdp/launch/rundir.py",  # how long ago another host changed a file
+    "ft_hsdp/launch/local_engine.py",
+    "ft_hsdp/launch/recorder.py",
+    "ft_hsdp/launch/ray/inbox.py",
     "ft_hsdp/launch/ray/berth.py",
     "ft_hsdp/launch/ray/lighthouse.py",
     "ft_hsdp/train/job.py",

@@ -7,13 +7,15 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.config import Config, config_hash, dump, load, parse
+from ft_hsdp.config import Config, agreed, config_hash, dump, load, parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.failpoints import PLACES
 
 ROOT = Path(__file__).parent.parent
 
 HIT = {"at_step": 5, "replicas": [0]}
+CUT = {"kind": "partition", "at_s": 1, "edge": [0, 1]}
+AID = {"kind": "helper", "at_s": 1, "target": "agent"}
 
 # Document, overrides, the key that the message starts with, a part of what it says is allowed.
 POINT = {"replicas": [0], "step": 1}
@@ -120,9 +122,9 @@ BAD: list[tuple[dict[Any, Any], list[str], str, str]] = [
         "optim.offload",
         "false with train.device cpu: all is in host memory there",
     ),
-    ({"chaos": {"at_step": 1}}, [], "chaos", "a list, each a mapping with the keys at_step"),
-    ({"chaos": [{"at_step": 1}]}, [], "chaos.0.replicas", "the key is required"),
-    ({"chaos": [{"replicas": [0]}]}, [], "chaos.0.at_step", "exactly one of at_step and rate_per_min"),
+    ({"chaos": {"at_step": 1}}, [], "chaos", "a list, each a mapping with the keys kind, at_step"),
+    ({"chaos": [{"at_step": 1}]}, [], "chaos.0.replicas", "at least 1 item"),
+    ({"chaos": [{"replicas": [0]}]}, [], "chaos.0.at_step", "exactly one of at_step, at_s, rate_per_min"),
     ({"chaos": [HIT | {"rate_per_min": 1}]}, [], "chaos.0.rate_per_min", "exactly one of"),
     ({"chaos": [HIT | {"rate_per_min": 0}]}, [], "chaos.0.rate_per_min", "above 0"),
     ({"chaos": [HIT, HIT | {"replicas": [3]}]}, [], "chaos.1.replicas", "ids from 0 to 2"),
@@ -131,6 +133,29 @@ BAD: list[tuple[dict[Any, Any], list[str], str, str]] = [
     ({"chaos": [HIT | {"rank": 2}]}, [], "chaos.0.rank", "0 to 1 (ranks_per_replica is 2)"),
     ({"chaos": [HIT | {"signal": "HUP"}]}, [], "chaos.0.signal", "KILL, STOP, TERM"),
     ({"chaos": [HIT | {"for_s": 1}]}, [], "chaos.0.for_s", "0 with signal KILL"),
+    ({"chaos": [HIT | {"at_s": 1}]}, [], "chaos.0.at_s", "exactly one of"),
+    ({"chaos": [HIT | {"kind": "fire"}]}, [], "chaos.0.kind", "disk_full, slow_disk"),
+    ({"chaos": [{"at_s": 1, "kind": "partition"}]}, [], "chaos.0.edge", "[a, b] or [a, lighthouse]"),
+    ({"chaos": [CUT | {"edge": [0, "moon"]}]}, [], "chaos.0.edge", "[a, lighthouse]"),
+    ({"chaos": [CUT | {"edge": [0]}]}, [], "chaos.0.edge", "[a, b]"),
+    ({"chaos": [CUT | {"edge": [2, 2]}]}, [], "chaos.0.edge", "two ends"),
+    ({"chaos": [CUT | {"edge": [0, 3]}]}, [], "chaos.0.edge", "ids from 0 to 2"),
+    ({"chaos": [CUT | {"replicas": [0]}]}, [], "chaos.0.replicas", "[] with an edge"),
+    ({"chaos": [CUT | {"rank": 0}]}, [], "chaos.0.rank", "null with kind partition"),
+    ({"chaos": [CUT | {"host": "a"}]}, [], "chaos.0.host", "null with kind partition"),
+    ({"chaos": [HIT | {"edge": [0, 1]}]}, [], "chaos.0.edge", "null with kind signal"),
+    ({"chaos": [HIT | {"kind": "clock", "signal": "STOP"}]}, [], "chaos.0.signal", "only with signal and helper"),
+    ({"chaos": [HIT | {"kind": "clock", "down_steps": 2}]}, [], "chaos.0.down_steps", "0 with kind clock"),
+    ({"chaos": [HIT | {"kind": "flip", "for_s": 1}]}, [], "chaos.0.for_s", "0 with kind flip"),
+    ({"chaos": [HIT | {"target": "agent"}]}, [], "chaos.0.target", "null with kind signal"),
+    ({"chaos": [HIT | {"reject": True}]}, [], "chaos.0.reject", "false with kind signal"),
+    ({"chaos": [HIT | {"host": "a", "rank": 1}]}, [], "chaos.0.host", "null with a target or a rank"),
+    ({"chaos": [{"at_s": 1, "kind": "helper"}]}, [], "chaos.0.target", "fork_server, agent, supervisor"),
+    ({"chaos": [AID]}, [], "chaos.0.replicas", "at least 1 item"),
+    ({"chaos": [AID | {"replicas": [0], "signal": "TERM"}]}, [], "chaos.0.signal", "KILL or STOP"),
+    ({"chaos": [AID | {"replicas": [0], "rank": 0}]}, [], "chaos.0.rank", "null with kind helper"),
+    ({"chaos": [AID | {"target": "lighthouse", "replicas": [0]}]}, [], "chaos.0.replicas", "[] with an edge"),
+    ({"chaos": [AID | {"target": "supervisor"}]}, [], "chaos.0.signal", "STOP, with for_s above 0"),
     (
         {"debug": {"failpoints": {"x": POINT}}},
         [],
@@ -305,6 +330,15 @@ def test_a_dump_spells_out_defaults_in_plain_lines() -> None:
         "--train.seq_len=64",
         "--train.accumulate=2",
         "--ranks_per_replica=1",
+        "--train.steps=9",
+        "--train.poison=skip_step",
+        "--replicas=5",  # as many data shards
+        "--max_replicas=5",
+        "--data.assignment=global",
+        "--checkpoint.every=5",
+        "--checkpoint.dir=/elsewhere",
+        "--quorum.catchup_log_steps=5",
+        "--ftar.chunk_bytes=8192",
     ],
 )
 def test_the_hash_changes_with_what_replicas_must_share(override: str) -> None:
@@ -314,9 +348,9 @@ def test_the_hash_changes_with_what_replicas_must_share(override: str) -> None:
 @pytest.mark.parametrize(
     "override",
     [
-        "--train.steps=9",
         "--job.name=other",
-        "--replicas=5",
+        "--quorum.on_lost_head=wait",
+        "--timeouts.evict_s=5",
         "--quorum.lease_s=100",
         "--ftar.chunks=2",
         "--network.port=99",
@@ -329,9 +363,17 @@ def test_the_hash_leaves_out_what_they_need_not(override: str) -> None:
     assert config_hash(parse({}, [override])) == config_hash(Config())
 
 
-def test_the_hash_covers_the_end_of_a_schedule_that_moves() -> None:
-    cosine = {"lr": {"schedule": "cosine"}}
-    assert config_hash(parse(cosine, ["--train.steps=9"])) != config_hash(parse(cosine))
+def test_as_many_data_shards_are_no_difference() -> None:
+    assert config_hash(parse({"replicas": 3})) == config_hash(parse({"replicas": 2, "max_replicas": 3}))
+
+
+def test_what_replicas_must_share_is_listed_by_key_and_bounded() -> None:
+    rules = agreed(parse({"data": {"path": "x" * 4000}, "max_replicas": 4}))
+    assert (rules["max_replicas"], rules["train.steps"], rules["checkpoint.dir"]) == ("4", "100", "null")
+    assert len(rules) <= 64
+    assert max(len(key) + len(value) for key, value in rules.items()) <= 200
+    other = agreed(parse({"data": {"path": "x" * 3999 + "y"}, "max_replicas": 4}))
+    assert [key for key in rules if rules[key] != other[key]] == ["data.path"]
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda f: f.name)

@@ -24,7 +24,8 @@ def test_a_test_that_is_named_exists(file: str, name: str) -> None:
 
 def test_every_window_has_its_row() -> None:
     rows = re.findall(r"^\| (W\d+) \|", PAGE, re.MULTILINE)
-    assert rows == [f"W{n}" for n in range(1, 51)]
+    assert rows[:50] == [f"W{n}" for n in range(1, 51)]
+    assert len(set(rows)) == len(rows), "a number stands there twice"
 
 
 def test_the_places_and_transcripts_that_are_named_exist() -> None:

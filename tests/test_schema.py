@@ -33,7 +33,16 @@ UNSAID = {
     ("model.kv_heads", "4"),
     ("quorum.min_replicas", "4"),
     ("chaos.1.replicas", "[3]"),
-    *(("chaos.0.rank", str(n)) for n in (2, 7)),
+    *(("chaos.0.rank", str(n)) for n in (0, 2, 7)),
+    ("chaos.0.edge", "[0, 3]"),
+    ("chaos.0.replicas", "[0]"),
+    ("chaos.0.host", "'a'"),
+    ("chaos.0.target", "'agent'"),
+    ("chaos.0.signal", "'STOP'"),
+    ("chaos.0.signal", "'TERM'"),
+    ("chaos.0.signal", "None"),
+    ("chaos.0.down_steps", "2"),
+    ("chaos.0.reject", "True"),
 }
 WAITS = {"timeouts", "restart", "ftar", "quorum", "lighthouse"}  # their waits are bounded by each other
 

@@ -43,12 +43,12 @@ class TorchrunJob:
                     each.kill()
             process.wait()
 
-    def _start(self, name: str, arguments: list[str]) -> subprocess.Popen[bytes]:
+    def _start(self, name: str, arguments: list[str], **variables: str) -> subprocess.Popen[bytes]:
         with (self.folder / f"{name}.log").open("ab") as log:
             process = subprocess.Popen(
                 [sys.executable, *arguments],
                 cwd=self.folder,
-                env=environment(),
+                env={**environment(), **variables},
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
@@ -63,10 +63,10 @@ class TorchrunJob:
         command = ["-m", "torch.distributed.run", *options, str(script), *words, "--replica", str(replica)]
         return self._start(f"replica{replica}", command)
 
-    def replica(self, replica: int) -> subprocess.Popen[bytes]:
-        """Start a replica by hand, with its own supervisor."""
-        command = [str(ROOT / "launcher.py"), "replica", str(self._config), "--replica", str(replica)]
-        return self._start(f"replica{replica}", command)
+    def replica(self, replica: int, *more: str, **variables: str) -> subprocess.Popen[bytes]:
+        """Start a replica by hand, with its own supervisor, ``more`` arguments and environment ``variables``."""
+        command = [str(ROOT / "launcher.py"), "replica", str(self._config), "--replica", str(replica), *more]
+        return self._start(f"replica{replica}", command, **variables)
 
     def rows(self, replica: int, file: str = "commits.jsonl") -> list[dict[str, Any]]:
         """The steps that a replica committed, or the lines of another file of its, as far as they are written."""

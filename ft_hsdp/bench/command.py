@@ -64,6 +64,30 @@ def quorum(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
     return run(parse(members=args.members, rounds=_or(args.rounds, 300)), stream), show
 
 
+def strangers(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
+    """`bench strangers`. Raises ConfigError, Retryable."""
+    from ft_hsdp.bench.options import count_of
+    from ft_hsdp.bench.strangers.bench import run, show
+
+    return run(count_of("--rounds", _or(args.rounds, 6)), stream), show
+
+
+def tls(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
+    """`bench tls`. Raises ConfigError, Retryable, DataCorruption."""
+    from ft_hsdp.bench.encrypted import STATE, run, show
+    from ft_hsdp.bench.options import count_of, sizes_of
+
+    sizes = sizes_of(args.sizes) or (STATE,)
+    return run(count_of("--rounds", _or(args.rounds, 9)), sizes[0], stream), show
+
+
+def driver(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
+    """`bench driver`: a month of `up`, without the training."""
+    from ft_hsdp.bench.driver import STEPS, measure, show
+
+    return measure(_or(args.rounds, STEPS), stream), show
+
+
 def _or(given: int | None, default: int) -> int:
     return default if given is None else given
 
@@ -74,4 +98,7 @@ BENCHES: Mapping[str, Bench] = {
     "fetch": fetch,
     "recovery": recovery,
     "overhead": overhead,
+    "strangers": strangers,
+    "tls": tls,
+    "driver": driver,
 }

@@ -4,15 +4,13 @@ Defaults < YAML < command line; no environment variable changes a value. Every f
 `ConfigError` line that names the key, the value and what is allowed.
 """
 
+from ft_hsdp.config.chaos import ChaosConfig, DebugConfig, FailpointConfig
 from ft_hsdp.config.cluster import RayConfig
-from ft_hsdp.config.files import config_hash, dump, json_schema, load, parse, resume_hash
+from ft_hsdp.config.files import agreed, config_hash, dump, json_schema, load, parse, resume_hash
 from ft_hsdp.config.hosting import LighthouseConfig, NetworkConfig
 from ft_hsdp.config.root import Config
 from ft_hsdp.config.running import (
-    ChaosConfig,
     CheckpointConfig,
-    DebugConfig,
-    FailpointConfig,
     FtarConfig,
     JobConfig,
     QuorumConfig,
@@ -41,6 +39,7 @@ __all__ = [
     "StateConfig",
     "TimeoutsConfig",
     "TrainConfig",
+    "agreed",
     "config_hash",
     "dump",
     "json_schema",

@@ -41,9 +41,10 @@ class RayConfig(Section):
         {}, description="Ray's runtime environment of all its processes, e.g. {working_dir: .}"
     )
     folder: str = Field(
-        "/tmp/ft_hsdp",  # noqa: S108 - a folder of its own with mode 0700 is made in it
+        "/tmp/ft_hsdp-{uid}",  # noqa: S108 - its owner and mode are checked
         min_length=1,
-        description="folder on each node for what its ranks write; it is collected into the run's folder",
+        description="folder on each node for what its ranks write ({uid}: the user's number there), which is "
+        "collected into the run's folder; the user's own or root's, where others write only as in /tmp",
     )
 
     @model_validator(mode="after")

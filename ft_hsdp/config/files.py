@@ -1,4 +1,4 @@
-"""Configuration in and out: `load`, `dump`, `config_hash`, `json_schema`."""
+"""Configuration in and out: `load`, `dump`, `agreed`, `config_hash`, `json_schema`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ft_hsdp.config.explain import explain, knows, schema_of, unknown_key
 from ft_hsdp.config.root import Config
 from ft_hsdp.errors import ConfigError
 
+VALUE_LIMIT = 160  # characters of one agreed value
 _FLOAT_TAG = "tag:yaml.org,2002:float"
 _EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
 
@@ -66,30 +67,33 @@ def dump(config: Config) -> str:
     return text
 
 
-def config_hash(config: Config) -> str:
-    """Hash over what replicas must share to train one model: 32 hex digits.
+def agreed(config: Config) -> dict[str, str]:
+    """What all replicas of a job must have alike: JSON text of the value, by dotted key.
 
-    Covers model, data, optimizer, learning rate, batch shape, seed and ranks per replica. The
-    number of steps counts only where the learning rate depends on it.
+    That is all that changes what is trained, on which data, or by which rule; ``max_replicas`` is `Config.slots`,
+    ``checkpoint.dir`` is only whether there is one. A long value is cut, with its hash in place of the rest.
     """
-    train = config.train
-    shared = {
+    train = config.train.model_dump(
+        include={"steps", "seed", "micro_batch", "seq_len", "accumulate", "precision", "poison", "poison_retries"}
+    )
+    sections: dict[str, dict[str, Any]] = {
         "model": _model(config),
         "data": config.data.model_dump(),
         "optim": config.optim.model_dump(exclude={"offload"}),
         "lr": config.lr.model_dump(),
-        "horizon": None if config.lr.schedule == "constant" else train.steps,
-        "train": {
-            "seed": train.seed,
-            "micro_batch": train.micro_batch,
-            "seq_len": train.seq_len,
-            "accumulate": train.accumulate,
-            "precision": train.precision,
-            "poison": train.poison,
-        },
-        "ranks_per_replica": config.ranks_per_replica,
+        "train": train,
+        "quorum": config.quorum.model_dump(include={"catchup_log_steps"}),
+        "checkpoint": {"every": config.checkpoint.every, "dir": config.checkpoint.dir and "given"},
+        "ftar": config.ftar.model_dump(include={"chunk_bytes"}),
     }
-    return _hash(shared)
+    flat = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    flat |= {"ranks_per_replica": config.ranks_per_replica, "max_replicas": config.slots}
+    return {key: _short(_canonical(value)) for key, value in sorted(flat.items())}
+
+
+def config_hash(config: Config) -> str:
+    """Hash over what replicas must share to train one model, which `agreed` lists: 32 hex digits."""
+    return _hash(agreed(config))
 
 
 def resume_hash(config: Config) -> str:
@@ -116,8 +120,16 @@ def _model(config: Config) -> dict[str, Any]:
 
 
 def _hash(shared: dict[str, Any]) -> str:
-    canonical = json.dumps(shared, sort_keys=True, separators=(",", ":"), allow_nan=False)
-    return hashlib.blake2b(canonical.encode(), digest_size=16, person=b"ft_hsdp.config").hexdigest()
+    return hashlib.blake2b(_canonical(shared).encode(), digest_size=16, person=b"ft_hsdp.config").hexdigest()
+
+
+def _canonical(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def _short(text: str) -> str:
+    """``text``, or its beginning and its hash if it is long."""
+    return text if len(text) <= VALUE_LIMIT else f"{text[: VALUE_LIMIT - 40]}...{_hash({'value': text})}"
 
 
 def json_schema() -> str:

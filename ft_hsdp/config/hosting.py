@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-from typing import Self
+from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from ft_hsdp.config.base import Int, Section, refuse
+
+
+def _switch(value: object) -> object:
+    """YAML reads on and off as true and false."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
 
 
 class NetworkConfig(Section):
@@ -25,6 +30,11 @@ class NetworkConfig(Section):
         (),
         max_length=64,
         description="networks (10.0.0.0/8) in which replicas may listen; none: where they ask from, and loopback",
+    )
+    tls: Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)] = Field(
+        "auto",
+        description="whether connections between ranks are encrypted: auto, between hosts; on, all but shared "
+        "memory. Those to the lighthouse are, where it has a certificate",
     )
     tls_certificate: str | None = Field(
         None, min_length=1, description="PEM file of the lighthouse's certificate: it then speaks HTTPS"

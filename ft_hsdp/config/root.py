@@ -7,8 +7,10 @@ from typing import Self
 from pydantic import ConfigDict, Field, model_validator
 from pydantic.config import JsonDict, JsonValue
 
+from ft_hsdp import faults
 from ft_hsdp.config import cluster, hosting, running, training, waits
 from ft_hsdp.config.base import Int, Section, refuse
+from ft_hsdp.config.chaos import ChaosConfig, DebugConfig
 
 
 def _having(section: str, key: str, value: JsonValue) -> JsonDict:
@@ -57,13 +59,18 @@ class Config(Section):
     ray: cluster.RayConfig = Field(default_factory=cluster.RayConfig)
     state: running.StateConfig = Field(default_factory=running.StateConfig)
     checkpoint: running.CheckpointConfig = Field(default_factory=running.CheckpointConfig)
-    chaos: tuple[running.ChaosConfig, ...] = Field((), description="failures to inject")
-    debug: running.DebugConfig = Field(default_factory=running.DebugConfig)
+    chaos: tuple[ChaosConfig, ...] = Field((), description="failures to inject")
+    debug: DebugConfig = Field(default_factory=DebugConfig)
 
     @property
     def slots(self) -> int:
         """How many replicas there can be; their ids are below it."""
         return self.replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def takes_faults(self) -> bool:
+        """Whether its processes listen for faults that they have to carry out themselves."""
+        return self.debug.faults or any(rule.kind in faults.HOOKED for rule in self.chaos)
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -77,16 +84,18 @@ class Config(Section):
                 f"a multiple of ranks_per_replica ({self.ranks_per_replica}): a replica is replaced as a whole"
             )
             raise refuse("spares", self.spares, allowed)
+        if self.network.tls == "on" and self.ftar.transport == "c10d":
+            raise refuse("ftar.transport", "c10d", "another one with network.tls on: gloo does not encrypt")
         if self.optim.offload and self.train.device == "cpu":
             raise refuse("optim.offload", True, "false with train.device cpu: all is in host memory there")
         if self.quorum.min_replicas > self.replicas:
             raise refuse("quorum.min_replicas", self.quorum.min_replicas, f"at most replicas ({self.replicas})")
         for i, rule in enumerate(self.chaos):
-            strangers = [r for r in rule.replicas if r >= self.slots]
-            if strangers:
+            ends = [] if rule.edge is None else [end for end in rule.edge if end != "lighthouse"]
+            if any(r >= self.slots for r in (*rule.replicas, *ends) if isinstance(r, int)):
                 raise refuse(
-                    f"chaos.{i}.replicas",
-                    list(rule.replicas),
+                    f"chaos.{i}.{'edge' if ends else 'replicas'}",
+                    list(rule.edge or rule.replicas),
                     f"ids from 0 to {self.slots - 1} (there are {self.slots} replicas at most)",
                 )
             if rule.rank is not None and rule.rank >= self.ranks_per_replica:

@@ -1,14 +1,13 @@
-"""The sections that say how the job runs: all-reduce, quorum, restarts, network, failures."""
+"""The sections that say how the job runs: all-reduce, quorum, copies, checkpoints."""
 
 from __future__ import annotations
 
+from pathlib import PurePath
 from typing import Annotated, Literal, Self
 
-from pydantic import ConfigDict, Field, model_validator
-from pydantic.config import JsonDict
+from pydantic import Field, model_validator
 
 from ft_hsdp.config.base import DAY_S, Int, Number, Section, refuse
-from ft_hsdp.failpoints import PLACES
 
 MAX_REPLICAS = 64
 MAX_RANKS = 64
@@ -63,7 +62,12 @@ class FtarConfig(Section):
 class QuorumConfig(Section):
     """When the lighthouse goes on without a replica (FT-HSDP §4.1)."""
 
-    min_replicas: Int = Field(1, ge=1, le=MAX_REPLICAS, description="contributors below which training waits")
+    min_replicas: Int = Field(
+        1,
+        ge=1,
+        le=MAX_REPLICAS,
+        description="contributors below which training waits; those behind fetch the newest state meanwhile",
+    )
     lease_s: Number = Field(
         600.0, gt=0, le=DAY_S, description="how long the last grant holds without a lighthouse"
     )
@@ -78,6 +82,11 @@ class QuorumConfig(Section):
         ge=1,
         le=65536,
         description="committed gradients that a replica keeps while it fetches; after more it fetches anew",
+    )
+    on_divergence: Literal["halt", "checkpoint"] = Field(
+        "halt",
+        description="what to do when replicas hold different states and nobody can tell which is right: end the "
+        "job with 75, or have all begin again from the newest checkpoint",
     )
     on_lost_head: Literal["wait", "halt", "rollback"] = Field(
         "halt",
@@ -108,80 +117,20 @@ class CheckpointConfig(Section):
         "checkpoints in the folder of the run",
     )
     keep: Int = Field(2, ge=1, le=10**6, description="checkpoints that are kept")
-
-
-def _given(one: str, other: str) -> JsonDict:
-    """The schema of a mapping that has a value at `one`, and none at `other`."""
-    value: JsonDict = {"not": {"type": "null"}}
-    return {"required": [one], "properties": {one: value, other: {"type": "null"}}}
-
-
-class ChaosConfig(Section):
-    """Failures injected on purpose: once at a step, or at a rate."""
-
-    model_config = ConfigDict(
-        json_schema_extra={
-            "oneOf": [_given("at_step", "rate_per_min"), _given("rate_per_min", "at_step")],
-            "if": {"properties": {"for_s": {"exclusiveMinimum": 0}}, "required": ["for_s"]},
-            "then": {"properties": {"signal": {"const": "STOP"}}, "required": ["signal"]},
-        }
-    )
-
-    at_step: Int | None = Field(None, ge=1, le=10**9, description="once, while this step is in flight")
-    rate_per_min: Number | None = Field(None, gt=0, le=6000, description="at random moments, this often a minute")
-    replicas: tuple[ReplicaId, ...] = Field(
-        min_length=1, description="ids of the replicas that are hit", json_schema_extra={"uniqueItems": True}
-    )
-    rank: Annotated[Int, Field(ge=0, lt=MAX_RANKS)] | None = Field(
+    key: str | None = Field(
         None,
-        description="rank that gets the signal; null means rank 0 with at_step, a random one with a rate",
+        min_length=1,
+        description="file of the secret that signs checkpoints, made if it is missing; null means "
+        "~/.local/state/ft_hsdp/checkpoint.key; FT_HSDP_CHECKPOINT_KEY replaces it",
     )
-    signal: Literal["KILL", "STOP", "TERM"] = Field("KILL", description="the signal")
-    down_steps: Int = Field(
-        0, ge=0, le=10**6, description="steps that a lost replica stays away before its restart"
-    )
-    for_s: Number = Field(
-        0.0, ge=0, le=DAY_S, description="with STOP: continue after this many seconds; 0 never does"
-    )
-    seed: Int = Field(0, ge=0, lt=2**63, description="seed of the random moments and victims of a rate")
-
-    @model_validator(mode="after")
-    def _check(self) -> Self:
-        if self.at_step is None and self.rate_per_min is None:
-            raise refuse("at_step", None, "exactly one of at_step and rate_per_min (neither is given)")
-        if self.at_step is not None and self.rate_per_min is not None:
-            raise refuse(
-                "rate_per_min", self.rate_per_min, "exactly one of at_step and rate_per_min (both are given)"
-            )
-        if self.for_s > 0 and self.signal != "STOP":
-            raise refuse("for_s", self.for_s, f"0 with signal {self.signal}: only a STOP can be continued")
-        if len(set(self.replicas)) != len(self.replicas):
-            raise refuse("replicas", list(self.replicas), "each replica once")
-        return self
-
-
-class FailpointConfig(Section):
-    """Who fails at a named place of the code, and when."""
-
-    replicas: tuple[ReplicaId, ...] = Field(min_length=1, description="ids of the replicas that fail there")
-    rank: Int = Field(0, ge=0, lt=MAX_RANKS, description="the rank that fails there")
-    life: Int = Field(0, ge=0, le=10**6, description="in which incarnation: the number of restarts before it")
-    step: Int = Field(ge=0, le=10**9, description="at this step, or the first time after it")
-    signal: Literal["KILL", "STOP"] = Field("KILL", description="the signal that it sends itself")
-
-
-class DebugConfig(Section):
-    """For tests."""
-
-    failpoints: dict[str, FailpointConfig] = Field(
-        {},
-        description="named places in the code at which to fail (see docs/protocol.md)",
-        json_schema_extra={"propertyNames": {"enum": [*PLACES]}},
+    trust: bool = Field(
+        False,
+        description="resume from a checkpoint that was not signed with the key, or by somebody else: whoever can "
+        "write the folder then decides what is trained on",
     )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        for name in self.failpoints:
-            if name not in PLACES:
-                raise refuse(f"failpoints.{name}", name, f"one of {', '.join(PLACES)}")
+        if self.key is not None and self.dir is not None and PurePath(self.key).is_relative_to(self.dir):
+            raise refuse("key", self.key, "a file outside checkpoint.dir: who can write there could sign, too")
         return self

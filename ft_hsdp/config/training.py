@@ -28,6 +28,12 @@ class TrainConfig(Section):
         "exclude_contributor",
         description="a gradient that is not finite: reduce again without it, or commit the step without a change",
     )
+    poison_retries: Int = Field(
+        3,
+        ge=1,
+        le=10**6,
+        description="a batch is given up after so many steps that went without it, its gradient not being finite",
+    )
     recompute: bool = Field(
         False, description="keep a block's input only and run its forward again in backward, to save memory"
     )

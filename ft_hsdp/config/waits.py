@@ -53,11 +53,57 @@ class TimeoutsConfig(Section):
         le=DAY_S,
         description="longest wait for a grant before the last one is repeated; never longer than a step took",
     )
+    spawn_s: Number = Field(
+        10.0,
+        gt=0,
+        le=DAY_S,
+        description="longest time to fork a rank; then that start has failed, and the fork server is replaced",
+    )
+    agent_answer_s: Number = Field(
+        2.0,
+        gt=0,
+        le=DAY_S,
+        description="longest time that a state agent may hold up a vote, and one more for each GB of a shard; "
+        "then training goes on without it",
+    )
+    news_s: Number = Field(
+        1.0,
+        ge=0,
+        le=DAY_S,
+        description="how long a supervisor waits for the lighthouse's word on a replica that ended early: it may "
+        "have been told to",
+    )
+    leave_s: Number = Field(
+        2.0,
+        gt=0,
+        le=DAY_S,
+        description="how long a replica that leaves waits for the others to form a ring without it; slow links "
+        "take longer",
+    )
     connect_s: Number = Field(
         5.0,
         gt=0,
         le=DAY_S,
         description="longest time to connect a new ring; a member that does not come is left out of the next one",
+    )
+    hello_s: Number = Field(
+        5.0,
+        gt=0,
+        le=DAY_S,
+        description="time for who connects to prove the job's token, and again to say what for; then it is "
+        "hung up on; links with long round trips take longer",
+    )
+    supervisor_lease_s: Number = Field(
+        5.0,
+        gt=0,
+        le=DAY_S,
+        description="silence of a replica's supervisor after which another one may start it",
+    )
+    edge_wait_s: Number = Field(
+        30.0,
+        gt=0,
+        le=DAY_S,
+        description="how long a replica is left out that cannot connect to another one; each time twice as long",
     )
     evict_s: Number = Field(
         10.0,
@@ -83,6 +129,19 @@ class TimeoutsConfig(Section):
         le=DAY_S,
         description="how long a replica that is told to leave may take to end its step before it is killed; "
         "preemption notices of clouds are 30 s and more",
+    )
+    lighthouse_s: Number = Field(
+        10.0,
+        gt=0,
+        le=DAY_S,
+        description="how long the lighthouse of `up` may answer nothing; then it is killed and started again",
+    )
+    ask_s: Number = Field(
+        20.0,
+        gt=0,
+        le=DAY_S,
+        description="how long the lighthouse keeps an ask that it cannot answer yet; then it is asked anew; "
+        "shorter than what proxies on the way allow a request that is silent",
     )
     together_s: Number = Field(
         30.0,
@@ -115,6 +174,18 @@ class TimeoutsConfig(Section):
         description="how long a replica may look for its place in a cluster before the others begin without "
         "it; it goes on looking",
     )
+    settle_s: Number = Field(
+        60.0,
+        ge=0,
+        le=DAY_S,
+        description="how long spares wait for a replica that was started to contribute: they would take its CPUs",
+    )
+    stalled_s: Number = Field(
+        60.0,
+        gt=0,
+        le=DAY_S,
+        description="how long a replica that chaos keeps away for some steps waits for the next one of them",
+    )
     save_s: Number = Field(
         60.0,
         gt=0,
@@ -142,11 +213,32 @@ class TimeoutsConfig(Section):
         description="how long a step is not given up while a replica that may come back with it is started again; "
         "0: it is given up at once",
     )
+    start_s: Number = Field(
+        600.0,
+        gt=0,
+        le=DAY_S,
+        description="longest time from the start of a replica's processes to its check-in; then they are killed "
+        "and started again; large models are built, compiled and read in more time",
+    )
+    load_s: Number = Field(
+        600.0,
+        gt=0,
+        le=DAY_S,
+        description="how long a rank waits for another of its replica that reads or writes its shard; slow disks "
+        "take longer",
+    )
     linger_s: Number = Field(
         600.0,
         gt=0,
         le=DAY_S,
         description="how long a host's state agent keeps its copies without a rank; its memory is free then",
+    )
+    step_s: Number = Field(
+        1800.0,
+        gt=0,
+        le=DAY_S,
+        description="how long a trainer may not get on, by no micro-batch and no gradient, before its rank ends "
+        "itself; longer than a compilation or an evaluation",
     )
     start_wait_s: Number | None = Field(
         None,
@@ -224,8 +316,14 @@ BOUNDS = (
     Bound("timeouts.suspect_grace_s", "timeouts.silence_grace_s", "evidence must not buy time"),
     Bound("timeouts.silence_grace_s", "timeouts.evict_s", "who is silent must be left out before it is evicted"),
     Bound("timeouts.answer_wait_s", "quorum.lease_s", "the lease must outlast the waits under it"),
+    Bound("timeouts.answer_wait_s", "timeouts.ask_s", "an ask must be open for as long as its answer is awaited"),
+    Bound("timeouts.hello_s", "timeouts.ranks_s", "the ranks of a replica greet while they wait for each other"),
     Bound("timeouts.evict_s", "quorum.lease_s", "the lease must outlast the waits under it"),
     Bound("quorum.catchup_wait_s", "ftar.timeout_s", "the others would give up the ring meanwhile", below=True),
+    Bound("timeouts.ranks_s", "timeouts.start_s", "the ranks of a replica meet before it checks in"),
+    Bound("ftar.timeout_s", "timeouts.step_s", "the others name who hangs before it ends itself"),
+    Bound("timeouts.spawn_s", "timeouts.boot_s", "a fork must not be given longer than the imports before it"),
+    Bound("timeouts.agent_answer_s", "timeouts.agent_s", "it is awaited elsewhere"),
     Bound("timeouts.agent_s", "timeouts.ranks_s", "a replica's ranks wait for one that waits for its agent"),
     Bound(
         "timeouts.boot_s",

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable
 
-from ft_hsdp import protocol
+from ft_hsdp import address, handshake, protocol
 from ft_hsdp.core import effects
 from ft_hsdp.core.commit import Vote
 from ft_hsdp.errors import LighthouseUnreachable, ProtocolViolation
+from ft_hsdp.handshake import Admitted, Gate, Purpose
 from ft_hsdp.protocol import (
+    RankAlive,
     RankBroken,
     RankCheckpointed,
     RankCheckpointFailed,
@@ -25,12 +28,12 @@ from ft_hsdp.protocol import (
 ORDERS = (
     *(effects.Configure, effects.StopRing, effects.Reduce, effects.Commit, effects.Log, effects.Discard),
     *(effects.Install, effects.Feed, effects.Fetch, effects.Checkpoint, effects.Forget, effects.Exit),
+    RankAlive,
 )
 REPORTS = (
     *(RankBroken, RankShown, RankStopped, RankFetched, RankFetchFailed, RankLeaves),
-    *(RankCheckpointed, RankCheckpointFailed, Vote, Telemetry),
+    *(RankCheckpointed, RankCheckpointFailed, Vote, Telemetry, RankAlive),
 )
-HELLO_TIMEOUT_S = 10.0
 UNREAD = 64 << 10  # bytes that a leader may leave unread before it hears of no more telemetry
 
 
@@ -57,14 +60,21 @@ class Hub:
         self._waiting = set(range(1, ranks))
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._complete = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
         self.hellos: dict[int, RankHello] = {}
 
     async def listen(self, host: str) -> int:
         """Listen on a free port of ``host``; the port."""
         if not self._waiting:
             self._complete.set()
-        self._server = await asyncio.start_server(self._serve, host, 0)
-        return int(self._server.sockets[0].getsockname()[1])
+        listener = address.bound(host)
+        port = int(listener.getsockname()[1])
+        self._gate = Gate(self._token, (Purpose.HUB,), self._admitted)
+        if self._waiting:
+            self._gate.watch(listener)
+        else:
+            listener.close()
+        return port
 
     async def all_here(self, timeout_s: float) -> None:
         """Wait until every rank has said hello.
@@ -85,25 +95,34 @@ class Hub:
         """Hang up."""
         for writer in self._writers.values():
             writer.close()
-        self._server.close()
+        self._gate.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def _admitted(self, proved: Admitted, sock: socket.socket) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(proved, sock))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, proved: Admitted, sock: socket.socket) -> None:
         try:
-            async with asyncio.timeout(HELLO_TIMEOUT_S):
+            async with asyncio.timeout(2 * handshake.hello_s()):
+                sock = await handshake.secured(sock, proved.session, Purpose.HUB, listening=True)
+                reader, writer = await asyncio.open_connection(sock=sock)
+        except (OSError, TimeoutError):
+            sock.close()
+            return
+        try:
+            async with asyncio.timeout(2 * handshake.hello_s()):
                 hello = await read(reader, RankHello)
         except TimeoutError:
             hello = None
-        if (
-            not isinstance(hello, RankHello)
-            or hello.rank not in self._waiting
-            or not protocol.genuine(self._token, hello.mac, "rank", hello.rank, hello.ring, hello.state)
-        ):
+        if not isinstance(hello, RankHello) or hello.rank not in self._waiting:
             writer.close()
             return
         self._waiting.discard(hello.rank)
         self.hellos[hello.rank] = hello
         self._writers[hello.rank] = writer
         if not self._waiting:
+            self._gate.close()
             self._complete.set()
         while (message := await read(reader, *REPORTS)) is not None:
             self._received(message)
@@ -113,13 +132,19 @@ class Hub:
 class Line:
     """A rank's end: takes the leader's orders."""
 
-    def __init__(self, ordered: Callable[[object], None], lost: Callable[[], None]) -> None:
+    def __init__(self, token: str, ordered: Callable[[object], None], lost: Callable[[], None]) -> None:
+        self._token = token
         self._ordered = ordered
         self._lost = lost
 
     async def connect(self, host: str, port: int, hello: RankHello) -> None:
-        """Dial the leader and say hello."""
-        reader, self._writer = await asyncio.open_connection(host, port)
+        """Dial the leader and say hello.
+
+        Raises:
+            OSError, ProtocolViolation: the leader is not there.
+        """
+        sock = await handshake.dial(address.join(host, port), self._token, Purpose.HUB)
+        reader, self._writer = await asyncio.open_connection(sock=sock)
         self.send(hello)
         self._task = asyncio.get_running_loop().create_task(self._listen(reader))
 

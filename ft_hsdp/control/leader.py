@@ -11,15 +11,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ft_hsdp import failpoints, protocol
+from ft_hsdp.control.decisions import Decisions
 from ft_hsdp.control.lighthouse_client import LighthouseClient
-from ft_hsdp.core import divergence, effects, events, lr
+from ft_hsdp.core import effects, events, lr
 from ft_hsdp.core import replica as core
 from ft_hsdp.core.assignment import Grant, Refused
 from ft_hsdp.core.commit import Fence, Tally, Token, Vote
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.core.rules import DEFAULT, Rules
 from ft_hsdp.core.standing import Phase, Replica
-from ft_hsdp.errors import EXIT_UNREACHABLE, LighthouseUnreachable
+from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, LighthouseUnreachable, exhausted
 from ft_hsdp.events import Journal
 from ft_hsdp.protocol import (
     RankBroken,
@@ -36,14 +37,17 @@ RETRY_S = 0.2
 PATIENCE_S = 0.02  # shortest wait for the answer of a lighthouse that has answered before
 OWING = "no answer in time"
 KEPT_EPOCHS = 16
-LEAVE_S = 2.0  # longest wait of a replica that leaves for the others to form a ring without it
+VOTES = 3  # x ftar.timeout_s: between the first and the last vote of a replica; a ring that hangs ends within two
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the leader needs to know of the configuration; times in seconds.
 
-    ``catchup_wait_s`` is how long a step may wait for this replica's fetch, so that it is equal from the next one.
+    ``reach_s`` is how long it looks for its lighthouse before it says so. ``join_timeout_s`` is when it exits if
+    it has not joined by then; None, for a replica that was started again: never. ``catchup_wait_s`` is how long a
+    step may wait for this replica's fetch, so that it is equal from the next one. ``leave_s`` is how long a
+    replica that leaves waits for the others to form a ring without it.
     """
 
     ranks: int
@@ -51,17 +55,23 @@ class Settings:
     chunk_bytes: int
     lease_s: float
     answer_wait_s: float
-    join_timeout_s: float
+    join_timeout_s: float | None
     token_timeout_s: float
     catchup_wait_s: float = 0.0
+    reach_s: float = 10.0
+    leave_s: float = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Outlets:
-    """Where effects go: to all ranks, and the token to the ring of rank 0."""
+    """Where effects go: to all ranks, and the token to the ring of rank 0.
+
+    ``end`` ends this process at once, whatever its ranks do, and with it the replica: a reason and an exit code.
+    """
 
     order: Callable[[object], None]
     token: Callable[[Token], None]
+    end: Callable[[str, int], None]
 
 
 class Leader:
@@ -87,6 +97,8 @@ class Leader:
         self._held: protocol.Ask | None = None  # the newest one, while the lighthouse owes an answer
         self._owing = False  # whether it has let an ask lapse, and said nothing since
         self._leased = False  # whether this outage is in the journal
+        self._lease_over = False  # and whether the end of the lease is
+        self._unanswered: float | None = None  # since when the lighthouse owes an answer to the oldest ask
         self._pace_s = settings.answer_wait_s  # between the newest two asks
         self._tally: Tally | None = None
         self._fetched: set[int] = set()
@@ -97,8 +109,8 @@ class Leader:
         self._all_stopped = asyncio.Event()
         self.concluded = asyncio.Event()
         self._joined = False
-        self._away = False
-        self._torn = 0  # the newest epoch whose ring failed, that is, was not left for a newer one
+        self._awaited = False  # whether it is in the journal that this replica cannot join yet
+        self._decisions = Decisions(journal)
         self._contact = time.monotonic()
 
     def start(self) -> None:
@@ -111,13 +123,13 @@ class Leader:
         """One event through the core; its effects are carried out in order."""
         before = _record_lost(self.replica, event)
         self.replica, due = core.transition(before, event)
-        self._note(before, event, due)
+        self._decisions.note(before, event, self.replica, due)
         for effect in due:
             self._perform(effect)
         if self._held_back is not None and self.replica.fetching is None:
             self._release(self._held_back)
         if self.replica.phase is Phase.LEAVING and before.phase is not Phase.LEAVING:
-            asyncio.get_running_loop().call_later(LEAVE_S, self.handle, events.LeaveOverdue())
+            asyncio.get_running_loop().call_later(self._settings.leave_s, self.handle, events.LeaveOverdue())
         if self.replica.phase is Phase.VOTED and before.phase is not Phase.VOTED:
             loop = asyncio.get_running_loop()
             loop.call_later(self._settings.token_timeout_s, self._token_overdue, self.replica.fence)
@@ -134,13 +146,13 @@ class Leader:
         match message:
             case Vote():
                 self._vote(message)
-            case RankBroken(rank, epoch, cause, suspect, planned):
+            case RankBroken(rank, epoch, cause, suspect, planned, accuser):
                 grant = self.replica.grant
                 if grant is not None and grant.epoch == epoch and self.replica.intact and not planned:
-                    self._torn = epoch
+                    self._decisions.torn = epoch
                     facts = {"epoch": epoch, "suspect": suspect, "cause": cause, "at_rank": rank}
                     self._journal.event("RingBroken", cause, **facts)
-                self.handle(events.RingBroken(epoch, None if planned else suspect))
+                self.handle(events.RingBroken(epoch) if planned else events.RingBroken(epoch, suspect, accuser))
             case RankShown(_, grant):
                 self.handle(events.GrantShown(grant))
             case RankStopped(rank, epoch):
@@ -176,8 +188,10 @@ class Leader:
 
     def _perform(self, effect: effects.Effect) -> None:
         match effect:
-            case effects.Ask(report):
-                self._send(replace(self._about, report=report))
+            case effects.Ask(report, pause):
+                if report.number and self._about.rules:
+                    self._about = replace(self._about, rules={})  # they were agreed on with the first grant
+                self._send(replace(self._about, report=report), pause)
             case effects.SendToken(token):
                 failpoints.reach("token-second" if token.verdict else "token-first", token.fence.step)
                 self._outlets.token(token)
@@ -201,6 +215,9 @@ class Leader:
         """Count a rank's vote; when all are in, the replica holds the reduced gradient."""
         if self._tally is None:
             return
+        if not self._tally.votes:
+            patience_s = VOTES * self._settings.token_timeout_s
+            asyncio.get_running_loop().call_later(patience_s, self._votes_overdue, self._tally.fence, patience_s)
         self._tally = self._tally.add(vote)
         grant = self.replica.grant
         if not self._tally.complete or grant is None:
@@ -228,6 +245,14 @@ class Leader:
         self._held_back = reduced
         asyncio.get_running_loop().call_later(settings.catchup_wait_s, self._release, reduced)
 
+    def _votes_overdue(self, fence: Fence, waited_s: float) -> None:
+        """Some rank holds its sum and another does not, although all rings of other ranks have had their time."""
+        tally = self._tally
+        if tally is None or tally.fence != fence or not tally.votes:
+            return
+        late = sorted(set(range(self._settings.ranks)) - {vote.rank for vote in tally.votes})
+        self._outlets.end(f"ranks {late} have not voted on {_named(fence)} within {waited_s:g} s", EXIT_RETRYABLE)
+
     def _release(self, reduced: events.Reduced) -> None:
         """The vote that was held back for a fetch goes on; the others wait for it at the end of their step."""
         if self._held_back is reduced:
@@ -245,8 +270,8 @@ class Leader:
             self._journal.event("CheckpointWritten", "all ranks wrote their shards", step=state.step)
             self.handle(events.CheckpointWritten(state))
 
-    def _send(self, ask: protocol.Ask) -> None:
-        """Have the lighthouse asked, in place of whatever it was asked before.
+    def _send(self, ask: protocol.Ask, pause: bool = False) -> None:
+        """Have the lighthouse asked, in place of whatever it was asked before; with ``pause`` a moment later.
 
         One that owes an answer is given time, but not ours: on a ring that works this ask is held back.
         """
@@ -262,14 +287,25 @@ class Leader:
         if self._asked is not None and self._asked[1].report.step + 1 == ask.report.step:
             self._pace_s = now - sent
         self._asked, self._held = (now, ask), None
-        self._ask = loop.create_task(self._asking(ask))
+        self._unanswered = now if self._unanswered is None else self._unanswered
+        self._ask = loop.create_task(self._asking(ask, pause))
 
-    async def _asking(self, ask: protocol.Ask) -> None:
+    async def _asking(self, ask: protocol.Ask, pause: bool) -> None:
         """Ask until there is an answer; meanwhile the last grant may be repeated on its lease."""
         report = ask.report
+        if pause:
+            await asyncio.sleep(RETRY_S)
         while report.after and len(self._stopped.get(report.after, ())) < self._settings.ranks:
             self._all_stopped.clear()
-            await self._all_stopped.wait()
+            try:
+                async with asyncio.timeout(self._settings.token_timeout_s):
+                    await self._all_stopped.wait()
+            except TimeoutError:
+                gone = self._stopped.get(report.after, set())
+                late = sorted(set(range(self._settings.ranks)) - gone)
+                limit_s = self._settings.token_timeout_s
+                why = f"ranks {late} have not left the ring of epoch {report.after} within {limit_s:g} s"
+                self._outlets.end(why, EXIT_RETRYABLE)
         if report.state.step >= self.replica.steps:
             await self.concluded.wait()
         loop = asyncio.get_running_loop()
@@ -280,7 +316,7 @@ class Leader:
                 try:
                     answer = await self._client.ask(ask)
                 except LighthouseUnreachable as error:
-                    self._unreachable(str(error))
+                    self._unreachable(error)
                     await asyncio.sleep(RETRY_S)
                     ask, self._held = self._held or ask, None
                     continue
@@ -289,7 +325,8 @@ class Leader:
             lapse.cancel()
         self._contact = time.monotonic()
         self._joined = True
-        self._owing = self._leased = False
+        self._owing = self._leased = self._lease_over = False
+        self._unanswered = None
         self._ask = None
         failpoints.reach("quorum-reply", ask.report.step)
         held, self._held = self._held, None
@@ -300,11 +337,19 @@ class Leader:
         if held is not None and self._ask is None and self.replica.phase is Phase.ASKING:
             self._send(held)
 
-    def _unreachable(self, why: str) -> None:
+    def _unreachable(self, error: LighthouseUnreachable) -> None:
+        why = str(error)
+        if (local := exhausted(error)) is not None:  # the lighthouse may be there: this process cannot call it
+            self._outlets.end(str(local), EXIT_RETRYABLE)
+            return
         silent = time.monotonic() - self._contact
-        if not self._joined and silent > self._settings.join_timeout_s:
+        limit_s = self._settings.join_timeout_s
+        if not self._joined and limit_s is not None and silent > limit_s:
             self._outlets.order(effects.Exit(EXIT_UNREACHABLE, f"{why} for {silent:.0f} s"))
             return
+        if not self._joined and not self._awaited and silent > self._settings.reach_s:
+            self._awaited = True
+            self._journal.event("LighthouseAwaited", f"{why} for {silent:.0f} s; it is asked until it answers")
         self._lapse(why)
 
     def _late(self) -> None:
@@ -313,9 +358,12 @@ class Leader:
         self._lapse(OWING)
 
     def _lapse(self, why: str) -> None:
-        """The last grant repeats, as long as its lease runs."""
+        """The last grant repeats, as long as its lease runs; then all members of the ring stop together."""
         silent = time.monotonic() - self._contact
-        if not self._joined or silent > self._settings.lease_s:
+        if not self._joined:
+            return
+        if silent > self._settings.lease_s:
+            self._end_lease(why)
             return
         away = why is not OWING or silent > self._settings.answer_wait_s
         if away and not self._leased and self.replica.phase is Phase.ASKING and self.replica.intact:
@@ -323,59 +371,24 @@ class Leader:
             self._journal.event("LeaseUsed", why, epoch=self.replica.fence.epoch, step=self.replica.fence.step)
         self.handle(events.Unanswered())
 
-    def _note(self, before: Replica, event: events.Event, due: tuple[effects.Effect, ...]) -> None:
-        """Journal what the core decided."""
-        after = self.replica
-        wrong = after.suspects or after.diverged
-        if wrong and wrong != (before.suspects or before.diverged):
-            step = after.head.step
-            facts = {"replicas": list(wrong), "step": step, "slice": divergence.number(step)}
-            self._journal.event("StateDiverged", _differing(event, after), majority=bool(after.suspects), **facts)
-        for effect in due:
-            match effect:
-                case effects.Configure(grant):
-                    facts = {"epoch": grant.epoch, "step": after.fence.step, "members": list(grant.ring)}
-                    self._journal.event("GrantAdopted", grant.reason, role=after.role, **facts)
-                case effects.Commit(record) if self._away and self.replica.me in record.contributors:
-                    self._away = False
-                    self._journal.event("Rejoined", "contributes again", **_fence(record.fence))
-                case effects.Discard(reason):
-                    self._away = True
-                    self._journal.event("LeftBehind", reason, step=before.fence.step)
-                case effects.Reduce(fence) if _again(before, fence, self._torn):
-                    reason = "the same gradient is reduced again on another ring"
-                    self._journal.event("StepRetried", reason, **_fence(fence))
-                case effects.Commit(record) if record.skipped:
-                    reason = f"gradient of replicas {list(record.poisoned)} is not finite: no weight changes"
-                    self._journal.event(
-                        "StepSkipped", reason, replicas=list(record.poisoned), **_fence(record.fence)
-                    )
-                case effects.Checkpoint(state):
-                    reason = "this replica writes it for all"
-                    self._journal.event("CheckpointStarted", reason, step=state.step)
-                case effects.Commit(record) if isinstance(event, events.Answered | events.GrantShown):
-                    reason = "the new grant builds on the record that was in doubt"
-                    self._journal.event("DoubtResolved", reason, **_fence(record.fence))
-                case effects.StopRing(_, reason) if reason.startswith("stale"):
-                    self._journal.event("GrantRefused", reason, state=str(before.state))
-                case effects.Exit(code, reason):
-                    final = after.state.step >= after.steps
-                    name = ("Finished" if final else "Left") if code == 0 else "Ended"
-                    self._journal.event(name, reason, code=code)
+    def _end_lease(self, why: str) -> None:
+        """Training stops here until a lighthouse answers; the ring is told so, which is no failure.
 
-
-def _again(before: Replica, fence: Fence, torn: int) -> bool:
-    """Whether this reduction repeats a step that had begun, or whose ring, of epoch ``torn``, failed before."""
-    begun = before.phase is not Phase.ASKING or before.void is not None or before.forwarded
-    failed = not before.intact and before.fence.epoch == torn
-    again = before.grant is not None and before.fence.step == fence.step and before.fence != fence
-    return again and (begun or failed)
-
-
-def _differing(event: events.Event, after: Replica) -> str:
-    """Who differs from whom, in words."""
-    token = event.token if isinstance(event, events.TokenArrived) else None
-    return divergence.describe(token.digests, after.head) if token is not None else ""
+        A step may be longer than the lease: the first ask after it has the usual time for its answer.
+        """
+        if self.replica.phase is not Phase.ASKING or not self.replica.intact:
+            return
+        now = time.monotonic()
+        due = (now if self._unanswered is None else self._unanswered) + self._settings.answer_wait_s
+        if now < due:
+            asyncio.get_running_loop().call_later(due - now, self._lapse, why)
+            return
+        if not self._lease_over:
+            self._lease_over = True
+            fence, silent = self.replica.fence, now - self._contact
+            reason = f"no lighthouse has answered for {silent:.0f} s, quorum.lease_s is over: {why}"
+            self._journal.event("LeaseEnded", reason, epoch=fence.epoch, step=fence.step)
+        self.handle(events.LeaseEnded())
 
 
 def _record_lost(replica: Replica, event: events.Event) -> Replica:
@@ -386,8 +399,8 @@ def _record_lost(replica: Replica, event: events.Event) -> Replica:
     return replica
 
 
-def _fence(fence: Fence) -> dict[str, int]:
-    return {"epoch": fence.epoch, "step": fence.step, "attempt": fence.attempt}
+def _named(fence: Fence) -> str:
+    return f"step {fence.step} of epoch {fence.epoch}"
 
 
 def initial(me: int, incarnation: str, steps: int, state: StateId, rules: Rules = DEFAULT) -> Replica:

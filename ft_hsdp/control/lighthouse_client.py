@@ -9,24 +9,30 @@ from typing import Any
 from ft_hsdp import protocol
 from ft_hsdp.control.lighthouses import Lighthouses, http_client
 from ft_hsdp.control.reporter import deliver
-from ft_hsdp.core.assignment import Answer, Continue, Final, Finish, Grant, Refused
+from ft_hsdp.core.assignment import Answer, CatchUp, Continue, Finish, Grant, Refused
 from ft_hsdp.errors import LighthouseUnreachable, ProtocolViolation
 from ft_hsdp.protocol import Ask, Processes, Telemetry, Wait
 
-POLL_S = 30.0
+ASK_S = 20.0
+MARGIN_S = 10.0  # for which an answer may be on its way, beside the time that the lighthouse keeps an ask
 
 
 class LighthouseClient:
     """One replica's line to the lighthouses at ``urls``; the job's token goes into every request.
 
-    ``file``: see `Lighthouses`.
+    ``file``: see `Lighthouses`; ``ask_s``: how long they keep an ask.
     """
 
     def __init__(
-        self, urls: tuple[str, ...], token: str, tls: ssl.SSLContext | None = None, file: Path | None = None
+        self,
+        urls: tuple[str, ...],
+        token: str,
+        tls: ssl.SSLContext | None = None,
+        file: Path | None = None,
+        ask_s: float = ASK_S,
     ) -> None:
         self._token = token
-        self._lighthouses = Lighthouses(urls, http_client(token, POLL_S, tls), file)
+        self._lighthouses = Lighthouses(urls, http_client(token, ask_s + MARGIN_S, tls), file)
 
     async def greet(self) -> None:
         """Connect, if the lighthouse is there."""
@@ -39,7 +45,7 @@ class LighthouseClient:
             LighthouseUnreachable: it does not answer, or not as a lighthouse does.
         """
         while True:
-            answer = await self._post("/v1/quorum", ask, (Grant, Continue, Final, Finish, Refused, Wait))
+            answer = await self._post("/v1/quorum", ask, (Grant, Continue, CatchUp, Finish, Refused, Wait))
             if isinstance(answer, Grant):
                 try:
                     protocol.verify(self._token, answer)

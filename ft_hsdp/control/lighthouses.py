@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from ft_hsdp import faults
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
 
 CONNECT_S = 2.0
@@ -79,12 +80,15 @@ class Lighthouses:
             LighthouseUnreachable: none of them answers.
         """
         problem = ""
+        cause: Exception | None = None
+        await self._pass()
         for last in (*(False,) * len(self.urls), True):
             url = self.url
             try:
                 response = await self._watched(self._client.post(f"{url}{path}", content=content), url)
+                await self._pass()
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                problem = f"lighthouse {url}: {type(error).__name__} {error}"
+                problem, cause = f"lighthouse {url}: {type(error).__name__} {error}", error
                 self._leave(url)
             else:
                 if last or response.status_code != UNAVAILABLE or not self._leave(url, _leader(response)):
@@ -93,7 +97,14 @@ class Lighthouses:
             if len(self.urls) == 1:
                 break
         self._look_again()
-        raise LighthouseUnreachable(problem)
+        raise LighthouseUnreachable(problem) from cause
+
+    async def _pass(self) -> None:
+        """Nothing, but where nothing passes to the lighthouse on purpose."""
+        try:
+            await faults.passes(faults.LIGHTHOUSE, CONNECT_S)
+        except OSError as error:
+            raise LighthouseUnreachable(f"lighthouse {self.url}: {error}") from error
 
     async def greet(self) -> None:
         """Connect, if the lighthouse is there: who asks first does not have to wait for that."""

@@ -13,8 +13,8 @@ from ft_hsdp.core.standing import Phase, Replica
 Step = tuple[Replica, tuple[Effect, ...]]
 
 
-def ask(s: Replica, after: int = 0) -> Step:
-    """Report the true state and ask for the next step."""
+def ask(s: Replica, after: int = 0, pause: bool = False) -> Step:
+    """Report the true state and ask for the next step; ``pause``: see `Ask`."""
     report = Report(
         replica=s.me,
         incarnation=s.incarnation,
@@ -31,13 +31,21 @@ def ask(s: Replica, after: int = 0) -> Step:
         lagging=s.lagging,
         diverged=s.diverged,
         suspects=s.silent if after else (),
+        edge=s.edge if after else None,
         saved=s.saved,
         departs=s.departing,
+        number=s.number,
     )
-    return replace(s, phase=Phase.FINAL if s.head.step >= s.steps else Phase.ASKING), (Ask(report),)
+    return replace(s, phase=Phase.FINAL if s.head.step >= s.steps else Phase.ASKING), (Ask(report, pause),)
 
 
-def broken(s: Replica, epoch: int, why: str = "the ring broke", suspect: int | None = None) -> Step:
+def broken(
+    s: Replica,
+    epoch: int,
+    why: str = "the ring broke",
+    suspect: int | None = None,
+    accuser: int | None = None,
+) -> Step:
     """The ring is of no more use: say so and whom it suspects, keep what is in doubt, ask for a larger epoch.
 
     A replica that has not passed on a yes never will, so its attempt is void: nobody can have committed it.
@@ -53,12 +61,24 @@ def broken(s: Replica, epoch: int, why: str = "the ring broke", suspect: int | N
         record=s.record if s.forwarded else None,
         token=None,
         silent=() if suspect in (None, s.me) else (suspect,),
+        edge=None if suspect is None or accuser in (None, suspect) else (accuser, suspect),
     )
     stopped = StopRing(epoch, why)
     if s.phase is Phase.FINAL and s.verified:
         return s, (stopped,)
     s, asked = ask(s, after=epoch)
     return s, (stopped, *asked)
+
+
+def again(s: Replica, why: str) -> Step:
+    """An answer does not fit what this replica knows: leave the ring, if there is one, and ask for a larger epoch.
+
+    Whoever ignored it would have no open request, and would wait for ever.
+    """
+    epoch = s.seen[1]
+    left = (StopRing(epoch, why),) if s.intact else ()
+    s, asked = ask(replace(s, intact=False, silent=(), edge=None), after=epoch, pause=True)
+    return s, (*left, *asked)
 
 
 def feed(s: Replica) -> Step:

@@ -13,13 +13,17 @@ Role = Literal["contribute", "behind"]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A replica in a grant; addresses are "host:port", one for each rank."""
+    """A replica in a grant; addresses are "host:port", one for each rank.
+
+    ``number`` is the one that the lighthouse gave to this incarnation when it first admitted it.
+    """
 
     replica: int
     incarnation: str
     role: Role
     ring: tuple[str, ...] = ()
     state: tuple[str, ...] = ()
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +69,9 @@ class Report:
     state that it knows to be, or has voted to be, committed, but whose base it does not hold. ``lagging`` are the
     replicas that need a newer base than their grant's. ``diverged`` are replicas that were found to hold different
     states under one name, with no majority to tell who is wrong. ``suspects`` are the replicas that its ranks saw
-    die or fall silent in the ring of ``after``. ``saved`` is the step of the newest state written on demand.
-    ``departs``: it was asked to leave, and wants to become no member any more.
+    die or fall silent in the ring of ``after``; ``edge`` is who blamed whom there. ``saved`` is the step of the
+    newest state written on demand. ``departs``: it was asked to leave, and wants to become no member any more.
+    ``number`` is the one that its newest grant gave to this incarnation (0: none yet).
     """
 
     replica: int
@@ -84,8 +89,10 @@ class Report:
     lagging: tuple[int, ...] = ()
     diverged: tuple[int, ...] = ()
     suspects: tuple[int, ...] = ()
+    edge: tuple[int, int] | None = None
     saved: int = 0
     departs: bool = False
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,11 +110,16 @@ class Continue:
 
 
 @dataclass(frozen=True, slots=True)
-class Final:
-    """Answer: training is over; take ``base`` from the donors, without a ring."""
+class CatchUp:
+    """Answer: no ring for now; whoever is behind takes ``base`` from the donors, and they keep it for that.
+
+    Training is over, or too few replicas hold ``base`` to go on; ``reason`` says which. Each asks again when it
+    holds ``base``.
+    """
 
     base: StateId
     donors: tuple[Member, ...] = field(default=())
+    reason: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,10 +129,14 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Answer: this incarnation may not take part, ``reason`` says why; it ends with ``exit_code``."""
+    """Answer: this incarnation may not take part, ``reason`` says why; it ends with ``exit_code``.
+
+    ``forget``: its snapshots are of no use to anybody, so it has them dropped first.
+    """
 
     reason: str
     exit_code: int
+    forget: bool = False
 
 
-Answer = Grant | Continue | Final | Finish | Refused
+Answer = Grant | Continue | CatchUp | Finish | Refused

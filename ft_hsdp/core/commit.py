@@ -46,6 +46,8 @@ class CommitRecord:
     ``ring`` is the order of addition, ``chunk_bytes`` the chunk plan, ``digest`` the rank-ordered hash of the
     reduced shards, ``norm`` the norm of the reduced gradient summed in rank order, ``prev`` the lineage
     before. A record with ``poisoned`` contributors is that of a step that changes nothing but the ledger.
+    ``spoiled`` are the batches (data shard, index) whose gradients were not finite in an earlier attempt of the
+    step, so that it goes without them; one that is left out ``retries`` times is given up.
     """
 
     epoch: int
@@ -60,12 +62,16 @@ class CommitRecord:
     lr_scale: float = 1.0
     chunk_bytes: int = 0
     poisoned: tuple[int, ...] = ()
+    spoiled: tuple[tuple[int, int], ...] = ()
+    retries: int = 0
 
     @property
     def state_id(self) -> StateId:
         """The state that applying this record to its predecessor leads to."""
         batches = [(c.replica, c.weight, c.shard, c.index) for c in self.contributions]
         reduced = lineage.digest("skipped", self.digest) if self.skipped else self.digest
+        if self.spoiled:
+            reduced = lineage.digest("spoiled", self.spoiled, self.retries, reduced)
         after = lineage.advance(self.prev, self.epoch, self.attempt, self.step, batches, reduced)
         return StateId(self.epoch, self.step, after)
 
@@ -106,7 +112,12 @@ class CommitRecord:
 
     def ledger(self, before: Ledger) -> Ledger:
         """The ledger after this step."""
-        return before.advance(((c.shard, c.index) for c in self.contributions), self.contributors)
+        batches = ((c.shard, c.index) for c in self.contributions)
+        return before.advance(batches, self.contributors, self.spoiled, self.retries)
+
+    def given_up(self, before: Ledger) -> tuple[tuple[int, int], ...]:
+        """The batches that this step spends although nobody has trained them: nothing finite came of them."""
+        return before.given_up(self.spoiled, self.retries)
 
 
 @dataclass(frozen=True, slots=True)

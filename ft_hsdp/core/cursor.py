@@ -19,6 +19,8 @@ class Ledger:
 
     ``holes`` are (shard, index), sorted: batches that are dealt again before any new one. ``takers`` are the
     contributors of the step that led here, sorted: the next batches are dealt to them first (core/deal.py).
+    ``spoilt`` are (shard, index, times), sorted: batches that were left out so many times because their gradient
+    was not finite. One that is given up for that counts as spent, like those that were trained.
 
     Raises:
         ValueError: no ledger that training can lead to looks like this.
@@ -27,6 +29,7 @@ class Ledger:
     cursors: tuple[int, ...]
     holes: tuple[tuple[int, int], ...] = ()
     takers: tuple[int, ...] = ()
+    spoilt: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
         if any(cursor < 0 for cursor in self.cursors):
@@ -38,6 +41,11 @@ class Ledger:
         for shard, index in self.holes:
             if not (0 <= shard < len(self.cursors) and 0 <= index < self.cursors[shard] - 1):
                 raise ValueError(f"hole {index} of data shard {shard} is not below its last trained batch")
+        if any(a[:2] >= b[:2] for a, b in zip(self.spoilt, self.spoilt[1:], strict=False)):
+            raise ValueError("spoilt batches are not sorted, or one stands there twice")
+        for shard, index, times in self.spoilt:
+            if not 0 <= shard < len(self.cursors) or index < 0 or times < 1:
+                raise ValueError(f"batch {index} of data shard {shard} cannot have been left out {times} times")
 
     @staticmethod
     def empty(shards: int) -> Ledger:
@@ -49,16 +57,34 @@ class Ledger:
         holes = [index for s, index in self.holes if s == shard]
         return holes[place] if place < len(holes) else self.cursors[shard] + place - len(holes)
 
-    def advance(self, batches: Iterable[tuple[int, int]], takers: tuple[int, ...] = ()) -> Ledger:
+    def given_up(self, spoiled: Iterable[tuple[int, int]], retries: int) -> tuple[tuple[int, int], ...]:
+        """Those of ``spoiled``, left out of one more step, that have been left out ``retries`` times by then."""
+        times = {(shard, index): n for shard, index, n in self.spoilt}
+        return tuple(sorted(batch for batch in set(spoiled) if times.get(batch, 0) + 1 >= retries))
+
+    def advance(
+        self,
+        batches: Iterable[tuple[int, int]],
+        takers: tuple[int, ...] = (),
+        spoiled: Iterable[tuple[int, int]] = (),
+        retries: int = 1,
+    ) -> Ledger:
         """The ledger after a step in which ``takers`` trained ``batches`` = (shard, index).
 
-        An index from the cursor on leaves holes for what it jumps over.
+        An index from the cursor on leaves holes for what it jumps over. ``spoiled`` batches were left out of the
+        step because their gradients were not finite; one that was left out ``retries`` times is given up.
 
         Raises:
             ValueError: a batch was trained before, or there would be more than MAX_HOLES holes.
         """
         cursors, holes = list(self.cursors), set(self.holes)
-        for shard, index in batches:
+        spoiled = set(spoiled)
+        spent = [*batches, *self.given_up(spoiled, retries)]
+        times = {(shard, index): n for shard, index, n in self.spoilt}
+        times |= {batch: times.get(batch, 0) + 1 for batch in spoiled}
+        for batch in spent:
+            times.pop(batch, None)
+        for shard, index in spent:
             if (shard, index) in holes:
                 holes.remove((shard, index))
             elif index < cursors[shard]:
@@ -70,13 +96,14 @@ class Ledger:
                     )
                 holes.update((shard, skipped) for skipped in range(cursors[shard], index))
                 cursors[shard] = index + 1
-        return Ledger(tuple(cursors), tuple(sorted(holes)), takers)
+        left_out = tuple((shard, index, n) for (shard, index), n in sorted(times.items()))
+        return Ledger(tuple(cursors), tuple(sorted(holes)), takers, left_out)
 
     def redealt(self, shards: int) -> Ledger:
         """The same batches as a ledger of ``shards`` data shards, for a resume on other replicas.
 
         Batch ``index`` of ``s`` old shards' ``shard`` is batch ``index * s + shard`` of the whole data, and stays
-        trained or not trained under its new name.
+        trained or not trained under its new name. How often one was left out is forgotten.
 
         Raises:
             ValueError: there would be more than MAX_HOLES holes.

@@ -11,9 +11,13 @@ from ft_hsdp.core.lineage import StateId
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Ask the lighthouse for a step; a newer ask makes older answers void."""
+    """Ask the lighthouse for a step; a newer ask makes older answers void.
+
+    ``pause``: the answer to the ask before did not fit, so a moment is to pass first.
+    """
 
     report: Report
+    pause: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +101,13 @@ class Fetch:
 
 
 @dataclass(frozen=True, slots=True)
+class Keep:
+    """Every rank has a copy of its shard of ``state`` ready, for those that fetch it without a ring."""
+
+    state: StateId
+
+
+@dataclass(frozen=True, slots=True)
 class Checkpoint:
     """Every rank writes its shard of ``state``, which it has just reached, to durable storage."""
 
@@ -128,6 +139,7 @@ Effect = (
     | Install
     | Feed
     | Fetch
+    | Keep
     | Checkpoint
     | Forget
     | Exit

@@ -27,6 +27,11 @@ class Unanswered:
 
 
 @dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """The lighthouse gave no answer for so long that the last grant may not be repeated any more."""
+
+
+@dataclass(frozen=True, slots=True)
 class GrantShown:
     """A member showed a grant in HELLO or ABORT."""
 
@@ -35,10 +40,14 @@ class GrantShown:
 
 @dataclass(frozen=True, slots=True)
 class RingBroken:
-    """The ring of ``epoch`` is of no more use; ``suspect`` is the replica that is held responsible, if one is."""
+    """The ring of ``epoch`` is of no more use; ``suspect`` is the replica that is held responsible, if one is.
+
+    ``accuser`` is its neighbour that says so.
+    """
 
     epoch: int
     suspect: int | None = None
+    accuser: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +113,7 @@ Event = (
     Started
     | Answered
     | Unanswered
+    | LeaseEnded
     | GrantShown
     | RingBroken
     | Reduced

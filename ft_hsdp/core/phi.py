@@ -50,12 +50,17 @@ class Pulse:
         """Seconds since the last sign of life."""
         return max(0.0, now - self.heard_at)
 
-    def phi(self, now: float) -> float:
-        """How unlikely it is that the next sign of life is still to come."""
+    def phi(self, now: float, stall_s: float = 0.0) -> float:
+        """How unlikely it is that the next sign of life is still to come, if it may be ``stall_s`` late."""
         mean_s = statistics.fmean(self._intervals)
         deviation_s = max(self._least_s, math.sqrt(statistics.fmean((i - mean_s) ** 2 for i in self._intervals)))
-        return phi(self.silence(now), mean_s + self._pause_s, deviation_s)
+        return phi(self.silence(now), mean_s + self._pause_s + stall_s, deviation_s)
 
-    def lost(self, now: float) -> bool:
-        """Whether the silence is longer than the pause, and longer than its noise explains."""
-        return self.silence(now) >= self._pause_s and self.phi(now) >= THRESHOLD
+    def lost(self, now: float, stall_s: float = 0.0) -> bool:
+        """Whether the silence is longer than the pause, and longer than its noise explains.
+
+        Args:
+            now: seconds of the owner's clock.
+            stall_s: seconds for which an overloaded host may keep a live neighbour from saying anything.
+        """
+        return self.silence(now) >= self._pause_s + stall_s and self.phi(now, stall_s) >= THRESHOLD

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ft_hsdp.core import lineage
-from ft_hsdp.core.asking import Step, ask, broken, feed, write
-from ft_hsdp.core.assignment import Answer, Continue, Final, Finish, Grant, Refused
+from ft_hsdp.core.asking import Step, again, ask, broken, feed, write
+from ft_hsdp.core.assignment import Answer, CatchUp, Continue, Finish, Grant, Refused
 from ft_hsdp.core.commit import void
 from ft_hsdp.core.effects import (
     Commit,
@@ -21,7 +21,9 @@ from ft_hsdp.core.effects import (
     Effect,
     Exit,
     Fetch,
+    Forget,
     Install,
+    Keep,
     Reduce,
     StopRing,
 )
@@ -33,6 +35,7 @@ from ft_hsdp.core.events import (
     Fetched,
     FetchFailed,
     GrantShown,
+    LeaseEnded,
     LeaveOverdue,
     LeaveRequested,
     Reduced,
@@ -61,8 +64,10 @@ def transition(s: Replica, event: Event) -> Step:
             return _adopt(s, grant)
         case Unanswered():
             return (s, ()) if _waned(s) else _proceed(s)
-        case RingBroken(epoch, suspect):
-            return broken(s, epoch, suspect=suspect)
+        case LeaseEnded():
+            return _stop_all(s)
+        case RingBroken(epoch, suspect, accuser):
+            return broken(s, epoch, suspect=suspect, accuser=accuser)
         case Reduced(fence, record, digest):
             return reduced(s, fence, record, digest)
         case TokenArrived(token):
@@ -72,8 +77,8 @@ def transition(s: Replica, event: Event) -> Step:
         case FetchFailed(base, reason):
             if s.fetching != base:
                 return s, ()
-            if s.phase is Phase.FINAL:
-                return ask(s, after=s.grant.epoch if s.grant and not s.intact else 0)
+            if s.phase in (Phase.FETCHING, Phase.FINAL):
+                return ask(replace(s, fetching=None), after=0 if s.intact else s.seen[1])
             return replace(s, phase=Phase.DONE), (Exit(75, f"no donor could serve {base}: {reason}"),)
         case CheckpointWritten():
             return replace(s, failing=False), ()
@@ -102,21 +107,43 @@ def _waned(s: Replica) -> bool:
     return bool(s.leaving) and not set(s.equal) <= set(s.leaving)
 
 
+def _stop_all(s: Replica) -> Step:
+    """The lease is over between two steps: leave the ring on purpose, so that all members stop and ask together.
+
+    Whoever waited for this replica in a ring would hold it to hang.
+    """
+    if s.grant is None or s.phase is not Phase.ASKING:
+        return s, ()
+    return broken(s, s.grant.epoch, f"the lease of replica {s.me} has ended: no lighthouse answers it")
+
+
 def _answered(s: Replica, answer: Answer) -> Step:
-    """The lighthouse's word on the newest ask."""
+    """The lighthouse's word on the newest ask. One that does not fit is asked again: nothing else would follow."""
+    waits = s.phase is Phase.ASKING or (s.phase is Phase.FINAL and s.fetching is None)
     match answer:
         case Grant():
-            return _adopt(s, answer)
+            after, due = _adopt(s, answer)
+            if waits and not due:
+                return again(
+                    s, f"the grant of epoch {answer.epoch} does not fit: this replica knows epoch {s.seen[1]}"
+                )
+            return after, due
         case Continue(epoch, step, leave, checkpoint):
             s = replace(s, dismissed=leave, wanted=max(s.wanted, checkpoint))
             stands = s.grant is not None and (epoch, step) == (s.grant.epoch, s.head.step + 1)
-            return _proceed(s) if stands else (s, ())
-        case Final():
-            return _finalize(s, answer)
+            if stands and s.intact and s.phase is not Phase.FINAL:
+                return _proceed(s)
+            misfit = f"step {step} of epoch {epoch} is not what was asked for in epoch {s.seen[1]}"
+            return again(s, misfit) if waits else (s, ())
+        case CatchUp(base):
+            if base.step >= s.steps or (waits and not lineage.newer(s.state, base)):
+                return _catch_up(s, answer)
+            return again(s, f"{base} is to be fetched, this replica holds {s.state}") if waits else (s, ())
         case Finish():
             return replace(s, phase=Phase.DONE), (Exit(0, "every replica has the final state"),)
-        case Refused(reason, code):
-            return replace(s, phase=Phase.DONE), (Exit(code, reason),)
+        case Refused(reason, code, forget):
+            dropped: tuple[Effect, ...] = (Forget(),) if forget else ()
+            return replace(s, phase=Phase.DONE), (*dropped, Exit(code, reason))
 
 
 def _proceed(s: Replica) -> Step:
@@ -131,8 +158,10 @@ def _adopt(s: Replica, grant: Grant) -> Step:
     """Take a newer grant, unless this replica holds something newer than the grant's base."""
     if (grant.term, grant.epoch) <= s.seen or grant.epoch <= (s.grant.epoch if s.grant else 0):
         return s, ()
-    if grant.member(s.me, s.incarnation) is None:
+    mine = grant.member(s.me, s.incarnation)
+    if mine is None:
         return broken(s, s.grant.epoch) if s.grant and s.intact else (s, ())
+    s = s if mine.number <= s.number else replace(s, number=mine.number)
     leaves = (StopRing(s.grant.epoch, grant.reason),) if s.grant and s.intact else ()
     held = s.prepared
     doubtful = held is not None and not void(held.fence, grant.void)
@@ -141,7 +170,7 @@ def _adopt(s: Replica, grant: Grant) -> Step:
         lineage.newer(s.state, grant.base)
         or (held is not None and doubtful and lineage.newer(held.state_id, grant.base))
     ):
-        s = replace(s, seen=(grant.term, grant.epoch), intact=False, silent=())
+        s = replace(s, seen=(grant.term, grant.epoch), intact=False, silent=(), edge=None)
         s, asked = ask(s, after=grant.epoch)
         return s, (*leaves, StopRing(grant.epoch, "stale grant: a member holds a newer state"), *asked)
     state = held.state_id if resolved and held else s.state
@@ -161,6 +190,7 @@ def _adopt(s: Replica, grant: Grant) -> Step:
         intact=True,
         attempt=0,
         excluded=(),
+        spoiled=(),
         record=None,
         forwarded=False,
         token=None,
@@ -174,6 +204,7 @@ def _adopt(s: Replica, grant: Grant) -> Step:
         suspects=(),
         diverged=(),
         silent=(),
+        edge=None,
         wanted=min(s.wanted, grant.base.step + 1),
         saved=min(s.saved, grant.base.step),
     )
@@ -193,8 +224,8 @@ def _fetched(s: Replica, base: StateId) -> Step:
     state = s.log[-1].state_id if s.log else base
     effects: tuple[Effect, ...] = (Install(base), *(Commit(r) for r in s.log))
     s = replace(s, state=state, fetching=None, log=())
-    if s.phase is Phase.FINAL:
-        s, asked = ask(replace(s, head=state, record=None, forwarded=False))
+    if s.phase in (Phase.FETCHING, Phase.FINAL):
+        s, asked = ask(replace(s, head=state, record=None, forwarded=False), after=0 if s.intact else s.seen[1])
         return s, (*effects, *asked)
     if s.phase is Phase.ASKING:  # the open ask says that this state is not here
         s, asked = ask(s, after=s.grant.epoch if s.grant and not s.intact else 0)
@@ -202,21 +233,23 @@ def _fetched(s: Replica, base: StateId) -> Step:
     return s, effects
 
 
-def _finalize(s: Replica, final: Final) -> Step:
-    """Training is over elsewhere: apply the record in doubt if it leads to the end, else fetch the end.
+def _catch_up(s: Replica, answer: CatchUp) -> Step:
+    """No ring for now: apply the record in doubt if it leads to the base, keep the base for others, or fetch it.
 
-    Until the end is here the record is kept: if all that hold the end are lost, it is the newest that is left.
+    Until the base is here the record is kept: if all that hold the base are lost, it is the newest that is left.
     """
-    held = s.prepared
-    left = (StopRing(s.grant.epoch, "training is over"),) if s.grant and s.intact else ()
-    s = replace(s, intact=False)
-    if held is not None and lineage.same(held.state_id, final.base):
-        s = replace(s, state=held.state_id, head=held.state_id, record=None, forwarded=False)
-        s, asked = ask(s)
-        return s, (*left, Commit(held), *asked)
-    s = replace(s, phase=Phase.FINAL, head=final.base, fetching=final.base, log=(), fed=None)
-    return s, (
-        *left,
-        Discard(f"left behind: training ended at {final.base}"),
-        Fetch(final.base, final.donors),
-    )
+    base, held, final = answer.base, s.prepared, answer.base.step >= s.steps
+    effects: tuple[Effect, ...] = ()
+    if s.grant and s.intact:
+        effects = (StopRing(s.grant.epoch, answer.reason),)
+    s = replace(s, intact=False, head=base, equal=(), leaving=(), lagging=())
+    if held is not None and lineage.same(held.state_id, base):
+        effects = (*effects, Commit(held), *write(s, base, tuple(m.replica for m in answer.donors)))
+        s = replace(s, state=base, record=None, forwarded=False)
+    if s.verified:
+        kept = () if final else (Keep(base),)  # the final state is kept anyway, and for longer
+        s, asked = ask(s, after=s.seen[1])
+        return s, (*effects, *kept, *asked)
+    s = replace(s, phase=Phase.FETCHING, fetching=base, log=(), fed=None)
+    where = f"training ended at {base}" if final else f"holds {s.state}, the others hold {base}"
+    return s, (*effects, Discard(f"left behind: {where}"), Fetch(base, answer.donors))

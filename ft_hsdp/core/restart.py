@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+UNREACHED_S = 1.0  # shortest wait before a replica looks for its lighthouse in another life
 REFILL_STEPS = 10  # steps that an incarnation must have committed to count as healthy
 
 
@@ -22,10 +23,14 @@ class RestartPolicy:
 
 @dataclass(frozen=True, slots=True)
 class RestartState:
-    """``restarts`` is the number of restarts so far, ``used`` how many of them since the last progress."""
+    """``restarts`` is the number of restarts so far, ``used`` how many of them since the last progress.
+
+    ``unreached`` is how many of the newest lives, in a row, ended because no lighthouse answered them.
+    """
 
     restarts: int = 0
     used: int = 0
+    unreached: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +49,24 @@ class GiveUp:
 
 
 def on_loss(
-    state: RestartState, policy: RestartPolicy, committed: int, cause: str
+    state: RestartState, policy: RestartPolicy, committed: int, cause: str, unreached: bool = False
 ) -> tuple[RestartState, Restart | GiveUp]:
-    """What to do after an incarnation was lost to ``cause``, having committed ``committed`` steps."""
+    """What to do after an incarnation was lost to ``cause``, having committed ``committed`` steps.
+
+    ``unreached``: it was started again and found no lighthouse. That says nothing about the replica: it costs no
+    budget, and is tried again with growing pauses for as long as the job lasts.
+    """
+    if unreached:
+        delay = min(policy.backoff_max_s, max(policy.backoff_s, UNREACHED_S) * 2 ** min(state.unreached, 64))
+        after = replace(state, restarts=state.restarts + 1, unreached=state.unreached + 1)
+        return after, Restart(delay, f"{cause}; tried again after {delay:g} s, which costs none of the budget")
+    state = replace(state, unreached=0)
     if committed >= REFILL_STEPS:
         state = replace(state, used=0)
     if state.used >= policy.budget:
         return state, GiveUp(f"{cause}; the budget of {policy.budget} restarts is used up")
     delay = backoff(policy, state.used)
-    after = RestartState(state.restarts + 1, state.used + 1)
+    after = replace(state, restarts=state.restarts + 1, used=state.used + 1)
     wait = f" after {delay:g} s" if delay > 0 else ""
     return after, Restart(delay, f"{cause}; restart {after.used} of {policy.budget}{wait}")
 

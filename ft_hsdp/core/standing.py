@@ -19,6 +19,7 @@ class Phase(Enum):
     REDUCING = "reducing"
     VOTED = "voted"
     LEAVING = "leaving"
+    FETCHING = "fetching"  # without a ring
     FINAL = "final"
     DONE = "done"
 
@@ -32,11 +33,14 @@ class Replica:
     applied. ``record`` is there once all ranks hold the reduced gradient, ``forwarded`` once a yes was passed
     on. ``digest`` is of the slice of the state that the attempt builds on. ``fed`` is the state that the newest
     batch is fed to. ``suspects`` were found to hold another state than the majority, ``diverged`` are those that
-    differ with no majority. ``silent`` is who was seen to die or fall silent in the ring of ``grant``.
+    differ with no majority. ``silent`` is who was seen to die or fall silent in the ring of ``grant``,
+    ``edge`` who blamed whom for its end.
+    ``spoiled`` are the batches (data shard, index) that the attempt goes without: no finite gradients.
     ``failing``: this replica could not write its last checkpoint. ``skips`` is how many of the newest steps in a
     row changed no weight. ``departing``: it was asked to leave; ``dismissed``: the lighthouse wants it to, when it
     can be spared. ``wanted`` is the newest demand for a checkpoint that was heard of, ``saved`` the step of the
     newest state that was written on demand. ``writing``: it leaves, and ends once this state is durable.
+    ``number`` is the lighthouse's number of this incarnation, told by its newest grant.
     """
 
     me: int
@@ -51,6 +55,7 @@ class Replica:
     intact: bool = False
     attempt: int = 0
     excluded: tuple[int, ...] = ()
+    spoiled: tuple[tuple[int, int], ...] = ()
     record: CommitRecord | None = None
     forwarded: bool = False
     digest: str = ""
@@ -66,6 +71,7 @@ class Replica:
     suspects: tuple[int, ...] = ()
     diverged: tuple[int, ...] = ()
     silent: tuple[int, ...] = ()
+    edge: tuple[int, int] | None = None
     departing: bool = False
     dismissed: bool = False
     failing: bool = False
@@ -73,6 +79,7 @@ class Replica:
     wanted: int = 0
     saved: int = 0
     writing: StateId | None = None
+    number: int = 0
 
     @property
     def verified(self) -> bool:
@@ -95,8 +102,8 @@ class Replica:
         """The highest state that may be committed although this replica cannot apply it yet."""
         if self.verified:
             return None
-        voted = self.record if self.forwarded and self.phase is not Phase.FINAL else None
-        return voted.state_id if voted is not None else self.head
+        voted = self.record.state_id if self.record is not None and self.forwarded else None
+        return voted if voted is not None and lineage.newer(voted, self.head) else self.head
 
     @property
     def fence(self) -> Fence:

@@ -22,6 +22,8 @@ def reduced(s: Replica, fence: Fence, record: CommitRecord, digest: str) -> Step
     """All own ranks hold the sum: vote, if the token is here or starts here."""
     if s.phase is not Phase.REDUCING or not fenced(s.fence, fence):
         return s, ()
+    if s.spoiled:
+        record = replace(record, spoiled=s.spoiled, retries=s.rules.poison_retries)
     s = replace(s, phase=Phase.VOTED, record=record, digest=digest if s.verified else "")
     if _position(s) == 0:
         yes, reason = _vote(s)
@@ -117,6 +119,7 @@ def _decide(s: Replica, token: Token, passed: tuple[Effect, ...]) -> Step:
         head=record.state_id,
         attempt=0,
         excluded=(),
+        spoiled=(),
         record=None,
         forwarded=False,
         void=None,
@@ -182,12 +185,14 @@ def _again(s: Replica, token: Token, passed: tuple[Effect, ...]) -> Step:
     assert s.record is not None
     poisoned = () if _skips(s, s.record) else s.record.poisoned
     excluded = tuple(sorted({*s.excluded, *(poisoned or s.record.doubled)}))
+    spoiled = {(c.shard, c.index) for c in s.record.contributions if c.replica in poisoned}
     if s.attempt + 1 < MAX_ATTEMPTS:
         s = replace(
             s,
             phase=Phase.REDUCING,
             attempt=s.attempt + 1,
             excluded=excluded,
+            spoiled=tuple(sorted(spoiled.union(s.spoiled))),
             record=None,
             forwarded=False,
             token=None,

@@ -1,26 +1,53 @@
 """Beats: signs of life between the neighbours of one ring, and who is to blame if there are none, or no progress.
 
 Each member says every ``beat_s`` how many all-reduces it has entered. Whoever says nothing is held to be lost (phi
-accrual). Whoever beats, but for ``timeout_s`` does not enter the all-reduce that its right neighbour waits in, is
-stuck. A neighbour that waits itself is not blamed: the cause lies further left, and is seen there.
+accrual); on an overloaded host that takes longer, unless its process is seen to be stopped. Whoever beats, but for
+``timeout_s`` does not enter the all-reduce that its right neighbour waits in, is stuck. A neighbour that waits
+itself is not blamed: the cause lies further left, and is seen there.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from collections.abc import Callable
 
 from ft_hsdp import protocol
+from ft_hsdp.core.overload import Stalls
 from ft_hsdp.core.phi import Pulse
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout
 from ft_hsdp.ftar.engine import Ring
 from ft_hsdp.ftar.formation import Formation
+from ft_hsdp.ftar.host_load import HostLoadReader, is_stopped
 from ft_hsdp.ftar.neighbour import Neighbour
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.protocol import RingBeat
 
 LATE_BEATS = 2  # from when on this process, not its neighbours, was silent
+LOAD_S = 0.5  # between two looks at the host's load
+
+
+class HostSentinel:
+    """How long an overloaded host may keep a live process of it from beating; outlives the rings of a process."""
+
+    def __init__(self) -> None:
+        self._stalls = Stalls()
+        self._reader = HostLoadReader()
+        self._looked = 0.0
+
+    def tick(self, late_s: float, now: float) -> None:
+        """A timer of this process fired ``late_s`` late, at ``now`` (monotonic seconds)."""
+        self._stalls.late(late_s, now)
+        if now - self._looked >= LOAD_S:
+            first, self._looked = self._looked == 0.0, now
+            load = self._reader.read(now)
+            if not first:
+                self._stalls.load(load, now)
+
+    def stall_s(self, now: float) -> float:
+        """Seconds to be patient for longer than on a quiet host."""
+        return self._stalls.expected_s(now)
 
 
 class Beats:
@@ -36,11 +63,13 @@ class Beats:
         self,
         settings: Settings,
         formation: Formation,
+        sentinel: HostSentinel,
         broken: Callable[[FTARError], None],
     ) -> None:
         self._epoch = formation.grant.epoch
         self._settings = settings
         self._formation = formation
+        self._sentinel = sentinel
         self._broken = broken
         self._loop = asyncio.get_running_loop()
         self._ring: Ring | None = None
@@ -67,6 +96,7 @@ class Beats:
         if late_s >= LATE_BEATS * self._settings.beat_s:
             self._stood_still += late_s
         self._before = began
+        self._sentinel.tick(max(0.0, late_s), began)
         self._timer = self._loop.call_later(self._settings.beat_s, self._tick)
         now = began - self._stood_still
         self._say()
@@ -78,7 +108,8 @@ class Beats:
         """One frame for both neighbours."""
         ring = self._ring
         entered, sent = (ring.entered, ring.sent) if ring is not None else (0, 0)
-        frame = protocol.frame(RingBeat(self._epoch, entered, sent))
+        stall_ms = round(1000 * self._sentinel.stall_s(time.monotonic()))
+        frame = protocol.frame(RingBeat(self._epoch, entered, sent, stall_ms, os.getpid()))
         for neighbour in self._formation.edges:
             neighbour.beat(frame)
 
@@ -97,10 +128,18 @@ class Beats:
             heard_at = neighbour.heard_at - self._stood_still
             if heard_at > pulse.heard_at:
                 pulse.heard(heard_at)
-            if pulse.lost(now):
+            if pulse.lost(now) and self._believed(neighbour, pulse, now):
                 who = neighbour.member.replica if neighbour.member is not None else None
                 return PeerDead(f"replica {who}: no sign of life for {pulse.silence(now):.2f} s", suspect=who)
         return None
+
+    def _believed(self, neighbour: Neighbour, pulse: Pulse, now: float) -> bool:
+        """Whether a silence that is too long for a quiet host is too long for these two hosts."""
+        said = neighbour.newest
+        if neighbour.same_host and said.pid not in (0, os.getpid()) and is_stopped(said.pid):
+            return True  # no load explains that
+        here_s = self._sentinel.stall_s(time.monotonic())
+        return pulse.lost(now, max(here_s, said.stall_ms / 1000))
 
     def _stuck(self, now: float) -> FTARError | None:
         """The left neighbour, if it lives but nothing comes from it, and not because it waits itself."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ft_hsdp import protocol
+from ft_hsdp.address import split
 from ft_hsdp.core import lineage
 from ft_hsdp.core.assignment import Grant, Member
 from ft_hsdp.core.lineage import StateId
@@ -132,10 +133,13 @@ class Communicator:
             raise InvalidArgument(f"members {names}: each once, and member {self._member} among them")
         if not epoch < 2**32:
             raise InvalidArgument(f"epoch: got {epoch}; allowed: less than 2**32")
-        for _, address in members:
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-                raise InvalidArgument(f"address: got {address!r}; allowed: host:port")
+        for _, where in members:
+            try:
+                _, port = split(where)
+            except ValueError:
+                port = 0
+            if not port:
+                raise InvalidArgument(f"address: got {where!r}; allowed: host:port, [host]:port for IPv6")
         entries = tuple(Member(m, "", "contribute", (address,), ("",)) for m, address in members)
         plain = Grant(0, epoch, _BASE, entries, len(entries), "")
         with self._lock:

@@ -8,7 +8,7 @@ import socket
 import struct
 from collections.abc import Callable
 
-from ft_hsdp import protocol
+from ft_hsdp import address, protocol
 from ft_hsdp.errors import ProtocolViolation
 
 FAREWELL_S = 0.5
@@ -69,11 +69,11 @@ async def hang_up(sock: socket.socket) -> None:
 def tune(sock: socket.socket, timeout_s: float) -> None:
     """No delay, an end to silence of ``timeout_s``, and on loopback what suits memory instead of a network: no
     pacing, and buffers that stay in the cache between the two copies of each byte."""
-    if sock.family != socket.AF_INET:
+    if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
-    if sock.getpeername()[0].startswith("127."):
+    if address.local(sock):
         with contextlib.suppress(OSError):  # the kernel's default serves too
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_BUFFER)

@@ -7,11 +7,11 @@ twice, so that nobody begins before all are connected. Edges that both ends have
 from __future__ import annotations
 
 import asyncio
-import socket
 from dataclasses import dataclass
 
+from ft_hsdp import address, faults, handshake
 from ft_hsdp.core.assignment import Grant, Member
-from ft_hsdp.errors import ConnectFailed, ProtocolViolation, StaleEpoch
+from ft_hsdp.errors import ConnectFailed, ProtocolViolation, StaleEpoch, exhausted
 from ft_hsdp.ftar import control
 from ft_hsdp.ftar.door import Door, Identity, hello
 from ft_hsdp.ftar.memory import Arena
@@ -19,7 +19,10 @@ from ft_hsdp.ftar.neighbour import Heard, Neighbour
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.choose import KINDS, choose
 from ft_hsdp.ftar.transport.kind import Edge
+from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingAbort, RingBarrier, RingHello, RingWelcome
+
+ROUND = 1.5  # x the longest time to connect: until the others are, too
 
 
 class Refusal(StaleEpoch):
@@ -71,18 +74,25 @@ class Formation:
 
         Raises:
             Refusal: the right neighbour knows better.
-            ConnectFailed: not within the deadline; ``suspect`` is whom we waited for.
+            ConnectFailed: not within the deadline; ``suspect`` is the neighbour that we waited for, if it is one.
+            LocalResourceError: this process has no descriptor, port or memory left for it.
         """
-        side = +1
+        wait_s = self._place.settings.connect_timeout_s
+        suspect: int | None = self.neighbour(+1).replica
         try:
-            async with asyncio.timeout(self._place.settings.connect_timeout_s):
+            async with asyncio.timeout(wait_s) as limit:
                 await self._call(spare)
-                side = -1
+                suspect = self.neighbour(-1).replica
                 await self._called.wait()
+                # Whoever has both edges blames nobody, and lets those speak first that lack one.
+                suspect = None
+                limit.reschedule(asyncio.get_running_loop().time() + ROUND * wait_s)
                 await self._go_round()
         except (OSError, ProtocolViolation, TimeoutError) as error:
-            cause = str(error) or f"not connected within {self._place.settings.connect_timeout_s} s"
-            raise ConnectFailed(cause, suspect=self.neighbour(side).replica) from error
+            if (local := exhausted(error)) is not None:
+                raise local from error
+            cause = str(error) or f"not connected within {wait_s} s"
+            raise ConnectFailed(cause, suspect=suspect) from error
 
     async def _call(self, spare: Neighbour | None) -> None:
         """Get the edge to the right: the spare one, or a new one if the neighbour has not kept it."""
@@ -96,11 +106,9 @@ class Formation:
                 await spare.close()
             finally:
                 self._trying = None
-        host, _, port = self._address().rpartition(":")
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        sock.setblocking(False)
+        await faults.passes(self.neighbour(+1).replica)
+        sock = await handshake.dial(self._address(), self._place.identity.token, Purpose.RING)
         try:
-            await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
             control.tune(sock, self._place.settings.timeout_s)
         except BaseException:
             sock.close()
@@ -193,7 +201,7 @@ class Formation:
             raise ProtocolViolation(f"no transport of {', '.join(said.offers)} is possible here")
         kind = KINDS[transport]
         ticket, calls = place.door.expect()
-        host = self.grant.members[self.position].ring[place.identity.rank].rpartition(":")[0]
+        host, _ = address.split(self.grant.members[self.position].ring[place.identity.rank])
         door = kind.offer(place.door, host)
         edge = Edge(self.grant.epoch, said.replica, place.settings.patient, place.identity.token, "", door, ticket)
         try:

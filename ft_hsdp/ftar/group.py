@@ -19,9 +19,19 @@ from torch import Tensor
 
 from ft_hsdp.core.assignment import Grant
 from ft_hsdp.core.commit import Token
-from ft_hsdp.errors import FatalError, FTARError, PeerDead, PeerTimeout, ProtocolViolation, RemoteAbort, StaleEpoch
+from ft_hsdp.errors import (
+    FatalError,
+    FTARError,
+    LocalResourceError,
+    PeerDead,
+    PeerTimeout,
+    ProtocolViolation,
+    RemoteAbort,
+    StaleEpoch,
+    exhausted,
+)
 from ft_hsdp.ftar import lifecycle
-from ft_hsdp.ftar.beats import Beats
+from ft_hsdp.ftar.beats import Beats, HostSentinel
 from ft_hsdp.ftar.dataplane.base import Plane
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.door import Door, Identity
@@ -61,13 +71,15 @@ class Group:
         self._identity = identity
         self._settings = settings
         self._events = events
-        self._door = Door(identity, self._arrived)
+        self._door = Door(identity, self._arrived, self._exhausted)
         self._place = Place(identity, settings, self._door, self.arena, host_id(), self._heard)
         self._plane = plane or CpuPlane()
         self._current: Formation | None = None
         self._over = True
         self._beats: Beats | None = None
+        self._sentinel = HostSentinel()
         self._spares = Spares()
+        self._farewell: RingAbort | None = None  # what the newest ring that is over was told
         self._floor = 0
         self._reason = ""
         self._parked: dict[int, list[tuple[RingHello, Neighbour]]] = {}
@@ -115,7 +127,7 @@ class Group:
         self._current, self._over, self._ring = formation, False, None
         self._runner.expect(grant.epoch)
         if len(grant.members) > 1:
-            self._beats = Beats(self._settings, formation, partial(self._break, formation))
+            self._beats = Beats(self._settings, formation, self._sentinel, partial(self._break, formation))
         self._forming = self._spawn(self._form(formation))
         for hello, neighbour in self._parked.pop(grant.epoch, []):
             self._spawn(self._called(formation, hello, neighbour))
@@ -184,6 +196,9 @@ class Group:
             except Refusal as refusal:
                 self._aborted(formation, refusal.abort)
                 return
+            except LocalResourceError as error:
+                self._exhausted(error)
+                return
             except FTARError as error:
                 self._break(formation, error)
                 return
@@ -234,13 +249,18 @@ class Group:
         self._spares.remove(neighbour)
         try:
             await formation.called(hello, neighbour)
-        except (OSError, ProtocolViolation, TimeoutError):
+        except (OSError, ProtocolViolation, TimeoutError) as error:
+            if (local := exhausted(error)) is not None:
+                self._exhausted(local)
             await neighbour.close()
 
     def _refuse(self, hello: RingHello, neighbour: Neighbour) -> None:
         """Tell a caller that its epoch is over, and show it the newer grant if there is one."""
         newer = self._current.grant if self._current and self._current.grant.epoch > hello.grant.epoch else None
-        neighbour.say(RingAbort(hello.grant.epoch, self._reason or "stale", None, newer))
+        abort = RingAbort(hello.grant.epoch, self._reason or "stale", None)
+        if self._farewell is not None and self._farewell.epoch == abort.epoch and not self._farewell.planned:
+            abort = self._farewell  # a caller that comes when its ring has broken hears why, and who is to blame
+        neighbour.say(replace(abort, grant=newer))
         self._spawn(neighbour.close())
 
     def _heard(self, neighbour: Neighbour, message: object) -> None:
@@ -312,7 +332,9 @@ class Group:
         if abort is None:
             cause = error.args[0] if error.args else type(error).__name__
             stuck = isinstance(error, PeerTimeout) and error.suspect is not None
-            abort = RingAbort(formation.grant.epoch, str(cause), error.suspect, stuck=stuck)
+            suspect = self._identity.replica if isinstance(error, LocalResourceError) else error.suspect
+            accuser = None if suspect is None else self._identity.replica
+            abort = RingAbort(formation.grant.epoch, str(cause), suspect, stuck=stuck, accuser=accuser)
         self._end(formation, abort, error)
         self._drop_spares()
         self._events.broken(abort)
@@ -332,7 +354,7 @@ class Group:
 
     def _end(self, formation: Formation, abort: RingAbort, error: FTARError) -> None:
         """Say goodbye both ways round, stop the data, close what the ring had."""
-        self._over, self.error = True, error
+        self._over, self.error, self._farewell = True, error, abort
         self._go(State.ABORTING)
         if self._beats is not None:
             self._beats.stop()
@@ -377,6 +399,12 @@ class Group:
         self._break(formation, error)
         if isinstance(error, FatalError):
             self.crashed(f"the all-reduce of epoch {epoch} cannot go on", error)
+
+    def _exhausted(self, error: LocalResourceError) -> None:
+        """This process cannot make or take connections any more: it names itself to its ring, and ends."""
+        if self._current is not None:
+            self._break(self._current, error)
+        self.crashed("this rank cannot connect", error)
 
     def _ran(self, epoch: int, running: bool) -> None:
         """The engine's thread begins or ends an all-reduce."""

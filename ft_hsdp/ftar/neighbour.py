@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from ft_hsdp import faults
 from ft_hsdp.core.assignment import Member
 from ft_hsdp.core.commit import Token
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.ftar import control
 from ft_hsdp.ftar.link import Inlet, Outlet
 from ft_hsdp.protocol import RingAbort, RingBarrier, RingBeat, RingHello, RingWelcome
+from ft_hsdp.sealed import within_host
 
 _MESSAGES = (Token, RingAbort, RingHello, RingWelcome, RingBarrier, RingBeat)
 Heard = Callable[["Neighbour", object], None]
@@ -41,9 +43,14 @@ class Neighbour:
         self.leaving = False
         self.heard_at = time.monotonic()
         self.newest = RingBeat(0, 0, 0)
+        self.same_host = within_host(sock)  # then the neighbour's process can be looked at here
         self._closed = False
         self._reading: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
+
+    @property
+    def _replica(self) -> int | None:
+        return None if self.member is None else self.member.replica
 
     def listen(self) -> None:
         """Begin to read, unless it is being read, or all is over."""
@@ -71,7 +78,7 @@ class Neighbour:
     def beat(self, frame: bytes) -> None:
         """Send a sign of life, unless something else is being sent, which is one too. If only a part of it can be
         sent, the neighbour has not read for long, and the connection is of no more use."""
-        if self.gone or self._writing.locked():
+        if self.gone or self._writing.locked() or faults.cut(self._replica):
             return
         with contextlib.suppress(OSError):
             if self._sock.send(frame, socket.MSG_DONTWAIT) < len(frame):
@@ -79,7 +86,7 @@ class Neighbour:
 
     def say(self, message: object) -> None:
         """Send a small message now; a neighbour that is gone, or does not read, shows by its end."""
-        if not self.gone and not self._writing.locked():
+        if not self.gone and not self._writing.locked() and not faults.cut(self._replica):
             control.say(self._sock, message)
 
     async def send(self, message: object) -> None:
@@ -89,6 +96,8 @@ class Neighbour:
             OSError: the neighbour is gone.
         """
         async with self._writing:
+            if self._replica is not None:
+                await faults.passes(self._replica, given_up=lambda: self.gone)
             if self.gone:
                 raise ConnectionResetError("closed its connection")
             await control.send(self._sock, message)

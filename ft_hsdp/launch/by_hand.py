@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -12,8 +13,9 @@ from pathlib import Path
 import httpx
 
 from ft_hsdp import secret, tls
-from ft_hsdp.config import Config, config_hash, dump, load
+from ft_hsdp.config import Config, agreed, dump, load
 from ft_hsdp.control.lighthouses import listed, named
+from ft_hsdp.core.rules import difference
 from ft_hsdp.errors import (
     EXIT_CONFIG,
     EXIT_HARDWARE,
@@ -22,6 +24,7 @@ from ft_hsdp.errors import (
     ConfigError,
     LighthouseUnreachable,
 )
+from ft_hsdp.events import Journal
 from ft_hsdp.launch.job import END_S
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.lighthouse_process import check_port, furnish
@@ -30,7 +33,6 @@ from ft_hsdp.launch.local_engine import LocalEngine
 from ft_hsdp.launch.processes import TOKEN_VARIABLE, environment
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.rundir import (
-    Appender,
     Row,
     RunDir,
     Tailer,
@@ -38,10 +40,10 @@ from ft_hsdp.launch.rundir import (
     claim,
     read_json,
     write_json,
-    write_private,
 )
 from ft_hsdp.launch.story import tell
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+from lighthouse.store import finished
 
 INJECTIONS_S = 0.2  # between two looks at the log of failures on purpose
 
@@ -62,9 +64,8 @@ def lighthouse(config: Config, url: str | None = None) -> int:
     if another(said) and not config.lighthouse.etcd:
         raise ConfigError("job.name", run.name, f"a name without a lighthouse (pid {said['pid']} is one)")
     check_port(config)
-    over = run.supervisor.exists() or any(run.final(n).exists() for n in run.replicas())
-    if over or not run.config.exists():
-        claim(run)
+    if _over(run) or not run.config.exists():
+        claim(run, ended=not run.supervisor.exists())
         furnish(run, config, os.environ.get(TOKEN_VARIABLE))
     else:
         _same_hash(run, config)
@@ -74,12 +75,27 @@ def lighthouse(config: Config, url: str | None = None) -> int:
     os.execve(sys.executable, command, environment())  # noqa: S606 - no shell is what we want
 
 
+def _over(run: RunDir) -> bool:
+    """Whether the job of `run` has ended, or was an `up`'s: then its folder is moved aside.
+
+    That is for the lighthouse's own store to say: the first final.json is written while others still train. Where
+    the store is elsewhere (lighthouse.etcd), every replica has to have its final state.
+    """
+    if run.supervisor.exists():
+        return True
+    store = run.path / "lighthouse" / "store.sqlite"
+    if store.exists():
+        return finished(store)
+    replicas = run.replicas()
+    return bool(replicas) and all(run.final(n).exists() for n in replicas)
+
+
 def replica(config: Config, replica_id: int, url: str | None = None) -> int:
     """Run one replica of `config`'s job to its end; the exit code. `url`: one, or several after commas.
 
     Under torchrun (RANK is set) this process is one rank of it, else it supervises all ranks. `url` with
     FT_HSDP_TOKEN in the environment replaces lighthouse.json and token of the run directory.
-    Raises LighthouseUnreachable after timeouts.reach_s.
+    Raises LighthouseUnreachable after timeouts.reach_s, but for a rank that torchrun has started again: it waits.
     """
     if not 0 <= replica_id < config.slots:
         raise ConfigError(
@@ -88,7 +104,8 @@ def replica(config: Config, replica_id: int, url: str | None = None) -> int:
     run = run_of(config)
     if url is not None:
         _introduce(run, config, url)
-    urls = wait_for_lighthouse(run, tls.trusted(config.network), config.timeouts.reach_s)
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # it was here before: the job is under way
+    urls = wait_for_lighthouse(run, tls.trusted(config.network), math.inf if again else config.timeouts.reach_s)
     prepare_data(config)
     if "RANK" in os.environ:
         from ft_hsdp.train import trainer  # torch is only needed here
@@ -120,10 +137,10 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
     folder.mkdir(parents=True, exist_ok=True)
     config_file = folder / "config.yaml"  # its own: whether it fits the job is for the lighthouse to say
     config_file.write_text(dump(config))
-    events = Appender(run.supervision(replica_id))
+    events = Journal(run.supervision(replica_id))
 
     def emit(event: Row) -> None:
-        events.append(event)
+        events(event)
         link.note(event)
         print(tell(event), file=sys.stderr)  # noqa: T201 - progress of a command
 
@@ -131,6 +148,7 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
     engine = LocalEngine(
         run,
         boot_s=config.timeouts.boot_s,
+        spawn_s=config.timeouts.spawn_s,
         spares=config.spares // config.ranks_per_replica,
         folder=folder / "spares",
         emit=emit,
@@ -182,7 +200,8 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
 async def _note_injections(run: RunDir, replica_id: int, link: LighthouseLink) -> None:
     """Have the lighthouse hear of the failures that `ft-hsdp chaos` makes here from now on."""
     log = Tailer(run.injections(replica_id))
-    log.poll()
+    for _ in log.all():
+        pass
     while True:
         await asyncio.sleep(INJECTIONS_S)
         for event in log.poll():
@@ -209,18 +228,16 @@ def _introduce(run: RunDir, config: Config, url: str) -> None:
     if not run.config.exists():
         furnish(run, config, token)
     elif token and not (run.token.exists() and secret.current(run.token) == token):
-        write_private(run.token, token)  # others may read it at this moment: not without need
+        secret.write_private(run.token, token)  # others may read it at this moment: not without need
     urls = listed(url)
     if set(named(read_json(run.lighthouse))) != set(urls):
         write_json(run.lighthouse, {"pid": 0, "url": urls[0], "urls": list(urls)})
 
 
 def _same_hash(run: RunDir, config: Config) -> None:
-    """Raise ConfigError where `run` was made for a job that trains something else."""
-    there, here = config_hash(load(run.config)), config_hash(config)
-    if there != here:
+    """Raise ConfigError where `run` was made for a job that trains something else, or by other rules."""
+    found = difference(agreed(config), agreed(load(run.config)))
+    if found is not None:
         raise ConfigError(
-            "job.name",
-            run.name,
-            f"a name whose run has the same configuration (its hash is {there}, not {here})",
+            found[0], found[1], f"{found[2]}, as in the run {run.name}; another job.name is another run"
         )

@@ -15,12 +15,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ft_hsdp import secret
 from ft_hsdp.config import Config, load
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError
 from ft_hsdp.launch.render import command as rendering
 from ft_hsdp.launch.rundir import RunDir
 
 INTERRUPTED = 130
+BREACH = 1  # of `verify`
 MEASURES = (
     "of ftar: bandwidth (default), spin, kill, reconfigure, link; of fetch: large, small; "
     "of recovery: kill, torchft, rejoin, return, stop, readers, local; "
@@ -28,7 +30,7 @@ MEASURES = (
 )
 BENCH_TIME = (
     "On 2 quiet cores ftar by default takes about 5 minutes, and 15 GiB of memory (all measures 12); "
-    "fetch 2, and 10 GiB; quorum 1; recovery 12; overhead 20"
+    "fetch 2, and 10 GiB; quorum 1; recovery 12; overhead 20; strangers 2; tls 1"
 )
 ORDERS = {
     "evict": "end one replica's processes; it is started again",
@@ -75,6 +77,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read our output has left
         return EXIT_OK
+    except OSError as error:  # a full disk, most likely: the same command may do better later
+        _complain(f"{error.filename or 'this machine'}: {error.strerror or error}")
+        return EXIT_RETRYABLE
+    finally:
+        _let_go()
 
 
 def _main(argv: Sequence[str]) -> int:
@@ -138,14 +145,21 @@ def build_parser() -> argparse.ArgumentParser:
     )
     render = add("render", "the same job as a file for Slurm or Kubernetes, on stdout", _render)
     rendering.declare(render, with_config)
-    chaos = with_runs(with_json(add("chaos", "send a signal to one rank of a running job", _chaos)))
+    chaos = with_runs(with_json(add("chaos", "injure a running job: signals, disks, networks, ...", _chaos)))
     chaos.add_argument("run", metavar="RUN", help="a run's name or folder")
-    chaos.add_argument("--replica", type=int, required=True, metavar="ID")
-    chaos.add_argument("--rank", type=int, default=0, metavar="RANK", help="0 by default")
+    chaos.add_argument("--kind", default="signal", help="what goes wrong (signal); docs/chaos.md has the kinds")
+    chaos.add_argument("--replica", type=int, metavar="ID")
+    chaos.add_argument("--rank", type=int, metavar="RANK", help="0, or all: see docs/chaos.md")
+    chaos.add_argument("--target", metavar="WHAT", help="fork_server, agent, supervisor or lighthouse")
+    chaos.add_argument("--edge", metavar="A,B", help="with partition: two replicas, or one and lighthouse")
     chaos.add_argument("--signal", choices=["KILL", "STOP", "TERM"], default="KILL", help="KILL by default")
-    chaos.add_argument("--for-s", type=float, default=0.0, metavar="S", help="with STOP: continue after S s")
+    chaos.add_argument("--for-s", type=float, default=0.0, metavar="S", help="lift it after S s (0: never)")
+    chaos.add_argument("--by-s", type=float, default=3600.0, metavar="S", help="with clock: how far it jumps")
+    chaos.add_argument("--delay-s", type=float, default=0.2, metavar="S", help="with slow_disk: of each write")
+    chaos.add_argument("--reject", action="store_true", help="with partition: refuse connections")
     bench = with_json(add("bench", "the figures, beside their anchors", _bench))
-    bench.add_argument("what", nargs="+", choices=["ftar", "quorum", "fetch", "recovery", "overhead"])
+    kinds = ["ftar", "quorum", "fetch", "recovery", "overhead", "strangers", "tls", "driver"]
+    bench.add_argument("what", nargs="+", choices=kinds)
     bench.add_argument("--measure", metavar="WHAT", help=MEASURES)
     bench.add_argument("--sizes", metavar="LIST", help="of messages or states, e.g. 64KiB,1MiB")
     bench.add_argument("--members", metavar="LIST", help="ring sizes, e.g. 2,4")
@@ -154,7 +168,8 @@ def build_parser() -> argparse.ArgumentParser:
         "--rounds",
         type=int,
         metavar="N",
-        help="of what is interleaved: 20; recovery 5; quorum 300; overhead 70 (steady), 30 (snapshot), 6 (ray)",
+        help="of what is interleaved: 20; recovery 5; quorum 300; overhead 70 (steady), 30 (snapshot), 6 (ray); "
+        "strangers 6; tls 9; driver 1000000 (steps)",
     )
     bench.add_argument("--kills", type=int, default=200, metavar="N", help="recovery: how many, 200 by default")
     bench.epilog = BENCH_TIME
@@ -172,6 +187,8 @@ def build_parser() -> argparse.ArgumentParser:
     replay.add_argument("--port", type=int, default=0, metavar="N", help="of the page (a free one)")
     explain = with_runs(with_json(add("explain", "what happened in a run, and why", _explain)))
     explain.add_argument("run", metavar="RUN", help="a run's name or folder")
+    verify = with_runs(with_json(add("verify", "a finished run: does the protocol allow what it logged", _verify)))
+    verify.add_argument("run", metavar="RUN", help="a run's name or folder")
     trace = with_runs(add("trace", "a run as a trace for ui.perfetto.dev", _trace))
     trace.add_argument("run", metavar="RUN", help="a run's name or folder")
     trace.add_argument("out", metavar="OUT", type=Path, nargs="?", help="a file (trace.json in the run's folder)")
@@ -190,6 +207,8 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("folder", metavar="CHECKPOINT_DIR", type=Path, help="checkpoint.dir of the job")
     export.add_argument("out", metavar="OUT", type=Path, help="a new folder")
     export.add_argument("--step", type=int, metavar="N", help="which one (the newest)")
+    export.add_argument("--key", metavar="FILE", help="the job's checkpoint.key (yours)")
+    export.add_argument("--trust", action="store_true", help="whoever wrote the folder: no key is asked for")
     return parser
 
 
@@ -271,14 +290,18 @@ def _needs_ray(command: str) -> Iterator[None]:
 
 
 def _chaos(args: argparse.Namespace) -> int:
-    from ft_hsdp.launch.chaos import by_hand
+    from ft_hsdp.launch.inflict import by_hand, described
     from ft_hsdp.launch.status import find
+    from ft_hsdp.launch.story import tell
 
-    event = by_hand(find(args.runs_dir, args.run), args.replica, args.rank, args.signal, args.for_s)
+    options = ("kind", "replica", "rank", "target", "signal", "for_s", "by_s", "delay_s", "reject")
+    ends = None if args.edge is None else [int(e) if e.isdecimal() else e for e in args.edge.split(",")]
+    injection = described(edge=ends, **{name: getattr(args, name) for name in options})
+    event = by_hand(find(args.runs_dir, args.run), injection)
     if args.json:
         _print_json(event)
     else:
-        _print([f"{event['kind']} sent to pid {event['pid']}"])
+        _print([tell(event)])
     return EXIT_OK
 
 
@@ -365,6 +388,18 @@ def _explain(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def _verify(args: argparse.Namespace) -> int:
+    from ft_hsdp.launch.status import named
+    from ft_hsdp.launch.verify import verify
+
+    found = verify(named(args.runs_dir, args.run))
+    if args.json:
+        _print_json({"ok": not found.breaches, **asdict(found)})
+    else:
+        _print(found.lines)
+    return BREACH if found.breaches else EXIT_OK
+
+
 def _order(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.admin import order
     from ft_hsdp.launch.status import find
@@ -385,7 +420,8 @@ def _trace(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.export import export
 
-    done = export(args.folder, args.out, args.step)
+    key = None if args.trust else secret.checkpoint_key(args.key)
+    done = export(args.folder, args.out, args.step, key)
     if args.json:
         _print_json(asdict(done))
     else:
@@ -408,7 +444,19 @@ def _print_json(value: Any) -> None:
 
 
 def _complain(text: str) -> None:
-    sys.stderr.write(" ".join(text.split()) + "\n")
+    with contextlib.suppress(OSError):
+        sys.stderr.write(" ".join(text.split()) + "\n")
+
+
+def _let_go() -> None:
+    """Have the interpreter not end with a code of its own over output that no disk took."""
+    for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+        except ValueError:  # it is closed
+            pass
 
 
 if __name__ == "__main__":

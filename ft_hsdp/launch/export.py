@@ -19,7 +19,7 @@ from ft_hsdp.config import Config, parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state import catalogue, dcp
 from ft_hsdp.state.catalogue import Checkpoint
-from ft_hsdp.state.contents import Stored
+from ft_hsdp.state.contents import Stored, Unauthentic
 from ft_hsdp.train.tokens import SEPARATOR
 
 WEIGHTS, SHAPE = "model.safetensors", "config.json"
@@ -46,13 +46,19 @@ class Exported:
     skipped: tuple[catalogue.Skipped, ...]
 
 
-def export(folder: Path, out: Path, step: int | None) -> Exported:
+def export(folder: Path, out: Path, step: int | None, key: bytes | None) -> Exported:
     """Write the newest valid checkpoint in ``folder``, or that of ``step``, into the new folder ``out``.
+
+    ``key`` is what it has to be signed with; None: whoever wrote it is trusted.
 
     Raises:
         ConfigError: there is no such checkpoint, it is of another model, or ``out`` cannot be written.
     """
-    found = catalogue.newest(folder, step)
+    try:
+        found = catalogue.newest(folder, key, step)
+    except Unauthentic as error:
+        allowed = "a checkpoint that was signed with the key of --key (or yours), or --trust"
+        raise ConfigError("CHECKPOINT_DIR", str(folder / str(error)), allowed) from None
     if found.checkpoint is None:
         raise _nothing(folder, step, found.skipped)
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
@@ -63,7 +69,7 @@ def export(folder: Path, out: Path, step: int | None) -> Exported:
     }
     live = {dcp.key(tensor.kind, tensor.name): weights[hf] for hf, tensor in parameters.items()}
     try:
-        dcp.load(found.checkpoint.path, live, None)
+        dcp.load(found.checkpoint.path, live, found.checkpoint.manifest)
     except dcp.Failed as failed:
         raise ConfigError("CHECKPOINT_DIR", str(folder), f"a folder that nobody changes ({failed})") from failed
     try:

@@ -9,7 +9,7 @@ from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK
 from ft_hsdp.launch.engine import Engine, Gang, Process
 from ft_hsdp.launch.processes import last_line
 from ft_hsdp.launch.progress import Changes
-from ft_hsdp.launch.rundir import RunDir, write_json
+from ft_hsdp.launch.rundir import RunDir, keep_json
 
 DONE = "done"
 EVICTED = "evicted"
@@ -132,7 +132,7 @@ class Incarnation(Changes):
             "restarts": self.restarts,
             "ranks": ranks,
         }
-        write_json(self._run.processes(self.replica), picture)
+        keep_json(self._run.processes(self.replica), picture)
 
 
 def kind_of(rank: Rank) -> str:

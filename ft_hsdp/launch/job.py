@@ -9,14 +9,16 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ft_hsdp import secret, tls
+import psutil
+
+from ft_hsdp import faults, secret, tls
 from ft_hsdp.config import Config
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE
-from ft_hsdp.launch import chaos
-from ft_hsdp.launch.engine import Engine, Process
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError
+from ft_hsdp.launch import chaos, inflict
+from ft_hsdp.launch.engine import Engine
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.recorder import Recorder
@@ -81,7 +83,9 @@ class Job:
         self._recorder = Recorder(run, config, self._terminal.commit, self._on_event)
         means = self._means(self._recorder.emit)
         self._engine, lighthouse = means.engine, means.lighthouse
-        self._planner = chaos.Planner(config.chaos, config.ranks_per_replica)
+        self._planner = chaos.Planner(config.chaos, config.ranks_per_replica, config.slots)
+        if config.takes_faults:
+            faults.watch(run.path, None, None)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -196,23 +200,44 @@ class Job:
             await asyncio.sleep(TICK_S)
 
     def _inject(self, injection: chaos.Injection) -> None:
+        """Carry out an injection; one that names a host hits each rank there."""
+        if injection.host is not None:
+            assert injection.replica is not None, "a host has ranks of replicas"
+            current = self._supervisors[injection.replica].current
+            ranks = {} if current is None else current.ranks
+            there = [n for n, rank in ranks.items() if rank.process.host == injection.host]
+            for rank in there:
+                self._inject(replace(injection, rank=rank, host=None))
+        elif injection.kind == "signal":
+            self._send(injection)
+        else:
+            try:
+                made = inflict.inflict(self._run, injection)
+            except (ConfigError, OSError, psutil.Error) as error:
+                self._terminal.say(f"not injected: {injection.reason}: {error}", "yellow")
+                return
+            self._injected(made)
+
+    def _send(self, injection: chaos.Injection) -> None:
+        """Signal a rank, wherever it runs."""
+        assert injection.replica is not None
+        assert injection.rank is not None, "a signal hits one rank"
         supervisor = self._supervisors[injection.replica]
         current = supervisor.current
         assert current is not None, "only a replica that runs is hit"
         process = current.ranks[injection.rank].process
         if injection.down_steps:
             supervisor.stay_away(self._progress.step + injection.down_steps)
-        injected = chaos.event(injection, process.pid, current.name, time.time())
-        self._recorder.emit(injected)
-        process.signal(chaos.SIGNALS[injection.signal])
-        if injection.signal == "STOP" and injection.for_s > 0:
-            loop = asyncio.get_running_loop()
-            loop.call_later(injection.for_s, self._lift, process, injected)
+        injected = inflict.event(injection, process.pid, [current.name], time.time())
+        process.signal(inflict.SIGNALS[injection.signal])
+        self._injected(inflict.Inflicted(injected, lambda: process.signal(signal.SIGCONT)))
 
-    def _lift(self, process: Process, injected: dict[str, Any]) -> None:
-        process.signal(signal.SIGCONT)
-        after = f"{injected['for_s']:g} s are over"
-        self._recorder.emit({**injected, "t": time.time(), "event": "FailureLifted", "reason": after})
+    def _injected(self, made: inflict.Inflicted) -> None:
+        self._recorder.emit(made.event)
+        for_s = made.event["for_s"]
+        if for_s > 0:
+            loop = asyncio.get_running_loop()
+            loop.call_later(for_s, lambda: self._recorder.emit(made.lifted(f"{for_s:g} s are over")))
 
     def _evict(self, replica: int, incarnation: str, reason: str) -> None:
         if replica in self._supervisors:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import secrets
 import ssl
 import time
 from collections.abc import Callable
@@ -33,7 +34,9 @@ OnEvict = Callable[[int, str, str], None]
 class LighthouseLink:
     """The full picture of the replicas that this supervisor owns, sent at once on every change.
 
-    An outage of the lighthouse is survived: the next report that arrives says everything. file: see `Lighthouses`.
+    An outage of the lighthouse is survived: the next report that arrives says everything. With each report the
+    supervisor renews its leases: it may start a replica for as long as the lighthouse has promised to let no other
+    supervisor do so, counted from before the report was sent. file: see `Lighthouses`.
     """
 
     def __init__(
@@ -56,6 +59,10 @@ class LighthouseLink:
         self._running: dict[int, str | None] = {}  # None: nothing of it runs, or will before it is wanted
         self._exited: dict[int, str] = {}  # the newest of each replica: it speaks for those before it
         self._lost: set[int] = set()
+        self.owner = secrets.token_hex(4)
+        self._leases: dict[int, int] = {}  # replicas that are claimed; the number of the newest lease
+        self._until: dict[int, float] = {}  # monotonic end of each lease
+        self._rivals: dict[int, str] = {}  # other supervisors, which have the lease
         self._delivered: dict[str, Any] = {}
         self._changed = asyncio.Event()
         self._lighthouses: Lighthouses | None = None
@@ -84,6 +91,25 @@ class LighthouseLink:
         self._lost.add(replica)
         self._changed.set()
 
+    def claims(self, replica: int) -> None:
+        """This supervisor wants to be the only one that starts a replica."""
+        self._leases.setdefault(replica, 0)
+        self._changed.set()
+
+    def releases(self, replica: int) -> None:
+        """It will start the replica no more: another supervisor may."""
+        for known in (self._leases, self._until, self._rivals):
+            known.pop(replica, None)
+        self._changed.set()
+
+    def holds(self, replica: int) -> bool:
+        """Whether no other supervisor can have been allowed to start the replica."""
+        return time.monotonic() < self._until.get(replica, 0.0)
+
+    def rival(self, replica: int) -> str:
+        """The other supervisor that may start the replica, as the lighthouse said last; "" if there is none."""
+        return self._rivals.get(replica, "")
+
     def note(self, event: Row) -> None:
         """An event of this supervisor, or a failure on purpose: for the lighthouse's journal."""
         self._reporter.event(event)
@@ -91,7 +117,7 @@ class LighthouseLink:
     @property
     def settled(self) -> bool:
         """Whether the lighthouse knows the whole picture."""
-        return self._delivered == self.picture
+        return self._delivered == {**self.picture, "leases": sorted(self._leases)}
 
     @property
     def picture(self) -> dict[str, Any]:
@@ -125,9 +151,10 @@ class LighthouseLink:
 
     async def report(self, lighthouses: Lighthouses) -> None:
         """Send the picture once and act on the answer."""
-        picture = self.picture
+        picture, claimed, began = self.picture, dict(self._leases), time.monotonic()
+        sent = {**picture, "owner": self.owner, "leases": claimed}
         try:
-            response = await lighthouses.post("/v1/processes", json.dumps(picture).encode())
+            response = await lighthouses.post("/v1/processes", json.dumps(sent).encode())
             if response.status_code != httpx.codes.OK:
                 self.problem = f"{lighthouses.url} answers {response.status_code}: {response.text[:200]}"
                 return
@@ -135,12 +162,24 @@ class LighthouseLink:
             evictions = [(e["replica"], e["incarnation"], e["reason"]) for e in answer["evict"]]
             step, epoch, finished = int(answer["step"]), int(answer["epoch"]), bool(answer["finished"])
             halted, drained = str(answer["halted"]), frozenset(map(int, answer["drained"]))
-        except (LighthouseUnreachable, ValueError, KeyError, TypeError) as error:
+            leases = {int(r): int(number) for r, number in answer["leases"].items()}
+            rivals, lease_s = {int(r): str(who) for r, who in answer["rivals"].items()}, float(answer["lease_s"])
+        except (LighthouseUnreachable, ValueError, KeyError, TypeError, AttributeError) as error:
             self.problem = f"{lighthouses.url}: {type(error).__name__}: {error}"
             return
         self.problem = None
         self.answered_at = time.monotonic()
-        self._delivered = picture
+        self._delivered = {**picture, "leases": sorted(claimed)}
+        self._rivals = {r: who for r, who in rivals.items() if r in self._leases}
+        for replica, number in leases.items():
+            if replica in self._leases:
+                self._leases[replica] = number
+                self._until[replica] = began + lease_s
+        for replica, who in self._rivals.items():
+            self._until.pop(replica, None)
+            running = self._running.get(replica)
+            if running is not None:
+                evictions.append((replica, running, f"supervisor {who} has taken replica {replica} over"))
         self._progress.saw(step, epoch, finished, halted, drained)
         self._progress.wake()
         for replica, incarnation, reason in evictions:

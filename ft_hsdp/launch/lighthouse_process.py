@@ -6,21 +6,26 @@ import asyncio
 import contextlib
 import secrets
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+import httpx
+
+from ft_hsdp import secret, tls
 from ft_hsdp.config import Config, dump
-from ft_hsdp.control.lighthouses import named
+from ft_hsdp.control.lighthouses import http_client, named
 from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, ConfigError, FtHsdpError
 from ft_hsdp.launch.processes import environment, last_line, spare, tied
-from ft_hsdp.launch.rundir import Row, RunDir, alive, read_json, write_private
+from ft_hsdp.launch.rundir import Row, RunDir, alive, open_log, read_json
 
 STOP_S = 3.0  # how long it has to end after SIGTERM
 SPARE_S = 5.0  # after this long a spare is loaded
 STEADY_S = 10.0  # after this long the next failure counts as the first again
 SLOWEST_S = 5.0  # longest wait between two starts
+LOOK_S = 1.0  # between two questions whether it answers, and the longest wait for that
 
 
 class LighthouseFailed(FtHsdpError):
@@ -35,7 +40,8 @@ class LighthouseProcess:
     """Keeps a lighthouse of a run alive. emit: takes each event; listen_s: longest time until it listens.
 
     module: what is run; seat: which one of several it is, None for the only one; port: where it listens at
-    first, None for the configured one.
+    first, None for the configured one; silent_s: after how long without an
+    answer it is killed; tls: how it is asked.
     """
 
     def __init__(
@@ -47,8 +53,12 @@ class LighthouseProcess:
         module: str = "lighthouse",
         seat: int | None = None,
         port: int | None = None,
+        silent_s: float = 10.0,
+        tls: ssl.SSLContext | None = None,
     ) -> None:
         self._run = run
+        self._silent_s = silent_s
+        self._tls = tls
         self._emit = emit
         self._listen_s = listen_s
         self._module = module
@@ -115,6 +125,7 @@ class LighthouseProcess:
     async def _ended(self, process: asyncio.subprocess.Process) -> int:
         """Its exit code, once it has ended; the only lighthouse of a job gets a spare meanwhile."""
         ended = asyncio.create_task(process.wait())
+        looking = asyncio.create_task(self._look(process))
         try:
             done, _ = await asyncio.wait({ended}, timeout=SPARE_S)
             if not done and not self._seat:
@@ -122,6 +133,27 @@ class LighthouseProcess:
             return await ended
         finally:
             ended.cancel()
+            looking.cancel()
+
+    async def _look(self, process: asyncio.subprocess.Process) -> None:
+        """Kill a lighthouse that is there and answers nothing: its loop hangs, or it is stopped.
+
+        Silence is only counted while this process runs.
+        """
+        silent_s = 0.0
+        async with http_client("", LOOK_S, self._tls) as client:
+            del client.headers["Authorization"]  # whether it answers is no secret, and an empty token no header
+            while silent_s <= self._silent_s:
+                began = time.monotonic()
+                await asyncio.sleep(LOOK_S)
+                try:
+                    await client.get(f"{self.url}/healthz")
+                    silent_s = 0.0
+                except (httpx.HTTPError, httpx.InvalidURL):
+                    silent_s += min(time.monotonic() - began, 3 * LOOK_S)
+        self._event("LighthouseSilent", f"it has answered nothing for {silent_s:.1f} s and is killed")
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
 
     @property
     def _arguments(self) -> tuple[str, ...]:
@@ -132,7 +164,7 @@ class LighthouseProcess:
         self, command: list[str], stdin: int = asyncio.subprocess.DEVNULL
     ) -> asyncio.subprocess.Process:
         """Start a process; one whose start is cancelled does not outlive that."""
-        with self._run.lighthouse_log.open("ab") as log:
+        with open_log(self._run.lighthouse_log) as log:
             starting = asyncio.ensure_future(
                 asyncio.create_subprocess_exec(*command, env=environment(), stdin=stdin, stdout=log, stderr=log)
             )
@@ -178,7 +210,14 @@ class LighthouseFleet:
         self._listen_s = listen_s = config.timeouts.listen_s
         self._all = [
             LighthouseProcess(
-                run, emit, listen_s=listen_s, module=module, seat=seat, port=first and first + (seat or 0)
+                run,
+                emit,
+                listen_s=listen_s,
+                module=module,
+                seat=seat,
+                port=first and first + (seat or 0),
+                silent_s=config.timeouts.lighthouse_s,
+                tls=tls.client(config.network),
             )
             for seat in seats
         ]
@@ -216,11 +255,16 @@ class LighthouseFleet:
 
 
 def furnish(run: RunDir, config: Config, token: str | None = None) -> None:
-    """Put the configuration and the tokens into an empty run directory."""
+    """Put the configuration and the secrets into an empty run directory.
+
+    Raises ConfigError where checkpoint.key cannot be read or made.
+    """
+    key = secret.checkpoint_key(config.checkpoint.key)
     run.path.mkdir(parents=True, exist_ok=True)
     run.config.write_text(dump(config))
-    write_private(run.token, token or secrets.token_hex(32))
-    write_private(run.admin_token, secrets.token_hex(32))
+    secret.write_private(run.token, token or secrets.token_hex(32))
+    secret.write_private(run.admin_token, secrets.token_hex(32))
+    secret.write_private(run.checkpoint_key, key.decode())
 
 
 def check_port(config: Config) -> None:

@@ -52,6 +52,7 @@ def here(
             entry=entry,
             preload=preload,
             boot_s=config.timeouts.boot_s,
+            spawn_s=config.timeouts.spawn_s,
             spares=config.spares // config.ranks_per_replica,
             emit=emit,
             quiet_s=config.restart.hold_s,

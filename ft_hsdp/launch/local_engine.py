@@ -6,13 +6,14 @@ All start alike: ranks of a replica are told at once which incarnation they are,
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ft_hsdp.launch.crew import Crew, call
 from ft_hsdp.launch.engine import COLD, WARM, WARMING, Gang, Watch
-from ft_hsdp.launch.forkserver import ENTRY, PRELOAD, ForkServer
+from ft_hsdp.launch.forkserver import ENTRY, PRELOAD, SPAWN_S, ForkServer
 from ft_hsdp.launch.pool import Pool
 from ft_hsdp.launch.processes import ONE_THREAD, free_port
 from ft_hsdp.launch.rundir import Row, RunDir
@@ -32,7 +33,7 @@ class Forked:
 
 
 class LocalEngine:
-    """Starts gangs on this machine. entry, preload, boot_s: what runs in a rank; see `ForkServer`.
+    """Starts gangs on this machine. entry, preload, boot_s, spawn_s: what runs in a rank; see `ForkServer`.
 
     spares: how many gangs are kept warm; folder, emit, quiet_s: see `Pool`.
     """
@@ -44,13 +45,17 @@ class LocalEngine:
         entry: str = ENTRY,
         preload: Sequence[str] = PRELOAD,
         boot_s: float = 120.0,
+        spawn_s: float = SPAWN_S,
         spares: int = 0,
         folder: Path | None = None,
         emit: Callable[[Row], None] = lambda _: None,
         quiet_s: float = 0.0,
     ) -> None:
         self._run = run
-        self._forks = ForkServer(run.path, entry=entry, preload=preload, boot_s=boot_s)
+        self._emit = emit
+        self._forks = ForkServer(
+            run.path, entry=entry, preload=preload, boot_s=boot_s, spawn_s=spawn_s, lost=self._lost
+        )
         self._host = socket.gethostname()
         self._pool = Pool(spares, folder or run.spares, self._fork, emit, quiet_s)
 
@@ -99,9 +104,14 @@ class LocalEngine:
         self._pool.settled(gang)
 
     async def close(self) -> None:
-        """End the fork server, and with it whatever it started."""
+        """End the fork server and whatever it started."""
         await self._pool.close()
         await self._forks.close()
+
+    def _lost(self, pid: int, why: str) -> None:
+        reason = f"{why}: another one is started beside it, its ranks go on"
+        event = {"t": time.time(), "event": "ForkServerLost", "source": "supervisor", "pid": pid}
+        self._emit({**event, "reason": reason})
 
     async def _fork(self, crew: Crew) -> None:
         shared = {

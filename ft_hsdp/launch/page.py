@@ -85,8 +85,7 @@ def _commits(run: RunDir) -> list[dict[str, Any]]:
         merger.add(read_jsonl(run.commits(replica)))
     finals = [final for replica in run.replicas() if (final := read_json(run.final(replica))) is not None]
     last = max(finals, key=lambda final: (final["commit_epoch"], final["step"]), default=None)
-    merger.finish(last["lineage"] if last else None)
-    return merger.canonical
+    return merger.finish(last["lineage"] if last else None)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -19,7 +19,7 @@ from ft_hsdp.launch.engine import Gang
 from ft_hsdp.launch.incarnation import named
 from ft_hsdp.launch.processes import last_line
 from ft_hsdp.launch.progress import Changes
-from ft_hsdp.launch.rundir import Row, write_json
+from ft_hsdp.launch.rundir import Row, keep_json
 
 WARM_S = 600.0  # longest time for a spare to get warm
 PAUSE_S = 1.0  # before the first spare that replaces one that ended; doubles with each in a row
@@ -188,8 +188,7 @@ class Pool(Changes):
             }
             for crew in self._crews
         ]
-        with contextlib.suppress(OSError):  # a full disk: it is only to be seen
-            write_json(self._folder / "spares.json", {"spares": shown})
+        keep_json(self._folder / "spares.json", {"spares": shown})
         self.wake()
 
     def _event(self, name: str, crew: Crew, reason: str, **fields: Any) -> None:

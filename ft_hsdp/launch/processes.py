@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
+import io
 import os
 import secrets
 import signal
 import socket
 import sys
+import tempfile
 from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
 
 import ft_hsdp
+from ft_hsdp import address
+from ft_hsdp.secret import KEY_VARIABLE
 
 _PR_SET_PDEATHSIG = 1
 FIRST_PORT, PORTS = 20000, 12768  # below those that Linux gives to outgoing connections
 TRIES = 1000
 TOKEN_VARIABLE = "FT_HSDP_TOKEN"  # noqa: S105 - the name of a variable
-SECRETS = (TOKEN_VARIABLE, "RAY_AUTH_TOKEN")  # what a child does not need stands in no environment of it
+SECRETS = (TOKEN_VARIABLE, KEY_VARIABLE, "RAY_AUTH_TOKEN")  # what no child needs in its environment
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -54,6 +62,22 @@ def environment() -> dict[str, str]:
     return {**inherited, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths)}
 
 
+class _Forgiving(io.FileIO):
+    """A file whose disk may be full: what it does not take is lost, and nobody who prints ends of it."""
+
+    def write(self, data: Any, /) -> int:
+        """All of ``data`` counts as written."""
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return memoryview(data).nbytes
+
+
+def forgiving(descriptor: int) -> TextIO:
+    """A text file at ``descriptor``, a line at a time, whose writer hears of no error."""
+    raw = io.BufferedWriter(_Forgiving(descriptor, "wb", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port that nobody has at the moment, and that no outgoing connection takes meanwhile.
 
@@ -61,7 +85,7 @@ def free_port(host: str = "127.0.0.1") -> int:
     """
     for _ in range(TRIES):
         port = FIRST_PORT + secrets.randbelow(PORTS)
-        with socket.socket() as sock:
+        with socket.socket(address.family(host)) as sock:
             try:
                 sock.bind((host, port))
             except OSError as error:
@@ -81,3 +105,23 @@ def last_line(log: Path) -> str:
     except OSError:
         return ""
     return next((line for line in reversed(lines) if line), "")
+
+
+def stands_still(pid: int, host: str) -> bool:
+    """Whether the process is stopped by a signal (SIGSTOP), if it is on this machine; a debugger's stop is not."""
+    if host != socket.gethostname():
+        return False
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
+
+
+def no_room(folder: Path) -> bool:
+    """Whether nothing more can be written under ``folder``: then a line that is missing there proves nothing."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(4096))
+    except OSError:
+        return True
+    return False

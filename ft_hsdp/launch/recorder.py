@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+import contextlib
+import math
+import os
+import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ft_hsdp.config import Config
-from ft_hsdp.launch.merge import Merger, metrics_row
-from ft_hsdp.launch.rundir import Appender, Row, RunDir, Tailer, read_json, read_jsonl, write_json
-from ft_hsdp.launch.summary import Summary, summarize
+from ft_hsdp.events import Lost, Queued
+from ft_hsdp.launch.audit import WINDOW
+from ft_hsdp.launch.merge import COUNTED, Merger, metrics_row
+from ft_hsdp.launch.rundir import Row, RunDir, Tailer, read_json, read_jsonl, write_json
+from ft_hsdp.launch.summary import Summary, Tally
+
+FED_BYTES = 64 << 10  # of what one replica has fed, in one look
 
 Sink = Callable[[Row], None]
 
 
 def events_of(run: RunDir) -> list[Row]:
     """All events of a run, by time: the merged ones, or what each process logged where nobody merged them."""
-    logs = [run.events] if run.events.exists() else _logs(run, 1 + max(run.replicas(), default=-1))
+    logs = [run.events] if run.events.exists() else logs_of(run, 1 + max(run.replicas(), default=-1))
     events = [event for log in logs for event in read_jsonl(log) if "t" in event and "event" in event]
     return sorted(events, key=lambda event: event["t"])
 
 
-def _logs(run: RunDir, replicas: int) -> list[Path]:
-    """Where the processes of a run log their events."""
+def logs_of(run: RunDir, replicas: int) -> list[Path]:
+    """Where the processes of a run log their events, which nobody has merged."""
     of_one = (run.replica_events, run.supervision, run.injections)
     return [run.lighthouse_events, *(log(n) for n in range(replicas) for log in of_one)]
 
@@ -34,12 +43,21 @@ class Recorder:
         self._config = config
         self._on_commit = on_commit
         self._on_event = on_event
-        self._commits = [Tailer(run.commits(n)) for n in range(config.slots)]
-        self._logs = [Tailer(path) for path in _logs(run, config.slots)]
-        self._events_file = Appender(run.events)
-        self._metrics_file = Appender(run.metrics)
-        self._merger = Merger()
-        self._events: list[Row] = []
+        self._logs = [Tailer(path) for path in logs_of(run, config.slots)]
+        self._lost: deque[Lost] = deque()  # of the merged files, as their threads found
+        self._events_file = Queued(run.events, self._lost.append)
+        self._metrics_file = Queued(run.metrics, self._lost.append)
+        self._tally = Tally(config)
+        self._told = self._heard = -1  # the newest epoch of a commit that was told, and of one that is told again
+        self._begin(Merger())
+
+    def _begin(self, merger: Merger) -> None:
+        """Read what was committed and fed from the first line on."""
+        run, slots = self._run, range(self._config.slots)
+        self._merger = merger
+        self._commits = [Tailer(run.commits(n)) for n in slots]
+        self._fed = {n: Tailer(run.fed(n)) for n in slots}
+        self._fed_to = dict.fromkeys(self._fed, 0)  # the newest step of each
 
     @property
     def newest(self) -> Row | None:
@@ -48,28 +66,39 @@ class Recorder:
 
     def emit(self, event: Row) -> None:
         """Record an event of this process."""
-        self._events_file.append(event)
-        self._events.append(event)
+        self._events_file.write(event)
+        self._tally.event(event)
         self._on_event(event)
 
-    def poll(self) -> None:
-        """Take what was logged since the last call."""
+    def poll(self) -> bool:
+        """Take what was logged since the last call, or a piece of it where that is much; whether there was any."""
+        while self._lost:
+            self.emit({**self._lost.popleft().event, "source": "supervisor"})
         fresh = [event for log in self._logs for event in log.poll() if "t" in event and "event" in event]
         for event in sorted(fresh, key=lambda event: event["t"]):
             self.emit(event)
-        for commits in self._commits:
-            self._merger.add(commits.poll())
+        rows = [row for commits in self._commits for row in commits.poll() if row.keys() >= COUNTED]
+        self._merger.add(rows)
+        if self._merger.undone:
+            self._rewind()
         self._publish(self._merger.confirmed())
+        return bool(fresh or rows or self._take_fed(ahead=WINDOW))
 
     def finish(self, lost: Iterable[int] = ()) -> Summary:
         """Take the last lines and write summary.json."""
-        self.poll()
+        while self.poll():
+            pass
         finals = {n: row for n in range(self._config.slots) if (row := read_json(self._run.final(n)))}
         last = max(finals.values(), key=lambda row: (row["commit_epoch"], row["step"]), default=None)
         self._publish(self._merger.finish(last["lineage"] if last else None))
-        fed = {n: read_jsonl(self._run.fed(n)) for n in range(self._config.slots)}
-        summary = summarize(self._config, self._merger.canonical, fed, finals, self._events, sorted(lost))
-        write_json(self._run.summary, summary)
+        while self._take_fed(ahead=math.inf):
+            pass
+        summary = self._tally.summary(finals, lost)
+        try:
+            write_json(self._run.summary, summary)
+        except OSError as error:
+            unwritten = Lost(self._run.summary.name, 1, time.time(), time.time(), error.strerror or str(error))
+            self.emit({**unwritten.event, "source": "supervisor"})
         return summary
 
     def close(self) -> None:
@@ -79,5 +108,30 @@ class Recorder:
 
     def _publish(self, rows: list[Row]) -> None:
         for row in rows:
-            self._metrics_file.append(metrics_row(row))
-            self._on_commit(row)
+            self._metrics_file.write(metrics_row(row))
+            self._tally.commit(row)
+            if row["epoch"] > self._heard:
+                self._on_commit(row)
+            self._told = max(self._told, row["epoch"])
+
+    def _rewind(self) -> None:
+        """Steps in metrics.jsonl have been undone: write the history that lasts anew."""
+        self._metrics_file.close()
+        with contextlib.suppress(
+            OSError
+        ):  # a disk that does not take this takes no lines either, and that is told
+            os.truncate(self._run.metrics, 0)
+        self._metrics_file = Queued(self._run.metrics, self._lost.append)
+        self._heard = self._told
+        self._tally.again()
+        self._begin(Merger(self._merger.rewinds))
+
+    def _take_fed(self, ahead: float) -> bool:
+        """Take what was fed, up to `ahead` steps before the newest canonical one; whether there was any."""
+        taken = False
+        for replica, log in self._fed.items():
+            if self._fed_to[replica] <= self._tally.audit.steps + ahead:
+                for line in log.poll(FED_BYTES):
+                    self._tally.fed(replica, line)
+                    self._fed_to[replica], taken = line.get("step", 0), True
+        return taken

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ft_hsdp import secret
 from ft_hsdp.config import Config, load
 from ft_hsdp.core import lineage
 from ft_hsdp.core.commit import CommitRecord, Contribution
@@ -27,10 +28,12 @@ from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.launch.merge import Merger
 from ft_hsdp.launch.rundir import Row, RunDir, read_json, read_jsonl
 from ft_hsdp.state import catalogue, dcp
-from ft_hsdp.train import trainer
+from ft_hsdp.state.contents import Unauthentic
+from ft_hsdp.state.resume import UNSIGNED
+from ft_hsdp.train import optim_state, trainer
 from ft_hsdp.train.ground import ring_settings
 from ft_hsdp.train.held import state_digest
-from ft_hsdp.train.optim import Groups, finish, prime, tensors
+from ft_hsdp.train.optim import Groups, finish, tensors
 from ft_hsdp.train.reducer import checksum, sum_of_squares
 
 
@@ -69,7 +72,7 @@ def replay(run: RunDir) -> Verdict:
     differs_at = None
     for row in rows:
         taken, expected = _dealt(dealer, ledger, row), unsharded.step(row)
-        ledger = ledger.advance(_batches(row), tuple(row["contributors"])) if taken else ledger
+        ledger = _record(row, row["digest"], 0.0).ledger(ledger) if taken else ledger
         if not taken or expected != row["lineage"] or not _stands(ledger, row):
             differs_at = int(row["step"])
             break
@@ -92,17 +95,24 @@ def _batches(row: Row) -> list[Batch]:
     return [(c["shard"], c["index"]) for c in row["contributions"]]
 
 
+def _spoiled(row: Row) -> tuple[Batch, ...]:
+    """What a recorded step went without, because it was not finite."""
+    return tuple((shard, index) for shard, index in row.get("spoiled", ()))
+
+
 def _history(run: RunDir) -> tuple[list[Row], str]:
     """The canonical commits of a run from its first step to the end, and the digest that the replicas recorded."""
     finals = [f for r in run.replicas() if (f := read_json(run.final(r))) is not None]
     if not finals:
         raise ConfigError("RUN", run.name, "a run that has ended")
     final = max(finals, key=lambda f: (f["commit_epoch"], f["step"]))
+    if final.get("loop") == "own":
+        allowed = "a run of the built-in trainer: what a training loop of your own computes cannot be repeated"
+        raise ConfigError("RUN", run.name, f"{allowed} (`verify RUN` checks its logs and digests)")
     merger = Merger()
     for replica in run.replicas():
         merger.add(read_jsonl(run.commits(replica)))
-    merger.finish(final["lineage"])
-    rows = merger.canonical
+    rows = merger.finish(final["lineage"])
     steps = [r["step"] for r in rows]
     if not steps or steps != list(range(steps[0], final["step"] + 1)):
         raise ConfigError("RUN", run.name, f"a run whose logs hold each of its steps up to {final['step']}")
@@ -120,7 +130,7 @@ class _Unsharded:
         plain = config.train.model_copy(update={"recompute": False})  # it changes no bit
         self._model = trainer.build(config.model_copy(update={"train": plain}))
         optimizer = trainer.build_optimizer(config, list(self._model.parameters()))
-        prime(optimizer)
+        optim_state.create(optimizer)
         self._groups = Groups(optimizer, lambda step: trainer.factor(config, step))
         self._names = {id(p): n for n, p in self._model.named_parameters()}
         self._buckets: list[list[nn.Parameter]] = [list(m.parameters()) for m in reversed(self._model.shards())]
@@ -132,13 +142,17 @@ class _Unsharded:
             ConfigError: it is not there any more.
         """
         folder = Path(self._config.checkpoint.dir or run.path / "checkpoints")
-        found = catalogue.newest(folder, step=first["step"] - 1).checkpoint if folder.is_dir() else None
+        key = None if self._config.checkpoint.trust else secret.run_key(run.path, self._config.checkpoint.key)
+        try:
+            found = catalogue.newest(folder, key, first["step"] - 1).checkpoint if folder.is_dir() else None
+        except Unauthentic as error:
+            raise ConfigError("checkpoint.dir", str(folder / str(error)), UNSIGNED) from None
         if found is None or found.manifest.state.lineage != first["prev"]:
             allowed = f"a run from step 1, or one with its checkpoint of step {first['step'] - 1} in {folder}"
             raise ConfigError("RUN", run.name, allowed)
         params = {dcp.key("param", n): p for n, p in self._model.named_parameters()}
         optim = {dcp.key("optim", n): t for n, t in tensors(self._groups.optimizer, self._names).items()}
-        dcp.load(found.path, {**params, **optim}, None)
+        dcp.load(found.path, {**params, **optim}, found.manifest)
         self._groups.adopt(found.manifest.hyper)
         return found.manifest.ledger
 
@@ -229,6 +243,8 @@ def _record(row: Row, digest: str, norm: float) -> CommitRecord:
         norm=norm,
         lr_scale=row["lr_scale"],
         poisoned=tuple(row["poisoned"]),
+        spoiled=_spoiled(row),
+        retries=row.get("poison_retries", 0),
     )
 
 

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import psutil
 
+from ft_hsdp import secret
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.events import here, replace_json
 
+MAX_POLL = 1 << 20  # bytes that one look at a log reads
+
+QUIET_S = 300.0  # after which a job of another host that writes nothing has ended
 Row = dict[str, Any]
 """One line of a JSONL file."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,11 @@ class RunDir:
     def admin_token(self) -> Path:
         """The secret of whoever may evict, drain, and order a checkpoint; mode 0600."""
         return self.path / "admin_token"
+
+    @property
+    def checkpoint_key(self) -> Path:
+        """The secret that signs the job's checkpoints: a copy of the operator's; mode 0600."""
+        return self.path / secret.RUN_KEY
 
     @property
     def lighthouse(self) -> Path:
@@ -132,9 +145,16 @@ class RunDir:
 
 
 def identity(pid: int | None = None) -> Row:
-    """What names a process for good: {"pid", "created"}; pids alone are used again."""
+    """What names a process for good: {"pid", "created", "host", "boot"}; its pid may be another's."""
     process = psutil.Process(pid)
-    return {"pid": process.pid, "created": process.create_time()}
+    return {"pid": process.pid, "created": process.create_time(), **here()}
+
+
+def elsewhere(named: object) -> bool:
+    """Whether the process in `named` is, or was, of another host, where nobody here can look."""
+    if not isinstance(named, Mapping) or "host" not in named:
+        return False
+    return named["host"] != here()["host"]
 
 
 def alive(named: object) -> bool:
@@ -142,6 +162,8 @@ def alive(named: object) -> bool:
     if not isinstance(named, Mapping) or not isinstance(named.get("pid"), int) or named["pid"] <= 0:
         return False
     try:
+        if named.get("boot", here()["boot"]) != here()["boot"]:  # it ended with the host, if it was this one
+            return False
         process = psutil.Process(named["pid"])
         created = named.get("created")
         if isinstance(created, int | float) and abs(process.create_time() - created) > 1.0:
@@ -156,14 +178,16 @@ def another(named: object) -> bool:
     return isinstance(named, Mapping) and named.get("pid") != os.getpid() and alive(named)
 
 
-def claim(run: RunDir) -> None:
-    """Make `run` an empty folder; what stood there moves to NAME.<time it was made>.
+def claim(run: RunDir, ended: bool = False) -> None:
+    """Make `run` an empty folder; what stood there moves to NAME.<time it was made>. ended: its store says so.
 
     Raises ConfigError on job.name while a job runs there, or where the folder cannot be made.
     """
     for file in (run.supervisor, run.lighthouse):
         named = read_json(file)
-        if another(named):
+        if elsewhere(named) and not ended:
+            _claim_elsewhere(run, file, named)
+        elif another(named):
             raise ConfigError("job.name", run.name, f"a name that no running job has (pid {named['pid']})")
     try:
         if run.path.exists():
@@ -175,6 +199,23 @@ def claim(run: RunDir) -> None:
         raise ConfigError(
             "job.runs_dir", str(run.path.parent), f"a folder that can be written ({error.strerror})"
         ) from None
+
+
+def _claim_elsewhere(run: RunDir, file: Path, named: Row) -> None:
+    """Raise ConfigError where a process of another host may still run this job: its files change."""
+    if run.summary.exists():
+        return
+    quiet = QUIET_S
+    for each in (file, run.metrics, run.events, run.lighthouse_events, *run.path.glob("lighthouse/store.sqlite*")):
+        with contextlib.suppress(OSError):
+            quiet = min(quiet, abs(time.time() - each.stat().st_mtime))
+    if quiet < QUIET_S:
+        raise ConfigError(
+            "job.name",
+            run.name,
+            f"a name that no running job has (pid {named['pid']} on {named['host']}; its files changed "
+            f"{quiet:.0f} s ago; if it has ended, wait {QUIET_S:g} s or remove {file})",
+        )
 
 
 def _unused(path: Path) -> Path:
@@ -193,18 +234,27 @@ def newest_live(runs_dir: Path) -> RunDir | None:
     return RunDir(newest.parent) if newest else None
 
 
-def write_private(path: Path, text: str) -> None:
-    """Write `text` to a new file that only its owner can read."""
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
-        file.write(text)
-
-
 def write_json(path: Path, value: object) -> None:
-    """Replace `path` by `value` as JSON: a reader sees the old file or the new one, whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_text(json.dumps(value, allow_nan=False) + "\n")
-    part.replace(path)
+    """Replace `path` by `value` as JSON; see `events.replace_json`. Raises OSError."""
+    replace_json(path, value)
+
+
+def keep_json(path: Path, value: object) -> None:
+    """`write_json` where nobody waits for the file: a disk that does not take it costs no process."""
+    try:
+        replace_json(path, value)
+    except OSError as error:
+        _log.warning("%s is not written: %s", path, error.strerror)
+
+
+def open_log(path: Path) -> BinaryIO:
+    """The end of `path`, for the output of a process; nowhere on a disk that does not take it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return path.open("ab")
+    except OSError as error:
+        _log.warning("%s is not written: %s", path, error.strerror)
+        return open(os.devnull, "ab")
 
 
 def read_json(path: Path) -> Any:
@@ -217,23 +267,7 @@ def read_json(path: Path) -> Any:
 
 def read_jsonl(path: Path) -> list[Row]:
     """All whole lines of a JSONL file; none where it does not exist."""
-    return Tailer(path).poll()
-
-
-class Appender:
-    """A JSONL file that grows by one line a call, at once."""
-
-    def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", buffering=1)
-
-    def append(self, row: Mapping[str, Any]) -> None:
-        """Add one line."""
-        self._file.write(json.dumps(row) + "\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+    return list(Tailer(path).all())
 
 
 class Tailer:
@@ -241,21 +275,53 @@ class Tailer:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.bad = 0  # lines that were no JSON objects: the writer was killed inside one
+        self.bad = 0  # lines that were no JSON objects: the writer was killed inside one, or its disk was full
+        self.line = 0  # how many lines were read
         self._offset = 0
-        self._part = b""
 
-    def poll(self) -> list[Row]:
-        """The rows that were added since the last call."""
+    def skip(self) -> None:
+        """Pass over what is there by now."""
+        with contextlib.suppress(OSError):
+            self._offset = self.path.stat().st_size
+
+    def poll(self, most: int = MAX_POLL) -> list[Row]:
+        """The rows that were added since the last call, of at most `most` bytes, or of one line."""
+        rows = []
+        for line in self._lines(most):
+            self.line += 1
+            if (row := self._row(line)) is not None:
+                rows.append(row)
+        return rows
+
+    def newest(self, most: int = MAX_POLL) -> list[Row]:
+        """The rows that were added since the last call, of the last `most` bytes alone where there are more."""
+        with contextlib.suppress(OSError):
+            ahead = self.path.stat().st_size - self._offset - most
+            if ahead > 0:
+                self._offset += ahead  # within a line: what is left of it is no row
+        return self.poll(most)
+
+    def all(self) -> Iterator[Row]:
+        """The rows from here to the end, a piece in memory at a time; `line` is the number of each."""
+        while lines := self._lines(MAX_POLL):
+            for line in lines:
+                self.line += 1
+                if (row := self._row(line)) is not None:
+                    yield row
+
+    def _lines(self, most: int) -> list[bytes]:
+        """The next whole lines. What comes after them is read again: its writer may have taken it back."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)
-                data = file.read()
+                data = file.read(most)
+                while data and b"\n" not in data and (more := file.read(most)):
+                    data += more
         except OSError:
             return []
-        self._offset += len(data)
-        *lines, self._part = (self._part + data).split(b"\n")
-        return [row for line in lines if (row := self._row(line)) is not None]
+        end = data.rfind(b"\n") + 1
+        self._offset += end
+        return data[:end].split(b"\n")[:-1]
 
     def _row(self, line: bytes) -> Row | None:
         if not line.strip():
@@ -264,7 +330,7 @@ class Tailer:
             row = json.loads(line)
         except ValueError:
             row = None
-        if isinstance(row, dict):
+        if isinstance(row, dict) and "torn" not in row and row:
             return row
         self.bad += 1
         return None

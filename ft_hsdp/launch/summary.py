@@ -1,170 +1,207 @@
-"""The job in figures: summary.json, from what the replicas logged. Pure."""
+"""The job in figures: summary.json, from what the replicas logged, a row at a time. Pure; memory does not grow."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from statistics import median
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ft_hsdp.config import Config
-from ft_hsdp.launch.failures import failures
+from ft_hsdp.launch.audit import Audit
 from ft_hsdp.launch.rundir import Row
+from lighthouse.failures import Failures
+from lighthouse.goodput import Median
+
+BLOCKS = 2048  # of losses whose sums are kept: up to so many steps the means of tenths are exact
 
 Summary = dict[str, Any]
 
 
+class Tally:
+    """Folds a run into its summary: canonical commits by step, events about by time, lines of what was fed."""
+
+    def __init__(self, config: Config) -> None:
+        self._replicas = config.replicas
+        self._slots = config.slots
+        self.audit = Audit()
+        self._failures = Failures(config.slots, most=None)
+        self._events = 0
+        self._starts: Counter[int] = Counter()
+        self._unplaced: dict[int, bool] = {}
+        self._heard = -1  # the epoch up to which commits are taken again
+        self._begin()
+
+    def _begin(self) -> None:
+        """No commits yet."""
+        self._losses = Means()
+        self._whole, self._any = Median(), Median()  # steps of all replicas that were wanted, and of any
+        self._share = 0.0  # sum of contributors / total
+        self._tokens = 0
+        self._stalls: Counter[str] = Counter()
+        self._first: Row | None = None
+        self._last: Row | None = None
+        self._contributed: dict[int, int] = {}  # replica -> its last step
+
+    def again(self) -> None:
+        """Steps that were taken have been undone: those that lasted are taken again, from the first on.
+
+        Events stay, and so does what commits said of failures: those steps were made at their time.
+        """
+        self._heard = max(self._heard, self._last["epoch"] if self._last else -1)
+        self.audit.again()
+        self._begin()
+
+    @property
+    def typical(self) -> float:
+        """The median time in seconds of a step to which all replicas that were wanted contributed."""
+        return self._whole.exact() or self._any.exact()
+
+    def commit(self, row: Row) -> None:
+        """Take the next canonical commit."""
+        self.audit.commit(row)
+        if row["epoch"] > self._heard:
+            self._failures.commit(row["t"], row["epoch"], row["contributors"])
+        contributors, total = len(row["contributors"]), row["total"]
+        (self._whole if contributors == total else self._any).add(row["step_s"])
+        self._share += contributors / total
+        self._tokens += row["tokens"]
+        self._stalls.update(row["waits"])
+        self._losses.add(row["loss"])
+        self._first, self._last = self._first or row, row
+        self._contributed.update(dict.fromkeys(row["contributors"], row["step"]))
+
+    def fed(self, replica: int, line: Row) -> None:
+        """Take a line of what a replica logged before each forward, in the order of its log."""
+        if line.keys() >= {"step", "shard", "index", "incarnation"}:
+            self.audit.fed(replica, line)
+
+    def event(self, event: Row) -> None:
+        """Take an event of any process."""
+        name, replica = event["event"], event.get("replica")
+        self.audit.event(event)
+        self._events += 1
+        if name == "EpochGranted" or replica in range(self._slots):
+            self._failures.event(self._events, name, event)
+        if not isinstance(replica, int):
+            return
+        if name == "ReplicaStarted":
+            self._starts[replica] += 1
+        if name in ("ReplicaUnplaced", "ReplicaStarted"):
+            self._unplaced[replica] = name == "ReplicaUnplaced"
+
+    def summary(self, finals: Mapping[int, Row], lost: Iterable[int] = ()) -> Summary:
+        """The summary of the run so far. finals: per replica, its final.json; lost: replicas past their budget."""
+        wall, typical = self._wall_s, self.typical
+        end = self._last["t"] if self._last else None
+        failures = [self._failures.account(f, typical) for f in self._failures.losses()]
+        for failure in failures:
+            failure["back"] = failure["rejoin_s"] is not None
+            if failure["rejoin_s"] is None:  # to the end, where it did not contribute again
+                failure["rejoin_s"] = max(0.0, (failure["t"] if end is None else end) - failure["t"])
+        summary: Summary = {
+            "steps": self._last["step"] if self._last else 0,
+            "loss_first": self._losses.of_first(),
+            "loss_last": self._losses.of_last(),
+            "wall_s": wall,
+            "tokens": self._tokens,
+            "effective_training_ratio": typical * self._share / wall if wall > 0 else 0.0,
+            "stall_s": {cause: float(seconds) for cause, seconds in sorted(self._stalls.items())},
+            "replicas": {
+                str(r): self._replica(r, finals.get(r)) for r in sorted({*range(self._replicas), *self._starts})
+            },
+            "batches": self.audit.result(),
+            "failures": failures,
+        }
+        if lost := sorted(lost):
+            summary["lost"] = lost
+        if unplaced := sorted(replica for replica, yes in self._unplaced.items() if yes):
+            summary["unplaced"] = unplaced
+        return summary
+
+    @property
+    def _wall_s(self) -> float:
+        """Seconds from the start of the first step to the last commit."""
+        if self._first is None or self._last is None:
+            return 0.0
+        return float(self._last["t"] - self._first["t"] + self._first["step_s"])
+
+    def _replica(self, replica: int, final: Row | None) -> Row:
+        """How one replica ended; without its final state, what it last contributed to."""
+        end = final or {"step": self._contributed.get(replica, 0), "lineage": "", "digest": ""}
+        return {**{key: end[key] for key in ("step", "lineage", "digest")}, "incarnations": self._starts[replica]}
+
+
+class Means:
+    """Means over the first and the last tenth of values that come one at a time, of which it keeps sums of blocks.
+
+    Exact up to `BLOCKS` values; beyond, one block at the border of a tenth counts in part, with its mean. What is
+    not finite counts as a value without weight: a step that was skipped may have no loss.
+    """
+
+    def __init__(self) -> None:
+        self._size = 1  # values in a block
+        self._blocks: list[tuple[float, int, int]] = []  # sum and number of finite values, and number of values
+
+    def add(self, value: float | None) -> None:
+        """Take one."""
+        finite = value is not None and math.isfinite(value)
+        one = (float(value or 0.0), 1, 1) if finite else (0.0, 0, 1)
+        if self._blocks and self._blocks[-1][2] < self._size:
+            self._blocks[-1] = _joined(self._blocks[-1], one)
+            return
+        self._blocks.append(one)
+        if len(self._blocks) > BLOCKS:
+            pairs = [self._blocks[n : n + 2] for n in range(0, len(self._blocks), 2)]
+            self._blocks = [_joined(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+            self._size *= 2
+
+    def of_first(self) -> float:
+        """The mean of the first tenth, of one value at least; 0.0 of nothing."""
+        return self._mean(self._blocks)
+
+    def of_last(self) -> float:
+        """The mean of the last tenth."""
+        return self._mean(self._blocks[::-1])
+
+    def _mean(self, blocks: Sequence[tuple[float, int, int]]) -> float:
+        left = max(1, sum(values for _, _, values in blocks) // 10)
+        total = weight = 0.0
+        for of, finite, values in blocks:
+            share = min(1.0, left / values)
+            total, weight, left = total + of * share, weight + finite * share, left - values
+            if left <= 0:
+                break
+        return total / weight if weight else 0.0
+
+
+def _joined(a: tuple[float, int, int], b: tuple[float, int, int]) -> tuple[float, int, int]:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2]
+
+
+def fault_free_step(rows: Iterable[Row]) -> float:
+    """The median time in seconds of a step to which all replicas that were wanted contributed, or else of any."""
+    whole, some = Median(), Median()
+    for row in rows:
+        (whole if len(row["contributors"]) == row["total"] else some).add(row["step_s"])
+    return whole.exact() or some.exact()
+
+
 def summarize(
     config: Config,
-    rows: Sequence[Row],
-    fed: Mapping[int, Sequence[Row]],
+    rows: Iterable[Row],
+    fed: Mapping[int, Iterable[Row]],
     finals: Mapping[int, Row],
-    events: Sequence[Row],
-    lost: Sequence[int] = (),
+    events: Iterable[Row],
+    lost: Iterable[int] = (),
 ) -> Summary:
-    """The summary of a run.
-
-    rows: canonical commit rows, by step. fed: per replica, what it logged before each forward.
-    finals: per replica, its final.json. events: of all processes. lost: replicas past their budget.
-    """
-    typical = fault_free_step(rows)
-    wall = wall_s(rows)
-    useful = sum(typical * len(row["contributors"]) / row["total"] for row in rows)
-    lived = {e["replica"] for e in events if e["event"] == "ReplicaStarted"}
-    ids = sorted({*range(config.replicas), *lived})
-    losses = [row["loss"] for row in rows]
-    window = max(1, len(rows) // 10)
-    summary: Summary = {
-        "steps": rows[-1]["step"] if rows else 0,
-        "loss_first": _mean(losses[:window]),
-        "loss_last": _mean(losses[-window:]),
-        "wall_s": wall,
-        "tokens": sum(row["tokens"] for row in rows),
-        "effective_training_ratio": useful / wall if wall > 0 else 0.0,
-        "stall_s": stalls(rows),
-        "replicas": {str(r): _replica(r, rows, finals.get(r), events) for r in ids},
-        "batches": batches(rows, fed, _cut(events)),
-        "failures": failures(rows, events, typical),
-    }
-    if lost:
-        summary["lost"] = sorted(lost)
-    if unplaced := _unplaced(events):
-        summary["unplaced"] = unplaced
-    return summary
-
-
-def _cut(events: Sequence[Row]) -> list[str]:
-    """The incarnations whose rank 0, which logs what is fed, took its last lines along."""
-    return [e["incarnation"] for e in events if e["event"] == "LogCut" and e["rank"] == 0]
-
-
-def _unplaced(events: Sequence[Row]) -> list[int]:
-    """The replicas that had no place at the end."""
-    told = {e["replica"]: e["event"] for e in events if e["event"] in ("ReplicaUnplaced", "ReplicaStarted")}
-    return sorted(replica for replica, event in told.items() if event == "ReplicaUnplaced")
-
-
-def fault_free_step(rows: Sequence[Row]) -> float:
-    """The median time in seconds of a step to which all replicas that were wanted contributed."""
-    whole = [row["step_s"] for row in rows if len(row["contributors"]) == row["total"]]
-    some = whole or [row["step_s"] for row in rows]
-    return float(median(some)) if some else 0.0
-
-
-def wall_s(rows: Sequence[Row]) -> float:
-    """Seconds from the start of the first step to the last commit."""
-    return float(rows[-1]["t"] - rows[0]["t"] + rows[0]["step_s"]) if rows else 0.0
-
-
-def stalls(rows: Sequence[Row]) -> dict[str, float]:
-    """Exposed waits in seconds, by cause, over all steps."""
-    sums: Counter[str] = Counter()
+    """The summary of a run whose rows are in memory: canonical commits by step, lines per replica, all events."""
+    tally = Tally(config)
+    for replica, lines in fed.items():
+        for line in lines:
+            tally.fed(replica, line)
+    for event in sorted(events, key=lambda e: e["t"]):
+        tally.event(event)
     for row in rows:
-        sums.update(row["waits"])
-    return {cause: float(seconds) for cause, seconds in sorted(sums.items())}
-
-
-def batches(rows: Sequence[Row], fed: Mapping[int, Sequence[Row]], cut: Sequence[str] = ()) -> dict[str, int]:
-    """How many batches were trained, how many of them twice, how many never.
-
-    A batch is trained when a canonical commit lists it *and* its replica logged, for that very step, that
-    it fed it: so the ledger is checked against what the model really saw. A resumed run begins where the ledger
-    before its first step stands, and what is a hole at the end is left out, not skipped.
-
-    cut: incarnations whose node is gone with the last lines that they wrote. A batch that a commit lists, and
-    whose line can only have been among those, is neither trained nor skipped: it is `unlogged`, a key that is
-    there where there is such a batch.
-    """
-    seen = {(r, f["step"], f["shard"], f["index"]) for r, lines in fed.items() for f in lines}
-    gaps = {r: _gaps(lines, [name for name in cut if _life(name)[0] == r]) for r, lines in fed.items()}
-    unlogged: Counter[tuple[int, int]] = Counter()
-    claimed: dict[int, set[int]] = {}  # data shard -> indices that the commits list
-    trained: Counter[tuple[int, int]] = Counter()
-    for row in rows:
-        for c in row["contributions"]:
-            if c["weight"] <= 0:
-                continue
-            claimed.setdefault(c["shard"], set()).add(c["index"])
-            if (c["replica"], row["step"], c["shard"], c["index"]) in seen:
-                trained[c["shard"], c["index"]] += 1
-            elif any(first < row["step"] < end for first, end in gaps.get(c["replica"], ())):
-                unlogged[c["shard"], c["index"]] += 1
-    holes = _holes(rows[-1]) if rows else set()
-    skipped = 0
-    for shard, indices in claimed.items():
-        for index in _untrained(rows[0], shard, max(indices) + 1):
-            skipped += all((shard, index) not in known for known in (trained, unlogged, holes))
-    return {
-        "trained": len(trained),
-        "duplicated": sum(times > 1 for times in (trained + unlogged).values()),
-        "skipped": skipped,
-        **({"unlogged": len(unlogged.keys() - trained.keys())} if unlogged else {}),
-    }
-
-
-def _gaps(fed: Sequence[Row], cut: Sequence[str]) -> list[tuple[int, float]]:
-    """The steps (after, before) whose lines a replica may have lost: between the last line of an incarnation whose
-    log was cut, or of one before it, and the first line of a later one."""
-    lives = [(_life(row["incarnation"])[1], row["step"]) for row in fed] if cut else []
-    found = []
-    for _, life in map(_life, cut):
-        after = max((step for n, step in lives if n <= life), default=0)
-        found.append((after, min((step for n, step in lives if n > life), default=math.inf)))
-    return found
-
-
-def _life(incarnation: str) -> tuple[int, int]:
-    """Replica and number of restarts in an incarnation's name, REPLICA-RUN-RESTARTS."""
-    replica, _, rest = incarnation.partition("-")
-    return int(replica), int(rest.rpartition("-")[2])
-
-
-def _untrained(first: Row, shard: int, end: int) -> Iterator[int]:
-    """The batches of a data shard below `end` that were not inside the state before the `first` row's step."""
-    if first["step"] == 1:
-        yield from range(end)
-        return
-    cursor = first["cursors"][shard]
-    own = {c["index"] for c in first["contributions"] if c["shard"] == shard}
-    yield from sorted(own | {index for s, index in _holes(first) if s == shard})
-    yield from range(cursor, end)
-
-
-def _holes(row: Row) -> set[tuple[int, int]]:
-    """The batches (data shard, index) that were left out up to a row, to be trained later."""
-    return {(shard, index) for shard, index in row["holes"]}
-
-
-def _replica(replica: int, rows: Sequence[Row], final: Row | None, events: Sequence[Row]) -> Row:
-    """How one replica ended; without its final state, what it last contributed to."""
-    last = max((row["step"] for row in rows if replica in row["contributors"]), default=0)
-    starts = sum(e["event"] == "ReplicaStarted" and e["replica"] == replica for e in events)
-    end = final or {"step": last, "lineage": "", "digest": ""}
-    return {**{key: end[key] for key in ("step", "lineage", "digest")}, "incarnations": starts}
-
-
-def _mean(values: Sequence[float]) -> float:
-    """The mean of what is finite: a step that was skipped may have no loss."""
-    finite = [value for value in values if math.isfinite(value)]
-    return float(sum(finite) / len(finite)) if finite else 0.0
+        tally.commit(row)
+    return tally.summary(finals, lost)

@@ -9,7 +9,6 @@ against no budget.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import signal
 import time
 from collections.abc import Callable, Coroutine
@@ -19,20 +18,23 @@ from typing import Any, Protocol
 
 from ft_hsdp.config import Config
 from ft_hsdp.core import restart
-from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, Retryable
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_UNREACHABLE, Retryable
 from ft_hsdp.launch.engine import Engine, Gang
 from ft_hsdp.launch.incarnation import DONE, LEAVING, LEFT, STRAY, Incarnation, kind_of
+from ft_hsdp.launch.processes import no_room, stands_still
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.rundir import Row, RunDir, Tailer
 
-NEWS_S = 1.0  # longest wait for what the lighthouse says to an exit that may have been ordered
 LOOK_S = 0.2  # between two looks at the commits of an incarnation that does not contribute yet
-SETTLE_S = 60.0  # how long spares wait for it
-STALLED_S = 60.0  # without a commit for this long, a replica that was to stay away is started anyway
+GUARD_S = 0.5  # between two looks at whether the ranks of an incarnation have come up, and run
+STOPPED = 2  # x timeouts.evict_s: until a rank that is stopped (SIGSTOP) is killed by its supervisor alone
+ANSWER_S = 2.0  # longest wait for a lease before it is said that there is none
 
 
 class Link(Protocol):
-    """What a supervisor tells the lighthouse; see `lighthouse_link.LighthouseLink`."""
+    """What a supervisor tells the lighthouse, as `lighthouse_link.LighthouseLink`; ``owner``: its random name."""
+
+    owner: str
 
     def started(self, replica: int, incarnation: str) -> None:
         """An incarnation has been started; a replica that was given up is not any more."""
@@ -45,6 +47,18 @@ class Link(Protocol):
 
     def lost(self, replica: int) -> None:
         """Nobody has to wait for a replica: it will not be started again, or it is not known when."""
+
+    def claims(self, replica: int) -> None:
+        """This supervisor wants to be the only one that starts a replica."""
+
+    def releases(self, replica: int) -> None:
+        """It will start the replica no more: another supervisor may."""
+
+    def holds(self, replica: int) -> bool:
+        """Whether no other supervisor can have been allowed to start the replica."""
+
+    def rival(self, replica: int) -> str:
+        """The other supervisor that may start the replica; "" if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +102,7 @@ class ReplicaSupervisor:
         self._survivors = survivors
         self._proven = proven
         self._config_file = config_file or run.config
-        self._run_id = secrets.token_hex(4)
+        self._run_id = link.owner  # by which the lighthouse knows whose incarnations they are
         self._restarts = restart.RestartState()
         self._commits = Tailer(run.commits(replica))
         self._committed: set[int] = set()  # steps, since the last loss
@@ -108,6 +122,12 @@ class ReplicaSupervisor:
     def _dismissed(self) -> bool:
         """Whether the incarnation that ran last was sent away, even if the replica is wanted again."""
         return self.replica in self._progress.dismissed
+
+    @property
+    def _unreached(self) -> bool:
+        """Whether the life that ended was not the first, and ended because no lighthouse answered it."""
+        last = self.current
+        return last is not None and last.restarts > 0 and last.verdict()[0] == f"exit {EXIT_UNREACHABLE}"
 
     @property
     def running(self) -> bool:
@@ -140,6 +160,13 @@ class ReplicaSupervisor:
 
     async def run(self) -> Outcome:
         """Run the replica until it is done, lost or stopped, or the job has ended without it."""
+        self._link.claims(self.replica)
+        try:
+            return await self._run_leased()
+        finally:
+            self._link.releases(self.replica)
+
+    async def _run_leased(self) -> Outcome:
         reason = "first start"
         while not self._stopping:
             if self.drained:
@@ -152,10 +179,16 @@ class ReplicaSupervisor:
                 return ended
             if not placed:
                 continue
+            if not self._link.holds(self.replica):
+                ended = await self._stand_by()
+                if ended is not None:
+                    return ended
+                continue
             outcome, cause = await self._live(reason)
             if outcome is not None:
                 return outcome
-            if self.drained or (self._dismissed and cause.startswith((LEFT, STRAY))):
+            sent_away = self._dismissed and cause.startswith((LEFT, STRAY))
+            if self.drained or sent_away or self._link.rival(self.replica):
                 self._restarts = replace(self._restarts, restarts=self._restarts.restarts + 1)
                 continue
             policy = self._config.restart
@@ -164,6 +197,7 @@ class ReplicaSupervisor:
                 restart.RestartPolicy(policy.budget, policy.backoff_s, policy.backoff_max_s),
                 self._count(),
                 cause,
+                self._unreached,
             )
             if isinstance(decision, restart.GiveUp):
                 return self._lose(decision.reason)
@@ -189,11 +223,12 @@ class ReplicaSupervisor:
             pids = [rank.pid for rank in current.ranks.values()]
             self._event("ReplicaStarted", reason, pids=pids, restarts=current.restarts, how=how)
             self._progress.wake()
-            settling = asyncio.create_task(self._settle(current))
+            beside = [asyncio.create_task(self._settle(current)), asyncio.create_task(self._guard(current))]
             try:
                 await self._until_first_exit(current)
             finally:
-                settling.cancel()
+                for task in beside:
+                    task.cancel()
             kind, rank, why = "", None, ""
         if not await current.wait_for(lambda: not current.living, self._config.timeouts.gone_s):
             stuck = [rank.pid for rank in current.living]
@@ -205,8 +240,13 @@ class ReplicaSupervisor:
         self._link.exited(self.replica, current.name)
         self._engine.settled(gang)
         current.write()
-        if kind == STRAY:  # the replica may have heard of a drain before its supervisor did
-            await self._progress.wait_for(lambda: self._dismissed or self._stopping, NEWS_S)
+        if kind == STRAY:  # the replica may have heard of a drain, or of the end, before its supervisor did
+            told = self._progress
+            await told.wait_for(
+                lambda: self._dismissed or self._stopping or told.finished, self._config.timeouts.news_s
+            )
+            if told.finished and not self._dismissed:
+                kind, why = DONE, "all ranks ended with the job; its final state is in no file"
         codes = {str(r.rank): r.code for r in current.ranks.values()}
         ending = "stopped" if self._stopping or (self._dismissed and kind in (LEFT, STRAY)) else kind
         self._event("ReplicaExited", why, kind=ending, rank=rank.rank if rank else None, codes=codes)
@@ -239,6 +279,33 @@ class ReplicaSupervisor:
         if progress.finished:
             return False, Outcome("unplaced", "there was no place for it until the end")
         return False, self._lose(progress.halted) if progress.halted else None
+
+    async def _stand_by(self) -> Outcome | None:
+        """Start nothing until this supervisor has the replica's lease; its end if the job ends first.
+
+        That takes as long as another supervisor runs the replica, or no lighthouse answers: a life that is started
+        meanwhile could send a healthy one away.
+        """
+        progress, link, told = self._progress, self._link, ""
+
+        def over() -> bool:
+            return self._stopping or self.drained or progress.finished or bool(progress.halted)
+
+        def settled() -> bool:
+            return link.holds(self.replica) or over()
+
+        if not await progress.wait_for(lambda: settled() or bool(link.rival(self.replica)), ANSWER_S):
+            self._event("SupervisorStandsBy", f"no lighthouse has renewed the lease of replica {self.replica}")
+        while not settled():
+            rival = link.rival(self.replica)
+            if rival and rival != told:
+                why = f"supervisor {rival} runs replica {self.replica}; this one starts it when that one is gone"
+                self._event("SupervisorStandsBy", why)
+            told = rival
+            await progress.wait_for(lambda told=told: settled() or link.rival(self.replica) != told)  # type: ignore[misc]
+        if progress.finished:
+            return Outcome("drained", "another supervisor ran it until the end")
+        return self._lose(progress.halted) if progress.halted else None
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, str]) -> str:
         """Do `work`; raises Retryable if the replica is stopped meanwhile, or what `work` raises."""
@@ -322,23 +389,52 @@ class ReplicaSupervisor:
         )
         while not alone() and progress.step < self._away_until:
             seen = progress.step
-            if not await progress.wait_for(lambda seen=seen: alone() or progress.step > seen, STALLED_S):  # type: ignore[misc]
+            if not await progress.wait_for(
+                lambda seen=seen: alone() or progress.step > seen,  # type: ignore[misc]
+                self._config.timeouts.stalled_s,
+            ):
                 break
 
     async def _settle(self, current: Incarnation) -> None:
         """Tell the engine when the incarnation contributes: until then, spares would be made at its cost."""
-        until = time.monotonic() + SETTLE_S
+        until = time.monotonic() + self._config.timeouts.settle_s
         while self._config.spares and self._contributing != current.name and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
             self._look()
         self._engine.settled(current.gang)
 
+    async def _guard(self, current: Incarnation) -> None:
+        """Evict what no rank can see: a replica that does not check in, and ranks that are stopped for long.
+
+        The lighthouse and the other ranks of the replica, which know more, come first where there are any.
+        """
+        timeouts, began = self._config.timeouts, time.monotonic()
+        stopped: dict[int, float] = {}
+        log = Tailer(self._run.replica_events(self.replica))
+        log.skip()  # nothing of this incarnation is in it yet, and it may be long
+        checked_in = False
+        while True:
+            await asyncio.sleep(GUARD_S)
+            now = time.monotonic()
+            checked_in = checked_in or any(
+                row.get("event") == "CheckedIn" and row.get("incarnation") == current.name for row in log.poll()
+            )
+            late = not checked_in and now - began >= timeouts.start_s
+            if late and not no_room(self._run.path):  # a full disk may have cost the line that says so
+                self.evict(current.name, f"it has not checked in within {timeouts.start_s:g} s (timeouts.start_s)")
+            for rank in current.living:
+                if not stands_still(rank.pid, rank.process.host):
+                    stopped.pop(rank.rank, None)
+                elif now - stopped.setdefault(rank.rank, now) >= STOPPED * timeouts.evict_s:
+                    reason = f"rank {rank.rank} has been stopped for {now - stopped[rank.rank]:.1f} s"
+                    self.evict(current.name, reason)
+
     def _look(self) -> None:
-        """Read what was committed since."""
-        for row in self._commits.poll():
-            self._committed.add(row["step"])
+        """Read what was committed since: the newest of it, where that is much."""
+        for row in self._commits.newest():
+            self._committed.add(row.get("step", 0))
             if row.get("role") == "contribute":
-                self._contributing = row["incarnation"]
+                self._contributing = row.get("incarnation", "")
 
     def _count(self) -> int:
         """Steps that were committed since the last loss."""

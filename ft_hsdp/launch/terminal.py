@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO, cast
 
 from rich import box
 from rich.console import Console
@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ft_hsdp.config import Config
+from ft_hsdp.events import DISK
 from ft_hsdp.launch.rundir import Row
 from ft_hsdp.launch.story import NOTABLE, tell
 from ft_hsdp.launch.summary import Summary
@@ -33,12 +34,41 @@ _BAD = {
 _GOOD = {"FetchCompleted", "LighthouseRestarted"}
 
 
+class _Forgiving:
+    """A stream into a file whose disk may be full: what that does not take is not shown."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        """Write what can be written."""
+        try:
+            self._stream.write(text)
+        except OSError as error:
+            if error.errno not in DISK:
+                raise
+        return len(text)
+
+    def flush(self) -> None:
+        """Write what can be written."""
+        try:
+            self._stream.flush()
+        except OSError as error:
+            if error.errno not in DISK:
+                raise
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
 class Terminal:
     """Shows a running job on `stream`; a context, for the table is taken away at the end."""
 
     def __init__(self, config: Config, stream: TextIO, *, live: bool | None = None) -> None:
         self._steps = config.train.steps
-        self._console = Console(file=stream, highlight=False, soft_wrap=True, force_terminal=live)
+        self._console = Console(
+            file=cast(TextIO, _Forgiving(stream)), highlight=False, soft_wrap=True, force_terminal=live
+        )
         self._rows: deque[Row] = deque(maxlen=SHOWN_STEPS)
         self._failed_at: dict[int, float] = {}  # replica -> time of its last failure
         self._said: set[tuple[object, ...]] = set()
@@ -150,7 +180,7 @@ def step_line(row: Row, steps: int) -> str:
 def _cells(row: Row) -> tuple[str, ...]:
     rate = row["tokens"] / row["step_s"] if row["step_s"] > 0 else 0.0
     return (
-        f"{row['loss']:.4f}",
+        f"{row['loss']:.4f}" if row["loss"] is not None else "-",
         f"{row['step_s']:.2f}",
         f"{len(row['contributors'])}/{row['total']}",
         str(row["epoch"]),
@@ -190,7 +220,8 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
     for failure in summary["failures"]:
         lines.append(("failure", _failure(failure)))
     if len(summary["failures"]) >= MANY:
-        lines += [(name, _spread([f[key] for f in summary["failures"]])) for name, key in SPREADS]
+        known = {key: [f[key] for f in summary["failures"] if f[key] is not None] for _, key in SPREADS}
+        lines += [(name, _spread(known[key])) for name, key in SPREADS]
     if summary.get("lost"):
         lines.append(("lost", "replicas " + ", ".join(map(str, summary["lost"]))))
     if summary.get("unplaced"):
@@ -201,14 +232,17 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
 def _spread(seconds: Sequence[float]) -> str:
     """Median, 90th percentile and maximum of some times in seconds."""
     ordered = sorted(seconds)
+    if not ordered:
+        return "unknown"
     high = ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))]
     return f"p50 {statistics.median(ordered):.3f} s, p90 {high:.3f} s, max {ordered[-1]:.3f} s ({len(ordered)})"
 
 
 def _failure(failure: Row) -> str:
-    back = failure["rejoin_s"]
+    back = failure["rejoin_s"] if failure.get("back", True) else None
+    seen = "unknown" if failure["detect_s"] is None else f"{failure['detect_s'] * 1e3:.0f} ms"
     rank = "" if failure["rank"] is None else f" rank {failure['rank']}"
     return (
-        f"{failure['kind']} replica {failure['replica']}{rank}: seen {failure['detect_s'] * 1e3:.0f} ms, "
+        f"{failure['kind']} replica {failure['replica']}{rank}: seen {seen}, "
         f"stall {failure['stall_s']:.2f} s, " + (f"back {back:.1f} s" if back is not None else "not back")
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
+from array import array
+from bisect import bisect_left
 from dataclasses import dataclass
 
 from ft_hsdp.sim import moves
@@ -34,48 +36,90 @@ class Result:
 def explore(bounds: Bounds, limit_s: float = 110.0, liveness: bool = True) -> Result:
     """Visit all worlds within ``bounds``, or as many as ``limit_s`` seconds allow.
 
-    A world in which nothing can happen must be one in which everybody ended at one final state; without
-    ``liveness`` such a world is passed over, so that a violation of safety behind it is found.
+    A world in which nothing can happen must be one in which everybody ended at one final state, and from every
+    world such an end must be within reach: else its members could go round in a circle for ever. Without
+    ``liveness`` neither is looked at, so that a violation of safety behind it is found.
     """
-    model = Model(bounds)
-    start = model.initial()
-    parents: dict[World, tuple[World, str] | None] = {start: None}
-    frontier, transitions, began = [start], 0, time.monotonic()
+    model, graph, began = Model(bounds), _Graph(), time.monotonic()
+    frontier = [graph.add(model.initial(), 0, "")]
 
-    def result(exhausted: bool, violation: str = "", last: World | None = None, label: str = "") -> Result:
+    def result(exhausted: bool, violation: str = "", last: int = 0, label: str = "") -> Result:
         seconds = time.monotonic() - began
-        return Result(len(parents), transitions, seconds, exhausted, violation, _path(parents, last, label))
+        ways = graph.path(last, label) if violation else ()
+        return Result(len(graph.worlds), len(graph.ways), seconds, exhausted, violation, ways)
 
     while frontier:
-        following: list[World] = []
-        for world in frontier:
+        following: list[int] = []
+        for here in frontier:
+            world = graph.worlds[here]
             ways = list(moves.successors(model, world))
-            stalled = not ways and not model.finished(world)
+            ended = not ways and model.finished(world)
             moved = False
-            for label, happen in ways or (moves.patience(model, world) if stalled else ()):
-                transitions += 1
+            for label, happen in ways or (() if ended else moves.patience(model, world)):
                 try:
-                    after = happen()
+                    after = model.look(happen())
                 except Violation as violation:
-                    return result(False, str(violation), world, label)
+                    return result(False, str(violation), here, label)
                 moved = moved or after != world
-                if after not in parents:
-                    parents[after] = (world, label)
-                    following.append(after)
-            if liveness and stalled and not moved:
-                return result(False, "stuck: nothing can happen and not everybody has the final state", world)
+                known = graph.ids.get(after)
+                if known is None:
+                    known = graph.add(after, here, label)
+                    following.append(known)
+                graph.ways.append((here << 32) | known)
+            if not moved and (ended or model.finished(world)):
+                graph.ends.append(here)
+            elif liveness and not (ways or moved):
+                return result(False, "stuck: nothing can happen and not everybody has the final state", here)
             if time.monotonic() - began > limit_s:
                 return result(False)
         frontier = following
+    trapped = graph.trapped() if liveness else None
+    if trapped is not None:
+        return result(False, "trapped: whatever happens from here on, not everybody gets the final state", trapped)
     return result(True)
 
 
-def _path(parents: dict[World, tuple[World, str] | None], last: World | None, label: str) -> tuple[str, ...]:
-    lines = [label] if label else []
-    while last is not None and (step := parents[last]) is not None:
-        lines.append(step[1])
-        last = step[0]
-    return tuple(reversed(lines))
+class _Graph:
+    """The worlds by number, how each was reached first, and every way between two."""
+
+    def __init__(self) -> None:
+        self.worlds: list[World] = []
+        self.ids: dict[World, int] = {}
+        self.ends: list[int] = []  # everybody has ended well
+        self.ways = array("Q")  # from << 32 | to
+        self._from: list[tuple[int, str]] = []
+
+    def add(self, world: World, before: int, label: str) -> int:
+        """The number of a world that is new."""
+        number = self.ids[world] = len(self.worlds)
+        self.worlds.append(world)
+        self._from.append((before, label))
+        return number
+
+    def path(self, last: int, label: str) -> tuple[str, ...]:
+        """What happened up to world ``last``, and then ``label``."""
+        lines = [label] if label else []
+        while last:
+            last, how = self._from[last]
+            lines.append(how)
+        return tuple(reversed(lines))
+
+    def trapped(self) -> int | None:
+        """The first world from which no end can be reached, if there is one."""
+        back = sorted((way & 0xFFFFFFFF) << 32 | way >> 32 for way in self.ways)
+        saved = bytearray(len(self.worlds))
+        todo = list(self.ends)
+        while todo:
+            here = todo.pop()
+            if saved[here]:
+                continue
+            saved[here] = True
+            first = bisect_left(back, here << 32)
+            while first < len(back) and back[first] >> 32 == here:
+                todo.append(back[first] & 0xFFFFFFFF)
+                first += 1
+        lost = saved.find(0)
+        return None if lost < 0 else lost
 
 
 def main() -> None:

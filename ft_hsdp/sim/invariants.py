@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Sequence
 
 from ft_hsdp.core import lineage
+from ft_hsdp.core.assignment import Answer, Grant, Refused
 from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.core.standing import Phase, Replica
 from ft_hsdp.sim.world import Content, Flip, Kept
+
+EPOCHS_WITHOUT_A_STEP = 12
 
 
 class Violation(Exception):
@@ -93,6 +96,34 @@ def on_sound_states(r: int, record: CommitRecord, flips: Iterable[Flip]) -> None
             raise Violation(f"corrupt: replica {r} commits step {record.step} on the corrupt {flip.replica}")
 
 
+def enough(r: int, record: CommitRecord, min_replicas: int) -> None:
+    """Replica ``r`` commits nothing that fewer than ``min_replicas`` have contributed to."""
+    if len(record.contributors) < min_replicas:
+        raise Violation(f"too few: replica {r} commits step {record.step} of replicas {list(record.contributors)}")
+
+
+def waits_for_something(r: int, me: Replica, asks: bool) -> None:
+    """A living replica that has not ended has an open request, an answer on its way, a fetch, or a ring.
+
+    Each of these ends by itself: asks are repeated, fetches have a deadline, and a ring sees its own failure.
+    ``asks``: there is an open ask of it, or an answer to it is on its way.
+    """
+    ring = me.intact and me.phase in (Phase.REDUCING, Phase.VOTED, Phase.LEAVING)
+    if not (me.phase is Phase.DONE or asks or ring or me.fetching is not None or me.writing is not None):
+        raise Violation(f"idle: replica {r} has no open request and no timer: it waits for nothing")
+
+
+def no_storm(epoch: int, head: StateId | None) -> None:
+    """Epochs do not follow each other for ever without a step."""
+    if epoch - (head.commit_epoch if head is not None else 0) > EPOCHS_WITHOUT_A_STEP:
+        raise Violation(f"storm: {EPOCHS_WITHOUT_A_STEP} epochs in a row, and none of them makes a step")
+
+
+def blames_nobody(r: int, other: int) -> None:
+    """Replica ``other`` waits in a ring for replica ``r``, which lives, and does not come: it would be ended."""
+    raise Violation(f"blamed: replica {r} waits for the lighthouse, replica {other} holds it to hang")
+
+
 def head_stays(before: StateId | None, after: StateId | None, audited: bool) -> None:
     """The lighthouse's head never goes back, unless it says so."""
     if before is not None and after is not None and lineage.newer(before, after) and not audited:
@@ -106,6 +137,22 @@ def truly_lost(head: StateId | None, replicas: Sequence[Replica | None], kept: S
             raise Violation(f"given up: replica {r} may come back with the head {head}")
         if peer is not None and head is not None and lineage.same(peer.state, head):
             raise Violation(f"given up: replica {r} lives and holds the head {head}")
+
+
+def younger_counts(
+    younger: tuple[int, str], before: Grant | None, after: Grant | None, answers: Iterable[Answer]
+) -> None:
+    """Of two lives of one replica the one that was admitted later counts: no new grant names the older one.
+
+    Nor is the ``younger`` one, which gets ``answers`` now, sent away because of it.
+    """
+    if after is not None and after is not before and after != before:
+        older = [m.incarnation for m in after.members if m.replica == younger[0] and m.incarnation != younger[1]]
+        if any(name.rpartition("-")[0] != younger[1].rpartition("-")[0] for name in older):
+            raise Violation(f"identity: epoch {after.epoch} names {older[0]}, which is older than {younger[1]}")
+    for answer in answers:
+        if isinstance(answer, Refused) and "fenced" in answer.reason:
+            raise Violation(f"identity: {younger[1]} is sent away because of an older life: {answer.reason}")
 
 
 def ended_together(

@@ -12,13 +12,27 @@ from typing import Any
 
 from ft_hsdp.core import effects, events, lineage
 from ft_hsdp.core import replica as core
-from ft_hsdp.core.assignment import Continue, Finish, Refused
+from ft_hsdp.core.assignment import Continue, Finish, Grant, Member, Refused
 from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Token
 from ft_hsdp.core.deal import Dealer
 from ft_hsdp.core.standing import Phase, Replica
 from ft_hsdp.core.voting import LEFT
 from ft_hsdp.sim import invariants
-from ft_hsdp.sim.world import Bounds, Content, Done, Entry, Flip, Interned, Kept, World, ledger, life, put
+from ft_hsdp.sim.world import (
+    Bounds,
+    Content,
+    Done,
+    Entry,
+    Flip,
+    Interned,
+    Kept,
+    World,
+    ledger,
+    name_at,
+    place_of,
+    put,
+    replica_at,
+)
 from lighthouse import decide
 from lighthouse import state as quorum
 
@@ -35,16 +49,19 @@ class Model:
         self.cores: Interned[Replica] = Interned()
         self.quorums: Interned[quorum.State] = Interned()
         self._contents: Interned[Content] = Interned()
+        self._wait: set[tuple[int, bool]] = set()
         self._core_memo: dict[tuple[int, Hashable], tuple[int, tuple[effects.Effect, ...]]] = {}
         self._quorum_memo: dict[tuple[int, Hashable], tuple[int, tuple[quorum.Effect, ...]]] = {}
 
     def initial(self) -> World:
         """All replicas are warm and have asked; the lighthouse is empty."""
         b = self.bounds
-        policy = quorum.Policy(b.replicas, b.steps, silence_grace_s=GRACE_S, evict_s=EVICT_S)
+        policy = quorum.Policy(
+            b.replicas, b.steps, min_replicas=b.min_replicas, silence_grace_s=GRACE_S, evict_s=EVICT_S
+        )
         none = (None,) * b.replicas
         world = World(
-            replicas=tuple(self._born(r, 0) for r in range(b.replicas)),
+            replicas=tuple(self._born(r, f"{r}-0") for r in range(b.replicas)),
             content=(self._contents.id(()),) * b.replicas,
             kept=((),) * b.replicas,
             local=(0,) * b.replicas,
@@ -67,6 +84,10 @@ class Model:
             flips=b.flips,
             drains=b.drains,
             leaves=b.leaves,
+            doubles=b.doubles,
+            copies=b.copies,
+            shortages=b.shortages,
+            exiles=b.exiles,
         )
         for r in range(b.replicas):
             world = self.tell(world, r, events.Started())
@@ -86,12 +107,21 @@ class Model:
         """The reduced gradient of ``me``'s attempt, once every member has brought its own."""
         assert me.grant is not None
         all_entries = dict(w.rings).get(me.fence, ())
-        entries = [e for e in all_entries if me.grant.member(e.replica, e.incarnation)]
+        ours = [e for e in all_entries if e.term == me.grant.term]  # a ring forms among those of one grant only
+        entries = [e for e in ours if me.grant.member(e.replica, e.incarnation)]
         if {e.replica for e in entries} != set(me.grant.ring) or len({e.prev for e in entries}) != 1:
+            return None
+        if any(self.severed(w, a, b) for a, b in edges(me.grant)):
             return None
         batches = tuple(Contribution(e.replica, e.weight, e.shard, e.batch) for e in sorted(entries) if e.weight)
         f, grant = me.fence, me.grant
         return CommitRecord(f.epoch, f.attempt, f.step, me.head.lineage, grant.ring, grant.total, batches, "sum")
+
+    def severed(self, w: World, a: Member, b: Member) -> bool:
+        """Whether two neighbours cannot connect to each other."""
+        return {a.replica, b.replica} == set(self.bounds.cut or ()) or bool(
+            w.short & {a.incarnation, b.incarnation}
+        )
 
     def halted(self, w: World) -> bool:
         """Whether the lighthouse has given the job up: no copy of the head is left, or replicas differ."""
@@ -103,6 +133,16 @@ class Model:
         return self.halted(w) or (
             not corrupt and invariants.ended_together(self._held(w), self._replicas(w), w.late, self.bounds.steps)
         )
+
+    def look(self, w: World) -> World:
+        """``w``, in which nobody waits for nothing; Violation if somebody does."""
+        for r, core_id in enumerate(w.replicas):
+            asks = w.asked[r] is not None or w.answers[r] is not None
+            if core_id < 0 or (core_id, asks) in self._wait:
+                continue
+            invariants.waits_for_something(r, self.cores.items[core_id], asks)
+            self._wait.add((core_id, asks))
+        return w
 
     def _replicas(self, w: World) -> Sequence[Replica | None]:
         return [self.replica(w, r) for r in range(len(w.replicas))]
@@ -183,32 +223,58 @@ class Model:
         me = self.replica(w, r)
         assert me is not None
         return w._replace(
-            late=w.late | {r} if r in self.lighthouse(w).drained else w.late,
+            late=w.late | {r} if replica_at(w, r) in self.lighthouse(w).drained else w.late,
             replicas=put(w.replicas, r, -1),
             content=put(w.content, r, self._contents.id(())),
             asked=put(w.asked, r, None),
             answers=put(w.answers, r, None),
             tokens=tuple(t for t in w.tokens if t[0] != r),
-            exits=tuple(sorted((*w.exits, (r, me.incarnation)))),
+            exits=tuple(sorted((*w.exits, (me.me, me.incarnation)))),
         )
 
     def restart(self, w: World, r: int, found: Kept | None = None) -> World:
         """Replica ``r`` is started again, from its initial weights or from a snapshot that it has ``found``."""
         life = w.lives[r] + 1
         late = w.late | {r} if self._over(w) else w.late
-        born = self._born(r, life, found.state if found else None)
-        w = w._replace(replicas=put(w.replicas, r, born), lives=put(w.lives, r, life), late=late)
+        w = w._replace(lives=put(w.lives, r, life), late=late)
+        born = self._born(replica_at(w, r), name_at(w, r), found.state if found else None)
+        w = w._replace(replicas=put(w.replicas, r, born))
         w = w._replace(kept=put(w.kept, r, w.kept[r][w.kept[r].index(found) :] if found else ()))
         if found is not None:
             w = w._replace(content=put(w.content, r, found.content), commits=self._held_again(w, r, found))
             invariants.agreement(r, found.state, self._held(w), self._replicas(w))
-        exited = self.lighthouse(w).exited
-        w = self.consult(w, quorum.ProcessesReported(Running({r: f"{r}-{life}"}), exited, frozenset(), 0.0))
-        return self.tell(w, r, events.Started())
+        return self.tell(self.oversee(w, r), r, events.Started())
 
-    def _born(self, r: int, life: int, found: lineage.StateId | None = None) -> int:
+    def double(self, w: World, r: int) -> World:
+        """A second supervisor starts replica ``r`` beside its life, which the first one starts no more."""
+        old = replica_at(w, r)
+        w = w._replace(
+            replicas=(*w.replicas, self._born(old, f"{old}-b-0")),
+            content=(*w.content, self._contents.id(())),
+            kept=(*w.kept, ()),
+            local=(*w.local, 0),
+            asked=(*w.asked, None),
+            answers=(*w.answers, None),
+            lives=(*w.lives, 0),
+            late=w.late | ({r, len(w.replicas)} if self._over(w) else {r}),
+            doubles=w.doubles - 1,
+            second=old,
+        )
+        place = len(w.replicas) - 1
+        return self.tell(self.oversee(w, place), place, events.Started())
+
+    def oversee(self, w: World, r: int) -> World:
+        """The supervisor at a place says what runs there, and which of its lives have exited."""
+        me = (replica_at(w, r), name_at(w, r))
+        exited = self.lighthouse(w).exited
+        if w.second >= 0:
+            run = me[1].rpartition("-")[0]
+            exited = frozenset(e for e in exited if e[1].rpartition("-")[0] == run)
+        return self.consult(w, quorum.ProcessesReported(Running({me[0]: me[1]}), exited, frozenset(), 0.0))
+
+    def _born(self, r: int, incarnation: str, found: lineage.StateId | None = None) -> int:
         state = found or lineage.initial("model", "weights")
-        return self.cores.id(Replica(r, f"{r}-{life}", self.bounds.steps, state, state))
+        return self.cores.id(Replica(r, incarnation, self.bounds.steps, state, state))
 
     def _hold(self, w: World, r: int, state: lineage.StateId, content: Content) -> World:
         """Replica ``r`` holds ``state`` from now on, and keeps a snapshot of it."""
@@ -220,7 +286,7 @@ class Model:
 
     def _held_again(self, w: World, r: int, found: Kept) -> frozenset[Done]:
         """The commits that must not get lost, held by the new life of replica ``r`` too."""
-        me = (r, f"{r}-{w.lives[r]}")
+        me = (replica_at(w, r), name_at(w, r))
         return frozenset(
             d._replace(holders=d.holders | {me}) if d.content == found.content else d for d in w.commits
         )
@@ -231,7 +297,7 @@ class Model:
         match effect:
             case effects.Ask():
                 w = w._replace(asked=put(w.asked, r, effect), answers=put(w.answers, r, None))
-                return self._deliver(w, effect)
+                return w if effect.pause else self.deliver(w, r)
             case effects.Reduce(fence, role, prev):
                 return self._enter(w, r, fence, role, prev)
             case effects.SendToken(token):
@@ -249,7 +315,7 @@ class Model:
     def _leaves(self, w: World, r: int) -> bool:
         """Whether replica ``r`` ends before the job does, because it was drained or told to end."""
         me = self.replica(w, r)
-        away = me is not None and (me.departing or r in self.lighthouse(w).drained)
+        away = me is not None and (me.departing or me.me in self.lighthouse(w).drained)
         return away and me is not None and me.state.step < self.bounds.steps
 
     def drain(self, w: World, r: int) -> World:
@@ -257,18 +323,27 @@ class Model:
         w = self.consult(w._replace(drains=w.drains - 1), quorum.Commanded("drain", r, "maintenance", 0.0))
         return w._replace(late=w.late | {r}) if w.replicas[r] < 0 else w
 
-    def _deliver(self, w: World, ask: effects.Ask) -> World:
-        """An ask reaches the lighthouse at once; only answers travel slowly."""
-        return self.consult(w, quorum.Asked(quorum.Request(ask.report, id=0), 0.0))
+    def deliver(self, w: World, r: int) -> World:
+        """The ask of replica ``r`` reaches the lighthouse; only answers travel slowly."""
+        ask = w.asked[r]
+        assert ask is not None
+        if r in w.exiled:  # it is sent again and again, and arrives when it can
+            return w._replace(asked=put(w.asked, r, replace(ask, pause=True)))
+        w = w._replace(asked=put(w.asked, r, replace(ask, pause=False)))
+        return self.consult(w, quorum.Asked(quorum.Request(ask.report, id=r), 0.0))
 
     def _enter(self, w: World, r: int, fence: Fence, role: str, prev: str) -> World:
         content = self._contents.items[w.content[r]]
-        shard, index = r, w.local[r]
+        me = replica_at(w, r)
+        shard, index = me, w.local[r]
         if self.bounds.replicated_cursors:
-            shard, index = self._dealer.deal(ledger(content, self._dealer.shards), r)
-        entry = Entry(r, f"{r}-{w.lives[r]}", int(role == "contribute"), shard, index, prev)
+            shard, index = self._dealer.deal(ledger(content, self._dealer.shards), me)
+        here = self.replica(w, r)
+        assert here is not None
+        assert here.grant is not None
+        entry = Entry(me, name_at(w, r), here.grant.term, int(role == "contribute"), shard, index, prev)
         rings = dict(w.rings)
-        if any((e.replica, e.incarnation) == entry[:2] for e in rings.get(fence, ())):
+        if any(e[:3] == entry[:3] for e in rings.get(fence, ())):
             return w
         rings[fence] = (*rings.get(fence, ()), entry)
         current = {p.fence for p in self._replicas(w) if p is not None}
@@ -280,12 +355,19 @@ class Model:
         assert me is not None
         assert me.grant is not None
         ring = me.grant.ring
-        to = ring[(ring.index(r) + 1) % len(ring)]
-        peer = self.replica(w, to)
-        if peer is None or me.grant.member(to, peer.incarnation) is None:
+        right = me.grant.members[(ring.index(me.me) + 1) % len(ring)]
+        to = place_of(w, (right.replica, right.incarnation))
+        peer = None if to is None else self.replica(w, to)
+        if to is None or peer is None or self._of_another_grant(me, peer):
             return w
         tokens = [t for t in w.tokens if self.bounds.late_tokens or not self._stale(w, t)]
         return w._replace(tokens=tuple(sorted([*tokens, (to, token)], key=repr)))
+
+    @staticmethod
+    def _of_another_grant(me: Replica, peer: Replica) -> bool:
+        """Whether ``peer`` has another grant of the same epoch: then no connection between the two comes about."""
+        mine, theirs = me.grant, peer.grant
+        return mine is not None and theirs is not None and mine.epoch == theirs.epoch and mine != theirs
 
     def _stale(self, w: World, item: tuple[int, Token]) -> bool:
         """Whether a token can never count again where it is going."""
@@ -296,11 +378,12 @@ class Model:
         """Replica ``r`` applies a record that was ``decided`` by a token, so that all have it, or by a grant."""
         before = self._contents.items[w.content[r]]
         invariants.on_sound_states(r, record, [f for f in w.flipped if f.life == w.lives[f.replica]])
+        invariants.enough(r, record, self.bounds.min_replicas)
         batches = [(c.shard, c.index) for c in record.contributions]
         invariants.exactly_once(r, before, batches, self._holes)
         content = (*before, frozenset((c.shard, c.index, c.replica) for c in record.contributions))
         w = self._hold(w, r, record.state_id, content)
-        if not self.bounds.replicated_cursors and r in record.contributors:
+        if not self.bounds.replicated_cursors and replica_at(w, r) in record.contributors:
             w = w._replace(local=put(w.local, r, w.local[r] + 1))
         held, replicas = self._held(w), self._sound(w)
         invariants.agreement(r, record.state_id, held, replicas)
@@ -318,16 +401,17 @@ class Model:
             m
             for m in members
             if m[0] in record.contributors
-            and w.lives[m[0]] == life(m)
-            and (decided or self._has(w, m[0], record.state_id))
+            and place_of(w, m) is not None
+            and (decided or self._has(w, m, record.state_id))
         )
         done = Done(self._contents.id(content), record.epoch, holders)
-        alive = {d for d in w.commits if any(w.lives[m[0]] == life(m) for m in d.holders)}
+        alive = {d for d in w.commits if any(place_of(w, m) is not None for m in d.holders)}
         return w._replace(commits=frozenset(alive | {done}))
 
-    def _has(self, w: World, r: int, state: lineage.StateId) -> bool:
-        """Whether replica ``r`` holds ``state`` or is prepared for it."""
-        me = self.replica(w, r)
+    def _has(self, w: World, member: tuple[int, str], state: lineage.StateId) -> bool:
+        """Whether an incarnation holds ``state`` or is prepared for it."""
+        place = place_of(w, member)
+        me = None if place is None else self.replica(w, place)
         prepared = me.prepared if me is not None else None
         return me is not None and (
             lineage.same(me.state, state) or (prepared is not None and lineage.same(prepared.state_id, state))
@@ -346,27 +430,40 @@ class Model:
         key = (w.lighthouse, event)
         known = self._quorum_memo.get(key)
         if known is None:
-            state, due = decide.transition(self.lighthouse(w), event)
+            try:
+                state, due = decide.transition(self.lighthouse(w), event)
+            except AssertionError as error:
+                raise invariants.Violation(f"identity: {error}") from error
             known = self._quorum_memo[key] = (self.quorums.id(state), due)
         before, after = self.lighthouse(w), self.quorums.items[known[0]]
         w = w._replace(lighthouse=known[0])
+        if w.second >= 0:
+            younger = (w.second, name_at(w, len(w.replicas) - 1))
+            fenced = (e.answer for e in known[1] if isinstance(e, quorum.Reply) and e.id == len(w.replicas) - 1)
+            invariants.younger_counts(younger, before.grant, after.grant, fenced)
         audited = False
         for effect in known[1]:
             match effect:
-                case quorum.Reply(r, _, answer):
+                case quorum.Reply(_, r, answer):
                     w = w._replace(asked=put(w.asked, r, None), answers=put(w.answers, r, answer))
                     if isinstance(answer, Continue):
                         w = self.answer(w, r)  # to be broken before or after it is the same: both are void
-                case quorum.Evict(r, incarnation):
-                    me = self.replica(w, r)
-                    if me is not None and me.incarnation == incarnation:
-                        w = self.die(w, r)
+                case quorum.Evict(replica, incarnation):
+                    place = place_of(w, (replica, incarnation))
+                    if place is not None and self.replica(w, place) is not None:
+                        w = self.die(w, place)
                 case quorum.Note("HeadRolledBack"):
                     audited = True
         invariants.head_stays(before.head, after.head, audited)
+        if after.epoch > before.epoch:
+            invariants.no_storm(after.epoch, after.head)
         if self.halted(w) and not after.diverged:
             invariants.truly_lost(after.head, self._replicas(w), w.kept)
         return w
+
+    def put_back(self, w: World) -> World:
+        """The lighthouse comes back with the copy of its store that was put aside."""
+        return self.reopen(w._replace(lighthouse=w.copy, copy=-1), False)
 
     def reopen(self, w: World, wiped: bool) -> World:
         """The lighthouse comes back with what was durable, or ``wiped``; open asks are sent again."""
@@ -377,17 +474,26 @@ class Model:
             views = tuple(quorum.View() for _ in s.views)
             state = replace(s, term=s.term + 1, views=views, broken=False, since=None, settled=0)
         w = w._replace(lighthouse=self.quorums.id(state))
-        known = {r: None if self.replica(w, r) is None else f"{r}-{w.lives[r]}" for r in range(len(w.replicas))}
-        exited = frozenset((r, f"{r}-{n}") for r in range(len(w.replicas)) for n in range(w.lives[r]))
+        places = range(self.bounds.replicas)
+        known = {r: None if self.replica(w, r) is None else f"{r}-{w.lives[r]}" for r in places}
+        exited = frozenset((r, f"{r}-{n}") for r in places for n in range(w.lives[r]))
         pending = frozenset(w.exits)
         running = {r: i for r, i in known.items() if i is not None or not any(e[0] == r for e in pending)}
         w = self.consult(
             w, quorum.ProcessesReported(Running(running), (exited | s.exited) - pending, frozenset(), 0.0)
         )
+        if w.second >= 0 and w.replicas[-1] >= 0:
+            w = self.oversee(w, len(w.replicas) - 1)
         for r, ask in enumerate(w.asked):
-            if ask is not None and w.replicas[r] >= 0:
-                w = self._deliver(w, ask)
+            if ask is not None and not ask.pause and w.replicas[r] >= 0:
+                w = self.deliver(w, r)
         return w
+
+
+def edges(grant: Grant) -> list[tuple[Member, Member]]:
+    """The edges of a ring, each from a member to its right neighbour."""
+    members = grant.members
+    return list(zip(members, (*members[1:], members[0]), strict=True)) if len(members) > 1 else []
 
 
 class Running(dict[int, Any]):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ft_hsdp.core import events, lineage
-from ft_hsdp.core.assignment import Answer, Grant
+from ft_hsdp.core.assignment import Answer, CatchUp, Grant
 from ft_hsdp.core.commit import Fence
 from ft_hsdp.core.standing import Phase, Replica
-from ft_hsdp.sim.model import EVICT_S, GRACE_S, Model, Running
-from ft_hsdp.sim.world import World
+from ft_hsdp.sim import invariants
+from ft_hsdp.sim.model import EVICT_S, GRACE_S, Model, Running, edges
+from ft_hsdp.sim.world import World, name_at, place_of, replica_at
 from lighthouse import commands
 from lighthouse import state as quorum
 
@@ -20,17 +21,18 @@ def successors(model: Model, w: World) -> Iterator[Move]:
     """Everything that can happen in ``w``: a label, and how to get the world after it."""
     if model.halted(w):
         return
-    for r in range(model.bounds.replicas):
-        me = model.replica(w, r)
+    for r in range(len(w.replicas)):
+        me, id_ = model.replica(w, r), replica_at(w, r)
         if me is not None:
             yield from _of_replica(model, w, r, me)
-        elif not any(e[0] == r for e in w.exits) and r not in model.lighthouse(w).drained:
-            yield f"replica {r} restarts", lambda r=r: model.restart(w, r)  # type: ignore[misc]
+        elif (id_, name_at(w, r)) not in w.exits and r != w.second and id_ not in model.lighthouse(w).drained:
+            yield f"{_who(w, r)} restarts", lambda r=r: model.restart(w, r)  # type: ignore[misc]
             for found in w.kept[r]:
                 yield (
-                    f"replica {r} restarts and finds {found.state}",
+                    f"{_who(w, r)} restarts and finds {found.state}",
                     lambda r=r, found=found: model.restart(w, r, found),  # type: ignore[misc]
                 )
+    yield from _of_two_lives(model, w)
     yield from _of_messages(model, w)
     yield from _of_lighthouse(model, w)
     for r in range(model.bounds.replicas if w.drains else 0):
@@ -43,59 +45,124 @@ def successors(model: Model, w: World) -> Iterator[Move]:
 def patience(model: Model, w: World) -> Iterator[Move]:
     """What the mere passing of time brings when nothing else can happen."""
     s = model.lighthouse(w)
-    for r in range(model.bounds.replicas):
+    for r in range(len(w.replicas)):
         me = model.replica(w, r)
         if me is not None and me.phase is Phase.ASKING and me.intact:
             yield (
-                f"replica {r} gets no answer in time",
+                f"{_who(w, r)} gets no answer in time",
                 lambda r=r: model.tell(w, r, events.Unanswered()),  # type: ignore[misc]
             )
         if me is not None and me.phase is Phase.REDUCING and model.waits(me):
-            yield f"replica {r} waits no longer for its fetch", lambda r=r: model.vote(w, r)  # type: ignore[misc]
+            yield f"{_who(w, r)} waits no longer for its fetch", lambda r=r: model.vote(w, r)  # type: ignore[misc]
     if s.since is not None and not s.finished:
         yield "the grace of the silent ends", lambda: model.consult(w, quorum.Ticked(GRACE_S))
         yield "the silent are evicted", lambda: model.consult(w, quorum.Ticked(EVICT_S))
+    for r in sorted(w.exiled):
+        back = w._replace(exiled=w.exiled - {r})
+        yield f"{_who(w, r)} reaches the lighthouse again", lambda back=back: back  # type: ignore[misc]
+        yield from _lease_ends(model, w, r)
+
+
+def _lease_ends(model: Model, w: World, r: int) -> Iterator[Move]:
+    """What becomes of a replica that no lighthouse answers beyond its lease, and of those that wait for it."""
+    me = model.replica(w, r)
+    if me is None or me.phase is not Phase.ASKING or not me.intact:
+        return
+    after = model.tell(w, r, events.LeaseEnded())
+    yield f"the lease of {_who(w, r)} ends", lambda: after
+    for other in range(len(w.replicas)):
+        peer = model.replica(w, other)
+        waits = peer is not None and peer.intact and peer.phase is Phase.REDUCING and peer.grant == me.grant
+        if after == w and waits:
+            yield f"{_who(w, other)} waits in vain", lambda other=other: invariants.blames_nobody(r, other)  # type: ignore[misc]
 
 
 def _of_replica(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
-    answer = w.answers[r]
+    answer, ask = w.answers[r], w.asked[r]
+    if ask is not None and ask.pause and r not in w.exiled:
+        yield f"{_who(w, r)} asks again", lambda: model.deliver(w, r)
     if answer is not None:
-        yield f"replica {r} gets {_short(answer)}", lambda: model.answer(w, r)
+        yield f"{_who(w, r)} gets {_short(answer)}", lambda: model.answer(w, r)
     if w.lapses and me.phase is Phase.ASKING and me.intact:
         fewer = w._replace(lapses=w.lapses - 1)
-        yield f"replica {r} gets no answer in time", lambda: model.tell(fewer, r, events.Unanswered())
-    first = me.grant is not None and me.grant.ring[0] == r
+        yield f"{_who(w, r)} gets no answer in time", lambda: model.tell(fewer, r, events.Unanswered())
+    first = me.grant is not None and me.grant.ring[0] == me.me
     if me.phase is Phase.REDUCING and first and not model.waits(me) and (record := model.sum(w, me)) is not None:
         yield (
-            f"replica {r} holds the sum of {_fence(me.fence)}: replicas {list(record.contributors)}",
+            f"{_who(w, r)} holds the sum of {_fence(me.fence)}: replicas {list(record.contributors)}",
             lambda: model.reduced(w, r, record),
         )
     voting = me.phase in (Phase.ASKING, Phase.REDUCING) and me.intact and me.verified
     if w.flips and voting and me.state.step < me.steps:
-        yield f"replica {r} has its state corrupted", lambda: model.flip(w, r)
+        yield f"{_who(w, r)} has its state corrupted", lambda: model.flip(w, r)
     if me.grant is not None and me.intact:
         broken = events.RingBroken(me.grant.epoch)
         if _torn(model, w, r, me):
-            yield f"replica {r} sees the ring of epoch {broken.epoch} break", lambda: model.tell(w, r, broken)
+            yield f"{_who(w, r)} sees the ring of epoch {broken.epoch} break", lambda: model.tell(w, r, broken)
         elif w.breaks:
             yield (
-                f"a link of replica {r} in epoch {broken.epoch} breaks",
+                f"a link of {_who(w, r)} in epoch {broken.epoch} breaks",
                 lambda: model.tell(w._replace(breaks=w.breaks - 1), r, broken),
             )
+    yield from _of_links(model, w, r, me)
     if me.phase is Phase.LEAVING:
-        yield f"replica {r} leaves before the others do", lambda: model.tell(w, r, events.LeaveOverdue())
+        yield f"{_who(w, r)} leaves before the others do", lambda: model.tell(w, r, events.LeaveOverdue())
     if me.fetching is not None:
         yield from _fetches(model, w, r, me, me.fetching)
     for shown in _shown(model, w, r, me):
         yield (
-            f"replica {r} is shown epoch {shown.epoch} by a member",
+            f"{_who(w, r)} is shown epoch {shown.epoch} by a member",
             lambda shown=shown: model.tell(w, r, events.GrantShown(shown)),  # type: ignore[misc]
         )
     if w.leaves and me.phase is not Phase.DONE and not me.departing:
         told = w._replace(leaves=w.leaves - 1)
-        yield f"replica {r} is told to end", lambda: model.tell(told, r, events.LeaveRequested())
+        yield f"{_who(w, r)} is told to end", lambda: model.tell(told, r, events.LeaveRequested())
     if w.deaths and me.phase is not Phase.DONE:
-        yield f"replica {r} is killed", lambda: model.die(w._replace(deaths=w.deaths - 1), r)
+        yield f"{_who(w, r)} is killed", lambda: model.die(w._replace(deaths=w.deaths - 1), r)
+
+
+def _of_links(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
+    """Neighbours that cannot connect, a process that cannot connect at all, a lighthouse out of reach."""
+    for a, b in edges(me.grant) if me.grant is not None and me.intact and me.phase is Phase.REDUCING else ():
+        if me.me in (a.replica, b.replica) and model.severed(w, a, b) and me.incarnation not in w.short:
+            other = b.replica if me.me == a.replica else a.replica
+            lost = events.RingBroken(me.grant.epoch if me.grant else 0, other, me.me)
+            yield f"{_who(w, r)} cannot connect to replica {other}", lambda lost=lost: model.tell(w, r, lost)  # type: ignore[misc]
+    if me.incarnation in w.short:
+        yield from _exhausted(model, w, r, me)
+    elif w.shortages and me.phase is not Phase.DONE:
+        short = w._replace(shortages=w.shortages - 1, short=w.short | {me.incarnation})
+        yield f"{_who(w, r)} has no descriptor left", lambda: short
+    if (
+        w.exiles
+        and r not in w.exiled
+        and w.asked[r] is None
+        and w.answers[r] is None
+        and me.phase is not Phase.DONE
+    ):
+        exiled = w._replace(exiles=w.exiles - 1, exiled=w.exiled | {r})
+        yield f"{_who(w, r)} cannot reach the lighthouse any more", lambda: exiled
+
+
+def _exhausted(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
+    """A process that cannot connect ends itself, when it needs to: it blames nobody."""
+    if me.phase is Phase.REDUCING:
+        yield f"{_who(w, r)} ends itself", lambda: model.die(w, r)
+
+
+def _of_two_lives(model: Model, w: World) -> Iterator[Move]:
+    """A second supervisor starts; both report again and again; whose ask was dropped asks again."""
+    if w.doubles:
+        for r in range(len(w.replicas)):
+            if model.replica(w, r) is not None:
+                yield f"replica {r} is started by a second supervisor", lambda r=r: model.double(w, r)  # type: ignore[misc]
+    for r in (w.second, len(w.replicas) - 1) if w.second >= 0 else ():
+        if model.replica(w, r) is None:
+            continue
+        yield f"{_who(w, r)} is reported to run", lambda r=r: model.oversee(w, r)  # type: ignore[misc]
+        ask, known = w.asked[r], model.lighthouse(w).views[w.second].ask
+        if ask is not None and not ask.pause and (known is None or known.id != r):
+            yield f"{_who(w, r)} asks again", lambda r=r: model.deliver(w, r)  # type: ignore[misc]
 
 
 def _of_messages(model: Model, w: World) -> Iterator[Move]:
@@ -104,7 +171,7 @@ def _of_messages(model: Model, w: World) -> Iterator[Move]:
         rest = w._replace(tokens=tuple(t for t in w.tokens if t is not item))
         word = f"{'verdict' if token.verdict else 'pass 1'} {'yes' if token.yes else 'no'}"
         yield (
-            f"replica {to} gets the token of {_fence(token.fence)}: {word}",
+            f"{_who(w, to)} gets the token of {_fence(token.fence)}: {word}",
             lambda to=to, token=token, rest=rest: model.hand_over(rest, to, token),  # type: ignore[misc]
         )
     for gone in w.exits:
@@ -122,6 +189,11 @@ def _of_lighthouse(model: Model, w: World) -> Iterator[Move]:
         fewer = w._replace(pauses=w.pauses - 1)
         yield "the grace of the silent ends", lambda: model.consult(fewer, quorum.Ticked(GRACE_S))
         yield "the silent are evicted", lambda: model.consult(fewer, quorum.Ticked(EVICT_S))
+    if w.copies and w.copy < 0:
+        put_aside = w._replace(copies=w.copies - 1, copy=w.lighthouse)
+        yield "the lighthouse has its store copied", lambda: put_aside
+    if w.copy >= 0:
+        yield "the lighthouse restarts with the older copy", lambda: model.put_back(w)
     if w.restarts:
         yield "the lighthouse restarts", lambda: model.reopen(w._replace(restarts=w.restarts - 1), False)
     if w.wipes:
@@ -134,22 +206,23 @@ def _of_lighthouse(model: Model, w: World) -> Iterator[Move]:
 def _fetches(model: Model, w: World, r: int, me: Replica, base: lineage.StateId) -> Iterator[Move]:
     donor = _donor(model, w, r, me)
     if donor is not None:
-        yield f"replica {r} has fetched {base} from {donor}", lambda: model.fetch(w, r, base, donor)
-    elif me.phase is Phase.FINAL and w.asked[r] is None and w.answers[r] is None:
-        yield f"replica {r} finds no donor", lambda: model.tell(w, r, events.FetchFailed(base, "gone"))
+        yield f"{_who(w, r)} has fetched {base} from {donor}", lambda: model.fetch(w, r, base, donor)
+    elif me.phase in (Phase.FETCHING, Phase.FINAL) and w.asked[r] is None and w.answers[r] is None:
+        yield f"{_who(w, r)} finds no donor", lambda: model.tell(w, r, events.FetchFailed(base, "gone"))
 
 
 def _torn(model: Model, w: World, r: int, me: Replica) -> bool:
     """Whether a member of ``r``'s epoch is gone from it, or builds on another lineage."""
     assert me.grant is not None
     for member in me.grant.members:
-        if member.replica == r:
+        if member.replica == me.me:
             continue
-        peer = model.replica(w, member.replica)
-        if peer is None or peer.incarnation != member.incarnation or peer.phase is Phase.DONE:
+        place = place_of(w, (member.replica, member.incarnation))
+        peer = None if place is None else model.replica(w, place)
+        if peer is None or peer.phase is Phase.DONE:
             return True
         epoch = peer.grant.epoch if peer.grant else 0
-        if epoch > me.grant.epoch or (epoch == me.grant.epoch and not peer.intact):
+        if epoch > me.grant.epoch or (epoch == me.grant.epoch and not (peer.intact and peer.grant == me.grant)):
             return True
         if epoch < me.grant.epoch <= peer.seen[1]:
             return True
@@ -186,10 +259,15 @@ def _shown(model: Model, w: World, r: int, me: Replica) -> Iterator[Grant]:
         if peer is None or other == r or peer.grant is None or not peer.intact or peer.grant is w.answers[r]:
             continue
         grant = peer.grant
-        newer = (grant.term, grant.epoch) > me.seen and grant.member(r, me.incarnation)
+        newer = (grant.term, grant.epoch) > me.seen and grant.member(me.me, me.incarnation)
         if newer and grant.epoch not in seen:
             seen.add(grant.epoch)
             yield grant
+
+
+def _who(w: World, place: int) -> str:
+    r = replica_at(w, place)
+    return f"replica {r}" if r == place else f"replica {r} of the second supervisor"
 
 
 def _fence(f: Fence) -> str:
@@ -200,5 +278,7 @@ def _short(answer: Answer) -> str:
     match answer:
         case Grant(_, epoch, base, members):
             return f"epoch {epoch} on {base}: " + ", ".join(f"{m.replica} {m.role}" for m in members)
+        case CatchUp(base):
+            return f"word to catch up with {base}"
         case _:
             return type(answer).__name__.lower()

@@ -50,6 +50,11 @@ class Bounds:
     ``recovery`` a replica may find one of its two newest states again when it is restarted. ``flips`` are states
     that change silently in their replica's memory. With ``patient`` a step waits for the fetch of one behind.
     ``drains`` are replicas that an operator sends away for good, ``leaves`` are told to end and are started again.
+    ``doubles`` is 1 if a second supervisor may start a replica beside the life that there is.
+    ``copies`` are copies of the lighthouse's store, of which the newest is put back once. ``cut`` are two replicas
+    that can never connect to each other. ``shortages`` are replicas that have no descriptor, port or memory left
+    to connect with, ``exiles`` are replicas that cannot reach the lighthouse for longer than their lease.
+    ``min_replicas`` contribute to each step, or none is made.
     """
 
     replicas: int = 3
@@ -67,14 +72,21 @@ class Bounds:
     patient: bool = False
     drains: int = 0
     leaves: int = 0
+    doubles: int = 0
+    copies: int = 0
+    cut: tuple[int, int] | None = None
+    shortages: int = 0
+    exiles: int = 0
+    min_replicas: int = 1
     assignment: Assignment = "per_replica"
 
 
 class Entry(NamedTuple):
-    """What one incarnation brought into a ring: its weight, its batch, and the lineage it builds on."""
+    """What one incarnation brought into a ring: its grant's term, its weight, its batch, what it builds on."""
 
     replica: int
     incarnation: str
+    term: int
     weight: int
     shard: int
     batch: int
@@ -105,11 +117,13 @@ class Done(NamedTuple):
 
 
 class World(NamedTuple):
-    """One state of the world.
+    """One state of the world: a place for each replica, and one more for a second life of ``second`` (-1: none).
 
-    Replica ids of -1 are dead; ``asked`` are open asks, ``answers`` in flight; ``exits`` are not reported
+    Core ids of -1 are dead; ``asked`` are open asks, ``answers`` in flight; ``exits`` are not reported
     yet; ``late`` are replicas that were started again when the job was over, or drained; ``kept`` are the states,
-    newest first, that outlive a replica's death on its machine; ``flipped`` are lives whose state is corrupt.
+    newest first, that outlive a replica's death on its machine; ``flipped`` are lives whose state is corrupt;
+    ``copy`` is the state of the lighthouse of which a copy was put aside (-1: none); ``short`` are incarnations
+    that cannot connect, ``exiled`` are places from which the lighthouse cannot be reached.
     """
 
     replicas: tuple[int, ...]
@@ -135,6 +149,14 @@ class World(NamedTuple):
     flips: int
     drains: int = 0
     leaves: int = 0
+    doubles: int = 0
+    second: int = -1
+    copies: int = 0
+    copy: int = -1
+    shortages: int = 0
+    short: frozenset[str] = frozenset()
+    exiles: int = 0
+    exiled: frozenset[int] = frozenset()
 
 
 def put(row: tuple[Any, ...], i: int, value: Any) -> tuple[Any, ...]:
@@ -154,4 +176,23 @@ def ledger(content: Content, shards: int) -> Ledger:
 
 def life(member: tuple[int, str]) -> int:
     """How often the replica of this incarnation had been restarted."""
-    return int(member[1].split("-")[1])
+    return int(member[1].rpartition("-")[2])
+
+
+def replica_at(w: World, place: int) -> int:
+    """The id of the replica that has this place."""
+    return w.second if place == len(w.replicas) - 1 and w.second >= 0 else place
+
+
+def name_at(w: World, place: int) -> str:
+    """The newest incarnation at this place; a second supervisor's run has another name."""
+    r = replica_at(w, place)
+    return f"{r}-{w.lives[place]}" if r == place else f"{r}-b-{w.lives[place]}"
+
+
+def place_of(w: World, member: tuple[int, str]) -> int | None:
+    """Where an incarnation lives, or was the newest one that did."""
+    last = len(w.replicas) - 1
+    return next(
+        (p for p in {member[0], last} if replica_at(w, p) == member[0] and name_at(w, p) == member[1]), None
+    )

@@ -18,7 +18,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
+from ft_hsdp import handshake, sealed
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
+from ft_hsdp.state import messages
 from ft_hsdp.state.door import Door, listen
 from ft_hsdp.state.holdings import Holdings
 from ft_hsdp.state.server import StateServer
@@ -75,14 +77,16 @@ async def _serve(door: Door, linger_s: float, told: asyncio.Event, ready: dict[s
         serving.result()
 
 
-def run(token: str, replica: int, host: str, port: int, linger_s: float, guard: int | None) -> None:
+def run(
+    token: str, replica: int, host: str, port: int, linger_s: float, guard: int | None, generation: int = 0
+) -> None:
     """Be the agent.
 
     Raises:
         ConfigError: ``host`` or ``port`` cannot be used.
         Retryable: there is another agent of that replica here.
     """
-    with listen(token, replica) as sock:
+    with listen(token, replica, generation) as sock:
         holdings = Holdings()
         try:
             server = StateServer(host, port, holdings, token)
@@ -118,6 +122,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", required=True, help="address to serve snapshots at")
     parser.add_argument("--port", type=int, default=0, help="port to serve snapshots at; 0: any")
     parser.add_argument("--linger", type=float, default=LINGER_S, help="end when no rank was here for so many s")
+    generations = range(messages.GENERATIONS)
+    parser.add_argument("--generation", type=int, default=0, choices=generations, help="the number of its name")
+    parser.add_argument("--tls", choices=("auto", "on", "off"), default="auto", help="as network.tls")
+    parser.add_argument("--hello", type=float, default=handshake.HELLO_S, help="as timeouts.hello_s")
     parser.add_argument("--guard", type=int, help="end when the process with this id does")
     try:
         chosen = parser.parse_args(arguments)
@@ -130,7 +138,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError("--port", chosen.port, "0 to 65535")
         if not 0 < chosen.linger < float("inf"):
             raise ConfigError("--linger", chosen.linger, "seconds, above 0")
-        run(token, chosen.replica, chosen.host, chosen.port, chosen.linger, chosen.guard)
+        if not 0 < chosen.hello < float("inf"):
+            raise ConfigError("--hello", chosen.hello, "seconds, above 0")
+        sealed.use(chosen.tls)
+        handshake.use(chosen.hello)
+        run(token, chosen.replica, chosen.host, chosen.port, chosen.linger, chosen.guard, chosen.generation)
     except FtHsdpError as error:
         sys.stderr.write(f"{error}\n")
         return error.exit_code

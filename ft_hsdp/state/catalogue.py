@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.state.contents import MANIFEST, File, Manifest, Unusable, decode, describe, name_of
+from ft_hsdp.state.contents import MANIFEST, File, Manifest, Unusable, authenticate, decode, describe, name_of
 
 KEY = "checkpoint.dir"
 MAX_MANIFEST = 64 << 20
@@ -66,30 +66,36 @@ def published(folder: Path) -> list[Path]:
     return [path for _, path in found]
 
 
-def newest(folder: Path, step: int | None = None, but: Collection[str] = ()) -> Found:
+def newest(folder: Path, key: bytes | None, step: int | None = None, but: Collection[str] = ()) -> Found:
     """The newest checkpoint that is valid, of ``step`` if that is given, leaving out the names in ``but``.
 
     Raises:
         ConfigError: the folder cannot be read.
+        Unauthentic: the newest that is not torn was not signed with ``key``; None: whoever wrote it is trusted.
     """
     skipped: list[Skipped] = []
     for path in published(folder):
         if path.name in but or (step is not None and not path.name.startswith(f"step-{step}-")):
             continue
         try:
-            return Found(verify(path), tuple(skipped))
+            return Found(verify(path, key), tuple(skipped))
         except Unusable as error:
             skipped.append(Skipped(path.name, str(error)))
     return Found(None, tuple(skipped))
 
 
-def verify(path: Path) -> Checkpoint:
+def verify(path: Path, key: bytes | None) -> Checkpoint:
     """Read every byte of a checkpoint and compare it with the manifest, several files at a time.
 
+    The manifest is authenticated by ``key`` before any file is opened; None: whoever wrote it is trusted.
+
     Raises:
+        Unauthentic: it was not signed with ``key``.
         Unusable: something is missing, torn or changed.
     """
     manifest = manifest_of(path)
+    if key is not None:
+        authenticate(path.name, manifest, key)
     with ThreadPoolExecutor(min(MAX_READERS, os.cpu_count() or 1)) as pool:
         for check in [pool.submit(check_file, path / name, file) for name, file in manifest.files.items()]:
             check.result()

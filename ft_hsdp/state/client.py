@@ -6,23 +6,23 @@ The rank writes into the agent's memory; nothing is sent but orders. (GEMINI §5
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
-import secrets
 import socket
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
-from ft_hsdp import protocol
+from ft_hsdp import handshake
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import FtHsdpError, ProtocolViolation
+from ft_hsdp.handshake import Purpose
 from ft_hsdp.state import messages, segment
 from ft_hsdp.state.messages import (
     Absent,
     Busy,
-    Challenge,
+    Damage,
     Done,
     Forget,
     Hello,
@@ -43,6 +43,7 @@ from ft_hsdp.state.segment import Bytes
 from ft_hsdp.state.slots import Held
 
 RETRY_S = 0.02
+GREET_S = 1.0  # for an agent to let somebody in, the first time; twice as long each time: a newer one may be there
 _ROOM = socket.CMSG_SPACE(4)  # for one descriptor
 
 
@@ -54,18 +55,22 @@ class StateAgent:
     """A connection of one rank; made by `connect`. Thread-safe; one snapshot is written at a time.
 
     ``address`` ("host:port") is where the agent serves snapshots over HTTP; ``busy`` says why the last `stage`
-    got no slot. Every call but `close` raises AgentGone where the agent is gone or does not answer within
-    ``deadline_s``, which is the one of `connect` unless it is set.
+    got no slot; ``damaged`` are the copies that it found damaged and has dropped, until somebody clears it. Every
+    call but `close` raises AgentGone where the agent is gone or does not answer within ``deadline_s``, which is
+    the one of `connect` unless it is set.
     """
 
     def __init__(self, line: _Line, address: str, nbytes: int, deadline_s: float) -> None:
         self.address = address
         self.busy = ""
+        self.damaged: list[Damage] = []
         self._nbytes = nbytes
         self.deadline_s = deadline_s
         self._lock = threading.Lock()
         self._line: _Line | None = line
         self._maps: dict[int, Bytes] = {}
+        self._open: int | None = None  # the slot that may be written
+        self._number = 0  # of the slot that was given last
 
     @staticmethod
     def connect(token: str, replica: int, rank: int, ranks: int, nbytes: int, deadline_s: float) -> StateAgent:
@@ -78,14 +83,17 @@ class StateAgent:
         Raises:
             AgentGone: no agent let it in within ``deadline_s`` seconds, or what listens does not know the token.
         """
-        end = time.monotonic() + deadline_s
+        end, patience_s = time.monotonic() + deadline_s, GREET_S
         while True:
+            until = min(end, time.monotonic() + patience_s)
+            patience_s *= 2
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
-                sock.settimeout(max(RETRY_S, end - time.monotonic()))
-                sock.connect(messages.agent_name(token, replica))
-                line = _Line(sock, end)
-                address = _greet(line, token, Hello(rank, ranks, nbytes, secrets.token_hex(16), ""))
+                sock.settimeout(max(RETRY_S, until - time.monotonic()))
+                newest(sock, token, replica)
+                handshake.call_blocking(sock, token, Purpose.AGENT)
+                line = _Line(sock, until)
+                address = str(line.ask(Hello(rank, ranks, nbytes), Welcome).address)
                 return StateAgent(line, address, nbytes, deadline_s)
             except ProtocolViolation as error:
                 sock.close()
@@ -110,18 +118,23 @@ class StateAgent:
             if answer.new:
                 self._maps[answer.number] = line.mapped(self._nbytes, writable=True)
             self._maps = {number: self._maps[number] for number in answer.slots if number in self._maps}
+            self._close_slot()
+            segment.protect(self._maps[answer.number], writable=True)
+            self._open = self._number = answer.number
             return self._maps[answer.number]
 
     def staged(self, state: StateId, header: bytes) -> None:
-        """All bytes of ``state`` are written. ``header``: its manifest without checksums, kept with it.
+        """All bytes of ``state`` are written, and can be written no more. ``header``: its manifest, kept with it.
 
         Raises:
             ProtocolViolation: ``state`` is not what was staged last, or was forgotten since.
         """
         with self._talking() as line:
+            self._close_slot()
             answer = line.ask(Staged(state), Done, Refused, more=messages.framed(header))
         if isinstance(answer, Refused):
             raise ProtocolViolation(answer.reason)
+        self.damaged += answer.damaged
 
     def settle(self, state: StateId) -> None:
         """All ranks of the replica have staged ``state``: older ones may go."""
@@ -142,12 +155,14 @@ class StateAgent:
             return held
 
     def take(self, state: StateId) -> tuple[Bytes, bytes] | None:
-        """(read-only uint8 [nbytes], header) of a complete snapshot; None: it is not here.
+        """(read-only uint8 [nbytes], header) of a complete snapshot; None: it is not here, or it is damaged.
 
-        It does not change until `unpin`, the next `take` or `close`.
+        Its bytes were compared with their checksums. It does not change until `unpin`, the next `take` or `close`.
         """
         with self._talking() as line:
-            if isinstance(line.ask(Take(state), Taken, Absent), Absent):
+            answer = line.ask(Take(state), Taken, Absent)
+            if isinstance(answer, Absent):
+                self.damaged += answer.damaged
                 return None
             header = line.read(messages.MAX_HEADER)
             return line.mapped(self._nbytes, writable=False), header
@@ -155,6 +170,13 @@ class StateAgent:
     def forget(self) -> None:
         """Drop all snapshots of this rank."""
         self._order(Forget())
+
+    def flip(self) -> None:
+        """Flip a bit of what was staged last, as broken memory would: a failpoint."""
+        written = self._maps[self._number]
+        segment.protect(written, writable=True)
+        written[len(written) // 2] ^= 1
+        segment.protect(written, writable=False)
 
     def close(self) -> None:
         """Hang up; a call that waits ends. What is complete is kept. Who writes a snapshot has to stop before."""
@@ -166,7 +188,14 @@ class StateAgent:
 
     def _order(self, order: object) -> None:
         with self._talking() as line:
-            line.ask(order, Done)
+            self.damaged += line.ask(order, Done).damaged
+
+    def _close_slot(self) -> None:
+        """What was written last can be written no more, not even by mistake."""
+        written = None if self._open is None else self._maps.get(self._open)
+        self._open = None
+        if written is not None:
+            segment.protect(written, writable=False)
 
     @contextlib.contextmanager
     def _talking(self) -> Iterator[_Line]:
@@ -189,6 +218,23 @@ class StateAgent:
             self._line.close()
             self._line = None
         self._maps = {}
+        self._open = None
+
+
+def newest(sock: socket.socket, token: str, replica: int) -> int:
+    """Connect to the newest agent of a replica on this host; its generation.
+
+    Raises:
+        BlockingIOError: one is there, but takes no more connections.
+        OSError: none is there.
+    """
+    for generation in reversed(range(messages.GENERATIONS)):
+        try:
+            sock.connect(messages.agent_name(token, replica, generation))
+        except ConnectionRefusedError:
+            continue
+        return generation
+    raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
 class _Line:
@@ -258,18 +304,3 @@ class _Line:
         if left <= 0:
             raise TimeoutError("no answer in time")
         self._sock.settimeout(left)
-
-
-def _greet(line: _Line, token: str, hello: Hello) -> str:
-    """Prove the token to whoever listens, and have it proved; its address.
-
-    Raises:
-        OSError: it hung up or is too late.
-        ProtocolViolation: it does not know the token.
-    """
-    challenge = messages.decode(line.read(messages.MAX_MESSAGE), Challenge).nonce
-    mac = protocol.mac(token, *messages.rank_claims(challenge, hello))
-    welcome = line.ask(replace(hello, mac=mac), Welcome)
-    if not protocol.genuine(token, welcome.mac, *messages.agent_claims(challenge, hello.nonce, welcome.address)):
-        raise ProtocolViolation("it does not know the token")
-    return str(welcome.address)

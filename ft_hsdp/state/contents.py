@@ -1,8 +1,13 @@
-"""Contents: the manifest of a durable checkpoint. Canonical JSON, so that every changed byte shows."""
+"""Contents: the manifest of a durable checkpoint. Canonical JSON, so that every changed byte shows.
+
+It carries an HMAC of the operator's checkpoint key, and it says where in the files every piece of a tensor lies:
+who reads a checkpoint needs nothing else, and unpickles nothing.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import hmac
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,14 +20,18 @@ from ft_hsdp.core import lineage
 from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.lineage import StateId
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 _FILE = re.compile(r"\.metadata|__\d{1,9}_\d{1,9}\.distcp")
 
 
 class Unusable(Exception):
-    """A checkpoint that cannot be trusted; the message says why."""
+    """A checkpoint that is torn or damaged; the message says why."""
+
+
+class Unauthentic(Exception):
+    """A whole checkpoint that nobody with the checkpoint key wrote; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +53,27 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """One block of a tensor, and the bytes [start, start + nbytes) of the file that hold it.
+
+    ``tensor`` is its place in the manifest's ``tensors``; ``offsets`` and ``sizes`` say which block it is.
+    """
+
+    tensor: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """What a checkpoint is; written last, so that its presence says that everything else is there.
 
     ``ledger`` and ``hyper`` (the optimizer's groups before lr_scale) belong to the state. ``replicas`` and
-    ``ranks`` are those of the job that wrote it, ``config`` its configuration. ``digest`` is blake3 over the rest.
+    ``ranks`` are those of the job that wrote it, ``config`` its configuration. ``mac`` is an HMAC
+    over all of this, ``digest`` is blake3 over the rest.
     """
 
     format: int
@@ -62,6 +87,8 @@ class Manifest:
     hyper: tuple[dict[str, Any], ...]
     tensors: tuple[Stored, ...]
     files: dict[str, File]
+    pieces: tuple[Piece, ...] = ()
+    mac: str = ""
     digest: str = ""
 
 
@@ -74,9 +101,29 @@ def encode(manifest: Manifest) -> bytes:
     Raises:
         ValueError: it holds what JSON cannot.
     """
-    document = _ADAPTER.dump_python(replace(manifest, digest=""), mode="json")
-    digest = blake3.blake3(lineage.canonical(document).encode()).hexdigest()
-    return lineage.canonical({**document, "digest": digest}).encode()
+    whole = lineage.canonical(_ADAPTER.dump_python(replace(manifest, digest=""), mode="json")).encode()
+    digest = blake3.blake3(whole).hexdigest()
+    return lineage.canonical(_ADAPTER.dump_python(replace(manifest, digest=digest), mode="json")).encode()
+
+
+def signed(manifest: Manifest, key: bytes) -> Manifest:
+    """The manifest with the HMAC of ``key``. Raises ValueError as ``encode``."""
+    return replace(manifest, mac=_mac(manifest, key))
+
+
+def authenticate(name: str, manifest: Manifest, key: bytes) -> None:
+    """Check who wrote a manifest; ``name`` is that of its folder.
+
+    Raises:
+        Unauthentic: it was not signed with ``key``, or it was changed since.
+    """
+    if not hmac.compare_digest(manifest.mac.encode(), _mac(manifest, key).encode()):
+        raise Unauthentic(name)
+
+
+def _mac(manifest: Manifest, key: bytes) -> str:
+    covered = lineage.canonical(_ADAPTER.dump_python(replace(manifest, digest="", mac=""), mode="json")).encode()
+    return hmac.new(key, b"ft_hsdp checkpoint\0" + covered, hashlib.sha256).hexdigest()
 
 
 def decode(data: bytes) -> Manifest:
@@ -96,6 +143,10 @@ def decode(data: bytes) -> Manifest:
         raise Unusable(f"{MANIFEST} has format {manifest.format}, this version reads {FORMAT}")
     if METADATA not in manifest.files or not all(_FILE.fullmatch(name) for name in manifest.files):
         raise Unusable(f"{MANIFEST} names files that no checkpoint has")
+    if not all(
+        piece.tensor in range(len(manifest.tensors)) and piece.file in manifest.files for piece in manifest.pieces
+    ):
+        raise Unusable(f"{MANIFEST} names pieces of what it does not have")
     return manifest
 
 

@@ -1,24 +1,38 @@
 """DCP: tensors of a state in and out of torch.distributed.checkpoint's files.
 
-Its collectives inside the replica and its ``.metadata`` are pickles; the latter is read only after its hash fitted
-the manifest's. A checkpoint of one number of ranks loads on any other.
+The ranks agree on the plan in JSON, and the manifest says where every piece lies. DCP's own collectives, which are
+pickles, are not used, and its ``.metadata``, one too, is written for torch's tools and never read here. A
+checkpoint of one number of ranks loads on any other.
 """
 
 from __future__ import annotations
 
 import errno
-import warnings
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as checkpoint
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_save_plan,
+)
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from ft_hsdp.state.contents import Stored
+from ft_hsdp.state.contents import Manifest, Piece, Stored
 from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.ranks import Ranks
 
@@ -79,8 +93,12 @@ class _Writer(checkpoint.FileSystemWriter):
             raise OSError(cause.errno or errno.EIO, cause.strerror or str(cause)) from error
 
 
-def save(path: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
+def save(
+    path: Path, tensors: Mapping[str, torch.Tensor], about: tuple[Stored, ...], ranks: Ranks
+) -> tuple[Piece, ...]:
     """Write this rank's tensors into the folder ``path`` and fsync them. A collective of the replica's ranks.
+
+    Returns where the pieces of ``about``, the tensors of the whole state, lie now; alike on all ranks.
 
     Raises:
         Failed: on some rank; all hear of it.
@@ -88,31 +106,99 @@ def save(path: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
     """
     # Copying ahead would use a CUDA stream, on whatever device is current in this thread.
     writer = _Writer(path, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
-    try:
-        checkpoint.save(dict(tensors), storage_writer=writer, process_group=ranks.group)
-    except CheckpointException as failed:
-        raise Failed(_told(failed)) from failed
+    planner, first = DefaultSavePlanner(flatten_state_dict=False), ranks.rank == 0
+    items: dict[str, WriteItem] = {}
+
+    def plan() -> list[str]:
+        planner.set_up_planner(dict(tensors), None, first)
+        for item in create_default_local_save_plan(dict(tensors), first).items:
+            assert item.tensor_data is not None
+            if item.tensor_data.chunk.sizes.numel():
+                items[json.dumps([item.index.fqn, *item.tensor_data.chunk.offsets])] = item
+        return list(items)
+
+    owner: dict[str, int] = {}
+    for rank, names in enumerate(_each(ranks, plan)):
+        for name in names:
+            owner.setdefault(name, rank)  # of what several hold, the first one writes
+    numbers = {key(tensor.kind, tensor.name): number for number, tensor in enumerate(about)}
+
+    def write() -> list[list[Any]]:
+        mine = SavePlan([item for name, item in items.items() if owner[name] == ranks.rank])
+        writer.set_up_storage_writer(first)
+        mine = writer.prepare_global_plan([*(SavePlan([]) for _ in range(ranks.rank)), mine])[ranks.rank]
+        written = []
+        for result in writer.write_data(mine, planner).wait():
+            index, at = result.index, result.storage_data
+            sizes = items[json.dumps([index.fqn, *index.offset])].tensor_data.chunk.sizes  # type: ignore[union-attr]
+            place = (at.relative_path, at.offset, at.length)
+            written.append([numbers[index.fqn], list(index.offset), list(sizes), *place])
+        return written
+
+    told = [each for rank in _each(ranks, write) for each in rank]
+    pieces = tuple(sorted((Piece(n, tuple(o), tuple(s), *at) for n, o, s, *at in told), key=_order))
+
+    def finish() -> list[str]:
+        if first:
+            metadata = _metadata(about, pieces, {*numbers})
+            where: dict[MetadataIndex, _StorageInfo] = metadata.storage_data
+            writer.finish(metadata, [[WriteResult(index, at.length, at) for index, at in where.items()]])
+        return []
+
+    _each(ranks, finish)
+    return pieces
 
 
-def load(path: Path, tensors: Mapping[str, torch.Tensor], ranks: Ranks | None) -> None:
-    """Fill live tensors in place from a verified checkpoint; a collective of ``ranks``, None: of nobody else.
+def load(path: Path, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
+    """Fill live tensors in place from a checkpoint whose ``manifest`` was authenticated and files verified.
 
     Raises:
-        Failed: on some rank; all hear of it.
-        RuntimeError: the ranks lost each other.
+        Failed: a file cannot be read, or does not hold what the manifest says.
     """
     state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
-    reader = checkpoint.FileSystemReader(path)
+    reader, planner = checkpoint.FileSystemReader(path), DefaultLoadPlanner(flatten_state_dict=False)
     try:
-        if ranks is not None:
-            checkpoint.load(state, storage_reader=reader, process_group=ranks.group)
-            return
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            checkpoint.load(state, storage_reader=reader, no_dist=True)
-    except CheckpointException as failed:
-        raise Failed(_told(failed)) from failed
+        metadata = _metadata(manifest.tensors, manifest.pieces, {*state})
+        planner.set_up_planner(state, metadata, True)
+        reader.set_up_storage_reader(metadata, True)
+        reader.read_data(planner.create_local_plan(), planner).wait()
+    except Exception as error:  # of whatever kind: torch's reader and planner have many
+        raise Failed(str(error) or type(error).__name__) from error
 
 
-def _told(failed: CheckpointException) -> str:
-    return "; ".join(f"rank {rank}: {error}" for rank, (error, _) in sorted(failed.failures.items()))
+def _order(piece: Piece) -> tuple[int, tuple[int, ...]]:
+    return piece.tensor, piece.offsets
+
+
+def _metadata(tensors: Sequence[Stored], pieces: Sequence[Piece], names: set[str]) -> Metadata:
+    """What DCP has to know of the tensors in ``names``; there are tensors in it and nothing else."""
+    found: dict[str, Any] = {}
+    where: dict[MetadataIndex, _StorageInfo] = {}
+    called = [key(tensor.kind, tensor.name) for tensor in tensors]
+    for name, tensor in zip(called, tensors, strict=True):
+        if name in names:
+            properties = TensorProperties(dtype=getattr(torch, tensor.dtype))
+            found[name] = TensorStorageMetadata(properties, torch.Size(tensor.shape), [])
+    for piece in pieces:
+        if (name := called[piece.tensor]) in names:
+            chunks, offsets = found[name].chunks, torch.Size(piece.offsets)
+            where[MetadataIndex(name, offsets, len(chunks))] = _StorageInfo(piece.file, piece.start, piece.nbytes)
+            chunks.append(ChunkStorageMetadata(offsets, torch.Size(piece.sizes)))
+    return Metadata(found, storage_data=where)
+
+
+def _each(ranks: Ranks, work: Callable[[], list[Any]]) -> list[list[Any]]:
+    """What ``work`` gives on each rank, on all of them.
+
+    Raises:
+        Failed: it failed on one.
+    """
+    try:
+        mine = json.dumps({"done": work()})
+    except Exception as error:  # the other ranks have to hear of it
+        mine = json.dumps({"error": str(error) or type(error).__name__})
+    told = [json.loads(each) for each in ranks.gather(mine.encode())]
+    errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(told) if "error" in each]
+    if errors:
+        raise Failed("; ".join(errors))
+    return [each["done"] for each in told]

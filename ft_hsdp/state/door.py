@@ -9,26 +9,22 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-import secrets
 import socket
 
-from ft_hsdp import protocol
-from ft_hsdp.errors import ProtocolViolation, Retryable
+from ft_hsdp import handshake
+from ft_hsdp.errors import LocalResourceError, ProtocolViolation, Retryable
+from ft_hsdp.handshake import Admitted, Gate, Purpose
 from ft_hsdp.state import messages
 from ft_hsdp.state.holdings import Holdings, Owner
-from ft_hsdp.state.messages import Challenge, Hello, Welcome
+from ft_hsdp.state.messages import Hello, Welcome
 from ft_hsdp.state.session import Line, Session
 
-HELLO_TIMEOUT_S = 5.0
 MAX_HELLO = 1024
-MAX_PENDING = 64  # connections that have not proved the token yet
-BACKLOG = 128
-BREATH_S = 0.1  # until the next try, where the process has no descriptor left
 
 _log = logging.getLogger(__name__)
 
 
-def listen(token: str, replica: int) -> socket.socket:
+def listen(token: str, replica: int, generation: int = 0) -> socket.socket:
     """A socket at the agent's name; the name is free again as soon as its owner is gone.
 
     Raises:
@@ -36,9 +32,8 @@ def listen(token: str, replica: int) -> socket.socket:
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        sock.bind(messages.agent_name(token, replica))
-        sock.listen(BACKLOG)
-        sock.setblocking(False)
+        sock.bind(messages.agent_name(token, replica, generation))
+        sock.listen(handshake.BACKLOG)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
@@ -55,33 +50,29 @@ class Door:
         self._token = token
         self._holdings = holdings
         self._address = address
-        self._pending = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._ranks: dict[int, asyncio.Task[None]] = {}
         self._changed = asyncio.Event()
 
     async def serve(self) -> None:
         """Let ranks in until cancelled."""
-        loop = asyncio.get_running_loop()
+        gate = Gate(self._token, (Purpose.AGENT,), self._admitted, self._failed)
+        gate.watch(self._sock)
         try:
-            while True:
-                try:
-                    sock, _ = await loop.sock_accept(self._sock)
-                except OSError as error:
-                    _log.warning("cannot let anybody in: %s", error.strerror)
-                    await asyncio.sleep(BREATH_S)
-                    continue
-                if self._pending >= MAX_PENDING:
-                    sock.close()
-                    continue
-                self._pending += 1
-                task = loop.create_task(self._connection(sock))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+            await asyncio.get_running_loop().create_future()
         finally:
+            gate.close()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _failed(self, error: LocalResourceError) -> None:
+        _log.warning("cannot let anybody in: %s", error)
+
+    def _admitted(self, proved: Admitted, sock: socket.socket) -> None:
+        task = asyncio.get_running_loop().create_task(self._connection(sock))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def deserted(self, seconds: float) -> None:
         """Return once no rank was connected for ``seconds``."""
@@ -97,26 +88,15 @@ class Door:
         with sock:
             try:
                 line = Line(sock)
-                try:
-                    challenge, hello = await self._hello(line)
-                finally:
-                    self._pending -= 1
-                await self._rank(line, challenge, hello)
+                async with asyncio.timeout(handshake.hello_s()):
+                    hello: Hello = messages.decode(await line.read(MAX_HELLO), Hello)
+                await self._rank(line, hello)
             except ProtocolViolation as error:
                 _log.warning("hung up: %s", error)
             except OSError as error:
                 _log.debug("gone: %s", error)
 
-    async def _hello(self, line: Line) -> tuple[str, Hello]:
-        challenge = secrets.token_hex(16)
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
-            await line.send(messages.frame(Challenge(challenge)))
-            hello: Hello = messages.decode(await line.read(MAX_HELLO), Hello)
-        if not protocol.genuine(self._token, hello.mac, *messages.rank_claims(challenge, hello)):
-            raise ProtocolViolation("a stranger does not know the token")
-        return challenge, hello
-
-    async def _rank(self, line: Line, challenge: str, hello: Hello) -> None:
+    async def _rank(self, line: Line, hello: Hello) -> None:
         rank = hello.rank
         while (older := self._ranks.get(rank)) is not None:
             _log.info("rank %d: a newer connection supersedes the older", rank)
@@ -129,8 +109,7 @@ class Door:
         dead = False
         try:
             self._holdings.admit(Owner(rank, hello.ranks, hello.nbytes))
-            mac = protocol.mac(self._token, *messages.agent_claims(challenge, hello.nonce, self._address))
-            await line.send(messages.frame(Welcome(self._address, mac)))
+            await line.send(messages.frame(Welcome(self._address)))
             await Session(line, rank, self._holdings).run()
         except OSError:
             dead = True

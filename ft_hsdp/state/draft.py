@@ -50,8 +50,8 @@ class Draft:
             mine.append(self.path / METADATA)
         return {path.name: asdict(contents.describe(path)) for path in mine}
 
-    def publish(self, manifest: Manifest, keep: int) -> dict[str, Any]:
-        """Write the manifest, make everything durable, give the folder its name, let older checkpoints go.
+    def publish(self, manifest: Manifest, keep: int, key: bytes) -> dict[str, Any]:
+        """Sign and write the manifest, make everything durable, name the folder, let older checkpoints go.
 
         Raises:
             OSError: the disk refused, or the files of another rank are not here.
@@ -63,7 +63,7 @@ class Draft:
                 raise OSError(f"{name} is not in {self.path} as it was written: ranks of a replica share it")
         if not os.path.samestat(os.fstat(self._manifest.fileno()), (self.path / MANIFEST).stat()):
             raise OSError(f"{self.path} is another folder than the one that was begun")
-        data = contents.encode(manifest)
+        data = contents.encode(contents.signed(manifest, key))
         contents.decode(data)  # what cannot be read back must not be published
         self._manifest.write(data)
         self._manifest.flush()

@@ -22,7 +22,7 @@ from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state import catalogue, contents, dcp
-from ft_hsdp.state.contents import File, Manifest
+from ft_hsdp.state.contents import File, Manifest, Piece
 from ft_hsdp.state.draft import Draft
 from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.ranks import Ranks
@@ -97,7 +97,7 @@ class Checkpointer:
     """Writes one checkpoint at a time on a thread of its own; training never waits for it.
 
     All ranks of the replica make one, and call ``write`` for the same states in the same order. At most two
-    snapshots are held: the one that is being written, and the newest that waits.
+    snapshots are held: the one that is being written, and the newest that waits. Rank 0 signs with ``key``.
 
     Raises:
         ConfigError: the folder cannot be made or read.
@@ -107,6 +107,7 @@ class Checkpointer:
         self,
         folder: Path,
         keep: int,
+        key: bytes,
         about: About,
         layout: Layout,
         params: Mapping[str, torch.Tensor],
@@ -115,6 +116,7 @@ class Checkpointer:
     ) -> None:
         self._folder = folder
         self._keep = keep
+        self._key = key
         self._about = about
         self._layout = layout
         self._live = [*params.values(), *optim.values()]
@@ -137,8 +139,10 @@ class Checkpointer:
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
-    def write(self, buffer: torch.Tensor, header: Header) -> Future[Outcome]:
+    def write(self, buffer: torch.Tensor | None, header: Header) -> Future[Outcome]:
         """Have a packed snapshot (uint8 [layout.nbytes], not to be changed until the outcome) published.
+
+        None: this rank had no memory for the snapshot. That checkpoint fails, on all ranks.
 
         Returns at once. The future never raises: it has an ``Outcome``. What is called when it is done must not
         block. A state has to be above the one before it.
@@ -228,10 +232,11 @@ class Checkpointer:
         if self._lost:
             raise RuntimeError(self._lost)
         began, header, ranks, buffer = time.monotonic(), request.header, self._ranks, request.buffer
-        assert buffer is not None
         draft = Draft(self._folder, contents.name_of(header.state, self._about.incarnation))
 
         def begin() -> dict[str, Any]:
+            if buffer is None:
+                raise MemoryError("no memory for a copy of the state")
             if ranks.rank == 0:
                 draft.begin()
             return asdict(header.state)
@@ -240,13 +245,15 @@ class Checkpointer:
             begun = self._all(begin)
             if any(each != begun[0] for each in begun):
                 raise dcp.Failed(f"the ranks were given different states: {begun}")
-            dcp.save(draft.path, dcp.views(self._layout, self._live, buffer, ranks), ranks)
+            assert buffer is not None
+            views = dcp.views(self._layout, self._live, buffer, ranks)
+            pieces = dcp.save(draft.path, views, dcp.stored(self._layout), ranks)
             files = {
                 n: File(**f) for each in self._all(lambda: draft.written_by(ranks.rank)) for n, f in each.items()
             }
             failpoints.reach("checkpoint-write", header.state.step)
-            manifest = self._manifest(header, files)
-            published = self._first(lambda: draft.publish(manifest, self._keep))
+            manifest = self._manifest(header, files, pieces)
+            published = self._first(lambda: draft.publish(manifest, self._keep, self._key))
         except dcp.Failed as failed:
             return CheckpointFailed(header.state, _said(failed))
         finally:
@@ -255,7 +262,7 @@ class Checkpointer:
         nbytes = sum(file.nbytes for file in files.values())
         return Published(header.state, draft.final, nbytes, time.monotonic() - began, removed, trouble)
 
-    def _manifest(self, header: Header, files: dict[str, File]) -> Manifest:
+    def _manifest(self, header: Header, files: dict[str, File], pieces: tuple[Piece, ...]) -> Manifest:
         return Manifest(
             contents.FORMAT,
             header.state,
@@ -268,6 +275,7 @@ class Checkpointer:
             header.hyper,
             dcp.stored(self._layout),
             files,
+            pieces,
         )
 
     def _all(self, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ft_hsdp import failpoints
+from ft_hsdp import failpoints, faults
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state import wire
@@ -114,6 +114,7 @@ class _Job:
         self._donors = {d.replica: d for d in donors}
         self._lines = {d.replica: Line(d.address, token) for d in donors}
         self._failures: dict[int, str] = {}
+        self._shut: set[int] = set()  # donors that hang up on every call
         self._due = dict.fromkeys(self._donors, math.inf)  # its size never changes, so it needs no lock
         self._tally = Tally(self._donors)
         self._manifests: dict[str, Manifest] = {}
@@ -157,7 +158,7 @@ class _Job:
                 if now - began > deadline_s:
                     if len(self._manifests) > 1:
                         raise DataCorruption(self._tally.disagreement())
-                    raise NotFetched(self._why() or f"no donor had it within {deadline_s:g} s")
+                    raise NotFetched(self._why() or self._late(deadline_s))
                 for donor, due in self._due.items():
                     if now > due:
                         self._fail(donor, f"no chunk within {CHUNK_S:g} s")
@@ -167,6 +168,11 @@ class _Job:
 
     def _why(self) -> str:
         return "; ".join(f"replica {donor}: {why}" for donor, why in self._failures.items())
+
+    def _late(self, deadline_s: float) -> str:
+        shut = ", ".join(str(donor) for donor in self._shut)
+        why = f": replica {shut} lets nobody in who calls from here with this token" if shut else ""
+        return f"no donor had it within {deadline_s:g} s{why}"
 
     def _decide(self, *, patient: bool) -> bool:
         """Whether the donors agree on what is fetched; the first time that they agree, begin."""
@@ -213,18 +219,19 @@ class _Job:
         """Ask until it has the state; False: it is over."""
         request = self._request
         while True:
+            faults.hold(donor, lambda: self._over)
             try:
                 answer = line.ask(path(request.state, request.rank, "manifest"))
+                self._shut.discard(donor)
             except Unanswered:
                 answer = None
+                self._shut.add(donor)
             if answer is not None and answer.status == 200:
                 break
-            if answer is not None and answer.status not in (404, 503):
+            if answer is not None and answer.status != 404:
                 raise DataCorruption(f"answered {answer.status}")
             if answer is not None:
                 line.read(answer.length, MAX_REGRET)
-                if answer.headers.get("connection") == "close":
-                    line.close()
             with self._change:
                 self._tally.absent(donor)
                 self._change.notify_all()
@@ -261,6 +268,7 @@ class _Job:
         begin, end = run.start * wire.CHUNK_BYTES, min(run.stop * wire.CHUNK_BYTES, len(self._memory))
         try:
             self._due[donor] = time.monotonic() + CHUNK_S
+            faults.hold(donor, lambda: self._over)
             answer = line.ask(path(self._request.state, self._request.rank, "data"), (begin, end))
             said = (answer.status, answer.headers.get("content-range"), answer.headers.get("etag"), answer.length)
             if said != (206, f"bytes {begin}-{end - 1}/{len(self._memory)}", f'"{self._digest}"', end - begin):

@@ -1,8 +1,9 @@
 """Holdings: the snapshots of all ranks of a replica on this host, in memory that the agent owns. Thread-safe.
 
-Ranks write and recall them through the door, other replicas read them through the server: it is a Shelf. Checksums
-are computed when a state is pinned or first asked for, on a thread of their own; a rank's staging never waits for
-a reader or for a checksum.
+Ranks write and recall them through the door, other replicas read them through the server: it is a Shelf. A copy
+comes with checksums that the trainer made from its live tensors. They are compared before it is used: when a state
+is pinned or first asked for, on a thread of their own, and when its rank takes it back. A copy that differs is
+dropped. A rank's staging never waits for a reader or for a checksum.
 """
 
 from __future__ import annotations
@@ -17,11 +18,13 @@ from dataclasses import dataclass, field
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state import segment, wire
+from ft_hsdp.state.messages import Damage
 from ft_hsdp.state.segment import Bytes
 from ft_hsdp.state.shelf import Served
 from ft_hsdp.state.slots import Held, Slots
 
 READY = 2  # slots that a rank has before its first staging
+MAX_DAMAGED = 8  # damaged copies that a rank that does not listen is told of
 
 _log = logging.getLogger(__name__)
 
@@ -44,6 +47,7 @@ class _Rank:
     fds: dict[int, int] = field(default_factory=dict)
     headers: dict[int, bytes] = field(default_factory=dict)
     sealed: dict[int, Future[tuple[bytes, str]]] = field(default_factory=dict)
+    damaged: list[Damage] = field(default_factory=list)
     taken: int | None = None
 
 
@@ -135,6 +139,8 @@ class Holdings:
             mine.slots.pin(state, time.monotonic() + seconds)
             number = mine.slots.find(state)
             if number is not None:
+                if number in mine.sealed and mine.sealed[number].done():
+                    del mine.sealed[number]  # that was for members that have fetched since: compare it once more
                 self._sealing(mine, number, state)
 
     def unpin(self, rank: int) -> None:
@@ -150,7 +156,10 @@ class Holdings:
             return self._ranks[rank].slots.held()
 
     def take(self, rank: int, state: StateId) -> tuple[int, bytes] | None:
-        """(descriptor, header) of a complete snapshot for its own rank, which has one at a time."""
+        """(descriptor, header) of a complete snapshot for its own rank, which has one at a time.
+
+        None: it is not here, or it is damaged. Takes as long as its checksums take.
+        """
         with self._lock:
             mine = self._ranks[rank]
             self._end_take(mine)
@@ -158,8 +167,24 @@ class Holdings:
             if number is None:
                 return None
             mine.slots.borrow(number)
+            owner, fd, header = mine.owner, mine.fds[number], mine.headers[number]
+        try:
+            _check(header, segment.attach(fd, owner.nbytes, writable=False), state, owner)
+        except (DataCorruption, OSError, ValueError) as error:
+            with self._lock:
+                self._damage(mine, number, state, error)
+                self._put_back(mine, number)
+            return None
+        with self._lock:
             mine.taken = number
-            return mine.fds[number], mine.headers[number]
+        return fd, header
+
+    def damaged(self, rank: int) -> tuple[Damage, ...]:
+        """The copies of a rank that were found damaged since it was last told."""
+        with self._lock:
+            mine = self._ranks[rank]
+            found, mine.damaged = tuple(mine.damaged), []
+            return found
 
     def forget(self, rank: int) -> None:
         """Drop all that a rank has."""
@@ -178,7 +203,7 @@ class Holdings:
             self._sweep(mine)
 
     def borrow(self, state: StateId, rank: int) -> Served | None:
-        """See Shelf. None as well for a snapshot whose header does not fit it: that is logged."""
+        """See Shelf. None as well for a snapshot that is damaged, which is dropped: that is logged."""
         with self._lock:
             mine = self._ranks.get(rank)
             number = None if mine is None else mine.slots.find(state)
@@ -227,13 +252,22 @@ class Holdings:
         self, mine: _Rank, number: int, state: StateId, owner: Owner, fd: int, header: bytes
     ) -> tuple[bytes, str]:
         try:
-            return _seal(header, segment.attach(fd, owner.nbytes, writable=False), state, owner)
+            _check(header, segment.attach(fd, owner.nbytes, writable=False), state, owner)
+            return header, wire.digest(header)
         except Exception as error:
-            _log.error("rank %d: state %s cannot be served: %s", owner.rank, state, error)
+            with self._lock:
+                self._damage(mine, number, state, error)
             raise
         finally:
             with self._lock:
                 self._put_back(mine, number)
+
+    def _damage(self, mine: _Rank, number: int, state: StateId, error: Exception) -> None:
+        """A copy cannot be used: nobody gets it any more, and its memory is not used again."""
+        _log.error("rank %d: the copy of state %s is dropped: %s", mine.owner.rank, state, error)
+        if number in mine.slots.numbers and mine.slots.find(state) == number:
+            mine.slots.drop(number)
+            mine.damaged = [*mine.damaged, Damage(state, str(error))][-MAX_DAMAGED:]
 
     def _sweep(self, mine: _Rank) -> None:
         """Free what has no slot any more."""
@@ -243,15 +277,18 @@ class Holdings:
             mine.sealed.pop(number, None)
 
 
-def _seal(header: bytes, data: Bytes, state: StateId, owner: Owner) -> tuple[bytes, str]:
-    """(manifest, digest) of a snapshot.
+def _check(header: bytes, data: Bytes, state: StateId, owner: Owner) -> None:
+    """Compare a snapshot with its header.
 
     Raises:
         DataCorruption: the header is not valid, or is not of that snapshot.
     """
-    manifest = wire.decode_header(header)
+    manifest = wire.decode(header)
     claims = (manifest.state, manifest.rank, manifest.ranks, manifest.nbytes)
     if claims != (state, owner.rank, owner.ranks, owner.nbytes):
         raise DataCorruption(f"its header is of {claims}")
-    encoded = wire.encode(wire.seal(manifest, data.data))
-    return encoded, wire.digest(encoded)
+    wrong = wire.damaged(manifest, data.data)
+    if wrong:
+        raise DataCorruption(
+            f"chunk {wrong[0]} ({len(wrong)} of {len(manifest.checksums)}) changed since it was written"
+        )

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from ft_hsdp.state import wire
 from ft_hsdp.state.wire import Tensor
 
 ALIGN = 64
+PIECE = 256 << 10  # bytes that are copied and summed up at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,15 +63,38 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
-def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-    """Copy local shards, from whatever device, into ``buffer`` uint8 [layout.nbytes]; padding becomes zero."""
+def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) -> tuple[str, ...]:
+    """Copy local shards, from whatever device, into ``buffer`` uint8 [layout.nbytes]; padding becomes zero.
+
+    Returns:
+        The checksum of each chunk (see wire.Manifest). Of tensors in host memory they are of what the tensors
+        held, not of what came to be in the buffer: a byte that is damaged on its way or in the buffer shows.
+    """
+    packed: Any = buffer.numpy()
+    sums = wire.Sums()
     end = 0
     for place, source in zip(layout.tensors, sources, strict=True):
-        buffer[end : place.offset].zero_()
+        _copy(np.zeros(place.offset - end, dtype=np.uint8), packed[end : place.offset], sums)
         end = place.offset + place.nbytes
-        if place.nbytes:
-            buffer[place.offset : end].copy_(as_bytes(local(source)))
-    buffer[end:].zero_()
+        if not place.nbytes:
+            continue
+        into, held = packed[place.offset : end], as_bytes(local(source))
+        if held.device.type != "cpu":
+            buffer[place.offset : end].copy_(held)
+            held = buffer[place.offset : end]
+        _copy(held.numpy(), into, sums)
+    _copy(np.zeros(layout.nbytes - end, dtype=np.uint8), packed[end:], sums)
+    return sums.end()
+
+
+def _copy(source: Any, target: Any, sums: wire.Sums) -> None:
+    """Copy and sum up, a piece at a time, so that it is in the CPU's cache for the second."""
+    begin = 0
+    while begin < len(source):
+        piece = source[begin : begin + min(sums.room, PIECE)]
+        np.copyto(target[begin : begin + len(piece)], piece)
+        sums.add(piece.data)
+        begin += len(piece)
 
 
 def unpack(layout: Layout, buffer: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:

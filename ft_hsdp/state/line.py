@@ -13,8 +13,10 @@ import struct
 import threading
 from dataclasses import dataclass
 
+from ft_hsdp import address, handshake, sealed
 from ft_hsdp.core.lineage import StateId
-from ft_hsdp.errors import DataCorruption
+from ft_hsdp.errors import DataCorruption, ProtocolViolation
+from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.server import tune
 
 MAX_HEAD = 16 << 10
@@ -57,7 +59,7 @@ class Line:
             DataCorruption: the answer is no HTTP.
         """
         sock = self._sock or self._connect()
-        lines = [f"GET {path} HTTP/1.1", f"Host: {self._address}", f"Authorization: Bearer {self._token}"]
+        lines = [f"GET {path} HTTP/1.1", f"Host: {self._address}"]
         if span is not None:
             lines.append(f"Range: bytes={span[0]}-{span[1] - 1}")
         try:
@@ -116,19 +118,30 @@ class Line:
             self._early = b""
 
     def _connect(self) -> socket.socket:
-        host, _, port = self._address.rpartition(":")
-        family, kind, _, _, where = socket.getaddrinfo(host, int(port), type=socket.SOCK_STREAM)[0]
+        host, port = address.split(self._address)
         with self._lock:
             if self._over:
                 raise ConnectionError("hung up")
-            sock = self._sock = socket.socket(family, kind)
+            sock = self._sock = socket.socket(address.family(host), socket.SOCK_STREAM)
         self._answered = False
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, CONNECT_TIMEOUT)
-        sock.connect(where)
+        sock.connect((host, port))
         with self._lock:
             if self._over:  # while it was not yet a connection that could be shut down
                 raise ConnectionError("hung up")
         tune(sock)
+        try:
+            session = handshake.call_blocking(sock, self._token, Purpose.STATE)
+        except handshake.HungUp as error:
+            self.close()
+            raise Unanswered(str(error)) from None
+        except ProtocolViolation as error:
+            raise DataCorruption(str(error)) from None
+        with self._lock:
+            if self._over:
+                raise ConnectionError("hung up")
+            sock = self._sock = sealed.sealable(sock, session, listening=False)
+        sealed.agree([sock])
         return sock
 
     def _head(self, sock: socket.socket) -> Answer:

@@ -1,7 +1,8 @@
 """Messages: what a rank and the state agent of its host say to each other, on a Unix socket.
 
-A frame is a length and JSON. An order gets one answer. The header of a snapshot (bytes that the agent keeps with
-it) is a frame of its own behind Staged and Taken; a slot's descriptor comes with the first byte of the answer.
+Both have proved the job's token before (`handshake`). A frame is a length and JSON. An order gets one answer. The
+header of a snapshot (bytes that the agent keeps with it) is a frame of its own behind Staged and Taken; a slot's
+descriptor comes with the first byte of the answer.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from pydantic import Field, TypeAdapter, ValidationError
+from pydantic_core import SchemaValidator
 
-from ft_hsdp import protocol
+from ft_hsdp import bounded, protocol
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.state.slots import Held
@@ -23,34 +25,31 @@ MAX_MESSAGE = 1 << 16
 MAX_HEADER = 16 << 20
 MAX_RANKS = 1 << 20
 MAX_NBYTES = 1 << 50
-
-_Mac = Annotated[str, Field(max_length=64)]
-
-
-@dataclass(frozen=True, slots=True)
-class Challenge:
-    """The agent's first word: prove that you know the token, over this nonce."""
-
-    nonce: _Mac
+GENERATIONS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank of ``ranks`` and its proof; its snapshots have ``nbytes`` bytes."""
+    """A rank of ``ranks``; its snapshots have ``nbytes`` bytes."""
 
     rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)]
     ranks: Annotated[int, Field(gt=0, le=MAX_RANKS)]
     nbytes: Annotated[int, Field(ge=0, le=MAX_NBYTES)]
-    nonce: _Mac
-    mac: _Mac
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The agent's proof; ``address`` ("host:port") is where it serves snapshots over HTTP."""
+    """The rank is let in; ``address`` ("host:port") is where the agent serves snapshots over HTTP."""
 
     address: Annotated[str, Field(max_length=300)]
-    mac: _Mac
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A copy of ``state`` whose bytes are not those that were written; it is dropped. ``reason``: what differs."""
+
+    state: StateId
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,9 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """That state is not complete here."""
+    """That state is not complete here; ``damaged``: see Done."""
+
+    damaged: tuple[Damage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +140,9 @@ class Forget:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """It is so."""
+    """It is so. ``damaged``: this rank's copies that were found damaged, and dropped, since the last answer."""
+
+    damaged: tuple[Damage, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,14 +155,18 @@ class Refused:
 ORDERS = (Stage, Staged, Settle, Pin, Unpin, Recall, Take, Forget)
 
 _TYPES = {
-    cls.__name__: cls
-    for cls in (*ORDERS, Challenge, Hello, Welcome, Slot, Busy, Recalled, Taken, Absent, Done, Refused)
+    cls.__name__: cls for cls in (*ORDERS, Hello, Welcome, Slot, Busy, Recalled, Taken, Absent, Done, Refused)
 }
 
 
 @functools.cache
 def _adapter(name: str) -> TypeAdapter[Any]:
     return TypeAdapter(_TYPES[name])
+
+
+@functools.cache
+def _checker(name: str) -> SchemaValidator:
+    return bounded.checker(_TYPES[name])
 
 
 def frame(message: object) -> bytes:
@@ -197,21 +204,16 @@ def decode(data: bytes, *expected: type) -> Any:
         name = document["type"]
         if name not in {e.__name__ for e in expected}:
             raise ProtocolViolation(f"message {str(name)[:40]!r} is not expected here")
-        return _adapter(name).validate_python(document["body"])
-    except (ValueError, KeyError, TypeError, RecursionError, ValidationError) as error:
-        raise ProtocolViolation(f"not a valid message: {str(error).splitlines()[0][:120]}") from error
+        return _checker(name).validate_python(document["body"])
+    except ValidationError as error:
+        raise ProtocolViolation(f"not a valid message: {bounded.complaint(error)}") from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ProtocolViolation(f"not a valid message: {str(error)[:120]}") from None
 
 
-def agent_name(token: str, replica: int) -> str:
-    """Where the agent of a replica on this host listens; only who knows the token can tell it before."""
-    return "\0ft_hsdp/state/" + protocol.mac(token, "state-agent-name", replica)[:32]
+def agent_name(token: str, replica: int, generation: int = 0) -> str:
+    """Where an agent of a replica on this host listens; only who knows the token can tell it before.
 
-
-def rank_claims(challenge: str, hello: Hello) -> tuple[object, ...]:
-    """What ``hello.mac`` is the MAC of."""
-    return ("state-rank", challenge, hello.nonce, hello.rank, hello.ranks, hello.nbytes)
-
-
-def agent_claims(challenge: str, nonce: str, address: str) -> tuple[object, ...]:
-    """What ``Welcome.mac`` is the MAC of."""
-    return ("state-agent", challenge, nonce, address)
+    ``generation``: below GENERATIONS; one that is above 0 stands in for an agent that neither answers nor dies.
+    """
+    return "\0ft_hsdp/state/" + protocol.mac(token, "state-agent-name", replica, generation)[:32]

@@ -10,6 +10,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 TIMEOUT_S = 600.0
 
@@ -28,6 +29,11 @@ class Ranks:
         self.rank = group.rank()
         self.size = group.size()
         self.mesh = DeviceMesh.from_group(group, "cpu")
+
+    def wait_for(self, timeout_s: float) -> None:
+        """Let a rank wait for another for ``timeout_s`` from now on."""
+        self.timeout_s = timeout_s
+        _set_pg_timeout(timedelta(seconds=timeout_s), self.group)
 
     def gather(self, mine: bytes) -> list[bytes]:
         """What each rank gave, in rank order, on all of them.

@@ -20,9 +20,11 @@ from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state import catalogue, contents, dcp
 from ft_hsdp.state.catalogue import KEY, Found, Skipped
-from ft_hsdp.state.contents import METADATA, Manifest, Stored, Unusable
+from ft_hsdp.state.contents import Manifest, Stored, Unauthentic
 from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.ranks import Ranks
+
+UNSIGNED = "a checkpoint that was signed with this job's checkpoint.key; or checkpoint.trust: true, for once"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +45,14 @@ def resume(
     params: Mapping[str, torch.Tensor],
     optim: Mapping[str, torch.Tensor],
     ranks: Ranks,
+    key: bytes | None,
 ) -> Resumed | None:
     """Fill the replica's live tensors from ``folder``; None if there is no checkpoint. A collective of its ranks.
 
+    ``key`` is what checkpoints have to be signed with; None: whoever wrote them is trusted.
+
     Raises:
-        ConfigError: checkpoints are there, but none is valid, or the newest is of another job.
+        ConfigError: checkpoints are there, but none is valid, or the newest is of another job or key.
         RuntimeError: the ranks lost each other.
     """
     began = time.monotonic()
@@ -55,7 +60,7 @@ def resume(
     live = {dcp.key("param", n): t for n, t in params.items()} | {dcp.key("optim", n): t for n, t in optim.items()}
     unread: dict[str, Skipped] = {}
     while True:
-        name, manifest, skipped = _choose(folder, unread, ranks)
+        name, manifest, skipped = _choose(folder, unread, ranks, key)
         if manifest is None:
             if not skipped:
                 return None
@@ -70,15 +75,17 @@ def resume(
 
 
 def _choose(
-    folder: Path, unread: Mapping[str, Skipped], ranks: Ranks
+    folder: Path, unread: Mapping[str, Skipped], ranks: Ranks, key: bytes | None
 ) -> tuple[str, Manifest | None, tuple[Skipped, ...]]:
     """Rank 0 verifies and all take what it chose: the folder's name, its manifest, and what was passed over."""
     answer: dict[str, Any] = {}
     if ranks.rank == 0:
         try:
-            found: Found = catalogue.newest(folder, but=unread)
+            found: Found = catalogue.newest(folder, key, but=unread)
         except ConfigError as error:
             answer = {"refused": [error.key, str(error.value), error.allowed]}
+        except Unauthentic as error:
+            answer = {"refused": [KEY, str(folder / str(error)), UNSIGNED]}
         else:
             skipped = [*unread.values(), *found.skipped]
             answer = {"skipped": [asdict(each) for each in skipped]}
@@ -110,15 +117,7 @@ def _read(path: Path, manifest: Manifest, live: Mapping[str, torch.Tensor], rank
     """Fill the live tensors; why that failed on some rank, alike on all of them, or nothing."""
     failure = ""
     try:
-        # It is a pickle: no rank opens it on the word of another.
-        catalogue.check_file(path / METADATA, manifest.files[METADATA])
-    except Unusable as error:
-        failure = f"rank {ranks.rank}: {error}"
-    failures = [each.decode() for each in ranks.gather(failure.encode()) if each]
-    if failures:
-        return "; ".join(failures)
-    try:
-        dcp.load(path, live, ranks)
+        dcp.load(path, live, manifest)
     except dcp.Failed as failed:
-        return " ".join(str(failed).split())
-    return ""
+        failure = f"rank {ranks.rank}: {' '.join(str(failed).split())}"
+    return "; ".join(each.decode() for each in ranks.gather(failure.encode()) if each)

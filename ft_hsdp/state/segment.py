@@ -5,6 +5,7 @@ GEMINI §5.1 keeps checkpoints in the memory of the host; here a trainer's death
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import mmap
 import os
@@ -15,6 +16,7 @@ import numpy.typing as npt
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 """A segment that shrinks is a SIGBUS for whoever reads it."""
 
+_libc = ctypes.CDLL(None, use_errno=True)
 _ZEROS = memoryview(bytes(4 << 20))
 
 Bytes = npt.NDArray[np.uint8]
@@ -57,3 +59,19 @@ def attach(fd: int, nbytes: int, *, writable: bool) -> Bytes:
     access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
     memory = mmap.mmap(fd, max(1, nbytes), prot=access)
     return np.frombuffer(memory, dtype=np.uint8)[:nbytes]
+
+
+def protect(data: Bytes, *, writable: bool) -> None:
+    """Have the kernel refuse writes to a whole mapping that `attach` made writable, or allow them again.
+
+    Who writes there nevertheless gets a SIGSEGV: it ends, and the bytes stay as they are.
+
+    Raises:
+        OSError: the kernel does not do it.
+    """
+    if not len(data):
+        return
+    access = mmap.PROT_READ | mmap.PROT_WRITE if writable else mmap.PROT_READ
+    length = -(-len(data) // mmap.PAGESIZE) * mmap.PAGESIZE
+    if _libc.mprotect(ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(length), access) != 0:
+        raise OSError(ctypes.get_errno(), "mprotect")

@@ -3,15 +3,18 @@
     GET /v1/state/EPOCH/STEP/LINEAGE/RANK/manifest   wire.encode of the manifest
     GET /v1/state/EPOCH/STEP/LINEAGE/RANK/data       the packed bytes, or one range of them (bytes=A-B, bytes=A-)
 
-with the job's bearer token. 401: wrong token. 404: not here (yet). 416: another kind of range, or one that is not
-inside. ETag is the manifest's digest. 503: all places are taken, ask again. A reader that is slow, silent or
-malicious loses its place and costs a training step nothing: bytes go from the segment to the socket by sendfile.
+on connections whose both ends have proved the job's token (`handshake`): strangers get no word of HTTP, no thread
+and no place. 404: not here (yet). 416: another kind of range, or one that is not inside. ETag is the manifest's
+digest. Who gets no place is hung up on and asks again. A reader that is slow, silent or malicious loses its place
+and costs a training step nothing: bytes go from the segment to the socket by sendfile.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
-import hmac
+import logging
+import mmap
 import os
 import re
 import socket
@@ -19,10 +22,11 @@ import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from http.server import BaseHTTPRequestHandler
 
+from ft_hsdp import address, handshake, sealed
 from ft_hsdp.core.lineage import StateId
+from ft_hsdp.handshake import Gate, Purpose
 from ft_hsdp.state.shelf import Served, Shelf
 
 PATH = re.compile(r"/v1/state/(\d{1,18})/(\d{1,18})/([0-9a-f]{32})/(\d{1,9})/(manifest|data)")
@@ -33,10 +37,10 @@ IDLE_S = 10.0  # for a whole request to come
 WINDOW_S = 10.0  # in which a reader takes at least
 WINDOW_BYTES = 10 << 20
 TICK_S = 0.25  # of the watchman
-CLOSE_TICK_S = 0.1
 SLICE = 1 << 20  # bytes of one sendfile: how closely a reader's progress is known
 CLOSE_S = 5.0
-_BUSY = b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
@@ -71,7 +75,7 @@ class _Reader:
 class _Handler(BaseHTTPRequestHandler):
     """The thread of one reader."""
 
-    server: _Http
+    server: _Readers  # type: ignore[assignment]  # what a handler needs of one
     protocol_version = "HTTP/1.1"
     server_version = "ft_hsdp"
     sys_version = ""
@@ -80,16 +84,13 @@ class _Handler(BaseHTTPRequestHandler):
         """Blocking sockets, without timeouts: the watchman hangs up where it takes too long."""
         super().setup()
         tune(self.connection)
-        self.reader = self.server.readers[self.connection]
+        self.reader = self.server.places[self.connection]
 
     def do_GET(self) -> None:
         """Answer with a manifest or with packed bytes."""
         self.reader.now(taking=True)
-        given = self.headers.get("Authorization", "")
         match = PATH.fullmatch(self.path)
-        if not hmac.compare_digest(given.encode(), f"Bearer {self.server.token}".encode()):
-            self._head(401, 0)
-        elif match is None:
+        if match is None:
             self._head(404, 0)
         else:
             self._serve(StateId(int(match[1]), int(match[2]), match[3]), int(match[4]), match[5] == "data")
@@ -121,6 +122,8 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted is not None:
             about["Content_Range"] = f"bytes {begin}-{end - 1}/{total}"
         self._head(200 if wanted is None else 206, end - begin, **about)
+        if begin < end and isinstance(self.connection, sealed.Sealed):
+            return self._encrypted(served, begin, end)
         while begin < end:
             sent = os.sendfile(self.connection.fileno(), served.fd, begin, min(SLICE, end - begin))
             if sent == 0:
@@ -128,6 +131,14 @@ class _Handler(BaseHTTPRequestHandler):
             begin += sent
             self.reader.taken += sent
         return None
+
+    def _encrypted(self, served: Served, begin: int, end: int) -> None:
+        """The bytes have to pass through this process: from the segment's pages, which are not copied."""
+        with mmap.mmap(served.fd, served.nbytes, prot=mmap.PROT_READ) as pages, memoryview(pages) as segment:
+            for at in range(begin, end, SLICE):
+                with segment[at : min(at + SLICE, end)] as piece:
+                    self.connection.sendall(piece)
+                    self.reader.taken += len(piece)
 
     def _head(self, status: int, length: int, **headers: str) -> None:
         self.send_response_only(status)
@@ -140,94 +151,111 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing: fetches are events of the replica that fetches."""
 
 
-class _Http(ThreadingHTTPServer):
-    daemon_threads = True
-    block_on_close = False
-    request_queue_size = 128
+class _Readers:
+    """Those who have proved the token: a place and a thread for each."""
 
-    def __init__(self, host: str, port: int, shelf: Shelf, token: str) -> None:
-        super().__init__((host, port), _Handler)
+    def __init__(self, shelf: Shelf) -> None:
         self.shelf = shelf
-        self.token = token
-        self.readers: dict[socket.socket, _Reader] = {}
+        self.places: dict[socket.socket, _Reader] = {}
         self._peers: Counter[str] = Counter()
         self._change = threading.Condition()
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Start a reader's thread, unless all places are taken."""
-        with self._change:
-            full = len(self.readers) >= MAX_READERS or self._peers[client_address[0]] >= MAX_READERS_PER_PEER
-            if not full:
-                self.readers[request] = _Reader(request)
-                self._peers[client_address[0]] += 1
-        if full:
-            with contextlib.suppress(OSError):
-                request.send(_BUSY, socket.MSG_DONTWAIT)
-            self.shutdown_request(request)
-            return
-        super().process_request(request, client_address)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve one reader."""
+    def take(self, sock: socket.socket, session: bytes) -> None:
+        """Give a reader a place and a thread, unless there is none left."""
         try:
-            super().process_request_thread(request, client_address)
-        finally:
-            with self._change:
-                del self.readers[request]
-                self._peers -= Counter([client_address[0]])
-                self._change.notify_all()
+            peer = str(sock.getpeername()[0])
+        except OSError:  # gone already
+            sock.close()
+            return
+        sock = sealed.sealable(sock, session, listening=True)
+        with self._change:
+            full = len(self.places) >= MAX_READERS or self._peers[peer] >= MAX_READERS_PER_PEER
+            if not full:
+                self.places[sock] = _Reader(sock)
+                self._peers[peer] += 1
+        if full:
+            sock.close()
+            return
+        thread = threading.Thread(target=self._serve, args=(sock, peer), name="state-reader", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread is left for it
+            _log.warning("cannot serve one more reader: %s", error)
+            self._give_back(sock, peer)
 
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A reader went away or was hung up on: its own affair."""
+    def _serve(self, sock: socket.socket, peer: str) -> None:
+        try:
+            sock.setblocking(True)
+            sealed.agree([sock])
+            _Handler(sock, peer, self)  # type: ignore[arg-type]
+        except OSError:  # it went away or was hung up on: its own affair
+            pass
+        finally:
+            self._give_back(sock, peer)
+
+    def _give_back(self, sock: socket.socket, peer: str) -> None:
+        sock.close()
+        with self._change:
+            del self.places[sock]
+            self._peers -= Counter([peer])
+            self._change.notify_all()
 
     def watch(self) -> None:
         """Hang up on those who are too slow."""
         with self._change:
             now = time.monotonic()
-            for reader in self.readers.values():
+            for reader in self.places.values():
                 if reader.too_slow(now):
                     reader.hang_up()
 
     def leave(self) -> None:
         """Hang up on all, and wait until they have given back what they borrowed."""
         with self._change:
-            for reader in self.readers.values():
+            for reader in self.places.values():
                 reader.hang_up()
-            self._change.wait_for(lambda: not self.readers, CLOSE_S)
+            self._change.wait_for(lambda: not self.places, CLOSE_S)
 
 
 class StateServer:
     """Serves a shelf at ``host`` and ``port`` (0: a free one) until closed; ``address`` is "host:port"."""
 
     def __init__(self, host: str, port: int, shelf: Shelf, token: str) -> None:
-        self._http = _Http(host, port, shelf, token)
-        self.address = f"{host}:{self._http.server_address[1]}"
-        self._closed = threading.Event()
-        serve = self._http.serve_forever
-        self._threads = [
-            threading.Thread(target=serve, args=(CLOSE_TICK_S,), name="state-server", daemon=True),
-            threading.Thread(target=self._watch, name="state-watch", daemon=True),
-        ]
-        for thread in self._threads:
-            thread.start()
+        listener = address.bound(host, port)
+        listener.listen(handshake.BACKLOG)
+        self.address = address.join(host, listener.getsockname()[1])
+        self._readers = _Readers(shelf)
+        self._loop = asyncio.new_event_loop()
+        self._closed = asyncio.Event()
+        serving = self._serve(listener, token)
+        self._thread = threading.Thread(
+            target=self._loop.run_until_complete, args=(serving,), name="state-server", daemon=True
+        )
+        self._thread.start()
 
-    def _watch(self) -> None:
-        while not self._closed.wait(TICK_S):
-            self._http.watch()
+    async def _serve(self, listener: socket.socket, token: str) -> None:
+        """Let readers in, and watch them."""
+        gate = Gate(token, (Purpose.STATE,), lambda proved, sock: self._readers.take(sock, proved.session))
+        gate.watch(listener)
+        while not self._closed.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._closed.wait()
+            self._readers.watch()
+        gate.close()
 
     def close(self) -> None:
         """Stop serving; nothing is borrowed afterwards."""
-        self._closed.set()
-        self._http.shutdown()
-        self._http.server_close()
-        self._http.leave()
-        for thread in self._threads:
-            thread.join()
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._closed.set)
+        self._thread.join()
+        self._loop.close()
+        self._readers.leave()
 
 
 def tune(sock: socket.socket) -> None:
     """No delay, and on loopback no pacing: the congestion control of a network halves the speed there."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if sock.getpeername()[0].startswith("127."):
+    if address.local(sock):
         with contextlib.suppress(OSError):  # the kernel's default serves too
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")

@@ -115,7 +115,7 @@ class Session:
                 self._holdings.forget(self._rank)
             case Recall():
                 return Recalled(self._holdings.recall(self._rank))
-        return Done()
+        return Done(self._holdings.damaged(self._rank))
 
     async def _stage(self, state: StateId) -> None:
         number = self._holdings.stage(self._rank, state)
@@ -135,12 +135,12 @@ class Session:
         except ValueError as error:
             await self._answer(Refused(str(error)))
         else:
-            await self._answer(Done())
+            await self._answer(Done(self._holdings.damaged(self._rank)))
 
     async def _take(self, state: StateId) -> None:
-        taken = self._holdings.take(self._rank, state)
+        taken = await asyncio.to_thread(self._holdings.take, self._rank, state)
         if taken is None:
-            await self._answer(Absent())
+            await self._answer(Absent(self._holdings.damaged(self._rank)))
             return
         fd, header = taken
         await self._answer(Taken(), messages.framed(header), fds=[fd])

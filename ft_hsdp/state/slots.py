@@ -151,6 +151,10 @@ class Slots:
         """The complete snapshots, newest first."""
         return tuple(Held(slot.state, slot.settled) for slot in self._complete() if slot.state is not None)
 
+    def drop(self, number: int) -> None:
+        """Hold a slot no longer, nor its memory; who reads it goes on."""
+        self._drop([self._slots[number]])
+
     def borrow(self, number: int) -> None:
         """Somebody reads a complete slot."""
         slot = self._slots[number]

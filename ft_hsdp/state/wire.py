@@ -15,6 +15,7 @@ import blake3
 import xxhash
 from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, with_config
 
+from ft_hsdp import bounded
 from ft_hsdp.core import lineage
 from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.lineage import StateId
@@ -54,9 +55,9 @@ class Tensor:
 class Manifest:
     """What a packed shard is: of which state and rank of how many, what lies where in it, with which checksums.
 
-    ``layout`` is the fingerprint of ``tensors``; ``cursors``, ``holes`` and ``takers`` are the ledger, ``hyper``
-    the optimizer's parameter groups before lr_scale; ``checksums`` are xxh3-64 of each chunk of CHUNK_BYTES, () as
-    long as nobody computed them (see `seal`).
+    ``layout`` is the fingerprint of ``tensors``; ``cursors``, ``holes``, ``takers`` and ``spoilt`` are the ledger,
+    ``hyper`` the optimizer's parameter groups before lr_scale; ``checksums`` are xxh3-64 of each chunk of
+    CHUNK_BYTES, made from the live tensors while they are packed; () as long as nobody computed them (see `seal`).
     """
 
     state: StateId
@@ -70,6 +71,7 @@ class Manifest:
     holes: tuple[tuple[_Size, _Size], ...] = ()
     takers: tuple[_Size, ...] = ()
     checksums: tuple[_Sum, ...] = ()
+    spoilt: tuple[tuple[_Size, _Size, _Size], ...] = ()
 
     @property
     def ledger(self) -> Ledger:
@@ -78,10 +80,11 @@ class Manifest:
         Raises:
             ValueError: no ledger can be like that.
         """
-        return Ledger(self.cursors, self.holes, self.takers)
+        return Ledger(self.cursors, self.holes, self.takers, self.spoilt)
 
 
 _MANIFEST = TypeAdapter(Manifest)
+_CHECKER = bounded.checker(Manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,44 @@ def checksum(chunk: memoryview) -> str:
 def checksums(data: memoryview) -> tuple[str, ...]:
     """The checksum of each chunk of ``data``."""
     return tuple(checksum(data[i : i + CHUNK_BYTES]) for i in range(0, len(data), CHUNK_BYTES))
+
+
+class Sums:
+    """The same of bytes that come piece by piece, in order."""
+
+    def __init__(self) -> None:
+        self._hash = xxhash.xxh3_64()
+        self._room = CHUNK_BYTES
+        self._done: list[str] = []
+
+    @property
+    def room(self) -> int:
+        """How long the next piece may be: to the end of its chunk."""
+        return self._room
+
+    def add(self, piece: memoryview) -> None:
+        """The next bytes, at most ``room``. Other threads run meanwhile."""
+        self._hash.update(piece)
+        self._room -= len(piece)
+        if self._room == 0:
+            self._end()
+
+    def end(self) -> tuple[str, ...]:
+        """The checksum of each chunk; nothing comes any more."""
+        if self._room < CHUNK_BYTES:
+            self._end()
+        return tuple(self._done)
+
+    def _end(self) -> None:
+        self._done.append(self._hash.hexdigest())
+        self._hash.reset()
+        self._room = CHUNK_BYTES
+
+
+def damaged(manifest: Manifest, data: memoryview) -> tuple[int, ...]:
+    """The numbers of the chunks of ``data`` that do not have their checksum."""
+    pairs = zip(checksums(data), manifest.checksums, strict=True)
+    return tuple(number for number, (found, wanted) in enumerate(pairs) if found != wanted)
 
 
 def seal(header: Manifest, data: memoryview) -> Manifest:
@@ -155,10 +196,12 @@ def decode_header(data: bytes) -> Manifest:
     if data[: DIGEST_HEX + 1] != f"{_digest(body)}\n".encode():
         raise DataCorruption("manifest's digest does not fit the rest of it")
     try:
-        manifest = _MANIFEST.validate_json(body)
+        manifest: Manifest = _CHECKER.validate_json(body)
         _ = manifest.ledger
-    except (ValidationError, ValueError, RecursionError) as error:
-        raise DataCorruption(f"manifest is not valid: {str(error).splitlines()[0][:120]}") from error
+    except ValidationError as error:
+        raise DataCorruption(f"manifest is not valid: {bounded.complaint(error)}") from None
+    except (ValueError, RecursionError) as error:
+        raise DataCorruption(f"manifest is not valid: {str(error)[:120]}") from None
     _consistent(manifest)
     return manifest
 

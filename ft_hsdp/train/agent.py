@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ import torch
 from ft_hsdp.core import effects
 from ft_hsdp.core.assignment import Grant, Member
 from ft_hsdp.core.lineage import StateId
-from ft_hsdp.errors import DataCorruption
+from ft_hsdp.errors import FtHsdpError
 from ft_hsdp.events import Journal
 from ft_hsdp.ftar.group import Group
 from ft_hsdp.protocol import RankBroken, RankFetched, RankFetchFailed, RankShown, RankStopped, RingAbort
@@ -27,6 +28,8 @@ from ft_hsdp.state.wire import Expected
 from ft_hsdp.train.keeper import Keeper
 from ft_hsdp.train.mailbox import Apply, Drop, End, Feed, Load, Mailbox, Save
 from ft_hsdp.train.reducer import Reducer
+
+AGAIN_S = 0.5  # from the start of a fetch to the report that it failed, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +96,8 @@ class RankAgent:
                 self._mailbox.put(Feed(step))
             case effects.Fetch(base, donors):
                 self._fetch(base, donors)
+            case effects.Keep(state):
+                self._keeper.want(state, self._fetching.deadline_s)
             case effects.Install():
                 assert self._staged is not None
                 self._mailbox.put(self._staged)
@@ -116,7 +121,7 @@ class RankAgent:
         if abort.stuck and abort.suspect == self._replica:
             self._end(f"the trainer hangs: {abort.cause}")
             return
-        self._report(RankBroken(self._rank, abort.epoch, abort.cause, abort.suspect, abort.planned))
+        self._report(RankBroken(self._rank, abort.epoch, abort.cause, abort.suspect, abort.planned, abort.accuser))
 
     def shown(self, grant: Grant) -> None:
         """A neighbour showed a newer grant."""
@@ -147,7 +152,7 @@ class RankAgent:
     def _fetching_thread(
         self, base: StateId, donors: Sequence[Donor], cancel: threading.Event, before: threading.Thread | None
     ) -> None:
-        f = self._fetching
+        f, began = self._fetching, time.monotonic()
         expected = Expected(base, self._rank, f.ranks, f.layout, f.nbytes)
         try:
             if before is not None:
@@ -160,8 +165,10 @@ class RankAgent:
                 self._keeper.filled(got.manifest)
         except fetch.Cancelled:
             return
-        except (fetch.NotFetched, DataCorruption, OSError) as error:
-            failed = RankFetchFailed(self._rank, base, str(error))
+        except Exception as error:  # also no memory: a fetch that ends without a word is waited for without an end
+            why = str(error) if isinstance(error, FtHsdpError | OSError | fetch.NotFetched) else repr(error)
+            cancel.wait(began + AGAIN_S - time.monotonic())  # who is asked again at once would do nothing else
+            failed = RankFetchFailed(self._rank, base, why or type(error).__name__)
             self._call(cancel, lambda: self._report(failed))
             return
         self._call(cancel, lambda: self._fetched(base, got, packed))

@@ -22,6 +22,7 @@ import torch
 from ft_hsdp import tls
 from ft_hsdp.config import Config
 from ft_hsdp.control.channel import Hub
+from ft_hsdp.control.exit_watch import process_space
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.errors import EXIT_RETRYABLE
 from ft_hsdp.ftar.memory import Arena
@@ -37,7 +38,7 @@ class Place:
     """Where this rank is: in a replica of ``ranks``, at ``leader_host``, in the job of ``run``.
 
     ``starts_agent``: it is the first of its host, and starts the state agent there. ``listed``: the file that the
-    lighthouses' addresses are from, if it is one.
+    lighthouses' addresses are from, if it is one. ``parent``: who started this rank, if that is to be watched.
     """
 
     rank: int
@@ -48,15 +49,18 @@ class Place:
     leader_host: str
     starts_agent: bool
     listed: Path | None = None
+    parent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Common:
-    """What all ranks of a replica know: their leader's port, and the digest of each one's shard and layout."""
+    """What all ranks of a replica know: their leader's port, the digest of each one's shard and layout, and their
+    pids, if all run on one machine."""
 
     port: int
     weights: tuple[str, ...]
     layouts: tuple[str, ...]
+    pids: tuple[int, ...] = ()
 
 
 def ring_settings(config: Config) -> Ring:
@@ -114,10 +118,12 @@ class Ground:
         self.hub: Hub | None = None
         self._greeting: asyncio.Task[None] | None = None
         port = self.call(self._lead(config)) if place.rank == 0 else 0
-        self.ranks = Ranks()
-        told = [json.loads(each) for each in self.ranks.gather(json.dumps([port, weights, layout]).encode())]
-        ports, all_weights, all_layouts = zip(*told, strict=True)
-        self.common = Common(ports[0], all_weights, all_layouts)
+        self.ranks = Ranks(config.timeouts.ranks_s)
+        mine = [port, weights, layout, os.getpid(), process_space()]
+        told = [json.loads(each) for each in self.ranks.gather(json.dumps(mine).encode())]
+        ports, all_weights, all_layouts, pids, spaces = zip(*told, strict=True)
+        self.common = Common(ports[0], all_weights, all_layouts, pids if len(set(spaces)) == 1 else ())
+        self.ranks.wait_for(config.timeouts.load_s)
 
     def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         """Run something on the loop and wait for it; each has its own deadline."""
@@ -134,7 +140,8 @@ class Ground:
     async def _lead(self, config: Config) -> int:
         """Rank 0 talks to the lighthouse, and waits for its other ranks; the port to give them."""
         place = self.place
-        self.client = LighthouseClient(place.lighthouses, place.token, tls.client(config.network), place.listed)
+        context, ask_s = tls.client(config.network), config.timeouts.ask_s
+        self.client = LighthouseClient(place.lighthouses, place.token, context, place.listed, ask_s)
         self.hub = Hub(
             place.ranks, place.token, lambda message: self.received(message), lambda rank: self.lost(rank)
         )

@@ -24,6 +24,7 @@ from ft_hsdp.core import divergence, lineage
 from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.lineage import StateId
+from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state import layout
 from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.segment import Bytes
@@ -54,6 +55,7 @@ class Held:
         self._live: list[torch.Tensor] = [*sharded.params.values(), *kept]
         self.ledger = ledger
         self.state: StateId | None = None
+        self._recorded = "", ""  # lineage of the state that was packed last, and the digest of its slice then
         self._lock = threading.Lock()
 
     @property
@@ -133,14 +135,17 @@ class Held:
         self.state = state
 
     def pack(self, state: StateId, into: Bytes) -> Manifest | None:
-        """Copy the shard into ``into``, uint8 [layout.nbytes]: its manifest, without checksums.
+        """Copy the shard into ``into``, uint8 [layout.nbytes]: its manifest, with checksums of the live tensors.
 
         None, and nothing is copied, if it is not ``state`` that is held.
         """
         with self._lock:
             if state != self.state:
                 return None
-            layout.pack(self.layout, self._live, torch.from_numpy(into))
+            sums = layout.pack(self.layout, self._live, torch.from_numpy(into))
+            self._recorded = state.lineage, self._slice(state)
+            if failpoints.hit("live-flip", state.step):
+                layout.as_bytes(layout.local(self._live[0]))[0] ^= 1
             place, ledger = self.layout, self.ledger
             return Manifest(
                 state,
@@ -153,16 +158,30 @@ class Held:
                 self._groups.hyper(),
                 ledger.holes,
                 ledger.takers,
+                sums,
+                ledger.spoilt,
             )
 
     def slice_digest(self, lineage_held: str) -> str:
         """xxh3-128 of the slice of the state that is compared after its step; "" if another state is held.
 
         For use between two updates: an update must not run meanwhile.
+
+        Raises:
+            DataCorruption: it is not what it was when this state was packed. Only `apply` and `load` change a
+                state, so the memory is at fault, or a program that writes into parameters by itself.
         """
         state = self.state
         if state is None or state.lineage != lineage_held:
             return ""
+        digest = self._slice(state)
+        recorded, then = self._recorded
+        if recorded == lineage_held and then != digest:
+            where = f"slice {divergence.number(state.step)} of {state}"
+            raise DataCorruption(f"{where} changed in this rank's memory after the step was applied")
+        return digest
+
+    def _slice(self, state: StateId) -> str:
         hashed = xxhash.xxh3_128()
         for index, start, stop in self.layout.within(*divergence.part(self.layout.nbytes, state.step)):
             piece: Any = layout.as_bytes(layout.local(self._live[index]))[start:stop].cpu().numpy()

@@ -23,21 +23,22 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ft_hsdp import failpoints
+from ft_hsdp import failpoints, secret
 from ft_hsdp.config import Config, config_hash, resume_hash
 from ft_hsdp.core import lineage
 from ft_hsdp.core.deal import Dealer
-from ft_hsdp.errors import EXIT_OK, FtHsdpError
+from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.state.durable import About, Checkpointer
 from ft_hsdp.state.ranks import Ranks
 from ft_hsdp.train import device as devices
+from ft_hsdp.train import optim_state
 from ft_hsdp.train.calling import Calling
 from ft_hsdp.train.ground import Ground, Place
 from ft_hsdp.train.held import Held
 from ft_hsdp.train.hsdp import FP32, Sharded
 from ft_hsdp.train.life import Life, begin
 from ft_hsdp.train.mailbox import Apply, Drop, End, Feed, Load, Mailbox, Save
-from ft_hsdp.train.optim import Groups, Schedule, prime
+from ft_hsdp.train.optim import Groups, Schedule
 from ft_hsdp.train.prefetch import Prefetcher, Source
 from ft_hsdp.train.reducer import Feeding
 from ft_hsdp.train.restore import Checkpoints, restore
@@ -112,6 +113,7 @@ class Job:
         self._tokens = 0
         self._dealer = Dealer(config.data.assignment, config.slots)
         self._sharded: Sharded
+        self._groups: Groups | None = None
         self._held: Held
         self._ground: Ground | None = None
         self._wiring: Wiring | None = None
@@ -119,6 +121,7 @@ class Job:
         self._log: RunLog | None = None
         self._leaves = False
         self._committed = False  # in this life
+        self.built_in = False  # whether the trainer of this package runs it, so that a replay can repeat it
 
     # The user's few lines.
 
@@ -158,9 +161,31 @@ class Job:
         return model
 
     def optimizer(self, optimizer: torch.optim.Optimizer, schedule: Schedule | None = None) -> Optimizer:
-        """Wrap ``optimizer``; ``schedule(step)`` (from 1) is a factor on its learning rate."""
-        prime(optimizer)
-        groups = Groups(optimizer, schedule)
+        """Wrap ``optimizer``, which holds the parameters of the sharded model and is the only one.
+
+        Its state is made now, as torch would make it in the first step; a state that was loaded before stays.
+
+        Args:
+            optimizer: made after ``shard``, from the sharded model's parameters.
+            schedule: ``schedule(step)`` (from 1) is a factor on the learning rate; None keeps it constant. A torch
+                scheduler is refused: its state would not be part of the committed one.
+
+        Raises:
+            ConfigError: there is one already, a torch scheduler is attached, a parameter is not the sharded
+                model's, or the optimizer's state cannot be made before its first step.
+        """
+        name = type(optimizer).__name__
+        if self._groups is not None:
+            first = type(self._groups.optimizer).__name__
+            raise ConfigError("job.optimizer", name, f"one optimizer; {first} is there (use its parameter groups)")
+        known = {id(p) for p in self._sharded.params.values()}
+        strange = sum(id(p) not in known for group in optimizer.param_groups for p in group["params"])
+        if strange:
+            allowed = f"parameters of the model that job.shard returned ({strange} are others)"
+            raise ConfigError("job.optimizer", name, allowed)
+        groups = self._groups = Groups(optimizer, schedule)
+        groups.check()
+        optim_state.create(optimizer)
         offload = self.config.optim.offload
         self._held = Held(self._sharded, groups, self._dealer.begin(), self.rank, self.ranks, offload)
         return Optimizer(self)
@@ -179,6 +204,8 @@ class Job:
         dropout and the like).
         """
         self._accumulate = accumulate
+        if self._groups is not None:
+            self._groups.check()
         prefetcher = Prefetcher(source, self.rank, accumulate)
         prefetcher.guess(*self._dealer.deal(self._held.ledger, 0 if self._life is None else self.replica))
         try:
@@ -213,6 +240,9 @@ class Job:
         if self._saver is not None:
             self._saver.close(self.config.timeouts.save_s)
             self._saver = None
+        log, self._log = self._log, None
+        if log is not None:
+            log.close()
         wiring, self._wiring = self._wiring, None  # a signal may come at any time
         if wiring is not None:
             wiring.close()
@@ -240,7 +270,7 @@ class Job:
             wiring.journal.note(self._life.began, "ReplicaBooted", "its processes know which replica they are")
             wiring.journal.note(warm, "ReplicaWarmed", "model, optimizer and process group are ready")
             folder = self._place.run / "replicas" / str(self.replica)
-            self._log = RunLog(folder, self._life.incarnation, wiring.reporter.commit)
+            self._log = RunLog(folder, self._life.incarnation, wiring.reporter.commit, wiring.journal.lost)
         checkpoints = self._checkpoints(ground.ranks)
         current = config.state.snapshot == "every_step"
         restore(held, wiring.keeper, ground.ranks, checkpoints, current, wiring.journal)
@@ -258,12 +288,15 @@ class Job:
         config, held, place = self.config, self._held, self._place
         folder = Path(config.checkpoint.dir) if config.checkpoint.dir else place.run / "checkpoints"
         about = About(self._life.incarnation, config.slots, resume_hash(config), config.model_dump(mode="json"))
+        # Rank 0 alone signs and authenticates; it tells the others what it chose.
+        key = secret.run_key(place.run, config.checkpoint.key) if self.rank == 0 else b""
         checkpointer = Checkpointer(
-            folder, config.checkpoint.keep, about, held.layout, held.params, held.optim, ranks
+            folder, config.checkpoint.keep, key, about, held.layout, held.params, held.optim, ranks
         )
         self._saver = Saver(checkpointer, self._wiring.keeper, self.rank, self._wiring.tell)
         shards = self._dealer.shards
-        return Checkpoints(folder, resume_hash(config), config.slots, lambda ledger: ledger.redealt(shards))
+        asked = None if config.checkpoint.trust else key
+        return Checkpoints(folder, resume_hash(config), config.slots, lambda ledger: ledger.redealt(shards), asked)
 
     def _saw_loss(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.dim() == 0:
@@ -301,6 +334,8 @@ class Job:
         if self._micro < self._accumulate - 1:
             return False
         assert self._feeding is not None
+        if self._groups is not None:
+            self._groups.check()
         step, waited = self._feeding.step, time.monotonic()
         while True:
             letter = self._mailbox.get()
@@ -349,8 +384,12 @@ class Job:
             timing = Timing(now - self._since, waits, traffic.bytes_sent, traffic.seconds)
             tokens = self._tokens * len(record.contributors)
             mine = self.replica in record.contributors
-            ledger = record.ledger(self._held.ledger)
-            self._log.committed(record, self._held.rate(record), tokens, timing, mine, ledger)
+            ledger, given_up = record.ledger(self._held.ledger), record.given_up(self._held.ledger)
+            self._log.committed(record, self._held.rate(record), tokens, timing, mine, ledger, given_up)
+            for shard, index in given_up:
+                reason = f"its gradient was not finite in {record.retries} steps (train.poison_retries)"
+                facts = {"step": record.step, "shard": shard, "index": index}
+                self._wiring.journal.event("BatchGivenUp", reason, **facts)
             if not self._committed:
                 how = "contributes to it" if mine else "was behind"
                 self._wiring.journal.event("FirstStepCommitted", f"this replica {how}", step=record.step)
@@ -375,7 +414,7 @@ class Job:
         self._wiring.keeper.want(self._held.state, self.config.timeouts.final_wait_s)
         digest = self._held.digest()
         if self._log is not None:
-            self._log.final(self._held.state, digest)
+            self._log.final(self._held.state, digest, self.built_in, config_hash(self.config))
         self._wiring.concluded()
 
 

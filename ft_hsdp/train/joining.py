@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
+import socket
+from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from ft_hsdp import secret
+from ft_hsdp import handshake, sealed, secret
 from ft_hsdp.config import Config, load
 from ft_hsdp.control.lighthouses import listed, named
 from ft_hsdp.errors import ConfigError
@@ -51,28 +56,72 @@ def join(
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ranks != config.ranks_per_replica:
         raise ConfigError("WORLD_SIZE", ranks, f"ranks_per_replica, which is {config.ranks_per_replica}")
+    sealed.use(config.network.tls)
+    handshake.use(config.timeouts.hello_s)
     device = devices.choose(config.train.device, int(os.environ.get("LOCAL_RANK", rank)))
     torch.set_num_threads(config.train.threads)
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     first = os.environ.get("LOCAL_RANK", str(rank)) == "0"
-    place = Place(rank, ranks, run, urls, token, host, first, None if lighthouse else file)
+    parent = os.getppid() if isinstance(calling, FromEnvironment) else None  # ours are killed with their parent
+    place = Place(rank, ranks, run, urls, token, host, first, None if lighthouse else file, parent)
     call = calling.heard()
     life = None if call is None else begin(config, place, call)  # the state agent starts meanwhile
-    _connect_ranks(rank, ranks, "" if life is None else life.incarnation, devices.backend(device))
+    _connect_ranks(rank, ranks, "" if life is None else life.incarnation, devices.backend(device), config)
     return Job(config, place, calling, life, device)
 
 
-def _connect_ranks(rank: int, ranks: int, life: str, backend: str) -> None:
+def _connect_ranks(rank: int, ranks: int, life: str, backend: str, config: Config) -> None:
     """Form the process group of a replica; ``life`` is its incarnation.
+
+    The ranks meet within timeouts.ranks_s. Later a rank may wait for another in a collective for twice
+    ftar.timeout_s, and at least as long: where there are other replicas, they have said before who hangs.
 
     torchrun's agent keeps one store over all restarts of its workers: without a prefix the ranks of this life
     would find the addresses of the last one there.
     """
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        dist.init_process_group(backend)
-        return
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), ranks, is_master=False)
-    dist.init_process_group(backend, store=dist.PrefixStore(life, store), rank=rank, world_size=ranks)
+    meeting = timedelta(seconds=config.timeouts.ranks_s)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    interface = _interface(host)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    door = _listener(host, port) if serves else None
+    store = dist.TCPStore(host, port, ranks, is_master=serves, timeout=meeting, master_listen_fd=door)
+    named = dist.PrefixStore(life, store)
+    dist.init_process_group(backend, store=named, rank=rank, world_size=ranks, timeout=meeting)
+    later_s = max(2 * config.ftar.timeout_s, config.timeouts.ranks_s)
+    _set_pg_timeout(timedelta(seconds=later_s), dist.group.WORLD)
+
+
+def _listener(host: str, port: int) -> int | None:
+    """A listening socket's descriptor on ``host`` alone, where torch's store would listen on every address.
+
+    None, and torch's own choice, where ``host`` is a name: it may mean another address here than elsewhere.
+    """
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+    except ValueError:
+        return None
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(128)
+        return sock.detach()
+
+
+def _interface(host: str) -> str | None:
+    """The interface from which this host reaches ``host``; gloo listens on its address. None: not known."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect(where)  # nothing is sent: it chooses the way
+            mine = sock.getsockname()[0]
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == mine for each in addresses):
+            return str(name)
+    return None
 
 
 __all__ = ["join"]

@@ -8,11 +8,11 @@ leave one out settles nothing, and what its replica has in common may be older.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,9 +29,9 @@ from ft_hsdp.state.start import Starter
 from ft_hsdp.state.wire import Manifest
 from ft_hsdp.train.held import Held
 
-ANSWER_S = 2.0  # the longest that an agent may hold up a vote, once, and
+ANSWER_S = 2.0  # the longest that an agent may hold up a vote, once, where nobody says otherwise, and
 FRESH_BYTES_PER_S = 1e9  # what it takes it longer to get new memory
-AGAIN_S = 5.0  # between two attempts to find an agent
+AGAIN_S = 1.0  # between two attempts to find an agent
 
 T = TypeVar("T")
 
@@ -50,7 +50,9 @@ class Home:
 class Keeper:
     """The snapshots of ``held``, of each step or of those that are wanted.
 
-    ``failed`` is told what must not happen. Raises AgentGone if there is no agent within ``join_s`` seconds.
+    ``failed`` is told what must not happen. An agent that does not answer within ``answer_s`` is done without; one
+    that answers within ``join_s``, or another one in its place, is looked for on a thread of its own. Raises
+    AgentGone if there is no agent at the start.
     """
 
     def __init__(
@@ -61,6 +63,7 @@ class Keeper:
         join_s: float,
         journal: Journal,
         failed: Callable[[BaseException], None],
+        answer_s: float = ANSWER_S,
     ) -> None:
         self._held = held
         self._home = home
@@ -72,8 +75,11 @@ class Keeper:
         self._staged: StateId | None = None
         self._order = threading.Lock()
         self._last: Future[Any] | None = None
-        self._tried = 0.0
-        self._agent: StateAgent | None = self._connect(join_s)
+        self._join_s = join_s
+        self._answer_s = answer_s
+        self._closing = threading.Event()
+        self._seeking: threading.Thread | None = None
+        self._agent: StateAgent | None = self._first()
         self.address = self._agent.address
         self._thread = ThreadPoolExecutor(1, "keeper")
 
@@ -86,7 +92,7 @@ class Keeper:
     def take(self, state: StateId) -> tuple[Manifest, Bytes] | None:
         """One of them, read-only; it does not change until `release_taken`."""
         found = self._submit(lambda agent: agent.take(state)).result()
-        return None if found is None else (wire.decode_header(found[1]), found[0])
+        return None if found is None else (wire.decode(found[1]), found[0])
 
     def release_taken(self) -> None:
         """What was taken was used."""
@@ -120,11 +126,14 @@ class Keeper:
             self._submit(lambda agent: agent.unpin())
 
     def forget(self) -> None:
-        """Drop all snapshots of this rank: what they hold is wrong. If that fails, it is found wrong again."""
-        try:
-            self._submit(lambda agent: agent.forget()).result(ANSWER_S)
-        except TimeoutError:
-            self._journal.event("SnapshotsNotForgotten", f"the state agent did not answer within {ANSWER_S:g} s")
+        """Drop all snapshots of this rank: what they hold is wrong. An agent that cannot is killed."""
+        forgotten = None
+        with contextlib.suppress(TimeoutError):
+            forgotten = self._submit(lambda agent: (agent.forget(), True)).result(self._answer_s)
+        if forgotten is None:
+            self._journal.event("SnapshotsNotForgotten", "the state agent does not answer: it is killed")
+            if self._home.starter is not None:
+                self._renew(self._home.starter, int(self.address.rpartition(":")[2]))
 
     def after(self, then: Callable[[], None]) -> None:
         """Call ``then`` when all that was ordered is done: at once, or on the keeper's thread."""
@@ -135,11 +144,15 @@ class Keeper:
         else:
             last.add_done_callback(lambda _: then())
 
-    def save(self, state: StateId, then: Callable[[Manifest, Bytes], None]) -> None:
-        """Give ``then`` a copy of ``state``, which is held now, on the keeper's thread."""
+    def save(self, state: StateId, then: Callable[[Manifest | None, Bytes | None], None]) -> None:
+        """Give ``then`` a copy of ``state``, which is held now, on the keeper's thread; None: no memory for it."""
 
         def copy() -> None:
-            memory = np.empty(self._held.layout.nbytes, dtype=np.uint8)
+            try:
+                memory = np.empty(self._held.layout.nbytes, dtype=np.uint8)
+            except MemoryError:
+                then(None, None)
+                return
             manifest = self._held.pack(state, memory)
             assert manifest is not None, "the next vote waits for this copy"
             then(manifest, memory)
@@ -159,9 +172,12 @@ class Keeper:
 
     def close(self) -> None:
         """Finish what was ordered and hang up; the agent keeps what is complete."""
+        self._closing.set()
         self._thread.shutdown(wait=True)
-        if self._agent is not None:
-            self._agent.close()
+        with self._order:
+            agent = self._agent
+        if agent is not None:
+            agent.close()
 
     # On the keeper's thread.
 
@@ -183,18 +199,34 @@ class Keeper:
             self._last = self._thread.submit(run)
 
     def _do(self, job: Callable[..., T], *arguments: object) -> T | None:
-        """Carry out one order, if there is an agent."""
-        agent = self._agent or self._again()
+        """Carry out one order, if there is an agent; nobody is looked for here, for the vote waits for this."""
+        agent = self._agent
         if agent is None:
             return None
         try:
-            return job(agent, *arguments)
+            result = job(agent, *arguments)
+            self._lament(agent)
+            return result
         except AgentGone as error:
             self._journal.event("StateAgentLost", str(error))
-            self._agent, self._staged, self._tried = None, None, time.monotonic()
+            self._agent = self._staged = None
+            self._seeking = threading.Thread(target=self._seek, name="keeper-seeks", daemon=True)
+            self._seeking.start()
         except BaseException as error:
             self._failed(error)
         return None
+
+    def _lament(self, agent: StateAgent) -> None:
+        """Say which copies were found damaged, and make another one of what is held."""
+        damaged, agent.damaged = agent.damaged, []
+        for found in damaged:
+            state = found.state
+            reason = f"the copy of {state} in host memory is damaged and dropped: {found.reason}"
+            self._journal.event("SnapshotCorrupt", reason, step=state.step)
+            if self._staged == state:
+                self._staged = None
+            if self._held.state == state and (self._every_step or self._wanted == state):
+                self._copy(agent, state)
 
     def _copy(self, agent: StateAgent, state: StateId) -> None:
         if state == self._staged or self._filling is not None:
@@ -209,8 +241,11 @@ class Keeper:
             self._complete(agent, manifest)
 
     def _complete(self, agent: StateAgent, manifest: Manifest) -> None:
-        agent.staged(manifest.state, wire.encode(replace(manifest, checksums=())))
+        agent.staged(manifest.state, wire.encode(manifest))
         self._staged, self._filling = manifest.state, None
+        if failpoints.hit("snapshot-flip", manifest.state.step):
+            agent.flip()
+        failpoints.reach("snapshot-kept", manifest.state.step)
 
     def _settle(self, agent: StateAgent, state: StateId) -> None:
         if self._staged == state:
@@ -219,19 +254,46 @@ class Keeper:
     def _connect(self, deadline_s: float) -> StateAgent:
         home, nbytes = self._home, self._held.layout.nbytes
         agent = StateAgent.connect(home.token, home.replica, home.rank, home.ranks, nbytes, deadline_s)
-        agent.deadline_s = ANSWER_S + nbytes / FRESH_BYTES_PER_S
+        agent.deadline_s = self._answer_s + nbytes / FRESH_BYTES_PER_S
         return agent
 
-    def _again(self) -> StateAgent | None:
-        """Look for another agent, now and then; it listens where the one before did."""
-        if time.monotonic() < self._tried + AGAIN_S:
-            return None
-        if self._home.starter is not None:
-            self._home.starter.ensure(int(self.address.rpartition(":")[2]))
+    def _first(self) -> StateAgent:
+        """The agent at the start. Who starts it gives one that is there half the time: it may be frozen."""
+        starter = self._home.starter
+        if starter is None:
+            return self._connect(self._join_s)
         try:
-            self._agent = self._connect(ANSWER_S)
-        except (AgentGone, ProtocolViolation):
-            self._tried = time.monotonic()
-            return None
-        self._journal.event("StateAgentFound", "snapshots are kept again")
-        return self._agent
+            return self._connect(self._join_s / 2)
+        except AgentGone:
+            self._renew(starter, 0)
+            return self._connect(self._join_s / 2)
+
+    def _renew(self, starter: Starter, port: int) -> None:
+        done = starter.renew(port)
+        if done:
+            self._journal.event("StateAgentReplaced", done)
+
+    # On the thread that looks for an agent.
+
+    def _seek(self) -> None:
+        """Wait for the agent, or for another one, which listens where the one before did."""
+        while not self._closing.wait(AGAIN_S):
+            starter, port = self._home.starter, int(self.address.rpartition(":")[2])
+            try:
+                if starter is not None:
+                    starter.ensure(port)
+                agent = self._connect(self._join_s)
+            except (AgentGone, ProtocolViolation):
+                if starter is not None:
+                    self._renew(starter, port)
+                continue
+            except OSError as error:  # no process, descriptor or log for it: tried again
+                self._journal.event("StateAgentNotStarted", error.strerror or str(error))
+                continue
+            with self._order:
+                if self._closing.is_set():
+                    agent.close()
+                    return
+                self._agent = agent
+            self._journal.event("StateAgentFound", "snapshots are kept again")
+            return

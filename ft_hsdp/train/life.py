@@ -7,7 +7,7 @@ import socket
 import time
 from dataclasses import dataclass
 
-from ft_hsdp import failpoints
+from ft_hsdp import failpoints, faults
 from ft_hsdp.config import Config
 from ft_hsdp.control.home import home
 from ft_hsdp.state.start import Starter
@@ -32,6 +32,8 @@ class Life:
 def begin(config: Config, place: Place, call: Call) -> Life:
     """Become what was called: from now on this rank fails where that incarnation is to, and has a state agent."""
     failpoints.arm(config.debug.failpoints, call.replica, place.rank, call.restarts)
+    if config.takes_faults:
+        faults.watch(place.run, call.replica, place.rank)
     *before, incarnation = call.lives
     starter = _starter(config, place, call.replica) if place.starts_agent else None
     return Life(call.replica, incarnation, tuple(before), starter, time.time())
@@ -41,6 +43,6 @@ def _starter(config: Config, place: Place, replica: int) -> Starter:
     """Start the state agent of this host, if there is none; it lives as long as whoever started this rank."""
     host = home(config.network.state_interface or config.network.host, place.lighthouses[0])
     log = place.run / "replicas" / str(replica) / f"agent-{socket.gethostname()}.log"
-    starter = Starter(place.token, replica, host, os.getppid(), log, config.timeouts.linger_s)
+    starter = Starter(place.token, replica, host, os.getppid(), log, config.timeouts.linger_s, config.network.tls)
     starter.ensure()
     return starter

@@ -71,6 +71,7 @@ class Mailbox:
     def __init__(self) -> None:
         self._letters: deque[Letter] = deque()
         self._arrived = threading.Condition()
+        self.waited_for = False  # whether the main thread waits for a letter: then it has nothing else to do
 
     def put(self, letter: Letter) -> None:
         """Leave a letter."""
@@ -81,6 +82,8 @@ class Mailbox:
     def get(self) -> Letter:
         """Wait for the next letter. The wait is bounded by the leader: if it is lost, the process ends."""
         with self._arrived:
+            self.waited_for = True
             while not self._letters:
                 self._arrived.wait()
+            self.waited_for = False
             return self._letters.popleft()

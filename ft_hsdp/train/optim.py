@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from ft_hsdp.core.commit import CommitRecord
+from ft_hsdp.errors import ConfigError
 
 Schedule = Callable[[int], float]
 CLIP_EPS = 1e-6
@@ -31,6 +32,14 @@ def finish(record: CommitRecord, reduced: Sequence[torch.Tensor], clip: float | 
             flat.mul_(clip / (norm + CLIP_EPS))
 
 
+_SCHEDULE = "learning rates that only job.optimizer(optimizer, schedule) sets, with schedule(step) -> factor"
+
+
+def _refuse_to_load(optimizer: torch.optim.Optimizer, _: dict[str, Any]) -> None:
+    name = type(optimizer).__name__
+    raise ConfigError("load_state_dict", name, "a state that is loaded before job.optimizer(...) is called")
+
+
 class Groups:
     """The parameter groups of a torch optimizer, with the schedule's learning rate."""
 
@@ -38,6 +47,19 @@ class Groups:
         self.optimizer = optimizer
         self._schedule = schedule
         self._base = [float(g["lr"]) for g in optimizer.param_groups]
+        optimizer.register_load_state_dict_pre_hook(_refuse_to_load)
+
+    def check(self) -> None:
+        """Make sure that nobody else sets learning rates: a replica that returns would not have theirs.
+
+        Raises:
+            ConfigError: a torch scheduler is attached to the optimizer, or a group's learning rate was changed.
+        """
+        if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
+            raise ConfigError("job.optimizer", "an optimizer with a torch learning rate scheduler", _SCHEDULE)
+        rates = [float(g["lr"]) for g in self.optimizer.param_groups]
+        if rates != self._base:
+            raise ConfigError("job.optimizer", f"learning rates {rates} instead of {self._base}", _SCHEDULE)
 
     def rates(self, record: CommitRecord) -> list[float]:
         """The learning rate that ``record`` gives each group."""
@@ -78,27 +100,6 @@ def _json(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item()
     return value
-
-
-def prime(optimizer: torch.optim.Optimizer) -> None:
-    """Create the optimizer's tensors before the first step, all zero, so that the state has its layout.
-
-    A step with zero gradients and a learning rate of zero changes no weight; it is done by every replica alike.
-    """
-    params = [p for g in optimizer.param_groups for p in g["params"]]
-    rates = [g["lr"] for g in optimizer.param_groups]
-    for param in params:
-        param.grad = torch.zeros_like(param)
-    for group in optimizer.param_groups:
-        group["lr"] = 0.0
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
-    for param in params:
-        param.grad = None
-        for value in optimizer.state[param].values():
-            if isinstance(value, torch.Tensor):
-                value.zero_()
 
 
 def tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, torch.Tensor | DTensor]:

@@ -24,12 +24,16 @@ from ft_hsdp.train.keeper import Keeper
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Where durable checkpoints are, of which configuration they have to be, and how their ledgers are read."""
+    """Where durable checkpoints are, of which configuration they have to be, and how their ledgers are read.
+
+    ``key``: what they have to be signed with; None: whoever wrote them is trusted.
+    """
 
     folder: Path
     config_hash: str
     replicas: int
     redealt: Callable[[Ledger], Ledger]
+    key: bytes | None
 
 
 def restore(
@@ -37,31 +41,58 @@ def restore(
 ) -> None:
     """Bring ``held``, which has its initial state, to the newest that is found. A collective of all ranks.
 
-    ``current``: the agents keep every step, so what they have is never older than a checkpoint.
+    ``current``: the agents keep every step, so what they have is never older than a checkpoint. A copy that is
+    damaged on one rank, or gone with its agent since, is passed over by all of them: the next older one is taken,
+    and when there is none, a checkpoint.
 
     Raises:
         ConfigError: there are checkpoints, but none that can be used.
     """
-    kept = newest_common([_decode(each) for each in ranks.gather(_encode(keeper.recall()))])
-    if kept is None or not current:
+    tried: set[StateId] = set()
+    kept = _newest(keeper, ranks, tried)
+    resumed = kept is None or not current
+    if resumed:
         _resume(held, ranks, checkpoints, journal)
+    while kept is not None and _newer(kept, held):
+        if _load(held, keeper, ranks, kept):
+            if ranks.rank == 0:
+                reason = "the state agent of this host kept it"
+                journal.event("StateRestored", reason, step=kept.step, origin="agent")
+            return
+        tried.add(kept)
+        kept = _newest(keeper, ranks, tried)
+    if not resumed:
+        _resume(held, ranks, checkpoints, journal)
+
+
+def _newest(keeper: Keeper, ranks: Ranks, tried: set[StateId]) -> StateId | None:
+    """The newest state that every rank's agent holds, and that was not tried before."""
+    recalls = [_decode(each) for each in ranks.gather(_encode(keeper.recall()))]
+    return newest_common([[kept for kept in recall if kept.state not in tried] for recall in recalls])
+
+
+def _newer(kept: StateId, held: Held) -> bool:
     assert held.state is not None
-    if kept is None or (kept.commit_epoch, kept.step) <= (held.state.commit_epoch, held.state.step):
-        return
+    return (kept.commit_epoch, kept.step) > (held.state.commit_epoch, held.state.step)
+
+
+def _load(held: Held, keeper: Keeper, ranks: Ranks, kept: StateId) -> bool:
+    """Take ``kept`` over, if every rank's copy of it is whole and fits."""
     found = keeper.take(kept)
     fits = found is not None and found[0].layout == held.layout.fingerprint
-    if min(ranks.gather(b"\1" if fits else b"\0")) == b"\0":
-        return
-    assert found is not None
-    held.load(*found)
+    everywhere = min(ranks.gather(b"\1" if fits else b"\0")) == b"\1"
+    if everywhere:
+        assert found is not None
+        held.load(*found)
     keeper.release_taken()
-    if ranks.rank == 0:
-        journal.event("StateRestored", "the state agent of this host kept it", step=kept.step, origin="agent")
+    return everywhere
 
 
 def _resume(held: Held, ranks: Ranks, checkpoints: Checkpoints, journal: Journal) -> None:
     with held.here():
-        found = resume(checkpoints.folder, checkpoints.config_hash, held.params, held.optim, ranks)
+        found = resume(
+            checkpoints.folder, checkpoints.config_hash, held.params, held.optim, ranks, checkpoints.key
+        )
     if found is None:
         return
     try:

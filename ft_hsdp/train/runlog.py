@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.lineage import StateId
-from ft_hsdp.events import Lines
+from ft_hsdp.events import Lines, Lost, replace_json, reserve
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,16 +33,25 @@ def exposed(now: float, waited: float, reduced: float, held_up: float) -> dict[s
 
 
 class RunLog:
-    """The files of one replica in the run directory; rank 0 writes them. ``tee`` hears of each commit."""
+    """The files of one replica in the run directory; rank 0 writes them. ``tee`` hears of each commit.
+
+    A disk that takes no line costs that line, which ``lost`` hears of later, and never a step.
+    """
 
     def __init__(
-        self, folder: Path, incarnation: str, tee: Callable[[Mapping[str, object]], None] | None = None
+        self,
+        folder: Path,
+        incarnation: str,
+        tee: Callable[[Mapping[str, object]], None] | None = None,
+        lost: Callable[[Lost], None] | None = None,
     ) -> None:
-        self._folder = folder
         self._incarnation = incarnation
         self._tee = tee
-        self._fed = Lines(folder / "fed.jsonl")
-        self._commits = Lines(folder / "commits.jsonl")
+        self._lost = lost
+        self._fed = Lines(folder / "fed.jsonl", lost)
+        self._commits = Lines(folder / "commits.jsonl", lost)
+        self._final = folder / "final.json"
+        reserve(self._final)
 
     def fed(self, step: int, shard: int, index: int) -> None:
         """A batch is about to be fed to the model."""
@@ -60,8 +67,12 @@ class RunLog:
         timing: Timing,
         contributed: bool,
         ledger: Ledger,
+        given_up: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """A step was committed and applied here; ``ledger`` is the one after it."""
+        """A step was committed and applied here; ``ledger`` is the one after it.
+
+        ``given_up``: the batches that the step has spent although nobody has trained them.
+        """
         state = record.state_id
         row = {
             "t": time.time(),
@@ -77,6 +88,9 @@ class RunLog:
             "poisoned": list(record.poisoned),
             "cursors": list(ledger.cursors),
             "holes": [list(hole) for hole in ledger.holes],
+            "spoiled": [list(batch) for batch in record.spoiled],
+            "poison_retries": record.retries,
+            "given_up": [list(batch) for batch in given_up],
             "loss": record.loss,
             "lr": lr,
             "lr_scale": record.lr_scale,
@@ -95,9 +109,22 @@ class RunLog:
         if self._tee is not None:
             self._tee(row)
 
-    def final(self, state: StateId, digest: str) -> None:
-        """The replica holds the final state."""
-        body = {**asdict(state), "digest": digest, "incarnation": self._incarnation}
-        temporary = self._folder / f".final.{os.getpid()}"
-        temporary.write_text(json.dumps(body))
-        temporary.replace(self._folder / "final.json")
+    def final(self, state: StateId, digest: str, built_in: bool, config: str) -> None:
+        """The replica holds the final state; ``built_in``: the trainer of this package has trained it.
+
+        ``config``: the hash of the configuration that it was trained by.
+        """
+        loop = "built-in" if built_in else "own"
+        who = {"incarnation": self._incarnation, "loop": loop, "config_hash": config}
+        body = {**asdict(state), "digest": digest, **who}
+        try:
+            replace_json(self._final, body)
+        except OSError as error:
+            now = time.time()
+            if self._lost is not None:
+                self._lost(Lost(self._final.name, 1, now, now, error.strerror or str(error)))
+
+    def close(self) -> None:
+        """Close the files; what is lost to the end is told."""
+        self._fed.close()
+        self._commits.close()

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 
 import torch
 
+from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.protocol import RankCheckpointed, RankCheckpointFailed
 from ft_hsdp.state.durable import Checkpointer, CheckpointFailed, Header, Outcome
@@ -30,7 +31,7 @@ class Saver:
 
     def save(self, state: StateId) -> None:
         """Copy ``state``, which is held now, and have it written; all ranks save the same states in order."""
-        self._keeper.save(state, self._write)
+        self._keeper.save(state, lambda manifest, packed: self._write(state, manifest, packed))
 
     def close(self, deadline_s: float) -> None:
         """Finish what was begun, within ``deadline_s`` seconds."""
@@ -40,9 +41,13 @@ class Saver:
         copied.wait(deadline_s)
         self._checkpointer.close(max(0.0, until - time.monotonic()))
 
-    def _write(self, manifest: Manifest, packed: Bytes) -> None:
-        header = Header(manifest.state, manifest.ledger, manifest.hyper)
-        self._checkpointer.write(torch.from_numpy(packed), header).add_done_callback(self._done)
+    def _write(self, state: StateId, manifest: Manifest | None, packed: Bytes | None) -> None:
+        if manifest is None or packed is None:  # the other ranks have to hear of it
+            written = self._checkpointer.write(None, Header(state, Ledger(()), ()))
+        else:
+            header = Header(state, manifest.ledger, manifest.hyper)
+            written = self._checkpointer.write(torch.from_numpy(packed), header)
+        written.add_done_callback(self._done)
 
     def _done(self, future: Future[Outcome]) -> None:
         outcome = future.result()

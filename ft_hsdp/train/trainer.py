@@ -68,6 +68,7 @@ def train(config: Config, replica: int | Calling, run: Path) -> int:
     """Train until the job ends, or until SIGTERM: then the replica leaves at the next commit. The exit code."""
     data = dataset(config)
     job = join(config, replica, run)
+    job.built_in = True
     model = job.shard(build(config), policy=policy(config))
     optimizer = build_optimizer(config, list(model.parameters()))
     optim = job.optimizer(optimizer, lambda step: factor(config, step))

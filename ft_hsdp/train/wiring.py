@@ -15,7 +15,8 @@ from collections.abc import Coroutine
 from typing import Any
 
 from ft_hsdp import failpoints, protocol
-from ft_hsdp.config import Config, config_hash
+from ft_hsdp.config import Config, agreed, config_hash
+from ft_hsdp.control import exit_watch
 from ft_hsdp.control import leader as control
 from ft_hsdp.control.channel import Line
 from ft_hsdp.control.home import home
@@ -27,12 +28,19 @@ from ft_hsdp.core.commit import Vote
 from ft_hsdp.core.effects import Exit
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.core.rules import Rules
-from ft_hsdp.errors import EXIT_RETRYABLE, FTARError, LighthouseUnreachable
+from ft_hsdp.errors import (
+    EXIT_RETRYABLE,
+    DataCorruption,
+    FTARError,
+    LighthouseUnreachable,
+    LocalResourceError,
+)
 from ft_hsdp.events import Journal
 from ft_hsdp.ftar.door import Identity
 from ft_hsdp.ftar.events import Events
 from ft_hsdp.ftar.group import Group
-from ft_hsdp.protocol import RankBeat, RankHello, RankLeaves, Telemetry
+from ft_hsdp.protocol import RankAlive, RankBeat, RankHello, RankLeaves, Telemetry
+from ft_hsdp.train import vigil
 from ft_hsdp.train.agent import Fetching, RankAgent
 from ft_hsdp.train.device import numerics
 from ft_hsdp.train.ground import Ground, ring_settings
@@ -41,6 +49,9 @@ from ft_hsdp.train.keeper import Home, Keeper
 from ft_hsdp.train.life import Life
 from ft_hsdp.train.mailbox import Mailbox
 from ft_hsdp.train.reducer import Reducer
+from ft_hsdp.train.vigil import Limits, Vigil
+
+SILENT = 1.5  # x timeouts.evict_s: an order of the lighthouse, which knows more, comes first
 
 
 class Wiring:
@@ -71,9 +82,13 @@ class Wiring:
         ground.crashed, ground.received, ground.lost = self._crash, self._report, self._rank_lost
         home = Home(place.token, life.replica, place.rank, place.ranks, life.starter)
         every_step = config.state.snapshot == "every_step"
-        self.keeper = Keeper(held, home, every_step, config.timeouts.agent_s, self._journal, self._failed)
+        timeouts = config.timeouts
+        self.keeper = Keeper(
+            held, home, every_step, timeouts.agent_s, self._journal, self._failed, timeouts.agent_answer_s
+        )
         self._ring_layout = lineage.digest(ground.sizes, config.ftar.chunk_bytes, config.ftar.chunks, place.ranks)
         self._agent: RankAgent
+        self._vigil: Vigil | None = None
         self._burying: asyncio.Task[None] | None = None
         self._call(self._open())
 
@@ -95,6 +110,9 @@ class Wiring:
         error = context.get("exception")
         if isinstance(error, ConnectionError) or self._ending:
             return
+        if isinstance(error, LocalResourceError):
+            sys.stderr.write(f"{error}\n")
+            self._die(str(error), error.exit_code)
         sys.stderr.write(f"control loop: {context.get('message')}\n")
         if error is not None:
             traceback.print_exception(error)
@@ -105,7 +123,8 @@ class Wiring:
         if self._ending:
             return
         self._journal.event("RankEnded", why, code=code)
-        sys.stderr.flush()
+        with contextlib.suppress(OSError):
+            sys.stderr.flush()
         os._exit(code)
 
     async def _open(self) -> None:
@@ -128,20 +147,45 @@ class Wiring:
         events = Events(agent.connected, agent.broken, agent.shown, self._token)
         agent.group = Group(identity, settings, events, ground.plane, ground.arena)
         self._ring_address = agent.group.listen(home(config.network.host, place.lighthouses[0]))
-        checked = self._held.slice_digest
         agent.reducer = Reducer(
-            agent.group, ground.sizes, life.replica, place.rank, self._voted, ground.device, checked
+            agent.group, ground.sizes, life.replica, place.rank, self._voted, ground.device, self._checked
         )
         self._agent = agent
 
     def _report(self, message: object) -> None:
         """To the leader: a call on rank 0, a message elsewhere."""
-        if isinstance(message, Telemetry):
+        if isinstance(message, RankAlive):
+            self._heard(message)
+        elif isinstance(message, Telemetry):
             self.reporter.relay(message)
         elif self._leader is not None:
             self._leader.received(message)
         elif self._line is not None:
             self._line.send(message)
+
+    def _heard(self, message: RankAlive) -> None:
+        if self._vigil is not None:
+            self._vigil.heard(message.rank)
+
+    def _watch(self) -> Vigil:
+        """From now on this rank and whoever started it are watched, and its siblings hear of it."""
+        place, timeouts = self._place, self._config.timeouts
+        alive, hub, line = RankAlive(place.rank), self._ground.hub, self._line
+
+        def say() -> None:
+            if hub is not None:
+                hub.broadcast(alive)
+            elif line is not None:
+                line.send(alive)
+
+        limits = Limits(SILENT * timeouts.evict_s, timeouts.step_s, timeouts.stop_s)
+        outlets = vigil.Outlets(say, self._got_on, self.leave, self._die)
+        self._vigil = Vigil(limits, outlets, place.parent)
+        return self._vigil
+
+    def _got_on(self) -> int | None:
+        """How far the main thread has come; None while it waits for an order."""
+        return None if self._mailbox.waited_for else self._progress
 
     def tell(self, message: object) -> None:
         """Report to the leader, from any thread."""
@@ -169,6 +213,15 @@ class Wiring:
         failpoints.reach("vote", vote.fence.step)
         self.keeper.after(lambda: self.tell(vote))
 
+    def _checked(self, lineage_held: str) -> str:
+        """The digest that goes with a vote; a rank whose own memory has changed ends before it votes."""
+        try:
+            return self._held.slice_digest(lineage_held)
+        except DataCorruption as error:
+            self._journal.event("StateCorrupt", str(error))
+            self._die(str(error))
+            raise
+
     def _failed(self, error: BaseException) -> None:
         self._loop.call_soon_threadsafe(self._crash, {"message": "the keeper failed", "exception": error})
 
@@ -188,15 +241,18 @@ class Wiring:
     async def _check_in(self, state: StateId) -> None:
         place, hub, port = self._place, self._ground.hub, self._ground.common.port
         state_address = self.keeper.address
-        mac = protocol.mac(place.token, "rank", place.rank, self._ring_address, state_address)
-        hello = RankHello(place.rank, self._ring_address, state_address, mac)
+        hello = RankHello(place.rank, self._ring_address, state_address)
         if hub is None:
-            line = Line(self._ordered, lambda: self._die("the leader of this replica is gone"))
+            line = Line(place.token, self._ordered, lambda: self._die("the leader of this replica is gone"))
             async with asyncio.timeout(self._config.timeouts.ranks_s):
                 await line.connect(place.leader_host, port, hello)
             self._line = line
+            self._watch().expect([0])
             return
+        watch = self._watch()  # those that are here early hear of their leader
         await hub.all_here(self._config.timeouts.ranks_s)
+        watch.expect(range(1, place.ranks))
+        self._have_exits_reported()
         hellos = [hello, *(hub.hellos[r] for r in range(1, place.ranks))]
         self._leader = self._lead(hellos, state)
         if self._burying is not None:
@@ -208,7 +264,8 @@ class Wiring:
         assert client is not None
         quorum = config.quorum
         every, keeps = config.checkpoint.every, config.checkpoint.every > 0 or config.checkpoint.dir is not None
-        rules = Rules(every, quorum.catchup_log_steps, config.train.poison, keep_last=keeps)
+        train = config.train
+        rules = Rules(every, quorum.catchup_log_steps, train.poison, keeps, train.poison_retries)
         replica = control.initial(life.replica, life.incarnation, config.train.steps, state, rules)
         about = protocol.Ask(
             Report(life.replica, life.incarnation, state, 1),
@@ -217,6 +274,7 @@ class Wiring:
             config_hash(config),
             lineage.digest(self._ground.common.layouts),
             numerics(self._ground.device),
+            agreed(config),
         )
         settings = Settings(
             place.ranks,
@@ -224,12 +282,33 @@ class Wiring:
             config.ftar.chunk_bytes or 0,
             quorum.lease_s,
             config.timeouts.answer_wait_s,
-            config.timeouts.reach_s,
+            None if life.predecessors else config.timeouts.reach_s,
             config.ftar.timeout_s,
             quorum.catchup_wait_s,
+            config.timeouts.reach_s,
+            config.timeouts.leave_s,
         )
-        outlets = Outlets(self._order_all, lambda token: self._agent.group.send_token(token))
+        outlets = Outlets(self._order_all, lambda token: self._agent.group.send_token(token), self._die)
         return Leader(replica, about, client, settings, outlets, self._journal)
+
+    def _have_exits_reported(self) -> None:
+        """Somebody else's launcher tells nobody that this replica's ranks are gone: a process of ours does."""
+        place, pids = self._place, self._ground.common.pids
+        if place.parent is None or not pids:
+            return
+        listed = None if place.listed is None else str(place.listed)
+        watched = exit_watch.Watched(
+            self._life.incarnation,
+            pids,
+            place.lighthouses,
+            place.token,
+            listed,
+            self._config.network,
+            self._config.timeouts.reach_s,
+        )
+        self._exit_watch = exit_watch.start(
+            watched, place.run / "replicas" / str(self._life.replica) / "exit-watch.log"
+        )
 
     async def _bury_predecessors(self) -> None:
         """Whoever restarted this replica ended its earlier incarnations first: say so to the lighthouse."""
@@ -244,6 +323,9 @@ class Wiring:
         self._ordered(order)
 
     def _ordered(self, order: object) -> None:
+        if isinstance(order, RankAlive):
+            self._heard(order)
+            return
         if isinstance(order, Exit):
             self._ending = True  # from now on connections may close
         self._agent.order(order)
@@ -264,8 +346,11 @@ class Wiring:
         self._ending = True
         self._call(self._close())
         self.keeper.close()
+        self._journal.close()
 
     async def _close(self) -> None:
+        if self._vigil is not None:
+            self._vigil.stop()
         await self._agent.group.close()
         await self.reporter.close()
         if self._leader is not None:

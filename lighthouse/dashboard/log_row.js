@@ -6,6 +6,7 @@ import { clockMs, day, short } from "./time.js";
 const GRAVE = new Set([
   "FailureInjected", "ProcessExited", "ReplicaExited", "RingBroken", "ReplicaLost", "ReplicaStuck", "FetchRejected",
   "LighthouseExited", "LighthouseFailed", "HeadRolledBack", "ReplicaExcluded",
+  "EdgeBroken", "RewindOrdered", "StoreBehind", "LeaseEnded", "BatchGivenUp",
 ]);
 
 function worded(name, value) {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 import uuid
 from collections.abc import Iterator
 from contextlib import suppress
@@ -24,8 +25,18 @@ def _nothing_left(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         monkeypatch.setenv("TMPDIR", folder)
         yield
-        for process in psutil.process_iter():
-            with suppress(psutil.Error):
-                left = process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE
-                assert not left, process.cmdline()
+        deadline = time.monotonic() + 10
+        while left := _marked(mark):  # state agents see the end of their job, and end
+            assert time.monotonic() < deadline, left
+            time.sleep(0.02)
         assert [file for file in Path(folder).iterdir() if not file.name.startswith(TORCH)] == []
+
+
+def _marked(mark: str) -> list[list[str]]:
+    """The command lines of processes that run with this mark in their environment."""
+    found: list[list[str]] = []
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.cmdline())
+    return found

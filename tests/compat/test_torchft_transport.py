@@ -38,7 +38,7 @@ SOON = timedelta(seconds=10)
 
 @pytest.fixture
 def transport() -> Iterator[StateTransport[Any]]:
-    made: StateTransport[Any] = StateTransport("127.0.0.1")
+    made: StateTransport[Any] = StateTransport(host="127.0.0.1")
     yield made
     made.shutdown()
 
@@ -57,7 +57,25 @@ def through(transport: StateTransport[Any], state: Any, step: int = 1) -> Any:
 
 def test_torchfts_own_test_of_transports() -> None:
     case = TestCase()
-    run_multi_recovery_test(case, lambda rank, size: StateTransport("127.0.0.1"), torch.device("cpu"))
+    chunks = iter((0, 3))
+
+    def init(rank: int, size: int) -> StateTransport[Any]:
+        """As torchft's own test makes its HTTPTransport."""
+        return StateTransport(timeout=SOON, num_chunks=next(chunks, 0), host="127.0.0.1")
+
+    run_multi_recovery_test(case, init, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"timeout": timedelta(0)}, "timeout: got 0:00:00; allowed: more"),
+        ({"num_chunks": -1}, "num_chunks: got -1"),
+    ],
+)
+def test_arguments_that_cannot_be_are_one_clear_line(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"^{said}"):
+        StateTransport(**wrong, host="127.0.0.1")
 
 
 def test_a_state_dict_of_all_kinds_arrives_bit_by_bit(transport: StateTransport[Any]) -> None:
@@ -200,8 +218,8 @@ def test_what_is_sent_is_a_copy_and_may_change_at_once(transport: StateTransport
 def test_nothing_without_the_token_and_no_other_metadata(transport: StateTransport[Any]) -> None:
     transport.send_checkpoint([1], 1, {"a": 1}, SOON)
     told = json.loads(transport.metadata())
-    with pytest.raises(ConnectionError, match="answered 401"):
-        transport.recv_checkpoint(0, json.dumps({**told, "token": "0"}), 1, SOON)
+    with pytest.raises(TimeoutError, match="lets nobody in who calls from here with this token"):
+        transport.recv_checkpoint(0, json.dumps({**told, "token": "0"}), 1, timedelta(seconds=0.2))
     for junk in ("", "http://localhost:1/checkpoint/", "{}", "[]", '{"addresses": [], "token": "x"}'):
         with pytest.raises(DataCorruption, match="metadata"):
             transport.recv_checkpoint(0, junk, 1, SOON)
@@ -264,7 +282,7 @@ class Loud(StateTransport):
         print(f"healed at {step}", flush=True)
         return state
 
-torchft.Manager = functools.partial(torchft.Manager, checkpoint_transport=Loud("127.0.0.1"))
+torchft.Manager = functools.partial(torchft.Manager, checkpoint_transport=Loud(host="127.0.0.1"))
 sys.argv = ["torchft_loop.py", *sys.argv[1:]]
 runpy.run_path(EXAMPLE, run_name="__main__")
 """

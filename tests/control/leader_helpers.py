@@ -74,18 +74,21 @@ class Scene:
         self.lighthouse = lighthouse or Lighthouse()
         self.orders: list[object] = []
         self.tokens: list[Token] = []
+        self.ended: list[tuple[str, int]] = []
         self._journal = folder / "events.jsonl"
+        self._told = Journal(self._journal)
         about = Ask(Report(0, "0-x-0", STATE, 1), ("r0", "r1"), ("s0", "s1"), "hash", "layout")
         self.leader = Leader(
             control.initial(0, "0-x-0", 9, STATE, rules),
             about,
             self.lighthouse,  # type: ignore[arg-type]
             replace(SETTINGS, **settings),
-            Outlets(self.orders.append, self.tokens.append),
-            Journal(self._journal),
+            Outlets(self.orders.append, self.tokens.append, lambda why, code: self.ended.append((why, code))),
+            self._told,
         )
 
     def events(self, name: str) -> list[dict[str, Any]]:
+        self._told.flush()
         rows = [json.loads(line) for line in self._journal.read_text().splitlines()]
         return [r for r in rows if r["event"] == name]
 

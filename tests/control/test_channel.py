@@ -6,13 +6,15 @@ from collections.abc import Coroutine
 from typing import Any
 
 import pytest
+from known import admit_stream, streams
 
-from ft_hsdp import protocol
+from ft_hsdp import handshake
 from ft_hsdp.control import channel
 from ft_hsdp.control.channel import Hub, Line
 from ft_hsdp.core import effects
 from ft_hsdp.core.commit import Fence, Vote
 from ft_hsdp.errors import LighthouseUnreachable
+from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RankBeat, RankHello, RankStopped, Telemetry
 
 TOKEN = "ab" * 32
@@ -26,9 +28,12 @@ def run(body: Coroutine[Any, Any, None]) -> None:
     asyncio.run(bounded())
 
 
-def hello(rank: int, token: str = TOKEN, **other: Any) -> RankHello:
-    mac = protocol.mac(token, "rank", rank, f"r{rank}", f"s{rank}")
-    return RankHello(**{"rank": rank, "ring": f"r{rank}", "state": f"s{rank}", "mac": mac, **other})
+def hello(rank: int) -> RankHello:
+    return RankHello(rank, f"r{rank}", f"s{rank}")
+
+
+def known(port: int) -> Coroutine[Any, Any, tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    return streams(f"127.0.0.1:{port}", TOKEN, Purpose.HUB)
 
 
 class Leader:
@@ -51,10 +56,10 @@ class Leader:
 class Rank:
     """A line and what it heard."""
 
-    def __init__(self) -> None:
+    def __init__(self, token: str = TOKEN) -> None:
         self.orders: asyncio.Queue[object] = asyncio.Queue()
         self.lost = asyncio.Event()
-        self.line = Line(self.orders.put_nowait, self.lost.set)
+        self.line = Line(token, self.orders.put_nowait, self.lost.set)
 
     async def connect(self, port: int, said: RankHello) -> Rank:
         await self.line.connect("127.0.0.1", port, said)
@@ -106,19 +111,7 @@ def test_all_here_has_a_deadline() -> None:
     run(body())
 
 
-@pytest.mark.parametrize(
-    "said",
-    [
-        hello(1, token="cd" * 32),
-        hello(1, mac=""),
-        hello(1, ring="elsewhere"),
-        hello(1, state="elsewhere"),
-        hello(2, mac=hello(1).mac),
-        hello(0),
-        hello(3),
-        hello(-1),
-    ],
-)
+@pytest.mark.parametrize("said", [hello(0), hello(3), hello(-1)])
 def test_a_wrong_hello_is_hung_up_on(said: RankHello) -> None:
     async def body() -> None:
         async with Leader(3) as leader:
@@ -128,6 +121,31 @@ def test_a_wrong_hello_is_hung_up_on(said: RankHello) -> None:
                 await leader.hub.all_here(0.05)
             assert leader.hub.hellos == {}
             assert leader.lost.empty(), "a stranger is not a rank"
+            rank.line.close()
+
+    run(body())
+
+
+def test_who_does_not_know_the_token_says_nothing() -> None:
+    async def body() -> None:
+        async with Leader(2) as leader:
+            with pytest.raises(handshake.HungUp):
+                await Rank("cd" * 32).connect(leader.port, hello(1))
+            assert not leader.hub.hellos
+            assert leader.lost.empty()
+
+    run(body())
+
+
+def test_a_hub_that_has_all_its_ranks_listens_no_more() -> None:
+    async def body() -> None:
+        async with Leader(2) as leader:
+            rank = await Rank().connect(leader.port, hello(1))
+            await leader.hub.all_here(5)
+            with pytest.raises(ConnectionRefusedError):
+                await asyncio.open_connection("127.0.0.1", leader.port)
+            leader.hub.broadcast(effects.Feed(1))
+            assert await rank.orders.get() == effects.Feed(1)
             rank.line.close()
 
     run(body())
@@ -154,22 +172,27 @@ def test_a_rank_says_hello_once() -> None:
 def test_noise_instead_of_a_hello_is_hung_up_on(noise: bytes) -> None:
     async def body() -> None:
         async with Leader(2) as leader:
-            reader, writer = await asyncio.open_connection("127.0.0.1", leader.port)
-            writer.write(noise)
-            writer.write_eof()
-            assert await asyncio.wait_for(reader.read(), 3) == b""
-            writer.close()
-            assert leader.lost.empty()
+            for opened in (asyncio.open_connection("127.0.0.1", leader.port), known(leader.port)):
+                reader, writer = await opened
+                writer.write(noise)
+                writer.write_eof()
+                with contextlib.suppress(ConnectionResetError):
+                    assert len(await asyncio.wait_for(reader.read(), 3)) in (0, handshake.CHALLENGE_BYTES)
+                writer.close()
+                assert leader.lost.empty()
 
     run(body())
 
 
 def test_silence_instead_of_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel, "HELLO_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(handshake, "_hello_s", 0.1)
 
     async def body() -> None:
         async with Leader(2) as leader:
             reader, writer = await asyncio.open_connection("127.0.0.1", leader.port)
+            assert len(await asyncio.wait_for(reader.read(), 3)) == handshake.CHALLENGE_BYTES
+            writer.close()
+            reader, writer = await known(leader.port)
             assert await asyncio.wait_for(reader.read(), 3) == b""
             writer.close()
 
@@ -221,6 +244,7 @@ def test_the_end_of_the_leader_is_noticed() -> None:
 def test_a_leader_that_reads_nothing_is_told_nothing_more() -> None:
     async def body() -> None:
         async def stopped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await admit_stream(reader, writer, TOKEN, Purpose.HUB)
             reader._transport.pause_reading()  # type: ignore[attr-defined]
             await over.wait()
             writer.transport.abort()

@@ -10,7 +10,7 @@ from leader_helpers import OTHER, STATE, Down, Scene, grant, one_step, run
 
 from ft_hsdp.control import leader as control
 from ft_hsdp.core import effects, lineage
-from ft_hsdp.core.assignment import Continue, Finish
+from ft_hsdp.core.assignment import CatchUp, Continue, Finish
 from ft_hsdp.core.commit import Fence
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.core.rules import Rules
@@ -122,6 +122,70 @@ def test_the_lease_is_used_while_the_lighthouse_is_away(tmp_path: Path) -> None:
     run(body())
 
 
+def test_a_replica_that_was_started_again_waits_for_its_lighthouse_as_long_as_it_takes(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, Down(), join_timeout_s=None, reach_s=0.0)
+        s.leader.start()
+        await s.until(lambda: len(s.lighthouse.asks) > 2, "it goes on asking")
+        assert not s.named(effects.Exit)
+        assert len(s.events("LighthouseAwaited")) == 1
+        s.lighthouse.answers.put_nowait(grant(1, 0))
+        await s.until(lambda: s.named(effects.Reduce), "it joins")
+        s.leader.close()
+
+    run(body())
+
+
+def test_at_the_end_of_the_lease_the_ring_is_left_on_purpose_and_nobody_exits(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, Down(), lease_s=0.0, answer_wait_s=0.05)
+        s.lighthouse.answers.put_nowait(grant(1, 0, 1))
+        s.leader.start()
+        await s.until(lambda: s.named(effects.Reduce), "step 1")
+        s.vote(0, Fence(1, 1, 0), (0, 1))
+        s.vote(1, Fence(1, 1, 0), (0, 1))
+        await s.until(lambda: s.tokens, "it votes")
+        s.leader.token(replace(s.tokens[0], equal=(0, 1)))
+        await s.until(lambda: s.named(effects.StopRing), "it leaves its ring")
+        assert s.named(effects.StopRing)[0].reason == "the lease of replica 0 has ended: no lighthouse answers it"
+        assert [r.fence for r in s.named(effects.Reduce)] == [Fence(1, 1, 0)], "went on without a lease"
+        (event,) = s.events("LeaseEnded")
+        assert (event["epoch"], event["step"]) == (1, 2)
+        for rank in (0, 1):
+            s.leader.received(RankStopped(rank, 1))
+        s.lighthouse.answers.put_nowait(grant(2, 0, 1, base=s.leader.replica.state))
+        await s.until(
+            lambda: s.named(effects.Reduce)[-1].fence == Fence(2, 2, 0), "goes on when there is an answer"
+        )
+        assert s.lighthouse.asks[-1].report.after == 1
+        assert not s.named(effects.Exit)
+        assert not s.ended
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_step_that_is_longer_than_the_lease_does_not_end_it(tmp_path: Path) -> None:
+    """Its first ask has the usual time for an answer."""
+
+    async def body() -> None:
+        s = Scene(tmp_path, lease_s=0.0, answer_wait_s=5.0)
+        await s.granted(grant(1, 0, 1))
+        s.vote(0, Fence(1, 1, 0), (0, 1))
+        s.vote(1, Fence(1, 1, 0), (0, 1))
+        s.leader.token(replace(s.tokens[0], equal=(0, 1)))
+        await s.until(lambda: len(s.lighthouse.asks) == 2, "asks for step 2")
+        s.leader._late()
+        assert s.leader.replica.phase is Phase.ASKING
+        s.lighthouse.answers.put_nowait(Continue(1, 2))
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence == Fence(1, 2, 0), "step 2")
+        assert not s.named(effects.StopRing)
+        assert not s.events("LeaseEnded")
+        s.leader.close()
+
+    run(body())
+
+
 def test_a_slow_lighthouse_is_not_waited_for(tmp_path: Path) -> None:
     async def body() -> None:
         s = Scene(tmp_path, answer_wait_s=0.05)
@@ -131,22 +195,6 @@ def test_a_slow_lighthouse_is_not_waited_for(tmp_path: Path) -> None:
         s.lighthouse.answers.put_nowait(Continue(1, 2))  # late: it changes nothing
         await asyncio.sleep(0.05)
         assert [r.fence.step for r in s.named(effects.Reduce)] == [1, 2]
-        s.leader.close()
-
-    run(body())
-
-
-def test_no_lease_lasts_for_ever(tmp_path: Path) -> None:
-    async def body() -> None:
-        s = Scene(tmp_path, lease_s=0.1, answer_wait_s=0.2)
-        await s.granted(grant(1, 0))
-        await asyncio.sleep(0.2)
-        s.vote(0, Fence(1, 1, 0))
-        s.vote(1, Fence(1, 1, 0))
-        await asyncio.sleep(0.3)
-        assert [r.fence.step for r in s.named(effects.Reduce)] == [1], "trained on beyond its lease"
-        s.lighthouse.answers.put_nowait(Continue(1, 2))
-        await s.until(lambda: len(s.named(effects.Reduce)) == 2, "goes on with the answer")
         s.leader.close()
 
     run(body())
@@ -431,6 +479,48 @@ def test_a_checkpoint_that_failed_is_told_once_and_given_to_another(tmp_path: Pa
     run(body())
 
 
+def test_who_holds_what_others_lack_has_it_kept_and_asks_again(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        await s.granted(grant(1, 0, 1))
+        s.leader.received(RankBroken(0, 1, "replica 1 is gone", suspect=1))
+        for rank in (0, 1):
+            s.leader.received(RankStopped(rank, 1))
+        await s.until(lambda: len(s.lighthouse.asks) == 2, "asks")
+        s.lighthouse.answers.put_nowait(CatchUp(STATE, grant(1, 0).members, "too few hold it"))
+        await s.until(lambda: len(s.lighthouse.asks) == 3, "asks again")
+        assert s.named(effects.Keep) == [effects.Keep(STATE)]
+        assert not s.named(effects.Fetch)
+        assert s.lighthouse.asks[2].report.after == 1
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_fetch_without_a_ring_that_fails_is_asked_for_again(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        s.leader.start()
+        told = CatchUp(OTHER, grant(1, 1).members, "too few hold it")
+        for tries in (1, 2):
+            s.lighthouse.answers.put_nowait(told)
+            await s.until(lambda n=tries: len(s.named(effects.Fetch)) == n, "fetches")  # type: ignore[misc]
+            if tries == 1:
+                for rank in (0, 1):
+                    s.leader.received(RankFetchFailed(rank, OTHER, "the donor is gone"))
+                await s.until(lambda: len(s.lighthouse.asks) == 2, "asks again")
+        assert not s.named(effects.Exit)
+        assert s.lighthouse.asks[1].report.doubt == OTHER
+        for rank in (0, 1):
+            s.leader.received(RankFetched(rank, OTHER))
+        await s.until(lambda: len(s.lighthouse.asks) == 3, "asks with what it has fetched")
+        assert s.lighthouse.asks[2].report.state == OTHER
+        assert s.named(effects.Install) == [effects.Install(OTHER)]
+        s.leader.close()
+
+    run(body())
+
+
 def test_a_vote_is_held_back_until_the_fetch_is_done(tmp_path: Path) -> None:
     async def body() -> None:
         s = Scene(tmp_path, catchup_wait_s=30.0)
@@ -595,6 +685,42 @@ def test_an_ask_that_was_held_back_is_sent_once_the_lease_is_over(tmp_path: Path
         await s.until(lambda: len(s.lighthouse.asks) == 3, "what was held back is sent")
         s.lighthouse.answers.put_nowait(Continue(1, 3))
         await s.until(lambda: s.named(effects.Reduce)[-1].fence.step == 3, "step 3")
+        s.leader.close()
+
+    run(body())
+
+
+def test_ranks_that_do_not_leave_a_broken_ring_end_the_replica(tmp_path: Path) -> None:
+    """The leader waits for all of them before it asks; one that hangs would be waited for without an end."""
+
+    async def body() -> None:
+        s = Scene(tmp_path, token_timeout_s=0.1)
+        await s.granted(grant(1, 0, 1))
+        s.leader.received(RankBroken(0, 1, "gone"))
+        s.leader.received(RankStopped(0, 1))
+        await s.until(lambda: s.ended, "it ends")
+        assert s.ended[0] == ("ranks [1] have not left the ring of epoch 1 within 0.1 s", 75)
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_rank_that_does_not_vote_ends_the_replica(tmp_path: Path) -> None:
+    """Not one whose replica has gone on to another attempt meanwhile."""
+
+    async def body() -> None:
+        s = Scene(tmp_path, token_timeout_s=0.05)
+        await s.granted(grant(1, 0))
+        s.vote(0, Fence(1, 1, 0))
+        s.vote(1, Fence(1, 1, 0))
+        await s.until(lambda: len(s.lighthouse.asks) == 2, "step 2")
+        s.lighthouse.answers.put_nowait(Continue(1, 2))
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence == Fence(1, 2, 0), "step 2")
+        await asyncio.sleep(0.2)
+        assert not s.ended
+        s.vote(1, Fence(1, 2, 0))
+        await s.until(lambda: s.ended, "it ends")
+        assert s.ended[0] == ("ranks [0] have not voted on step 2 of epoch 1 within 0.15 s", 75)
         s.leader.close()
 
     run(body())

@@ -11,7 +11,7 @@ import pytest
 
 from ft_hsdp import protocol
 from ft_hsdp.control.lighthouse_client import LighthouseClient
-from ft_hsdp.core.assignment import Answer, Continue, Final, Finish, Grant, Member, Refused, Report
+from ft_hsdp.core.assignment import Answer, CatchUp, Continue, Finish, Grant, Member, Refused, Report
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.protocol import Ask, Overview, Processes, Wait
@@ -49,7 +49,7 @@ def answer(message: object) -> Callable[[httpx.Request], httpx.Response]:
 
 
 @pytest.mark.parametrize(
-    "message", [GRANT, Continue(3, 4), Final(STATE, GRANT.members), Finish(), Refused("gone", 75)]
+    "message", [GRANT, Continue(3, 4), CatchUp(STATE, GRANT.members), Finish(), Refused("gone", 75)]
 )
 def test_an_answer(message: Answer) -> None:
     seen: list[httpx.Request] = []

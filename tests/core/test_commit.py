@@ -176,3 +176,12 @@ def test_a_step_without_contributors_has_a_record_to_vote_no_on() -> None:
 )
 def test_what_makes_an_attempt_void(known: Fence, expected: bool) -> None:
     assert void(FENCE, (Fence(9, 9, 9), known)) is expected
+
+
+def test_what_a_step_goes_without_is_in_its_name() -> None:
+    """Replicas that disagree on it hold different states, so the token tells them apart."""
+    without = replace(RECORD, spoiled=((1, 9),), retries=3)
+    assert len({r.state_id for r in (RECORD, without, replace(without, retries=4))}) == 3
+    before = Ledger((7, 9, 5), spoilt=((1, 9, 2),))
+    assert without.given_up(before) == ((1, 9),)
+    assert without.ledger(before) == Ledger((8, 10, 6), (), (0, 2))

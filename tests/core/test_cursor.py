@@ -110,3 +110,34 @@ def test_a_shard_that_is_far_behind_becomes_holes() -> None:
     assert Ledger((3, 0, 3)).redealt(1) == Ledger((9,), ((0, 1), (0, 4), (0, 7)))
     assert Ledger((9,), ((0, 1), (0, 4), (0, 7))).redealt(3) == Ledger((3, 0, 3))
     assert Ledger.empty(4).redealt(2) == Ledger.empty(2)
+
+
+def test_a_batch_that_is_left_out_often_enough_is_given_up() -> None:
+    """It is spent then, like those that were trained, so that no replica brings it again."""
+    ledger = Ledger((4, 4))
+    for step in range(2):
+        ledger = ledger.advance([(0, 4 + step)], (0,), [(1, 4)], 3)
+        assert ledger.spoilt == ((1, 4, step + 1),)
+        assert ledger.untrained(1, 0) == 4, "it is tried again"
+    assert ledger.given_up([(1, 4)], 3) == ((1, 4),)
+    ledger = ledger.advance([(0, 6)], (0,), [(1, 4)], 3)
+    assert ledger == Ledger((7, 5), (), (0,))
+    assert ledger.untrained(1, 0) == 5
+
+
+def test_a_batch_that_becomes_finite_is_trained_and_forgotten() -> None:
+    ledger = Ledger((1, 0)).advance([(0, 1)], (0,), [(1, 0)], 3)
+    assert ledger.advance([(0, 2), (1, 0)], (0, 1)) == Ledger((3, 1), (), (0, 1))
+
+
+def test_a_hole_can_be_given_up() -> None:
+    ledger = Ledger((6,), ((0, 3),), (0, 1), ((0, 3, 1),))
+    assert ledger.advance([(0, 6)], (1,), [(0, 3)], 2) == Ledger((7,), (), (1,))
+
+
+@pytest.mark.parametrize(
+    "spoilt", [((0, 1, 0),), ((3, 1, 1),), ((0, -1, 1),), ((0, 2, 1), (0, 1, 1)), ((0, 1, 1),) * 2]
+)
+def test_what_was_left_out_is_checked(spoilt: tuple[tuple[int, int, int], ...]) -> None:
+    with pytest.raises(ValueError, match=r"left out|sorted"):
+        Ledger((1,), (), (), spoilt)

@@ -5,6 +5,9 @@ from pathlib import Path
 import pytest
 from transcript import FOLDER, Driver, replay
 
+from ft_hsdp.core.effects import Ask
+from ft_hsdp.core.events import RingBroken
+from ft_hsdp.core.replica import transition
 from ft_hsdp.core.restart import REFILL_STEPS
 from ft_hsdp.core.voting import MAX_ATTEMPTS, MAX_SKIPS
 
@@ -73,3 +76,23 @@ def test_a_finite_step_in_between_starts_the_count_anew() -> None:
         driver.feed(f"continue epoch=1 step={step + 1}")
     assert driver.me.intact
     assert driver.me.state.step == 3 * MAX_SKIPS - 1
+
+
+@pytest.mark.parametrize(
+    ("suspect", "accuser", "edge"),
+    [(1, 2, (2, 1)), (1, None, None), (1, 1, None), (None, None, None)],
+    ids=str,
+)
+def test_a_report_says_who_blames_whom_until_the_next_ring(
+    suspect: int | None, accuser: int | None, edge: tuple[int, int] | None
+) -> None:
+    """Who names itself, because it has no descriptor left, speaks of no edge."""
+    driver = Driver()
+    driver.feed("replica me=0 steps=2")
+    driver.feed("grant epoch=1 base=zero members=0,1,2")
+    after, due = transition(driver.me, RingBroken(1, suspect, accuser))
+    assert [e.report.edge for e in due if isinstance(e, Ask)] == [edge]
+    driver.replica = after
+    driver.feed("grant epoch=2 base=zero members=0,1,2")
+    _, due = transition(driver.me, RingBroken(2))
+    assert [e.report.edge for e in due if isinstance(e, Ask)] == [None]

@@ -55,3 +55,17 @@ def test_never_more_than_budget_restarts_in_a_row_without_progress(committed: li
 @pytest.mark.parametrize("used", [1, 100, 10**6])
 def test_the_backoff_does_not_overflow(used: int) -> None:
     assert backoff(RestartPolicy(10**6, 0.1, 30.0), used) <= 30.0
+
+
+def test_a_life_that_found_no_lighthouse_costs_no_budget() -> None:
+    """It is tried again as long as the job lasts, with growing pauses, whatever the budget."""
+    policy = RestartPolicy(budget=1, backoff_s=0.0, backoff_max_s=8.0)
+    state, delays = RestartState(restarts=1, used=1), []
+    for _ in range(100):
+        state, decision = on_loss(state, policy, 0, "exit 69", unreached=True)
+        assert isinstance(decision, Restart)
+        delays.append(decision.delay_s)
+    assert delays[:5] == [1.0, 2.0, 4.0, 8.0, 8.0]
+    assert (state.restarts, state.used) == (101, 1)
+    _, decision = on_loss(state, policy, 0, "exit 75")
+    assert isinstance(decision, GiveUp)

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from ft_hsdp.core import effects, events, lineage
 from ft_hsdp.core import replica as core
-from ft_hsdp.core.assignment import Answer, Continue, Final, Finish, Grant, Member, Refused
+from ft_hsdp.core.assignment import Answer, CatchUp, Continue, Finish, Grant, Member, Refused
 from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Token
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.core.rules import Rules
@@ -86,10 +86,12 @@ class Driver:
                 return events.Answered(self._grant(words))
             case "shown":
                 return events.GrantShown(self._grant(words))
-            case "continue" | "final" | "finish" | "refused":
+            case "continue" | "catch_up" | "finish" | "refused":
                 return events.Answered(self._answer(verb, words))
             case "unanswered":
                 return events.Unanswered()
+            case "lease_ended":
+                return events.LeaseEnded()
             case "broken":
                 suspect = int(words["suspect"]) if "suspect" in words else None
                 return events.RingBroken(int(words["epoch"]), suspect)
@@ -134,9 +136,9 @@ class Driver:
         if verb == "finish":
             return Finish()
         if verb == "refused":
-            return Refused("fenced", int(words["code"]))
+            return Refused("fenced", int(words["code"]), "forget" in words)
         base = self.states[words["base"]] if words["base"] in self.states else self._name(words["base"])
-        return Final(base, tuple(Member(d, f"{d}-0", "contribute") for d in numbers(words["donors"])))
+        return CatchUp(base, tuple(Member(d, f"{d}-0", "contribute") for d in numbers(words["donors"])))
 
     def _record(self, fence: Fence, words: Words) -> CommitRecord:
         """The record that an honest reduction of ``fence`` has, unless ``words`` say otherwise."""
@@ -157,6 +159,8 @@ class Driver:
             put,
             words.get("sum", "sum"),
             poisoned=poisoned,
+            spoiled=self.me.spoiled,
+            retries=self.me.rules.poison_retries if self.me.spoiled else 0,
         )
         self.states[short(fence) + ("'" if "sum" in words else "")] = record.state_id
         return record
@@ -184,7 +188,7 @@ class Driver:
 
     def _effect(self, effect: effects.Effect) -> str:
         match effect:
-            case effects.Ask(r):
+            case effects.Ask(r, pause):
                 extra = [f"in epoch {r.epoch}"] if r.epoch else []
                 extra += [f"after {r.after}"] if r.after else []
                 extra += [f"prepared for {self._called(r.prepared.state_id)}"] if r.prepared else []
@@ -197,6 +201,7 @@ class Driver:
                 extra += [f"suspects {list(r.suspects)}"] if r.suspects else []
                 extra += [f"saved step {r.saved}"] if r.saved else []
                 extra += ["departs"] if r.departs else []
+                extra += ["a moment later"] if pause else []
                 return ", ".join([f"ask for step {r.step}: holds {self._called(r.state)}", *extra])
             case effects.Configure(grant):
                 return f"configure epoch {grant.epoch}: ring {list(grant.ring)}"
@@ -217,6 +222,7 @@ class Driver:
                 return ", ".join([f"send token of {short(t.fence)}: {said}", *extra])
             case effects.Commit(record):
                 how = ", skipped" if record.skipped else ""
+                how += f", without batches {list(record.spoiled)}" if record.spoiled else ""
                 return f"commit {self._called(record.state_id)}: {list(record.contributors)}{how}"
             case effects.Log(record):
                 return f"log {self._called(record.state_id)}: {list(record.contributors)}"
@@ -229,6 +235,8 @@ class Driver:
                 return f"feed step {step}"
             case effects.Fetch(base, donors):
                 return f"fetch {self._called(base)} from {[d.replica for d in donors]}"
+            case effects.Keep(state):
+                return f"keep {self._called(state)} for others"
             case effects.Checkpoint(state):
                 return f"write a checkpoint of {self._called(state)}"
             case effects.Forget():

@@ -1,4 +1,4 @@
-"""Real beats, for long: `python tests/ftar/beats.py --beats 100000 [--busy 4] [--record FILE]`.
+"""Real beats, for long: `python tests/ftar/beats.py --beats 100000 | --seconds 1800 [--busy 8] [--record FILE]`.
 
 Members of one ring, each in a process of its own, do nothing but beat, while ``--busy`` processes take the cores
 from them. Prints one line of JSON: how many beats were heard, how many members were suspected (0 is right),
@@ -100,15 +100,18 @@ class Ring:
             process.join()
 
 
-def soak(beats: int, busy: int) -> tuple[dict[str, Any], list[float]]:
-    """Beat until all have heard ``beats`` together, then stop one; what was seen, and one member's intervals."""
+def soak(beats: int, seconds: float, busy: int) -> tuple[dict[str, Any], list[float]]:
+    """Beat until all have heard ``beats`` together and ``seconds`` are over, then stop one.
+
+    Returns what was seen, and one member's intervals. The busy processes run on: a stop is found beside them, too.
+    """
     spinners = [_context.Process(target=spin, daemon=True) for _ in range(busy)]
     for spinner in spinners:
         spinner.start()
     ring = Ring()
     try:
         began = time.monotonic()
-        while sum(ring.counts) < beats and not ring.ended:
+        while (sum(ring.counts) < beats or time.monotonic() < began + seconds) and not ring.ended:
             time.sleep(0.1)
             ring.look()
         false = {n: text for n, (_, text, _) in ring.ended.items()}
@@ -150,10 +153,11 @@ def main() -> int:
     """Run; 0 if nobody was suspected."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--beats", type=int, default=100_000)
+    parser.add_argument("--seconds", type=float, default=0.0)
     parser.add_argument("--busy", type=int, default=2 * len(os.sched_getaffinity(0)))
     parser.add_argument("--record", type=Path)
     args = parser.parse_args()
-    result, intervals = soak(args.beats, args.busy)
+    result, intervals = soak(args.beats, args.seconds, args.busy)
     print(json.dumps(result))
     if args.record is not None:
         about = {"cores": result["cores"], "busy_processes": result["busy_processes"], "beat_ms": 50}

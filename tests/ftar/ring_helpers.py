@@ -68,6 +68,7 @@ class Peer:
         layout: str = LAYOUT,
         token: str = TOKEN,
         timeout_s: float = 5.0,
+        host: str = "127.0.0.1",
     ) -> None:
         self.replica = replica
         self.connected: list[int] = []
@@ -78,7 +79,7 @@ class Peer:
         settings = Settings(transport, chunk_bytes=256, timeout_s=timeout_s, connect_timeout_s=connect_s)
         self.plane = CpuPlane()
         self.group = Group(Identity(replica, 0, layout, token), settings, events, self.plane)
-        self.address = self.group.listen("127.0.0.1")
+        self.address = self.group.listen(host)
 
     def reduce(self, epoch: int, out: torch.Tensor, step: int = 1) -> Work:
         """Add one's own number to the sum."""
@@ -97,15 +98,24 @@ class Ring:
     """Peers that form a ring for each epoch; a context that leaves nothing open."""
 
     def __init__(
-        self, *replicas: int, connect_s: float = 2.0, transport: Transport = "tcp", timeout_s: float = 5.0
+        self,
+        *replicas: int,
+        connect_s: float = 2.0,
+        transport: Transport = "tcp",
+        timeout_s: float = 5.0,
+        host: str = "127.0.0.1",
     ) -> None:
         self._replicas = replicas
         self._connect_s = connect_s
         self._transport: Transport = transport
         self._timeout_s = timeout_s
+        self._host = host
 
     async def __aenter__(self) -> Ring:
-        self.peers = [Peer(r, self._connect_s, self._transport, timeout_s=self._timeout_s) for r in self._replicas]
+        self.peers = [
+            Peer(r, self._connect_s, self._transport, timeout_s=self._timeout_s, host=self._host)
+            for r in self._replicas
+        ]
         self.addresses = {p.replica: p.address for p in self.peers}
         return self
 

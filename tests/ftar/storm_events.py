@@ -15,12 +15,13 @@ from storm_broken import Disturbed
 from storm_members import Member
 from storm_proxy import FAULTS
 
-from ft_hsdp import protocol
+from ft_hsdp import handshake, protocol
 from ft_hsdp.core.assignment import Grant
 from ft_hsdp.core.assignment import Member as Named
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.ftar import door
-from ft_hsdp.protocol import RingAbort
+from ft_hsdp.handshake import Purpose
+from ft_hsdp.protocol import RingAbort, RingData
 
 if TYPE_CHECKING:
     from storm import Storm
@@ -143,12 +144,17 @@ def stranger(storm: Storm) -> None:
     with _call(member) as sock:
         what = storm.chance.choice(("noise", "length", "silence", "token", "stale", "early", "second", "ticket"))
         storm.trace(what)
+        if (
+            what in ("ticket", "stale", "early", "second") or storm.chance.random() < 0.5
+        ):  # one that knows the token
+            purpose = Purpose.DATA if what == "ticket" else Purpose.RING
+            handshake.call_blocking(sock, storm.token, purpose)
         if what == "noise":
             sock.sendall(random.randbytes(storm.chance.randint(1, 5000)))
         elif what == "length":
             sock.sendall(b"\xff\xff\xff\xff{}")
         elif what == "ticket":
-            sock.sendall(protocol.frame(door.data(storm.token, "00" * 16, 0)))
+            sock.sendall(protocol.frame(RingData("00" * 16, 0)))
         elif what != "silence":
             sock.sendall(_hello(storm, member, what))
         if what == "stale":

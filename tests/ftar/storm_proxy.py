@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable
 
 from ft_hsdp.ftar.frame import ENTRY, HEADER
+from ft_hsdp.handshake import ANSWER_BYTES, MAGIC, Purpose
 from ft_hsdp.protocol import LENGTH
 
 PART = 1 << 16
@@ -28,7 +29,7 @@ class Headers:
         self._need = LENGTH.size
         self._kind = "length"
         self._seen = bytearray()
-        self._skip = 0
+        self._skip = ANSWER_BYTES  # the handshake comes before the first message
 
     def feed(self, data: bytes) -> int | None:
         """The offset in ``data`` of a byte of a header, if there is one."""
@@ -80,8 +81,8 @@ class Pair:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(OSError):
             while data := await loop.sock_recv(source, PART):
-                if not self.kind:
-                    self.kind = "data" if b'"RingData"' in data else "control"
+                if forward and not self.kind:
+                    self.kind = "data" if data[len(MAGIC)] == Purpose.DATA else "control"
                 await self._open.wait()
                 await loop.sock_sendall(sink, self._passed(data, forward))
             sink.shutdown(socket.SHUT_WR)
@@ -93,6 +94,8 @@ class Pair:
     def _passed(self, data: bytes, forward: bool) -> bytes:
         """The bytes, or with one bit flipped."""
         at: int | None = random.randrange(len(data))
+        if not self.kind:
+            return data
         if self.kind == "data" and forward:
             self._headers.members = self._proxy.members
             at = self._headers.feed(data)

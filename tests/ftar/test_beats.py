@@ -7,6 +7,7 @@ import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -16,8 +17,10 @@ from ring_helpers import Peer, Ring, Transport, error, run, until
 
 from ft_hsdp import protocol
 from ft_hsdp.core.commit import Fence, Token
+from ft_hsdp.core.overload import MOST_S
 from ft_hsdp.errors import PeerDead, PeerTimeout, RemoteAbort
 from ft_hsdp.ftar import Communicator, Settings
+from ft_hsdp.ftar.beats import HostSentinel
 from ft_hsdp.ftar.lifecycle import State
 from ft_hsdp.ftar.neighbour import Neighbour
 from ft_hsdp.protocol import RingBeat
@@ -234,6 +237,7 @@ def test_no_beat_comes_between_the_parts_of_a_message() -> None:
 def test_a_beat_that_is_cut_in_two_ends_the_connection() -> None:
     sock = mock.Mock(spec=socket.socket)
     sock.send.return_value = 5
+    sock.family = socket.AF_UNIX
     Neighbour(sock, lambda *_: None).beat(b"0123456789")
     sock.shutdown.assert_called_once_with(socket.SHUT_RDWR)
 
@@ -299,3 +303,56 @@ def test_a_short_stop_is_no_death() -> None:
             time.sleep(0.2)
         assert comm.state is State.READY
         assert comm.transports == ("tcp", "tcp")
+
+
+def test_an_overloaded_neighbour_has_the_time_that_it_asked_for() -> None:
+    """Its last beat said that its host may keep it silent for 3 s; silence is judged at times that we choose."""
+
+    async def body() -> None:
+        async with Ring(0, 1, timeout_s=MINUTE_S) as ring:
+            await ring.form(1)
+            beats = ring.peers[0].group._beats
+            assert beats is not None
+            edges = beats._formation.edges
+            await until(lambda: all(n.newest.epoch == 1 for n in edges), "both have said something")
+            beats.stop()
+            mute(ring.peers[1])
+            for neighbour in edges:
+                neighbour.newest = replace(neighbour.newest, stall_ms=3000, pid=0)
+            silent_from = max(n.heard_at for n in edges) - beats._stood_still
+            assert beats._lost(silent_from + 2.0) is None
+            lost = beats._lost(silent_from + 30.0)
+            assert isinstance(lost, PeerDead)
+            assert lost.suspect == 1
+            for neighbour in edges:
+                neighbour.newest = replace(neighbour.newest, stall_ms=0)
+            assert isinstance(beats._lost(silent_from + 2.0 + MOST_S), PeerDead), "nobody asked for time"
+
+    run(body())
+
+
+def test_no_load_explains_a_stopped_process() -> None:
+    """This host claims an overload that would explain a silence of a minute."""
+    victim = MemberProcess(12, transport="tcp", timeout_s=MINUTE_S)
+    with ExitStack() as stack:
+        stack.callback(victim.end)
+        stack.enter_context(mock.patch.object(HostSentinel, "stall_s", return_value=MINUTE_S))
+        comm = Communicator(10, token=TOKEN, settings=Settings(transport="tcp", timeout_s=MINUTE_S))
+        stack.callback(comm.close)
+        members = [(10, comm.address), (12, victim.address)]
+        victim.pipe.send((1, members, 9))
+        comm.reconfigure(1, members)
+        assert comm.all_reduce(torch.ones(9)).wait(20)[0].item() == 14.0
+        assert victim.hear() == 14.0
+        pid = victim._process.pid
+        assert pid is not None
+        ring = comm._group._current
+        assert ring is not None
+        deadline = time.monotonic() + 20
+        while not all(n.newest.pid == pid for n in ring.edges):  # it has said which process it is
+            assert time.monotonic() < deadline, "no beat came"
+            time.sleep(0.01)
+        os.kill(pid, signal.SIGSTOP)
+        failed = comm.all_reduce(torch.ones(9)).exception(20)
+        assert isinstance(failed, PeerDead), failed
+        assert failed.suspect == 12

@@ -2,16 +2,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from dataclasses import replace
 
 import pytest
+from known import streams
 from ring_helpers import BASE, LAYOUT, TOKEN, grant, run, until
 
-from ft_hsdp import protocol
+from ft_hsdp import handshake, protocol
+from ft_hsdp.address import split
 from ft_hsdp.core.commit import Token
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.ftar import control, door
 from ft_hsdp.ftar.door import Door, Identity
-from ft_hsdp.protocol import RingAbort, RingHello
+from ft_hsdp.handshake import Purpose
+from ft_hsdp.protocol import RingAbort, RingData, RingHello
 
 ME, OTHER = Identity(0, 0, LAYOUT, TOKEN), Identity(1, 0, LAYOUT, TOKEN)
 
@@ -77,8 +81,7 @@ def test_a_blocking_socket_gives_up_after_its_time() -> None:
     b.close()
 
 
-def test_a_hello_is_bound_to_all_that_it_says() -> None:
-    """Nothing in a genuine HELLO can be exchanged, not even for another genuine thing."""
+def test_a_hello_has_a_genuine_grant_and_fits() -> None:
 
     async def body() -> None:
         arrived: list[RingHello] = []
@@ -88,17 +91,12 @@ def test_a_hello_is_bound_to_all_that_it_says() -> None:
             sock.close()
 
         here = Door(OTHER, take)
-        host, port = here.open("127.0.0.1").split(":")
+        address = here.open("127.0.0.1")
         good = door.hello(ME, grant(1, {0: "", 1: ""}), "host", ("shm", "tcp"), 7)
-        other = grant(2, {0: "", 1: ""})
-        changes = [
-            *({"replica": 1}, {"grant": other}, {"mac": ""}, {"mac": good.mac[:-1]}),
-            *({"host": "another"}, {"offers": ("tcp",)}, {"kept": 8}, {"rank": 1}, {"layout": "x"}),
-        ]
-        for change in ({}, *changes):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            fields = {name: getattr(good, name) for name in RingHello.__slots__}
-            writer.write(protocol.frame(RingHello(**(fields | change))))
+        forged = replace(good.grant, epoch=2)
+        for change in ({}, {"grant": forged}, {"rank": 1}, {"layout": "x"}):
+            reader, writer = await streams(address, TOKEN, Purpose.RING)
+            writer.write(protocol.frame(replace(good, **change)))
             assert await asyncio.wait_for(reader.read(), 2) == b""
             writer.close()
             await writer.wait_closed()
@@ -111,12 +109,16 @@ def test_a_hello_is_bound_to_all_that_it_says() -> None:
 
 
 def test_a_caller_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(door, "HELLO_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(handshake, "_hello_s", 0.05)
 
     async def body() -> None:
         here = Door(OTHER, lambda *_: pytest.fail("nobody said hello"))
-        host, port = here.open("127.0.0.1").split(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
+        address = here.open("127.0.0.1")
+        reader, writer = await asyncio.open_connection(*split(address))
+        assert len(await asyncio.wait_for(reader.read(), 2)) == handshake.CHALLENGE_BYTES
+        writer.close()
+        await writer.wait_closed()
+        reader, writer = await streams(address, TOKEN, Purpose.RING)
         assert await asyncio.wait_for(reader.read(), 2) == b""
         writer.close()
         await writer.wait_closed()
@@ -130,27 +132,22 @@ def test_a_caller_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatc
 def test_data_connections_come_with_a_ticket(local: bool) -> None:
     async def body() -> None:
         here = Door(OTHER, lambda *_: pytest.fail("nobody said hello"))
-        address = here.open("127.0.0.1").split(":")
+        address = here.open("127.0.0.1")
 
         async def call(message: object) -> socket.socket:
-            sock = socket.socket(socket.AF_UNIX if local else socket.AF_INET, socket.SOCK_STREAM)
-            sock.setblocking(False)
-            where = "\0" + here.local if local else (address[0], int(address[1]))
-            await asyncio.get_running_loop().sock_connect(sock, where)
+            sock = await handshake.dial("\0" + here.local if local else address, TOKEN, Purpose.DATA)
             await control.send(sock, message)
             return sock
 
         ticket, calls = here.expect()
-        good = door.data(TOKEN, ticket, 1, 99)
-        first, second = await call(good), await call(door.data(TOKEN, ticket, 2))
+        good = RingData(ticket, 1, 99)
+        first, second = await call(good), await call(RingData(ticket, 2))
         got = await calls.get()
         assert got[0] == good
         await until(lambda: not calls.empty(), "the second call")
-        wrong = [door.data("cd" * 32, ticket, 0), door.data(TOKEN, "ab" * 16, 0)]
-        for message in wrong:
-            refused = await call(message)
-            assert await asyncio.get_running_loop().sock_recv(refused, 1) == b""
-            refused.close()
+        refused = await call(RingData("ab" * 16, 0))
+        assert await asyncio.get_running_loop().sock_recv(refused, 1) == b""
+        refused.close()
         here.forget(ticket)
         assert await asyncio.get_running_loop().sock_recv(second, 1) == b"", "it was not taken"
         late = await call(good)

@@ -6,7 +6,8 @@ from unittest import mock
 
 import pytest
 import torch
-from ring_helpers import LAYOUT, TOKEN, Peer, Ring, error, grant, run, until
+from known import streams
+from ring_helpers import LAYOUT, TOKEN, Peer, Ring, Transport, error, grant, run, until
 
 from ft_hsdp import protocol
 from ft_hsdp.errors import FTARError
@@ -15,6 +16,7 @@ from ft_hsdp.ftar.door import Identity
 from ft_hsdp.ftar.formation import Formation
 from ft_hsdp.ftar.lifecycle import State
 from ft_hsdp.ftar.transport.choose import choose
+from ft_hsdp.handshake import Purpose
 
 
 def ends(peer: Peer) -> tuple[Any, Any]:
@@ -183,6 +185,19 @@ def test_another_grant_for_the_same_epoch_is_not_joined() -> None:
     run(body())
 
 
+@pytest.mark.parametrize("transport", ["tcp", "auto", "c10d"])
+def test_a_ring_over_ipv6(transport: Transport) -> None:
+    async def body() -> None:
+        async with Ring(0, 1, transport=transport, host="::1") as ring:
+            assert all(a.startswith("[::1]:") for a in ring.addresses.values())
+            await ring.form(1)
+            await ring.check(1)
+            await ring.form(2)
+            await ring.check(2)
+
+    run(body())
+
+
 @pytest.mark.parametrize(
     ("mine", "theirs", "same_host", "expected"),
     [
@@ -206,8 +221,8 @@ def test_a_host_that_only_claims_to_be_ours_gets_no_edge() -> None:
         async with Ring(0, 1, transport="shm", connect_s=0.5) as ring:
             given = grant(1, ring.addresses)
             ring.peers[0].group.configure(given)
-            host, port = ring.addresses[0].split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
+            address = ring.addresses[0]
+            reader, writer = await streams(address, TOKEN, Purpose.RING)
             place = ring.peers[0].formation._place
             hello = door.hello(Identity(1, 0, LAYOUT, TOKEN), given, place.host, ("shm",))
             writer.write(protocol.frame(hello))
@@ -216,8 +231,8 @@ def test_a_host_that_only_claims_to_be_ours_gets_no_edge() -> None:
                 await reader.readexactly(protocol.LENGTH.unpack(head)[0]), protocol.RingWelcome
             )
             assert welcome.transport == "shm"
-            data_reader, data_writer = await asyncio.open_connection(host, int(port))
-            data_writer.write(protocol.frame(door.data(TOKEN, welcome.ticket, 0)))
+            data_reader, data_writer = await streams(address, TOKEN, Purpose.DATA)
+            data_writer.write(protocol.frame(protocol.RingData(welcome.ticket, 0)))
             assert await asyncio.wait_for(data_reader.read(), 2) == b""
             for stream in (writer, data_writer):
                 stream.close()

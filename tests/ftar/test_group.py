@@ -6,21 +6,26 @@ import os
 import socket
 import threading
 import time
+import tracemalloc
 from contextlib import suppress
 from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
+from known import streams
 from ring_helpers import LAYOUT, TOKEN, Ring, Transport, error, grant, run, until
 
-from ft_hsdp import protocol
+from ft_hsdp import handshake, protocol
+from ft_hsdp.address import split
 from ft_hsdp.core.commit import Fence, Token
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped, StaleEpoch
 from ft_hsdp.ftar import door
 from ft_hsdp.ftar.door import Identity
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.lifecycle import State
+from ft_hsdp.handshake import Purpose
+from ft_hsdp.protocol import RingData
 
 
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
@@ -179,28 +184,84 @@ def test_strangers_are_dropped_without_an_answer(wrong: str) -> None:
                 mine = replace(mine, rank=1)
             elif wrong == "forged":
                 given = replace(given, base=replace(given.base, step=9))
-            host, port = ring.addresses[0].split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
+            address = ring.addresses[0]
             raw = {
                 "noise": b"GET / HTTP/1.1\r\n\r\n",
                 "empty": b"",
                 "huge": b"\xff\xff\xff\xff",
-                "ticket": protocol.frame(door.data(TOKEN, "ab" * 16, 0)),
+                "ticket": protocol.frame(RingData("ab" * 16, 0)),
             }
-            if wrong in raw:
-                writer.write(raw[wrong])
+            said = raw[wrong] if wrong in raw else protocol.frame(door.hello(mine, given, "here", ("tcp",)))
+            for proved in (False, True):
+                opened = (
+                    streams(address, TOKEN, Purpose.RING) if proved else asyncio.open_connection(*split(address))
+                )
+                reader, writer = await opened
+                writer.write(said)
                 writer.write_eof()
-            else:
-                writer.write(protocol.frame(door.hello(mine, given, "here", ("tcp",))))
-            with suppress(ConnectionResetError):  # it need not read what it does not want
-                assert await asyncio.wait_for(reader.read(), 2) == b""
-            writer.close()
-            with suppress(ConnectionResetError):
-                await writer.wait_closed()
+                with suppress(ConnectionResetError):  # it need not read what it does not want
+                    told = await asyncio.wait_for(reader.read(), 2)
+                    assert len(told) == (0 if proved else handshake.CHALLENGE_BYTES)
+                writer.close()
+                with suppress(ConnectionResetError):
+                    await writer.wait_closed()
             assert not ring.peers[0].shown
             await ring.check(1)
 
     run(body())
+
+
+def test_hostile_first_frames_cost_a_ring_nothing() -> None:
+    """1 MiB of a HELLO of wrong items, from many at once: nothing is decoded, little is kept, beats go on."""
+    body_ = b'{"type":"RingHello","body":{"grant":{"members":[' + b"0," * (1 << 19) + b"0]}}}"
+    frame = protocol.LENGTH.pack(len(body_)) + body_
+    decoded: list[int] = []
+    usual = protocol.decode
+
+    def counting(data: bytes, *expected: type) -> object:
+        decoded.append(len(data))
+        return usual(data, *expected)
+
+    def hostile(address: str, over: threading.Event) -> None:
+        calling: list[socket.socket] = []
+        while not over.is_set():
+            sock = socket.create_connection(split(address))
+            calling.append(sock)
+            sock.setblocking(False)
+            with suppress(OSError):
+                sock.send(frame)
+            if len(calling) > 200:
+                calling.pop(0).close()
+            called.append(len(os.listdir("/proc/self/fd")) - len(calling))
+        for sock in calling:
+            sock.close()
+
+    async def body() -> None:
+        async with Ring(0, 1) as ring:
+            await ring.form(1)
+            fds = len(os.listdir("/proc/self/fd"))
+            over = threading.Event()
+            thread = threading.Thread(target=hostile, args=(ring.addresses[0], over))
+            tracemalloc.start()
+            before = tracemalloc.get_traced_memory()[0]
+            thread.start()
+            try:
+                while len(called) < 300:
+                    await ring.check(1)
+                    await asyncio.sleep(0)
+            finally:
+                over.set()
+                await asyncio.to_thread(thread.join)
+                peak = tracemalloc.get_traced_memory()[1] - before
+                tracemalloc.stop()
+            assert all(p.connected == [1] and not p.broken for p in ring.peers)
+            assert peak < 32 << 20, peak
+            assert max(called) - fds < handshake.MAX_STRANGERS + 8
+
+    called: list[int] = []
+    with mock.patch.object(protocol, "decode", counting):
+        run(body())
+    assert max(decoded) < 1 << 16, "only what members say is decoded"
 
 
 @pytest.mark.parametrize("replica", [1, 2])
@@ -208,8 +269,7 @@ def test_a_second_connection_of_a_neighbour_does_not_replace_the_first(replica: 
     async def body() -> None:
         async with Ring(0, 1) as ring:
             given = await ring.form(1)
-            host, port = ring.addresses[0].split(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
+            reader, writer = await streams(ring.addresses[0], TOKEN, Purpose.RING)
             again = door.hello(Identity(replica, 0, LAYOUT, TOKEN), given, "here", ("tcp",))
             writer.write(protocol.frame(again))
             assert await asyncio.wait_for(reader.read(), 2) == b""

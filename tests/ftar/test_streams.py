@@ -19,7 +19,15 @@ from ring_values import KEY, entry, same
 from torch import Tensor
 from transport_kinds import FLAVOURS
 
-from ft_hsdp.errors import FTARError, InvalidArgument, LocalSystemError, PeerDead, PeerTimeout, ProtocolViolation
+from ft_hsdp.errors import (
+    FTARError,
+    InvalidArgument,
+    LocalResourceError,
+    LocalSystemError,
+    PeerDead,
+    PeerTimeout,
+    ProtocolViolation,
+)
 from ft_hsdp.ftar import control
 from ft_hsdp.ftar.exchange import Order
 from ft_hsdp.ftar.frame import Frame
@@ -28,7 +36,7 @@ from ft_hsdp.ftar.memory import SEALS, SEGMENT, Arena
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport import shm
 from ft_hsdp.ftar.transport.carrier import Bytes, Parcel
-from ft_hsdp.ftar.transport.inlet import StreamInlet
+from ft_hsdp.ftar.transport.inlet import Lane, StreamInlet
 from ft_hsdp.ftar.transport.outlet import StreamOutlet
 from ft_hsdp.ftar.transport.shm import References, Referred
 
@@ -39,6 +47,20 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     yield control.blocking(a, 1.0), control.blocking(b, 1.0)
     a.close()
     b.close()
+
+
+def test_an_inlet_looks_at_descriptors_above_1023(pair: tuple[socket.socket, socket.socket]) -> None:
+    """select would raise ValueError: a trainer with many open files died at its first all-reduce."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2048)), hard))
+    try:
+        with socket.socket(fileno=fcntl.fcntl(pair[0], fcntl.F_DUPFD_CLOEXEC, 1100)) as high:
+            lane = Lane(high, 0, 8, 1, Bytes())
+            assert not lane.ready()
+            pair[1].send(b"x")
+            assert lane.ready()
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def outlet(sock: socket.socket, slots: int = 8, carrier: Bytes | None = None) -> StreamOutlet:
@@ -260,4 +282,4 @@ def test_no_descriptor_left_for_a_segment(pair: tuple[socket.socket, socket.sock
     fd = os.memfd_create("ftar-test", os.MFD_ALLOW_SEALING)
     kind, _ = referred(pair, shm._REFERENCE.pack(shm.GIVEN, 1, 0), [fd], no_descriptor())
     os.close(fd)
-    assert kind is LocalSystemError
+    assert kind is LocalResourceError

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ft_hsdp.launch.rundir import Row
+from lighthouse.failures import Failures
 
 
 def commit(
@@ -62,3 +63,15 @@ def fed(rows: Sequence[Row]) -> dict[int, list[Row]]:
 def event(name: str, t: float, **fields: Any) -> Row:
     """An event."""
     return {"t": t, "event": name, "source": "supervisor", "reason": "because", **fields}
+
+
+def failures(rows: Sequence[Row], events: Sequence[Row], typical: float) -> list[Row]:
+    """The failures of a run, whose fault-free step takes `typical` seconds, as its summary tells them."""
+    found = Failures(8)
+    marks = [(row["t"], 1, row) for row in rows] + [(one["t"], 0, one) for one in events]
+    for seq, (_, is_commit, row) in enumerate(sorted(marks, key=lambda mark: mark[:2])):
+        if is_commit:
+            found.commit(row["t"], row["epoch"], row["contributors"])
+        else:
+            found.event(seq, row["event"], row)
+    return [found.account(failure, typical) for failure in found.losses()]

@@ -60,6 +60,12 @@ def main(config: Config, calling: Calling, run: Path) -> int:
             raise ConfigError("model.dim", 3, "another number")
         case ["stop"]:
             os.kill(os.getpid(), signal.SIGSTOP)
+        case ["child"]:
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            (run / "child").write_text(str(child))
         case ["deaf"]:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (run / f"waiting-{replica}-{restart}-{os.environ['RANK']}").touch()

@@ -9,7 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from ft_hsdp.launch.rundir import Appender, RunDir, write_json
+from ft_hsdp.events import Lines
+from ft_hsdp.launch.rundir import RunDir, write_json
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -25,14 +26,16 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(401)
             return
         telemetry = self.path == "/v1/telemetry"
-        log = Appender(self.run.path / ("telemetry.jsonl" if telemetry else "pictures.jsonl"))
-        log.append(picture)
+        log = Lines(self.run.path / ("telemetry.jsonl" if telemetry else "pictures.jsonl"))
+        log.write(picture)
         log.close()
         if telemetry:
             self.send_response(204)
             self.end_headers()
             return
-        self._answer({"evict": [], "epoch": 1, "step": 0, "finished": False, "halted": "", "drained": []})
+        leased = {"leases": picture["leases"], "rivals": {}, "lease_s": 60.0}
+        about = {"epoch": 1, "step": 0, "finished": False, "halted": ""}
+        self._answer({"evict": [], **about, "drained": [], **leased})
 
     def _answer(self, value: Any) -> None:
         body = json.dumps(value).encode()

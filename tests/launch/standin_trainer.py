@@ -9,7 +9,8 @@ from pathlib import Path
 from launch_rows import commit
 
 from ft_hsdp.config import Config
-from ft_hsdp.launch.rundir import Appender, RunDir, read_json, read_jsonl, write_json
+from ft_hsdp.events import Lines
+from ft_hsdp.launch.rundir import RunDir, read_json, read_jsonl, write_json
 from ft_hsdp.train.calling import Calling
 
 STEP_S = 0.03
@@ -38,23 +39,24 @@ def main(config: Config, calling: Calling, path: Path) -> int:
     if restart and (path / "crash-loop").exists():
         return 75
     commits, fed, events = (
-        Appender(file) for file in (run.commits(replica), run.fed(replica), run.replica_events(replica))
+        Lines(file) for file in (run.commits(replica), run.fed(replica), run.replica_events(replica))
     )
     step = max((row["step"] for n in range(config.replicas) for row in read_jsonl(run.commits(n))), default=0)
     if restart:
-        about = {"replica": replica, "seconds": 0.1, "bytes": 10, "donor": 0, "reason": "test"}
-        events.append({"t": time.time(), "event": "FetchCompleted", "source": "replica", **about})
+        who = {"replica": replica, "incarnation": f"{replica}-{call.run_id}-{restart}"}
+        about = {**who, "seconds": 0.1, "bytes": 10, "donor": 0, "reason": "test"}
+        events.write({"t": time.time(), "event": "FetchCompleted", "source": "replica", **about})
     deadline = time.monotonic() + 30
     while step < config.train.steps:
         while step == config.train.steps - 2 and (path / "hold").exists() and time.monotonic() < deadline:
             time.sleep(0.005)
         step += 1
-        fed.append({"step": step, "shard": replica, "index": step - 1, "t": time.time(), "incarnation": "x"})
+        fed.write({"step": step, "shard": replica, "index": step - 1, "t": time.time(), "incarnation": "x"})
         time.sleep(STEP_S)
         who = [n for n in range(config.replicas) if _healthy(run, n)]
         row = commit(step, who=who, t=time.time(), step_s=STEP_S)
         row["contributions"] = row["contributions"][:1]  # replica 0 is never disturbed here
-        commits.append(row)
+        commits.write(row)
     final = {"step": step, "commit_epoch": 1, "lineage": f"L{step}", "digest": "d", "incarnation": "x"}
     write_json(run.final(replica), final)
     return 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,11 @@ import pytest
 from ft_hsdp.config import parse
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch import by_hand
-from ft_hsdp.launch.rundir import read_json
+from ft_hsdp.launch.lighthouse_process import furnish
+from ft_hsdp.launch.rundir import RunDir, claim, read_json, write_json
 from ft_hsdp.launch.supervisor import Outcome
+from lighthouse.state import Policy
+from lighthouse.store import SqliteStore
 
 NOBODY = "http://127.0.0.1:1"
 
@@ -49,3 +53,27 @@ def test_a_token_that_is_there_is_not_written_again(tmp_path: Path, monkeypatch:
 def test_a_scheduler_is_told_what_to_do(kind: str, stopped: list[int], rank: int | None, code: int) -> None:
     """76 wants another machine, 75 another try."""
     assert by_hand.exit_code(Outcome(kind, "why"), stopped, rank) == code
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_lighthouse_goes_on_with_a_run_until_its_store_says_that_it_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, finished: bool
+) -> None:
+    """The first replica that is done writes its final state while the others still train."""
+    config = parse({"job": {"name": "job", "runs_dir": str(tmp_path)}})
+    run = RunDir(tmp_path / "job")
+    claim(run)
+    furnish(run, config)
+    token = run.token.read_text()
+    run.final(0).parent.mkdir(parents=True)
+    write_json(run.final(0), {"step": config.train.steps})
+    run.replica(1).mkdir(parents=True)
+    store = SqliteStore(run.path / "lighthouse/store.sqlite")
+    store.save(replace(store.load(Policy(slots=2, steps=10)), finished=finished))
+    store.close()
+    started: list[list[str]] = []
+    monkeypatch.setattr("os.execve", lambda program, command, _: started.append(command))
+    by_hand.lighthouse(config)
+    assert len(started) == 1
+    assert (run.token.read_text() == token) is not finished
+    assert run.final(0).exists() is not finished

@@ -6,17 +6,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import psutil
 import pytest
+import yaml
 from hypothesis import given
 from hypothesis import strategies as st
+from launch_rows import failures
 
-from ft_hsdp.config import ChaosConfig
+from ft_hsdp import faults
+from ft_hsdp.config import ChaosConfig, parse
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.chaos import Injection, Planner, by_hand
+from ft_hsdp.launch.chaos import Injection, Planner, words
+from ft_hsdp.launch.inflict import by_hand, described, inflict
 from ft_hsdp.launch.rundir import RunDir, read_jsonl, write_json
+from ft_hsdp.launch.story import tell
+from lighthouse.failures import AFTERMATH_S
 
 ALL = (0, 1, 2)
 
@@ -64,6 +70,79 @@ def test_equal_seeds_plan_equal_failures(seed: int, waits: list[float]) -> None:
         assert len(due) <= 1
 
 
+EVERY = [  # one rule of each kind, and what it does in words
+    ({"replicas": (1,), "signal": "STOP", "for_s": 2.0}, "replica 1 rank 0 gets SIGSTOP for 2 s"),
+    ({"kind": "disk_full", "replicas": (1,)}, "the disk of replica 1 is full"),
+    ({"kind": "slow_disk", "target": "supervisor"}, "each write of the supervisor takes 0.2 s"),
+    ({"kind": "descriptors", "replicas": (1,), "rank": 1}, "replica 1 rank 1 gets no more file descriptors"),
+    ({"kind": "memory", "replicas": (1,)}, "replica 1 rank 0 gets no more memory"),
+    ({"kind": "helper", "target": "fork_server"}, "the fork server gets SIGKILL"),
+    ({"kind": "helper", "target": "agent", "replicas": (1,)}, "the state agent of replica 1 gets SIGKILL"),
+    ({"kind": "partition", "edge": [0, 2]}, "nothing passes between replica 0 and replica 2"),
+    (
+        {"kind": "partition", "edge": [1, "lighthouse"], "reject": True},
+        "nothing passes between replica 1 and the lighthouse, connections are refused",
+    ),
+    ({"kind": "garbage", "replicas": (1,)}, "strangers send garbage to replica 1 rank 0"),
+    ({"kind": "flip", "replicas": (1,)}, "a byte of a snapshot of replica 1 flips"),
+    ({"kind": "clock", "replicas": (1,), "by_s": -60}, "the wall clock of replica 1 jumps by -60 s"),
+]
+
+
+@pytest.mark.parametrize(("rule", "said"), EVERY, ids=[rule.get("kind", "signal") for rule, _ in EVERY])
+def test_each_kind_is_due_once_at_its_time(rule: dict[str, Any], said: str) -> None:
+    plan = planner({"at_s": 3.0, **rule})
+    assert plan.due(0, 50.0, ALL) == []
+    assert plan.due(1, 100.0, ALL) == []
+    assert plan.due(9, 102.9, ALL) == []
+    (made,) = plan.due(9, 103.0, ALL)
+    assert words(made) == said
+    assert made.reason == "chaos at 3 s"
+    assert plan.due(9, 200.0, ALL) == []
+
+
+def test_every_kind_is_planned_here() -> None:
+    assert {rule.get("kind", "signal") for rule, _ in EVERY} == set(
+        get_args(ChaosConfig.model_fields["kind"].annotation)
+    )
+
+
+def test_the_page_has_a_row_for_each_kind_and_its_example_is_taken() -> None:
+    page = (Path(__file__).parents[2] / "docs/chaos.md").read_text()
+    kinds = get_args(ChaosConfig.model_fields["kind"].annotation)
+    assert [kind for kind in kinds if f"\n| `{kind}` |" not in page] == []
+    example = page.partition("```yaml\n")[2].partition("```")[0]
+    assert len(parse(yaml.safe_load(example)).chaos) == 4
+
+
+def test_a_host_is_hit_on_all_replicas_that_run() -> None:
+    made = planner({"at_step": 2, "host": "node-7"}).due(5, 0.0, (0, 2))
+    assert [(i.replica, i.rank, i.host) for i in made] == [(0, None, "node-7"), (2, None, "node-7")]
+
+
+def test_an_edge_fails_at_a_rate() -> None:
+    plan = planner({"kind": "partition", "edge": [0, 1], "rate_per_min": 60, "for_s": 1})
+    made = [i for t in range(1000) for i in plan.due(1, t / 10, ())]
+    assert 60 < len(made) < 140
+    assert {(i.edge, i.replica, i.rank) for i in made} == {((0, 1), None, None)}
+
+
+@pytest.mark.parametrize(
+    ("said", "option"),
+    [
+        ({"replica": 0, "kind": "fire"}, "--kind"),
+        ({"kind": "disk_full"}, "--replica: got"),
+        ({"kind": "partition", "edge": [0, 0]}, "--edge"),
+        ({"kind": "helper"}, "--target"),
+        ({"replica": 0, "for_s": -1.0}, "--for-s"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_line(said: dict[str, Any], option: str) -> None:
+    with pytest.raises(ConfigError, match=option) as caught:
+        described(**said)
+    assert len(str(caught.value).splitlines()) == 1
+
+
 @pytest.fixture
 def victim(run_dir: RunDir) -> Iterator[subprocess.Popen[bytes]]:
     """A process that names its run, as ranks do, listed as rank 1 of replica 0."""
@@ -82,31 +161,72 @@ def _list(run: RunDir, pid: int) -> None:
 
 
 def test_by_hand_kills_the_listed_rank_and_records_it(run_dir: RunDir, victim: subprocess.Popen[bytes]) -> None:
-    made = by_hand(run_dir, 0, 1, "KILL")
+    made = by_hand(run_dir, described(replica=0, rank=1))
     assert victim.wait(10) == -signal.SIGKILL
     assert read_jsonl(run_dir.injections(0)) == [made]
     assert (made["event"], made["pid"], made["incarnation"]) == ("FailureInjected", victim.pid, "0-a-0")
 
 
 def test_by_hand_stop_is_lifted(run_dir: RunDir, victim: subprocess.Popen[bytes]) -> None:
-    by_hand(run_dir, 0, 1, "STOP", 0.05)
+    by_hand(run_dir, described(replica=0, rank=1, signal="STOP", for_s=0.05))
     assert psutil.Process(victim.pid).status() != psutil.STATUS_STOPPED
     assert [e["event"] for e in read_jsonl(run_dir.injections(0))] == ["FailureInjected", "FailureLifted"]
+
+
+def test_a_limit_of_descriptors_is_set_from_outside_and_lifted(
+    run_dir: RunDir, victim: subprocess.Popen[bytes]
+) -> None:
+    before = psutil.Process(victim.pid).rlimit(psutil.RLIMIT_NOFILE)
+    made = inflict(run_dir, described(replica=0, rank=1, kind="descriptors"))
+    soft, hard = psutil.Process(victim.pid).rlimit(psutil.RLIMIT_NOFILE)
+    assert (soft, hard) == (3, before[1]), "0, 1 and 2 are open"
+    assert made.event["kind"] == "descriptors"
+    assert made.lifted("over")["event"] == "FailureLifted"
+    assert psutil.Process(victim.pid).rlimit(psutil.RLIMIT_NOFILE) == before
+
+
+def test_a_process_carries_out_only_what_its_job_listens_for(run_dir: RunDir) -> None:
+    run_dir.config.write_text("debug: {faults: false}")
+    with pytest.raises(ConfigError, match=r"debug\.faults: true"):
+        by_hand(run_dir, described(kind="partition", edge=[0, 1], for_s=0.01))
+
+
+def test_it_is_told_in_words_and_a_lost_incarnation_stands_under_its_kind(run_dir: RunDir) -> None:
+    _list(run_dir, 1)
+    inflicted = inflict(run_dir, described(kind="disk_full", replica=0, for_s=2.0))
+    made = inflicted.event
+    assert tell(made) == "the disk of replica 0 is full for 2 s: chaos by hand"
+    ended = {"event": "ReplicaExited", "replica": 0, "incarnation": "0-a-0", "kind": "exit 75", "rank": 0}
+    (failure,) = failures([], [made, {**ended, "t": made["t"] + 1.0}], 1.0)
+    assert failure["kind"] == "disk_full"
+    over = {**inflicted.lifted("over"), "t": made["t"] + 2.0}
+    (failure,) = failures([], [made, over, {**ended, "t": over["t"] + AFTERMATH_S + 0.1}], 1.0)
+    assert failure["kind"] == "exit 75", "it was over for long"
+
+
+def test_an_order_is_a_file_until_it_is_lifted(run_dir: RunDir) -> None:
+    made = inflict(run_dir, described(kind="partition", edge=[0, "lighthouse"], reject=True))
+    (file,) = (run_dir.path / faults.FOLDER).glob("*.json")
+    assert faults.parse(file.read_bytes()) == faults.Order(
+        "partition", edge=(0, "lighthouse"), reject=True, seconds=0.2
+    )
+    made.lifted("over")
+    assert not file.exists()
 
 
 def test_by_hand_signals_nothing_that_is_not_the_runs(run_dir: RunDir, tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], cwd="/") as stranger:
         _list(run_dir, stranger.pid)
         with pytest.raises(ConfigError, match="is another one"):
-            by_hand(RunDir(run_dir.path), 0, 1, "KILL")
+            by_hand(RunDir(run_dir.path), described(replica=0, rank=1))
         assert stranger.poll() is None
         stranger.kill()
     with pytest.raises(ConfigError, match="does not"):
-        by_hand(run_dir, 0, 1, "KILL")
+        by_hand(run_dir, described(replica=0, rank=1))
     with pytest.raises(ConfigError, match="--rank: got 0"):
-        by_hand(run_dir, 0, 0, "KILL")
+        by_hand(run_dir, described(replica=0))
     with pytest.raises(ConfigError, match="--replica: got 5"):
-        by_hand(run_dir, 5, 0, "KILL")
+        by_hand(run_dir, described(replica=5))
     with pytest.raises(ConfigError, match="--for-s"):
-        by_hand(run_dir, 0, 1, "KILL", 3.0)
+        described(replica=0, rank=1, for_s=3.0)
     assert json.loads(run_dir.processes(0).read_text())["ranks"][0]["rank"] == 1

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 from launch_rows import event
 
+from ft_hsdp.events import Lines
+from ft_hsdp.launch import cli
 from ft_hsdp.launch.cli import main
 from ft_hsdp.launch.processes import environment
-from ft_hsdp.launch.rundir import Appender, RunDir, identity, write_json
+from ft_hsdp.launch.rundir import RunDir, identity, write_json
 
 HOST = socket.gethostname()
 
@@ -171,10 +173,10 @@ def test_explain_tells_every_decision_with_its_reason_and_each_failure(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = _run()
-    log = Appender(run.events)
-    log.append(event("EpochGranted", 10.0, epoch=1, step=1, members=[0, 1, 2]))
-    log.append(event("ReplicaExited", 12.5, replica=1, kind="SIGKILL", incarnation="1-a-0", rank=1))
-    log.append(event("SomethingNew", 13.0, replica=1, rank=0))
+    log = Lines(run.events)
+    log.write(event("EpochGranted", 10.0, epoch=1, step=1, members=[0, 1, 2]))
+    log.write(event("ReplicaExited", 12.5, replica=1, kind="SIGKILL", incarnation="1-a-0", rank=1))
+    log.write(event("SomethingNew", 13.0, replica=1, rank=0))
     log.close()
     failure = {"t": 12.4, "replica": 1, "rank": 1, "kind": "SIGKILL", "detect_s": 0.003, "stall_s": 0.4}
     write_json(run.summary, {"failures": [{**failure, "rejoin_s": 3.9, "source": "0"}], "lost": [2]})
@@ -194,8 +196,8 @@ def test_without_a_supervisor_explain_reads_what_each_process_logged(
 ) -> None:
     run = _run()
     for path, t in ((run.lighthouse_events, 2.0), (run.replica_events(0), 1.0), (run.supervision(0), 3.0)):
-        log = Appender(path)
-        log.append(event("Waiting", t))
+        log = Lines(path)
+        log.write(event("Waiting", t))
         log.close()
     assert main(["explain", "runs/job"]) == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["0.000", "1.000", "2.000"]
@@ -207,3 +209,14 @@ def _run() -> RunDir:
     run.config.write_text(Path("c.yaml").read_text())
     run.token.write_text("ab" * 32)
     return run
+
+
+def test_an_error_of_the_disk_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(_: object) -> int:
+        raise OSError(28, "No space left on device", "runs/job/trace.json")
+
+    monkeypatch.setattr(cli, "_schema", full)
+    assert cli.main(["schema"]) == 75
+    assert capsys.readouterr().err == "runs/job/trace.json: No space left on device\n"

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
+from ft_hsdp import secret
 from ft_hsdp.config import parse
 from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.lineage import StateId
@@ -53,7 +54,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path
         buffer = torch.empty(place.nbytes, dtype=torch.uint8)
         layout.pack(place, list(params.values()), buffer)
         about = About("0-a-0", 3, "hash", CONFIG.model_dump(mode="json"))
-        checkpointer = Checkpointer(top / folder, 2, about, place, params, {}, ranks)
+        checkpointer = Checkpointer(top / folder, 2, secret.checkpoint_key(None), about, place, params, {}, ranks)
         header = Header(StateId(1, step, "ab" * 16), Ledger((1, 2, 3)), ({"lr": 0.1},))
         assert isinstance(checkpointer.write(buffer, header).result(60), Published)
         checkpointer.close()
@@ -125,6 +126,17 @@ def test_a_torn_one_is_passed_over_and_named(checkpoints, tmp_path, capsys) -> N
     out, err = capsys.readouterr()
     assert json.loads(out)["step"] == 10
     assert err == ""
+
+
+def test_what_another_key_signed_is_exported_to_whoever_trusts_it(checkpoints, tmp_path, capsys) -> None:
+    folder, out, key = str(checkpoints[0]), tmp_path / "out", tmp_path / "key"
+    key.write_text("of_somebody_else\n")
+    key.chmod(0o600)
+    assert main(["export", folder, str(out), "--key", str(key)]) == 64
+    _, err = capsys.readouterr()
+    assert "step-20-epoch-1-0-a-0'; allowed: a checkpoint that was signed with the key" in err
+    assert not out.exists()
+    assert main(["export", folder, str(out), "--trust"]) == 0
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,12 @@ STANDIN = "standin:main"
 class Ranks:
     """Spawns stand-ins and keeps their exits."""
 
-    def __init__(self, run: RunDir) -> None:
+    def __init__(self, run: RunDir, spawn_s: float = 10.0) -> None:
         self.run = run
-        self.server = ForkServer(run.path, entry=STANDIN, preload=())
+        self.lost: list[tuple[int, str]] = []
+        self.server = ForkServer(
+            run.path, entry=STANDIN, preload=(), spawn_s=spawn_s, lost=lambda *what: self.lost.append(what)
+        )
         self.exits: dict[int, int] = {}
 
     async def spawn(self, rank: int = 0, restart: int = 0) -> int:
@@ -37,6 +40,19 @@ class Ranks:
             call=self.call(rank, restart),
             on_exit=lambda pid, code: self.exits.update({pid: code}),
         )
+
+    async def spawn_uncalled(self) -> int:
+        log = self.run.path / "uncalled.log"
+        warm: list[int] = []
+        pid = await self.server.spawn(
+            env={"RANK": "2"},
+            config=self.run.config,
+            log=log,
+            on_exit=lambda pid, code: self.exits.update({pid: code}),
+            on_warm=warm.append,
+        )
+        await until(lambda: warm == [pid], "it to be warm")
+        return pid
 
     def call(self, rank: int, restart: int) -> dict[str, object]:
         return {"replica": 0, "run_id": "a", "restarts": restart, "log": str(self.run.rank_log(0, rank))}
@@ -105,19 +121,72 @@ def test_a_rank_has_one_thread_no_descriptor_of_the_server_and_names_its_run(run
     run_async(body())
 
 
-def test_when_the_server_dies_its_ranks_die_and_the_next_spawn_starts_another(run_dir: RunDir) -> None:
+def test_when_the_server_dies_its_ranks_go_on_and_another_one_is_started(run_dir: RunDir) -> None:
     async def body() -> None:
         ranks = Ranks(run_dir)
         pids = [await ranks.spawn_waiting(rank) for rank in (0, 1)]
         first = ranks.server.pid
         assert first is not None
         os.kill(first, signal.SIGKILL)
-        await until(lambda: len(ranks.exits) == 2, "both exits")
-        assert ranks.exits == dict.fromkeys(pids, -signal.SIGKILL)
-        assert not any(alive({"pid": pid}) for pid in pids)
+        await until(lambda: ranks.server.pid not in (None, first), "another server, though nobody asked for it")
+        assert ranks.lost == [(first, "the fork server died")]
+        assert ranks.exits == {}
+        assert all(alive({"pid": pid}) for pid in pids)
+        assert {psutil.Process(pid).ppid() for pid in pids} == {os.getpid()}
         await ranks.spawn_waiting(2)
-        assert ranks.server.pid not in (None, first)
+        os.kill(pids[0], signal.SIGTERM)
+        ranks.server.signal(pids[1], signal.SIGKILL)
+        await until(lambda: len(ranks.exits) == 2, "exits of ranks of the server that is gone")
+        assert ranks.exits == {pids[0]: -signal.SIGTERM, pids[1]: -signal.SIGKILL}
         await ranks.server.close()
+        assert len(ranks.exits) == 3
+
+    run_async(body())
+
+
+def test_a_frozen_server_costs_one_start_and_no_rank(run_dir: RunDir) -> None:
+    async def body() -> None:
+        ranks = Ranks(run_dir, spawn_s=0.5)
+        uncalled = await ranks.spawn_uncalled()
+        pid = await ranks.spawn_waiting()
+        first = ranks.server.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
+        ranks.server.signal(pid, signal.SIGSTOP)  # without the server
+        await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
+        with pytest.raises(Retryable, match=r"^the fork server did not fork within 0\.5 s$"):
+            await ranks.spawn(1)
+        assert ranks.lost == [(first, "the fork server did not fork within 0.5 s")]
+        await until(lambda: not alive({"pid": first}), "its end: it may not fork later")
+        ranks.server.call(uncalled, ranks.call(2, 0))
+        await until((ranks.run.path / "waiting-0-0-2").exists, "the spare of the old server, which is called")
+        await ranks.spawn_waiting(1)
+        assert ranks.exits == {}
+        assert alive({"pid": pid})
+        ranks.server.signal(pid, signal.SIGKILL)
+        await until(lambda: ranks.exits, "the exit of a rank of the old server")
+        assert ranks.exits == {pid: -signal.SIGKILL}
+        await ranks.server.close()
+
+    run_async(body())
+
+
+def test_what_a_rank_leaves_behind_is_reaped(run_dir: RunDir, plan: Plan) -> None:
+    plan({"0": {"0": {"0": ["child"]}}})
+
+    async def body() -> None:
+        ranks = Ranks(run_dir)
+        pid = await ranks.spawn_waiting()
+        child = int((run_dir.path / "child").read_text())
+        other = subprocess.Popen(["true"])  # noqa: ASYNC220 - not from a rank: its owner waits for it
+        ranks.server.signal(pid, signal.SIGKILL)
+        await until(lambda: ranks.exits, "the exit")
+        os.kill(child, signal.SIGKILL)
+        zombies = {psutil.STATUS_ZOMBIE}
+        await until(lambda: {psutil.Process(p).status() for p in (child, other.pid)} == zombies, "both to end")
+        await ranks.server.close()
+        assert not psutil.pid_exists(child)
+        assert other.wait() == 0
 
     run_async(body())
 

@@ -128,3 +128,31 @@ def test_a_spare_takes_the_place_of_a_lighthouse_that_is_killed(
         assert not left
 
     run_async(body())
+
+
+def test_a_lighthouse_that_answers_nothing_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is stopped for good: without another one, no membership could change any more."""
+    monkeypatch.setattr(lighthouse_process, "LOOK_S", 0.1)
+
+    async def body() -> None:
+        alone, run, events = fleet(tmp_path)
+        (process,) = alone._all
+        monkeypatch.setattr(process, "_silent_s", 0.5)
+        await alone.start()
+        keeping = asyncio.create_task(alone.keep())
+        try:
+            said = read_json(run.lighthouse)
+            await asyncio.sleep(1.0)  # twice as long as it may be silent: it answers, and is left alone
+            assert read_json(run.lighthouse) == said
+            assert events == []
+            os.kill(said["pid"], signal.SIGSTOP)
+            await until(lambda: [e for e in events if e["event"] == "LighthouseRestarted"], "another one listens")
+            assert read_json(run.lighthouse)["url"] == said["url"]
+            assert read_json(run.lighthouse)["pid"] != said["pid"]
+            assert [e["event"] for e in events][:2] == ["LighthouseSilent", "LighthouseExited"]
+        finally:
+            keeping.cancel()
+            await asyncio.gather(keeping, return_exceptions=True)
+            await alone.stop()
+
+    run_async(body())

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -17,7 +18,11 @@ from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
 
-ANSWER = {"evict": [], "epoch": 3, "step": 7, "finished": False, "halted": "", "drained": []}
+ANSWER = {"evict": [], "epoch": 3, "step": 7, "finished": False, "halted": "", "drained": []} | {
+    "leases": {},
+    "rivals": {},
+    "lease_s": 5.0,
+}
 Handler = Callable[[httpx.Request], httpx.Response]
 
 
@@ -53,12 +58,49 @@ def test_the_picture_is_full_each_time_and_the_answer_is_taken() -> None:
         scene.link.exited(1, "1-a-0")  # late, about an incarnation that was followed already
         scene.link.lost(2)
         await scene.report()
-        assert sent[0] == {"running": {"0": "0-a-0", "1": "1-a-0"}, "exited": [], "lost": []}
+        whose = {"owner": scene.link.owner, "leases": {}}
+        assert sent[0] == {"running": {"0": "0-a-0", "1": "1-a-0"}, "exited": [], "lost": [], **whose}
         assert sent[1]["running"] == {"0": "0-a-0", "1": "1-a-1"}
         assert set(sent[1]["exited"]) == {"1-a-0"}
         assert sent[1]["lost"] == [2]
         assert scene.evictions[0] == (1, "1-a-0", "silent")
         assert (scene.progress.step, scene.progress.epoch) == (7, 3)
+        await scene.client.aclose()
+
+    run_async(body())
+
+
+def test_a_lease_is_counted_from_the_report_and_lost_to_another_supervisor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now, answers = [100.0], [{"leases": {"1": 7}}, {"leases": {"1": 7}}, {"rivals": {"1": "bbbb"}}]
+    sent: list[Any] = []
+    monkeypatch.setattr("ft_hsdp.launch.lighthouse_link.time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        sent.append(json.loads(request.content))
+        now[0] += 2.0  # the answer takes its time
+        return httpx.Response(200, json={**ANSWER, **answers[len(sent) - 1]})
+
+    async def body() -> None:
+        scene = Scene(handler)
+        scene.link.claims(1)
+        assert not scene.link.holds(1)
+        assert not scene.link.settled
+        await scene.report()
+        assert (scene.link.holds(1), scene.link.settled) == (True, True)
+        now[0] = 104.9
+        assert scene.link.holds(1)
+        now[0] = 105.0
+        assert not scene.link.holds(1), "another supervisor may have got it by now"
+        scene.link.started(1, "1-a-0")
+        await scene.report()
+        assert (sent[0]["leases"], sent[1]["leases"], scene.link.holds(1)) == ({"1": 0}, {"1": 7}, True)
+        await scene.report()
+        assert (scene.link.holds(1), scene.link.rival(1)) == (False, "bbbb")
+        assert scene.evictions == [(1, "1-a-0", "supervisor bbbb has taken replica 1 over")]
+        scene.link.releases(1)
+        assert (scene.link.rival(1), scene.link.settled) == ("", False)
         await scene.client.aclose()
 
     run_async(body())

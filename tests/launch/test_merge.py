@@ -23,7 +23,6 @@ def test_a_step_appears_once_when_the_next_one_stands_on_it() -> None:
     merger.add([commit(3)])
     assert steps(merger.confirmed()) == [2]
     assert steps(merger.finish("L3")) == [3]
-    assert steps(merger.canonical) == [1, 2, 3]
 
 
 def test_a_step_that_was_rolled_back_never_shows() -> None:
@@ -32,6 +31,25 @@ def test_a_step_that_was_rolled_back_never_shows() -> None:
     merger.add([commit(3, epoch=2)])
     assert [row["lineage"] for row in merger.confirmed()] == ["L1", "L2"]
     assert [row["lineage"] for row in merger.finish("L3")] == ["L3"]
+
+
+def test_a_job_that_goes_back_by_several_steps_is_told_again_from_the_first_row() -> None:
+    old = [commit(n) for n in range(1, 7)]
+    new = [commit(n, lineage=f"R{n}", prev="L2" if n == 3 else f"R{n - 1}", epoch=2) for n in range(3, 9)]
+    merger = Merger()
+    merger.add(old)
+    assert steps(merger.confirmed()) == [1, 2, 3, 4, 5]
+    merger.add(new[1:3])  # of a replica that came later
+    assert merger.undone
+    merger.add(new)
+    assert merger.rewinds == ((2, 3),)
+    again = Merger(merger.rewinds)
+    again.add(old)
+    told = again.confirmed()
+    again.add(new)
+    told += again.confirmed() + again.finish("R8")
+    assert [row["lineage"] for row in told] == ["L1", "L2", *(f"R{n}" for n in range(3, 9))]
+    assert not again.undone
 
 
 def test_at_the_end_the_final_lineage_decides_between_two_last_rows() -> None:
@@ -45,9 +63,8 @@ def test_the_first_contributors_row_wins_and_one_of_a_replica_behind_only_fills_
     merger = Merger()
     merger.add([commit(1, role="behind", incarnation="behind"), commit(1, incarnation="a")])
     merger.add([commit(1, incarnation="b"), commit(2, role="behind", incarnation="behind"), commit(3)])
-    merger.confirmed()
-    merger.finish("L3")
-    assert [row["incarnation"] for row in merger.canonical][:2] == ["a", "behind"]
+    told = merger.confirmed() + merger.finish("L3")
+    assert [row["incarnation"] for row in told][:2] == ["a", "behind"]
 
 
 def test_rows_before_the_first_contributors_row_are_waited_for_within_one_reading() -> None:
@@ -93,13 +110,13 @@ def test_any_order_of_logs_and_any_reading_gives_the_same_history(data: st.DataO
         if data.draw(st.booleans()):
             logs[data.draw(st.integers(0, 2))].append(dead[n])
     merger = Merger()
+    told: list[Row] = []
     for log in data.draw(st.permutations(logs)):
         merger.add(log)
-        if data.draw(st.booleans()) and len(merger.canonical) > 0:
-            merger.confirmed()
-    merger.confirmed()
-    merger.finish(f"L{last}")
-    assert [row["lineage"] for row in merger.canonical] == [f"L{n}" for n in range(1, last + 1)]
+        if data.draw(st.booleans()) and told:
+            told += merger.confirmed()
+    told += merger.finish(f"L{last}")
+    assert [row["lineage"] for row in told] == [f"L{n}" for n in range(1, last + 1)]
 
 
 def test_a_metrics_row_has_what_the_contract_names() -> None:

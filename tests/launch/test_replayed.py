@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from launch_rows import commit
 
+from ft_hsdp.config import Config, dump
 from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.deal import Dealer
-from ft_hsdp.launch.replay import _dealt
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.replay import _dealt, replay
+from ft_hsdp.launch.rundir import RunDir, write_json
 
 ROW = commit(3, who=[0, 2])  # both at batch 2 of their shards
 
@@ -21,3 +26,12 @@ ROW = commit(3, who=[0, 2])  # both at batch 2 of their shards
 )
 def test_a_replay_sees_a_batch_that_was_not_dealt(dealer: Dealer, ledger: Ledger, right: bool) -> None:
     assert _dealt(dealer, ledger, ROW) is right
+
+
+def test_a_run_of_a_users_own_loop_is_refused_with_the_reason(tmp_path: Path) -> None:
+    run = RunDir(tmp_path / "mine")
+    run.final(0).parent.mkdir(parents=True)
+    run.config.write_text(dump(Config()))
+    write_json(run.final(0), {"step": 1, "commit_epoch": 1, "lineage": "L", "digest": "d", "loop": "own"})
+    with pytest.raises(ConfigError, match=r"allowed: a run of the built-in trainer: .*cannot be repeated"):
+        replay(run)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.events import Lines
 from ft_hsdp.launch.rundir import (
-    Appender,
     RunDir,
     Tailer,
     alive,
@@ -21,7 +22,6 @@ from ft_hsdp.launch.rundir import (
     read_json,
     read_jsonl,
     write_json,
-    write_private,
 )
 
 
@@ -48,9 +48,9 @@ def test_the_line_of_a_killed_writer_is_counted_and_passed_over(tmp_path: Path) 
 def test_any_cut_of_a_log_reads_the_same(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
     log = tmp_path_factory.mktemp("cut") / "log"
     rows = [{"n": n, "text": "ä" * n} for n in range(8)]
-    appender = Appender(log)
+    appender = Lines(log)
     for row in rows:
-        appender.append(row)
+        appender.write(row)
     appender.close()
     data = log.read_bytes()
     log.write_bytes(b"")
@@ -71,11 +71,6 @@ def test_json_is_replaced_whole_and_what_is_no_json_reads_as_none(tmp_path: Path
     (tmp_path / "bad").write_text("{")
     assert read_json(tmp_path / "bad") is None
     assert read_json(tmp_path / "none") is None
-
-
-def test_a_private_file_is_its_owners_alone(tmp_path: Path) -> None:
-    write_private(tmp_path / "token", "secret")
-    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
 
 
 def test_a_process_is_known_by_pid_and_time_of_birth() -> None:
@@ -129,3 +124,27 @@ def test_the_newest_run_that_lives_is_found(tmp_path: Path) -> None:
         write_json(file, named)
         os.utime(file, (n, n))
     assert newest_live(tmp_path) == RunDir(tmp_path / "b")
+
+
+def test_a_job_of_another_host_is_not_moved_aside_while_its_files_change(tmp_path: Path) -> None:
+    """Its pid says nothing here: the folder of runs is shared, the processes are not."""
+    run = RunDir(tmp_path / "job")
+    for file in (run.supervisor, run.lighthouse):
+        run.path.mkdir()
+        write_json(file, {**identity(), "pid": 1 << 22, "host": "elsewhere", "boot": "another"})
+        run.metrics.write_text("{}\n")
+        with pytest.raises(ConfigError, match=r"job\.name.*pid 4194304 on elsewhere; its files changed 0 s ago"):
+            claim(run)
+        for each in (file, run.metrics):
+            os.utime(each, (0, time.time() - 1000))
+        claim(run)
+        assert not list(run.path.iterdir())
+        run.path.rmdir()
+    run.path.mkdir()
+    write_json(run.supervisor, {**identity(), "host": "elsewhere"})
+    write_json(run.summary, {})
+    claim(run)  # it says itself that it has ended
+
+
+def test_who_ran_before_the_host_was_started_again_runs_no_more() -> None:
+    assert not alive({**identity(), "boot": "the one before"})

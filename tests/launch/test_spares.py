@@ -209,19 +209,21 @@ def test_the_end_of_the_job_is_the_end_of_spares_that_get_warm(run_dir: RunDir, 
     assert world.spares == []
 
 
-def test_when_the_fork_server_dies_its_spares_are_lost_and_made_anew(
-    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pool, "PAUSE_S", 0.02)
+def test_when_the_fork_server_dies_its_spares_stay_and_can_be_called(run_dir: RunDir) -> None:
     world = World(run_dir)
 
     async def body() -> None:
         await world.start(0)
         pids = await world.ready()
-        assert world.engine.server_pid is not None
-        os.kill(world.engine.server_pid, signal.SIGKILL)
-        await until(lambda: world.named("SpareLost"), "the loss")
-        assert await world.ready() != pids
+        server = world.engine.server_pid
+        assert server is not None
+        os.kill(server, signal.SIGKILL)
+        await until(lambda: world.named("ForkServerLost"), "the event")
+        await until(lambda: world.engine.server_pid not in (None, server), "another server")
+        assert not world.named("SpareLost")
+        assert await world.ready() == pids
+        how, promoted = await world.start(1)
+        assert (how, promoted.pids) == (WARM, pids)
 
     world.test(body)
 
@@ -231,8 +233,10 @@ def test_a_lost_replica_gets_the_spare_at_once_whatever_the_survivors_do(run_dir
     config = parse({"restart": {"hold_s": 60}, "ranks_per_replica": 2, "spares": 2})
 
     class Deaf:
-        def __getattr__(self, name: str) -> Callable[..., None]:
-            return lambda *_: None
+        owner = "aaaa"
+
+        def __getattr__(self, name: str) -> Callable[..., bool]:
+            return lambda *_: name == "holds"
 
     supervisor = ReplicaSupervisor(
         1,

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ from hypothesis import strategies as st
 from launch_rows import commit, event, fed
 
 from ft_hsdp.config import parse
+from ft_hsdp.launch.audit import batches
+from ft_hsdp.launch.merge import Merger
 from ft_hsdp.launch.rundir import Row
-from ft_hsdp.launch.summary import batches, fault_free_step, summarize
+from ft_hsdp.launch.summary import Tally, summarize
 
 CONFIG = parse({"replicas": 3})
 
@@ -50,7 +53,6 @@ def test_the_effective_ratio_counts_contributors_over_all_replicas() -> None:
         commit(4, t=1005.0),
     ]
     summary = summarize(CONFIG, rows, fed(rows), {}, [])
-    assert fault_free_step(rows) == 1.0
     assert summary["effective_training_ratio"] == pytest.approx((1 + 2 / 3 + 2 / 3 + 1) / 5.0)
 
 
@@ -152,3 +154,26 @@ def test_with_true_cursors_every_dropped_feed_is_a_skip(present: list[set[int]],
     replica = data.draw(st.sampled_from(sorted(logs)))
     logs[replica].pop(data.draw(st.integers(0, len(logs[replica]) - 1)))
     assert batches(rows, logs) == {"trained": sum(cursors) - 1, "duplicated": 0, "skipped": 1}
+
+
+def test_a_month_is_summed_up_in_constant_memory() -> None:
+    """After ten thousand steps nothing that a run's driver keeps of its steps grows with them."""
+    merger, tally, steps = Merger(), Tally(CONFIG), 12_000
+    sizes = []
+    for step in range(1, steps + 1):
+        row = commit(step)
+        merger.add([row, dict(row), dict(row)])
+        for replica in range(3):
+            tally.fed(
+                replica, {"step": step, "shard": replica, "index": step - 1, "incarnation": f"{replica}-a-0"}
+            )
+        for told in merger.confirmed():
+            tally.commit(told)
+        if step in (10_000, steps):
+            sizes.append(len(pickle.dumps((merger.__dict__, tally.__dict__))))
+    for told in merger.finish():
+        tally.commit(told)
+    summary = tally.summary({})
+    assert abs(sizes[1] - sizes[0]) < 20_000
+    assert summary["batches"] == {"trained": 3 * steps, "duplicated": 0, "skipped": 0}
+    assert summary["loss_last"] == pytest.approx(3.0 - (steps - steps / 20) / 100, rel=1e-3)

@@ -23,10 +23,13 @@ class Book:
     """Stands for the lighthouse: writes down what it is told, and which pids were alive then."""
 
     def __init__(self) -> None:
+        self.owner = "aaaa"
         self.told: list[tuple[Any, ...]] = []
         self.watched: list[int] = []
         self.alive_at_exit: list[int] = []
         self.resting: list[int] = []
+        self.leased: list[int] = []
+        self.other = ""  # another supervisor that has the lease
 
     def started(self, replica: int, incarnation: str) -> None:
         self.told.append(("started", replica, incarnation))
@@ -41,6 +44,18 @@ class Book:
     def lost(self, replica: int) -> None:
         self.told.append(("lost", replica))
 
+    def claims(self, replica: int) -> None:
+        self.leased.append(replica)
+
+    def releases(self, replica: int) -> None:
+        self.leased.remove(replica)
+
+    def holds(self, replica: int) -> bool:
+        return replica in self.leased and not self.other
+
+    def rival(self, replica: int) -> str:
+        return self.other
+
     @property
     def names(self) -> list[str]:
         return [entry[0] for entry in self.told]
@@ -49,7 +64,9 @@ class Book:
 class World:
     """A supervisor of replica 1 over stand-in ranks."""
 
-    def __init__(self, run: RunDir, replicas: int = 3, **restart: Any) -> None:
+    def __init__(
+        self, run: RunDir, replicas: int = 3, timeouts: dict[str, float] | None = None, **restart: Any
+    ) -> None:
         self.run = run
         self.book = Book()
         self.events: list[Row] = []
@@ -59,7 +76,15 @@ class World:
         self.proven = False
         self.supervisor = ReplicaSupervisor(
             1,
-            parse({"restart": restart, "replicas": replicas, "max_replicas": 3, "ranks_per_replica": 2}),
+            parse(
+                {
+                    "restart": restart,
+                    "timeouts": timeouts or {},
+                    "replicas": replicas,
+                    "max_replicas": 3,
+                    "ranks_per_replica": 2,
+                }
+            ),
             run,
             engine=self.engine,
             link=self.book,
@@ -311,13 +336,17 @@ def test_stop_ends_ranks_that_are_deaf_or_stopped(run_dir: RunDir, plan: Plan) -
     world.test(body)
 
 
-def test_when_the_fork_server_dies_the_replica_is_restarted_by_a_new_one(run_dir: RunDir) -> None:
+def test_when_the_fork_server_dies_the_replica_goes_on_and_is_restarted_by_a_new_one(run_dir: RunDir) -> None:
     world = World(run_dir)
 
     async def body(task: asyncio.Task[Outcome]) -> None:
         pids = world.book.watched = await world.waiting(0)
-        assert world.engine.server_pid is not None
-        os.kill(world.engine.server_pid, signal.SIGKILL)
+        server = world.engine.server_pid
+        assert server is not None
+        os.kill(server, signal.SIGKILL)
+        await until(lambda: world.engine.server_pid not in (None, server), "another server")
+        assert all(alive({"pid": pid}) for pid in pids)
+        os.kill(pids[0], signal.SIGKILL)
         await world.waiting(1)
         assert world.book.alive_at_exit == []
         assert not any(alive({"pid": pid}) for pid in pids)
@@ -431,5 +460,78 @@ def test_a_drained_replica_ends_with_its_job(run_dir: RunDir, how: str, kind: st
         else:
             world.progress.saw(9, finished=how == "finished", halted="no copy is left" if how == "halted" else "")
         assert (await task).kind == kind
+
+    world.test(body)
+
+
+def test_of_two_supervisors_one_stands_by_and_takes_over(run_dir: RunDir) -> None:
+    """It starts nothing without the lease, ends what it runs when it has lost it, and neither uses its budget."""
+    world = World(run_dir, budget=0)
+    world.book.other = "bbbb"
+
+    def leased(other: str) -> None:
+        world.book.other = other
+        world.progress.wake()
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        await until(lambda: world.named("SupervisorStandsBy"), "the first word")
+        assert world.book.names == []
+        (said,) = world.named("SupervisorStandsBy")
+        assert said["reason"].startswith("supervisor bbbb runs replica 1")
+        leased("")
+        await world.waiting(0)
+        first = world.book.told[0][2]
+        leased("cccc")
+        world.supervisor.evict(first, "supervisor cccc has taken replica 1 over")
+        await until(lambda: len(world.named("SupervisorStandsBy")) == 2, "the second word")
+        assert world.book.names == ["started", "exited"]
+        leased("")
+        await world.waiting(1)
+        assert not world.named("RestartScheduled")
+        leased("cccc")
+        world.supervisor.evict(world.book.told[-1][2], "supervisor cccc has taken replica 1 over")
+        await until(lambda: len(world.named("SupervisorStandsBy")) == 3, "the third word")
+        world.progress.saw(9, finished=True)
+        assert (await task).kind == "drained"
+        assert world.book.leased == [], "who ends gives its lease back"
+
+    world.test(body)
+
+
+def test_without_a_lighthouse_that_renews_its_lease_a_supervisor_starts_nothing(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ft_hsdp.launch.supervisor.ANSWER_S", 0.01)
+    world = World(run_dir)
+    world.book.holds = lambda replica: False  # type: ignore[method-assign]
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        await until(lambda: world.named("SupervisorStandsBy"), "the word")
+        assert "no lighthouse has renewed" in world.named("SupervisorStandsBy")[0]["reason"]
+        await world.supervisor.stop(1.0)
+        assert (await task).kind == "stopped"
+        assert world.book.names == []
+
+    world.test(body)
+
+
+@pytest.mark.parametrize("hang", ["before check-in", "stopped"])
+def test_a_hang_that_no_rank_can_see_is_found_by_the_supervisor(run_dir: RunDir, hang: str) -> None:
+    waits = {"start_s": 0.5, "ranks_s": 0.5, "agent_s": 0.5, "agent_answer_s": 0.5, "hello_s": 0.5}
+    if hang == "stopped":
+        waits = {"evict_s": 0.75, "silence_grace_s": 0.5}
+    world = World(run_dir, timeouts=waits)
+
+    async def body(_: asyncio.Task[Outcome]) -> None:
+        pids = await world.waiting(0)
+        if hang == "stopped":
+            os.kill(pids[1], signal.SIGSTOP)
+        await world.waiting(1)
+        exited = world.named("ReplicaExited")[0]
+        expected = (
+            "has not checked in within 0.5 s" if hang == "before check-in" else "rank 1 has been stopped for"
+        )
+        assert exited["kind"] == "evicted"
+        assert expected in exited["reason"]
 
     world.test(body)

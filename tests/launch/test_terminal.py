@@ -127,3 +127,17 @@ def test_many_failures_show_their_spread() -> None:
     assert lines["seen after"] == "p50 0.055 s, p90 0.100 s, max 0.100 s (10)"
     summary["failures"] = summary["failures"][:2]
     assert "seen after" not in dict(summary_lines(summary))
+
+
+def test_a_broken_edge_and_an_older_store_are_told_in_plain_words() -> None:
+    why = {"reason": "the connection between replicas 0 and 1 failed 4 times in a row"}
+    apart = {"event": "EdgeBroken", "replicas": [0, 1], **why}
+    assert tell(apart, reason=False) == (
+        "replicas 0, 1 cannot connect to each other, they are put apart in the ring"
+    )
+    out = {**apart, "excluded": 1}
+    assert tell(out, reason=False) == "replicas 0, 1 cannot connect to each other, replica 1 is left out"
+    assert tell({"event": "StoreBehind", "replica": 0}, reason=False) == (
+        "the lighthouse has an older copy of its store, and learns the rest from the replicas"
+    )
+    assert tell(out).endswith(why["reason"])

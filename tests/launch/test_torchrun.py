@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 from aborted import aborted
 from torchrun_job import ROOT, TorchrunJob, check
@@ -45,3 +46,21 @@ def test_a_rank_that_is_told_to_end_takes_its_replica_with_it_and_torchrun_start
         events = [e for r in range(2) for e in job.rows(r, "events.jsonl")]
         assert "LeaveRequested" in {e["event"] for e in events}
         assert aborted(events) == []
+
+
+@pytest.mark.multiproc
+@pytest.mark.soak
+def test_the_ranks_of_a_torchrun_that_is_killed_leave_and_end(tmp_path: Path) -> None:
+    """Nobody would end them, or start them again; the others repeat no step for it."""
+    with TorchrunJob(tmp_path, SETTINGS.replace(f"steps: {STEPS}", "steps: 100000")) as job:
+        launcher = ROOT / "launcher.py"
+        replicas = [job.torchrun(r, 2, launcher, "replica", "CONFIG") for r in range(2)]
+        job.until(lambda: min(job.step(0), job.step(1)) >= 5, "step 5")
+        ranks = [c for c in psutil.Process(replicas[0].pid).children() if "RANK" in c.environ()]
+        assert len(ranks) == 2
+        replicas[0].kill()
+        job.until(lambda: not any(rank.is_running() for rank in ranks), "its ranks end")
+        step = job.step(1)
+        job.until(lambda: job.step(1) > step + 3, "the other replica trains on")
+        assert "LeaveRequested" in {e["event"] for e in job.rows(0, "events.jsonl")}
+        assert aborted(job.rows(1, "events.jsonl")) == []

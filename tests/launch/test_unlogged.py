@@ -8,8 +8,9 @@ import pytest
 from launch_rows import commit, event
 
 from ft_hsdp.config import parse
+from ft_hsdp.launch.audit import batches
 from ft_hsdp.launch.rundir import Row
-from ft_hsdp.launch.summary import batches, summarize
+from ft_hsdp.launch.summary import summarize
 from ft_hsdp.launch.terminal import summary_lines
 
 STEPS = 10
@@ -81,3 +82,18 @@ def test_replicas_without_a_place_at_the_end_are_named() -> None:
     assert summary["unplaced"] == [1]
     assert ("no place", "replicas 1") in summary_lines(summary)
     assert "unplaced" not in summarize(parse({"replicas": 2}), history(), fed(set()), {}, [])
+
+
+def test_what_a_full_disk_did_not_take_is_unlogged_and_only_that() -> None:
+    logs = fed({5, 9})
+    times = history()[4]["t"]
+    assert batches(history(), logs, losses=[(times - 0.5, times)])["skipped"] == 1, "step 9 is another matter"
+    assert batches(history(), logs, losses=[(times - 0.5, times)])["unlogged"] == 1
+
+
+def test_steps_that_no_replica_could_log_are_unlogged() -> None:
+    rows = [row for row in history() if row["step"] not in (4, 5)]
+    times = rows[2]["t"]
+    told = batches(rows, fed(set()), losses=[(times + 0.5, times + 2.0)])
+    assert told == {"trained": 16, "duplicated": 0, "skipped": 0, "unlogged": 4}
+    assert batches(rows, fed(set()))["skipped"] == 4

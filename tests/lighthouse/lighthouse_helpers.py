@@ -15,6 +15,7 @@ from ft_hsdp.protocol import Ask
 from lighthouse.decide import transition
 from lighthouse.service import Service
 from lighthouse.state import (
+    Agreement,
     Asked,
     AskWithdrawn,
     Event,
@@ -141,6 +142,7 @@ def make_service(
     total: int = 2,
     store: MemoryStore | None = None,
     config_hash: str | None = None,
+    rules: Mapping[str, str] | None = None,
     long_poll_s: float = 5.0,
     **policy: Any,
 ) -> tuple[Any, list[Row]]:
@@ -149,7 +151,13 @@ def make_service(
     store = store or MemoryStore()
     state = store.load(Policy(**{"slots": total, "steps": 10, **policy}))
     service = Service(
-        state, store, TOKEN, rows.append, name="job", config_hash=config_hash, long_poll_s=long_poll_s
+        state,
+        store,
+        TOKEN,
+        rows.append,
+        name="job",
+        agreed=None if config_hash is None else Agreement(config_hash, rules=tuple(sorted((rules or {}).items()))),
+        long_poll_s=long_poll_s,
     )
     return service, rows
 

@@ -6,13 +6,19 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from lighthouse_helpers import CONFIG_HASH, ask, at, events, granted, make_service, name, quiet, run_async
+from lighthouse_helpers import CONFIG_HASH, TOKEN, ask, at, events, granted, make_service, name, quiet, run_async
 
+from ft_hsdp.config import agreed, config_hash, parse
 from ft_hsdp.core.assignment import Grant, Refused
 from ft_hsdp.core.commit import CommitRecord, Contribution, Fence
 from ft_hsdp.core.lineage import StateId
-from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.errors import ConfigError, ProtocolViolation
 from ft_hsdp.protocol import Processes
+from lighthouse import reign
+from lighthouse.auth import Keys
+from lighthouse.reign import policy
+from lighthouse.state import Agreement
+from lighthouse.store import MemoryStore
 
 RECORD = CommitRecord(1, 0, 1, "0" * 32, (0, 1), 2, (Contribution(0, 1, 0, 0),), "d")
 
@@ -113,6 +119,60 @@ def test_another_configuration_is_refused_and_named():
     run_async(main())
 
 
+def test_another_rule_is_refused_with_its_key_and_both_values():
+    async def main():
+        rules = {"max_replicas": "3", "train.steps": "60"}
+        service, _ = make_service(config_hash="d" * 32, rules=rules)
+        answer = await service.ask(replace(ask(0), rules=rules | {"max_replicas": "4"}))
+        assert isinstance(answer, Refused)
+        assert answer.exit_code == 64
+        assert answer.reason == "max_replicas is 4 here, and 3 in the job: all replicas need the same"
+        answer = await service.ask(replace(ask(0), rules={"train.steps": "60"}))
+        assert isinstance(answer, Refused)
+        assert answer.reason.startswith("max_replicas is nothing here, and 3 in the job")
+
+    run_async(main())
+
+
+def test_what_was_agreed_with_the_first_grant_outlives_the_lighthouse():
+    """Without that, whoever asks a lighthouse first that has just started would say what the job is."""
+
+    async def main():
+        store = MemoryStore()
+        service, _ = make_service(store=store)
+        first = {"max_replicas": "3"}
+        asks = [replace(ask(r), rules=first) for r in (0, 1)]
+        await asyncio.gather(*(service.ask(a) for a in asks))
+        again, _ = make_service(store=MemoryStore(store.rows))
+        for other, what in (
+            (
+                replace(ask(1), config_hash="other", rules={"max_replicas": "4"}),
+                "max_replicas is 4 here, and 3 in",
+            ),
+            (replace(ask(1), layout="other"), "model layout"),
+            (replace(ask(1), numerics="other"), "numerics"),
+        ):
+            answer = await again.ask(other)
+            assert isinstance(answer, Refused)
+            assert (answer.exit_code, what in answer.reason) == (64, True)
+
+    run_async(main())
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{str(n): "" for n in range(65)}, {"k" * 257: ""}, {"k": "v" * 257}, {"k": "\x1b[2J"}],
+    ids=["keys", "a key", "a value", "control characters"],
+)
+def test_rules_are_bounded(rules):
+    async def main():
+        service, _ = make_service()
+        with pytest.raises(ProtocolViolation, match="rules"):
+            await service.ask(replace(ask(0), rules=rules))
+
+    run_async(main())
+
+
 @pytest.mark.parametrize(("field", "called"), [("layout", "model layout"), ("numerics", "numerics")])
 def test_what_differs_from_the_first_is_refused(field, called):
     async def main():
@@ -151,3 +211,20 @@ def test_a_fenced_incarnation_is_refused_and_its_report_forgotten():
         assert events(rows, "AskRefused")
 
     run_async(main())
+
+
+def test_a_lighthouse_with_other_rules_than_its_run_agreed_on_does_not_start(tmp_path):
+    config = parse({"replicas": 2})
+    store = MemoryStore()
+    state = store.load(policy(config))
+    rules = tuple(agreed(config).items())
+    store.save(replace(state, agreed=Agreement(config_hash(config), "layout", "numerics", rules)))
+
+    def start(**keys):
+        keys = {"replicas": 2, **keys}
+        reign.begin(parse(keys), tmp_path, Keys(TOKEN), MemoryStore(store.rows), None, 0, print)
+
+    with pytest.raises(ConfigError, match=r"train.steps: .*90.*100, on which this run has agreed"):
+        start(train={"steps": 90})
+    with pytest.raises(ConfigError, match="max_replicas"):
+        start(max_replicas=5)

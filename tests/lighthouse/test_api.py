@@ -73,13 +73,24 @@ def test_processes_takes_plain_json_and_gives_the_overview():
     picture = {"running": {"0": name(0, 1)}, "exited": [name(0)], "lost": []}
     response = call("POST", "/v1/processes", json=picture)
     assert response.status_code == 200
-    assert response.json() == {"evict": [], "epoch": 0, "step": 0, "finished": False, "halted": "", "drained": []}
+    assert response.json() == {
+        "evict": [],
+        "epoch": 0,
+        "step": 0,
+        "finished": False,
+        "halted": "",
+        "drained": [],
+    } | {
+        "leases": {},
+        "rivals": {},
+        "lease_s": 5.0,
+    }
 
 
 def test_processes_answers_the_protocols_message_with_one():
     picture = protocol.Processes({0: name(0, 1)}, (name(0),))
     response = call("POST", "/v1/processes", content=protocol.encode(picture))
-    assert protocol.decode(response.content, Overview) == Overview((), 0, 0, False)
+    assert protocol.decode(response.content, Overview) == Overview((), 0, 0, False, lease_s=5.0)
 
 
 def test_status_and_health():

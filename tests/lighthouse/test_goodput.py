@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.launch.summary import fault_free_step, wall_s
+from ft_hsdp.launch.summary import fault_free_step
 from lighthouse.goodput import Goodput, Median
 
 
@@ -39,6 +39,30 @@ def adds_up(found):
 
 def test_nothing_is_worth_nothing():
     assert fold([]).effective()["wall_s"] == 0.0
+
+
+def wall_s(rows):
+    """Seconds from the start of the first step to the last commit."""
+    return rows[-1]["t"] - rows[0]["t"] + rows[0]["step_s"]
+
+
+def test_missing_never_falls_while_a_run_goes_on():
+    """Steps get shorter, so the usual step does: what fewer contributors have cost stays what it was."""
+    goodput, seen = Goodput(), 0.0
+    for step in range(1, 200):
+        row = {
+            "t": 1000.0 + step,
+            "step": step,
+            "step_s": 2.0 / (1 + step / 50),
+            "waits": {},
+            "total": 4,
+            "epoch": 1,
+        }
+        goodput.commit(row | {"contributors": [0, 1, 2] if step % 5 == 0 else [0, 1, 2, 3]})
+        lost = goodput.effective()["lost_s"]["missing"]
+        assert lost >= seen - 1e-9
+        seen = lost
+    assert seen > 0
 
 
 def test_it_is_the_ratio_of_summary_json():

@@ -66,7 +66,7 @@ def listening(run, process):
     while time.monotonic() < deadline:
         file = run / "lighthouse.json"
         if file.exists() and (said := json.loads(file.read_text()))["pid"] == process.pid:
-            assert said.keys() == {"pid", "url", "urls"}
+            assert said.keys() == {"pid", "url", "urls", "host", "boot"}
             assert said["urls"] == [said["url"]]
             return said["url"]
         if process.poll() is not None:
@@ -88,7 +88,7 @@ def client(url):
 
 def message(replica, *arguments, **fields):
     """An ask of the configuration that `furnish` writes."""
-    shared = config_hash(parse({"replicas": 2}))
+    shared = config_hash(parse({"replicas": 2, "train": {"steps": 10}}))
     made = ask(replica, *arguments, **fields)
     return protocol.encode(protocol.Ask(made.report, made.ring, made.state, shared, made.layout))
 

@@ -80,6 +80,6 @@ def test_every_epoch_has_to_be_covered():
 def test_a_grant_is_in_ring_order_and_says_why():
     members = (Member(2, name(2), "behind"), Member(0, name(0), "contribute"))
     grant = quorum.grant(7, 3, Base(at(1, 1), None, ()), members, 3, "first epoch")
-    assert grant.ring == (0, 2)
+    assert grant.ring == (2, 0)
     assert (grant.term, grant.epoch, grant.total) == (7, 3, 3)
     assert grant.reason == f"first epoch; replicas 0 contribute on {at(1, 1)}; 2 behind"

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from lighthouse_helpers import START, Script, at, name, record
 
-from ft_hsdp.core.assignment import Continue, Final, Finish, Refused
+from ft_hsdp.core.assignment import CatchUp, Continue, Finish, Grant, Refused
 from ft_hsdp.core.commit import Fence
+from lighthouse.state import View
 from lighthouse.store import MemoryStore
 
 HOUR = 3600.0
@@ -126,6 +129,42 @@ def test_two_states_under_one_name_and_no_majority_halt_the_job_for_all():
     assert not out.notes
     assert isinstance(job.ask(2).answers[2], Refused)
     assert not job.wait(HOUR).answers
+
+
+def test_states_that_differ_can_be_given_up_for_the_newest_checkpoint():
+    job = Script(total=2, on_divergence="checkpoint", return_wait_s=30.0)
+    job.first(0, 1)
+    term = job.s.term
+    job.ask(1, at(1, 8), epoch=1, after=1)
+    out = job.ask(0, at(1, 8), epoch=1, after=1, diverged=(0, 1))
+    assert "nobody can tell which is right" in out.notes["RewindOrdered"]
+    answers = [out.answers[r] for r in (0, 1)]
+    assert all(isinstance(a, Refused) and (a.exit_code, a.forget) == (75, True) for a in answers)
+    assert job.s.term > term
+    late = job.ask(1, at(1, 8), epoch=1, after=1).answers[1]
+    assert isinstance(late, Refused)
+    assert late.forget, "it may not bring its copy back"
+    job.runs({0: 1, 1: None}, exited=[(0, 0)])
+    assert not job.ask(0, at(1, 5), life=1).answers, "the other one has not ended"
+    job.runs({0: 1, 1: 1}, exited=[(1, 0)])
+    out = job.ask(1, at(1, 5), life=1)
+    assert out.grant(0) == out.grant(1)
+    assert out.grant(0).base == at(1, 5)
+    assert "HeadRolledBack" in out.notes
+    assert (job.s.halted, job.s.rewinding) == ("", False)
+    again = job.ask(1, at(1, 8), epoch=1, after=1).answers[1]
+    assert isinstance(again, Refused), "a life from before is let in"
+
+
+def test_without_a_checkpoint_states_that_differ_halt_the_job():
+    job = Script(total=2, on_divergence="checkpoint", return_wait_s=0.0)
+    job.first(0, 1)
+    job.ask(0, at(1, 8), epoch=1, after=1, diverged=(0, 1))
+    job.runs({0: 1, 1: 1}, exited=[(0, 0), (1, 0)])
+    job.ask(0, life=1)
+    out = job.ask(1, life=1)
+    assert "there is no checkpoint to begin again from" in out.notes["JobHalted"]
+    assert all(isinstance(out.answers[r], Refused) for r in (0, 1))
 
 
 def test_a_lost_answer_is_given_again():
@@ -252,7 +291,8 @@ def test_min_replicas_counts_holders_not_those_behind():
     job.first(0, 1)
     job.runs({1: 1}, exited=[(1, 0)])
     job.ask(1, life=1)
-    assert not job.ask(0, at(1, 1), epoch=1, after=1).answers
+    answers = job.ask(0, at(1, 1), epoch=1, after=1).answers
+    assert not any(isinstance(a, Grant) for a in answers.values())
 
 
 # Commits in doubt.
@@ -311,6 +351,14 @@ def test_the_head_rolls_back_one_step_when_all_its_holders_have_exited():
     assert "HeadRolledBack" in out.notes
     assert out.grant(1).base == START
     assert out.grant(1).ring == (1, 2)
+
+
+def test_a_rollback_is_told_though_more_replicas_are_waited_for():
+    job, _ = broken_with_head_at_0(min_replicas=3)
+    out = job.runs({0: None}, exited=[(0, 0)], lost=[0])
+    assert not out.answers
+    assert out.notes["HeadRolledBack"].endswith(f"back by 1 to {START}")
+    assert "min_replicas is 3" in out.notes["Waiting"]
 
 
 def test_no_rollback_before_every_running_replica_has_reported():
@@ -483,7 +531,7 @@ def test_who_is_behind_at_the_end_gets_the_donors():
     job.first(0, 1)
     job.ask(0, at(1, 1), epoch=1)
     answer = job.ask(2).answers[2]
-    assert isinstance(answer, Final)
+    assert isinstance(answer, CatchUp)
     assert answer.base == at(1, 1)
     assert [m.replica for m in answer.donors] == [0]
     job.ask(1, at(1, 1), epoch=1)
@@ -533,3 +581,42 @@ def test_epochs_and_terms_never_regress_over_a_wiped_store(taken, term):
     grant = job.ask(2).grant(0)
     assert (grant.term, grant.epoch) == (term, 8)
     assert roles(grant) == {0: "contribute", 1: "contribute", 2: "behind"}
+
+
+# A store that is an older copy.
+
+
+def behind(**known):
+    """A lighthouse that was restarted on a copy from epoch 1, whose three members are in epoch 5 of term 103."""
+    job = Script(term=100)
+    job.first(0, 1, 2)
+    job.s = replace(job.s, term=101, views=tuple(View() for _ in job.s.views), settled=0)
+    job.runs({0: 0, 1: 0, 2: 0})
+    return job, {"epoch": 5, "max_term": 103, **known}
+
+
+@pytest.mark.parametrize("known", [{}, {"max_term": 100}, {"epoch": 1}, {"epoch": 1, "after": 4}], ids=str)
+def test_a_store_that_is_behind_its_members_names_everybody_in_a_new_term(known):
+    job, seen = behind(**known)
+    first = job.ask(0, at(4, 8), **seen)
+    assert "it knows epoch 1 of term 100" in first.notes["StoreBehind"]
+    assert not first.answers, "others may know more"
+    assert "StoreBehind" not in job.ask(1, at(4, 8), **seen).notes
+    assert not job.wait(HOUR).answers
+    grant = job.ask(2, at(3, 6), epoch=3, max_term=102).grant(2)
+    assert grant.term > max(seen["max_term"], 102)
+    assert grant.epoch > max(seen["epoch"], seen.get("after", 0), 4)
+    assert roles(grant) == {0: "contribute", 1: "contribute", 2: "behind"}
+
+
+def test_a_store_that_is_behind_waits_only_for_who_may_live():
+    job, seen = behind()
+    job.ask(0, at(4, 8), **seen)
+    job.ask(1, at(4, 8), **seen)
+    job.runs({2: None}, exited=[(2, 0)], lost=[2])
+    assert job.s.grant.ring == (0, 1)
+
+
+def test_a_member_that_is_as_far_as_the_store_is_not_ahead_of_it():
+    job, _ = behind()
+    assert isinstance(job.ask(0, at(1, 1), epoch=1, max_term=100).answers[0], Continue)

@@ -23,7 +23,8 @@ from lighthouse import store as stores
 from lighthouse.election import Election
 from lighthouse.etcd import Etcd
 from lighthouse.etcd_store import EtcdStore
-from lighthouse.state import Policy, State
+from lighthouse.quorum import Lease
+from lighthouse.state import Agreement, Policy, State
 from lighthouse.store import FORMAT, MemoryStore, SqliteStore, StoreFailed
 
 pytestmark = pytest.mark.multiproc
@@ -158,7 +159,10 @@ def busy():
     job.ask(1, at(1, 1), epoch=1, after=1)
     assert job.s.grant
     more = {"finished": True, "halted": "nobody can tell", "diverged": (0, 1)}
-    return replace(job.s, **more, drained=frozenset({2}), checkpoint=7, target=2)
+    leases = (Lease(1, "aaaa", 3),)
+    agreed = Agreement("hash", "layout", "numerics", (("train.steps", "10"),))
+    more |= {"rewound": (1, 2, 3), "rewinding": True}
+    return replace(job.s, **more, drained=frozenset({2}), checkpoint=7, target=2, agreed=agreed, leases=leases)
 
 
 def reopened(kind, policy=POLICY):
@@ -346,7 +350,8 @@ def test_a_store_of_a_format_before_is_read_and_becomes_one_of_this(lasting, bef
     again = reopened(lasting)
     assert (again.epoch, again.grant, again.exited) == (state.epoch, state.grant, state.exited)
     assert (again.halted, again.diverged) == (("", ()) if before < 2 else (state.halted, state.diverged))
-    assert again.target == POLICY.slots
+    assert again.target == (POLICY.slots if before < 3 else state.target)
+    assert again.lives == ()
     assert reopened(lasting).term == again.term + 1
 
 

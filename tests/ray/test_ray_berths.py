@@ -24,7 +24,8 @@ from ft_hsdp.launch.ray.engine import RayEngine
 from ft_hsdp.launch.ray.inbox import Inbox
 from ft_hsdp.launch.ray.placement import Request
 from ft_hsdp.launch.ray.rank_actor import News, Seat, Start
-from ft_hsdp.launch.rundir import Row, RunDir, read_json, write_private
+from ft_hsdp.launch.rundir import Row, RunDir, read_json
+from ft_hsdp.secret import write_private
 
 DEADLINE_S = 20.0
 
@@ -115,6 +116,7 @@ class World:
         self.run = RunDir(folder)
         self.run.config.write_text(dump(self.config))
         write_private(self.run.token, "t")
+        write_private(self.run.checkpoint_key, "checkpoint_key")
         self.room = Counter(room)
         self.actors = self.warms = True
         self.pids = iter(range(1, 1000))
@@ -339,19 +341,19 @@ def test_an_actor_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None
     asyncio.run(body())
 
 
-def test_what_a_rank_wrote_and_cannot_be_kept_ends_its_actor(tmp_path: Path) -> None:
+def test_an_actor_that_names_a_file_which_is_no_log_is_ended(tmp_path: Path) -> None:
     killed: list[object] = []
 
     async def news(_: int) -> News:
         return News(1, [])
 
-    def full(_: object) -> None:
-        raise OSError(28, "No space left on device")
+    def refuse(_: object) -> None:
+        raise ValueError("'/etc/passwd' is no log of a rank")
 
     async def body() -> None:
         calls = SimpleNamespace(submit=lambda kill, actor: killed.append(actor))
         berth = await berth_with({"news": news}, tmp_path, calls)
-        berth._inbox.add = full  # type: ignore[method-assign,assignment]
+        berth._inbox.add = refuse  # type: ignore[method-assign,assignment]
         await asyncio.wait_for(berth._hear(berth.places[0]), 5)
         assert (berth.gone, killed) == (True, [berth.places[0].actor])
 

@@ -79,6 +79,7 @@ def test_what_submit_does_not_do_is_refused() -> None:
     for document, key in (
         ({"train": {"device": "cuda"}}, "ray.gpus_per_rank"),
         ({"lighthouse": {"etcd": ["http://127.0.0.1:1"], "count": 3}}, "lighthouse.count"),
+        ({"chaos": [{"kind": "clock", "at_s": 1, "replicas": [0]}]}, r"chaos\.0\.kind"),
     ):
         with pytest.raises(ConfigError, match=key):
             check(config(**document))
@@ -291,3 +292,26 @@ def test_without_ray_there_is_one_line_and_all_else_works(tmp_path: Path) -> Non
         assert (done.returncode, len(done.stderr.splitlines())) == (64, 1), done.stderr
         assert "pip install" in done.stderr
     assert launcher("--help", cwd=tmp_path, **env).returncode == 0
+
+
+def test_a_folder_that_others_control_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its owner could put a folder of his own in the place of the one that gets the token."""
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    if os.getuid() == 0:
+        os.chown(theirs, 12345, -1)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(ConfigError, match=r"ray\.folder.*a folder of this user"):
+        make_folder(theirs, "a")
+    monkeypatch.undo()
+    loose = tmp_path / "loose"
+    loose.mkdir()
+    loose.chmod(0o777)
+    with pytest.raises(ConfigError, match="mode 777"):
+        make_folder(loose, "a")
+    loose.chmod(0o1777)
+    assert make_folder(loose, "a").stat().st_mode & 0o777 == 0o700
+    own = make_folder(tmp_path / "of-{uid}", "a")
+    assert own.parent.name == f"of-{os.getuid()}"
+    assert own.parent.stat().st_mode & 0o777 == 0o700

@@ -12,6 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ft_hsdp.launch.rundir import RunDir
+from ft_hsdp.launch.verify import verify
+
 ROOT = Path(__file__).parents[2]
 SMALL = {
     "replicas": 3,
@@ -30,19 +33,24 @@ DEADLINE_S = 120.0
 
 
 class Job:
-    """A running job; a context that leaves no process behind."""
+    """A running job; a context that leaves no process behind.
 
-    def __init__(self, folder: Path, steps: int, **dotted: object) -> None:
+    holder: the pid of a process in whose mount namespace it runs, and in which its run directory is looked for.
+    """
+
+    def __init__(self, folder: Path, steps: int, holder: int | None = None, **dotted: object) -> None:
         settings = {**SMALL, "job.name": "job", "job.runs_dir": str(folder / "runs"), "train.steps": steps}
         settings |= {key.replace("__", "."): value for key, value in dotted.items()}
         config = folder / "config.yaml"
         config.write_text("data: {path: stdlib, max_bytes: 1048576}\n")
         overrides = [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
-        self.run = folder / "runs" / "job"
+        seen = folder if holder is None else Path(f"/proc/{holder}/root{folder}")
+        within = [] if holder is None else ["nsenter", "--mount", "--target", str(holder), "--"]
+        self.run = seen / "runs" / "job"
         self.log = folder / "up.log"
         self._out = self.log.open("wb")
         self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "launcher.py"), "up", str(config), *overrides],
+            [*within, sys.executable, str(ROOT / "launcher.py"), "up", str(config), *overrides],
             cwd=folder,
             stdout=self._out,
             stderr=subprocess.STDOUT,
@@ -111,13 +119,15 @@ class Job:
         return pid
 
     def end(self, code: int = 0, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
-        """Wait for the end of the job; its summary."""
+        """Wait for the end of the job; its summary. What it has logged is what the protocol allows."""
         try:
             got = self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job did not end:\n{self.tail()}") from None
         assert got == code, f"exit {got}, wanted {code}:\n{self.tail()}"
         summary: dict[str, Any] = json.loads((self.run / "summary.json").read_text())
+        found = verify(RunDir(self.run))
+        assert not found.breaches, "\n".join(found.breaches)
         return summary
 
     def tail(self) -> str:

@@ -13,6 +13,7 @@ import pytest
 from aborted import aborted
 from scenario_job import Job, check
 
+from ft_hsdp import secret
 from ft_hsdp.errors import EXIT_CONFIG, ConfigError, LighthouseUnreachable
 from ft_hsdp.launch import admin
 from ft_hsdp.launch.rundir import RunDir
@@ -83,7 +84,10 @@ def test_drain_undrain_checkpoint_and_evict(tmp_path: Path) -> None:
         assert ordered["source"] == "admin"
         assert (ordered["address"], ordered["reason"]) == ("127.0.0.1", "a test")
         (path,) = catalogue.published(job.run / "checkpoints")
-        assert catalogue.verify(path).manifest.state.step == started["step"]
+        assert (
+            catalogue.verify(path, secret.current(job.run / "checkpoint_key").encode()).manifest.state.step
+            == started["step"]
+        )
         # Undrain.
         order(job, "undrain", 1)
         job.until(lambda: 1 in job.contributing(), "replica 1 contributes again")

@@ -6,15 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import inapplicable
 from scenario_job import Job, check
 
 from ft_hsdp.core.divergence import SLICES
 from ft_hsdp.failpoints import PLACES
+from ft_hsdp.launch.rundir import RunDir
+from ft_hsdp.launch.verify import verify
 
 pytestmark = pytest.mark.multiproc
 
 STEPS = 40
-NOT_DEATHS = ("record-lost", "state-flip")
+NOT_DEATHS = ("record-lost", "state-flip", "live-flip", "snapshot-flip")
 LEADER_ONLY = ("token-first", "token-second", "quorum-reply", "checkpoint-rename")
 FIRST_KILL = {"at_step": 4, "replicas": [1], "rank": 1, "signal": "KILL"}
 
@@ -70,11 +73,29 @@ def test_two_replicas_that_differ_halt_the_job(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
+def test_two_replicas_that_differ_may_begin_again_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    """The byte flips where it is compared next, so nothing was trained with it."""
+    points = {"state-flip": {"replicas": [1], "rank": 0, "step": SLICES}}
+    settings = {"checkpoint__every": 6, "quorum__on_divergence": "checkpoint"}
+    with Job(tmp_path, STEPS, replicas=2, debug__failpoints=points, **settings) as job:
+        check(job.end(), STEPS)
+        assert job.events("RewindOrdered")
+        (rolled,) = job.events("HeadRolledBack")
+        assert rolled["steps"] > 1, "steps that metrics.jsonl had are to be undone"
+        assert [r["step"] for r in job.rows("metrics.jsonl")] == [*range(1, STEPS + 1)]
+        (restored,) = {e["step"] for e in job.events("StateRestored")}
+        assert restored in (6, 12), "that of step 12 may still be in writing"
+        assert not job.events("JobHalted")
+        assert job.replayed()["equal"]
+        assert verify(RunDir(job.run)).breaches == []
+
+
+@pytest.mark.soak
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("place", [p for p in PLACES if p not in NOT_DEATHS])
 def test_each(tmp_path: Path, place: str, rank: int) -> None:
     if rank and place in LEADER_ONLY:
-        pytest.skip("only the leader is ever there")
+        inapplicable("only the leader is ever there")
     settings: dict[str, Any] = {}
     point = {"replicas": [1], "rank": rank, "step": 8}
     if place == "fetch":

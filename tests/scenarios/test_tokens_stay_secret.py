@@ -14,6 +14,7 @@ from scenario_job import ROOT, Job
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
 
 DEADLINE_S = 90.0
+NAMES = ("admin_token", "checkpoint_key", "token")
 
 
 def command_lines(job: Job) -> str:
@@ -35,9 +36,7 @@ def test_the_tokens_stand_in_their_files_alone(tmp_path: Path) -> None:
         while job.process.poll() is None:
             assert time.monotonic() < deadline
             said += command_lines(job)
-            tokens |= {
-                f: (job.run / f).read_text().strip() for f in ("token", "admin_token") if (job.run / f).exists()
-            }
+            tokens |= {f: (job.run / f).read_text().strip() for f in NAMES if (job.run / f).exists()}
             if (job.run / "lighthouse.json").exists() and "replicas" not in said:
                 command = [
                     sys.executable,
@@ -53,7 +52,7 @@ def test_the_tokens_stand_in_their_files_alone(tmp_path: Path) -> None:
         assert job.process.returncode == 0, job.log.read_text()
     assert "lighthouse" in said
     assert "replicas" in said
-    assert sorted(tokens) == ["admin_token", "token"]
+    assert sorted(tokens) == [*NAMES]
     files = [f for f in tmp_path.rglob("*") if f.is_file() and f.name not in tokens]
     assert len(files) > 10
     for name, token in tokens.items():

@@ -2,21 +2,23 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 
-from ft_hsdp.core import lineage, voting
+from ft_hsdp.core import events, lineage, voting
 from ft_hsdp.core import replica as core
 from ft_hsdp.core.assignment import Grant
 from ft_hsdp.core.commit import Token
-from ft_hsdp.core.standing import Replica
+from ft_hsdp.core.standing import Phase, Replica
+from ft_hsdp.sim import moves
 from ft_hsdp.sim.explore import Result, explore
 from ft_hsdp.sim.world import Bounds
-from lighthouse import quorum, rounds, state
+from lighthouse import decide, edges, quorum, rounds, state
+from lighthouse.exits import outlived
 
 NOTHING = {"deaths": 0, "pauses": 0, "restarts": 0}
 SENTENCE = re.compile(r"(a link of |the )?(replica \d|lighthouse|grace|silent)( [^\s]+)+")
@@ -65,6 +67,26 @@ def test_no_violation_in_the_whole_bounded_space(capsys: pytest.CaptureFixture[s
         (bounds(replicas=2, leaves=2), 2_000),
         (bounds(replicas=2, leaves=1, pauses=1, breaks=1), 10_000),
         (bounds(replicas=2, leaves=1, wipes=1), 3_000),
+        (bounds(copies=1), 600),
+        (bounds(replicas=2, copies=1, breaks=1), 2_000),
+        (bounds(cut=(0, 1)), 2_000),
+        (bounds(replicas=2, shortages=1), 4_000),
+        (bounds(exiles=1), 1_000),
+        (bounds(replicas=2, deaths=1, restarts=1, min_replicas=2), 2_000),
+        (bounds(replicas=2, deaths=1, recovery=True, min_replicas=2), 1_000),
+        pytest.param(bounds(deaths=1, min_replicas=2), 25_000, marks=pytest.mark.soak),
+        pytest.param(bounds(replicas=2, deaths=2, min_replicas=2), 8_000, marks=pytest.mark.soak),
+        pytest.param(bounds(replicas=2, deaths=1, pauses=1, min_replicas=2), 900, marks=pytest.mark.soak),
+        pytest.param(bounds(drains=1, deaths=1, min_replicas=2), 140_000, marks=pytest.mark.soak),
+        pytest.param(bounds(replicas=4, steps=1, cut=(0, 1)), 25_000, marks=pytest.mark.soak),
+        pytest.param(bounds(copies=1, breaks=1, steps=1), 32_000, marks=pytest.mark.soak),
+        pytest.param(bounds(replicas=2, copies=1, deaths=1), 18_000, marks=pytest.mark.soak),
+        pytest.param(bounds(replicas=2, copies=1, pauses=1, breaks=1), 14_000, marks=pytest.mark.soak),
+        (bounds(replicas=2, doubles=1), 2_000),
+        pytest.param(bounds(replicas=2, doubles=1, restarts=1), 7_000, marks=pytest.mark.soak),
+        pytest.param(bounds(replicas=2, doubles=1, deaths=1), 65_000, marks=pytest.mark.soak),
+        pytest.param(bounds(replicas=2, doubles=1, steps=3, breaks=1), 90_000, marks=pytest.mark.soak),
+        pytest.param(bounds(doubles=1, steps=1), 6_500, marks=pytest.mark.soak),
         pytest.param(bounds(leaves=1, drains=1), 31_000, marks=pytest.mark.soak),
         pytest.param(bounds(leaves=1, restarts=1), 21_000, marks=pytest.mark.soak),
         pytest.param(bounds(drains=1, deaths=1), 110_000, marks=pytest.mark.soak),
@@ -73,7 +95,7 @@ def test_no_violation_in_the_whole_bounded_space(capsys: pytest.CaptureFixture[s
     ids=str,
 )
 def test_no_violation_in_other_spaces(space: Bounds, least: int) -> None:
-    result = explore(space, limit_s=60)
+    result = explore(space, limit_s=240)
     assert not result.violation, str(result)
     assert result.exhausted
     assert result.states >= least
@@ -189,6 +211,64 @@ def _impatient(form: Callable[..., state.Step]) -> Callable[..., state.Step]:
     return mutant
 
 
+def _in_no_epoch_is_newer(
+    admit: Callable[..., state.State | str],
+) -> Callable[..., state.State | str]:
+    """Whoever asks is newer if no epoch that is remembered names it, and it is no earlier life of the same run."""
+
+    def mutant(s: state.State, who: tuple[int, str], now: float, report: Any = None) -> state.State | str:
+        known = s.views[who[0]].incarnation
+        if report is None or known is None:
+            return admit(s, who, now, report)
+        if all(who not in e.members for e in s.epochs) and not outlived(who, [(who[0], known)]):
+            return s
+        return "fenced: there is a newer incarnation"
+
+    return mutant
+
+
+def _whoever_runs_is_newest(
+    admit: Callable[..., state.State | str],
+) -> Callable[..., state.State | str]:
+    """Of two supervisors the one that spoke last says which life counts."""
+
+    def mutant(s: state.State, who: tuple[int, str], now: float, report: Any = None) -> state.State | str:
+        if report is None:
+            others = tuple(n for n in s.lives if (n.replica, n.incarnation) != who)
+            return replace(s, lives=(*others, quorum.Life(*who, 1 + max((n.number for n in others), default=0))))
+        return admit(s, who, now, report)
+
+    return mutant
+
+
+def _whoever_is_left(form: Callable[..., state.Step]) -> Callable[..., state.Step]:
+    """A new epoch needs one contributor."""
+
+    def mutant(s: state.State, *round_: Any) -> state.Step:
+        return form(replace(s, policy=replace(s.policy, min_replicas=1)), *round_)
+
+    return mutant
+
+
+def _count_nothing(edges: Any, *_: Any) -> Any:
+    """Failures of edges are not counted."""
+    return edges, ()
+
+
+def _blame_the_neighbour(model: Any, w: Any, r: int, me: Replica) -> Iterator[moves.Move]:
+    """A process that cannot connect calls it its right neighbour's fault, and asks again."""
+    if me.phase is Phase.REDUCING and me.grant is not None and me.intact:
+        ring = me.grant.ring
+        right = ring[(ring.index(me.me) + 1) % len(ring)]
+        lost = events.RingBroken(me.grant.epoch, right, me.me)
+        yield f"replica {me.me} cannot connect to replica {right}", lambda: model.tell(w, r, lost)
+
+
+def _ignore_the_misfit(s: Replica, why: str) -> core.Step:
+    """An answer that does not fit is no answer."""
+    return s, ()
+
+
 Patch = tuple[Any, str, Any]
 LINK = bounds(pauses=1, breaks=1)
 PAIR = bounds(replicas=2, steps=3, pauses=2, breaks=2, lapses=1)
@@ -246,6 +326,72 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         True,
         "given up: ",
     ),
+    "whoever is in no remembered epoch is newer": (
+        [(decide, "admit", _in_no_epoch_is_newer(decide.admit))],
+        bounds(replicas=2, doubles=1, steps=4),
+        True,
+        "identity: ",
+    ),
+    "the last word of two supervisors counts": (
+        [(decide, "admit", _whoever_runs_is_newest(decide.admit))],
+        bounds(replicas=2, doubles=1),
+        True,
+        "identity: ",
+    ),
+    "an older store is believed, and answers that do not fit are ignored": (
+        [(decide, "store_behind", _never), (core, "again", _ignore_the_misfit)],
+        bounds(replicas=2, copies=1, breaks=1),
+        True,
+        "idle: ",
+    ),
+    "a local error counts as the neighbour's": (
+        [(rounds, "learn", _count_nothing), (moves, "_exhausted", _blame_the_neighbour)],
+        bounds(replicas=2, shortages=1, steps=1),
+        True,
+        "storm: ",
+    ),
+    "failed edges are not counted": (
+        [(rounds, "learn", _count_nothing)],
+        bounds(replicas=2, cut=(0, 1)),
+        True,
+        "storm: ",
+    ),
+    "whoever is left out is let in at once": (
+        [(edges.Edges, "out", lambda *_: frozenset())],
+        bounds(replicas=2, cut=(0, 1)),
+        True,
+        "storm: ",
+    ),
+    "a lease ends without a word": (
+        [(core, "_stop_all", lambda s: (s, ()))],
+        bounds(replicas=2, exiles=1),
+        True,
+        "blamed: ",
+    ),
+    "the head is not remembered": (
+        [(where, "raise_head", lambda s, _: s) for where in (decide, rounds, state)],
+        bounds(replicas=2, deaths=1),
+        True,
+        "stuck: ",
+    ),
+    "an empty store begins with whoever asks": (
+        [(rounds, "_silent", lambda *_: []), (rounds, "_unheard", lambda *_: [])],
+        bounds(replicas=2, wipes=1, breaks=1),
+        True,
+        "",
+    ),
+    "whoever is behind has to wait for a grant": (
+        [(rounds, "_catch_up", lambda s, *_: (s, ()))],
+        bounds(replicas=2, deaths=1, min_replicas=2),
+        True,
+        "stuck: ",
+    ),
+    "too few go on": (
+        [(rounds, "_form", _whoever_is_left(rounds._form))],
+        bounds(replicas=2, deaths=1, min_replicas=2),
+        True,
+        "too few: ",
+    ),
     "stale grants are adopted": (
         [(core, "_adopt", _adopt_whatever(core._adopt))],
         replace(PAIR, breaks=1),
@@ -284,6 +430,12 @@ def _is_readable(result: Result) -> None:
             "given up: ",
             "corrupt: ",
             "unsaid: ",
+            "identity: ",
+            "idle: ",
+            "trapped: ",
+            "storm: ",
+            "blamed: ",
+            "too few: ",
         )
     )
     assert f"{len(result.transcript):3d}. {result.transcript[-1]}" in str(result)

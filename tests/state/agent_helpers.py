@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import secrets
@@ -13,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
+from known import KnownConnection
 
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.state import wire
@@ -32,7 +32,9 @@ def content(step: int, rank: int = 0, nbytes: int = NBYTES) -> np.ndarray:
 
 
 def header(step: int, rank: int = 0, ranks: int = 2, nbytes: int = NBYTES) -> bytes:
-    return wire.encode(wire.Manifest(state(step), rank, ranks, "0" * 32, nbytes, (), (step,), ({"lr": 0.1},)))
+    """The header of `content`."""
+    made = wire.Manifest(state(step), rank, ranks, "0" * 32, nbytes, (), (step,), ({"lr": 0.1},))
+    return wire.encode(wire.seal(made, content(step, rank, nbytes).data))
 
 
 def connect(replica: int = 0, rank: int = 0, nbytes: int = NBYTES, deadline_s: float = DEADLINE_S) -> StateAgent:
@@ -60,10 +62,10 @@ class Running:
     def ask(self, step: int, rank: int, what: str) -> tuple[int, bytes]:
         """Status and body of a GET."""
         held = state(step)
-        connection = http.client.HTTPConnection(self.address, timeout=DEADLINE_S)
+        connection = KnownConnection(self.address, TOKEN, DEADLINE_S)
         path = f"/v1/state/{held.commit_epoch}/{held.step}/{held.lineage}/{rank}/{what}"
         try:
-            connection.request("GET", path, headers={"Authorization": f"Bearer {TOKEN}"})
+            connection.request("GET", path)
             response = connection.getresponse()
             return response.status, response.read()
         finally:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.filesystem as torch_files
-from durable_side import HYPER, Side, header, told
+from durable_side import HYPER, KEY, Side, header, told
 
 from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.lineage import StateId
@@ -44,11 +44,12 @@ def save(side: Side, folder: str, steps: list[int], epoch: int = 1, **about: Any
     return {"outcomes": [told(o) for o in outcomes], "digest": side.digest(), "swept": list(checkpointer.swept)}
 
 
-def load(side: Side, folder: str, config_hash: str = "hash") -> Any:
-    """Resume, and say what is held then."""
+def load(side: Side, folder: str, config_hash: str = "hash", key: str | None = KEY.decode()) -> Any:
+    """Resume, and say what is held then; key None: trust everybody."""
+    wanted = None if key is None else key.encode()
     before = side.digest()
     try:
-        resumed = resume.resume(Path(folder), config_hash, side.params, side.optim, side.ranks)
+        resumed = resume.resume(Path(folder), config_hash, side.params, side.optim, side.ranks, wanted)
     except ConfigError as error:
         return {"refused": str(error)}
     if resumed is None:
@@ -144,6 +145,15 @@ def with_different_states(side: Side, folder: str) -> Any:
     checkpointer = side.checkpointer(folder)
     odd = Header(StateId(1, 1, f"{side.ranks.rank:032x}"), Ledger((1, 2, 5)), HYPER)
     outcomes = [told(checkpointer.write(side.packed(), each).result(WAIT_S)) for each in (odd, header(2))]
+    checkpointer.close()
+    return {"outcomes": outcomes}
+
+
+def with_no_memory_on_one(side: Side, folder: str) -> Any:
+    """A rank has no memory for its copy of one state: nobody publishes that, and all go on."""
+    checkpointer = side.checkpointer(folder)
+    copies = [None if side.ranks.rank == 1 else side.packed(), side.packed()]
+    outcomes = [told(checkpointer.write(copy, header(n)).result(WAIT_S)) for n, copy in enumerate(copies, 1)]
     checkpointer.close()
     return {"outcomes": outcomes}
 
@@ -282,7 +292,7 @@ def measure(side: Side, folder: str) -> Any:
 
 
 def load_only(side: Side, folder: str) -> dict[str, Any]:
-    resumed = resume.resume(Path(folder), "hash", side.params, side.optim, side.ranks)
+    resumed = resume.resume(Path(folder), "hash", side.params, side.optim, side.ranks, KEY)
     assert resumed is not None
     return {"resume_s": resumed.seconds}
 
@@ -297,6 +307,7 @@ DO: dict[str, Callable[..., Any]] = {
         with_disk_full,
         with_folder_gone,
         with_different_states,
+        with_no_memory_on_one,
         with_a_rank_gone,
         die_in_a_file,
         die_at_call,

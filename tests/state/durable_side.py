@@ -18,7 +18,8 @@ from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.ranks import Ranks
 from ft_hsdp.train.held import state_digest
 from ft_hsdp.train.hsdp import Sharded
-from ft_hsdp.train.optim import prime, tensors
+from ft_hsdp.train.optim import tensors
+from ft_hsdp.train.optim_state import create
 
 
 class Uneven(nn.Module):
@@ -40,7 +41,7 @@ class Side:
         model = Uneven(seed, width)
         sharded = Sharded(model, [], init_device_mesh("cpu", (ranks,)), lambda _, __: None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        prime(optimizer)
+        create(optimizer)
         self.params = sharded.params
         self.optim = tensors(optimizer, {id(p): n for n, p in sharded.params.items()})
         for at, tensor in enumerate(self.optim.values()):  # alike on any number of ranks
@@ -61,9 +62,10 @@ class Side:
 
     def checkpointer(self, folder: str, keep: int = 2, incarnation: str = "0-a-0") -> Checkpointer:
         about = About(incarnation, 3, "hash", {"model": {"dim": 8}})
-        return Checkpointer(Path(folder), keep, about, self.layout, self.params, self.optim, self.ranks)
+        return Checkpointer(Path(folder), keep, KEY, about, self.layout, self.params, self.optim, self.ranks)
 
 
+KEY = b"operator's key"
 HYPER = ({"lr": 0.1, "betas": [0.9, 0.999], "eps": 1e-08, "foreach": None},)
 
 

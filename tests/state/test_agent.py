@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from agent_helpers import DEADLINE_S, Running, command, connect, content, environment, header, state, steps, write
 
+from ft_hsdp import address, handshake
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.state.agent import main
 from ft_hsdp.state.client import AgentGone
@@ -205,6 +207,27 @@ def test_a_header_of_another_snapshot_is_not_served(agent: Running):
     rank.close()
 
 
+def test_a_byte_that_flips_in_the_agents_memory_is_found_before_its_rank_gets_it(agent: Running):
+    rank = connect(0, 8)
+    for step in (1, 2):
+        write(rank, step, 8)
+    rank.flip()
+    assert rank.take(state(2)) is None
+    (damage,) = rank.damaged
+    assert damage.state == state(2)
+    assert steps(rank) == [1]
+    assert rank.take(state(1)) is not None
+    rank.unpin()
+    rank.damaged.clear()
+    write(rank, 3, 8)
+    rank.flip()
+    rank.pin(state(3), 60.0)
+    assert not agent.serves(3, 8)
+    rank.settle(state(3))
+    assert [damage.state for damage in rank.damaged] == [state(3)]
+    rank.close()
+
+
 def test_threads_may_share_a_connection():
     with agent_helpers.agent(1):
         rank = connect(1)
@@ -244,6 +267,7 @@ def test_a_second_agent_is_refused(agent: Running):
         (["--port", "x"], "arguments"),
         (["--linger", "0"], "--linger"),
         (["--linger", "nan"], "--linger"),
+        (["--hello", "0"], "--hello"),
         (["--replica", "-1"], "--replica"),
         (["--host", "192.0.2.1"], "--host, --port"),
         (["--more"], "arguments"),
@@ -283,6 +307,15 @@ def test_it_ends_by_itself_once_no_rank_is_there():
         write(rank, 1)
         rank.close()
         assert running.process.wait(DEADLINE_S) == 0
+
+
+def test_a_stranger_has_as_long_as_it_was_told():
+    with agent_helpers.agent(2, "--hello", "0.2") as running:
+        with socket.create_connection(address.split(running.address), timeout=handshake.HELLO_S - 1) as sock:
+            heard = b""
+            while part := sock.recv(4096):
+                heard += part
+        assert len(heard) == handshake.CHALLENGE_BYTES, "and then it is hung up on"
 
 
 def test_tied_it_dies_with_whoever_started_it():

@@ -103,13 +103,13 @@ def test_what_is_forgotten_while_it_is_read_is_read_to_its_end(holdings: Holding
 def test_a_slow_checksum_holds_no_rank_up(holdings: Holdings, monkeypatch: pytest.MonkeyPatch):
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(header: wire.Manifest, data: memoryview) -> wire.Manifest:
+    def slow(manifest: wire.Manifest, data: memoryview) -> tuple[int, ...]:
         begun.set()
         assert go_on.wait(10)
-        return real(header, data)
+        return real(manifest, data)
 
-    real = wire.seal
-    monkeypatch.setattr(wire, "seal", slow)
+    real = wire.damaged
+    monkeypatch.setattr(wire, "damaged", slow)
     holdings.pin(RANK, state(1), 600.0)
     write(holdings, 1)
     assert begun.wait(10)  # at once: nobody has asked for it
@@ -139,3 +139,50 @@ def test_without_memory_a_snapshot_is_left_out(holdings: Holdings, monkeypatch: 
 
 def test_it_holds_nothing_of_ranks_that_never_came(holdings: Holdings):
     assert holdings.borrow(state(1), 7) is None
+
+
+def flip(holdings: Holdings, number: int | None) -> None:
+    assert number is not None
+    segment.attach(holdings.slots(RANK)[number], NBYTES, writable=True)[NBYTES // 3] ^= 8
+
+
+def test_a_damaged_copy_is_not_given_back_to_its_rank_and_the_older_one_is(holdings: Holdings):
+    write(holdings, 1)
+    flip(holdings, write(holdings, 2))
+    assert holdings.take(RANK, state(2)) is None
+    (damaged,) = holdings.damaged(RANK)
+    assert damaged.state == state(2)
+    assert "chunk 0 (1 of 1) changed since it was written" in damaged.reason
+    assert holdings.damaged(RANK) == ()
+    assert [held.state for held in holdings.recall(RANK)] == [state(1)]
+    taken = holdings.take(RANK, state(1))
+    assert taken is not None
+    assert segment.attach(taken[0], NBYTES, writable=False).tobytes() == content(1, RANK, NBYTES).tobytes()
+
+
+def test_a_damaged_copy_is_not_served_and_its_memory_is_not_used_again(holdings: Holdings):
+    number = write(holdings, 1)
+    flip(holdings, number)
+    assert holdings.borrow(state(1), RANK) is None
+    assert [damaged.state for damaged in holdings.damaged(RANK)] == [state(1)]
+    assert number not in holdings.slots(RANK)
+
+
+def test_each_pin_compares_anew(holdings: Holdings):
+    number = write(holdings, 1)
+    holdings.pin(RANK, state(1), 600.0)
+    served = holdings.borrow(state(1), RANK)
+    assert served is not None
+    holdings.give_back(served)
+    flip(holdings, number)  # after it was compared
+    holdings.pin(RANK, state(1), 600.0)
+    assert holdings.borrow(state(1), RANK) is None
+
+
+def test_a_copy_without_checksums_is_of_no_use(holdings: Holdings):
+    holdings.grow(RANK)
+    holdings.stage(RANK, state(1))
+    bare = wire.Manifest(state(1), RANK, 2, "0" * 32, NBYTES, (), (1,), ())
+    holdings.staged(RANK, state(1), wire.encode(bare))
+    assert holdings.take(RANK, state(1)) is None
+    assert "0 checksums" in holdings.damaged(RANK)[0].reason

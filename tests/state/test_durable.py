@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import select
@@ -11,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from durable_side import KEY
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ft_hsdp.launch.processes import environment
-from ft_hsdp.state import catalogue
+from ft_hsdp.state import catalogue, contents
 
 pytestmark = pytest.mark.multiproc
 WAIT_S = 90.0
@@ -141,12 +145,32 @@ def test_one_that_vanishes_between_check_and_use_is_passed_over(replica, two, co
     assert "No such file" in answers[0]["skipped"][0][1]
 
 
-def test_a_pickle_that_does_not_fit_its_hash_is_never_opened(replica, copy) -> None:
+def test_a_pickle_in_a_checkpoint_is_never_run_by_whoever_changed_it(replica, two, copy) -> None:
+    """Hashes and digest are made anew: only the signature tells, and with trust nothing is unpickled either."""
     for path in copy.iterdir():
         bad = b"cos\nmkdir\n(V" + str(copy / "ran").encode() + b"\ntR."
-        (path / ".metadata").write_bytes(bad.ljust((path / ".metadata").stat().st_size))
-    assert "does not fit its hash" in replica(1, "load", copy)[0]["refused"]
+        (path / ".metadata").write_bytes(bad)
+        was = contents.decode((path / "manifest.json").read_bytes())
+        files = {**was.files, ".metadata": contents.describe(path / ".metadata")}
+        (path / "manifest.json").write_bytes(contents.encode(dataclasses.replace(was, files=files)))
+    refused = replica(2, "load", copy)
+    assert refused[0] == refused[1]
+    assert "step-2-epoch-1-0-a-0'; allowed: a checkpoint that was signed with" in refused[0]["refused"]
+    assert replica(2, "load", copy, {"seed": 7}, key=None)[1]["digest"] == two[1]
     assert not (copy / "ran").exists()
+
+
+def test_a_checkpoint_of_another_key_is_refused_and_can_be_adopted(replica, two) -> None:
+    folder, digest = two
+    for each in replica(2, "load", folder, key="another"):
+        assert "checkpoint.trust: true" in each["refused"]
+    assert [each["digest"] for each in replica(2, "load", folder, {"seed": 7}, key=None)] == [digest] * 2
+
+
+def test_torchs_own_tools_read_it(two, tmp_path) -> None:
+    dcp_to_torch_save(two[0] / "step-2-epoch-1-0-a-0", tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert state["param.wide"].shape == (7, 8)
 
 
 def test_the_checkpoint_of_another_job_is_refused(replica, two) -> None:
@@ -170,7 +194,7 @@ def test_ranks_that_ask_at_different_times_publish_the_same(replica, tmp_path) -
     assert set(done) <= {"Published", "Superseded"}
     written = [f"step-{n}-epoch-1-0-a-0" for n, kind in enumerate(done, 1) if kind == "Published"]
     assert names(tmp_path) == written
-    assert catalogue.newest(tmp_path).checkpoint is not None
+    assert catalogue.newest(tmp_path, KEY).checkpoint is not None
 
 
 @pytest.mark.parametrize(("on", "limit"), [(0, 3000), (1, 3000), (0, 20)])
@@ -208,6 +232,14 @@ def test_ranks_with_different_states_publish_nothing(replica, tmp_path) -> None:
     assert names(tmp_path) == ["step-2-epoch-1-0-a-0"]
 
 
+def test_a_rank_without_memory_for_its_copy_fails_that_checkpoint_alone(replica, tmp_path) -> None:
+    answers = replica(2, "with_no_memory_on_one", tmp_path)
+    assert kinds(answers) == ["CheckpointFailed", "Published"]
+    reasons = {answer["outcomes"][0]["reason"] for answer in answers}
+    assert reasons == {"rank 1: no memory for a copy of the state"}
+    assert names(tmp_path) == ["step-2-epoch-1-0-a-0"]
+
+
 def test_a_rank_that_dies_hangs_nobody(replica, tmp_path) -> None:
     answers = replica(2, "with_a_rank_gone", tmp_path)
     assert answers[1] == {"exit": -9}
@@ -230,7 +262,7 @@ def test_a_writer_killed_at_any_call_leaves_a_whole_checkpoint(replica, tmp_path
     for at in range(1, calls + 1):
         folder = tmp_path / str(at)
         assert replica(1, "die_at_call", folder, at=at) == [{"exit": -9}]
-        found = catalogue.newest(folder)
+        found = catalogue.newest(folder, KEY)
         assert found.checkpoint is not None
         assert found.skipped == ()
         seen.add(found.checkpoint.manifest.state.step)

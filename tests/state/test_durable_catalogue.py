@@ -11,16 +11,17 @@ from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state import catalogue, contents
-from ft_hsdp.state.contents import File, Manifest, Stored, Unusable
+from ft_hsdp.state.contents import File, Manifest, Piece, Stored, Unauthentic, Unusable
 
 FILES = {".metadata": b"pickle" * 40, "__0_0.distcp": bytes(range(256)) * 20, "__1_0.distcp": b""}
+KEY = b"operator's key"
 HYPER = ({"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-08, "foreach": None, "maximize": False},)
 
 
 def manifest(step: int, epoch: int, incarnation: str = "0-a-0", files: dict[str, File] | None = None) -> Manifest:
     tensors = (Stored("param", "w", "float32", (3, 4)), Stored("optim", "w.step", "float32", ()))
     state = StateId(epoch, step, "ab" * 16)
-    return Manifest(1, state, incarnation, 3, 2, "hash", {"a": 1.5}, Ledger((4, 5)), HYPER, tensors, files or {})
+    return Manifest(2, state, incarnation, 3, 2, "hash", {"a": 1.5}, Ledger((4, 5)), HYPER, tensors, files or {})
 
 
 def checkpoint(folder: Path, step: int, epoch: int = 1, incarnation: str = "0-a-0") -> Path:
@@ -30,12 +31,14 @@ def checkpoint(folder: Path, step: int, epoch: int = 1, incarnation: str = "0-a-
     for name, data in FILES.items():
         (path / name).write_bytes(data)
     files = {name: contents.describe(path / name) for name in FILES}
-    (path / "manifest.json").write_bytes(contents.encode(manifest(step, epoch, incarnation, files)))
+    (path / "manifest.json").write_bytes(
+        contents.encode(contents.signed(manifest(step, epoch, incarnation, files), KEY))
+    )
     return path
 
 
 def reason(folder: Path) -> str:
-    found = catalogue.newest(folder)
+    found = catalogue.newest(folder, KEY)
     assert found.checkpoint is None
     assert len(found.skipped) == 1
     return found.skipped[0].reason
@@ -43,11 +46,11 @@ def reason(folder: Path) -> str:
 
 def test_a_manifest_comes_back_as_it_was(tmp_path) -> None:
     path = checkpoint(tmp_path, 4, 2)
-    found = catalogue.newest(tmp_path)
+    found = catalogue.newest(tmp_path, KEY)
     assert found.checkpoint is not None
     assert found.checkpoint.path == path
     got = found.checkpoint.manifest
-    assert got == replace(manifest(4, 2, files=got.files), digest=got.digest)
+    assert got == replace(manifest(4, 2, files=got.files), digest=got.digest, mac=got.mac)
     assert got.files["__0_0.distcp"].nbytes == 5120
 
 
@@ -56,13 +59,13 @@ def test_the_newest_is_the_largest_epoch_and_step_and_never_the_youngest(tmp_pat
         checkpoint(tmp_path, step, epoch)
     found = [path.name for path in catalogue.published(tmp_path)]
     assert found == [f"step-{s}-epoch-{e}-0-a-0" for s, e in ((3, 2), (2, 2), (10, 1), (9, 1))]
-    newest = catalogue.newest(tmp_path).checkpoint
+    newest = catalogue.newest(tmp_path, KEY).checkpoint
     assert newest is not None
     assert newest.manifest.state.step == 3
-    ninth = catalogue.newest(tmp_path, step=9).checkpoint
+    ninth = catalogue.newest(tmp_path, KEY, step=9).checkpoint
     assert ninth is not None
     assert ninth.manifest.state.step == 9
-    assert catalogue.newest(tmp_path, step=1) == catalogue.Found(None, ())
+    assert catalogue.newest(tmp_path, KEY, step=1) == catalogue.Found(None, ())
 
 
 def test_every_flipped_bit_is_seen(tmp_path) -> None:
@@ -76,9 +79,9 @@ def test_every_flipped_bit_is_seen(tmp_path) -> None:
             changed[bit // 8] ^= 1 << bit % 8
             file.write_bytes(changed)
             with pytest.raises(Unusable):
-                catalogue.verify(path)
+                catalogue.verify(path, KEY)
         file.write_bytes(whole)
-    catalogue.verify(path)
+    catalogue.verify(path, KEY)
 
 
 def test_every_truncation_is_seen_and_every_byte_too_many(tmp_path) -> None:
@@ -90,11 +93,11 @@ def test_every_truncation_is_seen_and_every_byte_too_many(tmp_path) -> None:
                 continue
             (path / name).write_bytes(data)
             with pytest.raises(Unusable, match=name.replace(".", r"\.")):
-                catalogue.verify(path)
+                catalogue.verify(path, KEY)
         (path / name).unlink()
         assert reason(tmp_path) == f"{name}: No such file or directory"
         (path / name).write_bytes(whole)
-    catalogue.verify(path)
+    catalogue.verify(path, KEY)
 
 
 def test_a_renamed_one_is_not_newer(tmp_path) -> None:
@@ -105,10 +108,18 @@ def test_a_renamed_one_is_not_newer(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("spoilt", "said"),
     [
-        ({"format": 2}, "format 2, this version reads 1"),
+        ({"format": 1}, "format 1, this version reads 2"),
         ({"files": {"../../x": File(1, "")}}, "files that no checkpoint has"),
         ({"files": {".metadata": File(1, ""), "/etc/passwd": File(1, "")}}, "files that no checkpoint has"),
         ({"files": {"__0_0.distcp": File(1, "")}}, "files that no checkpoint has"),
+        (
+            {"files": {".metadata": File(1, "")}, "pieces": (Piece(0, (0,), (1,), "../x", 0, 1),)},
+            "pieces of what it does not have",
+        ),
+        (
+            {"files": {".metadata": File(1, "")}, "pieces": (Piece(-1, (0,), (1,), ".metadata", 0, 1),)},
+            "pieces of what it does not have",
+        ),
     ],
 )
 def test_a_manifest_that_fits_its_digest_can_still_be_wrong(spoilt, said) -> None:
@@ -125,7 +136,7 @@ def test_junk_is_no_manifest(tmp_path, data) -> None:
 def test_an_incarnation_of_any_kind_makes_a_name(tmp_path) -> None:
     path = checkpoint(tmp_path, 1, incarnation="../1-ä b/c-" + "x" * 300)
     assert path.parent == tmp_path
-    assert catalogue.newest(tmp_path).checkpoint is not None
+    assert catalogue.newest(tmp_path, KEY).checkpoint is not None
 
 
 def test_the_newest_are_kept_and_what_is_torn_is_not_counted(tmp_path) -> None:
@@ -166,3 +177,25 @@ def test_rubbish_goes_and_checkpoints_stay(tmp_path) -> None:
     assert catalogue.sweep(tmp_path / "none") == []
     with pytest.raises(ConfigError, match=r"checkpoint.dir: got .*Not a directory"):
         catalogue.sweep(kept / "manifest.json")
+
+
+def test_what_was_signed_with_another_key_is_named_before_any_file_is_opened(tmp_path) -> None:
+    path = checkpoint(tmp_path, 2)
+    (path / ".metadata").unlink()
+    for wrong in (b"another key", b""):
+        with pytest.raises(Unauthentic, match="step-2-epoch-1-0-a-0"):
+            catalogue.newest(tmp_path, wrong)
+    (path / "manifest.json").write_bytes(contents.encode(manifest(2, 1, files={".metadata": File(1, "")})))
+    with pytest.raises(Unauthentic):
+        catalogue.newest(tmp_path, KEY)  # nobody signed it
+    assert catalogue.newest(tmp_path, None).skipped[0].reason == ".metadata: No such file or directory"
+
+
+def test_a_changed_manifest_with_a_right_digest_is_not_signed(tmp_path) -> None:
+    path = checkpoint(tmp_path, 1)
+    was = contents.decode((path / "manifest.json").read_bytes())
+    (path / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    files = {**was.files, ".metadata": contents.describe(path / ".metadata")}
+    (path / "manifest.json").write_bytes(contents.encode(replace(was, files=files)))
+    with pytest.raises(Unauthentic):
+        catalogue.verify(path, KEY)

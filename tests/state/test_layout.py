@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from state_helpers import tensors
 
-from ft_hsdp.state import layout
+from ft_hsdp.state import layout, wire
 from ft_hsdp.state.layout import ALIGN, Layout
 
 
@@ -25,6 +25,17 @@ def test_what_is_packed_comes_out() -> None:
         assert not used[t.offset : t.offset + t.nbytes].any(), "two tensors overlap"
         used[t.offset : t.offset + t.nbytes] = True
     assert not buffer[~used].any(), "the padding is not zero, so equal states could differ"
+
+
+@pytest.mark.parametrize("chunk", [64, 1000, 4 << 20])
+def test_its_checksums_are_of_the_sources_chunk_by_chunk(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(layout, "PIECE", 300)
+    source = tensors(3)
+    place = Layout.of(source, {})
+    buffer = torch.full((place.nbytes,), 0xFF, dtype=torch.uint8)
+    sums = layout.pack(place, list(source.values()), buffer)
+    assert sums == wire.checksums(memoryview(buffer.numpy()))  # type: ignore[arg-type]
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=6), st.integers(0, 99))

@@ -4,6 +4,7 @@ import fcntl
 import gc
 import mmap
 import os
+import signal
 import subprocess
 import sys
 
@@ -78,3 +79,27 @@ segment.attach(segment.create(1 << 20), 1 << 20, writable=True)[-1] = 1
 """
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "File too large\n", "")
+
+
+def test_who_writes_into_what_is_protected_ends_and_the_bytes_stay():
+    fd = segment.create(10_000)
+    array = segment.attach(fd, 10_000, writable=True)
+    array[:] = 7
+    segment.protect(array, writable=False)
+    script = f"""
+import numpy as np
+from ft_hsdp.state import segment
+array = segment.attach({fd}, 10_000, writable=True)
+segment.protect(array, writable=False)
+segment.protect(array, writable=True)
+array[1] = 8
+segment.protect(array, writable=False)
+array[2] = 9
+"""
+    done = subprocess.run([sys.executable, "-c", script], pass_fds=(fd,), check=False)
+    assert done.returncode == -signal.SIGSEGV
+    assert array[:4].tolist() == [7, 8, 7, 7]
+    segment.protect(array, writable=True)
+    array[:] = 1
+    os.close(fd)
+    segment.protect(array[:0], writable=False)

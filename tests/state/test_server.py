@@ -2,19 +2,24 @@ from __future__ import annotations
 
 import http.client
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+from known import KnownConnection, known
 from state_helpers import STATE, TOKEN, sealed
 
+from ft_hsdp import handshake
+from ft_hsdp.address import split
+from ft_hsdp.handshake import Purpose
 from ft_hsdp.state import server, wire
 from ft_hsdp.state.memory_shelf import MemoryShelf, Room
 from ft_hsdp.state.server import StateServer
 
 PATH = f"/v1/state/{STATE.commit_epoch}/{STATE.step}/{STATE.lineage}/0"
-BEARER = f"Bearer {TOKEN}"
 SNAPSHOT, _ = sealed(size=1 << 20)
 DATA = bytes(SNAPSHOT.data)
 ENCODED = wire.encode(SNAPSHOT.manifest)
@@ -51,21 +56,22 @@ def address(running: tuple[Counting, str], shelf: Counting) -> str:
 
 
 def ask(
-    address: str, path: str, authorization: str | None = BEARER, method: str = "GET", span: str | None = None
+    address: str, path: str, token: str = TOKEN, method: str = "GET", span: str | None = None
 ) -> tuple[int, bytes]:
-    status, body, _ = answer(address, path, authorization, method, span)
+    status, body, _ = answer(address, path, token, method, span)
     return status, body
 
 
 def answer(
-    address: str, path: str, authorization: str | None = BEARER, method: str = "GET", span: str | None = None
+    address: str, path: str, token: str = TOKEN, method: str = "GET", span: str | None = None
 ) -> tuple[int, bytes, dict[str, str]]:
-    connection = http.client.HTTPConnection(address, timeout=5)
-    headers = {} if authorization is None else {"Authorization": authorization}
-    connection.request(method, path, headers=headers | ({} if span is None else {"Range": span}))
-    response = connection.getresponse()
-    body = response.read()
-    connection.close()
+    connection = KnownConnection(address, token)
+    try:
+        connection.request(method, path, headers={} if span is None else {"Range": span})
+        response = connection.getresponse()
+        body = response.read()
+    finally:
+        connection.close()
     return response.status, body, dict(response.headers)
 
 
@@ -124,10 +130,10 @@ def test_an_empty_shard() -> None:
 
 
 def test_one_connection_for_many_answers(address: str) -> None:
-    connection = http.client.HTTPConnection(address, timeout=5)
+    connection = KnownConnection(address, TOKEN)
     socks = set()
     for path, status in (("manifest", 200), ("no", 404), ("data", 200), ("data", 200)):
-        connection.request("GET", f"{PATH}/{path}", headers={"Authorization": BEARER})
+        connection.request("GET", f"{PATH}/{path}")
         response = connection.getresponse()
         response.read()
         assert response.status == status
@@ -138,9 +144,8 @@ def test_one_connection_for_many_answers(address: str) -> None:
 
 
 def test_what_is_read_stays_although_it_is_dropped(address: str, shelf: Counting) -> None:
-    host, port = address.split(":")
-    with socket.create_connection((host, int(port))) as sock:
-        sock.sendall(f"GET {PATH}/data HTTP/1.1\r\nAuthorization: {BEARER}\r\n\r\n".encode())
+    with known(address, TOKEN, Purpose.STATE) as sock:
+        sock.sendall(f"GET {PATH}/data HTTP/1.1\r\n\r\n".encode())
         until(lambda: shelf.lent == 1, "nothing was borrowed")
         shelf.drop(STATE, 0)
         assert ask(address, f"{PATH}/data")[0] == 404
@@ -150,12 +155,27 @@ def test_what_is_read_stays_although_it_is_dropped(address: str, shelf: Counting
     assert bytes(got).endswith(DATA)
 
 
-@pytest.mark.parametrize(
-    "given", [None, "", TOKEN, f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}0", "Bearer \xe9", "Basic x"]
-)
-def test_without_the_token_there_is_nothing(address: str, given: str | None) -> None:
+@pytest.mark.parametrize("given", ["", TOKEN[:-1], f"{TOKEN}0", "\xe9"])
+def test_without_the_token_there_is_nothing(address: str, given: str) -> None:
     for path in (f"{PATH}/manifest", f"{PATH}/data", "/", "/v1/state/9/9/" + "0" * 32 + "/0/data"):
-        assert ask(address, path, given) == (401, b"")
+        with pytest.raises(handshake.HungUp):
+            ask(address, path, given)
+
+
+@pytest.mark.parametrize("purpose", [p for p in Purpose if p is not Purpose.STATE])
+def test_a_proof_for_something_else_is_none(address: str, purpose: Purpose) -> None:
+    with pytest.raises(handshake.HungUp):
+        known(address, TOKEN, purpose)
+
+
+def test_a_request_without_the_handshake_gets_no_word(address: str) -> None:
+    with socket.create_connection(split(address), timeout=5) as sock:
+        sock.sendall(f"GET {PATH}/manifest HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode())
+        got = b""
+        with suppress(ConnectionResetError):
+            while part := sock.recv(4096):
+                got += part
+    assert len(got) <= handshake.CHALLENGE_BYTES
 
 
 @pytest.mark.parametrize(
@@ -192,26 +212,21 @@ def test_reading_is_all_that_can_be_done(address: str, method: str) -> None:
 
 def taken_place(address: str) -> socket.socket:
     """A connection that has its thread."""
-    host, port = address.split(":")
-    sock = socket.create_connection((host, int(port)), timeout=5)
-    sock.sendall(f"GET {PATH}/no HTTP/1.1\r\nAuthorization: {BEARER}\r\n\r\n".encode())
+    sock = known(address, TOKEN, Purpose.STATE)
+    sock.sendall(f"GET {PATH}/no HTTP/1.1\r\n\r\n".encode())
     assert sock.recv(12) == b"HTTP/1.1 404"
     return sock
 
 
 @pytest.mark.parametrize(("most", "per_peer"), [(4, 9), (9, 4)])
-def test_too_many_readers_are_told_so_and_it_recovers(
+def test_too_many_readers_are_hung_up_on_and_it_recovers(
     monkeypatch: pytest.MonkeyPatch, address: str, most: int, per_peer: int
 ) -> None:
     monkeypatch.setattr(server, "MAX_READERS", most)
     monkeypatch.setattr(server, "MAX_READERS_PER_PEER", per_peer)
     places = [taken_place(address) for _ in range(4)]
-    host, port = address.split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as late:
-        got = b""
-        while part := late.recv(4096):
-            got += part
-    assert got.startswith(b"HTTP/1.1 503")
+    with known(address, TOKEN, Purpose.STATE) as late:
+        assert late.recv(4096) == b""
     places.pop().close()
 
     def served() -> bool:
@@ -229,12 +244,7 @@ def test_a_silent_reader_and_one_that_drips_lose_their_places(
     monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
     monkeypatch.setattr(server, "IDLE_S", 0.1)
-    host, port = address.split(":")
-    with (
-        socket.create_connection((host, int(port))) as silent,
-        socket.create_connection((host, int(port))) as slow,
-    ):
-        silent.settimeout(5)
+    with known(address, TOKEN, Purpose.STATE) as silent, known(address, TOKEN, Purpose.STATE) as slow:
         slow.settimeout(0.02)
         silent.sendall(b"GET /v1")
         assert silent.recv(1) == b""
@@ -265,11 +275,12 @@ def test_a_reader_that_takes_too_little_is_dropped_and_one_that_takes_is_not(
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65536)
         sock.connect((host, int(port)))
-        sock.sendall(f"GET {path} HTTP/1.1\r\nAuthorization: {BEARER}\r\n\r\n".encode())
+        handshake.call_blocking(sock, TOKEN, Purpose.STATE)
+        sock.sendall(f"GET {path} HTTP/1.1\r\n\r\n".encode())
         until(lambda: shelf.lent == 1, "nothing was borrowed")
         until(lambda: shelf.lent == 0, "a reader that takes nothing keeps its place")
-    connection = http.client.HTTPConnection(address, timeout=5)
-    connection.request("GET", path, headers={"Authorization": BEARER})
+    connection = KnownConnection(address, TOKEN)
+    connection.request("GET", path)
     response = connection.getresponse()
     got, began = 0, time.monotonic()
     while part := response.read(1 << 20):
@@ -280,11 +291,45 @@ def test_a_reader_that_takes_too_little_is_dropped_and_one_that_takes_is_not(
     assert got == size
 
 
+def test_strangers_take_no_place_from_a_reader(address: str) -> None:
+    """Connections from two addresses held all places for ever, whether they asked for something or not."""
+    crowd = []
+    for number in range(3 * server.MAX_READERS):
+        sock = socket.socket()
+        sock.bind((f"127.0.0.{2 + number % 2}", 0))
+        sock.connect(split(address))
+        if number % 3 == 0:
+            sock.sendall(f"GET {PATH}/manifest HTTP/1.1\r\n\r\n".encode())
+        crowd.append(sock)
+    assert ask(address, f"{PATH}/manifest")[0] == 200
+    for sock in crowd:
+        sock.close()
+
+
+def test_a_thread_that_cannot_start_gives_its_place_back(monkeypatch: pytest.MonkeyPatch, address: str) -> None:
+    def cannot(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as lacking:
+        lacking.setattr(threading.Thread, "start", cannot)
+        for _ in range(2 * server.MAX_READERS_PER_PEER):
+            with known(address, TOKEN, Purpose.STATE) as sock:
+                assert sock.recv(1) == b""
+    assert ask(address, f"{PATH}/manifest")[0] == 200
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_it_serves_over_both_families(host: str) -> None:
+    shelf = MemoryShelf()
+    shelf.put(SNAPSHOT.manifest, SNAPSHOT.room)
+    served = StateServer(host, 0, shelf, TOKEN)
+    assert ask(served.address, f"{PATH}/manifest") == (200, ENCODED)
+    served.close()
+
+
 def test_noise_does_not_end_it(address: str) -> None:
-    host, port = address.split(":")
     for noise in (b"\0" * 1000, b"GET\r\n\r\n", b"GET / HTTP/9.9\r\n\r\n", b"A" * 70_000):
-        with socket.create_connection((host, int(port))) as sock:
-            sock.settimeout(3)
+        with known(address, TOKEN, Purpose.STATE) as sock:
             sock.sendall(noise)
             sock.shutdown(socket.SHUT_WR)
             try:
@@ -301,7 +346,8 @@ def test_after_close_nobody_answers_and_nothing_is_borrowed(shelf: Counting) -> 
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect((host, int(port)))
-        sock.sendall(f"GET {PATH}/data HTTP/1.1\r\nAuthorization: {BEARER}\r\n\r\n".encode())
+        handshake.call_blocking(sock, TOKEN, Purpose.STATE)
+        sock.sendall(f"GET {PATH}/data HTTP/1.1\r\n\r\n".encode())
         until(lambda: shelf.lent == 1, "nothing was borrowed")
         served.close()
         assert shelf.lent == 0

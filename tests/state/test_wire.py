@@ -35,8 +35,8 @@ def test_a_manifest_survives_the_wire() -> None:
 
 
 def test_the_ledger_is_whole() -> None:
-    ledger = Ledger((4, 5), ((0, 1), (1, 2)), (1, 3))
-    manifest = replace(MANIFEST, holes=ledger.holes, takers=ledger.takers)
+    ledger = Ledger((4, 5), ((0, 1), (1, 2)), (1, 3), ((1, 2, 1),))
+    manifest = replace(MANIFEST, holes=ledger.holes, takers=ledger.takers, spoilt=ledger.spoilt)
     assert wire.decode(wire.encode(manifest)).ledger == ledger
 
 

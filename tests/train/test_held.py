@@ -14,13 +14,15 @@ from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.divergence import SLICES
 from ft_hsdp.core.lineage import StateId
-from ft_hsdp.state import layout
+from ft_hsdp.errors import DataCorruption
+from ft_hsdp.state import layout, wire
 from ft_hsdp.state.segment import Bytes
 from ft_hsdp.state.wire import Manifest
 from ft_hsdp.train import held as held_module
 from ft_hsdp.train.held import Held, state_digest
 from ft_hsdp.train.hsdp import Sharded
-from ft_hsdp.train.optim import Groups, prime
+from ft_hsdp.train.optim import Groups
+from ft_hsdp.train.optim_state import create
 
 START = StateId(0, 0, "0" * 32)
 
@@ -32,7 +34,7 @@ def hold(
     model = Odd(seed)
     sharded = Sharded(model, list(model.parts), mesh, lambda *_: None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    prime(optimizer)
+    create(optimizer)
     held = Held(sharded, Groups(optimizer, None), Ledger.empty(2), 0, 1, offload)
     held.state = state
     return held, sharded
@@ -123,7 +125,8 @@ def test_only_the_state_that_is_held_is_packed(mesh: DeviceMesh) -> None:
     assert not into.any()
     manifest = held.pack(after, into)
     assert manifest is not None
-    assert (manifest.state, manifest.ledger, manifest.checksums) == (after, held.ledger, ())
+    assert (manifest.state, manifest.ledger) == (after, held.ledger)
+    assert manifest.checksums == wire.checksums(into.data)
 
 
 def test_a_step_that_is_skipped_moves_ledger_and_name_alone(mesh: DeviceMesh) -> None:
@@ -152,15 +155,26 @@ def test_a_flipped_bit_shows_in_the_digest_of_its_slice_alone(mesh: DeviceMesh) 
     assert held.slice_digest("another lineage") == ""
 
 
+def test_memory_that_changes_after_the_copy_is_found_before_the_vote(mesh: DeviceMesh) -> None:
+    held, _ = hold(mesh)
+    packed(held)
+    clean = held.slice_digest(START.lineage)
+    held._live[0].view(-1).view(torch.uint8)[0] ^= 1
+    with pytest.raises(DataCorruption, match=r"slice 0 of .* changed in this rank's memory"):
+        held.slice_digest(START.lineage)
+    held._live[0].view(-1).view(torch.uint8)[0] ^= 1
+    assert held.slice_digest(START.lineage) == clean
+
+
 def test_an_update_waits_for_a_copy(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     held, sharded = hold(mesh)
     copying, go = threading.Event(), threading.Event()
     pack, got = layout.pack, []
 
-    def slow(*args: Any) -> None:
+    def slow(*args: Any) -> tuple[str, ...]:
         copying.set()
         assert go.wait(5)
-        pack(*args)
+        return pack(*args)
 
     want = bytes(packed(held)[1])
     monkeypatch.setattr(held_module.layout, "pack", slow)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +19,7 @@ from test_held import START, hold, steps
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.events import Journal
-from ft_hsdp.state.client import AgentGone, StateAgent
+from ft_hsdp.state.client import AgentGone, StateAgent, newest
 from ft_hsdp.state.start import Starter
 from ft_hsdp.train import keeper as keepers
 from ft_hsdp.train.held import Held
@@ -37,10 +39,10 @@ class Place:
         self.failures: list[BaseException] = []
         self.keepers: list[Keeper] = []
 
-    def keeper(self, held: Held, every_step: bool = True) -> Keeper:
+    def keeper(self, held: Held, every_step: bool = True, answer_s: float = keepers.ANSWER_S) -> Keeper:
         home = Home(self.token, 0, 0, 1, self.starter)
         self.starter.ensure()
-        made = Keeper(held, home, every_step, DEADLINE_S, self.journal, self.failures.append)
+        made = Keeper(held, home, every_step, DEADLINE_S, self.journal, self.failures.append, answer_s)
         self.keepers.append(made)
         return made
 
@@ -148,24 +150,95 @@ def test_without_an_agent_training_goes_on_and_another_one_is_found(
     other.close()
 
 
-def test_a_stopped_agent_holds_a_vote_up_once(
+def test_a_stopped_agent_holds_a_vote_up_once_and_is_replaced(
     mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keepers, "AGAIN_S", 60.0)
-    monkeypatch.setattr(keepers, "ANSWER_S", 0.3)
+    monkeypatch.setattr(keepers, "AGAIN_S", 0.05)
     held, sharded = hold(mesh)
-    home = Home(place.token, 0, 0, 1, None)
-    place.starter.ensure()
-    keeper = Keeper(held, home, True, DEADLINE_S, place.journal, place.failures.append)
-    place.keepers.append(keeper)
+    keeper = place.keeper(held, answer_s=0.3)
     walk(held, sharded, keeper, 1)
+    address, pid = keeper.address, place.agent_pid()
+    keeper._join_s = 3600.0  # for now it is awaited
+    os.kill(pid, signal.SIGSTOP)
+    walk(held, sharded, keeper, 30)
+    assert place.events().count("StateAgentLost") == 1, "a vote waited for it again"
+    os.kill(pid, signal.SIGCONT)
+    until(lambda: place.events().count("StateAgentFound") == 1)
+    walk(held, sharded, keeper, 2)
+    assert keeper.recall()[0].state == held.state
+    keeper._join_s = 0.3
+    os.kill(pid, signal.SIGSTOP)  # for good
+    until(lambda: (walk(held, sharded, keeper, 1), place.events().count("StateAgentFound") == 2)[1])
+    assert place.events().count("StateAgentLost") == 2
+    assert f"the state agent (pid {pid}) did not answer and was killed" in place.events()
+    assert place.agent_pid() != pid
+    walk(held, sharded, keeper, 2)
+    assert keeper.recall()[0].state == held.state
+    keeper.close()
+    other = StateAgent.connect(place.token, 0, 0, 1, held.layout.nbytes, DEADLINE_S)
+    assert other.address == address, "the addresses in grants no longer hold"
+    other.close()
+
+
+def test_copies_that_are_to_be_forgotten_are_though_their_agent_is_stopped(mesh: DeviceMesh, place: Place) -> None:
+    held, sharded = hold(mesh)
+    keeper = place.keeper(held, answer_s=0.3)
+    walk(held, sharded, keeper, 2)
     pid = place.agent_pid()
     os.kill(pid, signal.SIGSTOP)
-    walk(held, sharded, keeper, 1)
-    assert place.events().count("StateAgentLost") == 1
-    walk(held, sharded, keeper, 5)
-    assert place.events().count("StateAgentLost") == 1
-    os.kill(pid, signal.SIGCONT)
+    keeper.forget()
+    assert f"the state agent (pid {pid}) did not answer and was killed" in place.events()
+    again = place.keeper(hold(mesh)[0])
+    assert again.recall() == ()
+
+
+def test_a_rank_that_starts_beside_a_stopped_agent_replaces_it(mesh: DeviceMesh, place: Place) -> None:
+    held, sharded = hold(mesh)
+    walk(held, sharded, place.keeper(held), 1)
+    pid = place.agent_pid()
+    os.kill(pid, signal.SIGSTOP)
+    fresh, _ = hold(mesh)
+    home = Home(place.token, 0, 0, 1, place.starter)
+    again = Keeper(fresh, home, True, DEADLINE_S / 4, place.journal, place.failures.append)
+    place.keepers.append(again)
+    assert again.recall() == ()
+    assert place.agent_pid() != pid
+    assert "StateAgentReplaced" in place.events()
+
+
+def test_an_agent_that_does_not_even_die_is_stood_in_for(
+    mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.starter.ensure()
+    first = StateAgent.connect(place.token, 0, 0, 1, 8, DEADLINE_S)
+    pid = place.agent_pid()
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(Starter, "_kill", lambda *_: False)
+    assert "neither answers nor dies" in place.starter.renew()
+    second = StateAgent.connect(place.token, 0, 1, 2, 8, DEADLINE_S)
+    assert second.address != first.address
+    first.close()
+    second.close()
+
+
+def test_a_full_backlog_of_a_stopped_agent_stops_nobody(place: Place) -> None:
+    place.starter.ensure()
+    StateAgent.connect(place.token, 0, 0, 1, 8, DEADLINE_S).close()
+    os.kill(place.agent_pid(), signal.SIGSTOP)
+    callers = []
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            callers.append(socket.socket(socket.AF_UNIX))
+            callers[-1].setblocking(False)
+            newest(callers[-1], place.token, 0)
+    place.starter.ensure()  # it returns
+    assert len(place.starter.started) == 1
+    with pytest.raises(AgentGone):
+        StateAgent.connect(place.token, 0, 0, 1, 8, 0.1)
+    assert "was killed" in place.starter.renew()
+    for caller in callers:
+        caller.close()
+    StateAgent.connect(place.token, 0, 0, 1, 8, DEADLINE_S).close()
 
 
 def test_no_agent_at_all_is_said(mesh: DeviceMesh, place: Place) -> None:
@@ -185,3 +258,25 @@ def test_a_checkpoint_gets_a_copy_that_stays_as_it_is(mesh: DeviceMesh, place: P
     walk(held, sharded, keeper, 3)
     assert manifest.state == START
     assert np.array_equal(packed, before)
+
+
+def test_a_checkpoint_without_memory_for_its_copy_is_said_and_ends_nothing(
+    mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, sharded = hold(mesh)
+    keeper = place.keeper(held)
+
+    class Full:
+        uint8 = np.uint8
+
+        @staticmethod
+        def empty(*_: object, **__: object) -> None:
+            raise MemoryError
+
+    got: list[Any] = []
+    with monkeypatch.context() as without:
+        without.setattr(keepers, "np", Full)
+        keeper.save(START, lambda *copy: got.append(copy))
+        assert done(keeper)
+    assert got == [(None, None)]
+    walk(held, sharded, keeper, 2)

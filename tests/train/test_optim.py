@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 from ft_hsdp.core.commit import CommitRecord, Contribution
-from ft_hsdp.train.optim import Groups, finish, prime, tensors
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.train.optim import Groups, finish
+from ft_hsdp.train.optim_state import create
 
 
 def record(
@@ -49,44 +51,10 @@ def model() -> nn.Linear:
     return nn.Linear(4, 3)
 
 
-OPTIMIZERS = {
-    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.3),
-    "adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
-    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
-    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.5),
-}
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_prime_makes_all_tensors_and_changes_nothing_else(name: str) -> None:
-    primed, fresh = model(), model()
-    optimizer, plain = (OPTIMIZERS[name](m.parameters()) for m in (primed, fresh))
-    prime(optimizer)
-    assert all(torch.equal(a, b) for a, b in zip(primed.parameters(), fresh.parameters(), strict=True))
-    assert [g["lr"] for g in optimizer.param_groups] == [0.1]
-    names = {id(p): n for n, p in primed.named_parameters()}
-    state = tensors(optimizer, names)
-    assert bool(state) == (name != "sgd")
-    assert all(not t.any() for t in state.values())
-    assert all(p.grad is None for p in primed.parameters())
-    # From here on it does what an optimizer does that was never primed.
-    for seed in range(3):
-        g = torch.Generator().manual_seed(seed)
-        x = torch.randn(8, 4, generator=g)
-        for m, o in ((primed, optimizer), (fresh, plain)):
-            m(x).square().mean().backward()
-            o.step()
-            o.zero_grad()
-    assert all(torch.equal(a, b) for a, b in zip(primed.parameters(), fresh.parameters(), strict=True))
-    plain_state = tensors(plain, {id(p): n for n, p in fresh.named_parameters()})
-    assert state.keys() == plain_state.keys(), "a tensor appeared later than at the start"
-
-
 def groups() -> Groups:
     m = model()
     optimizer = torch.optim.AdamW([{"params": [m.weight], "lr": 0.2}, {"params": [m.bias]}], lr=0.1)
-    prime(optimizer)
+    create(optimizer)
     return Groups(optimizer, lambda step: 1.0 / step)
 
 
@@ -127,3 +95,29 @@ def test_hyper_parameters_of_another_optimizer_are_refused() -> None:
     for wrong in (g.hyper()[:1], ({**g.hyper()[0], "nesterov": True}, g.hyper()[1]), ({}, {})):
         with pytest.raises(ValueError, match="expected"):
             g.adopt(wrong)
+
+
+@pytest.mark.parametrize("when", ["before the optimizer is wrapped", "afterwards"])
+def test_a_torch_scheduler_is_refused(when: str) -> None:
+    m = model()
+    optimizer = torch.optim.AdamW(m.parameters(), lr=0.1)
+    made = Groups(optimizer, None) if when == "afterwards" else None
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    with pytest.raises(ConfigError, match=r"a torch learning rate scheduler'; allowed: .*schedule"):
+        (made or Groups(optimizer, None)).check()
+
+
+def test_a_learning_rate_that_somebody_else_sets_is_refused() -> None:
+    g = groups()
+    g.check()
+    g.optimizer.param_groups[1]["lr"] = 0.05
+    with pytest.raises(ConfigError, match=r"learning rates \[0.2, 0.05\] instead of \[0.2, 0.1\]"):
+        g.check()
+
+
+def test_a_state_that_is_loaded_too_late_is_refused() -> None:
+    g = groups()
+    before = g.hyper()
+    with pytest.raises(ConfigError, match=r"a state that is loaded before job.optimizer"):
+        g.optimizer.load_state_dict(g.optimizer.state_dict())
+    assert g.hyper() == before

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ft_hsdp import sealed
 from ft_hsdp.bench.rank import LOOPBACK, TIMEOUT_S, Rank, Seat
 from ft_hsdp.ftar import Communicator, Settings
 
@@ -14,10 +15,11 @@ from ft_hsdp.ftar import Communicator, Settings
 class FTAR(Rank):
     """`Communicator.all_reduce` out of place, as the trainer uses it.
 
-    Options: transport, and registered: whether the tensors lie in memory of the communicator.
+    Options: transport; registered: whether the tensors lie in memory of the communicator; tls: network.tls.
     """
 
     def __init__(self, seat: Seat) -> None:
+        sealed.use(seat.options.get("tls", "auto"))
         self._registered: bool = seat.options["registered"]
         settings = Settings(transport=seat.options["transport"], timeout_s=TIMEOUT_S)
         job = f"bench-{seat.name}"

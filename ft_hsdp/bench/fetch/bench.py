@@ -80,12 +80,12 @@ def run(options: Options, stream: TextIO) -> dict[str, Any]:
         log.note(f"{name} is left out: {WAYS[name].needs} is not installed")
     result["contenders"] = {name: way.text for name, way in ways.items()}
     seats = [Seat(LARGE_TENSORS, -(-size // LARGE_TENSORS // 4) * 4) for size in options.sizes]
-    result["large"] = [_measure(s, ways, options.rounds, log) for s in seats if "large" in options.measures]
-    result["small"] = [_measure(SMALL, ways, options.rounds, log)] if "small" in options.measures else []
+    result["large"] = [measure(s, ways, options.rounds, log) for s in seats if "large" in options.measures]
+    result["small"] = [measure(SMALL, ways, options.rounds, log)] if "small" in options.measures else []
     return finish(result, verdicts(result), log, started)
 
 
-def _measure(seat: Seat, ways: Mapping[str, Way], rounds: int, log: Log) -> Row:
+def measure(seat: Seat, ways: Mapping[str, Way], rounds: int, log: Log) -> Row:
     """A row: times of all contenders, and the most memory that their receivers needed."""
     log.say(f"{seat.tensors} tensors of {size_name(seat.nbytes)}: {', '.join(ways)}")
     with ExitStack() as stack:

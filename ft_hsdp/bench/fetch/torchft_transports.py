@@ -51,11 +51,11 @@ class StateDonor(TransportDonor):
     """ft_hsdp's StateTransport."""
 
     def __init__(self, seat: Seat) -> None:
-        super().__init__(StateTransport("127.0.0.1"), seat)
+        super().__init__(StateTransport(host="127.0.0.1"), seat)
 
 
 class StateReceiver(TransportReceiver):
     """The same."""
 
     def __init__(self, seat: Seat, where: str) -> None:
-        super().__init__(StateTransport("127.0.0.1"), where)
+        super().__init__(StateTransport(host="127.0.0.1"), where)

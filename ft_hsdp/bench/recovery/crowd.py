@@ -13,6 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import cycle
 
+from ft_hsdp import handshake
+from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.handshake import Purpose
+
 SLOW, GARBAGE, STRANGERS = 24, 8, 8  # connections of each kind
 BEAT_S = 1.0  # a slow reader takes a byte; who was hung up on comes back
 WINDOW = 4096  # bytes that the kernel takes for a slow reader
@@ -29,7 +33,7 @@ class Crowd:
 
     def __init__(self, addresses: Sequence[str], token: str, wanted: Callable[[], str]) -> None:
         self.seen: Counter[str] = Counter()
-        self._token = token
+        self._tokens = {"slow": token, "garbage": None, "stranger": "0" * 64}
         self._wanted = wanted
         self._random = random.Random(1)
         self._over = threading.Event()
@@ -52,7 +56,7 @@ class Crowd:
         beat = time.monotonic()
         while not self._over.is_set():
             for reader in self._readers:
-                if what := reader.beat(self._request):
+                if what := reader.beat(self._request, self._tokens[reader.kind]):
                     self.seen[f"{reader.kind} {what}"] += 1
             self.seen["beats"] += 1
             beat = max(beat + BEAT_S, time.monotonic())
@@ -63,8 +67,7 @@ class Crowd:
     def _request(self, kind: str) -> bytes:
         if kind == "garbage":
             return self._random.randbytes(TEXT) + b"\r\n\r\n"
-        token = self._token if kind == "slow" else "0" * 64
-        return f"GET {self._wanted()} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+        return f"GET {self._wanted()} HTTP/1.1\r\nHost: x\r\n\r\n".encode()
 
 
 class _Reader:
@@ -75,16 +78,16 @@ class _Reader:
         self._sock: socket.socket | None = None
         self._status = b""
 
-    def beat(self, request: Callable[[str], bytes]) -> str:
+    def beat(self, request: Callable[[str], bytes], token: str | None) -> str:
         """Connect, or take one byte more; what happened, if it is worth counting."""
         try:
             if self._sock is None:
-                self._connect(request(self.kind))
+                self._connect(request(self.kind), token)
                 return ""
             return self._take(self._sock)
         except BlockingIOError:
             return ""
-        except OSError:
+        except (OSError, ProtocolViolation):
             return self._gone()
 
     def close(self) -> None:
@@ -93,12 +96,14 @@ class _Reader:
             self._sock.close()
             self._sock = None
 
-    def _connect(self, request: bytes) -> None:
+    def _connect(self, request: bytes, token: str | None) -> None:
         self._status = b""
         self._sock = socket.socket()
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, WINDOW)
         self._sock.settimeout(CONNECT_S)
         self._sock.connect(self._address)
+        if token is not None:
+            handshake.call_blocking(self._sock, token, Purpose.STATE)
         self._sock.sendall(request)
         self._sock.setblocking(False)
 
@@ -107,7 +112,7 @@ class _Reader:
         data = sock.recv(1 if len(self._status) == len("HTTP/1.1 200") else len("HTTP/1.1 200"))
         if not data:
             return self._gone()
-        if len(data) == 1:
+        if len(data) == 1 or not data.startswith(b"HTTP"):  # one byte more, or the handshake's first frame
             return ""
         self._status = data
         return data[-3:].decode(errors="replace")

@@ -17,7 +17,7 @@ from ft_hsdp.bench.recovery.reckon import Kill
 from ft_hsdp.bench.recovery.scene import FILE, Scene
 from ft_hsdp.config import Config, dump, parse
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.chaos import by_hand
+from ft_hsdp.launch.inflict import by_hand, described
 from ft_hsdp.launch.processes import environment, last_line, tied
 from ft_hsdp.launch.recorder import events_of
 from ft_hsdp.launch.rundir import Row, RunDir, Tailer, read_json
@@ -136,7 +136,7 @@ class Herd:
         return self._hit(replica, rank, "STOP")
 
     def _hit(self, replica: int, rank: int, name: str) -> Kill:
-        made = by_hand(self.run, replica, rank, name)
+        made = by_hand(self.run, described(replica=replica, rank=rank, signal=name))
         return Kill(made["t"], replica, rank, made["incarnation"])
 
     def after(self, kill: Kill, survivors: Sequence[int]) -> None:

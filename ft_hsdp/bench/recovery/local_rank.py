@@ -21,7 +21,9 @@ import xxhash
 from torch import Tensor
 
 from ft_hsdp.core.lineage import StateId
+from ft_hsdp.state import wire
 from ft_hsdp.state.client import StateAgent
+from ft_hsdp.state.wire import Manifest
 
 STATE = StateId(1, 1, "0" * 32)
 TENSORS = 32
@@ -73,7 +75,7 @@ class Rank:
             part = _bytes(tensor)
             memory[at : at + len(part)] = part
             at += len(part)
-        agent.staged(STATE, b"{}")
+        agent.staged(STATE, wire.encode(wire.seal(_header(self._seat.nbytes), memory.data)))
         agent.settle(STATE)
         staged = time.monotonic()
         torch.save(self.state, self._seat.file)
@@ -104,6 +106,10 @@ class Rank:
         for tensor in self.state.values():
             total.update(_bytes(tensor))
         return total.hexdigest()
+
+
+def _header(nbytes: int) -> Manifest:
+    return Manifest(STATE, 0, 1, wire.fingerprint(()), nbytes, (), (), ())
 
 
 def _bytes(tensor: Tensor) -> Any:

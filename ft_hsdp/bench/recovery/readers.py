@@ -9,12 +9,16 @@ from collections.abc import Callable, Sequence
 
 import psutil
 
+from ft_hsdp import handshake
+from ft_hsdp.address import join, split
 from ft_hsdp.bench.interval import times
 from ft_hsdp.bench.plan import Log, Row
 from ft_hsdp.bench.recovery.crowd import GARBAGE, SLOW, STRANGERS, Crowd
 from ft_hsdp.bench.recovery.herd import Herd
 from ft_hsdp.bench.recovery.scene import Scene
 from ft_hsdp.bench.spread import milliseconds, spread
+from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.handshake import Purpose
 from ft_hsdp.launch.recorder import events_of
 from ft_hsdp.launch.rundir import read_json
 
@@ -22,7 +26,6 @@ SCENE = Scene(replicas=2, elements=1 << 20)  # a state of 25 MB, which no buffer
 WINDOW_STEPS = 40
 AFTER_CHANGE = 2  # steps that do not count
 PROBE_S = 0.5
-PROBE = f"GET /v1/state/0/0/{'0' * 32}/0/manifest HTTP/1.1\r\nHost: x\r\n\r\n".encode()
 
 
 def readers(rounds: int, log: Log, scene: Scene = SCENE, steps: int = WINDOW_STEPS) -> list[Row]:
@@ -90,17 +93,21 @@ def _worth_reading(herd: Herd) -> Callable[[], str]:
 
 
 def _servers(herd: Herd) -> list[str]:
-    """Where states are served, seen from outside: who listens and wants a token before it says anything."""
-    processes = psutil.Process(read_json(herd.run.supervisor)["pid"]).children(recursive=True)
-    processes += [process for process in psutil.process_iter() if _outlives(process, processes)]
-    lighthouse = int(read_json(herd.run.lighthouse)["url"].rpartition(":")[2])
+    """Where states are served, seen from outside: who lets in a reader that knows the token."""
+    token = herd.run.token.read_text().strip()
     listening = {
-        (c.laddr.ip, c.laddr.port)
-        for process in processes
+        join(c.laddr.ip, c.laddr.port)
+        for process in processes(herd)
         for c in process.net_connections("tcp")
-        if c.status == psutil.CONN_LISTEN and c.laddr.port != lighthouse
+        if c.status == psutil.CONN_LISTEN
     }
-    return [f"{host}:{port}" for host, port in sorted(listening) if _asks_for_a_token(host, port)]
+    return [where for where in sorted(listening) if _lets_in(where, token)]
+
+
+def processes(herd: Herd) -> list[psutil.Process]:
+    """All of a job but its supervisor: lighthouse, fork server, ranks, state agents."""
+    below = psutil.Process(read_json(herd.run.supervisor)["pid"]).children(recursive=True)
+    return below + [process for process in psutil.process_iter() if _outlives(process, below)]
 
 
 def _outlives(process: psutil.Process, job: Sequence[psutil.Process]) -> bool:
@@ -111,11 +118,10 @@ def _outlives(process: psutil.Process, job: Sequence[psutil.Process]) -> bool:
         return False
 
 
-def _asks_for_a_token(host: str, port: int) -> bool:
+def _lets_in(where: str, token: str) -> bool:
     try:
-        with socket.create_connection((host, port), PROBE_S) as sock:
-            sock.settimeout(PROBE_S)
-            sock.sendall(PROBE)
-            return sock.recv(64).startswith(b"HTTP/1.1 401")
-    except OSError:
+        with socket.create_connection(split(where), PROBE_S) as sock:
+            handshake.call_blocking(sock, token, Purpose.STATE)
+            return True
+    except (OSError, ProtocolViolation):
         return False

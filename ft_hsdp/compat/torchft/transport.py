@@ -52,11 +52,22 @@ _METADATA = TypeAdapter(_Metadata)
 class StateTransport(CheckpointTransport[T]):
     """A checkpoint transport for torchft's Manager (FT-HSDP §4.4).
 
-    ``host`` is the IPv4 address at which the others call, by default the one that leads to torchft's lighthouse.
     State dicts may hold tensors, DTensors, str, int, float, bool and None in lists, tuples and dicts.
+
+    Args:
+        timeout, num_chunks: what HTTPTransport takes, so that its name can be exchanged for this one. They change
+            nothing: every call brings its own time limit, and how a state is cut follows from its size.
+        host: the address at which the others call; by default the one that leads to torchft's lighthouse.
+
+    Raises:
+        InvalidArgument: ``timeout`` is not positive, or ``num_chunks`` is negative.
     """
 
-    def __init__(self, host: str | None = None) -> None:
+    def __init__(self, timeout: timedelta | None = None, num_chunks: int = 0, *, host: str | None = None) -> None:
+        if timeout is not None and timeout <= timedelta(0):
+            raise InvalidArgument(f"timeout: got {timeout}; allowed: more than 0")
+        if num_chunks < 0:
+            raise InvalidArgument(f"num_chunks: got {num_chunks}; allowed: 0 or more")
         self._shelf = MemoryShelf()
         self._token = secrets.token_hex(32)
         self._server = StateServer(host or _own_host(), 0, self._shelf, self._token)

@@ -16,7 +16,9 @@ from collections import deque
 
 from torch import Tensor
 
-from ft_hsdp.ftar import control, door
+from ft_hsdp import handshake
+from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.ftar import control
 from ft_hsdp.ftar.door import Call, Door
 from ft_hsdp.ftar.frame import Frame
 from ft_hsdp.ftar.link import Arrival, Landing, Transfer
@@ -26,7 +28,9 @@ from ft_hsdp.ftar.transport.gloo import Mail, connect
 from ft_hsdp.ftar.transport.inlet import Lane, StreamInlet
 from ft_hsdp.ftar.transport.kind import Edge
 from ft_hsdp.ftar.transport.outlet import StreamOutlet
-from ft_hsdp.protocol import RingReady
+from ft_hsdp.handshake import Purpose
+from ft_hsdp.protocol import RingData, RingReady
+from ft_hsdp.sealed import Sealed
 
 CALLER, CALLEE = range(2)
 INLINE = 64 * 1024  # bytes of a payload up to which gloo's handshake costs more than it brings
@@ -155,13 +159,12 @@ class C10d:
 
     async def dial(self, edge: Edge, arena: Arena) -> C10dOutlet:
         """Connect to the door, and there meet in a process group."""
-        host, _, port = edge.address.rpartition(":")
-        sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-        sock.setblocking(False)
+        sock = await handshake.dial(edge.address, edge.token, Purpose.DATA)
         try:
-            await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+            if isinstance(sock, Sealed):
+                raise ProtocolViolation("c10d cannot be encrypted: network.tls: off, or another ftar.transport")
             control.tune(sock, edge.settings.timeout_s)
-            await control.send(sock, door.data(edge.token, edge.ticket, 0))
+            await control.send(sock, RingData(edge.ticket, 0))
             if not isinstance(await control.receive(sock, RingReady), RingReady):
                 raise ConnectionResetError("the data connection was refused")
             mail = await _meet(sock, CALLER, edge)
@@ -174,7 +177,7 @@ class C10d:
         """Take the connection, and meet there in a process group."""
         _, sock = await calls.get()
         try:
-            if sock.family != socket.AF_INET:
+            if sock.family == socket.AF_UNIX:
                 raise ConnectionResetError("a process group was asked for over a local socket")
             control.tune(sock, edge.settings.timeout_s)
             await control.send(sock, RingReady())

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout, ProtocolViolation
+from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout, ProtocolViolation, exhausted
 from ft_hsdp.ftar import frame as wire
 from ft_hsdp.ftar.link import Arrival, Transfer
 from ft_hsdp.ftar.transport.carrier import Carrier
@@ -26,6 +26,8 @@ class Lane:
 
     def __init__(self, sock: socket.socket, number: int, slots: int, member: int, carrier: Carrier) -> None:
         self._sock = sock
+        self._poll = select.poll()  # select knows descriptors below 1024 only
+        self._poll.register(sock, select.POLLIN)
         self._number = number
         self._member = member
         self._carrier = carrier
@@ -43,6 +45,8 @@ class Lane:
             except ValueError as error:
                 raise ProtocolViolation(f"left neighbour: {error}") from error
             except OSError as error:
+                if (local := exhausted(error)) is not None:
+                    raise local from error
                 raise PeerDead(f"left neighbour's memory: {error}", suspect=self._member) from error
         return Arrival(frame, entries, data, self._number)
 
@@ -64,7 +68,7 @@ class Lane:
 
     def ready(self) -> bool:
         """Whether bytes are there."""
-        return bool(select.select([self._sock], [], [], 0)[0])
+        return bool(self._poll.poll(0))
 
     def release(self) -> None:
         """The neighbour may send one chunk more; it is told now or with the next ones."""

@@ -17,8 +17,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ft_hsdp.errors import FTARError, LocalSystemError, PeerDead, PeerTimeout
+from ft_hsdp import faults
+from ft_hsdp.errors import FTARError, LocalSystemError, PeerDead, PeerTimeout, exhausted
 from ft_hsdp.ftar.transport.carrier import Carrier
+from ft_hsdp.sealed import Sealed
 
 Buffers = list[bytes | memoryview]
 
@@ -39,6 +41,7 @@ class Lane:
 
     def __init__(self, sock: socket.socket, slots: int, member: int, carrier: Carrier, name: str) -> None:
         self._sock = sock
+        self._sealed = isinstance(sock, Sealed)  # it can only send whole records, and waits for that
         self._slots = slots
         self._member = member
         self._carrier = carrier
@@ -59,7 +62,7 @@ class Lane:
 
         The caller never waits for the kernel: it is the one who receives, and its neighbours may do the same.
         """
-        inline = small or self._carrier.by_reference
+        inline = not self._sealed and (small or self._carrier.by_reference)
         if inline and self._queued == self._taken and self._error is None:
             if 2 * len(self._unanswered) >= self._slots:
                 self._answers(block=False)
@@ -102,7 +105,8 @@ class Lane:
                         self._answers(block=True)
                     self._transmit(*item, wait=True)
             except Exception as error:  # whatever it is, the engine has to know
-                cause = error if isinstance(error, FTARError) else LocalSystemError(f"sending: {error!r}")
+                other = exhausted(error) or LocalSystemError(f"sending: {error!r}")
+                cause = error if isinstance(error, FTARError) else other
                 self._fail(cause)
                 if isinstance(item, Future):
                     item.set_exception(cause)
@@ -154,9 +158,13 @@ class Lane:
                 return frame
             raise PeerTimeout("the right neighbour takes no bytes", suspect=self._member) from None
         except OSError as error:
-            raise PeerDead(f"right neighbour: {error}", suspect=self._member) from error
+            raise exhausted(error) or PeerDead(f"right neighbour: {error}", suspect=self._member) from error
 
     def _hand(self, frame: Rest, wait: bool) -> Rest | None:
+        if faults.cut(self._member):
+            if not wait:
+                raise BlockingIOError
+            faults.hold(self._member, lambda: self._error is not None)
         flags = 0 if wait else socket.MSG_DONTWAIT
         if frame.descriptors:
             went = socket.send_fds(self._sock, frame.buffers, list(frame.descriptors), flags)

@@ -20,8 +20,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ft_hsdp.errors import LocalSystemError
-from ft_hsdp.ftar import control, door
+from ft_hsdp import handshake
+from ft_hsdp.errors import LocalResourceError
+from ft_hsdp.ftar import control
 from ft_hsdp.ftar.door import Call, Door
 from ft_hsdp.ftar.frame import Frame
 from ft_hsdp.ftar.link import Landing
@@ -30,7 +31,8 @@ from ft_hsdp.ftar.transport.carrier import Parcel, Read
 from ft_hsdp.ftar.transport.inlet import StreamInlet
 from ft_hsdp.ftar.transport.kind import Edge
 from ft_hsdp.ftar.transport.outlet import StreamOutlet
-from ft_hsdp.protocol import RingReady
+from ft_hsdp.handshake import Purpose
+from ft_hsdp.protocol import RingData, RingReady
 
 _REFERENCE = struct.Struct("!BIQ")
 NOTHING, MAPPED, GIVEN, REMOTE, INLINE = range(5)
@@ -160,7 +162,7 @@ class Referred:
                 rights.frombytes(data[: len(data) - len(data) % rights.itemsize])
                 self._fresh.extend(rights)
         if flags & socket.MSG_CTRUNC:
-            raise LocalSystemError("no descriptor is left for a neighbour's segment")
+            raise LocalResourceError("no descriptor is left for a neighbour's segment (RLIMIT_NOFILE)")
         return n
 
     def close(self) -> None:
@@ -185,12 +187,10 @@ class Shm:
 
     async def dial(self, edge: Edge, arena: Arena) -> StreamOutlet:
         """Connect, and let the neighbour try to read the ticket from our memory."""
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        sock.setblocking(False)
+        sock = await handshake.dial("\0" + edge.door, edge.token, Purpose.DATA)
         probe = torch.frombuffer(bytearray(edge.ticket.encode()), dtype=torch.uint8)
         try:
-            await asyncio.get_running_loop().sock_connect(sock, "\0" + edge.door)
-            await control.send(sock, door.data(edge.token, edge.ticket, 0, probe.data_ptr()))
+            await control.send(sock, RingData(edge.ticket, 0, probe.data_ptr()))
             answer = await control.receive(sock, RingReady)
             if not isinstance(answer, RingReady):
                 raise ConnectionResetError("the data connection was refused")

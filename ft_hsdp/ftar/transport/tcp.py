@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 
+from ft_hsdp import handshake, sealed
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.ftar import control, door
+from ft_hsdp.ftar import control
 from ft_hsdp.ftar.door import Call, Door
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.transport.carrier import Bytes
 from ft_hsdp.ftar.transport.inlet import StreamInlet
 from ft_hsdp.ftar.transport.kind import Edge
 from ft_hsdp.ftar.transport.outlet import StreamOutlet
-from ft_hsdp.protocol import RingReady
+from ft_hsdp.handshake import Purpose
+from ft_hsdp.protocol import RingData, RingReady
 
 
 class Tcp:
@@ -26,20 +29,17 @@ class Tcp:
     async def dial(self, edge: Edge, arena: Arena) -> StreamOutlet:
         """One connection after the other."""
         socks: list[socket.socket] = []
-        host, _, port = edge.address.rpartition(":")
         try:
             for lane in range(edge.settings.connections):
-                socks.append(sock := socket.socket(socket.AF_INET, socket.SOCK_STREAM))
-                sock.setblocking(False)
-                await asyncio.get_running_loop().sock_connect(sock, (host, int(port)))
+                socks.append(sock := await handshake.dial(edge.address, edge.token, Purpose.DATA))
                 control.tune(sock, edge.settings.timeout_s)
-                await control.send(sock, door.data(edge.token, edge.ticket, lane))
+                await control.send(sock, RingData(edge.ticket, lane))
                 if not isinstance(await control.receive(sock, RingReady), RingReady):
                     raise ConnectionResetError("the data connection was refused")
         except BaseException:
             _close(socks)
             raise
-        socks = [control.blocking(s, edge.settings.timeout_s) for s in socks]
+        await _ready(socks, edge)
         return StreamOutlet(socks, edge.settings.slots, edge.member, Bytes(), f"ftar-tx-{edge.member}")
 
     async def accept(self, edge: Edge, calls: asyncio.Queue[Call]) -> StreamInlet:
@@ -56,12 +56,26 @@ class Tcp:
         except BaseException:
             _close(socks)
             raise
-        socks = [control.blocking(s, edge.settings.timeout_s) for s in socks]
+        await _ready(socks, edge)
         settings = edge.settings
         name = f"ftar-rx-{edge.member}"
         return StreamInlet(socks, settings.slots, edge.member, Bytes(), name, settings.threaded)
 
 
+async def _ready(socks: list[socket.socket], edge: Edge) -> None:
+    """Make connections fit for the data: blocking, and encrypted where they are to be."""
+    for sock in socks:
+        control.blocking(sock, edge.settings.timeout_s)
+    try:
+        if any(isinstance(sock, sealed.Sealed) for sock in socks):
+            await asyncio.to_thread(sealed.agree, socks, edge.ticket.encode())
+    except BaseException:
+        _close(socks)
+        raise
+
+
 def _close(socks: list[socket.socket]) -> None:
     for sock in socks:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)  # a thread may wait in it
         sock.close()

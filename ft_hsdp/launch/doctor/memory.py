@@ -12,8 +12,8 @@ import psutil
 from ft_hsdp.config import Config
 from ft_hsdp.launch.doctor.cgroup import allowance
 from ft_hsdp.launch.doctor.finding import Bad, Subject
-from ft_hsdp.launch.doctor.mounts import mount_of
 from ft_hsdp.launch.doctor.sizes import gib, parameters, weights
+from ft_hsdp.mounts import mount_of
 from ft_hsdp.state.segment import SEALS
 
 BASE_BYTES = 300 * 2**20  # lighthouse, its spare, the supervisor and the fork server, measured

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ft_hsdp.launch.by_hand import run_of
 from ft_hsdp.launch.doctor.finding import Bad, Subject
-from ft_hsdp.launch.doctor.mounts import existing, mount_of
 from ft_hsdp.launch.doctor.sizes import gib, weights
 from ft_hsdp.launch.rundir import alive, read_json
+from ft_hsdp.mounts import existing, mount_of
 
 STORED_COPIES = 3  # in a checkpoint: weights and two moments
 LOG_BYTES = 200 * 2**20  # logs of a long run

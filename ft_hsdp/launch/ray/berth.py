@@ -24,7 +24,6 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
 from ft_hsdp.launch.crew import Crew
 from ft_hsdp.launch.engine import Gang
-from ft_hsdp.launch.forkserver import SPAWN_S
 from ft_hsdp.launch.ray.cluster import first_line
 from ft_hsdp.launch.ray.inbox import Inbox
 from ft_hsdp.launch.ray.placement import Request
@@ -113,7 +112,7 @@ class Berth:
         """Start the actors. Raises ConfigError for what a node refuses, Retryable."""
         assert self._grouping is not None, "settle() comes first"
         group = self._grouping.result()
-        self._patience_s = home.boot_s + SPAWN_S
+        self._patience_s = home.boot_s + home.spawn_s
         try:
             seats = await self._answered(self._open(group, home))
         except FtHsdpError:
@@ -216,7 +215,7 @@ class Berth:
             arrived = news.number
             try:
                 self._inbox.add(news.pieces)
-            except (OSError, ValueError) as error:
+            except ValueError as error:
                 self._calls.submit(ray.kill, place.actor)
                 self._died(place, f"what it wrote cannot be kept: {error}")
                 return

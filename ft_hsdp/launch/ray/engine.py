@@ -48,9 +48,10 @@ class RayEngine:
         self._run = run
         self._urls = urls
         self._emit = emit
-        self._home = Home(config.job.name, config.ray.folder, cwd, entry, preload, config.timeouts.boot_s)
+        waits = config.timeouts
+        self._home = Home(config.job.name, config.ray.folder, cwd, entry, preload, waits.boot_s, waits.spawn_s)
         self._calls = ThreadPoolExecutor(1, "ray-calls")
-        self._inbox = Inbox(run.path)
+        self._inbox = Inbox(run.path, lambda lost: emit({**lost.event, "source": "supervisor"}))
         self._berths = Berths(self._berth)
         spares, quiet_s = config.spares // config.ranks_per_replica, config.restart.hold_s
         self._pool = Pool(spares, run.spares, self._make, emit, quiet_s, self._dropped)

@@ -12,6 +12,7 @@ import contextlib
 import os
 import shutil
 import socket
+import stat
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,14 +20,15 @@ from pathlib import Path
 import ray
 import ray.util
 
+from ft_hsdp import secret
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.crew import call, spare_log
 from ft_hsdp.launch.engine import Gang
-from ft_hsdp.launch.forkserver import ForkServer
+from ft_hsdp.launch.forkserver import SPAWN_S, ForkServer
 from ft_hsdp.launch.processes import free_port
 from ft_hsdp.launch.ray.inbox import NODES
 from ft_hsdp.launch.ray.outbox import Outbox, Piece
-from ft_hsdp.launch.rundir import RunDir, alive, identity, read_json, write_json, write_private
+from ft_hsdp.launch.rundir import RunDir, alive, identity, read_json, write_json
 
 LOOK_S = 0.25  # between two looks at the files; an exit is told at once
 IDLE_S = 2.0  # an answer without news
@@ -37,7 +39,7 @@ CHECKPOINTS = "checkpoints"  # where they are without checkpoint.dir
 @dataclass(frozen=True, slots=True)
 class Home:
     """How an actor sets itself up. job: its name; folder: ray.folder; cwd: of the driver, "" where the actor has
-    one of its own; entry, preload, boot_s: see `ForkServer`.
+    one of its own; entry, preload, boot_s, spawn_s: see `ForkServer`.
     """
 
     job: str
@@ -46,6 +48,7 @@ class Home:
     entry: str
     preload: tuple[str, ...]
     boot_s: float
+    spawn_s: float = SPAWN_S
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +63,7 @@ class Seat:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What a rank is started with. The token is the job's own; it stands in a private file on the node.
+    """What a rank is started with. Its secrets stand in private files on the node.
 
     called: whose rank it is; None: the spare's with this number; run: the run directory, on the driver's node.
     """
@@ -71,6 +74,7 @@ class Start:
     env: dict[str, str]
     config: str
     token: str
+    checkpoint_key: str
     urls: tuple[str, ...]
     run: str
 
@@ -105,7 +109,9 @@ class RankActor:
         home = self._home
         enter(home.cwd)
         self._run = run = RunDir(make_folder(Path(home.folder), home.job))
-        self._forks = ForkServer(run.path, entry=home.entry, preload=home.preload, boot_s=home.boot_s)
+        self._forks = ForkServer(
+            run.path, entry=home.entry, preload=home.preload, boot_s=home.boot_s, spawn_s=home.spawn_s
+        )
         log = f"{NODES}/{socket.gethostname()}-{os.getpid()}.log"
         self._outbox = Outbox(run.path, {run.path / "forkserver.log": log})
         await self._forks.start()
@@ -122,7 +128,8 @@ class RankActor:
         run, gang = self._run, start.called
         assert run is not None, "open() comes first"
         run.config.write_text(start.config)
-        write_private(run.token, start.token)
+        secret.write_private(run.token, start.token)
+        secret.write_private(run.checkpoint_key, start.checkpoint_key)
         write_json(run.lighthouse, {"pid": 0, "url": start.urls[0], "urls": list(start.urls)})
         share(run, Path(start.run))
         spared = spare_log(run.spares, start.spare, start.rank)
@@ -199,11 +206,19 @@ def share(run: RunDir, driver: Path) -> None:
 def make_folder(parent: Path, name: str) -> Path:
     """A new private folder in `parent`; those whose actor died on this host are removed. Raises ConfigError.
 
-    The parent may be shared with other hosts, whose processes cannot be seen from here.
+    Who owns the parent could put another folder in the place of the new one: it has to be ours or root's, and who
+    else may write there must not be able to rename what is not theirs (the sticky bit). It may be shared with
+    other hosts, whose processes cannot be seen from here.
     """
     host = socket.gethostname()
+    parent = Path(str(parent).replace("{uid}", str(os.getuid())))
     try:
-        parent.mkdir(parents=True, exist_ok=True)
+        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = parent.stat()
+        others_write = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
+        if found.st_uid not in (os.getuid(), 0) or others_write:
+            allowed = f"a folder of this user in which nobody else can rename files ({host}: uid {found.st_uid}, "
+            raise ConfigError("ray.folder", str(parent), f"{allowed}mode {stat.S_IMODE(found.st_mode):o})")
         for owner in parent.glob(f"*/{OWNER}"):
             with contextlib.suppress(FileNotFoundError):  # another actor of this host sweeps, too
                 named = read_json(owner) or {}

@@ -28,7 +28,7 @@ async def starts(berth: Berth, crew: Crew, run: RunDir, urls: tuple[str, ...], h
         raise Retryable(f"{far} cannot reach {urls[0]}; give network.host an address that the cluster reaches")
     first = "127.0.0.1" if alone else places[0].seat.address
     port = await berth.port(first)
-    token = secret.current(run.token)
+    token, key = secret.current(run.token), secret.current(run.checkpoint_key)
     locals_ = local_ranks([place.seat.node for place in places])
     config = load(crew.config)
     found = []
@@ -44,7 +44,7 @@ async def starts(berth: Berth, crew: Crew, run: RunDir, urls: tuple[str, ...], h
             **_devices(place, places),
         }
         text = dump(_abroad(config, "127.0.0.1" if alone else place.seat.address, home))
-        found.append(Start(place.rank, crew.called, crew.number, env, text, token, urls, str(run.path)))
+        found.append(Start(place.rank, crew.called, crew.number, env, text, token, key, urls, str(run.path)))
     return found
 
 

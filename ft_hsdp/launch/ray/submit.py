@@ -69,6 +69,10 @@ def check(config: Config) -> None:
         )
     if config.lighthouse.count > 1:
         raise ConfigError("lighthouse.count", config.lighthouse.count, "1 with submit: Ray starts it again")
+    for i, rule in enumerate(config.chaos):
+        if rule.kind != "signal":
+            allowed = "signal with submit: the other kinds act on processes of this machine"
+            raise ConfigError(f"chaos.{i}.kind", rule.kind, allowed)
 
 
 def within_reach(config: Config, own: str, addresses: set[str]) -> Config:

@@ -50,7 +50,10 @@ def in_pods(config: Config, claim: str | None) -> Config:
     folder = config.checkpoint.dir
     if folder is not None and not folder.startswith(f"{FOLDER}/"):
         raise ConfigError("checkpoint.dir", folder, f"null or a folder in {FOLDER}, where the pods' volume is")
-    return config.model_copy(update={"job": config.job.model_copy(update={"runs_dir": FOLDER})})
+    changed: dict[str, Any] = {"job": config.job.model_copy(update={"runs_dir": FOLDER})}
+    if claim is not None and config.checkpoint.key is None:  # a pod's own folders do not outlive it
+        changed["checkpoint"] = config.checkpoint.model_copy(update={"key": f"{FOLDER}/checkpoint.key"})
+    return config.model_copy(update=changed)
 
 
 def dump(config: Config) -> str:

@@ -10,6 +10,8 @@ NETWORK = {
     *("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "orangefs"),
     *("wekafs", "9p", "virtiofs", "pvfs2", "panfs"),
 }
+LOCKLESS = NETWORK - {"9p", "virtiofs"}  # those mostly join a virtual machine and its host
+"""Where a lock on one machine may mean nothing on another: no place for a database."""
 
 
 @dataclass(frozen=True, slots=True)

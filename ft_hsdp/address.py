@@ -1,0 +1,59 @@
+"""Address: "host:port" of a listener, where the host of an IPv6 address stands in brackets: "[::1]:8765"."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+
+def join(host: str, port: int) -> str:
+    """The address of ``port`` at ``host``, a name or an IP address."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split(address: str) -> tuple[str, int]:
+    """Host and port of an address.
+
+    Raises:
+        ValueError: it is none.
+    """
+    host, _, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    if not host or (":" in host) != bracketed or not (port.isascii() and port.isdigit() and int(port) < 2**16):
+        raise ValueError(f"{address[:60]!r} is not host:port; an IPv6 address stands in brackets: [::1]:8765")
+    return host[1:-1] if bracketed else host, int(port)
+
+
+def family(host: str) -> socket.AddressFamily:
+    """Of the sockets that reach ``host``. A name that is no IP address is looked up, which may block."""
+    try:
+        version = ipaddress.ip_address(host.partition("%")[0]).version
+    except ValueError:
+        return socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][0]
+    return socket.AF_INET6 if version == 6 else socket.AF_INET
+
+
+def bound(host: str, port: int = 0) -> socket.socket:
+    """A TCP socket bound to ``port`` (0: a free one) of ``host``, not listening yet.
+
+    Raises:
+        OSError: it cannot be.
+    """
+    sock = socket.socket(family(host), socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if sock.family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind((host, port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def local(sock: socket.socket) -> bool:
+    """Whether the other end of a connected socket is on this machine's loopback."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return True
+    host = ipaddress.ip_address(str(sock.getpeername()[0]).partition("%")[0])
+    return (getattr(host, "ipv4_mapped", None) or host).is_loopback

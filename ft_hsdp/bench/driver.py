@@ -1,0 +1,198 @@
+"""The driver of a job over a month: its memory and its time per look, with logs that nobody had to train for.
+
+Replicas' logs grow by some steps between two looks, as in a job, and the real `Recorder` takes them. What it holds
+is the resident memory of its process, after what is free was given back, from `WARM` steps on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+
+from ft_hsdp.config import Config, parse
+from ft_hsdp.launch.recorder import Recorder
+from ft_hsdp.launch.rundir import Row, RunDir, write_json
+from ft_hsdp.launch.summary import Summary
+
+STEPS = 1_000_000
+REPLICAS = 8
+BATCH = 100  # steps between two looks
+WARM = 10_000
+FAIL_EVERY = 100_000  # steps from one lost replica to the next
+GROWTH_MIB = 1.0  # the goal
+_PUNCH_HOLE = 3  # with the size of the file kept
+
+
+class Logs:
+    """The logs of all replicas of a job."""
+
+    def __init__(self, run: RunDir, config: Config) -> None:
+        self._files = {
+            r: (run.commits(r).open("ab", buffering=0), run.fed(r).open("ab", buffering=0))
+            for r in range(config.slots)
+        }
+
+    def write(self, first: int, end: int) -> None:
+        """All replicas train the steps from ``first`` up to ``end``."""
+        commits = b"".join(_line(_commit(step)) for step in range(first, end))
+        for replica, (log, fed) in self._files.items():
+            log.write(commits)
+            fed.write(b"".join(_line(_fed(replica, step)) for step in range(first, end)))
+
+    def cut(self) -> None:
+        """Give back the space of what was read, where the file system can."""
+        libc = ctypes.CDLL(None)
+        for pair in self._files.values():
+            for file in pair:
+                size = ctypes.c_long(os.fstat(file.fileno()).st_size & ~4095)
+                libc.fallocate(file.fileno(), _PUNCH_HOLE, ctypes.c_long(0), size)
+
+    def close(self) -> None:
+        """Close them."""
+        for pair in self._files.values():
+            for file in pair:
+                file.close()
+
+
+def measure(steps: int = STEPS, log: TextIO = sys.stderr) -> dict[str, Any]:
+    """Run a job of ``steps`` steps through the driver; the figures."""
+    folder = Path(tempfile.mkdtemp(prefix="ft_hsdp-driver-"))
+    try:
+        return _measure(RunDir(folder / "job"), steps, log)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _measure(run: RunDir, steps: int, log: TextIO) -> dict[str, Any]:
+    config = parse({"replicas": REPLICAS, "train": {"steps": steps}})
+    for replica in range(REPLICAS):
+        run.replica(replica).mkdir(parents=True)
+    logs, recorder = Logs(run, config), Recorder(run, config, lambda _: None, lambda _: None)
+    for replica in range(REPLICAS):
+        recorder.emit(_event("ReplicaStarted", 0.0, replica, 0))
+    warm = min(WARM, steps // 2)
+    looks: list[float] = []
+    windows: list[tuple[int, float]] = []  # step, median look since the window before
+    resident, grown = 0, 0
+    for first in range(1, steps + 1, BATCH):
+        end = min(first + BATCH, steps + 1)
+        logs.write(first, end)
+        began = time.perf_counter()
+        recorder.poll()
+        looks.append(time.perf_counter() - began)
+        if end - 1 == warm or (end - 1) % max(1, steps // 20) == 0:
+            while recorder.poll():  # it may be behind: one look takes only a piece
+                pass
+            logs.cut()
+            now, look = _resident(), statistics.median(looks)
+            looks.clear()
+            if end - 1 <= warm:
+                resident = now
+                continue
+            grown = max(grown, now - resident)
+            windows.append((end - 1, look))
+            log.write(f"step {end - 1}: {(now - resident) / 2**20:+.2f} MiB, a look takes {look * 1e3:.2f} ms\n")
+    for replica in range(REPLICAS):
+        state = {"step": steps, "commit_epoch": 1, "lineage": _lineage(steps), "digest": "d", "incarnation": "x"}
+        write_json(run.final(replica), state)
+    began = time.perf_counter()
+    summary = recorder.finish()
+    finish_s = time.perf_counter() - began
+    recorder.close()
+    logs.close()
+    assert _well(summary, steps), summary
+    return {
+        "steps": steps,
+        "replicas": REPLICAS,
+        "grown_mib": grown / 2**20,
+        "look_ms_first": windows[0][1] * 1e3,
+        "look_ms_last": windows[-1][1] * 1e3,
+        "finish_s": finish_s,
+        "ok": grown / 2**20 <= GROWTH_MIB,
+    }
+
+
+def _resident() -> int:
+    """Bytes of this process, without what it could give back."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    return int(psutil.Process().memory_info().rss)
+
+
+def _well(summary: Summary, steps: int) -> bool:
+    batches = {"trained": steps * REPLICAS, "duplicated": 0, "skipped": 0}
+    return summary["steps"] == steps and summary["batches"] == batches
+
+
+def _line(row: Row) -> bytes:
+    return json.dumps(row, separators=(",", ":")).encode() + b"\n"
+
+
+def _lineage(step: int) -> str:
+    return f"{step:032x}"
+
+
+def _event(name: str, t: float, replica: int, life: int) -> Row:
+    who = {"replica": replica, "incarnation": f"{replica}-a-{life}"}
+    return {"t": t, "event": name, "source": "supervisor", **who, "reason": "bench"}
+
+
+def _fed(replica: int, step: int) -> Row:
+    line = {"t": float(step), "step": step, "shard": replica, "index": step - 1}
+    return {**line, "incarnation": f"{replica}-a-0"}
+
+
+def _commit(step: int) -> Row:
+    """A row as replicas write it."""
+    who = range(REPLICAS)
+    return {
+        "t": float(step) + 1.0,
+        "step": step,
+        "epoch": 1,
+        "attempt": 0,
+        "lineage": _lineage(step),
+        "prev": _lineage(step - 1),
+        "ring": [*who],
+        "contributors": [*who],
+        "contributions": [
+            {"replica": r, "weight": 1, "shard": r, "index": step - 1, "loss": 2.0 + step % 7} for r in who
+        ],
+        "digest": _lineage(step),
+        "poisoned": [],
+        "cursors": [step] * REPLICAS,
+        "holes": [],
+        "loss": 2.0 + 1.0 / step,
+        "lr": 1e-3,
+        "lr_scale": 1.0,
+        "norm": 1.0,
+        "total": REPLICAS,
+        "chunk_bytes": 1 << 20,
+        "step_s": 1.0 + (step % 13) * 1e-3,
+        "waits": {"quorum": 0.001, "ftar": 0.01, "commit": 0.002},
+        "ftar_bytes": 1 << 20,
+        "ftar_s": 0.1,
+        "tokens": 8192,
+        "incarnation": "0-a-0",
+        "role": "contribute",
+    }
+
+
+def show(found: Mapping[str, Any], out: TextIO) -> None:
+    """The figures as lines."""
+    out.write(
+        f"driver, {found['steps']} steps of {found['replicas']} replicas: {found['grown_mib']:+.2f} MiB"
+        f" after {WARM} steps (goal {GROWTH_MIB:g}); a look at {BATCH} steps {found['look_ms_first']:.2f} ms"
+        f" at first, {found['look_ms_last']:.2f} ms at last; the summary {found['finish_s']:.1f} s\n"
+    )

@@ -1,0 +1,115 @@
+"""Exit watch: a process that outlives the ranks of a replica, and tells the lighthouse that they have exited.
+
+Under a launcher that is not ours nobody else does. It counts as an exit only when all ranks are gone, so it is
+started only where all of them run on one machine. Run as ``python -m ft_hsdp.control.exit_watch``, with a
+`Watched` as JSON on stdin; it ends when a lighthouse knows, or when its time is over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from ft_hsdp import tls
+from ft_hsdp.config.hosting import NetworkConfig
+from ft_hsdp.control.lighthouse_client import LighthouseClient
+from ft_hsdp.errors import LighthouseUnreachable
+from ft_hsdp.protocol import Processes
+
+AGAIN_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """The ranks of ``incarnation``, by pid, and the lighthouses that are to know; see `LighthouseClient`.
+
+    ``patience_s``: how long a lighthouse that does not answer is tried.
+    """
+
+    incarnation: str
+    pids: tuple[int, ...]
+    lighthouses: tuple[str, ...]
+    token: str
+    listed: str | None
+    network: NetworkConfig
+    patience_s: float
+
+
+_WATCHED = TypeAdapter(Watched)
+
+
+def process_space() -> str:
+    """The same for two processes whose pids mean the same to both."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
+
+
+def start(watched: Watched, log: Path) -> subprocess.Popen[bytes]:
+    """Start the watch in a session of its own: what ends the ranks does not end it. It outlives this process."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("ab") as out:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "ft_hsdp.control.exit_watch"],
+            stdin=subprocess.PIPE,
+            stdout=out,
+            stderr=out,
+            start_new_session=True,
+        )
+    assert process.stdin is not None
+    with contextlib.suppress(OSError), process.stdin as pipe:
+        pipe.write(_WATCHED.dump_json(watched))
+    return process
+
+
+def all_gone(pids: Iterable[int]) -> None:
+    """Wait until none of these processes runs. Blocks for as long as they live."""
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            poller = select.poll()
+            poller.register(descriptor, select.POLLIN)
+            poller.poll()
+        finally:
+            os.close(descriptor)
+
+
+async def report(watched: Watched) -> bool:
+    """Tell a lighthouse that the incarnation has exited; whether one has heard it in time."""
+    listed = None if watched.listed is None else Path(watched.listed)
+    client = LighthouseClient(watched.lighthouses, watched.token, tls.client(watched.network), listed)
+    until = time.monotonic() + watched.patience_s
+    try:
+        while True:
+            try:
+                await client.report(Processes({}, (watched.incarnation,)))
+                return True
+            except LighthouseUnreachable:
+                if time.monotonic() >= until:
+                    return False
+            await asyncio.sleep(AGAIN_S)
+    finally:
+        await client.close()
+
+
+def main() -> int:
+    """Watch what stdin says; the exit code."""
+    watched = _WATCHED.validate_json(sys.stdin.buffer.read())
+    all_gone(watched.pids)
+    return 0 if asyncio.run(report(watched)) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Children: ranks of which this process is the parent although a fork server forked them.
+
+The fork server forks twice and the process between ends at once, so the kernel gives the rank to its nearest
+ancestor that adopts: this process. It hears of the rank's exit, signals it and reaps it whatever becomes of the
+fork server, and the rank dies with it alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def adopt() -> None:
+    """From now on this process is the parent of descendants whose parent has ended.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
+
+
+class Child:
+    """A rank that runs, and the line on which it is told who it is. For one event loop.
+
+    ``exited`` is called once, with its exit code, negative for a signal; ``warm`` when it waits to be called.
+
+    Raises:
+        OSError: it cannot be watched: there is no descriptor left.
+    """
+
+    def __init__(
+        self, pid: int, line: socket.socket, exited: Callable[[int], None], warm: Callable[[], None]
+    ) -> None:
+        self.pid = pid
+        self._exited = exited
+        self._warm = warm
+        self._loop = asyncio.get_running_loop()
+        self._process = os.pidfd_open(pid)
+        self._line: socket.socket | None = line
+        line.setblocking(False)
+        self._loop.add_reader(self._process, self._end)
+        self._loop.add_reader(line, self._hear)
+
+    def call(self, call: Mapping[str, Any]) -> None:
+        """Tell it who it is. One that is gone is reported elsewhere."""
+        if self._line is not None:
+            with contextlib.suppress(OSError):
+                self._line.send(json.dumps(dict(call)).encode() + b"\n")
+
+    def signal(self, number: int) -> None:
+        """Signal it; never another process that has got its pid."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, number)
+
+    def _hear(self) -> None:
+        assert self._line is not None
+        said = b""
+        with contextlib.suppress(OSError):
+            said = self._line.recv(64)
+        if said:
+            self._warm()
+        else:
+            self._hang_up()  # it was called, or is gone
+
+    def _hang_up(self) -> None:
+        if self._line is not None:
+            self._loop.remove_reader(self._line)
+            self._line.close()
+            self._line = None
+
+    def _end(self) -> None:
+        try:
+            result = os.waitid(os.P_PIDFD, self._process, os.WEXITED | os.WNOHANG)
+        except ChildProcessError:  # somebody else waited for it: nobody knows how it ended
+            code = -signal.SIGKILL
+        else:
+            if result is None:
+                return
+            code = result.si_status if result.si_code == os.CLD_EXITED else -result.si_status
+        self._loop.remove_reader(self._process)
+        os.close(self._process)
+        self._hang_up()
+        self._exited(int(code))
+
+
+def reap(sessions: Collection[int], watched: Collection[int]) -> None:
+    """Reap what else was adopted and has ended: processes of these sessions that nobody here waits for."""
+    for pid in _children():
+        if pid in watched or pid in sessions:
+            continue
+        state, session = _standing(pid)
+        if state == "Z" and session in sessions:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def _children() -> list[int]:
+    try:
+        lists = [(task / "children").read_text() for task in Path("/proc/self/task").iterdir()]
+    except OSError as error:
+        if error.errno != errno.ENOENT:
+            return []
+        return [child.pid for child in psutil.Process().children()]  # a kernel without these files
+    return [int(pid) for text in lists for pid in text.split()]
+
+
+def _standing(pid: int) -> tuple[str, int]:
+    """State and session of a process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", 0
+    return fields[0], int(fields[3])

@@ -1,0 +1,84 @@
+"""The process that tells the lighthouse of the end of ranks that no supervisor of ours watches."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import pytest
+
+from ft_hsdp import protocol
+from ft_hsdp.config.hosting import NetworkConfig
+from ft_hsdp.control.exit_watch import Watched, process_space, start
+from ft_hsdp.protocol import Overview, Processes
+
+TOKEN = "ab" * 32
+NAME = "3-run-2"
+
+
+class Lighthouse(HTTPServer):
+    """Refuses the first report, takes the next."""
+
+    told: Queue[Processes]
+    refuse = 1
+
+
+class Answer(BaseHTTPRequestHandler):
+    server: Lighthouse
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        assert self.headers["Authorization"] == f"Bearer {TOKEN}"
+        self.server.refuse -= 1
+        if self.server.refuse >= 0:
+            self.send_error(503)
+            return
+        self.server.told.put(protocol.decode(body, Processes))
+        answer = protocol.encode(Overview((), 0, 0, False))
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def lighthouse() -> Iterator[Lighthouse]:
+    server = Lighthouse(("127.0.0.1", 0), Answer)
+    server.told = Queue()
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.multiproc
+def test_the_lighthouse_hears_of_the_end_of_the_last_rank(tmp_path: Path, lighthouse: Lighthouse) -> None:
+    """Not before: an incarnation of which a rank lives has not exited. One that refuses is asked again."""
+    ranks = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]
+    pids = tuple(rank.pid for rank in ranks)
+    url = f"http://127.0.0.1:{lighthouse.server_port}"
+    watch = start(Watched(NAME, pids, (url,), TOKEN, None, NetworkConfig(), 30.0), tmp_path / "log")
+    ranks[0].communicate()
+    assert lighthouse.told.empty()
+    assert watch.poll() is None
+    ranks[1].communicate()
+    assert lighthouse.told.get(timeout=30) == Processes({}, (NAME,))
+    assert watch.wait(30) == 0
+    assert (tmp_path / "log").read_text() == ""
+
+
+def test_pids_mean_the_same_within_one_space_only() -> None:
+    code = "from ft_hsdp.control.exit_watch import process_space; print(process_space())"
+    other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    assert other == process_space()

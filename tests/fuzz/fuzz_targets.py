@@ -1,0 +1,341 @@
+"""Every parser of bytes from outside, with inputs that it accepts."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import io
+import logging
+import shutil
+import struct
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import blake3
+from fuzz_engine import Parser
+from uvicorn.config import Config as Uvicorn
+from uvicorn.server import ServerState
+
+from ft_hsdp import address, handshake, protocol
+from ft_hsdp.config import files
+from ft_hsdp.control import channel
+from ft_hsdp.core.assignment import Grant, Member, Report
+from ft_hsdp.core.commit import Fence, Token, Vote
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.ring import operations
+from ft_hsdp.errors import ConfigError, DataCorruption, ProtocolViolation, StaleEpoch
+from ft_hsdp.ftar import control
+from ft_hsdp.ftar import frame as wire_frame
+from ft_hsdp.ftar.frame import Course, Entry, Framing, Key
+from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.handshake import Caller, Purpose
+from ft_hsdp.launch.rundir import Tailer
+from ft_hsdp.state import messages, server, wire
+from ft_hsdp.state.line import Line, Unanswered
+from ft_hsdp.state.memory_shelf import MemoryShelf, Room
+from lighthouse import door as lighthouse_door
+from lighthouse import whereabouts
+
+TOKEN = "ab" * 32
+BASE = StateId(1, 2, "0" * 32)
+MEMBERS = tuple(Member(r, f"{r}-x-0", "contribute", (f"10.0.0.{r}:80",), (f"[::{r}]:81",)) for r in range(3))
+GRANT = Grant(1, 3, BASE, MEMBERS, 3, "why", (Fence(1, 2, 3),), "ab" * 32)
+ROW = {"event": "RingConnected", "t": 1.5, "replica": 1}
+
+SAID: list[object] = [
+    protocol.Ask(Report(0, "0-x-0", BASE, 3), ("10.0.0.1:80",), ("[::1]:81",), "c", "l", "n"),
+    *(protocol.Wait("why"), protocol.Processes({0: "0-x-0", 1: None}, ("1-x-0",), (2,)), GRANT),
+    protocol.Overview((protocol.Eviction(1, "1-x-0", "why"),), 3, 4, False, "", (1,)),
+    protocol.Telemetry("0-x-0", (ROW,), (ROW,), (protocol.RankBeat(0, 7, "here", 5),), 1),
+    *(protocol.RankHello(1, "10.0.0.1:80", "10.0.0.1:81"), protocol.RankBroken(1, 2, "why", 0)),
+    *(protocol.RankShown(1, GRANT), protocol.RankStopped(1, 2), protocol.RankLeaves(1)),
+    *(protocol.RankFetched(1, BASE), protocol.RankFetchFailed(1, BASE, "why"), protocol.RankCheckpointed(1, BASE)),
+    protocol.RingHello(GRANT, 0, 1, "layout", "host", ("shm", "tcp"), 7),
+    *(protocol.RingWelcome(3, False, "tcp", "", "ab" * 16), protocol.RingData("ab" * 16, 0, 99)),
+    *(protocol.RingReady(True), protocol.RingBarrier(3, 1), protocol.RingBeat(3, 4, 5)),
+    protocol.RingAbort(3, "why", 1, GRANT),
+    Vote(1, Fence(1, 2, 3), "d", 0.5, ()),
+]
+TYPES = [protocol._MESSAGES[name] for name in sorted(protocol._MESSAGES)]
+
+
+def _said() -> list[bytes]:
+    return [bytes([TYPES.index(type(each))]) + protocol.encode(each) for each in SAID]
+
+
+def _message(data: bytes) -> None:
+    """Each type of message; the first byte says which one."""
+    kind = data[0] if data else 0
+    if kind < 128:
+        protocol.decode(data[1:], TYPES[kind % len(TYPES)])
+    else:  # as those do that expect one of several
+        protocol.decode(data[1:], *TYPES[kind % 3 :: 3])
+
+
+def _handshake(data: bytes) -> None:
+    if handshake.admit(TOKEN, tuple(Purpose), bytes(handshake.NONCE), data) is not None and data != KNOWN:
+        raise AssertionError("let in without the token")
+    caller = Caller(TOKEN, Purpose.RING)
+    caller.answer(data[: handshake.CHALLENGE_BYTES])
+    caller.session(data[handshake.CHALLENGE_BYTES :])
+
+
+KNOWN = Caller(TOKEN, Purpose.RING).answer(handshake.MAGIC + bytes(handshake.NONCE))
+
+
+def _framing() -> Framing:
+    plan = Settings("tcp", chunk_bytes=256).plan(900, 4, 3)
+    return Framing(Key(3, 4, 0, 1, "00" * 16), plan, operations(0, 3), 4, 0)
+
+
+class _Frames:
+    """Headers and entries as they come over one connection."""
+
+    def __init__(self) -> None:
+        self.framing = _framing()
+        self.seeds = [
+            self.framing.header(operation, round_, False) + Entry(1, 2, 3, 4, 0.5).pack()
+            for operation in list(self.framing.operations)[:-1]
+            for round_ in range(2)
+        ]
+
+    def __call__(self, data: bytes) -> None:
+        course, size = Course(), wire_frame.HEADER.size
+        frame = self.framing.check(data[:size].ljust(size, b"\0"))
+        course.check(frame)
+        assert frame.nbytes <= 900 * 4
+        rest = data[size:]
+        wire_frame.unpack_entries(rest[: len(rest) // wire_frame.ENTRY.size * wire_frame.ENTRY.size])
+
+
+class _Bytes:
+    """Stands for a loop and a socket from which `data` is received."""
+
+    def __init__(self, data: bytes) -> None:
+        self._file = io.BytesIO(data)
+
+    async def sock_recv(self, sock: object, count: int) -> bytes:
+        return self._file.read(min(count, 1000))
+
+
+def _finish(coroutine: Any) -> Any:
+    """Run what never has to wait."""
+    try:
+        coroutine.send(None)
+    except StopIteration as done:
+        return done.value
+    raise AssertionError("it waits")
+
+
+def _control(data: bytes) -> None:
+    """Frames between neighbours."""
+    loop: Any = _Bytes(data)
+    asyncio._set_running_loop(loop)
+    try:
+        while _finish(control.receive(loop, protocol.RingBeat, Token, protocol.RingAbort)) is not None:
+            pass
+    finally:
+        asyncio._set_running_loop(None)
+
+
+LOOP = asyncio.new_event_loop()
+atexit.register(LOOP.close)
+
+
+def _channel(data: bytes) -> None:
+    """Frames between a leader and its ranks."""
+    reader = asyncio.StreamReader(loop=LOOP)
+    reader.feed_data(data)
+    reader.feed_eof()
+    while _finish(channel.read(reader, *channel.REPORTS)) is not None:
+        pass
+
+
+def _manifest(data: bytes) -> None:
+    """With a digest that fits, so that what is behind it is looked at; and without."""
+    body = data[65:] if data[64:65] == b"\n" else data
+    digest = blake3.blake3(body).hexdigest().encode()
+    with contextlib.suppress(DataCorruption):
+        wire.decode_header(data)
+    wire.decode(digest + b"\n" + body)
+
+
+def _agent(data: bytes) -> None:
+    """Orders to the agent, and its answers."""
+    if len(data) >= messages.LENGTH.size:
+        messages.length(data[: messages.LENGTH.size], messages.MAX_MESSAGE)
+        messages.decode(data[messages.LENGTH.size :], *messages._TYPES.values())
+
+
+class _Sink:
+    """What a handler says goes nowhere."""
+
+    def fileno(self) -> int:
+        raise OSError("no descriptor")
+
+
+class _Handler(server._Handler):
+    def setup(self) -> None:
+        self.connection: Any = _Sink()
+        self.rfile = io.BytesIO(self.request)
+        self.wfile: Any = io.BytesIO()
+        self.reader: Any = SimpleNamespace(now=lambda taking: None, taken=0)
+
+
+SHELF = MemoryShelf()
+SHELF.put(wire.Manifest(BASE, 0, 1, "0" * 32, 0, (), (), ()), Room(0))
+
+
+def _request(data: bytes) -> None:
+    """Requests to a state server."""
+    where: Any = SimpleNamespace(shelf=SHELF)
+    _Handler(data, ("x", 1), where)  # type: ignore[arg-type]
+
+
+def _answer(data: bytes) -> None:
+    """What a state server says."""
+    stream = io.BytesIO(data)
+    sock: Any = SimpleNamespace(recv=stream.read)
+    answer = Line("x:1", TOKEN)._head(sock)
+    assert 0 <= answer.length < 10**18
+
+
+class _Transport(asyncio.Transport):
+    """Nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.closed = False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return ("127.0.0.1", 9) if name in ("peername", "sockname") else default
+
+    def write(self, data: Any) -> None: ...
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def pause_reading(self) -> None: ...
+    def resume_reading(self) -> None: ...
+
+
+async def _app(scope: Any, receive: Any, send: Any) -> None:
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+class _Lighthouse:
+    """The lighthouse's door: heads and bodies."""
+
+    def __init__(self) -> None:
+        logging.getLogger("uvicorn").setLevel(logging.ERROR)
+        self._config = Uvicorn(_app, log_config=None, lifespan="off")
+        self._config.load()
+        self._connections = lighthouse_door.Connections()
+
+    def __call__(self, data: bytes) -> None:
+        LOOP.run_until_complete(self._feed(data))
+
+    async def _feed(self, data: bytes) -> None:
+        door = lighthouse_door.Door(
+            self._connections, config=self._config, server_state=ServerState(), app_state={}, _loop=LOOP
+        )
+        door.connection_made(_Transport())
+        for begin in range(0, len(data), 4096):
+            if door.transport.is_closing():
+                break
+            door.data_received(data[begin : begin + 4096])
+        await asyncio.sleep(0)
+        door.connection_lost(None)
+
+
+def _yaml(data: bytes) -> None:
+    # PyYAML reads some 100 kB a second; the file is its reader's own, so length is no attack.
+    document = files._parse_yaml("config file", data[:4096], shown="x")
+    if isinstance(document, dict):
+        files.parse(document)
+
+
+class _Rows:
+    """A log of rows that others append to."""
+
+    def __init__(self) -> None:
+        folder = tempfile.mkdtemp(dir="/dev/shm" if Path("/dev/shm").is_dir() else None)
+        atexit.register(shutil.rmtree, folder, ignore_errors=True)
+        self._path = Path(folder) / "rows.jsonl"
+
+    def __call__(self, data: bytes) -> None:
+        self._path.write_bytes(data)
+        tailer = Tailer(self._path)
+        while tailer.poll(4096):
+            pass
+
+
+def _where(data: bytes) -> None:
+    text = data.decode("latin-1")
+    with contextlib.suppress(ValueError):
+        host, port = address.split(text)
+        assert address.split(address.join(host, port)) == (host, port)
+    whereabouts.check((text,), (text,), None, ())
+
+
+HEAD = b"GET /v1/state/1/2/" + b"0" * 32 + b"/0/manifest HTTP/1.1\r\nHost: x\r\n\r\n"
+RANGED = b"GET /v1/state/1/2/" + b"0" * 32 + b"/0/data HTTP/1.1\r\nRange: bytes=0-9\r\n\r\n"
+POST = b"POST /v1/quorum HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
+CHUNKED = b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
+MANIFEST = wire.encode(
+    wire.Manifest(
+        BASE,
+        0,
+        1,
+        "0" * 32,
+        8,
+        (wire.Tensor("a", "param", "float32", (2,), (2,), 0, 8),),
+        (4,),
+        ({"lr": 0.1},),
+        (),
+        (),
+        ("0" * 16,),
+    )
+)
+ORDERS = [
+    messages.Hello(0, 2, 100),
+    messages.Stage(BASE),
+    messages.Pin(BASE, 5.0),
+    messages.Recall(),
+    messages.Done(),
+]
+YAML = [b"replicas: 2\ntrain: {steps: 5}\n", b"chaos: [{at_step: 3, replicas: [1], rank: 0, signal: KILL}]\n"]
+
+
+def targets() -> dict[str, Callable[[], Parser]]:
+    """The parsers by name; each is made when it is wanted."""
+    violation = (ProtocolViolation,)
+    return {
+        "protocol": lambda: Parser(_message, _said(), violation),
+        "handshake": lambda: Parser(_handshake, [KNOWN, handshake.MAGIC + bytes(64)], violation),
+        "frame": lambda: Parser(f := _Frames(), f.seeds, (ProtocolViolation, StaleEpoch, struct.error)),
+        "control": lambda: Parser(_control, [protocol.frame(protocol.RingBeat(1, 2, 3))], violation),
+        "channel": lambda: Parser(_channel, [protocol.frame(protocol.RankStopped(1, 2))], ()),
+        "manifest": lambda: Parser(_manifest, [MANIFEST], (DataCorruption,)),
+        "agent": lambda: Parser(_agent, [messages.frame(each) for each in ORDERS], violation),
+        "state_request": lambda: Parser(_request, [HEAD, RANGED, HEAD + RANGED], (OSError,)),
+        "state_answer": lambda: Parser(
+            _answer,
+            [b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nETag: x\r\n\r\nabcde"],
+            (DataCorruption, ConnectionError, Unanswered),
+        ),
+        "lighthouse": lambda: Parser(_Lighthouse(), [HEAD, POST, CHUNKED], ()),
+        "config": lambda: Parser(_yaml, YAML, (ConfigError,)),
+        "rows": lambda: Parser(_Rows(), [b'{"event":"x","t":1.5}\n{"a":[1,2]}\nhalf'], ()),
+        "address": lambda: Parser(_where, [b"10.0.0.1:80", b"[::1]:80"], violation),
+    }

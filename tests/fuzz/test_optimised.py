@@ -1,0 +1,40 @@
+"""`python -O` drops assertions: none of them guards against what comes from outside, or does any work."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fuzz_verdicts import verdicts
+
+ROOT = Path(__file__).parents[2]
+INPUTS = 50
+PURE = {"isinstance", "len", "set"}
+
+
+@pytest.mark.multiproc
+def test_parsers_of_outside_bytes_say_the_same() -> None:
+    script = Path(__file__).with_name("fuzz_verdicts.py")
+    command = [sys.executable, "-O", str(script), str(INPUTS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    optimised = json.loads(done.stdout)
+    for name, said in verdicts(INPUTS).items():
+        assert optimised[name] == said, name
+        assert "AssertionError" not in said, f"{name} guards by an assertion"
+
+
+@pytest.mark.parametrize("package", ["ft_hsdp", "lighthouse"])
+def test_no_assertion_does_any_work(package: str) -> None:
+    files = sorted(f for f in (ROOT / package).rglob("*.py") if "bench" not in f.parts)
+    assert files
+    for file in files:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Assert):
+                calls = [each.func for each in ast.walk(node.test) if isinstance(each, ast.Call)]
+                names = {getattr(func, "id", getattr(func, "attr", "?")) for func in calls}
+                assert names <= PURE, f"{file}:{node.lineno}"

@@ -1,0 +1,295 @@
+"""`verify`: a run that is well passes; each kind of breach is planted in a copy of it, and found."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from launch_rows import commit, event, fed
+
+from ft_hsdp.config import dump, parse
+from ft_hsdp.events import Lines
+from ft_hsdp.launch import cli
+from ft_hsdp.launch.recorder import Recorder
+from ft_hsdp.launch.rundir import Row, RunDir, write_json
+from ft_hsdp.launch.verify import verify
+
+STEPS = 12
+ALL = {"0": "contribute", "1": "contribute", "2": "contribute"}
+
+
+@pytest.fixture
+def run(tmp_path: Path, model: Path) -> RunDir:
+    """A copy of `model`, to be changed."""
+    shutil.copytree(model, tmp_path / "job")
+    return RunDir(tmp_path / "job")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a job of three replicas leaves behind; replica 1 was away from step 5 to step 8."""
+    run, config = (
+        RunDir(tmp_path_factory.mktemp("model") / "job"),
+        parse({"replicas": 3, "train": {"steps": STEPS}}),
+    )
+    run.path.mkdir()
+    run.config.write_text(dump(config))
+    rows, indices = [], [0, 0, 0]
+    for step in range(1, STEPS + 1):
+        epoch = 1 if step < 5 else 2 if step < 9 else 3
+        row = commit(
+            step, who=(0, 2) if epoch == 2 else (0, 1, 2), epoch=epoch, ring=[0, 2] if epoch == 2 else [0, 1, 2]
+        )
+        for c in row["contributions"]:
+            c["index"] = indices[c["shard"]]
+            indices[c["shard"]] += 1
+        rows.append({**row, "cursors": list(indices)})
+    grants = [(1, [0, 1, 2], 0), (2, [0, 2], 4), (3, [0, 1, 2], 8)]
+    log = Lines(run.lighthouse_events)
+    log.write(event("LighthouseStarted", 999.0, term=7))
+    for epoch, members, base in grants:
+        roles = {r: role for r, role in ALL.items() if int(r) in members}
+        at = [epoch - 1, base, f"L{base}"]
+        log.write(event("EpochGranted", 1000.0 + base, epoch=epoch, term=7, members=members, roles=roles, base=at))
+    for replica, lines in fed(rows).items():
+        commits, feeds = Lines(run.commits(replica)), Lines(run.fed(replica))
+        for row in rows:
+            if replica in row["contributors"]:
+                commits.write({**row, "incarnation": f"{replica}-a-{int(row['epoch'] == 3)}"})
+        for line in lines:
+            feeds.write(line)
+        final = {"step": STEPS, "commit_epoch": 3, "lineage": f"L{STEPS}", "digest": "d", "incarnation": "x"}
+        write_json(run.final(replica), final)
+    recorder = Recorder(run, config, lambda _: None, lambda _: None)
+    recorder.finish()
+    recorder.close()
+    return run.path
+
+
+def edit(path: Path, line: int, change: Callable[[Row], Any]) -> None:
+    lines = path.read_text().splitlines()
+    row = json.loads(lines[line - 1])
+    change(row)
+    lines[line - 1] = json.dumps(row)
+    path.write_text("".join(f"{each}\n" for each in lines))
+
+
+def insert(path: Path, line: int, *new: Row) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[: line - 1], *(f"{json.dumps(row)}\n" for row in new), *lines[line - 1 :]]))
+
+
+def drop(path: Path, line: int) -> None:
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(lines[: line - 1] + lines[line:]))
+
+
+def broken(run: RunDir) -> None:
+    """Steps 3 and 4 were made again in epoch 2, and metrics.jsonl tells those of epoch 1."""
+    ring = {"who": (0, 2), "epoch": 2, "ring": [0, 2]}
+    again = [commit(3, lineage="X3", prev="L2", **ring), commit(4, lineage="X4", prev="X3", **ring)]
+    for replica in (0, 2):
+        edit(run.commits(replica), 5, lambda row: row.update(prev="X4"))
+        insert(run.commits(replica), 5, *({**row, "incarnation": f"{replica}-a-0"} for row in again))
+    edit(run.lighthouse_events, 3, lambda row: row.update(base=[1, 2, "L2"]))
+
+
+def killed_within(run: RunDir) -> None:
+    """All wrote step 5 down, and died before they had applied it; replica 2 wrote step 4 down twice."""
+    for replica in (0, 1, 2):
+        insert(run.commits(replica), 5, commit(5, lineage="X5", prev="L4", incarnation=f"{replica}-a-0"))
+    insert(run.commits(2), 5, json.loads(run.commits(2).read_text().splitlines()[3]))
+
+
+def older_store(run: RunDir) -> None:
+    """A lighthouse found an older copy of its store, twice; members told it so, and it took terms of its own."""
+    behind = [event("LighthouseStarted", 1004.0, term=7), event("StoreBehind", 1004.1, epoch=1, term=7)]
+    insert(run.lighthouse_events, 3, *behind)
+    edit(run.lighthouse_events, 5, lambda row: row.update(term=8))
+    edit(run.lighthouse_events, 6, lambda row: row.update(term=8))
+
+
+def late_line(run: RunDir) -> None:
+    """The lighthouse that led before wrote its last grant down only after the next one had begun."""
+    insert(run.lighthouse_events, 3, event("LighthouseStarted", 1004.0, term=8))
+    edit(run.lighthouse_events, 5, lambda row: row.update(term=8))
+    moved = run.lighthouse_events.read_text().splitlines(keepends=True)
+    run.lighthouse_events.write_text("".join([*moved[:3], moved[4], moved[3]]))
+
+
+def order_of_its_own(run: RunDir) -> None:
+    """Two replicas that cannot connect to each other are put apart."""
+    edit(run.lighthouse_events, 4, lambda row: row.update(members=[0, 2, 1]))
+    for replica in range(3):
+        for line in range(5, len(run.commits(replica).read_text().splitlines()) + 1):
+            edit(
+                run.commits(replica),
+                line,
+                lambda row: row.update(ring=[0, 2, 1]) if row["epoch"] == 3 else None,
+            )
+
+
+def stopped(run: RunDir) -> None:
+    """It was told to stop: no replica holds the last step of the configuration."""
+    for replica in range(3):
+        run.final(replica).unlink()
+    recorder = Recorder(run, parse({"replicas": 3, "train": {"steps": STEPS}}), lambda _: None, lambda _: None)
+    run.metrics.unlink()
+    recorder.finish()
+    recorder.close()
+
+
+LEGAL: dict[str, Callable[[RunDir], None]] = {
+    "all died before they applied": killed_within,
+    "an older store": older_store,
+    "a late line": late_line,
+    "a ring that is not by number": order_of_its_own,
+    "it was stopped": stopped,
+}
+
+
+@pytest.mark.parametrize("what", LEGAL)
+def test_what_the_protocol_allows_is_no_breach(run: RunDir, what: str) -> None:
+    LEGAL[what](run)
+    assert verify(run).breaches == []
+
+
+def test_a_run_that_is_well_passes(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    found = verify(run)
+    assert (found.breaches, found.steps, found.grants) == ([], STEPS, 3)
+    assert cli.main(["verify", str(run.path)]) == 0
+    assert capsys.readouterr().out == f"{STEPS} steps, 3 grants: no breach\n"
+
+
+def test_a_run_that_went_back_by_several_steps_passes(tmp_path: Path) -> None:
+    """Its files hold the history that lasted, with the batches of that alone, though others were told before."""
+    run, config = RunDir(tmp_path / "job"), parse({"replicas": 3, "train": {"steps": STEPS}})
+    run.path.mkdir()
+    run.config.write_text(dump(config))
+    log = Lines(run.lighthouse_events)
+    log.write(event("LighthouseStarted", 999.0, term=7))
+    log.write(event("EpochGranted", 999.5, epoch=1, members=[0, 1, 2], roles=ALL, base=[0, 0, ""]))
+    told: list[int] = []
+    recorder = Recorder(run, config, lambda row: told.append(row["step"]), lambda _: None)
+    commits = [Lines(run.commits(replica)) for replica in range(3)]
+    feeds = [Lines(run.fed(replica)) for replica in range(3)]
+
+    def write(rows: list[Row], life: int) -> None:
+        for replica, lines in fed(rows).items():
+            for line in lines:
+                feeds[replica].write({**line, "incarnation": f"{replica}-a-{life}"})
+        for row in rows:
+            for replica in row["contributors"]:
+                commits[replica].write({**row, "incarnation": f"{replica}-a-{life}"})
+            recorder.poll()
+
+    write([commit(n) for n in range(1, 9)], 0)
+    assert told == [1, 2, 3, 4, 5, 6, 7]
+    log.write(event("HeadRolledBack", 1010.0, steps=3))
+    roles = {"0": "contribute", "1": "contribute"}
+    log.write(event("EpochGranted", 1010.0, epoch=2, members=[0, 1], roles=roles, base=[1, 5, "L5"]))
+    after = {"who": (0, 1), "epoch": 2, "ring": [0, 1]}
+    lasting = [
+        commit(n, lineage=f"R{n}", prev="L5" if n == 6 else f"R{n - 1}", t=1010.0 + n, cursors=[n, n, 5], **after)
+        for n in range(6, STEPS + 1)
+    ]
+    write(lasting, 1)
+    for replica in (0, 1):
+        final = {"step": STEPS, "commit_epoch": 2, "lineage": f"R{STEPS}", "digest": "d", "incarnation": "x"}
+        write_json(run.final(replica), final)
+    summary = recorder.finish()
+    recorder.close()
+    assert told == [*range(1, 8), *range(6, STEPS + 1)], "what was told is not told again, what took its place is"
+    metrics = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [row["lineage"] for row in metrics] == [
+        *(f"L{n}" for n in range(1, 6)),
+        *(row["lineage"] for row in lasting),
+    ]
+    assert summary["steps"] == STEPS
+    assert summary["batches"] == {"trained": 3 * 5 + 2 * 7, "duplicated": 0, "skipped": 0}
+    assert summary["tokens"] == 100 * STEPS
+    assert verify(run).breaches == []
+
+
+PLANTED: dict[str, tuple[Callable[[RunDir], None], str]] = {
+    "an epoch falls": (lambda r: edit(r.lighthouse_events, 3, lambda x: x.update(epoch=1)), "a higher epoch"),
+    "a member twice": (lambda r: edit(r.lighthouse_events, 2, lambda x: x["members"].append(0)), "at most once"),
+    "a base of nobody": (
+        lambda r: edit(r.lighthouse_events, 4, lambda x: x.update(base=[2, 8, "X"])),
+        "was committed",
+    ),
+    "a term again": (
+        lambda r: insert(r.lighthouse_events, 3, event("LighthouseStarted", 1.0, term=7)),
+        "a term of its own",
+    ),
+    "a guest in the ring": (
+        lambda r: edit(r.commits(0), 5, lambda x: x.update(ring=[0, 1, 2])),
+        "of the members [0, 2]",
+    ),
+    "an epoch of nobody": (lambda r: edit(r.commits(0), 5, lambda x: x.update(epoch=9)), "that was granted"),
+    "who was behind": (
+        lambda r: edit(r.lighthouse_events, 4, lambda x: x["roles"].update({"1": "behind"})),
+        "to contribute",
+    ),
+    "two tell one step apart": (
+        lambda r: edit(r.commits(2), 3, lambda x: x.update(digest="e")),
+        "for this lineage",
+    ),
+    "two lineages": (lambda r: edit(r.commits(2), 12, lambda x: x.update(lineage="X")), "one commit"),
+    "a broken chain": (lambda r: edit(r.commits(0), 3, lambda x: x.update(prev="X")), "which it committed before"),
+    "a break of the whole chain": (broken, "on step 4, lineage L4"),
+    "a line of nobody": (
+        lambda r: edit(r.metrics, 12, lambda x: x.update(lineage="X")),
+        "that somebody committed",
+    ),
+    "the last line": (lambda r: drop(r.metrics, STEPS), "as the replicas"),
+    "another configuration of a lighthouse": (
+        lambda r: edit(r.lighthouse_events, 1, lambda x: x.update(config_hash="X")),
+        "of config.yaml",
+    ),
+    "another configuration of a replica": (
+        lambda r: edit(r.final(2), 1, lambda x: x.update(config_hash="X")),
+        "of config.yaml",
+    ),
+    "a batch that nobody fed": (lambda r: drop(r.fed(1), 3), "each exactly once"),
+    "another digest at the end": (
+        lambda r: edit(r.final(1), 1, lambda x: x.update(digest="e")),
+        "at the same state",
+    ),
+    "a figure of the summary": (lambda r: edit(r.summary, 1, lambda x: x.update(tokens=1)), "by the logs"),
+    "a step of metrics": (lambda r: drop(r.metrics, 4), "on step 3, lineage L3"),
+    "NaN": (lambda r: edit(r.metrics, 4, lambda x: x.update(loss=float("nan"))), "no strict JSON"),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_each_breach_is_found(run: RunDir, kind: str) -> None:
+    plant, told = PLANTED[kind]
+    plant(run)
+    found = verify(run)
+    assert any(told in breach for breach in found.breaches), found.breaches
+
+
+def test_what_a_full_disk_cost_is_not_held_against_a_run(run: RunDir) -> None:
+    drop(run.fed(1), 3)
+    lost = event("LogLinesLost", 1003.5, file="fed.jsonl", lines=1, since=1002.0, replica=1)
+    Lines(run.events).write(lost)
+    found = verify(run)
+    assert (found.breaches, found.lost) == ([], 1)
+    assert "not checked: 1 lines were lost, which the run has told" in found.lines
+
+
+def test_a_path_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["verify", str(tmp_path)]) == 64
+    assert "run directory" in capsys.readouterr().err
+
+
+def test_a_breach_ends_the_command_with_1(run: RunDir, capsys: pytest.CaptureFixture[str]) -> None:
+    edit(run.summary, 1, lambda row: row.update(tokens=1))
+    assert cli.main(["verify", "--json", str(run.path)]) == 1
+    told = json.loads(capsys.readouterr().out)
+    assert (told["ok"], len(told["breaches"])) == (False, 1)

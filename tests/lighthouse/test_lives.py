@@ -1,0 +1,309 @@
+"""Which of two lives of one replica counts: the one that the lighthouse admitted later, for ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from lighthouse_helpers import START, TOKEN, Script, ask, at, make_service, name, run_async
+
+from ft_hsdp.core.assignment import Grant, Member, Refused, Report
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.protocol import Processes
+from lighthouse import lives, quorum
+from lighthouse.quorum import Base, Epoch, Life
+from lighthouse.state import Asked, Policy, ProcessesReported, Request, State
+from lighthouse.store import MemoryStore
+
+OLD, NEW = "1-aaaa-0", "1-bbbb-0"
+
+
+class TwoLives(Script):
+    """Replica 1 has an old life, whose supervisor the lighthouse has lost sight of, and a new one that trains."""
+
+    def __init__(self, commits: int = 3) -> None:
+        super().__init__(total=2)
+        self.runs({0: 0})
+        self.says(OLD)
+        self.ask(0)
+        assert self.asks(OLD).grant(1).ring == (0, 1)
+        self.says(NEW)
+        self.asks(NEW)
+        for step in range(1, commits + 1):
+            self.step(step)
+
+    def step(self, step: int) -> Grant:
+        """Both members ask for the step after ``step``; the grant that stands."""
+        epoch = self.s.epoch
+        state = at(epoch, step)
+        self.ask(0, state, epoch=epoch, equal=(0, 1))
+        self.asks(NEW, state, epoch=epoch, number=lives.number_of(self.s, (1, NEW)))
+        assert self.s.grant is not None
+        return self.s.grant
+
+    def asks(self, incarnation: str, state: StateId = START, **fields: Any) -> Any:
+        """An incarnation of replica 1 asks."""
+        report = Report(1, incarnation, state, state.step + 1, **fields)
+        return self.feed(Asked(Request(report, 1000 + len(incarnation)), self.now))
+
+    def says(self, running: str | None, *exited: str) -> Any:
+        """A supervisor of replica 1 reports."""
+        gone = frozenset((1, name) for name in exited)
+        return self.feed(ProcessesReported({1: running}, gone, frozenset(), self.now))
+
+
+def test_a_newer_life_takes_the_place_of_the_member_that_nobody_saw_exit() -> None:
+    job = TwoLives(commits=1)
+    assert job.s.grant is not None
+    assert [(m.replica, m.incarnation) for m in job.s.grant.members] == [(0, name(0)), (1, NEW)]
+    assert job.s.grant.total == 2
+
+
+@pytest.mark.parametrize("commits", [1, 2, 3, 5], ids="after {} commits".format)
+@pytest.mark.parametrize("told", [True, False], ids=["it was told its number", "it was not"])
+def test_an_old_life_that_thaws_neither_joins_nor_fences_the_member(commits: int, told: bool) -> None:
+    job = TwoLives(commits)
+    number = lives.number_of(job.s, (1, OLD)) if told else 0
+    before = job.s
+    refused = job.asks(OLD, at(1, 0), epoch=1, after=1, max_term=100, number=number).answers[1]
+    assert isinstance(refused, Refused)
+    assert (refused.exit_code, "fenced: replica 1 has a newer incarnation" in refused.reason) == (75, True)
+    assert job.s == before, "nothing that it says counts"
+    assert job.step(commits + 1).ring == (0, 1)
+    assert job.s.views[1].incarnation == NEW
+    assert job.s.grant is not None
+    assert job.s.grant.member(1, OLD) is None
+
+
+def test_two_supervisors_that_report_in_turn_change_nothing() -> None:
+    job = TwoLives()
+    job.says(NEW)
+    before = job.s
+    for _ in range(3):
+        job.says(OLD)
+        assert job.s == before
+        job.says(NEW)
+        assert job.s == before
+
+
+def test_the_exit_of_an_old_life_does_not_mean_that_nothing_runs() -> None:
+    job = TwoLives()
+    job.says(None, OLD)
+    assert (job.s.views[1].incarnation, job.s.views[1].down) == (NEW, False)
+    job.says(None, NEW)
+    assert job.s.views[1].down is True
+
+
+def test_the_order_of_lives_outlives_the_lighthouse() -> None:
+    job = TwoLives()
+    store = MemoryStore()
+    store.load(job.s.policy)
+    store.save(job.s)
+    job.s = MemoryStore(store.rows).load(job.s.policy)
+    assert isinstance(job.asks(OLD, at(1, 0), epoch=1, after=1).answers[1], Refused)
+    job.says(OLD)
+    assert job.s.views[1].incarnation is None
+    epoch, state = job.s.epoch, at(job.s.epoch, 4)
+    assert not isinstance(job.asks(NEW, state, epoch=epoch, number=2).answers.get(1), Refused)
+
+
+@pytest.mark.parametrize("first", ["old", "new"])
+def test_an_older_store_learns_the_order_from_what_the_lives_were_told(first: str) -> None:
+    job = Script(total=2)
+    copied = TwoLives(commits=0)
+    copied.s = MemoryStore().load(copied.s.policy)  # of a time before any of them, or lost
+    mine = {OLD: 7, NEW: 9}
+    for who in (OLD, NEW) if first == "old" else (NEW, OLD):
+        out = copied.asks(who, at(3, 2), epoch=3, max_term=100, number=mine[who])
+        assert isinstance(out.answers.get(1), Refused) == (who == OLD and first == "new")
+    assert copied.s.views[1].incarnation == NEW
+    assert lives.number_of(copied.s, (1, NEW)) == 9
+    copied.says("1-cccc-0")
+    assert lives.number_of(copied.s, (1, "1-cccc-0")) > 9, "no number is given twice"
+    assert job.s.lives == ()
+
+
+def test_a_lighthouse_that_starts_again_gives_no_number_that_was_given() -> None:
+    store = MemoryStore()
+    s = store.load(Policy(2, 9))
+    admitted = lives.admit(s, (1, OLD), 0.0)
+    assert isinstance(admitted, State)
+    lost = MemoryStore().load(Policy(2, 9))
+    later = lives.admit(State.empty(Policy(2, 9), 1), (1, NEW), 0.0)
+    assert isinstance(later, State)
+    assert lost.admissions >= s.admissions > 10**12
+    assert lives.number_of(admitted, (1, OLD)) > s.admissions
+
+
+def test_what_is_remembered_of_lives_is_bounded() -> None:
+    s: State | str = State.empty(Policy(2, 9), 1)
+    for run in range(100):
+        for restarts in range(3):
+            assert isinstance(s, State)
+            s = lives.admit(s, (1, f"1-run{run}-{restarts}"), 0.0)
+    assert isinstance(s, State)
+    assert len(s.lives) == lives.REMEMBERED
+    assert lives.newest(s, 1) == Life(1, "1-run99-2", 300)
+    assert "of the same supervisor" in str(lives.admit(s, (1, "1-run99-1"), 0.0))
+
+
+def test_a_member_is_told_its_number_and_reports_it() -> None:
+    async def scenario() -> None:
+        service, _ = make_service(total=1)
+        grant = await service.ask(ask(0))
+        assert isinstance(grant, Grant)
+        number = grant.members[0].number
+        assert number > service.state.admissions
+        assert lives.number_of(service.state, (0, name(0))) == number
+        assert TOKEN
+
+    run_async(scenario())
+
+
+def test_a_grant_names_each_replica_once() -> None:
+    twice = (Member(1, OLD, "contribute"), Member(1, NEW, "behind"))
+    with pytest.raises(AssertionError, match=r"each replica once, not \[1, 1\]"):
+        quorum.grant(1, 1, Base(START, None, ()), twice, 2, "why")
+
+
+# Two supervisors of one replica.
+
+
+class TwoSupervisors(Script):
+    """Both report on replica 1; what one does not say is None."""
+
+    def tells(self, owner: str, running: str | None = None, number: int = 0, claims: bool = True) -> Any:
+        """A supervisor reports: what of its own runs, and the number of the lease that it had."""
+        picture = {1: running} if running else {}
+        claimed = ((1, number),) if claims else ()
+        return self.feed(ProcessesReported(picture, frozenset(), frozenset(), self.now, owner, claimed))
+
+    @property
+    def owner(self) -> str:
+        lease = lives.lease_of(self.s, 1)
+        return lease.owner if lease is not None else ""
+
+
+def test_of_two_supervisors_the_first_one_keeps_the_lease_while_it_reports() -> None:
+    job = TwoSupervisors()
+    for _ in range(20):
+        assert not job.tells("aaaa", OLD).notes
+        assert not job.tells("bbbb", NEW).notes
+        assert (job.owner, job.s.views[1].incarnation) == ("aaaa", OLD)
+        job.now += 4.0
+
+
+def test_a_lease_that_ended_goes_to_the_other_supervisor_and_does_not_come_back() -> None:
+    job = TwoSupervisors()
+    job.tells("aaaa", OLD)
+    first = lives.lease_of(job.s, 1)
+    job.now += 5.0
+    assert "SupervisorLeased" in job.tells("bbbb").notes
+    job.tells("bbbb", NEW)
+    assert first is not None
+    for _ in range(3):
+        job.tells("aaaa", OLD, number=first.number)  # it thaws, and says what it knows
+        assert (job.owner, job.s.views[1].incarnation) == ("bbbb", NEW)
+        job.tells("bbbb", NEW)
+
+
+def test_a_lease_is_released_or_outlives_the_lighthouse() -> None:
+    job = TwoSupervisors()
+    job.tells("aaaa", OLD)
+    job.tells("aaaa", claims=False)
+    job.tells("bbbb")
+    assert job.owner == "bbbb"
+    store = MemoryStore()
+    store.load(job.s.policy)
+    store.save(job.s)
+    job.s = MemoryStore(store.rows).load(job.s.policy)
+    job.tells("aaaa")
+    assert job.owner == "bbbb", "it has as long as if it had just reported"
+    job.now += 4.0
+    job.tells("aaaa")
+    assert job.owner == "bbbb"
+    job.now += 1.0
+    job.tells("aaaa")
+    assert job.owner == "aaaa"
+
+
+def test_a_later_lease_counts_with_an_older_store() -> None:
+    job = TwoSupervisors()
+    job.tells("aaaa", OLD, number=3)
+    job.tells("bbbb", NEW, number=7)
+    assert (job.owner, job.s.views[1].incarnation) == ("bbbb", NEW)
+    job.now += 60.0
+    job.tells("aaaa", OLD, number=3)
+    assert job.s.views[1].incarnation == NEW, "its life is the older one, lease or not"
+
+
+def test_a_life_that_was_started_under_a_lease_that_ended_does_not_count() -> None:
+    """Its supervisor was cut off before the lighthouse heard of it, so it has no number."""
+    job = TwoSupervisors()
+    job.tells("aaaa", OLD)
+    job.now += 5.0
+    job.tells("bbbb")
+    job.tells("bbbb", NEW)
+    late = Report(1, "1-aaaa-1", START, 1)
+    before = job.s
+    refused = job.feed(Asked(Request(late, 7), job.now)).answers[1]
+    assert isinstance(refused, Refused)
+    assert (refused.exit_code, "supervisor bbbb has the lease" in refused.reason) == (75, True)
+    job.feed(ProcessesReported({1: "1-aaaa-1"}, frozenset({(1, OLD)}), frozenset(), job.now))
+    assert (job.s.views, job.s.lives) == (before.views, before.lives)
+    job.now += 5.0  # the other supervisor is gone, and torchrun takes the replica over
+    assert job.feed(Asked(Request(Report(1, "1-torchrun-0", START, 1), 8), job.now)).answers == {}
+    assert job.s.views[1].incarnation == "1-torchrun-0"
+
+
+def test_a_supervisor_is_told_whether_it_has_the_lease() -> None:
+    async def scenario() -> None:
+        service, _ = make_service()
+        mine = service.processes(Processes({}, owner="aaaa", leases={0: 0, 1: 0}))
+        assert (sorted(mine.leases), mine.rivals, mine.lease_s) == ([0, 1], {}, 5.0)
+        other = service.processes(Processes({}, owner="bbbb", leases={1: 0}))
+        assert (other.leases, other.rivals) == ({}, {1: "aaaa"})
+        again = service.processes(Processes({}, owner="aaaa", leases=mine.leases))
+        assert again.leases == mine.leases
+        for bad in (
+            {"owner": "no name", "leases": {1: 0}},
+            {"leases": {1: 0}},
+            {"owner": "a", "leases": {9: 0}},
+            {"owner": "a", "leases": {1: -1}},
+        ):
+            with pytest.raises(ProtocolViolation):
+                service.processes(Processes({}, **bad))
+
+    run_async(scenario())
+
+
+# A lost head: one step is given up only in its own history.
+
+
+def test_one_step_follows_another_by_lineage_and_not_by_its_number() -> None:
+    epochs = (Epoch(1, ((0, "a"),), START), Epoch(2, ((0, "a"),), at(1, 3)))
+    assert quorum.follows(at(2, 5), at(2, 4), epochs)
+    assert quorum.follows(at(2, 4), at(1, 3), epochs)
+    assert not quorum.follows(at(2, 4), at(1, 3, "another history"), epochs)
+    assert not quorum.follows(at(2, 5), at(1, 4), epochs), "the same number of steps, but of another epoch"
+    assert not quorum.follows(at(2, 5), at(2, 3), epochs)
+    assert not quorum.follows(at(3, 4), at(1, 3), epochs), "nobody knows what epoch 3 was granted on"
+
+
+@pytest.mark.parametrize("same_history", [True, False])
+def test_one_step_of_another_history_is_not_given_up_as_one_step(same_history: bool) -> None:
+    """Replica 0 holds (1, 4) alone; 1 and 2 went on from (1, 3) in epoch 2 to (2, 5), and are lost for good."""
+    job = Script(total=3, on_lost_head="halt")
+    job.first(0, 1, 2)
+    job.ask(1, at(1, 3), epoch=1, after=1)
+    job.ask(2, at(1, 3), epoch=1, after=1)
+    job.wait(5.0)
+    assert job.s.epoch == 2
+    for step in (4, 5):
+        for r in (1, 2):
+            job.ask(r, at(2, step), epoch=2, equal=(1, 2))
+    job.runs({1: None, 2: None}, [(1, 0), (2, 0)], lost=[1, 2])
+    job.wait(200.0)
+    out = job.ask(0, at(2, 4) if same_history else at(1, 4), epoch=1, after=1)
+    assert ("HeadRolledBack" in out.notes, "JobHalted" in out.notes) == (same_history, not same_history)

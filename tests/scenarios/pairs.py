@@ -1,0 +1,261 @@
+"""Random pairs of faults on real jobs: ``python tests/scenarios/pairs.py --pairs 300 --seed 1 --report FILE``.
+
+The second fault of a pair comes while the first is in force or is recovered from. Several pairs go through one job
+of 3 x 2; one that stays for good has a job of its own. After each: no standstill beyond 30 s. After each job: one
+state, no batch twice, none skipped, all steps. Jobs are added to the report; pairs in it are not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pairs_report as report
+import psutil
+from pairs_plan import REPLICAS, Fault, Pair, pair
+from pairs_watch import Watch
+from scenario_job import Job
+
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.events import Lines
+from ft_hsdp.launch.inflict import inflict
+from ft_hsdp.launch.rundir import RunDir
+
+ROOT = Path(__file__).parents[2]
+STANDSTILL_S = 30.0
+BACK_S = 45.0  # after this long the next pair does not wait any more for a replica that is away
+HIT_S = 10.0  # how long a fault waits for somebody to hit
+PAIR_S = 8.0  # what a pair takes, about
+BATCH = 8  # pairs of one job
+CALM_STEPS = 3  # before the first fault, and for the end of the job
+END_S = 120.0
+
+
+class Injured:
+    """A job that is injured pair by pair."""
+
+    def __init__(self, job: Job, steps: int) -> None:
+        self.job, self.steps = job, steps
+        self.run = RunDir(job.run.resolve())
+        self.pairs: list[dict[str, Any]] = []
+        self.breaches: list[str] = []
+        self.watch = Watch(self.run, REPLICAS)
+
+    @property
+    def room(self) -> bool:
+        """Whether there are steps for another pair."""
+        return self.job.process.poll() is None and self.watch.step < self.steps - CALM_STEPS
+
+    def hit(self, fault: Fault) -> tuple[str, float]:
+        """Inflict a fault, and have it lifted; why not, or "", and when it ends, on the monotonic clock."""
+        injection, end = fault.injection, time.monotonic() + HIT_S
+        while True:
+            try:
+                made = inflict(self.run, injection)
+                break
+            except (ConfigError, OSError, psutil.Error) as error:
+                if time.monotonic() > end or self.job.process.poll() is not None:
+                    return str(error), time.monotonic()
+                time.sleep(0.2)
+        replica = injection.replica if injection.replica is not None else 0
+        _log(self.run, replica, made.event)
+        now = time.monotonic()
+        if injection.for_s == 0:
+            return "", now
+
+        def lift() -> None:
+            _log(self.run, replica, made.lifted(f"{injection.for_s:g} s are over"))
+
+        threading.Timer(injection.for_s, lift).start()
+        return "", now + injection.for_s
+
+    def injure(self, two: Pair) -> bool:
+        """One pair; whether the job is fit for another one."""
+        began = time.monotonic()
+        first, end = self.hit(two.first)
+        time.sleep(two.delay_s)
+        second, later = self.hit(two.second)
+        end = max(end, later)
+        time.sleep(max(0.0, end - time.monotonic()))
+        recovered = self._recovered(end)
+        now = time.monotonic()
+        stalled = self.watch.stalled_s(end, now if recovered is None else end + recovered)
+        faults = [
+            {"name": fault.name, "whom": fault.injection.whom, "for_s": fault.injection.for_s, "missed": missed}
+            for fault, missed in ((two.first, first), (two.second, second))
+        ]
+        self.pairs.append(
+            {
+                "number": two.number,
+                "faults": faults,
+                "delay_s": two.delay_s,
+                "took_s": now - began,
+                "stalled_s": stalled,
+                "recovered_s": recovered,
+            }
+        )
+        if stalled > STANDSTILL_S:
+            self.breaches.append(f"pair {two.number}: no commit for {stalled:.1f} s")
+        return recovered is not None
+
+    def _recovered(self, end: float) -> float | None:
+        """How long after ``end`` all contributed again, if they did; the end of the job counts as that."""
+        while True:
+            whole = next((s for s in self.watch.since(end) if len(s.contributors) == REPLICAS), None)
+            if whole is not None:
+                return whole.t - end
+            if self.job.process.poll() is not None or self.watch.step >= self.steps:
+                return time.monotonic() - end
+            last = max(end, self.watch.seen[-1].t if self.watch.seen else 0.0)
+            now = time.monotonic()
+            if now - last > 2 * STANDSTILL_S or (now - end > BACK_S and now - last < STANDSTILL_S):
+                return None
+            time.sleep(0.05)
+
+    def finish(self) -> None:
+        """Wait for the end of the job and check it."""
+        since = time.monotonic()
+        while self.job.process.poll() is None:
+            last = max(since, self.watch.seen[-1].t if self.watch.seen else 0.0)
+            still = time.monotonic() - last
+            if still > (END_S if self.watch.step >= self.steps else 2 * STANDSTILL_S):
+                self.breaches.append(f"no commit, and no end, for {still:.0f} s at step {self.watch.step}")
+                return
+            time.sleep(0.1)
+        self._check(self.job.process.returncode)
+
+    def _check(self, code: int) -> None:
+        """What must hold at the end."""
+        say = self.breaches.append
+        try:
+            summary = json.loads((self.run.path / "summary.json").read_text())
+        except (OSError, ValueError) as error:
+            say(f"exit {code}, and no summary: {error}")
+            return
+        if code != 0:
+            say(f"exit {code}; lost {summary.get('lost')}")
+        if summary["steps"] != self.steps:
+            say(f"{summary['steps']} of {self.steps} steps")
+        ends = {(r["step"], r["lineage"], r["digest"]) for r in summary["replicas"].values() if r["digest"]}
+        if len(ends) > 1:
+            say(f"replicas ended with {len(ends)} different states")
+        for what in ("duplicated", "skipped"):
+            if summary["batches"][what]:
+                say(f"{summary['batches'][what]} batches {what}")
+        if self.job.events("StateDiverged"):
+            say("two live states differed (StateDiverged)")
+
+    def told(self, seed: int) -> dict[str, Any]:
+        """The job in a report."""
+        self.watch.close()
+        seen = self.watch.seen
+        return {
+            "seed": seed,
+            "commit": _commit(),
+            "pairs": self.pairs,
+            "breaches": self.breaches,
+            "steps": self.watch.step,
+            "wall_s": seen[-1].t - seen[0].t if seen else 0.0,
+            "useful_s": self.watch.useful_s,
+            "grown": self.watch.grown(),
+        }
+
+
+def _log(run: RunDir, replica: int, event: dict[str, Any]) -> None:
+    log = Lines(run.injections(replica))
+    log.write(event)
+    log.close()
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return done.stdout.strip() or "?"
+
+
+def jobs(seed: int, numbers: list[int]) -> Iterator[list[Pair]]:
+    """Pairs that go through one job."""
+    together: list[Pair] = []
+    for number in numbers:
+        two = pair(seed, number)
+        if two.lasting:
+            yield [two]
+            continue
+        together.append(two)
+        if len(together) == BATCH:
+            yield together
+            together = []
+    if together:
+        yield together
+
+
+def run(seed: int, pairs: list[Pair], rate: float, keep: Path) -> tuple[dict[str, Any], list[Pair]]:
+    """One job; its row in the report, and the pairs for which there was no time in it."""
+    steps = max(60, int(rate * PAIR_S * len(pairs)))
+    with tempfile.TemporaryDirectory(prefix="pairs-") as folder:
+        with Job(Path(folder), steps, debug__faults=True) as job:
+            injured = Injured(job, steps)
+            job.until(lambda: injured.watch.step >= CALM_STEPS, "the first steps")
+            left = list(pairs)
+            while left and injured.room and injured.injure(left.pop(0)):
+                pass
+            injured.finish()
+            told = injured.told(seed)
+        if told["breaches"]:
+            where = keep / f"seed{seed}-pairs{pairs[0].number}"
+            shutil.copytree(folder, where, dirs_exist_ok=True)
+            print(f"breach: {'; '.join(told['breaches'])}; see {where}", flush=True)
+    return told, left
+
+
+def main() -> int:
+    """Run what is missing, then print the whole report; 1 where something did not hold."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--pairs", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", type=int, nargs="*", help="these pairs, whatever the report says")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no job after so long")
+    parser.add_argument("--report", type=Path, default=Path("runs/pairs.jsonl"), help="runs add up in this file")
+    parser.add_argument("--keep", type=Path, default=Path("runs/breaches"), help="folder for runs with a breach")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the job that runs ends, too
+    end, rate = time.monotonic() + args.minutes * 60, 4.0
+    known = report.done(report.read(args.report), args.seed)
+    left = args.only or [n for n in range(args.pairs) if n not in known]
+    for pairs in list(jobs(args.seed, left)):
+        while pairs and time.monotonic() < end:
+            told, pairs = run(args.seed, pairs, rate, args.keep)
+            report.append(args.report, told)
+            rate = min(30.0, max(2.0, told["steps"] / max(told["wall_s"], 1.0)))
+            for done in told["pairs"]:
+                print(_line(done), flush=True)
+    said = report.read(args.report)
+    print("\n".join(report.lines(said)))
+    return 1 if any(job["breaches"] for job in said) else 0
+
+
+def _line(done: dict[str, Any]) -> str:
+    """A pair in one line."""
+    faults = [
+        f"{f['name']} ({f['whom']}{'' if f['for_s'] == 0 else ' for ' + format(f['for_s'], 'g') + ' s'})"
+        + (" missed" if f["missed"] else "")
+        for f in done["faults"]
+    ]
+    back = "not all back" if done["recovered_s"] is None else f"whole after {done['recovered_s']:.1f} s"
+    then = f"{faults[0]}, {done['delay_s']:g} s later {faults[1]}"
+    return f"pair {done['number']}: {then}: stall {done['stalled_s']:.1f} s, {back}"
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(KeyboardInterrupt):
+        sys.exit(main())

@@ -1,0 +1,134 @@
+"""The plan and the report of the random pairs of faults."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, get_args
+
+import pairs_report as report
+import pytest
+from pairs import Injured, jobs
+from pairs_plan import ENDING, KINDS, Fault, pair
+from pairs_watch import Seen
+
+from ft_hsdp.config import ChaosConfig
+
+
+def drawn(count: int) -> list[Fault]:
+    pairs = [pair(3, number) for number in range(count)]
+    return [fault for two in pairs for fault in (two.first, two.second)]
+
+
+def test_every_kind_is_drawn_and_equal_seeds_draw_equal_pairs() -> None:
+    faults = drawn(300)
+    assert {fault.name for fault in faults} == set(KINDS)
+    assert {fault.injection.kind for fault in faults} == set(get_args(ChaosConfig.model_fields["kind"].annotation))
+    assert faults == drawn(300)
+    assert pair(4, 0) != pair(3, 0)
+
+
+def test_some_stay_for_good_and_what_ends_at_once_does_not() -> None:
+    faults = drawn(300)
+    assert 30 < sum(fault.lasting for fault in faults) < 120
+    assert all(not fault.lasting for fault in faults if fault.name in (*ENDING, "supervisor"))
+    assert all(fault.injection.for_s > 0 for fault in faults if fault.name == "supervisor")
+
+
+def test_one_that_stays_has_a_job_of_its_own() -> None:
+    batches = list(jobs(3, list(range(40))))
+    assert sorted(two.number for together in batches for two in together) == list(range(40))
+    assert all(len(together) == 1 for together in batches if any(two.lasting for two in together))
+    assert max(map(len, batches)) > 1
+
+
+def job(numbers: list[int], **changed: Any) -> dict[str, Any]:
+    fault = {"name": "kill", "whom": "replica 0", "for_s": 0.0, "missed": ""}
+    pairs = [
+        {
+            "number": n,
+            "faults": [fault, {**fault, "name": "clock", "missed": "nobody"}],
+            "delay_s": 1.0,
+            "took_s": 8.0,
+            "stalled_s": 0.5,
+            "recovered_s": float(n),
+        }
+        for n in numbers
+    ]
+    grown = {"rank": {"lived_s": 1800.0, "MiB": 1.0, "threads": 0.0}}
+    row = {"seed": 1, "commit": "abc", "pairs": pairs, "breaches": [], "steps": 100, "wall_s": 60.0}
+    return {**row, "useful_s": 45.0, "grown": grown, **changed}
+
+
+def test_reports_add_up(tmp_path: Path) -> None:
+    file = tmp_path / "new" / "report.jsonl"
+    assert report.read(file) == []
+    report.append(file, job([0, 1]))
+    report.append(file, job([2], breaches=["no commit for 31.0 s"], useful_s=15.0))
+    found = report.read(file)
+    assert report.done(found, 1) == {0, 1, 2}
+    assert report.done(found, 2) == set()
+    told = "\n".join(report.lines(found))
+    assert "3 pairs of faults in 2 jobs, 2.0 minutes; seeds 1" in told
+    assert "kill 3; 3 found nobody to hit" in told
+    assert "p50 1.00, p99 2.00, max 2.00 s" in told
+    assert "0.500 of the time trained" in told
+    assert "slope     rank: MiB +2.0, threads +0.0 an hour" in told
+    assert "seed 1, pairs 2, commit abc: no commit for 31.0 s" in told
+    assert json.loads(file.read_text().splitlines()[0])["steps"] == 100
+
+
+class Ended:
+    """A job that has ended, as `Injured` sees it."""
+
+    def __init__(self, folder: Path, code: int, events: tuple[str, ...]) -> None:
+        self.run = folder
+        self.process = SimpleNamespace(returncode=code, poll=lambda: code)
+        self._events = events
+
+    def events(self, name: str) -> list[str]:
+        return [event for event in self._events if event == name]
+
+
+GOOD = {
+    "steps": 9,
+    "replicas": {str(n): {"step": 9, "lineage": "aa", "digest": "dd"} for n in range(3)},
+    "batches": {"duplicated": 0, "skipped": 0},
+}
+OTHER = {**GOOD["replicas"], "1": {"step": 9, "lineage": "aa", "digest": "ee"}}  # type: ignore[dict-item]
+
+
+@pytest.mark.parametrize(
+    ("changed", "code", "events", "said"),
+    [
+        ({}, 0, (), []),
+        ({}, 75, (), ["exit 75; lost None"]),
+        ({"steps": 8}, 0, (), ["8 of 9 steps"]),
+        ({"replicas": OTHER}, 0, (), ["replicas ended with 2 different states"]),
+        ({"batches": {"duplicated": 1, "skipped": 2}}, 0, (), ["1 batches duplicated", "2 batches skipped"]),
+        ({}, 0, ("StateDiverged",), ["two live states differed (StateDiverged)"]),
+        (None, 1, (), ["exit 1, and no summary"]),
+    ],
+)
+def test_what_does_not_hold_at_the_end_is_a_breach(
+    tmp_path: Path, changed: dict[str, Any] | None, code: int, events: tuple[str, ...], said: list[str]
+) -> None:
+    if changed is not None:
+        (tmp_path / "summary.json").write_text(json.dumps({**GOOD, **changed}))
+    injured = Injured(Ended(tmp_path, code, events), 9)  # type: ignore[arg-type]
+    injured.finish()
+    injured.watch.close()
+    assert len(injured.breaches) == len(said)
+    assert all(breach.startswith(part) for breach, part in zip(injured.breaches, said, strict=True))
+
+
+def test_a_standstill_is_counted_from_the_end_of_the_later_fault(tmp_path: Path) -> None:
+    injured = Injured(Ended(tmp_path, 0, ()), 9)  # type: ignore[arg-type]
+    watch = injured.watch
+    watch.close()
+    watch.seen = [Seen(t, n, frozenset(range(3))) for n, t in enumerate((0.0, 10.0, 50.0, 51.0, 53.0))]
+    assert watch.stalled_s(30.0, 52.0) == 20.0
+    assert watch.stalled_s(50.5, 53.0) == 2.0
+    assert watch.stalled_s(60.0, 99.0) == 39.0
+    assert watch.useful_s == 10.0 + 12.0 + 1.0 + 2.0, "twice the median step is 12 s"

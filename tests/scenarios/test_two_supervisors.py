@@ -1,0 +1,81 @@
+"""Two supervisors of one replica, started by hand: one of them runs it, and the healthy life goes on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from torchrun_job import TorchrunJob
+
+from ft_hsdp.launch.rundir import RunDir, read_json, read_jsonl
+
+pytestmark = [pytest.mark.proof, pytest.mark.multiproc]
+
+STEPS = 250
+SETTINGS = f"""
+replicas: 2
+ranks_per_replica: 1
+train: {{steps: {STEPS}, micro_batch: 4, seq_len: 64, accumulate: 6}}
+model: {{dim: 64, layers: 2, heads: 2}}
+data: {{path: stdlib, max_bytes: 1048576}}
+timeouts: {{supervisor_lease_s: 2.0}}
+"""
+
+
+def test_an_old_supervisor_that_thaws_does_not_touch_the_new_life(tmp_path: Path) -> None:
+    """The old one is stopped with all that it started; the new one trains; then the old one goes on."""
+    with TorchrunJob(tmp_path, SETTINGS) as job:
+        zero, old = job.replica(0), job.replica(1)
+        job.until(lambda: job.step(1) >= 5, "step 5")
+        (first,) = _lives(job)
+        new = job.replica(1)
+        job.until(lambda: "runs replica 1; this one starts" in _log(job), "the second supervisor stands by")
+        assert _lives(job) == [first], "two supervisors are no two lives"
+        frozen = [psutil.Process(old.pid), *psutil.Process(old.pid).children(recursive=True)]
+        for process in frozen:
+            process.send_signal(signal.SIGSTOP)
+        job.until(lambda: len(_lives(job)) == 2, "the new supervisor starts the replica")
+        job.until(lambda: _contributes(job, _lives(job)[1]), "the new life contributes")
+        began = job.step(0)
+        for process in reversed(frozen):
+            process.send_signal(signal.SIGCONT)
+        job.until(
+            lambda: _log(job).count("this one starts it when that one is gone") == 2, "the old one stands by"
+        )
+        job.until(lambda: job.step(0) >= min(STEPS, began + 20), "the others go on")
+        pids = next(e["pids"] for e in job.rows(1, "supervisor.jsonl") if e["event"] == "ReplicaStarted")
+        assert not [pid for pid in pids if psutil.pid_exists(pid)], "the old life has ended"
+        while (step := job.step(0)) < STEPS:
+            job.until(lambda step=step: job.step(0) > step, f"a step after {step}")
+        job.until(lambda: None not in (zero.poll(), new.poll(), old.poll()), "the end")
+        assert (zero.returncode, new.returncode, old.returncode) == (0, 0, 0)
+        assert len(_lives(job)) == 2, "no life was started because of the other supervisor"
+        ends = [e for e in job.rows(1, "supervisor.jsonl") if e["event"] == "ReplicaExited"]
+        assert [e["incarnation"] for e in ends if e["kind"] != "done"] == [first]
+        fenced = [e for e in _journal(job) if e["event"] == "AskRefused" and "fenced" in e["reason"]]
+        assert len(fenced) <= 1, "at most the old life, once"
+        for granted in (e for e in _journal(job) if e["event"] == "EpochGranted"):
+            assert len(set(granted["members"])) == len(granted["members"])
+        finals = [read_json(RunDir(job.run).final(r)) for r in (0, 1)]
+        assert finals[0]["digest"] == finals[1]["digest"]
+
+
+def _lives(job: TorchrunJob) -> list[str]:
+    started = [e for e in job.rows(1, "supervisor.jsonl") if e["event"] == "ReplicaStarted"]
+    return [e["incarnation"] for e in started]
+
+
+def _contributes(job: TorchrunJob, incarnation: str) -> bool:
+    rows = [r for r in job.rows(1) if r.get("incarnation") == incarnation]
+    return bool(rows) and rows[-1].get("role") == "contribute"
+
+
+def _log(job: TorchrunJob) -> str:
+    return (job.folder / "replica1.log").read_text()
+
+
+def _journal(job: TorchrunJob) -> list[dict[str, Any]]:
+    return read_jsonl(job.run / "lighthouse" / "events.jsonl")

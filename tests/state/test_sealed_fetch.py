@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+from state_helpers import TOKEN
+from state_helpers import sealed as sealed_state
+
+from ft_hsdp import sealed
+from ft_hsdp.state.fetch import Donor, Fetched, Request, fetch
+from ft_hsdp.state.memory_shelf import MemoryShelf
+from ft_hsdp.state.server import StateServer
+from ft_hsdp.state.wire import Expected
+
+
+@pytest.fixture(autouse=True)
+def _on() -> Iterator[None]:
+    sealed.use("on")
+    yield
+    sealed.use("auto")
+
+
+def test_an_encrypted_fetch_is_the_same_bit_by_bit() -> None:
+    shot, _ = sealed_state(size=700_000)
+    shelf = MemoryShelf()
+    shelf.put(shot.manifest, shot.room)
+    server = StateServer("127.0.0.1", 0, shelf, TOKEN)
+    m = shot.manifest
+    into, told = bytearray(m.nbytes), []
+    try:
+        wanted = Request.exactly(Expected(m.state, m.rank, m.ranks, m.layout, m.nbytes), memoryview(into))
+        got = fetch(
+            [Donor(0, server.address)], wanted, TOKEN, 10.0, threading.Event(), lambda *each: told.append(each)
+        )
+    finally:
+        server.close()
+    assert told == []
+    assert isinstance(got, Fetched)
+    assert bytes(into) == bytes(shot.data)

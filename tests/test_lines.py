@@ -1,0 +1,214 @@
+"""Logs on disks that are full, that fail, that write half a line, that hang: lines are lost, counted and told."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ft_hsdp import events
+from ft_hsdp.events import Journal, Lines, Lost, Queued, replace_json, reserve, strict
+from ft_hsdp.launch.rundir import Tailer, read_json, read_jsonl
+
+
+class Disk:
+    """What `os.write` of these files does: whatever the next of ``answers`` says; a number is a short write."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: int | OSError) -> None:
+        self._real, self.answers = os.write, list(answers)
+        monkeypatch.setattr(events.os, "write", self._write)
+
+    def _write(self, descriptor: int, data: bytes) -> int:
+        if not self.answers:
+            return self._real(descriptor, data)
+        answer = self.answers.pop(0)
+        if isinstance(answer, OSError):
+            raise answer
+        return self._real(descriptor, data[:answer])
+
+
+def full() -> OSError:
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
+def test_lines_that_a_disk_does_not_take_are_counted_and_told_when_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    told: list[Lost] = []
+    lines = Lines(tmp_path / "log.jsonl", told.append)
+    Disk(monkeypatch, *(OSError(code, os.strerror(code)) for _ in range(2)))
+    assert [lines.write({"n": n}) for n in range(4)] == [False, False, True, True]
+    lines.close()
+    assert read_jsonl(tmp_path / "log.jsonl") == [{"n": 2}, {"n": 3}]
+    (lost,) = told
+    assert (lost.file, lost.lines, lost.why) == ("log.jsonl", 2, os.strerror(code))
+    assert lost.since <= lost.until
+    assert lost.event["event"] == "LogLinesLost"
+
+
+@pytest.mark.parametrize("piece", [1, 2, 3, 5, 14, 15, 20])
+def test_a_short_write_tears_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    """A line that is cut is written again; where the disk is full for that too, it is lost, the next is whole."""
+    path, told = tmp_path / "log.jsonl", []
+    lines, tailer = Lines(path, told.append), Tailer(path)
+    lines.write({"n": 0, "text": "x" * 20})
+    Disk(monkeypatch, piece)
+    assert lines.write({"n": 1, "text": "x" * 20})
+    Disk(monkeypatch, piece, full())
+    assert not lines.write({"n": 2, "text": "x" * 20})
+    found = tailer.poll()
+    assert lines.write({"n": 3, "text": "x" * 20})
+    assert [row["n"] for row in found + tailer.poll()] == [0, 1, 3]
+    for line in path.read_text().splitlines():
+        assert not line.strip() or isinstance(json.loads(line), dict), "each line is strict JSON by itself"
+    assert [lost.lines for lost in told] == [1]
+
+
+def test_a_piece_that_another_process_wrote_behind_harms_neither(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log.jsonl"
+    mine, other, real = Lines(path), Lines(path), os.write
+
+    def cut(descriptor: int, data: bytes) -> int:
+        done = real(descriptor, data[:20])
+        monkeypatch.setattr(events.os, "write", real)
+        other.write({"who": "other"})
+        return done
+
+    monkeypatch.setattr(events.os, "write", cut)
+    assert mine.write({"who": "mine", "text": "x" * 40})
+    assert [row["who"] for row in read_jsonl(path)] == ["other", "mine"]
+
+
+def test_a_piece_that_cannot_be_mended_costs_no_other_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log.jsonl"
+    lines = Lines(path)
+    with monkeypatch.context() as broken:
+        broken.setattr(events.os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+        Disk(broken, 9, full())
+        assert not lines.write({"n": 1, "text": "x" * 20})
+    assert lines.write({"n": 2})
+    tailer = Tailer(path)
+    assert (tailer.poll(), tailer.bad) == ([{"n": 2}], 1)
+
+
+@pytest.mark.multiproc
+def test_a_limit_on_files_is_a_full_disk(tmp_path: Path) -> None:
+    """By the kernel's own hand, without root: writes are short, then refused; then the limit is lifted."""
+    program = f"""
+import resource
+from pathlib import Path
+from ft_hsdp.events import Journal, Lines
+journal = Journal(Path({str(tmp_path)!r}) / "events.jsonl", source="replica")
+lines = Lines(Path({str(tmp_path)!r}) / "fed.jsonl", journal.lost)
+resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
+for n in range(100):
+    lines.write({{"n": n, "text": "x" * 7}})
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+lines.write({{"n": 100}})
+journal.close()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, stderr=subprocess.DEVNULL)
+    kept = [row["n"] for row in read_jsonl(tmp_path / "fed.jsonl")]
+    (event,) = read_jsonl(tmp_path / "events.jsonl")
+    assert (event["event"], event["file"], event["source"]) == ("LogLinesLost", "fed.jsonl", "replica")
+    assert event["lines"] + len(kept) == 101
+    assert kept == [*range(len(kept) - 1), 100]
+    assert resource.getrlimit(resource.RLIMIT_FSIZE)[0] == resource.RLIM_INFINITY
+
+
+def test_many_writers_of_one_file_tear_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+
+    def work(who: int) -> None:
+        lines = Lines(path)
+        for n in range(200):
+            lines.write({"who": who, "n": n, "text": "x" * (n % 50)})
+        lines.close()
+
+    threads = [threading.Thread(target=work, args=(who,)) for who in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    tailer = Tailer(path)
+    rows = tailer.poll()
+    assert (len(rows), tailer.bad) == (800, 0)
+
+
+def test_a_disk_that_hangs_holds_up_no_control_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writing thread hangs, callers go on; what finds no place is counted, and told when the disk answers."""
+    answers, told, real = threading.Event(), [], os.write
+
+    def hangs(descriptor: int, data: bytes) -> int:
+        answers.wait(60)
+        return real(descriptor, data)
+
+    monkeypatch.setattr(events, "QUEUE", 3)
+    monkeypatch.setattr(events.os, "write", hangs)
+    log = Queued(tmp_path / "log.jsonl", told.append)
+    for n in range(10):
+        log.write({"n": n})  # a caller that waited for the disk would wait for ever
+    answers.set()
+    assert log.flush(60)
+    log.write({"n": 10})
+    log.close()
+    kept = [row["n"] for row in read_jsonl(tmp_path / "log.jsonl")]
+    assert kept[0] == 0
+    assert kept[-1] == 10
+    assert sum(lost.lines for lost in told) == 11 - len(kept) > 0
+
+
+def test_a_journal_without_a_disk_still_tells_who_listens(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    heard: list[object] = []
+    journal = Journal(tmp_path / "file" / "events.jsonl", lambda row: heard.append(row["event"]), replica=1)
+    journal.event("RingBroken", "it broke")
+    journal.close()
+    assert heard == ["RingBroken", "LogLinesLost"]
+
+
+def test_figures_that_are_not_finite_are_null_and_say_so() -> None:
+    row = {"loss": float("nan"), "waits": {"ring": float("inf")}, "all": [1.0, float("-inf")]}
+    assert json.loads(strict(row), parse_constant=lambda name: pytest.fail(name)) == {
+        "loss": None,
+        "waits": {"ring": None},
+        "all": [1.0, None],
+        "finite": False,
+    }
+    assert strict({"loss": 1.5}) == '{"loss":1.5}'
+
+
+def test_a_file_is_replaced_on_a_full_disk_in_its_own_blocks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "a.json"
+    replace_json(path, {"pid": 1, "more": "x" * 10})
+    Disk(monkeypatch, full())  # the file beside it finds no place
+    replace_json(path, {"pid": 2})
+    assert read_json(path) == {"pid": 2}
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+    Disk(monkeypatch, full())
+    with pytest.raises(OSError, match="No space"):
+        replace_json(tmp_path / "new.json", {"pid": 2})
+
+
+def test_what_was_reserved_is_used(tmp_path: Path) -> None:
+    (tmp_path / ".final.json.1.part").write_text("left by a life before")
+    reserve(tmp_path / "final.json")
+    (part,) = tmp_path.iterdir()
+    place = part.stat().st_ino
+    replace_json(tmp_path / "final.json", {"step": 1})
+    assert (tmp_path / "final.json").stat().st_ino == place
+    assert (tmp_path / "final.json").read_text() == '{"step": 1}\n'

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import os
+import stat
+
+import pytest
+
+from ft_hsdp import secret
+from ft_hsdp.errors import ConfigError
+
+
+def mode(path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_a_secret_replaces_what_stood_there_and_is_never_written_through_it(tmp_path) -> None:
+    """Somebody who may write in the folder puts a link, or a file that all can read, in the way."""
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_text("kept")
+    (tmp_path / "link").symlink_to(elsewhere)
+    (tmp_path / "open").touch(0o666)
+    with (tmp_path / "open").open() as reader:
+        for name in ("link", "open", "new"):
+            secret.write_private(tmp_path / name, "token")
+            assert (tmp_path / name).read_text() == "token"
+            assert not (tmp_path / name).is_symlink()
+            assert mode(tmp_path / name) == 0o600
+        assert reader.read() == "", "who had opened it before reads the secret"
+    assert elsewhere.read_text() == "kept"
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["elsewhere", "link", "new", "open"]
+
+
+def test_the_checkpoint_key_is_made_once_and_private(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    first = secret.checkpoint_key(None)
+    assert len(first) == 64
+    assert secret.checkpoint_key(None) == first
+    assert mode(secret.key_file()) == 0o600
+    assert mode(secret.key_file().parent) == 0o700
+    own = tmp_path / "own"
+    assert secret.checkpoint_key(str(own)) not in (first, b"")
+    monkeypatch.setenv(secret.KEY_VARIABLE, "of the environment".replace(" ", "_"))
+    assert secret.checkpoint_key(str(own)) == b"of_the_environment"
+
+
+def test_the_copy_in_the_run_comes_before_this_hosts_own(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    (tmp_path / secret.RUN_KEY).write_text("the_operators\n")
+    assert secret.run_key(tmp_path, None) == b"the_operators"
+    assert not secret.key_file().exists()
+    assert secret.run_key(tmp_path / "none", None) == secret.checkpoint_key(None)
+
+
+@pytest.mark.parametrize("text", ["", "short", "two words here\n", "x" * 300, "ä" * 20])
+def test_what_is_no_key_gets_one_line(tmp_path, text) -> None:
+    path = tmp_path / "key"
+    path.write_text(text)
+    path.chmod(0o600)
+    with pytest.raises(ConfigError, match=r"checkpoint\.key"):
+        secret.checkpoint_key(str(path))
+
+
+def test_a_key_that_others_can_read_is_refused(tmp_path) -> None:
+    path = tmp_path / "key"
+    path.write_text("k" * 64)
+    path.chmod(0o644)
+    with pytest.raises(ConfigError, match="others cannot read"):
+        secret.checkpoint_key(str(path))
+    with pytest.raises(ConfigError, match="can be read or made"):
+        secret.checkpoint_key(str(path / "below"))
+    assert os.environ.get(secret.KEY_VARIABLE) is None

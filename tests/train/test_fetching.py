@@ -1,0 +1,62 @@
+"""A fetch that fails, in whatever way, is reported; whoever waits for it would wait without an end."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from ft_hsdp.core.assignment import Member
+from ft_hsdp.core.effects import Fetch, Keep
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.events import Journal
+from ft_hsdp.protocol import RankFetchFailed
+from ft_hsdp.state import fetch
+from ft_hsdp.train import agent as agents
+from ft_hsdp.train.agent import Fetching, RankAgent
+from ft_hsdp.train.mailbox import Mailbox
+
+BASE = StateId(1, 5, "c" * 32)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), fetch.NotFetched("all are gone"), OSError("full"), RuntimeError("a bug")]
+)
+def test_whatever_ends_a_fetch_is_reported(tmp_path: Path, error: Exception) -> None:
+    async def body() -> None:
+        told: asyncio.Queue[object] = asyncio.Queue()
+        keeper: Any = mock.Mock()
+        keeper.room.side_effect = error
+        one = RankAgent(
+            0,
+            0,
+            Fetching(1, "layout", 64, "token", 1.0),
+            Mailbox(),
+            Journal(tmp_path / "events.jsonl"),
+            told.put_nowait,
+            keeper,
+            lambda why: None,
+        )
+        one.order(Fetch(BASE, (Member(1, "1-x-0", "contribute", ("",), ("127.0.0.1:1",)),)))
+        async with asyncio.timeout(10):
+            failed = await told.get()
+        assert isinstance(failed, RankFetchFailed)
+        assert failed.base == BASE
+        assert failed.reason
+
+    with mock.patch.object(agents, "AGAIN_S", 0.0):
+        asyncio.run(body())
+
+
+def test_what_others_fetch_without_a_ring_is_copied_and_kept(tmp_path: Path) -> None:
+    async def body() -> None:
+        keeper: Any = mock.Mock()
+        fetching, journal = Fetching(1, "layout", 64, "token", 7.0), Journal(tmp_path / "events.jsonl")
+        one = RankAgent(0, 0, fetching, Mailbox(), journal, lambda _: None, keeper, lambda why: None)
+        one.order(Keep(BASE))
+        keeper.want.assert_called_once_with(BASE, 7.0)
+
+    asyncio.run(body())

@@ -1,0 +1,80 @@
+"""What a rank comes back with, where copies in its host's memory are damaged or gone."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from test_held import START, hold
+from test_keeper import DEADLINE_S, Place, done, until, walk
+from test_keeper import place as place
+from torch.distributed.device_mesh import DeviceMesh
+
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.state.ranks import Ranks
+from ft_hsdp.train import restore as restoring
+from ft_hsdp.train.held import Held
+from ft_hsdp.train.keeper import Keeper
+from ft_hsdp.train.restore import Checkpoints, restore
+
+CHECKPOINTED = StateId(1, 1, "c" * 32)
+
+
+def came_back(held: Held, keeper: Keeper, place: Place, monkeypatch: pytest.MonkeyPatch) -> StateId | None:
+    """The state of a fresh rank after it has restored; CHECKPOINTED stands for that of a checkpoint."""
+
+    def resume(held: Held, *_: object) -> None:
+        held.state = CHECKPOINTED
+
+    monkeypatch.setattr(restoring, "_resume", resume)
+    checkpoints = Checkpoints(place.folder, "", 1, lambda ledger: ledger, None)
+    restore(held, keeper, Ranks(), checkpoints, current=True, journal=place.journal)
+    return held.state
+
+
+def test_a_damaged_copy_is_passed_over(mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, sharded = hold(mesh)
+    keeper = place.keeper(held)
+    walk(held, sharded, keeper, 2)
+    older = held.state
+    walk(held, sharded, keeper, 1)
+    assert keeper._agent is not None
+    keeper._agent.flip()
+    fresh, _ = hold(mesh, seed=5)
+    again = place.keeper(fresh)
+    assert came_back(fresh, again, place, monkeypatch) == older
+    assert "SnapshotCorrupt" in place.events()
+    assert [kept.state for kept in again.recall()] == [older]
+    last, _ = hold(mesh, seed=6)
+    again.reached(older)  # another copy of what is held
+    assert done(again)
+    assert again._agent is not None
+    again._agent.flip()
+    again.want(older, 60.0)  # a donor finds it, and makes one more
+    until(lambda: (again.settle(older), done(again), place.events().count("SnapshotCorrupt") == 2)[-1])
+    again.close()
+    final = place.keeper(last)
+    assert came_back(last, final, place, monkeypatch) == older
+    assert last.digest() == fresh.digest()
+
+
+def test_an_agent_that_dies_with_what_it_kept_leaves_the_checkpoint(
+    mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held, sharded = hold(mesh)
+    keeper = place.keeper(held)
+    walk(held, sharded, keeper, 2)
+    fresh, _ = hold(mesh, seed=5)
+    again = place.keeper(fresh)
+    take = again.take
+
+    def dies(state: StateId) -> object:
+        process = place.starter.started[-1]
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait(DEADLINE_S)
+        return take(state)
+
+    monkeypatch.setattr(again, "take", dies)
+    assert came_back(fresh, again, place, monkeypatch) == CHECKPOINTED
+    assert held.state != START
