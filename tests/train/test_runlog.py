@@ -69,8 +69,8 @@ def test_a_new_life_appends(tmp_path: Path) -> None:
 
 def test_the_final_state_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
     log = RunLog(tmp_path, "0-x-1")
-    log.final(RECORD.state_id, "ab" * 32, True)
-    log.final(RECORD.state_id, "cd" * 32, False)
+    log.final(RECORD.state_id, "ab" * 32, True, "e" * 64)
+    log.final(RECORD.state_id, "cd" * 32, False, "f" * 64)
     said = json.loads((tmp_path / "final.json").read_text())
     assert said == {
         "commit_epoch": 3,
@@ -79,6 +79,7 @@ def test_the_final_state_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> No
         "digest": "cd" * 32,
         "incarnation": "0-x-1",
         "loop": "own",
+        "config_hash": "f" * 64,
     }
     assert sorted(p.name for p in tmp_path.iterdir()) == ["commits.jsonl", "fed.jsonl", "final.json"]
 
