@@ -2,7 +2,8 @@
 
 The second fault of a pair comes while the first is in force or is recovered from. Several pairs go through one job
 of 3 x 2; one that stays for good has a job of its own. After each: no standstill beyond 30 s. After each job: one
-state, no batch twice, none skipped, all steps. Jobs are added to the report; pairs in it are not run again.
+state, no batch twice, none skipped, all steps, and nothing that `verify` objects to. Jobs are added to the report;
+pairs in it are not run again.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.events import Lines
 from ft_hsdp.launch.inflict import inflict
 from ft_hsdp.launch.rundir import RunDir
+from ft_hsdp.launch.verify import verify
 
 ROOT = Path(__file__).parents[2]
 STANDSTILL_S = 30.0
@@ -155,6 +157,7 @@ class Injured:
                 say(f"{summary['batches'][what]} batches {what}")
         if self.job.events("StateDiverged"):
             say("two live states differed (StateDiverged)")
+        self.breaches.extend(verify(self.run).breaches)
 
     def told(self, seed: int) -> dict[str, Any]:
         """The job in a report."""
