@@ -109,6 +109,7 @@ class ReplicaSupervisor:
         self._contributing = ""  # the newest incarnation that contributed
         self._stopping = False
         self._away_until = 0
+        self._late = False  # the incarnation was ended because it did not hear of the job's end
         self.resting = False  # not wanted, and nothing of it runs
 
     @property
@@ -247,6 +248,8 @@ class ReplicaSupervisor:
             )
             if told.finished and not self._dismissed:
                 kind, why = DONE, "all ranks ended with the job; its final state is in no file"
+        elif self._late:
+            kind = DONE
         codes = {str(r.rank): r.code for r in current.ranks.values()}
         ending = "stopped" if self._stopping or (self._dismissed and kind in (LEFT, STRAY)) else kind
         self._event("ReplicaExited", why, kind=ending, rank=rank.rank if rank else None, codes=codes)
@@ -406,16 +409,24 @@ class ReplicaSupervisor:
     async def _guard(self, current: Incarnation) -> None:
         """Evict what no rank can see: a replica that does not check in, and ranks that are stopped for long.
 
-        The lighthouse and the other ranks of the replica, which know more, come first where there are any.
+        The lighthouse and the other ranks of the replica, which know more, come first where there are any. A
+        replica that cannot reach the lighthouse does not hear that the job has ended: its supervisor ends it.
         """
         timeouts, began = self._config.timeouts, time.monotonic()
         stopped: dict[int, float] = {}
         log = Tailer(self._run.replica_events(self.replica))
         log.skip()  # nothing of this incarnation is in it yet, and it may be long
         checked_in = False
+        finished: float | None = None
         while True:
             await asyncio.sleep(GUARD_S)
             now = time.monotonic()
+            if self._progress.finished:
+                finished = finished or now
+                if now - finished >= timeouts.stop_s:
+                    self._late = True
+                    why = "its ranks did not end within {:g} s (timeouts.stop_s) after the end of the job"
+                    self.evict(current.name, why.format(timeouts.stop_s))
             checked_in = checked_in or any(
                 row.get("event") == "CheckedIn" and row.get("incarnation") == current.name for row in log.poll()
             )

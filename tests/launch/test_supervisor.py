@@ -535,3 +535,18 @@ def test_a_hang_that_no_rank_can_see_is_found_by_the_supervisor(run_dir: RunDir,
         assert expected in exited["reason"]
 
     world.test(body)
+
+
+def test_a_replica_that_does_not_hear_of_the_end_of_the_job_is_ended(run_dir: RunDir) -> None:
+    world = World(run_dir, timeouts={"stop_s": 0.3})
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        pids = await world.waiting(0)
+        world.progress.saw(9, finished=True)
+        outcome = await asyncio.wait_for(task, 20.0)
+        assert outcome.kind == "done"
+        assert "did not end within 0.3 s (timeouts.stop_s) after the end of the job" in outcome.reason
+        assert not any(alive({"pid": pid}) for pid in pids)
+        assert not world.named("RestartScheduled")
+
+    world.test(body)

@@ -41,7 +41,7 @@ HIT_S = 10.0  # how long a fault waits for somebody to hit
 PAIR_S = 8.0  # what a pair takes, about
 BATCH = 8  # pairs of one job
 CALM_STEPS = 3  # before the first fault, and for the end of the job
-END_S = 120.0
+END_S = 180.0  # longer than timeouts.final_wait_s and timeouts.stop_s
 
 
 class Injured:
