@@ -12,6 +12,7 @@ from ft_hsdp.core import lineage
 from ft_hsdp.core.assignment import Answer, CatchUp, Finish, Member, Refused, Report
 from ft_hsdp.core.commit import CommitRecord, Fence
 from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.restart import doubled
 from lighthouse import quorum
 from lighthouse.edges import learn
 from lighthouse.quorum import Base, Incarnation
@@ -119,7 +120,7 @@ def _pause(s: State) -> float:
     """Seconds before another epoch, where the last ones made no step and nobody died: no storm of them."""
     if s.grant is None or any(not alive(s, (m.replica, m.incarnation)) for m in s.grant.members):
         return 0.0
-    return min(PAUSE_S * 2.0 ** (s.fruitless - PROMPT - 1), LONGEST_PAUSE_S) if s.fruitless > PROMPT else 0.0
+    return doubled(PAUSE_S, s.fruitless - PROMPT, LONGEST_PAUSE_S)
 
 
 def _edges(s: State, asks: Mapping[int, Request], now: float) -> Step:

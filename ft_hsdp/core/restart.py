@@ -57,7 +57,7 @@ def on_loss(
     budget, and is tried again with growing pauses for as long as the job lasts.
     """
     if unreached:
-        delay = min(policy.backoff_max_s, max(policy.backoff_s, UNREACHED_S) * 2 ** min(state.unreached, 64))
+        delay = doubled(max(policy.backoff_s, UNREACHED_S), state.unreached + 1, policy.backoff_max_s)
         after = replace(state, restarts=state.restarts + 1, unreached=state.unreached + 1)
         return after, Restart(delay, f"{cause}; tried again after {delay:g} s, which costs none of the budget")
     state = replace(state, unreached=0)
@@ -65,15 +65,16 @@ def on_loss(
         state = replace(state, used=0)
     if state.used >= policy.budget:
         return state, GiveUp(f"{cause}; the budget of {policy.budget} restarts is used up")
-    delay = backoff(policy, state.used)
+    delay = doubled(policy.backoff_s, state.used, policy.backoff_max_s)
     after = replace(state, restarts=state.restarts + 1, used=state.used + 1)
     wait = f" after {delay:g} s" if delay > 0 else ""
     return after, Restart(delay, f"{cause}; restart {after.used} of {policy.budget}{wait}")
 
 
-def backoff(policy: RestartPolicy, used: int) -> float:
-    """Seconds to wait before a restart when ``used`` were made since the last progress."""
-    if used == 0:
-        return 0.0
-    exponent = min(used - 1, 64)
-    return float(min(policy.backoff_max_s, policy.backoff_s * 2**exponent))
+def doubled(first_s: float, times: int, most_s: float) -> float:
+    """The pause after ``times`` failures in a row: ``first_s``, then twice as long each time, up to ``most_s``.
+
+    0.0 after none. The exponent is bounded: a float holds no power of 2 above 1023, and an outage may last for
+    any number of failures.
+    """
+    return float(min(most_s, first_s * 2 ** min(times - 1, 64))) if times > 0 else 0.0

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ft_hsdp.core.restart import doubled
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.crew import Crew, spare_log
 from ft_hsdp.launch.engine import Gang
@@ -140,7 +141,7 @@ class Pool(Changes):
 
     @property
     def _pause_s(self) -> float:
-        return min(PAUSE_MAX_S, PAUSE_S * 2.0 ** (self._failed - 1)) if self._failed else 0.0
+        return doubled(PAUSE_S, self._failed, PAUSE_MAX_S)
 
     async def _make(self, crew: Crew) -> None:
         """Start a spare, and wait until it is warm, taken or gone."""

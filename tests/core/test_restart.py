@@ -4,13 +4,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.restart import REFILL_STEPS, GiveUp, Restart, RestartPolicy, RestartState, backoff, on_loss
+from ft_hsdp.core.restart import REFILL_STEPS, GiveUp, Restart, RestartPolicy, RestartState, doubled, on_loss
 
 POLICY = RestartPolicy(budget=3, backoff_s=1.0, backoff_max_s=3.0)
 
 
 def test_the_first_restart_is_immediate_and_the_next_ones_wait_longer() -> None:
-    assert [backoff(POLICY, used) for used in range(5)] == [0.0, 1.0, 2.0, 3.0, 3.0]
+    assert [doubled(1.0, used, 3.0) for used in range(5)] == [0.0, 1.0, 2.0, 3.0, 3.0]
+    worn = [RestartState(used=used) for used in range(3)]
+    decisions = [on_loss(state, POLICY, 0, "SIGKILL")[1] for state in worn]
+    assert [d.delay_s for d in decisions if isinstance(d, Restart)] == [0.0, 1.0, 2.0]
 
 
 def test_a_crash_loop_ends_when_the_budget_is_used_up() -> None:
@@ -53,8 +56,8 @@ def test_never_more_than_budget_restarts_in_a_row_without_progress(committed: li
 
 
 @pytest.mark.parametrize("used", [1, 100, 10**6])
-def test_the_backoff_does_not_overflow(used: int) -> None:
-    assert backoff(RestartPolicy(10**6, 0.1, 30.0), used) <= 30.0
+def test_a_pause_does_not_overflow(used: int) -> None:
+    assert doubled(0.1, used, 30.0) <= 30.0
 
 
 def test_a_life_that_found_no_lighthouse_costs_no_budget() -> None:

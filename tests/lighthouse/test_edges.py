@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from lighthouse_helpers import Script, at, name
@@ -158,6 +159,20 @@ def test_epochs_without_a_step_come_slower_and_slower():
     assert at_s[0] == pauses[0] == 0.0, "the first two come at once"
     assert pauses == sorted(pauses)
     assert 4.9 < pauses[-1] < 5.1
+
+
+def test_an_outage_may_cost_any_number_of_epochs():
+    """An epoch every 5 s for days: the pause is no power of 2 that no float holds."""
+    job = Script(total=2)
+    job.first(0, 1)
+    job.s = replace(job.s, fruitless=10**5)
+    epoch = job.s.epoch
+    for r in (0, 1):
+        job.ask(r, epoch=epoch, after=epoch)
+    job.wait(4.9)
+    assert job.s.epoch == epoch
+    job.wait(0.2)
+    assert job.s.epoch == epoch + 1
 
 
 @pytest.mark.parametrize("size", [4, 5, 8, 40])
