@@ -89,6 +89,11 @@ class Audit:
         """The newest step of a canonical commit."""
         return self._last["step"] if self._last else 0
 
+    @property
+    def awaited(self) -> int:
+        """How many batches are listed by a commit, and by no line yet of what was fed."""
+        return len(self._open)
+
     def fed(self, replica: int, line: Row) -> None:
         """Take a line of what a replica logged before each forward."""
         feed = (replica, line["step"], line["shard"], line["index"])

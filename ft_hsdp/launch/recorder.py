@@ -17,7 +17,7 @@ from ft_hsdp.launch.merge import COUNTED, Merger, metrics_row
 from ft_hsdp.launch.rundir import Row, RunDir, Tailer, read_json, read_jsonl, write_json
 from ft_hsdp.launch.summary import Summary, Tally
 
-FED_BYTES = 64 << 10  # of what one replica has fed, in one look
+FED_BYTES = 64 << 10  # of what one replica has fed, in one piece
 
 Sink = Callable[[Row], None]
 
@@ -60,6 +60,11 @@ class Recorder:
         self._fed_to = dict.fromkeys(self._fed, 0)  # the newest step of each
 
     @property
+    def awaited(self) -> int:
+        """How many batches are listed by commits, and by no line yet of what was fed."""
+        return self._tally.audit.awaited
+
+    @property
     def newest(self) -> Row | None:
         """The newest commit that any replica logged, confirmed or not."""
         return self._merger.newest
@@ -82,7 +87,8 @@ class Recorder:
         if self._merger.undone:
             self._rewind()
         self._publish(self._merger.confirmed())
-        return bool(fresh or rows or self._take_fed(ahead=WINDOW))
+        fed = self._take_fed(ahead=WINDOW)
+        return bool(fresh or rows or fed)
 
     def finish(self, lost: Iterable[int] = ()) -> Summary:
         """Take the last lines and write summary.json."""
@@ -127,11 +133,18 @@ class Recorder:
         self._begin(Merger(self._merger.rewinds))
 
     def _take_fed(self, ahead: float) -> bool:
-        """Take what was fed, up to `ahead` steps before the newest canonical one; whether there was any."""
+        """Take what was fed, up to `ahead` steps beyond the newest canonical one; whether there was any.
+
+        The audit keeps each commit until it has seen what was fed for it, so this reads as far as the commits go.
+        """
         taken = False
         for replica, log in self._fed.items():
-            if self._fed_to[replica] <= self._tally.audit.steps + ahead:
+            while self._fed_to[replica] <= self._tally.audit.steps + ahead:
+                before = log.line
                 for line in log.poll(FED_BYTES):
                     self._tally.fed(replica, line)
-                    self._fed_to[replica], taken = line.get("step", 0), True
+                    self._fed_to[replica] = line.get("step", 0)
+                if log.line == before:
+                    break
+                taken = True
         return taken
