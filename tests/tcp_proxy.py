@@ -10,11 +10,15 @@ from typing import Any
 
 
 class Proxy:
-    """Forwards a port of its own to ``port``, both on 127.0.0.1; a context that leaves nothing open."""
+    """Forwards a port of its own to ``port``, both on 127.0.0.1; a context that leaves nothing open.
+
+    ``passed``: all that went through it, both ways.
+    """
 
     def __init__(self, port: int) -> None:
         self._to = port
         self.port = 0
+        self.passed = bytearray()
         self._server: asyncio.Server | None = None
         self._ends: set[asyncio.StreamWriter] = set()
         self._loop = asyncio.new_event_loop()
@@ -66,7 +70,7 @@ class Proxy:
             return
         self._ends.add(back)
         try:
-            await asyncio.gather(_copy(reader, back), _copy(there, writer))
+            await asyncio.gather(self._copy(reader, back), self._copy(there, writer))
         except (OSError, asyncio.CancelledError):
             pass
         finally:
@@ -76,9 +80,9 @@ class Proxy:
                 with contextlib.suppress(OSError, asyncio.CancelledError):
                     await end.wait_closed()
 
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(65536):
-        writer.write(data)
-        await writer.drain()
-    writer.close()
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(65536):
+            self.passed += data
+            writer.write(data)
+            await writer.drain()
+        writer.close()

@@ -10,12 +10,17 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from ft_hsdp import events
+from ft_hsdp.config import parse
+from ft_hsdp.core.lineage import StateId
 from ft_hsdp.events import Journal, Lines, Lost, Queued, replace_json, reserve, strict
-from ft_hsdp.launch.rundir import Tailer, read_json, read_jsonl
+from ft_hsdp.launch.recorder import Recorder
+from ft_hsdp.launch.rundir import RunDir, Tailer, keep_json, open_log, read_json, read_jsonl
+from ft_hsdp.train.runlog import RunLog
 
 
 class Disk:
@@ -202,6 +207,28 @@ def test_a_file_is_replaced_on_a_full_disk_in_its_own_blocks(
     Disk(monkeypatch, full())
     with pytest.raises(OSError, match="No space"):
         replace_json(tmp_path / "new.json", {"pid": 2})
+
+
+def test_a_full_disk_costs_the_files_of_a_supervisor_and_of_a_leader_and_nobody_s_life(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No file can be made or written: pictures of processes, outputs, the final state, the summary."""
+    told: list[Lost] = []
+    log = RunLog(tmp_path / "replicas/0", "0-x-0", lost=told.append)
+    recorder = Recorder(RunDir(tmp_path), parse({}), lambda row: None, lambda row: None)
+    full_disk = mock.Mock(side_effect=full())
+    monkeypatch.setattr(events.os, "write", full_disk)
+    monkeypatch.setattr(events, "_overwrite", full_disk)
+    monkeypatch.setattr(Path, "open", full_disk)
+    keep_json(tmp_path / "processes.json", {"pid": 1})
+    with open_log(tmp_path / "rank0.log") as nowhere:
+        nowhere.write(b"lost")
+    log.final(StateId(1, 2, "ab" * 16), "cd" * 16, True, "ef" * 16)
+    assert recorder.finish()["steps"] == 0
+    log.close()
+    recorder.close()
+    assert [lost.file for lost in told] == ["final.json"]
+    assert full_disk.call_count >= 4
 
 
 def test_what_was_reserved_is_used(tmp_path: Path) -> None:

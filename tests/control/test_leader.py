@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from ft_hsdp.core.commit import Fence
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.core.rules import Rules
 from ft_hsdp.core.standing import Phase
+from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.protocol import (
     RankBroken,
     RankCheckpointed,
@@ -381,6 +384,24 @@ def test_the_final_state_is_reported_once_it_is_written_down(tmp_path: Path, wri
         s.lighthouse.answers.put_nowait(Finish())
         await s.until(lambda: s.named(effects.Exit), "the end")
         assert s.named(effects.Exit)[0].code == 0
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_leader_without_a_descriptor_to_call_the_lighthouse_ends_and_names_its_limit(tmp_path: Path) -> None:
+    """The lighthouse may be well: to wait for it would hold up the ring for as long as the lease."""
+
+    async def body() -> None:
+        s = Scene(tmp_path)
+        s.leader.start()
+        lacking = LighthouseUnreachable("no connection")
+        lacking.__cause__ = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        s.lighthouse.answers.put_nowait(lacking)
+        await s.until(lambda: s.ended, "it ends")
+        ((why, code),) = s.ended
+        assert "RLIMIT_NOFILE" in why
+        assert code == 75
         s.leader.close()
 
     run(body())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -74,6 +75,17 @@ def test_an_old_life_that_thaws_neither_joins_nor_fences_the_member(commits: int
     assert job.s.views[1].incarnation == NEW
     assert job.s.grant is not None
     assert job.s.grant.member(1, OLD) is None
+
+
+def test_an_old_life_that_is_forgotten_and_was_told_no_number_is_refused_by_what_it_was_granted() -> None:
+    job = TwoLives()
+    job.s = replace(job.s, lives=tuple(life for life in job.s.lives if life.incarnation != OLD))
+    before = job.s
+    for seen in ({"epoch": 1, "after": 1}, {"max_term": job.s.term}):
+        refused = job.asks(OLD, START, **seen).answers[1]
+        assert isinstance(refused, Refused)
+        assert (refused.exit_code, "was granted before" in refused.reason) == (75, True)
+        assert job.s == before
 
 
 def test_two_supervisors_that_report_in_turn_change_nothing() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from known import admit
 from state_helpers import STATE, TOKEN, Snapshot, sealed
+from tcp_proxy import Proxy
 
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.handshake import Purpose
@@ -345,6 +346,17 @@ def test_the_token_is_needed() -> None:
     with good(snapshot()) as (address, _):
         error, _, _ = run([address], token="cd" * 32, deadline_s=0.3)
     assert "replica 0 lets nobody in who calls from here with this token" in str(error)
+
+
+def test_who_reads_a_fetch_on_the_wire_does_not_get_the_token() -> None:
+    """Nothing is encrypted within a host, so the state passes as it is; the token does not pass at all."""
+    honest = snapshot()
+    with good(honest) as (address, _), Proxy(int(address.rpartition(":")[2])) as wire_tap:
+        got, data, _ = run([f"127.0.0.1:{wire_tap.port}"])
+    assert isinstance(got, Fetched)
+    assert data[:100] in wire_tap.passed
+    assert TOKEN.encode() not in wire_tap.passed
+    assert bytes.fromhex(TOKEN) not in wire_tap.passed
 
 
 def test_nobody_to_ask() -> None:
