@@ -125,12 +125,13 @@ class Phase(BaseModel):
 
 
 class Failure(BaseModel):
-    """An incarnation that failed, what it cost the others, and when it was back."""
+    """An incarnation that failed, what it cost the others, and when it was back; ``said``: what became of it."""
 
     seq: int
     replica: int
     rank: int | None
     kind: str
+    said: str
     t: float
     cause: str
     phases: list[Phase]
@@ -169,7 +170,7 @@ class Picture(BaseModel):
 
 
 class Event(BaseModel):
-    """A row of the log."""
+    """A row of the log; ``said`` is one plain sentence on it."""
 
     seq: int
     t: float
@@ -179,6 +180,7 @@ class Event(BaseModel):
     rank: int | None
     incarnation: str | None
     reason: str | None
+    said: str
     facts: dict[str, Any]
 
 

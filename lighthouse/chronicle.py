@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import RankBeat, Telemetry
+from ft_hsdp.sentences import tell
 from lighthouse import intake
 from lighthouse.archive import MAX_READ, Archive, ArchiveFailed, Entry
 from lighthouse.followers import Followers
@@ -31,6 +32,7 @@ MAX_PENDING = 4096  # rows that wait for that
 SLICE = 200  # rows that are folded before the event loop has its turn
 KNOWN = 4096  # commits that are recognized when another replica tells of them, too
 PASTS = 4  # pictures of earlier times that are remembered
+MAX_SAID = 300  # characters of the sentence on an event
 COMPLAIN_S = 10.0  # between two lines about rows that were lost
 
 _log = logging.getLogger(__name__)
@@ -379,4 +381,9 @@ def _told(entry: Entry) -> Json:
     """An event as GET /v1/events shows it."""
     row = entry.row
     facts = {key: value for key, value in row.items() if key not in _HEAD}
-    return {"seq": entry.seq, **{key: row.get(key) for key in _HEAD}, "facts": facts}
+    return {"seq": entry.seq, **{key: row.get(key) for key in _HEAD}, "said": said(row), "facts": facts}
+
+
+def said(row: Row) -> str:
+    """An event as one plain sentence of bounded length, without its reason."""
+    return tell(row, reason=False)[:MAX_SAID]

@@ -79,7 +79,7 @@ def _entries(blocks: list[bytes]) -> Iterator[Entry]:
         try:
             row = json.loads(fields[b"data"])
             kind = fields[b"event"].decode()
-            entry = Entry(int(fields[b"id"]), kind, {k: v for k, v in row.items() if k != "seq"})  # type: ignore[arg-type]
+            entry = Entry(int(fields[b"id"]), kind, {k: v for k, v in row.items() if k not in ("seq", "said")})  # type: ignore[arg-type]
             float(entry.row["t"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise httpx.DecodingError(f"not a row: {error}") from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ft_hsdp.sentences import fault
 from lighthouse.failures import Epoch, Failure, Failures
 from lighthouse.lanes import Lane, Lanes
 
@@ -85,6 +86,7 @@ class Timeline:
         return {
             "seq": failure.seq,
             **{key: told[key] for key in shown},
+            "said": fault(told["kind"]),
             "cause": failure.cause,
             "phases": [{"name": name, "t0": t0, "t1": t1} for name, t0, t1 in self.failures.phases(failure)],
             "done": told["rejoin_s"] is not None or failure.hopeless or self.ended is not None,

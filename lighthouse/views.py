@@ -16,7 +16,7 @@ from lighthouse import body
 from lighthouse.answers import Events, Picture
 from lighthouse.archive import MAX_READ, ArchiveFailed
 from lighthouse.auth import Bearer, Keys
-from lighthouse.chronicle import Chronicle
+from lighthouse.chronicle import Chronicle, said
 from lighthouse.intake import LIMIT
 from lighthouse.limits import TooMany
 from lighthouse.service import Service
@@ -119,7 +119,7 @@ def views(chronicle: Chronicle, service: Service | None, keys: Keys) -> APIRoute
 
 _STREAM: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "rows, each with `id`, `event: event` or `event: commit`, and `data`",
+        "description": "rows: `id`, `event: event` or `event: commit`, `data`; `said` is an event in a sentence",
         "content": {"text/event-stream": {"schema": {"type": "string"}}},
     }
 }
@@ -144,7 +144,8 @@ async def _messages(rows: Rows) -> AsyncIterator[str]:
             if row is None:
                 return
             seq, kind, body = row
-            data = json.dumps({"seq": seq, **body}, separators=(",", ":"), allow_nan=False)
+            told = {"said": said(body)} if kind == "event" else {}
+            data = json.dumps({"seq": seq, **body, **told}, separators=(",", ":"), allow_nan=False)
             yield f"id: {seq}\nevent: {kind}\ndata: {data}\n\n"
             task = asyncio.ensure_future(anext(rows, None))
     finally:

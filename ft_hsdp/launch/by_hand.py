@@ -41,8 +41,8 @@ from ft_hsdp.launch.rundir import (
     read_json,
     write_json,
 )
-from ft_hsdp.launch.story import tell
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+from ft_hsdp.sentences import tell
 from lighthouse.store import finished
 
 INJECTIONS_S = 0.2  # between two looks at the log of failures on purpose

@@ -292,7 +292,7 @@ def _needs_ray(command: str) -> Iterator[None]:
 def _chaos(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.inflict import by_hand, described
     from ft_hsdp.launch.status import find
-    from ft_hsdp.launch.story import tell
+    from ft_hsdp.sentences import tell
 
     options = ("kind", "replica", "rank", "target", "signal", "for_s", "by_s", "delay_s", "reject")
     ends = None if args.edge is None else [int(e) if e.isdecimal() else e for e in args.edge.split(",")]

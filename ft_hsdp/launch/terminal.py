@@ -18,8 +18,9 @@ from rich.table import Table
 from ft_hsdp.config import Config
 from ft_hsdp.events import DISK
 from ft_hsdp.launch.rundir import Row
-from ft_hsdp.launch.story import NOTABLE, tell
+from ft_hsdp.launch.story import NOTABLE
 from ft_hsdp.launch.summary import Summary
+from ft_hsdp.sentences import fault, tell
 
 SHOWN_STEPS = 10
 LONG_S = 3.0  # a wait longer than this is shown
@@ -243,6 +244,6 @@ def _failure(failure: Row) -> str:
     seen = "unknown" if failure["detect_s"] is None else f"{failure['detect_s'] * 1e3:.0f} ms"
     rank = "" if failure["rank"] is None else f" rank {failure['rank']}"
     return (
-        f"{failure['kind']} replica {failure['replica']}{rank}: seen {seen}, "
+        f"replica {failure['replica']}{rank} {fault(failure['kind'])}: seen {seen}, "
         f"stall {failure['stall_s']:.2f} s, " + (f"back {back:.1f} s" if back is not None else "not back")
     )

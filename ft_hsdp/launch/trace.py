@@ -17,7 +17,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.merge import Merger
 from ft_hsdp.launch.recorder import events_of
 from ft_hsdp.launch.rundir import Row, RunDir, read_jsonl
-from ft_hsdp.launch.story import tell
+from ft_hsdp.sentences import tell
 
 JOB = 1  # its process; pid 0 is the idle process to Perfetto
 ALL, OTHERS = 1, 2  # its threads: marks across all, and events of no replica

@@ -4,9 +4,11 @@ import { store } from "./store.js";
 import { clockMs, day, short } from "./time.js";
 
 const GRAVE = new Set([
-  "FailureInjected", "ProcessExited", "ReplicaExited", "RingBroken", "ReplicaLost", "ReplicaStuck", "FetchRejected",
-  "LighthouseExited", "LighthouseFailed", "HeadRolledBack", "ReplicaExcluded",
-  "EdgeBroken", "RewindOrdered", "StoreBehind", "LeaseEnded", "BatchGivenUp",
+  "FailureInjected", "ProcessExited", "ReplicaExited", "RingBroken", "ReplicaLost", "ReplicaStalled", "RankEnded",
+  "FetchRejected", "SnapshotCorrupt", "SnapshotsNotForgotten", "StateCorrupt", "StateDiverged", "StateAgentLost",
+  "ForkServerLost", "LogLinesLost", "CheckpointFailed", "StepSkipped", "BatchGivenUp", "JobHalted", "HeadRolledBack",
+  "RewindOrdered", "ReplicaExcluded", "EdgeBroken", "LeaseEnded", "StoreBehind", "StoreFailed", "LighthouseExited",
+  "LighthouseSilent", "LighthouseFailed", "LighthouseDeposed",
 ]);
 
 function worded(name, value) {
@@ -25,8 +27,8 @@ export function Row({ row, named }) {
       ${row.replica === null || row.replica === undefined
         ? html`<span class="who quiet">${row.source}</span>`
         : html`<button type="button" class="who num" title=${`from the ${row.source}`} onClick=${() => store.set({ replica: row.replica })}>r${row.replica}${rank}</button>`}
-      <span class="what">${row.event}</span>
-      <span class="why">${row.reason} <span class="facts-of">${facts}</span></span>
+      <span class="what" title=${row.event}>${row.said}</span>
+      <span class="why">${row.reason !== row.said && row.reason} <span class="facts-of"><b>${row.event}</b>  ${facts}</span></span>
     </li>
   `;
 }

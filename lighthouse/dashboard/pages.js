@@ -9,14 +9,14 @@ export const EMPTY = { rows: [], older: false, newer: false };
 export function passes(row, { replica, event, text }) {
   if (replica !== "" && row.replica !== Number(replica)) return false;
   if (event !== "" && row.event !== event) return false;
-  return text === "" || JSON.stringify(row).toLowerCase().includes(text.toLowerCase());
+  return text === "" || JSON.stringify({ ...row, said: undefined }).toLowerCase().includes(text.toLowerCase());
 }
 
 /** A live row as `/v1/events` would give it: what is not named is a fact. */
 export function shaped(row) {
   if (row.facts) return row;
-  const { seq, t, event, source, replica = null, rank = null, incarnation = null, reason = "", ...facts } = row;
-  return { seq, t, event, source, replica, rank, incarnation, reason, facts };
+  const { seq, t, event, source, replica = null, rank = null, incarnation = null, reason = "", said = event, ...facts } = row;
+  return { seq, t, event, source, replica, rank, incarnation, reason, said, facts };
 }
 
 /** `held` and `more` as one ascending list without doubles. */

@@ -17,8 +17,8 @@ export const PHASES = {
 };
 const LISTED = 100;
 
-/** What a failure was, and why, where that says more. */
-export const told = ({ kind, cause }) => (!cause || cause.includes(kind) ? cause || kind : `${kind}, ${cause}`);
+/** What became of a replica, and why, where that says more. */
+export const told = ({ kind, said, cause }) => (!cause || cause === kind ? said : `${said}: ${cause}`);
 
 export function Waterfall() {
   const failures = useStore((s) => s.picture.failures);
@@ -74,7 +74,7 @@ function List({ failures, chosen }) {
         (f) => html`<li key=${f.seq}>
           <button type="button" aria-current=${f.seq === chosen} onClick=${() => store.set({ failure: f.seq })}>
             <span class="num quiet">${day(f.t)} ${clock(f.t)}</span><span class="num">r${f.replica}</span>
-            <span class="kind">${f.kind}</span><span class="num right">${f.rejoin_s === null ? "–" : span(f.rejoin_s)}</span>
+            <span class="kind">${f.said}</span><span class="num right">${f.rejoin_s === null ? "–" : span(f.rejoin_s)}</span>
           </button>
         </li>`,
       )}

@@ -56,7 +56,7 @@ def test_an_order_is_confirmed_carried_out_and_seen(browser, own, seen):
         expect(drawer.locator(".notice")).to_contain_text("its supervisor kills 3-run-0")
         row = page.locator(".rows .row").filter(has_text="AdminEvicted")
         expect(row).to_contain_text("a fan is broken")
-        expect(drawer.locator(".recent")).to_contain_text("AdminEvicted")
+        expect(drawer.locator(".recent")).to_contain_text("an operator evicts replica 3")
         assert not any(ADMIN in url for url in [*seen.asked, page.url])
         drained(page, drawer)
     assert not seen.console

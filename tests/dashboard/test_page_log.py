@@ -35,11 +35,24 @@ def test_filter_by_replica_event_and_text(page, rows):
     page.get_by_label("Replica", exact=True).select_option(str(replica))
     until(lambda: set(page.locator(".rows .who").all_text_contents()) <= own)
     page.get_by_label("Event", exact=True).select_option("FetchCompleted")
-    until(lambda: set(page.locator(".rows .what").all_text_contents()) == {"FetchCompleted"})
+    what = page.locator(".rows .what")
+    until(lambda: set(what.evaluate_all("all => all.map(e => e.title)")) == {"FetchCompleted"})
+    assert all(f"replica {replica} rank" in said and " fetched " in said for said in what.all_text_contents())
     page.get_by_label("Text", exact=True).fill("no row says this")
     expect(page.get_by_text("no event passes the filter")).to_be_visible()
     page.get_by_role("button", name="clear").click()
     until(lambda: len(set(page.locator(".rows .what").all_text_contents())) > 3)
+
+
+def test_each_event_is_told_in_words_and_named(page, rows):
+    """What it says stands where one reads first; its name, by which one filters, beside it."""
+    told = rows.evaluate_all(
+        "rows => rows.map(r => ['.what', '.facts-of b'].map(place => r.querySelector(place).textContent))"
+    )
+    assert len({name for _, name in told}) > 3
+    for said, name in told:
+        assert " " in said
+        assert name not in said
 
 
 def test_scrolling_reads_the_past_page_by_page(page, rows, shared):

@@ -145,7 +145,7 @@ def test_the_slider_moves_everything_and_ctrl_c_ends_it(browser, served, run):
     page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] / 2, steps=8)
     page.mouse.up()
     until(lambda: 33 <= state(page, "s.picture.head.step") <= 39)
-    expect(page.locator(".failures")).to_contain_text("SIGKILL")
+    expect(page.locator(".failures")).to_contain_text("was killed by SIGKILL")
 
     page.get_by_label("Speed").select_option("60")
     page.get_by_role("button", name="play").click()

@@ -156,7 +156,7 @@ def test_what_is_no_row_is_not_kept(sent):
 
 def test_comments_and_other_events_are_passed_over():
     sent = b": ping\n\nretry: 1000\n\n"
-    sent += b'id: 4\nevent: event\ndata: {"t": 1, "event": "X", "seq": 4, "reason": "a: b"}\n\n'
+    sent += b'id: 4\nevent: event\ndata: {"t": 1, "event": "X", "seq": 4, "reason": "a: b", "said": "s"}\n\n'
     other = b'id: 5\nevent: hint\ndata: {"t": 1}\n\n'
     assert list(mirrors._entries((sent + other).split(b"\n\n"))) == [
         Entry(4, "event", {"t": 1, "event": "X", "reason": "a: b"})

@@ -325,6 +325,7 @@ def test_a_stream_goes_on_where_the_last_one_was_cut():
     found = run_async(main())
     assert [(seq, kind) for seq, kind, _ in found] == [(1, "event"), (2, "event"), (3, "event"), (4, "commit")]
     assert all(body["seq"] == seq for seq, _, body in found)
+    assert [body.get("said") for _, _, body in found] == ["E1", "E2", "E3", None]
     assert found[3][2]["loss"] is None, "strict JSON"
 
 

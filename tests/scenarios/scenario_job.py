@@ -14,6 +14,7 @@ from typing import Any
 
 from ft_hsdp.launch.rundir import RunDir
 from ft_hsdp.launch.verify import verify
+from ft_hsdp.sentences import tell
 
 ROOT = Path(__file__).parents[2]
 SMALL = {
@@ -119,7 +120,7 @@ class Job:
         return pid
 
     def end(self, code: int = 0, deadline_s: float = DEADLINE_S) -> dict[str, Any]:
-        """Wait for the end of the job; its summary. What it has logged is what the protocol allows."""
+        """Wait for the end of the job; its summary. What it has logged is allowed, and told in plain words."""
         try:
             got = self.process.wait(deadline_s)
         except subprocess.TimeoutExpired:
@@ -128,6 +129,8 @@ class Job:
         summary: dict[str, Any] = json.loads((self.run / "summary.json").read_text())
         found = verify(RunDir(self.run))
         assert not found.breaches, "\n".join(found.breaches)
+        bare = [e for e in self.rows("events.jsonl") if tell(e, reason=False).startswith(e["event"])]
+        assert not bare, f"no sentence for {bare}"
         return summary
 
     def tail(self) -> str:

@@ -11,7 +11,7 @@ import pytest
 from scenario_job import ROOT, Job, check
 
 from ft_hsdp.config import ChaosConfig
-from ft_hsdp.launch.story import tell
+from ft_hsdp.sentences import tell
 
 pytestmark = pytest.mark.multiproc
 

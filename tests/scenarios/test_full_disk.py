@@ -14,7 +14,7 @@ from scenario_job import Job, check
 
 from ft_hsdp.launch.rundir import RunDir
 from ft_hsdp.launch.status import status
-from ft_hsdp.launch.story import tell
+from ft_hsdp.sentences import tell
 
 pytestmark = [
     pytest.mark.multiproc,

@@ -1,0 +1,198 @@
+"""Sentences: every event and every kind of failure in plain words, for page, terminal and `explain`. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Row = Mapping[str, Any]
+
+
+def _who(e: Row) -> str:
+    rank = e.get("rank")
+    return f"replica {e.get('replica')}" + (f" rank {rank}" if rank is not None else "")
+
+
+def _ids(value: object) -> str:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+_LIFTED = {
+    "disk_full": "the disk has room again",
+    "slow_disk": "the disk is as fast as before",
+    "descriptors": "files can be opened again",
+    "memory": "there is memory again",
+    "helper": "it continues",
+    "partition": "messages pass again",
+    "garbage": "the strangers are gone",
+    "clock": "the clock is right again",
+}
+"""What is over, by the kind of an injected failure."""
+
+SENTENCES: dict[str, Callable[[Row], str]] = {
+    "FailureInjected": lambda e: (
+        str(e["reason"]) if "target" in e else f"{e['kind']} sent to {_who(e)} (pid {e['pid']})"
+    ),
+    "FailureLifted": lambda e: (
+        f"{e['target']}: {_LIFTED.get(e['kind'], e['kind'])}" if "target" in e else f"{_who(e)} continues"
+    ),
+    "ProcessExited": lambda e: f"{_who(e)} is gone: {e['kind']}",
+    "ReplicaExited": lambda e: f"replica {e['replica']} is down: {e['kind']}",
+    "EvictionOrdered": lambda e: f"replica {e['replica']} is evicted",
+    "AdminEvicted": lambda e: f"an operator evicts replica {e['replica']}",
+    "AdminDrained": lambda e: f"an operator drains replica {e['replica']}",
+    "AdminUndrained": lambda e: f"an operator lets replica {e['replica']} come back",
+    "AdminScaled": lambda e: f"an operator scales the job to {e['replicas']} replicas",
+    "CheckpointOrdered": lambda e: "an operator orders a checkpoint",
+    "JobScaled": lambda e: f"the job is to have {e['replicas']} replicas, not {e['before']}",
+    "LeaveRequested": lambda e: f"replica {e['replica']} is to leave",
+    "ReplicaDrained": lambda e: f"replica {e['replica']} is to stay away",
+    "ReplicaUndrained": lambda e: f"replica {e['replica']} may come back",
+    "ReplicaStarted": lambda e: f"replica {e['replica']} started as {e['incarnation']}, {e.get('how', 'cold')}",
+    "ReplicaBooted": lambda e: f"replica {e['replica']} runs",
+    "FirstStepCommitted": lambda e: f"replica {e['replica']} committed its first step, {e.get('step', '?')}",
+    "SpareWarmed": lambda e: f"spare {e['spare']} is ready after {e['seconds']:.1f} s",
+    "SpareLost": lambda e: f"spare {e['spare']} is lost",
+    "RestartScheduled": lambda e: f"replica {e['replica']} will be started again",
+    "ReplicaUnplaced": lambda e: f"replica {e['replica']} has no place, the others go on without it",
+    "LogLinesLost": lambda e: (
+        f"{e['file']} of {_who(e) if e.get('replica') is not None else 'the job'} lacks "
+        f"{e['lines']} lines: its disk was full or failed"
+    ),
+    "SupervisorStandsBy": lambda e: f"replica {e['replica']} is not started here",
+    "SupervisorLeased": lambda e: f"another supervisor runs replica {e['replica']} from now on",
+    "LogCut": lambda e: f"{_who(e)} took its last lines along",
+    "ReplicaLost": lambda e: f"replica {e['replica']} is lost",
+    "ReplicaWarmed": lambda e: f"replica {e['replica']} is warm",
+    "CheckedIn": lambda e: f"replica {e['replica']} checked in",
+    "RingBroken": lambda e: f"replica {e['replica']} saw its ring break, suspects {e.get('suspect')}",
+    "StepRetried": lambda e: f"replica {e['replica']} repeats the ring of step {e.get('step', '?')}",
+    "LeftBehind": lambda e: f"replica {e['replica']} is behind",
+    "ForkServerLost": lambda e: f"the fork server (pid {e['pid']}) is given up",
+    "StateAgentLost": lambda e: f"{_who(e)} goes on without its state agent",
+    "StateAgentReplaced": lambda e: f"{_who(e)} replaced its state agent",
+    "StateAgentFound": lambda e: f"{_who(e)} has a state agent again",
+    "SnapshotCorrupt": lambda e: f"{_who(e)} dropped a damaged copy of step {e.get('step', '?')}",
+    "StateCorrupt": lambda e: f"{_who(e)} found its own memory changed, and ends",
+    "FetchStarted": lambda e: f"replica {e['replica']} fetches the state",
+    "FetchCompleted": lambda e: (
+        f"{_who(e)} fetched {e.get('bytes', 0) / 1e6:.1f} MB in {e.get('seconds', 0):.2f} s"
+        f" from replica {e['donor']}"
+    ),
+    "FetchRejected": lambda e: f"replica {e['replica']} refused a fetched state",
+    "Rejoined": lambda e: f"replica {e['replica']} is equal again at step {e.get('step', '?')}",
+    "LeaseUsed": lambda e: f"replica {e['replica']} goes on with its last grant",
+    "LeaseEnded": lambda e: (
+        f"replica {e['replica']} and its ring stop before step {e.get('step', '?')} until a lighthouse answers"
+    ),
+    "LighthouseAwaited": lambda e: f"replica {e['replica']} waits for a lighthouse, to join again",
+    "BatchGivenUp": lambda e: (
+        f"batch {e.get('index')} of data shard {e.get('shard')} is given up, nobody will train it"
+    ),
+    "DoubtResolved": lambda e: f"replica {e['replica']} applies step {e.get('step', '?')}, which was in doubt",
+    "GrantRefused": lambda e: f"replica {e['replica']} refuses a grant",
+    "RankEnded": lambda e: f"{_who(e)} ends itself",
+    "Finished": lambda e: f"replica {e['replica']} holds the final state",
+    "Left": lambda e: f"replica {e['replica']} leaves",
+    "EpochGranted": lambda e: f"epoch {e['epoch']}: members {_ids(e['members'])} at step {e['step']}",
+    "ReplicaExcluded": lambda e: f"replica {e['replica']} is left out",
+    "ReplicaEvicted": lambda e: f"the lighthouse evicts replica {e['replica']}",
+    "ExitReported": lambda e: f"exit of {e['incarnation']} reported",
+    "EdgeBroken": lambda e: (
+        f"replicas {_ids(e['replicas'])} cannot connect to each other, "
+        + (f"replica {e['excluded']} is left out" if "excluded" in e else "they are put apart in the ring")
+    ),
+    "StoreBehind": lambda e: (
+        "the lighthouse has an older copy of its store, and learns the rest from the replicas"
+    ),
+    "RewindOrdered": lambda e: (
+        f"replicas {_ids(e['replicas'])} differ: all begin again from the newest checkpoint"
+    ),
+    "HeadRolledBack": lambda e: "the head was rolled back",
+    "AskRefused": lambda e: f"replica {e.get('replica')} was refused",
+    "LighthouseStarted": lambda e: "the lighthouse is up",
+    "LighthouseSilent": lambda e: "the lighthouse answers nothing",
+    "LighthouseExited": lambda e: "the lighthouse is gone",
+    "StoreFailed": lambda e: "the lighthouse's disk takes no writes, it decides nothing new",
+    "StoreRecovered": lambda e: "the lighthouse's disk takes writes again",
+    "LighthouseFailed": lambda e: "the lighthouse did not start",
+    "LighthouseRestarted": lambda e: "the lighthouse is back",
+    "Waiting": lambda e: "the lighthouse waits",
+    "JobFinished": lambda e: "the job has its final state",
+    "Ended": lambda e: f"replica {e['replica']} ends",
+    "GrantAdopted": lambda e: f"replica {e['replica']} takes its place in epoch {e.get('epoch', '?')}",
+    "RingConnected": lambda e: f"{_who(e)} is connected to both neighbours in epoch {e.get('epoch', '?')}",
+    "StepSkipped": lambda e: f"step {e.get('step', '?')} changes no weight",
+    "StateDiverged": lambda e: (
+        f"the state of replica {_ids(e['replicas'])} differs from that of the others"
+        if e.get("majority")
+        else f"the states of replicas {_ids(e['replicas'])} differ, and nobody can tell which is right"
+    ),
+    "StateRestored": lambda e: f"replica {e['replica']} goes on from its state of step {e.get('step', '?')}",
+    "CheckpointStarted": lambda e: f"replica {e['replica']} writes a checkpoint of step {e.get('step', '?')}",
+    "CheckpointWritten": lambda e: f"the checkpoint of step {e.get('step', '?')} is written",
+    "CheckpointFailed": lambda e: f"the checkpoint of step {e.get('step', '?')} failed",
+    "CheckpointPassedOver": lambda e: f"the checkpoint {e['checkpoint']} is passed over",
+    "SnapshotSkipped": lambda e: f"{_who(e)} keeps no copy of its state of step {e.get('step', '?')}",
+    "SnapshotsNotForgotten": lambda e: f"{_who(e)} could not have its wrong copies dropped",
+    "StateAgentNotStarted": lambda e: f"{_who(e)} cannot start a state agent",
+    "ReplicaStalled": lambda e: f"replica {e['replica']} does not get on",
+    "ReplicaResumed": lambda e: f"replica {e['replica']} gets on again",
+    "StragglerSeen": lambda e: f"replica {e['replica']} is slower than the others",
+    "StragglerGone": lambda e: f"replica {e['replica']} is as fast as the others again",
+    "RowsDropped": lambda e: f"{e['rows']} rows of telemetry are lost",
+    "JobHalted": lambda e: "the job cannot go on",
+    "LighthouseElected": lambda e: f"the lighthouse at {e['url']} leads from now on",
+    "LighthouseDeposed": lambda e: f"the lighthouse at {e['url']} does not lead any more",
+}
+"""What each event says; every name that our processes write is here."""
+
+_FAULTS = {
+    "SIGSTOP": "was stopped by SIGSTOP",
+    "SIGTERM": "was told to end by SIGTERM",
+    "exit 64": "refused its configuration (exit 64)",
+    "exit 69": "found no lighthouse (exit 69)",
+    "exit 75": "ended itself, to be started again (exit 75)",
+    "exit 76": "ended itself, for its hardware is broken (exit 76)",
+    "exit 0 of some ranks only": "ended on some of its ranks only",
+    "exit 0 before the end": "ended before the job did",
+    "left": "left",
+    "evicted": "was evicted",
+    "not started": "could not be started",
+    "ring broken": "was suspected when a ring broke",
+    "disk_full": "had a full disk",
+    "slow_disk": "had a slow disk",
+    "descriptors": "had no file descriptor left",
+    "memory": "had no memory left",
+    "helper": "had a helper process that was killed or stopped",
+    "partition": "was cut off by the network",
+    "garbage": "was called by strangers with garbage",
+    "flip": "had a flipped byte in a copy of its state",
+    "clock": "had a wrong clock",
+}
+"""What became of a replica, by the kind of its failure; see `fault`."""
+
+
+def fault(kind: str) -> str:
+    """What became of a replica whose failure is of ``kind``: "was killed by SIGKILL"."""
+    if kind in _FAULTS:
+        return _FAULTS[kind]
+    if kind.startswith(("SIG", "signal ")):
+        return f"was killed by {kind}"
+    return f"ended with an error ({kind})" if kind.startswith("exit ") else f"failed: {kind}"
+
+
+def tell(event: Row, *, reason: bool = True) -> str:
+    """One sentence on one event; of one that is not known, its name."""
+    try:
+        text = SENTENCES[event["event"]](event)
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        OverflowError,
+    ):  # facts that are missing or of another kind
+        text = " ".join([event["event"], *([_who(event)] if event.get("replica") is not None else [])])
+    why = event.get("reason") if reason else None
+    return f"{text} - {why}" if why and why != text else text

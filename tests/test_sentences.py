@@ -1,0 +1,127 @@
+"""Every event that our processes write, and every kind of failure, has a sentence."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+
+from ft_hsdp.config import ChaosConfig
+from ft_hsdp.launch.story import NOTABLE
+from ft_hsdp.sentences import SENTENCES, fault, tell
+
+ROOT = Path(__file__).parents[1]
+NAME = re.compile(r"[A-Z][a-z]+([A-Z][a-z]+)*")
+WRITE = {"event", "note", "_event", "_note", "Note", "Change", "Verdict"}
+FACTS: dict[str, Any] = {
+    "t": 1.0,
+    "source": "replica",
+    "replica": 1,
+    "rank": 0,
+    "incarnation": "1-a-0",
+    "pid": 7,
+    "reason": "because",
+    "kind": "SIGKILL",
+    "step": 3,
+    "epoch": 2,
+    "members": [0, 1],
+    "replicas": [0, 1],
+    "before": 2,
+    "spare": 1,
+    "seconds": 1.5,
+    "file": "fed.jsonl",
+    "lines": 3,
+    "bytes": 10,
+    "donor": 2,
+    "suspect": 0,
+    "index": 1,
+    "shard": 0,
+    "checkpoint": "step-3-epoch-2-1-a-0",
+    "rows": 3,
+    "url": "http://127.0.0.1:1",
+}
+
+
+def texts(node: ast.AST) -> set[str]:
+    """The names of events among the texts in a piece of code."""
+    found = {
+        each.value for each in ast.walk(node) if isinstance(each, ast.Constant) and isinstance(each.value, str)
+    }
+    return set(filter(NAME.fullmatch, found))
+
+
+def written(tree: ast.Module) -> Iterator[set[str]]:
+    """The names of events that a module writes, also those that it has put into a variable before."""
+    nodes = list(ast.walk(tree))
+    given = [
+        (t.id, n.value) for n in nodes if isinstance(n, ast.Assign) for t in n.targets if isinstance(t, ast.Name)
+    ]
+    for node in nodes:
+        if isinstance(node, ast.Dict):
+            pairs = zip(node.keys, node.values, strict=True)
+            yield from (texts(v) for k, v in pairs if isinstance(k, ast.Constant) and k.value == "event")
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.target.id == "event":
+            yield texts(node.annotation)
+        elif isinstance(node, ast.Call):
+            called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+            names = node.args[:2] if called in WRITE else []
+            for argument in [*names, *(k.value for k in node.keywords if k.arg == "event")]:
+                if isinstance(argument, ast.Constant):
+                    yield texts(argument)
+                variables = {each.id for each in ast.walk(argument) if isinstance(each, ast.Name)}
+                yield from (texts(value) for name, value in given if name in variables)
+
+
+def test_every_event_that_is_written_has_a_sentence_and_no_other() -> None:
+    files = [*ROOT.glob("ft_hsdp/**/*.py"), *ROOT.glob("lighthouse/**/*.py")]
+    sources = {
+        f: f.read_text() for f in files if not {"bench", "render"} & {*f.parts} and f.name != "sentences.py"
+    }
+    found: set[str] = set().union(*(names for text in sources.values() for names in written(ast.parse(text))))
+    assert len(found) > 70
+    assert sorted(found - SENTENCES.keys()) == []
+    assert sorted(SENTENCES.keys() - found) == []
+
+
+def test_what_is_marked_on_the_page_and_shown_live_are_events() -> None:
+    marked = (ROOT / "lighthouse/dashboard/log_row.js").read_text().partition("new Set([")[2].partition("]")[0]
+    assert {name.strip(' "') for name in marked.replace("\n", "").split(",")} - {""} <= SENTENCES.keys()
+    assert SENTENCES.keys() >= NOTABLE
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_a_sentence_is_plain_and_needs_no_more_than_the_facts_of_its_event(name: str) -> None:
+    said = tell({"event": name, **FACTS}, reason=False)
+    assert name not in said
+    assert len(said.split()) > 2
+    assert tell({"event": name, **FACTS}).endswith(" - because")
+
+
+@pytest.mark.parametrize(
+    "row", [{"event": "NewInALaterVersion", "replica": 1}, {"event": "SpareWarmed", "replica": 1}]
+)
+def test_an_event_that_is_not_known_or_lacks_its_facts_is_named(row: dict[str, Any]) -> None:
+    assert tell(row) == f"{row['event']} replica 1"
+
+
+@pytest.mark.parametrize("wrong", [None, "x", [1], {"a": 1}, 10**400, float("nan")])
+def test_whatever_a_row_holds_there_is_a_sentence(wrong: object) -> None:
+    for name in SENTENCES:
+        row: dict[str, Any] = dict.fromkeys(FACTS, wrong)
+        assert tell({**row, "event": name, "reason": "because"})
+
+
+def test_every_kind_of_failure_has_words() -> None:
+    kinds = {*get_args(ChaosConfig.model_fields["kind"].annotation)} - {"signal"}
+    ends = {"exit 0 of some ranks only", "exit 0 before the end", "left", "evicted", "not started", "ring broken"}
+    for kind in kinds | ends | {"SIGSTOP", "SIGTERM", "exit 64", "exit 69", "exit 75", "exit 76"}:
+        assert not fault(kind).startswith(("failed:", "ended with an error")), kind
+        assert "_" not in fault(kind)
+    assert fault("SIGKILL") == "was killed by SIGKILL"
+    assert fault("signal 40") == "was killed by signal 40"
+    assert fault("exit 1") == "ended with an error (exit 1)"
+    assert fault("something else") == "failed: something else"
