@@ -1,9 +1,10 @@
-"""What docs/protocol.md refers to is there."""
+"""What docs/protocol.md and docs/security.md refer to is there."""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,25 @@ from ft_hsdp.failpoints import PLACES
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/protocol.md").read_text()
-TESTS = sorted(set(re.findall(r"`T/([^`:]+)(?:::(\w+))?`", PAGE)))
+NAMED = re.compile(r"`(?:(?:T|tests)/(?P<file>[\w/]+\.py))?(?:::)?(?P<name>test_\w+)?`")
+
+
+def named(page: str) -> Iterator[tuple[str, str]]:
+    """The tests of a page: (file, name or ""). A name without a file is of the file that was named last."""
+    file = ""
+    for found in NAMED.finditer(page):
+        file = found["file"] or file
+        if found["file"] or found["name"]:
+            yield file, found["name"] or ""
+
+
+TESTS = sorted({*named(PAGE), *named((ROOT / "docs/security.md").read_text())})
+
+
+def test_tests_are_found_in_both_ways_of_naming_them() -> None:
+    page = "`T/a.py::test_b`, `test_c` and `tests/d.py`, `::test_e`; `code`"
+    assert [*named(page)] == [("a.py", "test_b"), ("a.py", "test_c"), ("d.py", ""), ("d.py", "test_e")]
+    assert len(TESTS) > 150
 
 
 @pytest.mark.parametrize(("file", "name"), TESTS, ids=[f"{f}-{n}" for f, n in TESTS])
