@@ -260,7 +260,7 @@ class Wiring:
         self._leader.start()
 
     def _lead(self, hellos: list[RankHello], state: StateId) -> Leader:
-        config, place, life, client = self._config, self._place, self._life, self._ground.client
+        config, life, client = self._config, self._life, self._ground.client
         assert client is not None
         quorum = config.quorum
         every, keeps = config.checkpoint.every, config.checkpoint.every > 0 or config.checkpoint.dir is not None
@@ -276,19 +276,8 @@ class Wiring:
             numerics(self._ground.device),
             agreed(config),
         )
-        settings = Settings(
-            place.ranks,
-            config.lr.intervention,
-            config.ftar.chunk_bytes or 0,
-            quorum.lease_s,
-            config.timeouts.answer_wait_s,
-            None if life.predecessors else config.timeouts.reach_s,
-            config.ftar.timeout_s,
-            quorum.catchup_wait_s,
-            config.timeouts.reach_s,
-            config.timeouts.leave_s,
-        )
         outlets = Outlets(self._order_all, lambda token: self._agent.group.send_token(token), self._die)
+        settings = leading(config, again=bool(life.predecessors))
         return Leader(replica, about, client, settings, outlets, self._journal)
 
     def _have_exits_reported(self) -> None:
@@ -367,3 +356,23 @@ class Wiring:
         for task in pending:
             task.cancel()
         await asyncio.gather(*pending, return_exceptions=True)
+
+
+def leading(config: Config, *, again: bool) -> Settings:
+    """What a leader needs to know of ``config``; ``again``: its replica was started again.
+
+    Then the job is under way, and its lighthouse is waited for as long as it takes.
+    """
+    timeouts = config.timeouts
+    return Settings(
+        ranks=config.ranks_per_replica,
+        intervention=config.lr.intervention,
+        chunk_bytes=config.ftar.chunk_bytes or 0,
+        lease_s=config.quorum.lease_s,
+        answer_wait_s=timeouts.answer_wait_s,
+        join_timeout_s=None if again else timeouts.reach_s,
+        token_timeout_s=config.ftar.timeout_s,
+        catchup_wait_s=config.quorum.catchup_wait_s,
+        reach_s=timeouts.reach_s,
+        leave_s=timeouts.leave_s,
+    )

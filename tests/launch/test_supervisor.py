@@ -13,6 +13,7 @@ import pytest
 from launch_helpers import Plan, run_async, until
 
 from ft_hsdp.config import parse
+from ft_hsdp.core import restart
 from ft_hsdp.launch.local_engine import LocalEngine
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.rundir import Row, RunDir, alive, read_json
@@ -260,6 +261,24 @@ def test_a_crash_loop_uses_up_the_budget_and_the_replica_is_lost(run_dir: RunDir
         assert world.book.names == ["started", "exited"] * 3 + ["lost"]
         assert len(world.named("ReplicaStarted")) == 3
         assert [e["delay_s"] for e in world.named("RestartScheduled")] == [0.0, 0.0]
+
+    world.test(body)
+
+
+def test_lives_that_find_no_lighthouse_cost_nothing_of_the_budget(
+    run_dir: RunDir, plan: Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(restart, "UNREACHED_S", 0.01)
+    plan({"1": {str(n): {"0": ["exit", 69], "1": ["exit", 69]} for n in range(4)}})
+    world = World(run_dir, budget=1)
+
+    async def body(task: asyncio.Task[Outcome]) -> None:
+        await world.waiting(4)
+        assert not task.done()
+        told = [e["reason"] for e in world.named("RestartScheduled")]
+        assert "restart 1 of 1" in told[0], "the first life looks for its lighthouse, and counts"
+        assert all("costs none of the budget" in reason for reason in told[1:])
+        assert len(told) == 4
 
     world.test(body)
 
