@@ -228,6 +228,31 @@ def test_a_byte_that_flips_in_the_agents_memory_is_found_before_its_rank_gets_it
     rank.close()
 
 
+def access(array: np.ndarray) -> str:
+    """How this process may use the memory of an array: "r--", "rw-"."""
+    at = array.ctypes.data
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        span, rights, *_ = line.split()
+        first, end = (int(each, 16) for each in span.split("-"))
+        if first <= at < end:
+            return rights[:3]
+    raise AssertionError("no such memory")
+
+
+def test_a_copy_that_is_complete_can_be_written_no_more(agent: Running):
+    """A wild write of the trainer ends it, and does not damage what it would be restored from."""
+    rank = connect(0, 12)
+    for step in (1, 2, 3, 4):
+        array = rank.stage(state(step))
+        assert array is not None
+        assert access(array) == "rw-"
+        array[:] = content(step, 12)
+        rank.staged(state(step), header(step, 12))
+        assert access(array) == "r--"
+        rank.settle(state(step))
+    rank.close()
+
+
 def test_threads_may_share_a_connection():
     with agent_helpers.agent(1):
         rank = connect(1)
