@@ -26,7 +26,7 @@ print(*{c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status
 
 @pytest.mark.multiproc
 def test_torchs_store_and_gloo_listen_on_the_replicas_address_alone() -> None:
-    """Torch's store would take every address, gloo the one that the host's name has, which may be this one, too."""
+    """Torch's store would take every address, gloo the one that the host's name has, perhaps this one."""
     command = [sys.executable, "-c", LISTENS, str(free_port())]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ}, check=False)
     assert done.stdout.split() == [joining._interface("127.0.0.1"), "127.0.0.1"], done.stderr
