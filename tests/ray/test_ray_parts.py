@@ -315,3 +315,4 @@ def test_a_folder_that_others_control_is_refused(tmp_path: Path, monkeypatch: py
     own = make_folder(tmp_path / "of-{uid}", "a")
     assert own.parent.name == f"of-{os.getuid()}"
     assert own.parent.stat().st_mode & 0o777 == 0o700
+    assert "{uid}" in parse({}).ray.folder, "two users of a node do not need the same folder"
