@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -42,6 +43,21 @@ def test_the_line_of_a_killed_writer_is_counted_and_passed_over(tmp_path: Path) 
     tailer = Tailer(tmp_path / "log")
     assert tailer.poll() == [{"a": 1}, {"a": 4}]
     assert tailer.bad == 3
+
+
+def test_one_look_at_a_long_log_takes_a_piece_of_it(tmp_path: Path) -> None:
+    """The log of a month is not read in one piece, on the loop that carries out evictions."""
+    rows = [{"n": n, "text": "x" * 80} for n in range(1000)]
+    (tmp_path / "log").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    whole, pieces = Tailer(tmp_path / "log"), []
+    while piece := whole.poll(2000):
+        pieces.append(piece)
+    assert [row for piece in pieces for row in piece] == rows
+    assert max(map(len, pieces)) <= 2000 // 80
+    newest = Tailer(tmp_path / "log").newest(2000)
+    assert newest == rows[-len(newest) :]
+    assert 0 < len(newest) <= 2000 // 80
+    assert Tailer(tmp_path / "log").poll(10) == rows[:1], "a line that is longer comes as a whole"
 
 
 @given(cuts=st.lists(st.integers(0, 200), max_size=8))
