@@ -11,11 +11,12 @@ import pytest
 from scenario_job import ROOT, Job, check
 
 from ft_hsdp.config import ChaosConfig
+from ft_hsdp.config.chaos import Target
 from ft_hsdp.sentences import tell
 
 pytestmark = pytest.mark.multiproc
 
-STEPS = 32
+STEPS = 38
 RULES: list[dict[str, Any]] = [
     {"kind": "slow_disk", "replicas": [0], "for_s": 0.3, "delay_s": 0.02},
     {"kind": "clock", "replicas": [1], "for_s": 0.5, "by_s": -3600},
@@ -24,6 +25,9 @@ RULES: list[dict[str, Any]] = [
     {"kind": "helper", "target": "agent", "replicas": [0], "signal": "STOP", "for_s": 0.3},
     {"kind": "partition", "edge": [0, "lighthouse"], "for_s": 0.3},
     {"kind": "helper", "target": "supervisor", "signal": "STOP", "for_s": 0.3},
+    {"kind": "helper", "target": "lighthouse", "signal": "STOP", "for_s": 0.3},
+    {"kind": "helper", "target": "fork_server", "signal": "STOP", "for_s": 0.3},
+    {"kind": "signal", "replicas": [1], "signal": "STOP", "for_s": 0.3},
     {"kind": "disk_full", "replicas": [2], "for_s": 0.3},
     {"kind": "memory", "replicas": [0], "for_s": 0.3},
     {"kind": "partition", "edge": [0, 1], "for_s": 0.3, "reject": True},
@@ -38,10 +42,12 @@ def test_a_slice_of_every_kind(tmp_path: Path) -> None:
     with Job(tmp_path, STEPS, chaos=chaos, ranks_per_replica=1) as job:
         check(job.end(), STEPS)
         injected, lifted = job.events("FailureInjected"), job.events("FailureLifted")
-    kinds = {"signal" if e["kind"] == "SIGKILL" else e["kind"] for e in injected}
+    kinds = {"signal" if e["kind"].startswith("SIG") else e["kind"] for e in injected}
     assert kinds == set(get_args(ChaosConfig.model_fields["kind"].annotation))
     assert len(injected) == len(RULES)
-    assert {e["kind"] for e in lifted} == kinds - {"signal", "flip"}
+    assert {e["kind"] for e in lifted} == kinds - {"signal", "flip"} | {"SIGSTOP"}
+    helpers = {e["target"] for e in injected if e["kind"] == "helper"}
+    assert len(helpers) == len(get_args(Target)), "each kind of helper"
     told = "\n".join(map(tell, injected))
     assert "the disk of replica 2 is full for 0.3 s" in told
     assert "nothing passes between replica 0 and the lighthouse" in told
