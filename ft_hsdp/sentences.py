@@ -132,6 +132,8 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "CheckpointStarted": lambda e: f"replica {e['replica']} writes a checkpoint of step {e.get('step', '?')}",
     "CheckpointWritten": lambda e: f"the checkpoint of step {e.get('step', '?')} is written",
     "CheckpointFailed": lambda e: f"the checkpoint of step {e.get('step', '?')} failed",
+    "CheckpointWriterLost": lambda e: f"replica {_ids(e['replicas'])} was lost while it wrote a checkpoint",
+    "CheckpointMissing": lambda e: f"nobody has written the checkpoint of step {e.get('step', '?')}",
     "CheckpointPassedOver": lambda e: f"the checkpoint {e['checkpoint']} is passed over",
     "SnapshotSkipped": lambda e: f"{_who(e)} keeps no copy of its state of step {e.get('step', '?')}",
     "SnapshotsNotForgotten": lambda e: f"{_who(e)} could not have its wrong copies dropped",

@@ -291,7 +291,7 @@ def _ending(s: State, report: Report) -> Answer:
 
 
 def _final(s: State, now: float) -> Step:
-    """Training is over: help those behind to the final state, end when every replica has it."""
+    """Training is over: help those behind to the final state, end when every replica has it and none writes it."""
     if not over(s) or s.finished:
         if s.finished:
             return answer(s, {r: _ending(s, v.ask.report) for r, v in enumerate(s.views) if v.ask is not None})
@@ -305,7 +305,8 @@ def _final(s: State, now: float) -> Step:
         s = replace(s, final_since=now)
     assert s.final_since is not None
     late = now >= s.final_since + s.policy.final_wait_s
-    if late or all(r in have or v.lost or away(s, r) for r, v in enumerate(s.views)):
+    done = {r for r, asked in have.items() if not asked.report.writing}
+    if late or all(r in done or v.lost or away(s, r) for r, v in enumerate(s.views)):
         s, replies = answer(replace(s, finished=True), {r: Finish() for r in have})
         return s, (Note("JobFinished", f"final state {head}"), *replies)
     donors = tuple(replace(member(a, Base(head, None, ())), role="contribute") for a in have.values())

@@ -186,6 +186,13 @@ class TimeoutsConfig(Section):
         le=DAY_S,
         description="how long a replica that chaos keeps away for some steps waits for the next one of them",
     )
+    checkpoint_again_s: Number = Field(
+        60.0,
+        gt=0,
+        le=DAY_S,
+        description="pause after a checkpoint that failed; then it is tried again, if no other replica has "
+        "written it; at most three times, then the next one due counts",
+    )
     save_s: Number = Field(
         60.0,
         gt=0,

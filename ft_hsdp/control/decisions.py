@@ -23,6 +23,9 @@ class Decisions:
             step = after.head.step
             facts = {"replicas": list(wrong), "step": step, "slice": divergence.number(step)}
             self._journal.event("StateDiverged", _differing(event, after), majority=bool(after.suspects), **facts)
+        lost = sorted(r for r, _ in set(before.writers) - set(after.writers))
+        if lost and (before.grant != after.grant or isinstance(event, events.RingBroken)):
+            self._journal.event("CheckpointWriterLost", _instead(lost, after), replicas=lost)
         for effect in due:
             match effect:
                 case effects.Configure(grant):
@@ -62,6 +65,16 @@ def _again(before: Replica, fence: Fence, torn: int) -> bool:
     failed = not before.intact and before.fence.epoch == torn
     again = before.grant is not None and before.fence.step == fence.step and before.fence != fence
     return again and (begun or failed)
+
+
+def _instead(lost: list[int], after: Replica) -> str:
+    """What follows from the loss of the writers of checkpoints, in words."""
+    who = f"replicas {lost} were lost while they wrote a checkpoint"
+    if after.writers:
+        return f"{who}: replicas {[r for r, _ in after.writers]} write a newer one"
+    if after.wanted > after.saved:
+        return f"{who}: the state of the next step is written instead"
+    return f"{who}, and so often before: the next one that is due counts"
 
 
 def _differing(event: events.Event, after: Replica) -> str:

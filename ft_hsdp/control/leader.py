@@ -47,7 +47,9 @@ class Settings:
     ``reach_s`` is how long it looks for its lighthouse before it says so. ``join_timeout_s`` is when it exits if
     it has not joined by then; None, for a replica that was started again: never. ``catchup_wait_s`` is how long a
     step may wait for this replica's fetch, so that it is equal from the next one. ``leave_s`` is how long a
-    replica that leaves waits for the others to form a ring without it.
+    replica that leaves waits for the others to form a ring without it. ``write_s`` is the longest time for a
+    checkpoint, ``write_again_s`` the pause after one that failed, until it is tried again if nobody has written
+    one.
     """
 
     ranks: int
@@ -60,6 +62,8 @@ class Settings:
     catchup_wait_s: float = 0.0
     reach_s: float = 10.0
     leave_s: float = 2.0
+    write_s: float = 1200.0
+    write_again_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +178,7 @@ class Leader:
             case RankCheckpointFailed(rank, state, reason):
                 if self._written[0] == state:
                     self._written = (None, set())
-                    self._journal.event("CheckpointFailed", reason, step=state.step, at_rank=rank)
-                    self.handle(events.CheckpointFailed(state, reason))
+                    self._not_written(state, reason, at_rank=rank)
 
     def token(self, token: Token) -> None:
         """The commit token came from the left."""
@@ -208,6 +211,7 @@ class Leader:
             case effects.Checkpoint(state):
                 self._written = (state, set())
                 self._outlets.order(effect)
+                asyncio.get_running_loop().call_later(self._settings.write_s, self._write_overdue, state)
             case _:
                 self._outlets.order(effect)
 
@@ -269,6 +273,22 @@ class Leader:
             self._written = (None, set())
             self._journal.event("CheckpointWritten", "all ranks wrote their shards", step=state.step)
             self.handle(events.CheckpointWritten(state))
+
+    def _not_written(self, state: StateId, reason: str, **facts: object) -> None:
+        """A checkpoint has failed here: the next token says so, and after a pause it is tried again."""
+        self._journal.event("CheckpointFailed", reason, step=state.step, **facts)
+        self.handle(events.CheckpointFailed(state, reason))
+        asyncio.get_running_loop().call_later(
+            self._settings.write_again_s, self.handle, events.CheckpointOverdue()
+        )
+
+    def _write_overdue(self, state: StateId) -> None:
+        """The disk seems to hang: another replica is to write one. Should this one come after all, it counts."""
+        if self._written[0] == state:
+            late = sorted(set(range(self._settings.ranks)) - self._written[1])
+            self._not_written(
+                state, f"ranks {late} have not written within {self._settings.write_s:g} s", late=late
+            )
 
     def _send(self, ask: protocol.Ask, pause: bool = False) -> None:
         """Have the lighthouse asked, in place of whatever it was asked before; with ``pause`` a moment later.
@@ -403,6 +423,11 @@ def _named(fence: Fence) -> str:
     return f"step {fence.step} of epoch {fence.epoch}"
 
 
-def initial(me: int, incarnation: str, steps: int, state: StateId, rules: Rules = DEFAULT) -> Replica:
-    """A replica that is about to check in with ``state``: initial weights, or what it found on its machine."""
-    return Replica(me, incarnation, steps, state, state, rules)
+def initial(
+    me: int, incarnation: str, steps: int, state: StateId, rules: Rules = DEFAULT, wanted: int = 0
+) -> Replica:
+    """A replica that is about to check in with ``state``: initial weights, or what it found on its machine.
+
+    ``wanted``: it demands a checkpoint of a state of that many steps or more (0: it demands none).
+    """
+    return Replica(me, incarnation, steps, state, state, rules, wanted=wanted)

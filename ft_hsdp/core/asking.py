@@ -1,13 +1,12 @@
-"""Asking: what a replica's leader does whenever a step ends or breaks: report, feed, write."""
+"""Asking: what a replica's leader does whenever a step ends or breaks: report, feed."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ft_hsdp.core import checkpoint, lineage
+from ft_hsdp.core import lineage
 from ft_hsdp.core.assignment import Report
-from ft_hsdp.core.effects import Ask, Checkpoint, Effect, Feed, StopRing
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.effects import Ask, Effect, Feed, StopRing
 from ft_hsdp.core.standing import Phase, Replica
 
 Step = tuple[Replica, tuple[Effect, ...]]
@@ -35,6 +34,7 @@ def ask(s: Replica, after: int = 0, pause: bool = False) -> Step:
         saved=s.saved,
         departs=s.departing,
         number=s.number,
+        writing=s.writing is not None and s.head.step >= s.steps,
     )
     return replace(s, phase=Phase.FINAL if s.head.step >= s.steps else Phase.ASKING), (Ask(report, pause),)
 
@@ -86,20 +86,3 @@ def feed(s: Replica) -> Step:
     if s.fed is not None and lineage.same(s.fed, s.state):
         return s, ()
     return replace(s, fed=s.state), (Feed(s.state.step + 1),)
-
-
-def write(
-    s: Replica,
-    state: StateId,
-    holders: tuple[int, ...],
-    unwritable: tuple[int, ...] | None = None,
-    demanded: bool = False,
-) -> tuple[Effect, ...]:
-    """Write ``state``, if this replica is the one of its ``holders`` to do so; None: nothing new was heard."""
-    heard = s.unwritable if unwritable is None else unwritable
-    writer = None
-    if demanded or checkpoint.due(state.step, s.rules.checkpoint_every, s.steps):
-        writer = checkpoint.designated(holders, heard)
-    if writer is None:
-        writer = checkpoint.successor(holders, s.unwritable, heard)
-    return (Checkpoint(state),) if writer == s.me else ()

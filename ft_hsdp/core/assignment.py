@@ -71,7 +71,8 @@ class Report:
     states under one name, with no majority to tell who is wrong. ``suspects`` are the replicas that its ranks saw
     die or fall silent in the ring of ``after``; ``edge`` is who blamed whom there. ``saved`` is the step of the
     newest state written on demand. ``departs``: it was asked to leave, and wants to become no member any more.
-    ``number`` is the one that its newest grant gave to this incarnation (0: none yet).
+    ``number`` is the one that its newest grant gave to this incarnation (0: none yet). ``writing``: it writes a
+    checkpoint, which the end of the job waits for.
     """
 
     replica: int
@@ -93,6 +94,7 @@ class Report:
     saved: int = 0
     departs: bool = False
     number: int = 0
+    writing: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,13 @@ def due(step: int, every: int, last: int) -> bool:
     return bool(every) and (step % every == 0 or step == last)
 
 
+def newest_due(step: int, every: int, last: int) -> int:
+    """The newest step up to ``step`` whose state was to be written; 0: none was."""
+    if step >= last:
+        return last if every else 0
+    return step - step % every if every else 0
+
+
 def designated(equal: Collection[int], unwritable: Collection[int]) -> int | None:
     """The replica that writes: the lowest of ``equal`` that can; None: nobody holds the state.
 

@@ -126,8 +126,8 @@ class Token:
 
     Pass 1 gathers who holds the state that the step builds on (``equal``) and what a slice of it looks like there
     (``digests``), who is about to leave, who has dropped its log and needs a newer base (``lagging``), and who
-    could not write its last checkpoint (``unwritable``). ``checkpoint`` is the newest demand for one that somebody
-    has heard of (0: none).
+    could not write its last checkpoint (``unwritable``), or writes one now (``writing``). ``checkpoint`` is the
+    newest demand for one that somebody has heard of (0: none).
     """
 
     fence: Fence
@@ -141,6 +141,7 @@ class Token:
     unwritable: tuple[int, ...] = ()
     reason: str = field(default="", compare=False)
     checkpoint: int = 0
+    writing: tuple[int, ...] = ()
 
 
 def fenced(current: Fence, fence: Fence) -> bool:

@@ -100,6 +100,11 @@ class CheckpointFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class CheckpointOverdue:
+    """`timeouts.checkpoint_again_s` have passed since this replica could not write a checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
 class LeaveRequested:
     """The replica shall leave at the next commit."""
 
@@ -122,6 +127,7 @@ Event = (
     | FetchFailed
     | CheckpointWritten
     | CheckpointFailed
+    | CheckpointOverdue
     | LeaveRequested
     | LeaveOverdue
 )

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ft_hsdp.core import lineage
-from ft_hsdp.core.asking import Step, again, ask, broken, feed, write
+from ft_hsdp.core import lineage, writing
+from ft_hsdp.core.asking import Step, again, ask, broken, feed
 from ft_hsdp.core.assignment import Answer, CatchUp, Continue, Finish, Grant, Refused
 from ft_hsdp.core.commit import void
 from ft_hsdp.core.effects import (
+    Checkpoint,
     Commit,
     Configure,
     Discard,
@@ -30,6 +31,7 @@ from ft_hsdp.core.effects import (
 from ft_hsdp.core.events import (
     Answered,
     CheckpointFailed,
+    CheckpointOverdue,
     CheckpointWritten,
     Event,
     Fetched,
@@ -57,7 +59,7 @@ def transition(s: Replica, event: Event) -> Step:
         return _leaving(s, event)
     match event:
         case Started():
-            return ask(s)
+            return _started(s)
         case Answered(answer):
             return _answered(s, answer)
         case GrantShown(grant):
@@ -67,7 +69,7 @@ def transition(s: Replica, event: Event) -> Step:
         case LeaseEnded():
             return _stop_all(s)
         case RingBroken(epoch, suspect, accuser):
-            return broken(s, epoch, suspect=suspect, accuser=accuser)
+            return _torn(s, epoch, suspect, accuser)
         case Reduced(fence, record, digest):
             return reduced(s, fence, record, digest)
         case TokenArrived(token):
@@ -80,10 +82,12 @@ def transition(s: Replica, event: Event) -> Step:
             if s.phase in (Phase.FETCHING, Phase.FINAL):
                 return ask(replace(s, fetching=None), after=0 if s.intact else s.seen[1])
             return replace(s, phase=Phase.DONE), (Exit(75, f"no donor could serve {base}: {reason}"),)
-        case CheckpointWritten():
-            return replace(s, failing=False), ()
-        case CheckpointFailed():
-            return replace(s, failing=True), ()
+        case CheckpointWritten(state):
+            return _told(s, (writing.ended(s, state, written=True), ()))
+        case CheckpointFailed(state):
+            return _told(s, (writing.ended(s, state, written=False), ()))
+        case CheckpointOverdue():
+            return _told(s, writing.overdue(s))
         case LeaveRequested():
             s = replace(s, departing=True)
             return ask(s) if s.grant is None and s.phase is Phase.ASKING else (s, ())
@@ -97,9 +101,36 @@ def _leaving(s: Replica, event: Event) -> Step:
         case RingBroken() | GrantShown() | LeaveOverdue() if s.intact:
             return go(s)
         case CheckpointWritten(state) | CheckpointFailed(state) if state == s.writing:
-            s = replace(s, writing=None)
+            s = writing.ended(s, state, isinstance(event, CheckpointWritten))
             return (s, ()) if s.intact else go(s)
     return s, ()
+
+
+def _started(s: Replica) -> Step:
+    """Check in. Who begins with the final state writes the checkpoint that is missing: no step will follow."""
+    if s.head.step < s.steps or not s.wanted:
+        return ask(s)
+    s, asked = ask(replace(s, writing=s.state, wanted=0))
+    return s, (Checkpoint(s.state), *asked)
+
+
+def _told(before: Replica, step: Step) -> Step:
+    """``step`` from ``before`` on; the lighthouse hears who writes the final state, for the end waits for that."""
+    s, effects = step
+    if before.phase is not Phase.FINAL or (before.writing is None) == (s.writing is None):
+        return step
+    s, asked = ask(s)
+    return s, (*effects, *asked)
+
+
+def _torn(s: Replica, epoch: int, suspect: int | None, accuser: int | None) -> Step:
+    """The ring broke. After the last step it is of no use, but the writer of the final state may be lost."""
+    over = s.phase is Phase.FINAL and s.verified
+    s, effects = broken(s, epoch, suspect=suspect, accuser=accuser)
+    if not over or not effects:
+        return s, effects
+    s, written = _told(s, writing.bereft(s, suspect))
+    return s, (*effects, *written)
 
 
 def _waned(s: Replica) -> bool:
@@ -174,9 +205,11 @@ def _adopt(s: Replica, grant: Grant) -> Step:
         s, asked = ask(s, after=grant.epoch)
         return s, (*leaves, StopRing(grant.epoch, "stale grant: a member holds a newer state"), *asked)
     state = held.state_id if resolved and held else s.state
+    s = writing.granted(s, grant)
     effects: list[tuple[Effect, ...]] = [leaves]
     if resolved and held:
-        effects.append((Commit(held), *write(s, grant.base, tuple(m.replica for m in grant.donors))))
+        s, written = writing.write(s, grant.base, grant.donors)
+        effects.append((Commit(held), *written))
     behind = not lineage.same(state, grant.base)
     if behind:
         effects.append((Discard(f"left behind: holds {state}, epoch {grant.epoch} builds on {grant.base}"),))
@@ -244,7 +277,8 @@ def _catch_up(s: Replica, answer: CatchUp) -> Step:
         effects = (StopRing(s.grant.epoch, answer.reason),)
     s = replace(s, intact=False, head=base, equal=(), leaving=(), lagging=())
     if held is not None and lineage.same(held.state_id, base):
-        effects = (*effects, Commit(held), *write(s, base, tuple(m.replica for m in answer.donors)))
+        s, written = writing.write(s, base, answer.donors)
+        effects = (*effects, Commit(held), *written)
         s = replace(s, state=base, record=None, forwarded=False)
     if s.verified:
         kept = () if final else (Keep(base),)  # the final state is kept anyway, and for longer

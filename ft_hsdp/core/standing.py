@@ -36,10 +36,12 @@ class Replica:
     differ with no majority. ``silent`` is who was seen to die or fall silent in the ring of ``grant``,
     ``edge`` who blamed whom for its end.
     ``spoiled`` are the batches (data shard, index) that the attempt goes without: no finite gradients.
-    ``failing``: this replica could not write its last checkpoint. ``skips`` is how many of the newest steps in a
-    row changed no weight. ``departing``: it was asked to leave; ``dismissed``: the lighthouse wants it to, when it
-    can be spared. ``wanted`` is the newest demand for a checkpoint that was heard of, ``saved`` the step of the
-    newest state that was written on demand. ``writing``: it leaves, and ends once this state is durable.
+    ``failing``: this replica could not write its last checkpoint. ``writing`` is the state whose checkpoint it
+    writes. ``writers`` are the replicas, each with its incarnation, that are known to write one. ``missing``: none
+    that was ordered is known to be durable since; ``again`` is how many attempts were made in its place. ``skips``
+    is how many of the newest steps in a row changed no weight. ``departing``: it was asked to leave;
+    ``dismissed``: the lighthouse wants it to, when it can be spared. ``wanted`` is the newest demand for a
+    checkpoint that was heard of, ``saved`` the step of the newest state that was written on demand.
     ``number`` is the lighthouse's number of this incarnation, told by its newest grant.
     """
 
@@ -79,6 +81,9 @@ class Replica:
     wanted: int = 0
     saved: int = 0
     writing: StateId | None = None
+    writers: tuple[tuple[int, str], ...] = ()
+    missing: bool = False
+    again: int = 0
     number: int = 0
 
     @property

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ft_hsdp.core import divergence
-from ft_hsdp.core.asking import Step, ask, broken, feed, write
+from ft_hsdp.core import divergence, lineage, writing
+from ft_hsdp.core.asking import Step, ask, broken, feed
 from ft_hsdp.core.commit import CommitRecord, Fence, Token, fenced
 from ft_hsdp.core.effects import Commit, Discard, Effect, Exit, Forget, Log, Reduce, SendToken, StopRing
 from ft_hsdp.core.standing import Phase, Replica
@@ -85,6 +85,7 @@ def _pass_on(s: Replica, token: Token) -> Step:
         digests=(*token.digests, (s.me, s.digest)) if s.digest else token.digests,
         lagging=(*token.lagging, s.me) if s.lags else token.lagging,
         unwritable=(*token.unwritable, s.me) if s.failing else token.unwritable,
+        writing=(*token.writing, s.me) if s.writing is not None else token.writing,
         checkpoint=max(token.checkpoint, s.wanted if s.wanted > s.saved else 0),
     )
     s = replace(s, forwarded=token.yes, wanted=max(s.wanted, token.checkpoint))
@@ -100,18 +101,19 @@ def _decide(s: Replica, token: Token, passed: tuple[Effect, ...]) -> Step:
         return _diverged(s, token, passed)
     if not token.yes:
         return _again(s, token, passed)
-    record = s.record
+    record, s = s.record, writing.heard(s, token)
     applied: tuple[Effect, ...] = (Commit(record),)
     stay = tuple(r for r in token.equal if r not in token.leaving)
     # Who was asked to leave after its vote stays for another step: the others must know before they go on. Who is
     # not wanted stays as the last that holds the state.
     leaves = s.me in token.leaving and (s.departing or bool(stay))
+    assert s.grant is not None
+    able = [m for m in s.grant.members if m.replica in (stay or token.equal)]
+    last = s.rules.keep_last and s.departing and not stay
+    s, written = writing.write(s, record.state_id, able, token.unwritable, token.checkpoint > 0 or last)
     if s.verified:
-        writers, last = stay or token.equal, s.rules.keep_last and s.departing and not stay
-        written = write(s, record.state_id, writers, token.unwritable, token.checkpoint > 0 or last)
         applied = (*applied, *written)
         s = replace(s, state=record.state_id, skips=s.skips + 1 if record.skipped else 0)
-        s = replace(s, writing=record.state_id if leaves and written else None)
     else:
         s, applied = _log(s, record)
     s = replace(
@@ -145,10 +147,10 @@ def _decide(s: Replica, token: Token, passed: tuple[Effect, ...]) -> Step:
 
 
 def go(s: Replica) -> Step:
-    """Leave the ring, if it stands, and end; but not before a checkpoint that is being written is."""
+    """Leave the ring, if it stands, and end; but not before the checkpoint of its last state, if it writes it."""
     left = (StopRing(s.grant.epoch, f"replica {s.me} leaves"),) if s.grant is not None and s.intact else ()
     s = replace(s, intact=False)
-    if s.writing is not None:
+    if s.writing is not None and lineage.same(s.writing, s.state):
         return s, left
     return replace(s, phase=Phase.DONE), (*left, Exit(0, LEFT))
 

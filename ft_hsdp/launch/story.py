@@ -53,6 +53,8 @@ NOTABLE = frozenset(
         "SnapshotsNotForgotten",
         "StepSkipped",
         "CheckpointFailed",
+        "CheckpointMissing",
+        "CheckpointWriterLost",
         "CheckpointPassedOver",
         "LighthouseSilent",
         "LighthouseDeposed",

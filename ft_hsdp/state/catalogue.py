@@ -186,6 +186,19 @@ def sweep(folder: Path) -> list[str]:
     return gone
 
 
+def missed(folder: Path, due: int) -> bool:
+    """Whether no checkpoint of step ``due`` or a later one is in ``folder``, nor written there by a living writer.
+
+    Raises:
+        ConfigError: the folder cannot be read.
+    """
+    names = [path.name for path in published(folder)]
+    drafts = [path for path in _entries(folder) if path.name.startswith(_WRITING)]
+    names += [path.name.removeprefix(_WRITING) for path in drafts if _locked(path / MANIFEST)]
+    steps = [int(match[1]) for name in names if (match := _PUBLISHED.fullmatch(name))]
+    return max(steps, default=0) < due
+
+
 def _locked(manifest: Path) -> bool:
     try:
         with manifest.open("rb+") as file:

@@ -25,9 +25,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ft_hsdp import failpoints, secret
 from ft_hsdp.config import Config, config_hash, resume_hash
-from ft_hsdp.core import lineage
+from ft_hsdp.core import checkpoint, lineage
 from ft_hsdp.core.deal import Dealer
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
+from ft_hsdp.state import catalogue
 from ft_hsdp.state.durable import About, Checkpointer
 from ft_hsdp.state.ranks import Ranks
 from ft_hsdp.train import device as devices
@@ -276,7 +277,7 @@ class Job:
         restore(held, wiring.keeper, ground.ranks, checkpoints, current, wiring.journal)
         prefetch()
         wiring.keeper.reached(held.state)
-        wiring.check_in(held.state)
+        wiring.check_in(held.state, self._missed(checkpoints.folder, held.state.step))
         if self._leaves:
             wiring.leave()
         self._conclude_at_end()
@@ -297,6 +298,18 @@ class Job:
         shards = self._dealer.shards
         asked = None if config.checkpoint.trust else key
         return Checkpoints(folder, resume_hash(config), config.slots, lambda ledger: ledger.redealt(shards), asked)
+
+    def _missed(self, folder: Path, step: int) -> int:
+        """From which step on this replica demands a checkpoint: nobody has written the newest one due; 0: none."""
+        due = checkpoint.newest_due(step, self.config.checkpoint.every, self.config.train.steps)
+        if self.rank != 0 or not due or not catalogue.missed(folder, due):
+            return 0
+        assert self._wiring is not None
+        reason = (
+            f"that of step {due} was due, and nobody has written or writes it: the next state is written instead"
+        )
+        self._wiring.journal.event("CheckpointMissing", reason, step=due)
+        return step + 1
 
     def _saw_loss(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.dim() == 0:

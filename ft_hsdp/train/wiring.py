@@ -51,6 +51,7 @@ from ft_hsdp.train.mailbox import Mailbox
 from ft_hsdp.train.reducer import Reducer
 from ft_hsdp.train.vigil import Limits, Vigil
 
+WRITES = 2  # x timeouts.load_s: for a checkpoint; ranks that wait for each other have given up by then
 SILENT = 1.5  # x timeouts.evict_s: an order of the lighthouse, which knows more, comes first
 
 
@@ -234,11 +235,11 @@ class Wiring:
     def _rank_lost(self, rank: int) -> None:
         self._die(f"rank {rank} of this replica is gone")
 
-    def check_in(self, state: StateId) -> None:
-        """All is warm: join the job with ``state``."""
-        self._call(self._check_in(state))
+    def check_in(self, state: StateId, wanted: int = 0) -> None:
+        """All is warm: join with ``state``, and demand a checkpoint from step ``wanted`` on (0: demand none)."""
+        self._call(self._check_in(state, wanted))
 
-    async def _check_in(self, state: StateId) -> None:
+    async def _check_in(self, state: StateId, wanted: int) -> None:
         place, hub, port = self._place, self._ground.hub, self._ground.common.port
         state_address = self.keeper.address
         hello = RankHello(place.rank, self._ring_address, state_address)
@@ -254,19 +255,19 @@ class Wiring:
         watch.expect(range(1, place.ranks))
         self._have_exits_reported()
         hellos = [hello, *(hub.hellos[r] for r in range(1, place.ranks))]
-        self._leader = self._lead(hellos, state)
+        self._leader = self._lead(hellos, state, wanted)
         if self._burying is not None:
             await self._burying
         self._leader.start()
 
-    def _lead(self, hellos: list[RankHello], state: StateId) -> Leader:
+    def _lead(self, hellos: list[RankHello], state: StateId, wanted: int) -> Leader:
         config, life, client = self._config, self._life, self._ground.client
         assert client is not None
         quorum = config.quorum
         every, keeps = config.checkpoint.every, config.checkpoint.every > 0 or config.checkpoint.dir is not None
         train = config.train
         rules = Rules(every, quorum.catchup_log_steps, train.poison, keeps, train.poison_retries)
-        replica = control.initial(life.replica, life.incarnation, config.train.steps, state, rules)
+        replica = control.initial(life.replica, life.incarnation, config.train.steps, state, rules, wanted)
         about = protocol.Ask(
             Report(life.replica, life.incarnation, state, 1),
             tuple(h.ring for h in hellos),
@@ -375,4 +376,6 @@ def leading(config: Config, *, again: bool) -> Settings:
         catchup_wait_s=config.quorum.catchup_wait_s,
         reach_s=timeouts.reach_s,
         leave_s=timeouts.leave_s,
+        write_s=WRITES * timeouts.load_s,
+        write_again_s=timeouts.checkpoint_again_s,
     )

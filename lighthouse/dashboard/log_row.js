@@ -6,8 +6,8 @@ import { clockMs, day, short } from "./time.js";
 const GRAVE = new Set([
   "FailureInjected", "ProcessExited", "ReplicaExited", "RingBroken", "ReplicaLost", "ReplicaStalled", "RankEnded",
   "FetchRejected", "SnapshotCorrupt", "SnapshotsNotForgotten", "StateCorrupt", "StateDiverged", "StateAgentLost",
-  "ForkServerLost", "LogLinesLost", "CheckpointFailed", "StepSkipped", "BatchGivenUp", "JobHalted", "HeadRolledBack",
-  "RewindOrdered", "ReplicaExcluded", "EdgeBroken", "LeaseEnded", "StoreBehind", "StoreFailed", "LighthouseExited",
+  "ForkServerLost", "LogLinesLost", "CheckpointFailed", "CheckpointWriterLost", "CheckpointMissing", "StepSkipped",
+  "BatchGivenUp", "JobHalted", "HeadRolledBack", "RewindOrdered", "ReplicaExcluded", "EdgeBroken", "LeaseEnded", "StoreBehind", "StoreFailed", "LighthouseExited",
   "LighthouseSilent", "LighthouseFailed", "LighthouseDeposed",
 ]);
 

@@ -500,6 +500,50 @@ def test_a_checkpoint_that_failed_is_told_once_and_given_to_another(tmp_path: Pa
     run(body())
 
 
+def test_a_checkpoint_that_nobody_could_write_is_tried_again_after_a_pause(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, rules=Rules(checkpoint_every=1), write_again_s=0.05)
+        await one_step(s)
+        (order,) = s.named(effects.Checkpoint)
+        s.leader.received(RankCheckpointFailed(1, order.state, "no space left"))
+        assert s.leader.replica.wanted == 0
+        await s.until(lambda: s.leader.replica.wanted == 2, "the next state is demanded")
+        s.leader.close()
+
+    run(body())
+
+
+def test_a_checkpoint_that_hangs_is_given_to_another_and_counts_if_it_comes(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, rules=Rules(checkpoint_every=1), write_s=0.05)
+        await one_step(s)
+        (order,) = s.named(effects.Checkpoint)
+        s.leader.received(RankCheckpointed(0, order.state))
+        await s.until(lambda: s.leader.replica.failing, "it is overdue")
+        (event,) = s.events("CheckpointFailed")
+        assert (event["late"], event["step"]) == ([1], 1)
+        s.leader.received(RankCheckpointed(1, order.state))
+        assert len(s.events("CheckpointWritten")) == 1
+        assert not s.leader.replica.failing
+        s.leader.close()
+
+    run(body())
+
+
+def test_the_loss_of_a_writer_is_said_with_what_follows(tmp_path: Path) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path, rules=Rules(checkpoint_every=1))
+        s.leader.replica = replace(s.leader.replica, writers=((1, "1-x-0"),), missing=True)
+        await s.granted(grant(1, 0))
+        (event,) = s.events("CheckpointWriterLost")
+        assert event["replicas"] == [1]
+        assert event["reason"].endswith("the state of the next step is written instead")
+        assert s.leader.replica.wanted == 1
+        s.leader.close()
+
+    run(body())
+
+
 def test_who_holds_what_others_lack_has_it_kept_and_asks_again(tmp_path: Path) -> None:
     async def body() -> None:
         s = Scene(tmp_path)

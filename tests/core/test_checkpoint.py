@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_hsdp.core.checkpoint import designated, due, successor
+from ft_hsdp.core.checkpoint import designated, due, newest_due, successor
 
 
 @pytest.mark.parametrize(
@@ -11,6 +11,15 @@ from ft_hsdp.core.checkpoint import designated, due, successor
 )
 def test_when_one_is_due(step: int, every: int, last: int, is_due: bool) -> None:
     assert due(step, every, last) is is_due
+
+
+@pytest.mark.parametrize(
+    ("step", "every", "newest"),
+    [(0, 5, 0), (4, 5, 0), (5, 5, 5), (14, 5, 10), (99, 5, 99), (98, 0, 0), (99, 0, 0)],
+)
+def test_the_newest_that_was_due(step: int, every: int, newest: int) -> None:
+    assert newest_due(step, every, 99) == newest
+    assert newest == 0 or due(newest, every, 99)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from ft_hsdp.core.events import RingBroken
 from ft_hsdp.core.replica import transition
 from ft_hsdp.core.restart import REFILL_STEPS
 from ft_hsdp.core.voting import MAX_ATTEMPTS, MAX_SKIPS
+from ft_hsdp.core.writing import MAX_AGAIN
 
 TRANSCRIPTS = sorted(FOLDER.glob("*.txt"))
 
@@ -53,6 +54,29 @@ def test_attempts_on_one_ring_are_bounded() -> None:
         driver.feed("reduced")
         driver.feed("token pass1 no")
     assert attempts == MAX_ATTEMPTS
+
+
+def test_a_checkpoint_that_takes_each_of_its_writers_along_is_given_up() -> None:
+    driver = Driver()
+    driver.feed("replica me=9 steps=99 every=50")
+    members = [*range(10)]
+    driver.feed("grant epoch=1 base=zero members=" + ",".join(map(str, members)))
+    written = []
+    for step in range(1, 51 + 2 * MAX_AGAIN):
+        driver.feed("reduced")
+        others = ",".join(str(m) for m in members)
+        asked = any("checkpoint" in said for said in driver.feed("token pass1 yes") if "send token" in said)
+        driver.feed(f"token verdict yes equal={others}" + (f" checkpoint={step}" if asked else ""))
+        fence, base = driver.me.fence, next(n for n, s in driver.states.items() if s == driver.me.state)
+        if driver.me.writers:
+            written.append(step)
+            members.remove(driver.me.writers[0][0])  # the writer dies
+            driver.feed(f"broken epoch={fence.epoch} suspect=0")
+            said = ",".join(str(m) for m in members)
+            driver.feed(f"grant epoch={fence.epoch + 1} base={base} members={said}")
+        else:
+            driver.feed(f"continue epoch={fence.epoch} step={step + 1}")
+    assert written == [*range(50, 51 + MAX_AGAIN)]
 
 
 def test_a_job_that_only_skips_ends_before_its_restarts_are_refilled() -> None:

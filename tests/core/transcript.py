@@ -108,6 +108,8 @@ class Driver:
                 return events.CheckpointWritten(self.states[words["state"]])
             case "unwritten":
                 return events.CheckpointFailed(self.states[words["state"]], "the disk is full")
+            case "unsaved":
+                return events.CheckpointOverdue()
             case "overdue":
                 return events.LeaveOverdue()
             case "leave":
@@ -179,6 +181,7 @@ class Driver:
             numbers(words.get("lagging", "")),
             numbers(words.get("unwritable", "")),
             checkpoint=int(words.get("checkpoint", "0")),
+            writing=numbers(words.get("writing", "")),
         )
 
     # How it reads.
@@ -201,6 +204,7 @@ class Driver:
                 extra += [f"suspects {list(r.suspects)}"] if r.suspects else []
                 extra += [f"saved step {r.saved}"] if r.saved else []
                 extra += ["departs"] if r.departs else []
+                extra += ["still writing"] if r.writing else []
                 extra += ["a moment later"] if pause else []
                 return ", ".join([f"ask for step {r.step}: holds {self._called(r.state)}", *extra])
             case effects.Configure(grant):
@@ -216,6 +220,7 @@ class Driver:
                 extra += ["digests " + ", ".join(f"{r}:{d}" for r, d in t.digests)] if t.digests else []
                 extra += [f"lagging {list(t.lagging)}"] if t.lagging else []
                 extra += [f"unwritable {list(t.unwritable)}"] if t.unwritable else []
+                extra += [f"writing {list(t.writing)}"] if t.writing else []
                 extra += [f"checkpoint {t.checkpoint}"] if t.checkpoint else []
                 extra += [t.reason] if t.reason else []
                 said = f"{'verdict' if t.verdict else 'pass 1'} {'yes' if t.yes else 'no'}"
@@ -253,6 +258,7 @@ class Driver:
         text += [f"prepared for {self._called(s.prepared.state_id)}"] if s.prepared else []
         text += [f"without {list(s.excluded)}"] if s.excluded else []
         text += [f"writing {self._called(s.writing)}"] if s.writing else []
+        text += [f"writers {[r for r, _ in s.writers]}"] if s.writers else []
         text += ["no ring"] if not s.intact else []
         return ", ".join(text)
 

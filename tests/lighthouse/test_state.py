@@ -526,6 +526,15 @@ def test_all_at_the_final_state_finish_together():
     assert job.s.finished
 
 
+def test_the_end_waits_for_whoever_writes_the_final_state():
+    job = Script(steps=1, final_wait_s=120.0)
+    job.first(0, 1)
+    job.runs({2: None}, lost=[2])
+    job.ask(0, at(1, 1), epoch=1, writing=True)
+    assert not job.ask(1, at(1, 1), epoch=1).answers
+    assert job.ask(0, at(1, 1), epoch=1).answers == {0: Finish(), 1: Finish()}
+
+
 def test_who_is_behind_at_the_end_gets_the_donors():
     job = Script(steps=1)
     job.first(0, 1)

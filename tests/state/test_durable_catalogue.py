@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import random
 import shutil
 from dataclasses import replace
@@ -66,6 +67,21 @@ def test_the_newest_is_the_largest_epoch_and_step_and_never_the_youngest(tmp_pat
     assert ninth is not None
     assert ninth.manifest.state.step == 9
     assert catalogue.newest(tmp_path, KEY, step=1) == catalogue.Found(None, ())
+
+
+def test_a_checkpoint_is_missed_unless_it_or_a_newer_one_is_there_or_being_written(tmp_path: Path) -> None:
+    assert catalogue.missed(tmp_path / "none", 5)
+    checkpoint(tmp_path, 4)
+    name = contents.name_of(StateId(1, 6, "ab" * 16), "0-a-0")
+    draft = catalogue.unfinished(tmp_path, name)
+    draft.mkdir()
+    with (draft / "manifest.json").open("wb") as file:
+        assert catalogue.missed(tmp_path, 5), "its writer is dead"
+        fcntl.flock(file, fcntl.LOCK_EX)
+        assert not catalogue.missed(tmp_path, 5), "its writer lives"
+        assert not catalogue.missed(tmp_path, 6)
+        assert catalogue.missed(tmp_path, 7)
+    assert not catalogue.missed(tmp_path, 4)
 
 
 def test_every_flipped_bit_is_seen(tmp_path) -> None:
