@@ -51,6 +51,25 @@ def bound(host: str, port: int = 0) -> socket.socket:
     return sock
 
 
+def everywhere(port: int) -> socket.socket:
+    """A TCP socket bound to ``port`` of every address of this host, not listening yet.
+
+    Raises:
+        OSError: it cannot be.
+    """
+    if not socket.has_dualstack_ipv6():
+        return bound("0.0.0.0", port)
+    sock = socket.socket(socket.AF_INET6, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        sock.bind(("::", port))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
 def local(sock: socket.socket) -> bool:
     """Whether the other end of a connected socket is on this machine's loopback."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):

@@ -1,6 +1,7 @@
 """Handshake: how the two ends of a connection prove to each other that they know the job's token.
 
-All listeners of a job begin every connection with it: ring doors, hubs, state servers, the agents' local sockets.
+All listeners of a job begin every connection with it: ring doors, hubs, the ranks' stores, state servers, the
+agents' local sockets.
 Three frames of fixed size pass before the first message:
 
     listener -> caller    MAGIC, 32 random bytes
@@ -45,6 +46,7 @@ class Purpose(IntEnum):
     HUB = 3
     STATE = 4
     AGENT = 5
+    STORE = 6
 
 
 MAGIC = b"FTH1"

@@ -1,7 +1,7 @@
 """Every message on a wire, once: JSON of the core's dataclasses, tagged with their names, and checked.
 
-Three channels use it: replica to lighthouse (HTTP), leader to its own ranks (TCP, one JSON document per
-frame) and neighbours in a ring (TCP). Bulk data never passes here. Nothing is unpickled anywhere.
+Four channels use it: replica to lighthouse (HTTP), leader to its own ranks, ranks to their store (both TCP, one
+JSON document per frame) and neighbours in a ring (TCP). Bulk data never passes here. Nothing is ever unpickled.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import hmac
 import json
 import struct
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import SchemaValidator
 from typing_extensions import TypedDict
 
@@ -128,7 +128,7 @@ class Telemetry:
 
 @dataclass(frozen=True, slots=True)
 class RankHello:
-    """A rank is warm; ``ring`` and ``state`` are where it listens ("host:port")."""
+    """A rank is here; ``ring`` and ``state`` are where it listens ("host:port"), once it does."""
 
     rank: int
     ring: str
@@ -213,6 +213,35 @@ class RankCheckpointFailed:
     rank: int
     state: StateId
     reason: str
+
+
+# Between the ranks of a replica and their store, which rank 0 has.
+
+
+@dataclass(frozen=True, slots=True)
+class StoreCall:
+    """``rank`` has something done with keys; the answer has the call's ``number``.
+
+    ``values`` are base64; ``amount`` is what ``add`` adds; ``wait_s`` is how long keys may take to come.
+    """
+
+    rank: int
+    number: int
+    what: Literal["set", "get", "add", "check", "wait", "compare_set", "delete", "count"]
+    keys: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    amount: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    wait_s: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAnswer:
+    """Of the call ``number``: what there is to say in ``amount`` or ``value`` (base64); ``error``: why not."""
+
+    number: int
+    amount: int = 0
+    value: str = ""
+    error: str = ""
 
 
 # Between neighbours in a ring.
@@ -309,32 +338,10 @@ class RingAbort:
 _MESSAGES = {
     cls.__name__: cls
     for cls in (
-        *(
-            Ask,
-            Wait,
-            Processes,
-            Overview,
-            Telemetry,
-            RankHello,
-            RankAlive,
-            RankBroken,
-            RankShown,
-            RankStopped,
-            RankFetched,
-        ),
-        *(
-            RankFetchFailed,
-            RankLeaves,
-            RankCheckpointed,
-            RankCheckpointFailed,
-            RingHello,
-            RingWelcome,
-            RingData,
-            RingReady,
-            RingBarrier,
-            RingBeat,
-            RingAbort,
-        ),
+        *(Ask, Wait, Processes, Overview, Telemetry),
+        *(RankHello, RankAlive, RankBroken, RankShown, RankStopped, RankFetched, RankFetchFailed, RankLeaves),
+        *(RankCheckpointed, RankCheckpointFailed, StoreCall, StoreAnswer),
+        *(RingHello, RingWelcome, RingData, RingReady, RingBarrier, RingBeat, RingAbort),
         *(Vote, commit.Token),
         *(assignment.Grant, assignment.Continue, assignment.CatchUp, assignment.Finish, assignment.Refused),
         *(effects.Configure, effects.StopRing, effects.Reduce, effects.Commit, effects.Log, effects.Discard),
@@ -360,6 +367,13 @@ def _envelope(name: str) -> SchemaValidator:
     fields: Any = TypedDict
     tag: Any = Literal
     return bounded.checker(fields(name, {"type": tag[name], "body": _MESSAGES[name]}))
+
+
+def prepare(*types: type) -> None:
+    """Build now what encodes and checks messages of ``types``, which takes milliseconds each on first use."""
+    for each in types:
+        _adapter(each.__name__)
+        _envelope(each.__name__)
 
 
 def encode(message: object) -> bytes:

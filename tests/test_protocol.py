@@ -94,6 +94,11 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     protocol.RankFetchFailed: st.builds(protocol.RankFetchFailed, some, states, words),
     protocol.RankCheckpointed: st.builds(protocol.RankCheckpointed, some, states),
     protocol.RankCheckpointFailed: st.builds(protocol.RankCheckpointFailed, some, states, words),
+    protocol.StoreCall: st.builds(
+        protocol.StoreCall,
+        *(some, counts, st.sampled_from(["set", "count"]), addresses, addresses, some, st.floats(0, 1e9)),
+    ),
+    protocol.StoreAnswer: st.builds(protocol.StoreAnswer, counts, some, words, words),
     protocol.RingHello: st.builds(protocol.RingHello, grants, some, some, words, words, addresses, some),
     protocol.RingWelcome: st.builds(protocol.RingWelcome, counts, st.booleans(), words, words, words),
     protocol.RingData: st.builds(protocol.RingData, words, some, counts),

@@ -1,10 +1,14 @@
-"""Channel: between a leader and its own ranks. Losing it ends the rank: a replica lives or dies as a whole."""
+"""Channel: between rank 0 of a replica and its other ranks.
+
+The leader gives its orders on one; losing it ends the rank, for a replica lives or dies as a whole. The ranks'
+store is at the end of another (`key_table`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ft_hsdp import address, handshake, protocol
 from ft_hsdp.core import effects
@@ -49,12 +53,20 @@ async def read(reader: asyncio.StreamReader, *expected: type) -> object | None:
 
 
 class Hub:
-    """The leader's end: one line to each of its other ranks."""
+    """Rank 0's end: one line to each of the other ranks, which come for ``purpose`` and send ``types``."""
 
     def __init__(
-        self, ranks: int, token: str, received: Callable[[object], None], lost: Callable[[int], None]
+        self,
+        ranks: int,
+        token: str,
+        received: Callable[[object], None],
+        lost: Callable[[int], None],
+        purpose: Purpose = Purpose.HUB,
+        types: tuple[type, ...] = REPORTS,
     ) -> None:
         self._token = token
+        self._purpose = purpose
+        self._types = types
         self._received = received
         self._lost = lost
         self._waiting = set(range(1, ranks))
@@ -65,16 +77,23 @@ class Hub:
 
     async def listen(self, host: str) -> int:
         """Listen on a free port of ``host``; the port."""
-        if not self._waiting:
-            self._complete.set()
-        listener = address.bound(host)
+        return self.open(address.bound(host))
+
+    def open(self, listener: socket.socket) -> int:
+        """Listen at ``listener``, which is bound, until all ranks are here; its port."""
         port = int(listener.getsockname()[1])
-        self._gate = Gate(self._token, (Purpose.HUB,), self._admitted)
+        self._gate = Gate(self._token, (self._purpose,), self._admitted)
         if self._waiting:
             self._gate.watch(listener)
         else:
             listener.close()
+            self._complete.set()
         return port
+
+    @property
+    def awaited(self) -> Collection[int]:
+        """The ranks that are not here yet."""
+        return self._waiting
 
     async def all_here(self, timeout_s: float) -> None:
         """Wait until every rank has said hello.
@@ -91,6 +110,20 @@ class Hub:
         for writer in self._writers.values():
             writer.write(data)
 
+    async def tell(self, rank: int, message: object) -> None:
+        """Tell one rank something, and wait until it takes it; until cancelled.
+
+        Raises:
+            OSError: it is gone.
+        """
+        writer = self._writers[rank]
+        writer.write(protocol.frame(message))
+        await writer.drain()
+
+    def hang_up(self, rank: int) -> None:
+        """Hang up on one rank, whatever it has not taken yet."""
+        self._writers[rank].transport.abort()
+
     def close(self) -> None:
         """Hang up."""
         for writer in self._writers.values():
@@ -105,7 +138,7 @@ class Hub:
     async def _serve(self, proved: Admitted, sock: socket.socket) -> None:
         try:
             async with asyncio.timeout(2 * handshake.hello_s()):
-                sock = await handshake.secured(sock, proved.session, Purpose.HUB, listening=True)
+                sock = await handshake.secured(sock, proved.session, self._purpose, listening=True)
                 reader, writer = await asyncio.open_connection(sock=sock)
         except (OSError, TimeoutError):
             sock.close()
@@ -124,32 +157,41 @@ class Hub:
         if not self._waiting:
             self._gate.close()
             self._complete.set()
-        while (message := await read(reader, *REPORTS)) is not None:
+        while (message := await read(reader, *self._types)) is not None:
             self._received(message)
         self._lost(hello.rank)
 
 
 class Line:
-    """A rank's end: takes the leader's orders."""
+    """Another rank's end: takes what rank 0 sends, which is of ``types``."""
 
-    def __init__(self, token: str, ordered: Callable[[object], None], lost: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        token: str,
+        ordered: Callable[[object], None],
+        lost: Callable[[], None],
+        purpose: Purpose = Purpose.HUB,
+        types: tuple[type, ...] = ORDERS,
+    ) -> None:
         self._token = token
+        self._purpose = purpose
+        self._types = types
         self._ordered = ordered
         self._lost = lost
 
     async def connect(self, host: str, port: int, hello: RankHello) -> None:
-        """Dial the leader and say hello.
+        """Dial rank 0 and say hello; until cancelled.
 
         Raises:
-            OSError, ProtocolViolation: the leader is not there.
+            OSError, ProtocolViolation: it is not there.
         """
-        sock = await handshake.dial(address.join(host, port), self._token, Purpose.HUB)
+        sock = await handshake.dial(address.join(host, port), self._token, self._purpose)
         reader, self._writer = await asyncio.open_connection(sock=sock)
         self.send(hello)
         self._task = asyncio.get_running_loop().create_task(self._listen(reader))
 
     def send(self, message: object) -> None:
-        """Report to the leader."""
+        """Tell rank 0 something."""
         self._writer.write(protocol.frame(message))
 
     def tell(self, telemetry: Telemetry) -> None:
@@ -168,6 +210,6 @@ class Line:
         self._writer.close()
 
     async def _listen(self, reader: asyncio.StreamReader) -> None:
-        while (order := await read(reader, *ORDERS)) is not None:
+        while (order := await read(reader, *self._types)) is not None:
             self._ordered(order)
         self._lost()

@@ -41,6 +41,7 @@ from ft_hsdp.train.life import Life, begin
 from ft_hsdp.train.mailbox import Apply, Drop, End, Feed, Load, Mailbox, Save
 from ft_hsdp.train.optim import Groups, Schedule
 from ft_hsdp.train.prefetch import Prefetcher, Source
+from ft_hsdp.train.rank_store import RankStore
 from ft_hsdp.train.reducer import Feeding
 from ft_hsdp.train.restore import Checkpoints, restore
 from ft_hsdp.train.runlog import RunLog, Timing, exposed
@@ -95,7 +96,13 @@ class Job:
     """One rank's part in the job; made by ``join``."""
 
     def __init__(
-        self, config: Config, place: Place, calling: Calling, life: Life | None, device: torch.device
+        self,
+        config: Config,
+        place: Place,
+        calling: Calling,
+        life: Life | None,
+        device: torch.device,
+        store: RankStore | None = None,
     ) -> None:
         self.config = config
         self.device = device
@@ -104,6 +111,7 @@ class Job:
         self._place = place
         self._calling = calling
         self._life = life  # None: this process is a spare that was not called yet
+        self._store = store  # of the process group; None: that is torch's own
         self._mailbox = Mailbox()
         self._loss: list[float] = []
         self._micro = 0
@@ -252,6 +260,8 @@ class Job:
             ground.close()
         if dist.is_initialized():
             dist.destroy_process_group()
+        if self._store is not None:
+            self._store.close()
 
     # Inside.
 

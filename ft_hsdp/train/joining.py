@@ -14,16 +14,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from ft_hsdp import handshake, sealed, secret
+from ft_hsdp import address, handshake, sealed, secret
 from ft_hsdp.config import Config, load
 from ft_hsdp.control.lighthouses import listed, named
-from ft_hsdp.errors import ConfigError
+from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.state.start import TOKEN_VARIABLE
 from ft_hsdp.train import device as devices
 from ft_hsdp.train.calling import Calling, FromEnvironment
 from ft_hsdp.train.ground import Place
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.life import begin
+from ft_hsdp.train.rank_store import RankStore, connect, serve
 
 
 def join(
@@ -36,6 +37,7 @@ def join(
 
     Raises:
         ConfigError: the configuration cannot be used, or the run does not exist.
+        Retryable: the other ranks of the replica did not come.
     """
     if not isinstance(config, Config):
         config = load(Path(config))
@@ -66,47 +68,65 @@ def join(
     place = Place(rank, ranks, run, urls, token, host, first, None if lighthouse else file, parent)
     call = calling.heard()
     life = None if call is None else begin(config, place, call)  # the state agent starts meanwhile
-    _connect_ranks(rank, ranks, "" if life is None else life.incarnation, devices.backend(device), config)
-    return Job(config, place, calling, life, device)
+    incarnation = "" if life is None else life.incarnation
+    store = _connect_ranks(rank, ranks, incarnation, devices.backend(device), config, token)
+    return Job(config, place, calling, life, device, store)
 
 
-def _connect_ranks(rank: int, ranks: int, life: str, backend: str, config: Config) -> None:
-    """Form the process group of a replica; ``life`` is its incarnation.
+def _connect_ranks(rank: int, ranks: int, life: str, backend: str, config: Config, token: str) -> RankStore | None:
+    """Form the process group of a replica, whose incarnation is ``life``; its store, if we have to close that.
 
     The ranks meet within timeouts.ranks_s. Later a rank may wait for another in a collective for twice
     ftar.timeout_s, and at least as long: where there are other replicas, they have said before who hangs.
 
     torchrun's agent keeps one store over all restarts of its workers: without a prefix the ranks of this life
     would find the addresses of the last one there.
+
+    Raises:
+        Retryable: the ranks have not met.
     """
     meeting = timedelta(seconds=config.timeouts.ranks_s)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     interface = _interface(host)
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-    door = _listener(host, port) if serves else None
-    store = dist.TCPStore(host, port, ranks, is_master=serves, timeout=meeting, master_listen_fd=door)
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ours: RankStore | None = None
+    store: dist.Store
+    if agents or backend != "gloo":
+        door = _listener(host, port).detach() if rank == 0 and not agents else None
+        store = dist.TCPStore(host, port, ranks, door is not None, meeting, master_listen_fd=door)
+    elif rank == 0:
+        store = ours = serve(ranks, token, _listener(host, port) if ranks > 1 else None, config.timeouts.ranks_s)
+    else:
+        store = ours = connect(rank, token, host, port, config.timeouts.ranks_s)
     named = dist.PrefixStore(life, store)
     dist.init_process_group(backend, store=named, rank=rank, world_size=ranks, timeout=meeting)
     later_s = max(2 * config.ftar.timeout_s, config.timeouts.ranks_s)
     _set_pg_timeout(timedelta(seconds=later_s), dist.group.WORLD)
+    return ours
 
 
-def _listener(host: str, port: int) -> int | None:
-    """A listening socket's descriptor on ``host`` alone, where torch's store would listen on every address.
+def _listener(host: str, port: int) -> socket.socket:
+    """A socket that listens at ``host`` alone; everywhere if that is a name, which may mean another address here
+    than where the other ranks are.
 
-    None, and torch's own choice, where ``host`` is a name: it may mean another address here than elsewhere.
+    Raises:
+        Retryable: it cannot.
     """
     try:
-        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        ipaddress.ip_address(host)
     except ValueError:
-        return None
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((host, port))
-        sock.listen(128)
-        return sock.detach()
+        named = True
+    else:
+        named = False
+    try:
+        sock = address.everywhere(port) if named else address.bound(host, port)
+        sock.listen(handshake.BACKLOG)
+    except OSError as error:
+        where = address.join(host, port)
+        raise Retryable(f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT {where}: {error.strerror}") from error
+    return sock
 
 
 def _interface(host: str) -> str | None:

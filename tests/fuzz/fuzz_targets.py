@@ -11,6 +11,7 @@ import shutil
 import struct
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from uvicorn.server import ServerState
 from ft_hsdp import address, handshake, protocol
 from ft_hsdp.config import files
 from ft_hsdp.control import channel
+from ft_hsdp.control.key_table import KeyTable, packed
 from ft_hsdp.core.assignment import Grant, Member, Report
 from ft_hsdp.core.commit import Fence, Token, Vote
 from ft_hsdp.core.lineage import StateId
@@ -54,6 +56,7 @@ SAID: list[object] = [
     *(protocol.RankHello(1, "10.0.0.1:80", "10.0.0.1:81"), protocol.RankBroken(1, 2, "why", 0)),
     *(protocol.RankShown(1, GRANT), protocol.RankStopped(1, 2), protocol.RankLeaves(1)),
     *(protocol.RankFetched(1, BASE), protocol.RankFetchFailed(1, BASE, "why"), protocol.RankCheckpointed(1, BASE)),
+    *(protocol.StoreCall(1, 2, "set", ("k",), ("AA==",), 3, 4.5), protocol.StoreAnswer(2, 3, "AA==", "why")),
     protocol.RingHello(GRANT, 0, 1, "layout", "host", ("shm", "tcp"), 7),
     *(protocol.RingWelcome(3, False, "tcp", "", "ab" * 16), protocol.RingData("ab" * 16, 0, 99)),
     *(protocol.RingReady(True), protocol.RingBarrier(3, 1), protocol.RingBeat(3, 4, 5)),
@@ -153,6 +156,20 @@ def _channel(data: bytes) -> None:
     reader.feed_eof()
     while _finish(channel.read(reader, *channel.REPORTS)) is not None:
         pass
+
+
+def _store(data: bytes) -> None:
+    """Frames between the ranks of a replica and their store, and what it does with them; lines as frames, too."""
+    table = KeyTable()
+    for frames in (data, *(protocol.LENGTH.pack(len(line)) + line for line in data.split(b"\n"))):
+        reader = asyncio.StreamReader(loop=LOOP)
+        reader.feed_data(frames)
+        reader.feed_eof()
+        while isinstance(call := _finish(channel.read(reader, protocol.StoreCall)), protocol.StoreCall):
+            answer = LOOP.run_until_complete(table.answer(replace(call, wait_s=0.0)))
+            if len(answer.error) > 300 or table.nbytes > 20 * len(data):
+                raise AssertionError("more than was sent")
+            protocol.decode(protocol.encode(answer), protocol.StoreAnswer)
 
 
 def _manifest(data: bytes) -> None:
@@ -314,6 +331,14 @@ ORDERS = [
     messages.Recall(),
     messages.Done(),
 ]
+CALLS = [
+    protocol.StoreCall(1, 1, "set", ("0-x-0/0//cpu//0/1",), packed([bytes(range(162))])),
+    protocol.StoreCall(1, 2, "add", ("n",), (), 3),
+    protocol.StoreCall(1, 3, "wait", ("0-x-0/0//cpu//0/1", "n"), (), 0, 60.0),
+    protocol.StoreCall(1, 4, "compare_set", ("n",), packed([b"3", b"x"])),
+    protocol.StoreCall(1, 5, "get", ("n",), (), 0, 60.0),
+    protocol.StoreCall(1, 6, "delete", ("n",)),
+]
 YAML = [b"replicas: 2\ntrain: {steps: 5}\n", b"chaos: [{at_step: 3, replicas: [1], rank: 0, signal: KILL}]\n"]
 
 
@@ -326,6 +351,9 @@ def targets() -> dict[str, Callable[[], Parser]]:
         "frame": lambda: Parser(f := _Frames(), f.seeds, (ProtocolViolation, StaleEpoch, struct.error)),
         "control": lambda: Parser(_control, [protocol.frame(protocol.RingBeat(1, 2, 3))], violation),
         "channel": lambda: Parser(_channel, [protocol.frame(protocol.RankStopped(1, 2))], ()),
+        "store": lambda: Parser(
+            _store, [b"".join(map(protocol.frame, CALLS)), b"\n".join(map(protocol.encode, CALLS))], ()
+        ),
         "manifest": lambda: Parser(_manifest, [MANIFEST], (DataCorruption,)),
         "agent": lambda: Parser(_agent, [messages.frame(each) for each in ORDERS], violation),
         "state_request": lambda: Parser(_request, [HEAD, RANGED, HEAD + RANGED], (OSError,)),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -8,36 +9,71 @@ import sys
 import psutil
 import pytest
 
+from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.processes import free_port
 from ft_hsdp.train import joining
 
+BACKENDS = ("gloo", "cpu:gloo")  # the second stands for all that have torch's own store, such as a GPU's
+RANKS = 2
 LISTENS = """
-import os, sys, psutil, torch.distributed as dist
+import json, os, sys, psutil, torch.distributed as dist
 from ft_hsdp.config import parse
 from ft_hsdp.train import joining
-os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[1], "RANK": "0", "WORLD_SIZE": "1"}
 os.environ.pop("GLOO_SOCKET_IFNAME", None)
-joining._connect_ranks(0, 1, "0-a-0", "gloo", parse({}))
-dist.barrier()
-print(os.environ.get("GLOO_SOCKET_IFNAME"))
-print(*{c.laddr.ip for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN})
+parts = [(backend, port, rank) for backend, port in json.loads(sys.argv[1]) for rank in range(int(sys.argv[2]))]
+children = []
+for backend, port, rank in parts:
+    pid = os.fork()
+    if pid == 0:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        store = joining._connect_ranks(rank, int(sys.argv[2]), "0-a-0", backend, parse({}), "ab" * 32)
+        dist.barrier()
+        at = [c.laddr for c in psutil.Process().net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        told, ips = os.environ.get("GLOO_SOCKET_IFNAME"), sorted({a.ip for a in at})
+        said = [backend, rank, told, ips, port in {a.port for a in at}, store is not None]
+        os.write(1, (json.dumps(said) + "\\n").encode())
+        sys.exit()  # and nothing is closed
+    children.append(pid)
+sys.exit(any(os.waitpid(pid, 0)[1] for pid in children))
 """
 
 
 @pytest.mark.multiproc
-def test_torchs_store_and_gloo_listen_on_the_replicas_address_alone() -> None:
-    """Torch's store would take every address, gloo the one that the host's name has, perhaps this one."""
-    command = [sys.executable, "-c", LISTENS, str(free_port())]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env={**os.environ}, check=False)
-    assert done.stdout.split() == [joining._interface("127.0.0.1"), "127.0.0.1"], done.stderr
+def test_a_replica_listens_on_its_address_alone_and_its_store_no_more() -> None:
+    """Torch's store would take every address and listen for good; gloo would take that of the host's name, which
+    may be this one."""
+    ports = json.dumps([(backend, free_port()) for backend in BACKENDS])
+    command = [sys.executable, "-c", LISTENS, ports, str(RANKS)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env={**os.environ}, check=False)
+    said = sorted(json.loads(line) for line in done.stdout.splitlines())
+    told = joining._interface("127.0.0.1")
+    torchs = [["cpu:gloo", rank, told, ["127.0.0.1"], rank == 0, False] for rank in range(RANKS)]
+    ours = [["gloo", rank, told, ["127.0.0.1"], False, True] for rank in range(RANKS)]
+    assert said == [*torchs, *ours], done.stderr
+    assert done.returncode == 0, done.stderr
+    assert "Task" not in done.stderr
+    assert "Traceback" not in done.stderr
 
 
-def test_a_name_is_left_to_torch() -> None:
-    assert joining._listener("localhost", 0) is None
-    fd = joining._listener("127.0.0.1", 0)
-    assert fd is not None
-    with socket.socket(fileno=fd) as sock:
-        assert sock.getsockname()[0] == "127.0.0.1"
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_rank_0_listens_at_its_address(host: str) -> None:
+    with joining._listener(host, 0) as sock:
+        assert sock.getsockname()[0] == host
+
+
+def test_a_name_may_mean_another_address_elsewhere() -> None:
+    with joining._listener("localhost", 0) as sock:
+        assert sock.getsockname()[0] in ("::", "0.0.0.0")
+        port = sock.getsockname()[1]
+        for host in ("127.0.0.1", "127.0.0.2"):
+            socket.create_connection((host, port), 5).close()
+
+
+def test_an_address_that_is_taken_is_one_line() -> None:
+    with joining._listener("127.0.0.1", 0) as sock:
+        port = sock.getsockname()[1]
+        with pytest.raises(Retryable, match=rf"MASTER_ADDR:MASTER_PORT 127.0.0.1:{port}: Address already in use"):
+            joining._listener("127.0.0.1", port)
 
 
 def test_the_interface_is_that_of_the_way_there() -> None:

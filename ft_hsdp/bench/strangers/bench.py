@@ -110,7 +110,8 @@ def show(result: Mapping[str, Any], stream: TextIO) -> None:
 
 
 def listeners(herd: Herd) -> dict[str, str]:
-    """Where the job listens, and what kind each is. Torch's own listeners know no handshake and are left out."""
+    """Where the job listens, and what kind each is. Torch's own listeners know no handshake and are left out; a
+    replica's hub and store listen only until its ranks are there."""
     lighthouse = read_json(herd.run.lighthouse)["url"].rpartition("/")[2]
     found = {lighthouse: LIGHTHOUSE}
     for process in processes(herd):

@@ -1,0 +1,256 @@
+"""Key table: what the ranks of one replica tell each other to form a process group; rank 0 has it.
+
+It knows the operations of torch.distributed's stores. The other ranks call it over lines of their own (`channel`):
+who knows no token is not heard, and once all ranks are here nobody listens any more. Calls of one rank may wait
+beside each other; what is bounded is in the constants. This end needs no torch: `ft_hsdp.train.rank_store` does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import re
+import socket
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+from ft_hsdp.control.channel import Hub
+from ft_hsdp.handshake import Purpose
+from ft_hsdp.protocol import StoreAnswer, StoreCall
+
+MAX_KEY = 1024  # bytes
+MAX_NAMES = 96 << 10  # bytes of a call's keys: a message holds them beside MAX_VALUE even if JSON escapes them all
+MAX_VALUE = 256 << 10  # bytes of a call's values
+MAX_KEYS = 1 << 16
+MAX_BYTES = 64 << 20  # of all keys and values
+MAX_CALLS = 64  # of one rank at a time; who has more is hung up on
+NUMBERS = 1 << 63
+SHOWN = 80  # characters of a key in a message
+NEEDS: dict[str, tuple[int | None, int]] = {
+    "set": (1, 1),
+    "get": (1, 0),
+    "add": (1, 0),
+    "check": (None, 0),
+    "wait": (None, 0),
+    "compare_set": (1, 2),
+    "delete": (1, 0),
+    "count": (0, 0),
+}
+"""How many keys (None: any number) and values a call has."""
+_NUMBER = re.compile(rb"-?[0-9]{1,19}")
+
+
+class Refused(Exception):
+    """A call that cannot be answered; `str()` is one line for who called."""
+
+
+def packed(values: Sequence[bytes]) -> tuple[str, ...]:
+    """Values as a message carries them."""
+    return tuple(base64.b64encode(value).decode() for value in values)
+
+
+def unpacked(value: str) -> bytes:
+    """A value that a message carries.
+
+    Raises:
+        Refused: it is no base64.
+    """
+    try:
+        return base64.b64decode(value, validate=True)
+    except ValueError:
+        raise Refused("a value that is no base64") from None
+
+
+def checked(call: StoreCall) -> list[bytes]:
+    """The values of a call that is within all bounds that it can show by itself.
+
+    Raises:
+        Refused: it is not.
+    """
+    keys, values = NEEDS[call.what]
+    if len(call.keys) != (len(call.keys) if keys is None else keys) or len(call.values) != values:
+        raise Refused(f"{call.what} of {len(call.keys)} keys and {len(call.values)} values")
+    if not -NUMBERS <= call.amount < NUMBERS:
+        raise Refused("an amount that is no number of 64 bits")
+    names = 0
+    for key in call.keys:
+        try:
+            nbytes = len(key.encode())
+        except UnicodeEncodeError:
+            raise Refused(f"a key that is no text: {_shown(key)}") from None
+        if nbytes > MAX_KEY:
+            raise Refused(f"a key of {nbytes} bytes ({_shown(key)}); allowed: {MAX_KEY}")
+        names += nbytes
+    if names > MAX_NAMES:
+        raise Refused(f"{len(call.keys)} keys of {names} bytes in one call; allowed: {MAX_NAMES}")
+    found = [unpacked(value) for value in call.values]
+    if (nbytes := sum(map(len, found))) > MAX_VALUE:
+        raise Refused(f"a value of {nbytes} bytes for {_shown(call.keys[0])}; allowed: {MAX_VALUE}")
+    return found
+
+
+class KeyTable:
+    """Keys and values; used on one event loop."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._nbytes = 0
+        self._coming: dict[str, set[asyncio.Future[None]]] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes keys and values have."""
+        return self._nbytes
+
+    async def answer(self, call: StoreCall) -> StoreAnswer:
+        """Do what ``call`` asks for; one that waits for keys does so for its ``wait_s`` at most."""
+        try:
+            amount, value = await self._do(call, checked(call))
+        except Refused as error:
+            return StoreAnswer(call.number, error=str(error))
+        return StoreAnswer(call.number, amount, *packed([value]))
+
+    async def _do(self, call: StoreCall, values: list[bytes]) -> tuple[int, bytes]:
+        key = call.keys[0] if call.keys else ""
+        match call.what:
+            case "set":
+                self._put(key, values[0])
+            case "get":
+                await self._wait(call.keys, call.wait_s)
+                return 0, self._values[key]
+            case "wait":
+                await self._wait(call.keys, call.wait_s)
+            case "check":
+                return int(all(each in self._values for each in call.keys)), b""
+            case "add":
+                total = self._number(key) + call.amount
+                if not -NUMBERS <= total < NUMBERS:
+                    raise Refused(f"{_shown(key)} has {total} now, which is no number of 64 bits")
+                self._put(key, str(total).encode())
+                return total, b""
+            case "compare_set":
+                return 0, self._compare_set(key, *values)
+            case "delete":
+                value = self._values.pop(key, None)
+                self._nbytes -= 0 if value is None else len(key.encode()) + len(value)
+                return int(value is not None), b""
+            case "count":
+                return len(self._values), b""
+        return 0, b""
+
+    def _number(self, key: str) -> int:
+        value = self._values.get(key, b"0")
+        if not _NUMBER.fullmatch(value):
+            raise Refused(f"{_shown(key)} has {value[:20]!r}, which is no number")
+        return int(value)
+
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """As torch's: a key that is not there can be set by who expects nothing; then what it has now."""
+        has = self._values.get(key)
+        if has == expected or (has is None and not expected):
+            self._put(key, desired)
+            return desired
+        return expected if has is None else has
+
+    def _put(self, key: str, value: bytes) -> None:
+        before = self._values.get(key)
+        more = len(value) - len(before) if before is not None else len(value) + len(key.encode())
+        if before is None and len(self._values) >= MAX_KEYS:
+            raise Refused(f"no place for {_shown(key)}: there are {MAX_KEYS} keys, as many as are allowed")
+        if self._nbytes + more > MAX_BYTES:
+            raise Refused(f"no place for {_shown(key)}: keys and values may have {MAX_BYTES} bytes")
+        self._values[key] = value
+        self._nbytes += more
+        for future in self._coming.pop(key, ()):
+            if not future.done():
+                future.set_result(None)
+
+    async def _wait(self, keys: Sequence[str], wait_s: float) -> None:
+        """Until all ``keys`` are there.
+
+        Raises:
+            Refused: they are not within ``wait_s`` seconds.
+        """
+        try:
+            async with asyncio.timeout(wait_s):
+                for key in keys:
+                    while key not in self._values:
+                        await self._set(key)
+        except TimeoutError:
+            missing = [each for each in keys if each not in self._values]
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise Refused(
+                f"no rank has set {_shown(missing[0] if missing else key)}{more} within {wait_s:g} s"
+            ) from None
+
+    async def _set(self, key: str) -> None:
+        future = asyncio.get_running_loop().create_future()
+        waiting = self._coming.setdefault(key, set())
+        waiting.add(future)
+        try:
+            await future
+        finally:
+            waiting.discard(future)
+            if not waiting and self._coming.get(key) is waiting:
+                del self._coming[key]
+
+
+class TableServer:
+    """Gives the other ranks of a replica the table of rank 0; on one event loop."""
+
+    def __init__(self, ranks: int, token: str, table: KeyTable) -> None:
+        self._table = table
+        self._calls: Counter[int] = Counter()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._hub = Hub(ranks, token, self._called, self._lost, Purpose.STORE, (StoreCall,))
+
+    def open(self, listener: socket.socket) -> int:
+        """Listen at ``listener``, which is bound, until all ranks are here; its port."""
+        return self._hub.open(listener)
+
+    async def all_here(self, timeout_s: float) -> None:
+        """Wait until every rank is here.
+
+        Raises:
+            TimeoutError: some rank did not come in time.
+        """
+        await self._hub.all_here(timeout_s)
+
+    @property
+    def awaited(self) -> Collection[int]:
+        """The ranks that are not here yet."""
+        return self._hub.awaited
+
+    def close(self) -> None:
+        """Hang up; calls that wait get no answer."""
+        self._hub.close()
+        for task in self._tasks:
+            task.cancel()
+
+    def _called(self, call: object) -> None:
+        if not isinstance(call, StoreCall) or call.rank not in self._hub.hellos:
+            return
+        if self._calls[call.rank] >= MAX_CALLS:
+            self._hub.hang_up(call.rank)
+            return
+        self._calls[call.rank] += 1
+        task = asyncio.get_running_loop().create_task(self._serve(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _lost(self, rank: int) -> None:
+        """It is gone, or talks nonsense."""
+        self._hub.hang_up(rank)
+
+    async def _serve(self, call: StoreCall) -> None:
+        try:
+            with contextlib.suppress(OSError):  # it is gone
+                await self._hub.tell(call.rank, await self._table.answer(call))
+        finally:
+            self._calls[call.rank] -= 1
+
+
+def _shown(key: str) -> str:
+    text = repr(key[:SHOWN])
+    return text if len(key) <= SHOWN and len(text) <= 2 * SHOWN else f"{text[:SHOWN]}..."
