@@ -5,10 +5,13 @@ import os
 import socket
 import subprocess
 import sys
+from datetime import timedelta
+from unittest import mock
 
 import psutil
 import pytest
 
+from ft_hsdp.config import parse
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.processes import free_port
 from ft_hsdp.train import joining
@@ -81,3 +84,23 @@ def test_the_interface_is_that_of_the_way_there() -> None:
     assert name is not None
     assert "127.0.0.1" in {each.address for each in psutil.net_if_addrs()[name]}
     assert joining._interface("no such host") is None
+
+
+def test_ranks_that_do_not_meet_in_time_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would wait for 30 minutes, here and later in each collective."""
+    named = {name: mock.Mock() for name in ("connect", "serve", "_set_pg_timeout")}
+    torchs = {name: mock.Mock() for name in ("TCPStore", "PrefixStore", "init_process_group")}
+    for where, mocks in ((joining, named), (joining.dist, torchs)):
+        for name, stands_in in mocks.items():
+            monkeypatch.setattr(where, name, stands_in)
+    for name, value in (("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "1"), ("GLOO_SOCKET_IFNAME", "lo")):
+        monkeypatch.setenv(name, value)
+    for ftar_s, at_most_s in ((5, 30), (20, 40)):
+        config = parse({"timeouts": {"ranks_s": 30}, "ftar": {"timeout_s": ftar_s}, "ranks_per_replica": 2})
+        joining._connect_ranks(1, 2, "0-a-0", "gloo", config, "token")
+        joining._connect_ranks(0, 1, "0-a-0", "gloo", config, "token")
+        joining._connect_ranks(1, 2, "0-a-0", "nccl", config, "token")
+        assert named["connect"].call_args.args[-1] == named["serve"].call_args.args[-1] == 30.0
+        assert torchs["TCPStore"].call_args.args[-1] == timedelta(seconds=30)
+        assert torchs["init_process_group"].call_args.kwargs["timeout"] == timedelta(seconds=30)
+        assert named["_set_pg_timeout"].call_args.args[0] == timedelta(seconds=at_most_s)
