@@ -116,8 +116,6 @@ def _evict(s: State, r: int, supervised: Supervised) -> Plan | Impossible:
 def _drain(s: State, r: int, supervised: Supervised, force: bool) -> Plan | Impossible:
     if r in s.drained:
         return Plan(f"replica {r} is drained already")
-    if s.views[r].lost:
-        return Impossible(409, f"replica {r} has been given up by its supervisor")
     able = _able(s)
     left = len(able - {r})
     if r in able and not left:

@@ -92,6 +92,18 @@ def test_an_eviction_that_stands_is_not_ordered_again() -> None:
 # Drain.
 
 
+def test_a_replica_that_its_supervisor_has_given_up_can_be_kept_away() -> None:
+    """Another supervisor, or the next start of that one, would start it again."""
+    job = working()
+    job.runs({1: None}, [(1, 0)], lost=[1])
+    assert possible(job, "drain", 1).event == "AdminDrained"
+    assert "ReplicaDrained" in order(job, "drain", 1).notes
+    job.ask(1, at(1, 1), life=1)
+    answer = job.ask(0, at(1, 2), epoch=1).answers[1]
+    assert isinstance(answer, Refused)
+    assert "is drained" in answer.reason
+
+
 def test_a_drained_member_is_told_to_leave_and_the_others_go_on_without_it_at_a_step_boundary() -> None:
     job = working()
     assert possible(job, "drain", 1).event == "AdminDrained"
