@@ -162,6 +162,7 @@ _FAULTS = {
     "evicted": "was evicted",
     "not started": "could not be started",
     "ring broken": "was suspected when a ring broke",
+    "silent": "fell silent and was left out",
     "disk_full": "had a full disk",
     "slow_disk": "had a slow disk",
     "descriptors": "had no file descriptor left",

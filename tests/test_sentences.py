@@ -117,7 +117,8 @@ def test_whatever_a_row_holds_there_is_a_sentence(wrong: object) -> None:
 
 def test_every_kind_of_failure_has_words() -> None:
     kinds = {*get_args(ChaosConfig.model_fields["kind"].annotation)} - {"signal"}
-    ends = {"exit 0 of some ranks only", "exit 0 before the end", "left", "evicted", "not started", "ring broken"}
+    ends = {"exit 0 of some ranks only", "exit 0 before the end", "left", "evicted", "not started"}
+    ends |= {"ring broken", "silent"}
     for kind in kinds | ends | {"SIGSTOP", "SIGTERM", "exit 64", "exit 69", "exit 75", "exit 76"}:
         assert not fault(kind).startswith(("failed:", "ended with an error")), kind
         assert "_" not in fault(kind)
