@@ -32,6 +32,7 @@ PLACES = {
     "state-flip": "a bit of the state flips, as a broken machine would have it",
     "live-flip": "a bit of the state flips after its snapshot was taken",
     "snapshot-flip": "a bit of a complete snapshot flips",
+    "snapshot-out": "there is no memory for a snapshot: it is left out",
     "record-lost": "the ring broke in doubt: the record is forgotten, as a loss of memory would",
 }
 

@@ -183,10 +183,22 @@ class RankLeaves:
 
 @dataclass(frozen=True, slots=True)
 class RankFetched:
-    """A rank staged and verified its shard of ``base``."""
+    """A rank staged and verified its shard of ``base``; ``kept``: its host keeps it as a copy, too."""
 
     rank: int
     base: StateId
+    kept: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """From a leader to its ranks: whether all of them have a copy of ``state`` (``everywhere``), or some have not.
+
+    Older copies may go in the one case; in the other the newest that all have must stay.
+    """
+
+    state: StateId
+    everywhere: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,7 +352,7 @@ _MESSAGES = {
     for cls in (
         *(Ask, Wait, Processes, Overview, Telemetry),
         *(RankHello, RankAlive, RankBroken, RankShown, RankStopped, RankFetched, RankFetchFailed, RankLeaves),
-        *(RankCheckpointed, RankCheckpointFailed, StoreCall, StoreAnswer),
+        *(RankCheckpointed, RankCheckpointFailed, Settled, StoreCall, StoreAnswer),
         *(RingHello, RingWelcome, RingData, RingReady, RingBarrier, RingBeat, RingAbort),
         *(Vote, commit.Token),
         *(assignment.Grant, assignment.Continue, assignment.CatchUp, assignment.Finish, assignment.Refused),

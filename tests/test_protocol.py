@@ -61,7 +61,7 @@ reports = st.builds(
 )
 digests = st.lists(st.tuples(some, words), max_size=3).map(tuple)
 tokens = st.builds(Token, fences, st.booleans(), st.booleans(), words, rows, rows, digests, rows, rows, words)
-votes = st.builds(Vote, some, fences, words, floats, batches, rows, words)
+votes = st.builds(Vote, some, fences, words, floats, batches, rows, words, st.booleans())
 
 MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     protocol.Ask: st.builds(protocol.Ask, reports, addresses, addresses, words, words),
@@ -90,7 +90,8 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     protocol.RankStopped: st.builds(protocol.RankStopped, some, counts),
     protocol.RankLeaves: st.builds(protocol.RankLeaves, some),
     protocol.RankAlive: st.builds(protocol.RankAlive, some),
-    protocol.RankFetched: st.builds(protocol.RankFetched, some, states),
+    protocol.RankFetched: st.builds(protocol.RankFetched, some, states, st.booleans()),
+    protocol.Settled: st.builds(protocol.Settled, states, st.booleans()),
     protocol.RankFetchFailed: st.builds(protocol.RankFetchFailed, some, states, words),
     protocol.RankCheckpointed: st.builds(protocol.RankCheckpointed, some, states),
     protocol.RankCheckpointFailed: st.builds(protocol.RankCheckpointFailed, some, states, words),

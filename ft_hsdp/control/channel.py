@@ -26,13 +26,14 @@ from ft_hsdp.protocol import (
     RankLeaves,
     RankShown,
     RankStopped,
+    Settled,
     Telemetry,
 )
 
 ORDERS = (
     *(effects.Configure, effects.StopRing, effects.Reduce, effects.Commit, effects.Log, effects.Discard),
-    *(effects.Install, effects.Feed, effects.Fetch, effects.Checkpoint, effects.Forget, effects.Exit),
-    RankAlive,
+    *(effects.Install, effects.Feed, effects.Fetch, effects.Keep, effects.Checkpoint, effects.Forget),
+    *(effects.Exit, Settled, RankAlive),
 )
 REPORTS = (
     *(RankBroken, RankShown, RankStopped, RankFetched, RankFetchFailed, RankLeaves),

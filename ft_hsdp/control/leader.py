@@ -31,6 +31,7 @@ from ft_hsdp.protocol import (
     RankLeaves,
     RankShown,
     RankStopped,
+    Settled,
 )
 
 RETRY_S = 0.2
@@ -105,7 +106,8 @@ class Leader:
         self._unanswered: float | None = None  # since when the lighthouse owes an answer to the oldest ask
         self._pace_s = settings.answer_wait_s  # between the newest two asks
         self._tally: Tally | None = None
-        self._fetched: set[int] = set()
+        self._fetched: dict[int, bool] = {}  # by rank: whether it keeps what it has fetched
+        self._voted: tuple[Fence, Settled] | None = None  # what the newest votes say of copies of the state before
         self._held_back: events.Reduced | None = None
         self._waited_for: StateId | None = None
         self._written: tuple[StateId | None, set[int]] = (None, set())
@@ -162,9 +164,9 @@ class Leader:
             case RankStopped(rank, epoch):
                 self._stopped.setdefault(epoch, set()).add(rank)
                 self._all_stopped.set()
-            case RankFetched(rank, base):
+            case RankFetched(rank, base, kept):
                 if base == self.replica.fetching:
-                    self._fetched.add(rank)
+                    self._fetched[rank] = kept
                     if len(self._fetched) == self._settings.ranks:
                         self.handle(events.Fetched(base))
             case RankLeaves(rank):
@@ -206,7 +208,16 @@ class Leader:
                 self._stopped = {**recent, epoch: recent.get(epoch, set())}
                 self._outlets.order(effect)
             case effects.Fetch():
-                self._fetched = set()
+                self._fetched = {}
+                self._outlets.order(effect)
+            case effects.Install(base):
+                self._outlets.order(Settled(base, all(self._fetched.values())))
+                self._outlets.order(effect)
+            case effects.Log():
+                self._voted = None
+                self._outlets.order(effect)
+            case effects.Commit(record) if self._voted is not None and self._voted[0] == record.fence:
+                self._outlets.order(self._voted[1])
                 self._outlets.order(effect)
             case effects.Checkpoint(state):
                 self._written = (state, set())
@@ -234,7 +245,8 @@ class Leader:
             lr_scale=lambda n, total: lr.scale(settings.intervention, n, total),
             chunk_bytes=settings.chunk_bytes,
         )
-        fence, digest, self._tally = self._tally.fence, self._tally.state_digest, None
+        fence, digest = self._tally.fence, self._tally.state_digest
+        self._voted, self._tally = (fence, Settled(self.replica.state, self._tally.kept)), None
         if record is None:
             self._outlets.order(
                 effects.Exit(75, f"the ranks of this replica saw different contributors at {fence}")

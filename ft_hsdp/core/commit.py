@@ -161,6 +161,7 @@ class Vote:
     ``digest`` is of the summed shard, ``sumsq`` its sum of squares before the division, ``contributions``
     what the headers in its ring said (with this rank's losses), ``poisoned`` whose gradient was not finite.
     ``state_digest`` is of the slice of the state before that is compared at this step, "" if that is not here.
+    ``kept``: the host of this rank has a whole copy of its shard of the state before.
     """
 
     rank: int
@@ -170,6 +171,7 @@ class Vote:
     contributions: tuple[Contribution, ...]
     poisoned: tuple[int, ...] = ()
     state_digest: str = ""
+    kept: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,6 +192,11 @@ class Tally:
     def complete(self) -> bool:
         """Whether all ranks hold their reduced shards."""
         return len(self.votes) == self.ranks
+
+    @property
+    def kept(self) -> bool:
+        """Whether all ranks have a copy of the state before, so that older copies are of no more use."""
+        return self.complete and all(v.kept for v in self.votes)
 
     @property
     def state_digest(self) -> str:

@@ -136,9 +136,9 @@ class StateAgent:
             raise ProtocolViolation(answer.reason)
         self.damaged += answer.damaged
 
-    def settle(self, state: StateId) -> None:
-        """All ranks of the replica have staged ``state``: older ones may go."""
-        self._order(Settle(state))
+    def settle(self, state: StateId, everywhere: bool = True) -> None:
+        """All ranks of the replica have staged ``state``: older ones may go. Not ``everywhere``: some have not."""
+        self._order(Settle(state, everywhere))
 
     def pin(self, state: StateId, seconds: float) -> None:
         """Keep ``state``, if it is here or comes, for members that fetch it; one at a time, the newest."""

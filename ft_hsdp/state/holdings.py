@@ -127,10 +127,10 @@ class Holdings:
             if mine.slots.pinned(time.monotonic()) == state:
                 self._sealing(mine, number, state)
 
-    def settle(self, rank: int, state: StateId) -> None:
-        """All ranks of the replica have staged ``state``."""
+    def settle(self, rank: int, state: StateId, everywhere: bool = True) -> None:
+        """All ranks of the replica have staged ``state``, or (not ``everywhere``) some have left it out."""
         with self._lock:
-            self._ranks[rank].slots.settle(state)
+            self._ranks[rank].slots.settle(state, everywhere)
 
     def pin(self, rank: int, state: StateId, seconds: float) -> None:
         """Keep ``state``, if it is here or comes, and be ready to serve it."""

@@ -84,9 +84,10 @@ class Staged:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """All ranks of the replica have staged ``state``. Answer: Done."""
+    """All ranks of the replica have staged ``state``, or (not ``everywhere``) some have not. Answer: Done."""
 
     state: StateId
+    everywhere: bool
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,8 +105,8 @@ class Session:
     def _simple(self, order: object) -> object:
         """Orders that need no bytes and no descriptor."""
         match order:
-            case Settle(state):
-                self._holdings.settle(self._rank, state)
+            case Settle(state, everywhere):
+                self._holdings.settle(self._rank, state, everywhere)
             case Pin(state, seconds):
                 self._holdings.pin(self._rank, state, seconds)
             case Unpin():

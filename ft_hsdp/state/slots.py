@@ -1,7 +1,8 @@
 """Slots: which of a rank's segments is written next, which are complete, and which may be used again. Pure.
 
 Two are enough in the steady state: while one is written, the newest complete one, which all ranks of the replica
-hold too, stays. Readers and pins cost more of them, at most MAX_SLOTS; a writer never waits for a reader.
+hold too, stays. A newer one that some rank has left out gives way to the next. Readers and pins cost more of them,
+at most MAX_SLOTS; a writer never waits for a reader.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ class _Slot:
     state: StateId | None = None
     order: int = 0  # of completion
     settled: bool = False
+    passed: bool = False  # some rank has left it out, or one that came after it
     readers: int = 0
     doomed: bool = False  # goes when its last reader does
 
@@ -84,8 +86,9 @@ class Slots:
     def stage(self, state: StateId, now: float) -> int | None:
         """The slot to write ``state`` into; None: none may be reused.
 
-        Never the newest complete one, the newest settled one, the pinned one, or one that is being read. What
-        was being written is given up, and its slot too: whoever wrote into it may not have stopped yet.
+        Never the newest settled one, the newest complete one (unless some rank has left it out and another is
+        settled), the pinned one, or one that is being read. What was being written is given up, and its slot too:
+        whoever wrote into it may not have stopped yet.
         """
         self.abandon(reuse=False)
         usable = self._usable(now)
@@ -97,7 +100,7 @@ class Slots:
         if self._spare >= SPARE_STAGES:
             self._spare = 0
             self._drop(spare)
-        slot.phase, slot.state, slot.settled = Phase.WRITING, state, False
+        slot.phase, slot.state, slot.settled, slot.passed = Phase.WRITING, state, False, False
         return slot.number
 
     def staged(self, state: StateId) -> int:
@@ -123,10 +126,12 @@ class Slots:
         else:
             self._drop([slot])
 
-    def settle(self, state: StateId) -> None:
-        """All ranks of the replica have ``state``."""
+    def settle(self, state: StateId, everywhere: bool = True) -> None:
+        """All ranks of the replica have ``state``, or (not ``everywhere``) some have left it out."""
         for slot in self._complete():
-            if slot.state == state:
+            if not everywhere:
+                slot.passed = not slot.settled
+            elif slot.state == state:
                 slot.settled = True
 
     def pin(self, state: StateId, until: float) -> None:
@@ -192,7 +197,8 @@ class Slots:
     def _usable(self, now: float) -> list[_Slot]:
         """Free slots, then those whose content nobody needs, oldest first."""
         complete = self._complete()
-        kept = complete[:1] + [slot for slot in complete if slot.settled][:1]
+        settled = [slot for slot in complete if slot.settled][:1]
+        kept = settled + [slot for slot in complete[:1] if not (slot.passed and settled)]
         pinned = self.pinned(now)
         old = [s for s in reversed(complete) if s not in kept and s.state != pinned and not s.readers]
         return [s for s in self._slots.values() if s.phase is Phase.FREE and not s.doomed] + old

@@ -20,7 +20,7 @@ from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import FtHsdpError
 from ft_hsdp.events import Journal
 from ft_hsdp.ftar.group import Group
-from ft_hsdp.protocol import RankBroken, RankFetched, RankFetchFailed, RankShown, RankStopped, RingAbort
+from ft_hsdp.protocol import RankBroken, RankFetched, RankFetchFailed, RankShown, RankStopped, RingAbort, Settled
 from ft_hsdp.state import fetch
 from ft_hsdp.state.fetch import Donor, Fetched, Request
 from ft_hsdp.state.segment import Bytes
@@ -84,6 +84,8 @@ class RankAgent:
                 self._report(RankStopped(self._rank, epoch))
             case effects.Reduce():
                 self.reducer.begin(order)
+            case Settled(state, everywhere):
+                self._keeper.settle(state, everywhere)
             case effects.Commit(record):
                 reduced = self._logged.pop(record.step, None) or self.reducer.take()
                 self._mailbox.put(Apply(record, reduced))
@@ -182,7 +184,7 @@ class RankAgent:
         facts = {"seconds": got.seconds, "bytes": self._fetching.nbytes, "step": base.step, "given": got.given}
         most = max(got.given, key=lambda replica: got.given[replica], default=None)
         self._journal.event("FetchCompleted", "verified", donor=most, **facts)
-        self._report(RankFetched(self._rank, base))
+        self._report(RankFetched(self._rank, base, self._keeper.keeps(base)))
 
     def _rejected(self, donor: Donor, why: str) -> None:
         self._journal.event("FetchRejected", why, donor=donor.replica)

@@ -384,7 +384,6 @@ class Job:
             case Load(manifest, packed):
                 assert self._wiring is not None
                 self._held.load(manifest, packed)
-                self._wiring.keeper.settle(manifest.state)
                 self._wiring.keeper.reached(manifest.state)
                 self._conclude_at_end()
             case Save(state):
@@ -417,13 +416,10 @@ class Job:
                 how = "contributes to it" if mine else "was behind"
                 self._wiring.journal.event("FirstStepCommitted", f"this replica {how}", step=record.step)
                 self._committed = True
-        before, after = self._held.state, record.state_id
         failpoints.reach("apply-begin", record.step)
         self._held.apply(record, letter.reduced, self._clip, self._accumulate)
         failpoints.reach("apply-end", record.step)
-        assert before is not None
-        self._wiring.keeper.settle(before)
-        self._wiring.keeper.reached(after)
+        self._wiring.keeper.reached(record.state_id)
         reducer.give_back(letter.reduced)
         self._since = now
         self._conclude_at_end()

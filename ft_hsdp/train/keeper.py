@@ -1,9 +1,9 @@
 """Keeper: copies a rank's committed states into the memory of its host's state agent, on a thread of its own.
 
-What it is told is done in order. A rank votes on a step only when its snapshot of the state before is complete
-(`after`), so the commit of a step says that all ranks of the replica have that snapshot: it is settled. Whoever
-reads snapshots cannot hold up training, and without an agent training goes on without them; a rank that had to
-leave one out settles nothing, and what its replica has in common may be older.
+What it is told is done in order. A rank votes on a step when its snapshot of the state before is complete or left
+out (`after`), and its vote says which. If all ranks have it, the commit of the step settles it, and older ones may
+go; else the newest settled one stays. Whoever reads snapshots cannot hold up training, and without an agent
+training goes on without them.
 """
 
 from __future__ import annotations
@@ -98,18 +98,22 @@ class Keeper:
         """What was taken was used."""
         self._submit(lambda agent: agent.unpin())
 
-    # The main thread.
+    # The main thread, or whoever votes.
+
+    def keeps(self, state: StateId | None) -> bool:
+        """Whether the agent has a whole snapshot of ``state``; asked when all that was ordered is done."""
+        return state is not None and self._staged == state
 
     def reached(self, state: StateId) -> None:
         """``state`` is what is held now."""
         if self._every_step or self._wanted == state:
             self._submit(self._copy, state)
 
-    def settle(self, state: StateId) -> None:
-        """All ranks of the replica have staged ``state``, if it was to be staged."""
-        self._submit(self._settle, state)
-
     # The control loop.
+
+    def settle(self, state: StateId, everywhere: bool) -> None:
+        """All ranks of the replica have a snapshot of ``state``, or (not ``everywhere``) some have left it out."""
+        self._submit(lambda agent: agent.settle(state, everywhere))
 
     def want(self, state: StateId, seconds: float) -> None:
         """Members that are behind will fetch ``state`` within ``seconds``: have it, now or when it is reached."""
@@ -231,7 +235,7 @@ class Keeper:
     def _copy(self, agent: StateAgent, state: StateId) -> None:
         if state == self._staged or self._filling is not None:
             return
-        memory = agent.stage(state)
+        memory = None if failpoints.hit("snapshot-out", state.step) else agent.stage(state)
         if memory is None:
             self._journal.event("SnapshotSkipped", agent.busy, step=state.step)
             return
@@ -246,10 +250,6 @@ class Keeper:
         if failpoints.hit("snapshot-flip", manifest.state.step):
             agent.flip()
         failpoints.reach("snapshot-kept", manifest.state.step)
-
-    def _settle(self, agent: StateAgent, state: StateId) -> None:
-        if self._staged == state:
-            agent.settle(state)
 
     def _connect(self, deadline_s: float) -> StateAgent:
         home, nbytes = self._home, self._held.layout.nbytes

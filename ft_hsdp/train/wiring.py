@@ -12,6 +12,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any
 
 from ft_hsdp import failpoints, protocol
@@ -212,7 +213,7 @@ class Wiring:
     def _voted(self, vote: Vote) -> None:
         """A vote goes out when this rank's snapshot of the state before is complete."""
         failpoints.reach("vote", vote.fence.step)
-        self.keeper.after(lambda: self.tell(vote))
+        self.keeper.after(lambda: self.tell(replace(vote, kept=self.keeper.keeps(self._held.state))))
 
     def _checked(self, lineage_held: str) -> str:
         """The digest that goes with a vote; a rank whose own memory has changed ends before it votes."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Coroutine
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from known import admit_stream, streams
@@ -64,6 +64,11 @@ class Rank:
     async def connect(self, port: int, said: RankHello) -> Rank:
         await self.line.connect("127.0.0.1", port, said)
         return self
+
+
+def test_every_effect_that_is_not_the_leader_s_own_reaches_its_ranks() -> None:
+    own = {effects.Ask, effects.SendToken}
+    assert set(get_args(effects.Effect)) - own <= set(channel.ORDERS)
 
 
 def test_orders_and_reports() -> None:

@@ -26,6 +26,7 @@ from ft_hsdp.protocol import (
     RankFetchFailed,
     RankShown,
     RankStopped,
+    Settled,
 )
 
 
@@ -331,6 +332,37 @@ def test_a_shown_grant_is_adopted(tmp_path: Path) -> None:
         s.leader.received(RankShown(1, grant(2, 0, 1)))
         s.leader.received(RankShown(0, grant(2, 0, 1)))
         assert [o.grant.epoch for o in s.named(effects.Configure)] == [1, 2]
+        s.leader.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize("kept", [(True, True), (True, False), (False, True)])
+def test_a_copy_that_a_rank_has_left_out_is_settled_nowhere(tmp_path: Path, kept: tuple[bool, bool]) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        await s.granted(grant(1, 0))
+        for rank in (0, 1):
+            s.vote(rank, Fence(1, 1, 0), kept=kept[rank])
+        commit = next(i for i, o in enumerate(s.orders) if isinstance(o, effects.Commit))
+        assert s.orders[commit - 1] == Settled(STATE, all(kept)), "told before the next copy is made"
+        s.leader.close()
+
+    run(body())
+
+
+@pytest.mark.parametrize("kept", [(True, True), (True, False)])
+def test_what_was_fetched_is_settled_if_all_ranks_keep_it(tmp_path: Path, kept: tuple[bool, bool]) -> None:
+    async def body() -> None:
+        s = Scene(tmp_path)
+        await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
+        both_vote(s, Fence(2, 4, 0), (1,), kept=True)  # of what it holds while it is behind
+        s.leader.token(replace(s.tokens[-1], verdict=True, equal=(1,)))
+        for rank in (0, 1):
+            s.leader.received(RankFetched(rank, OTHER, kept[rank]))
+        assert s.named(effects.Install)
+        assert s.named(effects.Commit), "the step that was committed meanwhile"
+        assert s.named(Settled) == [Settled(OTHER, all(kept))]
         s.leader.close()
 
     run(body())

@@ -1,4 +1,4 @@
-"""A bit flips in a copy that a state agent keeps, or in a rank's own memory: found before it is used, no halt."""
+"""A copy of a state, or a rank's own memory, is damaged or missing: found before it is used, no halt."""
 
 from __future__ import annotations
 
@@ -32,6 +32,20 @@ def test_a_flipped_copy_is_not_restored(tmp_path: Path, replicas: int) -> None:
         assert (restored["step"], restored["origin"]) == (found["step"] - 1, "agent")
         assert not job.events("JobHalted")
         assert not job.events("StateDiverged")
+        assert job.replayed()["equal"]
+
+
+def test_a_copy_that_one_rank_left_out_costs_no_older_one(tmp_path: Path) -> None:
+    """Rank 1 has no memory for step 8; rank 0, and with it the replica, dies while it copies step 9."""
+    points = {
+        "snapshot-out": {"replicas": [0], "rank": 1, "step": 8},
+        "snapshot": {"replicas": [0], "rank": 0, "step": 9},
+    }
+    with Job(tmp_path, STEPS, replicas=1, debug__failpoints=points, quorum__on_lost_head="rollback") as job:
+        check(job.end(), STEPS)
+        assert job.events("SnapshotSkipped", replica=0, rank=1, step=8)
+        (restored,) = job.events("StateRestored", replica=0)
+        assert (restored["step"], restored["origin"]) == (7, "agent")
         assert job.replayed()["equal"]
 
 

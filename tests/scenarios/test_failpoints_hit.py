@@ -17,7 +17,7 @@ from ft_hsdp.launch.verify import verify
 pytestmark = pytest.mark.multiproc
 
 STEPS = 40
-NOT_DEATHS = ("record-lost", "state-flip", "live-flip", "snapshot-flip")
+NOT_DEATHS = ("record-lost", "state-flip", "live-flip", "snapshot-flip", "snapshot-out")
 LEADER_ONLY = ("token-first", "token-second", "quorum-reply", "checkpoint-rename")
 FIRST_KILL = {"at_step": 4, "replicas": [1], "rank": 1, "signal": "KILL"}
 

@@ -168,11 +168,12 @@ class Machine(RuleBasedStateMachine):
         self.pin: tuple[StateId, float] | None = None
         self.content: dict[int, StateId] = {}  # complete slots, oldest first
         self.settled: set[int] = set()
+        self.passed: set[int] = set()
         self.readers: dict[int, int] = {}
         self.writing: tuple[int, StateId] | None = None
 
     def kept(self) -> set[int]:
-        newest = list(self.content)[-1:]
+        newest = [number for number in list(self.content)[-1:] if not (number in self.passed and self.settled)]
         settled = [number for number in self.content if number in self.settled][-1:]
         pinned = []
         if self.pin is not None and self.now < self.pin[1]:
@@ -192,6 +193,7 @@ class Machine(RuleBasedStateMachine):
             assert self.readers
         self.content = {n: held for n, held in self.content.items() if n not in gone_or_used}
         self.settled -= gone_or_used
+        self.passed -= gone_or_used
         self.writing = None if number is None else (number, state(step))
 
     @precondition(lambda self: self.writing is not None)
@@ -208,10 +210,13 @@ class Machine(RuleBasedStateMachine):
         assert self.writing is None or reuse == (self.writing[0] in self.slots.numbers)
         self.writing = None
 
-    @rule(step=st.integers(0, 5))
-    def settle(self, step):
-        self.slots.settle(state(step))
-        self.settled |= {number for number, held in self.content.items() if held == state(step)}
+    @rule(step=st.integers(0, 5), everywhere=st.booleans())
+    def settle(self, step, everywhere):
+        self.slots.settle(state(step), everywhere)
+        if everywhere:
+            self.settled |= {number for number, held in self.content.items() if held == state(step)}
+        else:
+            self.passed |= self.content.keys() - self.settled
 
     @rule(step=st.integers(0, 5), seconds=st.integers(0, 3))
     def hold(self, step, seconds):
@@ -247,7 +252,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def forget(self):
         self.slots.forget()
-        self.content, self.settled, self.pin, self.writing = {}, set(), None, None
+        self.content, self.settled, self.passed, self.pin, self.writing = {}, set(), set(), None, None
         assert self.slots.numbers == set(self.readers)
 
     @invariant()
@@ -263,3 +268,57 @@ class Machine(RuleBasedStateMachine):
 
 TestSlotsAreNeverTakenAway = Machine.TestCase
 TestSlotsAreNeverTakenAway.settings = settings(max_examples=100, stateful_step_count=40)
+
+
+class Ranks(RuleBasedStateMachine):
+    """The ranks of a replica take their snapshots in any order and now and then one has no memory for it.
+
+    Whenever all of them may be killed, they have one in common that is not older than the newest settled one.
+    """
+
+    RANKS = 3
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.slots = [with_slots(2) for _ in range(self.RANKS)]
+        self.held = [0] * self.RANKS  # the step that each rank has applied
+        self.kept: list[bool | None] = [False] * self.RANKS  # whether its snapshot of it is there; None: not yet
+        self.verdicts: dict[int, bool] = {0: False}
+        self.settled = 0
+
+    @rule(rank=st.integers(0, RANKS - 1), memory=st.booleans())
+    def snapshot(self, rank, memory):
+        """A rank has applied a step and told its agent about the one before; it copies, or has no memory."""
+        if self.kept[rank] is not None:
+            return
+        number = self.slots[rank].stage(state(self.held[rank]), 0.0) if memory else None
+        assert number is not None or not memory, "two slots are enough"
+        if number is not None:
+            self.slots[rank].staged(state(self.held[rank]))
+        self.kept[rank] = number is not None
+
+    @precondition(lambda self: None not in self.kept and len(set(self.held)) == 1)
+    @rule()
+    def commit(self):
+        """All have voted: the step is committed, and says whether all have a copy of the one before."""
+        step = self.held[0]
+        self.verdicts[step] = all(self.kept)
+        if self.verdicts[step]:
+            self.settled = step
+
+    @rule(rank=st.integers(0, RANKS - 1))
+    def apply(self, rank):
+        """A rank hears of the verdict and applies the step."""
+        step = self.held[rank]
+        if step in self.verdicts and self.kept[rank] is not None:
+            self.slots[rank].settle(state(step), self.verdicts[step])
+            self.held[rank], self.kept[rank] = step + 1, None
+
+    @invariant()
+    def something_in_common(self):
+        common = newest_common([slots.held() for slots in self.slots])
+        assert not self.settled or (common is not None and common.step >= self.settled)
+
+
+TestRanksHaveAStateInCommon = Ranks.TestCase
+TestRanksHaveAStateInCommon.settings = settings(max_examples=100, stateful_step_count=60)

@@ -86,7 +86,7 @@ def walk(held: Held, sharded: Any, keeper: Keeper, count: int) -> None:
         steps(held, sharded, 1)
         assert before is not None
         assert held.state is not None
-        keeper.settle(before)
+        keeper.settle(before, keeper.keeps(before))
         keeper.reached(held.state)
         assert done(keeper)  # the vote on the next step
 

@@ -52,7 +52,7 @@ def test_a_damaged_copy_is_passed_over(mesh: DeviceMesh, place: Place, monkeypat
     assert again._agent is not None
     again._agent.flip()
     again.want(older, 60.0)  # a donor finds it, and makes one more
-    until(lambda: (again.settle(older), done(again), place.events().count("SnapshotCorrupt") == 2)[-1])
+    until(lambda: (again.settle(older, True), done(again), place.events().count("SnapshotCorrupt") == 2)[-1])
     again.close()
     final = place.keeper(last)
     assert came_back(last, final, place, monkeypatch) == older
