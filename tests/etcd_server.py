@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 
 import httpx
-
-from tests.programs import program
+from programs import program
 
 START_S = 20.0
 

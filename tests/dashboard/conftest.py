@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from page_helpers import KEY, Seen, Server, open_page, write_past
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
-
-from tests.programs import program
+from programs import program
 
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "

@@ -1,11 +1,20 @@
-"""Waiting in tests: always for a condition, always with a deadline."""
+"""Waiting in tests: always for a condition, always with a deadline; and whole jobs of trainers that are given."""
 
 from __future__ import annotations
 
 import asyncio
+import io
 import time
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 from typing import Any
+
+from ft_hsdp.config import parse
+from ft_hsdp.launch.job import Job
+from ft_hsdp.launch.lighthouse_process import furnish
+from ft_hsdp.launch.local import here, prepare_data
+from ft_hsdp.launch.rundir import RunDir, claim, identity, write_json
+from ft_hsdp.launch.terminal import Terminal
 
 DEADLINE_S = 20.0
 
@@ -28,3 +37,18 @@ async def until(ready: Callable[[], Any], what: str) -> None:
     while not ready():
         assert time.monotonic() < deadline, f"waited too long for {what}"
         await asyncio.sleep(0.005)
+
+
+def train(folder: Path, entry: str, deadline_s: float = 120.0, **settings: Any) -> RunDir:
+    """Run a job of trainers whose entry is given, until it has ended well; its run directory."""
+    config = parse({"job": {"name": "job", "runs_dir": str(folder)}, "data": {"max_bytes": 200_000}, **settings})
+    run = RunDir(folder / "job")
+    prepare_data(config)
+    claim(run)
+    furnish(run, config)
+    write_json(run.supervisor, identity())
+    with Terminal(config, io.StringIO()) as terminal:
+        job = Job(config, run, terminal, here(config, run, entry=entry))
+        code, _ = asyncio.run(asyncio.wait_for(job.run(), deadline_s))
+    assert code == 0
+    return run

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.programs import program
+from programs import program
 
 START_S = 30.0
 CONFIG = """

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from etcd_server import EtcdServer
 
 from ft_hsdp.config import Config, parse
 from ft_hsdp.errors import ConfigError
@@ -35,7 +36,6 @@ from ft_hsdp.launch.doctor.cgroup import Allowance, allowance
 from ft_hsdp.launch.ray.placement import request
 from ft_hsdp.mounts import mount_of
 from ft_hsdp.train import tokens
-from tests.etcd_server import EtcdServer
 
 ALONE = Subject(Config())
 SPANNING = Subject(parse({"network": {"host": "0.0.0.0"}}))

@@ -12,6 +12,7 @@ from typing import Any
 
 import psutil
 import pytest
+from etcd_server import EtcdServer
 from launch_helpers import run_async, until
 
 from ft_hsdp.config import parse
@@ -20,7 +21,6 @@ from ft_hsdp.launch import lighthouse_process
 from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseFleet, check_port, furnish
 from ft_hsdp.launch.rundir import Row, RunDir, read_json
 from ft_hsdp.launch.status import lines, status
-from tests.etcd_server import EtcdServer
 
 pytestmark = pytest.mark.multiproc
 

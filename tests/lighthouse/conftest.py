@@ -3,8 +3,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-
-from tests.etcd_server import EtcdServer
+from etcd_server import EtcdServer
 
 
 @pytest.fixture(scope="session")

@@ -12,9 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
+from etcd_server import EtcdServer
 from scenario_job import Job, check
-
-from tests.etcd_server import EtcdServer
 
 pytestmark = pytest.mark.multiproc
 AWAY_S = 2.0

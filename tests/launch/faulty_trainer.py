@@ -1,0 +1,107 @@
+"""Trainers of which something fails: each function is an entry for the fork server."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import ft_hsdp
+from ft_hsdp.bench.waiting import Waiting
+from ft_hsdp.config import Config
+from ft_hsdp.errors import FtHsdpError
+from ft_hsdp.train.calling import Calling
+from ft_hsdp.train.trainer import build_optimizer
+
+VICTIM = 1  # the replica that fails, where only one does
+HANGS_AT, LONE_HANGS_AT, FULL_AT = 6, 3, 4  # batches before that
+POISON = (1, 3)  # data shard, index
+FOREVER_S = 3600.0
+
+Fault = Callable[[int, int], None]  # what happens, by replica and number of the batch, before the forward
+
+
+class Data:
+    """Ones; of the batch POISON no gradient is finite, if it is asked for."""
+
+    def __init__(self, poisoned: bool) -> None:
+        self._poisoned = poisoned
+
+    def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> Tensor:
+        return torch.full((1,), float("inf") if self._poisoned and (shard, index) == POISON else 1.0)
+
+
+def hanging(config: Config, replica: Calling, run: Path) -> int:
+    """Hangs once, in the first life of the victim."""
+
+    def hang(number: int, batch: int) -> None:
+        if number == VICTIM and batch == HANGS_AT and _first(run):
+            time.sleep(FOREVER_S)
+
+    return _train(config, replica, run, hang)
+
+
+def full(config: Config, replica: Calling, run: Path) -> int:
+    """Has no descriptor left, in the first life of the victim."""
+
+    def use_up(number: int, batch: int) -> None:
+        if number == VICTIM and batch == FULL_AT and _first(run):
+            _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            lowest = os.dup(0)  # all below it are open, and stay so
+            os.close(lowest)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+
+    return _train(config, replica, run, use_up)
+
+
+def lone(config: Config, replica: Calling, run: Path) -> int:
+    """A replica of two ranks that hangs in each of its first lives, each time in another way."""
+    call = replica.heard()
+    life = -1 if call is None else call.restarts
+    rank = int(os.environ["RANK"])
+    if life == 0 and rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if life == 1 and rank == 0:
+        time.sleep(FOREVER_S)  # no other rank can check in, and nothing is stopped
+
+    def hang(_: int, batch: int) -> None:
+        if life == 2 and batch == LONE_HANGS_AT and rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if life == 3 and batch == LONE_HANGS_AT:
+            time.sleep(FOREVER_S)
+
+    return _train(config, replica, run, hang)
+
+
+def poisoned(config: Config, replica: Calling, run: Path) -> int:
+    """One of the batches never has a finite gradient."""
+    return _train(config, replica, run, lambda *_: None, Data(poisoned=True))
+
+
+def _first(run: Path) -> bool:
+    """Whether this is asked for the first time in this run."""
+    mark = run / "failed_once"
+    first = not mark.exists()
+    mark.touch()
+    return first
+
+
+def _train(config: Config, replica: Calling, run: Path, fault: Fault, data: Data | None = None) -> int:
+    try:
+        job = ft_hsdp.join(config, replica, run)
+        model = job.shard(Waiting(2, 256, 0.02))
+        optim = job.optimizer(build_optimizer(config, list(model.parameters())))
+        job.warm_up(lambda: model(None).backward())
+        for number, batch in enumerate(job.batches(data or Data(poisoned=False))):
+            fault(job.replica, number)
+            (model(batch) * batch[0]).backward()
+            optim.step()
+    except FtHsdpError as error:
+        return error.exit_code
+    return 0

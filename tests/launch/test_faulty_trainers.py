@@ -1,0 +1,127 @@
+"""Real jobs of trainers that hang, have no descriptor left, or whose gradients are not finite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_trainer import POISON, VICTIM
+from launch_helpers import train
+
+from ft_hsdp.launch.rundir import RunDir, read_json, read_jsonl
+
+pytestmark = [pytest.mark.proof, pytest.mark.multiproc]
+
+
+def summary_of(run: RunDir) -> dict[str, Any]:
+    summary = read_json(run.summary)
+    assert summary is not None
+    return summary
+
+
+def lives(run: RunDir) -> dict[int, int]:
+    """How many incarnations each replica had."""
+    return {int(r): s["incarnations"] for r, s in summary_of(run)["replicas"].items()}
+
+
+def one_state(run: RunDir) -> bool:
+    return len({s["digest"] for s in summary_of(run)["replicas"].values()}) == 1
+
+
+def test_a_trainer_that_hangs_is_replaced(tmp_path: Path) -> None:
+    """Its process lives: its rank ends itself, and a new one takes its place."""
+    run = train(
+        tmp_path,
+        "faulty_trainer:hanging",
+        replicas=3,
+        ranks_per_replica=1,
+        train={"steps": 25},
+        optim={"clip": None},
+        ftar={"timeout_s": 1.0},
+        timeouts={"connect_s": 1.0},
+    )
+    assert lives(run) == {0: 1, VICTIM: 2, 2: 1}, "only the one that hangs is started again"
+    events = [e for r in (0, VICTIM, 2) for e in read_jsonl(run.replica_events(r))]
+    (ended,) = [e for e in events if e["event"] == "RankEnded" and e["reason"].startswith("the trainer hangs")]
+    assert (ended["replica"], ended["code"]) == (VICTIM, 75)
+    broken = [e for e in events if e["event"] == "RingBroken" and e["replica"] != VICTIM]
+    assert {e["suspect"] for e in broken[:2]} == {VICTIM}
+
+
+def test_a_job_of_one_replica_survives_each_kind_of_hang(tmp_path: Path) -> None:
+    """It hangs where nobody else sees it: before check-in, in a stopped rank, and altogether."""
+    run = train(
+        tmp_path,
+        "faulty_trainer:lone",
+        150.0,
+        replicas=1,
+        ranks_per_replica=2,
+        train={"steps": 8},
+        optim={"clip": None},
+        ftar={"timeout_s": 4.0},
+        timeouts={
+            "connect_s": 1.0,
+            "evict_s": 2.0,
+            "start_s": 8.0,
+            "ranks_s": 8.0,
+            "agent_s": 8.0,
+            "step_s": 4.0,
+        },
+    )
+    assert (summary_of(run)["steps"], lives(run)) == (8, {0: 5})
+    events = read_jsonl(run.events)
+    exited = [e["reason"] for e in events if e["event"] == "ReplicaExited"]
+    assert "rank 1 has been stopped for" in exited[0]
+    assert "has not checked in within 8 s" in exited[1] or "ended with exit" in exited[1]
+    ended = [e["reason"] for e in events if e["event"] == "RankEnded"]
+    assert any("rank 1 of this replica has given no sign of life" in why for why in ended), ended
+    assert any("the trainer hangs: it has not got on" in why for why in ended), ended
+
+
+def test_a_rank_without_descriptors_is_replaced_and_no_healthy_one_is_left_out(tmp_path: Path) -> None:
+    """It has none left when a new ring is formed."""
+    run = train(
+        tmp_path,
+        "faulty_trainer:full",
+        replicas=3,
+        ranks_per_replica=1,
+        train={"steps": 40},
+        optim={"clip": None},
+        ftar={"transport": "tcp"},
+        chaos=[{"at_step": 8, "replicas": [2]}],
+    )
+    assert lives(run) == {0: 1, VICTIM: 2, 2: 2}, "only the one without descriptors and the killed one start again"
+    assert one_state(run)
+    events = read_jsonl(run.events)
+    (ended,) = [e for e in events if e["event"] == "RankEnded"]
+    assert (ended["replica"], ended["code"]) == (VICTIM, 75)
+    assert "RLIMIT_NOFILE" in ended["reason"]
+    assert not [e for e in events if e["event"] == "ReplicaExcluded" and e["replica"] == 0]
+    blamed = {e["suspect"] for e in events if e["event"] == "RingBroken" and e["replica"] != VICTIM}
+    assert 0 not in blamed
+    exited = [e for e in events if e["event"] == "ReplicaExited" and e["replica"] == VICTIM]
+    assert "RLIMIT_NOFILE" in exited[0]["reason"]
+
+
+def test_a_batch_that_is_never_finite_is_given_up(tmp_path: Path) -> None:
+    """It is left out of some steps first."""
+    retries = 2
+    run = train(
+        tmp_path,
+        "faulty_trainer:poisoned",
+        replicas=2,
+        ranks_per_replica=1,
+        train={"steps": 12, "poison_retries": retries},
+        optim={"clip": None},
+    )
+    assert one_state(run)
+    assert set(lives(run).values()) == {1}, "nobody was ended for it"
+    batches = summary_of(run)["batches"]
+    assert (batches["duplicated"], batches["skipped"], batches["given_up"]) == (0, 0, 1)
+    rows = read_jsonl(run.metrics)
+    assert sum(row["contributors"] == [0] for row in rows) == retries
+    assert rows[-1]["contributors"] == [0, 1], "replica 1 has gone on to its next batch"
+    for replica in (0, 1):
+        (event,) = [e for e in read_jsonl(run.replica_events(replica)) if e["event"] == "BatchGivenUp"]
+        assert (event["shard"], event["index"]) == POISON
