@@ -101,13 +101,26 @@ class Child:
 
 def reap(sessions: Collection[int], watched: Collection[int]) -> None:
     """Reap what else was adopted and has ended: processes of these sessions that nobody here waits for."""
-    for pid in _children():
-        if pid in watched or pid in sessions:
-            continue
-        state, session = _standing(pid)
-        if state == "Z" and session in sessions:
+    for pid, state in _adopted(sessions):
+        if pid not in watched and state == "Z":
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
+
+
+def end(sessions: Collection[int]) -> bool:
+    """SIGKILL and reap all that was adopted from these sessions; whether nothing of it is left."""
+    adopted = _adopted(sessions)
+    for pid, _ in adopted:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(pid, signal.SIGKILL)  # our child, and not reaped yet: the pid is nobody else's
+            os.waitpid(pid, os.WNOHANG)
+    return not adopted
+
+
+def _adopted(sessions: Collection[int]) -> list[tuple[int, str]]:
+    """Children of these sessions, but for those that lead one, with their states."""
+    standing = ((pid, *_standing(pid)) for pid in _children() if pid not in sessions)
+    return [(pid, state) for pid, state, session in standing if session in sessions]
 
 
 def _children() -> list[int]:

@@ -27,6 +27,7 @@ ENTRY = "ft_hsdp.train.trainer:main"
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch._dynamo")
 SPAWN_S = 10.0  # longest time for a fork, where nobody says
 GONE_S = 5.0  # longest time for killed ranks to go
+GONE_LOOK_S = 0.005  # between two looks whether they have
 REAP_S = 10.0  # between two looks for adopted processes that have ended
 _LARGEST = 1 << 16  # bytes of one answer
 
@@ -231,7 +232,10 @@ class ForkServer:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         if server is not None:
             server.sock.close()
-        children.reap(self._sessions, self._running)
+        for _ in range(round(GONE_S / GONE_LOOK_S)):
+            if children.end(self._sessions):  # among them what was forked last, and never heard of
+                break
+            await asyncio.sleep(GONE_LOOK_S)
 
     async def _ready(self) -> _Server:
         async with self._starting:

@@ -191,6 +191,31 @@ def test_what_a_rank_leaves_behind_is_reaped(run_dir: RunDir, plan: Plan) -> Non
     run_async(body())
 
 
+def test_a_rank_that_was_never_heard_of_is_gone_at_the_end(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ft_hsdp.launch.forkserver._Server._deliver", lambda *_: None)
+
+    def forked(server: int) -> list[psutil.Process]:
+        ours = psutil.Process().children()
+        return [child for child in ours if os.getsid(child.pid) == server != child.pid]
+
+    async def body() -> None:
+        ranks = Ranks(run_dir)
+        await ranks.server.start()
+        server = ranks.server.pid
+        assert server is not None
+        start = asyncio.create_task(ranks.spawn())
+        await until(lambda: forked(server), "the rank")
+        (rank,) = forked(server)
+        rank.suspend()  # it cannot end by itself
+        start.cancel()
+        await ranks.server.close()
+        assert not psutil.pid_exists(rank.pid)
+
+    run_async(body())
+
+
 def test_a_fork_that_fails_costs_no_other_rank(run_dir: RunDir) -> None:
     async def body() -> None:
         ranks = Ranks(run_dir)
