@@ -6,13 +6,12 @@ each fetch and at each word of the lighthouse.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from ft_hsdp.core import effects, events, lineage
 from ft_hsdp.core import replica as core
-from ft_hsdp.core.assignment import Continue, Finish, Grant, Member, Refused
+from ft_hsdp.core.assignment import Continue, Finish, Refused
 from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Token
 from ft_hsdp.core.deal import Dealer
 from ft_hsdp.core.standing import Phase, Replica
@@ -21,17 +20,22 @@ from ft_hsdp.sim import invariants
 from ft_hsdp.sim.world import (
     Bounds,
     Content,
+    Cores,
     Done,
     Entry,
     Flip,
     Interned,
     Kept,
+    Running,
     World,
+    edges,
+    first,
     ledger,
     name_at,
     place_of,
     put,
     replica_at,
+    severed,
 )
 from lighthouse import decide
 from lighthouse import state as quorum
@@ -46,12 +50,10 @@ class Model:
         self.bounds = bounds
         self._dealer = Dealer(bounds.assignment, bounds.replicas)
         self._holes = bounds.replicas - 1 if bounds.assignment == "global" else 0
-        self.cores: Interned[Replica] = Interned()
-        self.quorums: Interned[quorum.State] = Interned()
+        self.cores: Cores[Replica, events.Event, effects.Effect] = Cores(core.transition)
+        self.quorums: Cores[quorum.State, quorum.Event, quorum.Effect] = Cores(decide.transition)
         self._contents: Interned[Content] = Interned()
         self._wait: set[tuple[int, bool]] = set()
-        self._core_memo: dict[tuple[int, Hashable], tuple[int, tuple[effects.Effect, ...]]] = {}
-        self._quorum_memo: dict[tuple[int, Hashable], tuple[int, tuple[quorum.Effect, ...]]] = {}
 
     def initial(self) -> World:
         """All replicas are warm and have asked; the lighthouse is empty."""
@@ -59,36 +61,9 @@ class Model:
         policy = quorum.Policy(
             b.replicas, b.steps, min_replicas=b.min_replicas, silence_grace_s=GRACE_S, evict_s=EVICT_S
         )
-        none = (None,) * b.replicas
-        world = World(
-            replicas=tuple(self._born(r, f"{r}-0") for r in range(b.replicas)),
-            content=(self._contents.id(()),) * b.replicas,
-            kept=((),) * b.replicas,
-            local=(0,) * b.replicas,
-            lighthouse=self.quorums.id(quorum.State.empty(policy, 1)),
-            asked=none,
-            answers=none,
-            tokens=(),
-            rings=(),
-            exits=(),
-            lives=(0,) * b.replicas,
-            late=frozenset(),
-            commits=frozenset(),
-            flipped=frozenset(),
-            deaths=b.deaths,
-            pauses=b.pauses,
-            restarts=b.restarts,
-            wipes=b.wipes,
-            breaks=b.breaks,
-            lapses=b.lapses,
-            flips=b.flips,
-            drains=b.drains,
-            leaves=b.leaves,
-            doubles=b.doubles,
-            copies=b.copies,
-            shortages=b.shortages,
-            exiles=b.exiles,
-        )
+        born = tuple(self._born(r, f"{r}-0") for r in range(b.replicas))
+        lighthouse = self.quorums.id(quorum.State.empty(policy, 1))
+        world = first(b, born, self._contents.id(()), lighthouse)
         for r in range(b.replicas):
             world = self.tell(world, r, events.Started())
         return world
@@ -111,17 +86,11 @@ class Model:
         entries = [e for e in ours if me.grant.member(e.replica, e.incarnation)]
         if {e.replica for e in entries} != set(me.grant.ring) or len({e.prev for e in entries}) != 1:
             return None
-        if any(self.severed(w, a, b) for a, b in edges(me.grant)):
+        if any(severed(self.bounds, w, edge) for edge in edges(me.grant)):
             return None
         batches = tuple(Contribution(e.replica, e.weight, e.shard, e.batch) for e in sorted(entries) if e.weight)
         f, grant = me.fence, me.grant
         return CommitRecord(f.epoch, f.attempt, f.step, me.head.lineage, grant.ring, grant.total, batches, "sum")
-
-    def severed(self, w: World, a: Member, b: Member) -> bool:
-        """Whether two neighbours cannot connect to each other."""
-        return {a.replica, b.replica} == set(self.bounds.cut or ()) or bool(
-            w.short & {a.incarnation, b.incarnation}
-        )
 
     def halted(self, w: World) -> bool:
         """Whether the lighthouse has given the job up: no copy of the head is left, or replicas differ."""
@@ -165,13 +134,9 @@ class Model:
         """Replica ``r`` takes an event; its effects happen."""
         if w.replicas[r] < 0:
             return w
-        key = (w.replicas[r], event)
-        known = self._core_memo.get(key)
-        if known is None:
-            after, due = core.transition(self.cores.items[w.replicas[r]], event)
-            known = self._core_memo[key] = (self.cores.id(after), due)
-        w = w._replace(replicas=put(w.replicas, r, known[0]))
-        for effect in known[1]:
+        after, due = self.cores.after(w.replicas[r], event)
+        w = w._replace(replicas=put(w.replicas, r, after))
+        for effect in due:
             w = self._apply(w, r, event, effect)
         return w
 
@@ -238,8 +203,8 @@ class Model:
         late = w.late | {r} if self._over(w) else w.late
         w = w._replace(lives=put(w.lives, r, life), late=late)
         born = self._born(replica_at(w, r), name_at(w, r), found.state if found else None)
-        w = w._replace(replicas=put(w.replicas, r, born))
-        w = w._replace(kept=put(w.kept, r, w.kept[r][w.kept[r].index(found) :] if found else ()))
+        kept = w.kept[r][w.kept[r].index(found) :] if found else ()
+        w = w._replace(replicas=put(w.replicas, r, born), kept=put(w.kept, r, kept))
         if found is not None:
             w = w._replace(content=put(w.content, r, found.content), commits=self._held_again(w, r, found))
             invariants.agreement(r, found.state, self._held(w), self._replicas(w))
@@ -315,8 +280,9 @@ class Model:
     def _leaves(self, w: World, r: int) -> bool:
         """Whether replica ``r`` ends before the job does, because it was drained or told to end."""
         me = self.replica(w, r)
-        away = me is not None and (me.departing or me.me in self.lighthouse(w).drained)
-        return away and me is not None and me.state.step < self.bounds.steps
+        if me is None or me.state.step >= self.bounds.steps:
+            return False
+        return me.departing or me.me in self.lighthouse(w).drained
 
     def drain(self, w: World, r: int) -> World:
         """An operator drains replica ``r``."""
@@ -412,37 +378,30 @@ class Model:
         """Whether an incarnation holds ``state`` or is prepared for it."""
         place = place_of(w, member)
         me = None if place is None else self.replica(w, place)
-        prepared = me.prepared if me is not None else None
-        return me is not None and (
-            lineage.same(me.state, state) or (prepared is not None and lineage.same(prepared.state_id, state))
-        )
+        if me is None:
+            return False
+        return any(lineage.same(s, state) for s in (me.state, me.prepared and me.prepared.state_id) if s)
 
     def _members(self, w: World, epoch: int) -> frozenset[tuple[int, str]]:
-        for known in self.lighthouse(w).epochs:
-            if known.number == epoch:
-                return frozenset(known.members)
-        return frozenset()
+        named = (e.members for e in self.lighthouse(w).epochs if e.number == epoch)
+        return frozenset(next(named, ()))
 
     # What the lighthouse does.
 
     def consult(self, w: World, event: quorum.Event) -> World:
         """The lighthouse takes an event; its answers start to travel."""
-        key = (w.lighthouse, event)
-        known = self._quorum_memo.get(key)
-        if known is None:
-            try:
-                state, due = decide.transition(self.lighthouse(w), event)
-            except AssertionError as error:
-                raise invariants.Violation(f"identity: {error}") from error
-            known = self._quorum_memo[key] = (self.quorums.id(state), due)
-        before, after = self.lighthouse(w), self.quorums.items[known[0]]
-        w = w._replace(lighthouse=known[0])
+        try:
+            reached, due = self.quorums.after(w.lighthouse, event)
+        except AssertionError as error:
+            raise invariants.Violation(f"identity: {error}") from error
+        before, after = self.lighthouse(w), self.quorums.items[reached]
+        w = w._replace(lighthouse=reached)
         if w.second >= 0:
             younger = (w.second, name_at(w, len(w.replicas) - 1))
-            fenced = (e.answer for e in known[1] if isinstance(e, quorum.Reply) and e.id == len(w.replicas) - 1)
+            fenced = (e.answer for e in due if isinstance(e, quorum.Reply) and e.id == len(w.replicas) - 1)
             invariants.younger_counts(younger, before.grant, after.grant, fenced)
         audited = False
-        for effect in known[1]:
+        for effect in due:
             match effect:
                 case quorum.Reply(_, r, answer):
                     w = w._replace(asked=put(w.asked, r, None), answers=put(w.answers, r, answer))
@@ -488,16 +447,3 @@ class Model:
             if ask is not None and not ask.pause and w.replicas[r] >= 0:
                 w = self.deliver(w, r)
         return w
-
-
-def edges(grant: Grant) -> list[tuple[Member, Member]]:
-    """The edges of a ring, each from a member to its right neighbour."""
-    members = grant.members
-    return list(zip(members, (*members[1:], members[0]), strict=True)) if len(members) > 1 else []
-
-
-class Running(dict[int, Any]):
-    """What runs, as a mapping that can be part of a memo key."""
-
-    def __hash__(self) -> int:  # type: ignore[override]
-        return hash(tuple(sorted(self.items())))

@@ -9,8 +9,8 @@ from ft_hsdp.core.assignment import Answer, CatchUp, Grant
 from ft_hsdp.core.commit import Fence
 from ft_hsdp.core.standing import Phase, Replica
 from ft_hsdp.sim import invariants
-from ft_hsdp.sim.model import EVICT_S, GRACE_S, Model, Running, edges
-from ft_hsdp.sim.world import World, name_at, place_of, replica_at
+from ft_hsdp.sim.model import EVICT_S, GRACE_S, Model
+from ft_hsdp.sim.world import Running, World, edges, name_at, place_of, replica_at, severed
 from lighthouse import commands
 from lighthouse import state as quorum
 
@@ -124,7 +124,7 @@ def _of_replica(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
 def _of_links(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
     """Neighbours that cannot connect, a process that cannot connect at all, a lighthouse out of reach."""
     for a, b in edges(me.grant) if me.grant is not None and me.intact and me.phase is Phase.REDUCING else ():
-        if me.me in (a.replica, b.replica) and model.severed(w, a, b) and me.incarnation not in w.short:
+        if me.me in (a.replica, b.replica) and severed(model.bounds, w, (a, b)) and me.incarnation not in w.short:
             other = b.replica if me.me == a.replica else a.replica
             lost = events.RingBroken(me.grant.epoch if me.grant else 0, other, me.me)
             yield f"{_who(w, r)} cannot connect to replica {other}", lambda lost=lost: model.tell(w, r, lost)  # type: ignore[misc]

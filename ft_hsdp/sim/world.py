@@ -8,12 +8,12 @@ hold one content.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ft_hsdp.core.assignment import Answer
+from ft_hsdp.core.assignment import Answer, Grant, Member
 from ft_hsdp.core.commit import Fence, Token
 from ft_hsdp.core.cursor import Ledger
 from ft_hsdp.core.deal import Assignment
@@ -22,6 +22,8 @@ from ft_hsdp.core.lineage import StateId
 
 Content = tuple[frozenset[tuple[int, int, int]], ...]
 T = TypeVar("T", bound=Hashable)
+E = TypeVar("E", bound=Hashable)
+F = TypeVar("F")
 
 
 class Interned(Generic[T]):
@@ -37,6 +39,26 @@ class Interned(Generic[T]):
         if found is None:
             found = self._ids[item] = len(self.items)
             self.items.append(item)
+        return found
+
+
+class Cores(Interned[T], Generic[T, E, F]):
+    """States of one kind of core by small ids, and its transitions, each computed once.
+
+    T, E, F: its states, events and effects.
+    """
+
+    def __init__(self, transition: Callable[[T, E], tuple[T, tuple[F, ...]]]) -> None:
+        super().__init__()
+        self._transition = transition
+        self._known: dict[tuple[int, E], tuple[int, tuple[F, ...]]] = {}
+
+    def after(self, state: int, event: E) -> tuple[int, tuple[F, ...]]:
+        """The id of the state after an event in the state of this id, and the effects."""
+        found = self._known.get((state, event))
+        if found is None:
+            reached, due = self._transition(self.items[state], event)
+            found = self._known[state, event] = (self.id(reached), due)
         return found
 
 
@@ -159,6 +181,42 @@ class World(NamedTuple):
     exiled: frozenset[int] = frozenset()
 
 
+def first(b: Bounds, replicas: tuple[int, ...], content: int, lighthouse: int) -> World:
+    """The world in which nothing has happened.
+
+    replicas: ids of their cores; content: id of the content of nothing; lighthouse: id of its core.
+    """
+    return World(
+        replicas=replicas,
+        content=(content,) * b.replicas,
+        kept=((),) * b.replicas,
+        local=(0,) * b.replicas,
+        lighthouse=lighthouse,
+        asked=(None,) * b.replicas,
+        answers=(None,) * b.replicas,
+        tokens=(),
+        rings=(),
+        exits=(),
+        lives=(0,) * b.replicas,
+        late=frozenset(),
+        commits=frozenset(),
+        flipped=frozenset(),
+        deaths=b.deaths,
+        pauses=b.pauses,
+        restarts=b.restarts,
+        wipes=b.wipes,
+        breaks=b.breaks,
+        lapses=b.lapses,
+        flips=b.flips,
+        drains=b.drains,
+        leaves=b.leaves,
+        doubles=b.doubles,
+        copies=b.copies,
+        shortages=b.shortages,
+        exiles=b.exiles,
+    )
+
+
 def put(row: tuple[Any, ...], i: int, value: Any) -> tuple[Any, ...]:
     """``row`` with its item ``i`` replaced."""
     return (*row[:i], value, *row[i + 1 :])
@@ -196,3 +254,21 @@ def place_of(w: World, member: tuple[int, str]) -> int | None:
     return next(
         (p for p in {member[0], last} if replica_at(w, p) == member[0] and name_at(w, p) == member[1]), None
     )
+
+
+def edges(grant: Grant) -> list[tuple[Member, Member]]:
+    """The edges of a ring, each from a member to its right neighbour."""
+    members = grant.members
+    return list(zip(members, (*members[1:], members[0]), strict=True)) if len(members) > 1 else []
+
+
+def severed(b: Bounds, w: World, edge: tuple[Member, Member]) -> bool:
+    """Whether two neighbours cannot connect to each other."""
+    return {m.replica for m in edge} == set(b.cut or ()) or bool(w.short & {m.incarnation for m in edge})
+
+
+class Running(dict[int, Any]):
+    """What runs, as a mapping that can be part of a memo key."""
+
+    def __hash__(self) -> int:  # type: ignore[override]
+        return hash(tuple(sorted(self.items())))
