@@ -12,56 +12,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ft_hsdp import secret
 from ft_hsdp.config import Config, load
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError
+from ft_hsdp.launch.arguments import ORDERS, build_parser
 from ft_hsdp.launch.render import command as rendering
 from ft_hsdp.launch.rundir import RunDir
 
 INTERRUPTED = 130
 BREACH = 1  # of `verify`
-MEASURES = (
-    "of ftar: bandwidth (default), spin, kill, reconfigure, link; of fetch: large, small; "
-    "of recovery: kill, torchft, rejoin, return, stop, readers, local; "
-    "of overhead: steady, snapshot, ray, link; or all"
-)
-BENCH_TIME = (
-    "On 2 quiet cores ftar by default takes about 5 minutes, and 15 GiB of memory (all measures 12); "
-    "fetch 2, and 10 GiB; quorum 1; recovery 12; overhead 20; strangers 2; tls 1"
-)
-ORDERS = {
-    "evict": "end one replica's processes; it is started again",
-    "drain": "have one replica leave after its step, and keep it away",
-    "undrain": "let a drained replica come back",
-    "checkpoint": "have the next step written as a durable checkpoint",
-    "scale": "have the job go on with N replicas, from the next step on",
-}
-OVERRIDES = "--dotted.key=value sets any key of the configuration; the value is YAML, e.g. --train.steps=60"
-
-
-class _Usage(FtHsdpError):
-    """Arguments that cannot be understood."""
-
-    exit_code = EXIT_CONFIG
-
-
-class _Help(argparse.HelpFormatter):
-    """Keeps a command and its help on one line."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=26)
-        self._action_max_length = 14  # the measure forgets how far commands are indented
-
-
-class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise instead of printing the usage and exiting with 2."""
-        raise _Usage(f"{self.prog}: {' '.join(message.split())} (see {self.prog} --help)")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -92,124 +53,7 @@ def _main(argv: Sequence[str]) -> int:
     if strangers or (overrides and "config" not in args):
         parser.error(f"unrecognized arguments: {' '.join(strangers or overrides)}")
     args.overrides = overrides
-    command: Callable[[argparse.Namespace], int] = args.command
-    return command(args)
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """The commands and their options."""
-    parser = _Parser(
-        prog="ft-hsdp",
-        description="Fault-tolerant HSDP: replicas that come and go train one model.",
-        epilog=OVERRIDES,
-        allow_abbrev=False,
-        formatter_class=_Help,
-    )
-    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-
-    def add(name: str, text: str, run: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
-        command = commands.add_parser(
-            name, help=text, description=text[0].upper() + text[1:] + ".", allow_abbrev=False
-        )
-        command.set_defaults(command=run)
-        return command
-
-    def with_config(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        command.add_argument("config", metavar="CONFIG", type=Path, help="the YAML file of the job")
-        command.epilog = OVERRIDES
-        return command
-
-    def with_json(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        command.add_argument("--json", action="store_true", help="one JSON document on stdout, nothing else")
-        return command
-
-    def with_runs(command: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        command.add_argument("--runs-dir", type=Path, default=Path("runs"), help="where runs are (runs)")
-        return command
-
-    with_json(with_config(add("up", "lighthouse and all replicas on this machine, until done", _up)))
-    lighthouse = with_config(add("lighthouse", "the lighthouse of a job, by itself", _lighthouse))
-    lighthouse.add_argument("--url", metavar="URL", help="where others reach it, if not where it listens")
-    replica = with_config(add("replica", "one replica of a job, or one rank of it under torchrun", _replica))
-    replica.add_argument("--replica", type=int, required=True, metavar="ID", help="which one, from 0")
-    replica.add_argument("--lighthouse", metavar="URL[,URL]", help="where it is, if not in the run directory")
-    status = with_runs(with_json(add("status", "the running job: steps, replicas, ranks, pids", _status)))
-    status.add_argument("--run", metavar="RUN", help="a run's name or folder (the newest that runs)")
-    status.add_argument("--ray-address", metavar="A", help="of a Ray cluster: auto, or HOST:PORT of its head")
-    submit = with_json(with_config(add("submit", "the same job on a Ray cluster", _submit)))
-    submit.add_argument(
-        "--ray-address",
-        metavar="A",
-        default="auto",
-        help="auto (default) or HOST:PORT of its head, on a node of it; http://HOST:8265 from elsewhere",
-    )
-    render = add("render", "the same job as a file for Slurm or Kubernetes, on stdout", _render)
-    rendering.declare(render, with_config)
-    chaos = with_runs(with_json(add("chaos", "injure a running job: signals, disks, networks, ...", _chaos)))
-    chaos.add_argument("run", metavar="RUN", help="a run's name or folder")
-    chaos.add_argument("--kind", default="signal", help="what goes wrong (signal); docs/chaos.md has the kinds")
-    chaos.add_argument("--replica", type=int, metavar="ID")
-    chaos.add_argument("--rank", type=int, metavar="RANK", help="0, or all: see docs/chaos.md")
-    chaos.add_argument("--target", metavar="WHAT", help="fork_server, agent, supervisor or lighthouse")
-    chaos.add_argument("--edge", metavar="A,B", help="with partition: two replicas, or one and lighthouse")
-    chaos.add_argument("--signal", choices=["KILL", "STOP", "TERM"], default="KILL", help="KILL by default")
-    chaos.add_argument("--for-s", type=float, default=0.0, metavar="S", help="lift it after S s (0: never)")
-    chaos.add_argument("--by-s", type=float, default=3600.0, metavar="S", help="with clock: how far it jumps")
-    chaos.add_argument("--delay-s", type=float, default=0.2, metavar="S", help="with slow_disk: of each write")
-    chaos.add_argument("--reject", action="store_true", help="with partition: refuse connections")
-    bench = with_json(add("bench", "the figures, beside their anchors", _bench))
-    kinds = ["ftar", "quorum", "fetch", "recovery", "overhead", "strangers", "tls", "driver"]
-    bench.add_argument("what", nargs="+", choices=kinds)
-    bench.add_argument("--measure", metavar="WHAT", help=MEASURES)
-    bench.add_argument("--sizes", metavar="LIST", help="of messages or states, e.g. 64KiB,1MiB")
-    bench.add_argument("--members", metavar="LIST", help="ring sizes, e.g. 2,4")
-    bench.add_argument("--contenders", metavar="LIST", help="tcp,shm,shm-any,c10d,gloo,torchft,openmpi")
-    bench.add_argument(
-        "--rounds",
-        type=int,
-        metavar="N",
-        help="of what is interleaved: 20; recovery 5; quorum 300; overhead 70 (steady), 30 (snapshot), 6 (ray); "
-        "strangers 6; tls 9; driver 1000000 (steps)",
-    )
-    bench.add_argument("--kills", type=int, default=200, metavar="N", help="recovery: how many, 200 by default")
-    bench.epilog = BENCH_TIME
-    bench.set_defaults(name="bench")
-    doctor = with_json(with_config(add("doctor", "preflight: what would stop the job, and what to do", _doctor)))
-    doctor.add_argument("--lighthouse", metavar="URL[,URL]", help="where it is, if not on this machine")
-    doctor.add_argument("--ray", action="store_true", help="Ray must be here")
-    doctor.add_argument("--ray-address", metavar="ADDRESS", help="a cluster to look at: HOST:PORT, or auto")
-    add("schema", "the JSON Schema of a configuration, for editors", _schema)
-    replay = with_runs(with_json(add("replay", "a recorded run: train it again and compare; its page", _replay)))
-    replay.add_argument("run", metavar="RUN", help="a run's name or folder")
-    replay.add_argument(
-        "--page", action="store_true", help="only the page; on a terminal it also follows the check"
-    )
-    replay.add_argument("--port", type=int, default=0, metavar="N", help="of the page (a free one)")
-    explain = with_runs(with_json(add("explain", "what happened in a run, and why", _explain)))
-    explain.add_argument("run", metavar="RUN", help="a run's name or folder")
-    verify = with_runs(with_json(add("verify", "a finished run: does the protocol allow what it logged", _verify)))
-    verify.add_argument("run", metavar="RUN", help="a run's name or folder")
-    trace = with_runs(add("trace", "a run as a trace for ui.perfetto.dev", _trace))
-    trace.add_argument("run", metavar="RUN", help="a run's name or folder")
-    trace.add_argument("out", metavar="OUT", type=Path, nargs="?", help="a file (trace.json in the run's folder)")
-    for name, text in ORDERS.items():
-        command = with_runs(add(name, text, _order))
-        command.set_defaults(action=name, replica=None, replicas=None, force=False)
-        command.add_argument("run", metavar="RUN", help="a running job's name or folder")
-        if name == "scale":
-            command.add_argument("replicas", type=int, metavar="N", help="from 1 to max_replicas")
-        command.add_argument("--reason", default="", help="for the journal")
-        if name not in ("checkpoint", "scale"):
-            command.add_argument("--replica", type=int, required=True, metavar="ID")
-        if name in ("drain", "scale"):
-            command.add_argument("--force", action="store_true", help="even below quorum.min_replicas")
-    export = with_json(add("export", "a checkpoint's model as Hugging Face safetensors", _export))
-    export.add_argument("folder", metavar="CHECKPOINT_DIR", type=Path, help="checkpoint.dir of the job")
-    export.add_argument("out", metavar="OUT", type=Path, help="a new folder")
-    export.add_argument("--step", type=int, metavar="N", help="which one (the newest)")
-    export.add_argument("--key", metavar="FILE", help="the job's checkpoint.key (yours)")
-    export.add_argument("--trust", action="store_true", help="whoever wrote the folder: no key is asked for")
-    return parser
+    return COMMANDS[args.command](args)
 
 
 def _up(args: argparse.Namespace) -> int:
@@ -405,7 +249,7 @@ def _order(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.status import find
 
     run = find(args.runs_dir, args.run)
-    _print([order(run, args.action, args.replica, args.reason, args.force, args.replicas)])
+    _print([order(run, args.command, args.replica, args.reason, args.force, args.replicas)])
     return EXIT_OK
 
 
@@ -458,6 +302,25 @@ def _let_go() -> None:
         except ValueError:  # it is closed
             pass
 
+
+COMMANDS: dict[str, Callable[[argparse.Namespace], int]] = {
+    "up": _up,
+    "lighthouse": _lighthouse,
+    "replica": _replica,
+    "submit": _submit,
+    "render": _render,
+    "status": _status,
+    "chaos": _chaos,
+    "bench": _bench,
+    "doctor": _doctor,
+    "schema": _schema,
+    "replay": _replay,
+    "explain": _explain,
+    "verify": _verify,
+    "trace": _trace,
+    **dict.fromkeys(ORDERS, _order),
+    "export": _export,
+}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -121,7 +121,7 @@ def test_help_names_every_command_in_one_line_each(capsys: pytest.CaptureFixture
 
 
 def test_help_needs_no_torch_and_no_numpy() -> None:
-    code = "import sys; from ft_hsdp.launch.cli import build_parser; build_parser().format_help(); " + (
+    code = "import sys; from ft_hsdp.launch.arguments import build_parser; build_parser().format_help(); " + (
         "print([m for m in ('torch', 'numpy', 'httpx', 'rich') if m in sys.modules])"
     )
     done = subprocess.run(
@@ -217,6 +217,6 @@ def test_an_error_of_the_disk_is_one_line(
     def full(_: object) -> int:
         raise OSError(28, "No space left on device", "runs/job/trace.json")
 
-    monkeypatch.setattr(cli, "_schema", full)
+    monkeypatch.setitem(cli.COMMANDS, "schema", full)
     assert cli.main(["schema"]) == 75
     assert capsys.readouterr().err == "runs/job/trace.json: No space left on device\n"
