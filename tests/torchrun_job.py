@@ -39,8 +39,9 @@ class TorchrunJob:
         for process in self._started:
             if process.poll() is None:
                 ranks = psutil.Process(process.pid).children(recursive=True)
-                for each in (process, *ranks):
-                    each.kill()
+                process.kill()
+                for rank in ranks:
+                    rank.kill()
             process.wait()
 
     def _start(self, name: str, arguments: list[str], **variables: str) -> subprocess.Popen[bytes]:

@@ -71,7 +71,7 @@ class StandIn(Rank):
         """Give a tensor to the right, take one from the left, a piece at a time so that no buffer overflows."""
         left, right = self._edges
         arrived = torch.empty_like(tensor)
-        out, into = memoryview(tensor.numpy()).cast("B"), memoryview(arrived.numpy()).cast("B")
+        out, into = tensor.numpy().data.cast("B"), arrived.numpy().data.cast("B")
         try:
             for at in range(0, len(out), PIECE):
                 right.sendall(out[at : at + PIECE])

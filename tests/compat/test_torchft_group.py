@@ -267,7 +267,7 @@ def test_configure_ends_when_ranks_do_not_come_or_write_nonsense() -> None:
             group.configure(ranks.prefix(), "0", 0, 2)
         assert "not initialized" in raised(lambda: group.allreduce([torch.ones(1)], ReduceOp.SUM))
         address = ranks.prefix()
-        ranks.store.set(address.partition("/")[2] + "/claim/1", b"\x80nonsense")
+        ranks.store.set(address.partition("/")[2] + "/claim/1", b"\x80nonsense")  # type: ignore[arg-type]
         with pytest.raises(RuntimeError, match=r"rank 1 wrote .*nonsense"):
             group.configure(address, "0", 0, 2)
         group.set_timeout(timedelta(seconds=WITHIN_S))

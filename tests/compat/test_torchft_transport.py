@@ -80,7 +80,7 @@ def test_arguments_that_cannot_be_are_one_clear_line(wrong: dict[str, Any], said
 
 def test_a_state_dict_of_all_kinds_arrives_bit_by_bit(transport: StateTransport[Any]) -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.bool, torch.complex64]
-    state = {
+    state: dict[str, Any] = {
         "user": {f"{d}": (torch.arange(7) % 2).to(d) for d in dtypes},
         "optim": {"state": {0: {"step": torch.tensor(3.0), "empty": torch.empty(0, 4)}}, 1.5: None, True: "yes"},
         "strided": torch.arange(12).view(3, 4).t()[1:],

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import torch
@@ -62,7 +63,7 @@ class Scene:
         self.planes = [make(arena) for make, arena in zip(planes, self.arenas, strict=True)]
         self._pools = [ThreadPoolExecutor(1) for _ in planes]
         settings = Settings(transport, CHUNK, SLOTS, timeout_s=5.0)  # type: ignore[arg-type]
-        ends = [(None, None)]
+        ends: list[tuple[Any, Any]] = [(None, None)]
         if len(planes) > 1:
             ends = asyncio.run(edges(transport, self.names, settings, self.arenas))
         inlets = [inlet for _, inlet in ends[-1:] + ends[:-1]]

@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from storm_broken import Broken, Disturbed
 from storm_events import EVENTS
@@ -65,11 +66,13 @@ class Storm:
         """New settings for all members; those that lived under the old ones must leave nothing behind."""
         self.close_all()
         chance = self.chance
-        sizes = {
+        sizes: dict[str, Any] = {
             "chunk_bytes": chance.choice((None, None, 4096, 65536, 1 << 18)),
             **chance.choice(({}, {}, {"chunks": 1}, {"chunks": 2}, {"chunks": 5, "connections": 3})),
         }
-        ways = chance.choice((("tcp",), ("tcp",), ("shm",), ("auto",), ("auto", "tcp"), ("c10d",)))
+        ways: tuple[Any, ...] = chance.choice(
+            (("tcp",), ("tcp",), ("shm",), ("auto",), ("auto", "tcp"), ("c10d",))
+        )
         self.trace(f"era {sizes} {ways}")
         patience = min(6.0, max(1.0, os.getloadavg()[0] / 4))  # others may need the machine too
         self.settings = [

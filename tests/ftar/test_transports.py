@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -184,7 +185,7 @@ def test_a_right_neighbour_that_takes_nothing(flavour: Flavour) -> None:
         assert len(sent) == 2 * 6
 
 
-WRONG = {
+WRONG: dict[str, tuple[dict[str, Any], type[FTARError]]] = {
     "epoch": ({"epoch": 2}, StaleEpoch),
     "step": ({"step": 2}, StaleEpoch),
     "attempt": ({"attempt": 1}, StaleEpoch),

@@ -63,7 +63,7 @@ SAID: list[object] = [
     protocol.RingAbort(3, "why", 1, GRANT),
     Vote(1, Fence(1, 2, 3), "d", 0.5, ()),
 ]
-TYPES = [protocol._MESSAGES[name] for name in sorted(protocol._MESSAGES)]
+TYPES: list[type] = [protocol._MESSAGES[name] for name in sorted(protocol._MESSAGES)]
 
 
 def _said() -> list[bytes]:

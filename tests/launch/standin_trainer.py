@@ -53,8 +53,8 @@ def main(config: Config, calling: Calling, path: Path) -> int:
         step += 1
         fed.write({"step": step, "shard": replica, "index": step - 1, "t": time.time(), "incarnation": "x"})
         time.sleep(STEP_S)
-        who = [n for n in range(config.replicas) if _healthy(run, n)]
-        row = commit(step, who=who, t=time.time(), step_s=STEP_S)
+        healthy = [n for n in range(config.replicas) if _healthy(run, n)]
+        row = commit(step, who=healthy, t=time.time(), step_s=STEP_S)
         row["contributions"] = row["contributions"][:1]  # replica 0 is never disturbed here
         commits.write(row)
     final = {"step": step, "commit_epoch": 1, "lineage": f"L{step}", "digest": "d", "incarnation": "x"}

@@ -70,7 +70,7 @@ def test_equal_seeds_plan_equal_failures(seed: int, waits: list[float]) -> None:
         assert len(due) <= 1
 
 
-EVERY = [  # one rule of each kind, and what it does in words
+EVERY: list[tuple[dict[str, Any], str]] = [  # one rule of each kind, and what it does in words
     ({"replicas": (1,), "signal": "STOP", "for_s": 2.0}, "replica 1 rank 0 gets SIGSTOP for 2 s"),
     ({"kind": "disk_full", "replicas": (1,)}, "the disk of replica 1 is full"),
     ({"kind": "slow_disk", "target": "supervisor"}, "each write of the supervisor takes 0.2 s"),

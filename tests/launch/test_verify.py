@@ -90,7 +90,7 @@ def drop(path: Path, line: int) -> None:
 
 def broken(run: RunDir) -> None:
     """Steps 3 and 4 were made again in epoch 2, and metrics.jsonl tells those of epoch 1."""
-    ring = {"who": (0, 2), "epoch": 2, "ring": [0, 2]}
+    ring: dict[str, Any] = {"who": (0, 2), "epoch": 2, "ring": [0, 2]}
     again = [commit(3, lineage="X3", prev="L2", **ring), commit(4, lineage="X4", prev="X3", **ring)]
     for replica in (0, 2):
         edit(run.commits(replica), 5, lambda row: row.update(prev="X4"))
@@ -192,7 +192,7 @@ def test_a_run_that_went_back_by_several_steps_passes(tmp_path: Path) -> None:
     log.write(event("HeadRolledBack", 1010.0, steps=3))
     roles = {"0": "contribute", "1": "contribute"}
     log.write(event("EpochGranted", 1010.0, epoch=2, members=[0, 1], roles=roles, base=[1, 5, "L5"]))
-    after = {"who": (0, 1), "epoch": 2, "ring": [0, 1]}
+    after: dict[str, Any] = {"who": (0, 1), "epoch": 2, "ring": [0, 1]}
     lasting = [
         commit(n, lineage=f"R{n}", prev="L5" if n == 6 else f"R{n - 1}", t=1010.0 + n, cursors=[n, n, 5], **after)
         for n in range(6, STEPS + 1)

@@ -77,7 +77,7 @@ class _Day:
         self.epoch += 1
         roles = {str(r): "behind" if r == behind else "contribute" for r in self.members}
         base = [self.epoch - 1, self.step, self.prev]
-        facts = {"epoch": self.epoch, "step": self.step + 1, "members": list(self.members)}
+        facts: dict[str, Any] = {"epoch": self.epoch, "step": self.step + 1, "members": list(self.members)}
         yield self.event("EpochGranted", after, "lighthouse", why, term=TERM, base=base, roles=roles, **facts)
         for r in self.members:
             at = after + 0.01 + 0.02 * self.random.random()
@@ -155,7 +155,7 @@ class _Day:
         for n in range(self.ranks):
             yield self.of("FetchStarted", 0.15, lost, "left behind", n, step=self.step, donors=donors)
         for n in range(self.ranks):
-            facts = {"donor": donors[0], "seconds": 3.1, "bytes": 2_400_000_000, "step": self.step}
+            facts: dict[str, Any] = {"donor": donors[0], "seconds": 3.1, "bytes": 2_400_000_000, "step": self.step}
             yield self.of("FetchCompleted", 3.3 + 0.1 * n, lost, "verified", n, **facts)
         for _ in range(4):
             yield self.commit(STEP_S * 1.05, [r for r in self.members if r != lost])

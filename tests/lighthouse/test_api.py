@@ -15,7 +15,7 @@ from ft_hsdp.protocol import Overview, Wait
 from lighthouse import body as bodies
 from lighthouse.api import create_app
 from lighthouse.auth import Keys
-from lighthouse.body import MAX_BODY
+from lighthouse.limits import MAX_BODY
 from lighthouse.service import Service
 from lighthouse.state import Policy
 from lighthouse.store import MemoryStore, StoreFailed

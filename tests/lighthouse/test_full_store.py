@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sqlite3
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def test_a_disk_that_is_full_at_the_start_is_waited_for(tmp_path: Path, monkeypa
         return real(*arguments, **more)  # type: ignore[call-overload,no-any-return]
 
     monkeypatch.setattr(sqlite3, "connect", full)
-    monkeypatch.setattr(program.time, "sleep", slept.append)
+    monkeypatch.setattr(time, "sleep", slept.append)
     store = program._patiently(lambda: SqliteStore(tmp_path / "store.sqlite"))
     store.close()
     assert (len(tries), len(slept)) == (3, 2)

@@ -10,7 +10,8 @@ from ft_hsdp import protocol
 from ft_hsdp.core.assignment import Continue, Grant
 from lighthouse.api import create_app
 from lighthouse.auth import Keys
-from lighthouse.body import BODY_S, MAX_BODY
+from lighthouse.body import BODY_S
+from lighthouse.limits import MAX_BODY
 
 
 class Call:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 import signal
@@ -277,7 +278,7 @@ def test_who_never_takes_a_point_holds_nobody_up_and_gets_no_more_than_its_place
 
 
 def test_weights_and_biases_without_its_package_is_one_clear_line(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(sinks.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"^lighthouse\.wandb: got 'p'; allowed: null, or .*not installed"):
         WandbSink("p", "n", tmp_path)
 

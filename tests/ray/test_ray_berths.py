@@ -324,7 +324,7 @@ def silent(*_: object) -> asyncio.Future[Any]:
 
 async def berth_with(actor: dict[str, Callable[..., Any]], folder: Path, calls: Any = None) -> Berth:
     """A real berth with one actor that answers so."""
-    berth = Berth(Request("n", 1, {"CPU": 1.0}, "PACK", {}), calls, Inbox(RunDir(folder)), lambda _: None, 1.0)
+    berth = Berth(Request("n", 1, {"CPU": 1.0}, "PACK", {}), calls, Inbox(folder), lambda _: None, 1.0)
     actors = SimpleNamespace(**{name: SimpleNamespace(remote=answer) for name, answer in actor.items()})
     berth.places = [Place(0, actors, Seat("h", "127.0.0.1", "node", ()))]
     return berth

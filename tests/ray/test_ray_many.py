@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -107,7 +108,7 @@ def test_six_nodes_in_a_row_with_a_spare(tmp_path: Path) -> None:
 def test_places(tmp_path: Path) -> None:
     with Cluster() as cluster:
         a, b = *cluster.add(2, zone="a"), *cluster.add(2, zone="b")
-        zones = {"ray.zones": ["a", "b"], "ray.zone_label": "zone"}
+        zones: dict[str, Any] = {"ray.zones": ["a", "b"], "ray.zone_label": "zone"}
         (tmp_path / "packed").mkdir()
         with Job(cluster, tmp_path / "packed", 60, replicas=3, ranks_per_replica=2, **zones) as job:
             job.until(lambda: job.events("ReplicaUnplaced"), "the word on replica 2")

@@ -39,7 +39,7 @@ class Job:
     holder: the pid of a process in whose mount namespace it runs, and in which its run directory is looked for.
     """
 
-    def __init__(self, folder: Path, steps: int, holder: int | None = None, **dotted: object) -> None:
+    def __init__(self, folder: Path, steps: int, holder: int | None = None, /, **dotted: object) -> None:
         settings = {**SMALL, "job.name": "job", "job.runs_dir": str(folder / "runs"), "train.steps": steps}
         settings |= {key.replace("__", "."): value for key, value in dotted.items()}
         config = folder / "config.yaml"

@@ -9,7 +9,7 @@ from unittest import mock
 
 import pytest
 
-from ft_hsdp.core import events, lineage, voting
+from ft_hsdp.core import asking, events, lineage, voting
 from ft_hsdp.core import replica as core
 from ft_hsdp.core.assignment import Grant
 from ft_hsdp.core.commit import Token
@@ -17,7 +17,7 @@ from ft_hsdp.core.standing import Phase, Replica
 from ft_hsdp.sim import moves
 from ft_hsdp.sim.explore import Result, explore
 from ft_hsdp.sim.world import Bounds
-from lighthouse import decide, edges, quorum, rounds, state
+from lighthouse import decide, edges, lives, quorum, rounds, state
 from lighthouse.exits import outlived
 
 NOTHING = {"deaths": 0, "pauses": 0, "restarts": 0}
@@ -122,7 +122,7 @@ def test_the_transcript_is_the_shortest_way() -> None:
     assert len(result.transcript) == 5
 
 
-def _ignore_it(s: Replica, token: object) -> core.Step:
+def _ignore_it(s: Replica, token: object) -> asking.Step:
     return s, ()
 
 
@@ -155,20 +155,20 @@ def _nobody(*_: object) -> None:
     return None
 
 
-def _adopt_whatever(adopt: Callable[[Replica, Grant], core.Step]) -> Callable[[Replica, Grant], core.Step]:
+def _adopt_whatever(adopt: Callable[[Replica, Grant], asking.Step]) -> Callable[[Replica, Grant], asking.Step]:
     """Being ahead of a grant is never noticed."""
 
-    def mutant(s: Replica, grant: Grant) -> core.Step:
+    def mutant(s: Replica, grant: Grant) -> asking.Step:
         with mock.patch.object(lineage, "newer", _never):
             return adopt(s, grant)
 
     return mutant
 
 
-def _forget_the_yes(broken: Callable[..., core.Step]) -> Callable[..., core.Step]:
+def _forget_the_yes(broken: Callable[..., asking.Step]) -> Callable[..., asking.Step]:
     """Whoever passed on a yes calls its attempt void all the same."""
 
-    def mutant(s: Replica, *why: Any, **who: Any) -> core.Step:
+    def mutant(s: Replica, *why: Any, **who: Any) -> asking.Step:
         return broken(replace(s, forwarded=False), *why, **who)
 
     return mutant
@@ -184,19 +184,19 @@ def _silence_is_death(form: Callable[..., state.Step]) -> Callable[..., state.St
     return mutant
 
 
-def _leave_at_once(decide: Callable[..., core.Step]) -> Callable[..., core.Step]:
+def _leave_at_once(decide: Callable[..., asking.Step]) -> Callable[..., asking.Step]:
     """Whoever is asked to leave goes with the next verdict, whatever it said with its vote."""
 
-    def mutant(s: Replica, token: Token, passed: Any) -> core.Step:
+    def mutant(s: Replica, token: Token, passed: Any) -> asking.Step:
         return decide(s, replace(token, leaving=(*token.leaving, s.me)) if s.departing else token, passed)
 
     return mutant
 
 
-def _no_digest(reduced: Callable[..., core.Step]) -> Callable[..., core.Step]:
+def _no_digest(reduced: Callable[..., asking.Step]) -> Callable[..., asking.Step]:
     """The ranks give no digest of the state that they hold."""
 
-    def mutant(s: Replica, fence: Any, record: Any, digest: str) -> core.Step:
+    def mutant(s: Replica, fence: Any, record: Any, digest: str) -> asking.Step:
         return reduced(s, fence, record, "")
 
     return mutant
@@ -264,7 +264,7 @@ def _blame_the_neighbour(model: Any, w: Any, r: int, me: Replica) -> Iterator[mo
         yield f"replica {me.me} cannot connect to replica {right}", lambda: model.tell(w, r, lost)
 
 
-def _ignore_the_misfit(s: Replica, why: str) -> core.Step:
+def _ignore_the_misfit(s: Replica, why: str) -> asking.Step:
     """An answer that does not fit is no answer."""
     return s, ()
 
@@ -304,7 +304,7 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         True,
         "two histories: ",
     ),
-    "a yes is forgotten": ([(core, "broken", _forget_the_yes(core.broken))], LINK, True, "two histories: "),
+    "a yes is forgotten": ([(core, "broken", _forget_the_yes(asking.broken))], LINK, True, "two histories: "),
     "everything is void": (
         [(core, "void", _always), (quorum, "void", _always)],
         LINK,
@@ -313,7 +313,12 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
     ),
     "silence is death": ([(rounds, "_form", _silence_is_death(rounds._form))], PAIR, True, ""),
     "no overlap with other epochs": ([(quorum, "uncovered", _nobody)], PAIR, True, ""),
-    "states are not compared": ([(core, "reduced", _no_digest(core.reduced))], bounds(flips=1), True, "corrupt: "),
+    "states are not compared": (
+        [(core, "reduced", _no_digest(voting.reduced))],
+        bounds(flips=1),
+        True,
+        "corrupt: ",
+    ),
     "leaves are not announced": (
         [(voting, "_decide", _leave_at_once(voting._decide))],
         bounds(replicas=2, leaves=1),
@@ -327,13 +332,13 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         "given up: ",
     ),
     "whoever is in no remembered epoch is newer": (
-        [(decide, "admit", _in_no_epoch_is_newer(decide.admit))],
+        [(decide, "admit", _in_no_epoch_is_newer(lives.admit))],
         bounds(replicas=2, doubles=1, steps=4),
         True,
         "identity: ",
     ),
     "the last word of two supervisors counts": (
-        [(decide, "admit", _whoever_runs_is_newest(decide.admit))],
+        [(decide, "admit", _whoever_runs_is_newest(lives.admit))],
         bounds(replicas=2, doubles=1),
         True,
         "identity: ",

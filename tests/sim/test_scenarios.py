@@ -13,6 +13,7 @@ from ft_hsdp.core import replica as core
 from ft_hsdp.core.assignment import Grant, Member, Report
 from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.standing import Replica
 from ft_hsdp.sim import moves
 from ft_hsdp.sim.invariants import Violation
 from ft_hsdp.sim.world import Bounds
@@ -195,7 +196,7 @@ def test_the_highest_record_is_the_base_and_an_epoch_beats_a_step() -> None:
 
 
 def test_whoever_is_ahead_of_a_grant_is_never_behind() -> None:
-    me = core.Replica(0, "0-0", 9, StateId(4, 3, "mine"), StateId(4, 3, "mine"))
+    me = Replica(0, "0-0", 9, StateId(4, 3, "mine"), StateId(4, 3, "mine"))
     stale = Grant(
         1, 5, StateId(3, 3, "other"), (Member(0, "0-0", "behind"), Member(1, "1-0", "contribute")), 3, ""
     )
@@ -302,7 +303,7 @@ def test_a_yes_of_one_left_behind_is_not_forgotten() -> None:
     s = scenario(**faults).play(*lines)
     assert not [o for o in s.options() if "gets epoch 4" in o]
     s.run_out()
-    with mock.patch.object(core.Replica, "doubt", None):
+    with mock.patch.object(Replica, "doubt", None):
         s = scenario(**faults).play(*lines, "replica 0 gets the token", "replica 1 gets epoch 4")
         s.play("replica 2 gets epoch 4", "replica 1 holds", "replica 2 gets the token of epoch 4")
         with pytest.raises(Violation, match="two histories"):

@@ -60,6 +60,7 @@ def test_the_flat_shards_are_the_gradients_and_come_back_as_gradients(mesh: Devi
     before = [flat.clone() for _, flat in seen]
     sharded.assign(reduced)
     for name, wanted in plain.named_parameters():
+        assert wanted.grad is not None
         got = sharded.params[name].grad
         assert torch.allclose(got.full_tensor(), 2 * wanted.grad, rtol=1e-5, atol=1e-7), name
     assert all(torch.equal(a, b) for a, (_, b) in zip(before, seen, strict=True)), "a local gradient was written"
@@ -77,6 +78,7 @@ def test_with_accumulation_only_the_last_micro_batch_is_handed_over(mesh: Device
         plain(batch(micro)).backward()
     sharded.assign([flat for _, flat in seen])
     for name, wanted in plain.named_parameters():
+        assert wanted.grad is not None
         assert torch.allclose(sharded.params[name].grad.full_tensor(), wanted.grad, rtol=1e-4, atol=1e-6), name
 
 

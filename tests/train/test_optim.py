@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -53,7 +54,8 @@ def model() -> nn.Linear:
 
 def groups() -> Groups:
     m = model()
-    optimizer = torch.optim.AdamW([{"params": [m.weight], "lr": 0.2}, {"params": [m.bias]}], lr=0.1)
+    two: list[dict[str, Any]] = [{"params": [m.weight], "lr": 0.2}, {"params": [m.bias]}]
+    optimizer = torch.optim.AdamW(two, lr=0.1)
     create(optimizer)
     return Groups(optimizer, lambda step: 1.0 / step)
 

@@ -169,9 +169,11 @@ def test_an_optimizer_that_would_train_differently_is_refused_by_name(case: str)
 
 def test_each_group_and_each_shape_is_tried_out() -> None:
     m = model()
-    optimizer = torch.optim.SGD(
-        [{"params": [m[0].weight, m[1].bias]}, {"params": [m[1].weight], "dampening": 0.1}], lr=0.1, momentum=0.9
-    )
+    groups: list[dict[str, Any]] = [
+        {"params": [m[0].weight, m[1].bias]},
+        {"params": [m[1].weight], "dampening": 0.1},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     with pytest.raises(ConfigError, match="SGD"):
         create(optimizer)
 

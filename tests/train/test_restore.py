@@ -43,6 +43,7 @@ def test_a_damaged_copy_is_passed_over(mesh: DeviceMesh, place: Place, monkeypat
     keeper._agent.flip()
     fresh, _ = hold(mesh, seed=5)
     again = place.keeper(fresh)
+    assert older is not None
     assert came_back(fresh, again, place, monkeypatch) == older
     assert "SnapshotCorrupt" in place.events()
     assert [kept.state for kept in again.recall()] == [older]

@@ -125,7 +125,7 @@ class ProcessGroupFTAR(ProcessGroup):
 
     # Sums.
 
-    def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | ReduceOp) -> Work:
+    def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | ReduceOp | ReduceOp.RedOpType) -> Work:
         """Reduce each of ``tensors`` over the ranks, in place.
 
         SUM and AVG of fp64, fp32, bf16, fp16, int64 and int32 go through FTAR, all else through gloo. A contiguous
