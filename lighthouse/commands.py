@@ -116,24 +116,38 @@ def _evict(s: State, r: int, supervised: Supervised) -> Plan | Impossible:
 def _drain(s: State, r: int, supervised: Supervised, force: bool) -> Plan | Impossible:
     if r in s.drained:
         return Plan(f"replica {r} is drained already")
-    able = _able(s)
-    left = len(able - {r})
-    if r in able and not left:
+    able, few = _able(s), s.policy.min_replicas
+    if able == {r}:
         return Impossible(409, f"replica {r} cannot be spared: no other one holds the newest state")
-    if r in able and left < s.policy.min_replicas and not force:
-        why = f"that would leave {left} replicas, quorum.min_replicas is {s.policy.min_replicas}"
+    left = _left(s, {r})
+    if left < few and r in _possible(s) and not force:
+        why = f"that would leave {left} replicas, quorum.min_replicas is {few}"
         return Impossible(409, f'{why}; {{"force": true}} drains replica {r} all the same')
+    how = "leaves at the next step boundary" if _runs(s, r) else "does not run"
     back = "stays away until it is undrained" if r in supervised.replicas else "is not started again by anybody"
-    return Plan(f"replica {r} leaves at the next step boundary, if it runs, and {back}", "drain")
+    waits = f"; no step is made before {few} replicas can take part again, {left} are left" if left < few else ""
+    return Plan(f"replica {r} {how}, and {back}{waits}", "drain")
+
+
+def _possible(s: State) -> set[int]:
+    """The replicas that take part, or will when they are started again: neither sent away nor given up."""
+    return {r for r, v in enumerate(s.views) if wanted(s, r) and not v.lost}
 
 
 def _able(s: State) -> set[int]:
-    """The replicas that hold the newest state, or could start the job."""
+    """The replicas that hold the newest state, or may bring it back if none lives, or could start the job."""
     if s.grant is None:
-        found = {r for r, v in enumerate(s.views) if not v.lost}
-    else:
-        found = {m.replica for m in s.grant.donors if (m.replica, m.incarnation) not in s.exited}
-    return {r for r in found if wanted(s, r)}
+        return _possible(s)
+    alive = {
+        m.replica for m in s.grant.donors if (m.replica, m.incarnation) not in s.exited and wanted(s, m.replica)
+    }
+    return alive or {m.replica for m in s.grant.donors} & _possible(s)
+
+
+def _left(s: State, gone: set[int]) -> int:
+    """How many replicas remain without ``gone``: of those that can go on at once, if one of these goes."""
+    able = _able(s)
+    return len((able if able & gone else _possible(s)) - gone)
 
 
 def _scale(s: State, target: int, supervised: Supervised, force: bool) -> Plan | Impossible:
@@ -142,14 +156,13 @@ def _scale(s: State, target: int, supervised: Supervised, force: bool) -> Plan |
         return Impossible(409, f"the job cannot have {target} replicas; max_replicas allows 1 to {slots}")
     if target == s.target:
         return Plan(f"the job is scaled to {target} replicas already")
-    able = _able(s)
-    left = {r for r in able if r < target}
-    if able and not left:
+    able, gone = _able(s), set(range(target, s.target))
+    if able and able <= gone:
         kept = ",".join(map(str, sorted(able)))
         return Impossible(409, f"replica {kept} cannot be spared: no other one holds the newest state")
-    few = min(target, len(left)) if target < s.target else s.policy.min_replicas
-    if few < s.policy.min_replicas and not force:
-        why = f"that would leave {few} replicas, quorum.min_replicas is {s.policy.min_replicas}"
+    left = _left(s, gone)
+    if gone and left < s.policy.min_replicas and not force:
+        why = f"that would leave {left} replicas, quorum.min_replicas is {s.policy.min_replicas}"
         return Impossible(409, f'{why}; {{"force": true}} scales all the same')
     if target < s.target:
         names = ",".join(map(str, range(target, s.target)))

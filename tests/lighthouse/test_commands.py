@@ -152,6 +152,41 @@ def test_a_drain_that_leaves_too_few_needs_force() -> None:
     assert possible(job, "drain", 1, force=True).event
 
 
+def test_a_dead_replica_that_would_come_back_counts_as_one_of_those_that_are_needed() -> None:
+    """Two of three are needed. Without force, neither order may leave the job to wait for ever."""
+    job = working(min_replicas=2)
+    job.runs({1: None, 2: None}, [(1, 0), (2, 0)])
+    assert "ReplicaDrained" in order(job, "drain", 2).notes
+    found = refused(job, "drain", 1)
+    assert found.detail.startswith("that would leave 1 replicas, quorum.min_replicas is 2")
+    assert possible(job, "drain", 1, force=True).detail == (
+        "replica 1 does not run, and stays away until it is undrained; "
+        "no step is made before 2 replicas can take part again, 1 are left"
+    )
+    order(job, "drain", 1)
+    assert "Waiting" in job.ask(0, at(1, 1), epoch=1, after=1).notes
+    order(job, "undrain", 1)
+    job.runs({1: 1})
+    assert job.ask(1, at(1, 1), life=1).grant(0).ring == (0, 1)
+
+
+def test_one_that_was_given_up_is_not_counted_so_its_drain_leaves_no_fewer() -> None:
+    job = working(min_replicas=2)
+    job.runs({1: None, 2: None}, [(1, 0), (2, 0)], lost=[1, 2])
+    said = possible(job, "drain", 1).detail
+    assert said.startswith(
+        "replica 1 does not run, and stays away until it is undrained; no step is made before 2"
+    )
+
+
+def test_the_dead_one_that_alone_may_bring_the_newest_state_back_is_not_drained() -> None:
+    job = Script()
+    job.first(0)
+    job.runs({0: None}, [(0, 0)])
+    assert "no other one holds the newest state" in refused(job, "drain", 0, force=True).detail
+    assert possible(job, "drain", 1).event
+
+
 def test_one_that_is_behind_may_be_drained_whoever_is_left() -> None:
     job = Script(min_replicas=2)
     job.first(0, 1)

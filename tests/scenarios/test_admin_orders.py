@@ -57,7 +57,7 @@ def test_drain_undrain_checkpoint_and_evict(tmp_path: Path) -> None:
         # Drain: it leaves without a step repeated, and is not started again.
         assert (
             order(job, "drain", 1)
-            == "replica 1 leaves at the next step boundary, if it runs, and stays away until it is undrained"
+            == "replica 1 leaves at the next step boundary, and stays away until it is undrained"
         )
         job.until(lambda: job.pid(1, 0) is None, "the end of replica 1")
         after(job, 30)
