@@ -83,10 +83,10 @@ def test_nobody_answers_in_time(key):
 def test_a_cluster_with_users_wants_the_password_of_the_environment(key, monkeypatch):
     with EtcdServer() as server:
         root = Etcd((server.url,), 5.0)
-        root._call("/v3/auth/user/add", {"name": "root", "password": "secret"})
-        root._call("/v3/auth/role/add", {"name": "root"})
-        root._call("/v3/auth/user/grant", {"user": "root", "role": "root"})
-        root._call("/v3/auth/enable", {})
+        root._call("/v3/auth/user/add", {"name": "root", "password": "secret"}, dict)
+        root._call("/v3/auth/role/add", {"name": "root"}, dict)
+        root._call("/v3/auth/user/grant", {"user": "root", "role": "root"}, dict)
+        root._call("/v3/auth/enable", {}, dict)
         with pytest.raises(EtcdRefused):
             root.get(key)
         root.close()

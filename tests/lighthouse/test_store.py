@@ -118,7 +118,7 @@ class InEtcd:
     def drop(self, name):
         etcd = Etcd((self.server.url,), 5.0)
         key = etcd_wire(self.key(name))
-        etcd._call("/v3/kv/deleterange", {"key": key})
+        etcd._call("/v3/kv/deleterange", {"key": key}, dict)
         etcd.close()
 
     def format(self, number):

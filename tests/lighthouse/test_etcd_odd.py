@@ -1,0 +1,237 @@
+"""Answers that etcd does not give: of a proxy, cut short, of other types. Each is one clear error and no crash."""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+from lighthouse_helpers import run_async
+
+from lighthouse.election import Election
+from lighthouse.etcd import Entry, Etcd, EtcdUnreachable
+from lighthouse.etcd_store import Deposed, EtcdStore
+from lighthouse.state import Policy, State
+
+HEADER = {"cluster_id": "1", "member_id": "2", "revision": "7", "raft_term": "2"}
+POLICY = Policy(slots=2, steps=10)
+
+
+def wire(text: str) -> str:
+    return base64.b64encode(text.encode()).decode()
+
+
+def kv(key: str, value: str = "x", **more: Any) -> dict[str, Any]:
+    return {"key": wire(key), "value": wire(value), "create_revision": "5", **more}
+
+
+class Fake:
+    """Says the same to every call, or what `say` makes of a path and a body."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.say: Callable[[str, dict[str, Any]], bytes] = lambda path, body: b""
+        self.cut = False  # whether it hangs up in the middle of its answers
+        fake = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                fake.calls.append(self.path)
+                data = fake.say(self.path, body)
+                self.send_response(200)
+                self.send_header("Content-Length", str(len(data) + (10 if fake.cut else 0)))
+                self.end_headers()
+                self.wfile.write(data)
+                self.close_connection = fake.cut
+
+            def log_message(self, *_: Any) -> None:
+                """Nothing."""
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_port}"
+        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
+
+    def says(self, answer: object) -> None:
+        data = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        self.say = lambda path, body: data
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Fake]:
+    made = Fake()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def fake(server: Fake) -> Fake:
+    server.calls.clear()
+    server.cut = False
+    return server
+
+
+@pytest.fixture
+def client(fake: Fake) -> Iterator[Etcd]:
+    made = Etcd((fake.url,), 5.0)
+    yield made
+    made.close()
+
+
+def held() -> Election:
+    """A candidate that leads."""
+    election = Election(None, "/job/leader", "http://me", 30)  # type: ignore[arg-type]
+    election.revision, election._until = 5, float("inf")
+    return election
+
+
+CALLS: dict[str, Callable[[Etcd], object]] = {
+    "grant": lambda client: client.grant(30),
+    "keep_alive": lambda client: client.keep_alive(3),
+    "revoke": lambda client: client.revoke(3),
+    "get": lambda client: client.get("/k"),
+    "below": lambda client: client.below("/k/"),
+    "create": lambda client: client.create("/k", "v", 3),
+    "put_if": lambda client: client.put_if("/k", 5, {"/k/1": "v"}),
+}
+ODD: dict[str, object] = {
+    "nothing": b"",
+    "no JSON": b"<html>502 Bad Gateway</html>",
+    "no text": b"\xff\xfe",
+    "cut short": b'{"header": {"revision": "7"}, "kvs": [{"key": "L2s=", "crea',
+    "deep": b"[" * 100_000,
+    "a list": [],
+    "a number": 7,
+    "empty": {},
+    "another program's": {"status": "ok"},
+    "a header without a revision": {"header": {}},
+    "a header that is none": {"header": "none"},
+    "no keys but their number": {"header": HEADER, "count": "2", "responses": [], "result": {"header": {}}},
+    "a key without a revision": {
+        "header": HEADER,
+        "count": "1",
+        "kvs": [{"key": wire("/k")}],
+        "responses": [{"response_range": {"count": "1", "kvs": [{"key": wire("/k")}]}}],
+        "result": [],
+        "ID": "x",
+    },
+}
+LITTLE = ("revoke", "put_if")  # nothing but the header of their answers is looked at
+CASES = [(call, odd) for call in CALLS for odd in ODD if call not in LITTLE or "key" not in odd]
+
+
+@pytest.mark.parametrize(("call", "odd"), CASES)
+def test_an_odd_answer_is_one_clear_error_that_may_be_tried_again(
+    fake: Fake, client: Etcd, call: str, odd: str
+) -> None:
+    fake.says(ODD[odd])
+    with pytest.raises(EtcdUnreachable) as caught:
+        CALLS[call](client)
+    assert str(caught.value).startswith(f"etcd: {fake.url}")
+    assert len(str(caught.value).splitlines()) == 1
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize(
+    "kvs",
+    [[kv("/k/1")], [kv("/k/1", create_revision="?"), kv("/k/2")], [{**kv("/k/1"), "value": "%"}, kv("/k/2")]],
+)
+def test_keys_that_are_missing_or_damaged_are_noticed(fake: Fake, client: Etcd, kvs: list[object]) -> None:
+    fake.says({"header": HEADER, "kvs": kvs, "count": "2"})
+    with pytest.raises(EtcdUnreachable):
+        client.below("/k/")
+
+
+@pytest.mark.parametrize("seconds", ["NaN", "Infinity", "-Infinity", "soon", [], {}])
+def test_a_lease_of_no_number_of_seconds_is_none(fake: Fake, client: Etcd, seconds: object) -> None:
+    fake.says({"header": HEADER, "ID": "3", "TTL": seconds, "result": {"header": HEADER, "TTL": seconds}})
+    for call in ("grant", "keep_alive"):
+        with pytest.raises(EtcdUnreachable):
+            CALLS[call](client)
+
+
+def test_a_connection_that_ends_in_the_middle_of_an_answer_counts_as_none(fake: Fake, client: Etcd) -> None:
+    fake.says({"header": HEADER})
+    fake.cut = True
+    with pytest.raises(EtcdUnreachable):
+        client.get("/k")
+
+
+def test_another_endpoint_is_asked_where_one_says_something_odd(fake: Fake) -> None:
+    odd = Fake()
+    odd.says({"status": "ok"})
+    fake.says({"header": HEADER, "kvs": [kv("/k")], "count": "1"})
+    client = Etcd((odd.url, fake.url), 5.0)
+    try:
+        assert client.get("/k") == Entry("x", 5)
+        assert len(odd.calls) == 1
+        assert client.get("/k") == Entry("x", 5)
+        assert len(odd.calls) == 1, "it does not stay with the one that is understood"
+    finally:
+        client.close()
+        odd.close()
+
+
+def test_a_token_that_does_not_come_is_one_clear_error(fake: Fake) -> None:
+    client = Etcd((fake.url,), 5.0, "root", "secret")
+    fake.says({"header": HEADER})
+    with pytest.raises(EtcdUnreachable) as caught:
+        client.get("/k")
+    assert "secret" not in str(caught.value)
+    client.close()
+
+
+@pytest.mark.parametrize("odd", ["another program's", "cut short", "a list"])
+def test_a_leader_that_understands_no_answer_steps_down_when_its_lease_may_have_run_out(
+    fake: Fake, client: Etcd, odd: str
+) -> None:
+    async def body() -> None:
+        election = Election(client, "/job/leader", "http://me", 1, lambda: now())
+        election.revision, election._lease, election._until = 5, 3, start + 0.6
+        fake.says(ODD[odd])
+        why = await election.keep()
+        assert why.startswith("its lease may have run out: etcd:")
+        assert len(fake.calls) >= 2, "it was tried once only"
+        assert not election.holds
+
+    start = time.monotonic()
+    now = time.monotonic
+    run_async(body())
+
+
+def test_a_candidate_that_understands_no_answer_goes_on_looking(fake: Fake, client: Etcd) -> None:
+    async def body() -> None:
+        election = Election(client, "/job/leader", "http://me", 30)
+        fake.says({"responses": []})
+        assert not await election._try()
+        fake.says({"header": HEADER, "kvs": [kv("/job/leader", '{"url": "http://other"}')], "count": "1"})
+        assert not await election._try()
+        assert election.leader == "http://other"
+
+    run_async(body())
+
+
+def test_a_store_that_is_not_understood_is_not_taken_for_an_empty_one(fake: Fake, client: Etcd) -> None:
+    fake.says({})
+    with pytest.raises(Deposed):
+        EtcdStore(client, "/job", held()).load(POLICY)
+
+
+@pytest.mark.parametrize("odd", ["empty", "a list", "cut short"])
+def test_a_write_whose_answer_is_not_understood_deposes_the_leader(fake: Fake, client: Etcd, odd: str) -> None:
+    store = EtcdStore(client, "/job", held())
+    fake.says({"header": HEADER, "succeeded": True})
+    store.load(POLICY)
+    fake.says(ODD[odd])
+    with pytest.raises(Deposed):
+        store.save(State.empty(POLICY, 9))
+    assert store.deposed.startswith("a write may be lost or not")
