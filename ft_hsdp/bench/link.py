@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import selectors
 import signal
 import socket
 import time
@@ -96,13 +97,19 @@ def collect(links: Sequence[Link], timeout_s: float = ANSWER_S) -> list[Answer]:
     """One answer of each, in their order. Raises Retryable as soon as one of them fails, and at the deadline."""
     deadline = time.monotonic() + timeout_s
     answers: dict[Link, Answer] = {}
-    while waiting := [link for link in links if link not in answers]:
-        readable, _, _ = select.select(waiting, [], [], max(0.0, deadline - time.monotonic()))
-        if not readable:
-            raise Retryable(f"bench: {waiting[0].name} did not answer within {timeout_s:g} s")
-        for link in readable:
-            if (answer := link.read()) is not None:
-                answers[link] = answer
+    with selectors.DefaultSelector() as waiting:  # select knows descriptors below 1024 only
+        for each in links:
+            waiting.register(each, selectors.EVENT_READ, each)
+        while waiting.get_map():
+            readable = waiting.select(max(0.0, deadline - time.monotonic()))
+            if not readable:
+                late = next(link for link in links if link not in answers)
+                raise Retryable(f"bench: {late.name} did not answer within {timeout_s:g} s")
+            for key, _ in readable:
+                link: Link = key.data
+                if (answer := link.read()) is not None:
+                    answers[link] = answer
+                    waiting.unregister(link)
     return [answers[link] for link in links]
 
 

@@ -50,8 +50,11 @@ class Line:
 
     def heard(self) -> Call | None:
         """What the rank was told, if it was."""
-        if self._call is None and select.select([self._sock], [], [], 0)[0]:
-            self.take()
+        if self._call is None:
+            poll = select.poll()  # select knows descriptors below 1024 only
+            poll.register(self._sock, select.POLLIN)
+            if poll.poll(0):
+                self.take()
         return self._call
 
     def wait(self) -> Call:

@@ -1,0 +1,32 @@
+"""The bench's end of its workers' lines."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+
+import pytest
+from descriptors import raised
+
+from ft_hsdp.bench.link import Link, collect
+from ft_hsdp.errors import Retryable
+
+
+def test_answers_are_collected_also_where_many_files_are_open(tmp_path: Path) -> None:
+    mine, theirs = zip(*(socket.socketpair() for _ in range(3)), strict=True)
+    with raised(mine[1]) as high:
+        links = [Link(f"worker {n}", sock, tmp_path) for n, sock in enumerate([mine[0], high, mine[2]])]
+        theirs[2].sendall(b'{"n": 2}\n')
+        theirs[1].sendall(b'{"n"')
+        theirs[0].sendall(b'{"n": 0}\n')
+        with pytest.raises(Retryable, match=r"worker 1 did not answer within 0\.05 s"):
+            collect(links, 0.05)
+        theirs[1].sendall(b": 1}\n")
+        for n in (0, 2):
+            theirs[n].sendall(b'{"n": %d}\n' % n)
+        assert [answer["n"] for answer in collect(links, 5.0)] == [0, 1, 2]
+        theirs[1].close()
+        with pytest.raises(Retryable, match="worker 1 died"):
+            collect(links, 5.0)
+    for sock in (*mine, *theirs):
+        sock.close()
