@@ -247,6 +247,9 @@ class Group:
 
     async def _called(self, formation: Formation, hello: RingHello, neighbour: Neighbour) -> None:
         self._spares.remove(neighbour)
+        if self._over or self._current is not formation:  # by now: who calls so late has not been told
+            self._refuse(hello, neighbour)
+            return
         try:
             await formation.called(hello, neighbour)
         except (OSError, ProtocolViolation, TimeoutError) as error:

@@ -22,10 +22,12 @@ from ft_hsdp.core.commit import Fence, Token
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped, StaleEpoch
 from ft_hsdp.ftar import door
 from ft_hsdp.ftar.door import Identity
+from ft_hsdp.ftar.formation import Formation
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.lifecycle import State
+from ft_hsdp.ftar.neighbour import Neighbour
 from ft_hsdp.handshake import Purpose
-from ft_hsdp.protocol import RingData
+from ft_hsdp.protocol import RingData, RingHello
 
 
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
@@ -140,6 +142,34 @@ def test_a_caller_of_the_future_is_reported_and_waits() -> None:
             other.group.configure(future)
             await until(lambda: early.connected[-1] == other.connected[-1] == 2, "both are connected")
             await ring.check(2)
+
+    run(body())
+
+
+def test_a_caller_that_comes_while_its_ring_breaks_is_told_so_at_once() -> None:
+    """Its call and the news that the ring is over come in one turn of the loop. Nobody else may be left to tell it:
+    it would wait for as long as a connection may take."""
+
+    async def body() -> None:
+        async with Ring(0, 1, connect_s=20.0) as ring:
+            caller, called = ring.peers
+            usual = called.group._hello
+
+            def at_once(hello: RingHello, neighbour: Neighbour) -> None:
+                usual(hello, neighbour)
+                called.group.abort(PeerDead("for a test", suspect=2))
+
+            async def cannot_call(formation: Formation, spare: Neighbour | None) -> None:
+                await asyncio.Event().wait()
+
+            with mock.patch.object(called.group, "_hello", at_once):
+                given = grant(1, ring.addresses)
+                with mock.patch.object(Formation, "_call", cannot_call):
+                    called.group.configure(given)
+                    await asyncio.sleep(0)
+                caller.group.configure(given)
+                await until(lambda: caller.broken, "the caller hears of it")
+            assert (caller.broken[0].cause, caller.broken[0].suspect) == ("for a test", 2)
 
     run(body())
 
