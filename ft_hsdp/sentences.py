@@ -65,7 +65,10 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "ReplicaLost": lambda e: f"replica {e['replica']} is lost",
     "ReplicaWarmed": lambda e: f"replica {e['replica']} is warm",
     "CheckedIn": lambda e: f"replica {e['replica']} checked in",
-    "RingBroken": lambda e: f"replica {e['replica']} saw its ring break, suspects {e.get('suspect')}",
+    "RingBroken": lambda e: (
+        f"replica {e['replica']} saw its ring break, and suspects "
+        + ("nobody" if e.get("suspect") is None else f"replica {e['suspect']}")
+    ),
     "StepRetried": lambda e: f"replica {e['replica']} repeats the ring of step {e.get('step', '?')}",
     "LeftBehind": lambda e: f"replica {e['replica']} is behind",
     "ForkServerLost": lambda e: f"the fork server (pid {e['pid']}) is given up",

@@ -147,8 +147,8 @@ def test_a_caller_of_the_future_is_reported_and_waits() -> None:
 
 
 def test_a_caller_that_comes_while_its_ring_breaks_is_told_so_at_once() -> None:
-    """Its call and the news that the ring is over come in one turn of the loop. Nobody else may be left to tell it:
-    it would wait for as long as a connection may take."""
+    """Its call and the news that the ring is over come in one turn of the loop. Nobody else may tell it, and it
+    would wait for as long as a connection may take."""
 
     async def body() -> None:
         async with Ring(0, 1, connect_s=20.0) as ring:

@@ -56,7 +56,7 @@ def test_a_failure_is_told_with_the_times_since_it_began() -> None:
     lines = [x.split(" ", 1)[1] for x in out.getvalue().splitlines() if not x.startswith("step")]
     assert lines == [
         "SIGKILL sent to replica 1 rank 1 (pid 7)",
-        "replica 0 saw its ring break, suspects 1 (+0.004 s)",
+        "replica 0 saw its ring break, and suspects replica 1 (+0.004 s)",
         "replica 1 rank 1 is gone: SIGKILL (+0.010 s)",
         "replica 1 rank 0 fetched 8.0 MB in 0.50 s from replica 2 (+3.000 s)",
         "replica 1 contributes again at step 10 (+3.500 s)",

@@ -452,7 +452,7 @@ def test_events_are_told_with_facts_apart():
         "rank": 1,
         "incarnation": "1-a-0",
         "reason": "why",
-        "said": "replica 1 saw its ring break, suspects 2",
+        "said": "replica 1 saw its ring break, and suspects replica 2",
         "facts": {"suspect": 2},
     }
     assert chronicle.events(limit=10, replica=2) == {"events": [], "first": 0, "last": 0}
