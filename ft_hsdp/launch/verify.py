@@ -197,10 +197,15 @@ class _Check:
     def _merge(self) -> None:
         """Nobody has merged the logs, or the disk did not take all of it."""
         merger = Merger(self._rewinds())
+        waiting: list[Row] = []
         while rows := self._read():
-            merger.add(rows)
+            waiting += rows
+            read = self._commits.behind  # a row beyond it may be another replica's, of a step that this one lacks
+            merger.add(row for row in waiting if row["step"] <= read)
+            waiting = [row for row in waiting if row["step"] > read]
             for row in merger.confirmed():
                 self._told(row)
+        merger.add(waiting)
         last = _newest(self._finals())
         for row in merger.finish(last["lineage"] if last else None):
             self._told(row)

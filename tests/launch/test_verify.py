@@ -283,6 +283,15 @@ def test_what_a_full_disk_cost_is_not_held_against_a_run(run: RunDir) -> None:
     assert "not checked: 1 lines were lost, which the run has told" in found.lines
 
 
+def test_lines_that_one_replica_lost_are_those_that_others_have(run: RunDir) -> None:
+    for _ in range(4, 10):  # more than the steps for which a merger waits for a row
+        drop(run.commits(0), 4)
+    lost = event("LogLinesLost", 1009.5, file="commits.jsonl", lines=6, since=1004.0, replica=0)
+    insert(run.events, 1, lost)
+    found = verify(run)
+    assert (found.steps, found.breaches) == (STEPS, [])
+
+
 def test_a_path_that_is_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["verify", str(tmp_path)]) == 64
     assert "run directory" in capsys.readouterr().err
