@@ -78,6 +78,11 @@ class Verdict:
         return known if self.excluded is None else {**known, "excluded": self.excluded, "seconds": self.pause_s}
 
 
+def remembered(edges: Edges) -> Edges:
+    """What is known after a restart, with another clock: who is left out is tried at once, then waits longer."""
+    return replace(edges, barred=tuple(replace(b, until=0.0) for b in edges.barred))
+
+
 def neighbours(ring: tuple[int, ...]) -> frozenset[Pair]:
     """The pairs that are next to each other in a ring."""
     around = zip(ring, (*ring[1:], *ring[:1]), strict=True)

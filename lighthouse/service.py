@@ -45,7 +45,7 @@ from lighthouse.whereabouts import Networks
 LONG_POLL_S = 20.0  # after this long an ask is answered with Wait
 LINGER_S = 1.0  # for this long such an ask still counts: the replica is about to repeat it
 TICK_S = 0.05
-MAY_LAG = frozenset({"head"})  # a member that goes on in its epoch is promised nothing: replicas know the head
+MAY_LAG = frozenset({"head", "edges"})  # a member that goes on is promised nothing: replicas know the head
 HEAD_LAG_S = 0.1  # by so much the durable head may lag; a grant always takes it along
 STORE_RETRY_S = 1.0
 SUPERVISED_S = 5.0  # a supervisor that has not reported for so long is away

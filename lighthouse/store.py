@@ -1,8 +1,8 @@
 """The store: what must outlive the lighthouse, written before any answer that depends on it leaves.
 
 Durable are the term, the epochs and their members, the head, the current grant, the known exits, the numbers of
-incarnations, which supervisor may start a replica, what all replicas agreed on, what operators ordered, and why
-the job was halted. All of it is JSON that is validated on the way back.
+incarnations, which supervisor may start a replica, what all replicas agreed on, which connections failed, what
+operators ordered, and why the job was halted. All of it is JSON that is validated on the way back.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ from ft_hsdp.core.assignment import Grant
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.mounts import LOCKLESS, mount_of
+from lighthouse.edges import Edges, remembered
 from lighthouse.quorum import Epoch, Incarnation, Lease, Life
 from lighthouse.state import Agreement, Policy, State
 
-FORMAT = 4
+FORMAT = 5
 LOCK_WAIT_S = 2.0  # longest wait of one transaction for a reader
 RESERVED = 256 << 10  # bytes that a file of SQLite keeps free for writes on a full disk
 LOG_PAGES = 48  # the write-ahead log begins anew after so many; those of `RESERVED` are more
@@ -63,6 +64,7 @@ _DURABLE = {
     "agreed": Durable(TypeAdapter(Agreement | None), since=4),
     "rewound": Durable(TypeAdapter(tuple[int, ...]), since=4),
     "rewinding": Durable(TypeAdapter(bool), since=4),
+    "edges": Durable(TypeAdapter(Edges), since=5),
 }
 
 Rows = dict[str, str]
@@ -126,7 +128,7 @@ class JsonStore(ABC):
             kept = {"term": int(time.time())}
         state = replace(State.empty(policy, 0), **kept)
         state = replace(state, term=max(state.term, self._least_term), target=min(state.target, policy.slots))
-        state = replace(state, admissions=int(time.time() * 1000))
+        state = replace(state, admissions=int(time.time() * 1000), edges=remembered(state.edges))
         self.save(state)
         return state
 

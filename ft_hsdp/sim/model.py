@@ -39,6 +39,7 @@ from ft_hsdp.sim.world import (
 )
 from lighthouse import decide
 from lighthouse import state as quorum
+from lighthouse.edges import remembered
 
 GRACE_S, EVICT_S = 1.0, 10.0
 
@@ -432,6 +433,7 @@ class Model:
         else:
             views = tuple(quorum.View() for _ in s.views)
             state = replace(s, term=s.term + 1, views=views, broken=False, since=None, settled=0)
+            state = replace(state, edges=remembered(s.edges))
         w = w._replace(lighthouse=self.quorums.id(state))
         places = range(self.bounds.replicas)
         known = {r: None if self.replica(w, r) is None else f"{r}-{w.lives[r]}" for r in places}

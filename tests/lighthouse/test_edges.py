@@ -10,6 +10,7 @@ from lighthouse_helpers import Script, at, name
 
 from ft_hsdp.core.assignment import Continue, Member
 from lighthouse.edges import arrange, neighbours
+from lighthouse.store import MemoryStore
 
 LIMIT_S = 30.0
 
@@ -110,6 +111,44 @@ def test_it_is_tried_again_after_pauses_that_grow_and_stays_once_it_connects():
     job.commit()
     assert not job.s.edges.failures
     assert not job.s.edges.barred
+
+
+def restarted(job):
+    """The lighthouse ends, and another one has its store and another clock; the members ask it again."""
+    store = MemoryStore()
+    store.load(job.s.policy)
+    store.save(job.s)
+    job.s = MemoryStore(store.rows).load(job.s.policy)
+    job.now = 0.0
+    job.commit()
+
+
+def test_the_pauses_go_on_when_the_lighthouse_is_restarted():
+    """The one that is left out is tried once, at the cost of one ring, and is left out for twice as long."""
+    job = Linked(3, (0, 1))
+    job.until_it_forms()
+    for pause_s in (60.0, 120.0):
+        restarted(job)
+        job.ask(1)
+        job.commit()
+        assert job.s.grant.ring == (0, 1, 2), "it is tried at once"
+        epoch = job.s.epoch
+        job.until_it_forms()
+        assert job.s.epoch == epoch + 1
+        assert job.s.grant.ring == (0, 2)
+        assert job.told[-1].endswith(f"replica 1 is left out for {pause_s:g} s, then it is tried again")
+        assert isinstance(job.commit()[0].answers[0], Continue), "training goes on"
+
+
+def test_a_pair_stays_apart_when_the_lighthouse_is_restarted():
+    job = Linked(4, (0, 1))
+    job.until_it_forms()
+    restarted(job)
+    job.runs({3: 1}, [(3, 0)])
+    job.ask(3, life=1)
+    job.commit()
+    assert job.s.grant.ring == (0, 2, 1, 3)
+    assert job.forms
 
 
 def test_nobody_is_left_out_below_min_replicas():

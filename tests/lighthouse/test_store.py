@@ -20,6 +20,7 @@ from lighthouse_helpers import START, Script, at, record
 from ft_hsdp.core import lineage
 from ft_hsdp.errors import ConfigError
 from lighthouse import store as stores
+from lighthouse.edges import NO_EDGES, Barred, Edges
 from lighthouse.election import Election
 from lighthouse.etcd import Etcd
 from lighthouse.etcd_store import EtcdStore
@@ -162,6 +163,7 @@ def busy():
     leases = (Lease(1, "aaaa", 3),)
     agreed = Agreement("hash", "layout", "numerics", (("train.steps", "10"),))
     more |= {"rewound": (1, 2, 3), "rewinding": True}
+    more |= {"edges": Edges((((0, 1), 4),), (Barred(1, 0.0, 60.0),), 1)}
     return replace(job.s, **more, drained=frozenset({2}), checkpoint=7, target=2, agreed=agreed, leases=leases)
 
 
@@ -351,7 +353,8 @@ def test_a_store_of_a_format_before_is_read_and_becomes_one_of_this(lasting, bef
     assert (again.epoch, again.grant, again.exited) == (state.epoch, state.grant, state.exited)
     assert (again.halted, again.diverged) == (("", ()) if before < 2 else (state.halted, state.diverged))
     assert again.target == (POLICY.slots if before < 3 else state.target)
-    assert again.lives == ()
+    assert again.lives == (() if before < 4 else state.lives)
+    assert again.edges == NO_EDGES
     assert reopened(lasting).term == again.term + 1
 
 
