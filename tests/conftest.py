@@ -34,7 +34,7 @@ SKIP_NOTHING = os.environ.get("FT_HSDP_SKIP_NOTHING") == "1"
 
 WITHOUT_A_GPU = ("CUDA is not available", "Not enough GPUs")  # torchft's own tests say so
 
-ALONE = {"dashboard", "scenarios"}  # folders of which every test starts processes
+ALONE = {"scenarios"}  # folders of which every test wants the machine for itself
 LAST = ["sim", "scenarios"]  # folders with long tests: what fails soon fails first
 
 

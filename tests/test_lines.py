@@ -108,7 +108,6 @@ def test_a_piece_that_cannot_be_mended_costs_no_other_line(
     assert (tailer.poll(), tailer.bad) == ([{"n": 2}], 1)
 
 
-@pytest.mark.multiproc
 def test_a_limit_on_files_is_a_full_disk(tmp_path: Path) -> None:
     """By the kernel's own hand, without root: writes are short, then refused; then the limit is lifted."""
     program = f"""

@@ -99,7 +99,6 @@ def _section(value: ast.expr) -> bool:
 # By behaviour, where the wait is short to show.
 
 
-@pytest.mark.multiproc
 def test_imports_may_take_boot_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_import.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -113,7 +112,6 @@ def test_imports_may_take_boot_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     asyncio.run(body())
 
 
-@pytest.mark.multiproc
 def test_a_lighthouse_listens_within_listen_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "silent_lighthouse.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))

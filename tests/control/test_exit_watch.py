@@ -62,7 +62,6 @@ def lighthouse() -> Iterator[Lighthouse]:
     server.server_close()
 
 
-@pytest.mark.multiproc
 def test_the_lighthouse_hears_of_the_end_of_the_last_rank(tmp_path: Path, lighthouse: Lighthouse) -> None:
     """Not before: an incarnation of which a rank lives has not exited. One that refuses is asked again."""
     ranks = [subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) for _ in range(2)]

@@ -16,7 +16,6 @@ INPUTS = 50
 PURE = {"isinstance", "len", "set"}
 
 
-@pytest.mark.multiproc
 def test_parsers_of_outside_bytes_say_the_same() -> None:
     script = Path(__file__).with_name("fuzz_verdicts.py")
     command = [sys.executable, "-O", str(script), str(INPUTS)]

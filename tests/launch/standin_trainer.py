@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -31,6 +32,10 @@ def main(config: Config, calling: Calling, path: Path) -> int:
     if (path / "refuse").exists():
         return 64
     if (path / "hang").exists():
+        time.sleep(60)
+    if (path / "deaf").exists():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        (path / f"deaf-{replica}-{os.environ['RANK']}").touch()
         time.sleep(60)
     if os.environ["RANK"] != "0":
         while not run.final(replica).exists():

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -209,6 +210,16 @@ def _run() -> RunDir:
     run.config.write_text(Path("c.yaml").read_text())
     run.token.write_text("ab" * 32)
     return run
+
+
+def test_no_garbage_is_looked_for_when_a_command_has_ended(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    frozen: list[bool] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(True))
+    assert cli.main(["schema"]) == 0
+    assert frozen == [True]
+    assert capsys.readouterr().out
 
 
 def test_an_error_of_the_disk_is_one_line(

@@ -382,7 +382,6 @@ def test_text_is_counted_and_not_prepared(tmp_path: Path) -> None:
 # Services, versions, devices.
 
 
-@pytest.mark.multiproc
 def test_etcd_answers_or_not() -> None:
     gone = "http://127.0.0.1:1"
     with pytest.raises(Bad, match=r"start etcd, or correct lighthouse.etcd"):
@@ -440,7 +439,6 @@ def test_a_gpu_that_will_do(
         assert gpu.device(subject) == f"1 GPU: H200 (capability 9.0); {versions}"
 
 
-@pytest.mark.multiproc
 def test_a_child_that_says_nothing_or_hangs_is_undecided(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mute.py").write_text("raise SystemExit('nothing to say')\n")
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")

@@ -28,7 +28,6 @@ def test_up_on_a_gpu_that_is_not_there_is_refused_in_one_line(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.multiproc
 def test_the_doctor_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(child, "CHILD_S", 60.0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")

@@ -25,7 +25,6 @@ from ft_hsdp.launch.status import status
 from ft_hsdp.launch.summary import Summary
 from ft_hsdp.launch.terminal import Terminal
 
-pytestmark = pytest.mark.multiproc
 KILL = {"at_step": 8, "replicas": [1], "rank": 1}
 
 
@@ -163,6 +162,23 @@ def test_a_signal_stops_everything(tmp_path: Path, number: int, code: int) -> No
         assert (await going)[0] == code
 
     run_async(body())
+    assert job.nothing_runs()
+
+
+def test_a_second_signal_waits_for_nobody(tmp_path: Path) -> None:
+    job = Fake(tmp_path, timeouts={"stop_s": 60.0})  # longer than this test may take
+    (job.run.path / "deaf").touch()
+
+    async def body() -> None:
+        going = asyncio.create_task(job.go())
+        await until(lambda: len(list(job.run.path.glob("deaf-*"))) == 6, "ranks that do not leave")
+        os.kill(os.getpid(), signal.SIGINT)
+        await until(lambda: "stopping: " in job.out.getvalue(), "the first word")
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (await going)[0] == 130
+
+    run_async(body())
+    assert "stopping at once" in job.out.getvalue()
     assert job.nothing_runs()
 
 

@@ -28,8 +28,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"replicas": 2, "train": {"steps": 10**6}}
 MIB = 2**20
 
-pytestmark = pytest.mark.multiproc
-
 
 class Line:
     """A connection of a process of its own, from one of several addresses: each has its own rate."""

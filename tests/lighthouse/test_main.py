@@ -28,8 +28,6 @@ from lighthouse.auth import TOKEN_VARIABLE
 REPO = Path(__file__).resolve().parents[2]
 START_S = 30.0
 
-pytestmark = pytest.mark.multiproc
-
 
 @pytest.fixture
 def run(tmp_path):
@@ -168,6 +166,7 @@ def test_a_client_that_goes_away_withdraws_its_ask(run):
         until(lambda: replicas(http)[0]["state"] != "asking")
 
 
+@pytest.mark.multiproc
 def test_sigterm_ends_within_a_second_even_with_open_long_polls(run):
     with lighthouse(run) as (process, url):
         answers = []

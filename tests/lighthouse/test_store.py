@@ -28,7 +28,6 @@ from lighthouse.quorum import Lease
 from lighthouse.state import Agreement, Policy, State
 from lighthouse.store import FORMAT, MemoryStore, SqliteStore, StoreFailed
 
-pytestmark = pytest.mark.multiproc
 POLICY = Policy(slots=3, steps=10)
 DURABLE = stores._DURABLE
 NAMES = itertools.count()

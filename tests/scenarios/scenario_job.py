@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import httpx
 
 from ft_hsdp.launch.rundir import RunDir
 from ft_hsdp.launch.verify import verify
@@ -29,6 +33,13 @@ SMALL = {
     "lr.warmup": 5,
     "lr.intervention": "sqrt",
     "optim.clip": 0.5,
+}
+# Lower precision, activations that are made again, two batches a step, batches dealt anew at each step.
+HARD = {
+    "train__precision": "bfloat16",
+    "train__recompute": True,
+    "train__accumulate": 2,
+    "data__assignment": "global",
 }
 DEADLINE_S = 120.0
 
@@ -101,6 +112,28 @@ class Job:
         rows = [r[-1] for r in (self.rows(f"replicas/{i}/commits.jsonl") for i in range(3)) if r]
         return set(max(rows, key=lambda r: r["step"])["contributors"]) if rows else set()
 
+    def overview(self) -> dict[str, Any]:
+        """What the lighthouse shows; no replicas while it does not answer."""
+        try:
+            url = json.loads((self.run / "lighthouse.json").read_text())["url"]
+            headers = {"Authorization": f"Bearer {(self.run / 'token').read_text().strip()}"}
+            answer = httpx.get(f"{url}/v1/overview?points=2", headers=headers, timeout=5, trust_env=False)
+            return dict(answer.raise_for_status().json())
+        except (OSError, httpx.HTTPError):
+            return {"replicas": []}
+
+    def progress(self) -> dict[tuple[int, int], int]:
+        """How far the trainer of each rank is that the lighthouse has heard, by (replica, rank)."""
+        replicas = self.overview()["replicas"]
+        return {(r["replica"], rank["rank"]): rank["progress"] for r in replicas for rank in r["ranks"]}
+
+    def journal(self, kind: str) -> list[dict[str, Any]]:
+        """The rows of one kind in the lighthouse's journal."""
+        with sqlite3.connect(self.run / "lighthouse" / "journal.sqlite") as db:
+            rows = db.execute("SELECT body FROM rows WHERE kind = ? ORDER BY seq", (kind,)).fetchall()
+        db.close()
+        return [json.loads(body) for (body,) in rows]
+
     # What can be done from outside.
 
     def until(self, condition: Callable[[], object], what: str, deadline_s: float = DEADLINE_S) -> None:
@@ -160,3 +193,15 @@ def check(summary: dict[str, Any], steps: int) -> None:
     assert ends.pop()[0] == steps
     assert summary["batches"]["duplicated"] == 0
     assert summary["batches"]["skipped"] == 0
+
+
+def everything_is_told(job: Job) -> None:
+    """All events and commits of the run's files are in the lighthouse's journal, once."""
+    written = Counter((e["event"], e["t"]) for e in job.rows("events.jsonl"))
+    told = Counter((e["event"], e["t"]) for e in job.journal("event"))
+    assert not written - told, "events are missing"
+    assert {n for n, t in told - written} <= {"ReplicaStalled", "ReplicaResumed", "StragglerSeen", "StragglerGone"}
+    logs = [job.rows(f"replicas/{n}/commits.jsonl") for n in range(3)]
+    commits = [(row["step"], row["lineage"]) for row in job.journal("commit")]
+    assert set(commits) == {(row["step"], row["lineage"]) for log in logs for row in log}
+    assert len(commits) == len(set(commits))

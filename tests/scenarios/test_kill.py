@@ -7,16 +7,9 @@ import signal
 from pathlib import Path
 
 import pytest
-from scenario_job import Job, check
+from scenario_job import HARD, Job, check
 
 pytestmark = pytest.mark.multiproc
-
-HARD = {
-    "train__precision": "bfloat16",
-    "train__recompute": True,
-    "train__accumulate": 2,
-    "data__assignment": "global",
-}
 
 
 @pytest.mark.parametrize(
@@ -25,7 +18,7 @@ HARD = {
         pytest.param(1, 5, 60, {}, marks=pytest.mark.soak),
         pytest.param(2, 5, 60, {"data__assignment": "global"}, marks=pytest.mark.soak),
         pytest.param(3, 5, 60, HARD, marks=pytest.mark.soak),
-        (2, 2, 25, HARD),
+        pytest.param(2, 2, 25, HARD, marks=pytest.mark.proof),
     ],
 )
 def test_kills_at_random_moments(

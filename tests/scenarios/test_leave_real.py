@@ -69,6 +69,7 @@ def test_ctrl_c_once_writes_the_state_and_the_same_command_goes_on_from_it(tmp_p
         assert job.replayed()["equal"]
 
 
+@pytest.mark.proof
 def test_ctrl_c_twice_leaves_nothing(tmp_path: Path) -> None:
     with Job(tmp_path, ENDLESS, **SMALL) as job:
         job.until(lambda: job.step() >= 3, "step 3")

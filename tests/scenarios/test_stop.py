@@ -35,11 +35,18 @@ def test_stopped_twice_for_four_seconds(tmp_path: Path, rank: int) -> None:
 
 @pytest.mark.proof
 def test_stopped_for_good_is_evicted_and_replaced(tmp_path: Path) -> None:
-    """Silence leads to eviction: the supervisor kills what is stopped, and a new incarnation heals."""
+    """Silence is seen, then the supervisor kills what is stopped, and a new incarnation heals."""
     steps = 150
-    with Job(tmp_path, steps, **{"timeouts.evict_s": 2.0}) as job:
-        job.until(lambda: job.step() >= 5, "step 5")
+    with Job(tmp_path, steps, **{"timeouts.evict_s": 4.0}) as job:
+        job.until(lambda: len(job.progress()) == 6 and job.step() >= 5, "all ranks are heard")
         job.signal(1, 0, signal.SIGSTOP)
+
+        def silent() -> bool:
+            replicas = job.overview()["replicas"]
+            ages = {(r["replica"], rank["rank"]): rank["age_s"] for r in replicas for rank in r["ranks"]}
+            return (1, 0) not in ages or ages[1, 0] > 2.5
+
+        job.until(silent, "its beats are missed", 30)
         summary = job.end()
         check(summary, steps)
         assert {r: s["incarnations"] for r, s in summary["replicas"].items()} == {"0": 1, "1": 2, "2": 1}

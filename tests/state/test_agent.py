@@ -20,8 +20,6 @@ from ft_hsdp.state.agent import main
 from ft_hsdp.state.client import AgentGone
 from ft_hsdp.state.slots import Held, newest_common
 
-pytestmark = pytest.mark.multiproc
-
 
 @pytest.fixture(scope="module")
 def agent() -> Iterator[Running]:

@@ -19,7 +19,6 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from ft_hsdp.launch.processes import environment
 from ft_hsdp.state import catalogue, contents
 
-pytestmark = pytest.mark.multiproc
 WAIT_S = 90.0
 
 

@@ -614,7 +614,6 @@ def process(size: int, chunk: int, kill_at: int = 0) -> Iterator[tuple[str, subp
             donor.kill()
 
 
-@pytest.mark.multiproc
 def test_a_donor_that_is_killed_in_the_middle_is_resumed_from_not_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -41,7 +41,6 @@ sys.exit(any(os.waitpid(pid, 0)[1] for pid in children))
 """
 
 
-@pytest.mark.multiproc
 def test_a_replica_listens_on_its_address_alone_and_its_store_no_more() -> None:
     """Torch's store would take every address and listen for good; gloo would take that of the host's name, which
     may be this one."""
