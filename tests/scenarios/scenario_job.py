@@ -107,6 +107,12 @@ class Job:
             return None
         return next((r["pid"] for r in processes["ranks"] if r["rank"] == rank and r["state"] == "running"), None)
 
+    def agent(self, replica: int) -> int:
+        """The pid of the newest state agent of a replica."""
+        (log,) = (self.run / "replicas" / str(replica)).glob("agent-*.log")
+        ready = [line for line in log.read_text().splitlines() if line.startswith("{")]
+        return int(json.loads(ready[-1])["pid"])
+
     def contributing(self) -> set[int]:
         """The replicas that contributed to the newest commit."""
         rows = [r[-1] for r in (self.rows(f"replicas/{i}/commits.jsonl") for i in range(3)) if r]

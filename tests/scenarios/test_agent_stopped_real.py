@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -18,17 +17,10 @@ SLOW = {"train__micro_batch": 16, "train__seq_len": 64}  # steps long enough for
 WAITS = {"timeouts__agent_answer_s": 0.5, "timeouts__agent_s": 4.0}
 
 
-def agent(job: Job, replica: int) -> int:
-    """The pid of a replica's newest state agent."""
-    (log,) = (job.run / "replicas" / str(replica)).glob("agent-*.log")
-    ready = [line for line in log.read_text().splitlines() if line.startswith("{")]
-    return int(json.loads(ready[-1])["pid"])
-
-
 def test_votes_go_on_and_another_agent_serves_fetches(tmp_path: Path) -> None:
     with Job(tmp_path, STEPS, replicas=2, ranks_per_replica=1, **SLOW, **WAITS) as job:
         job.until(lambda: job.step() >= 5, "some steps")
-        stopped = agent(job, 0)
+        stopped = job.agent(0)
         os.kill(stopped, signal.SIGSTOP)
         job.until(lambda: job.events("StateAgentLost", replica=0), "the agent to be given up")
         gone_on = job.step()
@@ -36,7 +28,7 @@ def test_votes_go_on_and_another_agent_serves_fetches(tmp_path: Path) -> None:
         assert len(job.events("StateAgentLost", replica=0)) == 1, "a vote waited for it again"
         job.until(lambda: job.events("StateAgentFound", replica=0), "another agent")
         assert not psutil.pid_exists(stopped) or psutil.Process(stopped).status() == psutil.STATUS_ZOMBIE
-        os.kill(agent(job, 1), signal.SIGKILL)  # all that replica 1 keeps
+        os.kill(job.agent(1), signal.SIGKILL)  # all that replica 1 keeps
         job.signal(1, 0, signal.SIGKILL)
         check(job.end(), STEPS)
         assert job.events("FetchCompleted", replica=1, donor=0), "the new agent gave it nothing"
