@@ -27,9 +27,9 @@ help:
 train: $(STAMP)
 	$(BIN)/python launcher.py up configs/quickstart.yaml
 
-# Tests that start no processes run two at a time; then all others, nothing beside them.
+# Tests that need no quiet run four at a time: much of their time is waiting. Then all others, nothing beside them.
 test: lint types
-	$(PYTEST) -n 2 --dist loadfile -m 'not proof and not soak and not multiproc'; one=$$?; \
+	$(PYTEST) -n 4 --dist loadfile -m 'not proof and not soak and not multiproc'; one=$$?; \
 	$(PYTEST) -m 'not proof and not soak and multiproc'; two=$$?; exit $$((one ? one : two))
 
 # Long runs in real parts; twenty minutes or more.

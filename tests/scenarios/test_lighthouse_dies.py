@@ -82,7 +82,7 @@ def test_training_goes_on_and_the_epoch_stays(tmp_path: Path) -> None:
         terms = [e["term"] for e in job.events("EpochGranted")]
         assert terms == sorted(terms)
         assert terms[-1] > terms[0], "the new lighthouse has no higher term"
-        everything_is_told(job)
+        everything_is_told(job, {job.events("ReplicaStarted", replica=2)[0]["incarnation"]})
         waits = [row["waits"]["quorum"] for row in rows]
         print(f"exposed wait for the lighthouse: median {statistics.median(waits) * 1e3:.3f} ms, {waits}")
         assert statistics.median(waits) < 0.001
@@ -108,6 +108,18 @@ def test_two_seconds_without_a_lighthouse_stall_no_step(tmp_path: Path) -> None:
         assert not stalled(job, began, killed_last + 1.0)
         assert epochs(job) == {1}
         assert len(job.events("ReplicaStarted")) == 3, "somebody exited"
+
+
+@pytest.mark.soak
+def test_a_killed_rank_and_a_killed_lighthouse_cost_no_row(tmp_path: Path) -> None:
+    steps = 100  # they must last until it is back, on a fast machine, too
+    with Job(tmp_path, steps) as job:
+        job.until(lambda: job.step() >= 5, "step 5")
+        job.signal(1, 1, signal.SIGKILL)
+        job.until(lambda: len(job.events("Rejoined", replica=1)) > 0, "it is back")
+        os.kill(leader(job)["pid"], signal.SIGKILL)
+        check(job.end(), steps)
+        everything_is_told(job)
 
 
 @pytest.mark.soak

@@ -108,12 +108,20 @@ OTHER = {**GOOD["replicas"], "1": {"step": 9, "lineage": "aa", "digest": "ee"}} 
         ({"replicas": OTHER}, 0, (), ["replicas ended with 2 different states"]),
         ({"batches": {"duplicated": 1, "skipped": 2}}, 0, (), ["1 batches duplicated", "2 batches skipped"]),
         ({}, 0, ("StateDiverged",), ["two live states differed (StateDiverged)"]),
+        ({}, 0, (), ["what the protocol does not allow"]),
         (None, 1, (), ["exit 1, and no summary"]),
     ],
 )
 def test_what_does_not_hold_at_the_end_is_a_breach(
-    tmp_path: Path, changed: dict[str, Any] | None, code: int, events: tuple[str, ...], said: list[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changed: dict[str, Any] | None,
+    code: int,
+    events: tuple[str, ...],
+    said: list[str],
 ) -> None:
+    logged = [each for each in said if "protocol" in each]
+    monkeypatch.setattr("pairs.verify", lambda run: SimpleNamespace(breaches=logged))
     if changed is not None:
         (tmp_path / "summary.json").write_text(json.dumps({**GOOD, **changed}))
     injured = Injured(Ended(tmp_path, code, events), 9)  # type: ignore[arg-type]

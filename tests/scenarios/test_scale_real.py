@@ -14,7 +14,7 @@ from ft_hsdp.launch.rundir import RunDir
 
 pytestmark = pytest.mark.multiproc
 
-STEPS = 400
+STEPS = 200  # they must last until all has been scaled, on a fast machine, too: that takes about 75 here
 ELASTIC = {
     "replicas": 2,
     "max_replicas": 3,
