@@ -110,8 +110,21 @@ class StandIn:
 class World:
     """A cluster with so much room, and the engine of a job of two ranks a replica on it."""
 
-    def __init__(self, folder: Path, room: dict[str, int], spares: int = 1, **ray: object) -> None:
-        document = {"ranks_per_replica": 2, "replicas": 3, "spares": 2 * spares, "restart": {"hold_s": 0.01}}
+    def __init__(
+        self,
+        folder: Path,
+        room: dict[str, int],
+        spares: int = 1,
+        timeouts: dict[str, float] | None = None,
+        **ray: object,
+    ) -> None:
+        document = {
+            "timeouts": timeouts or {},
+            "ranks_per_replica": 2,
+            "replicas": 3,
+            "spares": 2 * spares,
+            "restart": {"hold_s": 0.01},
+        }
         self.config: Config = parse({"job": {"name": "a"}, "ray": ray, **document})
         self.run = RunDir(folder)
         self.run.config.write_text(dump(self.config))
@@ -426,6 +439,33 @@ def test_where_a_zone_has_no_room_a_spare_is_made_in_another(
         await world.until(lambda: len(world.berths) >= 7, "a look around for the second one")
         world.room["p"] += 1
         await world.until(lambda: [s.zone for s in world.spares if s.places] == ["q", "p"], "the second one")
+
+    world.test(body)
+
+
+@pytest.mark.parametrize("zones", [["p", "q"], []])
+def test_a_replica_without_a_place_holds_up_only_spares_that_would_take_it(
+    tmp_path: Path, zones: list[str]
+) -> None:
+    there, missing = ("p", "q") if zones else ("", "")
+    room = {"p": 2} if zones else {"": 1}
+    world = World(tmp_path, room, timeouts={"place_s": 0.05}, zones=zones, zone_label="zone")
+
+    async def body() -> None:
+        await world.train(0)
+        looking = asyncio.create_task(world.engine.place(1))
+        if zones:
+            assert (await world.ready()).zone == there
+        else:
+            await world.until(lambda: world.engine._seeking, "the others to begin without it")
+            await world.until(lambda: world.engine._making, "a spare that is due")
+            assert not world.spares
+        assert not looking.done()
+        world.room[missing] += 1
+        await looking
+        assert world.of(1).settled
+        assert [s.zone for s in world.spares if s.settled] == [there] * bool(zones)
+        world.engine.vacated(1)
 
     world.test(body)
 

@@ -87,17 +87,31 @@ def test_what_submit_does_not_do_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "addresses", "expected"),
+    ("host", "alone", "expected"),
     [
-        ("127.0.0.1", {"10.0.0.1"}, "127.0.0.1"),
-        ("127.0.0.1", {"10.0.0.1", "10.0.0.2"}, "10.0.0.1"),
-        ("localhost", {"10.0.0.1", "10.0.0.2"}, "10.0.0.1"),
-        ("0.0.0.0", {"10.0.0.1"}, "10.0.0.1"),
-        ("192.168.3.4", {"10.0.0.1", "10.0.0.2"}, "192.168.3.4"),
+        ("127.0.0.1", True, "127.0.0.1"),
+        ("127.0.0.1", False, "10.0.0.1"),
+        ("localhost", False, "10.0.0.1"),
+        ("0.0.0.0", True, "10.0.0.1"),
+        ("192.168.3.4", False, "192.168.3.4"),
     ],
 )
-def test_the_lighthouse_listens_where_the_nodes_reach_it(host: str, addresses: set[str], expected: str) -> None:
-    assert within_reach(config(network={"host": host}), "10.0.0.1", addresses).network.host == expected
+def test_the_lighthouse_listens_where_the_nodes_reach_it(host: str, alone: bool, expected: str) -> None:
+    assert within_reach(config(network={"host": host}), "10.0.0.1", alone).network.host == expected
+
+
+@pytest.mark.parametrize(
+    ("document", "roomy"),
+    [
+        ({"replicas": 2, "ranks_per_replica": 2}, True),
+        ({"replicas": 3, "ranks_per_replica": 2}, False),  # an autoscaler is to bring more nodes
+        ({"replicas": 2, "max_replicas": 4, "ranks_per_replica": 2}, False),
+        ({"replicas": 2, "ray": {"resources": {"nic": 1}}}, False),
+        ({"replicas": 2, "ray": {"zones": ["a", "b"]}}, False),
+    ],
+)
+def test_a_cluster_of_one_node_that_is_too_small_is_to_grow(document: dict[str, object], roomy: bool) -> None:
+    assert placement.roomy(config(**document), {"CPU": 4.0, "memory": 1e9}) == roomy
 
 
 def test_loopback_is_of_one_machine() -> None:

@@ -50,6 +50,11 @@ class Cluster:
         """Of all nodes that live."""
         return {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
 
+    @property
+    def resources(self) -> dict[str, float]:
+        """Of all nodes together, in use or not, by Ray's names."""
+        return dict(ray.cluster_resources())
+
 
 class Said(io.TextIOBase):
     """Takes what Ray prints into this process's stdout; a file, once there is one, gets it all."""

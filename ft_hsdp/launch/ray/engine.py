@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import ray
@@ -59,6 +59,9 @@ class RayEngine:
         self._promised: dict[int, Crew] = {}  # replica -> the spare that is called with its next start
         self._crews: dict[int, Crew] = {}  # the gangs of replicas
         self._training: dict[int, Crew] = {}  # those that have trained, or have ended
+        self._seeking: dict[
+            int, Mapping[str, str]
+        ] = {}  # labels of replicas that have looked for a place for long
 
     @property
     def warm(self) -> bool:
@@ -70,14 +73,23 @@ class RayEngine:
 
     async def place(self, replica: int) -> None:
         """Find a place for a replica: its own, a spare's, or a new one where it has none."""
-        with self._pool.held(f"the place of {replica}"):
-            berth = await self._choose(replica)
-            try:
-                await berth.settle()
-            except asyncio.CancelledError:
-                if not berth.settled:
-                    self._withdraw(replica)
-                raise
+        try:
+            with self._pool.held(f"the place of {replica}"):
+                berth = await self._choose(replica)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._config.timeouts.place_s):
+                        await berth.settle()
+                        return
+                self._seeking[replica] = berth.request.labels
+            await berth.settle()  # spares that ask for other places need not wait for it
+        except asyncio.CancelledError:
+            own = self._berths.of(replica)
+            if own is not None and not own.settled:
+                self._withdraw(replica)
+            raise
+        finally:
+            self._seeking.pop(replica, None)
+            self._pool.wake()
 
     def vacancy(self, replica: int) -> str:
         """What a replica without a place asks for, and what is free."""
@@ -195,9 +207,15 @@ class RayEngine:
             raise Retryable(str(error)) from None
 
     async def _look_around(self, crew: Crew) -> Berth:
-        """Find a new berth for a spare, however long that takes: in one zone for a while, then in the next."""
+        """Find a new berth for a spare, however long that takes: in one zone for a while, then in the next.
+
+        Not where a replica looks for a place.
+        """
         requests = placement.spare_requests(self._config, self._berths.labels_of_spares())
-        for asked in itertools.cycle(requests):
+        others = itertools.cycle(requests)
+        while True:
+            await self._pool.wait_for(lambda: any(map(self._unsought, requests)))
+            asked = next(filter(self._unsought, others))
             berth = await self._berths.new(crew, asked)
             await self._pool.wait_for(lambda b=berth: self._pool.quiet or self._berths.of(crew) is not b)  # type: ignore[misc]
             with contextlib.suppress(TimeoutError):
@@ -209,6 +227,9 @@ class RayEngine:
             self._berths.release(crew)
         await berth.settle()
         return berth
+
+    def _unsought(self, asked: placement.Request) -> bool:
+        return asked.labels not in self._seeking.values()
 
     def _dropped(self, crew: Crew) -> None:
         """A spare is of no use any more: the next one takes its berth, if that lives."""

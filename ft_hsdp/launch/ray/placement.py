@@ -60,6 +60,14 @@ def bundle(c: RayConfig) -> dict[str, float]:
     return {name: amount for name, amount in amounts.items() if amount > 0}
 
 
+def roomy(config: Config, resources: Mapping[str, float]) -> bool:
+    """Whether all replicas that the job may grow to find room in ``resources``; where not, nodes are to come."""
+    ranks = config.slots * config.ranks_per_replica
+    return not config.ray.zones and all(
+        ranks * amount <= resources.get(name, 0) for name, amount in bundle(config.ray).items()
+    )
+
+
 def prefix(job: str) -> str:
     """What the names of a job's actors and placement groups begin with."""
     return f"ft_hsdp-{job}"

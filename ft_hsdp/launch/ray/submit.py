@@ -18,6 +18,7 @@ from ft_hsdp.launch.local import prepare_data
 from ft_hsdp.launch.ray.cluster import Cluster, connected
 from ft_hsdp.launch.ray.engine import RayEngine
 from ft_hsdp.launch.ray.lighthouse import RayLighthouse
+from ft_hsdp.launch.ray.placement import roomy
 from ft_hsdp.launch.ray.starting import loopback
 from ft_hsdp.launch.rundir import Row, RunDir, claim, identity, write_json
 from ft_hsdp.launch.summary import Summary
@@ -37,7 +38,8 @@ def submit(
     prepare_data(config)
     out = stream or sys.stdout
     with connected(address, config.ray.runtime_env) as (cluster, said):
-        config = within_reach(config, cluster.address, cluster.addresses)
+        alone = cluster.addresses <= {cluster.address} and roomy(config, cluster.resources)
+        config = within_reach(config, cluster.address, alone)
         check_port(config)
         run = RunDir(Path(config.job.runs_dir).resolve() / config.job.name)
         claim(run)
@@ -75,10 +77,13 @@ def check(config: Config) -> None:
             raise ConfigError(f"chaos.{i}.kind", rule.kind, allowed)
 
 
-def within_reach(config: Config, own: str, addresses: set[str]) -> Config:
-    """The configuration with an address at which the nodes at `addresses` reach a lighthouse on the `own` node."""
+def within_reach(config: Config, own: str, alone: bool) -> Config:
+    """The configuration with an address at which other nodes reach this one, whose address is `own`.
+
+    alone: the cluster is this node, and has room for the job; then loopback does.
+    """
     host = config.network.host
-    if not _everywhere(host) and not (loopback(host) and addresses - {own}):
+    if not _everywhere(host) and (alone or not loopback(host)):
         return config
     return config.model_copy(update={"network": config.network.model_copy(update={"host": own})})
 
