@@ -28,6 +28,7 @@ from ft_hsdp.launch.rundir import Row, RunDir, Tailer
 LOOK_S = 0.2  # between two looks at the commits of an incarnation that does not contribute yet
 GUARD_S = 0.5  # between two looks at whether the ranks of an incarnation have come up, and run
 STOPPED = 2  # x timeouts.evict_s: until a rank that is stopped (SIGSTOP) is killed by its supervisor alone
+UNHEARD = "its ranks did not end"  # how the reason begins why a replica was killed after the end of the job
 ANSWER_S = 2.0  # longest wait for a lease before it is said that there is none
 
 
@@ -109,7 +110,6 @@ class ReplicaSupervisor:
         self._contributing = ""  # the newest incarnation that contributed
         self._stopping = False
         self._away_until = 0
-        self._late = False  # the incarnation was ended because it did not hear of the job's end
         self.resting = False  # not wanted, and nothing of it runs
 
     @property
@@ -248,7 +248,7 @@ class ReplicaSupervisor:
             )
             if told.finished and not self._dismissed:
                 kind, why = DONE, "all ranks ended with the job; its final state is in no file"
-        elif self._late:
+        elif (current.evicted or "").startswith(UNHEARD):
             kind = DONE
         codes = {str(r.rank): r.code for r in current.ranks.values()}
         ending = "stopped" if self._stopping or (self._dismissed and kind in (LEFT, STRAY)) else kind
@@ -423,10 +423,10 @@ class ReplicaSupervisor:
             now = time.monotonic()
             if self._progress.finished:
                 finished = finished or now
-                if now - finished >= timeouts.stop_s:
-                    self._late = True
-                    why = "its ranks did not end within {:g} s (timeouts.stop_s) after the end of the job"
-                    self.evict(current.name, why.format(timeouts.stop_s))
+                allowed_s = timeouts.save_s + timeouts.stop_s  # a rank that is done may still write a checkpoint
+                if now - finished >= allowed_s:
+                    keys = "timeouts.save_s and timeouts.stop_s"
+                    self.evict(current.name, f"{UNHEARD} within {allowed_s:g} s ({keys}) after the end of the job")
             checked_in = checked_in or any(
                 row.get("event") == "CheckedIn" and row.get("incarnation") == current.name for row in log.poll()
             )
