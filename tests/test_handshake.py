@@ -7,28 +7,17 @@ import itertools
 import logging
 import os
 import socket
-from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
 import pytest
+from known import run
 
 from ft_hsdp import address, handshake
 from ft_hsdp.errors import LocalResourceError, ProtocolViolation
 from ft_hsdp.handshake import Admitted, Caller, Gate, HungUp, Purpose, admit
 
 TOKEN = "ab" * 32
-
-
-def run(body: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        failed: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
-        async with asyncio.timeout(20):
-            await body
-        assert not failed, failed
-
-    asyncio.run(bounded())
 
 
 class Listener:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
 from typing import Any
 
 import pytest
-from known import known, streams
+from known import known, run, streams
 
 from ft_hsdp import address, handshake, protocol, sealed
 from ft_hsdp.control import key_table
@@ -18,17 +17,6 @@ from ft_hsdp.handshake import HungUp, Purpose
 from ft_hsdp.protocol import RankHello, StoreAnswer, StoreCall
 
 TOKEN = "ab" * 32
-
-
-def run(body: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        failed: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
-        async with asyncio.timeout(20):
-            await body
-        assert not failed, failed
-
-    asyncio.run(bounded())
 
 
 def call(what: Any, *keys: str, values: tuple[bytes, ...] = (), amount: int = 0, wait_s: float = 0.0) -> StoreCall:
