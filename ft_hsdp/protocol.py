@@ -347,20 +347,55 @@ class RingAbort:
     accuser: int | None = None
 
 
-_MESSAGES = {
-    cls.__name__: cls
-    for cls in (
-        *(Ask, Wait, Processes, Overview, Telemetry),
-        *(RankHello, RankAlive, RankBroken, RankShown, RankStopped, RankFetched, RankFetchFailed, RankLeaves),
-        *(RankCheckpointed, RankCheckpointFailed, Settled, StoreCall, StoreAnswer),
-        *(RingHello, RingWelcome, RingData, RingReady, RingBarrier, RingBeat, RingAbort),
-        *(Vote, commit.Token),
-        *(assignment.Grant, assignment.Continue, assignment.CatchUp, assignment.Finish, assignment.Refused),
-        *(effects.Configure, effects.StopRing, effects.Reduce, effects.Commit, effects.Log, effects.Discard),
-        *(effects.Install, effects.Feed, effects.Fetch, effects.Keep, effects.Checkpoint, effects.Forget),
-        effects.Exit,
-    )
+# The tag of each message on the wire. A class may get another name; a tag may not: peers and stored files use it.
+_MESSAGES: dict[str, type] = {
+    "Ask": Ask,
+    "Wait": Wait,
+    "Processes": Processes,
+    "Overview": Overview,
+    "Telemetry": Telemetry,
+    "RankHello": RankHello,
+    "RankAlive": RankAlive,
+    "RankBroken": RankBroken,
+    "RankShown": RankShown,
+    "RankStopped": RankStopped,
+    "RankFetched": RankFetched,
+    "RankFetchFailed": RankFetchFailed,
+    "RankLeaves": RankLeaves,
+    "RankCheckpointed": RankCheckpointed,
+    "RankCheckpointFailed": RankCheckpointFailed,
+    "Settled": Settled,
+    "StoreCall": StoreCall,
+    "StoreAnswer": StoreAnswer,
+    "RingHello": RingHello,
+    "RingWelcome": RingWelcome,
+    "RingData": RingData,
+    "RingReady": RingReady,
+    "RingBarrier": RingBarrier,
+    "RingBeat": RingBeat,
+    "RingAbort": RingAbort,
+    "Vote": Vote,
+    "Token": commit.Token,
+    "Grant": assignment.Grant,
+    "Continue": assignment.Continue,
+    "CatchUp": assignment.CatchUp,
+    "Finish": assignment.Finish,
+    "Refused": assignment.Refused,
+    "Configure": effects.Configure,
+    "StopRing": effects.StopRing,
+    "Reduce": effects.Reduce,
+    "Commit": effects.Commit,
+    "Log": effects.Log,
+    "Discard": effects.Discard,
+    "Install": effects.Install,
+    "Feed": effects.Feed,
+    "Fetch": effects.Fetch,
+    "Keep": effects.Keep,
+    "Checkpoint": effects.Checkpoint,
+    "Forget": effects.Forget,
+    "Exit": effects.Exit,
 }
+_TAGS = {cls: tag for tag, cls in _MESSAGES.items()}
 
 
 @functools.cache
@@ -384,13 +419,13 @@ def _envelope(name: str) -> SchemaValidator:
 def prepare(*types: type) -> None:
     """Build now what encodes and checks messages of ``types``, which takes milliseconds each on first use."""
     for each in types:
-        _adapter(each.__name__)
-        _envelope(each.__name__)
+        _adapter(_TAGS[each])
+        _envelope(_TAGS[each])
 
 
 def encode(message: object) -> bytes:
     """JSON ``{"type": name, "body": ...}`` of a message."""
-    name = type(message).__name__
+    name = _TAGS[type(message)]
     body = _adapter(name).dump_python(message, mode="json")
     return json.dumps({"type": name, "body": body}, separators=(",", ":")).encode()
 
@@ -405,14 +440,14 @@ def decode(data: bytes, *expected: type) -> Any:
         raise ProtocolViolation(f"message of {len(data)} bytes; allowed: {MAX_MESSAGE}")
     if len(expected) == 1:
         try:
-            return _envelope(expected[0].__name__).validate_json(data)["body"]
+            return _envelope(_TAGS[expected[0]]).validate_json(data)["body"]
         except ValidationError as error:
             why = bounded.complaint(error).removeprefix("body.")
-            raise ProtocolViolation(f"not a valid message: {expected[0].__name__}: {why}") from None
+            raise ProtocolViolation(f"not a valid message: {_TAGS[expected[0]]}: {why}") from None
     try:
         document = json.loads(data)
         name = document["type"]
-        if name not in {e.__name__ for e in expected}:
+        if name not in {_TAGS[e] for e in expected}:
             raise ProtocolViolation(f"message {str(name)[:40]!r} is not expected here")
         return _checker(name).validate_python(document["body"])
     except ValidationError as error:

@@ -155,9 +155,27 @@ class Refused:
 
 ORDERS = (Stage, Staged, Settle, Pin, Unpin, Recall, Take, Forget)
 
-_TYPES = {
-    cls.__name__: cls for cls in (*ORDERS, Hello, Welcome, Slot, Busy, Recalled, Taken, Absent, Done, Refused)
+# The tag of each message on the socket: an agent may be older than the ranks that call it.
+_TYPES: dict[str, type] = {
+    "Stage": Stage,
+    "Staged": Staged,
+    "Settle": Settle,
+    "Pin": Pin,
+    "Unpin": Unpin,
+    "Recall": Recall,
+    "Take": Take,
+    "Forget": Forget,
+    "Hello": Hello,
+    "Welcome": Welcome,
+    "Slot": Slot,
+    "Busy": Busy,
+    "Recalled": Recalled,
+    "Taken": Taken,
+    "Absent": Absent,
+    "Done": Done,
+    "Refused": Refused,
 }
+_TAGS = {cls: tag for tag, cls in _TYPES.items()}
 
 
 @functools.cache
@@ -172,7 +190,7 @@ def _checker(name: str) -> SchemaValidator:
 
 def frame(message: object) -> bytes:
     """A message with its length in front."""
-    name = type(message).__name__
+    name = _TAGS[type(message)]
     body = _adapter(name).dump_python(message, mode="json")
     return framed(json.dumps({"type": name, "body": body}, separators=(",", ":")).encode())
 
@@ -203,7 +221,7 @@ def decode(data: bytes, *expected: type) -> Any:
     try:
         document = json.loads(data)
         name = document["type"]
-        if name not in {e.__name__ for e in expected}:
+        if name not in {_TAGS[e] for e in expected}:
             raise ProtocolViolation(f"message {str(name)[:40]!r} is not expected here")
         return _checker(name).validate_python(document["body"])
     except ValidationError as error:

@@ -1,0 +1,180 @@
+"""What other programs read of ours, as files beside this one.
+
+These are encoded messages, names of events, keys of run files, ``--help`` and the digest of a quickstart.
+``python tests/golden/golden.py record`` writes all of them; it trains for two minutes. With ``check`` it makes
+them again and names what differs. Tests check all but what is trained: another processor may round it differently.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import enum
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import types
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+DIGEST = ["config_hash", "final_step", "final_digest"]
+
+
+def example(hint: Any, numbers: Iterator[int], name: str = "") -> Any:
+    """A value of a type: each number once, each text the name of its field, two items in each collection."""
+    origin, arguments = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return example(arguments[0], numbers, name)
+    if origin is Literal:
+        return arguments[-1]
+    if origin in (Union, types.UnionType):
+        return example(next(a for a in arguments if a is not type(None)), numbers, name)
+    if origin is tuple:
+        items = arguments[:1] * 2 if arguments[-1] is Ellipsis else arguments
+        return tuple(example(item, numbers, name) for item in items)
+    if origin in (list, frozenset, set):
+        return origin(example(arguments[0], numbers, name) for _ in range(2))
+    if origin is dict or getattr(origin, "__name__", "") == "Mapping":
+        return {
+            example(arguments[0], numbers, f"{name}{i}"): example(arguments[1], numbers, name) for i in range(2)
+        }
+    if dataclasses.is_dataclass(hint):
+        hints = get_type_hints(hint, include_extras=True)
+        values = {f.name: example(hints[f.name], numbers, f.name) for f in dataclasses.fields(hint)}
+        return hint(**values)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return list(hint)[-1]
+    if hint is bool:
+        return True
+    if hint is str:
+        return name
+    if hint in (int, float):
+        return hint(next(numbers))
+    if hint in (Any, object):
+        return name
+    raise TypeError(f"no example of {hint!r} for {name!r}")
+
+
+def messages(module: str, table: str, encode: str) -> dict[str, Any]:
+    """Each message of a module, encoded, by its tag."""
+    there = importlib.import_module(module)
+    found = {}
+    for tag, cls in getattr(there, table).items():
+        message = example(cls, count(1))
+        data = getattr(there, encode)(message)
+        found[tag] = json.loads(data[data.index(b"{") :])
+    return found
+
+
+def helps(parser: argparse.ArgumentParser) -> dict[str, str]:
+    """What ``--help`` says, by command, 100 columns wide."""
+    os.environ["COLUMNS"] = "100"
+    found = {parser.prog: parser.format_help()}
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                found |= helps(each)
+    return found
+
+
+def shape(value: Any) -> Any:
+    """The keys of a document, nested; of a list, those of all its items; numbers as keys are one key."""
+    if isinstance(value, dict):
+        numbered = all(key.lstrip("-").isdigit() for key in value) and value
+        if numbered:
+            return {"0": merged([shape(each) for each in value.values()])}
+        return {key: shape(each) for key, each in sorted(value.items())}
+    if isinstance(value, list):
+        return merged([shape(each) for each in value])
+    return None
+
+
+def merged(shapes: list[Any]) -> Any:
+    """The keys of all shapes together."""
+    found: dict[str, Any] = {}
+    for each in shapes:
+        if isinstance(each, dict):
+            for key, inner in each.items():
+                found[key] = merged([found.get(key), inner])
+    return dict(sorted(found.items())) or None
+
+
+def run_files(run: Path) -> dict[str, Any]:
+    """The keys of each JSON file of a run, by the file's name, replicas' and ranks' numbers left out."""
+    found: dict[str, list[Any]] = {}
+    for path in sorted(run.rglob("*.json*")):
+        name = "".join("N" if c.isdigit() else c for c in str(path.relative_to(run)))
+        while "NN" in name:
+            name = name.replace("NN", "N")
+        text = path.read_text()
+        rows = [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else [json.loads(text)]
+        kinds = {row.get("event", ""): [] for row in rows if isinstance(row, dict)}
+        for row in rows:
+            if isinstance(row, dict):
+                kinds[row.get("event", "")].append(shape(row))
+        for kind, shapes in kinds.items():
+            found.setdefault(f"{name} {kind}".strip(), []).extend(shapes)
+    return {key: merged(shapes) for key, shapes in sorted(found.items())}
+
+
+def trained(folder: Path, *overrides: str) -> Path:
+    """The runs' folder after a quickstart without chaos, with checkpoints."""
+    up = [sys.executable, str(ROOT / "launcher.py"), "up", str(ROOT / "configs/quickstart.yaml"), "--chaos=[]"]
+    saved = "--checkpoint={every: 50, dir: runs/checkpoints}"
+    subprocess.run([*up, saved, *overrides], cwd=folder, check=True, stdout=subprocess.DEVNULL)
+    return folder / "runs"
+
+
+def everything(*, train: bool) -> dict[str, Any]:
+    """All golden documents by the names of their files."""
+    from ft_hsdp.launch.arguments import build_parser
+    from ft_hsdp.sentences import SENTENCES
+
+    found = {
+        "messages.json": messages("ft_hsdp.protocol", "_MESSAGES", "encode"),
+        "agent_messages.json": messages("ft_hsdp.state.messages", "_TYPES", "frame"),
+        "events.json": sorted(SENTENCES),
+        "help.json": {name: text.splitlines() for name, text in helps(build_parser()).items()},
+        "schema.json": json.loads((ROOT / "configs/schema.json").read_text()),
+    }
+    if train:
+        with tempfile.TemporaryDirectory() as folder:
+            runs = trained(Path(folder))
+            found["run_files.json"] = run_files(runs)
+            summary = json.loads((runs / "quickstart/summary.json").read_text())
+            found["digest.json"] = {key: summary[key] for key in DIGEST if key in summary}
+    return found
+
+
+def differing(one: Any, two: Any, path: str = "") -> list[str]:
+    """The places at which two documents differ."""
+    if isinstance(one, dict) and isinstance(two, dict):
+        return [d for key in sorted({*one, *two}) for d in differing(one.get(key), two.get(key), f"{path}/{key}")]
+    return [] if one == two else [f"{path}: {json.dumps(one)[:200]} is now {json.dumps(two)[:200]}"]
+
+
+def main() -> None:
+    """Record or check."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("what", choices=["record", "check"])
+    found = everything(train=True)
+    if parser.parse_args().what == "record":
+        for name, document in found.items():
+            (HERE / name).write_text(json.dumps(document, indent=1) + "\n")
+        return
+    wrong = [
+        d for n, document in found.items() for d in differing(json.loads((HERE / n).read_text()), document, n)
+    ]
+    print(*wrong, sep="\n")
+    sys.exit(bool(wrong))
+
+
+if __name__ == "__main__":
+    main()

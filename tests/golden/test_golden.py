@@ -1,0 +1,24 @@
+"""What other programs read of ours is what it was. A change to it changes a file here, in a commit of its own."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import golden
+import pytest
+
+KEPT = golden.everything(train=False)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_it_is_as_recorded(name: str) -> None:
+    recorded = json.loads((Path(golden.__file__).parent / name).read_text())
+    assert golden.differing(recorded, json.loads(json.dumps(KEPT[name])), name) == []
+
+
+def test_a_difference_is_named() -> None:
+    one: dict[str, Any] = {"a": {"b": 1, "c": [1]}}
+    assert golden.differing(one, {"a": {"b": 1, "c": [2]}}) == ["/a/c: [1] is now [2]"]
+    assert golden.differing(one, {"a": {"c": [1]}}) == ["/a/b: 1 is now null"]
