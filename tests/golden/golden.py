@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
-DIGEST = ["config_hash", "final_step", "final_digest"]
+DIGEST = ["step", "lineage", "digest"]
 
 
 def example(hint: Any, numbers: Iterator[int], name: str = "") -> Any:
@@ -148,8 +148,8 @@ def everything(*, train: bool) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as folder:
             runs = trained(Path(folder))
             found["run_files.json"] = run_files(runs)
-            summary = json.loads((runs / "quickstart/summary.json").read_text())
-            found["digest.json"] = {key: summary[key] for key in DIGEST if key in summary}
+            final = json.loads((runs / "quickstart/replicas/0/final.json").read_text())
+            found["digest.json"] = {key: final[key] for key in DIGEST}
     return found
 
 
