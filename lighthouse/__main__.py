@@ -22,24 +22,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 import uvicorn
+from starlette.types import ASGIApp
 
 from ft_hsdp import tls
 from ft_hsdp.config import load
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.events import Journal, here
-from lighthouse import door, seat
-from lighthouse.archive import Archive, ArchiveFailed, SqliteArchive
-from lighthouse.auth import Keys
-from lighthouse.chronicle import Chronicle
-from lighthouse.gate import Gate
-from lighthouse.limits import Rates
-from lighthouse.reign import Reign, begin
+from lighthouse.ha import instance
+from lighthouse.http import connections
+from lighthouse.http.auth import Keys
+from lighthouse.http.middleware import Gate
+from lighthouse.http.rate_limits import Rates
+from lighthouse.journal.database import Database, DatabaseFailed, SqliteDatabase
+from lighthouse.journal.journal import JobJournal
+from lighthouse.runtime import LeaderRuntime, begin
 from lighthouse.service import STORE_RETRY_S, Service
-from lighthouse.stage import App
 from lighthouse.store import SqliteStore, Store, StoreFailed
 
 if TYPE_CHECKING:
-    from lighthouse.candidate import Candidate
+    from lighthouse.ha.candidate import Candidate
 
 SAY_S = 10.0  # between two lines about a disk that is full
 
@@ -73,7 +74,7 @@ class Server(uvicorn.Server):
 class Alone:
     """The only lighthouse of its job: it leads as long as it runs."""
 
-    def __init__(self, run: Path, url: str, service: Service, chronicle: Chronicle, app: App) -> None:
+    def __init__(self, run: Path, url: str, service: Service, chronicle: JobJournal, app: ASGIApp) -> None:
         self.app = app
         self._chronicle = chronicle
         self._run = run
@@ -84,7 +85,7 @@ class Alone:
         """The port is open: say where. It never calls `end`."""
         said = {"pid": os.getpid(), "url": self._url, "urls": [self._url], **here()}
         try:
-            seat.write(self._run / "lighthouse.json", said)
+            instance.write(self._run / "lighthouse.json", said)
         except OSError as error:
             _log.error("lighthouse.json is not written: %s", error.strerror)
         self._chronicle.begin()
@@ -116,7 +117,7 @@ def listen(host: str, port: int, *, known: bool) -> socket.socket:
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
-        sock.listen(door.BACKLOG)
+        sock.listen(connections.BACKLOG)
     except OSError as error:
         sock.close()
         if error.errno == errno.EADDRINUSE:
@@ -158,7 +159,7 @@ def serve(run: Path, port: int | None, number: int | None = None, said: str | No
     known = bool(keys.worker) or config.network.tls_ca is not None
     journal = Journal(run / "lighthouse" / "events.jsonl")
 
-    def reign(store: Store, archive: Archive, gap: int) -> Reign:
+    def reign(store: Store, archive: Database, gap: int) -> LeaderRuntime:
         return begin(config, run, keys, store, archive, gap, journal)
 
     wanted = config.network.port if port is None else port
@@ -166,7 +167,7 @@ def serve(run: Path, port: int | None, number: int | None = None, said: str | No
         store = _patiently(lambda: SqliteStore(run / "lighthouse" / "store.sqlite"))
         try:
             keep = config.lighthouse.keep_rows
-            archive = _patiently(lambda: SqliteArchive(run / "lighthouse" / "journal.sqlite", keep))
+            archive = _patiently(lambda: SqliteDatabase(run / "lighthouse" / "journal.sqlite", keep))
             try:
                 sock = listen(config.network.host, wanted, known=known)
                 leading = _patiently(lambda: reign(store, archive, 0))
@@ -176,9 +177,9 @@ def serve(run: Path, port: int | None, number: int | None = None, said: str | No
         finally:
             store.close()
         return None
-    from lighthouse.candidate import Candidate  # a lighthouse that is alone starts sooner without its libraries
+    from lighthouse.ha.candidate import Candidate  # a lighthouse that is alone starts sooner without its libraries
 
-    taken = seat.Seat(run, number)
+    taken = instance.InstanceLock(run, number)
     sock = listen(config.network.host, wanted, known=known)
     bound = int(sock.getsockname()[1])
     candidate = Candidate(config, taken, said or advertised(sock, scheme), keys, reign, journal)
@@ -195,7 +196,7 @@ def _patiently(make: Callable[[], Made]) -> Made:
     while True:
         try:
             return make()
-        except (StoreFailed, ArchiveFailed) as error:
+        except (StoreFailed, DatabaseFailed) as error:
             if not said or time.monotonic() - said > SAY_S:
                 said = time.monotonic()
                 _log.error("%s; the lighthouse waits until the disk takes writes", error)
@@ -211,7 +212,7 @@ def _run(role: Alone | Candidate, sock: socket.socket, keys: Keys, context: ssl.
         server.end()
 
     app = Gate(role.app, keys, Rates())
-    server = Server(uvicorn.Config(app, **door.options(door.Connections(), context)), role)
+    server = Server(uvicorn.Config(app, **connections.options(connections.Connections(), context)), role)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)  # uvicorn has handlers of its own, and raises the signal again at its end
     gc.collect()
@@ -246,8 +247,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = parser.parse_args(arguments)
         if chosen.port is not None and not 0 <= chosen.port <= 65535:
             raise ConfigError("network.port", chosen.port, "0 to 65535")
-        if chosen.seat is not None and not 0 <= chosen.seat < seat.SEATS:
-            raise ConfigError("--seat", chosen.seat, f"0 to {seat.SEATS - 1}")
+        if chosen.seat is not None and not 0 <= chosen.seat < instance.SEATS:
+            raise ConfigError("--seat", chosen.seat, f"0 to {instance.SEATS - 1}")
         port = serve(chosen.run, chosen.port, chosen.seat, chosen.url)
         if port is not None:
             _start_over(chosen.run, port, chosen.seat, chosen.url)

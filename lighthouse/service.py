@@ -1,4 +1,6 @@
-"""The service: drives the pure decisions with real requests, real time and a real store.
+"""Evictions: who is to be killed, and who will be if it stays silent; no more than incarnations that may live.
+
+The service: drives the pure decisions with real requests, real time and a real store.
 
 Every event goes through `Service.apply`: decide, save, and only then let anything be known.
 """
@@ -9,21 +11,20 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ft_hsdp import protocol
 from ft_hsdp.core.assignment import Answer, Grant, Refused, Report
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.protocol import Ask, Overview, Processes, Wait
-from lighthouse import admission, commands, health, lives
-from lighthouse.commands import Impossible, Supervised
-from lighthouse.decide import transition
-from lighthouse.evictions import Evictions
-from lighthouse.limits import Rates
-from lighthouse.quorum import Incarnation
-from lighthouse.state import (
+from ft_hsdp.protocol import Ask, Eviction, Overview, Processes, Wait
+from lighthouse import status, validation
+from lighthouse.http.rate_limits import Rates
+from lighthouse.quorum import commands, incarnations
+from lighthouse.quorum.commands import Impossible, Supervised
+from lighthouse.quorum.rules import Incarnation
+from lighthouse.quorum.state import (
     Action,
     Agreement,
     Asked,
@@ -37,10 +38,58 @@ from lighthouse.state import (
     Request,
     State,
     Ticked,
+    alive,
     wanted,
 )
+from lighthouse.quorum.transition import transition
 from lighthouse.store import Store, StoreFailed
-from lighthouse.whereabouts import Networks
+from lighthouse.validation import Networks
+
+
+class Evictions:
+    """Orders to SIGKILL an incarnation, by incarnation, and members that were left out for their silence."""
+
+    def __init__(self) -> None:
+        self.orders: dict[Incarnation, Eviction] = {}
+        self._suspects: dict[Incarnation, float] = {}  # when to evict them, if they stay silent
+
+    @property
+    def pending(self) -> bool:
+        """Whether the passing of time can lead to an order."""
+        return bool(self._suspects)
+
+    def of(self, replicas: Container[int]) -> tuple[Eviction, ...]:
+        """The orders for the supervisor of ``replicas``."""
+        return tuple(order for order in self.orders.values() if order.replica in replicas)
+
+    def suspect(self, before: State, replica: object, now: float) -> None:
+        """A member of ``before``'s grant was left out for its silence: evict it too if it stays silent."""
+        since = now if before.since is None else before.since
+        for member in before.grant.members if before.grant else ():
+            if member.replica == replica:
+                self._suspects[member.replica, member.incarnation] = since + before.policy.evict_s
+
+    def order(self, s: State, who: Incarnation, reason: str) -> bool:
+        """Whether this is a new order; there is none for who is known to have exited."""
+        self._suspects.pop(who, None)
+        if who in self.orders or not alive(s, who):
+            return False
+        self.orders[who] = Eviction(*who, reason)
+        return True
+
+    def settle(self, s: State, event: Event, now: float) -> list[tuple[Incarnation, str]]:
+        """Drop what ``event`` has settled; whom to evict now, and why."""
+        match event:
+            case Asked(request):
+                self._suspects.pop((request.report.replica, request.report.incarnation), None)
+            case ProcessesReported():
+                for who in [*self.orders, *self._suspects]:
+                    if s.views[who[0]].incarnation not in (None, who[1]) or not alive(s, who):
+                        self.orders.pop(who, None)
+                        self._suspects.pop(who, None)
+        late = [who for who, due in self._suspects.items() if now >= due]
+        return [(who, f"silent for {s.policy.evict_s:g} s since its ring broke") for who in late]
+
 
 LONG_POLL_S = 20.0  # after this long an ask is answered with Wait
 LINGER_S = 1.0  # for this long such an ask still counts: the replica is about to repeat it
@@ -135,14 +184,14 @@ class Service:
         """Take an ask: what the current membership settles is answered at once. Raises as `ask` does."""
         report = ask.report
         try:
-            admission.check_ask(self.state, ask, peer, self._allow)
+            validation.check_ask(self.state, ask, peer, self._allow)
         except ProtocolViolation as error:
             self._note("AskRefused", str(error), {"replica": report.replica})
             raise
         if report.incarnation != self.state.views[report.replica].incarnation:
             self._rates.join(report.replica, peer or "", self._clock())
         asked = Open(report.replica, next(self._ids), asyncio.get_running_loop().create_future())
-        refusal = admission.refusal(self._agreed, ask)
+        refusal = validation.refusal(self._agreed, ask)
         if refusal is not None:
             self._refused(report, refusal)
             asked.answer.set_result(refusal)
@@ -151,7 +200,7 @@ class Service:
         else:
             self._open[asked.id] = asked.answer
             before = self.state.views[report.replica].ask
-            agreed, self._agreed = self._agreed, admission.with_first(self._agreed, ask)
+            agreed, self._agreed = self._agreed, validation.with_first(self._agreed, ask)
             try:
                 self.apply(Asked(Request(report, asked.id, ask.ring, ask.state), self._clock()))
             except StoreFailed:
@@ -194,13 +243,13 @@ class Service:
             ProtocolViolation: the picture cannot be true.
             StoreFailed: nothing was noted.
         """
-        exited = admission.check_processes(self.state, picture)
+        exited = validation.check_processes(self.state, picture)
         owned: dict[int, str | None] = dict.fromkeys(sorted({r for r, _ in exited} | set(picture.lost)))
         owned |= picture.running
         now = self._clock()
         owner, claims = picture.owner, tuple(sorted(picture.leases.items()))
         self.apply(ProcessesReported(owned, exited, frozenset(picture.lost), now, owner, claims))
-        found = {replica: lives.lease_of(self.state, replica) for replica in picture.leases}
+        found = {replica: incarnations.lease_of(self.state, replica) for replica in picture.leases}
         held = {replica: lease.number for replica, lease in found.items() if lease and lease.owner == owner}
         rivals = {replica: lease.owner for replica, lease in found.items() if lease and lease.owner != owner}
         self._supervised |= dict.fromkeys((r for r in owned if r not in rivals), now)
@@ -254,7 +303,7 @@ class Service:
             "finished": s.finished,
             "target": s.target,
             "members": list(s.grant.ring) if s.grant else [],
-            "replicas": [health.row(s, r, self._reports, self._reason) for r in range(s.policy.slots)],
+            "replicas": [status.row(s, r, self._reports, self._reason) for r in range(s.policy.slots)],
         }
 
     def close(self) -> None:

@@ -26,9 +26,9 @@ from ft_hsdp.core.assignment import Grant
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.mounts import LOCKLESS, mount_of
-from lighthouse.edges import Edges, remembered
-from lighthouse.quorum import Epoch, Incarnation, Lease, Life
-from lighthouse.state import Agreement, Policy, State
+from lighthouse.quorum.edges import Edges, remembered
+from lighthouse.quorum.rules import Epoch, Incarnation, Lease, Life
+from lighthouse.quorum.state import Agreement, Policy, State
 
 FORMAT = 5
 LOCK_WAIT_S = 2.0  # longest wait of one transaction for a reader
@@ -214,7 +214,9 @@ class SqliteStore(JsonStore):
             path.parent.mkdir(parents=True, exist_ok=True)
             mount = mount_of(path)
             if mount is not None and mount.kind in LOCKLESS:
-                allowed = f"a local disk ({mount.place} is {mount.kind}, where locks may fail), or lighthouse.etcd"
+                allowed = (
+                    f"a local disk ({mount.place} is {mount.kind}, where locks may fail), or lighthouse.ha.etcd"
+                )
                 raise ConfigError("lighthouse store", str(path), allowed)
             self._lock = _lock(path)
             self._db = sqlite3.connect(path, timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False)

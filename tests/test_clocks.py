@@ -24,7 +24,7 @@ WALL = {
     "ft_hsdp/launch/ray/lighthouse.py",
     "ft_hsdp/train/job.py",
     "ft_hsdp/train/life.py",
-    "lighthouse/candidate.py",
+    "lighthouse/ha/candidate.py",
     "lighthouse/service.py",
     "lighthouse/store.py",
 }

@@ -26,7 +26,7 @@ from ft_hsdp.launch.rundir import Row, RunDir
 from ft_hsdp.launch.summary import Summary
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
 from ft_hsdp.launch.terminal import Terminal
-from lighthouse.auth import page_link
+from lighthouse.http.auth import page_link
 
 TICK_S = 0.1  # between two looks at the logs
 END_S = 30.0  # from the end of the last process to the end of its supervisor

@@ -16,11 +16,12 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.merge import Merger
 from ft_hsdp.launch.recorder import events_of
 from ft_hsdp.launch.rundir import Row, RunDir, read_json, read_jsonl
-from lighthouse import intake
-from lighthouse.archive import Entry, MemoryArchive
-from lighthouse.auth import Keys, page_link
-from lighthouse.chronicle import About, Chronicle
-from lighthouse.views import views
+from lighthouse.http.auth import Keys, page_link
+from lighthouse.http.journal_routes import views
+from lighthouse.journal import row_checks
+from lighthouse.journal.database import MemoryDatabase
+from lighthouse.journal.journal import JobJournal
+from lighthouse.overview.rows import About, Entry
 
 BATCH = 5000  # rows
 
@@ -32,7 +33,7 @@ def serve_run(run: RunDir, host: str, port: int, opened: Callable[[str], None]) 
     Raises ConfigError: nothing is recorded, or the address cannot be had.
     """
     archive, about = recorded(run)
-    chronicle = Chronicle(archive, about)
+    chronicle = JobJournal(archive, about)
     keys = Keys(secrets.token_hex(32))
     app = FastAPI(title=run.name, docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(views(chronicle, None, keys))
@@ -50,7 +51,7 @@ def serve_run(run: RunDir, host: str, port: int, opened: Callable[[str], None]) 
             archive.close()
 
 
-def recorded(run: RunDir) -> tuple[MemoryArchive, About]:
+def recorded(run: RunDir) -> tuple[MemoryDatabase, About]:
     """The rows of a run, by time: its events, and one commit per step of the history that lasted.
 
     Raises ConfigError: there are none.
@@ -65,13 +66,13 @@ def recorded(run: RunDir) -> tuple[MemoryArchive, About]:
         replicas=config.replicas,
     )
     rows: list[tuple[float, str, Row]] = [
-        (row["t"], "event", intake.plain({"source": "replica", "reason": "", **row})) for row in events_of(run)
+        (row["t"], "event", row_checks.plain({"source": "replica", "reason": "", **row})) for row in events_of(run)
     ]
-    rows += [(row["t"], "commit", intake.commit(row, about, row["t"])) for row in _commits(run)]
+    rows += [(row["t"], "commit", row_checks.commit(row, about, row["t"])) for row in _commits(run)]
     if not rows:
         raise ConfigError("RUN", run.name, "a run that has recorded something")
     rows.sort(key=lambda row: row[0])
-    archive = MemoryArchive()
+    archive = MemoryDatabase()
     for first in range(0, len(rows), BATCH):
         batch = enumerate(rows[first : first + BATCH], first + 1)
         archive.append([Entry(seq, kind, row) for seq, (_, kind, row) in batch])  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from ft_hsdp.control.lighthouses import named as urls_in
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
 from ft_hsdp.launch.rundir import Row, RunDir, alive, newest_live, read_json, read_jsonl
 from ft_hsdp.tls import Trusted
-from lighthouse.auth import page_link
+from lighthouse.http.auth import page_link
 
 Status = dict[str, Any]
 

@@ -10,8 +10,8 @@ from typing import Any
 from ft_hsdp.config import Config
 from ft_hsdp.launch.audit import Audit
 from ft_hsdp.launch.rundir import Row
-from lighthouse.failures import Failures
-from lighthouse.goodput import Median
+from lighthouse.overview.failures import Failures
+from lighthouse.overview.goodput import Median
 
 BLOCKS = 2048  # of losses whose sums are kept: up to so many steps the means of tenths are exact
 

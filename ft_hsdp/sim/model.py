@@ -37,9 +37,9 @@ from ft_hsdp.sim.world import (
     replica_at,
     severed,
 )
-from lighthouse import decide
-from lighthouse import state as quorum
-from lighthouse.edges import remembered
+from lighthouse.quorum import state as quorum
+from lighthouse.quorum import transition
+from lighthouse.quorum.edges import remembered
 
 GRACE_S, EVICT_S = 1.0, 10.0
 
@@ -52,7 +52,7 @@ class Model:
         self._dealer = Dealer(bounds.assignment, bounds.replicas)
         self._holes = bounds.replicas - 1 if bounds.assignment == "global" else 0
         self.cores: Cores[Replica, events.Event, effects.Effect] = Cores(core.transition)
-        self.quorums: Cores[quorum.State, quorum.Event, quorum.Effect] = Cores(decide.transition)
+        self.quorums: Cores[quorum.State, quorum.Event, quorum.Effect] = Cores(transition.transition)
         self._contents: Interned[Content] = Interned()
         self._wait: set[tuple[int, bool]] = set()
 

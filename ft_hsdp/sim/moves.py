@@ -11,8 +11,8 @@ from ft_hsdp.core.standing import Phase, Replica
 from ft_hsdp.sim import invariants
 from ft_hsdp.sim.model import EVICT_S, GRACE_S, Model
 from ft_hsdp.sim.world import Running, World, edges, name_at, place_of, replica_at, severed
-from lighthouse import commands
-from lighthouse import state as quorum
+from lighthouse.quorum import commands
+from lighthouse.quorum import state as quorum
 
 Move = tuple[str, Callable[[], World]]
 

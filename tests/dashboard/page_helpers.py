@@ -19,8 +19,9 @@ from playwright.sync_api import Browser, Page, expect
 
 from ft_hsdp import protocol
 from ft_hsdp.protocol import Telemetry
-from lighthouse.archive import Entry, SqliteArchive
-from lighthouse.auth import view_key
+from lighthouse.http.auth import view_key
+from lighthouse.journal.database import SqliteDatabase
+from lighthouse.overview.rows import Entry
 
 KEY = view_key(TOKEN)
 WAIT_S = 15.0
@@ -34,7 +35,7 @@ def write_past(path: Path, hours: float) -> None:
     from day import START, day
 
     shift = time.time() - 1.0 - START - hours * 3600
-    archive = SqliteArchive(path)
+    archive = SqliteDatabase(path)
     entries = [Entry(seq, kind, {**row, "t": row["t"] + shift}) for seq, kind, row in day(REPLICAS, hours)]
     for first in range(0, len(entries), 5000):
         archive.append(entries[first : first + 5000])
@@ -87,7 +88,7 @@ class Server:
 
     def grow(self, rows: int, row: Any) -> None:
         """``rows`` events more in the archive, while nobody serves it; ``row(n)`` makes one."""
-        archive = SqliteArchive(self._archive)
+        archive = SqliteDatabase(self._archive)
         archive.append([Entry(archive.last + 1 + n, "event", row(n)) for n in range(rows)])
         archive.close()
 

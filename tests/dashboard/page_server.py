@@ -13,12 +13,13 @@ from pathlib import Path
 import uvicorn
 
 from ft_hsdp.protocol import Processes
-from lighthouse.api import create_app
-from lighthouse.archive import SqliteArchive
-from lighthouse.auth import Keys
-from lighthouse.chronicle import About, Chronicle
+from lighthouse.http.app import create_app
+from lighthouse.http.auth import Keys
+from lighthouse.journal.database import SqliteDatabase
+from lighthouse.journal.journal import JobJournal
+from lighthouse.overview.rows import About
+from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
-from lighthouse.state import Policy
 from lighthouse.store import MemoryStore
 
 TOKEN = "5e" * 32
@@ -31,7 +32,7 @@ class _Server(uvicorn.Server):
     """Begins what needs the event loop."""
 
     def __init__(self, archive: Path, port: int) -> None:
-        self._chronicle = Chronicle(SqliteArchive(archive), About("pretrain", REPLICAS, 2, STEPS))
+        self._chronicle = JobJournal(SqliteDatabase(archive), About("pretrain", REPLICAS, 2, STEPS))
         store = MemoryStore()
         state = store.load(Policy(slots=REPLICAS, steps=STEPS))
         self._service = Service(state, store, TOKEN, lambda row: self._chronicle.note([row]), name="pretrain")

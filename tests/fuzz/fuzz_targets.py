@@ -39,8 +39,8 @@ from ft_hsdp.launch.rundir import Tailer
 from ft_hsdp.state import messages, server, wire
 from ft_hsdp.state.line import Line, Unanswered
 from ft_hsdp.state.memory_shelf import MemoryShelf, Room
-from lighthouse import door as lighthouse_door
-from lighthouse import whereabouts
+from lighthouse import validation
+from lighthouse.http import connections as lighthouse_door
 
 TOKEN = "ab" * 32
 BASE = StateId(1, 2, "0" * 32)
@@ -302,7 +302,7 @@ def _where(data: bytes) -> None:
     with contextlib.suppress(ValueError):
         host, port = address.split(text)
         assert address.split(address.join(host, port)) == (host, port)
-    whereabouts.check((text,), (text,), None, ())
+    validation.check((text,), (text,), None, ())
 
 
 HEAD = b"GET /v1/state/1/2/" + b"0" * 32 + b"/0/manifest HTTP/1.1\r\nHost: x\r\n\r\n"

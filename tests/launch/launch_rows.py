@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ft_hsdp.launch.rundir import Row
-from lighthouse.failures import Failures
+from lighthouse.overview.failures import Failures
 
 
 def commit(

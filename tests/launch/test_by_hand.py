@@ -14,7 +14,7 @@ from ft_hsdp.launch import by_hand
 from ft_hsdp.launch.lighthouse_process import furnish
 from ft_hsdp.launch.rundir import RunDir, claim, read_json, write_json
 from ft_hsdp.launch.supervisor import Outcome
-from lighthouse.state import Policy
+from lighthouse.quorum.state import Policy
 from lighthouse.store import SqliteStore
 
 NOBODY = "http://127.0.0.1:1"

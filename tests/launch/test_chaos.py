@@ -22,7 +22,7 @@ from ft_hsdp.launch.chaos import Injection, Planner, words
 from ft_hsdp.launch.inflict import by_hand, described, inflict
 from ft_hsdp.launch.rundir import RunDir, read_jsonl, write_json
 from ft_hsdp.sentences import tell
-from lighthouse.failures import AFTERMATH_S
+from lighthouse.overview.failures import AFTERMATH_S
 
 ALL = (0, 1, 2)
 

@@ -23,7 +23,7 @@ from ft_hsdp.launch.cli import main
 from ft_hsdp.launch.doctor import CHECKS, Bad, Finding, State, Subject, Undecided, examine
 from ft_hsdp.launch.doctor.examination import Check
 from ft_hsdp.launch.rundir import RunDir, identity, write_json
-from lighthouse.stage import Stage, Standby
+from lighthouse.ha.standby import Standby, SwitchableApp
 
 PAGE = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
 
@@ -211,7 +211,7 @@ def test_clocks_that_differ_are_found(
 
 def test_a_lighthouse_says_what_time_it_is() -> None:
     async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(Stage(Standby(lambda: None)))
+        transport = httpx.ASGITransport(SwitchableApp(Standby(lambda: None)))
         async with httpx.AsyncClient(transport=transport, base_url="http://lighthouse") as client:
             return await client.get("/healthz")
 

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ft_hsdp.core import lineage
-from lighthouse.archive import Entry, SqliteArchive
+from lighthouse.journal.database import SqliteDatabase
+from lighthouse.overview.rows import Entry
 
 START = 1_780_000_000.0
 STEP_S = 0.95
@@ -177,7 +178,7 @@ def day(replicas: int = 20, hours: float = 24, seed: int = 7, ranks: int = 2) ->
 
 def write_day(path: Path, replicas: int = 20, hours: float = 24, seed: int = 7, ranks: int = 2) -> int:
     """Write a day into a new archive at ``path``; how many rows it has."""
-    archive = SqliteArchive(path)
+    archive = SqliteDatabase(path)
     try:
         batch: list[Entry] = []
         for entry in day(replicas, hours, seed, ranks):

@@ -17,31 +17,32 @@ from lighthouse_helpers import ADMIN, TOKEN
 
 from ft_hsdp import tls
 from ft_hsdp.config import parse
-from lighthouse import door
-from lighthouse.api import create_app
-from lighthouse.archive import MemoryArchive
-from lighthouse.auth import Keys
-from lighthouse.chronicle import About, Chronicle
-from lighthouse.gate import Gate
-from lighthouse.limits import Rates
+from lighthouse.http import connections
+from lighthouse.http.app import create_app
+from lighthouse.http.auth import Keys
+from lighthouse.http.middleware import Gate
+from lighthouse.http.rate_limits import Rates
+from lighthouse.journal.database import MemoryDatabase
+from lighthouse.journal.journal import JobJournal
+from lighthouse.overview.rows import About
+from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
-from lighthouse.state import Policy
 from lighthouse.store import MemoryStore
 
 
 async def main() -> None:
     told = json.loads(sys.argv[1])
     context = tls.server(parse({"network": told.get("network", {})}).network)
-    door.TICK_S = told.get("tick_s", door.TICK_S)
-    door.HANDSHAKE_S = told.get("handshake_s", door.HANDSHAKE_S)
+    connections.TICK_S = told.get("tick_s", connections.TICK_S)
+    connections.HANDSHAKE_S = told.get("handshake_s", connections.HANDSHAKE_S)
     store = MemoryStore()
     state = store.load(Policy(slots=told.get("total", 2), steps=10**6))
     service = Service(state, store, TOKEN, lambda _: None, long_poll_s=1.0)
     keys = Keys(TOKEN, ADMIN)
-    chronicle = Chronicle(MemoryArchive(), About("job", 2, 1, 10**6))
+    chronicle = JobJournal(MemoryDatabase(), About("job", 2, 1, 10**6))
     chronicle.begin()
     app = Gate(create_app(service, keys, chronicle), keys, Rates())
-    server = uvicorn.Server(uvicorn.Config(app, **door.options(door.Connections(), context)))
+    server = uvicorn.Server(uvicorn.Config(app, **connections.options(connections.Connections(), context)))
     sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     while not server.started:  # noqa: ASYNC110 - uvicorn has no event for it

@@ -12,9 +12,7 @@ from ft_hsdp.core.assignment import Answer, Grant, Report
 from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.protocol import Ask
-from lighthouse.decide import transition
-from lighthouse.service import Service
-from lighthouse.state import (
+from lighthouse.quorum.state import (
     Agreement,
     Asked,
     AskWithdrawn,
@@ -28,6 +26,8 @@ from lighthouse.state import (
     State,
     Ticked,
 )
+from lighthouse.quorum.transition import transition
+from lighthouse.service import Service
 from lighthouse.store import MemoryStore
 
 TOKEN = "5e" * 32

@@ -11,8 +11,8 @@ from fastapi import FastAPI
 from prometheus_client.parser import text_string_to_metric_families
 
 from ft_hsdp.protocol import RankBeat
-from lighthouse.auth import Keys, view_key
-from lighthouse.metrics import Measured, Meter, metrics
+from lighthouse.http.auth import Keys, view_key
+from lighthouse.http.metrics import Measured, Meter, metrics
 
 TOKEN = "ab" * 32
 

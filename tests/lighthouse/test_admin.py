@@ -11,11 +11,10 @@ from lighthouse_helpers import TOKEN, Row, ask, at, name, run_async
 
 from ft_hsdp.core.assignment import Continue
 from ft_hsdp.protocol import Processes
-from lighthouse.admin import MAX_REASON
-from lighthouse.api import create_app
-from lighthouse.auth import Keys, view_key
+from lighthouse.http.app import MAX_REASON, create_app
+from lighthouse.http.auth import Keys, view_key
+from lighthouse.quorum.state import Policy
 from lighthouse.service import SUPERVISED_S, Service
-from lighthouse.state import Policy
 from lighthouse.store import MemoryStore, StoreFailed
 
 ADMIN = "ad" * 32

@@ -14,10 +14,10 @@ from ft_hsdp.core.commit import CommitRecord, Contribution, Fence
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import ConfigError, ProtocolViolation
 from ft_hsdp.protocol import Processes
-from lighthouse import reign
-from lighthouse.auth import Keys
-from lighthouse.reign import policy
-from lighthouse.state import Agreement
+from lighthouse import runtime
+from lighthouse.http.auth import Keys
+from lighthouse.quorum.state import Agreement
+from lighthouse.runtime import policy
 from lighthouse.store import MemoryStore
 
 RECORD = CommitRecord(1, 0, 1, "0" * 32, (0, 1), 2, (Contribution(0, 1, 0, 0),), "d")
@@ -222,7 +222,7 @@ def test_a_lighthouse_with_other_rules_than_its_run_agreed_on_does_not_start(tmp
 
     def start(**keys):
         keys = {"replicas": 2, **keys}
-        reign.begin(parse(keys), tmp_path, Keys(TOKEN), MemoryStore(store.rows), None, 0, print)
+        runtime.begin(parse(keys), tmp_path, Keys(TOKEN), MemoryStore(store.rows), None, 0, print)
 
     with pytest.raises(ConfigError, match=r"train.steps: .*90.*100, on which this run has agreed"):
         start(train={"steps": 90})

@@ -12,12 +12,12 @@ from lighthouse_helpers import TOKEN, ask, name, run_async
 from ft_hsdp import protocol
 from ft_hsdp.core.assignment import Grant, Refused
 from ft_hsdp.protocol import Overview, Wait
-from lighthouse import body as bodies
-from lighthouse.api import create_app
-from lighthouse.auth import Keys
-from lighthouse.limits import MAX_BODY
+from lighthouse.http import middleware as bodies
+from lighthouse.http.app import create_app
+from lighthouse.http.auth import Keys
+from lighthouse.http.rate_limits import MAX_BODY
+from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
-from lighthouse.state import Policy
 from lighthouse.store import MemoryStore, StoreFailed
 
 V1 = [("POST", "/v1/quorum"), ("POST", "/v1/processes"), ("GET", "/v1/status")]

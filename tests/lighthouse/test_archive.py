@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from ft_hsdp.errors import ConfigError
-from lighthouse.archive import MAX_READ, ArchiveFailed, Entry, MemoryArchive, SqliteArchive
+from lighthouse.journal.database import MAX_READ, DatabaseFailed, MemoryDatabase, SqliteDatabase
+from lighthouse.overview.rows import Entry
 
 
 def event(seq, name="RingBroken", t=None, **facts):
@@ -25,8 +26,8 @@ def make(request, tmp_path):
     made = []
 
     def archive(**options):
-        kind = SqliteArchive(tmp_path / "journal.sqlite", **options) if request.param == "sqlite" else None
-        made.append(kind or MemoryArchive(**options))
+        kind = SqliteDatabase(tmp_path / "journal.sqlite", **options) if request.param == "sqlite" else None
+        made.append(kind or MemoryDatabase(**options))
         return made[-1]
 
     yield archive
@@ -128,23 +129,23 @@ def test_reading_from_other_threads_is_allowed(make):
 
 
 def test_numbers_that_no_database_holds_are_refused(make):
-    with pytest.raises(ArchiveFailed):
+    with pytest.raises(DatabaseFailed):
         make().events(limit=1, after=2**80)
 
 
 def test_rows_outlive_the_archive(tmp_path):
     file = tmp_path / "new" / "journal.sqlite"
-    archive = SqliteArchive(file)
+    archive = SqliteDatabase(file)
     archive.append([event(1), event(2)])
     archive.close()
-    again = SqliteArchive(file)
+    again = SqliteDatabase(file)
     assert (again.first, again.last) == (1, 2)
     assert again.read(0, 10) == [event(1), event(2)]
     again.close()
 
 
 def test_durable_rows_are_synced_and_the_others_are_not(tmp_path):
-    archive = SqliteArchive(tmp_path / "journal.sqlite")
+    archive = SqliteDatabase(tmp_path / "journal.sqlite")
     modes = []
     for durable in (True, False, True):
         archive.append([event(len(modes) + 1)], durable=durable)
@@ -160,14 +161,14 @@ def foreign(path):
 
 
 def future(path):
-    SqliteArchive(path).close()
+    SqliteDatabase(path).close()
     db = sqlite3.connect(path)
     db.execute("PRAGMA user_version = 99")
     db.close()
 
 
 def damaged(path):
-    archive = SqliteArchive(path)
+    archive = SqliteDatabase(path)
     archive.append([event(n, reason="x" * 500) for n in range(1, 200)])
     archive.close()
     data = bytearray(path.read_bytes())
@@ -189,17 +190,17 @@ def test_a_file_that_is_none_of_ours_is_one_clear_line(tmp_path, make_file, why)
     file = tmp_path / "journal.sqlite"
     make_file(file)
     with pytest.raises(ConfigError, match=why) as caught:
-        SqliteArchive(file)
+        SqliteDatabase(file)
     assert str(file) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_disk_that_is_full_keeps_what_was_there(tmp_path):
-    archive = SqliteArchive(tmp_path / "journal.sqlite")
+    archive = SqliteDatabase(tmp_path / "journal.sqlite")
     archive.append([event(1)])
     pages = archive._writer.execute("PRAGMA page_count").fetchone()[0]
     archive._writer.execute(f"PRAGMA max_page_count = {pages}")
-    with pytest.raises(ArchiveFailed, match="full"):
+    with pytest.raises(DatabaseFailed, match="full"):
         archive.append([event(n, reason="y" * 4000) for n in range(2, 50)])
     assert archive.read(0, 10) == [event(1)]
     assert archive.last == 1

@@ -16,13 +16,14 @@ from lighthouse_helpers import quiet, run_async
 from ft_hsdp import protocol
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import RankBeat, Telemetry
-from lighthouse import chronicle as module
-from lighthouse import followers
-from lighthouse.archive import ArchiveFailed, Entry, MemoryArchive, SqliteArchive
-from lighthouse.chronicle import About, Chronicle
-from lighthouse.intake import MAX_REASON, MAX_ROW
-from lighthouse.limits import STREAMS, TooMany
-from lighthouse.vitals import SILENT_S, STUCK_S
+from lighthouse.http.rate_limits import STREAMS, TooMany
+from lighthouse.journal import journal as module
+from lighthouse.journal import subscribers
+from lighthouse.journal.database import DatabaseFailed, MemoryDatabase, SqliteDatabase
+from lighthouse.journal.journal import JobJournal
+from lighthouse.journal.row_checks import MAX_REASON, MAX_ROW
+from lighthouse.overview.liveness import SILENT_S, STUCK_S
+from lighthouse.overview.rows import About, Entry
 
 ABOUT = About("job", 3, 2, 100)
 NOW = 1_780_000_000.0
@@ -41,14 +42,14 @@ class Clock:
         return self.seconds
 
 
-class Broken(MemoryArchive):
+class Broken(MemoryDatabase):
     """A disk that can be full."""
 
     full = False
 
     def append(self, entries, *, durable=False):
         if self.full:
-            raise ArchiveFailed("no space left on device")
+            raise DatabaseFailed("no space left on device")
         super().append(entries, durable=durable)
 
 
@@ -70,7 +71,7 @@ class Taken:
 
 def make(archive=None, sinks=(), about=ABOUT, clock=None):
     clock = clock or Clock()
-    return Chronicle(archive or MemoryArchive(), about, sinks, clock.wall, clock.monotonic)
+    return JobJournal(archive or MemoryDatabase(), about, sinks, clock.wall, clock.monotonic)
 
 
 def commit(step, replica=0, **changes):
@@ -416,7 +417,7 @@ def test_a_replica_that_is_silent_or_stuck_is_stalled_until_it_goes_on():
 
 
 def test_an_earlier_picture_is_that_of_the_rows_up_to_then():
-    archive = MemoryArchive()
+    archive = MemoryDatabase()
     entries = list(day.day(replicas=3, hours=0.7, seed=4))
     archive.append(entries)
     about = About("day", 3, 2, 10_000, live=False)
@@ -424,7 +425,7 @@ def test_an_earlier_picture_is_that_of_the_rows_up_to_then():
     newest = chronicle.picture()
     assert newest["now"] == max(e.row["t"] for e in entries)
     for at in [day.START + t for t in (1200, 600, 1800, 600, 1201)]:
-        fresh = MemoryArchive()
+        fresh = MemoryDatabase()
         fresh.append([e for e in entries if e.row["t"] <= at])
         want = make(fresh, about=about).picture()
         found = chronicle.picture(at=at)
@@ -506,9 +507,9 @@ def test_a_follower_that_falls_behind_reads_from_the_archive_and_loses_nothing()
         slow = chronicle.follow(0)
         chronicle.note([event("First")])
         assert (await anext(slow))[0] == 1
-        rows = 3 * followers.KEPT
+        rows = 3 * subscribers.KEPT
         chronicle.note([event(f"E{n}") for n in range(rows)])
-        assert len(chronicle._followers._kept) <= 2 * followers.KEPT
+        assert len(chronicle._followers._kept) <= 2 * subscribers.KEPT
         chronicle.note([event("Last")])
         assert await collect(slow, rows + 1) == list(range(2, rows + 3))
 
@@ -521,11 +522,11 @@ def test_rows_that_the_disk_lost_are_skipped_by_who_reads_from_it():
         chronicle = make(archive)
         chronicle.note([event("A")])
         archive.full = True
-        chronicle.note([event(f"E{n}") for n in range(3 * followers.KEPT)])
+        chronicle.note([event(f"E{n}") for n in range(3 * subscribers.KEPT)])
         archive.full = False
         chronicle.note([event("B")])
         rows = chronicle.follow(0)
-        found = await collect(rows, 1 + followers.KEPT + 1)
+        found = await collect(rows, 1 + subscribers.KEPT + 1)
         assert found[0] == 1
         assert found == sorted(set(found))
         assert found[-1] == chronicle._last
@@ -569,7 +570,7 @@ def test_a_day_of_20_replicas_is_back_and_shown(written_day):
     about = About("day", 20, 2, 100_000)
 
     async def main():
-        archive = SqliteArchive(path)
+        archive = SqliteDatabase(path)
         began = time.perf_counter()
         chronicle = make(archive, about=about, clock=EVENING)
         opened = time.perf_counter()
@@ -612,7 +613,7 @@ def test_rows_that_come_while_the_past_is_folded_are_in_the_picture(tmp_path):
     day.write_day(path, replicas=4, hours=1.5)
 
     async def main():
-        archive = SqliteArchive(path)
+        archive = SqliteDatabase(path)
         chronicle = make(archive, about=About("day", 4, 2, 100_000), clock=EVENING)
         chronicle.begin()
         for n in range(20):
@@ -639,7 +640,7 @@ def test_memory_stays_bounded_over_many_rows():
         step = 1 + n % 100
         tell(chronicle, commits=(commit(step, lineage=f"{n:x}", epoch=n // 100),))
     assert len(chronicle._known) == module.KNOWN
-    assert len(chronicle._followers._kept) <= 2 * followers.KEPT
+    assert len(chronicle._followers._kept) <= 2 * subscribers.KEPT
     assert chronicle._pending == []
 
 
@@ -655,8 +656,8 @@ def test_a_flood_of_one_message_does_not_wait_in_memory():
 
 
 def test_numbers_that_another_lighthouse_may_have_given_are_left_out():
-    archive = MemoryArchive()
+    archive = MemoryDatabase()
     archive.append([Entry(7, "event", event())])
-    chronicle = Chronicle(archive, ABOUT, gap=1000)
+    chronicle = JobJournal(archive, ABOUT, gap=1000)
     chronicle.note([event("LighthouseStarted")])
     assert archive.last == 1008

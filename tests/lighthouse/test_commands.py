@@ -8,9 +8,9 @@ import pytest
 from lighthouse_helpers import START, Out, Script, at, name, record
 
 from ft_hsdp.core.assignment import Continue, Finish, Grant, Refused
-from lighthouse.commands import Impossible, Plan, Supervised, plan
-from lighthouse.health import describe
-from lighthouse.state import Action, Commanded
+from lighthouse.quorum.commands import Impossible, Plan, Supervised, plan
+from lighthouse.quorum.state import Action, Commanded
+from lighthouse.status import describe
 from lighthouse.store import MemoryStore
 
 ALL = Supervised({0, 1, 2})

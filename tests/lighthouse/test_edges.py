@@ -9,7 +9,7 @@ import pytest
 from lighthouse_helpers import Script, at, name
 
 from ft_hsdp.core.assignment import Continue, Member
-from lighthouse.edges import arrange, neighbours
+from lighthouse.quorum.edges import arrange, neighbours
 from lighthouse.store import MemoryStore
 
 LIMIT_S = 30.0

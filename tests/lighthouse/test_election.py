@@ -9,8 +9,8 @@ import time
 import pytest
 from lighthouse_helpers import run_async
 
-from lighthouse.election import Election, boot_time
-from lighthouse.etcd import Etcd, EtcdUnreachable
+from lighthouse.ha.election import Election, boot_time
+from lighthouse.ha.etcd import Etcd, EtcdUnreachable
 
 pytestmark = pytest.mark.multiproc
 NAMES = itertools.count()

@@ -10,7 +10,7 @@ import pytest
 from etcd_server import EtcdServer
 
 from ft_hsdp.errors import ConfigError
-from lighthouse.etcd import Entry, Etcd, EtcdRefused, EtcdUnreachable
+from lighthouse.ha.etcd import Entry, Etcd, EtcdRefused, EtcdUnreachable
 
 pytestmark = pytest.mark.multiproc
 NAMES = itertools.count()

@@ -13,10 +13,9 @@ from typing import Any
 import pytest
 from lighthouse_helpers import run_async
 
-from lighthouse.election import Election
-from lighthouse.etcd import Entry, Etcd, EtcdUnreachable
-from lighthouse.etcd_store import Deposed, EtcdStore
-from lighthouse.state import Policy, State
+from lighthouse.ha.election import Deposed, Election, EtcdStore
+from lighthouse.ha.etcd import Entry, Etcd, EtcdUnreachable
+from lighthouse.quorum.state import Policy, State
 
 HEADER = {"cluster_id": "1", "member_id": "2", "revision": "7", "raft_term": "2"}
 POLICY = Policy(slots=2, steps=10)

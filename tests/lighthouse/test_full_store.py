@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from lighthouse import __main__ as program
+from lighthouse.quorum.state import Policy, State
 from lighthouse.service import Service
-from lighthouse.state import Policy, State
 from lighthouse.store import MemoryStore, SqliteStore, StoreFailed
 
 POLICY = Policy(slots=3, steps=10)

@@ -11,11 +11,11 @@ from fastapi import FastAPI
 from lighthouse_helpers import ADMIN, TOKEN, run_async
 from starlette.requests import Request
 
-from lighthouse import door
-from lighthouse.auth import Keys
-from lighthouse.gate import Gate
-from lighthouse.limits import Rates
-from lighthouse.openapi import describe
+from lighthouse.http import connections
+from lighthouse.http.auth import Keys
+from lighthouse.http.middleware import Gate
+from lighthouse.http.openapi import describe
+from lighthouse.http.rate_limits import Rates
 
 KEYS = Keys(TOKEN, ADMIN)
 
@@ -107,7 +107,7 @@ class Guest:
 
 def test_the_oldest_stranger_makes_room_and_who_is_known_stays():
     async def main():
-        guests = door.Connections(1000)
+        guests = connections.Connections(1000)
         known = [Guest("192.0.2.1") for _ in range(400)]
         for guest in known:
             guests.enter(guest)
@@ -122,11 +122,11 @@ def test_the_oldest_stranger_makes_room_and_who_is_known_stays():
         many = [Guest(f"10.0.{n // 256}.{n % 256}") for n in range(10_000)]
         for guest in many:
             guests.enter(guest)
-        assert guests.strangers == door.STRANGERS
-        assert len(guests) == 400 + door.STRANGERS
+        assert guests.strangers == connections.STRANGERS
+        assert len(guests) == 400 + connections.STRANGERS
         assert other.dropped
-        assert not any(g.dropped for g in known + many[-door.STRANGERS :])
-        for guest in [*known, *many[-door.STRANGERS :]]:
+        assert not any(g.dropped for g in known + many[-connections.STRANGERS :])
+        for guest in [*known, *many[-connections.STRANGERS :]]:
             guests.leave(guest)
             guests.leave(guest)
         assert (len(guests), guests.strangers, guests._of) == (0, 0, {})
@@ -136,7 +136,7 @@ def test_the_oldest_stranger_makes_room_and_who_is_known_stays():
 
 def test_when_all_are_known_the_new_one_goes():
     async def main():
-        guests = door.Connections(20)
+        guests = connections.Connections(20)
         for n in range(20):
             guest = Guest(f"192.0.2.{n}")
             guests.enter(guest)
@@ -150,7 +150,7 @@ def test_when_all_are_known_the_new_one_goes():
 
 
 def test_a_client_that_reads_nothing_is_cut_off(monkeypatch):
-    monkeypatch.setattr(door, "TICK_S", 0.05)
+    monkeypatch.setattr(connections, "TICK_S", 0.05)
 
     async def main():
         done = asyncio.get_running_loop().create_future()
@@ -163,8 +163,8 @@ def test_a_client_that_reads_nothing_is_cut_off(monkeypatch):
             finally:
                 done.set_result(None)
 
-        guests = door.Connections()
-        server = uvicorn.Server(uvicorn.Config(talks, **{**door.options(guests, None), "loop": "asyncio"}))
+        guests = connections.Connections()
+        server = uvicorn.Server(uvicorn.Config(talks, **{**connections.options(guests, None), "loop": "asyncio"}))
         sock = socket.create_server(("127.0.0.1", 0))
         serving = asyncio.create_task(server.serve(sockets=[sock]))
         _, writer = await asyncio.open_connection(*sock.getsockname())

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_hsdp.launch.summary import fault_free_step
-from lighthouse.goodput import Goodput, Median
+from lighthouse.overview.goodput import Goodput, Median
 
 
 def commit(t, step, contributors=(0, 1, 2, 3), step_s=1.0, total=4, **waits):

@@ -15,8 +15,8 @@ from lighthouse_helpers import run_async
 from starlette.exceptions import HTTPException
 from uvicorn.server import ServerState
 
-from lighthouse import door
-from lighthouse.limits import ADDRESSES, KIB, Buckets, Rates, Slots, TooMany, rule, source
+from lighthouse.http import connections
+from lighthouse.http.rate_limits import ADDRESSES, KIB, Buckets, Rates, Slots, TooMany, rule, source
 
 
 def test_a_bucket_lets_a_burst_through_and_then_its_rate():
@@ -176,12 +176,12 @@ def test_a_connection_that_was_reset_is_let_go_at_once():
         config.load()
         gone = asyncio.Event()
 
-        class Guest(door.Door):
+        class Guest(connections.Door):
             def connection_lost(self, exc):
                 super().connection_lost(exc)
                 gone.set()
 
-        guest = Guest(door.Connections(), config=config, server_state=ServerState(), app_state={})
+        guest = Guest(connections.Connections(), config=config, server_state=ServerState(), app_state={})
         async with await asyncio.get_running_loop().create_server(lambda: guest, "127.0.0.1", 0) as server:
             reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
             writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")

@@ -12,9 +12,9 @@ from ft_hsdp.core.assignment import Grant, Member, Refused, Report
 from ft_hsdp.core.lineage import StateId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import Processes
-from lighthouse import lives, quorum
-from lighthouse.quorum import Base, Epoch, Life
-from lighthouse.state import Asked, Policy, ProcessesReported, Request, State
+from lighthouse.quorum import incarnations, rules
+from lighthouse.quorum.rules import Base, Epoch, Life
+from lighthouse.quorum.state import Asked, Policy, ProcessesReported, Request, State
 from lighthouse.store import MemoryStore
 
 OLD, NEW = "1-aaaa-0", "1-bbbb-0"
@@ -39,7 +39,7 @@ class TwoLives(Script):
         epoch = self.s.epoch
         state = at(epoch, step)
         self.ask(0, state, epoch=epoch, equal=(0, 1))
-        self.asks(NEW, state, epoch=epoch, number=lives.number_of(self.s, (1, NEW)))
+        self.asks(NEW, state, epoch=epoch, number=incarnations.number_of(self.s, (1, NEW)))
         assert self.s.grant is not None
         return self.s.grant
 
@@ -65,7 +65,7 @@ def test_a_newer_life_takes_the_place_of_the_member_that_nobody_saw_exit() -> No
 @pytest.mark.parametrize("told", [True, False], ids=["it was told its number", "it was not"])
 def test_an_old_life_that_thaws_neither_joins_nor_fences_the_member(commits: int, told: bool) -> None:
     job = TwoLives(commits)
-    number = lives.number_of(job.s, (1, OLD)) if told else 0
+    number = incarnations.number_of(job.s, (1, OLD)) if told else 0
     before = job.s
     refused = job.asks(OLD, at(1, 0), epoch=1, after=1, max_term=100, number=number).answers[1]
     assert isinstance(refused, Refused)
@@ -130,22 +130,22 @@ def test_an_older_store_learns_the_order_from_what_the_lives_were_told(first: st
         out = copied.asks(who, at(3, 2), epoch=3, max_term=100, number=mine[who])
         assert isinstance(out.answers.get(1), Refused) == (who == OLD and first == "new")
     assert copied.s.views[1].incarnation == NEW
-    assert lives.number_of(copied.s, (1, NEW)) == 9
+    assert incarnations.number_of(copied.s, (1, NEW)) == 9
     copied.says("1-cccc-0")
-    assert lives.number_of(copied.s, (1, "1-cccc-0")) > 9, "no number is given twice"
+    assert incarnations.number_of(copied.s, (1, "1-cccc-0")) > 9, "no number is given twice"
     assert job.s.lives == ()
 
 
 def test_a_lighthouse_that_starts_again_gives_no_number_that_was_given() -> None:
     store = MemoryStore()
     s = store.load(Policy(2, 9))
-    admitted = lives.admit(s, (1, OLD), 0.0)
+    admitted = incarnations.admit(s, (1, OLD), 0.0)
     assert isinstance(admitted, State)
     lost = MemoryStore().load(Policy(2, 9))
-    later = lives.admit(State.empty(Policy(2, 9), 1), (1, NEW), 0.0)
+    later = incarnations.admit(State.empty(Policy(2, 9), 1), (1, NEW), 0.0)
     assert isinstance(later, State)
     assert lost.admissions >= s.admissions > 10**12
-    assert lives.number_of(admitted, (1, OLD)) > s.admissions
+    assert incarnations.number_of(admitted, (1, OLD)) > s.admissions
 
 
 def test_what_is_remembered_of_lives_is_bounded() -> None:
@@ -153,11 +153,11 @@ def test_what_is_remembered_of_lives_is_bounded() -> None:
     for run in range(100):
         for restarts in range(3):
             assert isinstance(s, State)
-            s = lives.admit(s, (1, f"1-run{run}-{restarts}"), 0.0)
+            s = incarnations.admit(s, (1, f"1-run{run}-{restarts}"), 0.0)
     assert isinstance(s, State)
-    assert len(s.lives) == lives.REMEMBERED
-    assert lives.newest(s, 1) == Life(1, "1-run99-2", 300)
-    assert "of the same supervisor" in str(lives.admit(s, (1, "1-run99-1"), 0.0))
+    assert len(s.lives) == incarnations.REMEMBERED
+    assert incarnations.newest(s, 1) == Life(1, "1-run99-2", 300)
+    assert "of the same supervisor" in str(incarnations.admit(s, (1, "1-run99-1"), 0.0))
 
 
 def test_a_member_is_told_its_number_and_reports_it() -> None:
@@ -167,7 +167,7 @@ def test_a_member_is_told_its_number_and_reports_it() -> None:
         assert isinstance(grant, Grant)
         number = grant.members[0].number
         assert number > service.state.admissions
-        assert lives.number_of(service.state, (0, name(0))) == number
+        assert incarnations.number_of(service.state, (0, name(0))) == number
         assert TOKEN
 
     run_async(scenario())
@@ -176,7 +176,7 @@ def test_a_member_is_told_its_number_and_reports_it() -> None:
 def test_a_grant_names_each_replica_once() -> None:
     twice = (Member(1, OLD, "contribute"), Member(1, NEW, "behind"))
     with pytest.raises(AssertionError, match=r"each replica once, not \[1, 1\]"):
-        quorum.grant(1, 1, Base(START, None, ()), twice, 2, "why")
+        rules.grant(1, 1, Base(START, None, ()), twice, 2, "why")
 
 
 # Two supervisors of one replica.
@@ -193,7 +193,7 @@ class TwoSupervisors(Script):
 
     @property
     def owner(self) -> str:
-        lease = lives.lease_of(self.s, 1)
+        lease = incarnations.lease_of(self.s, 1)
         return lease.owner if lease is not None else ""
 
 
@@ -209,7 +209,7 @@ def test_of_two_supervisors_the_first_one_keeps_the_lease_while_it_reports() -> 
 def test_a_lease_that_ended_goes_to_the_other_supervisor_and_does_not_come_back() -> None:
     job = TwoSupervisors()
     job.tells("aaaa", OLD)
-    first = lives.lease_of(job.s, 1)
+    first = incarnations.lease_of(job.s, 1)
     job.now += 5.0
     assert "SupervisorLeased" in job.tells("bbbb").notes
     job.tells("bbbb", NEW)
@@ -295,12 +295,12 @@ def test_a_supervisor_is_told_whether_it_has_the_lease() -> None:
 
 def test_one_step_follows_another_by_lineage_and_not_by_its_number() -> None:
     epochs = (Epoch(1, ((0, "a"),), START), Epoch(2, ((0, "a"),), at(1, 3)))
-    assert quorum.follows(at(2, 5), at(2, 4), epochs)
-    assert quorum.follows(at(2, 4), at(1, 3), epochs)
-    assert not quorum.follows(at(2, 4), at(1, 3, "another history"), epochs)
-    assert not quorum.follows(at(2, 5), at(1, 4), epochs), "the same number of steps, but of another epoch"
-    assert not quorum.follows(at(2, 5), at(2, 3), epochs)
-    assert not quorum.follows(at(3, 4), at(1, 3), epochs), "nobody knows what epoch 3 was granted on"
+    assert rules.follows(at(2, 5), at(2, 4), epochs)
+    assert rules.follows(at(2, 4), at(1, 3), epochs)
+    assert not rules.follows(at(2, 4), at(1, 3, "another history"), epochs)
+    assert not rules.follows(at(2, 5), at(1, 4), epochs), "the same number of steps, but of another epoch"
+    assert not rules.follows(at(2, 5), at(2, 3), epochs)
+    assert not rules.follows(at(3, 4), at(1, 3), epochs), "nobody knows what epoch 3 was granted on"
 
 
 @pytest.mark.parametrize("same_history", [True, False])

@@ -22,8 +22,8 @@ from ft_hsdp.config import Config, config_hash, dump, parse
 from ft_hsdp.core.assignment import Continue, Grant
 from ft_hsdp.errors import ConfigError
 from lighthouse import __main__ as program
-from lighthouse import reign
-from lighthouse.auth import TOKEN_VARIABLE
+from lighthouse import runtime
+from lighthouse.http.auth import TOKEN_VARIABLE
 
 REPO = Path(__file__).resolve().parents[2]
 START_S = 30.0
@@ -276,8 +276,8 @@ def test_the_policy_is_the_configurations():
     config = parse(
         {"replicas": 4, "quorum": {"on_lost_head": "wait", "min_replicas": 2}, "timeouts": {"evict_s": 7}}
     )
-    chosen = reign.policy(config)
+    chosen = runtime.policy(config)
     assert (chosen.slots, chosen.min_replicas, chosen.evict_s) == (4, 2, 7.0)
     assert chosen.on_lost_head == "wait"
-    assert reign.policy(Config()).on_lost_head == "halt"
-    assert reign.policy(Config()).start_wait_s is None
+    assert runtime.policy(Config()).on_lost_head == "halt"
+    assert runtime.policy(Config()).start_wait_s is None

@@ -132,7 +132,7 @@ def test_the_dashboard_can_be_imported() -> None:
 
 
 def test_the_curves_that_are_named_are_written() -> None:
-    from lighthouse.sinks import Point
+    from lighthouse.journal.exporters import Point
 
     row = {"t": 1.0, "step": 1, "contributors": [0], "loss": 1.0, "lr": 1.0, "lr_scale": 1.0, "step_s": 1.0}
     curves = Point.of(1, {**row, "ftar_bytes": 1, "ftar_s": 1.0, "tokens": 1}).values

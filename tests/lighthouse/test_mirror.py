@@ -12,23 +12,23 @@ import uvicorn
 from fastapi import FastAPI
 from lighthouse_helpers import TOKEN, run_async
 
-from lighthouse import mirror as mirrors
-from lighthouse.archive import Entry, MemoryArchive
-from lighthouse.auth import Keys, view_key
-from lighthouse.chronicle import Chronicle
-from lighthouse.intake import About
-from lighthouse.mirror import Mirror
-from lighthouse.views import views
+from lighthouse.ha import replication as mirrors
+from lighthouse.ha.replication import Mirror
+from lighthouse.http.auth import Keys, view_key
+from lighthouse.http.journal_routes import views
+from lighthouse.journal.database import MemoryDatabase
+from lighthouse.journal.journal import JobJournal
+from lighthouse.overview.rows import About, Entry
 
 
 class Leader:
     """A journal that is served; a context."""
 
     def __init__(self, first=1):
-        self.archive = MemoryArchive()
+        self.archive = MemoryDatabase()
         if first > 1:
             self.archive.append([Entry(first - 1, "event", row(first - 1))])
-        self.chronicle = Chronicle(self.archive, About("job", 2, 1, 10))
+        self.chronicle = JobJournal(self.archive, About("job", 2, 1, 10))
         self.sock = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
 
@@ -84,7 +84,7 @@ def test_each_row_is_kept_under_its_number_also_those_of_before(monkeypatch):
     async def body():
         async with Leader() as leader:
             leader.chronicle.note([row(1), row(2)])
-            copy = MemoryArchive()
+            copy = MemoryDatabase()
             async with mirrored(copy, lambda: leader.url):
                 await until(lambda: copy.last == leader.archive.last)
                 leader.chronicle.note([row(n) for n in range(3, 60)])
@@ -100,7 +100,7 @@ def test_it_goes_on_where_it_was_and_turns_to_a_new_leader(monkeypatch):
     monkeypatch.setattr(mirrors, "RETRY_S", 0.1)
 
     async def body():
-        copy = MemoryArchive()
+        copy = MemoryDatabase()
         who = [None]
         async with Leader() as old, Leader(first=500) as new, mirrored(copy, lambda: who[0]):
             who[0] = old.url
@@ -125,7 +125,7 @@ def test_a_leader_that_refuses_or_is_gone_is_asked_again(key, monkeypatch):
     monkeypatch.setattr(mirrors, "RETRY_S", 0.05)
 
     async def body():
-        copy = MemoryArchive()
+        copy = MemoryDatabase()
         async with Leader() as leader:
             urls = iter(["http://127.0.0.1:1", leader.url])
             who = [next(urls)]

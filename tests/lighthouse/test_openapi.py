@@ -12,14 +12,15 @@ from hypothesis import HealthCheck, settings
 from lighthouse_helpers import ADMIN, TOKEN, run_async
 from schemathesis.checks import CHECKS, load_all_checks
 
-from lighthouse.api import create_app
-from lighthouse.archive import MemoryArchive
-from lighthouse.auth import Keys, view_key
-from lighthouse.chronicle import About, Chronicle
-from lighthouse.gate import Gate
-from lighthouse.limits import Rates
+from lighthouse.http.app import create_app
+from lighthouse.http.auth import Keys, view_key
+from lighthouse.http.middleware import Gate
+from lighthouse.http.rate_limits import Rates
+from lighthouse.journal.database import MemoryDatabase
+from lighthouse.journal.journal import JobJournal
+from lighthouse.overview.rows import About
+from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
-from lighthouse.state import Policy
 from lighthouse.store import MemoryStore
 
 TOKENS = {"viewer": view_key(TOKEN), "worker": TOKEN, "admin": ADMIN}
@@ -33,7 +34,7 @@ class Local:
         store = MemoryStore()
         service = Service(store.load(Policy(slots=2, steps=10)), store, TOKEN, lambda _: None, long_poll_s=0.005)
         keys = Keys(TOKEN, ADMIN)
-        chronicle = Chronicle(MemoryArchive(), About("job", 2, 1, 10))
+        chronicle = JobJournal(MemoryDatabase(), About("job", 2, 1, 10))
         self.inner = create_app(service, keys, chronicle)
         self.gate = Gate(self.inner, keys, Rates(), itertools.count(0, 10).__next__)
 

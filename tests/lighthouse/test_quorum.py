@@ -6,20 +6,20 @@ from lighthouse_helpers import START, at, name, record, report
 
 from ft_hsdp.core.assignment import Member
 from ft_hsdp.core.commit import Fence
-from lighthouse import quorum
-from lighthouse.quorum import Base, Epoch
+from lighthouse.quorum import rules
+from lighthouse.quorum.rules import Base, Epoch
 
 LIVES = [(r, name(r)) for r in range(3)]
 
 
 def test_highest_is_by_commit_epoch_before_step():
-    base = quorum.highest([report(0, at(1, 9)), report(1, at(2, 3)), report(2, START)])
+    base = rules.highest([report(0, at(1, 9)), report(1, at(2, 3)), report(2, START)])
     assert base == Base(at(2, 3), None, ())
 
 
 def test_a_prepared_record_counts_as_the_state_that_it_leads_to():
     prepared = record(START, 1)
-    base = quorum.highest([report(0, prepared=prepared), report(1)])
+    base = rules.highest([report(0, prepared=prepared), report(1)])
     assert base.state == prepared.state_id
     assert base.record == prepared
 
@@ -27,59 +27,59 @@ def test_a_prepared_record_counts_as_the_state_that_it_leads_to():
 def test_a_void_attempt_does_not_count_but_a_later_one_does():
     first, second = record(START, 1), record(START, 1, attempt=1)
     void = Fence(1, 1, 0)
-    assert quorum.highest([report(0, prepared=first), report(1, void=void)]) == Base(START, None, (void,))
-    assert quorum.highest([report(0, prepared=second), report(1, void=void)]).state == second.state_id
+    assert rules.highest([report(0, prepared=first), report(1, void=void)]) == Base(START, None, (void,))
+    assert rules.highest([report(0, prepared=second), report(1, void=void)]).state == second.state_id
 
 
 def test_a_later_void_attempt_voids_the_earlier_ones():
-    base = quorum.highest([report(0, prepared=record(START, 1)), report(1, void=Fence(1, 1, 2))])
+    base = rules.highest([report(0, prepared=record(START, 1)), report(1, void=Fence(1, 1, 2))])
     assert base.state == START
 
 
 def test_two_records_of_one_attempt_with_different_digests_count_for_nothing():
     reports = [report(0, prepared=record(START, 1)), report(1, prepared=record(START, 1, digest="other"))]
-    assert quorum.highest(reports).state == START
+    assert rules.highest(reports).state == START
 
 
 def test_a_committed_state_beats_a_prepared_one_of_an_older_epoch():
-    base = quorum.highest([report(0, at(2, 1)), report(1, prepared=record(START, 1))])
+    base = rules.highest([report(0, at(2, 1)), report(1, prepared=record(START, 1))])
     assert base == Base(at(2, 1), None, ())
 
 
 def test_ahead_by_state_or_by_record():
-    assert quorum.ahead(report(0, at(1, 2)), at(1, 1))
-    assert quorum.ahead(report(0, prepared=record(START, 1)), START)
-    assert not quorum.ahead(report(0, at(1, 1)), at(1, 1))
+    assert rules.ahead(report(0, at(1, 2)), at(1, 1))
+    assert rules.ahead(report(0, prepared=record(START, 1)), START)
+    assert not rules.ahead(report(0, at(1, 1)), at(1, 1))
 
 
 def test_role_needs_exactly_the_base():
     """Counter-example 1: the same step under another epoch is another state."""
     mine, theirs = record(START, 1), record(START, 2)
     base = Base(theirs.state_id, theirs, ())
-    assert quorum.role(report(0, prepared=mine), base) == "behind"
-    assert quorum.role(report(0, prepared=theirs), base) == "contribute"
-    assert quorum.role(report(0, theirs.state_id), base) == "contribute"
-    assert quorum.roles({1: report(1), 0: report(0, theirs.state_id)}, base) == {0: "contribute", 1: "behind"}
+    assert rules.role(report(0, prepared=mine), base) == "behind"
+    assert rules.role(report(0, prepared=theirs), base) == "contribute"
+    assert rules.role(report(0, theirs.state_id), base) == "contribute"
+    assert rules.roles({1: report(1), 0: report(0, theirs.state_id)}, base) == {0: "contribute", 1: "behind"}
 
 
 def test_an_epoch_is_covered_by_one_present_member_or_by_the_exit_of_all():
     epoch = Epoch(4, tuple(LIVES[:2]))
-    nobody: frozenset[quorum.Incarnation] = frozenset()
-    assert quorum.uncovered([epoch], nobody, frozenset(LIVES[2:])) == epoch
-    assert quorum.uncovered([epoch], nobody, frozenset(LIVES[1:])) is None
-    assert quorum.uncovered([epoch], frozenset(LIVES[:1]), frozenset(LIVES[2:])) == epoch
-    assert quorum.uncovered([epoch], frozenset(LIVES[:2]), nobody) is None
+    nobody: frozenset[rules.Incarnation] = frozenset()
+    assert rules.uncovered([epoch], nobody, frozenset(LIVES[2:])) == epoch
+    assert rules.uncovered([epoch], nobody, frozenset(LIVES[1:])) is None
+    assert rules.uncovered([epoch], frozenset(LIVES[:1]), frozenset(LIVES[2:])) == epoch
+    assert rules.uncovered([epoch], frozenset(LIVES[:2]), nobody) is None
 
 
 def test_every_epoch_has_to_be_covered():
     """Counter-example 4: overlap with the last epoch alone is not enough."""
     older, newer = Epoch(2, (LIVES[2],)), Epoch(3, (LIVES[0], LIVES[2]))
-    assert quorum.uncovered([older, newer], frozenset(), frozenset(LIVES[:1])) == older
+    assert rules.uncovered([older, newer], frozenset(), frozenset(LIVES[:1])) == older
 
 
 def test_a_grant_is_in_ring_order_and_says_why():
     members = (Member(2, name(2), "behind"), Member(0, name(0), "contribute"))
-    grant = quorum.grant(7, 3, Base(at(1, 1), None, ()), members, 3, "first epoch")
+    grant = rules.grant(7, 3, Base(at(1, 1), None, ()), members, 3, "first epoch")
     assert grant.ring == (2, 0)
     assert (grant.term, grant.epoch, grant.total) == (7, 3, 3)
     assert grant.reason == f"first epoch; replicas 0 contribute on {at(1, 1)}; 2 behind"

@@ -8,10 +8,10 @@ from lighthouse_helpers import TOKEN, ask, at, make_service, quiet, run_async
 
 from ft_hsdp import protocol
 from ft_hsdp.core.assignment import Continue, Grant
-from lighthouse.api import create_app
-from lighthouse.auth import Keys
-from lighthouse.body import BODY_S
-from lighthouse.limits import MAX_BODY
+from lighthouse.http.app import create_app
+from lighthouse.http.auth import Keys
+from lighthouse.http.middleware import BODY_S
+from lighthouse.http.rate_limits import MAX_BODY
 
 
 class Call:

@@ -8,10 +8,10 @@ import pytest
 from lighthouse_helpers import Out, Script, at
 
 from ft_hsdp.core.assignment import Continue, Finish, Refused
-from lighthouse.commands import Impossible, Plan, Supervised, plan
-from lighthouse.health import describe
-from lighthouse.lanes import Lanes
-from lighthouse.state import Action, Commanded
+from lighthouse.overview.replicas import Lanes
+from lighthouse.quorum.commands import Impossible, Plan, Supervised, plan
+from lighthouse.quorum.state import Action, Commanded
+from lighthouse.status import describe
 
 ALL = Supervised({0, 1, 2, 3})
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lighthouse.series import COLUMNS, KEPT, WIDTH, Series
+from lighthouse.overview.series import COLUMNS, KEPT, WIDTH, Series
 
 
 def record(t, step=0, loss=1.0, step_s=1.0, healthy=3.0, useful=1.0, gap=1.0):

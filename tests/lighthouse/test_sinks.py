@@ -20,9 +20,10 @@ from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.record_writer import RecordWriter, masked_crc32c
 
 from ft_hsdp.errors import ConfigError
-from lighthouse import sinks
-from lighthouse.archive import Entry, MemoryArchive, SqliteArchive
-from lighthouse.sinks import CurveSink, Point, TensorBoardSink, WandbSink
+from lighthouse.journal import exporters
+from lighthouse.journal.database import MemoryDatabase, SqliteDatabase
+from lighthouse.journal.exporters import CurveSink, Point, TensorBoardSink, WandbSink
+from lighthouse.overview.rows import Entry
 
 TAGS = ("loss", "lr", "lr_scale", "step_s", "healthy", "gbps", "tokens_per_s")
 
@@ -74,7 +75,7 @@ def until(ready: Callable[[], Any], what: str) -> None:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
-    monkeypatch.setattr(sinks, "SAVE_S", 0.02)
+    monkeypatch.setattr(exporters, "SAVE_S", 0.02)
 
 
 def test_a_step_is_a_point_in_each_curve(tmp_path: Path) -> None:
@@ -121,9 +122,9 @@ def test_a_step_that_is_done_again_begins_the_curve_anew_from_there(tmp_path: Pa
     assert found == [(0, None), (1, None), (2, None), (3, None), (2, SessionLog.START), (2, None), (3, None)]
 
 
-def journal(count: int) -> MemoryArchive:
+def journal(count: int) -> MemoryDatabase:
     """An archive of ``count`` steps, with an event before each."""
-    archive = MemoryArchive()
+    archive = MemoryDatabase()
     for step in range(1, count + 1):
         note = {"t": 1.0, "event": "EpochGranted"}
         archive.append([Entry(2 * step - 1, "event", note), Entry(2 * step, "commit", row(step))])
@@ -132,7 +133,7 @@ def journal(count: int) -> MemoryArchive:
 
 def test_the_next_process_goes_on_where_the_last_one_was_killed(tmp_path: Path) -> None:
     sink = TensorBoardSink(tmp_path, journal(3))
-    until(lambda: (tmp_path / sinks.WRITTEN).exists(), "the curve is written")
+    until(lambda: (tmp_path / exporters.WRITTEN).exists(), "the curve is written")
     sink.close()
     (noted,) = tmp_path.glob("*tfevents*")
     whole = noted.read_bytes()
@@ -160,13 +161,14 @@ def test_a_journal_that_lost_its_end_is_not_written_again(tmp_path: Path) -> Non
 KILLED = """
 import json, sys, time
 from pathlib import Path
-from lighthouse import sinks
-from lighthouse.archive import Entry, SqliteArchive
+from lighthouse.journal import exporters
+from lighthouse.journal.database import SqliteDatabase
+from lighthouse.overview.rows import Entry
 row = json.loads(sys.argv[2])
-sinks.SAVE_S = 0.01
+exporters.SAVE_S = 0.01
 folder = Path(sys.argv[1])
-archive = SqliteArchive(folder / "journal.sqlite")
-sink = sinks.TensorBoardSink(folder / "curves", archive)
+archive = SqliteDatabase(folder / "journal.sqlite")
+sink = exporters.TensorBoardSink(folder / "curves", archive)
 print("ready", flush=True)
 while True:
     seq = archive.last + 1
@@ -182,24 +184,24 @@ def changed(file: Path, content: bytes) -> bool:
 
 def test_no_point_is_lost_or_doubled_by_sigkill(tmp_path: Path) -> None:
     for _ in range(3):
-        before = SqliteArchive(tmp_path / "journal.sqlite")
+        before = SqliteDatabase(tmp_path / "journal.sqlite")
         last = before.last
         before.close()
         command = [sys.executable, "-c", KILLED, str(tmp_path), json.dumps(row(1))]
         process = subprocess.Popen(command, stdout=subprocess.PIPE)
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        written = tmp_path / "curves" / sinks.WRITTEN
+        written = tmp_path / "curves" / exporters.WRITTEN
         noted = written.read_bytes() if written.exists() else b""
         until(partial(changed, written, noted), "points are written")
         time.sleep(0.03)
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
-        archive = SqliteArchive(tmp_path / "journal.sqlite")
+        archive = SqliteDatabase(tmp_path / "journal.sqlite")
         assert archive.last > last
         archive.close()
-    archive = SqliteArchive(tmp_path / "journal.sqlite")
+    archive = SqliteDatabase(tmp_path / "journal.sqlite")
     TensorBoardSink(tmp_path / "curves", archive).close()
     assert steps(tmp_path / "curves") == list(range(1, archive.last + 1))
     archive.close()
@@ -207,7 +209,7 @@ def test_no_point_is_lost_or_doubled_by_sigkill(tmp_path: Path) -> None:
 
 def test_the_lighthouse_gets_no_torch_by_it(tmp_path: Path) -> None:
     code = (
-        "import sys; from pathlib import Path; from lighthouse.sinks import TensorBoardSink as T\n"
+        "import sys; from pathlib import Path; from lighthouse.journal.exporters import TensorBoardSink as T\n"
         "assert 'tensorboardX' not in sys.modules\n"
         f"s = T(Path({str(tmp_path)!r})); s.commit(1, {row(1)!r}); s.close()\n"
         "assert 'tensorboardX' in sys.modules and 'torch' not in sys.modules"
@@ -233,7 +235,7 @@ def test_a_full_disk_costs_nothing_that_fits_in_memory(tmp_path: Path, monkeypat
     until(lambda: "No space left" in caplog.text, "somebody hears of it")
     sink.commit(20, row(20))
     full.clear()
-    until(lambda: (tmp_path / sinks.WRITTEN).exists(), "the disk has room again")
+    until(lambda: (tmp_path / exporters.WRITTEN).exists(), "the disk has room again")
     sink.close()
     assert steps(tmp_path) == list(range(1, 21))
     assert len(caplog.records) == 1
@@ -266,12 +268,12 @@ class Stuck(CurveSink):
 def test_who_never_takes_a_point_holds_nobody_up_and_gets_no_more_than_its_place(
     tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(sinks, "CLOSE_S", 0.1)
+    monkeypatch.setattr(exporters, "CLOSE_S", 0.1)
     sink = Stuck(tmp_path)
     one = row(1)
     for seq in range(50_000):  # the sink is stuck for good: a commit that waited for it would never return
         sink.commit(seq, one)
-    assert len(sink._waiting) <= sinks.WAITING
+    assert len(sink._waiting) <= exporters.WAITING
     sink.close()
     Stuck.over.set()
     sink._thread.join(5)
@@ -287,7 +289,7 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch) -> None:
     """Needs the package; nothing is sent."""
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(sinks, "CLOSE_S", 60)
+    monkeypatch.setattr(exporters, "CLOSE_S", 60)
     sink = WandbSink("ft-hsdp-test", "run", tmp_path)
     for step in (1, 2, 3):
         sink.commit(step, row(step))
@@ -302,4 +304,4 @@ def test_weights_and_biases_offline(tmp_path: Path, monkeypatch) -> None:
     while fewest() < 3:  # a process of the package writes it
         assert time.monotonic() < deadline, "the file lacks points"
         time.sleep(0.05)
-    assert '"seq": 3' in (tmp_path / sinks.WRITTEN).read_text()
+    assert '"seq": 3' in (tmp_path / exporters.WRITTEN).read_text()

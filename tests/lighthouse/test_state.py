@@ -9,7 +9,7 @@ from lighthouse_helpers import START, Script, at, name, record
 
 from ft_hsdp.core.assignment import CatchUp, Continue, Finish, Grant, Refused
 from ft_hsdp.core.commit import Fence
-from lighthouse.state import View
+from lighthouse.quorum.state import View
 from lighthouse.store import MemoryStore
 
 HOUR = 3600.0

@@ -20,12 +20,11 @@ from lighthouse_helpers import START, Script, at, record
 from ft_hsdp.core import lineage
 from ft_hsdp.errors import ConfigError
 from lighthouse import store as stores
-from lighthouse.edges import NO_EDGES, Barred, Edges
-from lighthouse.election import Election
-from lighthouse.etcd import Etcd
-from lighthouse.etcd_store import EtcdStore
-from lighthouse.quorum import Lease
-from lighthouse.state import Agreement, Policy, State
+from lighthouse.ha.election import Election, EtcdStore
+from lighthouse.ha.etcd import Etcd
+from lighthouse.quorum.edges import NO_EDGES, Barred, Edges
+from lighthouse.quorum.rules import Lease
+from lighthouse.quorum.state import Agreement, Policy, State
 from lighthouse.store import FORMAT, MemoryStore, SqliteStore, StoreFailed
 
 POLICY = Policy(slots=3, steps=10)
@@ -132,7 +131,7 @@ class InEtcd:
 
 
 def etcd_wire(text):
-    from lighthouse import etcd
+    from lighthouse.ha import etcd
 
     return etcd._wire(text)
 
@@ -398,7 +397,7 @@ def test_the_term_is_never_below_the_fence_nor_below_one_that_was_used(etcd):
 
 def test_a_write_of_unknown_outcome_deposes(etcd, monkeypatch):
     """It may have happened: only who reads the store anew knows what is in it."""
-    from lighthouse.etcd import EtcdUnreachable
+    from lighthouse.ha.etcd import EtcdUnreachable
 
     kind = InEtcd(SimpleRequest(etcd))
     store = kind.open()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lighthouse.straggler import SLOW, SLOW_NO_MORE, WINDOW, Stragglers
+from lighthouse.overview.liveness import SLOW, SLOW_NO_MORE, WINDOW, Stragglers
 
 
 def row(step, busy, wait=0.0, contributors=(0, 1, 2), role="contribute"):

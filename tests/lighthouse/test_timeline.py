@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_hsdp.launch.summary import fault_free_step
-from lighthouse.failures import MAX_EPOCHS, MAX_FAILURES, Failures
-from lighthouse.lanes import MAX_SEGMENTS, Lane, _joined
-from lighthouse.timeline import SHOWN_EPOCHS, Timeline, states
+from lighthouse.overview.failures import MAX_EPOCHS, MAX_FAILURES, Failures
+from lighthouse.overview.overview import SHOWN_EPOCHS, Timeline, states
+from lighthouse.overview.replicas import MAX_SEGMENTS, Lane, _joined
 
 T = 1000.0
 

@@ -15,13 +15,13 @@ from lighthouse_helpers import TOKEN, make_service, run_async
 
 from ft_hsdp import protocol
 from ft_hsdp.protocol import RankBeat, Telemetry
-from lighthouse.api import create_app
-from lighthouse.archive import ArchiveFailed, MemoryArchive
-from lighthouse.auth import Keys, view_key
-from lighthouse.chronicle import About, Chronicle
-from lighthouse.limits import STREAMS
-from lighthouse.static import FOLDER, SECURITY, Static
-from lighthouse.views import views
+from lighthouse.http.app import create_app
+from lighthouse.http.auth import Keys, view_key
+from lighthouse.http.journal_routes import FOLDER, SECURITY, Static, views
+from lighthouse.http.rate_limits import STREAMS
+from lighthouse.journal.database import DatabaseFailed, MemoryDatabase
+from lighthouse.journal.journal import JobJournal
+from lighthouse.overview.rows import About
 
 ADMIN = "ad" * 32
 KEYS = Keys(TOKEN, ADMIN)
@@ -39,7 +39,7 @@ class Site:
     """A lighthouse with a chronicle, in process."""
 
     def __init__(self, archive=None):
-        self.chronicle = Chronicle(archive or MemoryArchive(), ABOUT)
+        self.chronicle = JobJournal(archive or MemoryDatabase(), ABOUT)
         self.service, _ = make_service(2)
         self.app = create_app(self.service, KEYS, self.chronicle)
 
@@ -183,9 +183,9 @@ def test_the_picture_says_what_the_service_decides_by():
 
 
 def test_a_journal_that_cannot_be_read_is_503():
-    class Gone(MemoryArchive):
+    class Gone(MemoryDatabase):
         def read(self, *_, **__):
-            raise ArchiveFailed("disk I/O error")
+            raise DatabaseFailed("disk I/O error")
 
         events = read
 
@@ -347,7 +347,7 @@ def test_streams_end_with_the_chronicle_and_hold_nothing_when_their_reader_is_go
 
 
 def test_a_silent_stream_is_kept_alive(monkeypatch):
-    monkeypatch.setattr("lighthouse.views.PING_S", 0.05)
+    monkeypatch.setattr("lighthouse.http.journal_routes.PING_S", 0.05)
 
     async def main():
         site = Site()
@@ -380,7 +380,7 @@ def test_too_many_streams_are_429(monkeypatch):
 
 
 def test_a_page_without_a_service_shows_a_job_that_is_over():
-    chronicle = Chronicle(MemoryArchive(), About("job", 2, 1, 10, live=False))
+    chronicle = JobJournal(MemoryDatabase(), About("job", 2, 1, 10, live=False))
     app = FastAPI()
     app.include_router(views(chronicle, None, KEYS))
 

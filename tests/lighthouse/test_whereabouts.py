@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from ft_hsdp.errors import ProtocolViolation
-from lighthouse import whereabouts
+from lighthouse import validation
 
-ALLOW = whereabouts.networks(["10.0.0.0/8", "fd00::/8"])
+ALLOW = validation.networks(["10.0.0.0/8", "fd00::/8"])
 
 GOOD = [
     ("127.0.0.1", "127.0.0.1:7000"),
@@ -62,14 +62,14 @@ BAD = [
 @pytest.mark.parametrize(("peer", "address"), GOOD)
 @pytest.mark.parametrize("ring", [True, False])
 def test_at_home_and_where_the_operator_allows(peer, address, ring):
-    whereabouts.check((address,) if ring else (), () if ring else (address,), peer, ALLOW)
+    validation.check((address,) if ring else (), () if ring else (address,), peer, ALLOW)
 
 
 @pytest.mark.parametrize(("peer", "address", "why"), BAD, ids=lambda v: str(v)[:40])
 @pytest.mark.parametrize("ring", [True, False])
 def test_nowhere_else(peer, address, why, ring):
     with pytest.raises(ProtocolViolation, match=why) as caught:
-        whereabouts.check((address,) if ring else (), () if ring else (address,), peer, ALLOW)
+        validation.check((address,) if ring else (), () if ring else (address,), peer, ALLOW)
     line = str(caught.value)
     assert line.startswith("ring" if ring else "state")
     assert len(line) < 300
@@ -79,13 +79,13 @@ def test_nowhere_else(peer, address, why, ring):
 def test_a_refusal_is_not_remembered_as_a_yes_nor_one_peers_yes_as_anothers():
     for _ in range(2):
         with pytest.raises(ProtocolViolation):
-            whereabouts.check(("192.0.2.8:80",), (), "192.0.2.7", ())
-    whereabouts.check(("192.0.2.8:80",), (), "192.0.2.8", ())
+            validation.check(("192.0.2.8:80",), (), "192.0.2.7", ())
+    validation.check(("192.0.2.8:80",), (), "192.0.2.8", ())
     with pytest.raises(ProtocolViolation):
-        whereabouts.check(("192.0.2.8:80",), (), "192.0.2.7", ())
+        validation.check(("192.0.2.8:80",), (), "192.0.2.7", ())
 
 
 def test_a_replica_has_at_most_64_addresses():
-    whereabouts.check(("127.0.0.1:1",) * 64, (), "127.0.0.1", ())
+    validation.check(("127.0.0.1:1",) * 64, (), "127.0.0.1", ())
     with pytest.raises(ProtocolViolation, match="ring has 65 addresses"):
-        whereabouts.check(("127.0.0.1:1",) * 65, (), "127.0.0.1", ())
+        validation.check(("127.0.0.1:1",) * 65, (), "127.0.0.1", ())

@@ -17,8 +17,8 @@ from ft_hsdp.core.standing import Phase, Replica
 from ft_hsdp.sim import moves
 from ft_hsdp.sim.explore import Result, explore
 from ft_hsdp.sim.world import Bounds
-from lighthouse import decide, edges, lives, quorum, rounds, state
-from lighthouse.exits import outlived
+from lighthouse.quorum import edges, incarnations, membership, rules, state, transition
+from lighthouse.quorum.transition import outlived
 
 NOTHING = {"deaths": 0, "pauses": 0, "restarts": 0}
 SENTENCE = re.compile(r"(a link of |the )?(replica \d|lighthouse|grace|silent)( [^\s]+)+")
@@ -107,7 +107,7 @@ def test_no_violation_in_other_spaces(space: Bounds, least: int) -> None:
     ids=str,
 )
 def test_no_violation_if_epochs_that_are_alike_are_merged_at_once(space: Bounds) -> None:
-    with mock.patch.object(quorum, "EPOCHS", 0):
+    with mock.patch.object(rules, "EPOCHS", 0):
         result = explore(space, limit_s=60)
     assert not result.violation, str(result)
     assert result.exhausted
@@ -235,7 +235,7 @@ def _whoever_runs_is_newest(
     def mutant(s: state.State, who: tuple[int, str], now: float, report: Any = None) -> state.State | str:
         if report is None:
             others = tuple(n for n in s.lives if (n.replica, n.incarnation) != who)
-            return replace(s, lives=(*others, quorum.Life(*who, 1 + max((n.number for n in others), default=0))))
+            return replace(s, lives=(*others, rules.Life(*who, 1 + max((n.number for n in others), default=0))))
         return admit(s, who, now, report)
 
     return mutant
@@ -306,13 +306,13 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
     ),
     "a yes is forgotten": ([(core, "broken", _forget_the_yes(asking.broken))], LINK, True, "two histories: "),
     "everything is void": (
-        [(core, "void", _always), (quorum, "void", _always)],
+        [(core, "void", _always), (rules, "void", _always)],
         LINK,
         True,
         "two histories: ",
     ),
-    "silence is death": ([(rounds, "_form", _silence_is_death(rounds._form))], PAIR, True, ""),
-    "no overlap with other epochs": ([(quorum, "uncovered", _nobody)], PAIR, True, ""),
+    "silence is death": ([(membership, "_form", _silence_is_death(membership._form))], PAIR, True, ""),
+    "no overlap with other epochs": ([(rules, "uncovered", _nobody)], PAIR, True, ""),
     "states are not compared": (
         [(core, "reduced", _no_digest(voting.reduced))],
         bounds(flips=1),
@@ -326,37 +326,37 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         "unsaid: ",
     ),
     "nobody comes back": (
-        [(rounds, "_form", _impatient(rounds._form))],
+        [(membership, "_form", _impatient(membership._form))],
         bounds(replicas=2, deaths=2, recovery=True),
         True,
         "given up: ",
     ),
     "whoever is in no remembered epoch is newer": (
-        [(decide, "admit", _in_no_epoch_is_newer(lives.admit))],
+        [(transition, "admit", _in_no_epoch_is_newer(incarnations.admit))],
         bounds(replicas=2, doubles=1, steps=4),
         True,
         "identity: ",
     ),
     "the last word of two supervisors counts": (
-        [(decide, "admit", _whoever_runs_is_newest(lives.admit))],
+        [(transition, "admit", _whoever_runs_is_newest(incarnations.admit))],
         bounds(replicas=2, doubles=1),
         True,
         "identity: ",
     ),
     "an older store is believed, and answers that do not fit are ignored": (
-        [(decide, "store_behind", _never), (core, "again", _ignore_the_misfit)],
+        [(transition, "store_behind", _never), (core, "again", _ignore_the_misfit)],
         bounds(replicas=2, copies=1, breaks=1),
         True,
         "idle: ",
     ),
     "a local error counts as the neighbour's": (
-        [(rounds, "learn", _count_nothing), (moves, "_exhausted", _blame_the_neighbour)],
+        [(membership, "learn", _count_nothing), (moves, "_exhausted", _blame_the_neighbour)],
         bounds(replicas=2, shortages=1, steps=1),
         True,
         "storm: ",
     ),
     "failed edges are not counted": (
-        [(rounds, "learn", _count_nothing)],
+        [(membership, "learn", _count_nothing)],
         bounds(replicas=2, cut=(0, 1)),
         True,
         "storm: ",
@@ -374,25 +374,25 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         "blamed: ",
     ),
     "the head is not remembered": (
-        [(where, "raise_head", lambda s, _: s) for where in (decide, rounds, state)],
+        [(where, "raise_head", lambda s, _: s) for where in (transition, membership, state)],
         bounds(replicas=2, deaths=1),
         True,
         "stuck: ",
     ),
     "an empty store begins with whoever asks": (
-        [(rounds, "_silent", lambda *_: []), (rounds, "_unheard", lambda *_: [])],
+        [(membership, "_silent", lambda *_: []), (membership, "_unheard", lambda *_: [])],
         bounds(replicas=2, wipes=1, breaks=1),
         True,
         "",
     ),
     "whoever is behind has to wait for a grant": (
-        [(rounds, "_catch_up", lambda s, *_: (s, ()))],
+        [(membership, "_catch_up", lambda s, *_: (s, ()))],
         bounds(replicas=2, deaths=1, min_replicas=2),
         True,
         "stuck: ",
     ),
     "too few go on": (
-        [(rounds, "_form", _whoever_is_left(rounds._form))],
+        [(membership, "_form", _whoever_is_left(membership._form))],
         bounds(replicas=2, deaths=1, min_replicas=2),
         True,
         "too few: ",

@@ -17,10 +17,9 @@ from ft_hsdp.core.standing import Replica
 from ft_hsdp.sim import moves
 from ft_hsdp.sim.invariants import Violation
 from ft_hsdp.sim.world import Bounds
-from lighthouse import quorum, rounds
-from lighthouse.decide import transition
-from lighthouse.quorum import highest
-from lighthouse.state import (
+from lighthouse.quorum import membership, rules
+from lighthouse.quorum.rules import highest
+from lighthouse.quorum.state import (
     Asked,
     Effect,
     Evict,
@@ -32,6 +31,7 @@ from lighthouse.state import (
     State,
     Ticked,
 )
+from lighthouse.quorum.transition import transition
 
 ZERO = lineage.initial("config", "weights")
 ADOPT = ("replica 0 gets epoch 1", "replica 1 gets epoch 1", "replica 2 gets epoch 1")
@@ -173,7 +173,7 @@ def test_a_new_epoch_overlaps_with_every_epoch_since_the_head() -> None:
     s = scenario(**faults).play(*SOLO_ON_A_LEASE)
     assert not [o for o in s.options() if "gets epoch 4 on (2, 1" in o]
     s.run_out()
-    with mock.patch.object(quorum, "uncovered", return_value=None):
+    with mock.patch.object(rules, "uncovered", return_value=None):
         s = scenario(**faults).play(*SOLO_ON_A_LEASE, "replica 1 gets epoch 4")
         with pytest.raises(Violation, match="two histories"):
             s.play("replica 1 holds the sum of epoch 4 step 2")
@@ -268,7 +268,7 @@ def test_a_record_that_a_later_decision_passed_over_stays_dead() -> None:
     s = scenario(**faults).play(*lines)
     s.run_out()
     assert len(set(s.world.content)) == 1
-    with mock.patch.object(rounds, "overruled", return_value=False):
+    with mock.patch.object(membership, "overruled", return_value=False):
         s = scenario(**faults).play(*lines, "the grace of the silent ends")
         with pytest.raises(Violation, match="two histories"):
             s.play("replica 0 gets word to catch up", "replica 1 gets word to catch up")

@@ -11,7 +11,7 @@ from ft_hsdp import tls
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.doctor.finding import Bad, Subject
 from ft_hsdp.launch.doctor.names import addresses
-from lighthouse.etcd import Etcd, EtcdRefused, EtcdUnreachable
+from lighthouse.ha.etcd import Etcd, EtcdRefused, EtcdUnreachable
 
 ANSWER_S = 2.0
 ETCD_S = 5.0  # for all endpoints
@@ -66,5 +66,5 @@ def etcd(subject: Subject) -> str:
             client.close()
     well = len(endpoints) - len(problems)
     if well == 0:
-        raise Bad(f"{problems[0]}; start etcd, or correct lighthouse.etcd")
+        raise Bad(f"{problems[0]}; start etcd, or correct lighthouse.ha.etcd")
     return f"{well} of {len(endpoints)} endpoints answer" + (f" ({problems[0]})" if problems else "")

@@ -1,0 +1,201 @@
+"""Election: which of several lighthouses leads. One key in etcd, put under a lease, says so.
+
+The revision in which the key was made is the fence of its holder: whoever comes later has a larger one. The holder
+counts its lease from before it asked for it, so it stops before anybody else can begin.
+
+EtcdStore: the durable state of a job in etcd, for the lighthouse that leads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import secrets
+import time
+from collections.abc import Callable
+
+from ft_hsdp.core import lineage
+from lighthouse.ha.etcd import Entry, Etcd, EtcdRefused, EtcdUnreachable
+from lighthouse.quorum.state import State
+from lighthouse.store import FORMAT, JsonStore, Rows, StoreFailed
+
+POLL_S = 0.25  # between two looks at who leads
+RETRY_S = 0.1  # after a call that nobody answered
+KEEPS = 4  # calls within one lease
+MARGIN = 0.9  # part of a lease that its holder counts on
+
+
+def boot_time() -> float:
+    """Seconds since this machine started, those included in which it was suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class Election:
+    """One candidate for the lead of a job. ``key`` is the leader's, ``lease_s`` whole seconds."""
+
+    def __init__(
+        self, etcd: Etcd, key: str, url: str, lease_s: int, clock: Callable[[], float] = boot_time
+    ) -> None:
+        self.key = key
+        self.leader: str | None = None  # the URL of the newest leader that was seen
+        self.revision = 0
+        self._etcd = etcd
+        self._lease_s = lease_s
+        self._clock = clock
+        self._url = url
+        self._lease = 0
+        self._until = 0.0
+
+    @property
+    def holds(self) -> bool:
+        """Whether this candidate leads for certain: nobody else can, by now."""
+        return self.revision > 0 and self._clock() < self._until
+
+    async def win(self) -> None:
+        """Wait until this candidate leads."""
+        while True:
+            if await self._try():
+                return
+            await asyncio.sleep(POLL_S)
+
+    async def keep(self) -> str:
+        """Go on leading for as long as possible; why it is over."""
+        pause = self._lease_s / KEEPS
+        while True:
+            await asyncio.sleep(pause)
+            sent = self._clock()
+            try:
+                left = await asyncio.to_thread(self._etcd.keep_alive, self._lease)
+            except EtcdUnreachable as error:
+                if not self.holds:
+                    return f"its lease may have run out: {error}"
+                pause = RETRY_S
+                continue
+            except EtcdRefused as error:
+                left, why = 0.0, str(error)
+            else:
+                why = "etcd has ended its lease"
+            if left <= 0:
+                self.revision = 0
+                return why
+            if not self.holds:
+                return "its lease may have run out while it did not run"
+            self._until = sent + MARGIN * left
+            pause = self._lease_s / KEEPS
+
+    def resign(self) -> None:
+        """Let another candidate lead at once."""
+        self.revision = 0
+        if self._lease:
+            with contextlib.suppress(EtcdUnreachable, EtcdRefused):
+                self._etcd.revoke(self._lease)
+            self._lease = 0
+
+    async def _try(self) -> bool:
+        """Look who leads; if nobody does, try to."""
+        try:
+            found = await asyncio.to_thread(self._etcd.get, self.key)
+            if found is None:
+                return await self._campaign()
+        except (EtcdUnreachable, EtcdRefused):
+            self.leader = None
+        else:
+            self.leader = _url(found)
+        return False
+
+    async def _campaign(self) -> bool:
+        """Put the key under a lease, unless somebody else was faster."""
+        me = json.dumps({"url": self._url, "campaign": secrets.token_hex(8)})
+        asked = self._clock()
+        self._lease, holds_s = await asyncio.to_thread(self._etcd.grant, self._lease_s)
+        found = await asyncio.to_thread(self._etcd.create, self.key, me, self._lease)
+        self.leader = _url(found)
+        if found.value != me:
+            await asyncio.to_thread(self.resign)
+            return False
+        self._until = asked + MARGIN * holds_s
+        self.revision = found.create_revision
+        return True
+
+
+def _url(entry: Entry) -> str | None:
+    try:
+        url = json.loads(entry.value)["url"]
+    except (ValueError, KeyError, TypeError):
+        return None
+    return url if isinstance(url, str) else None
+
+
+_FORMAT = "format"
+
+
+class Deposed(StoreFailed):
+    """This lighthouse does not lead any more, or cannot know that it does."""
+
+
+class EtcdStore(JsonStore):
+    """Rows below ``prefix``, each "DIGEST JSON"; each write is one transaction that only the leader's key lets in.
+
+    A write that nobody answered may have happened: this lighthouse then no longer knows what is durable, and is
+    deposed for good. Raises Deposed, too, where nothing would be written: a decision is the leader's alone.
+    """
+
+    def __init__(self, etcd: Etcd, prefix: str, election: Election) -> None:
+        super().__init__()
+        self._etcd = etcd
+        self._prefix = f"{prefix}/durable/"
+        self._election = election
+        self._doubt = ""
+
+    def unsaved(self, state: State) -> frozenset[str]:
+        """See `Store`. Raises Deposed."""
+        if self._doubt or not self._election.holds:
+            raise Deposed(f"this lighthouse does not lead any more{self._doubt and f': {self._doubt}'}")
+        return super().unsaved(state)
+
+    def close(self) -> None:
+        """See `Store`; who resigns lets another lighthouse have it."""
+
+    def _read(self) -> tuple[int, Rows]:
+        try:
+            found = self._etcd.below(self._prefix)
+        except EtcdUnreachable as error:
+            raise Deposed(str(error)) from error
+        except EtcdRefused as error:
+            raise self._unusable(str(error)) from None
+        texts = {key.removeprefix(self._prefix): entry.value for key, entry in found.items()}
+        rows: Rows = {}
+        for name, text in texts.items():
+            digest, _, rows[name] = text.partition(" ")
+            if digest != lineage.digest(name, rows[name]):
+                raise self._unusable(f"{name} is damaged")
+        kept = rows.pop(_FORMAT, "0")
+        return (int(kept) if kept.isdecimal() else 0), rows
+
+    def _write(self, rows: Rows) -> None:
+        texts = {**rows, _FORMAT: str(FORMAT)}
+        values = {self._prefix + n: f"{lineage.digest(n, text)} {text}" for n, text in texts.items()}
+        try:
+            led = self._etcd.put_if(self._election.key, self._election.revision, values)
+        except EtcdUnreachable as error:
+            self._doubt = f"a write may be lost or not ({error})"
+            raise Deposed(f"lighthouse store {self._name}: {self._doubt}") from error
+        except EtcdRefused as error:
+            raise StoreFailed(f"lighthouse store {self._name}: {error}") from error
+        if not led:
+            self._doubt = "another one does"
+            raise Deposed(f"lighthouse store {self._name}: another lighthouse leads")
+
+    @property
+    def deposed(self) -> str:
+        """Why nothing can be written any more; "" while it can."""
+        return self._doubt
+
+    @property
+    def _least_term(self) -> int:
+        return self._election.revision
+
+    @property
+    def _name(self) -> str:
+        return f"etcd {self._prefix}"

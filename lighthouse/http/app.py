@@ -1,0 +1,169 @@
+"""The operator's routes: evict, drain, undrain, checkpoint, scale. An order is journaled before it is obeyed.
+
+The lighthouse over HTTP: its routes, put together.
+"""
+
+from __future__ import annotations
+
+from email.utils import formatdate
+
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from ft_hsdp import bounded, protocol
+from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.protocol import Overview, Processes
+from lighthouse.http import middleware
+from lighthouse.http.auth import Bearer, Keys
+from lighthouse.http.journal_routes import views
+from lighthouse.http.metrics import Meter, metrics
+from lighthouse.http.openapi import describe
+from lighthouse.http.quorum_route import QuorumRoute
+from lighthouse.journal.journal import JobJournal
+from lighthouse.journal.row_checks import LIMIT
+from lighthouse.quorum.commands import Impossible
+from lighthouse.quorum.state import Action
+from lighthouse.service import Service
+from lighthouse.store import StoreFailed
+
+MAX_REASON = 500  # characters
+
+
+class Order(BaseModel):
+    """What may come with an order; ``force`` is about drain and scale alone."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    reason: str = Field("", max_length=MAX_REASON, description="why; it stands in the journal")
+    force: bool = Field(False, description="even if fewer than quorum.min_replicas are left")
+
+
+class Size(Order):
+    """How many replicas the job is to have."""
+
+    replicas: int = Field(ge=1, le=LIMIT, description="those with lower ids take part; at most max_replicas")
+
+
+class Said(BaseModel):
+    """What will happen, or why nothing can; one line."""
+
+    detail: str
+
+
+def admin(service: Service, keys: Keys) -> APIRouter:
+    """POST /v1/admin/..., for whoever holds the admin's token. Answers {"detail": one line}: 200, 404, 409 or 422.
+
+    The same order once more changes nothing and is answered with 200.
+    """
+    router = APIRouter(
+        prefix="/v1/admin",
+        dependencies=[Depends(Bearer(keys, "admin"))],
+        responses={
+            404: {"model": Said, "description": "there is no such replica"},
+            409: {"model": Said, "description": "it cannot be done now"},
+        },
+    )
+
+    def carry_out(
+        request: Request, order: Order | None, action: Action, replica: int = 0, target: int = 0
+    ) -> Said:
+        order = order or Order()
+        reason = " ".join("".join(c if c.isprintable() else " " for c in order.reason).split())
+        address = request.client.host if request.client else "unknown"
+        done = service.command(action, replica, reason or "no reason was given", address, order.force, target)
+        if isinstance(done, Impossible):
+            raise HTTPException(done.status, done.detail)
+        return Said(detail=done)
+
+    @router.post("/replicas/{id}/evict")
+    async def evict(request: Request, id: int, order: Order | None = None) -> Said:  # noqa: A002
+        """Have the supervisor of a replica kill it, stopped processes included, and start it again."""
+        return carry_out(request, order, "evict", id)
+
+    @router.post("/replicas/{id}/drain")
+    async def drain(request: Request, id: int, order: Order | None = None) -> Said:  # noqa: A002
+        """Have a replica leave at the next step boundary, and keep it away until it is undrained."""
+        return carry_out(request, order, "drain", id)
+
+    @router.post("/replicas/{id}/undrain")
+    async def undrain(request: Request, id: int, order: Order | None = None) -> Said:  # noqa: A002
+        """Let a drained replica come back."""
+        return carry_out(request, order, "undrain", id)
+
+    @router.post("/checkpoint")
+    async def checkpoint(request: Request, order: Order | None = None) -> Said:
+        """Have one replica write the next state to durable storage."""
+        return carry_out(request, order, "checkpoint")
+
+    @router.post("/scale")
+    async def scale(request: Request, size: Size) -> Said:
+        """Have the job go on with another number of replicas, from the next step boundary on."""
+        return carry_out(request, size, "scale", target=size.replicas)
+
+    return router
+
+
+_PROCESSES = bounded.checker(Processes)
+_OVERVIEW: TypeAdapter[Overview] = TypeAdapter(Overview)
+
+
+def create_app(
+    service: Service, keys: Keys, chronicle: JobJournal | None = None, meter: Meter | None = None
+) -> QuorumRoute:
+    """The application. Errors are {"detail": one line}; GET /openapi.json says which come where.
+
+    POST /v1/quorum     `protocol.encode(Ask)` -> `protocol.encode` of the answer; a long poll
+    POST /v1/processes  fields of `protocol.Processes` -> fields of `protocol.Overview`; tagged -> tagged
+    GET  /v1/status     the job, its members, and each replica's state
+    GET  /healthz       200 while the lighthouse serves; needs no token, as the page itself at /
+    With a chronicle those of `views` and, with a meter, of `metrics`; always those of `admin`.
+    """
+    app = FastAPI(title="lighthouse", docs_url=None, redoc_url=None, openapi_url=None)
+    v1 = APIRouter(prefix="/v1")
+    worker, viewer = [Depends(Bearer(keys, "worker"))], [Depends(Bearer(keys, "viewer"))]
+
+    @v1.post("/processes", dependencies=worker)
+    async def processes(request: Request) -> Response:
+        """A supervisor says what runs and gets orders to evict."""
+        picture, tagged = _picture(await middleware.read(request.receive))
+        overview = service.processes(picture)
+        answer = protocol.encode(overview) if tagged else _OVERVIEW.dump_json(overview)
+        return Response(answer, media_type="application/json")
+
+    @v1.get("/status", dependencies=viewer)
+    async def status() -> JSONResponse:
+        """The running job."""
+        return JSONResponse(service.status())
+
+    @app.get("/healthz")
+    async def healthz() -> Response:
+        """Whether the lighthouse serves."""
+        return Response("ok\n", media_type="text/plain", headers={"date": formatdate(usegmt=True)})
+
+    @app.exception_handler(ProtocolViolation)
+    async def violation(_: Request, error: Exception) -> JSONResponse:
+        return JSONResponse({"detail": " ".join(str(error).split())}, 422)
+
+    @app.exception_handler(StoreFailed)
+    async def store_failed(_: Request, error: Exception) -> JSONResponse:
+        return JSONResponse({"detail": " ".join(str(error).split())}, 503)
+
+    app.include_router(v1)
+    if chronicle is not None:
+        app.include_router(views(chronicle, service, keys))
+        if meter is not None:
+            app.include_router(metrics(chronicle, meter, keys))
+    app.include_router(admin(service, keys))
+    describe(app, keys)
+    return QuorumRoute(app, service, Bearer(keys, "worker"))
+
+
+def _picture(body: bytes) -> tuple[Processes, bool]:
+    """The supervisor's message, and whether it came as `protocol.encode` makes it. Raises ProtocolViolation."""
+    if body.startswith(b'{"type":'):
+        return protocol.decode(body, Processes), True
+    try:
+        return _PROCESSES.validate_json(body), False
+    except ValidationError as error:
+        raise ProtocolViolation(bounded.complaint(error)) from None

@@ -1,0 +1,220 @@
+"""Static: the page's files, from a table that is made once: no path from the network reaches the file system.
+
+Views: the routes by which the chronicle is told things and shown: telemetry, picture, log and stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, HTTPException, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from ft_hsdp import protocol
+from ft_hsdp.protocol import Telemetry
+from lighthouse.http import middleware
+from lighthouse.http.auth import Bearer, Keys
+from lighthouse.http.rate_limits import TooMany
+from lighthouse.http.schemas import Events, Picture
+from lighthouse.journal.database import MAX_READ, DatabaseFailed
+from lighthouse.journal.journal import JobJournal, said
+from lighthouse.journal.row_checks import LIMIT
+from lighthouse.quorum.state import State as Decisions
+from lighthouse.service import Service
+
+FOLDER = Path(__file__).parents[1] / "dashboard"
+TYPES = {
+    ".html": "text/html; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".woff2": "font/woff2",
+}
+SECURITY = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cache-Control": "no-cache",  # asked again each time; the answer is 304 as long as nothing has changed
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _File:
+    body: bytes
+    kind: str
+    etag: str
+
+
+class Static:
+    """The files of ``folder`` whose type is known, by their paths in it."""
+
+    def __init__(self, folder: Path = FOLDER) -> None:
+        found = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix in TYPES)
+        self._files = {p.relative_to(folder).as_posix(): _read(p) for p in found}
+
+    def answer(self, request: Request, path: str) -> Response:
+        """The file at ``path``, or 304 to a browser that has it. Raises HTTPException 404."""
+        file = self._files.get(path)
+        if file is None:
+            raise HTTPException(404, "no such page")
+        headers = SECURITY | {"ETag": file.etag}
+        known = [tag.strip().removeprefix("W/") for tag in request.headers.get("if-none-match", "").split(",")]
+        if file.etag in known:
+            return Response(status_code=304, headers=headers)
+        return Response(file.body, media_type=file.kind, headers=headers)
+
+
+def _read(path: Path) -> _File:
+    body = path.read_bytes()
+    return _File(body, TYPES[path.suffix], f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"')
+
+
+PING_S = 10.0  # a stream is never silent for longer
+RETRY_MS = 1000  # after which a browser may open a stream again
+
+Time = Annotated[float | None, Query(ge=0, le=LIMIT, allow_inf_nan=False, description="Unix seconds")]
+Number = Annotated[int | None, Query(ge=0, le=LIMIT, description="number of a row")]
+
+
+def views(chronicle: JobJournal, service: Service | None, keys: Keys) -> APIRouter:
+    """The routes; without a ``service`` nobody decides any more: the job has ended.
+
+    Errors are {"detail": one line}: 401, 403, 413, 422, 429, and 503 if the journal cannot be read.
+
+    GET  /, /assets/...   the page: files that hold no data, for everybody
+    POST /v1/telemetry    `protocol.encode(Telemetry)` from a worker; 204
+    GET  /v1/overview     the picture, now or ``at`` a time
+    GET  /v1/events       a page of the log
+    GET  /v1/stream       server-sent events: every row as it comes, and none twice after a break
+    """
+    routes = APIRouter()
+    files = Static()
+    worker, viewer = [Depends(Bearer(keys, "worker"))], [Depends(Bearer(keys, "viewer"))]
+
+    @routes.get("/", include_in_schema=False)
+    async def page(request: Request) -> Response:
+        """The page."""
+        return files.answer(request, "index.html")
+
+    @routes.get("/assets/{path:path}", include_in_schema=False)
+    async def asset(request: Request, path: str) -> Response:
+        """A file of the page."""
+        return files.answer(request, path)
+
+    @routes.post("/v1/telemetry", dependencies=worker, status_code=204, response_class=Response)
+    async def telemetry(request: Request) -> None:
+        """A replica or a supervisor tells what is only to be seen."""
+        chronicle.take(protocol.decode(await middleware.read(request.receive), Telemetry))
+        await chronicle.kept()
+
+    @routes.get("/v1/overview", dependencies=viewer)
+    async def overview(
+        at: Time = None,
+        start: Time = None,
+        end: Time = None,
+        points: Annotated[int, Query(ge=1, le=5000, description="of a curve, at most")] = 600,
+    ) -> Picture:
+        """The job in one picture."""
+        try:
+            await chronicle.ready(at)
+            shown = chronicle.picture(at=at, start=start, end=end, points=points)
+        except DatabaseFailed as error:
+            raise _unreadable(error) from None
+        if service is not None and at is None:
+            _decided(shown, service.state)
+        return Picture.model_validate(shown)
+
+    @routes.get("/v1/events", dependencies=viewer)
+    async def events(
+        after: Number = None,
+        before: Number = None,
+        limit: Annotated[int, Query(ge=1, le=MAX_READ)] = 200,
+        replica: Annotated[int | None, Query(ge=0, le=LIMIT)] = None,
+        event: Annotated[str | None, Query(max_length=64)] = None,
+        text: Annotated[str | None, Query(max_length=200, description="stands somewhere in the row")] = None,
+    ) -> Events:
+        """A page of the log: the first rows after a number, else the newest ones before a number or of all."""
+        try:
+            found = await asyncio.to_thread(
+                chronicle.events,
+                after=after,
+                before=before,
+                limit=limit,
+                replica=replica,
+                event=event,
+                text=text,
+            )
+        except DatabaseFailed as error:
+            raise _unreadable(error) from None
+        return Events.model_validate(found)
+
+    @routes.get("/v1/stream", dependencies=viewer, response_class=StreamingResponse, responses=_STREAM)
+    async def stream(request: Request, after: Number = None) -> StreamingResponse:
+        """Every row above the Last-Event-ID, or above ``after``, or from now on."""
+        told = request.headers.get("last-event-id", "")
+        if told.isascii() and told.isdigit() and len(told) <= 16:
+            after = int(told)
+        if chronicle.crowded:
+            raise HTTPException(429, "too many followers; try again in 5 s", headers={"Retry-After": "5"})
+        rows = _messages(chronicle.follow(after))
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(rows, media_type="text/event-stream", headers=headers)
+
+    return routes
+
+
+_STREAM: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "rows: `id`, `event: event` or `event: commit`, `data`; `said` is an event in a sentence",
+        "content": {"text/event-stream": {"schema": {"type": "string"}}},
+    }
+}
+
+Rows = AsyncIterator[tuple[int, str, dict[str, Any]]]
+
+
+async def _messages(rows: Rows) -> AsyncIterator[str]:
+    """Server-sent events of ``rows``; a comment when there is none for long."""
+    task = asyncio.ensure_future(anext(rows, None))
+    try:
+        yield f"retry: {RETRY_MS}\n\n"
+        while True:
+            await asyncio.wait({task}, timeout=PING_S)
+            if not task.done():
+                yield ": \n\n"
+                continue
+            try:
+                row = task.result()
+            except (DatabaseFailed, TooMany):
+                return  # the follower comes back, and goes on where it was
+            if row is None:
+                return
+            seq, kind, body = row
+            told = {"said": said(body)} if kind == "event" else {}
+            data = json.dumps({"seq": seq, **body, **told}, separators=(",", ":"), allow_nan=False)
+            yield f"id: {seq}\nevent: {kind}\ndata: {data}\n\n"
+            task = asyncio.ensure_future(anext(rows, None))
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+        await rows.aclose()  # type: ignore[attr-defined]
+
+
+def _decided(shown: dict[str, Any], state: Decisions) -> None:
+    """Put what the lighthouse decides by into a picture: it is true even where rows of it are lost."""
+    shown["lighthouse"] |= {"term": state.term, "epoch": state.epoch}
+    shown["job"]["total"] = state.target
+    for row in shown["replicas"]:
+        row["drained"] = row["replica"] in state.drained
+
+
+def _unreadable(error: DatabaseFailed) -> HTTPException:
+    return HTTPException(503, " ".join(str(error).split()))

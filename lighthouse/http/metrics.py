@@ -1,0 +1,302 @@
+"""Metrics for Prometheus: what the chronicle's picture shows, and counts of what passes by.
+
+docs/metrics.md names them. Labels are bounded: replicas, states, causes, routes, kinds of failures; what is none
+of them is "other".
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from fastapi import APIRouter, Depends, Request, Response
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.registry import Collector
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ft_hsdp.protocol import RankBeat
+from lighthouse.http.auth import Bearer, Keys
+
+STATES = (
+    *("down", "booting", "warming", "fetching", "training", "behind", "stalled", "retrying", "drained", "dead"),
+    "final",
+)
+WAITS = ("quorum", "ftar", "commit", "offload")
+ROUTES = (
+    *("/v1/quorum", "/v1/processes", "/v1/telemetry", "/v1/status", "/v1/overview", "/v1/events", "/v1/stream"),
+    *("/metrics", "/healthz", "/"),
+)
+ENDLESS = ("/v1/stream",)
+KIND = re.compile(r"SIG[A-Z0-9]{2,8}|exit \d{1,3}|[a-z][a-z ]{2,30}")
+KINDS = 64
+OTHER = "other"
+STEP_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
+RECOVERY_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+REQUEST_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0, 20.0)
+
+
+class Shown(Protocol):
+    """What is asked of the chronicle."""
+
+    async def ready(self) -> None:
+        """Fold what is still to be folded."""
+
+    def picture(self, *, points: int = 600) -> dict[str, Any]:
+        """All that the page shows."""
+
+    def events(self, *, limit: int = 200, event: str | None = None) -> dict[str, Any]:
+        """The newest events of one kind."""
+
+    def beat(self, replica: int) -> tuple[float, tuple[RankBeat, ...]]:
+        """Seconds since a replica was heard, and its ranks."""
+
+
+class Meter:
+    """Counts commits, failures and requests. A sink of the chronicle."""
+
+    def __init__(self) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self.registry = registry = CollectorRegistry()
+        ProcessCollector(namespace="ft_hsdp_lighthouse", registry=registry)
+        self._commits = Counter(
+            "ft_hsdp_commits", "Committed steps, those that were done again included", registry=registry
+        )
+        self._step_s = Histogram(
+            "ft_hsdp_step_seconds", "Time from one commit to the next", buckets=STEP_S, registry=registry
+        )
+        self._tokens = Counter("ft_hsdp_tokens", "Tokens in committed steps", registry=registry)
+        self._bytes = Counter("ft_hsdp_ftar_bytes", "Bytes that one rank sent through FTAR", registry=registry)
+        self._seconds = Counter("ft_hsdp_ftar_seconds", "Time in which it did so", registry=registry)
+        self._waits = Counter(
+            "ft_hsdp_exposed_wait_seconds", "Time that steps waited, by cause", ["cause"], registry=registry
+        )
+        self._dropped = Counter(
+            "ft_hsdp_dropped_rows", "Rows that found no place while the lighthouse was away", registry=registry
+        )
+        self._failures = Counter("ft_hsdp_failures", "Failures that are over", ["kind"], registry=registry)
+        self._detect = Histogram(
+            "ft_hsdp_detection_seconds",
+            "From a failure to its first evidence",
+            buckets=RECOVERY_S,
+            registry=registry,
+        )
+        self._stall = Histogram(
+            "ft_hsdp_stall_seconds", "What a failure cost the others' step", buckets=RECOVERY_S, registry=registry
+        )
+        self._rejoin = Histogram(
+            "ft_hsdp_rejoin_seconds",
+            "From a failure until the replica contributes again",
+            buckets=RECOVERY_S,
+            registry=registry,
+        )
+        self._requests = Counter(
+            "ft_hsdp_lighthouse_requests", "Requests that were answered", ["route", "code"], registry=registry
+        )
+        self._request_s = Histogram(
+            "ft_hsdp_lighthouse_request_seconds",
+            "Time to the end of an answer; asks are long polls",
+            ["route"],
+            buckets=REQUEST_S,
+            registry=registry,
+        )
+        for cause in (*WAITS, OTHER):
+            self._waits.labels(cause)
+        self._counted: set[int] = set()  # failures, by their numbers
+        self._kinds: set[str] = set()
+        self.checkpoint: Mapping[str, Any] | None = None  # the newest one that was written
+
+    def event(self, seq: int, row: Mapping[str, Any]) -> None:
+        """Take an event."""
+        if row.get("event") == "CheckpointWritten":
+            self.checkpoint = row
+        elif row.get("event") == "RowsDropped":
+            self._dropped.inc(_amount(row.get("rows")))
+
+    def commit(self, seq: int, row: Mapping[str, Any]) -> None:
+        """Take a committed step; figures that are none count nothing."""
+        self._commits.inc()
+        step_s = _amount(row.get("step_s"))
+        if step_s > 0:
+            self._step_s.observe(step_s)
+        self._tokens.inc(_amount(row.get("tokens")))
+        self._bytes.inc(_amount(row.get("ftar_bytes")))
+        self._seconds.inc(_amount(row.get("ftar_s")))
+        waits = row.get("waits")
+        for cause, seconds in waits.items() if isinstance(waits, Mapping) else ():
+            self._waits.labels(cause if cause in WAITS else OTHER).inc(_amount(seconds))
+
+    def close(self) -> None:
+        """Nothing is kept."""
+
+    def settle(self, failures: Sequence[Mapping[str, Any]]) -> None:
+        """Count each failure of a picture once, when it is over."""
+        over = {f["seq"]: f for f in failures if f["done"]}
+        for seq in sorted(over.keys() - self._counted):
+            failure = over[seq]
+            self._failures.labels(self._kind(failure["kind"])).inc()
+            self._stall.observe(_amount(failure["stall_s"]))
+            if failure["rejoin_s"] is not None:
+                self._rejoin.observe(_amount(failure["rejoin_s"]))
+            for phase in failure["phases"]:
+                if phase["name"] == "detect":
+                    self._detect.observe(_amount(phase["t1"] - phase["t0"]))
+        self._counted = set(over)
+
+    def request(self, route: str, code: int, seconds: float) -> None:
+        """Count a request."""
+        self._requests.labels(route, code).inc()
+        if route not in ENDLESS:
+            self._request_s.labels(route).observe(seconds)
+
+    def _kind(self, kind: str) -> str:
+        if kind not in self._kinds and (len(self._kinds) >= KINDS or not KIND.fullmatch(kind)):
+            return OTHER
+        self._kinds.add(kind)
+        return kind
+
+
+def _amount(value: object) -> float:
+    """A number that can be added up; 0.0 for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return 0.0
+    return max(0.0, float(value))
+
+
+class Scraped(Collector):
+    """All metrics: the meter's, and what the chronicle's picture holds when it is asked for."""
+
+    def __init__(self, chronicle: Shown, meter: Meter) -> None:
+        self._chronicle = chronicle
+        self._meter = meter
+        self._looked = False
+
+    def collect(self) -> Iterator[Metric]:
+        """The metrics of this moment."""
+        picture = self._chronicle.picture(points=2)
+        self._meter.settle(picture["failures"])
+        yield from self._meter.registry.collect()
+        yield from _job(picture)
+        yield from self._replicas(picture["replicas"])
+        yield from self._checkpoint(picture["now"])
+
+    def _replicas(self, replicas: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
+        """What is known of each replica."""
+        state = GaugeMetricFamily(
+            "ft_hsdp_replica_state", "1 for the state of a replica", labels=["replica", "state"]
+        )
+        age = GaugeMetricFamily("ft_hsdp_telemetry_age_seconds", "Since a replica was heard", labels=["replica"])
+        for replica in replicas:
+            for name in STATES:
+                state.add_metric([str(replica["replica"]), name], replica["state"] == name)
+            heard, ranks = self._chronicle.beat(replica["replica"])
+            if ranks:
+                age.add_metric([str(replica["replica"])], heard)
+        yield state
+        yield age
+        for name, text in (
+            ("step", "Newest step of a replica"),
+            ("incarnations", "Starts of a replica"),
+            ("straggler", "1 for a replica that is slower than the others"),
+            ("drained", "1 for a replica that an operator has taken out"),
+        ):
+            family = GaugeMetricFamily(f"ft_hsdp_replica_{name}", text, labels=["replica"])
+            for replica in replicas:
+                family.add_metric([str(replica["replica"])], _number(replica[name]))
+            yield family
+
+    def _checkpoint(self, now: float) -> Iterator[Metric]:
+        """The newest checkpoint; after a restart it is in the journal."""
+        if self._meter.checkpoint is None and not self._looked:
+            self._looked = True
+            found = self._chronicle.events(limit=1, event="CheckpointWritten")["events"]
+            self._meter.checkpoint = {**found[-1], **found[-1]["facts"]} if found else None
+        row = self._meter.checkpoint
+        if row is not None:
+            yield GaugeMetricFamily(
+                "ft_hsdp_checkpoint_step", "Step of the newest checkpoint", _number(row["step"])
+            )
+            age = max(0.0, now - row["t"])
+            yield GaugeMetricFamily("ft_hsdp_checkpoint_age_seconds", "Since it was written", age)
+
+
+def _job(picture: Mapping[str, Any]) -> Iterator[Metric]:
+    """What is known of the job."""
+    job, head, lighthouse = picture["job"], picture["head"], picture["lighthouse"]
+    for name, text, value in (
+        ("step", "Newest committed step", head["step"]),
+        ("target_steps", "Steps of the whole job", job["steps"]),
+        ("loss", "Loss of the newest step", head["loss"]),
+        ("learning_rate", "Learning rate of the newest step", head["lr"]),
+        ("learning_rate_scale", "Its part that follows from who contributed", head["lr_scale"]),
+        ("replicas", "Replicas of the job", job["total"]),
+        ("healthy_replicas", "Replicas that contributed to the newest step", head["healthy"]),
+        ("epoch", "Newest membership that was granted", lighthouse["epoch"]),
+        ("term", "Leadership of this lighthouse", lighthouse["term"]),
+        ("finished", "1 once the job has its final state", job["finished"]),
+        ("halted", "1 if the job cannot go on", bool(job["halted"])),
+    ):
+        if value is not None:
+            yield GaugeMetricFamily(f"ft_hsdp_{name}", text, _number(value))
+    ratio = GaugeMetricFamily("ft_hsdp_effective_training_ratio", "Part of the time that trained", labels=["by"])
+    for by in ("wall_clock", "renewal", "with_replay"):
+        if picture["effective"][by] is not None:
+            ratio.add_metric([by], picture["effective"][by])
+    yield ratio
+    lost = GaugeMetricFamily("ft_hsdp_lost_seconds", "Time that did not train, by cause", labels=["cause"])
+    for cause, seconds in picture["effective"]["lost_s"].items():
+        lost.add_metric([cause], seconds)
+    yield lost
+    yield CounterMetricFamily("ft_hsdp_journal_rows", "Rows that the journal was given", picture["seq"])
+
+
+def _number(value: Any) -> float:
+    """A gauge's value; NaN for what is none."""
+    return float(value) if isinstance(value, bool | int | float) else math.nan
+
+
+def metrics(chronicle: Shown, meter: Meter, keys: Keys) -> APIRouter:
+    """GET /metrics, for viewers: the text format or OpenMetrics, as the scraper likes."""
+    scraped = Scraped(chronicle, meter)
+    router = APIRouter()
+
+    @router.get("/metrics", dependencies=[Depends(Bearer(keys, "viewer"))], response_class=Response)
+    async def scrape(request: Request) -> Response:
+        """All metrics of the job and of this lighthouse."""
+        await chronicle.ready()
+        encode, media_type = choose_encoder(request.headers.get("accept", ""))
+        return Response(encode(scraped), headers={"Content-Type": media_type})
+
+    return router
+
+
+class Measured:
+    """Counts and times the requests to ``app``. An ASGI middleware."""
+
+    def __init__(self, app: ASGIApp, meter: Meter) -> None:
+        self._app = app
+        self._meter = meter
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, code = time.perf_counter(), 500
+
+        async def sent(message: Message) -> None:
+            nonlocal code
+            if message["type"] == "http.response.start":
+                code = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, sent)
+        finally:
+            path = scope["path"]
+            route = path if path in ROUTES else OTHER
+            self._meter.request(route, code, time.perf_counter() - began)

@@ -1,0 +1,289 @@
+"""The archive: every row that the lighthouse was told or wrote, numbered, in one SQLite table."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sqlite3
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from pydantic_core import from_json
+
+from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
+from lighthouse.overview.rows import Entry
+from lighthouse.store import full
+
+FORMAT = 1
+APPLICATION = 0x66746864  # "fthd": tells this file from any other SQLite database
+LOCK_WAIT_S = 2.0  # longest wait of one transaction for a reader
+MAX_READ = 1000  # rows that one call gives at most
+PRUNED = 1000  # rows that one append removes at most
+
+_Way = tuple[sqlite3.Connection, threading.Lock]
+
+_SCHEMA = (
+    "CREATE TABLE rows (seq INTEGER PRIMARY KEY, t REAL, kind TEXT, event TEXT, replica INTEGER, step INTEGER,"
+    " body TEXT)",
+    "CREATE INDEX events ON rows (seq) WHERE kind = 'event'",
+    "CREATE INDEX commits ON rows (seq) WHERE kind = 'commit'",
+)
+
+
+class DatabaseFailed(Retryable):
+    """The archive did not take rows, or could not give them."""
+
+
+class Database(Protocol):
+    """Where rows are kept by their numbers. Reading is allowed from any thread."""
+
+    @property
+    def first(self) -> int:
+        """The lowest number that is kept; 0 in an empty archive."""
+
+    @property
+    def last(self) -> int:
+        """The highest number that was ever given; 0 in an empty archive."""
+
+    def append(self, entries: Sequence[Entry], *, durable: bool = False) -> None:
+        """Keep these rows under their own numbers, all or none; a number that is kept already is left as it is.
+
+        durable: they outlive a loss of power when this returns, otherwise a death of this process.
+        Raises DatabaseFailed.
+        """
+
+    def read(
+        self, after: int, limit: int, *, since: float | None = None, until: float | None = None
+    ) -> list[Entry]:
+        """Up to ``limit`` rows above number ``after``, in order; ``since`` < t <= ``until`` (Unix seconds).
+
+        Raises DatabaseFailed.
+        """
+
+    def commits(self, limit: int) -> list[Entry]:
+        """The newest commits, in order. Raises DatabaseFailed."""
+
+    def events(
+        self,
+        *,
+        after: int | None = None,
+        before: int | None = None,
+        limit: int,
+        replica: int | None = None,
+        event: str | None = None,
+        text: str | None = None,
+    ) -> list[Entry]:
+        """Up to ``limit`` events with numbers between ``after`` and ``before``, in order: the first ones where
+        ``after`` is given, else the newest. ``text`` stands somewhere in the row, whatever its case.
+
+        Raises DatabaseFailed.
+        """
+
+    def close(self) -> None:
+        """Let go of the file."""
+
+
+class SqliteDatabase:
+    """An `Database` in the file ``path`` that keeps the newest ``keep`` rows, give or take those of one append.
+
+    Raises ConfigError, one line with exit code 64, for a file that is damaged, foreign or cannot be written, and
+    DatabaseFailed where the disk is full.
+    """
+
+    def __init__(self, path: Path | str, keep: int = 1_000_000) -> None:
+        self._path = path
+        self._keep = keep
+        self._full: bool | None = None  # what "synchronous" is set to
+        self._first = self._last = 0
+        self._writer = self._open()
+        self._writing = threading.Lock()
+        self._reader = self._searcher = (self._writer, self._writing)
+        if path != ":memory:":  # a long search must keep nobody waiting
+            self._reader = (self._connect(), threading.Lock())
+            self._searcher = (self._connect(), threading.Lock())
+
+    @property
+    def first(self) -> int:
+        """See `Database`."""
+        return self._first
+
+    @property
+    def last(self) -> int:
+        """See `Database`."""
+        return self._last
+
+    def append(self, entries: Sequence[Entry], *, durable: bool = False) -> None:
+        """See `Database`."""
+        if not entries:
+            return
+        values = [_columns(entry) for entry in entries]
+        with self._writing:
+            try:
+                if self._full is not durable:
+                    self._writer.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+                    self._full = durable
+                self._writer.execute("BEGIN IMMEDIATE")
+                self._writer.executemany("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+                first = self._prune(min(e.seq for e in entries), max(e.seq for e in entries))
+                self._writer.execute("COMMIT")
+            except sqlite3.Error as error:
+                with contextlib.suppress(sqlite3.Error):
+                    self._writer.execute("ROLLBACK")
+                raise DatabaseFailed(f"lighthouse journal {self._path}: {error}") from error
+            self._first, self._last = first, max(self._last, entries[-1].seq)
+
+    def read(
+        self, after: int, limit: int, *, since: float | None = None, until: float | None = None
+    ) -> list[Entry]:
+        """See `Database`."""
+        wanted = "seq > ?"
+        values: list[float] = [after]
+        if since is not None:
+            wanted, values = f"{wanted} AND t > ?", [*values, since]
+        if until is not None:
+            wanted, values = f"{wanted} AND t <= ?", [*values, until]
+        return self._select(f"{wanted} ORDER BY seq LIMIT ?", [*values, min(limit, MAX_READ)], self._reader)
+
+    def commits(self, limit: int) -> list[Entry]:
+        """See `Database`."""
+        return self._select("kind = 'commit' ORDER BY seq DESC LIMIT ?", [min(limit, MAX_READ)], self._reader)[
+            ::-1
+        ]
+
+    def events(
+        self,
+        *,
+        after: int | None = None,
+        before: int | None = None,
+        limit: int,
+        replica: int | None = None,
+        event: str | None = None,
+        text: str | None = None,
+    ) -> list[Entry]:
+        """See `Database`."""
+        given = {
+            "seq > ?": after,
+            "seq < ?": before,
+            "replica = ?": replica,
+            "event = ?": event,
+            r"body LIKE ? ESCAPE '\'": _pattern(text) if text else None,
+        }
+        asked = {condition: value for condition, value in given.items() if value is not None}
+        wanted = " AND ".join(["kind = 'event'", *asked])
+        way = "DESC" if after is None else "ASC"
+        values = [*asked.values(), min(limit, MAX_READ)]
+        found = self._select(f"{wanted} ORDER BY seq {way} LIMIT ?", values, self._searcher)
+        return found[::-1] if after is None else found
+
+    def close(self) -> None:
+        """See `Database`."""
+        for db, lock in (self._reader, self._searcher, (self._writer, self._writing)):
+            with lock:
+                db.close()
+
+    def _select(self, wanted: str, values: Sequence[object], way: _Way) -> list[Entry]:
+        """The rows that fulfil ``wanted``."""
+        query = f"SELECT seq, kind, body FROM rows WHERE {wanted}"  # noqa: S608 - parts of this file alone
+        db, lock = way
+        with lock:
+            try:
+                found = db.execute(query, values).fetchall()
+            except (sqlite3.Error, OverflowError) as error:
+                raise DatabaseFailed(f"lighthouse journal {self._path}: {error}") from error
+        try:  # one document is parsed faster than many
+            rows = from_json(f"[{','.join([body for _, _, body in found])}]")
+            return [Entry(seq, kind, row) for (seq, kind, _), row in zip(found, rows, strict=True)]
+        except (ValueError, TypeError) as error:
+            raise DatabaseFailed(f"lighthouse journal {self._path}: a row is damaged ({error})") from error
+
+    def _prune(self, lowest: int, highest: int) -> int:
+        """Remove a piece of what is too much, inside a transaction; the lowest number that is left."""
+        first = min(self._first or lowest, lowest)
+        spare = max(self._last, highest) - self._keep
+        if spare < first:
+            return first
+        end = min(spare, first + PRUNED - 1)
+        self._writer.execute("DELETE FROM rows WHERE seq <= ?", (end,))
+        return end + 1
+
+    def _open(self) -> sqlite3.Connection:
+        """The connection that writes, to a file that is ours."""
+        try:
+            if isinstance(self._path, Path):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+            db = self._connect()
+        except OSError as error:
+            raise ConfigError(
+                "lighthouse journal", str(self._path), f"a file to write ({error.strerror})"
+            ) from None
+        except sqlite3.Error as error:
+            raise self._failed(error) from None
+        try:
+            self._prepare(db)
+            self._first, self._last = db.execute(
+                "SELECT ifnull(min(seq), 0), ifnull(max(seq), 0) FROM rows"
+            ).fetchone()
+            for (body,) in db.execute("SELECT body FROM rows WHERE seq IN (?, ?)", (self._first, self._last)):
+                json.loads(body)
+        except sqlite3.Error as error:
+            db.close()
+            raise self._failed(error) from None
+        except (ValueError, TypeError) as error:
+            db.close()
+            raise self._unusable(str(error)) from None
+        except ConfigError:
+            db.close()
+            raise
+        return db
+
+    def _connect(self) -> sqlite3.Connection:
+        return sqlite3.connect(self._path, timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
+
+    def _prepare(self, db: sqlite3.Connection) -> None:
+        """Check whose file it is, and make its table. A whole check would take seconds: the file may be large."""
+        kind, form = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
+        tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
+        if tables and kind != APPLICATION:
+            raise self._unusable("another program made it")
+        if tables and form != FORMAT:
+            raise self._unusable(f"format {form}, this version reads {FORMAT}")
+        db.execute("PRAGMA journal_mode = WAL")
+        if not tables:
+            db.execute("BEGIN IMMEDIATE")
+            for statement in _SCHEMA:
+                db.execute(statement)
+            db.execute(f"PRAGMA application_id = {APPLICATION}")
+            db.execute(f"PRAGMA user_version = {FORMAT}")
+            db.execute("COMMIT")
+
+    def _failed(self, error: sqlite3.Error) -> FtHsdpError:
+        """What opening the file raises."""
+        if full(error):
+            return DatabaseFailed(f"lighthouse journal {self._path}: {error}")
+        return self._unusable(str(error))
+
+    def _unusable(self, why: str) -> ConfigError:
+        return ConfigError("lighthouse journal", str(self._path), f"a journal that is whole ({why})")
+
+
+class MemoryDatabase(SqliteDatabase):
+    """An archive that dies with its process: for tests, and for the pages of finished runs."""
+
+    def __init__(self, keep: int = 1_000_000_000) -> None:
+        super().__init__(":memory:", keep)
+
+
+def _columns(entry: Entry) -> tuple[object, ...]:
+    row: Mapping[str, Any] = entry.row
+    body = json.dumps(row, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return entry.seq, row["t"], entry.kind, row.get("event"), row.get("replica"), row.get("step"), body
+
+
+def _pattern(text: str) -> str:
+    """What LIKE needs to find ``text`` as it stands in JSON."""
+    quoted = json.dumps(text.encode("utf-8", "replace").decode(), ensure_ascii=False)[1:-1]
+    for special in "\\%_":
+        quoted = quoted.replace(special, "\\" + special)
+    return f"%{quoted}%"

@@ -1,0 +1,219 @@
+"""Intake: what a worker may tell the chronicle, checked and cut to size. Pure: `now` comes in."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.protocol import RankBeat
+from lighthouse.overview.rows import About, Row
+
+DAY_S = 86400.0  # a row may be so far from now; otherwise its sender's clock is wrong
+MAX_ROW = 8192  # bytes of a row as JSON
+MAX_REASON = 2000  # characters
+MAX_DEPTH = 6
+MAX_HOST = 255  # characters
+MAX_WAITS = 16
+LIMIT = 2**53  # no number of a step, an epoch or a pid is larger; a page can show it
+
+_NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
+_INCARNATION = re.compile(r"([0-9]{1,3})-[!-~]{1,200}")
+_LINEAGE = re.compile(r"[0-9a-f]{1,64}")
+_OWN = frozenset({"lighthouse", "admin"})  # sources that a worker never is
+_SUPERVISED = frozenset({"supervisor", "chaos"})
+_NUMBERS = ("loss", "lr", "lr_scale", "norm", "ftar_bytes", "ftar_s", "tokens")
+# Only the lighthouse knows these things; the picture believes them.
+_DECISIONS = frozenset(
+    {
+        "EdgeBroken",
+        "EpochGranted",
+        "ExitReported",
+        "HeadRolledBack",
+        "JobFinished",
+        "JobHalted",
+        "JobScaled",
+        "LighthouseStarted",
+        "ReplicaDrained",
+        "ReplicaEvicted",
+        "ReplicaExcluded",
+        "ReplicaResumed",
+        "StoreFailed",
+        "StoreRecovered",
+        "ReplicaStalled",
+        "ReplicaUndrained",
+        "RewindOrdered",
+        "StoreBehind",
+        "StragglerGone",
+        "StragglerSeen",
+        "Waiting",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """Who tells: a replica's incarnation, or a supervisor (replica None)."""
+
+    replica: int | None
+    incarnation: str | None
+
+
+def sender(source: str, about: About) -> Sender:
+    """Whom a message's ``source`` names. Raises ProtocolViolation for nobody of this job."""
+    if source == "supervisor":
+        return Sender(None, None)
+    match = _INCARNATION.fullmatch(source)
+    if match is None or int(match[1]) >= about.slots:
+        raise ProtocolViolation(f"source {source[:80]!r} is neither 'supervisor' nor an incarnation of this job")
+    return Sender(int(match[1]), source)
+
+
+def event(raw: Mapping[str, Any], who: Sender, about: About, now: float) -> Row:
+    """An event row as it may be kept. A replica speaks for itself only.
+
+    Raises ProtocolViolation: it is none, is too large, or says what only the lighthouse can know.
+    """
+    name = raw.get("event")
+    if not isinstance(name, str) or not _NAME.fullmatch(name):
+        raise ProtocolViolation(f"event {str(name)[:80]!r} is no name of 1 to 64 letters and digits")
+    source = raw.get("source")
+    if not isinstance(source, str):
+        source = ""
+    if source in _OWN or name in _DECISIONS or name.startswith("Admin"):
+        raise ProtocolViolation(f"event {name} from {source[:20]!r}: only the lighthouse says that")
+    row = plain(raw)
+    if who.replica is not None:
+        row |= {"source": "replica", "replica": who.replica, "incarnation": who.incarnation}
+    else:
+        row["source"] = source if source in _SUPERVISED else "supervisor"
+        if "replica" in row:
+            row["replica"] = _index(row["replica"], "replica", about.slots)
+        if not isinstance(row.get("incarnation"), str | None):
+            raise ProtocolViolation("incarnation is no text")
+    if "rank" in row:
+        row["rank"] = _index(row["rank"], "rank", about.ranks)
+    for key in ("step", "epoch"):
+        if row.get(key) is not None:
+            row[key] = _count(row[key], key, LIMIT)
+    row["t"] = _time(row.get("t"), now)
+    row["reason"] = str(row.get("reason") or "")[:MAX_REASON]
+    return sized(row)
+
+
+def commit(raw: Mapping[str, Any], about: About, now: float) -> Row:
+    """A commit row as it may be kept: what the picture needs of it. Raises ProtocolViolation."""
+    lineage, role, contributors = raw.get("lineage"), raw.get("role"), raw.get("contributors")
+    if not isinstance(lineage, str) or not _LINEAGE.fullmatch(lineage):
+        raise ProtocolViolation(f"commit: lineage {str(lineage)[:80]!r} is not 1 to 64 hex digits")
+    if role not in ("contribute", "behind"):
+        raise ProtocolViolation(f"commit: role {str(role)[:40]!r} is not 'contribute' or 'behind'")
+    if not isinstance(contributors, list) or len(contributors) > about.slots:
+        raise ProtocolViolation(f"commit: contributors are not a list of at most {about.slots}")
+    row: Row = {
+        "t": _time(raw.get("t"), now),
+        "step": _count(raw.get("step"), "step", about.steps),
+        "epoch": _count(raw.get("epoch"), "epoch", LIMIT),
+        "attempt": _count(raw.get("attempt", 0), "attempt", LIMIT),
+        "lineage": lineage,
+        "contributors": sorted({_index(r, "contributor", about.slots) for r in contributors}),
+        "total": _count(raw.get("total"), "total", about.slots),
+        "step_s": _seconds(raw.get("step_s"), "step_s"),
+        "waits": _waits(raw.get("waits")),
+    }
+    if not len(row["contributors"]) <= row["total"] >= 1:
+        raise ProtocolViolation(f"commit: {len(row['contributors'])} contributors of {row['total']}")
+    if None in row["contributors"]:
+        raise ProtocolViolation("commit: contributors are not numbers")
+    for key in _NUMBERS:
+        value: Any = raw.get(key)
+        row[key] = value if _finite(value) and abs(value) <= LIMIT else None
+    return row | {"role": role}
+
+
+def plain(raw: Mapping[str, Any]) -> Row:
+    """A copy that strict JSON can hold: NaN and infinities are None, text is valid Unicode.
+
+    Raises ProtocolViolation for what no JSON document holds, or for one that is nested too deeply.
+    """
+    copied = _plain(raw, MAX_DEPTH)
+    assert isinstance(copied, dict)
+    return copied
+
+
+def sized(row: Row) -> Row:
+    """``row``, if it is not too large. Raises ProtocolViolation."""
+    size = len(json.dumps(row, separators=(",", ":"), allow_nan=False))
+    if size > MAX_ROW:
+        raise ProtocolViolation(f"event {row['event']}: {size} bytes; allowed: {MAX_ROW}")
+    return row
+
+
+def _plain(value: object, depth: int) -> object:
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode()
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return value if abs(value) <= LIMIT else str(value)[:40]
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if depth == 0:
+        raise ProtocolViolation(f"a row is nested more than {MAX_DEPTH} deep")
+    if isinstance(value, Mapping):
+        return {str(_plain(str(k), 0)): _plain(v, depth - 1) for k, v in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [_plain(v, depth - 1) for v in value]
+    raise ProtocolViolation(f"a row holds a {type(value).__name__}")
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _time(value: Any, now: float) -> float:
+    return float(value) if _finite(value) and abs(value - now) <= DAY_S else now
+
+
+def _index(value: object, what: str, size: int) -> int | None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < size):
+        raise ProtocolViolation(f"{what} {str(value)[:40]!r} is not one of 0 to {size - 1}")
+    return value
+
+
+def _count(value: object, what: str, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= most:
+        raise ProtocolViolation(f"{what} {str(value)[:40]!r} is not a number from 0 to {most}")
+    return value
+
+
+def _seconds(value: Any, what: str) -> float:
+    if not _finite(value) or not 0 <= value <= 100 * DAY_S:
+        raise ProtocolViolation(f"{what} {str(value)[:40]!r} is not a number of seconds")
+    return float(value)
+
+
+def _waits(value: object) -> dict[str, float]:
+    if not isinstance(value, Mapping) or len(value) > MAX_WAITS:
+        raise ProtocolViolation(f"commit: waits are not at most {MAX_WAITS} causes with seconds")
+    for cause in value:
+        if not isinstance(cause, str) or not _NAME.fullmatch(cause):
+            raise ProtocolViolation(f"commit: wait for {str(cause)[:40]!r} is no name")
+    return {cause: _seconds(seconds, f"wait for {cause}") for cause, seconds in value.items()}
+
+
+def beats(ranks: Sequence[RankBeat], who: Sender, about: About) -> list[RankBeat]:
+    """Signs of life as they may be kept. Raises ProtocolViolation."""
+    if ranks and who.replica is None:
+        raise ProtocolViolation("beats come from replicas")
+    if len(ranks) > about.ranks:
+        raise ProtocolViolation(f"beats of {len(ranks)} ranks; a replica has {about.ranks}")
+    for beat in ranks:
+        _index(beat.rank, "rank", about.ranks)
+        _count(beat.pid, "pid", LIMIT)
+        _count(beat.progress, "progress", LIMIT)
+    return [replace(beat, host=str(_plain(beat.host[:MAX_HOST], 0))) for beat in ranks]

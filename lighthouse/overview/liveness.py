@@ -1,0 +1,169 @@
+"""Stragglers: replicas that need longer than the others for the same step. Pure.
+
+All replicas commit a step together, so `step_s` tells nothing: who is fast waits for who is slow. What a
+replica does by itself is ``busy_s = step_s - sum(waits)``: data, forward, backward and optimizer. A straggler has
+more than twice the median of the others in 20 of its last 24 steps, and stops being one when that is so in 12 at
+most.
+
+What this cannot tell: *which rank* of a replica is slow (its ranks wait for each other inside FSDP's collectives,
+where no wait is counted); a slow *link* (both ends, and then the whole ring, wait in ``ftar``, and nobody is
+busier than another); what is slow beside the step, like a fetch. All-reduces that run beside backward are busy
+time of everybody as long as they hold up nobody. With two replicas the faster one is the measure of the slower.
+
+Vitals: the newest sign of life of every rank, and which replicas are stalled by them. Pure: `now` comes in.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from ft_hsdp.protocol import RankBeat
+
+FACTOR = 2.0
+FLOOR_S = 0.05  # less than this is nobody's trouble
+WINDOW = 24
+SLOW = 20
+SLOW_NO_MORE = 12
+OPEN_STEPS = 4  # a step is judged once it is so far behind, whoever has not told about it
+
+
+class Verdict(NamedTuple):
+    """A replica became a straggler, or is none any more."""
+
+    event: Literal["StragglerSeen", "StragglerGone"]
+    replica: int
+    reason: str
+
+
+class Stragglers:
+    """Takes the commit rows of all replicas of a job, in about the order of their steps."""
+
+    def __init__(self, slots: int) -> None:
+        self.busy_s: dict[int, float] = {}  # of the newest step of each replica
+        self.step_s: dict[int, float] = {}
+        self._open: dict[int, dict[int, float]] = {}  # step -> replica -> busy seconds
+        self._slow: list[deque[bool]] = [deque(maxlen=WINDOW) for _ in range(slots)]
+        self._named: set[int] = set()
+        self._judged = 0
+
+    def add(self, replica: int, row: Mapping[str, Any]) -> list[Verdict]:
+        """A step as one of its contributors saw it; what changes by it."""
+        if row["role"] != "contribute":
+            return []
+        step = row["step"]
+        busy = max(0.0, row["step_s"] - sum(row["waits"].values()))
+        self.busy_s[replica], self.step_s[replica] = busy, row["step_s"]
+        if step + 100 * OPEN_STEPS < self._judged:
+            self._open, self._judged = {}, 0  # the job went back
+        if step <= self._judged:
+            return []
+        here = self._open.setdefault(step, {})
+        here[replica] = busy
+        due = {s for s in self._open if s <= step - OPEN_STEPS}
+        if len(here) >= len(row["contributors"]):
+            due.add(step)
+        if len(self._open) > WINDOW:
+            due.add(min(self._open))
+        return [verdict for s in sorted(due) for verdict in self._judge(s)]
+
+    def forget(self, replica: int) -> None:
+        """The replica has ended: what comes back is another process, perhaps elsewhere."""
+        self._slow[replica].clear()
+        self._named.discard(replica)
+        self.busy_s.pop(replica, None)
+        self.step_s.pop(replica, None)
+
+    def _judge(self, step: int) -> list[Verdict]:
+        busy = self._open.pop(step)
+        self._judged = max(self._judged, step)
+        found: list[Verdict] = []
+        for replica, mine in busy.items():
+            others = [seconds for r, seconds in busy.items() if r != replica]
+            if not others:
+                continue
+            usual = median(others)
+            window = self._slow[replica]
+            window.append(mine > FACTOR * usual and mine - usual > FLOOR_S)
+            slow = sum(window)
+            why = f"busy {mine:.2f} s where others need {usual:.2f} s; slow in {slow} of {len(window)} steps"
+            if replica not in self._named and slow >= SLOW:
+                self._named.add(replica)
+                found.append(Verdict("StragglerSeen", replica, why))
+            elif replica in self._named and slow <= SLOW_NO_MORE:
+                self._named.discard(replica)
+                found.append(Verdict("StragglerGone", replica, why))
+        return found
+
+
+SILENT_S = 5.0  # beats come about once a second
+STUCK_S = 15.0  # without progress; or `STUCK_STEPS` usual steps, if that is longer
+STUCK_STEPS = 8.0
+
+
+class Change(NamedTuple):
+    """A replica is stalled, or goes on."""
+
+    event: Literal["ReplicaStalled", "ReplicaResumed"]
+    replica: int
+    rank: int | None
+    reason: str
+
+
+@dataclass(slots=True)
+class _Rank:
+    beat: RankBeat
+    heard: float
+    moved: float
+
+
+class Vitals:
+    """The beats of a job; times in monotonic seconds."""
+
+    def __init__(self) -> None:
+        self._of: dict[int, dict[int, _Rank]] = {}
+        self._stalled: set[int] = set()
+
+    def hear(self, replica: int, beats: Iterable[RankBeat], now: float) -> None:
+        """Beats came from the ranks of a replica."""
+        mine = self._of.setdefault(replica, {})
+        for beat in beats:
+            known = mine.get(beat.rank)
+            same = known is not None and (known.beat.pid, known.beat.progress) == (beat.pid, beat.progress)
+            mine[beat.rank] = _Rank(beat, now, known.moved if known is not None and same else now)
+
+    def forget(self, replica: int) -> None:
+        """The replica has ended."""
+        self._of.pop(replica, None)
+        self._stalled.discard(replica)
+
+    def newest(self, replica: int, now: float) -> list[tuple[RankBeat, float]]:
+        """The newest beat of each rank that ever spoke, and how old it is in seconds."""
+        mine = self._of.get(replica, {})
+        return [(mine[rank].beat, max(0.0, now - mine[rank].heard)) for rank in sorted(mine)]
+
+    def judge(self, active: Iterable[int], typical: float, now: float) -> list[Change]:
+        """What has changed; ``active``: replicas that should move; ``typical``: a usual step in seconds."""
+        found = []
+        patience = max(STUCK_S, STUCK_STEPS * typical)
+        for replica in active:
+            rank, why = self._trouble(replica, patience, now)
+            if why and replica not in self._stalled:
+                self._stalled.add(replica)
+                found.append(Change("ReplicaStalled", replica, rank, why))
+            elif not why and replica in self._stalled:
+                self._stalled.discard(replica)
+                found.append(Change("ReplicaResumed", replica, None, "its ranks beat and make progress"))
+        return found
+
+    def _trouble(self, replica: int, patience: float, now: float) -> tuple[int | None, str]:
+        for rank, known in sorted(self._of.get(replica, {}).items()):
+            if now - known.heard > SILENT_S:
+                return rank, f"no beat of rank {rank} for {now - known.heard:.0f} s"
+            if now - known.moved > patience:
+                return rank, f"rank {rank} beats, but makes no progress for {now - known.moved:.0f} s"
+        return None, ""

@@ -1,0 +1,258 @@
+"""The timeline: what happened to the job, its lighthouse, replicas and epochs, from rows one at a time. Pure.
+
+The picture: all rows of a job folded into what its page shows. Pure; memory does not grow with the job.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ft_hsdp.sentences import fault
+from lighthouse.overview.failures import Epoch, Failure, Failures
+from lighthouse.overview.goodput import Goodput
+from lighthouse.overview.replicas import Lane, Lanes
+from lighthouse.overview.rows import About, Entry
+from lighthouse.overview.series import Series
+
+MAX_OUTAGES = 256
+SHOWN_EPOCHS = 1000  # in one picture, newest first
+SHOWN_FAILURES = 200
+
+Json = dict[str, Any]
+
+
+class Timeline:
+    """Folds rows in amortized constant time each; up to ``slots`` replicas of ``ranks`` ranks.
+
+    A job begins with ``replicas`` of them (None: all).
+    """
+
+    def __init__(self, slots: int, ranks: int, replicas: int | None = None) -> None:
+        self._replicas = range(slots)
+        self.lanes = Lanes(slots, ranks, slots if replicas is None else replicas)
+        self.failures = Failures(slots)
+        self.started: float | None = None
+        self.newest = 0.0  # t of the newest row
+        self.ended: float | None = None
+        self.finished = False
+        self.halted = ""
+        self.term = self.epoch = 0
+        self.since: float | None = None
+        self.outages: list[list[float]] = []  # of the lighthouse: from, to
+        self._out: float | None = None  # it is down since
+        self._ups: list[float] = []  # when it came up
+
+    def event(self, seq: int, row: Mapping[str, Any]) -> None:
+        """Take an event."""
+        name, t = row["event"], row["t"]
+        if self.started is None or t < self.started:
+            self.started = t
+        if name in _LIGHTHOUSE:
+            self._lighthouse(name, t, row)
+        elif name == "EpochGranted":
+            self.epoch = max(self.epoch, int(row.get("epoch") or 0))
+            self.term = max(self.term, int(row.get("term") or 0))
+        elif name == "JobFinished":
+            self.finished, self.ended = True, t
+        elif name == "JobHalted":
+            self.halted, self.ended = str(row.get("reason", "")), t
+        elif name == "JobScaled":
+            self.lanes.scale(int(row.get("replicas") or 0), t, str(row.get("reason", "")))
+        if name == "EpochGranted" or row.get("replica") in self._replicas:
+            self.lanes.event(name, row)
+            self.failures.event(seq, name, row)
+        self.newest = max(self.newest, t)
+
+    def commit(self, row: Mapping[str, Any]) -> None:
+        """Take a canonical commit."""
+        t, contributors = row["t"], row["contributors"]
+        if t > self.newest:
+            self.newest = t
+        self.lanes.commit(t, row["step"], contributors)
+        self.failures.commit(t, row["epoch"], contributors)
+
+    def segments(self, start: float, end: float, width: float) -> list[Json]:
+        """The lanes between two times; see `Lane.cut`."""
+        return [{"replica": lane.replica, "segments": lane.cut(start, end, width)} for lane in self.lanes.shown()]
+
+    def epochs(self, start: float, end: float) -> list[Json]:
+        """The memberships granted between two times."""
+        found = [e for e in self.failures.epochs.values() if start <= e.t <= end]
+        return [_epoch(e) for e in found[-SHOWN_EPOCHS:]]
+
+    def told(self, start: float, end: float, typical: float) -> list[Json]:
+        """The failures between two times; ``typical``: a fault-free step, in seconds."""
+        found = [f for f in self.failures.all if f.evidence is not None and start <= f.t <= end]
+        return [self._failure(f, typical) for f in sorted(found, key=lambda f: f.t)[-SHOWN_FAILURES:]]
+
+    def _failure(self, failure: Failure, typical: float) -> Json:
+        told = self.failures.account(failure, typical)
+        shown = ("replica", "rank", "kind", "t", "detect_s", "stall_s", "rejoin_s")
+        return {
+            "seq": failure.seq,
+            **{key: told[key] for key in shown},
+            "said": fault(told["kind"]),
+            "cause": failure.cause,
+            "phases": [{"name": name, "t0": t0, "t1": t1} for name, t0, t1 in self.failures.phases(failure)],
+            "done": told["rejoin_s"] is not None or failure.hopeless or self.ended is not None,
+        }
+
+    def _lighthouse(self, name: str, t: float, row: Mapping[str, Any]) -> None:
+        """When it was down: from its exit, or else from the last row before it came up again."""
+        if name == "LighthouseExited":
+            up = next((u for u in self._ups if u >= t), None)
+            if up is None:
+                self._out = t
+            elif not any(t0 <= t <= t1 for t0, t1 in self.outages):
+                self.outages.append([t, up])
+            else:
+                gap = next(o for o in self.outages if o[0] <= t <= o[1])
+                gap[0] = t
+        elif name == "LighthouseStarted":
+            if self._ups:
+                self.outages.append([min(t, self.newest if self._out is None else self._out), t])
+            self._out = None
+            self._ups = [*self._ups[-7:], t]
+            self.since = t
+            self.term = max(self.term, int(row.get("term") or 0))
+            self.epoch = max(self.epoch, int(row.get("epoch") or 0))
+        self.outages = self.outages[-MAX_OUTAGES:]
+
+
+_LIGHTHOUSE = frozenset({"LighthouseStarted", "LighthouseExited"})
+
+
+def _epoch(epoch: Epoch) -> Json:
+    return {
+        "t": epoch.t,
+        "epoch": epoch.epoch,
+        "members": list(epoch.members),
+        "reason": epoch.reason,
+        "seq": epoch.seq,
+    }
+
+
+def states(lanes: Collection[Lane]) -> list[Json]:
+    """What the picture says of each replica, as far as the rows tell."""
+    return [
+        {
+            "replica": lane.replica,
+            "state": lane.state,
+            "since": lane.since,
+            "step": lane.step,
+            "incarnation": lane.incarnation,
+            "incarnations": lane.incarnations,
+            "reason": lane.reason,
+            "straggler": lane.straggler,
+            "drained": lane.drained,
+        }
+        for lane in lanes
+    ]
+
+
+SPEED = 20  # commits over which the speed is measured
+
+
+class Overview:
+    """Folds rows, one at a time, in amortized constant time."""
+
+    def __init__(self, about: About) -> None:
+        self.about = about
+        self.seq = 0
+        self.timeline = Timeline(about.slots, about.ranks, about.replicas)
+        self.goodput = Goodput()
+        self.series = Series()
+        self._head: Mapping[str, Any] | None = None
+        self._recent: deque[tuple[float, float]] = deque(maxlen=SPEED)  # t and tokens
+
+    def add(self, entry: Entry) -> None:
+        """Take a row that `intake` has let in, or one of the lighthouse's own."""
+        self.seq, kind, row = entry
+        if kind == "commit":
+            self._commit(row)
+        else:
+            self.timeline.event(self.seq, row)
+            self.goodput.event(row)
+
+    def show(self, now: float, start: float | None, end: float | None, points: int) -> Json:
+        """GET /v1/overview, but for what only the running lighthouse knows: beats, and times of single replicas.
+
+        now, start, end: Unix seconds; points: of a curve, at most.
+        """
+        timeline = self.timeline
+        first = timeline.started if timeline.started is not None else now
+        start = first if start is None else start
+        end = max(start, now if end is None else min(end, now))
+        return {
+            "now": now,
+            "seq": self.seq,
+            "job": self._job(),
+            "lighthouse": {
+                "term": timeline.term,
+                "epoch": timeline.epoch,
+                "since": timeline.since,
+                "outages": [out for out in timeline.outages if out[1] >= start and out[0] <= end],
+            },
+            "head": self._newest(),
+            "effective": self.goodput.effective(),
+            "replicas": states(timeline.lanes.shown()),
+            "lanes": timeline.segments(start, end, (end - start) / (2 * points)),
+            "epochs": timeline.epochs(start, end),
+            "failures": timeline.told(start, end, self.goodput.median),
+            "series": self.series.between(start, end, points),
+        }
+
+    def _commit(self, row: Mapping[str, Any]) -> None:
+        t, loss, ftar_s, scale = row["t"], row["loss"], row["ftar_s"], row["lr_scale"]
+        self.timeline.commit(row)
+        useful, gap = self.goodput.commit(row)
+        self.series.add(
+            (
+                t,
+                row["step"],
+                math.nan if loss is None else loss,
+                row["step_s"],
+                (row["ftar_bytes"] or 0) / ftar_s / 1e9 if ftar_s else 0.0,
+                len(row["contributors"]),
+                1.0 if scale is None else scale,
+                useful,
+                gap,
+            )
+        )
+        self._recent.append((t, row["tokens"] or 0))
+        if self._head is None or (row["epoch"], row["step"]) >= (self._head["epoch"], self._head["step"]):
+            self._head = row
+
+    def _job(self) -> Json:
+        timeline, about = self.timeline, self.about
+        ended = timeline.ended if about.live or timeline.ended is not None else timeline.newest or None
+        return {
+            "name": about.name,
+            "started": timeline.started,
+            "ended": ended,
+            "total": timeline.lanes.target,
+            "slots": about.slots,
+            "ranks": about.ranks,
+            "steps": about.steps,
+            "finished": timeline.finished,
+            "halted": timeline.halted,
+            "live": about.live,
+        }
+
+    def _newest(self) -> Json:
+        row = self._head or {}
+        times = [t for t, _ in self._recent]
+        span = max(times) - min(times) if len(times) > 1 else 0.0
+        tokens = sum(tokens for _, tokens in list(self._recent)[1:])
+        return {
+            "step": row.get("step", 0),
+            "epoch": row.get("epoch", 0),
+            **{key: row.get(key) for key in ("loss", "lr", "lr_scale", "step_s")},
+            "steps_per_s": (len(times) - 1) / span if span > 0 else 0.0,
+            "tokens_per_s": tokens / span if span > 0 else 0.0,
+            "contributors": list(row.get("contributors", ())),
+            "healthy": len(row.get("contributors", ())),
+        }

@@ -1,0 +1,319 @@
+"""Exits: which ended incarnations are remembered, so that the table does not grow with the job. Pure.
+
+An incarnation is called REPLICA-RUN-RESTARTS, and the next one of a run is started only when all of the one before
+is gone. So the newest exit of a run speaks for all lives before it, and those are needed by name only while they
+stand in an epoch that is remembered. The newest exits that a supervisor goes on naming are kept, so that they are
+no news; those of a run that it names no more are of use to nobody: whoever belonged to it was fenced by its
+replica's new run, and could not hold up, or bring back, anything (a record that is older than the grant is
+overruled).
+
+Decide: ``transition(state, event) -> (state, effects)``, the lighthouse's decisions. No I/O, no clock.
+
+A membership that works is left alone: the first request for a step settles its grant at once. A round is held only
+when the ring of the current epoch is of no more use, or before the first epoch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ft_hsdp.core import lineage
+from ft_hsdp.core.assignment import Refused, Report
+from lighthouse.quorum import rules
+from lighthouse.quorum.commands import obey
+from lighthouse.quorum.incarnations import admit, entitled, lease, newest, number_of
+from lighthouse.quorum.membership import heard, hold, overruled_fences
+from lighthouse.quorum.rules import Base, Incarnation
+from lighthouse.quorum.state import (
+    Asked,
+    AskWithdrawn,
+    Commanded,
+    Effect,
+    Event,
+    Note,
+    ProcessesReported,
+    Reply,
+    Request,
+    State,
+    Step,
+    Ticked,
+    alive,
+    answer,
+    begin_anew,
+    go_on,
+    member,
+    new_epoch,
+    raise_head,
+    serve,
+    store_behind,
+    total,
+    wanted,
+    with_view,
+)
+
+
+def run_of(incarnation: str) -> tuple[str, int]:
+    """The run that an incarnation belongs to, and how often its replica had been restarted in it."""
+    run, _, restarts = incarnation.rpartition("-")
+    return (run, int(restarts)) if restarts.isdecimal() else (incarnation, 0)
+
+
+def outlived(who: Incarnation, others: Iterable[Incarnation]) -> bool:
+    """Whether one of ``others`` is a later life of the same run: then ``who`` has exited."""
+    run, restarts = run_of(who[1])
+    lives = (run_of(incarnation) for replica, incarnation in others if replica == who[0])
+    return any(theirs == run and number > restarts for theirs, number in lives)
+
+
+def learn(s: State, event: ProcessesReported) -> tuple[State, list[Incarnation]]:
+    """``s`` with the exits that a supervisor names, and without those that matter no more; which ones are news."""
+    news = sorted(who for who in event.exited - s.exited if not outlived(who, s.exited))
+    needed = {m for epoch in s.epochs for m in epoch.members}
+    needed |= {(m.replica, m.incarnation) for m in s.grant.members} if s.grant else set()
+    known = s.exited | set(news) | {m for m in needed if outlived(m, news)}
+    newest: dict[tuple[int, str], int] = {}
+    for replica, incarnation in known:
+        run, restarts = run_of(incarnation)
+        newest[replica, run] = max(restarts, newest.get((replica, run), 0))
+
+    def matters(who: Incarnation) -> bool:
+        replica, incarnation = who
+        run, restarts = run_of(incarnation)
+        current = event.running.get(replica) or s.views[replica].incarnation or ""
+        named = who in event.exited or replica not in event.running or run_of(current)[0] == run
+        return who in needed or (named and newest[replica, run] == restarts)
+
+    exited = frozenset(filter(matters, known))
+    return (s if exited == s.exited else replace(s, exited=exited)), news
+
+
+BEGIN_AGAIN = "all begin again from the newest checkpoint, older copies are dropped"
+
+
+def transition(s: State, event: Event) -> Step:
+    """One event in, the next state and what to do out. Effects may leave only when the state is durable."""
+    match event:
+        case Asked(request, now):
+            s, effects = _asked(s, request, now)
+        case AskWithdrawn(replica, id_):
+            ask = s.views[replica].ask
+            return (with_view(s, replica, ask=None), ()) if ask is not None and ask.id == id_ else (s, ())
+        case ProcessesReported():
+            s, effects = _processes(s, event)
+            now = event.now
+        case Commanded():
+            s, effects = obey(s, event)
+            now = event.now
+        case Ticked(now):
+            effects = ()
+    s, more = hold(s, now)
+    return s, effects + more
+
+
+def _asked(s: State, request: Request, now: float) -> Step:
+    """Note the ask; answer at once if the current membership settles it."""
+    report = request.report
+    me = report.replica
+    view = s.views[me]
+    who = (me, report.incarnation)
+    unknown = view.incarnation != report.incarnation
+    if who in s.exited or (unknown and outlived(who, s.exited)):
+        return s, (Reply(me, request.id, Refused("this incarnation is known to have exited", 75)),)
+    if _known_all(s, report):
+        assert s.grant is not None
+        return s, (Reply(me, request.id, go_on(s, report)),)
+    if unknown or report.number > number_of(s, who):
+        admitted = admit(s, who, now, report)
+        if isinstance(admitted, str):
+            return s, (Reply(me, request.id, Refused(admitted, 75)),)
+        s = admitted
+    if store_behind(s, report):
+        s, note = begin_anew(s, report)
+        s, effects = _asked(s, request, now)
+        return s, (note, *effects)
+    if s.fresh and report.max_term >= s.term:
+        s = replace(s, term=report.max_term + 1)
+    epoch = max(s.epoch, report.epoch, report.after, report.state.commit_epoch)
+    s = s if epoch == s.epoch else replace(s, epoch=epoch)
+    request = replace(request, report=replace(report, number=number_of(s, who)))
+    s = with_view(s, me, incarnation=report.incarnation, down=False, lost=False, ask=request, fetching=False)
+    if report.departs and _spared(s, report):
+        return answer(s, {me: Refused(f"replica {me} leaves on request", 0)})
+    if s.rewound[me:] and 0 < number_of(s, who) <= s.rewound[me]:
+        return answer(s, {me: Refused(BEGIN_AGAIN, 75, forget=True)})
+    s = raise_head(s, report.state)
+    if s.checkpoint and report.saved >= s.checkpoint:
+        s = replace(s, checkpoint=0)
+    if report.diverged and s.policy.on_divergence == "checkpoint":
+        return _rewind(s, report, now)
+    if report.diverged or s.diverged:
+        return _diverged(s, report)
+    if s.grant is None or report.state.step >= s.policy.steps or s.grant.member(me, report.incarnation) is None:
+        return s, ()
+    if report.after >= s.grant.epoch:
+        return (s, ()) if s.broken else (replace(s, broken=True, settled=0, since=now), ())
+    return (s, ()) if s.broken else _settle(s, report, now)
+
+
+def _known_all(s: State, report: Report) -> bool:
+    """Whether a member asks for a step that is settled and says nothing new: all but the first of each step do."""
+    view, grant, state = s.views[report.replica], s.grant, report.state
+    return (
+        grant is not None
+        and view.incarnation == report.incarnation
+        and view.ask is None
+        and view.down is False
+        and not (view.lost or s.broken or s.fresh or s.diverged or report.diverged)
+        and report.epoch == grant.epoch > report.after
+        and report.step <= s.settled
+        and state.step < s.policy.steps
+        and s.head is not None
+        and state.commit_epoch <= s.epoch
+        and not lineage.newer(state, s.head)
+        and not s.checkpoint
+        and grant.member(report.replica, report.incarnation) is not None
+    )
+
+
+def _spared(s: State, report: Report) -> bool:
+    """Whether the job goes on without a reporter that leaves: it is no member, and others know what it knows."""
+    members = s.grant.members if s.grant else ()
+    if any((m.replica, m.incarnation) == (report.replica, report.incarnation) for m in members):
+        return False
+    if report.prepared is not None or report.doubt is not None:
+        return False
+    if report.state.step >= s.policy.steps:
+        return False
+    if s.head is None:
+        return report.state.step == 0
+    others = any(alive(s, (m.replica, m.incarnation)) for m in members)
+    return lineage.newer(s.head, report.state) or (others and not lineage.newer(report.state, s.head))
+
+
+def _rewind(s: State, report: Report, now: float) -> Step:
+    """Nobody can tell whose state is right: all incarnations that there were end, and their copies with them.
+
+    Those that come after them begin with the newest checkpoint. No older one is ever let in again: which of them
+    held the right state is not known.
+    """
+    who = ",".join(map(str, report.diverged))
+    why = f"replicas {who} hold different states at {report.doubt or report.state}, nobody can tell which is right"
+    note = Note("RewindOrdered", f"{why}: {BEGIN_AGAIN}", {"replicas": list(report.diverged)})
+    numbers = [[life.number for life in s.lives if life.replica == r] for r in range(s.policy.slots)]
+    rewound = tuple(max(each, default=s.admissions) for each in numbers)
+    s = replace(s, term=s.term + 1, rewound=rewound, rewinding=True, broken=True, settled=0, since=now)
+    end = Refused(f"{why}: {BEGIN_AGAIN}", 75, forget=True)
+    s, replies = answer(s, {r: end for r, v in enumerate(s.views) if v.ask is not None})
+    return s, (note, *replies)
+
+
+def _diverged(s: State, report: Report) -> Step:
+    """Nobody can tell whose state is right: whoever asks ends, and nothing is overwritten."""
+    notes: tuple[Effect, ...] = ()
+    if not s.diverged:
+        who = ",".join(map(str, report.diverged))
+        where = report.doubt or report.state
+        why = f"replicas {who} hold different states at {where}, nobody can tell which is right"
+        s = replace(s, diverged=report.diverged, halted=why)
+        notes = (Note("JobHalted", why, {"replicas": list(report.diverged)}),)
+    s, replies = answer(s, {r: Refused(s.halted, 75) for r, v in enumerate(s.views) if v.ask is not None})
+    return s, (*notes, *replies)
+
+
+def _settle(s: State, report: Report, now: float) -> Step:
+    """A member asks on a ring that works: the first request for a step settles its membership."""
+    assert s.grant is not None
+    grant = s.grant
+    holds = report.state.step + 1 == report.step
+    if report.epoch < grant.epoch or report.step <= s.settled or not holds:
+        return serve(s)
+    joiners = [v.ask for r, v in enumerate(s.views) if v.ask and grant.member(r, v.incarnation or "") is None]
+    if any(rules.ahead(heard(s, j.report), report.state) for j in joiners):
+        return replace(s, broken=True, settled=0), ()
+    # Who is not wanted and joins is refused: no more is lost than by its death.
+    strangers = [j.report.replica for j in joiners if not wanted(s, j.report.replica)]
+    s, turned_away = answer(s, {r: Refused(_unwanted(s, r), 0) for r in strangers})
+    barred = s.edges.out(now) - set(grant.ring)  # they cannot connect to another member, and are tried again later
+    joiners = [j for j in joiners if j.report.replica not in strangers and j.report.replica not in barred]
+    newcomers = {j.report.replica for j in joiners}  # the life of theirs that was a member is over
+    voids = rules.fences(overruled_fences(s, (j.report for j in joiners)))
+    base = Base(report.state, None, voids)
+    holders = {m.replica for m in grant.members if m.role == "contribute"} | set(report.equal) | {report.replica}
+    gone = [m for m in grant.members if (m.replica, m.incarnation) in s.exited or m.replica in report.leaving]
+    risen = [m for m in grant.members if m.role == "behind" and m.replica in holders]
+    lags = [m for m in grant.members if m.replica in report.lagging and m.replica not in holders]
+    left = [m for m in grant.members if m not in gone and m.replica not in newcomers]
+    able = sum(m.replica in holders for m in left)
+    size = total(s, len(left) + len(joiners))
+    changed = bool(joiners or gone or risen or lags or size != grant.total) and able >= s.policy.min_replicas
+    s = replace(s, settled=report.step)
+    if not changed:
+        s, replies = serve(s)
+        return s, (*turned_away, *replies)
+    members = [replace(m, role="contribute" if m.replica in holders else "behind") for m in left]
+    members += [member(ask, base) for ask in joiners]
+    whys = (
+        ("joined", [j.report.replica for j in joiners]),
+        ("gone", [m.replica for m in gone]),
+        ("caught up", [m.replica for m in risen]),
+        ("needs a newer base", [m.replica for m in lags]),
+    )
+    told = [f"{what}: replica {','.join(map(str, ids))}" for what, ids in whys if ids]
+    why = "; ".join([*told, *([f"{size} replicas are wanted"] if size != grant.total else [])])
+    s, note = new_epoch(s, base, tuple(members), why)
+    s, replies = serve(s)
+    return s, (*turned_away, note, *replies)
+
+
+def _unwanted(s: State, replica: int) -> str:
+    """Why a replica may not take part."""
+    drained = replica in s.drained
+    return f"replica {replica} is drained" if drained else f"replica {replica}: the job has {s.target} replicas"
+
+
+def _processes(s: State, event: ProcessesReported) -> Step:
+    """Take a supervisor's word on what runs: the only evidence that counts as death."""
+    s, leased = lease(s, event)
+    s, news = learn(s, event)
+    notes: list[Effect] = [
+        Note("ExitReported", "its supervisor saw it end", {"replica": replica, "incarnation": incarnation})
+        for replica, incarnation in news
+    ]
+    notes += leased
+    if news:
+        s = replace(s, last_exit=event.now)
+    for replica, running in event.running.items():
+        view = s.views[replica]
+        if not entitled(s, event.owner, replica):
+            continue
+        if running is None:
+            if _contradicts(s, event, replica):
+                continue
+        elif running != view.incarnation:
+            admitted = admit(s, (replica, running), event.now)
+            if isinstance(admitted, str):
+                continue
+            s = admitted
+        gone = view.incarnation is not None and (replica, view.incarnation) in s.exited
+        s = with_view(
+            s,
+            replica,
+            ask=None if gone else view.ask,
+            incarnation=running if running is not None else view.incarnation,
+            down=running is None,
+            lost=replica in event.lost,
+        )
+        if running is not None and view.ask is not None and view.ask.report.incarnation != running:
+            s = with_view(s, replica, ask=None)
+    return s, tuple(notes)
+
+
+def _contradicts(s: State, event: ProcessesReported, replica: int) -> bool:
+    """Whether "nothing of this replica runs" is the word of a supervisor that knows only of older lives."""
+    known = newest(s, replica)
+    named = any(r == replica for r, _ in event.exited)
+    if known is None or not named or (replica, known.incarnation) in event.exited:
+        return False
+    who = (replica, known.incarnation)
+    return alive(s, who) and not outlived(who, event.exited | s.exited)

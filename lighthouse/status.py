@@ -1,0 +1,51 @@
+"""Health: one word per replica for the people who look at the status. Pure; no decision is made from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ft_hsdp.core.assignment import Report
+from lighthouse.quorum.state import State, away, wanted
+
+
+def describe(s: State, replica: int, reports: Mapping[int, Report], waiting: str) -> tuple[str, str]:
+    """(state, reason) of a replica; reports: the newest of each; waiting: what open asks wait for.
+
+    The states: booting (runs, has never asked), training, behind, asking, final, drained (and away), down, lost.
+    """
+    view = s.views[replica]
+    if view.lost:
+        return "lost", "its supervisor has given it up, or finds no place for it"
+    if away(s, replica):
+        drained = replica in s.drained
+        return "drained", "an operator drained it" if drained else f"the job is scaled to {s.target} replicas"
+    gone = view.incarnation is not None and (replica, view.incarnation) in s.exited
+    if view.down or gone:
+        return "down", "none of its processes runs"
+    if view.incarnation is None:
+        return "down", "nobody has reported it yet"
+    report = reports.get(replica)
+    if report is None or report.incarnation != view.incarnation:
+        return "booting", "it has not asked for a step yet"
+    if report.state.step >= s.policy.steps:
+        return "final", "it has the final state"
+    if view.ask is not None:
+        return "asking", waiting
+    member = s.grant.member(replica, view.incarnation) if s.grant else None
+    if s.grant is None or member is None:
+        return "behind", f"not a member of epoch {s.epoch}"
+    leaves = "" if wanted(s, replica) else ", leaves at the next step boundary"
+    return ("training" if member.role == "contribute" else "behind"), f"member of epoch {s.grant.epoch}{leaves}"
+
+
+def row(s: State, replica: int, reports: Mapping[int, Report], waiting: str) -> dict[str, object]:
+    """What the status says of one replica."""
+    state, reason = describe(s, replica, reports, waiting)
+    report = reports.get(replica)
+    return {
+        "replica": replica,
+        "incarnation": s.views[replica].incarnation,
+        "state": state,
+        "step": report.state.step if report else 0,
+        "reason": reason,
+    }

@@ -1,0 +1,270 @@
+"""Whereabouts: where a replica may say that it listens. Pure.
+
+Others connect to what a grant names, so an address is let in only where it is the sender's own, or in a network
+that the operator allows. Names are refused: what a name means can change between this look and the connection.
+
+Admission: what a message may claim at all, and whether its sender trains the same model. Pure.
+"""
+
+from __future__ import annotations
+
+import functools
+import ipaddress
+import re
+from collections.abc import Iterable
+
+from ft_hsdp.core.assignment import Refused, Report
+from ft_hsdp.core.commit import CommitRecord, Fence
+from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.rules import difference
+from ft_hsdp.errors import EXIT_CONFIG, ProtocolViolation
+from ft_hsdp.protocol import Ask, Processes
+from lighthouse.quorum.rules import Incarnation
+from lighthouse.quorum.state import Agreement, State
+
+MAX_ADDRESSES = 64
+METADATA = ipaddress.ip_address("fd00:ec2::254")  # the link-local ones are refused anyway
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+Networks = tuple[Network, ...]
+
+
+def networks(allow: Iterable[str]) -> Networks:
+    """``network.allow`` as networks."""
+    return tuple(ipaddress.ip_network(text) for text in allow)
+
+
+@functools.lru_cache(256)
+def check(ring: tuple[str, ...], state: tuple[str, ...], peer: str | None, allow: Networks) -> None:
+    """Whether who asks from the address ``peer`` (None: from this process) may listen at these "host:port".
+
+    The same replica asks with the same addresses every step, so what was let in is remembered.
+
+    Raises:
+        ProtocolViolation: it may not; one line names the address and what is allowed.
+    """
+    for name, addresses in (("ring", ring), ("state", state)):
+        if len(addresses) > MAX_ADDRESSES:
+            raise ProtocolViolation(
+                f"{name} has {len(addresses)} addresses; at most {MAX_ADDRESSES} times host:port"
+            )
+        for address in addresses:
+            host = _host(name, address)
+            if peer is not None:
+                _allowed(name, address, host, _plain(ipaddress.ip_address(peer.partition("%")[0])), allow)
+
+
+def _host(name: str, address: str) -> Address:
+    """The host in "host:port"; an IPv6 address may stand in brackets."""
+    host, _, port = address.rpartition(":")
+    try:
+        found = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
+    except ValueError:
+        found = None
+    if found is None or not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 65536):
+        raise ProtocolViolation(
+            f"{name}: {address[:60]!r} is not host:port with an IP address and a port from 1 to 65535"
+        )
+    return _plain(found)
+
+
+def _plain(address: Address) -> Address:
+    """An IPv4 address instead of its form within IPv6."""
+    return getattr(address, "ipv4_mapped", None) or address
+
+
+def _allowed(name: str, address: str, host: Address, peer: Address, allow: Networks) -> None:
+    never = host.is_unspecified or host.is_multicast or host.is_link_local or host == METADATA
+    if never or host == ipaddress.ip_address("255.255.255.255"):
+        raise ProtocolViolation(
+            f"{name}: nobody can be reached at {address}: give network.host an address of its own"
+        )
+    mine = host == peer or (host.is_loopback and peer.is_loopback)
+    if not mine and not any(host in network for network in allow):
+        raise ProtocolViolation(
+            f"{name}: {address} is neither where its replica asks from ({peer}) nor in a network of network.allow"
+        )
+
+
+EPOCHS_AHEAD = 2**20  # an epoch further above all known ones is nobody's
+STEPS_AHEAD = 2
+TERM_LIMIT = 2**53
+NUMBER_LIMIT = 2**53  # weights, batches, bytes
+ATTEMPT_LIMIT = 2**20
+TEXT_LIMIT = 256  # characters of a name, a hash or a value
+RULES_LIMIT = 64
+
+_INCARNATION = re.compile(r"([0-9]{1,3})-[!-~]{1,200}")
+_OWNER = re.compile(r"[0-9A-Za-z-]{0,64}")
+_LINEAGE = re.compile(r"[0-9a-f]{32}")
+
+
+def refusal(agreed: Agreement, ask: Ask) -> Refused | None:
+    """Why the sender of `ask` cannot be part of a job with this agreement, if so; one line names the key."""
+    if agreed.config_hash is not None and agreed.config_hash != ask.config_hash and ask.rules and agreed.rules:
+        found = difference(ask.rules, dict(agreed.rules))
+        if found is not None:
+            key, theirs, mine = found
+            line = f"{key} is {theirs} here, and {mine} in the job: all replicas need the same"
+            return Refused(line, EXIT_CONFIG)
+    pairs = (
+        ("config hash", agreed.config_hash, ask.config_hash),
+        ("model layout", agreed.layout, ask.layout),
+        ("numerics", agreed.numerics, ask.numerics),
+    )
+    for what, wanted, got in pairs:
+        if wanted is not None and wanted != got:
+            line = f"{what} {got[:40]!r} is not the job's {wanted[:40]!r}: all replicas need the same"
+            return Refused(line, EXIT_CONFIG)
+    return None
+
+
+def with_first(agreed: Agreement, ask: Ask) -> Agreement:
+    """This agreement, told by `ask` what nobody had said before."""
+    if agreed.config_hash and agreed.layout and agreed.numerics is not None:
+        return agreed
+    numerics = ask.numerics if agreed.numerics is None else agreed.numerics
+    rules = agreed.rules if agreed.config_hash else tuple(sorted(ask.rules.items()))
+    return Agreement(agreed.config_hash or ask.config_hash, agreed.layout or ask.layout, numerics, rules)
+
+
+def incarnation(text: str) -> Incarnation:
+    """``0-abcd-1`` as (0, "0-abcd-1"): an incarnation's name starts with its replica's id.
+
+    Raises:
+        ProtocolViolation: no such name.
+    """
+    match = _INCARNATION.fullmatch(text)
+    if match is None:
+        raise ProtocolViolation(f"incarnation {text[:40]!r} is not REPLICA-RUN-RESTARTS")
+    return int(match[1]), text
+
+
+def check_ask(s: State, ask: Ask, peer: str | None = None, allow: Networks = ()) -> None:
+    """Whether a report can be true, and comes from where it says that its replica listens (``peer``: see there).
+
+    Raises:
+        ProtocolViolation: it cannot; one line names the field.
+    """
+    r = ask.report
+    replicas = s.policy.slots - 1
+    steps = max(s.policy.steps, s.head.step if s.head else 0) + STEPS_AHEAD
+    epochs = s.epoch + EPOCHS_AHEAD
+    _within("replica", r.replica, replicas)
+    _state("state", r.state, epochs, steps)
+    _within("step", r.step, steps)
+    _within("epoch", r.epoch, epochs)
+    _within("after", r.after, epochs)
+    _within("max_term", r.max_term, TERM_LIMIT)
+    _within("saved", r.saved, steps)
+    _within("number", r.number, NUMBER_LIMIT)
+    _named("incarnation", r.incarnation, r.replica)
+    if r.equal or r.leaving or r.lagging or r.diverged or r.suspects:
+        _sets(r, replicas)
+    if r.edge is not None:
+        _ids("edge", r.edge, replicas)
+    if r.void is not None:
+        _fence("void", r.void, epochs, steps)
+    if r.doubt is not None:
+        _state("doubt", r.doubt, epochs, steps)
+    if r.prepared is not None:
+        _record(r.prepared, epochs, steps, replicas)
+    if len(ask.config_hash) > TEXT_LIMIT or len(ask.layout) > TEXT_LIMIT or len(ask.numerics) > TEXT_LIMIT:
+        raise ProtocolViolation(f"config_hash, layout and numerics have at most {TEXT_LIMIT} characters")
+    if ask.rules:
+        _rules(ask.rules)
+    check(ask.ring, ask.state, peer, allow)
+
+
+def check_processes(s: State, processes: Processes) -> frozenset[Incarnation]:
+    """What has exited, according to a picture that can be true.
+
+    Raises:
+        ProtocolViolation: it cannot be true.
+    """
+    if not _OWNER.fullmatch(processes.owner) or (processes.leases and not processes.owner):
+        raise ProtocolViolation(f"owner {processes.owner[:40]!r} is not the name of a supervisor")
+    for number in processes.leases.values():
+        _within("leases", number, NUMBER_LIMIT)
+    exited = frozenset(map(incarnation, processes.exited))
+    for replica in (*processes.running, *processes.lost, *processes.leases, *(r for r, _ in exited)):
+        _within("replica", replica, s.policy.slots - 1)
+    for replica, running in processes.running.items():
+        if running is None:
+            continue
+        _named("running", running, replica)
+        if (replica, running) in exited:
+            raise ProtocolViolation(f"incarnation {running[:40]!r} cannot both run and have exited")
+    return exited
+
+
+def _rules(rules: dict[str, str]) -> None:
+    if len(rules) > RULES_LIMIT:
+        raise ProtocolViolation(f"rules has {len(rules)} keys; at most {RULES_LIMIT}")
+    if any(max(len(key), len(value)) > TEXT_LIMIT for key, value in rules.items()):
+        raise ProtocolViolation(f"rules: a key or a value has more than {TEXT_LIMIT} characters")
+    if not all((key + value).isprintable() for key, value in rules.items()):
+        raise ProtocolViolation("rules: a key or a value is not printable")
+
+
+def _sets(r: Report, replicas: int) -> None:
+    for name in ("equal", "leaving", "lagging", "diverged", "suspects"):
+        _ids(name, getattr(r, name), replicas)
+
+
+def _ids(name: str, ids: tuple[int, ...], replicas: int) -> None:
+    """Replica ids, none of them twice."""
+    if len(ids) > replicas + 1 or len(set(ids)) != len(ids):
+        raise ProtocolViolation(f"{name} names {len(ids)} replicas; possible: each of {replicas + 1} once")
+    for other in ids:
+        _within(name, other, replicas)
+
+
+def _state(name: str, state: StateId, epochs: int, steps: int) -> None:
+    _within(f"{name}.step", state.step, steps)
+    _within(f"{name}.commit_epoch", state.commit_epoch, epochs)
+    _hash(f"{name}.lineage", state.lineage)
+
+
+def _fence(name: str, fence: Fence | CommitRecord, epochs: int, steps: int) -> None:
+    _within(f"{name}.epoch", fence.epoch, epochs)
+    _within(f"{name}.step", fence.step, steps)
+    _within(f"{name}.attempt", fence.attempt, ATTEMPT_LIMIT)
+
+
+def _record(record: CommitRecord, epochs: int, steps: int, replicas: int) -> None:
+    """Whether a commit record can be one of this job; the work is bounded by the number of replicas."""
+    _fence("prepared", record, epochs, steps)
+    _hash("prepared.prev", record.prev)
+    _ids("prepared.ring", record.ring, replicas)
+    _within("prepared.total", record.total, replicas + 1)
+    _ids("prepared.contributions", tuple(c.replica for c in record.contributions[: replicas + 2]), replicas)
+    _ids("prepared.poisoned", record.poisoned, replicas)
+    _within("prepared.spoiled", len(record.spoiled), replicas + 1)
+    for batch in record.spoiled:
+        for number in batch:
+            _within("prepared.spoiled", number, NUMBER_LIMIT)
+    _within("prepared.retries", record.retries, NUMBER_LIMIT)
+    _within("prepared.chunk_bytes", record.chunk_bytes, NUMBER_LIMIT)
+    for c in record.contributions:
+        for what in ("weight", "shard", "index"):
+            _within(f"prepared.contributions.{what}", getattr(c, what), NUMBER_LIMIT)
+    if len(record.digest) > TEXT_LIMIT:
+        raise ProtocolViolation(f"prepared.digest has {len(record.digest)} characters; at most {TEXT_LIMIT}")
+
+
+def _within(name: str, value: int, largest: int) -> None:
+    if not 0 <= value <= largest:
+        shown = str(value) if abs(value) < 10**24 else "a very large number"
+        raise ProtocolViolation(f"{name} is {shown}; possible: 0 to {largest}")
+
+
+def _hash(name: str, text: str) -> None:
+    if not _LINEAGE.fullmatch(text):
+        raise ProtocolViolation(f"{name} {text[:40]!r} is not 32 hex digits")
+
+
+def _named(field: str, text: str, replica: int) -> None:
+    if incarnation(text)[0] != replica:
+        raise ProtocolViolation(f"{field}: {text[:40]!r} is not an incarnation of replica {replica}")
