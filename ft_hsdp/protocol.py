@@ -19,10 +19,10 @@ from pydantic_core import SchemaValidator
 from typing_extensions import TypedDict
 
 from ft_hsdp import bounded
-from ft_hsdp.core import assignment, commit, effects
-from ft_hsdp.core.assignment import Grant, Report
+from ft_hsdp.core import commit, effects
 from ft_hsdp.core.commit import Vote
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Refused, Report
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
 
 MAX_MESSAGE = 1 << 20
@@ -30,7 +30,7 @@ LENGTH = struct.Struct("!I")
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class QuorumRequest:
     """A replica asks for a step. ``ring`` and ``state`` are "host:port" of each rank's listeners.
 
     All replicas of a job share ``config_hash``, ``layout`` and ``numerics`` (what makes equal sums equal bits).
@@ -55,7 +55,7 @@ class Wait:
 
 
 @dataclass(frozen=True, slots=True)
-class Processes:
+class ProcessReport:
     """A supervisor's full picture of its replicas: what runs (None: nothing), exited, given up.
 
     ``leases`` are the replicas that the supervisor ``owner`` wants to start alone, each with the number of the
@@ -79,7 +79,7 @@ class Eviction:
 
 
 @dataclass(frozen=True, slots=True)
-class Overview:
+class SupervisorReply:
     """What a supervisor gets back. ``halted`` says why the job cannot go on, if it cannot.
 
     ``drained`` are the replicas that are to leave, and not to be started. ``leases`` are the replicas that the
@@ -349,10 +349,10 @@ class RingAbort:
 
 # The tag of each message on the wire. A class may get another name; a tag may not: peers and stored files use it.
 _MESSAGES: dict[str, type] = {
-    "Ask": Ask,
+    "Ask": QuorumRequest,
     "Wait": Wait,
-    "Processes": Processes,
-    "Overview": Overview,
+    "Processes": ProcessReport,
+    "Overview": SupervisorReply,
     "Telemetry": Telemetry,
     "RankHello": RankHello,
     "RankAlive": RankAlive,
@@ -375,24 +375,24 @@ _MESSAGES: dict[str, type] = {
     "RingBeat": RingBeat,
     "RingAbort": RingAbort,
     "Vote": Vote,
-    "Token": commit.Token,
-    "Grant": assignment.Grant,
-    "Continue": assignment.Continue,
-    "CatchUp": assignment.CatchUp,
-    "Finish": assignment.Finish,
-    "Refused": assignment.Refused,
+    "Token": commit.CommitToken,
+    "Grant": Grant,
+    "Continue": Continue,
+    "CatchUp": CatchUp,
+    "Finish": Finish,
+    "Refused": Refused,
     "Configure": effects.Configure,
     "StopRing": effects.StopRing,
     "Reduce": effects.Reduce,
     "Commit": effects.Commit,
-    "Log": effects.Log,
-    "Discard": effects.Discard,
-    "Install": effects.Install,
-    "Feed": effects.Feed,
+    "Log": effects.BufferUpdate,
+    "Discard": effects.DropGradient,
+    "Install": effects.InstallSnapshot,
+    "Feed": effects.RunBatch,
     "Fetch": effects.Fetch,
     "Keep": effects.Keep,
     "Checkpoint": effects.Checkpoint,
-    "Forget": effects.Forget,
+    "Forget": effects.DropSnapshots,
     "Exit": effects.Exit,
 }
 _TAGS = {cls: tag for tag, cls in _MESSAGES.items()}

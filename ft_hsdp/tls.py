@@ -11,7 +11,7 @@ import ipaddress
 import ssl
 from pathlib import Path
 
-from ft_hsdp.config.hosting import NetworkConfig
+from ft_hsdp.config.network import NetworkConfig
 from ft_hsdp.errors import ConfigError
 
 Trusted = ssl.SSLContext | bool

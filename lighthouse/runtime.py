@@ -9,7 +9,7 @@ from typing import NamedTuple
 from starlette.types import ASGIApp
 
 from ft_hsdp.config import Config, agreed, config_hash
-from ft_hsdp.core.rules import difference
+from ft_hsdp.core.replica_state import difference
 from ft_hsdp.errors import ConfigError
 from lighthouse.http.app import create_app
 from lighthouse.http.auth import Keys

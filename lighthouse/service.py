@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ft_hsdp import protocol
-from ft_hsdp.core.assignment import Answer, Grant, Refused, Report
+from ft_hsdp.core.grant import Answer, Grant, Refused, Report
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.protocol import Ask, Eviction, Overview, Processes, Wait
+from ft_hsdp.protocol import Eviction, ProcessReport, QuorumRequest, SupervisorReply, Wait
 from lighthouse import status, validation
 from lighthouse.http.rate_limits import Rates
 from lighthouse.quorum import commands, incarnations
@@ -168,7 +168,7 @@ class Service:
 
     # Requests.
 
-    async def ask(self, ask: Ask, peer: str | None = None) -> Answer | Wait:
+    async def ask(self, ask: QuorumRequest, peer: str | None = None) -> Answer | Wait:
         """The answer to a replica's ask; Wait if there is none within `long_poll_s`.
 
         ``peer``: the address that it came from (None: this process). Cancelling withdraws the ask.
@@ -180,7 +180,7 @@ class Service:
         """
         return await self.answered(self.submit(ask, peer))
 
-    def submit(self, ask: Ask, peer: str | None = None) -> Open:
+    def submit(self, ask: QuorumRequest, peer: str | None = None) -> Open:
         """Take an ask: what the current membership settles is answered at once. Raises as `ask` does."""
         report = ask.report
         try:
@@ -233,7 +233,7 @@ class Service:
             asked.answer.set_result(Wait(self._reason))
             asyncio.get_running_loop().call_later(LINGER_S, self._withdraw, asked.replica, asked.id)
 
-    def processes(self, picture: Processes) -> Overview:
+    def processes(self, picture: ProcessReport) -> SupervisorReply:
         """Take a supervisor's full picture; give it the orders to kill, and how far the job is.
 
         A replica of which it names an exited incarnation, or that it has given up, is its own: if that is not
@@ -254,7 +254,7 @@ class Service:
         rivals = {replica: lease.owner for replica, lease in found.items() if lease and lease.owner != owner}
         self._supervised |= dict.fromkeys((r for r in owned if r not in rivals), now)
         head = self.state.head
-        return Overview(
+        return SupervisorReply(
             evict=self._evictions.of(owned),
             epoch=self.state.epoch,
             step=head.step if head else 0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ft_hsdp.core.assignment import Report
+from ft_hsdp.core.grant import Report
 from lighthouse.quorum.state import State, away, wanted
 
 

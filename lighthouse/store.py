@@ -21,9 +21,9 @@ from typing import Any, Protocol
 
 from pydantic import TypeAdapter, ValidationError
 
-from ft_hsdp.core import lineage
-from ft_hsdp.core.assignment import Grant
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core import state_id
+from ft_hsdp.core.grant import Grant
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.mounts import LOCKLESS, mount_of
 from lighthouse.quorum.edges import Edges, remembered
@@ -267,7 +267,7 @@ class SqliteStore(JsonStore):
         except sqlite3.Error as error:
             raise self._unusable(str(error)) from None
         for name, value, digest in found:
-            if digest != lineage.digest(name, value):
+            if digest != state_id.digest(name, value):
                 raise self._unusable(f"{name} is damaged")
         return self._format, {name: value for name, value, _ in found}
 
@@ -277,7 +277,7 @@ class SqliteStore(JsonStore):
             self._db.execute("BEGIN IMMEDIATE")
             self._db.executemany(
                 "INSERT OR REPLACE INTO durable VALUES (?, ?, ?)",
-                [(name, value, lineage.digest(name, value)) for name, value in rows.items()],
+                [(name, value, state_id.digest(name, value)) for name, value in rows.items()],
             )
             if self._format != FORMAT:
                 self._db.execute(f"PRAGMA user_version = {FORMAT}")

@@ -13,12 +13,12 @@ import ipaddress
 import re
 from collections.abc import Iterable
 
-from ft_hsdp.core.assignment import Refused, Report
-from ft_hsdp.core.commit import CommitRecord, Fence
-from ft_hsdp.core.lineage import StateId
-from ft_hsdp.core.rules import difference
+from ft_hsdp.core.commit import AttemptId, CommitRecord
+from ft_hsdp.core.grant import Refused, Report
+from ft_hsdp.core.replica_state import difference
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_CONFIG, ProtocolViolation
-from ft_hsdp.protocol import Ask, Processes
+from ft_hsdp.protocol import ProcessReport, QuorumRequest
 from lighthouse.quorum.rules import Incarnation
 from lighthouse.quorum.state import Agreement, State
 
@@ -100,7 +100,7 @@ _OWNER = re.compile(r"[0-9A-Za-z-]{0,64}")
 _LINEAGE = re.compile(r"[0-9a-f]{32}")
 
 
-def refusal(agreed: Agreement, ask: Ask) -> Refused | None:
+def refusal(agreed: Agreement, ask: QuorumRequest) -> Refused | None:
     """Why the sender of `ask` cannot be part of a job with this agreement, if so; one line names the key."""
     if agreed.config_hash is not None and agreed.config_hash != ask.config_hash and ask.rules and agreed.rules:
         found = difference(ask.rules, dict(agreed.rules))
@@ -120,7 +120,7 @@ def refusal(agreed: Agreement, ask: Ask) -> Refused | None:
     return None
 
 
-def with_first(agreed: Agreement, ask: Ask) -> Agreement:
+def with_first(agreed: Agreement, ask: QuorumRequest) -> Agreement:
     """This agreement, told by `ask` what nobody had said before."""
     if agreed.config_hash and agreed.layout and agreed.numerics is not None:
         return agreed
@@ -141,7 +141,7 @@ def incarnation(text: str) -> Incarnation:
     return int(match[1]), text
 
 
-def check_ask(s: State, ask: Ask, peer: str | None = None, allow: Networks = ()) -> None:
+def check_ask(s: State, ask: QuorumRequest, peer: str | None = None, allow: Networks = ()) -> None:
     """Whether a report can be true, and comes from where it says that its replica listens (``peer``: see there).
 
     Raises:
@@ -177,7 +177,7 @@ def check_ask(s: State, ask: Ask, peer: str | None = None, allow: Networks = ())
     check(ask.ring, ask.state, peer, allow)
 
 
-def check_processes(s: State, processes: Processes) -> frozenset[Incarnation]:
+def check_processes(s: State, processes: ProcessReport) -> frozenset[Incarnation]:
     """What has exited, according to a picture that can be true.
 
     Raises:
@@ -227,7 +227,7 @@ def _state(name: str, state: StateId, epochs: int, steps: int) -> None:
     _hash(f"{name}.lineage", state.lineage)
 
 
-def _fence(name: str, fence: Fence | CommitRecord, epochs: int, steps: int) -> None:
+def _fence(name: str, fence: AttemptId | CommitRecord, epochs: int, steps: int) -> None:
     _within(f"{name}.epoch", fence.epoch, epochs)
     _within(f"{name}.step", fence.step, steps)
     _within(f"{name}.attempt", fence.attempt, ATTEMPT_LIMIT)

@@ -16,7 +16,7 @@ import pytest
 
 from ft_hsdp import events
 from ft_hsdp.config import parse
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.events import Journal, Lines, Lost, Queued, replace_json, reserve, strict
 from ft_hsdp.launch.recorder import Recorder
 from ft_hsdp.launch.rundir import RunDir, Tailer, keep_json, open_log, read_json, read_jsonl

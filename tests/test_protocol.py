@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ft_hsdp import protocol
-from ft_hsdp.core import assignment, commit, effects
-from ft_hsdp.core.assignment import CatchUp, Continue, Finish, Grant, Member, Refused, Report
-from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Token, Vote
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core import commit, effects
+from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken, Contribution, Vote
+from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Member, Refused, Report
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
 
 TOKEN = "0" * 64
@@ -29,7 +29,7 @@ rows = st.lists(some, max_size=3).map(tuple)
 floats = st.floats(allow_nan=False, allow_infinity=False)
 addresses = st.lists(words, max_size=2).map(tuple)
 states = st.builds(StateId, counts, counts, words)
-fences = st.builds(Fence, counts, counts, some)
+fences = st.builds(AttemptId, counts, counts, some)
 contributions = st.builds(Contribution, some, some, some, counts, floats)
 batches = st.lists(contributions, max_size=3).map(tuple)
 records = st.builds(
@@ -60,17 +60,19 @@ reports = st.builds(
     rows,
 )
 digests = st.lists(st.tuples(some, words), max_size=3).map(tuple)
-tokens = st.builds(Token, fences, st.booleans(), st.booleans(), words, rows, rows, digests, rows, rows, words)
+tokens = st.builds(
+    CommitToken, fences, st.booleans(), st.booleans(), words, rows, rows, digests, rows, rows, words
+)
 votes = st.builds(Vote, some, fences, words, floats, batches, rows, words, st.booleans())
 
 MESSAGES: dict[type, st.SearchStrategy[Any]] = {
-    protocol.Ask: st.builds(protocol.Ask, reports, addresses, addresses, words, words),
+    protocol.QuorumRequest: st.builds(protocol.QuorumRequest, reports, addresses, addresses, words, words),
     protocol.Wait: st.builds(protocol.Wait, words),
-    protocol.Processes: st.builds(
-        protocol.Processes, st.dictionaries(some, maybe() | words, max_size=3), addresses, rows
+    protocol.ProcessReport: st.builds(
+        protocol.ProcessReport, st.dictionaries(some, maybe() | words, max_size=3), addresses, rows
     ),
-    protocol.Overview: st.builds(
-        protocol.Overview,
+    protocol.SupervisorReply: st.builds(
+        protocol.SupervisorReply,
         st.lists(st.builds(protocol.Eviction, some, words, words), max_size=2).map(tuple),
         counts,
         counts,
@@ -110,7 +112,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
         protocol.RingAbort, counts, words, maybe() | some, maybe() | grants, st.booleans(), st.booleans()
     ),
     Vote: votes,
-    commit.Token: tokens,
+    commit.CommitToken: tokens,
     Grant: grants,
     Continue: st.builds(Continue, counts, counts),
     CatchUp: st.builds(CatchUp, states, crews, words),
@@ -120,14 +122,14 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     effects.StopRing: st.builds(effects.StopRing, counts, words),
     effects.Reduce: st.builds(effects.Reduce, fences, st.sampled_from(["contribute", "behind"]), words),
     effects.Commit: st.builds(effects.Commit, records),
-    effects.Log: st.builds(effects.Log, records),
-    effects.Discard: st.builds(effects.Discard, words),
-    effects.Install: st.builds(effects.Install, states),
-    effects.Feed: st.builds(effects.Feed, counts),
+    effects.BufferUpdate: st.builds(effects.BufferUpdate, records),
+    effects.DropGradient: st.builds(effects.DropGradient, words),
+    effects.InstallSnapshot: st.builds(effects.InstallSnapshot, states),
+    effects.RunBatch: st.builds(effects.RunBatch, counts),
     effects.Fetch: st.builds(effects.Fetch, states, crews),
     effects.Keep: st.builds(effects.Keep, states),
     effects.Checkpoint: st.builds(effects.Checkpoint, states),
-    effects.Forget: st.builds(effects.Forget),
+    effects.DropSnapshots: st.builds(effects.DropSnapshots),
     effects.Exit: st.builds(effects.Exit, some, words),
 }
 
@@ -208,7 +210,7 @@ def test_what_is_no_message_is_refused(text: str) -> None:
 )
 def test_json_that_exhausts_the_parser_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolViolation):
-        protocol.decode(data, effects.Feed)
+        protocol.decode(data, effects.RunBatch)
 
 
 def test_a_message_has_a_size_limit_that_is_checked_first() -> None:
@@ -224,7 +226,7 @@ def test_a_message_of_another_type_is_not_let_in() -> None:
     data = protocol.encode(effects.Exit(0, "all is well"))
     assert protocol.decode(data, effects.Exit) == effects.Exit(0, "all is well")
     with pytest.raises(ProtocolViolation, match="'Exit' is not expected here"):
-        protocol.decode(data, protocol.Wait, assignment.Grant)
+        protocol.decode(data, protocol.Wait, Grant)
     with pytest.raises(ProtocolViolation):
         protocol.decode(data)
 
@@ -233,7 +235,7 @@ def test_a_missing_or_mistyped_field_is_named() -> None:
     with pytest.raises(ProtocolViolation, match="Wait"):
         protocol.decode(b'{"type": "Wait", "body": {}}', protocol.Wait)
     with pytest.raises(ProtocolViolation):
-        protocol.decode(b'{"type": "Feed", "body": {"step": "soon"}}', effects.Feed)
+        protocol.decode(b'{"type": "Feed", "body": {"step": "soon"}}', effects.RunBatch)
     with pytest.raises(ProtocolViolation):
         protocol.decode(b'{"type": "Reduce", "body": {"fence": {}, "role": "king", "prev": ""}}', effects.Reduce)
 
@@ -258,7 +260,7 @@ def test_a_signed_grant_is_genuine_also_after_the_wire() -> None:
         {"members": (replace(GRANT.members[0], state=("evil:1",)),)},
         {"total": 4},
         {"reason": "because"},
-        {"void": (Fence(6, 13, 0),)},
+        {"void": (AttemptId(6, 13, 0),)},
         {"mac": ""},
         {"mac": "0" * 64},
     ],

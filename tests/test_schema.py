@@ -12,7 +12,7 @@ import yaml
 from test_config import BAD
 
 from ft_hsdp.config import Config, RestartConfig, TimeoutsConfig, dump, load, parse
-from ft_hsdp.config.files import _override
+from ft_hsdp.config.loader import _override
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.cli import main
 

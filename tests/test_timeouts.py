@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from ft_hsdp.config import Config, parse
-from ft_hsdp.config.waits import BOUNDS
+from ft_hsdp.config.config import BOUNDS
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.forkserver import ForkServer
 from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseProcess

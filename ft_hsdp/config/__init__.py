@@ -5,10 +5,9 @@ Defaults < YAML < command line; no environment variable changes a value. Every f
 """
 
 from ft_hsdp.config.chaos import ChaosConfig, DebugConfig, FailpointConfig
-from ft_hsdp.config.cluster import RayConfig
-from ft_hsdp.config.files import agreed, config_hash, dump, json_schema, load, parse, resume_hash
-from ft_hsdp.config.hosting import LighthouseConfig, NetworkConfig
-from ft_hsdp.config.root import Config
+from ft_hsdp.config.config import Config
+from ft_hsdp.config.loader import agreed, config_hash, dump, json_schema, load, parse, resume_hash
+from ft_hsdp.config.network import LighthouseConfig, NetworkConfig, RayConfig
 from ft_hsdp.config.running import (
     CheckpointConfig,
     FtarConfig,
@@ -16,8 +15,8 @@ from ft_hsdp.config.running import (
     QuorumConfig,
     StateConfig,
 )
+from ft_hsdp.config.timeouts import RestartConfig, TimeoutsConfig
 from ft_hsdp.config.training import DataConfig, LrConfig, ModelConfig, OptimConfig, TrainConfig
-from ft_hsdp.config.waits import RestartConfig, TimeoutsConfig
 
 __all__ = [
     "ChaosConfig",

@@ -21,10 +21,10 @@ from pathlib import Path
 from pydantic import TypeAdapter
 
 from ft_hsdp import tls
-from ft_hsdp.config.hosting import NetworkConfig
+from ft_hsdp.config.network import NetworkConfig
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.errors import LighthouseUnreachable
-from ft_hsdp.protocol import Processes
+from ft_hsdp.protocol import ProcessReport
 
 AGAIN_S = 0.5
 
@@ -94,7 +94,7 @@ async def report(watched: Watched) -> bool:
     try:
         while True:
             try:
-                await client.report(Processes({}, (watched.incarnation,)))
+                await client.report(ProcessReport({}, (watched.incarnation,)))
                 return True
             except LighthouseUnreachable:
                 if time.monotonic() >= until:

@@ -11,15 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from ft_hsdp import failpoints, protocol
-from ft_hsdp.control.decisions import Decisions
 from ft_hsdp.control.lighthouse_client import LighthouseClient
+from ft_hsdp.control.telemetry import Decisions
 from ft_hsdp.core import effects, events, lr
 from ft_hsdp.core import replica as core
-from ft_hsdp.core.assignment import Grant, Refused
-from ft_hsdp.core.commit import Fence, Tally, Token, Vote
-from ft_hsdp.core.lineage import StateId
-from ft_hsdp.core.rules import DEFAULT, Rules
-from ft_hsdp.core.standing import Phase, Replica
+from ft_hsdp.core.commit import AttemptId, CommitToken, Vote, VoteTally
+from ft_hsdp.core.grant import Grant, Refused
+from ft_hsdp.core.replica_state import DEFAULT, Phase, Replica, ReplicaPolicy
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, LighthouseUnreachable, exhausted
 from ft_hsdp.events import Journal
 from ft_hsdp.protocol import (
@@ -42,7 +41,7 @@ VOTES = 3  # x ftar.timeout_s: between the first and the last vote of a replica;
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class LeaderSettings:
     """What the leader needs to know of the configuration; times in seconds.
 
     ``reach_s`` is how long it looks for its lighthouse before it says so. ``join_timeout_s`` is when it exits if
@@ -75,7 +74,7 @@ class Outlets:
     """
 
     order: Callable[[object], None]
-    token: Callable[[Token], None]
+    token: Callable[[CommitToken], None]
     end: Callable[[str, int], None]
 
 
@@ -85,9 +84,9 @@ class Leader:
     def __init__(
         self,
         replica: Replica,
-        about: protocol.Ask,
+        about: protocol.QuorumRequest,
         client: LighthouseClient,
-        settings: Settings,
+        settings: LeaderSettings,
         outlets: Outlets,
         journal: Journal,
     ) -> None:
@@ -98,16 +97,18 @@ class Leader:
         self._outlets = outlets
         self._journal = journal
         self._ask: asyncio.Task[None] | None = None
-        self._asked: tuple[float, protocol.Ask] | None = None  # the newest ask that was sent, and when
-        self._held: protocol.Ask | None = None  # the newest one, while the lighthouse owes an answer
+        self._asked: tuple[float, protocol.QuorumRequest] | None = None  # the newest ask that was sent, and when
+        self._held: protocol.QuorumRequest | None = None  # the newest one, while the lighthouse owes an answer
         self._owing = False  # whether it has let an ask lapse, and said nothing since
         self._leased = False  # whether this outage is in the journal
         self._lease_over = False  # and whether the end of the lease is
         self._unanswered: float | None = None  # since when the lighthouse owes an answer to the oldest ask
         self._pace_s = settings.answer_wait_s  # between the newest two asks
-        self._tally: Tally | None = None
+        self._tally: VoteTally | None = None
         self._fetched: dict[int, bool] = {}  # by rank: whether it keeps what it has fetched
-        self._voted: tuple[Fence, Settled] | None = None  # what the newest votes say of copies of the state before
+        self._voted: tuple[AttemptId, Settled] | None = (
+            None  # what the newest votes say of copies of the state before
+        )
         self._held_back: events.Reduced | None = None
         self._waited_for: StateId | None = None
         self._written: tuple[StateId | None, set[int]] = (None, set())
@@ -140,7 +141,7 @@ class Leader:
             loop = asyncio.get_running_loop()
             loop.call_later(self._settings.token_timeout_s, self._token_overdue, self.replica.fence)
 
-    def _token_overdue(self, fence: Fence) -> None:
+    def _token_overdue(self, fence: AttemptId) -> None:
         """The token does not come round: some leader is silent, so this ring is of no more use."""
         if self.replica.phase is not Phase.VOTED or self.replica.fence != fence:
             return
@@ -182,7 +183,7 @@ class Leader:
                     self._written = (None, set())
                     self._not_written(state, reason, at_rank=rank)
 
-    def token(self, token: Token) -> None:
+    def token(self, token: CommitToken) -> None:
         """The commit token came from the left."""
         self.handle(events.TokenArrived(token))
 
@@ -193,7 +194,7 @@ class Leader:
 
     def _perform(self, effect: effects.Effect) -> None:
         match effect:
-            case effects.Ask(report, pause):
+            case effects.RequestGrant(report, pause):
                 if report.number and self._about.rules:
                     self._about = replace(self._about, rules={})  # they were agreed on with the first grant
                 self._send(replace(self._about, report=report), pause)
@@ -201,7 +202,7 @@ class Leader:
                 failpoints.reach("token-second" if token.verdict else "token-first", token.fence.step)
                 self._outlets.token(token)
             case effects.Reduce(fence):
-                self._tally = Tally(fence, self._settings.ranks)
+                self._tally = VoteTally(fence, self._settings.ranks)
                 self._outlets.order(effect)
             case effects.StopRing(epoch):
                 recent = {e: ranks for e, ranks in self._stopped.items() if e > epoch - KEPT_EPOCHS}
@@ -210,10 +211,10 @@ class Leader:
             case effects.Fetch():
                 self._fetched = {}
                 self._outlets.order(effect)
-            case effects.Install(base):
+            case effects.InstallSnapshot(base):
                 self._outlets.order(Settled(base, all(self._fetched.values())))
                 self._outlets.order(effect)
-            case effects.Log():
+            case effects.BufferUpdate():
                 self._voted = None
                 self._outlets.order(effect)
             case effects.Commit(record) if self._voted is not None and self._voted[0] == record.fence:
@@ -261,7 +262,7 @@ class Leader:
         self._held_back = reduced
         asyncio.get_running_loop().call_later(settings.catchup_wait_s, self._release, reduced)
 
-    def _votes_overdue(self, fence: Fence, waited_s: float) -> None:
+    def _votes_overdue(self, fence: AttemptId, waited_s: float) -> None:
         """Some rank holds its sum and another does not, although all rings of other ranks have had their time."""
         tally = self._tally
         if tally is None or tally.fence != fence or not tally.votes:
@@ -302,7 +303,7 @@ class Leader:
                 state, f"ranks {late} have not written within {self._settings.write_s:g} s", late=late
             )
 
-    def _send(self, ask: protocol.Ask, pause: bool = False) -> None:
+    def _send(self, ask: protocol.QuorumRequest, pause: bool = False) -> None:
         """Have the lighthouse asked, in place of whatever it was asked before; with ``pause`` a moment later.
 
         One that owes an answer is given time, but not ours: on a ring that works this ask is held back.
@@ -322,7 +323,7 @@ class Leader:
         self._unanswered = now if self._unanswered is None else self._unanswered
         self._ask = loop.create_task(self._asking(ask, pause))
 
-    async def _asking(self, ask: protocol.Ask, pause: bool) -> None:
+    async def _asking(self, ask: protocol.QuorumRequest, pause: bool) -> None:
         """Ask until there is an answer; meanwhile the last grant may be repeated on its lease."""
         report = ask.report
         if pause:
@@ -431,12 +432,12 @@ def _record_lost(replica: Replica, event: events.Event) -> Replica:
     return replica
 
 
-def _named(fence: Fence) -> str:
+def _named(fence: AttemptId) -> str:
     return f"step {fence.step} of epoch {fence.epoch}"
 
 
 def initial(
-    me: int, incarnation: str, steps: int, state: StateId, rules: Rules = DEFAULT, wanted: int = 0
+    me: int, incarnation: str, steps: int, state: StateId, rules: ReplicaPolicy = DEFAULT, wanted: int = 0
 ) -> Replica:
     """A replica that is about to check in with ``state``: initial weights, or what it found on its machine.
 

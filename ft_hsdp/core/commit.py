@@ -11,16 +11,14 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from ft_hsdp.core import lineage
-from ft_hsdp.core.cursor import Ledger
-from ft_hsdp.core.divergence import Digests
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.state_id import Digests, StateId, advance, digest
 
 LrScale = Callable[[int, int], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Fence:
+class AttemptId:
     """What a vote or token is about. Anything about another attempt is not counted."""
 
     epoch: int
@@ -69,16 +67,16 @@ class CommitRecord:
     def state_id(self) -> StateId:
         """The state that applying this record to its predecessor leads to."""
         batches = [(c.replica, c.weight, c.shard, c.index) for c in self.contributions]
-        reduced = lineage.digest("skipped", self.digest) if self.skipped else self.digest
+        reduced = digest("skipped", self.digest) if self.skipped else self.digest
         if self.spoiled:
-            reduced = lineage.digest("spoiled", self.spoiled, self.retries, reduced)
-        after = lineage.advance(self.prev, self.epoch, self.attempt, self.step, batches, reduced)
+            reduced = digest("spoiled", self.spoiled, self.retries, reduced)
+        after = advance(self.prev, self.epoch, self.attempt, self.step, batches, reduced)
         return StateId(self.epoch, self.step, after)
 
     @property
-    def fence(self) -> Fence:
+    def fence(self) -> AttemptId:
         """The attempt that this is the record of."""
-        return Fence(self.epoch, self.step, self.attempt)
+        return AttemptId(self.epoch, self.step, self.attempt)
 
     @property
     def contributors(self) -> tuple[int, ...]:
@@ -121,7 +119,7 @@ class CommitRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Token:
+class CommitToken:
     """The commit token. ``lineage`` is the one that the first member's record leads to.
 
     Pass 1 gathers who holds the state that the step builds on (``equal``) and what a slice of it looks like there
@@ -130,7 +128,7 @@ class Token:
     newest demand for one that somebody has heard of (0: none).
     """
 
-    fence: Fence
+    fence: AttemptId
     verdict: bool
     yes: bool
     lineage: str
@@ -144,12 +142,12 @@ class Token:
     writing: tuple[int, ...] = ()
 
 
-def fenced(current: Fence, fence: Fence) -> bool:
+def fenced(current: AttemptId, fence: AttemptId) -> bool:
     """Whether a vote or token about ``fence`` counts for ``current``."""
     return current == fence
 
 
-def void(fence: Fence, known: tuple[Fence, ...]) -> bool:
+def void(fence: AttemptId, known: tuple[AttemptId, ...]) -> bool:
     """Whether ``fence`` can never commit: its attempt or a later one of its step is known to have no yes."""
     return any((k.epoch, k.step) == (fence.epoch, fence.step) and k.attempt >= fence.attempt for k in known)
 
@@ -165,7 +163,7 @@ class Vote:
     """
 
     rank: int
-    fence: Fence
+    fence: AttemptId
     digest: str
     sumsq: float
     contributions: tuple[Contribution, ...]
@@ -175,14 +173,14 @@ class Vote:
 
 
 @dataclass(frozen=True, slots=True)
-class Tally:
+class VoteTally:
     """The votes of a replica's ranks for one fence; complete when every rank voted."""
 
-    fence: Fence
+    fence: AttemptId
     ranks: int
     votes: tuple[Vote, ...] = field(default=())
 
-    def add(self, vote: Vote) -> Tally:
+    def add(self, vote: Vote) -> VoteTally:
         """Count ``vote`` if it is about this attempt and its rank has not voted."""
         if not fenced(self.fence, vote.fence) or any(v.rank == vote.rank for v in self.votes):
             return self
@@ -202,7 +200,7 @@ class Tally:
     def state_digest(self) -> str:
         """The digest of the slices of all ranks, in rank order; "" if some rank does not hold its own."""
         digests = [v.state_digest for v in self.votes]
-        return lineage.digest(digests) if all(digests) else ""
+        return digest(digests) if all(digests) else ""
 
     def record(
         self, prev: str, ring: tuple[int, ...], total: int, lr_scale: LrScale, chunk_bytes: int
@@ -230,7 +228,7 @@ class Tally:
             ring=ring,
             total=total,
             contributions=contributions,
-            digest=lineage.digest([v.digest for v in self.votes]),
+            digest=digest([v.digest for v in self.votes]),
             norm=norm,
             lr_scale=lr_scale(len(contributions), total) if contributions else 1.0,
             chunk_bytes=chunk_bytes,

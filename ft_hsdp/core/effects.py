@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ft_hsdp.core.assignment import Grant, Member, Report, Role
-from ft_hsdp.core.commit import CommitRecord, Fence, Token
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken
+from ft_hsdp.core.grant import Grant, Member, Report, Role
+from ft_hsdp.core.state_id import StateId
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class RequestGrant:
     """Ask the lighthouse for a step; a newer ask makes older answers void.
 
     ``pause``: the answer to the ask before did not fit, so a moment is to pass first.
@@ -39,7 +39,7 @@ class StopRing:
 class Reduce:
     """Every rank reduces its buckets for ``fence`` in ``role`` on top of the lineage ``prev``."""
 
-    fence: Fence
+    fence: AttemptId
     role: Role
     prev: str
 
@@ -48,7 +48,7 @@ class Reduce:
 class SendToken:
     """Pass the token to the right neighbour."""
 
-    token: Token
+    token: CommitToken
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,28 +62,28 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Log:
+class BufferUpdate:
     """Every rank keeps the reduced gradient of ``record`` until its base is there."""
 
     record: CommitRecord
 
 
 @dataclass(frozen=True, slots=True)
-class Discard:
+class DropGradient:
     """The local gradient of the step is of no use: this replica was left behind, ``reason`` says why."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Install:
+class InstallSnapshot:
     """Every rank swaps its staged and verified shard of ``base`` in."""
 
     base: StateId
 
 
 @dataclass(frozen=True, slots=True)
-class Feed:
+class RunBatch:
     """Every rank runs forward and backward of its next batch for ``step``.
 
     All ranks get this order at one place among the others, so that their collectives match.
@@ -115,7 +115,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Forget:
+class DropSnapshots:
     """Every rank has its snapshots dropped: the state that they hold was found to be corrupt."""
 
 
@@ -128,19 +128,19 @@ class Exit:
 
 
 Effect = (
-    Ask
+    RequestGrant
     | Configure
     | StopRing
     | Reduce
     | SendToken
     | Commit
-    | Log
-    | Discard
-    | Install
-    | Feed
+    | BufferUpdate
+    | DropGradient
+    | InstallSnapshot
+    | RunBatch
     | Fetch
     | Keep
     | Checkpoint
-    | Forget
+    | DropSnapshots
     | Exit
 )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ft_hsdp.core.assignment import Answer, Grant
-from ft_hsdp.core.commit import CommitRecord, Fence, Token
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken
+from ft_hsdp.core.grant import Answer, Grant
+from ft_hsdp.core.state_id import StateId
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Reduced:
     ``digest`` is of the slice of the state before that is compared at this step; "" if that is not here.
     """
 
-    fence: Fence
+    fence: AttemptId
     record: CommitRecord
     digest: str = ""
 
@@ -66,7 +66,7 @@ class Reduced:
 class TokenArrived:
     """The commit token came from the left neighbour."""
 
-    token: Token
+    token: CommitToken
 
 
 @dataclass(frozen=True, slots=True)

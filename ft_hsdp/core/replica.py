@@ -10,20 +10,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ft_hsdp.core import lineage, writing
-from ft_hsdp.core.asking import Step, again, ask, broken, feed
-from ft_hsdp.core.assignment import Answer, CatchUp, Continue, Finish, Grant, Refused
+from ft_hsdp.core import checkpoint, state_id
 from ft_hsdp.core.commit import void
 from ft_hsdp.core.effects import (
     Checkpoint,
     Commit,
     Configure,
-    Discard,
+    DropGradient,
+    DropSnapshots,
     Effect,
     Exit,
     Fetch,
-    Forget,
-    Install,
+    InstallSnapshot,
     Keep,
     Reduce,
     StopRing,
@@ -46,9 +44,10 @@ from ft_hsdp.core.events import (
     TokenArrived,
     Unanswered,
 )
-from ft_hsdp.core.lineage import StateId
-from ft_hsdp.core.standing import Phase, Replica
-from ft_hsdp.core.voting import go, reduced, token_came
+from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Refused
+from ft_hsdp.core.replica_state import Phase, Replica
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.core.voting import Step, again, ask, broken, feed, go, reduced, token_came
 
 
 def transition(s: Replica, event: Event) -> Step:
@@ -83,11 +82,11 @@ def transition(s: Replica, event: Event) -> Step:
                 return ask(replace(s, fetching=None), after=0 if s.intact else s.seen[1])
             return replace(s, phase=Phase.DONE), (Exit(75, f"no donor could serve {base}: {reason}"),)
         case CheckpointWritten(state):
-            return _told(s, (writing.ended(s, state, written=True), ()))
+            return _told(s, (checkpoint.ended(s, state, written=True), ()))
         case CheckpointFailed(state):
-            return _told(s, (writing.ended(s, state, written=False), ()))
+            return _told(s, (checkpoint.ended(s, state, written=False), ()))
         case CheckpointOverdue():
-            return _told(s, writing.overdue(s))
+            return _told(s, checkpoint.overdue(s))
         case LeaveRequested():
             s = replace(s, departing=True)
             return ask(s) if s.grant is None and s.phase is Phase.ASKING else (s, ())
@@ -101,7 +100,7 @@ def _leaving(s: Replica, event: Event) -> Step:
         case RingBroken() | GrantShown() | LeaveOverdue() if s.intact:
             return go(s)
         case CheckpointWritten(state) | CheckpointFailed(state) if state == s.writing:
-            s = writing.ended(s, state, isinstance(event, CheckpointWritten))
+            s = checkpoint.ended(s, state, isinstance(event, CheckpointWritten))
             return (s, ()) if s.intact else go(s)
     return s, ()
 
@@ -129,7 +128,7 @@ def _torn(s: Replica, epoch: int, suspect: int | None, accuser: int | None) -> S
     s, effects = broken(s, epoch, suspect=suspect, accuser=accuser)
     if not over or not effects:
         return s, effects
-    s, written = _told(s, writing.bereft(s, suspect))
+    s, written = _told(s, checkpoint.bereft(s, suspect))
     return s, (*effects, *written)
 
 
@@ -167,13 +166,13 @@ def _answered(s: Replica, answer: Answer) -> Step:
             misfit = f"step {step} of epoch {epoch} is not what was asked for in epoch {s.seen[1]}"
             return again(s, misfit) if waits else (s, ())
         case CatchUp(base):
-            if base.step >= s.steps or (waits and not lineage.newer(s.state, base)):
+            if base.step >= s.steps or (waits and not state_id.newer(s.state, base)):
                 return _catch_up(s, answer)
             return again(s, f"{base} is to be fetched, this replica holds {s.state}") if waits else (s, ())
         case Finish():
             return replace(s, phase=Phase.DONE), (Exit(0, "every replica has the final state"),)
         case Refused(reason, code, forget):
-            dropped: tuple[Effect, ...] = (Forget(),) if forget else ()
+            dropped: tuple[Effect, ...] = (DropSnapshots(),) if forget else ()
             return replace(s, phase=Phase.DONE), (*dropped, Exit(code, reason))
 
 
@@ -196,23 +195,23 @@ def _adopt(s: Replica, grant: Grant) -> Step:
     leaves = (StopRing(s.grant.epoch, grant.reason),) if s.grant and s.intact else ()
     held = s.prepared
     doubtful = held is not None and not void(held.fence, grant.void)
-    resolved = held is not None and lineage.same(held.state_id, grant.base)
+    resolved = held is not None and state_id.same(held.state_id, grant.base)
     if not resolved and (
-        lineage.newer(s.state, grant.base)
-        or (held is not None and doubtful and lineage.newer(held.state_id, grant.base))
+        state_id.newer(s.state, grant.base)
+        or (held is not None and doubtful and state_id.newer(held.state_id, grant.base))
     ):
         s = replace(s, seen=(grant.term, grant.epoch), intact=False, silent=(), edge=None)
         s, asked = ask(s, after=grant.epoch)
         return s, (*leaves, StopRing(grant.epoch, "stale grant: a member holds a newer state"), *asked)
     state = held.state_id if resolved and held else s.state
-    s = writing.granted(s, grant)
+    s = checkpoint.granted(s, grant)
     effects: list[tuple[Effect, ...]] = [leaves]
     if resolved and held:
-        s, written = writing.write(s, grant.base, grant.donors)
+        s, written = checkpoint.write(s, grant.base, grant.donors)
         effects.append((Commit(held), *written))
-    behind = not lineage.same(state, grant.base)
+    behind = not state_id.same(state, grant.base)
     if behind:
-        effects.append((Discard(f"left behind: holds {state}, epoch {grant.epoch} builds on {grant.base}"),))
+        effects.append((DropGradient(f"left behind: holds {state}, epoch {grant.epoch} builds on {grant.base}"),))
     s = replace(
         s,
         phase=Phase.REDUCING,
@@ -255,7 +254,7 @@ def _fetched(s: Replica, base: StateId) -> Step:
     if s.fetching != base:
         return s, ()
     state = s.log[-1].state_id if s.log else base
-    effects: tuple[Effect, ...] = (Install(base), *(Commit(r) for r in s.log))
+    effects: tuple[Effect, ...] = (InstallSnapshot(base), *(Commit(r) for r in s.log))
     s = replace(s, state=state, fetching=None, log=())
     if s.phase in (Phase.FETCHING, Phase.FINAL):
         s, asked = ask(replace(s, head=state, record=None, forwarded=False), after=0 if s.intact else s.seen[1])
@@ -276,8 +275,8 @@ def _catch_up(s: Replica, answer: CatchUp) -> Step:
     if s.grant and s.intact:
         effects = (StopRing(s.grant.epoch, answer.reason),)
     s = replace(s, intact=False, head=base, equal=(), leaving=(), lagging=())
-    if held is not None and lineage.same(held.state_id, base):
-        s, written = writing.write(s, base, answer.donors)
+    if held is not None and state_id.same(held.state_id, base):
+        s, written = checkpoint.write(s, base, answer.donors)
         effects = (*effects, Commit(held), *written)
         s = replace(s, state=base, record=None, forwarded=False)
     if s.verified:
@@ -286,4 +285,4 @@ def _catch_up(s: Replica, answer: CatchUp) -> Step:
         return s, (*effects, *kept, *asked)
     s = replace(s, phase=Phase.FETCHING, fetching=base, log=(), fed=None)
     where = f"training ended at {base}" if final else f"holds {s.state}, the others hold {base}"
-    return s, (*effects, Discard(f"left behind: {where}"), Fetch(base, answer.donors))
+    return s, (*effects, DropGradient(f"left behind: {where}"), Fetch(base, answer.donors))

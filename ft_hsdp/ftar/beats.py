@@ -14,8 +14,7 @@ import time
 from collections.abc import Callable
 
 from ft_hsdp import protocol
-from ft_hsdp.core.overload import Stalls
-from ft_hsdp.core.phi import Pulse
+from ft_hsdp.core.failure_detector import PhiAccrual, Stalls
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout
 from ft_hsdp.ftar.engine import Ring
 from ft_hsdp.ftar.formation import Formation
@@ -73,7 +72,7 @@ class Beats:
         self._broken = broken
         self._loop = asyncio.get_running_loop()
         self._ring: Ring | None = None
-        self._pulses: dict[Neighbour, Pulse] = {}
+        self._pulses: dict[Neighbour, PhiAccrual] = {}
         self._before = time.monotonic()
         self._stood_still = 0.0
         self._progress = (0, 0)
@@ -113,10 +112,10 @@ class Beats:
         for neighbour in self._formation.edges:
             neighbour.beat(frame)
 
-    def _pulse(self, neighbour: Neighbour) -> Pulse:
+    def _pulse(self, neighbour: Neighbour) -> PhiAccrual:
         if neighbour not in self._pulses:
             now = time.monotonic() - self._stood_still
-            self._pulses[neighbour] = Pulse(self._settings.beat_s, self._settings.silence_s, now)
+            self._pulses[neighbour] = PhiAccrual(self._settings.beat_s, self._settings.silence_s, now)
         return self._pulses[neighbour]
 
     def _lost(self, now: float) -> PeerDead | None:
@@ -133,7 +132,7 @@ class Beats:
                 return PeerDead(f"replica {who}: no sign of life for {pulse.silence(now):.2f} s", suspect=who)
         return None
 
-    def _believed(self, neighbour: Neighbour, pulse: Pulse, now: float) -> bool:
+    def _believed(self, neighbour: Neighbour, pulse: PhiAccrual, now: float) -> bool:
         """Whether a silence that is too long for a quiet host is too long for these two hosts."""
         said = neighbour.newest
         if neighbour.same_host and said.pid not in (0, os.getpid()) and is_stopped(said.pid):

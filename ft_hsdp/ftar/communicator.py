@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ft_hsdp import protocol
 from ft_hsdp.address import split
-from ft_hsdp.core import lineage
-from ft_hsdp.core.assignment import Grant, Member
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core import state_id
+from ft_hsdp.core.grant import Grant, Member
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConnectFailed, FTARError, InvalidArgument, RemoteAbort, StaleEpoch
 from ft_hsdp.ftar.door import Identity
 from ft_hsdp.ftar.events import Events
@@ -56,7 +56,7 @@ class Communicator:
         self._member = member
         self._settings = settings or Settings()
         sizes = (self._settings.chunk_bytes, self._settings.slots, self._settings.connections)
-        identity = Identity(member, 0, lineage.digest(job, rank, layout, sizes), token)
+        identity = Identity(member, 0, state_id.digest(job, rank, layout, sizes), token)
         self._token = token
         self._count = 0
         self._formed: concurrent.futures.Future[None] | None = None

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ft_hsdp import address, handshake, protocol
-from ft_hsdp.core.assignment import Grant
+from ft_hsdp.core.grant import Grant
 from ft_hsdp.errors import LocalResourceError, ProtocolViolation
 from ft_hsdp.ftar import control
 from ft_hsdp.handshake import Admitted, Gate, Purpose

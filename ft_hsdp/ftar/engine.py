@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ft_hsdp.core.partition import Plan
+from ft_hsdp.core.ring import Plan
 from ft_hsdp.errors import FTARError, PeerDead
 from ft_hsdp.ftar.dataplane.base import Plane
 from ft_hsdp.ftar.exchange import Exchange, Order

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ft_hsdp.core.assignment import Grant
-from ft_hsdp.core.commit import Token
+from ft_hsdp.core.commit import CommitToken
+from ft_hsdp.core.grant import Grant
 from ft_hsdp.protocol import RingAbort
 
 
@@ -17,4 +17,4 @@ class Events:
     connected: Callable[[int], None]
     broken: Callable[[RingAbort], None]
     shown: Callable[[Grant], None]
-    token: Callable[[Token], None]
+    token: Callable[[CommitToken], None]

@@ -12,9 +12,7 @@ import torch
 from torch import Tensor
 
 from ft_hsdp import failpoints
-from ft_hsdp.core.partition import Plan
-from ft_hsdp.core.pipeline import OutOfOrder, Pipeline, Process, Step
-from ft_hsdp.core.ring import Kind
+from ft_hsdp.core.ring import Kind, OutOfOrder, Pipeline, Plan, Process, Step
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.ftar.dataplane.base import Job, Processed
 from ft_hsdp.ftar.frame import Entry, Framing, Key

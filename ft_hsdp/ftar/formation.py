@@ -10,7 +10,7 @@ import asyncio
 from dataclasses import dataclass
 
 from ft_hsdp import address, faults, handshake
-from ft_hsdp.core.assignment import Grant, Member
+from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.errors import ConnectFailed, ProtocolViolation, StaleEpoch, exhausted
 from ft_hsdp.ftar import control
 from ft_hsdp.ftar.door import Door, Identity, hello

@@ -10,8 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ft_hsdp.core.partition import Plan, Span
-from ft_hsdp.core.ring import Operation
+from ft_hsdp.core.ring import Operation, Plan, Span
 from ft_hsdp.errors import ProtocolViolation, StaleEpoch
 
 MAGIC = 0x46544152  # "FTAR"

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ft_hsdp.core.assignment import Grant
-from ft_hsdp.core.commit import Token
+from ft_hsdp.core.commit import CommitToken
+from ft_hsdp.core.grant import Grant
 from ft_hsdp.errors import (
     FatalError,
     FTARError,
@@ -146,14 +146,14 @@ class Group:
             for hello, neighbour in self._parked.pop(epoch):
                 self._refuse(hello, neighbour)
 
-    def send_token(self, token: Token) -> None:
+    def send_token(self, token: CommitToken) -> None:
         """Pass the commit token to the right neighbour; a failure shows as a broken ring."""
         formation = self._current
         if formation is None or self._over or formation.grant.epoch != token.fence.epoch:
             return
         self._spawn(self._pass(formation, token))
 
-    async def _pass(self, formation: Formation, token: Token) -> None:
+    async def _pass(self, formation: Formation, token: CommitToken) -> None:
         assert formation.right is not None
         try:
             await formation.right.send(token)
@@ -286,7 +286,7 @@ class Group:
             case RingAbort() if message.epoch == formation.grant.epoch and formation.lost(neighbour):
                 if not self._parts(formation, neighbour, message):
                     self._aborted(formation, message)
-            case Token() if not self._over:
+            case CommitToken() if not self._over:
                 self._events.token(message)
 
     def _ended(self, neighbour: Neighbour, why: Exception) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from ft_hsdp.core.overload import HostLoad
+from ft_hsdp.core.failure_detector import HostLoad
 
 PROC = Path("/proc")
 STOPPED = frozenset("Tt")

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from typing import Any
 
 from ft_hsdp import faults
-from ft_hsdp.core.assignment import Member
-from ft_hsdp.core.commit import Token
+from ft_hsdp.core.commit import CommitToken
+from ft_hsdp.core.grant import Member
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.ftar import control
 from ft_hsdp.ftar.link import Inlet, Outlet
 from ft_hsdp.protocol import RingAbort, RingBarrier, RingBeat, RingHello, RingWelcome
 from ft_hsdp.sealed import within_host
 
-_MESSAGES = (Token, RingAbort, RingHello, RingWelcome, RingBarrier, RingBeat)
+_MESSAGES = (CommitToken, RingAbort, RingHello, RingWelcome, RingBarrier, RingBeat)
 Heard = Callable[["Neighbour", object], None]
 
 

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ft_hsdp.core.partition import Plan
+from ft_hsdp.core.ring import Plan
 from ft_hsdp.errors import InvalidArgument
 
 SLOTS = 8

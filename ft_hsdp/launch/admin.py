@@ -9,7 +9,7 @@ from typing import Literal
 
 from ft_hsdp import secret, tls
 from ft_hsdp.config import load
-from ft_hsdp.control.lighthouses import Lighthouses, http_client, named
+from ft_hsdp.control.lighthouse_client import Lighthouses, http_client, named
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, ConfigError, FtHsdpError, LighthouseUnreachable
 from ft_hsdp.launch.rundir import RunDir, read_json
 

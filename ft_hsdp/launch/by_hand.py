@@ -14,8 +14,8 @@ import httpx
 
 from ft_hsdp import secret, tls
 from ft_hsdp.config import Config, agreed, dump, load
-from ft_hsdp.control.lighthouses import listed, named
-from ft_hsdp.core.rules import difference
+from ft_hsdp.control.lighthouse_client import listed, named
+from ft_hsdp.core.replica_state import difference
 from ft_hsdp.errors import (
     EXIT_CONFIG,
     EXIT_HARDWARE,

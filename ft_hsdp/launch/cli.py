@@ -163,7 +163,7 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from ft_hsdp.control.lighthouses import listed
+    from ft_hsdp.control.lighthouse_client import listed
     from ft_hsdp.launch.doctor import Subject, examine
 
     urls = listed(args.lighthouse) if args.lighthouse else ()

@@ -17,8 +17,8 @@ from typing import Any
 
 import httpx
 
-from ft_hsdp.control.lighthouses import Lighthouses, http_client
-from ft_hsdp.control.reporter import Reporter, deliver
+from ft_hsdp.control.lighthouse_client import Lighthouses, http_client
+from ft_hsdp.control.telemetry import Reporter, deliver
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.rundir import Row

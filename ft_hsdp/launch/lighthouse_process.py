@@ -16,7 +16,7 @@ import httpx
 
 from ft_hsdp import secret, tls
 from ft_hsdp.config import Config, dump
-from ft_hsdp.control.lighthouses import http_client, named
+from ft_hsdp.control.lighthouse_client import http_client, named
 from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, ConfigError, FtHsdpError
 from ft_hsdp.launch.processes import environment, last_line, spare, tied
 from ft_hsdp.launch.rundir import Row, RunDir, alive, open_log, read_json

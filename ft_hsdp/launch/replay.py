@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from ft_hsdp import secret
 from ft_hsdp.config import Config, load
-from ft_hsdp.core import lineage
+from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitRecord, Contribution
-from ft_hsdp.core.cursor import Ledger
-from ft_hsdp.core.deal import Batch, Dealer
+from ft_hsdp.core.ledger import Batch, BatchAssigner, Ledger
 from ft_hsdp.core.ring import fold_order
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.ftar.settings import Settings
@@ -67,7 +66,7 @@ def replay(run: RunDir) -> Verdict:
     torch.set_num_threads(config.train.threads)
     rows, recorded = _history(run)
     unsharded = _Unsharded(config)
-    dealer = Dealer(config.data.assignment, config.slots)
+    dealer = BatchAssigner(config.data.assignment, config.slots)
     ledger = dealer.begin() if rows[0]["step"] == 1 else unsharded.resume(run, rows[0]).redealt(dealer.shards)
     differs_at = None
     for row in rows:
@@ -80,7 +79,7 @@ def replay(run: RunDir) -> Verdict:
     return Verdict(run.name, len(rows), digest == recorded and differs_at is None, digest, recorded, differs_at)
 
 
-def _dealt(dealer: Dealer, ledger: Ledger, row: Row) -> bool:
+def _dealt(dealer: BatchAssigner, ledger: Ledger, row: Row) -> bool:
     """Whether the contributors of a recorded step took what was dealt to them."""
     return _batches(row) == [dealer.deal(ledger, c["replica"]) for c in row["contributions"]]
 
@@ -170,7 +169,7 @@ class _Unsharded:
             ]
             for rank in range(self._ranks)
         ]
-        digest = lineage.digest([lineage.digest([checksum(t) for t in shards]) for shards in reduced])
+        digest = state_id.digest([state_id.digest([checksum(t) for t in shards]) for shards in reduced])
         norm = sum(sum_of_squares(s) for s in reduced) ** 0.5 / sum(c["weight"] for c in row["contributions"])
         record = _record(row, digest, norm)
         for shards in reduced:

@@ -10,7 +10,7 @@ import httpx
 
 from ft_hsdp import secret, tls
 from ft_hsdp.config import load
-from ft_hsdp.control.lighthouses import named as urls_in
+from ft_hsdp.control.lighthouse_client import named as urls_in
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
 from ft_hsdp.launch.rundir import Row, RunDir, alive, newest_live, read_json, read_jsonl
 from ft_hsdp.tls import Trusted

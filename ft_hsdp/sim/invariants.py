@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 
-from ft_hsdp.core import lineage
-from ft_hsdp.core.assignment import Answer, Grant, Refused
+from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitRecord
-from ft_hsdp.core.lineage import StateId
-from ft_hsdp.core.standing import Phase, Replica
+from ft_hsdp.core.grant import Answer, Grant, Refused
+from ft_hsdp.core.replica_state import Phase, Replica
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.sim.world import Content, Flip, Kept
 
 EPOCHS_WITHOUT_A_STEP = 12
@@ -38,7 +38,7 @@ def agreement(r: int, state: StateId, contents: Sequence[Content], replicas: Seq
     """Whoever calls its state by the name that replica ``r`` gives to its own must hold the same content."""
     mine = contents[r]
     for other, (peer, content) in enumerate(zip(replicas, contents, strict=True)):
-        if peer is None or other == r or not lineage.same(peer.state, state):
+        if peer is None or other == r or not state_id.same(peer.state, state):
             continue
         if content != mine and peer.state.step == len(content):
             raise Violation(
@@ -126,7 +126,7 @@ def blames_nobody(r: int, other: int) -> None:
 
 def head_stays(before: StateId | None, after: StateId | None, audited: bool) -> None:
     """The lighthouse's head never goes back, unless it says so."""
-    if before is not None and after is not None and lineage.newer(before, after) and not audited:
+    if before is not None and after is not None and state_id.newer(before, after) and not audited:
         raise Violation(f"the head went back from {before} to {after} silently")
 
 
@@ -135,7 +135,7 @@ def truly_lost(head: StateId | None, replicas: Sequence[Replica | None], kept: S
     for r, peer in enumerate(replicas):
         if peer is None and any(head == snapshot.state for snapshot in kept[r]):
             raise Violation(f"given up: replica {r} may come back with the head {head}")
-        if peer is not None and head is not None and lineage.same(peer.state, head):
+        if peer is not None and head is not None and state_id.same(peer.state, head):
             raise Violation(f"given up: replica {r} lives and holds the head {head}")
 
 

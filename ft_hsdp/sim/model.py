@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ft_hsdp.core import effects, events, lineage
+from ft_hsdp.core import effects, events, state_id
 from ft_hsdp.core import replica as core
-from ft_hsdp.core.assignment import Continue, Finish, Refused
-from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Token
-from ft_hsdp.core.deal import Dealer
-from ft_hsdp.core.standing import Phase, Replica
+from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken, Contribution
+from ft_hsdp.core.grant import Continue, Finish, Refused
+from ft_hsdp.core.ledger import BatchAssigner
+from ft_hsdp.core.replica_state import Phase, Replica
 from ft_hsdp.core.voting import LEFT
 from ft_hsdp.sim import invariants
 from ft_hsdp.sim.world import (
@@ -49,7 +49,7 @@ class Model:
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
-        self._dealer = Dealer(bounds.assignment, bounds.replicas)
+        self._dealer = BatchAssigner(bounds.assignment, bounds.replicas)
         self._holes = bounds.replicas - 1 if bounds.assignment == "global" else 0
         self.cores: Cores[Replica, events.Event, effects.Effect] = Cores(core.transition)
         self.quorums: Cores[quorum.State, quorum.Event, quorum.Effect] = Cores(transition.transition)
@@ -141,7 +141,7 @@ class Model:
             w = self._apply(w, r, event, effect)
         return w
 
-    def hand_over(self, w: World, to: int, token: Token) -> World:
+    def hand_over(self, w: World, to: int, token: CommitToken) -> World:
         """A token arrives. Without it nothing follows from holding the sum, so both are one action here."""
         w = self.tell(w, to, events.TokenArrived(token))
         me = self.replica(w, to)
@@ -169,7 +169,7 @@ class Model:
         assert answer is not None
         return self.tell(w._replace(answers=put(w.answers, r, None)), r, events.Answered(answer))
 
-    def fetch(self, w: World, r: int, base: lineage.StateId, donor: int) -> World:
+    def fetch(self, w: World, r: int, base: state_id.StateId, donor: int) -> World:
         """Replica ``r`` gets ``base`` from ``donor``."""
         content = self._contents.items[w.content[donor]][: base.step]
         w = self._hold(w, r, base, content)
@@ -238,11 +238,11 @@ class Model:
             exited = frozenset(e for e in exited if e[1].rpartition("-")[0] == run)
         return self.consult(w, quorum.ProcessesReported(Running({me[0]: me[1]}), exited, frozenset(), 0.0))
 
-    def _born(self, r: int, incarnation: str, found: lineage.StateId | None = None) -> int:
-        state = found or lineage.initial("model", "weights")
+    def _born(self, r: int, incarnation: str, found: state_id.StateId | None = None) -> int:
+        state = found or state_id.initial("model", "weights")
         return self.cores.id(Replica(r, incarnation, self.bounds.steps, state, state))
 
-    def _hold(self, w: World, r: int, state: lineage.StateId, content: Content) -> World:
+    def _hold(self, w: World, r: int, state: state_id.StateId, content: Content) -> World:
         """Replica ``r`` holds ``state`` from now on, and keeps a snapshot of it."""
         id_ = self._contents.id(content)
         w = w._replace(content=put(w.content, r, id_))
@@ -261,7 +261,7 @@ class Model:
 
     def _apply(self, w: World, r: int, event: events.Event, effect: effects.Effect) -> World:
         match effect:
-            case effects.Ask():
+            case effects.RequestGrant():
                 w = w._replace(asked=put(w.asked, r, effect), answers=put(w.answers, r, None))
                 return w if effect.pause else self.deliver(w, r)
             case effects.Reduce(fence, role, prev):
@@ -271,7 +271,7 @@ class Model:
             case effects.Commit(record):
                 decided = isinstance(event, events.TokenArrived | events.Reduced)
                 return self._commit(w, r, record, decided)
-            case effects.Forget():
+            case effects.DropSnapshots():
                 return w._replace(kept=put(w.kept, r, ()))
             case effects.Exit(code, why) if w.replicas[r] >= 0 and (code or why == LEFT or self._leaves(w, r)):
                 return self.die(w, r)
@@ -299,7 +299,7 @@ class Model:
         w = w._replace(asked=put(w.asked, r, replace(ask, pause=False)))
         return self.consult(w, quorum.Asked(quorum.Request(ask.report, id=r), 0.0))
 
-    def _enter(self, w: World, r: int, fence: Fence, role: str, prev: str) -> World:
+    def _enter(self, w: World, r: int, fence: AttemptId, role: str, prev: str) -> World:
         content = self._contents.items[w.content[r]]
         me = replica_at(w, r)
         shard, index = me, w.local[r]
@@ -317,7 +317,7 @@ class Model:
         rings = {f: e for f, e in rings.items() if f == fence or f in current}
         return w._replace(rings=tuple(sorted(rings.items(), key=lambda i: (i[0].epoch, i[0].step, i[0].attempt))))
 
-    def _send(self, w: World, r: int, token: Token) -> World:
+    def _send(self, w: World, r: int, token: CommitToken) -> World:
         me = self.replica(w, r)
         assert me is not None
         assert me.grant is not None
@@ -336,7 +336,7 @@ class Model:
         mine, theirs = me.grant, peer.grant
         return mine is not None and theirs is not None and mine.epoch == theirs.epoch and mine != theirs
 
-    def _stale(self, w: World, item: tuple[int, Token]) -> bool:
+    def _stale(self, w: World, item: tuple[int, CommitToken]) -> bool:
         """Whether a token can never count again where it is going."""
         me = self.replica(w, item[0])
         return me is None or me.grant is None or me.grant.epoch > item[1].fence.epoch or not me.intact
@@ -375,13 +375,13 @@ class Model:
         alive = {d for d in w.commits if any(place_of(w, m) is not None for m in d.holders)}
         return w._replace(commits=frozenset(alive | {done}))
 
-    def _has(self, w: World, member: tuple[int, str], state: lineage.StateId) -> bool:
+    def _has(self, w: World, member: tuple[int, str], state: state_id.StateId) -> bool:
         """Whether an incarnation holds ``state`` or is prepared for it."""
         place = place_of(w, member)
         me = None if place is None else self.replica(w, place)
         if me is None:
             return False
-        return any(lineage.same(s, state) for s in (me.state, me.prepared and me.prepared.state_id) if s)
+        return any(state_id.same(s, state) for s in (me.state, me.prepared and me.prepared.state_id) if s)
 
     def _members(self, w: World, epoch: int) -> frozenset[tuple[int, str]]:
         named = (e.members for e in self.lighthouse(w).epochs if e.number == epoch)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from ft_hsdp.core import events, lineage
-from ft_hsdp.core.assignment import Answer, CatchUp, Grant
-from ft_hsdp.core.commit import Fence
-from ft_hsdp.core.standing import Phase, Replica
+from ft_hsdp.core import events, state_id
+from ft_hsdp.core.commit import AttemptId
+from ft_hsdp.core.grant import Answer, CatchUp, Grant
+from ft_hsdp.core.replica_state import Phase, Replica
 from ft_hsdp.sim import invariants
 from ft_hsdp.sim.model import EVICT_S, GRACE_S, Model
 from ft_hsdp.sim.world import Running, World, edges, name_at, place_of, replica_at, severed
@@ -203,7 +203,7 @@ def _of_lighthouse(model: Model, w: World) -> Iterator[Move]:
         )
 
 
-def _fetches(model: Model, w: World, r: int, me: Replica, base: lineage.StateId) -> Iterator[Move]:
+def _fetches(model: Model, w: World, r: int, me: Replica, base: state_id.StateId) -> Iterator[Move]:
     donor = _donor(model, w, r, me)
     if donor is not None:
         yield f"{_who(w, r)} has fetched {base} from {donor}", lambda: model.fetch(w, r, base, donor)
@@ -246,7 +246,7 @@ def _donor(model: Model, w: World, r: int, me: Replica) -> int | None:
             and peer.state.step >= base.step
         )
         pin = peer.grant.base if pinned and peer.grant is not None else peer.state
-        if lineage.same(peer.state, base) or lineage.same(pin, base):
+        if state_id.same(peer.state, base) or state_id.same(pin, base):
             return d
     return None
 
@@ -270,7 +270,7 @@ def _who(w: World, place: int) -> str:
     return f"replica {r}" if r == place else f"replica {r} of the second supervisor"
 
 
-def _fence(f: Fence) -> str:
+def _fence(f: AttemptId) -> str:
     return f"epoch {f.epoch} step {f.step}" + (f" attempt {f.attempt}" if f.attempt else "")
 
 

@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any, Generic, NamedTuple, TypeVar
 
-from ft_hsdp.core.assignment import Answer, Grant, Member
-from ft_hsdp.core.commit import Fence, Token
-from ft_hsdp.core.cursor import Ledger
-from ft_hsdp.core.deal import Assignment
-from ft_hsdp.core.effects import Ask
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.commit import AttemptId, CommitToken
+from ft_hsdp.core.effects import RequestGrant
+from ft_hsdp.core.grant import Answer, Grant, Member
+from ft_hsdp.core.ledger import Assignment, Ledger
+from ft_hsdp.core.state_id import StateId
 
 Content = tuple[frozenset[tuple[int, int, int]], ...]
 T = TypeVar("T", bound=Hashable)
@@ -153,10 +152,10 @@ class World(NamedTuple):
     kept: tuple[tuple[Kept, ...], ...]
     local: tuple[int, ...]
     lighthouse: int
-    asked: tuple[Ask | None, ...]
+    asked: tuple[RequestGrant | None, ...]
     answers: tuple[Answer | None, ...]
-    tokens: tuple[tuple[int, Token], ...]
-    rings: tuple[tuple[Fence, tuple[Entry, ...]], ...]
+    tokens: tuple[tuple[int, CommitToken], ...]
+    rings: tuple[tuple[AttemptId, tuple[Entry, ...]], ...]
     exits: tuple[tuple[int, str], ...]
     lives: tuple[int, ...]
     late: frozenset[int]

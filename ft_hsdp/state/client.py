@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from ft_hsdp import handshake
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import FtHsdpError, ProtocolViolation
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.state import messages, segment

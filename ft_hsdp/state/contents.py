@@ -16,9 +16,9 @@ from typing import Any
 import blake3
 from pydantic import TypeAdapter, ValidationError
 
-from ft_hsdp.core import lineage
-from ft_hsdp.core.cursor import Ledger
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core import state_id
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.state_id import StateId
 
 FORMAT = 2
 MANIFEST = "manifest.json"
@@ -101,9 +101,9 @@ def encode(manifest: Manifest) -> bytes:
     Raises:
         ValueError: it holds what JSON cannot.
     """
-    whole = lineage.canonical(_ADAPTER.dump_python(replace(manifest, digest=""), mode="json")).encode()
+    whole = state_id.canonical(_ADAPTER.dump_python(replace(manifest, digest=""), mode="json")).encode()
     digest = blake3.blake3(whole).hexdigest()
-    return lineage.canonical(_ADAPTER.dump_python(replace(manifest, digest=digest), mode="json")).encode()
+    return state_id.canonical(_ADAPTER.dump_python(replace(manifest, digest=digest), mode="json")).encode()
 
 
 def signed(manifest: Manifest, key: bytes) -> Manifest:
@@ -122,7 +122,7 @@ def authenticate(name: str, manifest: Manifest, key: bytes) -> None:
 
 
 def _mac(manifest: Manifest, key: bytes) -> str:
-    covered = lineage.canonical(_ADAPTER.dump_python(replace(manifest, digest="", mac=""), mode="json")).encode()
+    covered = state_id.canonical(_ADAPTER.dump_python(replace(manifest, digest="", mac=""), mode="json")).encode()
     return hmac.new(key, b"ft_hsdp checkpoint\0" + covered, hashlib.sha256).hexdigest()
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ft_hsdp import failpoints
-from ft_hsdp.core.cursor import Ledger
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state import catalogue, contents, dcp
 from ft_hsdp.state.contents import File, Manifest, Piece

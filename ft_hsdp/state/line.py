@@ -14,7 +14,7 @@ import threading
 from dataclasses import dataclass
 
 from ft_hsdp import address, handshake, sealed
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption, ProtocolViolation
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.server import tune

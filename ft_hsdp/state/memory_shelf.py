@@ -7,7 +7,7 @@ import threading
 import weakref
 from typing import Any
 
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state import segment, wire
 from ft_hsdp.state.segment import Bytes
 from ft_hsdp.state.shelf import Served

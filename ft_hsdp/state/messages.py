@@ -16,7 +16,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 from pydantic_core import SchemaValidator
 
 from ft_hsdp import bounded, protocol
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.state.slots import Held
 

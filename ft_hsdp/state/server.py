@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 
 from ft_hsdp import address, handshake, sealed
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.handshake import Gate, Purpose
 from ft_hsdp.state.shelf import Served, Shelf
 

@@ -6,7 +6,7 @@ import asyncio
 import socket
 from collections.abc import Sequence
 
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state import messages
 from ft_hsdp.state.holdings import Holdings
 from ft_hsdp.state.messages import (

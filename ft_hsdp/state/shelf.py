@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 
 
 @dataclass(frozen=True, slots=True)

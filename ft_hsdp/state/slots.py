@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 
 MAX_SLOTS = 4
 SPARE_STAGES = 8  # a slot that was not needed by so many stagings in a row is given up

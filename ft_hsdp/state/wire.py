@@ -16,9 +16,9 @@ import xxhash
 from pydantic import ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, with_config
 
 from ft_hsdp import bounded
-from ft_hsdp.core import lineage
-from ft_hsdp.core.cursor import Ledger
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core import state_id
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 
 CHUNK_BYTES = 4 << 20
@@ -100,7 +100,7 @@ class Expected:
 
 def fingerprint(tensors: Sequence[Tensor]) -> str:
     """Hash of all names, types, shapes and places, 32 hex digits: what a fetched shard must have."""
-    return lineage.digest([(t.name, t.kind, t.dtype, t.shape, t.global_shape, t.offset) for t in tensors])
+    return state_id.digest([(t.name, t.kind, t.dtype, t.shape, t.global_shape, t.offset) for t in tensors])
 
 
 def checksum(chunk: memoryview) -> str:

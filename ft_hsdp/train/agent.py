@@ -15,8 +15,8 @@ import numpy as np
 import torch
 
 from ft_hsdp.core import effects
-from ft_hsdp.core.assignment import Grant, Member
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.grant import Grant, Member
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import FtHsdpError
 from ft_hsdp.events import Journal
 from ft_hsdp.ftar.group import Group
@@ -89,24 +89,24 @@ class RankAgent:
             case effects.Commit(record):
                 reduced = self._logged.pop(record.step, None) or self.reducer.take()
                 self._mailbox.put(Apply(record, reduced))
-            case effects.Log(record):
+            case effects.BufferUpdate(record):
                 self._logged[record.step] = self.reducer.take()
-            case effects.Discard(reason):
+            case effects.DropGradient(reason):
                 self._logged.clear()
                 self._mailbox.put(Drop(reason))
-            case effects.Feed(step):
+            case effects.RunBatch(step):
                 self._mailbox.put(Feed(step))
             case effects.Fetch(base, donors):
                 self._fetch(base, donors)
             case effects.Keep(state):
                 self._keeper.want(state, self._fetching.deadline_s)
-            case effects.Install():
+            case effects.InstallSnapshot():
                 assert self._staged is not None
                 self._mailbox.put(self._staged)
                 self._staged = None
             case effects.Checkpoint(state):
                 self._mailbox.put(Save(state))
-            case effects.Forget():
+            case effects.DropSnapshots():
                 self._keeper.forget()
             case effects.Exit(code, reason):
                 self._cancel.set()

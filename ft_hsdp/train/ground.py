@@ -21,9 +21,9 @@ import torch
 
 from ft_hsdp import tls
 from ft_hsdp.config import Config
-from ft_hsdp.control.channel import Hub
 from ft_hsdp.control.exit_watch import process_space
 from ft_hsdp.control.lighthouse_client import LighthouseClient
+from ft_hsdp.control.rank_channel import RankHub
 from ft_hsdp.errors import EXIT_RETRYABLE
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings as Ring
@@ -115,7 +115,7 @@ class Ground:
         self._thread = threading.Thread(target=self.loop.run_forever, name="control", daemon=True)
         self._thread.start()
         self.client: LighthouseClient | None = None
-        self.hub: Hub | None = None
+        self.hub: RankHub | None = None
         self._greeting: asyncio.Task[None] | None = None
         port = self.call(self._lead(config)) if place.rank == 0 else 0
         self.ranks = Ranks(config.timeouts.ranks_s)
@@ -142,7 +142,7 @@ class Ground:
         place = self.place
         context, ask_s = tls.client(config.network), config.timeouts.ask_s
         self.client = LighthouseClient(place.lighthouses, place.token, context, place.listed, ask_s)
-        self.hub = Hub(
+        self.hub = RankHub(
             place.ranks, place.token, lambda message: self.received(message), lambda rank: self.lost(rank)
         )
         self._greeting = self.loop.create_task(self.client.greet())

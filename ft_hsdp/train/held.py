@@ -20,10 +20,10 @@ import xxhash
 from torch.distributed.tensor import DTensor
 
 from ft_hsdp import failpoints
-from ft_hsdp.core import divergence, lineage
+from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitRecord
-from ft_hsdp.core.cursor import Ledger
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state import layout
 from ft_hsdp.state.layout import Layout
@@ -177,13 +177,13 @@ class Held:
         digest = self._slice(state)
         recorded, then = self._recorded
         if recorded == lineage_held and then != digest:
-            where = f"slice {divergence.number(state.step)} of {state}"
+            where = f"slice {state_id.number(state.step)} of {state}"
             raise DataCorruption(f"{where} changed in this rank's memory after the step was applied")
         return digest
 
     def _slice(self, state: StateId) -> str:
         hashed = xxhash.xxh3_128()
-        for index, start, stop in self.layout.within(*divergence.part(self.layout.nbytes, state.step)):
+        for index, start, stop in self.layout.within(*state_id.part(self.layout.nbytes, state.step)):
             piece: Any = layout.as_bytes(layout.local(self._live[index]))[start:stop].cpu().numpy()
             hashed.update(piece.data)
         return hashed.hexdigest()
@@ -210,6 +210,6 @@ def state_digest(
             array: Any = layout.as_bytes(full.detach().cpu()).numpy()
             content = blake3.blake3(memoryview(array)).hexdigest()
             dtype = str(full.dtype).removeprefix("torch.")
-            total.update(lineage.canonical([name, dtype, list(full.shape), content]).encode())
-    total.update(lineage.canonical(hyper).encode())
+            total.update(state_id.canonical([name, dtype, list(full.shape), content]).encode())
+    total.update(state_id.canonical(hyper).encode())
     return total.hexdigest()

@@ -25,8 +25,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ft_hsdp import failpoints, secret
 from ft_hsdp.config import Config, config_hash, resume_hash
-from ft_hsdp.core import checkpoint, lineage
-from ft_hsdp.core.deal import Dealer
+from ft_hsdp.control.rank_store import RankStore
+from ft_hsdp.core import checkpoint, state_id
+from ft_hsdp.core.ledger import BatchAssigner
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.state import catalogue
 from ft_hsdp.state.durable import About, Checkpointer
@@ -41,7 +42,6 @@ from ft_hsdp.train.life import Life, begin
 from ft_hsdp.train.mailbox import Apply, Drop, End, Feed, Load, Mailbox, Save
 from ft_hsdp.train.optim import Groups, Schedule
 from ft_hsdp.train.prefetch import Prefetcher, Source
-from ft_hsdp.train.rank_store import RankStore
 from ft_hsdp.train.reducer import Feeding
 from ft_hsdp.train.restore import Checkpoints, restore
 from ft_hsdp.train.runlog import RunLog, Timing, exposed
@@ -120,7 +120,7 @@ class Job:
         self._feeding: Feeding | None = None
         self._since = time.monotonic()
         self._tokens = 0
-        self._dealer = Dealer(config.data.assignment, config.slots)
+        self._dealer = BatchAssigner(config.data.assignment, config.slots)
         self._sharded: Sharded
         self._groups: Groups | None = None
         self._held: Held
@@ -271,7 +271,7 @@ class Job:
         weights, layout = held.weights_digest(), held.layout.fingerprint
         ground = Ground(config, self._place, self.device, self._sharded.sizes, weights, layout)
         self._ground = ground
-        held.state = lineage.initial(config_hash(config), lineage.digest(ground.common.weights))
+        held.state = state_id.initial(config_hash(config), state_id.digest(ground.common.weights))
         warm = time.time()
         if self._life is None:
             self._life = begin(config, self._place, self._calling.wait())

@@ -16,7 +16,8 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ft_hsdp import address, handshake, sealed, secret
 from ft_hsdp.config import Config, load
-from ft_hsdp.control.lighthouses import listed, named
+from ft_hsdp.control.lighthouse_client import listed, named
+from ft_hsdp.control.rank_store import RankStore, connect, serve
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.state.start import TOKEN_VARIABLE
 from ft_hsdp.train import device as devices
@@ -24,7 +25,6 @@ from ft_hsdp.train.calling import Calling, FromEnvironment
 from ft_hsdp.train.ground import Place
 from ft_hsdp.train.job import Job
 from ft_hsdp.train.life import begin
-from ft_hsdp.train.rank_store import RankStore, connect, serve
 
 
 def join(

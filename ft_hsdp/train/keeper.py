@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from ft_hsdp import failpoints
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.events import Journal
 from ft_hsdp.state import wire

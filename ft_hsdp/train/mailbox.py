@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ft_hsdp.core.commit import CommitRecord
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.segment import Bytes
 from ft_hsdp.state.wire import Manifest
 

@@ -18,8 +18,8 @@ import torch
 import xxhash
 
 from ft_hsdp import failpoints
-from ft_hsdp.core import lineage
-from ft_hsdp.core.commit import Contribution, Fence, Vote
+from ft_hsdp.core import state_id
+from ft_hsdp.core.commit import AttemptId, Contribution, Vote
 from ft_hsdp.core.effects import Reduce
 from ft_hsdp.ftar.engine import Result
 from ft_hsdp.ftar.frame import Entry, Key
@@ -201,7 +201,7 @@ class Reducer:
 
     # FTAR's thread.
 
-    def _done(self, fence: Fence, work: Future[Result]) -> None:
+    def _done(self, fence: AttemptId, work: Future[Result]) -> None:
         if work.exception() is not None:
             return  # the group reports that itself
         try:
@@ -209,7 +209,7 @@ class Reducer:
         except Exception as error:  # a future swallows what its callback raises
             self._group.crashed(f"the vote on step {fence.step} failed", error)
 
-    def _count(self, fence: Fence, result: Result) -> None:
+    def _count(self, fence: AttemptId, result: Result) -> None:
         with self._lock:
             if self._order is None or self._order.fence != fence:
                 return
@@ -223,12 +223,12 @@ class Reducer:
         self.traffic = Traffic(sent, now - self._began, now, self._held_up)
         self._voted(self._vote(fence, results, out, self._checked(prev)))
 
-    def _vote(self, fence: Fence, results: list[Result], out: list[torch.Tensor], state_digest: str) -> Vote:
+    def _vote(self, fence: AttemptId, results: list[Result], out: list[torch.Tensor], state_digest: str) -> Vote:
         sums = [on_host(t) for t in out]
         return Vote(
             rank=self._rank,
             fence=fence,
-            digest=lineage.digest([checksum(t) for t in sums]),
+            digest=state_id.digest([checksum(t) for t in sums]),
             sumsq=sum_of_squares(sums),
             contributions=contributions(results),
             poisoned=tuple(sorted({e.replica for r in results for e in r.entries if e.poisoned})),

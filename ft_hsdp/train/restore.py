@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ft_hsdp.core.cursor import Ledger
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.events import Journal
 from ft_hsdp.state.ranks import Ranks

@@ -9,8 +9,8 @@ from concurrent.futures import Future
 
 import torch
 
-from ft_hsdp.core.cursor import Ledger
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.protocol import RankCheckpointed, RankCheckpointFailed
 from ft_hsdp.state.durable import Checkpointer, CheckpointFailed, Header, Outcome
 from ft_hsdp.state.segment import Bytes

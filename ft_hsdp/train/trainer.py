@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ft_hsdp.config import Config
 from ft_hsdp.core import lr
-from ft_hsdp.core.deal import Dealer
+from ft_hsdp.core.ledger import BatchAssigner
 from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, FtHsdpError
 from ft_hsdp.train.calling import Calling
 from ft_hsdp.train.data import Batches
@@ -32,7 +32,7 @@ def dataset(config: Config) -> Batches:
         t.seq_len,
         t.micro_batch,
         t.seed,
-        Dealer(config.data.assignment, config.slots).shards,
+        BatchAssigner(config.data.assignment, config.slots).shards,
         ranks=config.ranks_per_replica,
         accumulate=t.accumulate,
     )

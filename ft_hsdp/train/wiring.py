@@ -17,18 +17,19 @@ from typing import Any
 
 from ft_hsdp import failpoints, protocol
 from ft_hsdp.config import Config, agreed, config_hash
-from ft_hsdp.control import exit_watch
+from ft_hsdp.control import exit_watch, watchdog
 from ft_hsdp.control import leader as control
-from ft_hsdp.control.channel import Line
-from ft_hsdp.control.home import home
-from ft_hsdp.control.leader import Leader, Outlets, Settings
-from ft_hsdp.control.reporter import Reporter
-from ft_hsdp.core import lineage
-from ft_hsdp.core.assignment import Report
+from ft_hsdp.control.leader import Leader, LeaderSettings, Outlets
+from ft_hsdp.control.lighthouse_client import home
+from ft_hsdp.control.rank_channel import RankLine
+from ft_hsdp.control.telemetry import Reporter
+from ft_hsdp.control.watchdog import Limits, Watchdog
+from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import Vote
 from ft_hsdp.core.effects import Exit
-from ft_hsdp.core.lineage import StateId
-from ft_hsdp.core.rules import Rules
+from ft_hsdp.core.grant import Report
+from ft_hsdp.core.replica_state import ReplicaPolicy
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import (
     EXIT_RETRYABLE,
     DataCorruption,
@@ -41,7 +42,6 @@ from ft_hsdp.ftar.door import Identity
 from ft_hsdp.ftar.events import Events
 from ft_hsdp.ftar.group import Group
 from ft_hsdp.protocol import RankAlive, RankBeat, RankHello, RankLeaves, Telemetry
-from ft_hsdp.train import vigil
 from ft_hsdp.train.agent import Fetching, RankAgent
 from ft_hsdp.train.device import numerics
 from ft_hsdp.train.ground import Ground, ring_settings
@@ -50,7 +50,6 @@ from ft_hsdp.train.keeper import Home, Keeper
 from ft_hsdp.train.life import Life
 from ft_hsdp.train.mailbox import Mailbox
 from ft_hsdp.train.reducer import Reducer
-from ft_hsdp.train.vigil import Limits, Vigil
 
 WRITES = 2  # x timeouts.load_s: for a checkpoint; ranks that wait for each other have given up by then
 SILENT = 1.5  # x timeouts.evict_s: an order of the lighthouse, which knows more, comes first
@@ -69,7 +68,7 @@ class Wiring:
         self._mailbox = mailbox
         self._ending = False
         self._progress = 0
-        self._line: Line | None = None
+        self._line: RankLine | None = None
         self._leader: Leader | None = None
         self.reporter = Reporter(life.incarnation, self._tell_lighthouse, self._beat)
         self._journal = Journal(
@@ -88,9 +87,9 @@ class Wiring:
         self.keeper = Keeper(
             held, home, every_step, timeouts.agent_s, self._journal, self._failed, timeouts.agent_answer_s
         )
-        self._ring_layout = lineage.digest(ground.sizes, config.ftar.chunk_bytes, config.ftar.chunks, place.ranks)
+        self._ring_layout = state_id.digest(ground.sizes, config.ftar.chunk_bytes, config.ftar.chunks, place.ranks)
         self._agent: RankAgent
-        self._vigil: Vigil | None = None
+        self._vigil: Watchdog | None = None
         self._burying: asyncio.Task[None] | None = None
         self._call(self._open())
 
@@ -169,7 +168,7 @@ class Wiring:
         if self._vigil is not None:
             self._vigil.heard(message.rank)
 
-    def _watch(self) -> Vigil:
+    def _watch(self) -> Watchdog:
         """From now on this rank and whoever started it are watched, and its siblings hear of it."""
         place, timeouts = self._place, self._config.timeouts
         alive, hub, line = RankAlive(place.rank), self._ground.hub, self._line
@@ -181,8 +180,8 @@ class Wiring:
                 line.send(alive)
 
         limits = Limits(SILENT * timeouts.evict_s, timeouts.step_s, timeouts.stop_s)
-        outlets = vigil.Outlets(say, self._got_on, self.leave, self._die)
-        self._vigil = Vigil(limits, outlets, place.parent)
+        outlets = watchdog.Outlets(say, self._got_on, self.leave, self._die)
+        self._vigil = Watchdog(limits, outlets, place.parent)
         return self._vigil
 
     def _got_on(self) -> int | None:
@@ -245,7 +244,7 @@ class Wiring:
         state_address = self.keeper.address
         hello = RankHello(place.rank, self._ring_address, state_address)
         if hub is None:
-            line = Line(place.token, self._ordered, lambda: self._die("the leader of this replica is gone"))
+            line = RankLine(place.token, self._ordered, lambda: self._die("the leader of this replica is gone"))
             async with asyncio.timeout(self._config.timeouts.ranks_s):
                 await line.connect(place.leader_host, port, hello)
             self._line = line
@@ -267,14 +266,14 @@ class Wiring:
         quorum = config.quorum
         every, keeps = config.checkpoint.every, config.checkpoint.every > 0 or config.checkpoint.dir is not None
         train = config.train
-        rules = Rules(every, quorum.catchup_log_steps, train.poison, keeps, train.poison_retries)
+        rules = ReplicaPolicy(every, quorum.catchup_log_steps, train.poison, keeps, train.poison_retries)
         replica = control.initial(life.replica, life.incarnation, config.train.steps, state, rules, wanted)
-        about = protocol.Ask(
+        about = protocol.QuorumRequest(
             Report(life.replica, life.incarnation, state, 1),
             tuple(h.ring for h in hellos),
             tuple(h.state for h in hellos),
             config_hash(config),
-            lineage.digest(self._ground.common.layouts),
+            state_id.digest(self._ground.common.layouts),
             numerics(self._ground.device),
             agreed(config),
         )
@@ -306,7 +305,7 @@ class Wiring:
         running: dict[int, str | None] = {self._life.replica: self._life.incarnation}
         assert self._ground.client is not None
         with contextlib.suppress(LighthouseUnreachable):  # the first ask will find out
-            await self._ground.client.report(protocol.Processes(running, self._life.predecessors))
+            await self._ground.client.report(protocol.ProcessReport(running, self._life.predecessors))
 
     def _order_all(self, order: object) -> None:
         assert self._ground.hub is not None
@@ -360,13 +359,13 @@ class Wiring:
         await asyncio.gather(*pending, return_exceptions=True)
 
 
-def leading(config: Config, *, again: bool) -> Settings:
+def leading(config: Config, *, again: bool) -> LeaderSettings:
     """What a leader needs to know of ``config``; ``again``: its replica was started again.
 
     Then the job is under way, and its lighthouse is waited for as long as it takes.
     """
     timeouts = config.timeouts
-    return Settings(
+    return LeaderSettings(
         ranks=config.ranks_per_replica,
         intervention=config.lr.intervention,
         chunk_bytes=config.ftar.chunk_bytes or 0,

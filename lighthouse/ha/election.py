@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable
 
-from ft_hsdp.core import lineage
+from ft_hsdp.core import state_id
 from lighthouse.ha.etcd import Entry, Etcd, EtcdRefused, EtcdUnreachable
 from lighthouse.quorum.state import State
 from lighthouse.store import FORMAT, JsonStore, Rows, StoreFailed
@@ -168,14 +168,14 @@ class EtcdStore(JsonStore):
         rows: Rows = {}
         for name, text in texts.items():
             digest, _, rows[name] = text.partition(" ")
-            if digest != lineage.digest(name, rows[name]):
+            if digest != state_id.digest(name, rows[name]):
                 raise self._unusable(f"{name} is damaged")
         kept = rows.pop(_FORMAT, "0")
         return (int(kept) if kept.isdecimal() else 0), rows
 
     def _write(self, rows: Rows) -> None:
         texts = {**rows, _FORMAT: str(FORMAT)}
-        values = {self._prefix + n: f"{lineage.digest(n, text)} {text}" for n, text in texts.items()}
+        values = {self._prefix + n: f"{state_id.digest(n, text)} {text}" for n, text in texts.items()}
         try:
             led = self._etcd.put_if(self._election.key, self._election.revision, values)
         except EtcdUnreachable as error:

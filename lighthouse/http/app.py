@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ft_hsdp import bounded, protocol
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.protocol import Overview, Processes
+from ft_hsdp.protocol import ProcessReport, SupervisorReply
 from lighthouse.http import middleware
 from lighthouse.http.auth import Bearer, Keys
 from lighthouse.http.journal_routes import views
@@ -104,8 +104,8 @@ def admin(service: Service, keys: Keys) -> APIRouter:
     return router
 
 
-_PROCESSES = bounded.checker(Processes)
-_OVERVIEW: TypeAdapter[Overview] = TypeAdapter(Overview)
+_PROCESSES = bounded.checker(ProcessReport)
+_OVERVIEW: TypeAdapter[SupervisorReply] = TypeAdapter(SupervisorReply)
 
 
 def create_app(
@@ -159,10 +159,10 @@ def create_app(
     return QuorumRoute(app, service, Bearer(keys, "worker"))
 
 
-def _picture(body: bytes) -> tuple[Processes, bool]:
+def _picture(body: bytes) -> tuple[ProcessReport, bool]:
     """The supervisor's message, and whether it came as `protocol.encode` makes it. Raises ProtocolViolation."""
     if body.startswith(b'{"type":'):
-        return protocol.decode(body, Processes), True
+        return protocol.decode(body, ProcessReport), True
     try:
         return _PROCESSES.validate_json(body), False
     except ValidationError as error:

@@ -17,8 +17,8 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
 from ft_hsdp.config.running import MAX_REPLICAS
-from ft_hsdp.core.assignment import CatchUp, Continue, Finish, Grant, Refused
-from ft_hsdp.protocol import Ask, Overview, Processes, Telemetry, Wait
+from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Refused
+from ft_hsdp.protocol import ProcessReport, QuorumRequest, SupervisorReply, Telemetry, Wait
 from lighthouse.http import quorum_route
 from lighthouse.http.auth import Bearer, Keys, Role, may
 
@@ -107,8 +107,8 @@ _ASK: Document = {  # the one route that the framework does not know
     "security": [{"worker": []}],
 }
 _BODIES = {
-    "/v1/quorum": Body((Ask,), (Grant, Continue, CatchUp, Finish, Refused, Wait)),
-    "/v1/processes": Body((Processes,), (Overview,), plain=True),
+    "/v1/quorum": Body((QuorumRequest,), (Grant, Continue, CatchUp, Finish, Refused, Wait)),
+    "/v1/processes": Body((ProcessReport,), (SupervisorReply,), plain=True),
     "/v1/telemetry": Body((Telemetry,)),
     "/healthz": Body(text=True),
 }

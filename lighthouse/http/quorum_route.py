@@ -15,9 +15,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from ft_hsdp import protocol
-from ft_hsdp.core.assignment import Answer, Continue
+from ft_hsdp.core.grant import Answer, Continue
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.protocol import Ask, Wait
+from ft_hsdp.protocol import QuorumRequest, Wait
 from lighthouse.http import middleware
 from lighthouse.http.auth import Bearer
 from lighthouse.service import Open, Service
@@ -60,7 +60,7 @@ class QuorumRoute:
         self._bearer.admit(scope["headers"], scope.get("role"))
         data = await middleware.read(receive)
         client = scope.get("client")
-        asked = self._service.submit(protocol.decode(data, Ask), client[0] if client else None)
+        asked = self._service.submit(protocol.decode(data, QuorumRequest), client[0] if client else None)
         if asked.answer.done():
             return asked.answer.result()
         return await self._wait(asked, receive)

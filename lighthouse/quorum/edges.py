@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from ft_hsdp.core.assignment import Grant, Member, Report
+from ft_hsdp.core.grant import Grant, Member, Report
 
 APART = 2
 OUT = 4

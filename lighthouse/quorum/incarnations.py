@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ft_hsdp.core.assignment import Report
+from ft_hsdp.core.grant import Report
 from lighthouse.quorum.rules import Incarnation, Lease, Life
 from lighthouse.quorum.state import Effect, Note, ProcessesReported, State, Step, with_view
 from lighthouse.quorum.transition import outlived, run_of

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
-from ft_hsdp.core import lineage
-from ft_hsdp.core.assignment import Answer, CatchUp, Finish, Member, Refused, Report
-from ft_hsdp.core.commit import CommitRecord, Fence
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core import state_id
+from ft_hsdp.core.commit import AttemptId, CommitRecord
+from ft_hsdp.core.grant import Answer, CatchUp, Finish, Member, Refused, Report
 from ft_hsdp.core.restart import doubled
+from ft_hsdp.core.state_id import StateId
 from lighthouse.quorum import rules
 from lighthouse.quorum.edges import learn
 from lighthouse.quorum.rules import Base, Incarnation
@@ -158,13 +158,13 @@ def _form(
     notes: list[Effect] = []
     missing = [r for r, _ in _unheard(s, present)]
     later = [r for r, v in enumerate(s.views) if patient and r not in reports and not v.lost and not _unused(s, r)]
-    doubts = [r.doubt for r in reports.values() if r.doubt and lineage.newer(r.doubt, base.state)]
+    doubts = [r.doubt for r in reports.values() if r.doubt and state_id.newer(r.doubt, base.state)]
     if doubts and missing:
         return _wait(s, f"{doubts[0]} may be committed; replica {missing[0]} may hold it")
     doubts = [d for d in doubts if not rules.never(d, base.voids)]
     if doubts and later:
         return _wait(s, f"{doubts[0]} may be committed; replica {later[0]} may come back with it")
-    if s.head is not None and lineage.newer(s.head, base.state):
+    if s.head is not None and state_id.newer(s.head, base.state):
         above = f"head {s.head} is above {base.state}"
         if missing:
             return _wait(s, f"{above}; replica {missing[0]} may hold it")
@@ -278,14 +278,14 @@ def heard(s: State, report: Report) -> Report:
     return replace(report, prepared=None) if overruled(s, report.prepared) else report
 
 
-def overruled_fences(s: State, reports: Iterable[Report]) -> list[Fence]:
+def overruled_fences(s: State, reports: Iterable[Report]) -> list[AttemptId]:
     """The attempts in ``reports`` that a later decision has overruled."""
     return [r.prepared.fence for r in reports if r.prepared is not None and overruled(s, r.prepared)]
 
 
 def _ending(s: State, report: Report) -> Answer:
     """The job is over: whoever comes back now lost a state that every replica had."""
-    if s.head is not None and lineage.same(report.state, s.head):
+    if s.head is not None and state_id.same(report.state, s.head):
         return Finish()
     return Refused(f"the job has ended: every replica had {s.head}", 0)
 
@@ -298,7 +298,7 @@ def _final(s: State, now: float) -> Step:
         return s, ()
     head = s.head
     assert head is not None
-    have = {r: v.ask for r, v in enumerate(s.views) if v.ask and lineage.same(v.ask.report.state, head)}
+    have = {r: v.ask for r, v in enumerate(s.views) if v.ask and state_id.same(v.ask.report.state, head)}
     if not have:
         return s, ()
     if s.final_since is None:

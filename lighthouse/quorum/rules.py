@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ft_hsdp.core import lineage
-from ft_hsdp.core.assignment import Grant, Member, Report, Role
-from ft_hsdp.core.commit import CommitRecord, Fence, void
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core import state_id
+from ft_hsdp.core.commit import AttemptId, CommitRecord, void
+from ft_hsdp.core.grant import Grant, Member, Report, Role
+from ft_hsdp.core.state_id import StateId
 
 EPOCHS = 32  # that may be remembered before those that are alike are merged
 
@@ -56,7 +56,7 @@ class Base:
 
     state: StateId
     record: CommitRecord | None
-    voids: tuple[Fence, ...]
+    voids: tuple[AttemptId, ...]
 
 
 def highest(reports: Iterable[Report]) -> Base:
@@ -74,19 +74,19 @@ def highest(reports: Iterable[Report]) -> Base:
         rivals = [p for p in prepared if p.fence == candidate.fence]
         if any(p.digest != candidate.digest for p in rivals):
             continue
-        if lineage.newer(candidate.state_id, best) or (
+        if state_id.newer(candidate.state_id, best) or (
             record is not None and candidate.fence.attempt > record.fence.attempt
         ):
             best, record = candidate.state_id, candidate
     return Base(best, record, voids)
 
 
-def fences(known: Iterable[Fence]) -> tuple[Fence, ...]:
+def fences(known: Iterable[AttemptId]) -> tuple[AttemptId, ...]:
     """Each of ``known`` once, in order."""
     return tuple(sorted(set(known), key=lambda f: (f.epoch, f.step, f.attempt)))
 
 
-def never(state: StateId, voids: Iterable[Fence]) -> bool:
+def never(state: StateId, voids: Iterable[AttemptId]) -> bool:
     """Whether ``state`` can never be committed: somebody left an attempt of its step without a yes.
 
     Attempts up to that one are void, and a later one in its epoch would have needed its vote.
@@ -97,9 +97,11 @@ def never(state: StateId, voids: Iterable[Fence]) -> bool:
 def ahead(report: Report, state: StateId) -> bool:
     """Whether a reporter holds, is prepared for or has voted for something above ``state``."""
     prepared = report.prepared
-    if report.doubt is not None and lineage.newer(report.doubt, state):
+    if report.doubt is not None and state_id.newer(report.doubt, state):
         return True
-    return lineage.newer(report.state, state) or (prepared is not None and lineage.newer(prepared.state_id, state))
+    return state_id.newer(report.state, state) or (
+        prepared is not None and state_id.newer(prepared.state_id, state)
+    )
 
 
 def follows(head: StateId, base: StateId, epochs: Iterable[Epoch]) -> bool:
@@ -112,7 +114,9 @@ def follows(head: StateId, base: StateId, epochs: Iterable[Epoch]) -> bool:
         return False
     if head.commit_epoch == base.commit_epoch:
         return True
-    return any(e.number == head.commit_epoch and e.base is not None and lineage.same(e.base, base) for e in epochs)
+    return any(
+        e.number == head.commit_epoch and e.base is not None and state_id.same(e.base, base) for e in epochs
+    )
 
 
 def uncovered(
@@ -150,8 +154,8 @@ def merged(epochs: Iterable[Epoch], exited: frozenset[Incarnation]) -> tuple[Epo
 
 def role(report: Report, base: Base) -> Role:
     """Contribute if the reporter holds the base, or exactly the record that leads to it."""
-    leads = report.prepared is not None and lineage.same(report.prepared.state_id, base.state)
-    return "contribute" if leads or lineage.same(report.state, base.state) else "behind"
+    leads = report.prepared is not None and state_id.same(report.prepared.state_id, base.state)
+    return "contribute" if leads or state_id.same(report.state, base.state) else "behind"
 
 
 def roles(reports: Mapping[int, Report], base: Base) -> dict[int, Role]:

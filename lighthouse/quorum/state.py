@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from ft_hsdp.core import lineage
-from ft_hsdp.core.assignment import Answer, Continue, Grant, Member, Report
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core import state_id
+from ft_hsdp.core.grant import Answer, Continue, Grant, Member, Report
+from ft_hsdp.core.state_id import StateId
 from lighthouse.quorum import rules
 from lighthouse.quorum.edges import NO_EDGES, Edges, arrange, proven
 from lighthouse.quorum.rules import Base, Epoch, Incarnation, Lease, Life
@@ -225,7 +225,7 @@ def with_view(s: State, replica: int, **changes: object) -> State:
 
 def raise_head(s: State, state: StateId) -> State:
     """The head is the highest committed state ever reported; epochs before it no longer matter."""
-    if s.head is not None and not lineage.newer(state, s.head):
+    if s.head is not None and not state_id.newer(state, s.head):
         return s
     if s.head is None and state.step == 0:
         return s
@@ -276,7 +276,7 @@ def new_epoch(s: State, base: Base, members: tuple[Member, ...], why: str) -> tu
         s = replace(s, edges=proven(s.edges, s.grant.ring))
     ring = arrange(members, s.edges.avoided)
     grant = rules.grant(s.term, s.epoch + 1, base, ring, total(s, len(members)), why)
-    if base.state.step > 0 and (s.head is None or lineage.newer(base.state, s.head)):
+    if base.state.step > 0 and (s.head is None or state_id.newer(base.state, s.head)):
         s = raise_head(s, base.state)
     epoch = Epoch(grant.epoch, tuple((m.replica, m.incarnation) for m in grant.members), base.state)
     s = replace(

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ft_hsdp.core import lineage
-from ft_hsdp.core.assignment import Refused, Report
+from ft_hsdp.core import state_id
+from ft_hsdp.core.grant import Refused, Report
 from lighthouse.quorum import rules
 from lighthouse.quorum.commands import obey
 from lighthouse.quorum.incarnations import admit, entitled, lease, newest, number_of
@@ -170,7 +170,7 @@ def _known_all(s: State, report: Report) -> bool:
         and state.step < s.policy.steps
         and s.head is not None
         and state.commit_epoch <= s.epoch
-        and not lineage.newer(state, s.head)
+        and not state_id.newer(state, s.head)
         and not s.checkpoint
         and grant.member(report.replica, report.incarnation) is not None
     )
@@ -188,7 +188,7 @@ def _spared(s: State, report: Report) -> bool:
     if s.head is None:
         return report.state.step == 0
     others = any(alive(s, (m.replica, m.incarnation)) for m in members)
-    return lineage.newer(s.head, report.state) or (others and not lineage.newer(report.state, s.head))
+    return state_id.newer(s.head, report.state) or (others and not state_id.newer(report.state, s.head))
 
 
 def _rewind(s: State, report: Report, now: float) -> Step:

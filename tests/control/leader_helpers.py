@@ -11,18 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from ft_hsdp.control import leader as control
-from ft_hsdp.control.leader import Leader, Outlets, Settings
-from ft_hsdp.core.assignment import Answer, Grant, Member, Report
-from ft_hsdp.core.commit import Contribution, Fence, Token, Vote
-from ft_hsdp.core.lineage import StateId
-from ft_hsdp.core.rules import DEFAULT, Rules
+from ft_hsdp.control.leader import Leader, LeaderSettings, Outlets
+from ft_hsdp.core.commit import AttemptId, CommitToken, Contribution, Vote
+from ft_hsdp.core.grant import Answer, Grant, Member, Report
+from ft_hsdp.core.replica_state import DEFAULT, ReplicaPolicy
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.events import Journal
-from ft_hsdp.protocol import Ask
+from ft_hsdp.protocol import QuorumRequest
 
 STATE = StateId(0, 0, "0" * 32)
 OTHER = StateId(1, 3, "1" * 32)
-SETTINGS = Settings(
+SETTINGS = LeaderSettings(
     ranks=2,
     intervention="none",
     chunk_bytes=64,
@@ -37,11 +37,11 @@ class Lighthouse:
     """Answers when the test says so."""
 
     def __init__(self) -> None:
-        self.asks: list[Ask] = []
+        self.asks: list[QuorumRequest] = []
         self.cancelled = 0
         self.answers: asyncio.Queue[Answer | Exception] = asyncio.Queue()
 
-    async def ask(self, ask: Ask) -> Answer:
+    async def ask(self, ask: QuorumRequest) -> Answer:
         self.asks.append(ask)
         try:
             answer = await self.answers.get()
@@ -56,7 +56,7 @@ class Lighthouse:
 class Down(Lighthouse):
     """Is unreachable after the answers that it was given."""
 
-    async def ask(self, ask: Ask) -> Answer:
+    async def ask(self, ask: QuorumRequest) -> Answer:
         self.asks.append(ask)
         if self.answers.empty():
             raise LighthouseUnreachable("down")
@@ -69,15 +69,15 @@ class Scene:
     """A leader among fakes."""
 
     def __init__(
-        self, folder: Path, lighthouse: Lighthouse | None = None, rules: Rules = DEFAULT, **settings: Any
+        self, folder: Path, lighthouse: Lighthouse | None = None, rules: ReplicaPolicy = DEFAULT, **settings: Any
     ) -> None:
         self.lighthouse = lighthouse or Lighthouse()
         self.orders: list[object] = []
-        self.tokens: list[Token] = []
+        self.tokens: list[CommitToken] = []
         self.ended: list[tuple[str, int]] = []
         self._journal = folder / "events.jsonl"
         self._told = Journal(self._journal)
-        about = Ask(Report(0, "0-x-0", STATE, 1), ("r0", "r1"), ("s0", "s1"), "hash", "layout")
+        about = QuorumRequest(Report(0, "0-x-0", STATE, 1), ("r0", "r1"), ("s0", "s1"), "hash", "layout")
         self.leader = Leader(
             control.initial(0, "0-x-0", 9, STATE, rules),
             about,
@@ -109,7 +109,7 @@ class Scene:
         await self.until(lambda: self.leader.replica.grant == given, "the grant is adopted")
 
     def vote(
-        self, rank: int, fence: Fence, members: tuple[int, ...] = (0,), digest: str = "d", **more: Any
+        self, rank: int, fence: AttemptId, members: tuple[int, ...] = (0,), digest: str = "d", **more: Any
     ) -> None:
         batches = tuple(Contribution(m, 1, m, 0, loss=float(rank)) for m in members)
         self.leader.received(Vote(rank, fence, f"{digest}{rank}", 2.0, batches, **more))
@@ -136,5 +136,5 @@ def run(body: Coroutine[Any, Any, None]) -> None:
 
 async def one_step(s: Scene) -> None:
     await s.granted(grant(1, 0))
-    s.vote(0, Fence(1, 1, 0))
-    s.vote(1, Fence(1, 1, 0))
+    s.vote(0, AttemptId(1, 1, 0))
+    s.vote(1, AttemptId(1, 1, 0))

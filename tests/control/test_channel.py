@@ -9,10 +9,10 @@ import pytest
 from known import admit_stream, streams
 
 from ft_hsdp import handshake
-from ft_hsdp.control import channel
-from ft_hsdp.control.channel import Hub, Line
+from ft_hsdp.control import rank_channel
+from ft_hsdp.control.rank_channel import RankHub, RankLine
 from ft_hsdp.core import effects
-from ft_hsdp.core.commit import Fence, Vote
+from ft_hsdp.core.commit import AttemptId, Vote
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RankBeat, RankHello, RankStopped, Telemetry
@@ -42,7 +42,7 @@ class Leader:
     def __init__(self, ranks: int) -> None:
         self.heard: asyncio.Queue[object] = asyncio.Queue()
         self.lost: asyncio.Queue[int] = asyncio.Queue()
-        self.hub = Hub(ranks, TOKEN, self.heard.put_nowait, self.lost.put_nowait)
+        self.hub = RankHub(ranks, TOKEN, self.heard.put_nowait, self.lost.put_nowait)
 
     async def __aenter__(self) -> Leader:
         self.port = await self.hub.listen("127.0.0.1")
@@ -59,7 +59,7 @@ class Rank:
     def __init__(self, token: str = TOKEN) -> None:
         self.orders: asyncio.Queue[object] = asyncio.Queue()
         self.lost = asyncio.Event()
-        self.line = Line(token, self.orders.put_nowait, self.lost.set)
+        self.line = RankLine(token, self.orders.put_nowait, self.lost.set)
 
     async def connect(self, port: int, said: RankHello) -> Rank:
         await self.line.connect("127.0.0.1", port, said)
@@ -67,8 +67,8 @@ class Rank:
 
 
 def test_every_effect_that_is_not_the_leader_s_own_reaches_its_ranks() -> None:
-    own = {effects.Ask, effects.SendToken}
-    assert set(get_args(effects.Effect)) - own <= set(channel.ORDERS)
+    own = {effects.RequestGrant, effects.SendToken}
+    assert set(get_args(effects.Effect)) - own <= set(rank_channel.ORDERS)
 
 
 def test_orders_and_reports() -> None:
@@ -78,15 +78,15 @@ def test_orders_and_reports() -> None:
             await leader.hub.all_here(5)
             assert leader.hub.hellos == {1: hello(1), 2: hello(2)}
             orders = [
-                effects.Feed(4),
+                effects.RunBatch(4),
                 effects.StopRing(3, "why"),
-                effects.Reduce(Fence(1, 2, 3), "behind", "0" * 32),
+                effects.Reduce(AttemptId(1, 2, 3), "behind", "0" * 32),
             ]
             for order in (*orders, effects.Exit(75, "enough")):
                 leader.hub.broadcast(order)
             for rank in ranks:
                 assert [await rank.orders.get() for _ in range(4)] == [*orders, effects.Exit(75, "enough")]
-            vote = Vote(1, Fence(1, 2, 3), "d", 0.5, ())
+            vote = Vote(1, AttemptId(1, 2, 3), "d", 0.5, ())
             seen = Telemetry("0-x-0", ({"event": "RingConnected"},), (), (RankBeat(1, 7, "here", 5),))
             for report in (RankStopped(1, 4), vote, seen):
                 ranks[1].line.send(report)
@@ -149,8 +149,8 @@ def test_a_hub_that_has_all_its_ranks_listens_no_more() -> None:
             await leader.hub.all_here(5)
             with pytest.raises(ConnectionRefusedError):
                 await asyncio.open_connection("127.0.0.1", leader.port)
-            leader.hub.broadcast(effects.Feed(1))
-            assert await rank.orders.get() == effects.Feed(1)
+            leader.hub.broadcast(effects.RunBatch(1))
+            assert await rank.orders.get() == effects.RunBatch(1)
             rank.line.close()
 
     run(body())
@@ -165,8 +165,8 @@ def test_a_rank_says_hello_once() -> None:
             assert 1 in leader.hub.hellos
             second = await Rank().connect(leader.port, hello(1))
             await asyncio.wait_for(second.lost.wait(), 3)
-            leader.hub.broadcast(effects.Feed(1))
-            assert await first.orders.get() == effects.Feed(1)
+            leader.hub.broadcast(effects.RunBatch(1))
+            assert await first.orders.get() == effects.RunBatch(1)
             for rank in (first, second):
                 rank.line.close()
 
@@ -264,7 +264,7 @@ def test_a_leader_that_reads_nothing_is_told_nothing_more() -> None:
                 rank.line.tell(telemetry)
                 told += 1
         assert 0 < told < 10_000
-        assert rank.line._writer.transport.get_write_buffer_size() < channel.UNREAD + 60_000
+        assert rank.line._writer.transport.get_write_buffer_size() < rank_channel.UNREAD + 60_000
         over.set()
         await rank.lost.wait()
         rank.line.close()

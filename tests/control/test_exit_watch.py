@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from ft_hsdp import protocol
-from ft_hsdp.config.hosting import NetworkConfig
+from ft_hsdp.config.network import NetworkConfig
 from ft_hsdp.control.exit_watch import Watched, process_space, start
-from ft_hsdp.protocol import Overview, Processes
+from ft_hsdp.protocol import ProcessReport, SupervisorReply
 
 TOKEN = "ab" * 32
 NAME = "3-run-2"
@@ -25,7 +25,7 @@ NAME = "3-run-2"
 class Lighthouse(HTTPServer):
     """Refuses the first report, takes the next."""
 
-    told: Queue[Processes]
+    told: Queue[ProcessReport]
     refuse = 1
 
 
@@ -39,8 +39,8 @@ class Answer(BaseHTTPRequestHandler):
         if self.server.refuse >= 0:
             self.send_error(503)
             return
-        self.server.told.put(protocol.decode(body, Processes))
-        answer = protocol.encode(Overview((), 0, 0, False))
+        self.server.told.put(protocol.decode(body, ProcessReport))
+        answer = protocol.encode(SupervisorReply((), 0, 0, False))
         self.send_response(200)
         self.send_header("Content-Length", str(len(answer)))
         self.end_headers()
@@ -72,7 +72,7 @@ def test_the_lighthouse_hears_of_the_end_of_the_last_rank(tmp_path: Path, lighth
     assert lighthouse.told.empty()
     assert watch.poll() is None
     ranks[1].communicate()
-    assert lighthouse.told.get(timeout=30) == Processes({}, (NAME,))
+    assert lighthouse.told.get(timeout=30) == ProcessReport({}, (NAME,))
     assert watch.wait(30) == 0
     assert (tmp_path / "log").read_text() == ""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_hsdp.control.home import home
+from ft_hsdp.control.lighthouse_client import home
 from ft_hsdp.errors import ConfigError
 
 URL = "http://127.0.0.1:8765"

@@ -11,12 +11,11 @@ import pytest
 from leader_helpers import OTHER, STATE, Down, Scene, grant, one_step, run
 
 from ft_hsdp.control import leader as control
-from ft_hsdp.core import effects, lineage
-from ft_hsdp.core.assignment import CatchUp, Continue, Finish
-from ft_hsdp.core.commit import Fence
-from ft_hsdp.core.lineage import StateId
-from ft_hsdp.core.rules import Rules
-from ft_hsdp.core.standing import Phase
+from ft_hsdp.core import effects, state_id
+from ft_hsdp.core.commit import AttemptId
+from ft_hsdp.core.grant import CatchUp, Continue, Finish
+from ft_hsdp.core.replica_state import Phase, ReplicaPolicy
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.protocol import (
     RankBroken,
@@ -36,10 +35,10 @@ def test_a_step_alone_from_check_in_to_the_next_ask(tmp_path: Path) -> None:
         await s.granted(grant(1, 0))
         ask = s.lighthouse.asks[0]
         assert (ask.ring, ask.state, ask.config_hash, ask.layout) == (("r0", "r1"), ("s0", "s1"), "hash", "layout")
-        fence = Fence(1, 1, 0)
+        fence = AttemptId(1, 1, 0)
         assert s.orders == [
             effects.Configure(grant(1, 0)),
-            effects.Feed(1),
+            effects.RunBatch(1),
             effects.Reduce(fence, "contribute", "0" * 32),
         ]
         s.vote(1, fence)
@@ -49,11 +48,11 @@ def test_a_step_alone_from_check_in_to_the_next_ask(tmp_path: Path) -> None:
         record = commit.record
         assert (record.contributors, record.loss, record.norm) == ((0,), 0.5, 2.0)
         assert (record.chunk_bytes, record.ring, record.total) == (64, (0,), 2)
-        assert s.orders[-2:] == [commit, effects.Feed(2)]
+        assert s.orders[-2:] == [commit, effects.RunBatch(2)]
         await s.until(lambda: len(s.lighthouse.asks) == 2, "asks for step 2")
         assert s.lighthouse.asks[1].report.state == record.state_id
         s.lighthouse.answers.put_nowait(Continue(1, 2))
-        await s.until(lambda: s.named(effects.Reduce)[-1].fence == Fence(1, 2, 0), "step 2")
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence == AttemptId(1, 2, 0), "step 2")
         s.leader.close()
 
     run(body())
@@ -116,9 +115,9 @@ def test_the_lease_is_used_while_the_lighthouse_is_away(tmp_path: Path) -> None:
         s.lighthouse.answers.put_nowait(grant(1, 0))
         s.leader.start()
         await s.until(lambda: s.named(effects.Reduce), "step 1")
-        s.vote(0, Fence(1, 1, 0))
-        s.vote(1, Fence(1, 1, 0))
-        await s.until(lambda: s.named(effects.Reduce)[-1].fence == Fence(1, 2, 0), "step 2 without an answer")
+        s.vote(0, AttemptId(1, 1, 0))
+        s.vote(1, AttemptId(1, 1, 0))
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence == AttemptId(1, 2, 0), "step 2 without an answer")
         (event,) = s.events("LeaseUsed")
         assert (event["epoch"], event["step"], event["reason"]) == (1, 2, "down")
         s.leader.close()
@@ -146,20 +145,20 @@ def test_at_the_end_of_the_lease_the_ring_is_left_on_purpose_and_nobody_exits(tm
         s.lighthouse.answers.put_nowait(grant(1, 0, 1))
         s.leader.start()
         await s.until(lambda: s.named(effects.Reduce), "step 1")
-        s.vote(0, Fence(1, 1, 0), (0, 1))
-        s.vote(1, Fence(1, 1, 0), (0, 1))
+        s.vote(0, AttemptId(1, 1, 0), (0, 1))
+        s.vote(1, AttemptId(1, 1, 0), (0, 1))
         await s.until(lambda: s.tokens, "it votes")
         s.leader.token(replace(s.tokens[0], equal=(0, 1)))
         await s.until(lambda: s.named(effects.StopRing), "it leaves its ring")
         assert s.named(effects.StopRing)[0].reason == "the lease of replica 0 has ended: no lighthouse answers it"
-        assert [r.fence for r in s.named(effects.Reduce)] == [Fence(1, 1, 0)], "went on without a lease"
+        assert [r.fence for r in s.named(effects.Reduce)] == [AttemptId(1, 1, 0)], "went on without a lease"
         (event,) = s.events("LeaseEnded")
         assert (event["epoch"], event["step"]) == (1, 2)
         for rank in (0, 1):
             s.leader.received(RankStopped(rank, 1))
         s.lighthouse.answers.put_nowait(grant(2, 0, 1, base=s.leader.replica.state))
         await s.until(
-            lambda: s.named(effects.Reduce)[-1].fence == Fence(2, 2, 0), "goes on when there is an answer"
+            lambda: s.named(effects.Reduce)[-1].fence == AttemptId(2, 2, 0), "goes on when there is an answer"
         )
         assert s.lighthouse.asks[-1].report.after == 1
         assert not s.named(effects.Exit)
@@ -175,14 +174,14 @@ def test_a_step_that_is_longer_than_the_lease_does_not_end_it(tmp_path: Path) ->
     async def body() -> None:
         s = Scene(tmp_path, lease_s=0.0, answer_wait_s=5.0)
         await s.granted(grant(1, 0, 1))
-        s.vote(0, Fence(1, 1, 0), (0, 1))
-        s.vote(1, Fence(1, 1, 0), (0, 1))
+        s.vote(0, AttemptId(1, 1, 0), (0, 1))
+        s.vote(1, AttemptId(1, 1, 0), (0, 1))
         s.leader.token(replace(s.tokens[0], equal=(0, 1)))
         await s.until(lambda: len(s.lighthouse.asks) == 2, "asks for step 2")
         s.leader._late()
         assert s.leader.replica.phase is Phase.ASKING
         s.lighthouse.answers.put_nowait(Continue(1, 2))
-        await s.until(lambda: s.named(effects.Reduce)[-1].fence == Fence(1, 2, 0), "step 2")
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence == AttemptId(1, 2, 0), "step 2")
         assert not s.named(effects.StopRing)
         assert not s.events("LeaseEnded")
         s.leader.close()
@@ -194,7 +193,7 @@ def test_a_slow_lighthouse_is_not_waited_for(tmp_path: Path) -> None:
     async def body() -> None:
         s = Scene(tmp_path, answer_wait_s=0.05)
         await one_step(s)
-        await s.until(lambda: s.named(effects.Reduce)[-1].fence == Fence(1, 2, 0), "step 2 without an answer")
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence == AttemptId(1, 2, 0), "step 2 without an answer")
         assert len(s.lighthouse.asks) == 2
         s.lighthouse.answers.put_nowait(Continue(1, 2))  # late: it changes nothing
         await asyncio.sleep(0.05)
@@ -217,8 +216,10 @@ def test_a_broken_ring_has_no_lease(tmp_path: Path) -> None:
         assert len(s.named(effects.Reduce)) == 1
         assert not s.named(effects.Exit), "a member does not give up"
         s.lighthouse.answers.put_nowait(grant(2, 0))
-        await s.until(lambda: s.named(effects.Reduce)[-1].fence == Fence(2, 1, 0), "the same step on another ring")
-        assert len(s.named(effects.Feed)) == 1, "the batch was fed again"
+        await s.until(
+            lambda: s.named(effects.Reduce)[-1].fence == AttemptId(2, 1, 0), "the same step on another ring"
+        )
+        assert len(s.named(effects.RunBatch)) == 1, "the batch was fed again"
         assert len(s.events("StepRetried")) == 1
         s.leader.close()
 
@@ -244,10 +245,10 @@ def test_a_token_that_does_not_come_round_breaks_the_ring(tmp_path: Path) -> Non
         s = Scene(tmp_path, token_timeout_s=0.1)
         await s.granted(grant(1, 0, 1))
         for rank in (0, 1):
-            s.vote(rank, Fence(1, 1, 0), (0, 1))
+            s.vote(rank, AttemptId(1, 1, 0), (0, 1))
         assert s.leader.replica.phase is Phase.VOTED
         (token,) = s.tokens
-        assert (token.fence, token.verdict, token.yes) == (Fence(1, 1, 0), False, True)
+        assert (token.fence, token.verdict, token.yes) == (AttemptId(1, 1, 0), False, True)
         await s.until(lambda: s.named(effects.StopRing), "the ring is left")
         assert "no verdict on step 1" in s.events("RingBroken")[0]["cause"]
         assert s.leader.replica.prepared is not None, "the record in doubt was dropped"
@@ -261,7 +262,7 @@ def test_a_token_in_time_is_followed_by_no_alarm(tmp_path: Path) -> None:
         s = Scene(tmp_path, token_timeout_s=0.1)
         await s.granted(grant(1, 0, 1))
         for rank in (0, 1):
-            s.vote(rank, Fence(1, 1, 0), (0, 1))
+            s.vote(rank, AttemptId(1, 1, 0), (0, 1))
         s.leader.token(s.tokens[0])
         assert len(s.named(effects.Commit)) == 1
         assert s.tokens[1] == replace(s.tokens[0], verdict=True)
@@ -275,11 +276,11 @@ def test_a_token_in_time_is_followed_by_no_alarm(tmp_path: Path) -> None:
 def test_stale_votes_are_not_counted(tmp_path: Path) -> None:
     async def body() -> None:
         s = Scene(tmp_path)
-        s.vote(0, Fence(1, 1, 0))  # before any step
+        s.vote(0, AttemptId(1, 1, 0))  # before any step
         await s.granted(grant(1, 0))
-        fence = Fence(1, 1, 0)
+        fence = AttemptId(1, 1, 0)
         s.vote(0, fence)
-        for other in (Fence(0, 1, 0), Fence(1, 2, 0), Fence(1, 1, 1)):
+        for other in (AttemptId(0, 1, 0), AttemptId(1, 2, 0), AttemptId(1, 1, 1)):
             s.vote(1, other)
         s.vote(0, fence, digest="again")
         assert not s.named(effects.Commit)
@@ -297,8 +298,8 @@ def test_ranks_that_saw_different_contributors_end_the_replica(tmp_path: Path) -
     async def body() -> None:
         s = Scene(tmp_path)
         await s.granted(grant(1, 0, 1))
-        s.vote(0, Fence(1, 1, 0), (0, 1))
-        s.vote(1, Fence(1, 1, 0), (0,))
+        s.vote(0, AttemptId(1, 1, 0), (0, 1))
+        s.vote(1, AttemptId(1, 1, 0), (0,))
         (end,) = s.named(effects.Exit)
         assert (end.code, "different contributors" in end.reason) == (75, True)
         assert not s.tokens
@@ -343,7 +344,7 @@ def test_a_copy_that_a_rank_has_left_out_is_settled_nowhere(tmp_path: Path, kept
         s = Scene(tmp_path)
         await s.granted(grant(1, 0))
         for rank in (0, 1):
-            s.vote(rank, Fence(1, 1, 0), kept=kept[rank])
+            s.vote(rank, AttemptId(1, 1, 0), kept=kept[rank])
         commit = next(i for i, o in enumerate(s.orders) if isinstance(o, effects.Commit))
         assert s.orders[commit - 1] == Settled(STATE, all(kept)), "told before the next copy is made"
         s.leader.close()
@@ -356,11 +357,11 @@ def test_what_was_fetched_is_settled_if_all_ranks_keep_it(tmp_path: Path, kept: 
     async def body() -> None:
         s = Scene(tmp_path)
         await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
-        both_vote(s, Fence(2, 4, 0), (1,), kept=True)  # of what it holds while it is behind
+        both_vote(s, AttemptId(2, 4, 0), (1,), kept=True)  # of what it holds while it is behind
         s.leader.token(replace(s.tokens[-1], verdict=True, equal=(1,)))
         for rank in (0, 1):
             s.leader.received(RankFetched(rank, OTHER, kept[rank]))
-        assert s.named(effects.Install)
+        assert s.named(effects.InstallSnapshot)
         assert s.named(effects.Commit), "the step that was committed meanwhile"
         assert s.named(Settled) == [Settled(OTHER, all(kept))]
         s.leader.close()
@@ -377,9 +378,9 @@ def test_a_fetch_is_over_when_all_ranks_have_their_shards(tmp_path: Path) -> Non
         s.leader.received(RankFetched(1, OTHER))
         s.leader.received(RankFetched(1, OTHER))
         s.leader.received(RankFetched(0, STATE))
-        assert not s.named(effects.Install)
+        assert not s.named(effects.InstallSnapshot)
         s.leader.received(RankFetched(0, OTHER))
-        assert s.named(effects.Install) == [effects.Install(OTHER)]
+        assert s.named(effects.InstallSnapshot) == [effects.InstallSnapshot(OTHER)]
         assert s.leader.replica.state == OTHER
         assert len(s.events("LeftBehind")) == 1
         s.leader.close()
@@ -442,7 +443,7 @@ def test_a_leader_without_a_descriptor_to_call_the_lighthouse_ends_and_names_its
 # What is compared, written and waited for.
 
 
-def both_vote(s: Scene, fence: Fence, members: tuple[int, ...] = (0,), **more: Any) -> None:
+def both_vote(s: Scene, fence: AttemptId, members: tuple[int, ...] = (0,), **more: Any) -> None:
     for rank in (0, 1):
         s.vote(rank, fence, members, **more)
 
@@ -451,9 +452,9 @@ def test_the_digests_of_all_ranks_are_compared_in_one(tmp_path: Path) -> None:
     async def body() -> None:
         s = Scene(tmp_path)
         await s.granted(grant(1, 0, 1))
-        s.vote(1, Fence(1, 1, 0), (0, 1), state_digest="b")
-        s.vote(0, Fence(1, 1, 0), (0, 1), state_digest="a")
-        assert s.tokens[0].digests == ((0, lineage.digest(["a", "b"])),)
+        s.vote(1, AttemptId(1, 1, 0), (0, 1), state_digest="b")
+        s.vote(0, AttemptId(1, 1, 0), (0, 1), state_digest="a")
+        assert s.tokens[0].digests == ((0, state_id.digest(["a", "b"])),)
         s.leader.close()
 
     run(body())
@@ -463,8 +464,8 @@ def test_a_rank_without_its_state_has_nothing_compared(tmp_path: Path) -> None:
     async def body() -> None:
         s = Scene(tmp_path)
         await s.granted(grant(1, 0, 1))
-        s.vote(1, Fence(1, 1, 0), (0, 1), state_digest="b")
-        s.vote(0, Fence(1, 1, 0), (0, 1))
+        s.vote(1, AttemptId(1, 1, 0), (0, 1), state_digest="b")
+        s.vote(0, AttemptId(1, 1, 0), (0, 1))
         assert s.tokens[0].digests == ()
         s.leader.close()
 
@@ -476,7 +477,7 @@ def test_a_divergence_is_journalled_and_ends_only_the_minority(tmp_path: Path, w
     async def body() -> None:
         s = Scene(tmp_path)
         await s.granted(replace(grant(1, 0, 1, 2), total=3))
-        both_vote(s, Fence(1, 1, 0), (0, 1, 2), state_digest="a")
+        both_vote(s, AttemptId(1, 1, 0), (0, 1, 2), state_digest="a")
         mine = s.tokens[0].digests[0][1]
         digests = tuple((r, mine if (r in wrong) == (0 in wrong) else "other") for r in range(3))
         s.leader.token(replace(s.tokens[0], yes=False, digests=digests))
@@ -484,7 +485,7 @@ def test_a_divergence_is_journalled_and_ends_only_the_minority(tmp_path: Path, w
         assert (event["replicas"], event["slice"], event["majority"]) == (list(wrong), 0, True)
         assert f"replicas {wrong[0]} differ in slice 0" in event["reason"]
         last = [type(o) for o in s.orders[-3:]]
-        assert (last == [effects.StopRing, effects.Forget, effects.Exit]) == (0 in wrong)
+        assert (last == [effects.StopRing, effects.DropSnapshots, effects.Exit]) == (0 in wrong)
         assert not s.named(effects.Commit)
         s.leader.close()
 
@@ -493,7 +494,7 @@ def test_a_divergence_is_journalled_and_ends_only_the_minority(tmp_path: Path, w
 
 def test_a_checkpoint_is_whole_when_all_ranks_have_written_it(tmp_path: Path) -> None:
     async def body() -> None:
-        s = Scene(tmp_path, rules=Rules(checkpoint_every=1))
+        s = Scene(tmp_path, rules=ReplicaPolicy(checkpoint_every=1))
         await one_step(s)
         (order,) = s.named(effects.Checkpoint)
         commit = next(i for i, o in enumerate(s.orders) if isinstance(o, effects.Commit))
@@ -514,7 +515,7 @@ def test_a_checkpoint_is_whole_when_all_ranks_have_written_it(tmp_path: Path) ->
 
 def test_a_checkpoint_that_failed_is_told_once_and_given_to_another(tmp_path: Path) -> None:
     async def body() -> None:
-        s = Scene(tmp_path, rules=Rules(checkpoint_every=1))
+        s = Scene(tmp_path, rules=ReplicaPolicy(checkpoint_every=1))
         await one_step(s)
         (order,) = s.named(effects.Checkpoint)
         for rank in (1, 0):
@@ -522,8 +523,8 @@ def test_a_checkpoint_that_failed_is_told_once_and_given_to_another(tmp_path: Pa
         (event,) = s.events("CheckpointFailed")
         assert (event["reason"], event["at_rank"], event["step"]) == ("no space left", 1, 1)
         s.lighthouse.answers.put_nowait(grant(2, 0, 1, base=order.state))
-        await s.until(lambda: s.named(effects.Reduce)[-1].fence == Fence(2, 2, 0), "step 2")
-        both_vote(s, Fence(2, 2, 0), (0, 1))
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence == AttemptId(2, 2, 0), "step 2")
+        both_vote(s, AttemptId(2, 2, 0), (0, 1))
         assert s.tokens[-1].unwritable == (0,)
         s.leader.token(replace(s.tokens[-1], equal=(0, 1)))
         assert len(s.named(effects.Checkpoint)) == 1, "it is the turn of 1"
@@ -534,7 +535,7 @@ def test_a_checkpoint_that_failed_is_told_once_and_given_to_another(tmp_path: Pa
 
 def test_a_checkpoint_that_nobody_could_write_is_tried_again_after_a_pause(tmp_path: Path) -> None:
     async def body() -> None:
-        s = Scene(tmp_path, rules=Rules(checkpoint_every=1), write_again_s=0.05)
+        s = Scene(tmp_path, rules=ReplicaPolicy(checkpoint_every=1), write_again_s=0.05)
         await one_step(s)
         (order,) = s.named(effects.Checkpoint)
         s.leader.received(RankCheckpointFailed(1, order.state, "no space left"))
@@ -547,7 +548,7 @@ def test_a_checkpoint_that_nobody_could_write_is_tried_again_after_a_pause(tmp_p
 
 def test_a_checkpoint_that_hangs_is_given_to_another_and_counts_if_it_comes(tmp_path: Path) -> None:
     async def body() -> None:
-        s = Scene(tmp_path, rules=Rules(checkpoint_every=1), write_s=0.05)
+        s = Scene(tmp_path, rules=ReplicaPolicy(checkpoint_every=1), write_s=0.05)
         await one_step(s)
         (order,) = s.named(effects.Checkpoint)
         s.leader.received(RankCheckpointed(0, order.state))
@@ -564,7 +565,7 @@ def test_a_checkpoint_that_hangs_is_given_to_another_and_counts_if_it_comes(tmp_
 
 def test_the_loss_of_a_writer_is_said_with_what_follows(tmp_path: Path) -> None:
     async def body() -> None:
-        s = Scene(tmp_path, rules=Rules(checkpoint_every=1))
+        s = Scene(tmp_path, rules=ReplicaPolicy(checkpoint_every=1))
         s.leader.replica = replace(s.leader.replica, writers=((1, "1-x-0"),), missing=True)
         await s.granted(grant(1, 0))
         (event,) = s.events("CheckpointWriterLost")
@@ -612,7 +613,7 @@ def test_a_fetch_without_a_ring_that_fails_is_asked_for_again(tmp_path: Path) ->
             s.leader.received(RankFetched(rank, OTHER))
         await s.until(lambda: len(s.lighthouse.asks) == 3, "asks with what it has fetched")
         assert s.lighthouse.asks[2].report.state == OTHER
-        assert s.named(effects.Install) == [effects.Install(OTHER)]
+        assert s.named(effects.InstallSnapshot) == [effects.InstallSnapshot(OTHER)]
         s.leader.close()
 
     run(body())
@@ -622,7 +623,7 @@ def test_a_vote_is_held_back_until_the_fetch_is_done(tmp_path: Path) -> None:
     async def body() -> None:
         s = Scene(tmp_path, catchup_wait_s=30.0)
         await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
-        both_vote(s, Fence(2, 4, 0), (1,))
+        both_vote(s, AttemptId(2, 4, 0), (1,))
         assert not s.tokens, "it voted before its base was here"
         for rank in (0, 1):
             s.leader.received(RankFetched(rank, OTHER))
@@ -639,13 +640,13 @@ def test_a_slow_fetch_is_waited_for_once_and_no_longer_than_the_limit(tmp_path: 
     async def body() -> None:
         s = Scene(tmp_path, catchup_wait_s=0.05)
         await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
-        both_vote(s, Fence(2, 4, 0), (1,))
+        both_vote(s, AttemptId(2, 4, 0), (1,))
         await s.until(lambda: s.tokens, "the vote goes on without the base")
         s.leader.token(s.tokens[0])
-        assert len(s.named(effects.Log)) == 1
+        assert len(s.named(effects.BufferUpdate)) == 1
         s.lighthouse.answers.put_nowait(Continue(2, 5))
-        await s.until(lambda: s.named(effects.Reduce)[-1].fence == Fence(2, 5, 0), "step 5")
-        both_vote(s, Fence(2, 5, 0), (1,))
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence == AttemptId(2, 5, 0), "step 5")
+        both_vote(s, AttemptId(2, 5, 0), (1,))
         assert [t.fence.step for t in s.tokens if not t.verdict] == [4, 5], "it waited for the same fetch again"
         s.leader.close()
 
@@ -656,7 +657,7 @@ def test_nobody_waits_for_a_fetch_by_default(tmp_path: Path) -> None:
     async def body() -> None:
         s = Scene(tmp_path)
         await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
-        both_vote(s, Fence(2, 4, 0), (1,))
+        both_vote(s, AttemptId(2, 4, 0), (1,))
         assert len(s.tokens) == 1
         s.leader.close()
 
@@ -667,7 +668,7 @@ def test_a_step_that_is_skipped_is_journalled(tmp_path: Path) -> None:
     async def body() -> None:
         s = Scene(tmp_path)
         await s.granted(grant(1, 0))
-        both_vote(s, Fence(1, 1, 0), poisoned=(0,))
+        both_vote(s, AttemptId(1, 1, 0), poisoned=(0,))
         (commit,) = s.named(effects.Commit)
         assert (commit.record.skipped, commit.record.norm) == (True, 0.0)
         (event,) = s.events("StepSkipped")
@@ -697,8 +698,8 @@ def test_a_lighthouse_that_hangs_costs_no_step_more_than_the_last_one_took(tmp_p
         s = Scene(tmp_path, answer_wait_s=30.0)
         await s.granted(grant(1, 0))
         for step in range(1, 6):
-            s.vote(0, Fence(1, step, 0))
-            s.vote(1, Fence(1, step, 0))
+            s.vote(0, AttemptId(1, step, 0))
+            s.vote(1, AttemptId(1, step, 0))
             await s.until(lambda n=step: s.named(effects.Reduce)[-1].fence.step == n + 1, f"step {step + 1}")
         assert len(s.lighthouse.asks) == 2, "asked again although an answer was owed"
         assert s.lighthouse.cancelled == 0
@@ -706,8 +707,8 @@ def test_a_lighthouse_that_hangs_costs_no_step_more_than_the_last_one_took(tmp_p
         s.lighthouse.answers.put_nowait(Continue(1, 2))
         await s.until(lambda: not s.leader._owing, "the late answer")
         assert [r.fence.step for r in s.named(effects.Reduce)] == [1, 2, 3, 4, 5, 6]
-        s.vote(0, Fence(1, 6, 0))
-        s.vote(1, Fence(1, 6, 0))
+        s.vote(0, AttemptId(1, 6, 0))
+        s.vote(1, AttemptId(1, 6, 0))
         await s.until(lambda: len(s.lighthouse.asks) == 3, "the next step is asked for")
         assert s.lighthouse.asks[2].report.step == 7
         s.leader.close()
@@ -721,8 +722,8 @@ def test_an_answer_that_is_owed_too_long_is_asked_for_anew(tmp_path: Path) -> No
         await one_step(s)
         await s.until(lambda: s.named(effects.Reduce)[-1].fence.step == 2, "step 2")
         await asyncio.sleep(0.15)
-        s.vote(0, Fence(1, 2, 0))
-        s.vote(1, Fence(1, 2, 0))
+        s.vote(0, AttemptId(1, 2, 0))
+        s.vote(1, AttemptId(1, 2, 0))
         await s.until(lambda: len(s.lighthouse.asks) == 3, "the newest state is reported")
         assert s.lighthouse.asks[2].report.step == 3
         assert len(s.events("LeaseUsed")) == 1
@@ -738,12 +739,12 @@ def test_a_grant_that_was_owed_is_adopted_late(tmp_path: Path) -> None:
         s = Scene(tmp_path, answer_wait_s=30.0)
         await s.granted(grant(1, 0))
         for step in (1, 2):
-            s.vote(0, Fence(1, step, 0))
-            s.vote(1, Fence(1, step, 0))
+            s.vote(0, AttemptId(1, step, 0))
+            s.vote(1, AttemptId(1, step, 0))
             await s.until(lambda n=step: s.named(effects.Reduce)[-1].fence.step == n + 1, f"step {step + 1}")
         s.lighthouse.answers.put_nowait(grant(2, 0, 1, behind=(1,), base=s.leader.replica.state))
         await s.until(lambda: s.leader.replica.grant.epoch == 2, "the grant is adopted")
-        assert s.named(effects.Reduce)[-1].fence == Fence(2, 3, 0)
+        assert s.named(effects.Reduce)[-1].fence == AttemptId(2, 3, 0)
         s.leader.close()
 
     run(body())
@@ -753,8 +754,8 @@ def test_a_broken_ring_waits_for_no_answer_that_is_owed(tmp_path: Path) -> None:
     async def body() -> None:
         s = Scene(tmp_path, answer_wait_s=30.0)
         await s.granted(grant(1, 0))
-        s.vote(0, Fence(1, 1, 0))
-        s.vote(1, Fence(1, 1, 0))
+        s.vote(0, AttemptId(1, 1, 0))
+        s.vote(1, AttemptId(1, 1, 0))
         await s.until(lambda: s.named(effects.Reduce)[-1].fence.step == 2, "step 2 without an answer")
         s.leader.received(RankBroken(0, 1, "gone"))
         for rank in (0, 1):
@@ -770,12 +771,12 @@ def test_an_ask_that_was_held_back_is_sent_once_the_lease_is_over(tmp_path: Path
     async def body() -> None:
         s = Scene(tmp_path, lease_s=0.3, answer_wait_s=30.0)
         await s.granted(grant(1, 0))
-        s.vote(0, Fence(1, 1, 0))
-        s.vote(1, Fence(1, 1, 0))
+        s.vote(0, AttemptId(1, 1, 0))
+        s.vote(1, AttemptId(1, 1, 0))
         await s.until(lambda: s.named(effects.Reduce)[-1].fence.step == 2, "step 2 on the lease")
         await asyncio.sleep(0.4)
-        s.vote(0, Fence(1, 2, 0))
-        s.vote(1, Fence(1, 2, 0))
+        s.vote(0, AttemptId(1, 2, 0))
+        s.vote(1, AttemptId(1, 2, 0))
         await asyncio.sleep(0.05)
         assert s.leader.replica.phase is Phase.ASKING, "trained on beyond its lease"
         s.lighthouse.answers.put_nowait(Continue(1, 2))
@@ -808,14 +809,14 @@ def test_a_rank_that_does_not_vote_ends_the_replica(tmp_path: Path) -> None:
     async def body() -> None:
         s = Scene(tmp_path, token_timeout_s=0.05)
         await s.granted(grant(1, 0))
-        s.vote(0, Fence(1, 1, 0))
-        s.vote(1, Fence(1, 1, 0))
+        s.vote(0, AttemptId(1, 1, 0))
+        s.vote(1, AttemptId(1, 1, 0))
         await s.until(lambda: len(s.lighthouse.asks) == 2, "step 2")
         s.lighthouse.answers.put_nowait(Continue(1, 2))
-        await s.until(lambda: s.named(effects.Reduce)[-1].fence == Fence(1, 2, 0), "step 2")
+        await s.until(lambda: s.named(effects.Reduce)[-1].fence == AttemptId(1, 2, 0), "step 2")
         await asyncio.sleep(0.2)
         assert not s.ended
-        s.vote(1, Fence(1, 2, 0))
+        s.vote(1, AttemptId(1, 2, 0))
         await s.until(lambda: s.ended, "it ends")
         assert s.ended[0] == ("ranks [0] have not voted on step 2 of epoch 1 within 0.15 s", 75)
         s.leader.close()

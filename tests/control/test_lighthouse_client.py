@@ -11,14 +11,14 @@ import pytest
 
 from ft_hsdp import protocol
 from ft_hsdp.control.lighthouse_client import LighthouseClient
-from ft_hsdp.core.assignment import Answer, CatchUp, Continue, Finish, Grant, Member, Refused, Report
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Member, Refused, Report
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import LighthouseUnreachable
-from ft_hsdp.protocol import Ask, Overview, Processes, Wait
+from ft_hsdp.protocol import ProcessReport, QuorumRequest, SupervisorReply, Wait
 
 TOKEN = "ab" * 32
 STATE = StateId(0, 0, "0" * 32)
-ASK = Ask(Report(0, "0-x-0", STATE, 1), ("r",), ("s",), "hash", "layout")
+ASK = QuorumRequest(Report(0, "0-x-0", STATE, 1), ("r",), ("s",), "hash", "layout")
 GRANT = protocol.sign(TOKEN, Grant(1, 1, STATE, (Member(0, "0-x-0", "contribute"),), 1, "first"))
 
 
@@ -61,7 +61,7 @@ def test_an_answer(message: Answer) -> None:
     assert run(handler, lambda c: c.ask(ASK)) == message
     assert (seen[0].method, seen[0].url.path) == ("POST", "/v1/quorum")
     assert seen[0].headers["Authorization"] == f"Bearer {TOKEN}"
-    assert protocol.decode(seen[0].content, Ask) == ASK
+    assert protocol.decode(seen[0].content, QuorumRequest) == ASK
 
 
 def test_wait_asks_again_with_the_same_report() -> None:
@@ -99,7 +99,7 @@ def _fails(error: Exception) -> Callable[[httpx.Request], httpx.Response]:
         (lambda _: httpx.Response(302, headers={"Location": "http://elsewhere"}), "302"),
         (lambda _: httpx.Response(200, text="<html>"), "not a valid message"),
         (lambda _: httpx.Response(200, content=b"x" * ((1 << 20) + 1)), "allowed"),
-        (answer(Overview((), 0, 0, False)), "not expected"),
+        (answer(SupervisorReply((), 0, 0, False)), "not expected"),
         (lambda _: httpx.Response(200, content=json.dumps({"type": "Grant", "body": {}})), "not a valid message"),
         (_fails(httpx.ConnectError("refused")), "ConnectError refused"),
         (_fails(httpx.ReadTimeout("slow")), "ReadTimeout slow"),
@@ -111,14 +111,14 @@ def test_everything_else_is_unreachable(handler: Callable[[httpx.Request], httpx
 
 
 def test_a_report_of_predecessors() -> None:
-    seen: list[Processes] = []
+    seen: list[ProcessReport] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
         assert request.url.path == "/v1/processes"
-        seen.append(protocol.decode(request.content, Processes))
-        return answer(Overview((), 3, 4, False))(request)
+        seen.append(protocol.decode(request.content, ProcessReport))
+        return answer(SupervisorReply((), 3, 4, False))(request)
 
-    sent = Processes({1: "1-x-1"}, ("1-x-0",))
+    sent = ProcessReport({1: "1-x-1"}, ("1-x-0",))
     run(handler, lambda c: c.report(sent))
     assert seen == [sent]
 

@@ -12,8 +12,8 @@ from typing import Any
 import httpx
 import pytest
 
-from ft_hsdp.control import lighthouses
-from ft_hsdp.control.lighthouses import Lighthouses, http_client, listed, named
+from ft_hsdp.control import lighthouse_client
+from ft_hsdp.control.lighthouse_client import Lighthouses, http_client, listed, named
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
 
 A, B, C = URLS = ("http://a:1", "http://b:1", "http://c:1")
@@ -157,7 +157,7 @@ def test_an_open_poll_is_left_when_its_lighthouse_freezes_or_leads_no_more(
     end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is slow but well is waited for."""
-    monkeypatch.setattr(lighthouses, "PROBE_S", 0.1)
+    monkeypatch.setattr(lighthouse_client, "PROBE_S", 0.1)
     sea = Sea(a="slow", b="leads", c="down")
 
     async def body(follow: Lighthouses) -> None:
@@ -213,11 +213,11 @@ def test_the_client_goes_nowhere_else() -> None:
             assert client.headers["authorization"] == "Bearer secret"
             assert not client.follow_redirects
             assert not client.trust_env
-            assert client.timeout.connect == lighthouses.CONNECT_S
+            assert client.timeout.connect == lighthouse_client.CONNECT_S
 
     asyncio.run(body())
 
 
 def test_json_that_is_no_object_is_no_hint() -> None:
     for content in (b"", b"[]", b"3", b"<html>", json.dumps({"leader": 3}).encode()):
-        assert lighthouses._leader(httpx.Response(503, content=content)) is None
+        assert lighthouse_client._leader(httpx.Response(503, content=content)) is None

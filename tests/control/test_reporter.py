@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from ft_hsdp import protocol
-from ft_hsdp.control import reporter as reporting
+from ft_hsdp.control import telemetry as reporting
 from ft_hsdp.control.lighthouse_client import LighthouseClient
-from ft_hsdp.control.reporter import NotTaken, Reporter, Rows
+from ft_hsdp.control.telemetry import NotTaken, Reporter, Rows
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.protocol import RankBeat, Telemetry
 

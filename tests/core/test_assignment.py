@@ -2,16 +2,16 @@ from __future__ import annotations
 
 import pytest
 
-from ft_hsdp.core.assignment import Grant, Member
-from ft_hsdp.core.commit import Fence
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.commit import AttemptId
+from ft_hsdp.core.grant import Grant, Member
+from ft_hsdp.core.state_id import StateId
 
 MEMBERS = (
     Member(4, "4-a", "contribute", ("h:1", "h:2"), ("h:3", "h:4")),
     Member(0, "0-b", "behind"),
     Member(2, "2-a", "contribute"),
 )
-GRANT = Grant(1, 7, StateId(6, 12, "abc"), MEMBERS, 5, "joined: replica 0", (Fence(6, 13, 0),), "mac")
+GRANT = Grant(1, 7, StateId(6, 12, "abc"), MEMBERS, 5, "joined: replica 0", (AttemptId(6, 13, 0),), "mac")
 
 
 def test_the_ring_is_the_order_of_the_members() -> None:

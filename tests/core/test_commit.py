@@ -8,17 +8,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_hsdp.core import lr
-from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Tally, Vote, fenced, void
-from ft_hsdp.core.cursor import Ledger
+from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution, Vote, VoteTally, fenced, void
+from ft_hsdp.core.ledger import Ledger
 
-FENCE = Fence(3, 8, 1)
+FENCE = AttemptId(3, 8, 1)
 ALL = (Contribution(0, 1, 0, 7, 2.0), Contribution(2, 3, 2, 5, 4.0))
 RECORD = CommitRecord(3, 1, 8, "prev", (0, 1, 2), 3, ALL, "digest", 1.5, 0.9, 4096)
 small = st.integers(0, 2)
-fences = st.builds(Fence, small, small, small)
+fences = st.builds(AttemptId, small, small, small)
 
 
-def vote(rank: int, fence: Fence = FENCE, **changes: object) -> Vote:
+def vote(rank: int, fence: AttemptId = FENCE, **changes: object) -> Vote:
     return replace(Vote(rank, fence, f"d{rank}", 9.0, ALL), **changes)  # type: ignore[arg-type]
 
 
@@ -71,21 +71,23 @@ def test_whoever_brings_the_batch_of_a_lower_replica_is_named() -> None:
     assert replace(RECORD, contributions=(*ALL, third, Contribution(3, 1, 0, 7))).doubled == (2, 3)
 
 
-@pytest.mark.parametrize("late", [Fence(2, 8, 1), Fence(3, 7, 1), Fence(3, 8, 0), Fence(4, 8, 1), Fence(3, 8, 2)])
-def test_a_vote_about_anything_else_never_counts(late: Fence) -> None:
-    tally = Tally(FENCE, 2).add(vote(0)).add(vote(1, late))
+@pytest.mark.parametrize(
+    "late", [AttemptId(2, 8, 1), AttemptId(3, 7, 1), AttemptId(3, 8, 0), AttemptId(4, 8, 1), AttemptId(3, 8, 2)]
+)
+def test_a_vote_about_anything_else_never_counts(late: AttemptId) -> None:
+    tally = VoteTally(FENCE, 2).add(vote(0)).add(vote(1, late))
     assert tally.votes == (vote(0),)
     assert not tally.complete
 
 
 def test_a_rank_votes_once() -> None:
-    tally = Tally(FENCE, 2).add(vote(0)).add(vote(0, digest="changed its mind"))
+    tally = VoteTally(FENCE, 2).add(vote(0)).add(vote(0, digest="changed its mind"))
     assert tally.votes == (vote(0),)
 
 
 @given(st.lists(st.builds(vote, small, fences, digest=st.sampled_from(["a", "b"])), max_size=12), fences)
-def test_a_tally_holds_the_first_vote_of_each_rank_about_its_attempt(votes: list[Vote], fence: Fence) -> None:
-    tally = Tally(fence, 3)
+def test_a_tally_holds_the_first_vote_of_each_rank_about_its_attempt(votes: list[Vote], fence: AttemptId) -> None:
+    tally = VoteTally(fence, 3)
     for v in votes:
         tally = tally.add(v)
     first: dict[int, Vote] = {}
@@ -97,13 +99,13 @@ def test_a_tally_holds_the_first_vote_of_each_rank_about_its_attempt(votes: list
 
 
 @given(fences, fences)
-def test_only_the_very_same_attempt_is_fenced_in(a: Fence, b: Fence) -> None:
+def test_only_the_very_same_attempt_is_fenced_in(a: AttemptId, b: AttemptId) -> None:
     assert fenced(a, b) == (a == b)
 
 
 def test_the_record_of_a_tally() -> None:
     losses = tuple(replace(c, loss=c.loss + 2) for c in ALL)
-    tally = Tally(FENCE, 2).add(vote(1, contributions=losses)).add(vote(0, sumsq=16.0))
+    tally = VoteTally(FENCE, 2).add(vote(1, contributions=losses)).add(vote(0, sumsq=16.0))
     record = tally.record("prev", (0, 1, 2), 3, linear, 4096)
     assert record is not None
     assert (record.epoch, record.step, record.attempt) == (3, 8, 1)
@@ -115,7 +117,7 @@ def test_the_record_of_a_tally() -> None:
 
 @pytest.mark.parametrize("sumsq", [16.0, math.inf, math.nan])
 def test_a_poisoned_step_has_a_name_of_its_own_and_a_norm_that_can_be_written_down(sumsq: float) -> None:
-    tally = Tally(FENCE, 2).add(vote(1, poisoned=(2,))).add(vote(0, sumsq=sumsq))
+    tally = VoteTally(FENCE, 2).add(vote(1, poisoned=(2,))).add(vote(0, sumsq=sumsq))
     record = tally.record("prev", (0, 1, 2), 3, linear, 4096)
     assert record is not None
     assert (record.poisoned, record.norm, record.skipped) == ((2,), 0.0, True)
@@ -125,40 +127,42 @@ def test_a_poisoned_step_has_a_name_of_its_own_and_a_norm_that_can_be_written_do
 
 
 def test_finite_gradients_whose_sum_is_not_are_nobodys_fault() -> None:
-    record = Tally(FENCE, 2).add(vote(1)).add(vote(0, sumsq=math.inf)).record("prev", (0, 1, 2), 3, linear, 4096)
+    record = (
+        VoteTally(FENCE, 2).add(vote(1)).add(vote(0, sumsq=math.inf)).record("prev", (0, 1, 2), 3, linear, 4096)
+    )
     assert record is not None
     assert record.poisoned == record.contributors == (0, 2)
 
 
 def test_the_digests_of_the_state_count_only_together() -> None:
     one, two = vote(0, state_digest="a"), vote(1, state_digest="b")
-    both = Tally(FENCE, 2).add(two).add(one).state_digest
-    assert both == Tally(FENCE, 2).add(one).add(two).state_digest != ""
-    assert both != Tally(FENCE, 2).add(one).add(replace(two, state_digest="c")).state_digest
-    assert Tally(FENCE, 2).add(one).add(vote(1)).state_digest == ""
+    both = VoteTally(FENCE, 2).add(two).add(one).state_digest
+    assert both == VoteTally(FENCE, 2).add(one).add(two).state_digest != ""
+    assert both != VoteTally(FENCE, 2).add(one).add(replace(two, state_digest="c")).state_digest
+    assert VoteTally(FENCE, 2).add(one).add(vote(1)).state_digest == ""
 
 
 def test_the_order_of_votes_does_not_show_in_the_record() -> None:
-    one, two = Tally(FENCE, 2).add(vote(0)).add(vote(1)), Tally(FENCE, 2).add(vote(1)).add(vote(0))
+    one, two = VoteTally(FENCE, 2).add(vote(0)).add(vote(1)), VoteTally(FENCE, 2).add(vote(1)).add(vote(0))
     assert one.record("p", (0, 2), 3, linear, 1) == two.record("p", (0, 2), 3, linear, 1)
 
 
 def test_swapped_shards_give_another_state() -> None:
-    one = Tally(FENCE, 2).add(vote(0, digest="a")).add(vote(1, digest="b")).record("p", (0, 2), 3, linear, 1)
-    two = Tally(FENCE, 2).add(vote(0, digest="b")).add(vote(1, digest="a")).record("p", (0, 2), 3, linear, 1)
+    one = VoteTally(FENCE, 2).add(vote(0, digest="a")).add(vote(1, digest="b")).record("p", (0, 2), 3, linear, 1)
+    two = VoteTally(FENCE, 2).add(vote(0, digest="b")).add(vote(1, digest="a")).record("p", (0, 2), 3, linear, 1)
     assert one is not None
     assert two is not None
     assert one.state_id != two.state_id
 
 
 def test_ranks_that_saw_different_contributors_have_no_record() -> None:
-    tally = Tally(FENCE, 2).add(vote(0)).add(vote(1, contributions=ALL[:1]))
+    tally = VoteTally(FENCE, 2).add(vote(0)).add(vote(1, contributions=ALL[:1]))
     assert tally.complete
     assert tally.record("prev", (0, 1, 2), 3, linear, 4096) is None
 
 
 def test_a_step_without_contributors_has_a_record_to_vote_no_on() -> None:
-    record = Tally(FENCE, 1).add(vote(0, contributions=())).record("prev", (0, 1), 3, linear, 4096)
+    record = VoteTally(FENCE, 1).add(vote(0, contributions=())).record("prev", (0, 1), 3, linear, 4096)
     assert record is not None
     assert record.contributors == ()
     assert record.lr_scale == 1.0
@@ -167,15 +171,15 @@ def test_a_step_without_contributors_has_a_record_to_vote_no_on() -> None:
 @pytest.mark.parametrize(
     ("known", "expected"),
     [
-        (Fence(3, 8, 1), True),
-        (Fence(3, 8, 2), True),  # a later attempt began only after this one had failed
-        (Fence(3, 8, 0), False),
-        (Fence(3, 7, 1), False),
-        (Fence(2, 8, 1), False),
+        (AttemptId(3, 8, 1), True),
+        (AttemptId(3, 8, 2), True),  # a later attempt began only after this one had failed
+        (AttemptId(3, 8, 0), False),
+        (AttemptId(3, 7, 1), False),
+        (AttemptId(2, 8, 1), False),
     ],
 )
-def test_what_makes_an_attempt_void(known: Fence, expected: bool) -> None:
-    assert void(FENCE, (Fence(9, 9, 9), known)) is expected
+def test_what_makes_an_attempt_void(known: AttemptId, expected: bool) -> None:
+    assert void(FENCE, (AttemptId(9, 9, 9), known)) is expected
 
 
 def test_what_a_step_goes_without_is_in_its_name() -> None:

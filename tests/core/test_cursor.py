@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.cursor import MAX_HOLES, Ledger
+from ft_hsdp.core.ledger import MAX_HOLES, Ledger
 
 
 def trained(ledger: Ledger) -> set[tuple[int, int]]:

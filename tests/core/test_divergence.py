@@ -6,29 +6,29 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core import divergence
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core import state_id
+from ft_hsdp.core.state_id import StateId
 
 STATE = StateId(3, 37, "0" * 32)
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
 def test_any_slices_in_a_row_cover_the_whole_state_once(nbytes: int, first: int) -> None:
-    parts = sorted(divergence.part(nbytes, step) for step in range(first, first + divergence.SLICES))
+    parts = sorted(state_id.part(nbytes, step) for step in range(first, first + state_id.SLICES))
     assert parts[0][0] == 0
     assert parts[-1][1] == nbytes
     assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
 
 
-@pytest.mark.parametrize("byte", range(divergence.SLICES))
+@pytest.mark.parametrize("byte", range(state_id.SLICES))
 def test_a_flip_in_any_slice_is_seen_within_as_many_steps(byte: int) -> None:
-    sound = bytes(divergence.SLICES)
-    corrupt = bytes(i == byte for i in range(divergence.SLICES))
+    sound = bytes(state_id.SLICES)
+    corrupt = bytes(i == byte for i in range(state_id.SLICES))
     seen = []
-    for step in range(100, 100 + divergence.SLICES):
-        begin, end = divergence.part(len(sound), step)
+    for step in range(100, 100 + state_id.SLICES):
+        begin, end = state_id.part(len(sound), step)
         digests = ((0, sound[begin:end].hex()), (1, corrupt[begin:end].hex()), (2, sound[begin:end].hex()))
-        seen += [divergence.minority(digests)] if divergence.differ(digests) else []
+        seen += [state_id.minority(digests)] if state_id.differ(digests) else []
     assert seen == [(1,)]
 
 
@@ -49,13 +49,13 @@ def test_a_flip_in_any_slice_is_seen_within_as_many_steps(byte: int) -> None:
 )
 def test_who_is_wrong(digests: str, differ: bool, minority: tuple[int, ...] | None) -> None:
     given = tuple(enumerate(digests))
-    assert divergence.differ(given) is differ
+    assert state_id.differ(given) is differ
     if minority is not None:
-        assert divergence.minority(given) == minority
+        assert state_id.minority(given) == minority
 
 
 def test_it_is_said_in_words() -> None:
-    line = divergence.describe(((0, "a"), (1, "b"), (2, "a")), STATE)
+    line = state_id.describe(((0, "a"), (1, "b"), (2, "a")), STATE)
     assert line == "replicas 1 differ in slice 5 of (3, 37, 00000000) from replicas 0, 2, which agree"
-    line = divergence.describe(((0, "a"), (1, "b")), STATE)
+    line = state_id.describe(((0, "a"), (1, "b")), STATE)
     assert line.startswith("replicas 0, 1 hold different states in slice 5 of (3, 37, 00000000)")

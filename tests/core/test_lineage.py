@@ -3,50 +3,50 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core import lineage
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core import state_id
+from ft_hsdp.core.state_id import StateId
 
 BATCHES = [(0, 1, 0, 4), (1, 1, 1, 4)]
 ids = st.builds(StateId, st.integers(0, 5), st.integers(0, 5), st.sampled_from(["a", "b"]))
 
 
 def test_the_initial_state_is_named_by_config_and_weights() -> None:
-    zero = lineage.initial("config", "weights")
+    zero = state_id.initial("config", "weights")
     assert (zero.commit_epoch, zero.step) == (0, 0)
-    assert len(zero.lineage) == 2 * lineage.LINEAGE_BYTES
-    assert zero == lineage.initial("config", "weights")
-    assert zero.lineage != lineage.initial("config", "other").lineage
-    assert zero.lineage != lineage.initial("other", "weights").lineage
+    assert len(zero.lineage) == 2 * state_id.LINEAGE_BYTES
+    assert zero == state_id.initial("config", "weights")
+    assert zero.lineage != state_id.initial("config", "other").lineage
+    assert zero.lineage != state_id.initial("other", "weights").lineage
 
 
 def test_a_lineage_covers_everything_that_was_applied() -> None:
-    base = lineage.advance("p", 1, 0, 5, BATCHES, "d")
+    base = state_id.advance("p", 1, 0, 5, BATCHES, "d")
     others = {
-        lineage.advance("q", 1, 0, 5, BATCHES, "d"),
-        lineage.advance("p", 2, 0, 5, BATCHES, "d"),
-        lineage.advance("p", 1, 1, 5, BATCHES, "d"),
-        lineage.advance("p", 1, 0, 6, BATCHES, "d"),
-        lineage.advance("p", 1, 0, 5, BATCHES[:1], "d"),
-        lineage.advance("p", 1, 0, 5, [(0, 2, 0, 4), BATCHES[1]], "d"),
-        lineage.advance("p", 1, 0, 5, [(0, 1, 0, 5), BATCHES[1]], "d"),
-        lineage.advance("p", 1, 0, 5, BATCHES, "e"),
+        state_id.advance("q", 1, 0, 5, BATCHES, "d"),
+        state_id.advance("p", 2, 0, 5, BATCHES, "d"),
+        state_id.advance("p", 1, 1, 5, BATCHES, "d"),
+        state_id.advance("p", 1, 0, 6, BATCHES, "d"),
+        state_id.advance("p", 1, 0, 5, BATCHES[:1], "d"),
+        state_id.advance("p", 1, 0, 5, [(0, 2, 0, 4), BATCHES[1]], "d"),
+        state_id.advance("p", 1, 0, 5, [(0, 1, 0, 5), BATCHES[1]], "d"),
+        state_id.advance("p", 1, 0, 5, BATCHES, "e"),
     }
     assert len(others) == 8
     assert base not in others
 
 
 def test_the_order_in_which_contributors_are_named_does_not_matter() -> None:
-    assert lineage.advance("p", 1, 0, 5, BATCHES, "d") == lineage.advance("p", 1, 0, 5, BATCHES[::-1], "d")
+    assert state_id.advance("p", 1, 0, 5, BATCHES, "d") == state_id.advance("p", 1, 0, 5, BATCHES[::-1], "d")
 
 
 def test_a_later_epoch_beats_a_higher_step() -> None:
-    assert lineage.newer(StateId(2, 1, "a"), StateId(1, 7, "b"))
-    assert not lineage.newer(StateId(1, 7, "b"), StateId(2, 1, "a"))
+    assert state_id.newer(StateId(2, 1, "a"), StateId(1, 7, "b"))
+    assert not state_id.newer(StateId(1, 7, "b"), StateId(2, 1, "a"))
 
 
 def test_one_step_by_two_ways_is_not_the_same_state() -> None:
-    assert not lineage.same(StateId(1, 1, "a"), StateId(1, 1, "b"))
-    assert not lineage.same(StateId(1, 1, "a"), StateId(2, 1, "a"))
+    assert not state_id.same(StateId(1, 1, "a"), StateId(1, 1, "b"))
+    assert not state_id.same(StateId(1, 1, "a"), StateId(2, 1, "a"))
 
 
 def test_a_state_is_shown_short() -> None:
@@ -55,14 +55,14 @@ def test_a_state_is_shown_short() -> None:
 
 @given(ids, ids, ids)
 def test_newer_is_a_strict_order(a: StateId, b: StateId, c: StateId) -> None:
-    assert not lineage.newer(a, a)
-    assert not (lineage.newer(a, b) and lineage.newer(b, a))
-    if lineage.newer(a, b) and lineage.newer(b, c):
-        assert lineage.newer(a, c)
-    if lineage.same(a, b):
-        assert not lineage.newer(a, b)
+    assert not state_id.newer(a, a)
+    assert not (state_id.newer(a, b) and state_id.newer(b, a))
+    if state_id.newer(a, b) and state_id.newer(b, c):
+        assert state_id.newer(a, c)
+    if state_id.same(a, b):
+        assert not state_id.newer(a, b)
 
 
 @given(st.lists(st.text(max_size=4), max_size=3), st.lists(st.text(max_size=4), max_size=3))
 def test_a_digest_tells_its_parts_apart(a: list[str], b: list[str]) -> None:
-    assert (lineage.digest(*a) == lineage.digest(*b)) == (a == b)
+    assert (state_id.digest(*a) == state_id.digest(*b)) == (a == b)

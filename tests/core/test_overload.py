@@ -3,8 +3,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.overload import HALF_LIFE_S, MOST_S, HostLoad, Stalls
-from ft_hsdp.core.phi import WINDOW, Pulse
+from ft_hsdp.core.failure_detector import HALF_LIFE_S, MOST_S, WINDOW, HostLoad, PhiAccrual, Stalls
 
 shares = st.floats(0, 1)
 
@@ -52,7 +51,7 @@ def test_there_is_a_most(seen: list[tuple[float, float]]) -> None:
 
 
 def test_a_neighbour_of_an_overloaded_host_has_more_time_and_is_found_in_the_end() -> None:
-    now, pulse = 1000.0, Pulse(0.05, 0.5, 1000.0)
+    now, pulse = 1000.0, PhiAccrual(0.05, 0.5, 1000.0)
     for _ in range(WINDOW):
         now += 0.05
         pulse.heard(now)

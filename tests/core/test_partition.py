@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.partition import Plan, Span, shards
+from ft_hsdp.core.ring import Plan, Span, shards
 
 plans = st.builds(
     Plan,

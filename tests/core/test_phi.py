@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.phi import WINDOW, Pulse, phi
+from ft_hsdp.core.failure_detector import WINDOW, PhiAccrual, phi
 
 BEAT_S, PAUSE_S = 0.05, 0.5
 JITTER = Path(__file__).parents[1] / "ftar" / "beats_jitter.json"
@@ -21,10 +21,10 @@ deviations = st.floats(1e-9, 1e6)
 gaps = st.lists(st.floats(0.0, 10.0), max_size=300)
 
 
-def beating(intervals: list[float]) -> tuple[Pulse, float]:
+def beating(intervals: list[float]) -> tuple[PhiAccrual, float]:
     """A pulse that was heard after each of these intervals, and the time then."""
     now = 1e6
-    pulse = Pulse(BEAT_S, PAUSE_S, now)
+    pulse = PhiAccrual(BEAT_S, PAUSE_S, now)
     for each in intervals:
         now += each
         pulse.heard(now)
@@ -94,7 +94,7 @@ def test_recorded_jitter_makes_no_suspect() -> None:
     recorded = json.loads(JITTER.read_text())
     intervals = [ms / 1000 for ms in recorded["intervals_ms"]]
     chance = random.Random(1)
-    pulse, now = Pulse(BEAT_S, PAUSE_S, 0.0), 0.0
+    pulse, now = PhiAccrual(BEAT_S, PAUSE_S, 0.0), 0.0
     worst = suspicions = drawn = 0
     while drawn < 1_000_000:
         start = chance.randrange(len(intervals) - 20)

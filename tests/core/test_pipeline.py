@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.partition import Plan
-from ft_hsdp.core.pipeline import OutOfOrder, Pipeline, Process, Send, Step
-from ft_hsdp.core.ring import Kind, fold_order
+from ft_hsdp.core.ring import Kind, OutOfOrder, Pipeline, Plan, Process, Send, Step, fold_order
 
 Sum = tuple[int, ...]  # who was added, in order
 Chunk = tuple[int, int]  # operation of the receiver, round

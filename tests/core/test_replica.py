@@ -5,12 +5,12 @@ from pathlib import Path
 import pytest
 from transcript import FOLDER, Driver, replay
 
-from ft_hsdp.core.effects import Ask
+from ft_hsdp.core.checkpoint import MAX_AGAIN
+from ft_hsdp.core.effects import RequestGrant
 from ft_hsdp.core.events import RingBroken
 from ft_hsdp.core.replica import transition
 from ft_hsdp.core.restart import REFILL_STEPS
 from ft_hsdp.core.voting import MAX_ATTEMPTS, MAX_SKIPS
-from ft_hsdp.core.writing import MAX_AGAIN
 
 TRANSCRIPTS = sorted(FOLDER.glob("*.txt"))
 
@@ -115,8 +115,8 @@ def test_a_report_says_who_blames_whom_until_the_next_ring(
     driver.feed("replica me=0 steps=2")
     driver.feed("grant epoch=1 base=zero members=0,1,2")
     after, due = transition(driver.me, RingBroken(1, suspect, accuser))
-    assert [e.report.edge for e in due if isinstance(e, Ask)] == [edge]
+    assert [e.report.edge for e in due if isinstance(e, RequestGrant)] == [edge]
     driver.replica = after
     driver.feed("grant epoch=2 base=zero members=0,1,2")
     _, due = transition(driver.me, RingBroken(2))
-    assert [e.report.edge for e in due if isinstance(e, Ask)] == [None]
+    assert [e.report.edge for e in due if isinstance(e, RequestGrant)] == [None]

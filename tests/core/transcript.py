@@ -18,16 +18,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ft_hsdp.core import effects, events, lineage
+from ft_hsdp.core import effects, events, state_id
 from ft_hsdp.core import replica as core
-from ft_hsdp.core.assignment import Answer, CatchUp, Continue, Finish, Grant, Member, Refused
-from ft_hsdp.core.commit import CommitRecord, Contribution, Fence, Token
-from ft_hsdp.core.lineage import StateId
-from ft_hsdp.core.rules import Rules
-from ft_hsdp.core.standing import Replica
+from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken, Contribution
+from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Member, Refused
+from ft_hsdp.core.replica_state import Replica, ReplicaPolicy
+from ft_hsdp.core.state_id import StateId
 
 FOLDER = Path(__file__).parent / "transcripts"
-ZERO = lineage.initial("config", "weights")
+ZERO = state_id.initial("config", "weights")
 Words = dict[str, str]
 
 
@@ -36,14 +35,14 @@ def numbers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.split(",") if n)
 
 
-def fence_of(text: str) -> Fence:
+def fence_of(text: str) -> AttemptId:
     """``e1s2a1`` as a fence."""
     head, _, attempt = text.partition("a")
     epoch, step = head[1:].split("s")
-    return Fence(int(epoch), int(step), int(attempt or 0))
+    return AttemptId(int(epoch), int(step), int(attempt or 0))
 
 
-def short(fence: Fence) -> str:
+def short(fence: AttemptId) -> str:
     """A fence as ``e1s2a1``."""
     return f"e{fence.epoch}s{fence.step}" + (f"a{fence.attempt}" if fence.attempt else "")
 
@@ -61,7 +60,7 @@ class Driver:
         words: Words = {key: value for key, _, value in (w.partition("=") for w in rest)}
         if verb == "replica":
             me = int(words["me"])
-            rules = Rules(
+            rules = ReplicaPolicy(
                 checkpoint_every=int(words.get("every", "0")),
                 catchup_log_steps=int(words.get("log", "64")),
                 poison=words.get("poison", "exclude_contributor"),  # type: ignore[arg-type]
@@ -142,7 +141,7 @@ class Driver:
         base = self.states[words["base"]] if words["base"] in self.states else self._name(words["base"])
         return CatchUp(base, tuple(Member(d, f"{d}-0", "contribute") for d in numbers(words["donors"])))
 
-    def _record(self, fence: Fence, words: Words) -> CommitRecord:
+    def _record(self, fence: AttemptId, words: Words) -> CommitRecord:
         """The record that an honest reduction of ``fence`` has, unless ``words`` say otherwise."""
         grant = self.me.grant
         assert grant is not None
@@ -167,10 +166,10 @@ class Driver:
         self.states[short(fence) + ("'" if "sum" in words else "")] = record.state_id
         return record
 
-    def _token(self, words: Words) -> Token:
+    def _token(self, words: Words) -> CommitToken:
         fence = fence_of(words["of"]) if "of" in words else self.me.fence
         claimed = self._record(fence, words).state_id.lineage
-        return Token(
+        return CommitToken(
             fence,
             "verdict" in words,
             "yes" in words,
@@ -191,7 +190,7 @@ class Driver:
 
     def _effect(self, effect: effects.Effect) -> str:
         match effect:
-            case effects.Ask(r, pause):
+            case effects.RequestGrant(r, pause):
                 extra = [f"in epoch {r.epoch}"] if r.epoch else []
                 extra += [f"after {r.after}"] if r.after else []
                 extra += [f"prepared for {self._called(r.prepared.state_id)}"] if r.prepared else []
@@ -229,14 +228,14 @@ class Driver:
                 how = ", skipped" if record.skipped else ""
                 how += f", without batches {list(record.spoiled)}" if record.spoiled else ""
                 return f"commit {self._called(record.state_id)}: {list(record.contributors)}{how}"
-            case effects.Log(record):
+            case effects.BufferUpdate(record):
                 return f"log {self._called(record.state_id)}: {list(record.contributors)}"
-            case effects.Discard(reason):
+            case effects.DropGradient(reason):
                 full = ": " + reason.split(":")[1].strip() if "newer base" in reason else ""
                 return f"discard the local gradient{full}"
-            case effects.Install(base):
+            case effects.InstallSnapshot(base):
                 return f"install {self._called(base)}"
-            case effects.Feed(step):
+            case effects.RunBatch(step):
                 return f"feed step {step}"
             case effects.Fetch(base, donors):
                 return f"fetch {self._called(base)} from {[d.replica for d in donors]}"
@@ -244,7 +243,7 @@ class Driver:
                 return f"keep {self._called(state)} for others"
             case effects.Checkpoint(state):
                 return f"write a checkpoint of {self._called(state)}"
-            case effects.Forget():
+            case effects.DropSnapshots():
                 return "forget all snapshots"
             case effects.Exit(code, reason):
                 return f"exit {code}: {reason}"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import uvicorn
 
-from ft_hsdp.protocol import Processes
+from ft_hsdp.protocol import ProcessReport
 from lighthouse.http.app import create_app
 from lighthouse.http.auth import Keys
 from lighthouse.journal.database import SqliteDatabase
@@ -46,7 +46,7 @@ class _Server(uvicorn.Server):
 
     async def _report(self) -> None:
         while True:
-            self._service.processes(Processes({3: "3-run-0"}))
+            self._service.processes(ProcessReport({3: "3-run-0"}))
             await asyncio.sleep(1.0)
 
 

@@ -37,18 +37,18 @@ def spin() -> None:
 
 def member(pipe: Connection, number: int) -> None:
     """Beat in a ring until it breaks or the pipe asks; then say when it broke and why, and what was heard."""
-    from ft_hsdp.core.phi import Pulse
+    from ft_hsdp.core.failure_detector import PhiAccrual
     from ft_hsdp.errors import FTARError
     from ft_hsdp.ftar import Communicator, Settings
 
     intervals: list[float] = []
-    heard = Pulse.heard
+    heard = PhiAccrual.heard
 
-    def counted(pulse: Pulse, now: float) -> None:
+    def counted(pulse: PhiAccrual, now: float) -> None:
         intervals.append(now - pulse.heard_at)
         heard(pulse, now)
 
-    with mock.patch.object(Pulse, "heard", counted):
+    with mock.patch.object(PhiAccrual, "heard", counted):
         comm = Communicator(number, token=TOKEN, settings=Settings(transport="tcp"))
         pipe.send(comm.address)
         comm.reconfigure(1, pipe.recv())

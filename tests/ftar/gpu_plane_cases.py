@@ -17,8 +17,7 @@ from ring_rig import DEADLINE_S, DyingPlane, edges
 from ring_values import KEY, entry, folded, same, values
 from torch import Tensor
 
-from ft_hsdp.core.partition import Plan
-from ft_hsdp.core.ring import operations
+from ft_hsdp.core.ring import Plan, operations
 from ft_hsdp.errors import FTARError, InvalidArgument, LocalSystemError, PeerDead, ProtocolViolation
 from ft_hsdp.ftar.dataplane.base import Plane
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane

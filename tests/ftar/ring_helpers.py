@@ -10,9 +10,9 @@ from typing import Any, Literal
 import torch
 
 from ft_hsdp import protocol
-from ft_hsdp.core.assignment import Grant, Member
-from ft_hsdp.core.commit import Token
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.commit import CommitToken
+from ft_hsdp.core.grant import Grant, Member
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.door import Identity
 from ft_hsdp.ftar.events import Events
@@ -74,7 +74,7 @@ class Peer:
         self.connected: list[int] = []
         self.broken: list[RingAbort] = []
         self.shown: list[Grant] = []
-        self.tokens: list[Token] = []
+        self.tokens: list[CommitToken] = []
         events = Events(self.connected.append, self.broken.append, self.shown.append, self.tokens.append)
         settings = Settings(transport, chunk_bytes=256, timeout_s=timeout_s, connect_timeout_s=connect_s)
         self.plane = CpuPlane()

@@ -19,8 +19,7 @@ from ring_values import KEY, entry
 from torch import Tensor
 from transport_kinds import Flavour
 
-from ft_hsdp.core.partition import Plan
-from ft_hsdp.core.ring import operations
+from ft_hsdp.core.ring import Plan, operations
 from ft_hsdp.errors import PeerDead
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
 from ft_hsdp.ftar.door import Door, Identity

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ft_hsdp.core.partition import Plan
-from ft_hsdp.core.ring import fold_order
+from ft_hsdp.core.ring import Plan, fold_order
 from ft_hsdp.ftar.frame import Entry, Key
 
 KEY = Key(epoch=1, step=1, attempt=0, bucket=0, prev="00" * 16)

@@ -28,7 +28,7 @@ from storm_events import EVENTS
 from storm_members import Member, Message, Nursery
 from storm_proxy import Proxies
 
-from ft_hsdp.core import lineage
+from ft_hsdp.core import state_id
 from ft_hsdp.ftar.settings import Settings
 
 POOL = 5  # members
@@ -142,7 +142,7 @@ class Storm:
     def layout(self) -> str:
         """What the members' HELLOs say of their settings."""
         settings = self.settings[0]
-        return lineage.digest("job", 0, "", (settings.chunk_bytes, settings.slots, settings.connections))
+        return state_id.digest("job", 0, "", (settings.chunk_bytes, settings.slots, settings.connections))
 
     # Hearing.
 

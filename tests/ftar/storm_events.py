@@ -16,9 +16,9 @@ from storm_members import Member
 from storm_proxy import FAULTS
 
 from ft_hsdp import handshake, protocol
-from ft_hsdp.core.assignment import Grant
-from ft_hsdp.core.assignment import Member as Named
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.grant import Grant
+from ft_hsdp.core.grant import Member as Named
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.ftar import door
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingAbort, RingData

@@ -16,8 +16,8 @@ from member_process import TOKEN, MemberProcess
 from ring_helpers import Peer, Ring, Transport, error, run, until
 
 from ft_hsdp import protocol
-from ft_hsdp.core.commit import Fence, Token
-from ft_hsdp.core.overload import MOST_S
+from ft_hsdp.core.commit import AttemptId, CommitToken
+from ft_hsdp.core.failure_detector import MOST_S
 from ft_hsdp.errors import PeerDead, PeerTimeout, RemoteAbort
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.beats import HostSentinel
@@ -190,7 +190,7 @@ def test_any_bytes_are_a_sign_of_life() -> None:
         said: list[object] = []
         neighbour = Neighbour(ours, lambda _, message: said.append(message))
         neighbour.listen()
-        token = Token(Fence(1, 1, 0), True, True, "x" * 200)
+        token = CommitToken(AttemptId(1, 1, 0), True, True, "x" * 200)
         frame = protocol.frame(token)
         for piece in (frame[:2], frame[2:4], frame[4:50], frame[50:-1]):
             before = neighbour.heard_at
@@ -213,7 +213,7 @@ def test_no_beat_comes_between_the_parts_of_a_message() -> None:
     async def body() -> None:
         ours, theirs = pair()
         neighbour = Neighbour(ours, lambda *_: None)
-        long = Token(Fence(1, 1, 0), True, True, "x" * 900_000)
+        long = CommitToken(AttemptId(1, 1, 0), True, True, "x" * 900_000)
         sending = asyncio.get_running_loop().create_task(neighbour.send(long))
         await asyncio.sleep(0)
         frame, got = protocol.frame(RingBeat(1, 1, 1)), bytearray()

@@ -10,7 +10,7 @@ from ring_helpers import BASE, LAYOUT, TOKEN, grant, run, until
 
 from ft_hsdp import handshake, protocol
 from ft_hsdp.address import split
-from ft_hsdp.core.commit import Token
+from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.ftar import control, door
 from ft_hsdp.ftar.door import Door, Identity
@@ -31,7 +31,7 @@ def test_control_messages() -> None:
         assert await control.receive(b, RingAbort) == RingAbort(4, "why not")
         await control.send(a, RingAbort(3, "why"))
         with pytest.raises(ProtocolViolation):
-            await control.receive(b, Token)
+            await control.receive(b, CommitToken)
         a.send(protocol.LENGTH.pack(2**31))
         with pytest.raises(ProtocolViolation, match="allowed"):
             await control.receive(b, RingAbort)

@@ -11,7 +11,7 @@ from ring_rig import Shape, feed, framing, rig
 from ring_values import KEY, entry, same
 from transport_kinds import FLAVOURS
 
-from ft_hsdp.core.partition import Plan
+from ft_hsdp.core.ring import Plan
 from ft_hsdp.errors import PeerDead, StaleEpoch
 from ft_hsdp.ftar import engine
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane

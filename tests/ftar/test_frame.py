@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.partition import Plan
-from ft_hsdp.core.ring import operations
+from ft_hsdp.core.ring import Plan, operations
 from ft_hsdp.errors import ProtocolViolation, StaleEpoch
 from ft_hsdp.ftar import frame
 from ft_hsdp.ftar.frame import Course, Entry, Framing, Key

@@ -18,7 +18,7 @@ from ring_helpers import LAYOUT, TOKEN, Ring, Transport, error, grant, run, unti
 
 from ft_hsdp import handshake, protocol
 from ft_hsdp.address import split
-from ft_hsdp.core.commit import Fence, Token
+from ft_hsdp.core.commit import AttemptId, CommitToken
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped, StaleEpoch
 from ft_hsdp.ftar import door
 from ft_hsdp.ftar.door import Identity
@@ -433,8 +433,8 @@ def test_a_neighbour_that_never_comes_is_the_suspect() -> None:
     run(body())
 
 
-def token(epoch: int, step: int = 1) -> Token:
-    return Token(Fence(epoch, step, 0), False, True, "0" * 32, equal=(0, 1))
+def token(epoch: int, step: int = 1) -> CommitToken:
+    return CommitToken(AttemptId(epoch, step, 0), False, True, "0" * 32, equal=(0, 1))
 
 
 def test_tokens_go_round_to_the_right() -> None:

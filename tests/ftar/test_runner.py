@@ -8,7 +8,7 @@ import pytest
 import torch
 from ring_values import KEY, entry
 
-from ft_hsdp.core.partition import Plan
+from ft_hsdp.core.ring import Plan
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped, StaleEpoch
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.engine import Result, Ring

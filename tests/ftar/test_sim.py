@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from ring_values import KEY, entry, folded, same, values
 from torch import Tensor
 
-from ft_hsdp.core.partition import Plan
-from ft_hsdp.core.pipeline import Process
+from ft_hsdp.core.ring import Plan, Process
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout, RemoteAbort, Skipped
 from ft_hsdp.ftar.dataplane.base import Plane, Processed
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane

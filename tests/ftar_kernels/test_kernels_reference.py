@@ -5,8 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
 
-from ft_hsdp.core.partition import Plan
-from ft_hsdp.core.ring import fold_order
+from ft_hsdp.core.ring import Plan, fold_order
 from ftar_kernels import reference
 
 

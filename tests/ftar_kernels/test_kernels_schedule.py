@@ -7,8 +7,7 @@ pytest.importorskip("triton", reason="triton is not installed (pip install trito
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.partition import Plan
-from ft_hsdp.core.ring import operations
+from ft_hsdp.core.ring import Plan, operations
 from ftar_kernels.schedule import FROM_LOCAL, FROM_RECV, TO_OUT, TO_SEND, Command, Kind, Schedule, kinds
 
 sizes = st.integers(0, 5000)

@@ -22,13 +22,13 @@ from uvicorn.config import Config as Uvicorn
 from uvicorn.server import ServerState
 
 from ft_hsdp import address, handshake, protocol
-from ft_hsdp.config import files
-from ft_hsdp.control import channel
-from ft_hsdp.control.key_table import KeyTable, packed
-from ft_hsdp.core.assignment import Grant, Member, Report
-from ft_hsdp.core.commit import Fence, Token, Vote
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.config import loader
+from ft_hsdp.control import rank_channel
+from ft_hsdp.control.store_server import KeyTable, packed
+from ft_hsdp.core.commit import AttemptId, CommitToken, Vote
+from ft_hsdp.core.grant import Grant, Member, Report
 from ft_hsdp.core.ring import operations
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, DataCorruption, ProtocolViolation, StaleEpoch
 from ft_hsdp.ftar import control
 from ft_hsdp.ftar import frame as wire_frame
@@ -45,13 +45,13 @@ from lighthouse.http import connections as lighthouse_door
 TOKEN = "ab" * 32
 BASE = StateId(1, 2, "0" * 32)
 MEMBERS = tuple(Member(r, f"{r}-x-0", "contribute", (f"10.0.0.{r}:80",), (f"[::{r}]:81",)) for r in range(3))
-GRANT = Grant(1, 3, BASE, MEMBERS, 3, "why", (Fence(1, 2, 3),), "ab" * 32)
+GRANT = Grant(1, 3, BASE, MEMBERS, 3, "why", (AttemptId(1, 2, 3),), "ab" * 32)
 ROW = {"event": "RingConnected", "t": 1.5, "replica": 1}
 
 SAID: list[object] = [
-    protocol.Ask(Report(0, "0-x-0", BASE, 3), ("10.0.0.1:80",), ("[::1]:81",), "c", "l", "n"),
-    *(protocol.Wait("why"), protocol.Processes({0: "0-x-0", 1: None}, ("1-x-0",), (2,)), GRANT),
-    protocol.Overview((protocol.Eviction(1, "1-x-0", "why"),), 3, 4, False, "", (1,)),
+    protocol.QuorumRequest(Report(0, "0-x-0", BASE, 3), ("10.0.0.1:80",), ("[::1]:81",), "c", "l", "n"),
+    *(protocol.Wait("why"), protocol.ProcessReport({0: "0-x-0", 1: None}, ("1-x-0",), (2,)), GRANT),
+    protocol.SupervisorReply((protocol.Eviction(1, "1-x-0", "why"),), 3, 4, False, "", (1,)),
     protocol.Telemetry("0-x-0", (ROW,), (ROW,), (protocol.RankBeat(0, 7, "here", 5),), 1),
     *(protocol.RankHello(1, "10.0.0.1:80", "10.0.0.1:81"), protocol.RankBroken(1, 2, "why", 0)),
     *(protocol.RankShown(1, GRANT), protocol.RankStopped(1, 2), protocol.RankLeaves(1)),
@@ -61,7 +61,7 @@ SAID: list[object] = [
     *(protocol.RingWelcome(3, False, "tcp", "", "ab" * 16), protocol.RingData("ab" * 16, 0, 99)),
     *(protocol.RingReady(True), protocol.RingBarrier(3, 1), protocol.RingBeat(3, 4, 5)),
     protocol.RingAbort(3, "why", 1, GRANT),
-    Vote(1, Fence(1, 2, 3), "d", 0.5, ()),
+    Vote(1, AttemptId(1, 2, 3), "d", 0.5, ()),
 ]
 TYPES: list[type] = [protocol._MESSAGES[name] for name in sorted(protocol._MESSAGES)]
 
@@ -139,7 +139,7 @@ def _control(data: bytes) -> None:
     loop: Any = _Bytes(data)
     asyncio._set_running_loop(loop)
     try:
-        while _finish(control.receive(loop, protocol.RingBeat, Token, protocol.RingAbort)) is not None:
+        while _finish(control.receive(loop, protocol.RingBeat, CommitToken, protocol.RingAbort)) is not None:
             pass
     finally:
         asyncio._set_running_loop(None)
@@ -154,7 +154,7 @@ def _channel(data: bytes) -> None:
     reader = asyncio.StreamReader(loop=LOOP)
     reader.feed_data(data)
     reader.feed_eof()
-    while _finish(channel.read(reader, *channel.REPORTS)) is not None:
+    while _finish(rank_channel.read(reader, *rank_channel.REPORTS)) is not None:
         pass
 
 
@@ -165,7 +165,7 @@ def _store(data: bytes) -> None:
         reader = asyncio.StreamReader(loop=LOOP)
         reader.feed_data(frames)
         reader.feed_eof()
-        while isinstance(call := _finish(channel.read(reader, protocol.StoreCall)), protocol.StoreCall):
+        while isinstance(call := _finish(rank_channel.read(reader, protocol.StoreCall)), protocol.StoreCall):
             answer = LOOP.run_until_complete(table.answer(replace(call, wait_s=0.0)))
             if len(answer.error) > 300 or table.nbytes > 20 * len(data):
                 raise AssertionError("more than was sent")
@@ -277,9 +277,9 @@ class _Lighthouse:
 
 def _yaml(data: bytes) -> None:
     # PyYAML reads some 100 kB a second; the file is its reader's own, so length is no attack.
-    document = files._parse_yaml("config file", data[:4096], shown="x")
+    document = loader._parse_yaml("config file", data[:4096], shown="x")
     if isinstance(document, dict):
-        files.parse(document)
+        loader.parse(document)
 
 
 class _Rows:

@@ -15,8 +15,8 @@ from torch.nn import functional
 
 from ft_hsdp import secret
 from ft_hsdp.config import parse
-from ft_hsdp.core.cursor import Ledger
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.launch.cli import main
 from ft_hsdp.state import layout
 from ft_hsdp.state.durable import About, Checkpointer, Header, Published

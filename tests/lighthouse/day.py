@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ft_hsdp.core import lineage
+from ft_hsdp.core import state_id
 from lighthouse.journal.database import SqliteDatabase
 from lighthouse.overview.rows import Entry
 
@@ -50,7 +50,7 @@ class _Day:
     def commit(self, took: float, contributors: list[int]) -> dict[str, Any]:
         self.t += took
         self.step += 1
-        self.prev = lineage.digest(self.step, self.epoch)
+        self.prev = state_id.digest(self.step, self.epoch)
         share = len(contributors) / self.replicas
         return {
             "t": self.t,

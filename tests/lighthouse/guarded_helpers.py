@@ -18,7 +18,7 @@ import httpx
 from lighthouse_helpers import START, TOKEN, ask, at
 
 from ft_hsdp import protocol
-from ft_hsdp.core.assignment import Continue, Grant, Refused
+from ft_hsdp.core.grant import Continue, Grant, Refused
 from ft_hsdp.protocol import Wait
 
 HERE = Path(__file__).parent

@@ -7,11 +7,11 @@ from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ft_hsdp.core import lineage
-from ft_hsdp.core.assignment import Answer, Grant, Report
+from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitRecord, Contribution
-from ft_hsdp.core.lineage import StateId
-from ft_hsdp.protocol import Ask
+from ft_hsdp.core.grant import Answer, Grant, Report
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.protocol import QuorumRequest
 from lighthouse.quorum.state import (
     Agreement,
     Asked,
@@ -32,7 +32,7 @@ from lighthouse.store import MemoryStore
 
 TOKEN = "5e" * 32
 ADMIN = "ad" * 32
-START = StateId(0, 0, lineage.digest("start"))
+START = StateId(0, 0, state_id.digest("start"))
 Row = Mapping[str, Any]
 
 CONFIG_HASH = "c" * 32
@@ -41,7 +41,7 @@ LAYOUT = "l" * 32
 
 def at(epoch: int, step: int, history: str = "") -> StateId:
     """A committed state."""
-    return StateId(epoch, step, lineage.digest(epoch, step, history))
+    return StateId(epoch, step, state_id.digest(epoch, step, history))
 
 
 def name(replica: int, life: int = 0) -> str:
@@ -60,10 +60,10 @@ def report(replica: int, state: StateId = START, life: int = 0, **fields: Any) -
     return Report(replica, name(replica, life), state, fields.pop("step", state.step + 1), **fields)
 
 
-def ask(replica: int, state: StateId = START, life: int = 0, **fields: Any) -> Ask:
+def ask(replica: int, state: StateId = START, life: int = 0, **fields: Any) -> QuorumRequest:
     """The message of a replica that asks."""
     host = f"127.0.0.1:{7000 + replica}"
-    return Ask(report(replica, state, life, **fields), (host,), (host,), CONFIG_HASH, LAYOUT)
+    return QuorumRequest(report(replica, state, life, **fields), (host,), (host,), CONFIG_HASH, LAYOUT)
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import httpx
 import pytest
 from lighthouse_helpers import TOKEN, Row, ask, at, name, run_async
 
-from ft_hsdp.core.assignment import Continue
-from ft_hsdp.protocol import Processes
+from ft_hsdp.core.grant import Continue
+from ft_hsdp.protocol import ProcessReport
 from lighthouse.http.app import MAX_REASON, create_app
 from lighthouse.http.auth import Keys, view_key
 from lighthouse.quorum.state import Policy
@@ -47,7 +47,7 @@ class Place:
 
     def report(self, exited: tuple[str, ...] = (), without: tuple[int, ...] = ()) -> Any:
         """What the supervisor says, and what it is told."""
-        return self.service.processes(Processes({r: name(r) for r in range(3) if r not in without}, exited))
+        return self.service.processes(ProcessReport({r: name(r) for r in range(3) if r not in without}, exited))
 
     async def order(self, path: str, token: str = ADMIN, **arguments: Any) -> httpx.Response:
         """One order."""

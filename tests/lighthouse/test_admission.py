@@ -9,11 +9,11 @@ import pytest
 from lighthouse_helpers import CONFIG_HASH, TOKEN, ask, at, events, granted, make_service, name, quiet, run_async
 
 from ft_hsdp.config import agreed, config_hash, parse
-from ft_hsdp.core.assignment import Grant, Refused
-from ft_hsdp.core.commit import CommitRecord, Contribution, Fence
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution
+from ft_hsdp.core.grant import Grant, Refused
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, ProtocolViolation
-from ft_hsdp.protocol import Processes
+from ft_hsdp.protocol import ProcessReport
 from lighthouse import runtime
 from lighthouse.http.auth import Keys
 from lighthouse.quorum.state import Agreement
@@ -43,8 +43,8 @@ RECORD = CommitRecord(1, 0, 1, "0" * 32, (0, 1), 2, (Contribution(0, 1, 0, 0),),
         (ask(0, suspects=(5,)), "suspects"),
         (ask(0, equal=(1, 1)), "equal names 2 replicas; possible: each of 2 once"),
         (ask(0, saved=2**62), "saved"),
-        (ask(0, void=Fence(1, 1, 2**40)), "void.attempt"),
-        (ask(0, void=Fence(1, 2**62, 0)), "void.step"),
+        (ask(0, void=AttemptId(1, 1, 2**40)), "void.attempt"),
+        (ask(0, void=AttemptId(1, 2**62, 0)), "void.step"),
         (ask(0, doubt=StateId(0, 2**62, "0" * 32)), "doubt.step"),
         (ask(0, doubt=StateId(0, 0, "x" * 10**5)), "doubt.lineage"),
         (ask(0, step=10**5000), "step is a very large number"),
@@ -91,12 +91,12 @@ def test_limits_follow_the_head_and_the_epoch():
 @pytest.mark.parametrize(
     "bad",
     [
-        Processes({2: None}),
-        Processes({}, ("2-run-0",)),
-        Processes({}, (), (9,)),
-        Processes({0: "1-run-0"}),
-        Processes({}, ("nonsense",)),
-        Processes({0: name(0)}, (name(0),)),
+        ProcessReport({2: None}),
+        ProcessReport({}, ("2-run-0",)),
+        ProcessReport({}, (), (9,)),
+        ProcessReport({0: "1-run-0"}),
+        ProcessReport({}, ("nonsense",)),
+        ProcessReport({0: name(0)}, (name(0),)),
     ],
 )
 def test_a_picture_that_cannot_be_true_is_refused(bad):
@@ -203,7 +203,7 @@ def test_a_fenced_incarnation_is_refused_and_its_report_forgotten():
     async def main():
         service, rows = make_service()
         await granted(service, 0, 1)
-        service.processes(Processes({0: name(0, 1)}, ()))
+        service.processes(ProcessReport({0: name(0, 1)}, ()))
         answer = await service.ask(ask(0, at(1, 1), epoch=1))
         assert isinstance(answer, Refused)
         assert answer.exit_code == 75

@@ -10,8 +10,8 @@ import pytest
 from lighthouse_helpers import TOKEN, ask, name, run_async
 
 from ft_hsdp import protocol
-from ft_hsdp.core.assignment import Grant, Refused
-from ft_hsdp.protocol import Overview, Wait
+from ft_hsdp.core.grant import Grant, Refused
+from ft_hsdp.protocol import SupervisorReply, Wait
 from lighthouse.http import middleware as bodies
 from lighthouse.http.app import create_app
 from lighthouse.http.auth import Keys
@@ -62,7 +62,7 @@ def test_quorum_says_wait_and_refused_as_answers():
         service = make()
         async with client(service) as http:
             await http.post("/v1/quorum", content=protocol.encode(ask(0)))
-            service.processes(protocol.Processes({}, (name(0),)))
+            service.processes(protocol.ProcessReport({}, (name(0),)))
             return await http.post("/v1/quorum", content=protocol.encode(ask(0)))
 
     answer = protocol.decode(run_async(main()).content, Refused)
@@ -88,9 +88,9 @@ def test_processes_takes_plain_json_and_gives_the_overview():
 
 
 def test_processes_answers_the_protocols_message_with_one():
-    picture = protocol.Processes({0: name(0, 1)}, (name(0),))
+    picture = protocol.ProcessReport({0: name(0, 1)}, (name(0),))
     response = call("POST", "/v1/processes", content=protocol.encode(picture))
-    assert protocol.decode(response.content, Overview) == Overview((), 0, 0, False, lease_s=5.0)
+    assert protocol.decode(response.content, SupervisorReply) == SupervisorReply((), 0, 0, False, lease_s=5.0)
 
 
 def test_status_and_health():

@@ -222,7 +222,7 @@ def test_a_flood_of_incarnations_is_429_and_the_others_train_on(server, healthy)
 def test_nobody_is_sent_where_an_intruder_wants_them(server, address):
     message = ask(1)
     for ring, state in (((address,), message.state), (message.ring, (address,))):
-        bad = protocol.Ask(message.report, ring, state, message.config_hash, message.layout)
+        bad = protocol.QuorumRequest(message.report, ring, state, message.config_hash, message.layout)
         code, content = server.post("/v1/quorum", protocol.encode(bad))
         assert code == 422
         assert address.encode() in content

@@ -21,7 +21,7 @@ from lighthouse_helpers import TOKEN, ask, at, name
 
 from ft_hsdp import protocol
 from ft_hsdp.config import config_hash, dump, parse
-from ft_hsdp.core.assignment import Continue, Grant
+from ft_hsdp.core.grant import Continue, Grant
 from ft_hsdp.protocol import Telemetry
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -95,12 +95,12 @@ def storm(run: Path, port: int, pid: int, rounds: int, looks: int) -> list[dict[
 
     def made(replica: int, *arguments: Any, **fields: Any) -> Any:
         message = ask(replica, *arguments, **fields)
-        return protocol.Ask(message.report, message.ring, message.state, shared, message.layout)
+        return protocol.QuorumRequest(message.report, message.ring, message.state, shared, message.layout)
 
     def report(turn: int, running: dict[int, str | None], *exited: str) -> None:
         line = supervisors[turn % len(supervisors)]
-        line.send("/v1/processes", protocol.Processes(running, exited))
-        line.answer(protocol.Overview)
+        line.send("/v1/processes", protocol.ProcessReport(running, exited))
+        line.answer(protocol.SupervisorReply)
 
     step = 0
     report(0, {0: name(0), 1: None})

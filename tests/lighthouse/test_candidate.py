@@ -20,7 +20,7 @@ from lighthouse_helpers import TOKEN, ask, at
 
 from ft_hsdp import protocol
 from ft_hsdp.config import config_hash, dump, parse
-from ft_hsdp.core.assignment import Continue, Grant
+from ft_hsdp.core.grant import Continue, Grant
 
 REPO = Path(__file__).resolve().parents[2]
 NAMES = itertools.count()
@@ -100,7 +100,7 @@ class Fleet:
     def post(self, seat, *arguments, **fields):
         made = ask(*arguments, **fields)
         shared = config_hash(parse({**SHARED, "train": {"steps": 10}}))
-        body = protocol.encode(protocol.Ask(made.report, made.ring, made.state, shared, made.layout))
+        body = protocol.encode(protocol.QuorumRequest(made.report, made.ring, made.state, shared, made.layout))
         return self.http.post(f"{self.urls[seat]}/v1/quorum", content=body)
 
     def answer(self, *arguments, **fields):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lighthouse_helpers import START, Script, at, name, record
 
-from ft_hsdp.core.assignment import CatchUp
+from ft_hsdp.core.grant import CatchUp
 
 HOUR = 3600.0
 

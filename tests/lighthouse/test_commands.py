@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lighthouse_helpers import START, Out, Script, at, name, record
 
-from ft_hsdp.core.assignment import Continue, Finish, Grant, Refused
+from ft_hsdp.core.grant import Continue, Finish, Grant, Refused
 from lighthouse.quorum.commands import Impossible, Plan, Supervised, plan
 from lighthouse.quorum.state import Action, Commanded
 from lighthouse.status import describe

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from lighthouse_helpers import Script, at, name
 
-from ft_hsdp.core.assignment import Continue, Member
+from ft_hsdp.core.grant import Continue, Member
 from lighthouse.quorum.edges import arrange, neighbours
 from lighthouse.store import MemoryStore
 

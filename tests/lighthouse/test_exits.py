@@ -6,7 +6,7 @@ import random
 
 from lighthouse_helpers import START, Script, at, name, record
 
-from ft_hsdp.core.assignment import Continue, Refused
+from ft_hsdp.core.grant import Continue, Refused
 from lighthouse.quorum.rules import EPOCHS, Epoch, merged, uncovered
 from lighthouse.quorum.state import ProcessesReported
 from lighthouse.quorum.transition import outlived, run_of

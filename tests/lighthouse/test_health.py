@@ -6,17 +6,17 @@ import asyncio
 
 from lighthouse_helpers import ask, at, granted, make_service, name, quiet, run_async
 
-from ft_hsdp.protocol import Processes
+from ft_hsdp.protocol import ProcessReport
 
 
 def test_status_names_every_state():
     async def main():
         service, _ = make_service(total=7, steps=3)
         running: dict[int, str | None] = {0: name(0), 1: name(1), 2: name(2), 3: name(3), 4: name(4)}
-        service.processes(Processes(running | {5: None}, (), (6,)))
-        service.processes(Processes({2: None, 3: None, 4: None}))
+        service.processes(ProcessReport(running | {5: None}, (), (6,)))
+        service.processes(ProcessReport({2: None, 3: None, 4: None}))
         await granted(service, 0, 1)
-        service.processes(Processes(running))
+        service.processes(ProcessReport(running))
         joiner = asyncio.create_task(service.ask(ask(2)))
         await quiet()
         await service.ask(ask(0, at(1, 1), epoch=1))

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from lighthouse_helpers import START, TOKEN, Script, ask, at, make_service, name, run_async
 
-from ft_hsdp.core.assignment import Grant, Member, Refused, Report
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.grant import Grant, Member, Refused, Report
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.protocol import Processes
+from ft_hsdp.protocol import ProcessReport
 from lighthouse.quorum import incarnations, rules
 from lighthouse.quorum.rules import Base, Epoch, Life
 from lighthouse.quorum.state import Asked, Policy, ProcessesReported, Request, State
@@ -272,11 +272,11 @@ def test_a_life_that_was_started_under_a_lease_that_ended_does_not_count() -> No
 def test_a_supervisor_is_told_whether_it_has_the_lease() -> None:
     async def scenario() -> None:
         service, _ = make_service()
-        mine = service.processes(Processes({}, owner="aaaa", leases={0: 0, 1: 0}))
+        mine = service.processes(ProcessReport({}, owner="aaaa", leases={0: 0, 1: 0}))
         assert (sorted(mine.leases), mine.rivals, mine.lease_s) == ([0, 1], {}, 5.0)
-        other = service.processes(Processes({}, owner="bbbb", leases={1: 0}))
+        other = service.processes(ProcessReport({}, owner="bbbb", leases={1: 0}))
         assert (other.leases, other.rivals) == ({}, {1: "aaaa"})
-        again = service.processes(Processes({}, owner="aaaa", leases=mine.leases))
+        again = service.processes(ProcessReport({}, owner="aaaa", leases=mine.leases))
         assert again.leases == mine.leases
         for bad in (
             {"owner": "no name", "leases": {1: 0}},
@@ -285,7 +285,7 @@ def test_a_supervisor_is_told_whether_it_has_the_lease() -> None:
             {"owner": "a", "leases": {1: -1}},
         ):
             with pytest.raises(ProtocolViolation):
-                service.processes(Processes({}, **bad))
+                service.processes(ProcessReport({}, **bad))
 
     run_async(scenario())
 

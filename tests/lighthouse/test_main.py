@@ -19,7 +19,7 @@ from lighthouse_helpers import TOKEN, ask, at, name
 
 from ft_hsdp import protocol
 from ft_hsdp.config import Config, config_hash, dump, parse
-from ft_hsdp.core.assignment import Continue, Grant
+from ft_hsdp.core.grant import Continue, Grant
 from ft_hsdp.errors import ConfigError
 from lighthouse import __main__ as program
 from lighthouse import runtime
@@ -88,7 +88,7 @@ def message(replica, *arguments, **fields):
     """An ask of the configuration that `furnish` writes."""
     shared = config_hash(parse({"replicas": 2, "train": {"steps": 10}}))
     made = ask(replica, *arguments, **fields)
-    return protocol.encode(protocol.Ask(made.report, made.ring, made.state, shared, made.layout))
+    return protocol.encode(protocol.QuorumRequest(made.report, made.ring, made.state, shared, made.layout))
 
 
 def post(http, *arguments, **fields):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from lighthouse_helpers import START, at, name, record, report
 
-from ft_hsdp.core.assignment import Member
-from ft_hsdp.core.commit import Fence
+from ft_hsdp.core.commit import AttemptId
+from ft_hsdp.core.grant import Member
 from lighthouse.quorum import rules
 from lighthouse.quorum.rules import Base, Epoch
 
@@ -26,13 +26,13 @@ def test_a_prepared_record_counts_as_the_state_that_it_leads_to():
 
 def test_a_void_attempt_does_not_count_but_a_later_one_does():
     first, second = record(START, 1), record(START, 1, attempt=1)
-    void = Fence(1, 1, 0)
+    void = AttemptId(1, 1, 0)
     assert rules.highest([report(0, prepared=first), report(1, void=void)]) == Base(START, None, (void,))
     assert rules.highest([report(0, prepared=second), report(1, void=void)]).state == second.state_id
 
 
 def test_a_later_void_attempt_voids_the_earlier_ones():
-    base = rules.highest([report(0, prepared=record(START, 1)), report(1, void=Fence(1, 1, 2))])
+    base = rules.highest([report(0, prepared=record(START, 1)), report(1, void=AttemptId(1, 1, 2))])
     assert base.state == START
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from lighthouse_helpers import TOKEN, ask, at, make_service, quiet, run_async
 
 from ft_hsdp import protocol
-from ft_hsdp.core.assignment import Continue, Grant
+from ft_hsdp.core.grant import Continue, Grant
 from lighthouse.http.app import create_app
 from lighthouse.http.auth import Keys
 from lighthouse.http.middleware import BODY_S
@@ -78,7 +78,7 @@ def test_members_of_a_round_get_equal_bytes_and_the_next_round_others() -> None:
         service, _ = make_service(total=2)
         app = create_app(service, Keys(TOKEN))
 
-        async def both(*asks: protocol.Ask) -> list[bytes]:
+        async def both(*asks: protocol.QuorumRequest) -> list[bytes]:
             calls = [Call(app, protocol.encode(each)) for each in asks]
             return [(await call.result())[1] for call in calls]
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from lighthouse_helpers import Out, Script, at
 
-from ft_hsdp.core.assignment import Continue, Finish, Refused
+from ft_hsdp.core.grant import Continue, Finish, Refused
 from lighthouse.overview.replicas import Lanes
 from lighthouse.quorum.commands import Impossible, Plan, Supervised, plan
 from lighthouse.quorum.state import Action, Commanded

@@ -11,9 +11,9 @@ import pytest
 from lighthouse_helpers import TOKEN, ask, at, events, granted, make_service, name, quiet, run_async
 
 from ft_hsdp import protocol
-from ft_hsdp.core.assignment import Continue, Grant, Refused
+from ft_hsdp.core.grant import Continue, Grant, Refused
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.protocol import Processes, Wait
+from ft_hsdp.protocol import ProcessReport, Wait
 from lighthouse import service as services
 from lighthouse.store import MemoryStore, StoreFailed
 
@@ -160,7 +160,7 @@ def test_nothing_is_told_that_is_not_durable():
         assert not events(rows, "EpochGranted")
         assert service.state.epoch == 0
         with pytest.raises(StoreFailed):
-            service.processes(Processes({0: None}, (name(0, 7),)))
+            service.processes(ProcessReport({0: None}, (name(0, 7),)))
         assert not service.state.exited
         store.full = False
         assert isinstance(await service.ask(ask(1)), Grant)
@@ -209,18 +209,18 @@ def test_the_same_epoch_goes_on_after_a_restart():
 def test_an_order_to_evict_stands_until_the_exit_is_reported():
     async def main():
         service, rows = make_service(silence_grace_s=0.05, evict_s=0.1)
-        service.processes(Processes({0: name(0), 1: name(1)}))
+        service.processes(ProcessReport({0: name(0), 1: name(1)}))
         await granted(service, 0, 1)
         await service.ask(ask(0, epoch=1, after=1))
         await asyncio.sleep(0.3)
         for _ in range(2):
-            (order,) = service.processes(Processes({0: name(0), 1: name(1)})).evict
+            (order,) = service.processes(ProcessReport({0: name(0), 1: name(1)})).evict
             assert (order.replica, order.incarnation) == (1, name(1))
             assert "silent" in order.reason
         assert len(events(rows, "ReplicaEvicted")) == 1
-        assert not service.processes(Processes({0: name(0)})).evict, "that supervisor does not own it"
-        assert not service.processes(Processes({0: name(0), 1: None}, (name(1),))).evict
-        assert not service.processes(Processes({0: name(0), 1: name(1, 1)}, (name(1),))).evict
+        assert not service.processes(ProcessReport({0: name(0)})).evict, "that supervisor does not own it"
+        assert not service.processes(ProcessReport({0: name(0), 1: None}, (name(1),))).evict
+        assert not service.processes(ProcessReport({0: name(0), 1: name(1, 1)}, (name(1),))).evict
         assert len(events(rows, "ExitReported")) == 1
 
     run_async(main())
@@ -244,7 +244,7 @@ def test_a_replica_that_a_supervisor_owns_and_does_not_run_is_down():
         service, _ = make_service(total=3, return_wait_s=0.0)
         waiting = asyncio.create_task(service.ask(ask(0)))
         await quiet()
-        overview = service.processes(Processes({0: name(0)}, (name(1),), (2,)))
+        overview = service.processes(ProcessReport({0: name(0)}, (name(1),), (2,)))
         assert (await waiting).ring == (0,)
         assert overview.epoch == 1
         assert not overview.finished
@@ -281,7 +281,7 @@ def test_the_end_is_told_to_replicas_and_supervisors():
         service, rows = make_service(steps=1)
         await granted(service, 0, 1)
         await asyncio.gather(*(service.ask(ask(r, at(1, 1), epoch=1)) for r in (0, 1)))
-        assert service.processes(Processes({0: name(0)})).finished
+        assert service.processes(ProcessReport({0: name(0)})).finished
         assert service.status()["finished"]
         assert service._timer is None
         assert events(rows, "JobFinished")

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from lighthouse_helpers import START, Script, at, name, record
 
-from ft_hsdp.core.assignment import CatchUp, Continue, Finish, Grant, Refused
-from ft_hsdp.core.commit import Fence
+from ft_hsdp.core.commit import AttemptId
+from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Refused
 from lighthouse.quorum.state import View
 from lighthouse.store import MemoryStore
 
@@ -320,9 +320,9 @@ def test_a_void_attempt_is_no_base_and_the_grant_says_so():
     job = Script(total=2)
     job.first(0, 1)
     job.ask(0, epoch=1, after=1, prepared=record(START, 1))
-    out = job.ask(1, epoch=1, after=1, void=Fence(1, 1, 0))
+    out = job.ask(1, epoch=1, after=1, void=AttemptId(1, 1, 0))
     assert out.grant(0).base == START
-    assert out.grant(0).void == (Fence(1, 1, 0),)
+    assert out.grant(0).void == (AttemptId(1, 1, 0),)
 
 
 # The head.
@@ -465,7 +465,7 @@ def test_what_is_known_never_to_be_committed_is_not_waited_for():
     job.first(0, 1, 2)
     job.runs({2: None}, exited=[(2, 0)])
     job.ask(0, epoch=1, after=1, doubt=at(1, 1))
-    assert job.ask(1, epoch=1, after=1, void=Fence(1, 1, 0)).grant(0).ring == (0, 1)
+    assert job.ask(1, epoch=1, after=1, void=AttemptId(1, 1, 0)).grant(0).ring == (0, 1)
     job = Script()
     job.first(0, 1, 2)
     job.runs({2: None}, exited=[(2, 0)])

@@ -17,7 +17,7 @@ from dataclasses import replace
 import pytest
 from lighthouse_helpers import START, Script, at, record
 
-from ft_hsdp.core import lineage
+from ft_hsdp.core import state_id
 from ft_hsdp.errors import ConfigError
 from lighthouse import store as stores
 from lighthouse.ha.election import Election, EtcdStore
@@ -63,7 +63,9 @@ class Sqlite:
         db.close()
 
     def put(self, name, text):
-        self.sql("UPDATE durable SET value = ?, digest = ? WHERE name = ?", text, lineage.digest(name, text), name)
+        self.sql(
+            "UPDATE durable SET value = ?, digest = ? WHERE name = ?", text, state_id.digest(name, text), name
+        )
 
     def spoil(self, name):
         self.sql("UPDATE durable SET value = '41' WHERE name = ?", name)
@@ -109,10 +111,10 @@ class InEtcd:
         etcd.close()
 
     def put(self, name, text):
-        self.raw(name, f"{lineage.digest(name, text)} {text}")
+        self.raw(name, f"{state_id.digest(name, text)} {text}")
 
     def spoil(self, name):
-        self.raw(name, f"{lineage.digest(name, '40')} 41")
+        self.raw(name, f"{state_id.digest(name, '40')} 41")
 
     def drop(self, name):
         etcd = Etcd((self.server.url,), 5.0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from scenario_job import Job, check
 
-from ft_hsdp.core.divergence import SLICES
+from ft_hsdp.core.state_id import SLICES
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
 

@@ -9,7 +9,7 @@ import pytest
 from programs import inapplicable
 from scenario_job import Job, check
 
-from ft_hsdp.core.divergence import SLICES
+from ft_hsdp.core.state_id import SLICES
 from ft_hsdp.failpoints import PLACES
 from ft_hsdp.launch.rundir import RunDir
 from ft_hsdp.launch.verify import verify

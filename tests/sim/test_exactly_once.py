@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from sim_helpers import FAULTS
 
 from ft_hsdp.core.commit import CommitRecord
-from ft_hsdp.core.cursor import Ledger
-from ft_hsdp.core.deal import Assignment, Dealer
+from ft_hsdp.core.ledger import Assignment, BatchAssigner, Ledger
 from ft_hsdp.sim import moves
 from ft_hsdp.sim.explore import explore
 from ft_hsdp.sim.model import Model
@@ -46,7 +45,7 @@ def test_with_deaths_at_any_point(seed: int, assignment: Assignment, steps: int)
     assert model.finished(world)
     for content in model._held(world):
         batches = [(shard, index) for step in content for shard, index, _ in step]
-        end = ledger(content, Dealer(assignment, 4).shards)
+        end = ledger(content, BatchAssigner(assignment, 4).shards)
         all_below = {(s, i) for s, cursor in enumerate(end.cursors) for i in range(cursor)}
         assert len(batches) == len(set(batches))
         assert set(batches) == all_below - set(end.holes)
@@ -59,7 +58,7 @@ def test_all_orders_with_one_sequence_for_all() -> None:
     assert result.states > 5_000
 
 
-def _everybody_takes_the_same(_: Dealer, ledger: Ledger, me: int) -> tuple[int, int]:
+def _everybody_takes_the_same(_: BatchAssigner, ledger: Ledger, me: int) -> tuple[int, int]:
     return 0, ledger.untrained(0, 0)
 
 
@@ -67,7 +66,7 @@ def _everybody_takes_the_same(_: Dealer, ledger: Ledger, me: int) -> tuple[int, 
 def test_two_with_one_batch_never_make_a_step(checked: bool) -> None:
     """Were it ever dealt twice: the lower replica's counts, and only it."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(Dealer, "deal", _everybody_takes_the_same))
+        stack.enter_context(mock.patch.object(BatchAssigner, "deal", _everybody_takes_the_same))
         if not checked:
             stack.enter_context(mock.patch.object(CommitRecord, "doubled", ()))
         result = explore(Bounds(**{**ONE_DEATH, "steps": 2}, assignment="global"), limit_s=60)

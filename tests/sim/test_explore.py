@@ -9,11 +9,11 @@ from unittest import mock
 
 import pytest
 
-from ft_hsdp.core import asking, events, lineage, voting
+from ft_hsdp.core import events, state_id, voting
 from ft_hsdp.core import replica as core
-from ft_hsdp.core.assignment import Grant
-from ft_hsdp.core.commit import Token
-from ft_hsdp.core.standing import Phase, Replica
+from ft_hsdp.core.commit import CommitToken
+from ft_hsdp.core.grant import Grant
+from ft_hsdp.core.replica_state import Phase, Replica
 from ft_hsdp.sim import moves
 from ft_hsdp.sim.explore import Result, explore
 from ft_hsdp.sim.world import Bounds
@@ -122,7 +122,7 @@ def test_the_transcript_is_the_shortest_way() -> None:
     assert len(result.transcript) == 5
 
 
-def _ignore_it(s: Replica, token: object) -> asking.Step:
+def _ignore_it(s: Replica, token: object) -> voting.Step:
     return s, ()
 
 
@@ -135,11 +135,11 @@ def test_without_time_nothing_is_claimed() -> None:
 # Each rule is there because the world breaks without it.
 
 
-def _step_only(a: lineage.StateId, b: lineage.StateId) -> bool:
+def _step_only(a: state_id.StateId, b: state_id.StateId) -> bool:
     return a.step == b.step
 
 
-def _higher_step(a: lineage.StateId, b: lineage.StateId) -> bool:
+def _higher_step(a: state_id.StateId, b: state_id.StateId) -> bool:
     return a.step > b.step
 
 
@@ -155,20 +155,20 @@ def _nobody(*_: object) -> None:
     return None
 
 
-def _adopt_whatever(adopt: Callable[[Replica, Grant], asking.Step]) -> Callable[[Replica, Grant], asking.Step]:
+def _adopt_whatever(adopt: Callable[[Replica, Grant], voting.Step]) -> Callable[[Replica, Grant], voting.Step]:
     """Being ahead of a grant is never noticed."""
 
-    def mutant(s: Replica, grant: Grant) -> asking.Step:
-        with mock.patch.object(lineage, "newer", _never):
+    def mutant(s: Replica, grant: Grant) -> voting.Step:
+        with mock.patch.object(state_id, "newer", _never):
             return adopt(s, grant)
 
     return mutant
 
 
-def _forget_the_yes(broken: Callable[..., asking.Step]) -> Callable[..., asking.Step]:
+def _forget_the_yes(broken: Callable[..., voting.Step]) -> Callable[..., voting.Step]:
     """Whoever passed on a yes calls its attempt void all the same."""
 
-    def mutant(s: Replica, *why: Any, **who: Any) -> asking.Step:
+    def mutant(s: Replica, *why: Any, **who: Any) -> voting.Step:
         return broken(replace(s, forwarded=False), *why, **who)
 
     return mutant
@@ -184,19 +184,19 @@ def _silence_is_death(form: Callable[..., state.Step]) -> Callable[..., state.St
     return mutant
 
 
-def _leave_at_once(decide: Callable[..., asking.Step]) -> Callable[..., asking.Step]:
+def _leave_at_once(decide: Callable[..., voting.Step]) -> Callable[..., voting.Step]:
     """Whoever is asked to leave goes with the next verdict, whatever it said with its vote."""
 
-    def mutant(s: Replica, token: Token, passed: Any) -> asking.Step:
+    def mutant(s: Replica, token: CommitToken, passed: Any) -> voting.Step:
         return decide(s, replace(token, leaving=(*token.leaving, s.me)) if s.departing else token, passed)
 
     return mutant
 
 
-def _no_digest(reduced: Callable[..., asking.Step]) -> Callable[..., asking.Step]:
+def _no_digest(reduced: Callable[..., voting.Step]) -> Callable[..., voting.Step]:
     """The ranks give no digest of the state that they hold."""
 
-    def mutant(s: Replica, fence: Any, record: Any, digest: str) -> asking.Step:
+    def mutant(s: Replica, fence: Any, record: Any, digest: str) -> voting.Step:
         return reduced(s, fence, record, "")
 
     return mutant
@@ -264,7 +264,7 @@ def _blame_the_neighbour(model: Any, w: Any, r: int, me: Replica) -> Iterator[mo
         yield f"replica {me.me} cannot connect to replica {right}", lambda: model.tell(w, r, lost)
 
 
-def _ignore_the_misfit(s: Replica, why: str) -> asking.Step:
+def _ignore_the_misfit(s: Replica, why: str) -> voting.Step:
     """An answer that does not fit is no answer."""
     return s, ()
 
@@ -274,12 +274,12 @@ LINK = bounds(pauses=1, breaks=1)
 PAIR = bounds(replicas=2, steps=3, pauses=2, breaks=2, lapses=1)
 MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
     "step numbers instead of lineage": (
-        [(lineage, "same", _step_only), (lineage, "newer", _higher_step)],
+        [(state_id, "same", _step_only), (state_id, "newer", _higher_step)],
         LINK,
         True,
         "agreement: ",
     ),
-    "one step is one state": ([(lineage, "same", _step_only)], LINK, True, "agreement: "),
+    "one step is one state": ([(state_id, "same", _step_only)], LINK, True, "agreement: "),
     "cursors of one's own": (
         [],
         bounds(replicas=2, deaths=1, steps=3, replicated_cursors=False),
@@ -304,7 +304,7 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         True,
         "two histories: ",
     ),
-    "a yes is forgotten": ([(core, "broken", _forget_the_yes(asking.broken))], LINK, True, "two histories: "),
+    "a yes is forgotten": ([(core, "broken", _forget_the_yes(voting.broken))], LINK, True, "two histories: "),
     "everything is void": (
         [(core, "void", _always), (rules, "void", _always)],
         LINK,

@@ -8,12 +8,12 @@ from unittest import mock
 import pytest
 from sim_helpers import Scenario
 
-from ft_hsdp.core import effects, events, lineage
+from ft_hsdp.core import effects, events, state_id
 from ft_hsdp.core import replica as core
-from ft_hsdp.core.assignment import Grant, Member, Report
 from ft_hsdp.core.commit import CommitRecord, Contribution
-from ft_hsdp.core.lineage import StateId
-from ft_hsdp.core.standing import Replica
+from ft_hsdp.core.grant import Grant, Member, Report
+from ft_hsdp.core.replica_state import Replica
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.sim import moves
 from ft_hsdp.sim.invariants import Violation
 from ft_hsdp.sim.world import Bounds
@@ -33,7 +33,7 @@ from lighthouse.quorum.state import (
 )
 from lighthouse.quorum.transition import transition
 
-ZERO = lineage.initial("config", "weights")
+ZERO = state_id.initial("config", "weights")
 ADOPT = ("replica 0 gets epoch 1", "replica 1 gets epoch 1", "replica 2 gets epoch 1")
 LONG = 1e6
 
@@ -202,8 +202,8 @@ def test_whoever_is_ahead_of_a_grant_is_never_behind() -> None:
     )
     after, done = core.transition(me, events.GrantShown(stale))
     assert after.state == me.state
-    assert not any(isinstance(e, effects.Fetch | effects.Discard | effects.Configure) for e in done)
-    assert [e.report.after for e in done if isinstance(e, effects.Ask)] == [5]
+    assert not any(isinstance(e, effects.Fetch | effects.DropGradient | effects.Configure) for e in done)
+    assert [e.report.after for e in done if isinstance(e, effects.RequestGrant)] == [5]
 
 
 def test_an_empty_store_starts_a_new_term_and_names_everybody() -> None:

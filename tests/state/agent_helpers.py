@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from known import KnownConnection
 
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state import wire
 from ft_hsdp.state.client import StateAgent
 

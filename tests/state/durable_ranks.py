@@ -27,8 +27,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint.filesystem as torch_files
 from durable_side import HYPER, KEY, Side, header, told
 
-from ft_hsdp.core.cursor import Ledger
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state import catalogue, resume
 from ft_hsdp.state.durable import Header

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state import layout, wire
 from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.memory_shelf import Room

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp.core.cursor import Ledger
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state import catalogue, contents
 from ft_hsdp.state.contents import File, Manifest, Piece, Stored, Unauthentic, Unusable

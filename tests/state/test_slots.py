@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.slots import MAX_SLOTS, SPARE_STAGES, Held, Slots, newest_common
 
 

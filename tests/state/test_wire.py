@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from state_helpers import STATE, sealed
 
-from ft_hsdp.core.cursor import Ledger
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state import wire
 from ft_hsdp.state.wire import Expected, Tensor

@@ -9,9 +9,9 @@ from unittest import mock
 
 import pytest
 
-from ft_hsdp.core.assignment import Member
 from ft_hsdp.core.effects import Fetch, Keep
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.grant import Member
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.events import Journal
 from ft_hsdp.protocol import RankFetchFailed
 from ft_hsdp.state import fetch

@@ -11,9 +11,8 @@ from odd_model import Odd, batch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.core.commit import CommitRecord, Contribution
-from ft_hsdp.core.cursor import Ledger
-from ft_hsdp.core.divergence import SLICES
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.state_id import SLICES, StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state import layout, wire
 from ft_hsdp.state.segment import Bytes

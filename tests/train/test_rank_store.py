@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from ft_hsdp import address, handshake
 from ft_hsdp.bench.strangers.flood import Flood
+from ft_hsdp.control.rank_store import RankStore, connect, serve
 from ft_hsdp.errors import ProtocolViolation, Retryable
-from ft_hsdp.train.rank_store import RankStore, connect, serve
 
 TOKEN = "ab" * 32
 

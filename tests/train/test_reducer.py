@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from ft_hsdp.core import lineage
-from ft_hsdp.core.assignment import Role
-from ft_hsdp.core.commit import Contribution, Fence, Vote
+from ft_hsdp.core import state_id
+from ft_hsdp.core.commit import AttemptId, Contribution, Vote
 from ft_hsdp.core.effects import Reduce
+from ft_hsdp.core.grant import Role
 from ft_hsdp.errors import PeerDead
 from ft_hsdp.ftar.engine import Result
 from ft_hsdp.ftar.frame import Entry, Key
@@ -67,8 +67,8 @@ class Scene:
         self.checked.append(prev)
         return "of the state"
 
-    def begin(self, step: int = 1, epoch: int = 1, attempt: int = 0, role: Role = "contribute") -> Fence:
-        fence = Fence(epoch, step, attempt)
+    def begin(self, step: int = 1, epoch: int = 1, attempt: int = 0, role: Role = "contribute") -> AttemptId:
+        fence = AttemptId(epoch, step, attempt)
         self.reducer.begin(Reduce(fence, role, PREV))
         return fence
 
@@ -173,7 +173,7 @@ def test_the_vote_is_about_what_was_reduced() -> None:
     (vote,) = s.votes
     outs = [op.out for op in s.group.ops]
     assert (vote.rank, vote.fence, vote.poisoned) == (1, fence, ())
-    assert vote.digest == lineage.digest([checksum(o) for o in outs])
+    assert vote.digest == state_id.digest([checksum(o) for o in outs])
     assert vote.sumsq == pytest.approx(sum(float(o.double().square().sum()) for o in outs))
     assert vote.contributions == (Contribution(0, 1, 0, 7, 1.5), Contribution(1, 1, 1, 40, 2.0))
     assert s.reducer.traffic.bytes_sent == 300
@@ -368,5 +368,5 @@ def test_sums_are_on_the_device() -> None:
     group = Group()
     meta = torch.device("meta")
     reducer = Reducer(group, SIZES, 0, 1, lambda vote: None, meta)  # type: ignore[arg-type]
-    reducer.begin(Reduce(Fence(1, 1, 0), "behind", PREV))
+    reducer.begin(Reduce(AttemptId(1, 1, 0), "behind", PREV))
     assert [(op.out.device, op.out.numel()) for op in group.ops] == [(meta, n) for n in SIZES]

@@ -11,7 +11,7 @@ from test_keeper import DEADLINE_S, Place, done, until, walk
 from test_keeper import place as place
 from torch.distributed.device_mesh import DeviceMesh
 
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.ranks import Ranks
 from ft_hsdp.train import restore as restoring
 from ft_hsdp.train.held import Held

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.events import Journal
 from ft_hsdp.state.slots import Held as Kept
 from ft_hsdp.train import restore as module

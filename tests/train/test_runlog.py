@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ft_hsdp.core.commit import CommitRecord, Contribution
-from ft_hsdp.core.cursor import Ledger
+from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.train.runlog import RunLog, Timing, exposed
 
 RECORD = CommitRecord(

@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
-from ft_hsdp.train import vigil
-from ft_hsdp.train.vigil import PERIOD_S, Limits, Outlets, Vigil
+from ft_hsdp.control import watchdog
+from ft_hsdp.control.watchdog import PERIOD_S, Limits, Outlets, Watchdog
 
 LIMITS = Limits(silence_s=15.0, step_s=100.0, leave_s=10.0)
 
@@ -25,10 +25,10 @@ class Rank:
         loop = mock.Mock()
         loop.call_soon.side_effect = lambda then: self._due.append((self.now, then)) or mock.Mock()
         loop.call_later.side_effect = lambda s, then: self._due.append((self.now + s, then)) or mock.Mock()
-        monkeypatch.setattr(vigil.asyncio, "get_running_loop", lambda: loop)
-        monkeypatch.setattr(vigil.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(watchdog.asyncio, "get_running_loop", lambda: loop)
+        monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.now)
         outlets = Outlets(self._say, lambda: self.progress, self._leave, self.ended.append)
-        self.vigil = Vigil(LIMITS, outlets, parent)
+        self.vigil = Watchdog(LIMITS, outlets, parent)
         self.vigil.expect(siblings)
 
     def _say(self) -> None:
@@ -92,7 +92,7 @@ def test_a_trainer_that_waits_for_an_order_does_not_hang(monkeypatch: pytest.Mon
 
 def test_an_orphan_leaves_and_ends_if_it_cannot(monkeypatch: pytest.MonkeyPatch) -> None:
     parent = [77]
-    monkeypatch.setattr(vigil.os, "getppid", lambda: parent[0])
+    monkeypatch.setattr(watchdog.os, "getppid", lambda: parent[0])
     rank = Rank(monkeypatch, parent=77)
     rank.run(10.0, works=True)
     assert not rank.left

@@ -7,7 +7,7 @@ import socket
 import threading
 
 from ft_hsdp.bench.fetch.seat import TIMEOUT_S, Donor, Receiver, Seat, digest
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state import wire
 from ft_hsdp.state.fetch import Donor as Address
 from ft_hsdp.state.fetch import Request, fetch

@@ -16,9 +16,9 @@ from ft_hsdp.bench.quorum.herd import Herd
 from ft_hsdp.bench.quorum.http1 import Http1
 from ft_hsdp.bench.quorum.protobuf import counted, number, text
 from ft_hsdp.config import config_hash, parse
-from ft_hsdp.core import lineage
-from ft_hsdp.core.assignment import Continue, Grant, Report
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core import state_id
+from ft_hsdp.core.grant import Continue, Grant, Report
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.lighthouse_process import furnish
 from ft_hsdp.launch.processes import environment, last_line, tied
@@ -117,13 +117,13 @@ class Ours(Contender):
         stack.callback(self._herd.close)
         self._members = members
         self._hash = config_hash(config)
-        self._state = StateId(0, 0, lineage.digest("start"))
+        self._state = StateId(0, 0, state_id.digest("start"))
         self._epoch = 0
 
     def same(self) -> float:
         """Seconds of a round in which nothing changes: the epoch goes on."""
         step = self._state.step + 1
-        self._state = StateId(self._epoch, step, lineage.digest("bench", step))
+        self._state = StateId(self._epoch, step, state_id.digest("bench", step))
         seconds, answers = self._herd.round([self._message(n, 0) for n in range(self._members)])
         wanted = protocol.encode(Continue(self._epoch, step + 1))
         if any(answer != wanted for answer in answers):
@@ -154,4 +154,6 @@ class Ours(Contender):
             equal=tuple(range(self._members)) if self._epoch else (),
         )
         address = f"127.0.0.1:{29000 + member}"
-        return protocol.encode(protocol.Ask(report, (address,), (address,), self._hash, "layout", "numerics"))
+        return protocol.encode(
+            protocol.QuorumRequest(report, (address,), (address,), self._hash, "layout", "numerics")
+        )

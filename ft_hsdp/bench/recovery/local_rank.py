@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state import wire
 from ft_hsdp.state.client import StateAgent
 from ft_hsdp.state.wire import Manifest

@@ -24,7 +24,7 @@ from torchft.checkpointing.transport import CheckpointTransport
 
 from ft_hsdp.compat.torchft import tree
 from ft_hsdp.compat.torchft.rendezvous import own_address
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption, InvalidArgument
 from ft_hsdp.state import wire
 from ft_hsdp.state.fetch import Donor, NotFetched, Request, fetch

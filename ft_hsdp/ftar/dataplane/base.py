@@ -8,8 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ft_hsdp.core.partition import Plan
-from ft_hsdp.core.pipeline import Process
+from ft_hsdp.core.ring import Plan, Process
 from ft_hsdp.ftar.frame import Frame
 from ft_hsdp.ftar.link import Arrival
 

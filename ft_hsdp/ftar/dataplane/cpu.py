@@ -11,9 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_hsdp.core.partition import Plan, Span
-from ft_hsdp.core.pipeline import Process
-from ft_hsdp.core.ring import Kind
+from ft_hsdp.core.ring import Kind, Plan, Process, Span
 from ft_hsdp.ftar.dataplane.base import Processed
 from ft_hsdp.ftar.frame import Frame
 from ft_hsdp.ftar.link import Arrival

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_hsdp.core.partition import Plan, Span
-from ft_hsdp.core.pipeline import Process
-from ft_hsdp.core.ring import operations
+from ft_hsdp.core.ring import Plan, Process, Span, operations
 from ft_hsdp.errors import InvalidArgument, LocalSystemError, ProtocolViolation
 from ft_hsdp.ftar.dataplane.base import Processed
 from ft_hsdp.ftar.frame import Frame

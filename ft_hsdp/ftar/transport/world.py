@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ft_hsdp.core.partition import Plan
+from ft_hsdp.core.ring import Plan
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped
 from ft_hsdp.ftar.dataplane.base import Job, Plane
 from ft_hsdp.ftar.engine import Result

@@ -7,7 +7,7 @@ import socket
 from pathlib import Path
 
 from ft_hsdp import tls
-from ft_hsdp.control.home import home
+from ft_hsdp.control.lighthouse_client import home
 from ft_hsdp.launch.doctor.finding import Bad, Subject, Undecided
 from ft_hsdp.launch.lighthouse_process import check_port
 

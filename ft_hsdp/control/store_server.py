@@ -2,7 +2,7 @@
 
 It knows the operations of torch.distributed's stores. The other ranks call it over lines of their own (`channel`):
 who knows no token is not heard, and once all ranks are here nobody listens any more. Calls of one rank may wait
-beside each other; what is bounded is in the constants. This end needs no torch: `ft_hsdp.train.rank_store` does.
+beside each other; what is bounded is in the constants. This end needs no torch: `ft_hsdp.control.rank_store` does.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import socket
 from collections import Counter
 from collections.abc import Collection, Sequence
 
-from ft_hsdp.control.channel import Hub
+from ft_hsdp.control.rank_channel import RankHub
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import StoreAnswer, StoreCall
 
@@ -203,7 +203,7 @@ class TableServer:
         self._table = table
         self._calls: Counter[int] = Counter()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._hub = Hub(ranks, token, self._called, self._lost, Purpose.STORE, (StoreCall,))
+        self._hub = RankHub(ranks, token, self._called, self._lost, Purpose.STORE, (StoreCall,))
 
     def open(self, listener: socket.socket) -> int:
         """Listen at ``listener``, which is bound, until all ranks are here; its port."""

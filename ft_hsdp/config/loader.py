@@ -12,8 +12,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from ft_hsdp.config.config import Config
 from ft_hsdp.config.explain import explain, knows, schema_of, unknown_key
-from ft_hsdp.config.root import Config
 from ft_hsdp.errors import ConfigError
 
 VALUE_LIMIT = 160  # characters of one agreed value

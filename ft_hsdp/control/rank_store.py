@@ -1,7 +1,7 @@
 """Rank store: the torch.distributed store in which the ranks of one replica form their process group.
 
 Torch's own store, TCPStore, knows no token: whoever reaches its port can read and set keys, also in the place of a
-rank. This one is `ft_hsdp.control.key_table` of rank 0. The other ranks reach it over a connection each, which
+rank. This one is `ft_hsdp.control.store_server` of rank 0. The other ranks reach it over a connection each, which
 begins with the handshake and is encrypted as `network.tls` says. Rank 0 listens until all of them are here.
 
 It does not serve NCCL (`train.device: cuda`), nor ranks that torchrun starts: those have torch's. NCCL's monitor
@@ -28,8 +28,8 @@ from typing import Any, Literal, TypeVar
 import torch.distributed as dist
 
 from ft_hsdp import address, handshake, protocol
-from ft_hsdp.control.channel import Line
-from ft_hsdp.control.key_table import KeyTable, Refused, TableServer, checked, packed, unpacked
+from ft_hsdp.control.rank_channel import RankLine
+from ft_hsdp.control.store_server import KeyTable, Refused, TableServer, checked, packed, unpacked
 from ft_hsdp.errors import Retryable, exhausted
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RankHello, StoreAnswer, StoreCall
@@ -49,7 +49,7 @@ class _Far:
         self._rank = rank
         self._waiting: dict[int, asyncio.Future[StoreAnswer]] = {}
         self._here = self._gone = False
-        self._line = Line(token, self._answered, self._lost, Purpose.STORE, (StoreAnswer,))
+        self._line = RankLine(token, self._answered, self._lost, Purpose.STORE, (StoreAnswer,))
         self.failure: Exception | None = None
 
     async def connect(self, host: str, port: int) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ft_hsdp.core.commit import CommitRecord, Fence
-from ft_hsdp.core.lineage import StateId
+from ft_hsdp.core.commit import AttemptId, CommitRecord
+from ft_hsdp.core.state_id import StateId
 
 Role = Literal["contribute", "behind"]
 
@@ -40,7 +40,7 @@ class Grant:
     members: tuple[Member, ...]
     total: int
     reason: str = field(compare=False)
-    void: tuple[Fence, ...] = ()
+    void: tuple[AttemptId, ...] = ()
     mac: str = ""
 
     @property
@@ -83,7 +83,7 @@ class Report:
     after: int = 0
     max_term: int = 0
     prepared: CommitRecord | None = None
-    void: Fence | None = None
+    void: AttemptId | None = None
     doubt: StateId | None = None
     equal: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()

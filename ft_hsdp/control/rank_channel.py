@@ -31,8 +31,22 @@ from ft_hsdp.protocol import (
 )
 
 ORDERS = (
-    *(effects.Configure, effects.StopRing, effects.Reduce, effects.Commit, effects.Log, effects.Discard),
-    *(effects.Install, effects.Feed, effects.Fetch, effects.Keep, effects.Checkpoint, effects.Forget),
+    *(
+        effects.Configure,
+        effects.StopRing,
+        effects.Reduce,
+        effects.Commit,
+        effects.BufferUpdate,
+        effects.DropGradient,
+    ),
+    *(
+        effects.InstallSnapshot,
+        effects.RunBatch,
+        effects.Fetch,
+        effects.Keep,
+        effects.Checkpoint,
+        effects.DropSnapshots,
+    ),
     *(effects.Exit, Settled, RankAlive),
 )
 REPORTS = (
@@ -53,7 +67,7 @@ async def read(reader: asyncio.StreamReader, *expected: type) -> object | None:
         return None
 
 
-class Hub:
+class RankHub:
     """Rank 0's end: one line to each of the other ranks, which come for ``purpose`` and send ``types``."""
 
     def __init__(
@@ -163,7 +177,7 @@ class Hub:
         self._lost(hello.rank)
 
 
-class Line:
+class RankLine:
     """Another rank's end: takes what rank 0 sends, which is of ``types``."""
 
     def __init__(

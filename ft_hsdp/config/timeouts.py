@@ -6,16 +6,11 @@ All waits are here but four that belong to their subjects: `ftar.timeout_s`, `qu
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple, Self
+from typing import Self
 
 from pydantic import Field, model_validator
-from pydantic_core import PydanticCustomError
 
 from ft_hsdp.config.base import DAY_S, Int, Number, Section, refuse
-
-if TYPE_CHECKING:
-    from ft_hsdp.config.root import Config
 
 
 class TimeoutsConfig(Section):
@@ -293,114 +288,3 @@ class RestartConfig(Section):
                 f"at most restart.backoff_max_s ({self.backoff_max_s}): it is the first of those waits",
             )
         return self
-
-
-class Bound(NamedTuple):
-    """The value at `key` is at most that at `other`, or below it; `why` says what would go wrong."""
-
-    key: str
-    other: str
-    why: str
-    below: bool = False
-    where: Callable[[Config], bool] = lambda _: True  # else it does not count
-
-
-def _returning(c: Config) -> bool:
-    return c.timeouts.return_wait_s > 0  # 0 waits for nobody
-
-
-def _backing_off(c: Config) -> bool:
-    return c.restart.backoff_s > 0
-
-
-def _elected(c: Config) -> bool:
-    return bool(c.lighthouse.etcd)
-
-
-BOUNDS = (
-    Bound("timeouts.connect_s", "ftar.timeout_s", "a ring that does not form goes before one that stands"),
-    Bound("timeouts.silence_s", "timeouts.connect_s", "who is stopped must be found while a ring waits for it"),
-    Bound("timeouts.suspect_grace_s", "timeouts.silence_grace_s", "evidence must not buy time"),
-    Bound("timeouts.silence_grace_s", "timeouts.evict_s", "who is silent must be left out before it is evicted"),
-    Bound("timeouts.answer_wait_s", "quorum.lease_s", "the lease must outlast the waits under it"),
-    Bound("timeouts.answer_wait_s", "timeouts.ask_s", "an ask must be open for as long as its answer is awaited"),
-    Bound("timeouts.hello_s", "timeouts.ranks_s", "the ranks of a replica greet while they wait for each other"),
-    Bound("timeouts.evict_s", "quorum.lease_s", "the lease must outlast the waits under it"),
-    Bound("quorum.catchup_wait_s", "ftar.timeout_s", "the others would give up the ring meanwhile", below=True),
-    Bound("timeouts.ranks_s", "timeouts.start_s", "the ranks of a replica meet before it checks in"),
-    Bound("ftar.timeout_s", "timeouts.step_s", "the others name who hangs before it ends itself"),
-    Bound("timeouts.spawn_s", "timeouts.boot_s", "a fork must not be given longer than the imports before it"),
-    Bound("timeouts.agent_answer_s", "timeouts.agent_s", "it is awaited elsewhere"),
-    Bound("timeouts.agent_s", "timeouts.ranks_s", "a replica's ranks wait for one that waits for its agent"),
-    Bound(
-        "timeouts.boot_s",
-        "timeouts.return_wait_s",
-        "a replica must have the time to start before its step is given up (0 waits for nobody)",
-        where=_returning,
-    ),
-    Bound(
-        "restart.hold_s",
-        "timeouts.return_wait_s",
-        "a replica must be started before its step is given up (0 waits for nobody)",
-        below=True,
-        where=_returning,
-    ),
-    Bound(
-        "timeouts.return_wait_s",
-        "timeouts.linger_s",
-        "the step for which a replica is awaited must still be in its host's memory",
-    ),
-    Bound(
-        "timeouts.boot_s",
-        "timeouts.final_wait_s",
-        "who is lost at the end must have the time to start while the final state is served",
-    ),
-    Bound(
-        "restart.backoff_max_s",
-        "timeouts.final_wait_s",
-        "who waits for its restart at the end must come back while the final state is served",
-        below=True,
-        where=_backing_off,
-    ),
-    Bound(
-        "lighthouse.etcd_lease_s",
-        "timeouts.listen_s",
-        "a lighthouse leads only when the lease of the one before it has run out",
-        below=True,
-        where=_elected,
-    ),
-    Bound(
-        "lighthouse.etcd_lease_s",
-        "quorum.lease_s",
-        "training must go on until another lighthouse leads",
-        below=True,
-        where=_elected,
-    ),
-)
-"""Whoever waits for others outlasts what they wait for."""
-
-
-def refusal(c: Config) -> PydanticCustomError | None:
-    """What is wrong with the waits of a configuration, taken together; None: they fit."""
-    for bound in BOUNDS:
-        value, most = _at(c, bound.key), _at(c, bound.other)
-        if bound.where(c) and (value >= most if bound.below else value > most):
-            allowed = f"{'less than' if bound.below else 'at most'} {bound.other} ({most}): {bound.why}"
-            return refuse(bound.key, value, allowed)
-    t = c.timeouts
-    if t.silence_s < 3 * t.beat_s:
-        allowed = f"at least 3 x timeouts.beat_s ({t.beat_s}): one late beat must not make a suspect"
-        return refuse("timeouts.silence_s", t.silence_s, allowed)
-    found_s = t.silence_s + t.suspect_grace_s
-    if found_s >= t.evict_s:
-        allowed = (
-            f"more than timeouts.silence_s + timeouts.suspect_grace_s ({found_s:g}): the others must have gone on "
-            "without a silent replica, and it must have had its grace, before it is killed"
-        )
-        return refuse("timeouts.evict_s", t.evict_s, allowed)
-    return None
-
-
-def _at(c: Config, key: str) -> float:
-    section, name = key.split(".")
-    return float(getattr(getattr(c, section), name))

@@ -1,15 +1,52 @@
-"""Standing: what the leader of one replica knows of it, and where it is in a step."""
+"""Rules: what the operator chose for all replicas of a job alike.
+
+Standing: what the leader of one replica knows of it, and where it is in a step.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
+from typing import Literal
 
-from ft_hsdp.core import lineage
-from ft_hsdp.core.assignment import Grant, Role
-from ft_hsdp.core.commit import CommitRecord, Fence, Token
-from ft_hsdp.core.lineage import StateId
-from ft_hsdp.core.rules import DEFAULT, Rules
+from ft_hsdp.core import state_id
+from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken
+from ft_hsdp.core.grant import Grant, Role
+from ft_hsdp.core.state_id import StateId
+
+Poison = Literal["exclude_contributor", "skip_step"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaPolicy:
+    """``checkpoint_every`` steps there is a durable checkpoint (0: never). A replica that is behind keeps at most
+    ``catchup_log_steps`` committed gradients until its base is there. ``poison`` says what becomes of a step in
+    which some gradient is not finite: it is tried again without it, or committed without changing any weight.
+    A batch that was left out of ``poison_retries`` steps is given up.
+    ``keep_last``: when all that hold the state leave on request, one of them writes a checkpoint of it first.
+    """
+
+    checkpoint_every: int = 0
+    catchup_log_steps: int = 64
+    poison: Poison = "exclude_contributor"
+    keep_last: bool = False
+    poison_retries: int = 3
+
+
+DEFAULT = ReplicaPolicy()
+
+
+def difference(theirs: Mapping[str, str], agreed: Mapping[str, str]) -> tuple[str, str, str] | None:
+    """The first dotted key in which two configurations differ, with both values; None: in no key.
+
+    A value is the text that `config.agreed` gives; "nothing" stands for a key that one side does not know.
+    """
+    for key in sorted(theirs.keys() | agreed.keys()):
+        mine, other = theirs.get(key, "nothing"), agreed.get(key, "nothing")
+        if mine != other:
+            return key, mine, other
+    return None
 
 
 class Phase(Enum):
@@ -50,7 +87,7 @@ class Replica:
     steps: int
     state: StateId
     head: StateId
-    rules: Rules = DEFAULT
+    rules: ReplicaPolicy = DEFAULT
     phase: Phase = Phase.ASKING
     grant: Grant | None = None
     seen: tuple[int, int] = (0, 0)
@@ -61,11 +98,11 @@ class Replica:
     record: CommitRecord | None = None
     forwarded: bool = False
     digest: str = ""
-    token: Token | None = None
+    token: CommitToken | None = None
     fed: StateId | None = None
     fetching: StateId | None = None
     log: tuple[CommitRecord, ...] = ()
-    void: Fence | None = None
+    void: AttemptId | None = None
     equal: tuple[int, ...] = ()
     leaving: tuple[int, ...] = ()
     lagging: tuple[int, ...] = ()
@@ -89,7 +126,7 @@ class Replica:
     @property
     def verified(self) -> bool:
         """Whether this replica holds the state that the ring builds on."""
-        return lineage.same(self.state, self.head)
+        return state_id.same(self.state, self.head)
 
     @property
     def prepared(self) -> CommitRecord | None:
@@ -108,12 +145,12 @@ class Replica:
         if self.verified:
             return None
         voted = self.record.state_id if self.record is not None and self.forwarded else None
-        return voted if voted is not None and lineage.newer(voted, self.head) else self.head
+        return voted if voted is not None and state_id.newer(voted, self.head) else self.head
 
     @property
-    def fence(self) -> Fence:
+    def fence(self) -> AttemptId:
         """The attempt that is under way."""
-        return Fence(self.grant.epoch if self.grant else 0, self.head.step + 1, self.attempt)
+        return AttemptId(self.grant.epoch if self.grant else 0, self.head.step + 1, self.attempt)
 
     @property
     def role(self) -> Role:

@@ -36,7 +36,7 @@ class Outlets:
     end: Callable[[str], None]
 
 
-class Vigil:
+class Watchdog:
     """Watches from now until `stop`, on the control loop. ``parent`` is the process that started this one, if it
     is to be watched; siblings are watched once they are expected.
 

@@ -1,0 +1,231 @@
+"""The whole configuration, and the checks that span sections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, Self
+
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.config import JsonDict, JsonValue
+from pydantic_core import PydanticCustomError
+
+from ft_hsdp import faults
+from ft_hsdp.config.base import Int, Section, refuse
+from ft_hsdp.config.chaos import ChaosConfig, DebugConfig
+from ft_hsdp.config.network import LighthouseConfig, NetworkConfig, RayConfig
+from ft_hsdp.config.running import (
+    MAX_RANKS,
+    MAX_REPLICAS,
+    CheckpointConfig,
+    FtarConfig,
+    JobConfig,
+    QuorumConfig,
+    StateConfig,
+)
+from ft_hsdp.config.timeouts import RestartConfig, TimeoutsConfig
+from ft_hsdp.config.training import DataConfig, LrConfig, ModelConfig, OptimConfig, TrainConfig
+
+
+def _having(section: str, key: str, value: JsonValue) -> JsonDict:
+    """The schema of a configuration that says `section.key: value`."""
+    there: JsonDict = {"required": [key], "properties": {key: {"const": value}}}
+    return {"required": [section], "properties": {section: there}}
+
+
+_ON_GPUS = _having("train", "device", "cuda")
+
+
+class Config(Section):
+    """One job. Made by `ft_hsdp.config.load`; frozen; every key has a default."""
+
+    model_config = ConfigDict(json_schema_extra={"if": _having("optim", "offload", True), "then": _ON_GPUS})
+
+    job: JobConfig = Field(default_factory=JobConfig)
+    replicas: Int = Field(3, ge=1, le=MAX_REPLICAS, description="replicas, each with a whole model")
+    ranks_per_replica: Int = Field(
+        2, ge=1, le=MAX_RANKS, description="ranks over which a replica shards its model"
+    )
+    max_replicas: Int | None = Field(
+        None,
+        ge=1,
+        le=MAX_REPLICAS,
+        description="up to which `scale` may grow the job; null: replicas. There are as many data shards",
+    )
+    spares: Int = Field(
+        0,
+        ge=0,
+        le=MAX_REPLICAS * MAX_RANKS,
+        description="warm processes in reserve, a multiple of ranks_per_replica: a lost replica is replaced as a "
+        "whole; each holds a model",
+    )
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    lr: LrConfig = Field(default_factory=LrConfig)
+    ftar: FtarConfig = Field(default_factory=FtarConfig)
+    quorum: QuorumConfig = Field(default_factory=QuorumConfig)
+    timeouts: TimeoutsConfig = Field(default_factory=TimeoutsConfig)
+    restart: RestartConfig = Field(default_factory=RestartConfig)
+    network: NetworkConfig = Field(default_factory=NetworkConfig)
+    lighthouse: LighthouseConfig = Field(default_factory=LighthouseConfig)
+    ray: RayConfig = Field(default_factory=RayConfig)
+    state: StateConfig = Field(default_factory=StateConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    chaos: tuple[ChaosConfig, ...] = Field((), description="failures to inject")
+    debug: DebugConfig = Field(default_factory=DebugConfig)
+
+    @property
+    def slots(self) -> int:
+        """How many replicas there can be; their ids are below it."""
+        return self.replicas if self.max_replicas is None else self.max_replicas
+
+    @property
+    def takes_faults(self) -> bool:
+        """Whether its processes listen for faults that they have to carry out themselves."""
+        return self.debug.faults or any(rule.kind in faults.HOOKED for rule in self.chaos)
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        wrong = _refusal(self)
+        if wrong is not None:
+            raise wrong
+        if self.slots < self.replicas:
+            raise refuse("max_replicas", self.max_replicas, f"at least replicas ({self.replicas}), or null")
+        if self.spares % self.ranks_per_replica:
+            allowed = (
+                f"a multiple of ranks_per_replica ({self.ranks_per_replica}): a replica is replaced as a whole"
+            )
+            raise refuse("spares", self.spares, allowed)
+        if self.network.tls == "on" and self.ftar.transport == "c10d":
+            raise refuse("ftar.transport", "c10d", "another one with network.tls on: gloo does not encrypt")
+        if self.optim.offload and self.train.device == "cpu":
+            raise refuse("optim.offload", True, "false with train.device cpu: all is in host memory there")
+        if self.quorum.min_replicas > self.replicas:
+            raise refuse("quorum.min_replicas", self.quorum.min_replicas, f"at most replicas ({self.replicas})")
+        for i, rule in enumerate(self.chaos):
+            ends = [] if rule.edge is None else [end for end in rule.edge if end != "lighthouse"]
+            if any(r >= self.slots for r in (*rule.replicas, *ends) if isinstance(r, int)):
+                raise refuse(
+                    f"chaos.{i}.{'edge' if ends else 'replicas'}",
+                    list(rule.edge or rule.replicas),
+                    f"ids from 0 to {self.slots - 1} (there are {self.slots} replicas at most)",
+                )
+            if rule.rank is not None and rule.rank >= self.ranks_per_replica:
+                raise refuse(
+                    f"chaos.{i}.rank",
+                    rule.rank,
+                    f"0 to {self.ranks_per_replica - 1} (ranks_per_replica is {self.ranks_per_replica})",
+                )
+        return self
+
+
+class Bound(NamedTuple):
+    """The value at `key` is at most that at `other`, or below it; `why` says what would go wrong."""
+
+    key: str
+    other: str
+    why: str
+    below: bool = False
+    where: Callable[[Config], bool] = lambda _: True  # else it does not count
+
+
+def _returning(c: Config) -> bool:
+    return c.timeouts.return_wait_s > 0  # 0 waits for nobody
+
+
+def _backing_off(c: Config) -> bool:
+    return c.restart.backoff_s > 0
+
+
+def _elected(c: Config) -> bool:
+    return bool(c.lighthouse.etcd)
+
+
+BOUNDS = (
+    Bound("timeouts.connect_s", "ftar.timeout_s", "a ring that does not form goes before one that stands"),
+    Bound("timeouts.silence_s", "timeouts.connect_s", "who is stopped must be found while a ring waits for it"),
+    Bound("timeouts.suspect_grace_s", "timeouts.silence_grace_s", "evidence must not buy time"),
+    Bound("timeouts.silence_grace_s", "timeouts.evict_s", "who is silent must be left out before it is evicted"),
+    Bound("timeouts.answer_wait_s", "quorum.lease_s", "the lease must outlast the waits under it"),
+    Bound("timeouts.answer_wait_s", "timeouts.ask_s", "an ask must be open for as long as its answer is awaited"),
+    Bound("timeouts.hello_s", "timeouts.ranks_s", "the ranks of a replica greet while they wait for each other"),
+    Bound("timeouts.evict_s", "quorum.lease_s", "the lease must outlast the waits under it"),
+    Bound("quorum.catchup_wait_s", "ftar.timeout_s", "the others would give up the ring meanwhile", below=True),
+    Bound("timeouts.ranks_s", "timeouts.start_s", "the ranks of a replica meet before it checks in"),
+    Bound("ftar.timeout_s", "timeouts.step_s", "the others name who hangs before it ends itself"),
+    Bound("timeouts.spawn_s", "timeouts.boot_s", "a fork must not be given longer than the imports before it"),
+    Bound("timeouts.agent_answer_s", "timeouts.agent_s", "it is awaited elsewhere"),
+    Bound("timeouts.agent_s", "timeouts.ranks_s", "a replica's ranks wait for one that waits for its agent"),
+    Bound(
+        "timeouts.boot_s",
+        "timeouts.return_wait_s",
+        "a replica must have the time to start before its step is given up (0 waits for nobody)",
+        where=_returning,
+    ),
+    Bound(
+        "restart.hold_s",
+        "timeouts.return_wait_s",
+        "a replica must be started before its step is given up (0 waits for nobody)",
+        below=True,
+        where=_returning,
+    ),
+    Bound(
+        "timeouts.return_wait_s",
+        "timeouts.linger_s",
+        "the step for which a replica is awaited must still be in its host's memory",
+    ),
+    Bound(
+        "timeouts.boot_s",
+        "timeouts.final_wait_s",
+        "who is lost at the end must have the time to start while the final state is served",
+    ),
+    Bound(
+        "restart.backoff_max_s",
+        "timeouts.final_wait_s",
+        "who waits for its restart at the end must come back while the final state is served",
+        below=True,
+        where=_backing_off,
+    ),
+    Bound(
+        "lighthouse.etcd_lease_s",
+        "timeouts.listen_s",
+        "a lighthouse leads only when the lease of the one before it has run out",
+        below=True,
+        where=_elected,
+    ),
+    Bound(
+        "lighthouse.etcd_lease_s",
+        "quorum.lease_s",
+        "training must go on until another lighthouse leads",
+        below=True,
+        where=_elected,
+    ),
+)
+"""Whoever waits for others outlasts what they wait for."""
+
+
+def _refusal(c: Config) -> PydanticCustomError | None:
+    """What is wrong with the waits of a configuration, taken together; None: they fit."""
+    for bound in BOUNDS:
+        value, most = _at(c, bound.key), _at(c, bound.other)
+        if bound.where(c) and (value >= most if bound.below else value > most):
+            allowed = f"{'less than' if bound.below else 'at most'} {bound.other} ({most}): {bound.why}"
+            return refuse(bound.key, value, allowed)
+    t = c.timeouts
+    if t.silence_s < 3 * t.beat_s:
+        allowed = f"at least 3 x timeouts.beat_s ({t.beat_s}): one late beat must not make a suspect"
+        return refuse("timeouts.silence_s", t.silence_s, allowed)
+    found_s = t.silence_s + t.suspect_grace_s
+    if found_s >= t.evict_s:
+        allowed = (
+            f"more than timeouts.silence_s + timeouts.suspect_grace_s ({found_s:g}): the others must have gone on "
+            "without a silent replica, and it must have had its grace, before it is killed"
+        )
+        return refuse("timeouts.evict_s", t.evict_s, allowed)
+    return None
+
+
+def _at(c: Config, key: str) -> float:
+    section, name = key.split(".")
+    return float(getattr(getattr(c, section), name))
