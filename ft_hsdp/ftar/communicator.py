@@ -21,14 +21,13 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConnectFailed, FTARError, InvalidArgument, RemoteAbort, StaleEpoch
-from ft_hsdp.ftar.door import Identity
-from ft_hsdp.ftar.events import Events
-from ft_hsdp.ftar.exchange import DTYPES
+from ft_hsdp.ftar.allreduce import DTYPES
+from ft_hsdp.ftar.executor import Work
 from ft_hsdp.ftar.frame import Entry, Key
-from ft_hsdp.ftar.group import Group
-from ft_hsdp.ftar.lifecycle import State
+from ft_hsdp.ftar.group import Group, GroupEvents
+from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.listener import MemberIdentity
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.ftar.work import Work
 from ft_hsdp.protocol import RingAbort
 
 _NOTHING = "0" * 32
@@ -56,7 +55,7 @@ class Communicator:
         self._member = member
         self._settings = settings or Settings()
         sizes = (self._settings.chunk_bytes, self._settings.slots, self._settings.connections)
-        identity = Identity(member, 0, state_id.digest(job, rank, layout, sizes), token)
+        identity = MemberIdentity(member, 0, state_id.digest(job, rank, layout, sizes), token)
         self._token = token
         self._count = 0
         self._formed: concurrent.futures.Future[None] | None = None
@@ -66,7 +65,7 @@ class Communicator:
         self._loop.set_exception_handler(self._crash)
         self._thread = threading.Thread(target=self._loop.run_forever, name="ftar-control", daemon=True)
         self._thread.start()
-        events = Events(self._connected, self._broken, lambda grant: None, lambda token: None)
+        events = GroupEvents(self._connected, self._broken, lambda grant: None, lambda token: None)
         self._group = Group(identity, self._settings, events)
         try:
             self.address: str = self._call(self._listen(host))
@@ -99,7 +98,7 @@ class Communicator:
     # The caller.
 
     @property
-    def state(self) -> State:
+    def state(self) -> GroupState:
         """Where the group is."""
         return self._group.state
 
@@ -154,7 +153,7 @@ class Communicator:
             raise ConnectFailed(f"epoch {epoch} was not formed within {timeout_s} s") from None
 
     async def _configure(self, grant: Grant) -> None:
-        if self._group.state is State.FATAL:
+        if self._group.state is GroupState.FATAL:
             raise StaleEpoch("the communicator is FATAL")
         if grant.epoch <= self._group.epoch:
             raise StaleEpoch(f"epoch {grant.epoch}: {self._group.epoch} was claimed before")

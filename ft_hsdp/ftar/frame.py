@@ -67,7 +67,7 @@ class Frame:
     empty: bool
 
 
-class Course:
+class FrameOrder:
     """The order of the frames of one all-reduce on one connection: no memory is written twice.
 
     ``alone``: all its frames come this way; otherwise every one of them comes once, here or elsewhere.

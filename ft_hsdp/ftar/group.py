@@ -1,4 +1,6 @@
-"""Group: one rank's place in the rings of successive epochs, and the all-reduces that run on them.
+"""Events: what a group tells its owner.
+
+Group: one rank's place in the rings of successive epochs, and the all-reduces that run on them.
 
 Made once. ``configure`` forms the ring of a grant, ``all_reduce`` queues work on it, ``stop`` leaves it. A ring
 that broke stays broken: only a larger epoch helps. Everything but ``all_reduce`` runs on the control loop; the
@@ -10,8 +12,8 @@ from __future__ import annotations
 import asyncio
 import socket
 import threading
-from collections.abc import Coroutine
-from dataclasses import replace
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -31,24 +33,31 @@ from ft_hsdp.errors import (
     exhausted,
 )
 from ft_hsdp.ftar import lifecycle
-from ft_hsdp.ftar.beats import Beats, HostSentinel
+from ft_hsdp.ftar.allreduce import Order, Ring
 from ft_hsdp.ftar.dataplane.base import Plane
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
-from ft_hsdp.ftar.door import Door, Identity
-from ft_hsdp.ftar.engine import Ring
-from ft_hsdp.ftar.events import Events
-from ft_hsdp.ftar.exchange import Order
-from ft_hsdp.ftar.formation import Formation, Place, Refusal
+from ft_hsdp.ftar.executor import Executor, Work
 from ft_hsdp.ftar.frame import Entry, Key
-from ft_hsdp.ftar.lifecycle import State
+from ft_hsdp.ftar.heartbeat import Heartbeat, HostSentinel
+from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.listener import Listener, MemberIdentity
 from ft_hsdp.ftar.memory import Arena
-from ft_hsdp.ftar.neighbour import Neighbour
-from ft_hsdp.ftar.runner import Runner
+from ft_hsdp.ftar.peer import Peer
+from ft_hsdp.ftar.rendezvous import MemberContext, Refusal, Rendezvous, SpareEdges
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.ftar.spares import Spares
 from ft_hsdp.ftar.transport.shm import host_id
-from ft_hsdp.ftar.work import Work
 from ft_hsdp.protocol import RingAbort, RingBarrier, RingHello, RingWelcome
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEvents:
+    """Whom to tell, on the control loop."""
+
+    connected: Callable[[int], None]
+    broken: Callable[[RingAbort], None]
+    shown: Callable[[Grant], None]
+    token: Callable[[CommitToken], None]
+
 
 BLAME_S = 0.05
 
@@ -58,36 +67,36 @@ class Group:
 
     def __init__(
         self,
-        identity: Identity,
+        identity: MemberIdentity,
         settings: Settings,
-        events: Events,
+        events: GroupEvents,
         plane: Plane | None = None,
         arena: Arena | None = None,
     ) -> None:
         self.arena = arena or Arena()
-        self.state = State.NEW
+        self.state = GroupState.NEW
         self._changing = threading.Lock()
         self.error: FTARError | None = None  # why the last ring is over
         self._identity = identity
         self._settings = settings
         self._events = events
-        self._door = Door(identity, self._arrived, self._exhausted)
-        self._place = Place(identity, settings, self._door, self.arena, host_id(), self._heard)
+        self._door = Listener(identity, self._arrived, self._exhausted)
+        self._place = MemberContext(identity, settings, self._door, self.arena, host_id(), self._heard)
         self._plane = plane or CpuPlane()
-        self._current: Formation | None = None
+        self._current: Rendezvous | None = None
         self._over = True
-        self._beats: Beats | None = None
+        self._beats: Heartbeat | None = None
         self._sentinel = HostSentinel()
-        self._spares = Spares()
+        self._spares = SpareEdges()
         self._farewell: RingAbort | None = None  # what the newest ring that is over was told
         self._floor = 0
         self._reason = ""
-        self._parked: dict[int, list[tuple[RingHello, Neighbour]]] = {}
+        self._parked: dict[int, list[tuple[RingHello, Peer]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._forming: asyncio.Task[Any] | None = None
-        self._parting: tuple[Formation, RingAbort] | None = None
+        self._parting: tuple[Rendezvous, RingAbort] | None = None
         self._ring: Ring | None = None
-        self._runner = Runner(settings.connect_timeout_s + 1.0, self._failed, self._ran, self.crashed)
+        self._runner = Executor(settings.connect_timeout_s + 1.0, self._failed, self._ran, self.crashed)
 
     def listen(self, host: str) -> str:
         """Open the door; "host:port" for the grant."""
@@ -110,7 +119,7 @@ class Group:
         """Most bytes that were ever on their way to the right neighbour in this epoch."""
         return self._ring.high_water if self._ring is not None else 0
 
-    def _go(self, state: State) -> None:
+    def _go(self, state: GroupState) -> None:
         with self._changing:
             self.state = lifecycle.step(self.state, state)
 
@@ -118,16 +127,16 @@ class Group:
 
     def configure(self, grant: Grant) -> None:
         """Form the ring of ``grant``; older rings are left. Stale and reused epochs are refused."""
-        if grant.epoch <= self._floor or self.state in (State.CLOSED, State.FATAL):
+        if grant.epoch <= self._floor or self.state in (GroupState.CLOSED, GroupState.FATAL):
             return
         self._floor = grant.epoch
-        formation = Formation(grant, self._place)
+        formation = Rendezvous(grant, self._place)
         self._leave("a newer epoch", grant, formation)
-        self._go(State.CONFIGURING)
+        self._go(GroupState.CONFIGURING)
         self._current, self._over, self._ring = formation, False, None
         self._runner.expect(grant.epoch)
         if len(grant.members) > 1:
-            self._beats = Beats(self._settings, formation, self._sentinel, partial(self._break, formation))
+            self._beats = Heartbeat(self._settings, formation, self._sentinel, partial(self._break, formation))
         self._forming = self._spawn(self._form(formation))
         for hello, neighbour in self._parked.pop(grant.epoch, []):
             self._spawn(self._called(formation, hello, neighbour))
@@ -153,7 +162,7 @@ class Group:
             return
         self._spawn(self._pass(formation, token))
 
-    async def _pass(self, formation: Formation, token: CommitToken) -> None:
+    async def _pass(self, formation: Rendezvous, token: CommitToken) -> None:
         assert formation.right is not None
         try:
             await formation.right.send(token)
@@ -168,7 +177,7 @@ class Group:
     async def close(self) -> None:
         """Leave the ring, hang up, end the threads."""
         self.stop(max([self._floor, *self._parked]), "the replica ends")
-        self._go(State.CLOSED)
+        self._go(GroupState.CLOSED)
         self._door.close()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -186,7 +195,7 @@ class Group:
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self.crashed("the group failed", error)
 
-    async def _form(self, formation: Formation) -> None:
+    async def _form(self, formation: Rendezvous) -> None:
         """Get the edges, then let the queued work run."""
         grant = formation.grant
         inlet = outlet = None
@@ -217,7 +226,7 @@ class Group:
             self._plane,
             lambda elements, itemsize: self._settings.plan(elements, itemsize, members),
         )
-        self._go(State.READY)
+        self._go(GroupState.READY)
         if self._beats is not None:
             self._beats.stands(self._ring)
         self._drop_spares()
@@ -232,20 +241,20 @@ class Group:
 
     def _arrived(self, hello: RingHello, sock: socket.socket) -> None:
         """Somebody calls on a new connection."""
-        self._hello(hello, Neighbour(sock, self._heard))
+        self._hello(hello, Peer(sock, self._heard))
 
-    def _hello(self, hello: RingHello, neighbour: Neighbour) -> None:
+    def _hello(self, hello: RingHello, neighbour: Peer) -> None:
         """Take a caller, park it for a later epoch, or refuse it."""
         epoch, formation = hello.grant.epoch, self._current
         if formation is not None and epoch == formation.grant.epoch and not self._over:
             self._spawn(self._called(formation, hello, neighbour))
-        elif epoch <= self._floor or self.state is State.CLOSED:
+        elif epoch <= self._floor or self.state is GroupState.CLOSED:
             self._refuse(hello, neighbour)
         else:
             self._parked.setdefault(epoch, []).append((hello, neighbour))
             self._events.shown(hello.grant)
 
-    async def _called(self, formation: Formation, hello: RingHello, neighbour: Neighbour) -> None:
+    async def _called(self, formation: Rendezvous, hello: RingHello, neighbour: Peer) -> None:
         self._spares.remove(neighbour)
         if self._over or self._current is not formation:  # by now: who calls so late has not been told
             self._refuse(hello, neighbour)
@@ -257,7 +266,7 @@ class Group:
                 self._exhausted(local)
             await neighbour.close()
 
-    def _refuse(self, hello: RingHello, neighbour: Neighbour) -> None:
+    def _refuse(self, hello: RingHello, neighbour: Peer) -> None:
         """Tell a caller that its epoch is over, and show it the newer grant if there is one."""
         newer = self._current.grant if self._current and self._current.grant.epoch > hello.grant.epoch else None
         abort = RingAbort(hello.grant.epoch, self._reason or "stale", None)
@@ -266,7 +275,7 @@ class Group:
         neighbour.say(replace(abort, grant=newer))
         self._spawn(neighbour.close())
 
-    def _heard(self, neighbour: Neighbour, message: object) -> None:
+    def _heard(self, neighbour: Peer, message: object) -> None:
         """A neighbour says something, or its connection has ended (an exception)."""
         formation = self._current
         match message:
@@ -289,7 +298,7 @@ class Group:
             case CommitToken() if not self._over:
                 self._events.token(message)
 
-    def _ended(self, neighbour: Neighbour, why: Exception) -> None:
+    def _ended(self, neighbour: Peer, why: Exception) -> None:
         formation = self._current
         if formation is None or not formation.lost(neighbour):
             if self._spares.remove(neighbour):
@@ -301,13 +310,13 @@ class Group:
         text = f"replica {who} {'broke the protocol: ' if isinstance(why, ProtocolViolation) else ''}{why}"
         self._break(formation, PeerDead(text, suspect=who))
 
-    def _parts(self, formation: Formation, neighbour: Neighbour, abort: RingAbort) -> bool:
+    def _parts(self, formation: Rendezvous, neighbour: Peer, abort: RingAbort) -> bool:
         """Whether ``neighbour`` leaves while an all-reduce runs here: that ends first, well or not.
 
         Whoever leaves after an all-reduce has done its part of it; before, the engine sees the end of its data.
         """
         with self._changing:
-            runs = self.state is State.RUNNING and self._ring is not None and self._ring.error is None
+            runs = self.state is GroupState.RUNNING and self._ring is not None and self._ring.error is None
             if not runs or not abort.planned or abort.grant is not None:
                 return False
             self._parting = formation, abort
@@ -320,7 +329,7 @@ class Group:
         if parting is not None:
             self._aborted(*parting)
 
-    def _aborted(self, formation: Formation, abort: RingAbort) -> None:
+    def _aborted(self, formation: Rendezvous, abort: RingAbort) -> None:
         """A neighbour says that the ring is over; it may know a newer grant."""
         if abort.grant is not None and abort.grant.epoch > self._floor:
             self._events.shown(abort.grant)
@@ -328,7 +337,7 @@ class Group:
 
     # The end of a ring.
 
-    def _break(self, formation: Formation, error: FTARError, abort: RingAbort | None = None) -> None:
+    def _break(self, formation: Rendezvous, error: FTARError, abort: RingAbort | None = None) -> None:
         """The ring is of no more use: tell both neighbours and the leader, once; ``abort`` is passed on."""
         if self._over or self._current is not formation:
             return
@@ -342,7 +351,7 @@ class Group:
         self._drop_spares()
         self._events.broken(abort)
 
-    def _leave(self, reason: str, newer: Grant | None, following: Formation | None) -> None:
+    def _leave(self, reason: str, newer: Grant | None, following: Rendezvous | None) -> None:
         """Leave the current ring on purpose; edges that ``following`` can use are spared."""
         self._drop_spares()
         formation = self._current
@@ -355,10 +364,10 @@ class Group:
             self._ring = None if idle else self._ring
         self._end(formation, planned, error)
 
-    def _end(self, formation: Formation, abort: RingAbort, error: FTARError) -> None:
+    def _end(self, formation: Rendezvous, abort: RingAbort, error: FTARError) -> None:
         """Say goodbye both ways round, stop the data, close what the ring had."""
         self._over, self.error, self._farewell = True, error, abort
-        self._go(State.ABORTING)
+        self._go(GroupState.ABORTING)
         if self._beats is not None:
             self._beats.stop()
         for neighbour in formation.edges:
@@ -373,7 +382,7 @@ class Group:
             self._forming.cancel()
         for neighbour in formation.edges:
             self._spawn(neighbour.close())
-        self._go(State.FATAL if isinstance(error, FatalError) else State.BROKEN)
+        self._go(GroupState.FATAL if isinstance(error, FatalError) else GroupState.BROKEN)
 
     # The work.
 
@@ -412,8 +421,8 @@ class Group:
     def _ran(self, epoch: int, running: bool) -> None:
         """The engine's thread begins or ends an all-reduce."""
         with self._changing:
-            if self._floor == epoch and self.state in (State.READY, State.RUNNING):
-                self.state = State.RUNNING if running else State.READY
+            if self._floor == epoch and self.state in (GroupState.READY, GroupState.RUNNING):
+                self.state = GroupState.RUNNING if running else GroupState.READY
             if not running and self._parting is not None:
                 self._loop.call_soon_threadsafe(self._see_off)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import Enum
 
 
-class State(Enum):
+class GroupState(Enum):
     """Where a group is. FATAL and CLOSED are never left; BROKEN only for a larger epoch."""
 
     NEW = "no epoch yet"
@@ -18,20 +18,20 @@ class State(Enum):
     CLOSED = "closed"
 
 
-_END = {State.FATAL, State.CLOSED}
-WAYS: dict[State, frozenset[State]] = {
-    State.NEW: frozenset({State.CONFIGURING, State.BROKEN, *_END}),
-    State.CONFIGURING: frozenset({State.READY, State.ABORTING, State.CONFIGURING, *_END}),
-    State.READY: frozenset({State.RUNNING, State.ABORTING, State.CONFIGURING, *_END}),
-    State.RUNNING: frozenset({State.READY, State.ABORTING, State.CONFIGURING, *_END}),
-    State.ABORTING: frozenset({State.BROKEN, State.CONFIGURING, *_END}),
-    State.BROKEN: frozenset({State.CONFIGURING, State.BROKEN, *_END}),
-    State.FATAL: frozenset({State.CLOSED}),
-    State.CLOSED: frozenset(),
+_END = {GroupState.FATAL, GroupState.CLOSED}
+WAYS: dict[GroupState, frozenset[GroupState]] = {
+    GroupState.NEW: frozenset({GroupState.CONFIGURING, GroupState.BROKEN, *_END}),
+    GroupState.CONFIGURING: frozenset({GroupState.READY, GroupState.ABORTING, GroupState.CONFIGURING, *_END}),
+    GroupState.READY: frozenset({GroupState.RUNNING, GroupState.ABORTING, GroupState.CONFIGURING, *_END}),
+    GroupState.RUNNING: frozenset({GroupState.READY, GroupState.ABORTING, GroupState.CONFIGURING, *_END}),
+    GroupState.ABORTING: frozenset({GroupState.BROKEN, GroupState.CONFIGURING, *_END}),
+    GroupState.BROKEN: frozenset({GroupState.CONFIGURING, GroupState.BROKEN, *_END}),
+    GroupState.FATAL: frozenset({GroupState.CLOSED}),
+    GroupState.CLOSED: frozenset(),
 }
 
 
-def step(old: State, new: State) -> State:
+def step(old: GroupState, new: GroupState) -> GroupState:
     """``new``, if there is a way to it from ``old``.
 
     Raises:

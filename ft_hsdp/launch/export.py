@@ -17,9 +17,9 @@ from safetensors.torch import save_file
 
 from ft_hsdp.config import Config, parse
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.state import catalogue, dcp
-from ft_hsdp.state.catalogue import Checkpoint
-from ft_hsdp.state.contents import Stored, Unauthentic
+from ft_hsdp.state.checkpoint import catalog, dcp
+from ft_hsdp.state.checkpoint.catalog import Checkpoint
+from ft_hsdp.state.checkpoint.checkpoint_manifest import Stored, Unauthentic
 from ft_hsdp.train.tokens import SEPARATOR
 
 WEIGHTS, SHAPE = "model.safetensors", "config.json"
@@ -43,7 +43,7 @@ class Exported:
     step: int
     parameters: int
     out: str
-    skipped: tuple[catalogue.Skipped, ...]
+    skipped: tuple[catalog.Skipped, ...]
 
 
 def export(folder: Path, out: Path, step: int | None, key: bytes | None) -> Exported:
@@ -55,7 +55,7 @@ def export(folder: Path, out: Path, step: int | None, key: bytes | None) -> Expo
         ConfigError: there is no such checkpoint, it is of another model, or ``out`` cannot be written.
     """
     try:
-        found = catalogue.newest(folder, key, step)
+        found = catalog.newest(folder, key, step)
     except Unauthentic as error:
         allowed = "a checkpoint that was signed with the key of --key (or yours), or --trust"
         raise ConfigError("CHECKPOINT_DIR", str(folder / str(error)), allowed) from None
@@ -85,10 +85,10 @@ def export(folder: Path, out: Path, step: int | None, key: bytes | None) -> Expo
     return Exported(found.checkpoint.manifest.state.step, count, str(out), found.skipped)
 
 
-def _nothing(folder: Path, step: int | None, skipped: tuple[catalogue.Skipped, ...]) -> ConfigError:
+def _nothing(folder: Path, step: int | None, skipped: tuple[catalog.Skipped, ...]) -> ConfigError:
     """Why there is nothing to export."""
     said = "; ".join(f"{each.name}: {each.reason}" for each in skipped)
-    steps = sorted({int(path.name.split("-")[1]) for path in catalogue.published(folder)})
+    steps = sorted({int(path.name.split("-")[1]) for path in catalog.published(folder)})
     if step is not None and step not in steps and steps:
         return ConfigError("--step", step, ", ".join(map(str, steps)))
     return ConfigError(

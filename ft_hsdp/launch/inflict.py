@@ -35,7 +35,7 @@ SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTER
 ROOM = 16 << 20  # bytes of address space that a process may still take
 STRANGERS_PER_S = 50
 STRANGERS = 16  # connections of strangers at once
-MODULES = {"fork_server": "ft_hsdp.launch.zygote", "agent": "ft_hsdp.state.agent"}
+MODULES = {"fork_server": "ft_hsdp.launch.zygote", "agent": "ft_hsdp.state.agent.server"}
 
 Lift = Callable[[], None]
 

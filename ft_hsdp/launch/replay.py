@@ -26,9 +26,9 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.launch.merge import Merger
 from ft_hsdp.launch.rundir import Row, RunDir, read_json, read_jsonl
-from ft_hsdp.state import catalogue, dcp
-from ft_hsdp.state.contents import Unauthentic
-from ft_hsdp.state.resume import UNSIGNED
+from ft_hsdp.state.checkpoint import catalog, dcp
+from ft_hsdp.state.checkpoint.checkpoint_manifest import Unauthentic
+from ft_hsdp.state.checkpoint.load import UNSIGNED
 from ft_hsdp.train import optim_state, trainer
 from ft_hsdp.train.ground import ring_settings
 from ft_hsdp.train.held import state_digest
@@ -143,7 +143,7 @@ class _Unsharded:
         folder = Path(self._config.checkpoint.dir or run.path / "checkpoints")
         key = None if self._config.checkpoint.trust else secret.run_key(run.path, self._config.checkpoint.key)
         try:
-            found = catalogue.newest(folder, key, first["step"] - 1).checkpoint if folder.is_dir() else None
+            found = catalog.newest(folder, key, first["step"] - 1).checkpoint if folder.is_dir() else None
         except Unauthentic as error:
             raise ConfigError("checkpoint.dir", str(folder / str(error)), UNSIGNED) from None
         if found is None or found.manifest.state.lineage != first["prev"]:

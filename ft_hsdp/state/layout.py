@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ft_hsdp.state import wire
-from ft_hsdp.state.wire import Tensor
+from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.shard_manifest import Tensor
 
 ALIGN = 64
 PIECE = 256 << 10  # bytes that are copied and summed up at once
@@ -44,7 +44,7 @@ class Layout:
     @property
     def fingerprint(self) -> str:
         """Hash of all names, types, local shapes and places: what a fetched shard must have."""
-        return wire.fingerprint(self.tensors)
+        return shard_manifest.fingerprint(self.tensors)
 
     def within(self, start: int, stop: int) -> tuple[tuple[int, int, int], ...]:
         """What lies in the packed bytes [start, stop): (tensor, from, to), in bytes of that tensor."""
@@ -71,7 +71,7 @@ def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) 
         held, not of what came to be in the buffer: a byte that is damaged on its way or in the buffer shows.
     """
     packed: Any = buffer.numpy()
-    sums = wire.Sums()
+    sums = shard_manifest.Sums()
     end = 0
     for place, source in zip(layout.tensors, sources, strict=True):
         _copy(np.zeros(place.offset - end, dtype=np.uint8), packed[end : place.offset], sums)
@@ -87,7 +87,7 @@ def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) 
     return sums.end()
 
 
-def _copy(source: Any, target: Any, sums: wire.Sums) -> None:
+def _copy(source: Any, target: Any, sums: shard_manifest.Sums) -> None:
     """Copy and sum up, a piece at a time, so that it is in the CPU's cache for the second."""
     begin = 0
     while begin < len(source):

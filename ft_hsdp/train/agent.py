@@ -21,10 +21,10 @@ from ft_hsdp.errors import FtHsdpError
 from ft_hsdp.events import Journal
 from ft_hsdp.ftar.group import Group
 from ft_hsdp.protocol import RankBroken, RankFetched, RankFetchFailed, RankShown, RankStopped, RingAbort, Settled
-from ft_hsdp.state import fetch
-from ft_hsdp.state.fetch import Donor, Fetched, Request
-from ft_hsdp.state.segment import Bytes
-from ft_hsdp.state.wire import Expected
+from ft_hsdp.state.shared_memory import Bytes
+from ft_hsdp.state.transfer import fetch
+from ft_hsdp.state.transfer.fetch import Donor, Fetched, Request
+from ft_hsdp.state.transfer.shard_manifest import Expected
 from ft_hsdp.train.keeper import Keeper
 from ft_hsdp.train.mailbox import Apply, Drop, End, Feed, Load, Mailbox, Save
 from ft_hsdp.train.reducer import Reducer

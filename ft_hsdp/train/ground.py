@@ -27,7 +27,7 @@ from ft_hsdp.control.rank_channel import RankHub
 from ft_hsdp.errors import EXIT_RETRYABLE
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings as Ring
-from ft_hsdp.state.ranks import Ranks
+from ft_hsdp.state.replica_group import Ranks
 
 if TYPE_CHECKING:
     from ft_hsdp.ftar.dataplane.gpu import GpuPlane

@@ -27,8 +27,8 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state import layout
 from ft_hsdp.state.layout import Layout
-from ft_hsdp.state.segment import Bytes
-from ft_hsdp.state.wire import Manifest
+from ft_hsdp.state.shared_memory import Bytes
+from ft_hsdp.state.transfer.shard_manifest import Manifest
 from ft_hsdp.train.hsdp import Sharded
 from ft_hsdp.train.offload import Offload
 from ft_hsdp.train.optim import Groups, finish, tensors

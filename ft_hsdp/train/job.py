@@ -29,9 +29,9 @@ from ft_hsdp.control.rank_store import RankStore
 from ft_hsdp.core import checkpoint, state_id
 from ft_hsdp.core.ledger import BatchAssigner
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
-from ft_hsdp.state import catalogue
-from ft_hsdp.state.durable import About, Checkpointer
-from ft_hsdp.state.ranks import Ranks
+from ft_hsdp.state.checkpoint import catalog
+from ft_hsdp.state.checkpoint.writer import About, Checkpointer
+from ft_hsdp.state.replica_group import Ranks
 from ft_hsdp.train import device as devices
 from ft_hsdp.train import optim_state
 from ft_hsdp.train.calling import Calling
@@ -312,7 +312,7 @@ class Job:
     def _missed(self, folder: Path, step: int) -> int:
         """From which step on this replica demands a checkpoint: nobody has written the newest one due; 0: none."""
         due = checkpoint.newest_due(step, self.config.checkpoint.every, self.config.train.steps)
-        if self.rank != 0 or not due or not catalogue.missed(folder, due):
+        if self.rank != 0 or not due or not catalog.missed(folder, due):
             return 0
         assert self._wiring is not None
         reason = (

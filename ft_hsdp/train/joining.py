@@ -19,7 +19,7 @@ from ft_hsdp.config import Config, load
 from ft_hsdp.control.lighthouse_client import listed, named
 from ft_hsdp.control.rank_store import RankStore, connect, serve
 from ft_hsdp.errors import ConfigError, Retryable
-from ft_hsdp.state.start import TOKEN_VARIABLE
+from ft_hsdp.state.agent.launcher import TOKEN_VARIABLE
 from ft_hsdp.train import device as devices
 from ft_hsdp.train.calling import Calling, FromEnvironment
 from ft_hsdp.train.ground import Place

@@ -21,12 +21,12 @@ from ft_hsdp import failpoints
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.events import Journal
-from ft_hsdp.state import wire
-from ft_hsdp.state.client import AgentGone, StateAgent
-from ft_hsdp.state.segment import Bytes
-from ft_hsdp.state.slots import Held as Kept
-from ft_hsdp.state.start import Starter
-from ft_hsdp.state.wire import Manifest
+from ft_hsdp.state.agent.client import AgentGone, StateAgent
+from ft_hsdp.state.agent.launcher import Starter
+from ft_hsdp.state.agent.slots import Held as Kept
+from ft_hsdp.state.shared_memory import Bytes
+from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.shard_manifest import Manifest
 from ft_hsdp.train.held import Held
 
 ANSWER_S = 2.0  # the longest that an agent may hold up a vote, once, where nobody says otherwise, and
@@ -92,7 +92,7 @@ class Keeper:
     def take(self, state: StateId) -> tuple[Manifest, Bytes] | None:
         """One of them, read-only; it does not change until `release_taken`."""
         found = self._submit(lambda agent: agent.take(state)).result()
-        return None if found is None else (wire.decode(found[1]), found[0])
+        return None if found is None else (shard_manifest.decode(found[1]), found[0])
 
     def release_taken(self) -> None:
         """What was taken was used."""
@@ -245,7 +245,7 @@ class Keeper:
             self._complete(agent, manifest)
 
     def _complete(self, agent: StateAgent, manifest: Manifest) -> None:
-        agent.staged(manifest.state, wire.encode(manifest))
+        agent.staged(manifest.state, shard_manifest.encode(manifest))
         self._staged, self._filling = manifest.state, None
         if failpoints.hit("snapshot-flip", manifest.state.step):
             agent.flip()

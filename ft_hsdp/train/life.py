@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from ft_hsdp import failpoints, faults
 from ft_hsdp.config import Config
 from ft_hsdp.control.lighthouse_client import home
-from ft_hsdp.state.start import Starter
+from ft_hsdp.state.agent.launcher import Starter
 from ft_hsdp.train.calling import Call
 from ft_hsdp.train.ground import Place
 

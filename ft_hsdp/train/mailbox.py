@@ -13,8 +13,8 @@ import torch
 
 from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.state.segment import Bytes
-from ft_hsdp.state.wire import Manifest
+from ft_hsdp.state.shared_memory import Bytes
+from ft_hsdp.state.transfer.shard_manifest import Manifest
 
 
 @dataclass(frozen=True, slots=True)

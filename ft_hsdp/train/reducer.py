@@ -21,7 +21,7 @@ from ft_hsdp import failpoints
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import AttemptId, Contribution, Vote
 from ft_hsdp.core.effects import Reduce
-from ft_hsdp.ftar.engine import Result
+from ft_hsdp.ftar.allreduce import Result
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.group import Group
 from ft_hsdp.train.device import on_host, written

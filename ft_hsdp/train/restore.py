@@ -14,10 +14,10 @@ from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.events import Journal
-from ft_hsdp.state.ranks import Ranks
-from ft_hsdp.state.resume import resume
-from ft_hsdp.state.slots import Held as Kept
-from ft_hsdp.state.slots import newest_common
+from ft_hsdp.state.agent.slots import Held as Kept
+from ft_hsdp.state.agent.slots import newest_common
+from ft_hsdp.state.checkpoint.load import resume
+from ft_hsdp.state.replica_group import Ranks
 from ft_hsdp.train.held import Held
 from ft_hsdp.train.keeper import Keeper
 

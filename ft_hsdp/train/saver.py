@@ -12,9 +12,9 @@ import torch
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.protocol import RankCheckpointed, RankCheckpointFailed
-from ft_hsdp.state.durable import Checkpointer, CheckpointFailed, Header, Outcome
-from ft_hsdp.state.segment import Bytes
-from ft_hsdp.state.wire import Manifest
+from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointFailed, Header, Outcome
+from ft_hsdp.state.shared_memory import Bytes
+from ft_hsdp.state.transfer.shard_manifest import Manifest
 from ft_hsdp.train.keeper import Keeper
 
 

@@ -38,9 +38,8 @@ from ft_hsdp.errors import (
     LocalResourceError,
 )
 from ft_hsdp.events import Journal
-from ft_hsdp.ftar.door import Identity
-from ft_hsdp.ftar.events import Events
-from ft_hsdp.ftar.group import Group
+from ft_hsdp.ftar.group import Group, GroupEvents
+from ft_hsdp.ftar.listener import MemberIdentity
 from ft_hsdp.protocol import RankAlive, RankBeat, RankHello, RankLeaves, Telemetry
 from ft_hsdp.train.agent import Fetching, RankAgent
 from ft_hsdp.train.device import numerics
@@ -143,9 +142,9 @@ class Wiring:
         agent = RankAgent(
             life.replica, place.rank, fetching, self._mailbox, self._journal, self._report, self.keeper, self._die
         )
-        identity = Identity(life.replica, place.rank, self._ring_layout, place.token)
+        identity = MemberIdentity(life.replica, place.rank, self._ring_layout, place.token)
         settings = ring_settings(config)
-        events = Events(agent.connected, agent.broken, agent.shown, self._token)
+        events = GroupEvents(agent.connected, agent.broken, agent.shown, self._token)
         agent.group = Group(identity, settings, events, ground.plane, ground.arena)
         self._ring_address = agent.group.listen(home(config.network.host, place.lighthouses[0]))
         agent.reducer = Reducer(

@@ -28,9 +28,9 @@ from torchft.coordination import LighthouseServer
 from ft_hsdp.compat.torchft import StateTransport, tree
 from ft_hsdp.errors import DataCorruption, InvalidArgument
 from ft_hsdp.launch.processes import environment
-from ft_hsdp.state import wire
-from ft_hsdp.state.memory_shelf import MemoryShelf
-from ft_hsdp.state.server import StateServer
+from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.server import StateServer
+from ft_hsdp.state.transfer.source import InMemorySnapshots
 
 ROOT = Path(__file__).parents[2]
 SOON = timedelta(seconds=10)
@@ -254,13 +254,13 @@ def test_a_flipped_bit_is_noticed(transport: StateTransport[Any]) -> None:
 def test_a_donor_that_lies_is_not_believed(lie: dict[str, Any], transport: StateTransport[Any]) -> None:
     transport.send_checkpoint([1], 1, {"w": torch.ones(1)}, SOON)
     ((served, room),) = transport._shelf._held.values()
-    honest = wire.decode(served.manifest)
+    honest = shard_manifest.decode(served.manifest)
     tensor = replace(honest.tensors[0], **{k: v for k, v in lie.items() if k != "hyper"})
     tensors = (tensor,)
     changed = replace(
-        honest, tensors=tensors, layout=wire.fingerprint(tensors), hyper=lie.get("hyper", honest.hyper)
+        honest, tensors=tensors, layout=shard_manifest.fingerprint(tensors), hyper=lie.get("hyper", honest.hyper)
     )
-    shelf = MemoryShelf()
+    shelf = InMemorySnapshots()
     shelf.put(changed, room)
     token = json.loads(transport.metadata())["token"]
     liar = StateServer("127.0.0.1", 0, shelf, token)

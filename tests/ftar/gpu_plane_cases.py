@@ -19,15 +19,13 @@ from torch import Tensor
 
 from ft_hsdp.core.ring import Plan, operations
 from ft_hsdp.errors import FTARError, InvalidArgument, LocalSystemError, PeerDead, ProtocolViolation
+from ft_hsdp.ftar.allreduce import Order, Result, Ring
 from ft_hsdp.ftar.dataplane.base import Plane
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.dataplane.gpu import GpuPlane
-from ft_hsdp.ftar.door import Identity
-from ft_hsdp.ftar.engine import Result, Ring
-from ft_hsdp.ftar.events import Events
-from ft_hsdp.ftar.exchange import Order
 from ft_hsdp.ftar.frame import Frame, Key
-from ft_hsdp.ftar.group import Group
+from ft_hsdp.ftar.group import Group, GroupEvents
+from ft_hsdp.ftar.listener import MemberIdentity
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings
 from ftar_kernels.streamops import HostStream
@@ -233,10 +231,10 @@ def test_groups_use_it_from_epoch_to_epoch() -> None:
         groups, planes = [], []
         for name in (0, 1):
             arena = Arena()
-            events = Events(lambda e, n=name: connected.append((n, e)), *[lambda _: None] * 3)  # type: ignore[misc]
+            events = GroupEvents(lambda e, n=name: connected.append((n, e)), *[lambda _: None] * 3)  # type: ignore[misc]
             settings = Settings("auto", CHUNK, SLOTS, timeout_s=5.0)
             planes.append(chain(arena))
-            groups.append(Group(Identity(name, 0, LAYOUT, TOKEN), settings, events, planes[-1], arena))
+            groups.append(Group(MemberIdentity(name, 0, LAYOUT, TOKEN), settings, events, planes[-1], arena))
         addresses = {n: group.listen("127.0.0.1") for n, group in enumerate(groups)}
         locals_ = [Arena().empty(N).copy_(x) for x in values(2, N)]
         for epoch, names in ((1, (0, 1)), (2, (0,))):

@@ -14,14 +14,13 @@ from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
-from ft_hsdp.ftar.door import Identity
-from ft_hsdp.ftar.events import Events
-from ft_hsdp.ftar.formation import Formation
+from ft_hsdp.ftar.executor import Work
 from ft_hsdp.ftar.frame import Entry, Key
-from ft_hsdp.ftar.group import Group
-from ft_hsdp.ftar.lifecycle import State
+from ft_hsdp.ftar.group import Group, GroupEvents
+from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.listener import MemberIdentity
+from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.ftar.work import Work
 from ft_hsdp.protocol import RingAbort
 
 TOKEN = "ab" * 32
@@ -57,7 +56,7 @@ def grant(epoch: int, addresses: dict[int, str], token: str = TOKEN) -> Grant:
     return protocol.sign(token, Grant(1, epoch, BASE, members, len(members), "test"))
 
 
-class Peer:
+class Replica:
     """A replica: its group, and what the group said."""
 
     def __init__(
@@ -75,10 +74,10 @@ class Peer:
         self.broken: list[RingAbort] = []
         self.shown: list[Grant] = []
         self.tokens: list[CommitToken] = []
-        events = Events(self.connected.append, self.broken.append, self.shown.append, self.tokens.append)
+        events = GroupEvents(self.connected.append, self.broken.append, self.shown.append, self.tokens.append)
         settings = Settings(transport, chunk_bytes=256, timeout_s=timeout_s, connect_timeout_s=connect_s)
         self.plane = CpuPlane()
-        self.group = Group(Identity(replica, 0, layout, token), settings, events, self.plane)
+        self.group = Group(MemberIdentity(replica, 0, layout, token), settings, events, self.plane)
         self.address = self.group.listen(host)
 
     def reduce(self, epoch: int, out: torch.Tensor, step: int = 1) -> Work:
@@ -88,7 +87,7 @@ class Peer:
         return self.group.all_reduce(key, local, out, Entry(self.replica, 1, self.replica, 0, 0.0))
 
     @property
-    def formation(self) -> Formation:
+    def formation(self) -> Rendezvous:
         """Its current ring."""
         assert self.group._current is not None
         return self.group._current
@@ -113,16 +112,16 @@ class Ring:
 
     async def __aenter__(self) -> Ring:
         self.peers = [
-            Peer(r, self._connect_s, self._transport, timeout_s=self._timeout_s, host=self._host)
+            Replica(r, self._connect_s, self._transport, timeout_s=self._timeout_s, host=self._host)
             for r in self._replicas
         ]
         self.addresses = {p.replica: p.address for p in self.peers}
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await asyncio.gather(*(p.group.close() for p in self.peers if p.group.state is not State.CLOSED))
+        await asyncio.gather(*(p.group.close() for p in self.peers if p.group.state is not GroupState.CLOSED))
 
-    async def form(self, epoch: int, peers: list[Peer] | None = None) -> Grant:
+    async def form(self, epoch: int, peers: list[Replica] | None = None) -> Grant:
         """All configure; wait until all are connected."""
         chosen = peers or self.peers
         given = grant(epoch, {p.replica: p.address for p in chosen})
@@ -131,7 +130,7 @@ class Ring:
         await until(lambda: all(epoch in p.connected for p in chosen), f"the ring of epoch {epoch}")
         return given
 
-    async def check(self, epoch: int, peers: list[Peer] | None = None, n: int = 100) -> None:
+    async def check(self, epoch: int, peers: list[Replica] | None = None, n: int = 100) -> None:
         """The ring sums."""
         chosen = peers or self.peers
         outs = [torch.empty(n) for _ in chosen]

@@ -21,16 +21,15 @@ from transport_kinds import Flavour
 
 from ft_hsdp.core.ring import Plan, operations
 from ft_hsdp.errors import PeerDead
+from ft_hsdp.ftar.allreduce import DTYPES, Order, Result, Ring
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
-from ft_hsdp.ftar.door import Door, Identity
-from ft_hsdp.ftar.engine import Result, Ring
-from ft_hsdp.ftar.exchange import DTYPES, Order
 from ft_hsdp.ftar.frame import Framing, Key
-from ft_hsdp.ftar.link import Inlet, Outlet
+from ft_hsdp.ftar.listener import Listener, MemberIdentity
 from ft_hsdp.ftar.memory import Arena
+from ft_hsdp.ftar.rendezvous import KINDS
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport import shm
-from ft_hsdp.ftar.transport.choose import KINDS
+from ft_hsdp.ftar.transport.base import Receiver, Sender
 from ft_hsdp.ftar.transport.kind import Edge
 from ft_hsdp.ftar.transport.sim import Nature
 from ft_hsdp.ftar.transport.world import World
@@ -55,8 +54,8 @@ class Rig(Protocol):
     """A ring of ``names``."""
 
     names: Sequence[int]
-    outlets: Sequence[Outlet]
-    inlets: Sequence[Inlet]
+    outlets: Sequence[Sender]
+    inlets: Sequence[Receiver]
 
     def plan(self, elements: int, itemsize: int) -> Plan:
         """How a message is cut."""
@@ -125,8 +124,8 @@ class Engines:
             permission = mock.patch.object(shm, "read_remote", side_effect=PermissionError)  # type: ignore[assignment]
         with permission:
             ends = asyncio.run(edges(flavour.transport, names, settings, self._arenas))
-        self.outlets: list[Outlet] = [outlet for outlet, _ in ends]
-        self.inlets: list[Inlet] = [inlet for _, inlet in ends[-1:] + ends[:-1]]
+        self.outlets: list[Sender] = [outlet for outlet, _ in ends]
+        self.inlets: list[Receiver] = [inlet for _, inlet in ends[-1:] + ends[:-1]]
         planes = [DyingPlane() for _ in names]
         self._planes = planes
         self._rings = [
@@ -166,10 +165,10 @@ class Engines:
 
 async def edges(
     transport: str, names: Sequence[int], settings: Settings, arenas: Sequence[Arena]
-) -> list[tuple[Outlet, Inlet]]:
+) -> list[tuple[Sender, Receiver]]:
     """The outlet of each member, and the inlet of its right neighbour."""
     kind, n = KINDS[transport], len(names)
-    doors = [Door(Identity(name, 0, "layout", TOKEN), lambda *_: None) for name in names]
+    doors = [Listener(MemberIdentity(name, 0, "layout", TOKEN), lambda *_: None) for name in names]
     addresses = [door.open("127.0.0.1") for door in doors]
     try:
         made = []
@@ -197,8 +196,8 @@ class Actors:
         chance = random.Random(len(names))
         nature = Nature(shape.slots, lambda: chance.uniform(1e-3, 1e-2), shape.timeout_s, flavour.registered)
         self._world = World(names, nature, [CpuPlane() for _ in names], self.plan, lambda: 1e-4)
-        self.outlets: list[Outlet] = [e.outlet for e in self._world.edges]
-        self.inlets: list[Inlet] = [e.inlet for e in self._world.edges[-1:] + self._world.edges[:-1]]
+        self.outlets: list[Sender] = [e.outlet for e in self._world.edges]
+        self.inlets: list[Receiver] = [e.inlet for e in self._world.edges[-1:] + self._world.edges[:-1]]
 
     def plan(self, elements: int, itemsize: int) -> Plan:
         return self._shape.plan(len(self.names), elements, itemsize)

@@ -13,22 +13,22 @@ from unittest import mock
 import pytest
 import torch
 from member_process import TOKEN, MemberProcess
-from ring_helpers import Peer, Ring, Transport, error, run, until
+from ring_helpers import Replica, Ring, Transport, error, run, until
 
 from ft_hsdp import protocol
 from ft_hsdp.core.commit import AttemptId, CommitToken
 from ft_hsdp.core.failure_detector import MOST_S
 from ft_hsdp.errors import PeerDead, PeerTimeout, RemoteAbort
 from ft_hsdp.ftar import Communicator, Settings
-from ft_hsdp.ftar.beats import HostSentinel
-from ft_hsdp.ftar.lifecycle import State
-from ft_hsdp.ftar.neighbour import Neighbour
+from ft_hsdp.ftar.heartbeat import HostSentinel
+from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.peer import Peer
 from ft_hsdp.protocol import RingBeat
 
 MINUTE_S = 60.0
 
 
-def mute(peer: Peer) -> None:
+def mute(peer: Replica) -> None:
     """It says nothing more on its control connections, and its process is there."""
     assert peer.group._beats is not None
     peer.group._beats.stop()
@@ -188,7 +188,7 @@ def test_any_bytes_are_a_sign_of_life() -> None:
     async def body() -> None:
         ours, theirs = pair()
         said: list[object] = []
-        neighbour = Neighbour(ours, lambda _, message: said.append(message))
+        neighbour = Peer(ours, lambda _, message: said.append(message))
         neighbour.listen()
         token = CommitToken(AttemptId(1, 1, 0), True, True, "x" * 200)
         frame = protocol.frame(token)
@@ -212,7 +212,7 @@ def test_any_bytes_are_a_sign_of_life() -> None:
 def test_no_beat_comes_between_the_parts_of_a_message() -> None:
     async def body() -> None:
         ours, theirs = pair()
-        neighbour = Neighbour(ours, lambda *_: None)
+        neighbour = Peer(ours, lambda *_: None)
         long = CommitToken(AttemptId(1, 1, 0), True, True, "x" * 900_000)
         sending = asyncio.get_running_loop().create_task(neighbour.send(long))
         await asyncio.sleep(0)
@@ -238,7 +238,7 @@ def test_a_beat_that_is_cut_in_two_ends_the_connection() -> None:
     sock = mock.Mock(spec=socket.socket)
     sock.send.return_value = 5
     sock.family = socket.AF_UNIX
-    Neighbour(sock, lambda *_: None).beat(b"0123456789")
+    Peer(sock, lambda *_: None).beat(b"0123456789")
     sock.shutdown.assert_called_once_with(socket.SHUT_RDWR)
 
 
@@ -301,7 +301,7 @@ def test_a_short_stop_is_no_death() -> None:
             time.sleep(0.3)  # the length of the stop is what is tested
             os.kill(pid, signal.SIGCONT)
             time.sleep(0.2)
-        assert comm.state is State.READY
+        assert comm.state is GroupState.READY
         assert comm.transports == ("tcp", "tcp")
 
 

@@ -23,8 +23,8 @@ from ft_hsdp.errors import (
     StaleEpoch,
 )
 from ft_hsdp.ftar import Communicator, Settings
-from ft_hsdp.ftar.exchange import DTYPES
-from ft_hsdp.ftar.lifecycle import State
+from ft_hsdp.ftar.allreduce import DTYPES
+from ft_hsdp.ftar.lifecycle import GroupState
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def test_sums_in_and_out_of_place(transport: str) -> None:
             for work, x in zip(in_place, given, strict=True):
                 work.wait(10)
                 assert torch.equal(x, torch.full((4, 5), 6).to(dtype))
-        assert all(c.state is State.READY and c.epoch == 1 for c in comms)
+        assert all(c.state is GroupState.READY and c.epoch == 1 for c in comms)
         expected = {"auto": ("shm", "shm"), "tcp": ("tcp", "tcp"), "c10d": ("c10d", "c10d")}[transport]
         assert all(c.transports == expected for c in comms)
         assert all(c.high_water() > 0 for c in comms)
@@ -92,7 +92,7 @@ def test_who_does_not_contribute_is_not_read() -> None:
 
 def test_a_ring_of_one() -> None:
     with ring(1) as (comm,):
-        assert (comm.state, comm.epoch) == (State.NEW, 0)
+        assert (comm.state, comm.epoch) == (GroupState.NEW, 0)
         comm.reconfigure(3, [(10, comm.address)])
         x = torch.arange(6.0).view(2, 3)
         assert torch.equal(comm.all_reduce(x).wait(20).view(2, 3), x)
@@ -142,7 +142,7 @@ def test_nobody_there() -> None:
             comm.reconfigure(1, [(10, comm.address), (11, gone)])
         assert isinstance(refused.value, RecoverableError)
         assert refused.value.suspect == 11
-        assert comm.state is State.BROKEN
+        assert comm.state is GroupState.BROKEN
         comm.reconfigure(2, [(10, comm.address)])
 
 
@@ -161,11 +161,11 @@ def test_a_ring_that_is_not_formed_in_time() -> None:
 def test_closing_ends_whoever_waits() -> None:
     with ring(2) as comms, ThreadPoolExecutor(1) as pool:
         forming = pool.submit(comms[0].reconfigure, 1, members(comms))
-        while comms[0].state is not State.CONFIGURING:
+        while comms[0].state is not GroupState.CONFIGURING:
             time.sleep(0.001)
         comms[0].close()
         assert isinstance(forming.exception(20), FTARError)
-        assert comms[0].state is State.CLOSED
+        assert comms[0].state is GroupState.CLOSED
         comms[0].close()
         with pytest.raises(StaleEpoch, match="CLOSED"):
             comms[0].reconfigure(2, members(comms))
@@ -188,7 +188,7 @@ def test_an_abort_reaches_the_farthest() -> None:
             assert isinstance(second.exception(20), Skipped | RemoteAbort)
         assert isinstance(works[3][0].exception(), RemoteAbort)
         assert "had enough" in str(works[3][0].exception())
-        while comms[4].state is not State.BROKEN:
+        while comms[4].state is not GroupState.BROKEN:
             time.sleep(0.001)
         form(comms, 2)
         totals = [c.all_reduce(torch.ones(2)) for c in comms]
@@ -198,7 +198,7 @@ def test_an_abort_reaches_the_farthest() -> None:
 def test_works_wait_for_a_ring_that_is_being_formed() -> None:
     with ring(2) as comms, ThreadPoolExecutor(2) as pool:
         forming = pool.submit(comms[0].reconfigure, 1, members(comms))
-        while comms[0].state is not State.CONFIGURING:
+        while comms[0].state is not GroupState.CONFIGURING:
             time.sleep(0.001)
         work = comms[0].all_reduce(torch.ones(3))
         comms[1].reconfigure(1, members(comms))

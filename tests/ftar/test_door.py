@@ -12,12 +12,12 @@ from ft_hsdp import handshake, protocol
 from ft_hsdp.address import split
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.ftar import control, door
-from ft_hsdp.ftar.door import Door, Identity
+from ft_hsdp.ftar import listener, wire
+from ft_hsdp.ftar.listener import Listener, MemberIdentity
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingAbort, RingData, RingHello
 
-ME, OTHER = Identity(0, 0, LAYOUT, TOKEN), Identity(1, 0, LAYOUT, TOKEN)
+ME, OTHER = MemberIdentity(0, 0, LAYOUT, TOKEN), MemberIdentity(1, 0, LAYOUT, TOKEN)
 
 
 def test_control_messages() -> None:
@@ -25,19 +25,19 @@ def test_control_messages() -> None:
         a, b = socket.socketpair()
         for sock in (a, b):
             sock.setblocking(False)
-        await control.send(a, RingAbort(3, "why"))
-        control.say(a, RingAbort(4, "why not"))
-        assert await control.receive(b, RingAbort) == RingAbort(3, "why")
-        assert await control.receive(b, RingAbort) == RingAbort(4, "why not")
-        await control.send(a, RingAbort(3, "why"))
+        await wire.send(a, RingAbort(3, "why"))
+        wire.say(a, RingAbort(4, "why not"))
+        assert await wire.receive(b, RingAbort) == RingAbort(3, "why")
+        assert await wire.receive(b, RingAbort) == RingAbort(4, "why not")
+        await wire.send(a, RingAbort(3, "why"))
         with pytest.raises(ProtocolViolation):
-            await control.receive(b, CommitToken)
+            await wire.receive(b, CommitToken)
         a.send(protocol.LENGTH.pack(2**31))
         with pytest.raises(ProtocolViolation, match="allowed"):
-            await control.receive(b, RingAbort)
+            await wire.receive(b, RingAbort)
         a.send(protocol.LENGTH.pack(10) + b"half")
         a.close()
-        assert await control.receive(b, RingAbort) is None
+        assert await wire.receive(b, RingAbort) is None
         b.close()
 
     run(body())
@@ -53,10 +53,10 @@ def test_what_was_said_last_arrives() -> None:
         for sock in (a, b):
             sock.setblocking(False)
         b.send(b"unread")
-        control.say(a, RingAbort(3, "why"))
-        leaving = asyncio.create_task(control.hang_up(a))
-        assert await control.receive(b, RingAbort) == RingAbort(3, "why")
-        assert await control.receive(b, RingAbort) is None
+        wire.say(a, RingAbort(3, "why"))
+        leaving = asyncio.create_task(wire.hang_up(a))
+        assert await wire.receive(b, RingAbort) == RingAbort(3, "why")
+        assert await wire.receive(b, RingAbort) is None
         b.close()
         await leaving
         assert a.fileno() == -1
@@ -67,14 +67,14 @@ def test_what_was_said_last_arrives() -> None:
 def test_saying_something_to_nobody_is_no_error() -> None:
     a, b = socket.socketpair()
     b.close()
-    control.say(a, RingAbort(3, "why"))
+    wire.say(a, RingAbort(3, "why"))
     a.close()
-    control.say(a, RingAbort(3, "why"))
+    wire.say(a, RingAbort(3, "why"))
 
 
 def test_a_blocking_socket_gives_up_after_its_time() -> None:
     a, b = socket.socketpair()
-    control.blocking(a, 0.05)
+    wire.blocking(a, 0.05)
     with pytest.raises(BlockingIOError):
         a.recv_into(bytearray(4), 0, socket.MSG_WAITALL)
     a.close()
@@ -90,9 +90,9 @@ def test_a_hello_has_a_genuine_grant_and_fits() -> None:
             arrived.append(hello)
             sock.close()
 
-        here = Door(OTHER, take)
+        here = Listener(OTHER, take)
         address = here.open("127.0.0.1")
-        good = door.hello(ME, grant(1, {0: "", 1: ""}), "host", ("shm", "tcp"), 7)
+        good = listener.hello(ME, grant(1, {0: "", 1: ""}), "host", ("shm", "tcp"), 7)
         forged = replace(good.grant, epoch=2)
         for change in ({}, {"grant": forged}, {"rank": 1}, {"layout": "x"}):
             reader, writer = await streams(address, TOKEN, Purpose.RING)
@@ -112,7 +112,7 @@ def test_a_caller_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(handshake, "_hello_s", 0.05)
 
     async def body() -> None:
-        here = Door(OTHER, lambda *_: pytest.fail("nobody said hello"))
+        here = Listener(OTHER, lambda *_: pytest.fail("nobody said hello"))
         address = here.open("127.0.0.1")
         reader, writer = await asyncio.open_connection(*split(address))
         assert len(await asyncio.wait_for(reader.read(), 2)) == handshake.CHALLENGE_BYTES
@@ -131,12 +131,12 @@ def test_a_caller_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("local", [False, True], ids=["tcp", "unix"])
 def test_data_connections_come_with_a_ticket(local: bool) -> None:
     async def body() -> None:
-        here = Door(OTHER, lambda *_: pytest.fail("nobody said hello"))
+        here = Listener(OTHER, lambda *_: pytest.fail("nobody said hello"))
         address = here.open("127.0.0.1")
 
         async def call(message: object) -> socket.socket:
             sock = await handshake.dial("\0" + here.local if local else address, TOKEN, Purpose.DATA)
-            await control.send(sock, message)
+            await wire.send(sock, message)
             return sock
 
         ticket, calls = here.expect()

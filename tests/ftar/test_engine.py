@@ -13,11 +13,10 @@ from transport_kinds import FLAVOURS
 
 from ft_hsdp.core.ring import Plan
 from ft_hsdp.errors import PeerDead, StaleEpoch
-from ft_hsdp.ftar import engine
+from ft_hsdp.ftar import allreduce
+from ft_hsdp.ftar.allreduce import Order, Result, Ring
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
-from ft_hsdp.ftar.engine import Result, Ring
-from ft_hsdp.ftar.exchange import Order
-from ft_hsdp.ftar.link import Transfer
+from ft_hsdp.ftar.transport.base import Transfer
 
 
 def alone(plane: CpuPlane | None = None) -> Ring:
@@ -122,8 +121,8 @@ def test_what_is_not_the_rings_fault_ends_it_all_the_same() -> None:
 
 def test_threads_give_way_quickly_only_while_a_sum_is_under_way() -> None:
     usual = sys.getswitchinterval()
-    with engine._quick_switching():
-        with engine._quick_switching():
-            assert sys.getswitchinterval() == pytest.approx(engine.SWITCH_S)
-        assert sys.getswitchinterval() == pytest.approx(engine.SWITCH_S)
+    with allreduce._quick_switching():
+        with allreduce._quick_switching():
+            assert sys.getswitchinterval() == pytest.approx(allreduce.SWITCH_S)
+        assert sys.getswitchinterval() == pytest.approx(allreduce.SWITCH_S)
     assert sys.getswitchinterval() == usual

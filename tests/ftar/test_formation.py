@@ -7,19 +7,18 @@ from unittest import mock
 import pytest
 import torch
 from known import streams
-from ring_helpers import LAYOUT, TOKEN, Peer, Ring, Transport, error, grant, run, until
+from ring_helpers import LAYOUT, TOKEN, Replica, Ring, Transport, error, grant, run, until
 
 from ft_hsdp import protocol
 from ft_hsdp.errors import FTARError
-from ft_hsdp.ftar import door
-from ft_hsdp.ftar.door import Identity
-from ft_hsdp.ftar.formation import Formation
-from ft_hsdp.ftar.lifecycle import State
-from ft_hsdp.ftar.transport.choose import choose
+from ft_hsdp.ftar import listener
+from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.listener import MemberIdentity
+from ft_hsdp.ftar.rendezvous import Rendezvous, choose
 from ft_hsdp.handshake import Purpose
 
 
-def ends(peer: Peer) -> tuple[Any, Any]:
+def ends(peer: Replica) -> tuple[Any, Any]:
     """What a peer receives from and sends to."""
     left, right = peer.formation.left, peer.formation.right
     assert left is not None
@@ -41,7 +40,7 @@ def test_nobody_begins_before_all_are_connected() -> None:
                 lambda: first.right and first.right.outlet and first.left and first.left.inlet, "two edges"
             )
             await asyncio.sleep(0.05)
-            assert [p.group.state for p in ring.peers if p is not late] == [State.CONFIGURING] * 4
+            assert [p.group.state for p in ring.peers if p is not late] == [GroupState.CONFIGURING] * 4
             late.group.configure(given)
             await until(lambda: all(p.connected == [1] for p in ring.peers), "the ring")
             await ring.check(1)
@@ -53,15 +52,15 @@ def test_nobody_begins_before_all_are_connected() -> None:
 def test_nobody_begins_before_the_token_has_been_everywhere(held: int) -> None:
     """All edges stand; one member does not pass the token on."""
     go = asyncio.Event()
-    usual = Formation._go_round
+    usual = Rendezvous._go_round
 
-    async def hold(formation: Formation) -> None:
+    async def hold(formation: Rendezvous) -> None:
         if formation.position == held:
             await go.wait()
         await usual(formation)
 
     async def body() -> None:
-        with mock.patch.object(Formation, "_go_round", hold):
+        with mock.patch.object(Rendezvous, "_go_round", hold):
             async with Ring(*range(4)) as ring:
                 given = grant(1, ring.addresses)
                 for peer in ring.peers:
@@ -130,7 +129,7 @@ def test_an_edge_is_not_kept_in_the_middle_of_a_work() -> None:
             await ring.form(1)
             before = ends(ring.peers[0])[1]
             works = [p.reduce(1, torch.empty(900)) for p in ring.peers[:2]]
-            await until(lambda: all(p.group.state is State.RUNNING for p in ring.peers[:2]), "they wait")
+            await until(lambda: all(p.group.state is GroupState.RUNNING for p in ring.peers[:2]), "they wait")
             await ring.form(2)
             assert ends(ring.peers[0])[1] is not before
             for work in works:
@@ -160,8 +159,8 @@ def test_a_spare_edge_whose_neighbour_is_gone_is_made_anew() -> None:
 @pytest.mark.parametrize("change", ["layout", "transport"])
 def test_members_that_do_not_fit_do_not_connect(change: str) -> None:
     async def body() -> None:
-        a = Peer(0, connect_s=0.3)
-        b = Peer(1, 0.3, layout="another") if change == "layout" else Peer(1, 0.3, "shm")
+        a = Replica(0, connect_s=0.3)
+        b = Replica(1, 0.3, layout="another") if change == "layout" else Replica(1, 0.3, "shm")
         given = grant(1, {0: a.address, 1: b.address})
         for peer in (a, b):
             peer.group.configure(given)
@@ -224,7 +223,7 @@ def test_a_host_that_only_claims_to_be_ours_gets_no_edge() -> None:
             address = ring.addresses[0]
             reader, writer = await streams(address, TOKEN, Purpose.RING)
             place = ring.peers[0].formation._place
-            hello = door.hello(Identity(1, 0, LAYOUT, TOKEN), given, place.host, ("shm",))
+            hello = listener.hello(MemberIdentity(1, 0, LAYOUT, TOKEN), given, place.host, ("shm",))
             writer.write(protocol.frame(hello))
             head = await reader.readexactly(protocol.LENGTH.size)
             welcome = protocol.decode(

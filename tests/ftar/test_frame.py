@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from ft_hsdp.core.ring import Plan, operations
 from ft_hsdp.errors import ProtocolViolation, StaleEpoch
 from ft_hsdp.ftar import frame
-from ft_hsdp.ftar.frame import Course, Entry, Framing, Key
+from ft_hsdp.ftar.frame import Entry, FrameOrder, Framing, Key
 
 KEY = Key(epoch=3, step=7, attempt=1, bucket=2, prev="ab" * 16)
 PLAN = Plan(100, 3, 4, 2)
@@ -109,7 +109,7 @@ def test_no_flipped_bit_goes_unseen(bit: int) -> None:
 def test_the_chunks_of_an_operation_come_in_order() -> None:
     frames = [MINE.check(LEFT.header(LEFT.operations[0], r, False)) for r in range(4)]
     other = MINE.check(LEFT.header(LEFT.operations[1], 0, False))
-    course = Course()
+    course = FrameOrder()
     for next_ in (frames[0], other, frames[1]):
         course.check(next_)
     for wrong in (frames[0], frames[1], frames[3], other):
@@ -120,7 +120,7 @@ def test_the_chunks_of_an_operation_come_in_order() -> None:
 
 def test_one_of_several_connections_sees_a_part_of_the_chunks() -> None:
     frames = [MINE.check(LEFT.header(LEFT.operations[0], r, False)) for r in range(4)]
-    course = Course(alone=False)
+    course = FrameOrder(alone=False)
     course.check(frames[1])
     course.check(frames[3])
     with pytest.raises(ProtocolViolation, match="next is 4"):

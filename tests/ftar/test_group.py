@@ -20,12 +20,12 @@ from ft_hsdp import handshake, protocol
 from ft_hsdp.address import split
 from ft_hsdp.core.commit import AttemptId, CommitToken
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped, StaleEpoch
-from ft_hsdp.ftar import door
-from ft_hsdp.ftar.door import Identity
-from ft_hsdp.ftar.formation import Formation
+from ft_hsdp.ftar import listener
 from ft_hsdp.ftar.frame import Entry, Key
-from ft_hsdp.ftar.lifecycle import State
-from ft_hsdp.ftar.neighbour import Neighbour
+from ft_hsdp.ftar.lifecycle import GroupState
+from ft_hsdp.ftar.listener import MemberIdentity
+from ft_hsdp.ftar.peer import Peer
+from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingData, RingHello
 
@@ -51,22 +51,22 @@ def test_the_states_of_a_group() -> None:
     async def body() -> None:
         async with Ring(0, 1) as ring:
             a, b = (p.group for p in ring.peers)
-            assert (a.state, a.epoch) == (State.NEW, 0)
+            assert (a.state, a.epoch) == (GroupState.NEW, 0)
             a.configure(grant(1, ring.addresses))
-            assert (a.state, a.epoch) == (State.CONFIGURING, 1)
+            assert (a.state, a.epoch) == (GroupState.CONFIGURING, 1)
             b.configure(grant(1, ring.addresses))
-            await until(lambda: a.state is State.READY, "the ring stands")
+            await until(lambda: a.state is GroupState.READY, "the ring stands")
             work = ring.peers[0].reduce(1, torch.empty(9))
-            await until(lambda: a.state is State.RUNNING, "the work begins")
+            await until(lambda: a.state is GroupState.RUNNING, "the work begins")
             assert work.status == "PENDING"
             await asyncio.wrap_future(ring.peers[1].reduce(1, torch.empty(9)))
             await asyncio.wrap_future(work)
             assert work.status == "SUCCESS"
-            await until(lambda: a.state is State.READY, "the work is over")
+            await until(lambda: a.state is GroupState.READY, "the work is over")
             b.stop(1, "for a test")
-            assert b.state is State.BROKEN
-            await until(lambda: a.state is State.BROKEN, "the other hears of it")
-        assert (a.state, b.state) == (State.CLOSED, State.CLOSED)
+            assert b.state is GroupState.BROKEN
+            await until(lambda: a.state is GroupState.BROKEN, "the other hears of it")
+        assert (a.state, b.state) == (GroupState.CLOSED, GroupState.CLOSED)
 
     run(body())
 
@@ -90,12 +90,12 @@ def test_stale_and_reused_epochs_are_refused() -> None:
             for old in (given, grant(4, ring.addresses), grant(5, {1: ring.addresses[1], 0: ring.addresses[0]})):
                 for peer in ring.peers:
                     peer.group.configure(old)
-            assert [p.group.state for p in ring.peers] == [State.READY] * 2
+            assert [p.group.state for p in ring.peers] == [GroupState.READY] * 2
             await ring.check(5)
             for peer in ring.peers:
                 peer.group.stop(9, "for a test")
                 peer.group.configure(grant(9, ring.addresses))
-            assert [p.group.state for p in ring.peers] == [State.BROKEN] * 2
+            assert [p.group.state for p in ring.peers] == [GroupState.BROKEN] * 2
             assert isinstance(await error(ring.peers[0].reduce(9, torch.empty(3))), StaleEpoch)
             assert [p.connected for p in ring.peers] == [[5], [5]]
 
@@ -155,16 +155,16 @@ def test_a_caller_that_comes_while_its_ring_breaks_is_told_so_at_once() -> None:
             caller, called = ring.peers
             usual = called.group._hello
 
-            def at_once(hello: RingHello, neighbour: Neighbour) -> None:
+            def at_once(hello: RingHello, neighbour: Peer) -> None:
                 usual(hello, neighbour)
                 called.group.abort(PeerDead("for a test", suspect=2))
 
-            async def cannot_call(formation: Formation, spare: Neighbour | None) -> None:
+            async def cannot_call(formation: Rendezvous, spare: Peer | None) -> None:
                 await asyncio.Event().wait()
 
             with mock.patch.object(called.group, "_hello", at_once):
                 given = grant(1, ring.addresses)
-                with mock.patch.object(Formation, "_call", cannot_call):
+                with mock.patch.object(Rendezvous, "_call", cannot_call):
                     called.group.configure(given)
                     await asyncio.sleep(0)
                 caller.group.configure(given)
@@ -204,7 +204,7 @@ def test_strangers_are_dropped_without_an_answer(wrong: str) -> None:
     async def body() -> None:
         async with Ring(0, 1) as ring:
             await ring.form(1)
-            mine = Identity(1, 0, LAYOUT, TOKEN)
+            mine = MemberIdentity(1, 0, LAYOUT, TOKEN)
             given = grant(2, ring.addresses)
             if wrong == "token":
                 mine, given = replace(mine, token="cd" * 32), grant(2, ring.addresses, "cd" * 32)
@@ -221,7 +221,7 @@ def test_strangers_are_dropped_without_an_answer(wrong: str) -> None:
                 "huge": b"\xff\xff\xff\xff",
                 "ticket": protocol.frame(RingData("ab" * 16, 0)),
             }
-            said = raw[wrong] if wrong in raw else protocol.frame(door.hello(mine, given, "here", ("tcp",)))
+            said = raw[wrong] if wrong in raw else protocol.frame(listener.hello(mine, given, "here", ("tcp",)))
             for proved in (False, True):
                 opened = (
                     streams(address, TOKEN, Purpose.RING) if proved else asyncio.open_connection(*split(address))
@@ -300,7 +300,7 @@ def test_a_second_connection_of_a_neighbour_does_not_replace_the_first(replica: 
         async with Ring(0, 1) as ring:
             given = await ring.form(1)
             reader, writer = await streams(ring.addresses[0], TOKEN, Purpose.RING)
-            again = door.hello(Identity(replica, 0, LAYOUT, TOKEN), given, "here", ("tcp",))
+            again = listener.hello(MemberIdentity(replica, 0, LAYOUT, TOKEN), given, "here", ("tcp",))
             writer.write(protocol.frame(again))
             assert await asyncio.wait_for(reader.read(), 2) == b""
             writer.close()
@@ -319,7 +319,7 @@ def test_one_that_leaves_in_an_all_reduce_is_known_to_all_of_eight(transport: Tr
             await ring.form(1)
             works = [p.reduce(1, torch.empty(900)) for p in ring.peers[:7]]  # replica 7 does not take part
             behind = [p.reduce(1, torch.empty(9), 2) for p in ring.peers[:7]]
-            await until(lambda: all(p.group.state is State.RUNNING for p in ring.peers[:7]), "they wait")
+            await until(lambda: all(p.group.state is GroupState.RUNNING for p in ring.peers[:7]), "they wait")
             await ring.peers[7].group.close()
             for work, skipped in zip(works, behind, strict=True):
                 assert isinstance(await error(work), FTARError)

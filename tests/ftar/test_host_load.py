@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp.ftar.host_load import HostLoadReader, is_stopped
+from ft_hsdp.ftar.heartbeat import HostLoadReader, is_stopped
 
 QUIET = "some avg10=0.00 avg60=0.00 avg300=0.00 total={}\nfull avg10=0.00 avg60=0.00 avg300=0.00 total=0\n"
 

@@ -5,9 +5,9 @@ import itertools
 import pytest
 
 from ft_hsdp.ftar import lifecycle
-from ft_hsdp.ftar.lifecycle import State
+from ft_hsdp.ftar.lifecycle import GroupState
 
-N, C, R, U, A, B, F, X = State
+N, C, R, U, A, B, F, X = GroupState
 
 TABLE = {
     N: {C, B, F, X},
@@ -17,12 +17,12 @@ TABLE = {
     A: {C, B, F, X},
     B: {C, B, F, X},
     F: {X},
-    X: set[State](),
+    X: set[GroupState](),
 }
 
 
-@pytest.mark.parametrize(("old", "new"), list(itertools.product(State, State)), ids=lambda s: s.name)
-def test_every_way(old: State, new: State) -> None:
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(GroupState, GroupState)), ids=lambda s: s.name)
+def test_every_way(old: GroupState, new: GroupState) -> None:
     if new in TABLE[old]:
         assert lifecycle.step(old, new) is new
     else:
@@ -32,8 +32,8 @@ def test_every_way(old: State, new: State) -> None:
 
 def test_what_is_never_left() -> None:
     """FATAL only ends, CLOSED stays; from a broken ring only an epoch leads on."""
-    assert lifecycle.WAYS[State.CLOSED] == set()
-    assert lifecycle.WAYS[State.FATAL] == {State.CLOSED}
-    assert State.READY not in lifecycle.WAYS[State.BROKEN]
-    assert State.RUNNING not in lifecycle.WAYS[State.BROKEN]
-    assert all(State.CLOSED in ways for old, ways in lifecycle.WAYS.items() if old is not State.CLOSED)
+    assert lifecycle.WAYS[GroupState.CLOSED] == set()
+    assert lifecycle.WAYS[GroupState.FATAL] == {GroupState.CLOSED}
+    assert GroupState.READY not in lifecycle.WAYS[GroupState.BROKEN]
+    assert GroupState.RUNNING not in lifecycle.WAYS[GroupState.BROKEN]
+    assert all(GroupState.CLOSED in ways for old, ways in lifecycle.WAYS.items() if old is not GroupState.CLOSED)

@@ -15,7 +15,7 @@ from ring_helpers import Ring, grant, run, until
 
 from ft_hsdp import address, handshake
 from ft_hsdp.errors import EXIT_RETRYABLE, LocalResourceError, exhausted
-from ft_hsdp.ftar.formation import Formation
+from ft_hsdp.ftar.rendezvous import Rendezvous
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL])
@@ -47,16 +47,16 @@ def test_a_local_error_is_found_behind_what_was_raised_from_it() -> None:
 @pytest.mark.parametrize("side", ["_call", "_admit"])
 def test_a_member_without_descriptors_names_itself(side: str) -> None:
     """It may be the one that calls or the one that is called; the others hear whose fault it is."""
-    usual = getattr(Formation, side)
+    usual = getattr(Rendezvous, side)
     ended: list[Exception] = []
 
-    async def fail(formation: Formation, *arguments: Any) -> None:
+    async def fail(formation: Rendezvous, *arguments: Any) -> None:
         if formation.position == 1:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         await usual(formation, *arguments)
 
     async def body() -> None:
-        with mock.patch.object(Formation, side, fail):
+        with mock.patch.object(Rendezvous, side, fail):
             async with Ring(0, 1, 2) as ring:
                 ring.peers[1].group.crashed = lambda message, error: ended.append(error)  # type: ignore[method-assign]
                 for peer in ring.peers:

@@ -10,12 +10,10 @@ from ring_values import KEY, entry
 
 from ft_hsdp.core.ring import Plan
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped, StaleEpoch
+from ft_hsdp.ftar.allreduce import Order, Result, Ring
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
-from ft_hsdp.ftar.engine import Result, Ring
-from ft_hsdp.ftar.exchange import Order
+from ft_hsdp.ftar.executor import Executor, Work
 from ft_hsdp.ftar.frame import Key
-from ft_hsdp.ftar.runner import Runner
-from ft_hsdp.ftar.work import Work
 
 
 class Scripted(Ring):
@@ -47,7 +45,7 @@ class Scene:
         self.log: list[str] = []
         self.failed: list[tuple[int, FTARError]] = []
         self.crashed: list[Exception] = []
-        self.runner = Runner(
+        self.runner = Executor(
             1.0, lambda e, x: self.failed.append((e, x)), lambda *_: None, lambda _, x: self.crashed.append(x)
         )
 

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from ft_hsdp.core.ring import Plan, Process
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout, RemoteAbort, Skipped
+from ft_hsdp.ftar.allreduce import Order
 from ft_hsdp.ftar.dataplane.base import Plane, Processed
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
-from ft_hsdp.ftar.exchange import Order
-from ft_hsdp.ftar.link import Arrival
+from ft_hsdp.ftar.executor import Work
+from ft_hsdp.ftar.transport.base import Chunk
 from ft_hsdp.ftar.transport.sim import Clock, Nature
 from ft_hsdp.ftar.transport.world import Sizes, World
-from ft_hsdp.ftar.work import Work
 
 CONTROL_S = 1e-4  # less than any delay of data: what the control connection says comes first
 ITEM = 4
@@ -42,7 +42,7 @@ class SlowJob(CpuJob):
         self._ready: list[Processed] = []
         self._last = 0.0
 
-    def post(self, process: Process, arrival: Arrival | None) -> None:
+    def post(self, process: Process, arrival: Chunk | None) -> None:
         super().post(process, arrival)
         (item,) = super().completed()
         clock = self._slow.clock

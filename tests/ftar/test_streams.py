@@ -29,23 +29,23 @@ from ft_hsdp.errors import (
     PeerTimeout,
     ProtocolViolation,
 )
-from ft_hsdp.ftar import control
-from ft_hsdp.ftar.exchange import Order
+from ft_hsdp.ftar import wire
+from ft_hsdp.ftar.allreduce import Order
 from ft_hsdp.ftar.frame import Frame
-from ft_hsdp.ftar.link import Transfer
 from ft_hsdp.ftar.memory import SEALS, SEGMENT, Arena
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport import shm
-from ft_hsdp.ftar.transport.carrier import Bytes, Parcel
-from ft_hsdp.ftar.transport.inlet import Lane, StreamInlet
-from ft_hsdp.ftar.transport.outlet import StreamOutlet
+from ft_hsdp.ftar.transport.base import Transfer
+from ft_hsdp.ftar.transport.kind import Bytes, Parcel
+from ft_hsdp.ftar.transport.receiver import ReceiveLane, StreamReceiver
+from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.ftar.transport.shm import References, Referred
 
 
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     a, b = socket.socketpair()
-    yield control.blocking(a, 1.0), control.blocking(b, 1.0)
+    yield wire.blocking(a, 1.0), wire.blocking(b, 1.0)
     a.close()
     b.close()
 
@@ -53,20 +53,20 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 def test_an_inlet_looks_at_descriptors_above_1023(pair: tuple[socket.socket, socket.socket]) -> None:
     """select would raise ValueError: a trainer with many open files died at its first all-reduce."""
     with raised(pair[0]) as high:
-        lane = Lane(high, 0, 8, 1, Bytes())
+        lane = ReceiveLane(high, 0, 8, 1, Bytes())
         assert not lane.ready()
         pair[1].send(b"x")
         assert lane.ready()
 
 
-def outlet(sock: socket.socket, slots: int = 8, carrier: Bytes | None = None) -> StreamOutlet:
-    return StreamOutlet([sock], slots, 3, carrier or Bytes(), "tx-test")
+def outlet(sock: socket.socket, slots: int = 8, carrier: Bytes | None = None) -> StreamSender:
+    return StreamSender([sock], slots, 3, carrier or Bytes(), "tx-test")
 
 
 @pytest.mark.timeout(30)
 def test_the_engine_never_waits_for_the_kernel(pair: tuple[socket.socket, socket.socket]) -> None:
     """Small frames leave on its own thread; if all members waited there, nobody would receive."""
-    mine, theirs = control.blocking(pair[0], 0), pair[1]  # no deadline helps
+    mine, theirs = wire.blocking(pair[0], 0), pair[1]  # no deadline helps
     mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     payload = torch.arange(60_000, dtype=torch.int32)[:16_000]
     end = outlet(mine)
@@ -134,7 +134,7 @@ def test_a_lane_waits_for_its_slots(pair: tuple[socket.socket, socket.socket]) -
 
 
 def test_closing_an_outlet_ends_a_flush(pair: tuple[socket.socket, socket.socket]) -> None:
-    end = outlet(control.blocking(pair[0], 60), slots=1)
+    end = outlet(wire.blocking(pair[0], 60), slots=1)
     end.begin(lambda error: None)
     for _ in range(3):
         end.send(b"h", None, small=False)
@@ -217,7 +217,7 @@ def referred(
 ) -> tuple[type[BaseException], str]:
     """What an inlet says to a frame with this label."""
     sender, receiver = pair
-    inlet = StreamInlet([receiver], 4, 6, Referred(os.getpid()), "rx-test")
+    inlet = StreamReceiver([receiver], 4, 6, Referred(os.getpid()), "rx-test")
     with rig(FLAVOURS[-1], 2) as ring:
         how, mine = framing(ring, 1, 8), framing(ring, 0, 8)
         head = label + how.header(how.operations[1], 0, False) + bytes(4)

@@ -17,10 +17,9 @@ from transport_kinds import FLAVOURS, Flavour
 
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout, ProtocolViolation, Skipped, StaleEpoch
 from ft_hsdp.ftar import frame as wire
+from ft_hsdp.ftar.allreduce import DTYPES, Order, Result
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
-from ft_hsdp.ftar.engine import Result
-from ft_hsdp.ftar.exchange import DTYPES, Order
-from ft_hsdp.ftar.link import Transfer
+from ft_hsdp.ftar.transport.base import Transfer
 
 THREADED = 72 * 1024  # bytes of a chunk that is worth a thread
 

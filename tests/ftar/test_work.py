@@ -5,8 +5,8 @@ import torch
 
 from ft_hsdp import errors
 from ft_hsdp.errors import FTARError
-from ft_hsdp.ftar.engine import Result
-from ft_hsdp.ftar.work import Work
+from ft_hsdp.ftar.allreduce import Result
+from ft_hsdp.ftar.executor import Work
 
 
 @pytest.mark.parametrize(

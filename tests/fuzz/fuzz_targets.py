@@ -30,15 +30,16 @@ from ft_hsdp.core.grant import Grant, Member, Report
 from ft_hsdp.core.ring import operations
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, DataCorruption, ProtocolViolation, StaleEpoch
-from ft_hsdp.ftar import control
 from ft_hsdp.ftar import frame as wire_frame
-from ft_hsdp.ftar.frame import Course, Entry, Framing, Key
+from ft_hsdp.ftar import wire
+from ft_hsdp.ftar.frame import Entry, FrameOrder, Framing, Key
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.handshake import Caller, Purpose
 from ft_hsdp.launch.rundir import Tailer
-from ft_hsdp.state import messages, server, wire
-from ft_hsdp.state.line import Line, Unanswered
-from ft_hsdp.state.memory_shelf import MemoryShelf, Room
+from ft_hsdp.state.agent import messages
+from ft_hsdp.state.transfer import server, shard_manifest
+from ft_hsdp.state.transfer.http import Line, Unanswered
+from ft_hsdp.state.transfer.source import InMemorySnapshots, Room
 from lighthouse import validation
 from lighthouse.http import connections as lighthouse_door
 
@@ -107,7 +108,7 @@ class _Frames:
         ]
 
     def __call__(self, data: bytes) -> None:
-        course, size = Course(), wire_frame.HEADER.size
+        course, size = FrameOrder(), wire_frame.HEADER.size
         frame = self.framing.check(data[:size].ljust(size, b"\0"))
         course.check(frame)
         assert frame.nbytes <= 900 * 4
@@ -139,7 +140,7 @@ def _control(data: bytes) -> None:
     loop: Any = _Bytes(data)
     asyncio._set_running_loop(loop)
     try:
-        while _finish(control.receive(loop, protocol.RingBeat, CommitToken, protocol.RingAbort)) is not None:
+        while _finish(wire.receive(loop, protocol.RingBeat, CommitToken, protocol.RingAbort)) is not None:
             pass
     finally:
         asyncio._set_running_loop(None)
@@ -177,8 +178,8 @@ def _manifest(data: bytes) -> None:
     body = data[65:] if data[64:65] == b"\n" else data
     digest = blake3.blake3(body).hexdigest().encode()
     with contextlib.suppress(DataCorruption):
-        wire.decode_header(data)
-    wire.decode(digest + b"\n" + body)
+        shard_manifest.decode_header(data)
+    shard_manifest.decode(digest + b"\n" + body)
 
 
 def _agent(data: bytes) -> None:
@@ -203,8 +204,8 @@ class _Handler(server._Handler):
         self.reader: Any = SimpleNamespace(now=lambda taking: None, taken=0)
 
 
-SHELF = MemoryShelf()
-SHELF.put(wire.Manifest(BASE, 0, 1, "0" * 32, 0, (), (), ()), Room(0))
+SHELF = InMemorySnapshots()
+SHELF.put(shard_manifest.Manifest(BASE, 0, 1, "0" * 32, 0, (), (), ()), Room(0))
 
 
 def _request(data: bytes) -> None:
@@ -309,14 +310,14 @@ HEAD = b"GET /v1/state/1/2/" + b"0" * 32 + b"/0/manifest HTTP/1.1\r\nHost: x\r\n
 RANGED = b"GET /v1/state/1/2/" + b"0" * 32 + b"/0/data HTTP/1.1\r\nRange: bytes=0-9\r\n\r\n"
 POST = b"POST /v1/quorum HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
 CHUNKED = b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
-MANIFEST = wire.encode(
-    wire.Manifest(
+MANIFEST = shard_manifest.encode(
+    shard_manifest.Manifest(
         BASE,
         0,
         1,
         "0" * 32,
         8,
-        (wire.Tensor("a", "param", "float32", (2,), (2,), 0, 8),),
+        (shard_manifest.Tensor("a", "param", "float32", (2,), (2,), 0, 8),),
         (4,),
         ({"lr": 0.1},),
         (),

@@ -139,7 +139,7 @@ def everything(*, train: bool) -> dict[str, Any]:
 
     found = {
         "messages.json": messages("ft_hsdp.protocol", "_MESSAGES", "encode"),
-        "agent_messages.json": messages("ft_hsdp.state.messages", "_TYPES", "frame"),
+        "agent_messages.json": messages("ft_hsdp.state.agent.messages", "_TYPES", "frame"),
         "events.json": sorted(SENTENCES),
         "help.json": {name: text.splitlines() for name, text in helps(build_parser()).items()},
         "schema.json": json.loads((ROOT / "configs/schema.json").read_text()),

@@ -19,9 +19,9 @@ from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.launch.cli import main
 from ft_hsdp.state import layout
-from ft_hsdp.state.durable import About, Checkpointer, Header, Published
+from ft_hsdp.state.checkpoint.writer import About, Checkpointer, Header, Published
 from ft_hsdp.state.layout import Layout
-from ft_hsdp.state.ranks import Ranks
+from ft_hsdp.state.replica_group import Ranks
 from ft_hsdp.train.model import ModelArgs, Transformer
 
 CONFIG = parse(

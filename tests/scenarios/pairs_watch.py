@@ -20,7 +20,7 @@ SAMPLE_S = 1.0
 SETTLED_S = 5.0  # a process that is younger is still loading
 NAMES = {
     "ft_hsdp.launch.zygote": "fork server",
-    "ft_hsdp.state.agent": "agent",
+    "ft_hsdp.state.agent.server": "agent",
     "lighthouse": "lighthouse",
 }
 

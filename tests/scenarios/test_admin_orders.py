@@ -17,7 +17,7 @@ from ft_hsdp import secret
 from ft_hsdp.errors import EXIT_CONFIG, ConfigError, LighthouseUnreachable
 from ft_hsdp.launch import admin
 from ft_hsdp.launch.rundir import RunDir
-from ft_hsdp.state import catalogue
+from ft_hsdp.state.checkpoint import catalog
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
 
@@ -83,9 +83,9 @@ def test_drain_undrain_checkpoint_and_evict(tmp_path: Path) -> None:
         ordered = job.events("CheckpointOrdered")[0]
         assert ordered["source"] == "admin"
         assert (ordered["address"], ordered["reason"]) == ("127.0.0.1", "a test")
-        (path,) = catalogue.published(job.run / "checkpoints")
+        (path,) = catalog.published(job.run / "checkpoints")
         assert (
-            catalogue.verify(path, secret.current(job.run / "checkpoint_key").encode()).manifest.state.step
+            catalog.verify(path, secret.current(job.run / "checkpoint_key").encode()).manifest.state.step
             == started["step"]
         )
         # Undrain.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from scenario_job import Job, check
 
-from ft_hsdp.state import catalogue
+from ft_hsdp.state.checkpoint import catalog
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
 
@@ -26,7 +26,7 @@ def written(folder: Path, replicas: int, life: int, step: int) -> tuple[list[int
     }
     with Job(folder, STEPS, replicas=replicas, **settings) as job:
         check(job.end(), STEPS)
-        published = catalogue.published(job.run / "checkpoints")
+        published = catalog.published(job.run / "checkpoints")
         return sorted(int(path.name.split("-")[1]) for path in published), job.events("CheckpointStarted")
 
 

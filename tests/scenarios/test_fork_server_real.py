@@ -25,7 +25,7 @@ def fork_server(job: Job) -> int:
 def agents(job: Job) -> set[int]:
     """The pids of the state agents."""
     below = psutil.Process(job.process.pid).children(recursive=True)
-    return {c.pid for c in below if "ft_hsdp.state.agent" in c.cmdline()}
+    return {c.pid for c in below if "ft_hsdp.state.agent.server" in c.cmdline()}
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)])

@@ -15,8 +15,8 @@ import numpy as np
 from known import KnownConnection
 
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.state import wire
-from ft_hsdp.state.client import StateAgent
+from ft_hsdp.state.agent.client import StateAgent
+from ft_hsdp.state.transfer import shard_manifest
 
 TOKEN = os.environ.get("FT_HSDP_TOKEN") or secrets.token_hex(32)  # two runs of the tests do not meet
 NBYTES = 300_001
@@ -33,8 +33,8 @@ def content(step: int, rank: int = 0, nbytes: int = NBYTES) -> np.ndarray:
 
 def header(step: int, rank: int = 0, ranks: int = 2, nbytes: int = NBYTES) -> bytes:
     """The header of `content`."""
-    made = wire.Manifest(state(step), rank, ranks, "0" * 32, nbytes, (), (step,), ({"lr": 0.1},))
-    return wire.encode(wire.seal(made, content(step, rank, nbytes).data))
+    made = shard_manifest.Manifest(state(step), rank, ranks, "0" * 32, nbytes, (), (step,), ({"lr": 0.1},))
+    return shard_manifest.encode(shard_manifest.seal(made, content(step, rank, nbytes).data))
 
 
 def connect(replica: int = 0, rank: int = 0, nbytes: int = NBYTES, deadline_s: float = DEADLINE_S) -> StateAgent:
@@ -77,17 +77,26 @@ class Running:
         if status == 404:
             return False
         assert status == 200
-        manifest = wire.decode(encoded)
+        manifest = shard_manifest.decode(encoded)
         assert (manifest.state, manifest.rank, manifest.cursors) == (state(step), rank, (step,))
         status, data = self.ask(step, rank, "data")
         assert status == 200
         assert data == content(step, rank, manifest.nbytes).tobytes()
-        assert manifest.checksums == wire.checksums(memoryview(data))
+        assert manifest.checksums == shard_manifest.checksums(memoryview(data))
         return True
 
 
 def command(replica: int, *more: str) -> list[str]:
-    return [sys.executable, "-m", "ft_hsdp.state.agent", "--replica", str(replica), "--host", "127.0.0.1", *more]
+    return [
+        sys.executable,
+        "-m",
+        "ft_hsdp.state.agent.server",
+        "--replica",
+        str(replica),
+        "--host",
+        "127.0.0.1",
+        *more,
+    ]
 
 
 def environment() -> dict[str, str]:

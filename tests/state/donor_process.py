@@ -11,10 +11,10 @@ import sys
 
 from state_helpers import TOKEN, sealed
 
-from ft_hsdp.state import server, wire
-from ft_hsdp.state.memory_shelf import MemoryShelf
+from ft_hsdp.state.transfer import server, shard_manifest
+from ft_hsdp.state.transfer.source import InMemorySnapshots
 
-size, wire.CHUNK_BYTES, kill_at = (int(word) for word in sys.argv[1:4])
+size, shard_manifest.CHUNK_BYTES, kill_at = (int(word) for word in sys.argv[1:4])
 sent = 0
 sendfile = os.sendfile
 
@@ -29,7 +29,7 @@ def counted(out: int, fd: int, offset: int, count: int) -> int:
 
 server.os.sendfile = counted
 snapshot, _ = sealed(size=size)
-shelf = MemoryShelf()
+shelf = InMemorySnapshots()
 shelf.put(snapshot.manifest, snapshot.room)
 served = server.StateServer("127.0.0.1", 0, shelf, TOKEN)
 print(served.address, flush=True)

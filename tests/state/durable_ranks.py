@@ -30,8 +30,9 @@ from durable_side import HYPER, KEY, Side, header, told
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.state import catalogue, resume
-from ft_hsdp.state.durable import Header
+from ft_hsdp.state.checkpoint import catalog
+from ft_hsdp.state.checkpoint.load import resume
+from ft_hsdp.state.checkpoint.writer import Header
 
 WAIT_S = 60.0
 
@@ -49,7 +50,7 @@ def load(side: Side, folder: str, config_hash: str = "hash", key: str | None = K
     wanted = None if key is None else key.encode()
     before = side.digest()
     try:
-        resumed = resume.resume(Path(folder), config_hash, side.params, side.optim, side.ranks, wanted)
+        resumed = resume(Path(folder), config_hash, side.params, side.optim, side.ranks, wanted)
     except ConfigError as error:
         return {"refused": str(error)}
     if resumed is None:
@@ -242,7 +243,7 @@ def swept_while_writing(side: Side, folder: str) -> Any:
     real, swept = torch_files._write_item, []
 
     def sweep(*args: Any) -> Any:
-        swept.append(catalogue.sweep(Path(folder)))
+        swept.append(catalog.sweep(Path(folder)))
         return real(*args)
 
     torch_files._write_item = sweep
@@ -261,7 +262,7 @@ def with_a_small_disk(side: Side, folder: str) -> Any:
 
 def load_what_vanishes(side: Side, folder: str) -> Any:
     """The newest is verified, and its data is gone before it is read."""
-    real = catalogue.newest
+    real = catalog.newest
 
     def newest(*args: Any, **more: Any) -> Any:
         found = real(*args, **more)
@@ -270,7 +271,7 @@ def load_what_vanishes(side: Side, folder: str) -> Any:
                 path.unlink()
         return found
 
-    catalogue.newest = newest
+    catalog.newest = newest
     return load(side, folder)
 
 
@@ -292,7 +293,7 @@ def measure(side: Side, folder: str) -> Any:
 
 
 def load_only(side: Side, folder: str) -> dict[str, Any]:
-    resumed = resume.resume(Path(folder), "hash", side.params, side.optim, side.ranks, KEY)
+    resumed = resume(Path(folder), "hash", side.params, side.optim, side.ranks, KEY)
     assert resumed is not None
     return {"resume_s": resumed.seconds}
 

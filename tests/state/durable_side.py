@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state import layout
-from ft_hsdp.state.durable import About, Checkpointer, Header, Outcome, Published
+from ft_hsdp.state.checkpoint.writer import About, Checkpointer, Header, Outcome, Published
 from ft_hsdp.state.layout import Layout
-from ft_hsdp.state.ranks import Ranks
+from ft_hsdp.state.replica_group import Ranks
 from ft_hsdp.train.held import state_digest
 from ft_hsdp.train.hsdp import Sharded
 from ft_hsdp.train.optim import tensors

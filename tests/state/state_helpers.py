@@ -7,10 +7,11 @@ from dataclasses import dataclass
 import torch
 
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.state import layout, wire
+from ft_hsdp.state import layout
 from ft_hsdp.state.layout import Layout
-from ft_hsdp.state.memory_shelf import Room
-from ft_hsdp.state.wire import Manifest
+from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.shard_manifest import Manifest
+from ft_hsdp.state.transfer.source import Room
 
 TOKEN = "ab" * 32
 STATE = StateId(3, 7, "0123456789abcdef" * 2)
@@ -50,4 +51,4 @@ def sealed(state: StateId = STATE, rank: int = 0, size: int = 1000, seed: int = 
     room = Room(place.nbytes)
     layout.pack(place, list(params.values()), torch.from_numpy(room.bytes))
     header = Manifest(state, rank, 2, place.fingerprint, place.nbytes, place.tensors, (4, 5), HYPER)
-    return Snapshot(wire.seal(header, room.memory), room), place
+    return Snapshot(shard_manifest.seal(header, room.memory), room), place

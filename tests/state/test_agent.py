@@ -16,9 +16,9 @@ from agent_helpers import DEADLINE_S, Running, command, connect, content, enviro
 
 from ft_hsdp import address, handshake
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.state.agent import main
-from ft_hsdp.state.client import AgentGone
-from ft_hsdp.state.slots import Held, newest_common
+from ft_hsdp.state.agent.client import AgentGone
+from ft_hsdp.state.agent.server import main
+from ft_hsdp.state.agent.slots import Held, newest_common
 
 
 @pytest.fixture(scope="module")
@@ -369,5 +369,5 @@ sys.stdin.read()
 
 
 def test_it_needs_no_torch():
-    script = "import sys; import ft_hsdp.state.agent; sys.exit('torch' in sys.modules)"
+    script = "import sys; import ft_hsdp.state.agent.server; sys.exit('torch' in sys.modules)"
     assert run(sys.executable, "-c", script) == (0, "", "")

@@ -13,11 +13,11 @@ from agent_helpers import NBYTES, TOKEN, connect, state, steps, write
 
 from ft_hsdp import handshake
 from ft_hsdp.handshake import Purpose
-from ft_hsdp.state import client, door, messages
-from ft_hsdp.state.client import AgentGone
-from ft_hsdp.state.door import Door
-from ft_hsdp.state.holdings import Holdings
-from ft_hsdp.state.messages import Done, Hello, Recall, Welcome
+from ft_hsdp.state.agent import client, messages, server
+from ft_hsdp.state.agent.client import AgentGone
+from ft_hsdp.state.agent.messages import Done, Hello, Recall, Welcome
+from ft_hsdp.state.agent.server import Door
+from ft_hsdp.state.agent.store import Holdings
 
 REPLICA = 8
 
@@ -33,7 +33,7 @@ def _until_cancelled(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) 
 def holdings() -> Iterator[Holdings]:
     """What is behind a door on an event loop of its own."""
     holdings = Holdings()
-    with door.listen(TOKEN, REPLICA) as sock:
+    with server.listen(TOKEN, REPLICA) as sock:
         loop = asyncio.new_event_loop()
         serve = loop.create_task(Door(sock, TOKEN, holdings, "here:1").serve())
         thread = threading.Thread(target=_until_cancelled, args=(loop, serve))
@@ -96,7 +96,7 @@ def test_an_agent_that_does_not_know_the_token_is_not_talked_to():
             heard.append(sock.recv(1))
 
     heard: list[bytes] = []
-    with door.listen(TOKEN, REPLICA) as listening:
+    with server.listen(TOKEN, REPLICA) as listening:
         listening.setblocking(True)
         thread = threading.Thread(target=impostor)
         thread.start()
@@ -148,7 +148,7 @@ def test_who_hangs_up_leaves_its_slots_for_the_next(holdings: Holdings):
 
 NOISE = [
     struct.pack("!I", 0xFFFFFFFF),
-    struct.pack("!I", door.MAX_HELLO + 1),
+    struct.pack("!I", server.MAX_HELLO + 1),
     struct.pack("!I", 0),
     b"\0\0\0\x04null",
     messages.frame(Recall()),

@@ -8,10 +8,11 @@ from collections.abc import Iterator
 import pytest
 from agent_helpers import content, header, state
 
-from ft_hsdp.state import segment, wire
-from ft_hsdp.state.holdings import Holdings, Owner
-from ft_hsdp.state.shelf import Served
-from ft_hsdp.state.slots import MAX_SLOTS
+from ft_hsdp.state import shared_memory
+from ft_hsdp.state.agent.slots import MAX_SLOTS
+from ft_hsdp.state.agent.store import Holdings, Owner
+from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.source import ServedSnapshot
 
 NBYTES = 10_000
 RANK = 1
@@ -32,15 +33,15 @@ def write(holdings: Holdings, step: int) -> int | None:
     if number is None and holdings.grow(RANK):
         number = holdings.stage(RANK, state(step))
     if number is not None:
-        segment.attach(holdings.slots(RANK)[number], NBYTES, writable=True)[:] = content(step, RANK, NBYTES)
+        shared_memory.attach(holdings.slots(RANK)[number], NBYTES, writable=True)[:] = content(step, RANK, NBYTES)
         holdings.staged(RANK, state(step), header(step, RANK, nbytes=NBYTES))
         holdings.settle(RANK, state(step))
     return number
 
 
-def read(served: Served | None) -> bytes:
+def read(served: ServedSnapshot | None) -> bytes:
     assert served is not None
-    return segment.attach(served.fd, served.nbytes, writable=False).tobytes()
+    return shared_memory.attach(served.fd, served.nbytes, writable=False).tobytes()
 
 
 def test_two_slots_are_ready_before_the_first_staging(holdings: Holdings):
@@ -61,8 +62,8 @@ def test_what_is_borrowed_does_not_change_and_holds_nobody_up(holdings: Holdings
     for step, served in enumerate(borrowed):
         assert read(served) == content(step, RANK, NBYTES).tobytes()
         assert served is not None
-        assert wire.decode(served.manifest).state == state(step)
-        assert wire.digest(served.manifest) == served.digest
+        assert shard_manifest.decode(served.manifest).state == state(step)
+        assert shard_manifest.digest(served.manifest) == served.digest
     assert borrowed[0] is not None
     holdings.give_back(borrowed[0])
     assert write(holdings, 9) is not None
@@ -103,18 +104,18 @@ def test_what_is_forgotten_while_it_is_read_is_read_to_its_end(holdings: Holding
 def test_a_slow_checksum_holds_no_rank_up(holdings: Holdings, monkeypatch: pytest.MonkeyPatch):
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(manifest: wire.Manifest, data: memoryview) -> tuple[int, ...]:
+    def slow(manifest: shard_manifest.Manifest, data: memoryview) -> tuple[int, ...]:
         begun.set()
         assert go_on.wait(10)
         return real(manifest, data)
 
-    real = wire.damaged
-    monkeypatch.setattr(wire, "damaged", slow)
+    real = shard_manifest.damaged
+    monkeypatch.setattr(shard_manifest, "damaged", slow)
     holdings.pin(RANK, state(1), 600.0)
     write(holdings, 1)
     assert begun.wait(10)  # at once: nobody has asked for it
     holdings.unpin(RANK)
-    answers: list[Served | None] = []
+    answers: list[ServedSnapshot | None] = []
     asking = threading.Thread(target=lambda: answers.append(holdings.borrow(state(1), RANK)))
     asking.start()
     for step in range(2, 6):
@@ -130,7 +131,7 @@ def test_without_memory_a_snapshot_is_left_out(holdings: Holdings, monkeypatch: 
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
     write(holdings, 1)
-    monkeypatch.setattr(segment, "create", none)
+    monkeypatch.setattr(shared_memory, "create", none)
     holdings.prepare(RANK)
     assert write(holdings, 2) is None
     assert holdings.why_not(RANK) == "no memory for one more slot"
@@ -143,7 +144,7 @@ def test_it_holds_nothing_of_ranks_that_never_came(holdings: Holdings):
 
 def flip(holdings: Holdings, number: int | None) -> None:
     assert number is not None
-    segment.attach(holdings.slots(RANK)[number], NBYTES, writable=True)[NBYTES // 3] ^= 8
+    shared_memory.attach(holdings.slots(RANK)[number], NBYTES, writable=True)[NBYTES // 3] ^= 8
 
 
 def test_a_damaged_copy_is_not_given_back_to_its_rank_and_the_older_one_is(holdings: Holdings):
@@ -157,7 +158,7 @@ def test_a_damaged_copy_is_not_given_back_to_its_rank_and_the_older_one_is(holdi
     assert [held.state for held in holdings.recall(RANK)] == [state(1)]
     taken = holdings.take(RANK, state(1))
     assert taken is not None
-    assert segment.attach(taken[0], NBYTES, writable=False).tobytes() == content(1, RANK, NBYTES).tobytes()
+    assert shared_memory.attach(taken[0], NBYTES, writable=False).tobytes() == content(1, RANK, NBYTES).tobytes()
 
 
 def test_a_damaged_copy_is_not_served_and_its_memory_is_not_used_again(holdings: Holdings):
@@ -182,7 +183,7 @@ def test_each_pin_compares_anew(holdings: Holdings):
 def test_a_copy_without_checksums_is_of_no_use(holdings: Holdings):
     holdings.grow(RANK)
     holdings.stage(RANK, state(1))
-    bare = wire.Manifest(state(1), RANK, 2, "0" * 32, NBYTES, (), (1,), ())
-    holdings.staged(RANK, state(1), wire.encode(bare))
+    bare = shard_manifest.Manifest(state(1), RANK, 2, "0" * 32, NBYTES, (), (1,), ())
+    holdings.staged(RANK, state(1), shard_manifest.encode(bare))
     assert holdings.take(RANK, state(1)) is None
     assert "0 checksums" in holdings.damaged(RANK)[0].reason

@@ -17,7 +17,7 @@ from durable_side import KEY
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ft_hsdp.launch.processes import environment
-from ft_hsdp.state import catalogue, contents
+from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest
 
 WAIT_S = 90.0
 
@@ -149,9 +149,9 @@ def test_a_pickle_in_a_checkpoint_is_never_run_by_whoever_changed_it(replica, tw
     for path in copy.iterdir():
         bad = b"cos\nmkdir\n(V" + str(copy / "ran").encode() + b"\ntR."
         (path / ".metadata").write_bytes(bad)
-        was = contents.decode((path / "manifest.json").read_bytes())
-        files = {**was.files, ".metadata": contents.describe(path / ".metadata")}
-        (path / "manifest.json").write_bytes(contents.encode(dataclasses.replace(was, files=files)))
+        was = checkpoint_manifest.decode((path / "manifest.json").read_bytes())
+        files = {**was.files, ".metadata": checkpoint_manifest.describe(path / ".metadata")}
+        (path / "manifest.json").write_bytes(checkpoint_manifest.encode(dataclasses.replace(was, files=files)))
     refused = replica(2, "load", copy)
     assert refused[0] == refused[1]
     assert "step-2-epoch-1-0-a-0'; allowed: a checkpoint that was signed with" in refused[0]["refused"]
@@ -193,7 +193,7 @@ def test_ranks_that_ask_at_different_times_publish_the_same(replica, tmp_path) -
     assert set(done) <= {"Published", "Superseded"}
     written = [f"step-{n}-epoch-1-0-a-0" for n, kind in enumerate(done, 1) if kind == "Published"]
     assert names(tmp_path) == written
-    assert catalogue.newest(tmp_path, KEY).checkpoint is not None
+    assert catalog.newest(tmp_path, KEY).checkpoint is not None
 
 
 @pytest.mark.parametrize(("on", "limit"), [(0, 3000), (1, 3000), (0, 20)])
@@ -261,12 +261,12 @@ def test_a_writer_killed_at_any_call_leaves_a_whole_checkpoint(replica, tmp_path
     for at in range(1, calls + 1):
         folder = tmp_path / str(at)
         assert replica(1, "die_at_call", folder, at=at) == [{"exit": -9}]
-        found = catalogue.newest(folder, KEY)
+        found = catalog.newest(folder, KEY)
         assert found.checkpoint is not None
         assert found.skipped == ()
         seen.add(found.checkpoint.manifest.state.step)
-        catalogue.sweep(folder)
-        assert sorted(path.name for path in catalogue.published(folder)) == names(folder)
+        catalog.sweep(folder)
+        assert sorted(path.name for path in catalog.published(folder)) == names(folder)
     assert seen == {1, 2}
 
 

@@ -11,8 +11,8 @@ import pytest
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.state import catalogue, contents
-from ft_hsdp.state.contents import File, Manifest, Piece, Stored, Unauthentic, Unusable
+from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest
+from ft_hsdp.state.checkpoint.checkpoint_manifest import File, Manifest, Piece, Stored, Unauthentic, Unusable
 
 FILES = {".metadata": b"pickle" * 40, "__0_0.distcp": bytes(range(256)) * 20, "__1_0.distcp": b""}
 KEY = b"operator's key"
@@ -27,19 +27,19 @@ def manifest(step: int, epoch: int, incarnation: str = "0-a-0", files: dict[str,
 
 def checkpoint(folder: Path, step: int, epoch: int = 1, incarnation: str = "0-a-0") -> Path:
     """A valid one with files of no sense."""
-    path = folder / contents.name_of(StateId(epoch, step, "ab" * 16), incarnation)
+    path = folder / checkpoint_manifest.name_of(StateId(epoch, step, "ab" * 16), incarnation)
     path.mkdir()
     for name, data in FILES.items():
         (path / name).write_bytes(data)
-    files = {name: contents.describe(path / name) for name in FILES}
+    files = {name: checkpoint_manifest.describe(path / name) for name in FILES}
     (path / "manifest.json").write_bytes(
-        contents.encode(contents.signed(manifest(step, epoch, incarnation, files), KEY))
+        checkpoint_manifest.encode(checkpoint_manifest.signed(manifest(step, epoch, incarnation, files), KEY))
     )
     return path
 
 
 def reason(folder: Path) -> str:
-    found = catalogue.newest(folder, KEY)
+    found = catalog.newest(folder, KEY)
     assert found.checkpoint is None
     assert len(found.skipped) == 1
     return found.skipped[0].reason
@@ -47,7 +47,7 @@ def reason(folder: Path) -> str:
 
 def test_a_manifest_comes_back_as_it_was(tmp_path) -> None:
     path = checkpoint(tmp_path, 4, 2)
-    found = catalogue.newest(tmp_path, KEY)
+    found = catalog.newest(tmp_path, KEY)
     assert found.checkpoint is not None
     assert found.checkpoint.path == path
     got = found.checkpoint.manifest
@@ -58,30 +58,30 @@ def test_a_manifest_comes_back_as_it_was(tmp_path) -> None:
 def test_the_newest_is_the_largest_epoch_and_step_and_never_the_youngest(tmp_path) -> None:
     for step, epoch in ((9, 1), (3, 2), (10, 1), (2, 2)):
         checkpoint(tmp_path, step, epoch)
-    found = [path.name for path in catalogue.published(tmp_path)]
+    found = [path.name for path in catalog.published(tmp_path)]
     assert found == [f"step-{s}-epoch-{e}-0-a-0" for s, e in ((3, 2), (2, 2), (10, 1), (9, 1))]
-    newest = catalogue.newest(tmp_path, KEY).checkpoint
+    newest = catalog.newest(tmp_path, KEY).checkpoint
     assert newest is not None
     assert newest.manifest.state.step == 3
-    ninth = catalogue.newest(tmp_path, KEY, step=9).checkpoint
+    ninth = catalog.newest(tmp_path, KEY, step=9).checkpoint
     assert ninth is not None
     assert ninth.manifest.state.step == 9
-    assert catalogue.newest(tmp_path, KEY, step=1) == catalogue.Found(None, ())
+    assert catalog.newest(tmp_path, KEY, step=1) == catalog.Found(None, ())
 
 
 def test_a_checkpoint_is_missed_unless_it_or_a_newer_one_is_there_or_being_written(tmp_path: Path) -> None:
-    assert catalogue.missed(tmp_path / "none", 5)
+    assert catalog.missed(tmp_path / "none", 5)
     checkpoint(tmp_path, 4)
-    name = contents.name_of(StateId(1, 6, "ab" * 16), "0-a-0")
-    draft = catalogue.unfinished(tmp_path, name)
+    name = checkpoint_manifest.name_of(StateId(1, 6, "ab" * 16), "0-a-0")
+    draft = catalog.unfinished(tmp_path, name)
     draft.mkdir()
     with (draft / "manifest.json").open("wb") as file:
-        assert catalogue.missed(tmp_path, 5), "its writer is dead"
+        assert catalog.missed(tmp_path, 5), "its writer is dead"
         fcntl.flock(file, fcntl.LOCK_EX)
-        assert not catalogue.missed(tmp_path, 5), "its writer lives"
-        assert not catalogue.missed(tmp_path, 6)
-        assert catalogue.missed(tmp_path, 7)
-    assert not catalogue.missed(tmp_path, 4)
+        assert not catalog.missed(tmp_path, 5), "its writer lives"
+        assert not catalog.missed(tmp_path, 6)
+        assert catalog.missed(tmp_path, 7)
+    assert not catalog.missed(tmp_path, 4)
 
 
 def test_every_flipped_bit_is_seen(tmp_path) -> None:
@@ -95,9 +95,9 @@ def test_every_flipped_bit_is_seen(tmp_path) -> None:
             changed[bit // 8] ^= 1 << bit % 8
             file.write_bytes(changed)
             with pytest.raises(Unusable):
-                catalogue.verify(path, KEY)
+                catalog.verify(path, KEY)
         file.write_bytes(whole)
-    catalogue.verify(path, KEY)
+    catalog.verify(path, KEY)
 
 
 def test_every_truncation_is_seen_and_every_byte_too_many(tmp_path) -> None:
@@ -109,11 +109,11 @@ def test_every_truncation_is_seen_and_every_byte_too_many(tmp_path) -> None:
                 continue
             (path / name).write_bytes(data)
             with pytest.raises(Unusable, match=name.replace(".", r"\.")):
-                catalogue.verify(path, KEY)
+                catalog.verify(path, KEY)
         (path / name).unlink()
         assert reason(tmp_path) == f"{name}: No such file or directory"
         (path / name).write_bytes(whole)
-    catalogue.verify(path, KEY)
+    catalog.verify(path, KEY)
 
 
 def test_a_renamed_one_is_not_newer(tmp_path) -> None:
@@ -140,7 +140,7 @@ def test_a_renamed_one_is_not_newer(tmp_path) -> None:
 )
 def test_a_manifest_that_fits_its_digest_can_still_be_wrong(spoilt, said) -> None:
     with pytest.raises(Unusable, match=said):
-        contents.decode(contents.encode(replace(manifest(1, 1), **spoilt)))
+        checkpoint_manifest.decode(checkpoint_manifest.encode(replace(manifest(1, 1), **spoilt)))
 
 
 @pytest.mark.parametrize("data", [b"", b"{}", b"[" * 100_000, b"\xff\0", b'{"format": 1}'])
@@ -152,14 +152,14 @@ def test_junk_is_no_manifest(tmp_path, data) -> None:
 def test_an_incarnation_of_any_kind_makes_a_name(tmp_path) -> None:
     path = checkpoint(tmp_path, 1, incarnation="../1-ä b/c-" + "x" * 300)
     assert path.parent == tmp_path
-    assert catalogue.newest(tmp_path, KEY).checkpoint is not None
+    assert catalog.newest(tmp_path, KEY).checkpoint is not None
 
 
 def test_the_newest_are_kept_and_what_is_torn_is_not_counted(tmp_path) -> None:
     for step in (1, 2, 3, 4):
         checkpoint(tmp_path, step)
     (tmp_path / "step-3-epoch-1-0-a-0" / "__0_0.distcp").write_bytes(b"short")
-    assert catalogue.retire(tmp_path, 2, "step-4-epoch-1-0-a-0") == [
+    assert catalog.retire(tmp_path, 2, "step-4-epoch-1-0-a-0") == [
         "step-3-epoch-1-0-a-0",
         "step-1-epoch-1-0-a-0",
     ]
@@ -170,16 +170,14 @@ def test_a_late_writer_takes_nothing_newer_away(tmp_path) -> None:
     checkpoint(tmp_path, 5, 1)
     for step in (3, 4):
         checkpoint(tmp_path, step, 2)
-    assert catalogue.retire(tmp_path, 1, "step-5-epoch-1-0-a-0") == []
-    assert catalogue.retire(tmp_path, 1, "step-8-epoch-1-0-a-0") == [], (
-        "a writer whose own is gone removes nothing"
-    )
-    assert len(catalogue.published(tmp_path)) == 3
+    assert catalog.retire(tmp_path, 1, "step-5-epoch-1-0-a-0") == []
+    assert catalog.retire(tmp_path, 1, "step-8-epoch-1-0-a-0") == [], "a writer whose own is gone removes nothing"
+    assert len(catalog.published(tmp_path)) == 3
     shutil.rmtree(tmp_path / "step-3-epoch-2-0-a-0")
     (tmp_path / "step-4-epoch-2-0-a-0" / "manifest.json").unlink()
     checkpoint(tmp_path, 1, 1)
-    assert catalogue.retire(tmp_path, 2, "step-5-epoch-1-0-a-0") == [], "a torn newer one does not count"
-    assert len(catalogue.published(tmp_path)) == 3
+    assert catalog.retire(tmp_path, 2, "step-5-epoch-1-0-a-0") == [], "a torn newer one does not count"
+    assert len(catalog.published(tmp_path)) == 3
 
 
 def test_rubbish_goes_and_checkpoints_stay(tmp_path) -> None:
@@ -188,11 +186,11 @@ def test_rubbish_goes_and_checkpoints_stay(tmp_path) -> None:
         shutil.copytree(kept, tmp_path / name)
     (tmp_path / ".writing-step-3-epoch-1-x").mkdir()
     (tmp_path / "notes").mkdir()
-    assert len(catalogue.sweep(tmp_path)) == 3
+    assert len(catalog.sweep(tmp_path)) == 3
     assert sorted(p.name for p in tmp_path.iterdir()) == ["notes", kept.name]
-    assert catalogue.sweep(tmp_path / "none") == []
+    assert catalog.sweep(tmp_path / "none") == []
     with pytest.raises(ConfigError, match=r"checkpoint.dir: got .*Not a directory"):
-        catalogue.sweep(kept / "manifest.json")
+        catalog.sweep(kept / "manifest.json")
 
 
 def test_what_was_signed_with_another_key_is_named_before_any_file_is_opened(tmp_path) -> None:
@@ -200,18 +198,20 @@ def test_what_was_signed_with_another_key_is_named_before_any_file_is_opened(tmp
     (path / ".metadata").unlink()
     for wrong in (b"another key", b""):
         with pytest.raises(Unauthentic, match="step-2-epoch-1-0-a-0"):
-            catalogue.newest(tmp_path, wrong)
-    (path / "manifest.json").write_bytes(contents.encode(manifest(2, 1, files={".metadata": File(1, "")})))
+            catalog.newest(tmp_path, wrong)
+    (path / "manifest.json").write_bytes(
+        checkpoint_manifest.encode(manifest(2, 1, files={".metadata": File(1, "")}))
+    )
     with pytest.raises(Unauthentic):
-        catalogue.newest(tmp_path, KEY)  # nobody signed it
-    assert catalogue.newest(tmp_path, None).skipped[0].reason == ".metadata: No such file or directory"
+        catalog.newest(tmp_path, KEY)  # nobody signed it
+    assert catalog.newest(tmp_path, None).skipped[0].reason == ".metadata: No such file or directory"
 
 
 def test_a_changed_manifest_with_a_right_digest_is_not_signed(tmp_path) -> None:
     path = checkpoint(tmp_path, 1)
-    was = contents.decode((path / "manifest.json").read_bytes())
+    was = checkpoint_manifest.decode((path / "manifest.json").read_bytes())
     (path / ".metadata").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
-    files = {**was.files, ".metadata": contents.describe(path / ".metadata")}
-    (path / "manifest.json").write_bytes(contents.encode(replace(was, files=files)))
+    files = {**was.files, ".metadata": checkpoint_manifest.describe(path / ".metadata")}
+    (path / "manifest.json").write_bytes(checkpoint_manifest.encode(replace(was, files=files)))
     with pytest.raises(Unauthentic):
-        catalogue.verify(path, KEY)
+        catalog.verify(path, KEY)

@@ -22,14 +22,12 @@ from tcp_proxy import Proxy
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.launch.processes import environment
-from ft_hsdp.state import fetch as fetching
-from ft_hsdp.state import wire
-from ft_hsdp.state.chunks import Chunks
-from ft_hsdp.state.fetch import Cancelled, Donor, Fetched, NotFetched, Request, fetch
-from ft_hsdp.state.memory_shelf import MemoryShelf
-from ft_hsdp.state.server import StateServer
-from ft_hsdp.state.tally import Tally
-from ft_hsdp.state.wire import Expected
+from ft_hsdp.state.transfer import fetch as fetching
+from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.fetch import Cancelled, Chunks, Donor, Fetched, NotFetched, Request, Tally, fetch
+from ft_hsdp.state.transfer.server import StateServer
+from ft_hsdp.state.transfer.shard_manifest import Expected
+from ft_hsdp.state.transfer.source import InMemorySnapshots
 
 SNAPSHOT, LAYOUT = sealed(size=5000)
 HERE = Path(__file__).parent
@@ -38,7 +36,7 @@ Answer = Callable[[BaseHTTPRequestHandler, bytes, bytes], None]
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(shard_manifest, "CHUNK_BYTES", 4096)
 
 
 def snapshot(seed: int = 0) -> Snapshot:
@@ -46,15 +44,15 @@ def snapshot(seed: int = 0) -> Snapshot:
     return sealed(size=5000, seed=seed)[0]
 
 
-def shelf_of(*held: Snapshot) -> MemoryShelf:
-    shelf = MemoryShelf()
+def shelf_of(*held: Snapshot) -> InMemorySnapshots:
+    shelf = InMemorySnapshots()
     for each in held:
         shelf.put(each.manifest, each.room)
     return shelf
 
 
 @contextmanager
-def good(*held: Snapshot) -> Iterator[tuple[str, MemoryShelf]]:
+def good(*held: Snapshot) -> Iterator[tuple[str, InMemorySnapshots]]:
     shelf = shelf_of(*held)
     server = StateServer("127.0.0.1", 0, shelf, TOKEN)
     try:
@@ -76,7 +74,7 @@ def evil(answer: Answer) -> Iterator[str]:
                 super().handle()
 
         def do_GET(self) -> None:
-            answer(self, wire.encode(honest.manifest), bytes(honest.data))
+            answer(self, shard_manifest.encode(honest.manifest), bytes(honest.data))
 
         def log_message(self, *_: object) -> None:
             pass
@@ -112,7 +110,7 @@ def part(h: BaseHTTPRequestHandler, m: bytes, d: bytes, length: int | None = Non
     first, last = (int(n) for n in h.headers["Range"].removeprefix("bytes=").split("-"))
     body = d[first : last + 1]
     h.send_response_only(206)
-    h.send_header("ETag", f'"{wire.digest(m)}"')
+    h.send_header("ETag", f'"{shard_manifest.digest(m)}"')
     h.send_header("Content-Range", f"bytes {first}-{last}/{LAYOUT.nbytes}")
     h.send_header("Content-Length", str(last + 1 - first if length is None else length))
     h.end_headers()
@@ -136,7 +134,7 @@ def instead(headers: dict[str, str], status: int = 206) -> Answer:
             return say(h, m)
         first, last = (int(n) for n in h.headers["Range"].removeprefix("bytes=").split("-"))
         honest = {
-            "ETag": f'"{wire.digest(m)}"',
+            "ETag": f'"{shard_manifest.digest(m)}"',
             "Content-Range": f"bytes {first}-{last}/{LAYOUT.nbytes}",
             "Content-Length": str(last + 1 - first),
         }
@@ -152,7 +150,7 @@ def instead(headers: dict[str, str], status: int = 206) -> Answer:
 
 def resealed(**changes: Any) -> bytes:
     """A manifest that is true to itself, but not what was asked for."""
-    return wire.encode(replace(snapshot().manifest, **changes))
+    return shard_manifest.encode(replace(snapshot().manifest, **changes))
 
 
 def _short(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
@@ -308,7 +306,7 @@ def test_an_empty_shard_and_one_below_a_chunk() -> None:
         shot = sealed(size=size)[0]
         if size == 0:
             shot = replace(shot, manifest=replace(shot.manifest, nbytes=0, tensors=(), checksums=()))
-            shot = replace(shot, manifest=replace(shot.manifest, layout=wire.fingerprint(())))
+            shot = replace(shot, manifest=replace(shot.manifest, layout=shard_manifest.fingerprint(())))
         with good(shot) as (address, _):
             got, data, told = run([address], wanted=expected(shot))
         assert isinstance(got, Fetched), got
@@ -490,7 +488,7 @@ def test_a_donor_that_is_late_still_objects(monkeypatch: pytest.MonkeyPatch) -> 
 
     def late(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
         begun.wait(5)
-        say(h, wire.encode(other.manifest))
+        say(h, shard_manifest.encode(other.manifest))
 
     def slow(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
         if h.path.endswith("data"):
@@ -551,7 +549,7 @@ def test_runs_get_shorter_and_nothing_is_lost() -> None:
 
 def test_every_truncation_is_noticed() -> None:
     shot = snapshot()
-    encoded, data = wire.encode(shot.manifest), bytes(shot.data)
+    encoded, data = shard_manifest.encode(shot.manifest), bytes(shot.data)
     for length in [0, 1, 64, 65, 66, len(encoded) // 2, len(encoded) - 1]:
         with evil(serving(manifest=lambda m, n=length: m[:n])) as bad:
             error, _, told = run([bad])
@@ -579,14 +577,14 @@ def test_every_flipped_bit_is_noticed() -> None:
     for _ in range(300):
         bit = chance.randrange(len(data) * 8)
         data[bit // 8] ^= 1 << bit % 8
-        sums = wire.checksums(memoryview(data))
+        sums = shard_manifest.checksums(memoryview(data))
         wrong = [i for i, (a, b) in enumerate(zip(sums, shot.manifest.checksums, strict=True)) if a != b]
-        assert wrong == [bit // 8 // wire.CHUNK_BYTES]
+        assert wrong == [bit // 8 // shard_manifest.CHUNK_BYTES]
         data[bit // 8] ^= 1 << bit % 8
-    encoded = wire.encode(shot.manifest)
+    encoded = shard_manifest.encode(shot.manifest)
     for _ in range(300):
         with pytest.raises(DataCorruption):
-            wire.decode(flipped(encoded, chance.randrange(len(encoded) * 8)))
+            shard_manifest.decode(flipped(encoded, chance.randrange(len(encoded) * 8)))
 
 
 def test_flipped_bits_on_the_wire_are_noticed() -> None:
@@ -594,7 +592,7 @@ def test_flipped_bits_on_the_wire_are_noticed() -> None:
     with evil(serving(data=lambda d: flipped(d, bits[-1]))) as bad:
         while bits:
             error, _, told = run([bad])
-            assert f"chunk {bits.pop() // 8 // wire.CHUNK_BYTES} has a wrong checksum" in str(error)
+            assert f"chunk {bits.pop() // 8 // shard_manifest.CHUNK_BYTES} has a wrong checksum" in str(error)
             assert told.who == [0]
 
 
@@ -618,7 +616,7 @@ def test_a_donor_that_is_killed_in_the_middle_is_resumed_from_not_restarted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     size, chunk = 1 << 20, 1 << 16
-    monkeypatch.setattr(wire, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(shard_manifest, "CHUNK_BYTES", chunk)
     honest, _ = sealed(size=size)
     with process(size, chunk, kill_at=chunk * 5 + 100) as (address, donor):
         killed = threading.Event()
@@ -626,11 +624,11 @@ def test_a_donor_that_is_killed_in_the_middle_is_resumed_from_not_restarted(
         def after(h: BaseHTTPRequestHandler, m: bytes, d: bytes) -> None:
             """Has no data before the other one is dead."""
             if h.path.endswith("manifest"):
-                return say(h, wire.encode(honest.manifest))
+                return say(h, shard_manifest.encode(honest.manifest))
             assert killed.wait(20)
             first, last = (int(n) for n in h.headers["Range"].removeprefix("bytes=").split("-"))
             h.send_response_only(206)
-            h.send_header("ETag", f'"{wire.digest(wire.encode(honest.manifest))}"')
+            h.send_header("ETag", f'"{shard_manifest.digest(shard_manifest.encode(honest.manifest))}"')
             h.send_header("Content-Range", f"bytes {first}-{last}/{honest.manifest.nbytes}")
             h.send_header("Content-Length", str(last + 1 - first))
             h.end_headers()

@@ -6,8 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from state_helpers import tensors
 
-from ft_hsdp.state import layout, wire
+from ft_hsdp.state import layout
 from ft_hsdp.state.layout import ALIGN, Layout
+from ft_hsdp.state.transfer import shard_manifest
 
 
 def test_what_is_packed_comes_out() -> None:
@@ -29,13 +30,13 @@ def test_what_is_packed_comes_out() -> None:
 
 @pytest.mark.parametrize("chunk", [64, 1000, 4 << 20])
 def test_its_checksums_are_of_the_sources_chunk_by_chunk(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(shard_manifest, "CHUNK_BYTES", chunk)
     monkeypatch.setattr(layout, "PIECE", 300)
     source = tensors(3)
     place = Layout.of(source, {})
     buffer = torch.full((place.nbytes,), 0xFF, dtype=torch.uint8)
     sums = layout.pack(place, list(source.values()), buffer)
-    assert sums == wire.checksums(memoryview(buffer.numpy()))  # type: ignore[arg-type]
+    assert sums == shard_manifest.checksums(memoryview(buffer.numpy()))  # type: ignore[arg-type]
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=3), max_size=6), st.integers(0, 99))

@@ -8,10 +8,10 @@ from state_helpers import TOKEN
 from state_helpers import sealed as sealed_state
 
 from ft_hsdp import sealed
-from ft_hsdp.state.fetch import Donor, Fetched, Request, fetch
-from ft_hsdp.state.memory_shelf import MemoryShelf
-from ft_hsdp.state.server import StateServer
-from ft_hsdp.state.wire import Expected
+from ft_hsdp.state.transfer.fetch import Donor, Fetched, Request, fetch
+from ft_hsdp.state.transfer.server import StateServer
+from ft_hsdp.state.transfer.shard_manifest import Expected
+from ft_hsdp.state.transfer.source import InMemorySnapshots
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +23,7 @@ def _on() -> Iterator[None]:
 
 def test_an_encrypted_fetch_is_the_same_bit_by_bit() -> None:
     shot, _ = sealed_state(size=700_000)
-    shelf = MemoryShelf()
+    shelf = InMemorySnapshots()
     shelf.put(shot.manifest, shot.room)
     server = StateServer("127.0.0.1", 0, shelf, TOKEN)
     m = shot.manifest

@@ -15,18 +15,18 @@ from state_helpers import STATE, TOKEN, sealed
 from ft_hsdp import handshake
 from ft_hsdp.address import split
 from ft_hsdp.handshake import Purpose
-from ft_hsdp.state import server, wire
-from ft_hsdp.state.memory_shelf import MemoryShelf, Room
-from ft_hsdp.state.server import StateServer
+from ft_hsdp.state.transfer import server, shard_manifest
+from ft_hsdp.state.transfer.server import StateServer
+from ft_hsdp.state.transfer.source import InMemorySnapshots, Room
 
 PATH = f"/v1/state/{STATE.commit_epoch}/{STATE.step}/{STATE.lineage}/0"
 SNAPSHOT, _ = sealed(size=1 << 20)
 DATA = bytes(SNAPSHOT.data)
-ENCODED = wire.encode(SNAPSHOT.manifest)
-ETAG = f'"{wire.digest(ENCODED)}"'
+ENCODED = shard_manifest.encode(SNAPSHOT.manifest)
+ETAG = f'"{shard_manifest.digest(ENCODED)}"'
 
 
-class Counting(MemoryShelf):
+class Counting(InMemorySnapshots):
     """Knows what is borrowed."""
 
     @property
@@ -122,7 +122,7 @@ def test_a_range_that_cannot_be_given(address: str, span: str) -> None:
 
 def test_an_empty_shard() -> None:
     state = replace(STATE, step=9)
-    shelf = MemoryShelf()
+    shelf = InMemorySnapshots()
     shelf.put(replace(SNAPSHOT.manifest, state=state, nbytes=0, tensors=(), checksums=()), Room(0))
     served = StateServer("127.0.0.1", 0, shelf, TOKEN)
     assert ask(served.address, PATH.replace("/7/", "/9/") + "/data") == (200, b"")
@@ -320,7 +320,7 @@ def test_a_thread_that_cannot_start_gives_its_place_back(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_it_serves_over_both_families(host: str) -> None:
-    shelf = MemoryShelf()
+    shelf = InMemorySnapshots()
     shelf.put(SNAPSHOT.manifest, SNAPSHOT.room)
     served = StateServer(host, 0, shelf, TOKEN)
     assert ask(served.address, f"{PATH}/manifest") == (200, ENCODED)

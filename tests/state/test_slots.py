@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.state.slots import MAX_SLOTS, SPARE_STAGES, Held, Slots, newest_common
+from ft_hsdp.state.agent.slots import MAX_SLOTS, SPARE_STAGES, Held, Slots, newest_common
 
 
 def state(step: int) -> StateId:

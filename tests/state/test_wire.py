@@ -13,8 +13,8 @@ from state_helpers import STATE, sealed
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
-from ft_hsdp.state import wire
-from ft_hsdp.state.wire import Expected, Tensor
+from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.shard_manifest import Expected, Tensor
 
 SNAPSHOT, LAYOUT = sealed()
 MANIFEST = SNAPSHOT.manifest
@@ -28,30 +28,30 @@ def forged(document: Any) -> bytes:
 
 
 def test_a_manifest_survives_the_wire() -> None:
-    assert wire.decode(wire.encode(MANIFEST)) == MANIFEST
-    wire.expect(MANIFEST, WANTED)
-    assert MANIFEST.layout == wire.fingerprint(MANIFEST.tensors)
+    assert shard_manifest.decode(shard_manifest.encode(MANIFEST)) == MANIFEST
+    shard_manifest.expect(MANIFEST, WANTED)
+    assert MANIFEST.layout == shard_manifest.fingerprint(MANIFEST.tensors)
     assert MANIFEST.ledger == Ledger((4, 5))
 
 
 def test_the_ledger_is_whole() -> None:
     ledger = Ledger((4, 5), ((0, 1), (1, 2)), (1, 3), ((1, 2, 1),))
     manifest = replace(MANIFEST, holes=ledger.holes, takers=ledger.takers, spoilt=ledger.spoilt)
-    assert wire.decode(wire.encode(manifest)).ledger == ledger
+    assert shard_manifest.decode(shard_manifest.encode(manifest)).ledger == ledger
 
 
 @pytest.mark.parametrize("holes", [((0, 9),), ((0, 2), (0, 1)), ((7, 0),)])
 def test_a_ledger_that_cannot_be_is_refused(holes: tuple[tuple[int, int], ...]) -> None:
     with pytest.raises(DataCorruption, match="not valid"):
-        wire.decode(wire.encode(replace(MANIFEST, holes=holes)))
+        shard_manifest.decode(shard_manifest.encode(replace(MANIFEST, holes=holes)))
 
 
 def test_equal_manifests_have_equal_digests_and_others_do_not() -> None:
-    encoded = wire.encode(MANIFEST)
-    assert wire.encode(replace(MANIFEST)) == encoded
+    encoded = shard_manifest.encode(MANIFEST)
+    assert shard_manifest.encode(replace(MANIFEST)) == encoded
     reordered = tuple(dict(reversed(h.items())) for h in MANIFEST.hyper)
-    assert wire.encode(replace(MANIFEST, hyper=reordered)) == encoded
-    assert wire.digest(encoded) == encoded[:64].decode()
+    assert shard_manifest.encode(replace(MANIFEST, hyper=reordered)) == encoded
+    assert shard_manifest.digest(encoded) == encoded[:64].decode()
     changes: list[dict[str, Any]] = [
         {"cursors": (4, 6)},
         {"hyper": ({"lr": 0.2, "betas": [0.9, 0.95], "foreach": None},)},
@@ -62,8 +62,8 @@ def test_equal_manifests_have_equal_digests_and_others_do_not() -> None:
         {"tensors": MANIFEST.tensors[:-1]},
         {"takers": (1,)},
     ]
-    digests = {wire.digest(wire.encode(replace(MANIFEST, **change))) for change in changes}
-    assert len(digests | {wire.digest(encoded)}) == len(changes) + 1
+    digests = {shard_manifest.digest(shard_manifest.encode(replace(MANIFEST, **change))) for change in changes}
+    assert len(digests | {shard_manifest.digest(encoded)}) == len(changes) + 1
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_equal_manifests_have_equal_digests_and_others_do_not() -> None:
 def test_a_manifest_of_something_else_is_refused(name: str, other: Any) -> None:
     wanted: dict[str, Any] = {name: other}
     with pytest.raises(DataCorruption, match=f"manifest is of {name} "):
-        wire.expect(MANIFEST, replace(WANTED, **wanted))
+        shard_manifest.expect(MANIFEST, replace(WANTED, **wanted))
 
 
 @pytest.mark.parametrize("field", ["name", "kind", "dtype", "shape", "global_shape", "offset"])
@@ -92,35 +92,35 @@ def test_tensors_that_are_not_those_of_the_layout_are_refused(field: str) -> Non
     }
     changed = replace(MANIFEST, tensors=(*MANIFEST.tensors[:-1], replace(last, **other)))
     with pytest.raises(DataCorruption, match="not those of layout"):
-        wire.expect(changed, WANTED)
+        shard_manifest.expect(changed, WANTED)
 
 
 @pytest.mark.parametrize("sums", [(), MANIFEST.checksums * 2])
 def test_a_manifest_without_a_checksum_for_each_chunk_is_refused(sums: tuple[str, ...]) -> None:
-    encoded = wire.encode(replace(MANIFEST, checksums=sums))
+    encoded = shard_manifest.encode(replace(MANIFEST, checksums=sums))
     with pytest.raises(DataCorruption, match="checksums for"):
-        wire.decode(encoded)
-    assert wire.decode_header(encoded).checksums == sums
+        shard_manifest.decode(encoded)
+    assert shard_manifest.decode_header(encoded).checksums == sums
 
 
 def test_a_header_is_sealed_with_the_checksums_of_its_bytes() -> None:
-    header = wire.decode_header(wire.encode(replace(MANIFEST, checksums=())))
-    assert wire.seal(header, SNAPSHOT.data) == MANIFEST
+    header = shard_manifest.decode_header(shard_manifest.encode(replace(MANIFEST, checksums=())))
+    assert shard_manifest.seal(header, SNAPSHOT.data) == MANIFEST
 
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 64), (2**62, 0), (LAYOUT.nbytes, 1)])
 def test_a_tensor_outside_of_the_bytes_or_in_another_is_refused(offset: int, nbytes: int) -> None:
     odd = Tensor("odd", "param", "uint8", (nbytes,), (nbytes,), offset, nbytes)
     with pytest.raises(DataCorruption, match="where it cannot lie"):
-        wire.decode(wire.encode(replace(MANIFEST, tensors=(*MANIFEST.tensors, odd))))
+        shard_manifest.decode(shard_manifest.encode(replace(MANIFEST, tensors=(*MANIFEST.tensors, odd))))
 
 
 def test_what_is_too_long_is_not_served() -> None:
     with pytest.raises(ValueError, match="allowed"):
-        wire.encode(replace(MANIFEST, hyper=({"x": "y" * wire.MAX_MANIFEST},)))
+        shard_manifest.encode(replace(MANIFEST, hyper=({"x": "y" * shard_manifest.MAX_MANIFEST},)))
 
 
-ENCODED = wire.encode(MANIFEST)
+ENCODED = shard_manifest.encode(MANIFEST)
 
 
 @given(st.integers(0, len(ENCODED) * 8 - 1))
@@ -128,7 +128,7 @@ def test_a_flipped_bit_is_seen_or_changes_nothing(bit: int) -> None:
     data = bytearray(ENCODED)
     data[bit // 8] ^= 1 << bit % 8
     try:
-        got = wire.decode(bytes(data))
+        got = shard_manifest.decode(bytes(data))
     except DataCorruption:
         return
     assert got == MANIFEST
@@ -144,13 +144,13 @@ JSON = st.recursive(
 @given(st.binary() | JSON.map(lambda v: json.dumps(v).encode()))
 def test_junk_is_only_ever_data_corruption(junk: bytes) -> None:
     with pytest.raises(DataCorruption):
-        wire.decode(junk)
+        shard_manifest.decode(junk)
 
 
 @given(JSON)
 def test_a_liars_junk_is_only_ever_data_corruption(junk: Any) -> None:
     with pytest.raises(DataCorruption):
-        wire.decode(forged(junk))
+        shard_manifest.decode(forged(junk))
 
 
 @given(st.sampled_from(sorted(MANIFEST.__slots__)), JSON)
@@ -158,7 +158,7 @@ def test_a_liars_junk_in_one_field_is_only_ever_data_corruption(field: str, junk
     document = json.loads(ENCODED[65:])
     document[field] = junk
     try:
-        got = wire.decode(forged(document))
+        got = shard_manifest.decode(forged(document))
     except DataCorruption:
         return
     assert replace(got, **{field: getattr(MANIFEST, field)}) == MANIFEST
@@ -169,7 +169,7 @@ def test_a_liars_junk_in_one_tensor_is_only_ever_data_corruption(field: str, jun
     document = json.loads(ENCODED[65:])
     document["tensors"][0][field] = junk
     try:
-        got = wire.decode(forged(document))
+        got = shard_manifest.decode(forged(document))
     except DataCorruption:
         return
     assert got.tensors[1:] == MANIFEST.tensors[1:]
@@ -178,19 +178,19 @@ def test_a_liars_junk_in_one_tensor_is_only_ever_data_corruption(field: str, jun
 def test_a_field_that_is_not_known_is_refused() -> None:
     document = json.loads(ENCODED[65:])
     with pytest.raises(DataCorruption, match="not valid"):
-        wire.decode(forged({**document, "also": 1}))
+        shard_manifest.decode(forged({**document, "also": 1}))
     document["tensors"][0]["also"] = 1
     with pytest.raises(DataCorruption, match="not valid"):
-        wire.decode(forged(document))
+        shard_manifest.decode(forged(document))
 
 
 @pytest.mark.parametrize(
-    "junk", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 100_000, b" " * (wire.MAX_MANIFEST + 1)]
+    "junk", [b"[" * 100_000, b'{"a":' * 100_000, b"9" * 100_000, b" " * (shard_manifest.MAX_MANIFEST + 1)]
 )
 def test_deep_and_large_junk(junk: bytes) -> None:
     for data in (junk, blake3.blake3(junk).hexdigest().encode() + b"\n" + junk):
         with pytest.raises(DataCorruption):
-            wire.decode(data)
+            shard_manifest.decode(data)
 
 
 @pytest.mark.parametrize("deep", ["[" * 300 + "]" * 300, "9" * 5000, '"\\ud800"', "0"])
@@ -198,10 +198,10 @@ def test_odd_hyper_parameters(deep: str) -> None:
     body = ENCODED[65:].replace(b'"foreach":null', b'"foreach":' + deep.encode())
     assert body != ENCODED[65:]
     with pytest.raises(DataCorruption):
-        wire.decode(body)
+        shard_manifest.decode(body)
     encoded = blake3.blake3(body).hexdigest().encode() + b"\n" + body
     try:
-        got = wire.decode(encoded)
+        got = shard_manifest.decode(encoded)
     except DataCorruption:
         return
     assert deep == "0"
@@ -209,10 +209,10 @@ def test_odd_hyper_parameters(deep: str) -> None:
 
 
 def test_each_chunk_has_its_checksum(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(wire, "CHUNK_BYTES", 100)
+    monkeypatch.setattr(shard_manifest, "CHUNK_BYTES", 100)
     data = bytes(range(250))
-    sums = wire.checksums(memoryview(data))
+    sums = shard_manifest.checksums(memoryview(data))
     assert len(sums) == 3
-    changed = wire.checksums(memoryview(data[:150] + b"x" + data[151:]))
+    changed = shard_manifest.checksums(memoryview(data[:150] + b"x" + data[151:]))
     assert [a == b for a, b in zip(sums, changed, strict=True)] == [True, False, True]
-    assert wire.checksums(memoryview(b"")) == ()
+    assert shard_manifest.checksums(memoryview(b"")) == ()

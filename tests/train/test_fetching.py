@@ -14,7 +14,7 @@ from ft_hsdp.core.grant import Member
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.events import Journal
 from ft_hsdp.protocol import RankFetchFailed
-from ft_hsdp.state import fetch
+from ft_hsdp.state.transfer import fetch
 from ft_hsdp.train import agent as agents
 from ft_hsdp.train.agent import Fetching, RankAgent
 from ft_hsdp.train.mailbox import Mailbox

@@ -14,9 +14,10 @@ from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import SLICES, StateId
 from ft_hsdp.errors import DataCorruption
-from ft_hsdp.state import layout, wire
-from ft_hsdp.state.segment import Bytes
-from ft_hsdp.state.wire import Manifest
+from ft_hsdp.state import layout
+from ft_hsdp.state.shared_memory import Bytes
+from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.shard_manifest import Manifest
 from ft_hsdp.train import held as held_module
 from ft_hsdp.train.held import Held, state_digest
 from ft_hsdp.train.hsdp import Sharded
@@ -125,7 +126,7 @@ def test_only_the_state_that_is_held_is_packed(mesh: DeviceMesh) -> None:
     manifest = held.pack(after, into)
     assert manifest is not None
     assert (manifest.state, manifest.ledger) == (after, held.ledger)
-    assert manifest.checksums == wire.checksums(into.data)
+    assert manifest.checksums == shard_manifest.checksums(into.data)
 
 
 def test_a_step_that_is_skipped_moves_ledger_and_name_alone(mesh: DeviceMesh) -> None:

@@ -19,8 +19,8 @@ from test_held import START, hold, steps
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.events import Journal
-from ft_hsdp.state.client import AgentGone, StateAgent, newest
-from ft_hsdp.state.start import Starter
+from ft_hsdp.state.agent.client import AgentGone, StateAgent, newest
+from ft_hsdp.state.agent.launcher import Starter
 from ft_hsdp.train import keeper as keepers
 from ft_hsdp.train.held import Held
 from ft_hsdp.train.keeper import Home, Keeper

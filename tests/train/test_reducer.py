@@ -13,7 +13,7 @@ from ft_hsdp.core.commit import AttemptId, Contribution, Vote
 from ft_hsdp.core.effects import Reduce
 from ft_hsdp.core.grant import Role
 from ft_hsdp.errors import PeerDead
-from ft_hsdp.ftar.engine import Result
+from ft_hsdp.ftar.allreduce import Result
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.train import reducer as reducing

@@ -12,7 +12,7 @@ from test_keeper import place as place
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.state.ranks import Ranks
+from ft_hsdp.state.replica_group import Ranks
 from ft_hsdp.train import restore as restoring
 from ft_hsdp.train.held import Held
 from ft_hsdp.train.keeper import Keeper

@@ -9,7 +9,7 @@ import pytest
 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.events import Journal
-from ft_hsdp.state.slots import Held as Kept
+from ft_hsdp.state.agent.slots import Held as Kept
 from ft_hsdp.train import restore as module
 from ft_hsdp.train.restore import Checkpoints, restore
 

@@ -8,12 +8,12 @@ import threading
 
 from ft_hsdp.bench.fetch.seat import TIMEOUT_S, Donor, Receiver, Seat, digest
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.state import wire
-from ft_hsdp.state.fetch import Donor as Address
-from ft_hsdp.state.fetch import Request, fetch
-from ft_hsdp.state.memory_shelf import MemoryShelf, Room
-from ft_hsdp.state.server import StateServer, tune
-from ft_hsdp.state.wire import Expected, Manifest
+from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.fetch import Donor as Address
+from ft_hsdp.state.transfer.fetch import Request, fetch
+from ft_hsdp.state.transfer.server import StateServer, tune
+from ft_hsdp.state.transfer.shard_manifest import Expected, Manifest
+from ft_hsdp.state.transfer.source import InMemorySnapshots, Room
 
 HOST = "127.0.0.1"
 TOKEN = "bench"  # noqa: S105 - guards random numbers
@@ -74,8 +74,8 @@ class FetchDonor(Donor):
     def __init__(self, seat: Seat) -> None:
         room = Room(seat.total)
         room.bytes[:] = seat.content()
-        shelf = MemoryShelf()
-        shelf.put(wire.seal(_header(seat), room.memory), room)
+        shelf = InMemorySnapshots()
+        shelf.put(shard_manifest.seal(_header(seat), room.memory), room)
         self._server = StateServer(HOST, 0, shelf, TOKEN)
         self.where = self._server.address
 
@@ -103,7 +103,9 @@ class FetchReceiver(Receiver):
 
 def _header(seat: Seat) -> Manifest:
     tensors = tuple(
-        wire.Tensor(f"{i}", "param", "uint8", (seat.nbytes,), (seat.nbytes,), i * seat.nbytes, seat.nbytes)
+        shard_manifest.Tensor(
+            f"{i}", "param", "uint8", (seat.nbytes,), (seat.nbytes,), i * seat.nbytes, seat.nbytes
+        )
         for i in range(seat.tensors)
     )
-    return Manifest(STATE, 0, 1, wire.fingerprint(tensors), seat.total, tensors, (), ())
+    return Manifest(STATE, 0, 1, shard_manifest.fingerprint(tensors), seat.total, tensors, (), ())

@@ -99,7 +99,7 @@ def lighthouse(place: Place, scene: Scene, folder: Path, stack: ExitStack) -> Ru
 
 def _agent(replica: int, host: str, run: RunDir, place: Place, stack: ExitStack) -> None:
     """The state agent of a replica, which waits for its ranks."""
-    command = tied("ft_hsdp.state.agent", "--replica", str(replica), "--host", host)
+    command = tied("ft_hsdp.state.agent.server", "--replica", str(replica), "--host", host)
     env = {**environment(), TOKEN_VARIABLE: run.token.read_text().strip()}
     with (run.path.parent / f"agent-{replica}.log").open("ab") as log:
         process = subprocess.Popen(

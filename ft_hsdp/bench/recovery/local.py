@@ -48,7 +48,7 @@ def _once(size: int, number: int) -> dict[str, float]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-hsdp-bench-")))
         token = secrets.token_hex(32)
         agent = stack.enter_context(
-            _process(folder, token, "ft_hsdp.state.agent", "--replica=0", "--host=127.0.0.1")
+            _process(folder, token, "ft_hsdp.state.agent.server", "--replica=0", "--host=127.0.0.1")
         )
         agent.answer()
         seat = {"token": token, "nbytes": size, "file": str(folder / "state.pt"), "seed": number}

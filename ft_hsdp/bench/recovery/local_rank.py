@@ -21,9 +21,9 @@ import xxhash
 from torch import Tensor
 
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.state import wire
-from ft_hsdp.state.client import StateAgent
-from ft_hsdp.state.wire import Manifest
+from ft_hsdp.state.agent.client import StateAgent
+from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.shard_manifest import Manifest
 
 STATE = StateId(1, 1, "0" * 32)
 TENSORS = 32
@@ -75,7 +75,7 @@ class Rank:
             part = _bytes(tensor)
             memory[at : at + len(part)] = part
             at += len(part)
-        agent.staged(STATE, wire.encode(wire.seal(_header(self._seat.nbytes), memory.data)))
+        agent.staged(STATE, shard_manifest.encode(shard_manifest.seal(_header(self._seat.nbytes), memory.data)))
         agent.settle(STATE)
         staged = time.monotonic()
         torch.save(self.state, self._seat.file)
@@ -109,7 +109,7 @@ class Rank:
 
 
 def _header(nbytes: int) -> Manifest:
-    return Manifest(STATE, 0, 1, wire.fingerprint(()), nbytes, (), (), ())
+    return Manifest(STATE, 0, 1, shard_manifest.fingerprint(()), nbytes, (), (), ())
 
 
 def _bytes(tensor: Tensor) -> Any:

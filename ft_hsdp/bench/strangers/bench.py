@@ -115,7 +115,7 @@ def listeners(herd: Herd) -> dict[str, str]:
     lighthouse = read_json(herd.run.lighthouse)["url"].rpartition("/")[2]
     found = {lighthouse: LIGHTHOUSE}
     for process in processes(herd):
-        agent = any("ft_hsdp.state.agent" in word for word in process.cmdline())
+        agent = any("ft_hsdp.state.agent.server" in word for word in process.cmdline())
         for c in process.net_connections("tcp"):
             where = join(c.laddr.ip, c.laddr.port) if c.status == psutil.CONN_LISTEN else ""
             if where and where != lighthouse and _greets(where):

@@ -6,7 +6,7 @@ import dataclasses
 import secrets
 
 from ft_hsdp.ftar import Communicator, Settings
-from ft_hsdp.ftar.lifecycle import State
+from ft_hsdp.ftar.lifecycle import GroupState
 
 
 class Member:
@@ -36,7 +36,7 @@ class Member:
             connect_timeout_s=min(timeout_s, self._settings.connect_timeout_s),
         )
         old = self._communicator
-        useless = old is not None and old.state in (State.FATAL, State.CLOSED)
+        useless = old is not None and old.state in (GroupState.FATAL, GroupState.CLOSED)
         if useless or token != self.token or settings != self._settings:
             self.close()
         self.token, self._settings = token, settings

@@ -20,7 +20,7 @@ from ft_hsdp.compat.torchft.quorum import Quorum, told_of
 from ft_hsdp.compat.torchft.rendezvous import Rendezvous, Ring, own_address
 from ft_hsdp.errors import FTARError
 from ft_hsdp.ftar import Settings
-from ft_hsdp.ftar.exchange import DTYPES
+from ft_hsdp.ftar.allreduce import DTYPES
 
 
 class ProcessGroupFTAR(ProcessGroup):

@@ -26,12 +26,12 @@ from ft_hsdp.compat.torchft import tree
 from ft_hsdp.compat.torchft.rendezvous import own_address
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption, InvalidArgument
-from ft_hsdp.state import wire
-from ft_hsdp.state.fetch import Donor, NotFetched, Request, fetch
 from ft_hsdp.state.layout import ALIGN
-from ft_hsdp.state.memory_shelf import MemoryShelf, Room
-from ft_hsdp.state.server import StateServer
-from ft_hsdp.state.wire import Manifest
+from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.fetch import Donor, NotFetched, Request, fetch
+from ft_hsdp.state.transfer.server import StateServer
+from ft_hsdp.state.transfer.shard_manifest import Manifest
+from ft_hsdp.state.transfer.source import InMemorySnapshots, Room
 
 T = TypeVar("T")
 LINEAGE = "0" * 32  # torchft names a state by its step alone
@@ -68,7 +68,7 @@ class StateTransport(CheckpointTransport[T]):
             raise InvalidArgument(f"timeout: got {timeout}; allowed: more than 0")
         if num_chunks < 0:
             raise InvalidArgument(f"num_chunks: got {num_chunks}; allowed: 0 or more")
-        self._shelf = MemoryShelf()
+        self._shelf = InMemorySnapshots()
         self._token = secrets.token_hex(32)
         self._server = StateServer(host or _own_host(), 0, self._shelf, self._token)
         self._offered: StateId | None = None
@@ -92,9 +92,9 @@ class StateTransport(CheckpointTransport[T]):
             if place.nbytes:
                 packed[place.offset : place.offset + place.nbytes].copy_(_bytes(tensor))
         state = StateId(0, step, LINEAGE)
-        header = Manifest(state, 0, 1, wire.fingerprint(places), nbytes, places, (), ({"tree": node},))
+        header = Manifest(state, 0, 1, shard_manifest.fingerprint(places), nbytes, places, (), ({"tree": node},))
         try:
-            self._shelf.put(wire.seal(header, room.memory), room)
+            self._shelf.put(shard_manifest.seal(header, room.memory), room)
         except ValueError as error:
             raise InvalidArgument(f"the state dict has too much besides tensors: {error}") from error
         if self._offered is not None and self._offered != state:
@@ -154,12 +154,12 @@ def _told(metadata: str) -> _Metadata:
         raise DataCorruption("metadata are not those of a StateTransport") from error
 
 
-def _places(tensors: list[Tensor]) -> tuple[wire.Tensor, ...]:
+def _places(tensors: list[Tensor]) -> tuple[shard_manifest.Tensor, ...]:
     """Where each tensor lies in the packed bytes."""
     places, offset = [], 0
     for index, tensor in enumerate(tensors):
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        places.append(wire.Tensor(str(index), "tensor", dtype, shape, shape, offset, tensor.nbytes))
+        places.append(shard_manifest.Tensor(str(index), "tensor", dtype, shape, shape, offset, tensor.nbytes))
         offset += _padded(tensor)
     return tuple(places)
 
@@ -168,7 +168,7 @@ def _padded(tensor: Tensor) -> int:
     return -(-tensor.nbytes // ALIGN) * ALIGN
 
 
-def _views(buffer: Tensor, places: tuple[wire.Tensor, ...]) -> list[Tensor]:
+def _views(buffer: Tensor, places: tuple[shard_manifest.Tensor, ...]) -> list[Tensor]:
     """The tensors in ``buffer``, each by one call of torch: there may be thousands."""
     typed = {name: buffer.view(DTYPES[name]) for name in {place.dtype for place in places}}
     views = []

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ft_hsdp.core.ring import Plan, Process
 from ft_hsdp.ftar.frame import Frame
-from ft_hsdp.ftar.link import Arrival
+from ft_hsdp.ftar.transport.base import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Processed:
 
     process: Process
     payload: Tensor | None
-    arrival: Arrival | None
+    arrival: Chunk | None
 
 
 class Job(Protocol):
@@ -39,7 +39,7 @@ class Job(Protocol):
         """Where an arriving chunk goes: a flat CPU tensor of the frame's span. The receiving thread asks."""
         ...
 
-    def post(self, process: Process, arrival: Arrival | None) -> None:
+    def post(self, process: Process, arrival: Chunk | None) -> None:
         """Copy, reduce or store a chunk (FT-HSDP §4.2); never blocks longer than the work itself."""
         ...
 
@@ -47,7 +47,7 @@ class Job(Protocol):
         """What has been finished since the last call, in the order of posting."""
         ...
 
-    def free(self, arrival: Arrival) -> None:
+    def free(self, arrival: Chunk) -> None:
         """The chunk's landing place may be used again."""
         ...
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from ft_hsdp.core.ring import Kind, Plan, Process, Span
 from ft_hsdp.ftar.dataplane.base import Processed
 from ft_hsdp.ftar.frame import Frame
-from ft_hsdp.ftar.link import Arrival
+from ft_hsdp.ftar.transport.base import Chunk
 
 
 class CpuPlane:
@@ -59,7 +59,7 @@ class CpuJob:
         self._used[view.data_ptr()] = slot
         return view
 
-    def post(self, process: Process, arrival: Arrival | None) -> None:
+    def post(self, process: Process, arrival: Chunk | None) -> None:
         """Do it at once."""
         operation = process.operation
         span = self._plan.span(operation.shard, process.round)
@@ -104,7 +104,7 @@ class CpuJob:
         done, self._done = self._done, []
         return done
 
-    def free(self, arrival: Arrival) -> None:
+    def free(self, arrival: Chunk) -> None:
         """Back to the slots, if it came from there."""
         if arrival.data is not None and (slot := self._used.pop(arrival.data.data_ptr(), None)) is not None:
             self._slots.append(slot)

@@ -19,8 +19,8 @@ from ft_hsdp.core.ring import Plan, Process, Span, operations
 from ft_hsdp.errors import InvalidArgument, LocalSystemError, ProtocolViolation
 from ft_hsdp.ftar.dataplane.base import Processed
 from ft_hsdp.ftar.frame import Frame
-from ft_hsdp.ftar.link import Arrival
 from ft_hsdp.ftar.memory import Arena
+from ft_hsdp.ftar.transport.base import Chunk
 from ftar_kernels import plane as kernels
 from ftar_kernels.reduce_copy import PROGRAMS, vector
 from ftar_kernels.schedule import Command, Kind
@@ -150,7 +150,7 @@ class GpuJob:
         self._areas = areas
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # chunks may land on several threads
-        self._posted: list[tuple[Process, Arrival | None]] = []
+        self._posted: list[tuple[Process, Chunk | None]] = []
         self._heard = 0.0
         self._free = list(areas.slots)
         self._taken: dict[tuple[int, int], int] = {}
@@ -176,7 +176,7 @@ class GpuJob:
             self._taken[frame.operation.number, frame.round] = slot
         return self._areas.at(slot, frame.span)
 
-    def post(self, process: Process, arrival: Arrival | None) -> None:
+    def post(self, process: Process, arrival: Chunk | None) -> None:
         """Hand the chunk to the device."""
         span = self._plan.span(process.operation.shard, process.round)
         recv = None
@@ -192,7 +192,7 @@ class GpuJob:
             raise LocalSystemError(f"GPU data plane: {error}") from error
         self._posted.append((process, arrival))
 
-    def _place(self, arrival: Arrival) -> int:
+    def _place(self, arrival: Chunk) -> int:
         """Where in the buffer what has arrived is; from elsewhere it is copied there first."""
         assert arrival.data is not None
         offset = arrival.data.data_ptr() - self._buffer.data_ptr()
@@ -225,7 +225,7 @@ class GpuJob:
         span = self._plan.span(process.operation.shard, process.round)
         return self._buffer[span.start : span.stop]
 
-    def free(self, arrival: Arrival) -> None:
+    def free(self, arrival: Chunk) -> None:
         """Back to the slots, if it came from there."""
         with self._lock:
             slot = self._taken.pop((arrival.frame.operation.number, arrival.frame.round), None)

@@ -22,15 +22,14 @@ from torch import Tensor
 
 from ft_hsdp import handshake
 from ft_hsdp.errors import LocalResourceError
-from ft_hsdp.ftar import control
-from ft_hsdp.ftar.door import Call, Door
+from ft_hsdp.ftar import wire
 from ft_hsdp.ftar.frame import Frame
-from ft_hsdp.ftar.link import Landing
+from ft_hsdp.ftar.listener import Call, Listener
 from ft_hsdp.ftar.memory import Arena, Mapped, bytes_of
-from ft_hsdp.ftar.transport.carrier import Parcel, Read
-from ft_hsdp.ftar.transport.inlet import StreamInlet
-from ft_hsdp.ftar.transport.kind import Edge
-from ft_hsdp.ftar.transport.outlet import StreamOutlet
+from ft_hsdp.ftar.transport.base import BufferProvider
+from ft_hsdp.ftar.transport.kind import Edge, Parcel, Read
+from ft_hsdp.ftar.transport.receiver import StreamReceiver
+from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingData, RingReady
 
@@ -101,7 +100,7 @@ class References:
         self._given = (self._given - gone) | {number}
         return struct.pack(f"!I{len(gone)}I", len(gone), *gone)
 
-    def unpack(self, label: bytes, read: Read, frame: Frame, landing: Landing) -> Tensor:
+    def unpack(self, label: bytes, read: Read, frame: Frame, landing: BufferProvider) -> Tensor:
         """Not this end."""
         raise NotImplementedError
 
@@ -128,7 +127,7 @@ class Referred:
         """Not this end."""
         raise NotImplementedError
 
-    def unpack(self, label: bytes, read: Read, frame: Frame, landing: Landing) -> Tensor:
+    def unpack(self, label: bytes, read: Read, frame: Frame, landing: BufferProvider) -> Tensor:
         """The sender's own memory, or a copy of it."""
         way, number, offset = _REFERENCE.unpack(label)
         if way == GIVEN:
@@ -181,27 +180,27 @@ def _some(read: Read, count: int) -> bytes:
 class Shm:
     """Works between processes that share a kernel and a network namespace."""
 
-    def offer(self, door: Door, host: str) -> str:
+    def offer(self, door: Listener, host: str) -> str:
         """The name of the door's Unix socket."""
         return door.local
 
-    async def dial(self, edge: Edge, arena: Arena) -> StreamOutlet:
+    async def dial(self, edge: Edge, arena: Arena) -> StreamSender:
         """Connect, and let the neighbour try to read the ticket from our memory."""
         sock = await handshake.dial("\0" + edge.door, edge.token, Purpose.DATA)
         probe = torch.frombuffer(bytearray(edge.ticket.encode()), dtype=torch.uint8)
         try:
-            await control.send(sock, RingData(edge.ticket, 0, probe.data_ptr()))
-            answer = await control.receive(sock, RingReady)
+            await wire.send(sock, RingData(edge.ticket, 0, probe.data_ptr()))
+            answer = await wire.receive(sock, RingReady)
             if not isinstance(answer, RingReady):
                 raise ConnectionResetError("the data connection was refused")
         except BaseException:
             sock.close()
             raise
-        control.blocking(sock, edge.settings.timeout_s)
+        wire.blocking(sock, edge.settings.timeout_s)
         carrier = References(arena, answer.direct)
-        return StreamOutlet([sock], edge.settings.slots, edge.member, carrier, f"ftar-tx-{edge.member}")
+        return StreamSender([sock], edge.settings.slots, edge.member, carrier, f"ftar-tx-{edge.member}")
 
-    async def accept(self, edge: Edge, calls: asyncio.Queue[Call]) -> StreamInlet:
+    async def accept(self, edge: Edge, calls: asyncio.Queue[Call]) -> StreamReceiver:
         """Take the connection, and say whether the neighbour's memory can be read."""
         call, sock = await calls.get()
         try:
@@ -209,12 +208,12 @@ class Shm:
                 raise ConnectionResetError("shared memory was asked for over TCP")
             credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             pid, _, _ = _CREDENTIALS.unpack(credentials)
-            await control.send(sock, RingReady(_readable(pid, call.probe, edge.ticket)))
+            await wire.send(sock, RingReady(_readable(pid, call.probe, edge.ticket)))
         except BaseException:
             sock.close()
             raise
-        control.blocking(sock, edge.settings.timeout_s)
-        return StreamInlet([sock], edge.settings.slots, edge.member, Referred(pid), f"ftar-rx-{edge.member}")
+        wire.blocking(sock, edge.settings.timeout_s)
+        return StreamReceiver([sock], edge.settings.slots, edge.member, Referred(pid), f"ftar-rx-{edge.member}")
 
 
 def _readable(pid: int, address: int, ticket: str) -> bool:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout
 from ft_hsdp.ftar import frame as wire
-from ft_hsdp.ftar.link import Arrival, Transfer
+from ft_hsdp.ftar.transport.base import Chunk, Transfer
 
 Delay = Callable[[], float]
 
@@ -217,9 +217,9 @@ class SimInlet:
         self._member = member
         self._batch = 1 if edge.nature.by_reference else max(1, edge.nature.slots // 2)
         self._raw: deque[tuple[bytes, Tensor | None]] = deque()
-        self._inbox: deque[Arrival | FTARError] = deque()
+        self._inbox: deque[Chunk | FTARError] = deque()
         self._transfer: Transfer | None = None
-        self._course = wire.Course()
+        self._course = wire.FrameOrder()
         self._left = 0
         self._owed = 0
         self._due = 0
@@ -233,7 +233,7 @@ class SimInlet:
         """Expect this all-reduce's frames."""
         self._transfer = transfer
         self._left = self._owed = transfer.frames
-        self._course = wire.Course()
+        self._course = wire.FrameOrder()
         self._watch.touch()
         self._receive()
 
@@ -268,7 +268,7 @@ class SimInlet:
                 self._inbox.append(error)
                 self._left = 0
 
-    def _unpack(self, transfer: Transfer, head: bytes, payload: Tensor | None) -> Arrival:
+    def _unpack(self, transfer: Transfer, head: bytes, payload: Tensor | None) -> Chunk:
         frame = transfer.framing.check(head[: wire.HEADER.size])
         self._course.check(frame)
         entries = wire.unpack_entries(head[wire.HEADER.size :])
@@ -279,9 +279,9 @@ class SimInlet:
             if not self._edge.nature.by_reference:
                 data = transfer.landing.land(frame)
                 data.copy_(payload)
-        return Arrival(frame, entries, data, 0)
+        return Chunk(frame, entries, data, 0)
 
-    def next(self, block: bool) -> Arrival | None:
+    def next(self, block: bool) -> Chunk | None:
         """The next chunk that is here; nobody waits in virtual time, ``wake`` says when to look again.
 
         Raises:
@@ -298,7 +298,7 @@ class SimInlet:
         self._owed -= 1
         return item
 
-    def release(self, arrival: Arrival) -> None:
+    def release(self, arrival: Chunk) -> None:
         """Give a slot back, now or with the next ones.
 
         Raises:

@@ -8,13 +8,12 @@ import socket
 
 from ft_hsdp import handshake, sealed
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.ftar import control
-from ft_hsdp.ftar.door import Call, Door
+from ft_hsdp.ftar import wire
+from ft_hsdp.ftar.listener import Call, Listener
 from ft_hsdp.ftar.memory import Arena
-from ft_hsdp.ftar.transport.carrier import Bytes
-from ft_hsdp.ftar.transport.inlet import StreamInlet
-from ft_hsdp.ftar.transport.kind import Edge
-from ft_hsdp.ftar.transport.outlet import StreamOutlet
+from ft_hsdp.ftar.transport.kind import Bytes, Edge
+from ft_hsdp.ftar.transport.receiver import StreamReceiver
+from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingData, RingReady
 
@@ -22,27 +21,27 @@ from ft_hsdp.protocol import RingData, RingReady
 class Tcp:
     """Works everywhere."""
 
-    def offer(self, door: Door, host: str) -> str:
+    def offer(self, door: Listener, host: str) -> str:
         """The caller knows the address already."""
         return ""
 
-    async def dial(self, edge: Edge, arena: Arena) -> StreamOutlet:
+    async def dial(self, edge: Edge, arena: Arena) -> StreamSender:
         """One connection after the other."""
         socks: list[socket.socket] = []
         try:
             for lane in range(edge.settings.connections):
                 socks.append(sock := await handshake.dial(edge.address, edge.token, Purpose.DATA))
-                control.tune(sock, edge.settings.timeout_s)
-                await control.send(sock, RingData(edge.ticket, lane))
-                if not isinstance(await control.receive(sock, RingReady), RingReady):
+                wire.tune(sock, edge.settings.timeout_s)
+                await wire.send(sock, RingData(edge.ticket, lane))
+                if not isinstance(await wire.receive(sock, RingReady), RingReady):
                     raise ConnectionResetError("the data connection was refused")
         except BaseException:
             _close(socks)
             raise
         await _ready(socks, edge)
-        return StreamOutlet(socks, edge.settings.slots, edge.member, Bytes(), f"ftar-tx-{edge.member}")
+        return StreamSender(socks, edge.settings.slots, edge.member, Bytes(), f"ftar-tx-{edge.member}")
 
-    async def accept(self, edge: Edge, calls: asyncio.Queue[Call]) -> StreamInlet:
+    async def accept(self, edge: Edge, calls: asyncio.Queue[Call]) -> StreamReceiver:
         """One connection after the other."""
         socks: list[socket.socket] = []
         try:
@@ -51,21 +50,21 @@ class Tcp:
                 socks.append(sock)
                 if call.lane != lane:
                     raise ProtocolViolation(f"data connection {call.lane} came as number {lane}")
-                control.tune(sock, edge.settings.timeout_s)
-                await control.send(sock, RingReady())
+                wire.tune(sock, edge.settings.timeout_s)
+                await wire.send(sock, RingReady())
         except BaseException:
             _close(socks)
             raise
         await _ready(socks, edge)
         settings = edge.settings
         name = f"ftar-rx-{edge.member}"
-        return StreamInlet(socks, settings.slots, edge.member, Bytes(), name, settings.threaded)
+        return StreamReceiver(socks, settings.slots, edge.member, Bytes(), name, settings.threaded)
 
 
 async def _ready(socks: list[socket.socket], edge: Edge) -> None:
     """Make connections fit for the data: blocking, and encrypted where they are to be."""
     for sock in socks:
-        control.blocking(sock, edge.settings.timeout_s)
+        wire.blocking(sock, edge.settings.timeout_s)
     try:
         if any(isinstance(sock, sealed.Sealed) for sock in socks):
             await asyncio.to_thread(sealed.agree, socks, edge.ticket.encode())

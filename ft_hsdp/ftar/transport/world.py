@@ -8,11 +8,10 @@ from functools import partial
 
 from ft_hsdp.core.ring import Plan
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped
+from ft_hsdp.ftar.allreduce import Exchange, Order, Result
 from ft_hsdp.ftar.dataplane.base import Job, Plane
-from ft_hsdp.ftar.engine import Result
-from ft_hsdp.ftar.exchange import Exchange, Order
+from ft_hsdp.ftar.executor import Work
 from ft_hsdp.ftar.transport.sim import Clock, Delay, Line, Nature, SimEdge, SimInlet, SimOutlet
-from ft_hsdp.ftar.work import Work
 
 Sizes = Callable[[int, int], Plan]
 BLAME_S = 0.01

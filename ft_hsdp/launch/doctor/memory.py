@@ -14,7 +14,7 @@ from ft_hsdp.launch.doctor.cgroup import allowance
 from ft_hsdp.launch.doctor.finding import Bad, Subject
 from ft_hsdp.launch.doctor.sizes import gib, parameters, weights
 from ft_hsdp.mounts import mount_of
-from ft_hsdp.state.segment import SEALS
+from ft_hsdp.state.shared_memory import SEALS
 
 BASE_BYTES = 300 * 2**20  # lighthouse, its spare, the supervisor and the fork server, measured
 RANK_BYTES = 150 * 2**20  # a forked rank's own memory before it holds a model, measured

@@ -1,0 +1,144 @@
+"""Start: a state agent in a process of its own, on a host that has none yet."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ft_hsdp import handshake
+from ft_hsdp.state.agent import messages
+from ft_hsdp.state.agent.client import newest
+
+LOAD_S = 60.0  # for an agent that was started to listen
+KILLED_S = 5.0  # for a killed agent to be gone; large memory takes time
+_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
+TOKEN_VARIABLE = "FT_HSDP_TOKEN"  # noqa: S105 - the name of a variable
+
+
+@dataclass(slots=True)
+class Starter:
+    """Starts the agent of ``replica`` at ``host``; it logs to ``log``.
+
+    It ends with the process ``guard``, and when no rank was there for ``linger_s`` seconds. ``tls``: network.tls.
+    """
+
+    token: str
+    replica: int
+    host: str
+    guard: int
+    log: Path
+    linger_s: float
+    tls: str = "auto"
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)  # they outlive this process
+    began: float = 0.0  # the last of them
+
+    def ensure(self, port: int = 0) -> None:
+        """Start one on ``port`` (0: any), unless one listens or is being started. `connect` waits for it."""
+        if self._found() is None and not self._loading:
+            self._start(port, 0)
+
+    def renew(self, port: int = 0) -> str:
+        """The same, for whoever got no answer: one that listens is SIGKILLed, and another one takes its place.
+
+        Blocks for KILLED_S at most. One that does not die keeps its name and port: the other gets the next name.
+
+        Returns:
+            What was done, in words; "" for nothing.
+        """
+        found = self._found()
+        if found is None:
+            self.ensure(port)
+            return ""
+        generation, pid = found
+        if self._kill(pid):
+            self._start(port, 0)
+            return f"the state agent (pid {pid}) did not answer and was killed, another one is started"
+        if generation + 1 < messages.GENERATIONS:
+            self._start(0, generation + 1)
+            return f"the state agent (pid {pid}) neither answers nor dies, another one is started beside it"
+        return ""
+
+    @property
+    def _loading(self) -> bool:
+        """Whether one that was started here, and does not listen yet, has not ended; a frozen one is."""
+        self.started = [process for process in self.started if process.poll() is None]
+        if self.started and time.monotonic() - self.began > LOAD_S:
+            self.started[-1].kill()
+            return False
+        return bool(self.started)
+
+    def _start(self, port: int, generation: int) -> None:
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        place = ("--replica", str(self.replica), "--host", self.host, "--port", str(port))
+        name = ("--generation", str(generation))
+        life = (
+            "--guard",
+            str(self.guard),
+            "--linger",
+            str(self.linger_s),
+            "--tls",
+            self.tls,
+            "--hello",
+            str(handshake.hello_s()),
+        )
+        # A forked rank has its fork server's session, which no terminal ends; its supervisor reaps all in it.
+        detached = os.getsid(0) != os.getsid(os.getppid())
+        with self.log.open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "ft_hsdp.state.agent.server", *place, *name, *life],
+                env={**os.environ, TOKEN_VARIABLE: self.token},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=not detached,
+                process_group=0 if detached else None,
+            )
+        self.started.append(process)
+        self.began = time.monotonic()
+
+    def _found(self) -> tuple[int, int] | None:
+        """Generation and pid of the newest agent that listens; pid 0: of nobody that can be known. Never waits."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+            sock.setblocking(False)
+            try:
+                generation = newest(sock, self.token, self.replica)
+                pid = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[0]
+            except BlockingIOError:
+                return self._crowded()
+            except OSError:
+                return None
+            return generation, int(pid)
+
+    def _crowded(self) -> tuple[int, int]:
+        """The same of one that takes no more connections; only who started it knows its pid."""
+        living = [process.pid for process in self.started if process.poll() is None]
+        return 0, living[-1] if living else 0
+
+    def _kill(self, pid: int) -> bool:
+        """Kill the process that listens; whether it is gone."""
+        if pid <= 0:
+            return False
+        try:
+            process = os.pidfd_open(pid)
+        except OSError:
+            return self._found() is None
+        try:
+            if self._found() not in [(g, pid) for g in range(messages.GENERATIONS)]:
+                return self._found() is None  # the pid was of one that has ended since
+            signal.pidfd_send_signal(process, signal.SIGKILL)
+            poll = select.poll()
+            poll.register(process, select.POLLIN)
+            poll.poll(KILLED_S * 1e3)
+        except ProcessLookupError:
+            pass
+        finally:
+            os.close(process)
+        return self._found() is None
