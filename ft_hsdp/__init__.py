@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ft_hsdp.errors import ConfigError as ConfigError
     from ft_hsdp.errors import FtHsdpError as FtHsdpError
     from ft_hsdp.train.job import Job as Job
-    from ft_hsdp.train.joining import join as join
+    from ft_hsdp.train.join import join as join
 
 __version__ = "0.1.0"
 
@@ -25,7 +25,7 @@ _PUBLIC = {
     "ConfigError": ("ft_hsdp.errors", "ConfigError"),
     "FtHsdpError": ("ft_hsdp.errors", "FtHsdpError"),
     "Job": ("ft_hsdp.train.job", "Job"),
-    "join": ("ft_hsdp.train.joining", "join"),
+    "join": ("ft_hsdp.train.join", "join"),
     "load_config": ("ft_hsdp.config", "load"),
 }
 

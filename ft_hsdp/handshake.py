@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from ft_hsdp import address, sealed
+from ft_hsdp import address, record_layer
 from ft_hsdp.errors import LocalResourceError, ProtocolViolation, exhausted
 
 
@@ -209,8 +209,8 @@ async def secured(sock: socket.socket, session: bytes, purpose: Purpose, *, list
         OSError: the other end is gone, or does not do the same.
     """
     if purpose is Purpose.DATA:
-        return sealed.sealable(sock, session, listening=listening)
-    return await sealed.spliced(sock, session, listening=listening)
+        return record_layer.sealable(sock, session, listening=listening)
+    return await record_layer.spliced(sock, session, listening=listening)
 
 
 async def dial(where: str, token: str, purpose: Purpose) -> socket.socket:

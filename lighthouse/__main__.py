@@ -27,7 +27,7 @@ from starlette.types import ASGIApp
 from ft_hsdp import tls
 from ft_hsdp.config import load
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
-from ft_hsdp.events import Journal, here
+from ft_hsdp.jsonl import Journal, here
 from lighthouse.ha import instance
 from lighthouse.http import connections
 from lighthouse.http.auth import Keys

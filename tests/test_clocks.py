@@ -8,22 +8,22 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # Logs, and lines for people; the first term of an empty store, which only has to be new; and the clock's doctor.
 WALL = {
-    "ft_hsdp/events.py",
-    "ft_hsdp/launch/doctor/clock.py",
-    "ft_hsdp/train/runlog.py",
+    "ft_hsdp/jsonl.py",
+    "ft_hsdp/launch/doctor/network.py",
+    "ft_hsdp/train/step_log.py",
     "ft_hsdp/launch/supervisor.py",
     "ft_hsdp/launch/lighthouse_process.py",
     "ft_hsdp/launch/job.py",
-    "ft_hsdp/launch/inflict.py",
-    "ft_hsdp/launch/pool.py",
-    "ft_hsdp/launch/rundir.py",  # how long ago another host changed a file
-    "ft_hsdp/launch/local_engine.py",
-    "ft_hsdp/launch/recorder.py",
-    "ft_hsdp/launch/ray/inbox.py",
-    "ft_hsdp/launch/ray/berth.py",
+    "ft_hsdp/launch/injection.py",
+    "ft_hsdp/launch/backend/spares.py",
+    "ft_hsdp/launch/run/directory.py",  # how long ago another host changed a file
+    "ft_hsdp/launch/backend/local.py",
+    "ft_hsdp/launch/run/recorder.py",
+    "ft_hsdp/launch/ray/logs.py",
+    "ft_hsdp/launch/ray/slot.py",
     "ft_hsdp/launch/ray/lighthouse.py",
     "ft_hsdp/train/job.py",
-    "ft_hsdp/train/life.py",
+    "ft_hsdp/train/identity.py",
     "lighthouse/ha/candidate.py",
     "lighthouse/service.py",
     "lighthouse/store.py",

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ft_hsdp.config import Config, agreed, config_hash, dump, load, parse
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.failpoints import PLACES
+from ft_hsdp.fault_injection import PLACES
 
 ROOT = Path(__file__).parent.parent
 

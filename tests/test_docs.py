@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp.failpoints import PLACES
+from ft_hsdp.fault_injection import PLACES
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/protocol.md").read_text()

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp import faults
-from ft_hsdp.events import Lines
-from ft_hsdp.faults import LIGHTHOUSE, Order
+from ft_hsdp import fault_injection
+from ft_hsdp.fault_injection import LIGHTHOUSE, Order
+from ft_hsdp.jsonl import LineWriter
 
 ME = 1
 Enforced = Callable[..., contextlib.ExitStack]
@@ -28,7 +28,7 @@ def force(tmp_path: Path) -> Iterator[Enforced]:
 
         def put(*orders: Order) -> contextlib.ExitStack:
             faked.close()
-            faults.enforce(orders, tmp_path.resolve(), ME, faked)
+            fault_injection.enforce(orders, tmp_path.resolve(), ME, faked)
             return faked
 
         yield put
@@ -89,10 +89,11 @@ def test_a_full_disk_takes_what_fits_into_the_last_block(tmp_path: Path, force: 
 
 def test_a_full_disk_takes_no_output_either(tmp_path: Path) -> None:
     code = (
-        "import contextlib, sys; from pathlib import Path; from ft_hsdp import faults; run = Path(sys.argv[1])\n"
+        "import contextlib, sys; from pathlib import Path; run = Path(sys.argv[1])\n"
+        "from ft_hsdp.fault_injection import Order, enforce\n"
         "print('before', flush=True)\n"
         "with contextlib.ExitStack() as faked:\n"
-        "    faults.enforce([faults.Order('disk_full', 0)], run, 0, faked)\n"
+        "    enforce([Order('disk_full', 0)], run, 0, faked)\n"
         "    try:\n        print('lost', flush=True)\n    except OSError as error:\n        said = error.errno\n"
         "print(said, flush=True)\n"
     )
@@ -103,7 +104,7 @@ def test_a_full_disk_takes_no_output_either(tmp_path: Path) -> None:
 
 def test_a_slow_disk_takes_its_time(tmp_path: Path, force: Enforced, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
-    lines = Lines(tmp_path / "log.jsonl")
+    lines = LineWriter(tmp_path / "log.jsonl")
     force(Order("slow_disk", ME, seconds=0.3))
     monkeypatch.setattr(time, "sleep", slept.append)
     lines.write({"n": 1})
@@ -123,21 +124,21 @@ def test_the_wall_clock_jumps_alone(force: Enforced) -> None:
 
 def test_nothing_passes_to_the_other_end_of_an_edge(force: Enforced) -> None:
     force(Order("partition", edge=(ME, 2)), Order("partition", edge=(0, ME), reject=True))
-    assert [peer for peer in (0, 1, 2, LIGHTHOUSE, None) if faults.cut(peer)] == [0, 2]
-    asyncio.run(faults.passes(LIGHTHOUSE))
+    assert [peer for peer in (0, 1, 2, LIGHTHOUSE, None) if fault_injection.cut(peer)] == [0, 2]
+    asyncio.run(fault_injection.passes(LIGHTHOUSE))
     with pytest.raises(TimeoutError):
-        asyncio.run(faults.passes(2, 0.0))
+        asyncio.run(fault_injection.passes(2, 0.0))
     with pytest.raises(ConnectionRefusedError):
-        asyncio.run(faults.passes(0))
+        asyncio.run(fault_injection.passes(0))
     with pytest.raises(ConnectionRefusedError):
-        faults.hold(0, lambda: False)
-    faults.hold(2, lambda: True)  # whoever gives up does not wait
+        fault_injection.hold(0, lambda: False)
+    fault_injection.hold(2, lambda: True)  # whoever gives up does not wait
 
 
 def test_what_was_held_back_passes_when_the_partition_ends(force: Enforced) -> None:
     async def scene() -> None:
         force(Order("partition", edge=(ME, 2)))
-        waiting = asyncio.create_task(faults.passes(2))
+        waiting = asyncio.create_task(fault_injection.passes(2))
         await asyncio.sleep(0)
         assert not waiting.done()
         force()
@@ -147,18 +148,18 @@ def test_what_was_held_back_passes_when_the_partition_ends(force: Enforced) -> N
 
 
 def test_a_process_obeys_while_the_order_is_there(tmp_path: Path) -> None:
-    folder = tmp_path / faults.FOLDER
-    faults.watch(tmp_path, 7, 0)
+    folder = tmp_path / fault_injection.FOLDER
+    fault_injection.watch(tmp_path, 7, 0)
     until(folder.is_dir)
     (folder / "broken.json").write_text("{")
     (folder / "other.json").write_text('{"kind": "partition", "edge": [5, 6]}')
     (folder / "over.json").write_text('{"kind": "partition", "edge": [7, 9], "until": 0.0}')
     (folder / "mine.json").write_text('{"kind": "partition", "edge": [7, 8]}')
-    until(lambda: faults.cut(8))
-    assert not faults.cut(6)
-    assert not faults.cut(9)
+    until(lambda: fault_injection.cut(8))
+    assert not fault_injection.cut(6)
+    assert not fault_injection.cut(9)
     (folder / "mine.json").unlink()
-    until(lambda: not faults.cut(8))
+    until(lambda: not fault_injection.cut(8))
 
 
 def until(condition: Callable[[], Any]) -> None:

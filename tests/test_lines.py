@@ -14,13 +14,13 @@ from unittest import mock
 
 import pytest
 
-from ft_hsdp import events
+from ft_hsdp import jsonl
 from ft_hsdp.config import parse
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.events import Journal, Lines, Lost, Queued, replace_json, reserve, strict
-from ft_hsdp.launch.recorder import Recorder
-from ft_hsdp.launch.rundir import RunDir, Tailer, keep_json, open_log, read_json, read_jsonl
-from ft_hsdp.train.runlog import RunLog
+from ft_hsdp.jsonl import Journal, LineWriter, Lost, Queued, replace_json, reserve, strict
+from ft_hsdp.launch.run.directory import RunDir, Tailer, keep_json, open_log, read_json, read_jsonl
+from ft_hsdp.launch.run.recorder import Recorder
+from ft_hsdp.train.step_log import StepLog
 
 
 class Disk:
@@ -28,7 +28,7 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *answers: int | OSError) -> None:
         self._real, self.answers = os.write, list(answers)
-        monkeypatch.setattr(events.os, "write", self._write)
+        monkeypatch.setattr(jsonl.os, "write", self._write)
 
     def _write(self, descriptor: int, data: bytes) -> int:
         if not self.answers:
@@ -48,7 +48,7 @@ def test_lines_that_a_disk_does_not_take_are_counted_and_told_when_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     told: list[Lost] = []
-    lines = Lines(tmp_path / "log.jsonl", told.append)
+    lines = LineWriter(tmp_path / "log.jsonl", told.append)
     Disk(monkeypatch, *(OSError(code, os.strerror(code)) for _ in range(2)))
     assert [lines.write({"n": n}) for n in range(4)] == [False, False, True, True]
     lines.close()
@@ -63,7 +63,7 @@ def test_lines_that_a_disk_does_not_take_are_counted_and_told_when_it_does(
 def test_a_short_write_tears_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     """A line that is cut is written again; where the disk is full for that too, it is lost, the next is whole."""
     path, told = tmp_path / "log.jsonl", []
-    lines, tailer = Lines(path, told.append), Tailer(path)
+    lines, tailer = LineWriter(path, told.append), Tailer(path)
     lines.write({"n": 0, "text": "x" * 20})
     Disk(monkeypatch, piece)
     assert lines.write({"n": 1, "text": "x" * 20})
@@ -81,15 +81,15 @@ def test_a_piece_that_another_process_wrote_behind_harms_neither(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "log.jsonl"
-    mine, other, real = Lines(path), Lines(path), os.write
+    mine, other, real = LineWriter(path), LineWriter(path), os.write
 
     def cut(descriptor: int, data: bytes) -> int:
         done = real(descriptor, data[:20])
-        monkeypatch.setattr(events.os, "write", real)
+        monkeypatch.setattr(jsonl.os, "write", real)
         other.write({"who": "other"})
         return done
 
-    monkeypatch.setattr(events.os, "write", cut)
+    monkeypatch.setattr(jsonl.os, "write", cut)
     assert mine.write({"who": "mine", "text": "x" * 40})
     assert [row["who"] for row in read_jsonl(path)] == ["other", "mine"]
 
@@ -98,9 +98,9 @@ def test_a_piece_that_cannot_be_mended_costs_no_other_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "log.jsonl"
-    lines = Lines(path)
+    lines = LineWriter(path)
     with monkeypatch.context() as broken:
-        broken.setattr(events.os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
+        broken.setattr(jsonl.os, "pwrite", lambda *_: (_ for _ in ()).throw(OSError(errno.EIO, "broken")))
         Disk(broken, 9, full())
         assert not lines.write({"n": 1, "text": "x" * 20})
     assert lines.write({"n": 2})
@@ -113,7 +113,7 @@ def test_a_limit_on_files_is_a_full_disk(tmp_path: Path) -> None:
     program = f"""
 import resource
 from pathlib import Path
-from ft_hsdp.events import Journal, Lines
+from ft_hsdp.jsonl import Journal, Lines
 journal = Journal(Path({str(tmp_path)!r}) / "events.jsonl", source="replica")
 lines = Lines(Path({str(tmp_path)!r}) / "fed.jsonl", journal.lost)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
@@ -136,7 +136,7 @@ def test_many_writers_of_one_file_tear_nothing(tmp_path: Path) -> None:
     path = tmp_path / "log.jsonl"
 
     def work(who: int) -> None:
-        lines = Lines(path)
+        lines = LineWriter(path)
         for n in range(200):
             lines.write({"who": who, "n": n, "text": "x" * (n % 50)})
         lines.close()
@@ -159,8 +159,8 @@ def test_a_disk_that_hangs_holds_up_no_control_loop(tmp_path: Path, monkeypatch:
         answers.wait(60)
         return real(descriptor, data)
 
-    monkeypatch.setattr(events, "QUEUE", 3)
-    monkeypatch.setattr(events.os, "write", hangs)
+    monkeypatch.setattr(jsonl, "QUEUE", 3)
+    monkeypatch.setattr(jsonl.os, "write", hangs)
     log = Queued(tmp_path / "log.jsonl", told.append)
     for n in range(10):
         log.write({"n": n})  # a caller that waited for the disk would wait for ever
@@ -213,11 +213,11 @@ def test_a_full_disk_costs_the_files_of_a_supervisor_and_of_a_leader_and_nobody_
 ) -> None:
     """No file can be made or written: pictures of processes, outputs, the final state, the summary."""
     told: list[Lost] = []
-    log = RunLog(tmp_path / "replicas/0", "0-x-0", lost=told.append)
+    log = StepLog(tmp_path / "replicas/0", "0-x-0", lost=told.append)
     recorder = Recorder(RunDir(tmp_path), parse({}), lambda row: None, lambda row: None)
     full_disk = mock.Mock(side_effect=full())
-    monkeypatch.setattr(events.os, "write", full_disk)
-    monkeypatch.setattr(events, "_overwrite", full_disk)
+    monkeypatch.setattr(jsonl.os, "write", full_disk)
+    monkeypatch.setattr(jsonl, "_overwrite", full_disk)
     monkeypatch.setattr(Path, "open", full_disk)
     keep_json(tmp_path / "processes.json", {"pid": 1})
     with open_log(tmp_path / "rank0.log") as nowhere:

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp import sealed
+from ft_hsdp import record_layer
 from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.sealed import Agreement, Direction, Sealed
+from ft_hsdp.record_layer import Agreement, Direction, Sealed
 
 SESSION = b"s" * 32
 KEY = b"k" * 16
@@ -25,7 +25,7 @@ KEY = b"k" * 16
 @pytest.fixture(autouse=True)
 def _mode() -> Iterator[None]:
     yield
-    sealed.use("auto")
+    record_layer.use("auto")
 
 
 def tcp() -> tuple[socket.socket, socket.socket]:
@@ -53,8 +53,8 @@ def ends() -> Iterator[tuple[Sealed, Sealed]]:
 
 
 def opened(direction: Direction, record: bytes) -> bytes:
-    data = bytearray(sealed.length(record[: sealed.HEAD]))
-    direction.open_into(record[: sealed.HEAD], memoryview(record)[sealed.HEAD :], memoryview(data))
+    data = bytearray(record_layer.length(record[: record_layer.HEAD]))
+    direction.open_into(record[: record_layer.HEAD], memoryview(record)[record_layer.HEAD :], memoryview(data))
     return bytes(data)
 
 
@@ -92,19 +92,21 @@ def test_a_record_that_is_not_the_next_one_ends_it(harm: str) -> None:
 
 
 def test_keys_change_after_so_many_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealed, "REKEY", 3)
+    monkeypatch.setattr(record_layer, "REKEY", 3)
     out, into = Direction(KEY), Direction(KEY)
     assert [opened(into, out.seal(b"%d" % n)) for n in range(10)] == [b"%d" % n for n in range(10)]
     assert out._key == into._key != KEY
 
 
-@pytest.mark.parametrize("head", [0, sealed.RECORD + 1, 2**32 - 1])
+@pytest.mark.parametrize("head", [0, record_layer.RECORD + 1, 2**32 - 1])
 def test_the_size_of_a_record_is_bounded(head: int) -> None:
     with pytest.raises(ConnectionAbortedError, match="a record of"):
-        sealed.length(head.to_bytes(4, "big"))
+        record_layer.length(head.to_bytes(4, "big"))
 
 
-@pytest.mark.parametrize("size", [1, 16, sealed.RECORD, sealed.RECORD + 1, 3 * sealed.RECORD + 7])
+@pytest.mark.parametrize(
+    "size", [1, 16, record_layer.RECORD, record_layer.RECORD + 1, 3 * record_layer.RECORD + 7]
+)
 def test_bytes_arrive_as_they_were_sent(ends: tuple[Sealed, Sealed], size: int) -> None:
     one, other = ends
     data, got = os.urandom(size), bytearray(size)
@@ -179,14 +181,14 @@ def test_a_plain_end_is_refused_and_not_believed() -> None:
 
 
 @pytest.mark.parametrize(("mode", "wanted"), [("auto", False), ("on", True), ("off", False)])
-def test_within_a_host_it_is_for_the_mode_to_say(mode: sealed.Mode, wanted: bool) -> None:
-    sealed.use(mode)
+def test_within_a_host_it_is_for_the_mode_to_say(mode: record_layer.Mode, wanted: bool) -> None:
+    record_layer.use(mode)
     one, other = tcp()
     with one, other:
-        assert (sealed.wanted(one), sealed.wanted(other)) == (wanted, wanted)
+        assert (record_layer.wanted(one), record_layer.wanted(other)) == (wanted, wanted)
     near, far = socket.socketpair()
     with near, far:
-        assert not sealed.wanted(near)
+        assert not record_layer.wanted(near)
 
 
 class Elsewhere(socket.socket):
@@ -201,13 +203,13 @@ class Elsewhere(socket.socket):
 
 def test_between_hosts_it_is_encrypted_unless_that_is_off() -> None:
     with Elsewhere() as sock:
-        assert sealed.wanted(sock)
-        sealed.use("off")
-        assert not sealed.wanted(sock)
+        assert record_layer.wanted(sock)
+        record_layer.use("off")
+        assert not record_layer.wanted(sock)
 
 
 def test_a_control_connection_is_carried_both_ways_and_ends_as_it_should() -> None:
-    sealed.use("on")
+    record_layer.use("on")
 
     async def talk() -> None:
         loop = asyncio.get_running_loop()
@@ -215,7 +217,8 @@ def test_a_control_connection_is_carried_both_ways_and_ends_as_it_should() -> No
         for sock in (one, other):
             sock.setblocking(False)
         a, b = await asyncio.gather(
-            sealed.spliced(one, SESSION, listening=False), sealed.spliced(other, SESSION, listening=True)
+            record_layer.spliced(one, SESSION, listening=False),
+            record_layer.spliced(other, SESSION, listening=True),
         )
         data = os.urandom(600_000)
         sending = loop.create_task(loop.sock_sendall(a, data))
@@ -228,10 +231,10 @@ def test_a_control_connection_is_carried_both_ways_and_ends_as_it_should() -> No
         b.close()
         assert await loop.sock_recv(a, 100) == b"last words"
         assert await loop.sock_recv(a, 100) == b""
-        assert sealed.within_host(a), "127.0.0.1, as its connection says"
+        assert record_layer.within_host(a), "127.0.0.1, as its connection says"
         a.close()
-        while sealed._splices:
-            await asyncio.wait(set(sealed._splices))
+        while record_layer._splices:
+            await asyncio.wait(set(record_layer._splices))
 
     asyncio.run(asyncio.wait_for(talk(), 10))
 

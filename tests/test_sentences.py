@@ -11,7 +11,7 @@ from typing import Any, get_args
 import pytest
 
 from ft_hsdp.config import ChaosConfig
-from ft_hsdp.launch.story import NOTABLE
+from ft_hsdp.launch.run.explain import NOTABLE
 from ft_hsdp.sentences import SENTENCES, fault, tell
 
 ROOT = Path(__file__).parents[1]

@@ -16,10 +16,10 @@ import yaml
 from ft_hsdp.config import Config, parse
 from ft_hsdp.config.config import BOUNDS
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.forkserver import ForkServer
+from ft_hsdp.launch.backend.forkserver import ForkServer
 from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseProcess
-from ft_hsdp.launch.rundir import RunDir
-from ft_hsdp.train.saver import Saver
+from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.train.checkpointing import CheckpointSaver
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs/timeouts.md").read_text()
@@ -140,7 +140,7 @@ def test_a_checkpoint_is_finished_within_save_s() -> None:
     done = threading.Event()
 
     def close() -> None:
-        Saver(hanging, hanging, 0, lambda _: None).close(0.2)
+        CheckpointSaver(hanging, hanging, 0, lambda _: None).close(0.2)
         done.set()
 
     began = time.monotonic()

@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 
-from ft_hsdp.launch.processes import environment
+from ft_hsdp.launch.backend.processes import environment
 
 ROOT = Path(__file__).parents[1]
 DEADLINE_S = 90.0

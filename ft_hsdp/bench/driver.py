@@ -22,9 +22,9 @@ from typing import Any, TextIO
 import psutil
 
 from ft_hsdp.config import Config, parse
-from ft_hsdp.launch.recorder import Recorder
-from ft_hsdp.launch.rundir import Row, RunDir, write_json
-from ft_hsdp.launch.summary import Summary
+from ft_hsdp.launch.run.directory import Row, RunDir, write_json
+from ft_hsdp.launch.run.recorder import Recorder
+from ft_hsdp.launch.run.summary import Summary
 
 STEPS = 1_000_000
 REPLICAS = 8

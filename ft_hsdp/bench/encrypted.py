@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, TextIO
 
-from ft_hsdp import sealed
+from ft_hsdp import record_layer
 from ft_hsdp.bench import table
 from ft_hsdp.bench.bandwidth import bandwidth
 from ft_hsdp.bench.document import begin, finish
@@ -44,7 +44,7 @@ class SealedDonor(FetchDonor):
     """The state server of a process that encrypts."""
 
     def __init__(self, seat: Seat) -> None:
-        sealed.use("on")
+        record_layer.use("on")
         super().__init__(seat)
 
 
@@ -52,7 +52,7 @@ class SealedReceiver(FetchReceiver):
     """A fetch by a process that encrypts."""
 
     def __init__(self, seat: Seat, where: str) -> None:
-        sealed.use("on")
+        record_layer.use("on")
         super().__init__(seat, where)
 
 
@@ -70,25 +70,25 @@ def run(rounds: int, state: int, stream: TextIO) -> dict[str, Any]:
 
 def _cipher(rounds: int, log: Log) -> Row:
     """Both directions of one connection's cipher, in records as they are sent, on one thread."""
-    key = os.urandom(sealed.KEY)
-    out, into = sealed.Direction(key), sealed.Direction(key)
-    data = memoryview(bytearray(os.urandom(sealed.RECORD)))
-    record = memoryview(bytearray(sealed.HEAD + sealed.RECORD + sealed.TAG))
-    back = memoryview(bytearray(sealed.RECORD))
+    key = os.urandom(record_layer.KEY)
+    out, into = record_layer.Direction(key), record_layer.Direction(key)
+    data = memoryview(bytearray(os.urandom(record_layer.RECORD)))
+    record = memoryview(bytearray(record_layer.HEAD + record_layer.RECORD + record_layer.TAG))
+    back = memoryview(bytearray(record_layer.RECORD))
 
     def sample(both: bool) -> float:
         seconds = 0.0
-        for _ in range(CIPHER // sealed.RECORD):
+        for _ in range(CIPHER // record_layer.RECORD):
             since = time.perf_counter()
             out.seal_into(data, record)
             middle = time.perf_counter()
-            into.open_into(bytes(record[: sealed.HEAD]), record[sealed.HEAD :], back)
+            into.open_into(bytes(record[: record_layer.HEAD]), record[record_layer.HEAD :], back)
             seconds += (time.perf_counter() - middle) if both else (middle - since)
         return seconds
 
     found = interleave({"seal": partial(sample, False), "open": partial(sample, True)}, rounds)
     speeds = {name: round(CIPHER / sorted(values)[len(values) // 2] / 1e9, 3) for name, values in found.items()}
-    log.say(f"AES-128-GCM, records of {sealed.RECORD // 1024} KiB: {speeds} GB/s")
+    log.say(f"AES-128-GCM, records of {record_layer.RECORD // 1024} KiB: {speeds} GB/s")
     return {"bytes": CIPHER, "gb_per_s": speeds, "samples": {n: spread(values) for n, values in found.items()}}
 
 

@@ -15,7 +15,7 @@ from ft_hsdp.bench.link import GONE_S, Link
 from ft_hsdp.bench.nursery import LARGEST
 from ft_hsdp.bench.rank import Seat
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.processes import environment, last_line, tied
+from ft_hsdp.launch.backend.processes import environment, last_line, tied
 
 LOAD_S = 120.0  # longest time for the imports
 FORK_S = 10.0  # longest time for a fork

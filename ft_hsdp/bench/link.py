@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.processes import last_line
+from ft_hsdp.launch.backend.processes import last_line
 
 ANSWER_S = 120.0  # longest time for one answer
 GONE_S = 10.0  # longest time for a killed process to go

@@ -17,7 +17,7 @@ from ft_hsdp.bench.link import GONE_S, Answer, Link, collect
 from ft_hsdp.bench.rank import Seat
 from ft_hsdp.bench.roster import mpirun
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.processes import environment, last_line
+from ft_hsdp.launch.backend.processes import environment, last_line
 
 START_S = 120.0  # longest time until all ranks have greeted
 MODULE = "ft_hsdp.bench.contenders.openmpi"

@@ -23,7 +23,7 @@ from typing import NoReturn
 
 from ft_hsdp.bench.rank import Rank, Seat
 from ft_hsdp.errors import EXIT_OK, EXIT_RETRYABLE
-from ft_hsdp.launch.processes import die_with
+from ft_hsdp.launch.backend.processes import die_with
 
 LARGEST = 1 << 16  # bytes of one message
 

@@ -8,10 +8,10 @@ from typing import Annotated, Any, Literal, Self, get_args
 from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.config import JsonDict, JsonValue
 
-from ft_hsdp import faults
+from ft_hsdp import fault_injection
 from ft_hsdp.config.base import DAY_S, Int, Number, Section, refuse
 from ft_hsdp.config.running import MAX_RANKS, MAX_REPLICAS, ReplicaId
-from ft_hsdp.failpoints import PLACES
+from ft_hsdp.fault_injection import PLACES
 
 MOMENTS = ("at_step", "at_s", "rate_per_min")
 ON_RANKS = ("signal", "disk_full", "slow_disk", "descriptors", "memory", "clock", "garbage")
@@ -26,7 +26,7 @@ def _given(one: str) -> JsonDict:
 
 
 _ID: JsonDict = {"type": "integer", "minimum": 0, "exclusiveMaximum": MAX_REPLICAS}
-_END: JsonDict = {"anyOf": [_ID, {"const": faults.LIGHTHOUSE}]}
+_END: JsonDict = {"anyOf": [_ID, {"const": fault_injection.LIGHTHOUSE}]}
 _EDGE: JsonDict = {
     "anyOf": [
         {"type": "array", "items": _END, "minItems": 2, "maxItems": 2, "uniqueItems": True},
@@ -180,7 +180,7 @@ class ChaosConfig(Section):
         """Whether `edge` has two ends that differ: two replicas, or one and the lighthouse."""
         ends = self.edge or ()
         replicas = [e for e in ends if type(e) is int and 0 <= e < MAX_REPLICAS]
-        named = [e for e in ends if e == faults.LIGHTHOUSE]
+        named = [e for e in ends if e == fault_injection.LIGHTHOUSE]
         return len(ends) == len(set(map(str, ends))) == len(replicas) + len(named) == 2 and bool(replicas)
 
     def _untimely(self) -> Iterator[tuple[str, object, str]]:

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, model_validator
 from pydantic.config import JsonDict, JsonValue
 from pydantic_core import PydanticCustomError
 
-from ft_hsdp import faults
+from ft_hsdp import fault_injection
 from ft_hsdp.config.base import Int, Section, refuse
 from ft_hsdp.config.chaos import ChaosConfig, DebugConfig
 from ft_hsdp.config.network import LighthouseConfig, NetworkConfig, RayConfig
@@ -83,7 +83,7 @@ class Config(Section):
     @property
     def takes_faults(self) -> bool:
         """Whether its processes listen for faults that they have to carry out themselves."""
-        return self.debug.faults or any(rule.kind in faults.HOOKED for rule in self.chaos)
+        return self.debug.faults or any(rule.kind in fault_injection.HOOKED for rule in self.chaos)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

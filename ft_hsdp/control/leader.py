@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from ft_hsdp import failpoints, protocol
+from ft_hsdp import fault_injection, protocol
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.control.telemetry import Decisions
 from ft_hsdp.core import effects, events, lr
@@ -20,7 +20,7 @@ from ft_hsdp.core.grant import Grant, Refused
 from ft_hsdp.core.replica_state import DEFAULT, Phase, Replica, ReplicaPolicy
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, LighthouseUnreachable, exhausted
-from ft_hsdp.events import Journal
+from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import (
     RankBroken,
     RankCheckpointed,
@@ -199,7 +199,7 @@ class Leader:
                     self._about = replace(self._about, rules={})  # they were agreed on with the first grant
                 self._send(replace(self._about, report=report), pause)
             case effects.SendToken(token):
-                failpoints.reach("token-second" if token.verdict else "token-first", token.fence.step)
+                fault_injection.reach("token-second" if token.verdict else "token-first", token.fence.step)
                 self._outlets.token(token)
             case effects.Reduce(fence):
                 self._tally = VoteTally(fence, self._settings.ranks)
@@ -361,7 +361,7 @@ class Leader:
         self._owing = self._leased = self._lease_over = False
         self._unanswered = None
         self._ask = None
-        failpoints.reach("quorum-reply", ask.report.step)
+        fault_injection.reach("quorum-reply", ask.report.step)
         held, self._held = self._held, None
         if held is None or isinstance(answer, Refused):
             self.handle(events.Answered(answer))
@@ -427,7 +427,7 @@ class Leader:
 def _record_lost(replica: Replica, event: events.Event) -> Replica:
     """The failpoint: what was in doubt is forgotten when its ring breaks."""
     in_doubt = isinstance(event, events.RingBroken) and replica.forwarded
-    if in_doubt and failpoints.hit("record-lost", replica.fence.step):
+    if in_doubt and fault_injection.hit("record-lost", replica.fence.step):
         return replace(replica, forwarded=False, record=None)
     return replica
 

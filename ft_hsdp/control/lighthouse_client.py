@@ -22,8 +22,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from ft_hsdp import faults, protocol
-from ft_hsdp.control.telemetry import deliver
+from ft_hsdp import fault_injection, protocol
 from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Refused
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable, ProtocolViolation
 from ft_hsdp.protocol import ProcessReport, QuorumRequest, Telemetry, Wait
@@ -53,6 +52,8 @@ def home(host: str, lighthouse: str) -> str:
         ) from None
 
 
+TAKEN = 204
+REFUSED = (413, 422)
 CONNECT_S = 2.0
 PROBE_S = 1.0  # between two looks at a lighthouse that has not answered yet, and the longest one
 UNAVAILABLE = 503
@@ -136,7 +137,7 @@ class Lighthouses:
     async def _pass(self) -> None:
         """Nothing, but where nothing passes to the lighthouse on purpose."""
         try:
-            await faults.passes(faults.LIGHTHOUSE, CONNECT_S)
+            await fault_injection.passes(fault_injection.LIGHTHOUSE, CONNECT_S)
         except OSError as error:
             raise LighthouseUnreachable(f"lighthouse {self.url}: {error}") from error
 
@@ -206,6 +207,23 @@ def _fact(response: httpx.Response, key: str) -> Any:
 
 ASK_S = 20.0
 MARGIN_S = 10.0  # for which an answer may be on its way, beside the time that the lighthouse keeps an ask
+
+
+class NotTaken(LighthouseUnreachable):
+    """The lighthouse is there, and refuses this message: it is too large, or not valid."""
+
+
+async def deliver(lighthouses: Lighthouses, telemetry: Telemetry) -> None:
+    """Have the lighthouse that leads take a message.
+
+    Raises:
+        LighthouseUnreachable: it did not; NotTaken: it never will.
+    """
+    response = await lighthouses.post("/v1/telemetry", protocol.encode(telemetry))
+    if response.status_code in REFUSED:
+        raise NotTaken(f"lighthouse answered {response.status_code}: {response.text[:200]}")
+    if response.status_code != TAKEN:
+        raise LighthouseUnreachable(f"lighthouse answered {response.status_code}: {response.text[:200]}")
 
 
 class LighthouseClient:

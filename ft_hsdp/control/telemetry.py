@@ -17,13 +17,12 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from ft_hsdp import protocol
-from ft_hsdp.control.lighthouse_client import Lighthouses
+from ft_hsdp.control.lighthouse_client import NotTaken
 from ft_hsdp.core import effects, events, state_id
 from ft_hsdp.core.commit import AttemptId
 from ft_hsdp.core.replica_state import Phase, Replica
 from ft_hsdp.errors import LighthouseUnreachable
-from ft_hsdp.events import Journal
+from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankBeat, Telemetry
 
 
@@ -117,30 +116,11 @@ PLACE = 2 << 20  # bytes of rows that wait, events and commits each
 MAX_ROW = 32 << 10  # bytes of one row
 MAX_BYTES = 96 << 10  # of rows in one message: a lighthouse takes more
 MAX_ROWS = 256
-TAKEN = 204
-REFUSED = (413, 422)
 
 Tell = Callable[[Telemetry], Awaitable[None]]
 """Delivers a message. Raises LighthouseUnreachable; NotTaken if it must not be sent again as it is."""
 
 _log = logging.getLogger(__name__)
-
-
-class NotTaken(LighthouseUnreachable):
-    """The lighthouse is there, and refuses this message: it is too large, or not valid."""
-
-
-async def deliver(lighthouses: Lighthouses, telemetry: Telemetry) -> None:
-    """Have the lighthouse that leads take a message.
-
-    Raises:
-        LighthouseUnreachable: it did not; NotTaken: it never will.
-    """
-    response = await lighthouses.post("/v1/telemetry", protocol.encode(telemetry))
-    if response.status_code in REFUSED:
-        raise NotTaken(f"lighthouse answered {response.status_code}: {response.text[:200]}")
-    if response.status_code != TAKEN:
-        raise LighthouseUnreachable(f"lighthouse answered {response.status_code}: {response.text[:200]}")
 
 
 class Rows:

@@ -17,9 +17,8 @@ from dataclasses import replace
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.effects import Checkpoint
 from ft_hsdp.core.grant import Grant, Member
-from ft_hsdp.core.replica_state import Phase, Replica
+from ft_hsdp.core.replica_state import Phase, Replica, Step
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.core.voting import Step
 
 
 def due(step: int, every: int, last: int) -> bool:

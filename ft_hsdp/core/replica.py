@@ -45,9 +45,9 @@ from ft_hsdp.core.events import (
     Unanswered,
 )
 from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Refused
-from ft_hsdp.core.replica_state import Phase, Replica
+from ft_hsdp.core.replica_state import Phase, Replica, Step
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.core.voting import Step, again, ask, broken, feed, go, reduced, token_came
+from ft_hsdp.core.voting import again, ask, broken, feed, go, reduced, token_came
 
 
 def transition(s: Replica, event: Event) -> Step:

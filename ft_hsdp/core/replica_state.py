@@ -12,6 +12,7 @@ from typing import Literal
 
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken
+from ft_hsdp.core.effects import Effect
 from ft_hsdp.core.grant import Grant, Role
 from ft_hsdp.core.state_id import StateId
 
@@ -158,3 +159,7 @@ class Replica:
         mine = self.grant.member(self.me, self.incarnation) if self.grant else None
         granted = mine is not None and mine.role == "contribute" and self.me not in self.excluded
         return "contribute" if granted and self.verified else "behind"
+
+
+Step = tuple[Replica, tuple[Effect, ...]]
+"""What a rule gives: the replica as it is then, and what its leader is told to do."""

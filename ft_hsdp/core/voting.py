@@ -25,9 +25,7 @@ from ft_hsdp.core.effects import (
     StopRing,
 )
 from ft_hsdp.core.grant import Report
-from ft_hsdp.core.replica_state import Phase, Replica
-
-Step = tuple[Replica, tuple[Effect, ...]]
+from ft_hsdp.core.replica_state import Phase, Replica, Step
 
 
 def ask(s: Replica, after: int = 0, pause: bool = False) -> Step:

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_hsdp import failpoints
+from ft_hsdp import fault_injection
 from ft_hsdp.core.ring import Kind, OutOfOrder, Pipeline, Plan, Process, Step
 from ft_hsdp.errors import FTARError, PeerDead, ProtocolViolation
 from ft_hsdp.ftar.dataplane.base import Job, Plane, Processed
@@ -141,7 +141,7 @@ class Exchange:
     def _take(self, steps: list[Step]) -> None:
         for step in steps:
             assert isinstance(step, Process)
-            failpoints.reach(PLACE[step.operation.kind], self._order.key.step)
+            fault_injection.reach(PLACE[step.operation.kind], self._order.key.step)
             self._job.post(step, self._arrivals.pop((step.operation.number, step.round), None))
 
     def _finish(self, item: Processed) -> None:

@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ft_hsdp import faults
+from ft_hsdp import fault_injection
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.grant import Member
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.ftar import wire
 from ft_hsdp.ftar.transport.base import Receiver, Sender
 from ft_hsdp.protocol import RingAbort, RingBarrier, RingBeat, RingHello, RingWelcome
-from ft_hsdp.sealed import within_host
+from ft_hsdp.record_layer import within_host
 
 _MESSAGES = (CommitToken, RingAbort, RingHello, RingWelcome, RingBarrier, RingBeat)
 Heard = Callable[["Peer", object], None]
@@ -78,7 +78,7 @@ class Peer:
     def beat(self, frame: bytes) -> None:
         """Send a sign of life, unless something else is being sent, which is one too. If only a part of it can be
         sent, the neighbour has not read for long, and the connection is of no more use."""
-        if self.gone or self._writing.locked() or faults.cut(self._replica):
+        if self.gone or self._writing.locked() or fault_injection.cut(self._replica):
             return
         with contextlib.suppress(OSError):
             if self._sock.send(frame, socket.MSG_DONTWAIT) < len(frame):
@@ -86,7 +86,7 @@ class Peer:
 
     def say(self, message: object) -> None:
         """Send a small message now; a neighbour that is gone, or does not read, shows by its end."""
-        if not self.gone and not self._writing.locked() and not faults.cut(self._replica):
+        if not self.gone and not self._writing.locked() and not fault_injection.cut(self._replica):
             wire.say(self._sock, message)
 
     async def send(self, message: object) -> None:
@@ -97,7 +97,7 @@ class Peer:
         """
         async with self._writing:
             if self._replica is not None:
-                await faults.passes(self._replica, given_up=lambda: self.gone)
+                await fault_injection.passes(self._replica, given_up=lambda: self.gone)
             if self.gone:
                 raise ConnectionResetError("closed its connection")
             await wire.send(self._sock, message)

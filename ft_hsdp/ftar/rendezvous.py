@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ft_hsdp import address, faults, handshake
+from ft_hsdp import address, fault_injection, handshake
 from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.errors import ConnectFailed, ProtocolViolation, StaleEpoch, exhausted
 from ft_hsdp.ftar import wire
@@ -122,7 +122,7 @@ class Rendezvous:
                 await spare.close()
             finally:
                 self._trying = None
-        await faults.passes(self.neighbour(+1).replica)
+        await fault_injection.passes(self.neighbour(+1).replica)
         sock = await handshake.dial(self._address(), self._place.identity.token, Purpose.RING)
         try:
             wire.tune(sock, self._place.settings.timeout_s)

@@ -11,7 +11,7 @@ from ft_hsdp import secret, tls
 from ft_hsdp.config import load
 from ft_hsdp.control.lighthouse_client import Lighthouses, http_client, named
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, ConfigError, FtHsdpError, LighthouseUnreachable
-from ft_hsdp.launch.rundir import RunDir, read_json
+from ft_hsdp.launch.run.directory import RunDir, read_json
 
 Action = Literal["evict", "drain", "undrain", "checkpoint", "scale"]
 

@@ -6,7 +6,7 @@ import random
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
-from ft_hsdp import faults
+from ft_hsdp import fault_injection
 from ft_hsdp.config import ChaosConfig
 
 
@@ -42,7 +42,7 @@ class Injection:
         """Who is hit, in words."""
         if self.edge is not None:
             one, other = (e if isinstance(e, str) else f"replica {e}" for e in self.edge)
-            return f"{one} and {other}".replace(faults.LIGHTHOUSE, "the lighthouse")
+            return f"{one} and {other}".replace(fault_injection.LIGHTHOUSE, "the lighthouse")
         if self.target == "agent":
             return f"the state agent of replica {self.replica}"
         if self.target is not None:

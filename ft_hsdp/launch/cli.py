@@ -20,7 +20,7 @@ from ft_hsdp.config import Config, load
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError
 from ft_hsdp.launch.arguments import ORDERS, build_parser
 from ft_hsdp.launch.render import command as rendering
-from ft_hsdp.launch.rundir import RunDir
+from ft_hsdp.launch.run.directory import RunDir
 
 INTERRUPTED = 130
 BREACH = 1  # of `verify`
@@ -67,13 +67,13 @@ def _up(args: argparse.Namespace) -> int:
 
 
 def _lighthouse(args: argparse.Namespace) -> int:
-    from ft_hsdp.launch.by_hand import lighthouse
+    from ft_hsdp.launch.standalone import lighthouse
 
     return lighthouse(_config(args), args.url)
 
 
 def _replica(args: argparse.Namespace) -> int:
-    from ft_hsdp.launch.by_hand import replica
+    from ft_hsdp.launch.standalone import replica
 
     return replica(_config(args), args.replica, args.lighthouse)
 
@@ -86,9 +86,9 @@ def _submit(args: argparse.Namespace) -> int:
 
         address = destination(args.ray_address)
         if "://" in address:
-            from ft_hsdp.launch.ray import jobs
+            from ft_hsdp.launch.ray.submit import submit_through_jobs_api
 
-            return jobs.submit(config, args.config, args.overrides, address, json=args.json)
+            return submit_through_jobs_api(config, args.config, args.overrides, address, json=args.json)
     code, summary = submit(config, address, stream=sys.stderr if args.json else sys.stdout)
     if args.json:
         _print_json(summary)
@@ -104,14 +104,14 @@ def _render(args: argparse.Namespace) -> int:
 def _status(args: argparse.Namespace) -> int:
     if args.ray_address is not None:
         with _needs_ray("status --ray-address"):
-            from ft_hsdp.launch.ray import status as in_cluster
+            from ft_hsdp.launch.ray import submit as in_cluster
         told, shown = in_cluster.status(args.ray_address, args.run)
         if args.json:
             _print_json(told)
         else:
             _print(shown)
         return EXIT_OK
-    from ft_hsdp.launch.status import find, lines, status
+    from ft_hsdp.launch.run.status import find, lines, status
 
     run = find(args.runs_dir, args.run)
     picture = status(run)
@@ -135,8 +135,8 @@ def _needs_ray(command: str) -> Iterator[None]:
 
 
 def _chaos(args: argparse.Namespace) -> int:
-    from ft_hsdp.launch.inflict import by_hand, described
-    from ft_hsdp.launch.status import find
+    from ft_hsdp.launch.injection import by_hand, described
+    from ft_hsdp.launch.run.status import find
     from ft_hsdp.sentences import tell
 
     options = ("kind", "replica", "rank", "target", "signal", "for_s", "by_s", "delay_s", "reject")
@@ -186,14 +186,14 @@ def _schema(_: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from ft_hsdp.launch.status import named
+    from ft_hsdp.launch.run.status import named
 
     run = named(args.runs_dir, args.run)
     if args.page and args.json:
         raise ConfigError("--page", True, "without --json: the page is not a document")
     if args.page:
         return _page(run, args.port)
-    from ft_hsdp.launch import replay  # torch is only needed here
+    from ft_hsdp.launch.run import replay  # torch is only needed here
 
     verdict = replay.replay(run)
     if args.json:
@@ -206,7 +206,7 @@ def _replay(args: argparse.Namespace) -> int:
 
 
 def _page(run: RunDir, port: int) -> int:
-    from ft_hsdp.launch.page import serve_run
+    from ft_hsdp.launch.run.page import serve_run
 
     if not 0 <= port <= 65535:
         raise ConfigError("--port", port, "0 to 65535")
@@ -215,11 +215,10 @@ def _page(run: RunDir, port: int) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
-    from ft_hsdp.launch.recorder import events_of
-    from ft_hsdp.launch.rundir import read_json
-    from ft_hsdp.launch.starts import starts
-    from ft_hsdp.launch.status import named
-    from ft_hsdp.launch.story import story
+    from ft_hsdp.launch.run.directory import read_json
+    from ft_hsdp.launch.run.explain import starts, story
+    from ft_hsdp.launch.run.recorder import events_of
+    from ft_hsdp.launch.run.status import named
 
     run = named(args.runs_dir, args.run)
     events = events_of(run)
@@ -234,8 +233,8 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from ft_hsdp.launch.status import named
-    from ft_hsdp.launch.verify import verify
+    from ft_hsdp.launch.run.status import named
+    from ft_hsdp.launch.run.verify import verify
 
     found = verify(named(args.runs_dir, args.run))
     if args.json:
@@ -247,7 +246,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _order(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.admin import order
-    from ft_hsdp.launch.status import find
+    from ft_hsdp.launch.run.status import find
 
     run = find(args.runs_dir, args.run)
     _print([order(run, args.command, args.replica, args.reason, args.force, args.replicas)])
@@ -255,8 +254,8 @@ def _order(args: argparse.Namespace) -> int:
 
 
 def _trace(args: argparse.Namespace) -> int:
-    from ft_hsdp.launch.status import named
-    from ft_hsdp.launch.trace import write
+    from ft_hsdp.launch.run.status import named
+    from ft_hsdp.launch.run.trace import write
 
     _print([str(write(named(args.runs_dir, args.run), args.out))])
     return EXIT_OK

@@ -14,18 +14,19 @@ from typing import Any, Protocol
 
 import psutil
 
-from ft_hsdp import faults, secret, tls
+from ft_hsdp import fault_injection, secret, tls
 from ft_hsdp.config import Config
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError
-from ft_hsdp.launch import chaos, inflict
-from ft_hsdp.launch.engine import Engine
+from ft_hsdp.launch import chaos
+from ft_hsdp.launch.backend.base import Backend
+from ft_hsdp.launch.injection import SIGNALS, Inflicted, inflict, injection_event
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.recorder import Recorder
-from ft_hsdp.launch.rundir import Row, RunDir
-from ft_hsdp.launch.summary import Summary
+from ft_hsdp.launch.run.directory import Row, RunDir
+from ft_hsdp.launch.run.recorder import Recorder
+from ft_hsdp.launch.run.summary import Summary
+from ft_hsdp.launch.run.terminal import Terminal
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
-from ft_hsdp.launch.terminal import Terminal
 from lighthouse.http.auth import page_link
 
 TICK_S = 0.1  # between two looks at the logs
@@ -53,7 +54,7 @@ class Lighthouse(Protocol):
 class Means:
     """With what a job is run: this machine's, or a cluster's."""
 
-    engine: Engine
+    engine: Backend
     lighthouse: Lighthouse
 
 
@@ -85,7 +86,7 @@ class Job:
         self._engine, lighthouse = means.engine, means.lighthouse
         self._planner = chaos.Planner(config.chaos, config.ranks_per_replica, config.slots)
         if config.takes_faults:
-            faults.watch(run.path, None, None)
+            fault_injection.watch(run.path, None, None)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._on_signal, number)
@@ -212,7 +213,7 @@ class Job:
             self._send(injection)
         else:
             try:
-                made = inflict.inflict(self._run, injection)
+                made = inflict(self._run, injection)
             except (ConfigError, OSError, psutil.Error) as error:
                 self._terminal.say(f"not injected: {injection.reason}: {error}", "yellow")
                 return
@@ -228,11 +229,11 @@ class Job:
         process = current.ranks[injection.rank].process
         if injection.down_steps:
             supervisor.stay_away(self._progress.step + injection.down_steps)
-        injected = inflict.event(injection, process.pid, [current.name], time.time())
-        process.signal(inflict.SIGNALS[injection.signal])
-        self._injected(inflict.Inflicted(injected, lambda: process.signal(signal.SIGCONT)))
+        injected = injection_event(injection, process.pid, [current.name], time.time())
+        process.signal(SIGNALS[injection.signal])
+        self._injected(Inflicted(injected, lambda: process.signal(signal.SIGCONT)))
 
-    def _injected(self, made: inflict.Inflicted) -> None:
+    def _injected(self, made: Inflicted) -> None:
         self._recorder.emit(made.event)
         for_s = made.event["for_s"]
         if for_s > 0:

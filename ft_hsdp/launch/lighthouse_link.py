@@ -17,11 +17,11 @@ from typing import Any
 
 import httpx
 
-from ft_hsdp.control.lighthouse_client import Lighthouses, http_client
-from ft_hsdp.control.telemetry import Reporter, deliver
+from ft_hsdp.control.lighthouse_client import Lighthouses, deliver, http_client
+from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.rundir import Row
+from ft_hsdp.launch.run.directory import Row
 from ft_hsdp.protocol import Telemetry
 
 PERIOD_S = 0.25  # between two reports when nothing changes

@@ -18,8 +18,8 @@ from ft_hsdp import secret, tls
 from ft_hsdp.config import Config, dump
 from ft_hsdp.control.lighthouse_client import http_client, named
 from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, ConfigError, FtHsdpError
-from ft_hsdp.launch.processes import environment, last_line, spare, tied
-from ft_hsdp.launch.rundir import Row, RunDir, alive, open_log, read_json
+from ft_hsdp.launch.backend.processes import environment, last_line, spare, tied
+from ft_hsdp.launch.run.directory import Row, RunDir, alive, open_log, read_json
 
 STOP_S = 3.0  # how long it has to end after SIGTERM
 SPARE_S = 5.0  # after this long a spare is loaded

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import TextIO
 
 from ft_hsdp.config import Config
-from ft_hsdp.launch.forkserver import ENTRY, PRELOAD
+from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
+from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.job import Job, Means
 from ft_hsdp.launch.lighthouse_process import LighthouseFleet, check_port, furnish
-from ft_hsdp.launch.local_engine import LocalEngine
-from ft_hsdp.launch.rundir import Row, RunDir, claim, identity, write_json
-from ft_hsdp.launch.summary import Summary
-from ft_hsdp.launch.terminal import Terminal
+from ft_hsdp.launch.run.directory import Row, RunDir, claim, identity, write_json
+from ft_hsdp.launch.run.summary import Summary
+from ft_hsdp.launch.run.terminal import Terminal
 
 
 def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | None]:
@@ -47,7 +47,7 @@ def here(
     """The means of this machine. entry, preload, lighthouse: what runs in their processes."""
 
     def means(emit: Callable[[Row], None]) -> Means:
-        engine = LocalEngine(
+        engine = LocalBackend(
             run,
             entry=entry,
             preload=preload,

@@ -19,11 +19,11 @@ from typing import Any, Protocol
 from ft_hsdp.config import Config
 from ft_hsdp.core import restart
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_UNREACHABLE, Retryable
-from ft_hsdp.launch.engine import Engine, Gang
-from ft_hsdp.launch.incarnation import DONE, LEAVING, LEFT, STRAY, Incarnation, kind_of
-from ft_hsdp.launch.processes import no_room, stands_still
+from ft_hsdp.launch.backend.base import Backend, ReplicaSpec
+from ft_hsdp.launch.backend.processes import no_room, stands_still
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.rundir import Row, RunDir, Tailer
+from ft_hsdp.launch.replica_process import DONE, LEAVING, LEFT, STRAY, ReplicaProcess, kind_of
+from ft_hsdp.launch.run.directory import Row, RunDir, Tailer
 
 LOOK_S = 0.2  # between two looks at the commits of an incarnation that does not contribute yet
 GUARD_S = 0.5  # between two looks at whether the ranks of an incarnation have come up, and run
@@ -84,7 +84,7 @@ class ReplicaSupervisor:
         config: Config,
         run: RunDir,
         *,
-        engine: Engine,
+        engine: Backend,
         link: Link,
         progress: Progress,
         emit: Callable[[Row], None],
@@ -93,7 +93,7 @@ class ReplicaSupervisor:
         config_file: Path | None = None,
     ) -> None:
         self.replica = replica
-        self.current: Incarnation | None = None
+        self.current: ReplicaProcess | None = None
         self._config = config
         self._run = run
         self._engine = engine
@@ -210,8 +210,8 @@ class ReplicaSupervisor:
     async def _live(self, reason: str) -> tuple[Outcome | None, str]:
         """One incarnation from start to end: the outcome if it is the last, and the cause of its end."""
         size = self._config.ranks_per_replica
-        gang = Gang(self.replica, size, self._run_id, self._restarts.restarts, self._config_file)
-        current = Incarnation(gang, self._run)
+        gang = ReplicaSpec(self.replica, size, self._run_id, self._restarts.restarts, self._config_file)
+        current = ReplicaProcess(gang, self._run)
         self.current = current
         self._progress.dismissed.discard(self.replica)
         self._link.started(self.replica, current.name)
@@ -339,7 +339,7 @@ class ReplicaSupervisor:
         self.resting = False
         return None
 
-    async def _until_first_exit(self, current: Incarnation) -> None:
+    async def _until_first_exit(self, current: ReplicaProcess) -> None:
         """Wait until a rank exits, then end the others; ranks that are done may end by themselves."""
         if self._stopping:
             current.kill()
@@ -398,7 +398,7 @@ class ReplicaSupervisor:
             ):
                 break
 
-    async def _settle(self, current: Incarnation) -> None:
+    async def _settle(self, current: ReplicaProcess) -> None:
         """Tell the engine when the incarnation contributes: until then, spares would be made at its cost."""
         until = time.monotonic() + self._config.timeouts.settle_s
         while self._config.spares and self._contributing != current.name and time.monotonic() < until:
@@ -406,7 +406,7 @@ class ReplicaSupervisor:
             self._look()
         self._engine.settled(current.gang)
 
-    async def _guard(self, current: Incarnation) -> None:
+    async def _guard(self, current: ReplicaProcess) -> None:
         """Evict what no rank can see: a replica that does not check in, and ranks that are stopped for long.
 
         The lighthouse and the other ranks of the replica, which know more, come first where there are any. A

@@ -1,20 +1,82 @@
-"""Batches: a pure function of (seed, data shard, index, rank, micro-batch) over memory-mapped tokens.
+"""A keyed permutation of 0..n-1 that needs no table.
+
+Batches: a pure function of (seed, data shard, index, rank, micro-batch) over memory-mapped tokens.
 
 Nothing here has a cursor. Which index of which data shard is next stands in the committed state
 (FT-HSDP §4.1), so a replica that recovers reads exactly what it would have read.
+
+Prefetch: batches are read before they are asked for, on a thread of their own.
+
+Which batch comes next is known for certain only when its step begins; before that it is a guess. A guess that was
+wrong costs a read, nothing else: batches are pure functions of their place.
 """
 
 from __future__ import annotations
 
+import hashlib
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
 from functools import lru_cache
+from queue import SimpleQueue
+from typing import Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.train.permutation import Permutation
 from ft_hsdp.train.tokens import Tokens
+
+_ROUNDS = 6
+_MASK = 2**64 - 1
+
+
+class Permutation:
+    """A bijection on range(n), drawn by (seed, turn): a Feistel network with cycle walking.
+
+    Memory does not grow with n, and a place costs a few microseconds. Pure: the same arguments
+    give the same permutation on every machine.
+    """
+
+    def __init__(self, n: int, seed: int, turn: int) -> None:
+        if n < 1:
+            raise ValueError(f"a permutation of {n} things: n must be at least 1")
+        self.n = n
+        self._half = max(1, (max(n - 1, 1).bit_length() + 1) // 2)
+        self._low = (1 << self._half) - 1
+        digest = hashlib.blake2b(
+            f"{seed}/{turn}/{n}".encode(), digest_size=8 * _ROUNDS, person=b"ft_hsdp.permute"
+        ).digest()
+        self._keys = [int.from_bytes(digest[8 * i : 8 * i + 8], "little") for i in range(_ROUNDS)]
+
+    def __len__(self) -> int:
+        return self.n
+
+    def __getitem__(self, place: int) -> int:
+        """Where `place` goes; IndexError outside 0..n-1."""
+        if not 0 <= place < self.n:
+            raise IndexError(f"{place} is not in 0..{self.n - 1}")
+        # The network permutes 0..4^half-1, a domain below 4n+4; walking its cycle until the value
+        # falls below n gives a permutation of 0..n-1.
+        while True:
+            place = self._encrypt(place)
+            if place < self.n:
+                return place
+
+    def _encrypt(self, value: int) -> int:
+        left, right = value >> self._half, value & self._low
+        for key in self._keys:
+            left, right = right, left ^ (_mix(right ^ key) & self._low)
+        return left << self._half | right
+
+
+def _mix(x: int) -> int:
+    """The finalizer of splitmix64."""
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB & _MASK
+    return x ^ (x >> 31)
 
 
 class Batches:
@@ -90,3 +152,89 @@ class Batches:
             picked[row] = self.tokens.array[start : start + self.seq_len + 1]
         both = torch.from_numpy(picked)
         return both[:, :-1].contiguous(), both[:, 1:].contiguous()
+
+
+Out = TypeVar("Out", covariant=True)
+Batch = TypeVar("Batch")
+
+CLOSE_S = 1.0
+
+
+class Source(Protocol[Out]):
+    """Data whose batches are a pure function of their place: any replica may be asked for any of them again."""
+
+    def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> Out:
+        """Batch ``index`` of data shard ``shard``: the part of rank ``rank``, micro-batch ``micro``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One micro-batch of this rank."""
+
+    shard: int
+    index: int
+    micro: int
+
+
+class Prefetcher(Generic[Batch]):
+    """Reads one rank's part of ``source``, one micro-batch ahead. Only its thread calls the source.
+
+    What the source raises is raised where the batch is asked for; a failed read of a wrong guess is forgotten.
+    """
+
+    def __init__(self, source: Source[Batch], rank: int, accumulate: int) -> None:
+        self._source = source
+        self._rank = rank
+        self._accumulate = accumulate
+        self._orders: SimpleQueue[tuple[Place, Future[Batch]] | None] = SimpleQueue()
+        self._ahead: tuple[Place, Future[Batch]] | None = None
+        self._closed = False
+        self._thread = threading.Thread(target=self._read, name="prefetch", daemon=True)
+        self._thread.start()
+
+    def guess(self, shard: int, index: int) -> None:
+        """This batch will probably be the next one: begin to read it."""
+        self._order(Place(shard, index, 0))
+
+    def batches(self, shard: int, index: int, following: tuple[int, int]) -> Iterator[Batch]:
+        """The micro-batches of a batch, in order; ``following`` (shard, index) is the guess for the one after it.
+
+        Raises:
+            RuntimeError: closed.
+        """
+        for micro in range(self._accumulate):
+            batch = self._order(Place(shard, index, micro)).result()
+            last = micro == self._accumulate - 1
+            self._order(Place(*following, 0) if last else Place(shard, index, micro + 1))
+            yield batch
+
+    def close(self) -> None:
+        """End the thread; a read that hangs is left alone."""
+        self._closed = True
+        if self._ahead is not None:
+            self._ahead[1].cancel()
+        self._orders.put(None)
+        self._thread.join(CLOSE_S)
+
+    def _order(self, place: Place) -> Future[Batch]:
+        """The read of ``place``, begun now unless it is the one that is ahead; another one ahead is given up."""
+        if self._closed:
+            raise RuntimeError("the prefetcher is closed")
+        if self._ahead is not None:
+            if self._ahead[0] == place:
+                return self._ahead[1]
+            self._ahead[1].cancel()
+        future: Future[Batch] = Future()
+        self._ahead = (place, future)
+        self._orders.put(self._ahead)
+        return future
+
+    def _read(self) -> None:
+        while (order := self._orders.get()) is not None:
+            place, future = order
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(self._source.batch(place.shard, place.index, self._rank, place.micro))
+            except BaseException as error:
+                future.set_exception(error)

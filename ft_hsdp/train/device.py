@@ -1,10 +1,16 @@
-"""Device: where a rank computes. All that differs between a CPU and a GPU in training, but the data plane of FTAR.
+"""Streams of random numbers: a seed for each use, derived from the job's, so that no generator is part of a state.
+
+Whatever is random about a batch depends on its place in the data alone: a replica that feeds it again, or another
+one that feeds it instead, draws the same numbers.
+
+Device: where a rank computes. All that differs between a CPU and a GPU in training, but the data plane of FTAR.
 
 What replicas agree upon (checksums, digests, snapshots) is made on the host on every device.
 """
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
 import platform
@@ -16,6 +22,14 @@ import torch
 from torch import Tensor
 
 from ft_hsdp.errors import ConfigError
+
+
+def stream(seed: int, use: str, *place: object) -> int:
+    """The 63-bit seed of ``use`` (at most 8 letters) at ``place``."""
+    text = "/".join(map(str, (seed, *place)))
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=f"ft_hsdp.{use}".encode()).digest()
+    return int.from_bytes(digest, "little") >> 1
+
 
 # A kernel that is loaded on its first launch waits for those that spin; streams that share a queue do too.
 _CUDA = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}

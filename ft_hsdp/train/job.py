@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ft_hsdp import failpoints, secret
+from ft_hsdp import fault_injection, secret
 from ft_hsdp.config import Config, config_hash, resume_hash
 from ft_hsdp.control.rank_store import RankStore
 from ft_hsdp.core import checkpoint, state_id
@@ -33,21 +33,17 @@ from ft_hsdp.state.checkpoint import catalog
 from ft_hsdp.state.checkpoint.writer import About, Checkpointer
 from ft_hsdp.state.replica_group import Ranks
 from ft_hsdp.train import device as devices
-from ft_hsdp.train import optim_state
-from ft_hsdp.train.calling import Calling
-from ft_hsdp.train.ground import Ground, Place
-from ft_hsdp.train.held import Held
-from ft_hsdp.train.hsdp import FP32, Sharded
-from ft_hsdp.train.life import Life, begin
-from ft_hsdp.train.mailbox import Apply, Drop, End, Feed, Load, Mailbox, Save
-from ft_hsdp.train.optim import Groups, Schedule
-from ft_hsdp.train.prefetch import Prefetcher, Source
-from ft_hsdp.train.reducer import Feeding
-from ft_hsdp.train.restore import Checkpoints, restore
-from ft_hsdp.train.runlog import RunLog, Timing, exposed
-from ft_hsdp.train.saver import Saver
-from ft_hsdp.train.streams import stream
-from ft_hsdp.train.wiring import Wiring
+from ft_hsdp.train.checkpointing import Checkpoints, CheckpointSaver, restore
+from ft_hsdp.train.data import Prefetcher, Source
+from ft_hsdp.train.device import stream
+from ft_hsdp.train.fsdp import FP32, Sharded
+from ft_hsdp.train.gradients import Feeding
+from ft_hsdp.train.identity import Calling, RankIdentity, RankPlace, begin
+from ft_hsdp.train.live_state import LiveState
+from ft_hsdp.train.optimizer import Groups, Schedule, create_state
+from ft_hsdp.train.orders import ApplyOrder, DropOrder, EndOrder, LoadOrder, Mailbox, RunBatchOrder, SaveOrder
+from ft_hsdp.train.runtime import RankGround, RankRuntime
+from ft_hsdp.train.step_log import StepLog, Timing, exposed
 
 Batch = TypeVar("Batch")
 
@@ -98,9 +94,9 @@ class Job:
     def __init__(
         self,
         config: Config,
-        place: Place,
+        place: RankPlace,
         calling: Calling,
-        life: Life | None,
+        life: RankIdentity | None,
         device: torch.device,
         store: RankStore | None = None,
     ) -> None:
@@ -123,11 +119,11 @@ class Job:
         self._dealer = BatchAssigner(config.data.assignment, config.slots)
         self._sharded: Sharded
         self._groups: Groups | None = None
-        self._held: Held
-        self._ground: Ground | None = None
-        self._wiring: Wiring | None = None
-        self._saver: Saver | None = None
-        self._log: RunLog | None = None
+        self._held: LiveState
+        self._ground: RankGround | None = None
+        self._wiring: RankRuntime | None = None
+        self._saver: CheckpointSaver | None = None
+        self._log: StepLog | None = None
         self._leaves = False
         self._committed = False  # in this life
         self.built_in = False  # whether the trainer of this package runs it, so that a replay can repeat it
@@ -194,9 +190,9 @@ class Job:
             raise ConfigError("job.optimizer", name, allowed)
         groups = self._groups = Groups(optimizer, schedule)
         groups.check()
-        optim_state.create(optimizer)
+        create_state(optimizer)
         offload = self.config.optim.offload
-        self._held = Held(self._sharded, groups, self._dealer.begin(), self.rank, self.ranks, offload)
+        self._held = LiveState(self._sharded, groups, self._dealer.begin(), self.rank, self.ranks, offload)
         return Optimizer(self)
 
     def warm_up(self, once: Callable[[], None]) -> None:
@@ -221,9 +217,9 @@ class Job:
             self._check_in(lambda: prefetcher.guess(*self._dealer.deal(self._held.ledger, self.replica)))
             while True:
                 match self._mailbox.get():
-                    case Feed(step):
+                    case RunBatchOrder(step):
                         yield from self._feed(prefetcher, step)
-                    case End(code, reason):
+                    case EndOrder(code, reason):
                         self.close()
                         if code != EXIT_OK:
                             raise Ended(code, reason)
@@ -269,19 +265,19 @@ class Job:
         """Do all that can be done by any rank, wait to know which one this is, and join the job as that."""
         held, config = self._held, self.config
         weights, layout = held.weights_digest(), held.layout.fingerprint
-        ground = Ground(config, self._place, self.device, self._sharded.sizes, weights, layout)
+        ground = RankGround(config, self._place, self.device, self._sharded.sizes, weights, layout)
         self._ground = ground
         held.state = state_id.initial(config_hash(config), state_id.digest(ground.common.weights))
         warm = time.time()
         if self._life is None:
             self._life = begin(config, self._place, self._calling.wait())
             warm = self._life.began
-        wiring = self._wiring = Wiring(config, ground, self._life, held, self._mailbox)
+        wiring = self._wiring = RankRuntime(config, ground, self._life, held, self._mailbox)
         if self.rank == 0:
             wiring.journal.note(self._life.began, "ReplicaBooted", "its processes know which replica they are")
             wiring.journal.note(warm, "ReplicaWarmed", "model, optimizer and process group are ready")
             folder = self._place.run / "replicas" / str(self.replica)
-            self._log = RunLog(folder, self._life.incarnation, wiring.reporter.commit, wiring.journal.lost)
+            self._log = StepLog(folder, self._life.incarnation, wiring.reporter.commit, wiring.journal.lost)
         checkpoints = self._checkpoints(ground.ranks)
         current = config.state.snapshot == "every_step"
         restore(held, wiring.keeper, ground.ranks, checkpoints, current, wiring.journal)
@@ -304,7 +300,7 @@ class Job:
         checkpointer = Checkpointer(
             folder, config.checkpoint.keep, key, about, held.layout, held.params, held.optim, ranks
         )
-        self._saver = Saver(checkpointer, self._wiring.keeper, self.rank, self._wiring.tell)
+        self._saver = CheckpointSaver(checkpointer, self._wiring.keeper, self.rank, self._wiring.tell)
         shards = self._dealer.shards
         asked = None if config.checkpoint.trust else key
         return Checkpoints(folder, resume_hash(config), config.slots, lambda ledger: ledger.redealt(shards), asked)
@@ -362,37 +358,37 @@ class Job:
         step, waited = self._feeding.step, time.monotonic()
         while True:
             letter = self._mailbox.get()
-            if isinstance(letter, Feed):
+            if isinstance(letter, RunBatchOrder):
                 raise RuntimeError(f"told to feed step {letter.step} while step {step} is open")
-            if isinstance(letter, End):
+            if isinstance(letter, EndOrder):
                 self._mailbox.put(letter)
                 return False
             self._do(letter, time.monotonic() - waited)
-            if isinstance(letter, Drop):
+            if isinstance(letter, DropOrder):
                 return False
-            if isinstance(letter, Apply) and letter.record.step == step:
+            if isinstance(letter, ApplyOrder) and letter.record.step == step:
                 return self.replica in letter.record.contributors
 
-    def _do(self, letter: Apply | Drop | Load | Save, waited: float = 0.0) -> None:
+    def _do(self, letter: ApplyOrder | DropOrder | LoadOrder | SaveOrder, waited: float = 0.0) -> None:
         match letter:
-            case Apply():
+            case ApplyOrder():
                 self._apply(letter, waited)
-            case Drop():
+            case DropOrder():
                 assert self._wiring is not None
                 self._wiring.reducer.open(None)
                 self._sharded.clear()
-            case Load(manifest, packed):
+            case LoadOrder(manifest, packed):
                 assert self._wiring is not None
                 self._held.load(manifest, packed)
                 self._wiring.keeper.reached(manifest.state)
                 self._conclude_at_end()
-            case Save(state):
+            case SaveOrder(state):
                 assert self._saver is not None
                 self._saver.save(state)
         assert self._wiring is not None
         self._wiring.moved()
 
-    def _apply(self, letter: Apply, waited: float) -> None:
+    def _apply(self, letter: ApplyOrder, waited: float) -> None:
         """Nothing may fail here: what does ends the rank, and with it the replica."""
         assert self._wiring is not None
         record, reducer = letter.record, self._wiring.reducer
@@ -416,9 +412,9 @@ class Job:
                 how = "contributes to it" if mine else "was behind"
                 self._wiring.journal.event("FirstStepCommitted", f"this replica {how}", step=record.step)
                 self._committed = True
-        failpoints.reach("apply-begin", record.step)
+        fault_injection.reach("apply-begin", record.step)
         self._held.apply(record, letter.reduced, self._clip, self._accumulate)
-        failpoints.reach("apply-end", record.step)
+        fault_injection.reach("apply-end", record.step)
         self._wiring.keeper.reached(record.state_id)
         reducer.give_back(letter.reduced)
         self._since = now

@@ -13,11 +13,11 @@ from ft_hsdp.config import Config
 from ft_hsdp.core import lr
 from ft_hsdp.core.ledger import BatchAssigner
 from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, FtHsdpError
-from ft_hsdp.train.calling import Calling
 from ft_hsdp.train.data import Batches
 from ft_hsdp.train.device import move
-from ft_hsdp.train.hsdp import FP32
-from ft_hsdp.train.joining import join
+from ft_hsdp.train.fsdp import FP32
+from ft_hsdp.train.identity import Calling
+from ft_hsdp.train.join import join
 from ft_hsdp.train.model import ModelArgs, Transformer
 from ft_hsdp.train.tokens import VOCABULARY, Tokens, prepare
 

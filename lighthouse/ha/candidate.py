@@ -16,7 +16,7 @@ import httpx
 from ft_hsdp import protocol, tls
 from ft_hsdp.config import Config
 from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError
-from ft_hsdp.events import Journal
+from ft_hsdp.jsonl import Journal
 from lighthouse.ha.election import POLL_S, Election, EtcdStore
 from lighthouse.ha.etcd import Etcd
 from lighthouse.ha.instance import InstanceLock

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.events import here, replace_json
+from ft_hsdp.jsonl import here, replace_json
 
 SEATS = 5
 

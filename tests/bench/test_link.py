@@ -21,7 +21,7 @@ from ft_hsdp.bench.hsdp.scene import Scene
 from ft_hsdp.bench.plan import Log
 from ft_hsdp.bench.table import show
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.processes import environment
+from ft_hsdp.launch.backend.processes import environment
 
 needs_root = pytest.mark.skipif(bool(network.unfit()), reason=network.unfit() or "it can be made")
 SPACES = Path("/run/netns")

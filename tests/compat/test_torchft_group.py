@@ -28,7 +28,7 @@ from torchft_ranks import Ranks
 
 import ft_hsdp
 from ft_hsdp.compat.torchft import ProcessGroupFTAR
-from ft_hsdp.compat.torchft.bundle import ALONE
+from ft_hsdp.compat.torchft.work import ALONE
 
 WITHIN_S = 30.0
 

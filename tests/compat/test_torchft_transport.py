@@ -25,9 +25,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torchft.checkpointing.transport_test import run_multi_recovery_test
 from torchft.coordination import LighthouseServer
 
-from ft_hsdp.compat.torchft import StateTransport, tree
+from ft_hsdp.compat.torchft import StateTransport
+from ft_hsdp.compat.torchft.transport import MAX_DEPTH, flatten, unflatten
 from ft_hsdp.errors import DataCorruption, InvalidArgument
-from ft_hsdp.launch.processes import environment
+from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.server import StateServer
 from ft_hsdp.state.transfer.source import InMemorySnapshots
@@ -151,11 +152,11 @@ def test_what_cannot_be_sent_is_named(transport: StateTransport[Any], odd: Any) 
 
 def test_as_deep_as_allowed_and_deeper(transport: StateTransport[Any]) -> None:
     deep: Any = 1
-    for _ in range(tree.MAX_DEPTH):
+    for _ in range(MAX_DEPTH):
         deep = {"a": deep}
     assert through(transport, deep) == deep
     with pytest.raises(InvalidArgument, match="deeper"):
-        tree.flatten([deep])
+        flatten([deep])
 
 
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
@@ -174,8 +175,8 @@ KEYS = st.text(max_size=3) | st.integers() | st.booleans() | st.none()
     )
 )
 def test_any_tree_comes_back(value: Any) -> None:
-    node, tensors = tree.flatten(value)
-    got = tree.unflatten(json.loads(json.dumps(node)), tensors)
+    node, tensors = flatten(value)
+    got = unflatten(json.loads(json.dumps(node)), tensors)
     assert repr(got) == repr(value)
 
 
@@ -189,7 +190,7 @@ NODES = st.recursive(
 @given(NODES | st.lists(NODES, max_size=7).map(lambda rest: ["dtensor", 0, *rest]))
 def test_junk_is_only_ever_data_corruption(node: Any) -> None:
     try:
-        tree.unflatten(node, [torch.zeros(2)])
+        unflatten(node, [torch.zeros(2)])
     except DataCorruption:
         return
 

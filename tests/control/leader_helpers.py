@@ -17,7 +17,7 @@ from ft_hsdp.core.grant import Answer, Grant, Member, Report
 from ft_hsdp.core.replica_state import DEFAULT, ReplicaPolicy
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import LighthouseUnreachable
-from ft_hsdp.events import Journal
+from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import QuorumRequest
 
 STATE = StateId(0, 0, "0" * 32)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from known import known, run, streams
 
-from ft_hsdp import address, handshake, protocol, sealed
+from ft_hsdp import address, handshake, protocol, record_layer
 from ft_hsdp.control import store_server
 from ft_hsdp.control.rank_channel import RankLine
 from ft_hsdp.control.store_server import KeyTable, Refused, TableServer, checked, packed, unpacked
@@ -243,7 +243,7 @@ def test_a_rank_with_too_many_calls_is_hung_up_on() -> None:
 
 
 def test_who_does_not_encrypt_is_not_heard_where_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sealed, "_mode", "on")
+    monkeypatch.setattr(record_layer, "_mode", "on")
 
     async def body() -> None:
         async with Rank0(2) as rank0:
@@ -253,7 +253,7 @@ def test_who_does_not_encrypt_is_not_heard_where_that_is_wanted(monkeypatch: pyt
                 plain.setblocking(False)
                 with contextlib.suppress(ConnectionResetError):
                     while data := await asyncio.get_running_loop().sock_recv(plain, 4096):
-                        assert len(data) == sealed.PUBLIC + sealed.MAC
+                        assert len(data) == record_layer.PUBLIC + record_layer.MAC
             assert list(rank0.server.awaited) == [1]
             rank = await Rank(1).connect(rank0.port)
             rank.send("count")

@@ -14,8 +14,8 @@ import pytest
 
 from ft_hsdp import protocol
 from ft_hsdp.control import telemetry as reporting
-from ft_hsdp.control.lighthouse_client import LighthouseClient
-from ft_hsdp.control.telemetry import NotTaken, Reporter, Rows
+from ft_hsdp.control.lighthouse_client import LighthouseClient, NotTaken
+from ft_hsdp.control.telemetry import Reporter, Rows
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.protocol import RankBeat, Telemetry
 

@@ -12,16 +12,16 @@ from playwright.sync_api import expect
 
 from ft_hsdp.config import load
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.page import recorded, serve_run
-from ft_hsdp.launch.rundir import RunDir
+from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.launch.run.page import recorded, serve_run
 
 T0, STEPS = 1_780_000_000.0, 60
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
 SERVE = """
 import sys
 from pathlib import Path
-from ft_hsdp.launch.page import serve_run
-from ft_hsdp.launch.rundir import RunDir
+from ft_hsdp.launch.run.page import serve_run
+from ft_hsdp.launch.run.directory import RunDir
 serve_run(RunDir(Path(sys.argv[1])), "127.0.0.1", 0, lambda link: print(link, flush=True))
 print("ended")
 """

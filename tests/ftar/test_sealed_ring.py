@@ -5,26 +5,26 @@ from collections.abc import Iterator
 import pytest
 from ring_helpers import Ring, run
 
-from ft_hsdp import sealed
+from ft_hsdp import record_layer
 
 
 @pytest.fixture(autouse=True)
 def _on() -> Iterator[None]:
-    sealed.use("on")
+    record_layer.use("on")
     yield
-    sealed.use("auto")
+    record_layer.use("auto")
 
 
 @pytest.mark.parametrize("members", [2, 3])
 def test_an_encrypted_ring_sums_and_forms_again(members: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    agreed: list[sealed.Sealed] = []
-    agree = sealed.Sealed.agree
+    agreed: list[record_layer.Sealed] = []
+    agree = record_layer.Sealed.agree
 
-    def counted(sock: sealed.Sealed, context: bytes = b"") -> None:
+    def counted(sock: record_layer.Sealed, context: bytes = b"") -> None:
         agree(sock, context)
         agreed.append(sock)
 
-    monkeypatch.setattr(sealed.Sealed, "agree", counted)
+    monkeypatch.setattr(record_layer.Sealed, "agree", counted)
 
     async def body() -> None:
         async with Ring(*range(members), transport="tcp") as ring:
@@ -32,7 +32,7 @@ def test_an_encrypted_ring_sums_and_forms_again(members: int, monkeypatch: pytes
             for n in (1, 100, 10_000):
                 await ring.check(1, n=n)
             assert len(agreed) == 2 * members, "both ends of each data connection"
-            assert sealed._splices, "control connections are encrypted, too"
+            assert record_layer._splices, "control connections are encrypted, too"
             await ring.form(2, ring.peers[1:] if members == 3 else None)
             await ring.check(2, ring.peers[1:] if members == 3 else None)
 

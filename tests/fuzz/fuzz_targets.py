@@ -35,7 +35,7 @@ from ft_hsdp.ftar import wire
 from ft_hsdp.ftar.frame import Entry, FrameOrder, Framing, Key
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.handshake import Caller, Purpose
-from ft_hsdp.launch.rundir import Tailer
+from ft_hsdp.launch.run.directory import Tailer
 from ft_hsdp.state.agent import messages
 from ft_hsdp.state.transfer import server, shard_manifest
 from ft_hsdp.state.transfer.http import Line, Unanswered

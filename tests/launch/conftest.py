@@ -9,7 +9,7 @@ import pytest
 from launch_helpers import Plan
 
 from ft_hsdp.config import dump, parse
-from ft_hsdp.launch.rundir import RunDir
+from ft_hsdp.launch.run.directory import RunDir
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ import ft_hsdp
 from ft_hsdp.bench.waiting import Waiting
 from ft_hsdp.config import Config
 from ft_hsdp.errors import FtHsdpError
-from ft_hsdp.train.calling import Calling
+from ft_hsdp.train.identity import Calling
 from ft_hsdp.train.trainer import build_optimizer
 
 VICTIM = 1  # the replica that fails, where only one does

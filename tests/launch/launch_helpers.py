@@ -13,8 +13,8 @@ from ft_hsdp.config import parse
 from ft_hsdp.launch.job import Job
 from ft_hsdp.launch.lighthouse_process import furnish
 from ft_hsdp.launch.local import here, prepare_data
-from ft_hsdp.launch.rundir import RunDir, claim, identity, write_json
-from ft_hsdp.launch.terminal import Terminal
+from ft_hsdp.launch.run.directory import RunDir, claim, identity, write_json
+from ft_hsdp.launch.run.terminal import Terminal
 
 DEADLINE_S = 20.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ft_hsdp.launch.rundir import Row
+from ft_hsdp.launch.run.directory import Row
 from lighthouse.overview.failures import Failures
 
 

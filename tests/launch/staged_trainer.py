@@ -10,8 +10,8 @@ import torch
 from ft_hsdp.config import Config
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.train import ground, trainer
-from ft_hsdp.train.calling import Calling
+from ft_hsdp.train import runtime, trainer
+from ft_hsdp.train.identity import Calling
 
 
 def main(config: Config, replica: Calling, run: Path) -> int:
@@ -24,5 +24,5 @@ def main(config: Config, replica: Calling, run: Path) -> int:
         print("staged")
         return made
 
-    ground.device_plane = plane
+    runtime.device_plane = plane
     return trainer.main(config, replica, run)

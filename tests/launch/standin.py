@@ -16,8 +16,8 @@ from typing import Any
 
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.rundir import RunDir, write_json
-from ft_hsdp.train.calling import Calling
+from ft_hsdp.launch.run.directory import RunDir, write_json
+from ft_hsdp.train.identity import Calling
 
 
 def before_a_call(plan: dict[str, list[Any]], run: Path) -> None:

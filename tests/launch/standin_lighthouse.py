@@ -9,8 +9,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
-from ft_hsdp.events import Lines
-from ft_hsdp.launch.rundir import RunDir, write_json
+from ft_hsdp.jsonl import LineWriter
+from ft_hsdp.launch.run.directory import RunDir, write_json
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -26,7 +26,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(401)
             return
         telemetry = self.path == "/v1/telemetry"
-        log = Lines(self.run.path / ("telemetry.jsonl" if telemetry else "pictures.jsonl"))
+        log = LineWriter(self.run.path / ("telemetry.jsonl" if telemetry else "pictures.jsonl"))
         log.write(picture)
         log.close()
         if telemetry:

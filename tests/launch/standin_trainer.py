@@ -10,9 +10,9 @@ from pathlib import Path
 from launch_rows import commit
 
 from ft_hsdp.config import Config
-from ft_hsdp.events import Lines
-from ft_hsdp.launch.rundir import RunDir, read_json, read_jsonl, write_json
-from ft_hsdp.train.calling import Calling
+from ft_hsdp.jsonl import LineWriter
+from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl, write_json
+from ft_hsdp.train.identity import Calling
 
 STEP_S = 0.03
 
@@ -44,7 +44,7 @@ def main(config: Config, calling: Calling, path: Path) -> int:
     if restart and (path / "crash-loop").exists():
         return 75
     commits, fed, events = (
-        Lines(file) for file in (run.commits(replica), run.fed(replica), run.replica_events(replica))
+        LineWriter(file) for file in (run.commits(replica), run.fed(replica), run.replica_events(replica))
     )
     step = max((row["step"] for n in range(config.replicas) for row in read_jsonl(run.commits(n))), default=0)
     if restart:

@@ -10,9 +10,9 @@ import pytest
 
 from ft_hsdp.config import parse
 from ft_hsdp.errors import LighthouseUnreachable
-from ft_hsdp.launch import by_hand
+from ft_hsdp.launch import standalone
 from ft_hsdp.launch.lighthouse_process import furnish
-from ft_hsdp.launch.rundir import RunDir, claim, read_json, write_json
+from ft_hsdp.launch.run.directory import RunDir, claim, read_json, write_json
 from ft_hsdp.launch.supervisor import Outcome
 from lighthouse.quorum.state import Policy
 from lighthouse.store import SqliteStore
@@ -28,7 +28,7 @@ def test_a_token_that_is_there_is_not_written_again(tmp_path: Path, monkeypatch:
     def start(secret: str) -> None:
         monkeypatch.setenv("FT_HSDP_TOKEN", secret)
         with pytest.raises(LighthouseUnreachable):
-            by_hand.replica(config, 0, NOBODY)
+            standalone.replica(config, 0, NOBODY)
 
     start("a" * 64)
     assert (token.read_text(), read_json(tmp_path / "job/lighthouse.json")["urls"]) == ("a" * 64, [NOBODY])
@@ -52,7 +52,7 @@ def test_a_token_that_is_there_is_not_written_again(tmp_path: Path, monkeypatch:
 )
 def test_a_scheduler_is_told_what_to_do(kind: str, stopped: list[int], rank: int | None, code: int) -> None:
     """76 wants another machine, 75 another try."""
-    assert by_hand.exit_code(Outcome(kind, "why"), stopped, rank) == code
+    assert standalone.exit_code(Outcome(kind, "why"), stopped, rank) == code
 
 
 @pytest.mark.parametrize("finished", [False, True])
@@ -73,7 +73,7 @@ def test_a_lighthouse_goes_on_with_a_run_until_its_store_says_that_it_has_ended(
     store.close()
     started: list[list[str]] = []
     monkeypatch.setattr("os.execve", lambda program, command, _: started.append(command))
-    by_hand.lighthouse(config)
+    standalone.lighthouse(config)
     assert len(started) == 1
     assert (run.token.read_text() == token) is not finished
     assert run.final(0).exists() is not finished

@@ -15,12 +15,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launch_rows import failures
 
-from ft_hsdp import faults
+from ft_hsdp import fault_injection
 from ft_hsdp.config import ChaosConfig, parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.chaos import Injection, Planner, words
-from ft_hsdp.launch.inflict import by_hand, described, inflict
-from ft_hsdp.launch.rundir import RunDir, read_jsonl, write_json
+from ft_hsdp.launch.injection import by_hand, described, inflict
+from ft_hsdp.launch.run.directory import RunDir, read_jsonl, write_json
 from ft_hsdp.sentences import tell
 from lighthouse.overview.failures import AFTERMATH_S
 
@@ -206,8 +206,8 @@ def test_it_is_told_in_words_and_a_lost_incarnation_stands_under_its_kind(run_di
 
 def test_an_order_is_a_file_until_it_is_lifted(run_dir: RunDir) -> None:
     made = inflict(run_dir, described(kind="partition", edge=[0, "lighthouse"], reject=True))
-    (file,) = (run_dir.path / faults.FOLDER).glob("*.json")
-    assert faults.parse(file.read_bytes()) == faults.Order(
+    (file,) = (run_dir.path / fault_injection.FOLDER).glob("*.json")
+    assert fault_injection.parse(file.read_bytes()) == fault_injection.Order(
         "partition", edge=(0, "lighthouse"), reject=True, seconds=0.2
     )
     made.lifted("over")

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from launch_rows import event
 
-from ft_hsdp.events import Lines
+from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch import cli
+from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.cli import main
-from ft_hsdp.launch.processes import environment
-from ft_hsdp.launch.rundir import RunDir, identity, write_json
+from ft_hsdp.launch.run.directory import RunDir, identity, write_json
 
 HOST = socket.gethostname()
 
@@ -174,7 +174,7 @@ def test_explain_tells_every_decision_with_its_reason_and_each_failure(
     config: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = _run()
-    log = Lines(run.events)
+    log = LineWriter(run.events)
     log.write(event("EpochGranted", 10.0, epoch=1, step=1, members=[0, 1, 2]))
     log.write(event("ReplicaExited", 12.5, replica=1, kind="SIGKILL", incarnation="1-a-0", rank=1))
     log.write(event("SomethingNew", 13.0, replica=1, rank=0))
@@ -197,7 +197,7 @@ def test_without_a_supervisor_explain_reads_what_each_process_logged(
 ) -> None:
     run = _run()
     for path, t in ((run.lighthouse_events, 2.0), (run.replica_events(0), 1.0), (run.supervision(0), 3.0)):
-        log = Lines(path)
+        log = LineWriter(path)
         log.write(event("Waiting", t))
         log.close()
     assert main(["explain", "runs/job"]) == 0

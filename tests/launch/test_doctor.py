@@ -21,8 +21,8 @@ from launch_helpers import DEADLINE_S
 from ft_hsdp.config import parse
 from ft_hsdp.launch.cli import main
 from ft_hsdp.launch.doctor import CHECKS, Bad, Finding, State, Subject, Undecided, examine
-from ft_hsdp.launch.doctor.examination import Check
-from ft_hsdp.launch.rundir import RunDir, identity, write_json
+from ft_hsdp.launch.doctor.checks import Check
+from ft_hsdp.launch.run.directory import RunDir, identity, write_json
 from lighthouse.ha.standby import Standby, SwitchableApp
 
 PAGE = (Path(__file__).parents[2] / "docs/doctor.md").read_text()

@@ -16,23 +16,10 @@ from etcd_server import EtcdServer
 
 from ft_hsdp.config import Config, parse
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.doctor import (
-    Bad,
-    Subject,
-    Undecided,
-    child,
-    clock,
-    cluster,
-    gpu,
-    limits,
-    memory,
-    names,
-    ports,
-    services,
-    storage,
-    versions,
-)
-from ft_hsdp.launch.doctor.cgroup import Allowance, allowance
+from ft_hsdp.launch.doctor import Bad, Subject, Undecided, gpu, network, result, storage
+from ft_hsdp.launch.doctor import host as host_checks
+from ft_hsdp.launch.doctor import ray as ray_checks
+from ft_hsdp.launch.doctor.machine import Allowance, allowance
 from ft_hsdp.launch.ray.placement import request
 from ft_hsdp.mounts import mount_of
 from ft_hsdp.train import tokens
@@ -68,16 +55,16 @@ def test_who_spans_machines_and_what_runs_here(subject: Subject, spans: bool, re
 
 def test_a_name_that_means_this_machine_to_itself_is_a_trap_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    assert names.hostname(ALONE).startswith("localhost is ")
+    assert network.hostname(ALONE).startswith("localhost is ")
     with pytest.raises(Bad, match=r"other machines would connect to themselves; .*Debian writes 127.0.1.1"):
-        names.hostname(SPANNING)
+        network.hostname(SPANNING)
 
 
 def test_a_name_without_an_address_matters_to_others_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    assert "a job on one machine needs none" in names.hostname(ALONE)
+    assert "a job on one machine needs none" in network.hostname(ALONE)
     with pytest.raises(Bad, match=r"has no address .*; give it one in /etc/hosts"):
-        names.hostname(SPANNING)
+        network.hostname(SPANNING)
 
 
 @pytest.mark.parametrize(
@@ -93,12 +80,12 @@ def test_a_name_leads_there_and_back(
     monkeypatch: pytest.MonkeyPatch, address: str, back: list[str], said: str
 ) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "vm")
-    monkeypatch.setattr(names, "addresses", lambda _: [address])
-    monkeypatch.setattr(names, "names_of", lambda _: back)
-    assert said in names.hostname(ALONE)
+    monkeypatch.setattr(network, "addresses", lambda _: [address])
+    monkeypatch.setattr(network, "names_of", lambda _: back)
+    assert said in network.hostname(ALONE)
     if address.startswith("192"):
         with pytest.raises(Bad, match=r"correct /etc/hosts"):
-            names.hostname(SPANNING)
+            network.hostname(SPANNING)
 
 
 @pytest.mark.parametrize(
@@ -112,62 +99,62 @@ def test_a_name_leads_there_and_back(
 )
 def test_an_address_that_nobody_can_reach(host: str, lighthouses: tuple[str, ...], said: str) -> None:
     with pytest.raises(Bad, match=said):
-        names.host(Subject(parse({"network": {"host": host}}), lighthouses))
+        network.host(Subject(parse({"network": {"host": host}}), lighthouses))
 
 
 def test_addresses_of_this_machine() -> None:
-    assert names.host(SPANNING) == "0.0.0.0: every address of this machine"
-    assert names.host(ALONE) == "127.0.0.1, an address of this machine: no other can reach it"
+    assert network.host(SPANNING) == "0.0.0.0: every address of this machine"
+    assert network.host(ALONE) == "127.0.0.1, an address of this machine: no other can reach it"
 
 
 # Ports.
 
 
 def test_ports_that_are_free_and_taken() -> None:
-    assert ports.port(ALONE) == "127.0.0.1, any free port"
+    assert network.port(ALONE) == "127.0.0.1, any free port"
     with socket.create_server(("127.0.0.1", 0)) as taken:
         number = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"network.port: got {number}"):
-            ports.port(Subject(parse({"network": {"port": number}})))
+            network.port(Subject(parse({"network": {"port": number}})))
     for _ in range(50):  # whatever else runs here may take one of two neighbouring ports in between
         with socket.create_server(("127.0.0.1", 0)) as free:
             number = free.getsockname()[1]
         several = {"network": {"port": number}, "lighthouse": {"count": 2, "etcd": ["http://e"]}}
         with contextlib.suppress(ConfigError):
-            assert ports.port(Subject(parse(several))) == f"127.0.0.1:{number} to {number + 1} are free"
+            assert network.port(Subject(parse(several))) == f"127.0.0.1:{number} to {number + 1} are free"
             return
     pytest.fail("no two neighbouring ports are ever free")
 
 
 def test_as_many_sockets_as_the_job_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert ports.sockets(ALONE).startswith("28 will listen; opened 28 of them, ports ")
-    monkeypatch.setattr(ports, "local_range", lambda: (40000, 40050))
+    assert network.sockets(ALONE).startswith("28 will listen; opened 28 of them, ports ")
+    monkeypatch.setattr(network, "local_range", lambda: (40000, 40050))
     with pytest.raises(Bad, match=r"28 sockets will listen, ports 40000 to 40050 .*ip_local_port_range"):
-        ports.sockets(ALONE)
+        network.sockets(ALONE)
     monkeypatch.undo()
     with pytest.raises(Undecided, match=r"does not say which ports there are"):
-        ports.local_range(tmp_path / "none")
+        network.local_range(tmp_path / "none")
 
 
 def test_states_are_served_where_somebody_can_connect() -> None:
-    assert ports.interface(ALONE) == "network.host 127.0.0.1: states are served at 127.0.0.1"
+    assert network.interface(ALONE) == "network.host 127.0.0.1: states are served at 127.0.0.1"
     other = parse({"network": {"state_interface": "127.0.0.7"}})
-    assert ports.interface(Subject(other)) == "network.state_interface 127.0.0.7: states are served at 127.0.0.7"
+    assert network.interface(Subject(other)) == "network.state_interface 127.0.0.7: states are served at 127.0.0.7"
     with pytest.raises(Bad, match=r"nobody can connect to 192.0.2.77"):
-        ports.interface(Subject(parse({"network": {"state_interface": "192.0.2.77"}})))
+        network.interface(Subject(parse({"network": {"state_interface": "192.0.2.77"}})))
 
 
 # The clock.
 
 
 def test_a_clock_that_nobody_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert clock.synchronised() in (True, False)  # whatever this machine says, it can be asked
-    monkeypatch.setattr(clock, "synchronised", lambda: False)
-    assert "a job on one machine does not mind" in clock.clock(ALONE)
+    assert network.synchronised() in (True, False)  # whatever this machine says, it can be asked
+    monkeypatch.setattr(network, "synchronised", lambda: False)
+    assert "a job on one machine does not mind" in network.clock(ALONE)
     with pytest.raises(Undecided, match=r"compare with --lighthouse URL"):
-        clock.clock(SPANNING)
-    monkeypatch.setattr(clock, "synchronised", lambda: True)
-    assert clock.clock(SPANNING) == "synchronised, says the kernel"
+        network.clock(SPANNING)
+    monkeypatch.setattr(network, "synchronised", lambda: True)
+    assert network.clock(SPANNING) == "synchronised, says the kernel"
 
 
 # Control groups, on trees as the kernel shows them.
@@ -232,44 +219,44 @@ def test_a_machine_without_control_groups_has_no_limits(tmp_path: Path) -> None:
 
 
 def test_memory_of_ranks_spares_and_snapshots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "allowance", lambda: Allowance(64 * GIB))
+    monkeypatch.setattr(host_checks, "allowance", lambda: Allowance(64 * GIB))
     small, spared = Config(), parse({"spares": 4})
-    assert memory.needed(spared, 3) - memory.needed(small, 3) > 4 * memory.RANK_BYTES
-    assert memory.needed(small, 3) > memory.needed(small, 1)
-    assert "and 4 spares" in memory.memory(Subject(spared))
-    monkeypatch.setattr(memory, "allowance", lambda: Allowance(GIB))
+    assert host_checks.needed(spared, 3) - host_checks.needed(small, 3) > 4 * host_checks.RANK_BYTES
+    assert host_checks.needed(small, 3) > host_checks.needed(small, 1)
+    assert "and 4 spares" in host_checks.memory(Subject(spared))
+    monkeypatch.setattr(host_checks, "allowance", lambda: Allowance(GIB))
     with pytest.raises(Bad, match=r"1.0 GiB are free of this container's limit; use fewer"):
-        memory.memory(ALONE)
+        host_checks.memory(ALONE)
 
 
 def test_memory_can_be_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert memory.memfd(ALONE) == "memory can be made, sealed and mapped"
+    assert host_checks.memfd(ALONE) == "memory can be made, sealed and mapped"
 
     def refuse(*_: Any) -> int:
         raise PermissionError(1, "Operation not permitted")
 
     monkeypatch.setattr(os, "memfd_create", refuse)
     with pytest.raises(Bad, match=r"memfd_create\(2\) with seals does not work \(Operation not permitted\)"):
-        memory.memfd(ALONE)
+        host_checks.memfd(ALONE)
 
 
 def test_shared_memory_matters_to_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpus = Subject(parse({"train": {"device": "cuda"}}))
-    monkeypatch.setattr(memory, "SHM", tmp_path)
-    assert memory.shm(ALONE).endswith("nothing here uses it")
-    monkeypatch.setattr(memory, "NCCL_BYTES", 2**60)
+    monkeypatch.setattr(host_checks, "SHM", tmp_path)
+    assert host_checks.shm(ALONE).endswith("nothing here uses it")
+    monkeypatch.setattr(host_checks, "NCCL_BYTES", 2**60)
     with pytest.raises(Bad, match=r"NCCL needs about .*--shm-size"):
-        memory.shm(gpus)
-    monkeypatch.setattr(memory, "SHM", tmp_path / "none")
-    assert memory.shm(ALONE).endswith("none; nothing here uses it")
+        host_checks.shm(gpus)
+    monkeypatch.setattr(host_checks, "SHM", tmp_path / "none")
+    assert host_checks.shm(ALONE).endswith("none; nothing here uses it")
     with pytest.raises(Bad, match=r"mount a tmpfs there"):
-        memory.shm(gpus)
+        host_checks.shm(gpus)
 
 
 def test_processors_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "allowance", lambda: Allowance(cpus=0.5))
+    monkeypatch.setattr(host_checks, "allowance", lambda: Allowance(cpus=0.5))
     said = "0.5 processors by this container's limit; 6 ranks share them, which is slow but right"
-    assert limits.cpus(ALONE) == said
+    assert host_checks.cpus(ALONE) == said
 
 
 def test_open_files() -> None:
@@ -279,35 +266,35 @@ def test_open_files() -> None:
         with pytest.raises(
             Bad, match=r"256 open files are allowed per process, 320 are needed; run `ulimit -n 320`"
         ):
-            limits.files(ALONE)
-        assert limits.files(Subject(parse({"replicas": 2}))) == "256 open files are allowed per process"
+            host_checks.files(ALONE)
+        assert host_checks.files(Subject(parse({"replicas": 2}))) == "256 open files are allowed per process"
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(limits, "allowance", lambda: Allowance(threads=100))
+    monkeypatch.setattr(host_checks, "allowance", lambda: Allowance(threads=100))
     with pytest.raises(Bad, match=r"about 160 threads are needed, 100 more are allowed to this container"):
-        limits.processes(ALONE)
-    assert limits.processes(Subject(Config(), ray=True)).startswith("about 80 threads; ")
-    monkeypatch.setattr(limits, "allowance", lambda: Allowance())
+        host_checks.processes(ALONE)
+    assert host_checks.processes(Subject(Config(), ray=True)).startswith("about 80 threads; ")
+    monkeypatch.setattr(host_checks, "allowance", lambda: Allowance())
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (10, 10))
     with pytest.raises(Bad, match=r"more are allowed to this user"):
-        limits.processes(ALONE)
+        host_checks.processes(ALONE)
 
 
 def test_memory_that_rdma_pins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpus = Subject(parse({"train": {"device": "cuda"}}))
-    monkeypatch.setattr(limits, "RDMA", tmp_path / "none")
+    monkeypatch.setattr(host_checks, "RDMA", tmp_path / "none")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (GIB, GIB))
-    assert limits.memlock(gpus) == "1.0 GiB may be pinned; no RDMA card is here"
+    assert host_checks.memlock(gpus) == "1.0 GiB may be pinned; no RDMA card is here"
     (tmp_path / "mlx5_0").mkdir()
-    monkeypatch.setattr(limits, "RDMA", tmp_path)
+    monkeypatch.setattr(host_checks, "RDMA", tmp_path)
     with pytest.raises(Bad, match=r"NCCL pins more on mlx5_0; run `ulimit -l unlimited`"):
-        limits.memlock(gpus)
+        host_checks.memlock(gpus)
     monkeypatch.setenv("NCCL_IB_DISABLE", "1")
-    assert limits.memlock(gpus).endswith("NCCL does not use mlx5_0")
+    assert host_checks.memlock(gpus).endswith("NCCL does not use mlx5_0")
 
 
 # Storage.
@@ -385,20 +372,20 @@ def test_text_is_counted_and_not_prepared(tmp_path: Path) -> None:
 def test_etcd_answers_or_not() -> None:
     gone = "http://127.0.0.1:1"
     with pytest.raises(Bad, match=r"start etcd, or correct lighthouse.ha.etcd"):
-        services.etcd(Subject(parse({"lighthouse": {"etcd": [gone]}})))
+        network.etcd(Subject(parse({"lighthouse": {"etcd": [gone]}})))
     with EtcdServer() as server:
         both = Subject(parse({"lighthouse": {"etcd": [gone, server.url]}}))
-        assert services.etcd(both).startswith("1 of 2 endpoints answer (")
+        assert network.etcd(both).startswith("1 of 2 endpoints answer (")
 
 
 def test_torch_is_as_new_as_this_package_wants(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert versions.installed(ALONE).startswith("torch 2.")
-    monkeypatch.setattr(versions, "asked_for", lambda: ["numpy", "torch>=99.1 ; python_version > '3'"])
+    assert storage.installed(ALONE).startswith("torch 2.")
+    monkeypatch.setattr(storage, "asked_for", lambda: ["numpy", "torch>=99.1 ; python_version > '3'"])
     with pytest.raises(Bad, match=r"torch must be 99.1 or newer: pip install 'torch>=99.1'"):
-        versions.installed(ALONE)
-    assert versions.numbers("2.11.0a0+git12") < versions.numbers("2.11.1") < versions.numbers("2.13.0+cpu")
+        storage.installed(ALONE)
+    assert storage.numbers("2.11.0a0+git12") < storage.numbers("2.11.1") < storage.numbers("2.13.0+cpu")
     with pytest.raises(Undecided):
-        versions.lower_bound("torch", ["torchft>=1"])
+        storage.lower_bound("torch", ["torchft>=1"])
 
 
 def test_no_gpu_is_a_fact_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -444,19 +431,19 @@ def test_a_child_that_says_nothing_or_hangs_is_undecided(tmp_path: Path, monkeyp
     (tmp_path / "slow.py").write_text("import time\ntime.sleep(600)\n")
     (tmp_path / "talks.py").write_text("print('noise')\nprint('{\"a\": 1}')\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    assert child.ask("talks") == {"a": 1}
+    assert result.ask("talks") == {"a": 1}
     with pytest.raises(Undecided, match=r"nothing to say"):
-        child.ask("mute")
-    monkeypatch.setattr(child, "CHILD_S", 0.2)
+        result.ask("mute")
+    monkeypatch.setattr(result, "CHILD_S", 0.2)
     with pytest.raises(Undecided, match=r"no answer within 0\.2 s"):
-        child.ask("slow")
+        result.ask("slow")
 
 
 # Ray, without a cluster; tests/launch/test_doctor_ray.py has one.
 
 
-def node(cpus: float, **labels: str) -> cluster.Node:
-    return cluster.Node({"CPU": cpus, "GPU": 0.0}, labels)
+def node(cpus: float, **labels: str) -> ray_checks.Node:
+    return ray_checks.Node({"CPU": cpus, "GPU": 0.0}, labels)
 
 
 @pytest.mark.parametrize(
@@ -476,10 +463,10 @@ def node(cpus: float, **labels: str) -> cluster.Node:
         ({"zone_label": "zone", "zones": ["a", "b"]}, [node(9, zone="a"), node(2, zone="b")], 3),
     ],
 )
-def test_how_many_replicas_have_a_place(ray: dict[str, Any], nodes: list[cluster.Node], placed: int) -> None:
+def test_how_many_replicas_have_a_place(ray: dict[str, Any], nodes: list[ray_checks.Node], placed: int) -> None:
     config = parse({"ray": ray})
-    have = [cluster.Node(dict(each.resources), each.labels) for each in nodes]
-    assert sum(cluster.place(request(config, replica), have) for replica in range(3)) == placed
+    have = [ray_checks.Node(dict(each.resources), each.labels) for each in nodes]
+    assert sum(ray_checks.place(request(config, replica), have) for replica in range(3)) == placed
     assert all(amount >= 0 for each in have for amount in each.resources.values())
 
 
@@ -488,48 +475,48 @@ CLUSTER = {"address": "x", "ray": "", "python": "", "nodes": [{"resources": {"CP
 
 def test_a_cluster_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("ray")
-    here, python = cluster.metadata.version("ray"), cluster.platform.python_version()
+    here, python = ray_checks.metadata.version("ray"), ray_checks.platform.python_version()
     answers: list[dict[str, Any]] = []
-    monkeypatch.setattr(cluster, "ask", lambda *_, **__: answers.pop(0))
+    monkeypatch.setattr(ray_checks, "ask", lambda *_, **__: answers.pop(0))
     well = {**CLUSTER, "ray": here, "python": python}
     closed = {"error": "AuthenticationError: no"}
-    assert cluster.ray(ALONE) == f"Ray {here}; without --ray-address no cluster is contacted"
+    assert ray_checks.ray(ALONE) == f"Ray {here}; without --ray-address no cluster is contacted"
     with socket.create_server(("127.0.0.1", 0)) as gcs:
         address = f"127.0.0.1:{gcs.getsockname()[1]}"
         subject = Subject(Config(), ray_address=address)
         answers += [well, closed]
-        assert "1 of 3 replicas have a place on its 1 nodes, the next one asks for 2 x (CPU 1)" in cluster.ray(
+        assert "1 of 3 replicas have a place on its 1 nodes, the next one asks for 2 x (CPU 1)" in ray_checks.ray(
             subject
         )
         answers += [well, closed]
         with pytest.raises(Bad, match=r"quorum.min_replicas is 2: add nodes"):
-            cluster.ray(Subject(parse({"quorum": {"min_replicas": 2}}), ray_address=address))
+            ray_checks.ray(Subject(parse({"quorum": {"min_replicas": 2}}), ray_address=address))
         answers += [well, well]
         with pytest.raises(Bad, match=r"takes anybody: .*RAY_AUTH_MODE=token"):
-            cluster.ray(subject)
+            ray_checks.ray(subject)
         answers += [{**well, "ray": "1.0.0"}]
         with pytest.raises(Bad, match=rf"Ray is {here} here and 1.0.0 in the cluster"):
-            cluster.ray(subject)
+            ray_checks.ray(subject)
         answers += [{"error": "AuthenticationError: token"}]
         with pytest.raises(Bad, match=rf"{address}: AuthenticationError: token"):
-            cluster.ray(subject)
+            ray_checks.ray(subject)
         with pytest.raises(Undecided, match=r"give the address of its GCS"):
-            cluster.ray(Subject(Config(), ray_address=f"http://{address}"))
+            ray_checks.ray(Subject(Config(), ray_address=f"http://{address}"))
     with pytest.raises(Bad, match=r"nobody answers at"):
-        cluster.ray(subject)
+        ray_checks.ray(subject)
     for bad in ("head", "head:x", ":1"):
         with pytest.raises(Bad, match=r"give HOST:PORT, or auto"):
-            cluster.ray(Subject(Config(), ray_address=bad))
+            ray_checks.ray(Subject(Config(), ray_address=bad))
 
 
 def test_ray_is_of_interest_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster.util, "find_spec", lambda _: None)
-    assert not cluster.wanted(ALONE)
-    assert cluster.wanted(Subject(Config(), ray=True))
+    monkeypatch.setattr(ray_checks.util, "find_spec", lambda _: None)
+    assert not ray_checks.wanted(ALONE)
+    assert ray_checks.wanted(Subject(Config(), ray=True))
 
     def missing(_: str) -> str:
-        raise cluster.metadata.PackageNotFoundError
+        raise ray_checks.metadata.PackageNotFoundError
 
-    monkeypatch.setattr(cluster.metadata, "version", missing)
+    monkeypatch.setattr(ray_checks.metadata, "version", missing)
     with pytest.raises(Bad, match=r"Ray is not installed"):
-        cluster.ray(Subject(Config(), ray=True))
+        ray_checks.ray(Subject(Config(), ray=True))

@@ -6,10 +6,10 @@ import pytest
 from launch_rows import commit, event, failures
 
 from ft_hsdp.config import parse
-from ft_hsdp.launch.rundir import Row
-from ft_hsdp.launch.story import account
-from ft_hsdp.launch.summary import summarize
-from ft_hsdp.launch.terminal import summary_lines
+from ft_hsdp.launch.run.directory import Row
+from ft_hsdp.launch.run.explain import account
+from ft_hsdp.launch.run.summary import summarize
+from ft_hsdp.launch.run.terminal import summary_lines
 
 
 def killed(t: float, *, replica: int = 1, n: int = 0, kind: str = "SIGKILL", **fields: Any) -> list[Row]:

@@ -9,7 +9,7 @@ import pytest
 from faulty_trainer import POISON, VICTIM
 from launch_helpers import train
 
-from ft_hsdp.launch.rundir import RunDir, read_json, read_jsonl
+from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl
 
 pytestmark = [pytest.mark.proof, pytest.mark.multiproc]
 

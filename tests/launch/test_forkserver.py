@@ -14,9 +14,9 @@ import pytest
 from launch_helpers import Plan, run_async, until
 
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, Retryable
-from ft_hsdp.launch.forkserver import ForkServer
-from ft_hsdp.launch.processes import environment
-from ft_hsdp.launch.rundir import RunDir, alive
+from ft_hsdp.launch.backend.forkserver import ForkServer
+from ft_hsdp.launch.backend.processes import environment
+from ft_hsdp.launch.run.directory import RunDir, alive
 
 STANDIN = "standin:main"
 
@@ -194,7 +194,7 @@ def test_what_a_rank_leaves_behind_is_reaped(run_dir: RunDir, plan: Plan) -> Non
 def test_a_rank_that_was_never_heard_of_is_gone_at_the_end(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ft_hsdp.launch.forkserver._Server._deliver", lambda *_: None)
+    monkeypatch.setattr("ft_hsdp.launch.backend.forkserver._Server._deliver", lambda *_: None)
 
     def forked(server: int) -> list[psutil.Process]:
         ours = psutil.Process().children()
@@ -296,7 +296,7 @@ def test_imports_that_start_a_thread_are_refused(
 def test_nothing_outlives_a_supervisor_that_is_killed(run_dir: RunDir) -> None:
     script = f"""
 import asyncio, pathlib
-from ft_hsdp.launch.forkserver import ForkServer
+from ft_hsdp.launch.backend.forkserver import ForkServer
 async def main():
     server = ForkServer(pathlib.Path({str(run_dir.path)!r}), entry={STANDIN!r}, preload=())
     pid = await server.spawn(env={{"RANK": "0"}}, call={{"replica": 0, "run_id": "a", "restarts": 0,

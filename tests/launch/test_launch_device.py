@@ -7,7 +7,7 @@ import torch
 
 from ft_hsdp.config import load
 from ft_hsdp.launch.cli import main
-from ft_hsdp.launch.doctor import Bad, Subject, child, gpu
+from ft_hsdp.launch.doctor import Bad, Subject, gpu, result
 
 GPU = str(Path(__file__).parents[2] / "configs/gpu.yaml")
 
@@ -29,7 +29,7 @@ def test_up_on_a_gpu_that_is_not_there_is_refused_in_one_line(
 
 
 def test_the_doctor_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(child, "CHILD_S", 60.0)
+    monkeypatch.setattr(result, "CHILD_S", 60.0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     with pytest.raises(Bad, match=r"train.device: got 'cuda'; allowed: cpu, for there is no GPU here"):
         gpu.device(Subject(load(Path(GPU))))

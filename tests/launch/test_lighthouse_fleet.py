@@ -19,8 +19,8 @@ from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch import lighthouse_process
 from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseFleet, check_port, furnish
-from ft_hsdp.launch.rundir import Row, RunDir, read_json
-from ft_hsdp.launch.status import lines, status
+from ft_hsdp.launch.run.directory import Row, RunDir, read_json
+from ft_hsdp.launch.run.status import lines, status
 
 pytestmark = pytest.mark.multiproc
 

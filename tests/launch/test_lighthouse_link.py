@@ -12,8 +12,7 @@ import pytest
 from launch_helpers import run_async, until
 
 from ft_hsdp import protocol
-from ft_hsdp.control.lighthouse_client import Lighthouses
-from ft_hsdp.control.telemetry import deliver
+from ft_hsdp.control.lighthouse_client import Lighthouses, deliver
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress

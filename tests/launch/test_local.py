@@ -20,10 +20,10 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.job import Job
 from ft_hsdp.launch.lighthouse_process import LighthouseFailed, check_port, furnish
 from ft_hsdp.launch.local import here, up
-from ft_hsdp.launch.rundir import RunDir, claim, identity, read_json, read_jsonl, write_json
-from ft_hsdp.launch.status import status
-from ft_hsdp.launch.summary import Summary
-from ft_hsdp.launch.terminal import Terminal
+from ft_hsdp.launch.run.directory import RunDir, claim, identity, read_json, read_jsonl, write_json
+from ft_hsdp.launch.run.status import status
+from ft_hsdp.launch.run.summary import Summary
+from ft_hsdp.launch.run.terminal import Terminal
 
 KILL = {"at_step": 8, "replicas": [1], "rank": 1}
 

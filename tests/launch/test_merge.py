@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launch_rows import commit
 
-from ft_hsdp.launch.merge import PATIENCE, Merger, metrics_row
-from ft_hsdp.launch.rundir import Row
+from ft_hsdp.launch.run.directory import Row
+from ft_hsdp.launch.run.history import PATIENCE, CommitMerger, metrics_row
 
 
 def steps(rows: list[Row]) -> list[int]:
@@ -13,7 +13,7 @@ def steps(rows: list[Row]) -> list[int]:
 
 
 def test_a_step_appears_once_when_the_next_one_stands_on_it() -> None:
-    merger = Merger()
+    merger = CommitMerger()
     merger.add([commit(1)])
     assert merger.confirmed() == []
     merger.add([commit(1), commit(2)])
@@ -26,7 +26,7 @@ def test_a_step_appears_once_when_the_next_one_stands_on_it() -> None:
 
 
 def test_a_step_that_was_rolled_back_never_shows() -> None:
-    merger = Merger()
+    merger = CommitMerger()
     merger.add([commit(1), commit(2, lineage="gone", epoch=1), commit(2, epoch=2)])
     merger.add([commit(3, epoch=2)])
     assert [row["lineage"] for row in merger.confirmed()] == ["L1", "L2"]
@@ -36,14 +36,14 @@ def test_a_step_that_was_rolled_back_never_shows() -> None:
 def test_a_job_that_goes_back_by_several_steps_is_told_again_from_the_first_row() -> None:
     old = [commit(n) for n in range(1, 7)]
     new = [commit(n, lineage=f"R{n}", prev="L2" if n == 3 else f"R{n - 1}", epoch=2) for n in range(3, 9)]
-    merger = Merger()
+    merger = CommitMerger()
     merger.add(old)
     assert steps(merger.confirmed()) == [1, 2, 3, 4, 5]
     merger.add(new[1:3])  # of a replica that came later
     assert merger.undone
     merger.add(new)
     assert merger.rewinds == ((2, 3),)
-    again = Merger(merger.rewinds)
+    again = CommitMerger(merger.rewinds)
     again.add(old)
     told = again.confirmed()
     again.add(new)
@@ -54,13 +54,13 @@ def test_a_job_that_goes_back_by_several_steps_is_told_again_from_the_first_row(
 
 def test_at_the_end_the_final_lineage_decides_between_two_last_rows() -> None:
     for final in ("L2", "other"):
-        merger = Merger()
+        merger = CommitMerger()
         merger.add([commit(1), commit(2), commit(2, lineage="other")])
         assert [row["lineage"] for row in merger.confirmed() + merger.finish(final)] == ["L1", final]
 
 
 def test_the_first_contributors_row_wins_and_one_of_a_replica_behind_only_fills_in() -> None:
-    merger = Merger()
+    merger = CommitMerger()
     merger.add([commit(1, role="behind", incarnation="behind"), commit(1, incarnation="a")])
     merger.add([commit(1, incarnation="b"), commit(2, role="behind", incarnation="behind"), commit(3)])
     told = merger.confirmed() + merger.finish("L3")
@@ -68,33 +68,33 @@ def test_the_first_contributors_row_wins_and_one_of_a_replica_behind_only_fills_
 
 
 def test_rows_before_the_first_contributors_row_are_waited_for_within_one_reading() -> None:
-    merger = Merger()
+    merger = CommitMerger()
     merger.add([commit(2), commit(3)])  # replica 0 missed step 1, its log is read first
     merger.add([commit(1, who=[1, 2])])
     assert steps(merger.confirmed()) == [1, 2]
 
 
 def test_a_resumed_run_starts_at_its_first_step() -> None:
-    merger = Merger()
+    merger = CommitMerger()
     merger.add([commit(n) for n in range(41, 44)])
     assert steps(merger.confirmed() + merger.finish("L43")) == [41, 42, 43]
 
 
 def test_a_row_that_nobody_wrote_does_not_stop_the_others() -> None:
-    merger = Merger()
+    merger = CommitMerger()
     merger.add([commit(n) for n in (1, 2, 4, 5)])
     assert steps(merger.confirmed()) == [1]
     merger.add([commit(n) for n in range(6, 6 + PATIENCE)])
     assert steps(merger.confirmed()) == [2, *range(4, 5 + PATIENCE)]
     assert steps(merger.finish(f"L{5 + PATIENCE}")) == [5 + PATIENCE]
-    at_once = Merger()
+    at_once = CommitMerger()
     at_once.add([commit(n) for n in (1, 2, 4, 5, 7)])
     assert steps(at_once.confirmed() + at_once.finish("L7")) == [1, 2, 4, 5, 7]
 
 
 def test_nothing_comes_of_nothing() -> None:
-    assert Merger().confirmed() == []
-    assert Merger().finish() == []
+    assert CommitMerger().confirmed() == []
+    assert CommitMerger().finish() == []
 
 
 @given(st.data())
@@ -109,7 +109,7 @@ def test_any_order_of_logs_and_any_reading_gives_the_same_history(data: st.DataO
             logs[holder].append(true[n])
         if data.draw(st.booleans()):
             logs[data.draw(st.integers(0, 2))].append(dead[n])
-    merger = Merger()
+    merger = CommitMerger()
     told: list[Row] = []
     for log in data.draw(st.permutations(logs)):
         merger.add(log)

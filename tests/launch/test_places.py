@@ -11,10 +11,10 @@ import pytest
 from launch_helpers import run_async, until
 
 from ft_hsdp.config import parse
-from ft_hsdp.launch.engine import COLD, Gang, Watch
+from ft_hsdp.launch.backend.base import COLD, ReplicaSpec, Watch
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.rundir import Row, RunDir
+from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
 
 
@@ -57,7 +57,7 @@ class Full:
     def vacancy(self, replica: int) -> str:
         return f"replica {replica} is too large"
 
-    async def start(self, gang: Gang, watch: Watch) -> str:
+    async def start(self, gang: ReplicaSpec, watch: Watch) -> str:
         try:
             await self.startable.wait()
         except asyncio.CancelledError:
@@ -67,7 +67,7 @@ class Full:
         watch.started(0, self.ranks[-1])
         return COLD
 
-    def settled(self, gang: Gang) -> None: ...
+    def settled(self, gang: ReplicaSpec) -> None: ...
 
     async def close(self) -> None: ...
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from ft_hsdp.bench.driver import REPLICAS, Logs
 from ft_hsdp.config import parse
-from ft_hsdp.launch.recorder import Recorder
-from ft_hsdp.launch.rundir import RunDir
+from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.launch.run.recorder import Recorder
 
 LOOKS, STEPS = 40, 50  # steps between two looks; in all more than what one look may read ahead
 

@@ -18,7 +18,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch import cli
 from ft_hsdp.launch.render.jobset import jobset
 from ft_hsdp.launch.render.rayjob import rayjob
-from ft_hsdp.launch.render.site import Site
+from ft_hsdp.launch.render.settings import Site
 
 ROOT = Path(__file__).parents[2]
 IMAGE = Site(image="registry.example/ft_hsdp:1")

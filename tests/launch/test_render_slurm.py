@@ -17,7 +17,7 @@ import pytest
 from ft_hsdp.config import Config, load, parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch import cli
-from ft_hsdp.launch.render.site import Site
+from ft_hsdp.launch.render.settings import Site
 from ft_hsdp.launch.render.slurm import slurm
 
 ROOT = Path(__file__).parents[2]

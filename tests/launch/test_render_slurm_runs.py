@@ -17,8 +17,8 @@ from aborted import aborted
 from slurm_cluster import SlurmCluster
 
 from ft_hsdp.config import parse
-from ft_hsdp.launch.processes import environment
-from ft_hsdp.launch.render.site import Site
+from ft_hsdp.launch.backend.processes import environment
+from ft_hsdp.launch.render.settings import Site
 from ft_hsdp.launch.render.slurm import slurm
 
 STEPS = 3000  # they must last until elements are back in the queue and out again

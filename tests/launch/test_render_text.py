@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ft_hsdp.config import load, parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.render import settings
-from ft_hsdp.launch.render.name import LONGEST, label
+from ft_hsdp.launch.render.pod import LONGEST, label
 from ft_hsdp.launch.render.text import Note, document
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.events import Lines
-from ft_hsdp.launch.rundir import (
+from ft_hsdp.jsonl import LineWriter
+from ft_hsdp.launch.run.directory import (
     RunDir,
     Tailer,
     alive,
@@ -64,7 +64,7 @@ def test_one_look_at_a_long_log_takes_a_piece_of_it(tmp_path: Path) -> None:
 def test_any_cut_of_a_log_reads_the_same(tmp_path_factory: pytest.TempPathFactory, cuts: list[int]) -> None:
     log = tmp_path_factory.mktemp("cut") / "log"
     rows = [{"n": n, "text": "ä" * n} for n in range(8)]
-    appender = Lines(log)
+    appender = LineWriter(log)
     for row in rows:
         appender.write(row)
     appender.close()

@@ -12,11 +12,11 @@ import pytest
 from launch_helpers import Plan, run_async, until
 
 from ft_hsdp.config import parse
-from ft_hsdp.launch import pool
-from ft_hsdp.launch.engine import COLD, WARM, WARMING, Gang, Process
-from ft_hsdp.launch.local_engine import LocalEngine
+from ft_hsdp.launch.backend import spares
+from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, Process, ReplicaSpec
+from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.rundir import Row, RunDir, alive, read_json
+from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
 from ft_hsdp.launch.supervisor import ReplicaSupervisor
 
 
@@ -46,10 +46,10 @@ class World:
     def __init__(self, run: RunDir, spares: int = 1) -> None:
         self.run = run
         self.events: list[Row] = []
-        self.engine = LocalEngine(run, entry="standin:main", preload=(), spares=spares, emit=self.events.append)
+        self.engine = LocalBackend(run, entry="standin:main", preload=(), spares=spares, emit=self.events.append)
 
-    def gang(self, replica: int, restarts: int = 0) -> Gang:
-        return Gang(replica, 2, "a", restarts, self.run.config)
+    def gang(self, replica: int, restarts: int = 0) -> ReplicaSpec:
+        return ReplicaSpec(replica, 2, "a", restarts, self.run.config)
 
     async def start(self, replica: int, restarts: int = 0) -> tuple[str, Watched]:
         """Start a gang, wait until its ranks run what is theirs, and let the engine know."""
@@ -161,7 +161,7 @@ def test_one_that_is_not_warm_yet_is_called_rather_than_a_cold_start(run_dir: Ru
 def test_a_spare_that_is_killed_is_replaced_as_a_whole(
     run_dir: RunDir, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "PAUSE_S", 0.05)
+    monkeypatch.setattr(spares, "PAUSE_S", 0.05)
     world = World(run_dir)
 
     async def body() -> None:
@@ -181,7 +181,7 @@ def test_a_spare_that_is_killed_is_replaced_as_a_whole(
 def test_one_that_cannot_get_warm_is_not_made_again_and_again_without_a_pause(
     run_dir: RunDir, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "PAUSE_S", 0.02)
+    monkeypatch.setattr(spares, "PAUSE_S", 0.02)
     plan({"spare": {"1": ["exit", 75]}})
     world = World(run_dir)
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from launch_helpers import train
 
-from ft_hsdp.launch.replay import replay
-from ft_hsdp.launch.rundir import read_jsonl
+from ft_hsdp.launch.run.directory import read_jsonl
+from ft_hsdp.launch.run.replay import replay
 
 
 @pytest.mark.proof

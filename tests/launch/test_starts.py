@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.launch.starts import starts, table
-from ft_hsdp.launch.story import story
+from ft_hsdp.launch.run.explain import starts, story, table
 
 
 def event(name: str, t: float, incarnation: str = "1-a-1", **facts: Any) -> dict[str, Any]:

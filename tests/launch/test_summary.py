@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from launch_rows import commit, event, fed
 
 from ft_hsdp.config import parse
-from ft_hsdp.launch.audit import batches
-from ft_hsdp.launch.merge import Merger
-from ft_hsdp.launch.rundir import Row
-from ft_hsdp.launch.summary import Tally, summarize
+from ft_hsdp.launch.run.audit import batches
+from ft_hsdp.launch.run.directory import Row
+from ft_hsdp.launch.run.history import CommitMerger
+from ft_hsdp.launch.run.summary import RunTally, summarize
 
 CONFIG = parse({"replicas": 3})
 
@@ -158,7 +158,7 @@ def test_with_true_cursors_every_dropped_feed_is_a_skip(present: list[set[int]],
 
 def test_a_month_is_summed_up_in_constant_memory() -> None:
     """After ten thousand steps nothing that a run's driver keeps of its steps grows with them."""
-    merger, tally, steps = Merger(), Tally(CONFIG), 12_000
+    merger, tally, steps = CommitMerger(), RunTally(CONFIG), 12_000
     sizes = []
     for step in range(1, steps + 1):
         row = commit(step)

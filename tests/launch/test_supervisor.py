@@ -15,9 +15,9 @@ from launch_helpers import Plan, run_async, until
 
 from ft_hsdp.config import parse
 from ft_hsdp.core import restart
-from ft_hsdp.launch.local_engine import LocalEngine
+from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.rundir import Row, RunDir, alive, read_json
+from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
 
 
@@ -73,7 +73,7 @@ class World:
         self.book = Book()
         self.events: list[Row] = []
         self.progress = Progress()
-        self.engine = LocalEngine(run, entry="standin:main", preload=())
+        self.engine = LocalBackend(run, entry="standin:main", preload=())
         self.survivors = False
         self.proven = False
         self.supervisor = ReplicaSupervisor(

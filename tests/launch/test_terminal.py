@@ -7,8 +7,8 @@ import pytest
 from launch_rows import commit, event, fed
 
 from ft_hsdp.config import parse
-from ft_hsdp.launch.summary import summarize
-from ft_hsdp.launch.terminal import Terminal, step_line, summary_lines
+from ft_hsdp.launch.run.summary import summarize
+from ft_hsdp.launch.run.terminal import Terminal, step_line, summary_lines
 from ft_hsdp.sentences import tell
 
 CONFIG = parse({"train": {"steps": 5}})

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.rundir import RunDir
-from ft_hsdp.launch.trace import trace, write
+from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.launch.run.trace import trace, write
 
 T = 1_700_000_000.0
 REQUIRED = {"X": {"dur"}, "i": {"s"}, "C": {"args"}, "M": {"args"}}

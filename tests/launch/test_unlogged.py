@@ -8,10 +8,10 @@ import pytest
 from launch_rows import commit, event
 
 from ft_hsdp.config import parse
-from ft_hsdp.launch.audit import batches
-from ft_hsdp.launch.rundir import Row
-from ft_hsdp.launch.summary import summarize
-from ft_hsdp.launch.terminal import summary_lines
+from ft_hsdp.launch.run.audit import batches
+from ft_hsdp.launch.run.directory import Row
+from ft_hsdp.launch.run.summary import summarize
+from ft_hsdp.launch.run.terminal import summary_lines
 
 STEPS = 10
 

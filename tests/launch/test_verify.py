@@ -12,11 +12,11 @@ import pytest
 from launch_rows import commit, event, fed
 
 from ft_hsdp.config import dump, parse
-from ft_hsdp.events import Lines
+from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch import cli
-from ft_hsdp.launch.recorder import Recorder
-from ft_hsdp.launch.rundir import Row, RunDir, write_json
-from ft_hsdp.launch.verify import verify
+from ft_hsdp.launch.run.directory import Row, RunDir, write_json
+from ft_hsdp.launch.run.recorder import Recorder
+from ft_hsdp.launch.run.verify import verify
 
 STEPS = 12
 ALL = {"0": "contribute", "1": "contribute", "2": "contribute"}
@@ -49,14 +49,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
             indices[c["shard"]] += 1
         rows.append({**row, "cursors": list(indices)})
     grants = [(1, [0, 1, 2], 0), (2, [0, 2], 4), (3, [0, 1, 2], 8)]
-    log = Lines(run.lighthouse_events)
+    log = LineWriter(run.lighthouse_events)
     log.write(event("LighthouseStarted", 999.0, term=7))
     for epoch, members, base in grants:
         roles = {r: role for r, role in ALL.items() if int(r) in members}
         at = [epoch - 1, base, f"L{base}"]
         log.write(event("EpochGranted", 1000.0 + base, epoch=epoch, term=7, members=members, roles=roles, base=at))
     for replica, lines in fed(rows).items():
-        commits, feeds = Lines(run.commits(replica)), Lines(run.fed(replica))
+        commits, feeds = LineWriter(run.commits(replica)), LineWriter(run.fed(replica))
         for row in rows:
             if replica in row["contributors"]:
                 commits.write({**row, "incarnation": f"{replica}-a-{int(row['epoch'] == 3)}"})
@@ -170,13 +170,13 @@ def test_a_run_that_went_back_by_several_steps_passes(tmp_path: Path) -> None:
     run, config = RunDir(tmp_path / "job"), parse({"replicas": 3, "train": {"steps": STEPS}})
     run.path.mkdir()
     run.config.write_text(dump(config))
-    log = Lines(run.lighthouse_events)
+    log = LineWriter(run.lighthouse_events)
     log.write(event("LighthouseStarted", 999.0, term=7))
     log.write(event("EpochGranted", 999.5, epoch=1, members=[0, 1, 2], roles=ALL, base=[0, 0, ""]))
     told: list[int] = []
     recorder = Recorder(run, config, lambda row: told.append(row["step"]), lambda _: None)
-    commits = [Lines(run.commits(replica)) for replica in range(3)]
-    feeds = [Lines(run.fed(replica)) for replica in range(3)]
+    commits = [LineWriter(run.commits(replica)) for replica in range(3)]
+    feeds = [LineWriter(run.fed(replica)) for replica in range(3)]
 
     def write(rows: list[Row], life: int) -> None:
         for replica, lines in fed(rows).items():
@@ -277,7 +277,7 @@ def test_each_breach_is_found(run: RunDir, kind: str) -> None:
 def test_what_a_full_disk_cost_is_not_held_against_a_run(run: RunDir) -> None:
     drop(run.fed(1), 3)
     lost = event("LogLinesLost", 1003.5, file="fed.jsonl", lines=1, since=1002.0, replica=1)
-    Lines(run.events).write(lost)
+    LineWriter(run.events).write(lost)
     found = verify(run)
     assert (found.breaches, found.lost) == ([], 1)
     assert "not checked: 1 lines were lost, which the run has told" in found.lines

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from descriptors import raised
 
-from ft_hsdp.launch import zygote
+from ft_hsdp.launch.backend import zygote
 
 
 @pytest.mark.parametrize("told", [True, False])

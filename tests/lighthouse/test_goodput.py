@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.launch.summary import fault_free_step
+from ft_hsdp.launch.run.summary import fault_free_step
 from lighthouse.overview.goodput import Goodput, Median
 
 

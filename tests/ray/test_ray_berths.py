@@ -14,17 +14,16 @@ import pytest
 
 from ft_hsdp.config import Config, dump, parse
 from ft_hsdp.errors import ConfigError, Retryable
-from ft_hsdp.launch import pool
-from ft_hsdp.launch.crew import Crew
-from ft_hsdp.launch.engine import COLD, WARM, WARMING, Gang, Process
-from ft_hsdp.launch.ray import engine as engines
-from ft_hsdp.launch.ray import starting
-from ft_hsdp.launch.ray.berth import Berth, Place
-from ft_hsdp.launch.ray.engine import RayEngine
-from ft_hsdp.launch.ray.inbox import Inbox
+from ft_hsdp.launch.backend import spares
+from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, Process, ReplicaSpec, WorkerGroup
+from ft_hsdp.launch.ray import backend
+from ft_hsdp.launch.ray import backend as engines
+from ft_hsdp.launch.ray.actor import ActorPlace, News, Start
+from ft_hsdp.launch.ray.backend import RayBackend
+from ft_hsdp.launch.ray.logs import LogReceiver
 from ft_hsdp.launch.ray.placement import Request
-from ft_hsdp.launch.ray.rank_actor import News, Seat, Start
-from ft_hsdp.launch.rundir import Row, RunDir, read_json
+from ft_hsdp.launch.ray.slot import Bundle, ReplicaSlot
+from ft_hsdp.launch.run.directory import Row, RunDir, read_json
 from ft_hsdp.secret import write_private
 
 DEADLINE_S = 20.0
@@ -51,8 +50,8 @@ class StandIn:
         self.world, self.request = world, request
         self.settled = self.gone = self.removed = False
         self.places: list[Any] = []
-        self.crews: list[Crew] = []
-        self.called: list[Gang] = []
+        self.crews: list[WorkerGroup] = []
+        self.called: list[ReplicaSpec] = []
         world.berths.append(self)
 
     @property
@@ -77,7 +76,7 @@ class StandIn:
     async def port(self, host: str) -> int:
         return 1
 
-    async def start(self, start: Start, crew: Crew) -> None:
+    async def start(self, start: Start, crew: WorkerGroup) -> None:
         await asyncio.sleep(0)
         process = SimpleNamespace(pid=next(self.world.pids), host="h", signal=lambda _: self.end(crew, start.rank))
         if crew not in self.crews:
@@ -86,7 +85,7 @@ class StandIn:
         if start.called is None and self.world.warms:
             crew.warm(start.rank)
 
-    async def call(self, crew: Crew, gang: Gang) -> None:
+    async def call(self, crew: WorkerGroup, gang: ReplicaSpec) -> None:
         self.called.append(gang)
 
     async def remove(self) -> None:
@@ -94,7 +93,7 @@ class StandIn:
         self.removed = True
         self.world.room[self.zone] += self.settled
 
-    def end(self, crew: Crew, rank: int) -> None:
+    def end(self, crew: WorkerGroup, rank: int) -> None:
         if rank not in crew.gone:
             crew.exited(rank, crew.processes[rank], -9)
 
@@ -136,7 +135,7 @@ class World:
         self.berths: list[StandIn] = []
         self.events: list[Row] = []
         self.restarts: Counter[int] = Counter()
-        self.engine = RayEngine(self.config, self.run, lambda: ("http://127.0.0.1:1",), "", self.events.append)
+        self.engine = RayBackend(self.config, self.run, lambda: ("http://127.0.0.1:1",), "", self.events.append)
         self.engine._berths._make = lambda asked: StandIn(self, asked)  # type: ignore[assignment,return-value]
 
     async def until(self, ready: Callable[[], Any], what: str) -> None:
@@ -153,7 +152,7 @@ class World:
     async def start(self, replica: int) -> tuple[str, Watched]:
         """Place a replica, and start it; it does not train yet."""
         await self.engine.place(replica)
-        self.gang = Gang(replica, 2, "a", self.restarts[replica], self.run.config)
+        self.gang = ReplicaSpec(replica, 2, "a", self.restarts[replica], self.run.config)
         self.restarts[replica] += 1
         watched = Watched()
         return await self.engine.start(self.gang, watched), watched
@@ -172,7 +171,7 @@ class World:
 
     @property
     def spares(self) -> list[StandIn]:
-        return [b for holder, b in self.engine._berths._held.items() if isinstance(holder, Crew)]  # type: ignore[misc]
+        return [b for holder, b in self.engine._berths._held.items() if isinstance(holder, WorkerGroup)]  # type: ignore[misc]
 
     def kill(self, replica: int) -> None:
         """A replica loses all its ranks; its node lives."""
@@ -197,8 +196,8 @@ class World:
 
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "PAUSE_S", 0.01)
-    monkeypatch.setattr(starting.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(spares, "PAUSE_S", 0.01)
+    monkeypatch.setattr(backend.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
 
 
 def test_a_replica_whose_berth_is_lost_takes_the_spare_s(tmp_path: Path) -> None:
@@ -315,7 +314,7 @@ def test_a_node_that_refuses_what_others_train_with_ends_no_job(tmp_path: Path) 
     async def body() -> None:
         await world.engine.place(0)
         world.of(0).man = refuse  # type: ignore[method-assign]
-        gang = Gang(0, 2, "a", 0, world.run.config)
+        gang = ReplicaSpec(0, 2, "a", 0, world.run.config)
         with pytest.raises(ConfigError):
             await world.engine.start(gang, Watched())
         world.engine.vacated(0)
@@ -335,11 +334,11 @@ def silent(*_: object) -> asyncio.Future[Any]:
     return asyncio.get_running_loop().create_future()
 
 
-async def berth_with(actor: dict[str, Callable[..., Any]], folder: Path, calls: Any = None) -> Berth:
+async def berth_with(actor: dict[str, Callable[..., Any]], folder: Path, calls: Any = None) -> ReplicaSlot:
     """A real berth with one actor that answers so."""
-    berth = Berth(Request("n", 1, {"CPU": 1.0}, "PACK", {}), calls, Inbox(folder), lambda _: None, 1.0)
+    berth = ReplicaSlot(Request("n", 1, {"CPU": 1.0}, "PACK", {}), calls, LogReceiver(folder), lambda _: None, 1.0)
     actors = SimpleNamespace(**{name: SimpleNamespace(remote=answer) for name, answer in actor.items()})
-    berth.places = [Place(0, actors, Seat("h", "127.0.0.1", "node", ()))]
+    berth.places = [Bundle(0, actors, ActorPlace("h", "127.0.0.1", "node", ()))]
     return berth
 
 

@@ -16,7 +16,7 @@ import pytest
 from ray_cluster import SLOW, SMALL, Cluster, Job, command
 from test_ray_submit import audit
 
-from ft_hsdp.launch.rundir import read_json
+from ft_hsdp.launch.run.directory import read_json
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
 

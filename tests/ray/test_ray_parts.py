@@ -13,15 +13,13 @@ import pytest
 
 from ft_hsdp.config import Config, parse
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.ray import outbox, placement
+from ft_hsdp.launch.ray import logs, placement
+from ft_hsdp.launch.ray.actor import make_folder
+from ft_hsdp.launch.ray.backend import loopback
 from ft_hsdp.launch.ray.cluster import Said, destination
-from ft_hsdp.launch.ray.inbox import Inbox
-from ft_hsdp.launch.ray.jobs import entrypoint, patient
-from ft_hsdp.launch.ray.outbox import Outbox, Piece
-from ft_hsdp.launch.ray.rank_actor import make_folder
-from ft_hsdp.launch.ray.starting import loopback
-from ft_hsdp.launch.ray.submit import check, within_reach
-from ft_hsdp.launch.rundir import write_json
+from ft_hsdp.launch.ray.logs import LogReceiver, LogSender, Piece
+from ft_hsdp.launch.ray.submit import check, entrypoint, patient, within_reach
+from ft_hsdp.launch.run.directory import write_json
 
 ROOT = Path(__file__).parents[2]
 
@@ -156,7 +154,7 @@ def test_whole_lines_travel_in_order_and_once(tmp_path: Path) -> None:
     ranks.mkdir(parents=True)
     server = there / "forkserver.log"
     server.write_text("loaded\n")
-    out, into = Outbox(there, {server: "nodes/n-7.log"}), Inbox(run)
+    out, into = LogSender(there, {server: "nodes/n-7.log"}), LogReceiver(run)
     log = (ranks / "fed.jsonl").open("w", buffering=1)
     log.write('{"a": 1}\n{"a"')
     pieces, whole = out.take(flush=False)
@@ -181,7 +179,7 @@ def test_whole_lines_travel_in_order_and_once(tmp_path: Path) -> None:
 
 def test_an_actor_sends_what_it_wrote_as_a_spare_and_as_each_replica(tmp_path: Path) -> None:
     there, run = tmp_path / "there", tmp_path / "run"
-    out, into = Outbox(there, {}), Inbox(run)
+    out, into = LogSender(there, {}), LogReceiver(run)
     for name in ("spares/3-rank0.log", "replicas/0/rank0.log", "replicas/12/rank0.log", "replicas/12/final.json"):
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_text(f"of {name}\n")
@@ -193,13 +191,13 @@ def test_an_actor_sends_what_it_wrote_as_a_spare_and_as_each_replica(tmp_path: P
 
 
 def test_what_is_held_at_once_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outbox, "LIMIT", 64)
+    monkeypatch.setattr(logs, "LIMIT", 64)
     ranks = tmp_path / "replicas" / "0"
     ranks.mkdir(parents=True)
     for name in ("a.log", "b.jsonl"):
         (ranks / name).write_text("".join(f"{n:09}\n" for n in range(50)))
     (ranks / "c.log").write_text("x" * 200)  # a line that is longer than that
-    out, into, turns = Outbox(tmp_path, {}), Inbox(tmp_path / "run"), 0
+    out, into, turns = LogSender(tmp_path, {}), LogReceiver(tmp_path / "run"), 0
     while True:
         pieces, whole = out.take(flush=True)
         assert sum(len(piece.data) for piece in pieces) < 2 * 64
@@ -237,7 +235,7 @@ def test_what_is_held_at_once_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_only_logs_are_taken_from_a_node(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="no log"):
-        Inbox(tmp_path).add([Piece(name, b"x")])
+        LogReceiver(tmp_path).add([Piece(name, b"x")])
     assert not list(tmp_path.iterdir())
 
 

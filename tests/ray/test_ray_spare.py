@@ -8,8 +8,8 @@ import pytest
 from ray_cluster import SLOW, Cluster, Job, kill
 from test_ray_submit import audit
 
-from ft_hsdp.launch.ray.rank_actor import OWNER
-from ft_hsdp.launch.rundir import alive, read_json
+from ft_hsdp.launch.ray.actor import OWNER
+from ft_hsdp.launch.run.directory import alive, read_json
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
 

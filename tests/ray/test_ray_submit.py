@@ -11,7 +11,7 @@ import psutil
 import pytest
 from ray_cluster import SLOW, Cluster, Job, command
 
-from ft_hsdp.launch.rundir import RunDir, read_json
+from ft_hsdp.launch.run.directory import RunDir, read_json
 
 pytestmark = pytest.mark.multiproc
 
@@ -72,7 +72,9 @@ def lighthouse_looked_at_from_anywhere(cluster: Cluster) -> None:
 
 def secrets_are_kept(cluster: Cluster, job: Job) -> None:
     ours = [
-        p for p in cluster.processes() if "ft_hsdp.launch.zygote" in p.cmdline() or "lighthouse" in p.cmdline()
+        p
+        for p in cluster.processes()
+        if "ft_hsdp.launch.backend.zygote" in p.cmdline() or "lighthouse" in p.cmdline()
     ]
     assert len(ours) >= 7  # three fork servers, their ranks, the lighthouse
     for process in ours:

@@ -29,10 +29,10 @@ from pairs_watch import Watch
 from scenario_job import Job
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.events import Lines
-from ft_hsdp.launch.inflict import inflict
-from ft_hsdp.launch.rundir import RunDir
-from ft_hsdp.launch.verify import verify
+from ft_hsdp.jsonl import LineWriter
+from ft_hsdp.launch.injection import inflict
+from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.launch.run.verify import verify
 
 ROOT = Path(__file__).parents[2]
 STANDSTILL_S = 30.0
@@ -176,7 +176,7 @@ class Injured:
 
 
 def _log(run: RunDir, replica: int, event: dict[str, Any]) -> None:
-    log = Lines(run.injections(replica))
+    log = LineWriter(run.injections(replica))
     log.write(event)
     log.close()
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ft_hsdp.launch.chaos import Injection
-from ft_hsdp.launch.inflict import described
+from ft_hsdp.launch.injection import described
 
 REPLICAS, RANKS = 3, 2
 KINDS = (

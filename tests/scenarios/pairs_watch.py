@@ -13,13 +13,13 @@ from statistics import median
 
 import psutil
 
-from ft_hsdp.launch.rundir import RunDir, Tailer, read_json
+from ft_hsdp.launch.run.directory import RunDir, Tailer, read_json
 
 LOOK_S = 0.05
 SAMPLE_S = 1.0
 SETTLED_S = 5.0  # a process that is younger is still loading
 NAMES = {
-    "ft_hsdp.launch.zygote": "fork server",
+    "ft_hsdp.launch.backend.zygote": "fork server",
     "ft_hsdp.state.agent.server": "agent",
     "lighthouse": "lighthouse",
 }

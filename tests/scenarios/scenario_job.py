@@ -16,8 +16,8 @@ from typing import Any
 
 import httpx
 
-from ft_hsdp.launch.rundir import RunDir
-from ft_hsdp.launch.verify import verify
+from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.launch.run.verify import verify
 from ft_hsdp.sentences import tell
 
 ROOT = Path(__file__).parents[2]

@@ -16,7 +16,7 @@ from scenario_job import Job, check
 from ft_hsdp import secret
 from ft_hsdp.errors import EXIT_CONFIG, ConfigError, LighthouseUnreachable
 from ft_hsdp.launch import admin
-from ft_hsdp.launch.rundir import RunDir
+from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.state.checkpoint import catalog
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]

@@ -10,9 +10,9 @@ from programs import inapplicable
 from scenario_job import Job, check
 
 from ft_hsdp.core.state_id import SLICES
-from ft_hsdp.failpoints import PLACES
-from ft_hsdp.launch.rundir import RunDir
-from ft_hsdp.launch.verify import verify
+from ft_hsdp.fault_injection import PLACES
+from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.launch.run.verify import verify
 
 pytestmark = pytest.mark.multiproc
 

@@ -18,7 +18,9 @@ STEPS = 40
 def fork_server(job: Job) -> int:
     """Its pid: the one of the launcher's children that leads a session and runs the module."""
     children = psutil.Process(job.process.pid).children()
-    (server,) = [c.pid for c in children if "ft_hsdp.launch.zygote" in c.cmdline() and os.getsid(c.pid) == c.pid]
+    (server,) = [
+        c.pid for c in children if "ft_hsdp.launch.backend.zygote" in c.cmdline() and os.getsid(c.pid) == c.pid
+    ]
     return server
 
 

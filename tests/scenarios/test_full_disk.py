@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from scenario_job import Job, check
 
-from ft_hsdp.launch.rundir import RunDir
-from ft_hsdp.launch.status import status
+from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.launch.run.status import status
 from ft_hsdp.sentences import tell
 
 pytestmark = [

@@ -15,8 +15,8 @@ from scenario_job import Job, check
 from torchrun_job import TorchrunJob
 
 from ft_hsdp.launch import admin
-from ft_hsdp.launch.rundir import RunDir, read_json
-from ft_hsdp.launch.status import status
+from ft_hsdp.launch.run.directory import RunDir, read_json
+from ft_hsdp.launch.run.status import status
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,7 +10,7 @@ from aborted import aborted
 from scenario_job import Job
 
 from ft_hsdp.launch import admin
-from ft_hsdp.launch.rundir import RunDir
+from ft_hsdp.launch.run.directory import RunDir
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 from torchrun_job import TorchrunJob
 
-from ft_hsdp.launch.rundir import RunDir, read_json, read_jsonl
+from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl
 
 pytestmark = [pytest.mark.proof, pytest.mark.multiproc]
 

@@ -13,12 +13,12 @@ from ft_hsdp.core import events, state_id, voting
 from ft_hsdp.core import replica as core
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.grant import Grant
-from ft_hsdp.core.replica_state import Phase, Replica
+from ft_hsdp.core.replica_state import Phase, Replica, Step
 from ft_hsdp.sim import moves
 from ft_hsdp.sim.explore import Result, explore
 from ft_hsdp.sim.world import Bounds
 from lighthouse.quorum import edges, incarnations, membership, rules, state, transition
-from lighthouse.quorum.transition import outlived
+from lighthouse.quorum.incarnations import outlived
 
 NOTHING = {"deaths": 0, "pauses": 0, "restarts": 0}
 SENTENCE = re.compile(r"(a link of |the )?(replica \d|lighthouse|grace|silent)( [^\s]+)+")
@@ -122,7 +122,7 @@ def test_the_transcript_is_the_shortest_way() -> None:
     assert len(result.transcript) == 5
 
 
-def _ignore_it(s: Replica, token: object) -> voting.Step:
+def _ignore_it(s: Replica, token: object) -> Step:
     return s, ()
 
 
@@ -155,20 +155,20 @@ def _nobody(*_: object) -> None:
     return None
 
 
-def _adopt_whatever(adopt: Callable[[Replica, Grant], voting.Step]) -> Callable[[Replica, Grant], voting.Step]:
+def _adopt_whatever(adopt: Callable[[Replica, Grant], Step]) -> Callable[[Replica, Grant], Step]:
     """Being ahead of a grant is never noticed."""
 
-    def mutant(s: Replica, grant: Grant) -> voting.Step:
+    def mutant(s: Replica, grant: Grant) -> Step:
         with mock.patch.object(state_id, "newer", _never):
             return adopt(s, grant)
 
     return mutant
 
 
-def _forget_the_yes(broken: Callable[..., voting.Step]) -> Callable[..., voting.Step]:
+def _forget_the_yes(broken: Callable[..., Step]) -> Callable[..., Step]:
     """Whoever passed on a yes calls its attempt void all the same."""
 
-    def mutant(s: Replica, *why: Any, **who: Any) -> voting.Step:
+    def mutant(s: Replica, *why: Any, **who: Any) -> Step:
         return broken(replace(s, forwarded=False), *why, **who)
 
     return mutant
@@ -184,19 +184,19 @@ def _silence_is_death(form: Callable[..., state.Step]) -> Callable[..., state.St
     return mutant
 
 
-def _leave_at_once(decide: Callable[..., voting.Step]) -> Callable[..., voting.Step]:
+def _leave_at_once(decide: Callable[..., Step]) -> Callable[..., Step]:
     """Whoever is asked to leave goes with the next verdict, whatever it said with its vote."""
 
-    def mutant(s: Replica, token: CommitToken, passed: Any) -> voting.Step:
+    def mutant(s: Replica, token: CommitToken, passed: Any) -> Step:
         return decide(s, replace(token, leaving=(*token.leaving, s.me)) if s.departing else token, passed)
 
     return mutant
 
 
-def _no_digest(reduced: Callable[..., voting.Step]) -> Callable[..., voting.Step]:
+def _no_digest(reduced: Callable[..., Step]) -> Callable[..., Step]:
     """The ranks give no digest of the state that they hold."""
 
-    def mutant(s: Replica, fence: Any, record: Any, digest: str) -> voting.Step:
+    def mutant(s: Replica, fence: Any, record: Any, digest: str) -> Step:
         return reduced(s, fence, record, "")
 
     return mutant
@@ -264,7 +264,7 @@ def _blame_the_neighbour(model: Any, w: Any, r: int, me: Replica) -> Iterator[mo
         yield f"replica {me.me} cannot connect to replica {right}", lambda: model.tell(w, r, lost)
 
 
-def _ignore_the_misfit(s: Replica, why: str) -> voting.Step:
+def _ignore_the_misfit(s: Replica, why: str) -> Step:
     """An answer that does not fit is no answer."""
     return s, ()
 

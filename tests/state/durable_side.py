@@ -16,10 +16,9 @@ from ft_hsdp.state import layout
 from ft_hsdp.state.checkpoint.writer import About, Checkpointer, Header, Outcome, Published
 from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.replica_group import Ranks
-from ft_hsdp.train.held import state_digest
-from ft_hsdp.train.hsdp import Sharded
-from ft_hsdp.train.optim import tensors
-from ft_hsdp.train.optim_state import create
+from ft_hsdp.train.fsdp import Sharded
+from ft_hsdp.train.live_state import state_digest
+from ft_hsdp.train.optimizer import create_state, tensors
 
 
 class Uneven(nn.Module):
@@ -41,7 +40,7 @@ class Side:
         model = Uneven(seed, width)
         sharded = Sharded(model, [], init_device_mesh("cpu", (ranks,)), lambda _, __: None)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-        create(optimizer)
+        create_state(optimizer)
         self.params = sharded.params
         self.optim = tensors(optimizer, {id(p): n for n, p in sharded.params.items()})
         for at, tensor in enumerate(self.optim.values()):  # alike on any number of ranks

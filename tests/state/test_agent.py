@@ -344,7 +344,7 @@ def test_a_stranger_has_as_long_as_it_was_told():
 def test_tied_it_dies_with_whoever_started_it():
     script = """
 import subprocess, sys
-from ft_hsdp.launch.processes import tied
+from ft_hsdp.launch.backend.processes import tied
 subprocess.Popen(tied(*sys.argv[1:]))
 sys.stdin.read()
 """

@@ -16,7 +16,7 @@ import torch
 from durable_side import KEY
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from ft_hsdp.launch.processes import environment
+from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest
 
 WAIT_S = 90.0

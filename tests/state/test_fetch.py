@@ -21,7 +21,7 @@ from tcp_proxy import Proxy
 
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.handshake import Purpose
-from ft_hsdp.launch.processes import environment
+from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.state.transfer import fetch as fetching
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.fetch import Cancelled, Chunks, Donor, Fetched, NotFetched, Request, Tally, fetch

@@ -7,7 +7,7 @@ import pytest
 from state_helpers import TOKEN
 from state_helpers import sealed as sealed_state
 
-from ft_hsdp import sealed
+from ft_hsdp import record_layer
 from ft_hsdp.state.transfer.fetch import Donor, Fetched, Request, fetch
 from ft_hsdp.state.transfer.server import StateServer
 from ft_hsdp.state.transfer.shard_manifest import Expected
@@ -16,9 +16,9 @@ from ft_hsdp.state.transfer.source import InMemorySnapshots
 
 @pytest.fixture(autouse=True)
 def _on() -> Iterator[None]:
-    sealed.use("on")
+    record_layer.use("on")
     yield
-    sealed.use("auto")
+    record_layer.use("auto")
 
 
 def test_an_encrypted_fetch_is_the_same_bit_by_bit() -> None:

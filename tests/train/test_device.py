@@ -12,8 +12,7 @@ from ft_hsdp.errors import ConfigError, LocalSystemError
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.train import device
-from ft_hsdp.train.ground import device_plane
-from ft_hsdp.train.wiring import Wiring
+from ft_hsdp.train.runtime import RankRuntime, device_plane
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for a device that tensors are moved to
 
@@ -83,7 +82,7 @@ def test_a_tensor_on_the_cpu_is_complete_and_on_the_host() -> None:
 def test_a_broken_device_ends_the_rank_as_broken_hardware(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wiring = object.__new__(Wiring)
+    wiring = object.__new__(RankRuntime)
     wiring._ending = False
     ended: list[int] = []
     monkeypatch.setattr(wiring, "_die", lambda why, code: ended.append(code))

@@ -12,12 +12,11 @@ import pytest
 from ft_hsdp.core.effects import Fetch, Keep
 from ft_hsdp.core.grant import Member
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.events import Journal
+from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankFetchFailed
 from ft_hsdp.state.transfer import fetch
-from ft_hsdp.train import agent as agents
-from ft_hsdp.train.agent import Fetching, RankAgent
-from ft_hsdp.train.mailbox import Mailbox
+from ft_hsdp.train import orders as agents
+from ft_hsdp.train.orders import Fetching, Mailbox, RankAgent
 
 BASE = StateId(1, 5, "c" * 32)
 

@@ -18,24 +18,23 @@ from ft_hsdp.state import layout
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import Manifest
-from ft_hsdp.train import held as held_module
-from ft_hsdp.train.held import Held, state_digest
-from ft_hsdp.train.hsdp import Sharded
-from ft_hsdp.train.optim import Groups
-from ft_hsdp.train.optim_state import create
+from ft_hsdp.train import live_state as held_module
+from ft_hsdp.train.fsdp import Sharded
+from ft_hsdp.train.live_state import LiveState, state_digest
+from ft_hsdp.train.optimizer import Groups, create_state
 
 START = StateId(0, 0, "0" * 32)
 
 
 def hold(
     mesh: DeviceMesh, seed: int = 0, state: StateId | None = START, offload: bool = False
-) -> tuple[Held, Sharded]:
+) -> tuple[LiveState, Sharded]:
     """A replica of one rank that holds ``state``, of a job with two data shards."""
     model = Odd(seed)
     sharded = Sharded(model, list(model.parts), mesh, lambda *_: None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    create(optimizer)
-    held = Held(sharded, Groups(optimizer, None), Ledger.empty(2), 0, 1, offload)
+    create_state(optimizer)
+    held = LiveState(sharded, Groups(optimizer, None), Ledger.empty(2), 0, 1, offload)
     held.state = state
     return held, sharded
 
@@ -50,7 +49,7 @@ def sums(sharded: Sharded, seed: int = 0) -> list[torch.Tensor]:
     return [torch.randn(n, generator=g) for n in sharded.sizes]
 
 
-def steps(held: Held, sharded: Sharded, count: int) -> list[StateId]:
+def steps(held: LiveState, sharded: Sharded, count: int) -> list[StateId]:
     """Apply steps; the states on the way."""
     states = []
     for _ in range(count):
@@ -92,7 +91,7 @@ def test_a_record_that_does_not_build_on_the_state_is_refused(mesh: DeviceMesh, 
     assert all(torch.equal(a, before[n]) for n, a in weights(sharded).items())
 
 
-def packed(held: Held) -> tuple[Manifest, Bytes]:
+def packed(held: LiveState) -> tuple[Manifest, Bytes]:
     """What a snapshot of ``held`` is now."""
     into = np.full(held.layout.nbytes, 0xFF, dtype=np.uint8)
     assert held.state is not None

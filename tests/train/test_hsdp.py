@@ -14,9 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ft_hsdp.errors import InvalidArgument
-from ft_hsdp.launch.processes import environment
-from ft_hsdp.train.held import state_digest
-from ft_hsdp.train.hsdp import Sharded
+from ft_hsdp.launch.backend.processes import environment
+from ft_hsdp.train.fsdp import Sharded
+from ft_hsdp.train.live_state import state_digest
 
 Seen = list[tuple[int, torch.Tensor]]
 

@@ -12,15 +12,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.train.calling import FromEnvironment
-from ft_hsdp.train.ground import Place
+from ft_hsdp.train.identity import FromEnvironment, RankPlace
 from ft_hsdp.train.job import Job
 
 
 @pytest.fixture
 def job(mesh: DeviceMesh, tmp_path: Path) -> Iterator[Job]:
     assert mesh.size() == 1
-    place = Place(0, 1, tmp_path, ("http://127.0.0.1:1",), "t", "127.0.0.1", True)
+    place = RankPlace(0, 1, tmp_path, ("http://127.0.0.1:1",), "t", "127.0.0.1", True)
     made = Job(Config(replicas=2, ranks_per_replica=1), place, FromEnvironment(0), None, torch.device("cpu"))
     yield made
     made._sharded.clear()

@@ -18,12 +18,12 @@ import pytest
 from test_held import START, hold, steps
 from torch.distributed.device_mesh import DeviceMesh
 
-from ft_hsdp.events import Journal
+from ft_hsdp.jsonl import Journal
 from ft_hsdp.state.agent.client import AgentGone, StateAgent, newest
 from ft_hsdp.state.agent.launcher import Starter
-from ft_hsdp.train import keeper as keepers
-from ft_hsdp.train.held import Held
-from ft_hsdp.train.keeper import Home, Keeper
+from ft_hsdp.train import snapshots as keepers
+from ft_hsdp.train.live_state import LiveState
+from ft_hsdp.train.snapshots import AgentHome, SnapshotWriter
 
 DEADLINE_S = 20.0
 
@@ -37,12 +37,14 @@ class Place:
         self.starter = Starter(self.token, 0, "127.0.0.1", os.getpid(), folder / "agent.log", 60.0)
         self.journal = Journal(folder / "events.jsonl")
         self.failures: list[BaseException] = []
-        self.keepers: list[Keeper] = []
+        self.keepers: list[SnapshotWriter] = []
 
-    def keeper(self, held: Held, every_step: bool = True, answer_s: float = keepers.ANSWER_S) -> Keeper:
-        home = Home(self.token, 0, 0, 1, self.starter)
+    def keeper(
+        self, held: LiveState, every_step: bool = True, answer_s: float = keepers.ANSWER_S
+    ) -> SnapshotWriter:
+        home = AgentHome(self.token, 0, 0, 1, self.starter)
         self.starter.ensure()
-        made = Keeper(held, home, every_step, DEADLINE_S, self.journal, self.failures.append, answer_s)
+        made = SnapshotWriter(held, home, every_step, DEADLINE_S, self.journal, self.failures.append, answer_s)
         self.keepers.append(made)
         return made
 
@@ -65,7 +67,7 @@ def place(tmp_path: Path) -> Iterator[Place]:
         agent.wait()
 
 
-def done(keeper: Keeper) -> bool:
+def done(keeper: SnapshotWriter) -> bool:
     """Wait for all that the keeper was told."""
     event = threading.Event()
     keeper.after(event.set)
@@ -79,7 +81,7 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def walk(held: Held, sharded: Any, keeper: Keeper, count: int) -> None:
+def walk(held: LiveState, sharded: Any, keeper: SnapshotWriter, count: int) -> None:
     """Steps as a job does them."""
     for _ in range(count):
         before = held.state
@@ -198,8 +200,8 @@ def test_a_rank_that_starts_beside_a_stopped_agent_replaces_it(mesh: DeviceMesh,
     pid = place.agent_pid()
     os.kill(pid, signal.SIGSTOP)
     fresh, _ = hold(mesh)
-    home = Home(place.token, 0, 0, 1, place.starter)
-    again = Keeper(fresh, home, True, DEADLINE_S / 4, place.journal, place.failures.append)
+    home = AgentHome(place.token, 0, 0, 1, place.starter)
+    again = SnapshotWriter(fresh, home, True, DEADLINE_S / 4, place.journal, place.failures.append)
     place.keepers.append(again)
     assert again.recall() == ()
     assert place.agent_pid() != pid
@@ -244,7 +246,9 @@ def test_a_full_backlog_of_a_stopped_agent_stops_nobody(place: Place) -> None:
 def test_no_agent_at_all_is_said(mesh: DeviceMesh, place: Place) -> None:
     held, _ = hold(mesh)
     with pytest.raises(AgentGone, match="no state agent of replica 0"):
-        Keeper(held, Home(place.token, 0, 0, 1, None), True, 0.1, place.journal, place.failures.append)
+        SnapshotWriter(
+            held, AgentHome(place.token, 0, 0, 1, None), True, 0.1, place.journal, place.failures.append
+        )
 
 
 def test_a_checkpoint_gets_a_copy_that_stays_as_it_is(mesh: DeviceMesh, place: Place) -> None:

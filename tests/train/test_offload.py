@@ -1,6 +1,6 @@
 import torch
 
-from ft_hsdp.train.offload import Offload
+from ft_hsdp.train.live_state import Offload
 
 
 def test_between_updates_the_bytes_are_in_host_memory_only() -> None:

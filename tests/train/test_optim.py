@@ -10,8 +10,7 @@ from torch import nn
 
 from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.train.optim import Groups, finish
-from ft_hsdp.train.optim_state import create
+from ft_hsdp.train.optimizer import Groups, create_state, finish
 
 
 def record(
@@ -56,7 +55,7 @@ def groups() -> Groups:
     m = model()
     two: list[dict[str, Any]] = [{"params": [m.weight], "lr": 0.2}, {"params": [m.bias]}]
     optimizer = torch.optim.AdamW(two, lr=0.1)
-    create(optimizer)
+    create_state(optimizer)
     return Groups(optimizer, lambda step: 1.0 / step)
 
 

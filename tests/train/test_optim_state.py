@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.train.optim import tensors
-from ft_hsdp.train.optim_state import create
+from ft_hsdp.train.optimizer import create_state, tensors
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -58,7 +57,7 @@ def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
 def test_it_trains_as_it_does_without_us(name: str) -> None:
     ours, plain = model(), model()
     optimizer, natural = (OPTIMIZERS[name](m.parameters()) for m in (ours, plain))
-    create(optimizer)
+    create_state(optimizer)
     assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
     assert [g["lr"] for g in optimizer.param_groups] == [0.1]
     assert all(p.grad is None for p in ours.parameters())
@@ -79,7 +78,7 @@ def test_a_state_that_was_loaded_stays(name: str) -> None:
     ours.load_state_dict(before.state_dict())
     optimizer = OPTIMIZERS[name](ours.parameters())
     optimizer.load_state_dict(first.state_dict())
-    create(optimizer)
+    create_state(optimizer)
     assert_same(state_of(ours, optimizer), state_of(before, first))
     train(ours, optimizer, seed=1)
     train(before, first, seed=1)
@@ -95,7 +94,7 @@ def test_a_state_that_was_loaded_for_another_optimizer_is_refused() -> None:
     loaded["param_groups"][0]["amsgrad"] = True
     optimizer.load_state_dict(loaded)
     with pytest.raises(ConfigError, match=r"AdamW.*holds exp_avg, exp_avg_sq, step instead of") as refused:
-        create(optimizer)
+        create_state(optimizer)
     assert "\n" not in str(refused.value)
 
 
@@ -141,7 +140,7 @@ class Counts(Lion):
 def test_an_optimizer_that_is_not_torchs_own_is_tried_out() -> None:
     ours, plain = model(), model()
     optimizer, natural = Lion(ours.parameters()), Lion(plain.parameters())
-    create(optimizer)
+    create_state(optimizer)
     assert len(state_of(ours, optimizer)) == 4
     train(ours, optimizer)
     train(plain, natural)
@@ -163,7 +162,7 @@ def test_an_optimizer_that_would_train_differently_is_refused_by_name(case: str)
     weights = [p.detach().clone() for p in m.parameters()]
     optimizer = make(m.parameters())
     with pytest.raises(ConfigError, match=said):
-        create(optimizer)
+        create_state(optimizer)
     assert all(torch.equal(a, b) for a, b in zip(weights, m.parameters(), strict=True))
 
 
@@ -175,7 +174,7 @@ def test_each_group_and_each_shape_is_tried_out() -> None:
     ]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     with pytest.raises(ConfigError, match="SGD"):
-        create(optimizer)
+        create_state(optimizer)
 
 
 def test_the_users_hooks_hear_nothing_of_it() -> None:
@@ -184,7 +183,7 @@ def test_the_users_hooks_hear_nothing_of_it() -> None:
     heard: list[str] = []
     optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
     optimizer.register_step_post_hook(lambda *_: heard.append("after"))
-    create(optimizer)
+    create_state(optimizer)
     assert heard == []
     train(m, optimizer, steps=1)
     assert heard == ["before", "after"]

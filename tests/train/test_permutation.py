@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.train.permutation import Permutation
+from ft_hsdp.train.data import Permutation
 
 
 @given(n=st.integers(1, 3000), seed=st.integers(0, 2**63 - 1), turn=st.integers(0, 10**6))

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ft_hsdp.train.prefetch import Place, Prefetcher
+from ft_hsdp.train.data import Place, Prefetcher
 
 DEADLINE_S = 10.0
 
@@ -99,7 +99,7 @@ def test_what_the_source_raises_is_raised_where_its_batch_is_asked_for() -> None
 
 
 def test_a_read_that_hangs_does_not_keep_the_end_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ft_hsdp.train.prefetch.CLOSE_S", 0.01)
+    monkeypatch.setattr("ft_hsdp.train.data.CLOSE_S", 0.01)
     source = Shelf(Place(0, 0, 0))
     with prefetcher(source) as reader:
         reader.guess(0, 0)

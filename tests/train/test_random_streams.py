@@ -1,6 +1,6 @@
 import torch
 
-from ft_hsdp.train.streams import stream
+from ft_hsdp.train.device import stream
 
 
 def test_each_use_and_place_has_a_stream_of_its_own() -> None:

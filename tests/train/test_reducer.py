@@ -16,8 +16,8 @@ from ft_hsdp.errors import PeerDead
 from ft_hsdp.ftar.allreduce import Result
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.memory import Arena
-from ft_hsdp.train import reducer as reducing
-from ft_hsdp.train.reducer import Feeding, Reducer, checksum, contributions, usable
+from ft_hsdp.train import gradients as reducing
+from ft_hsdp.train.gradients import Feeding, Reducer, checksum, contributions, usable
 
 SIZES = (3, 5, 2)
 PREV = "ab" * 16

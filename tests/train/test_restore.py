@@ -13,18 +13,20 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.replica_group import Ranks
-from ft_hsdp.train import restore as restoring
-from ft_hsdp.train.held import Held
-from ft_hsdp.train.keeper import Keeper
-from ft_hsdp.train.restore import Checkpoints, restore
+from ft_hsdp.train import checkpointing as restoring
+from ft_hsdp.train.checkpointing import Checkpoints, restore
+from ft_hsdp.train.live_state import LiveState
+from ft_hsdp.train.snapshots import SnapshotWriter
 
 CHECKPOINTED = StateId(1, 1, "c" * 32)
 
 
-def came_back(held: Held, keeper: Keeper, place: Place, monkeypatch: pytest.MonkeyPatch) -> StateId | None:
+def came_back(
+    held: LiveState, keeper: SnapshotWriter, place: Place, monkeypatch: pytest.MonkeyPatch
+) -> StateId | None:
     """The state of a fresh rank after it has restored; CHECKPOINTED stands for that of a checkpoint."""
 
-    def resume(held: Held, *_: object) -> None:
+    def resume(held: LiveState, *_: object) -> None:
         held.state = CHECKPOINTED
 
     monkeypatch.setattr(restoring, "_resume", resume)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.events import Journal
+from ft_hsdp.jsonl import Journal
 from ft_hsdp.state.agent.slots import Held as Kept
-from ft_hsdp.train import restore as module
-from ft_hsdp.train.restore import Checkpoints, restore
+from ft_hsdp.train import checkpointing as module
+from ft_hsdp.train.checkpointing import Checkpoints, restore
 
 KEPT = StateId(3, 40, "a" * 32)
 WRITTEN = StateId(2, 20, "b" * 32)

@@ -7,7 +7,7 @@ import pytest
 
 from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.ledger import Ledger
-from ft_hsdp.train.runlog import RunLog, Timing, exposed
+from ft_hsdp.train.step_log import StepLog, Timing, exposed
 
 RECORD = CommitRecord(
     epoch=3,
@@ -29,7 +29,7 @@ def rows(file: Path) -> list[dict[str, object]]:
 
 
 def test_a_batch_is_logged_before_anything_else_can_happen(tmp_path: Path) -> None:
-    log = RunLog(tmp_path / "0", "0-x-1")
+    log = StepLog(tmp_path / "0", "0-x-1")
     log.fed(7, 2, 5)
     (row,) = rows(tmp_path / "0" / "fed.jsonl")  # unbuffered: it is there without a close
     assert row.pop("t")
@@ -37,7 +37,7 @@ def test_a_batch_is_logged_before_anything_else_can_happen(tmp_path: Path) -> No
 
 
 def test_a_commit_has_all_that_a_replay_needs(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, "0-x-1")
+    log = StepLog(tmp_path, "0-x-1")
     timing = Timing(0.5, {"ftar": 0.15, "commit": 0.05}, 1000, 0.1)
     log.committed(RECORD, 0.01, 4096, timing, False, Ledger((7, 9, 6), ((1, 3), (1, 4))))
     (row,) = rows(tmp_path / "commits.jsonl")
@@ -63,12 +63,12 @@ def test_a_commit_has_all_that_a_replay_needs(tmp_path: Path) -> None:
 
 def test_a_new_life_appends(tmp_path: Path) -> None:
     for life in ("0-x-0", "0-x-1"):
-        RunLog(tmp_path, life).committed(RECORD, 0.01, 1, Timing(0.5, {}, 0, 0.0), True, Ledger((1,)))
+        StepLog(tmp_path, life).committed(RECORD, 0.01, 1, Timing(0.5, {}, 0, 0.0), True, Ledger((1,)))
     assert [r["incarnation"] for r in rows(tmp_path / "commits.jsonl")] == ["0-x-0", "0-x-1"]
 
 
 def test_the_final_state_is_there_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
-    log = RunLog(tmp_path, "0-x-1")
+    log = StepLog(tmp_path, "0-x-1")
     log.final(RECORD.state_id, "ab" * 32, True, "e" * 64)
     log.final(RECORD.state_id, "cd" * 32, False, "f" * 64)
     said = json.loads((tmp_path / "final.json").read_text())
@@ -105,5 +105,7 @@ def test_what_is_not_hidden_under_backward_has_a_cause(
 
 def test_whoever_else_keeps_commits_hears_of_each(tmp_path: Path) -> None:
     heard: list[object] = []
-    RunLog(tmp_path, "0-x-0", heard.append).committed(RECORD, 0.01, 1, Timing(0.5, {}, 0, 0.0), True, Ledger((1,)))
+    StepLog(tmp_path, "0-x-0", heard.append).committed(
+        RECORD, 0.01, 1, Timing(0.5, {}, 0, 0.0), True, Ledger((1,))
+    )
     assert heard == rows(tmp_path / "commits.jsonl")

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from ft_hsdp.config import parse
-from ft_hsdp.train.wiring import leading
+from ft_hsdp.train.runtime import leading
 
 
 def test_only_a_replica_s_first_life_gives_up_on_a_lighthouse_that_does_not_answer() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ft_hsdp import sealed
+from ft_hsdp import record_layer
 from ft_hsdp.bench.rank import LOOPBACK, TIMEOUT_S, Rank, Seat
 from ft_hsdp.ftar import Communicator, Settings
 
@@ -19,7 +19,7 @@ class FTAR(Rank):
     """
 
     def __init__(self, seat: Seat) -> None:
-        sealed.use(seat.options.get("tls", "auto"))
+        record_layer.use(seat.options.get("tls", "auto"))
         self._registered: bool = seat.options["registered"]
         settings = Settings(transport=seat.options["transport"], timeout_s=TIMEOUT_S)
         job = f"bench-{seat.name}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torchft.coordination import LighthouseServer
 
-from ft_hsdp.launch.rundir import write_json
+from ft_hsdp.launch.run.directory import write_json
 
 
 def main(argv: Sequence[str]) -> None:

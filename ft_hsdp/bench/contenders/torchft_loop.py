@@ -24,8 +24,8 @@ from torchft.process_group import ProcessGroupGloo
 
 from ft_hsdp.bench.recovery import models
 from ft_hsdp.bench.recovery.scene import Scene
-from ft_hsdp.events import Lines
-from ft_hsdp.launch.processes import die_with
+from ft_hsdp.jsonl import LineWriter
+from ft_hsdp.launch.backend.processes import die_with
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Seat:
 
 def train(seat: Seat) -> None:
     """As torchft's own example does it, with each gradient all-reduced by hand."""
-    lines, life = Lines(Path(seat.file)), {"incarnation": str(seat.life)}
+    lines, life = LineWriter(Path(seat.file)), {"incarnation": str(seat.life)}
     lines.write({"t": time.time(), **life})
     torch.set_num_threads(1)
     scene = Scene(**seat.scene)

@@ -26,7 +26,7 @@ from ft_hsdp.bench.roster import version
 from ft_hsdp.bench.rounds import interleave
 from ft_hsdp.bench.spread import spread
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.processes import environment, tied
+from ft_hsdp.launch.backend.processes import environment, tied
 
 LARGE_TENSORS = 16
 SMALL = Seat(2000, 4 * KIB)

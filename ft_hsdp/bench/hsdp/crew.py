@@ -19,9 +19,9 @@ from ft_hsdp.bench.link import Link, ask, collect
 from ft_hsdp.bench.team import LEAD_S
 from ft_hsdp.config import dump
 from ft_hsdp.errors import Retryable
+from ft_hsdp.launch.backend.processes import TOKEN_VARIABLE, environment, last_line, tied
 from ft_hsdp.launch.lighthouse_process import furnish
-from ft_hsdp.launch.processes import TOKEN_VARIABLE, environment, last_line, tied
-from ft_hsdp.launch.rundir import RunDir, read_json
+from ft_hsdp.launch.run.directory import RunDir, read_json
 
 START_S = 30.0  # longest time until the lighthouse listens
 PRODUCT = "ft_hsdp"  # the crew that needs a lighthouse and state agents

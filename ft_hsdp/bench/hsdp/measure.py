@@ -18,7 +18,7 @@ from ft_hsdp.bench.hsdp.report import Block, report
 from ft_hsdp.bench.hsdp.scene import Scene
 from ft_hsdp.bench.plan import Log, Row
 from ft_hsdp.bench.rounds import WARM_UP, interleave
-from ft_hsdp.launch.rundir import RunDir
+from ft_hsdp.launch.run.directory import RunDir
 
 CREWS = ("alone", "hsdp", "ft_hsdp")
 

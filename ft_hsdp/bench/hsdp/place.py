@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ft_hsdp.launch.processes import free_port
+from ft_hsdp.launch.backend.processes import free_port
 
 LOOPBACK = "127.0.0.1"
 

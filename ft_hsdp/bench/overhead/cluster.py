@@ -15,7 +15,7 @@ from types import TracebackType
 import psutil
 
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.processes import environment, free_port, last_line, tied
+from ft_hsdp.launch.backend.processes import environment, free_port, last_line, tied
 
 START_S = 60.0  # longest time until it runs
 STOP_S = 30.0  # longest time for it to end

@@ -12,7 +12,7 @@ from ft_hsdp.bench.recovery.herd import Herd
 from ft_hsdp.bench.recovery.scene import Scene
 from ft_hsdp.bench.roster import version
 from ft_hsdp.bench.spread import spread
-from ft_hsdp.launch.summary import fault_free_step
+from ft_hsdp.launch.run.summary import fault_free_step
 
 TURNS = 6
 STEPS = 30  # of each turn

@@ -11,11 +11,11 @@ from ft_hsdp.bench.recovery.job import PRELOADED, TRAINEE
 from ft_hsdp.config import load
 from ft_hsdp.launch.job import Job, Means
 from ft_hsdp.launch.lighthouse_process import furnish
+from ft_hsdp.launch.ray.backend import RayBackend
 from ft_hsdp.launch.ray.cluster import connected
-from ft_hsdp.launch.ray.engine import RayEngine
 from ft_hsdp.launch.ray.lighthouse import RayLighthouse
-from ft_hsdp.launch.rundir import Row, RunDir, claim, identity, write_json
-from ft_hsdp.launch.terminal import Terminal
+from ft_hsdp.launch.run.directory import Row, RunDir, claim, identity, write_json
+from ft_hsdp.launch.run.terminal import Terminal
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
             lighthouse = RayLighthouse(run, cluster.node, emit)
             urls = lambda: lighthouse.urls  # noqa: E731
             return Means(
-                RayEngine(config, run, urls, cluster.cwd, emit, entry=TRAINEE, preload=PRELOADED), lighthouse
+                RayBackend(config, run, urls, cluster.cwd, emit, entry=TRAINEE, preload=PRELOADED), lighthouse
             )
 
         with Terminal(config, sys.stderr, live=False) as terminal:

@@ -20,9 +20,9 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Continue, Grant, Report
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import Retryable
+from ft_hsdp.launch.backend.processes import environment, last_line, tied
 from ft_hsdp.launch.lighthouse_process import furnish
-from ft_hsdp.launch.processes import environment, last_line, tied
-from ft_hsdp.launch.rundir import Row, RunDir, read_json
+from ft_hsdp.launch.run.directory import Row, RunDir, read_json
 
 START_S = 30.0
 STEPS = 10**9

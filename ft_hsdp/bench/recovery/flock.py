@@ -21,8 +21,8 @@ from ft_hsdp.bench.recovery.herd import PATIENCE_S, QUIET_STEPS, TICK_S
 from ft_hsdp.bench.recovery.reckon import Kill, Row
 from ft_hsdp.bench.recovery.scene import Scene
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.processes import environment, last_line, tied
-from ft_hsdp.launch.rundir import Tailer, read_json
+from ft_hsdp.launch.backend.processes import environment, last_line, tied
+from ft_hsdp.launch.run.directory import Tailer, read_json
 
 LIGHTHOUSE = -1  # beside the replicas' numbers
 

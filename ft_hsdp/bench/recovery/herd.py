@@ -17,10 +17,10 @@ from ft_hsdp.bench.recovery.reckon import Kill
 from ft_hsdp.bench.recovery.scene import FILE, Scene
 from ft_hsdp.config import Config, dump, parse
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.inflict import by_hand, described
-from ft_hsdp.launch.processes import environment, last_line, tied
-from ft_hsdp.launch.recorder import events_of
-from ft_hsdp.launch.rundir import Row, RunDir, Tailer, read_json
+from ft_hsdp.launch.backend.processes import environment, last_line, tied
+from ft_hsdp.launch.injection import by_hand, described
+from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, read_json
+from ft_hsdp.launch.run.recorder import events_of
 
 JOB = "ft_hsdp.bench.recovery.job"
 ENDLESS = 10**6  # steps and restarts: the job is ended when the bench has enough

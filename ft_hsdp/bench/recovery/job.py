@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ft_hsdp.config import load
-from ft_hsdp.launch.forkserver import PRELOAD
+from ft_hsdp.launch.backend.forkserver import PRELOAD
 from ft_hsdp.launch.job import Job
 from ft_hsdp.launch.lighthouse_process import furnish
 from ft_hsdp.launch.local import here
-from ft_hsdp.launch.rundir import RunDir, claim, identity, write_json
-from ft_hsdp.launch.terminal import Terminal
+from ft_hsdp.launch.run.directory import RunDir, claim, identity, write_json
+from ft_hsdp.launch.run.terminal import Terminal
 
 TRAINEE = "ft_hsdp.bench.recovery.trainee:main"
 PRELOADED = (*PRELOAD, "ft_hsdp.bench.recovery.trainee")

@@ -13,7 +13,7 @@ from ft_hsdp.bench.recovery.scene import Scene
 from ft_hsdp.bench.recovery.spans import span
 from ft_hsdp.bench.spread import milliseconds, ratio
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.summary import fault_free_step
+from ft_hsdp.launch.run.summary import fault_free_step
 
 SAY_EVERY = 10
 

@@ -16,7 +16,7 @@ from ft_hsdp.bench.options import size_name
 from ft_hsdp.bench.plan import Log, Row
 from ft_hsdp.bench.spread import ratio, spread
 from ft_hsdp.errors import DataCorruption, Retryable
-from ft_hsdp.launch.processes import TOKEN_VARIABLE, environment, last_line, tied
+from ft_hsdp.launch.backend.processes import TOKEN_VARIABLE, environment, last_line, tied
 
 FOLDS = 6  # times a state is in memory at once: two ranks, the agent, the file, and while it is saved and loaded
 

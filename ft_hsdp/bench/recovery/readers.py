@@ -19,8 +19,8 @@ from ft_hsdp.bench.recovery.scene import Scene
 from ft_hsdp.bench.spread import milliseconds, spread
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.handshake import Purpose
-from ft_hsdp.launch.recorder import events_of
-from ft_hsdp.launch.rundir import read_json
+from ft_hsdp.launch.run.directory import read_json
+from ft_hsdp.launch.run.recorder import events_of
 
 SCENE = Scene(replicas=2, elements=1 << 20)  # a state of 25 MB, which no buffer of the kernel swallows
 WINDOW_STEPS = 40

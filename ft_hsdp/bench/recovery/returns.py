@@ -21,7 +21,7 @@ from ft_hsdp.bench.recovery.scene import Scene
 from ft_hsdp.bench.recovery.spans import span
 from ft_hsdp.bench.spread import milliseconds
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.summary import fault_free_step
+from ft_hsdp.launch.run.summary import fault_free_step
 
 PEER = "torchft"
 TURNS = 3  # of each contender; one job runs at a time

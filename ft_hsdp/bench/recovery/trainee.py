@@ -12,7 +12,7 @@ from ft_hsdp.bench.recovery import models
 from ft_hsdp.bench.recovery.scene import FILE, Scene
 from ft_hsdp.config import Config
 from ft_hsdp.errors import EXIT_LEFT, FtHsdpError
-from ft_hsdp.train.calling import Calling
+from ft_hsdp.train.identity import Calling
 from ft_hsdp.train.trainer import build_optimizer
 
 

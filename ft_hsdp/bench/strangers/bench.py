@@ -24,8 +24,8 @@ from ft_hsdp.bench.recovery.scene import Scene
 from ft_hsdp.bench.spread import spread
 from ft_hsdp.bench.strangers.flood import PER_S, Flood
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.processes import environment, tied
-from ft_hsdp.launch.rundir import read_json
+from ft_hsdp.launch.backend.processes import environment, tied
+from ft_hsdp.launch.run.directory import read_json
 
 SCENE = Scene(replicas=3, ranks=2, wait_s=0.03)
 STEPS = 40  # of each window

@@ -41,7 +41,7 @@ from ft_hsdp.ftar.transport.receiver import ReceiveLane, StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingData, RingReady
-from ft_hsdp.sealed import Sealed
+from ft_hsdp.record_layer import Sealed
 
 _PAIR = struct.Struct("!HH")
 MOST_KEYS = 256

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ft_hsdp import faults
+from ft_hsdp import fault_injection
 from ft_hsdp.errors import FTARError, LocalSystemError, PeerDead, PeerTimeout, exhausted
 from ft_hsdp.ftar.transport.kind import Carrier
-from ft_hsdp.sealed import Sealed
+from ft_hsdp.record_layer import Sealed
 
 Buffers = list[bytes | memoryview]
 
@@ -161,10 +161,10 @@ class SendLane:
             raise exhausted(error) or PeerDead(f"right neighbour: {error}", suspect=self._member) from error
 
     def _hand(self, frame: Rest, wait: bool) -> Rest | None:
-        if faults.cut(self._member):
+        if fault_injection.cut(self._member):
             if not wait:
                 raise BlockingIOError
-            faults.hold(self._member, lambda: self._error is not None)
+            fault_injection.hold(self._member, lambda: self._error is not None)
         flags = 0 if wait else socket.MSG_DONTWAIT
         if frame.descriptors:
             went = socket.send_fds(self._sock, frame.buffers, list(frame.descriptors), flags)

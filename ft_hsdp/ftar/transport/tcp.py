@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 
-from ft_hsdp import handshake, sealed
+from ft_hsdp import handshake, record_layer
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.ftar import wire
 from ft_hsdp.ftar.listener import Call, Listener
@@ -66,8 +66,8 @@ async def _ready(socks: list[socket.socket], edge: Edge) -> None:
     for sock in socks:
         wire.blocking(sock, edge.settings.timeout_s)
     try:
-        if any(isinstance(sock, sealed.Sealed) for sock in socks):
-            await asyncio.to_thread(sealed.agree, socks, edge.ticket.encode())
+        if any(isinstance(sock, record_layer.Sealed) for sock in socks):
+            await asyncio.to_thread(record_layer.agree, socks, edge.ticket.encode())
     except BaseException:
         _close(socks)
         raise

@@ -3,7 +3,7 @@
 Nothing is started that lasts, and no file is left.
 """
 
-from ft_hsdp.launch.doctor.examination import CHECKS, examine
-from ft_hsdp.launch.doctor.finding import Bad, Finding, State, Subject, Undecided
+from ft_hsdp.launch.doctor.checks import CHECKS, examine
+from ft_hsdp.launch.doctor.result import Bad, Finding, State, Subject, Undecided
 
 __all__ = ["CHECKS", "Bad", "Finding", "State", "Subject", "Undecided", "examine"]

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ft_hsdp.launch.doctor.child import ask
-from ft_hsdp.launch.doctor.finding import Bad, Subject
-from ft_hsdp.launch.doctor.sizes import gib, weights
+from ft_hsdp.launch.doctor.machine import gib, weights
+from ft_hsdp.launch.doctor.result import Bad, Subject, ask
 
 DRIVER = Path("/proc/driver/nvidia/version")
 GPU_COPIES = 5  # fp32, on the GPU: weights, gradients, reduced gradients, two moments

@@ -1,16 +1,58 @@
-"""Storage: the run's folder, the text, room on disks, and where checkpoints lie."""
+"""Versions: of what is installed, against what this package asks for.
+
+Storage: the run's folder, the text, room on disks, and where checkpoints lie.
+"""
 
 from __future__ import annotations
 
 import os
+import platform
+import re
 import shutil
+from importlib import metadata
 from pathlib import Path
 
-from ft_hsdp.launch.by_hand import run_of
-from ft_hsdp.launch.doctor.finding import Bad, Subject
-from ft_hsdp.launch.doctor.sizes import gib, weights
-from ft_hsdp.launch.rundir import alive, read_json
+from ft_hsdp.launch.doctor.machine import gib, weights
+from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided
+from ft_hsdp.launch.run.directory import alive, read_json
+from ft_hsdp.launch.standalone import run_of
 from ft_hsdp.mounts import existing, mount_of
+
+
+def installed(_: Subject) -> str:
+    """torch's version, if it is new enough."""
+    try:
+        have = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        raise Bad("torch is not installed; `make venv` does it, or pip install torch") from None
+    least = lower_bound("torch", asked_for())
+    text = f"torch {have}, Python {platform.python_version()}"
+    if numbers(have) < numbers(least):
+        raise Bad(f"{text}; torch must be {least} or newer: pip install 'torch>={least}'")
+    return f"{text}; torch {least} or newer is asked for"
+
+
+def asked_for() -> list[str]:
+    """What this package requires, one line each. Raises Undecided."""
+    try:
+        return metadata.requires("ft_hsdp") or []
+    except metadata.PackageNotFoundError:
+        raise Undecided("ft_hsdp runs from a folder and is not installed: what it requires is not known") from None
+
+
+def lower_bound(package: str, requirements: list[str]) -> str:
+    """The X of `package>=X`. Raises Undecided where there is none."""
+    for line in requirements:
+        found = re.fullmatch(rf"{re.escape(package)}\s*>=\s*([0-9][0-9.]*)", line.partition(";")[0].strip())
+        if found:
+            return found[1]
+    raise Undecided(f"nothing is said of the oldest {package} that will do")
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The numbers of a version, to be compared: (2, 13, 0) of 2.13.0+cpu."""
+    return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[+a-z]", version)[0]))
+
 
 STORED_COPIES = 3  # in a checkpoint: weights and two moments
 LOG_BYTES = 200 * 2**20  # logs of a long run

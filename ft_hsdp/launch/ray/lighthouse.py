@@ -20,11 +20,11 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from ft_hsdp.config import load
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch import status
 from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseFleet
-from ft_hsdp.launch.ray.berth import cause
 from ft_hsdp.launch.ray.placement import prefix
-from ft_hsdp.launch.rundir import Row, RunDir, read_json
+from ft_hsdp.launch.ray.slot import cause
+from ft_hsdp.launch.run import status
+from ft_hsdp.launch.run.directory import Row, RunDir, read_json
 
 IDLE_S = 2.0  # an answer without news
 LOOK_S = 0.05

@@ -52,7 +52,7 @@ def render(config: Config, args: argparse.Namespace) -> str:
     """The file that `args` asks for. Raises ConfigError."""
     from ft_hsdp.launch.render.jobset import jobset
     from ft_hsdp.launch.render.rayjob import rayjob
-    from ft_hsdp.launch.render.site import Site
+    from ft_hsdp.launch.render.settings import Site
     from ft_hsdp.launch.render.slurm import slurm
 
     given = {field: getattr(args, field, None) for field in Site.__dataclass_fields__}

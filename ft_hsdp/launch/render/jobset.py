@@ -15,10 +15,8 @@ from urllib.parse import urlsplit
 from ft_hsdp.config import Config
 from ft_hsdp.errors import EXIT_CONFIG
 from ft_hsdp.launch.render import pod
-from ft_hsdp.launch.render.name import label
-from ft_hsdp.launch.render.pod import CONFIG, Tree
-from ft_hsdp.launch.render.settings import COMMAND, dump, in_pods, spread
-from ft_hsdp.launch.render.site import Shape, Site, check, shape
+from ft_hsdp.launch.render.pod import CONFIG, Tree, label
+from ft_hsdp.launch.render.settings import COMMAND, Shape, Site, check, dump, in_pods, shape, spread
 from ft_hsdp.launch.render.text import Note, comment, document
 
 PORT = 29500

@@ -13,10 +13,8 @@ import shlex
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.render import pod
-from ft_hsdp.launch.render.name import label
-from ft_hsdp.launch.render.pod import CONFIG, Tree
-from ft_hsdp.launch.render.settings import COMMAND, dump, in_pods
-from ft_hsdp.launch.render.site import Site, check
+from ft_hsdp.launch.render.pod import CONFIG, Tree, label
+from ft_hsdp.launch.render.settings import COMMAND, Site, check, dump, in_pods
 from ft_hsdp.launch.render.text import Note, comment, document
 
 RAY_VERSION = "2.60.0"  # token authentication wants 2.52 or later

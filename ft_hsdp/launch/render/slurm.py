@@ -12,8 +12,7 @@ from pathlib import Path
 
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.render.settings import COMMAND, dump, spread
-from ft_hsdp.launch.render.site import Shape, Site, check, shape
+from ft_hsdp.launch.render.settings import COMMAND, Shape, Site, check, dump, shape, spread
 
 NOTICE_S = 60  # Slurm looks at its clock so seldom
 

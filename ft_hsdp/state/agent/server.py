@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from ft_hsdp import handshake, sealed
+from ft_hsdp import handshake, record_layer
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError, LocalResourceError, ProtocolViolation, Retryable
 from ft_hsdp.handshake import Admitted, Gate, Purpose
@@ -389,7 +389,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise ConfigError("--linger", chosen.linger, "seconds, above 0")
         if not 0 < chosen.hello < float("inf"):
             raise ConfigError("--hello", chosen.hello, "seconds, above 0")
-        sealed.use(chosen.tls)
+        record_layer.use(chosen.tls)
         handshake.use(chosen.hello)
         run(token, chosen.replica, chosen.host, chosen.port, chosen.linger, chosen.guard, chosen.generation)
     except FtHsdpError as error:

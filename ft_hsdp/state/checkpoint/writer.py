@@ -25,7 +25,7 @@ from typing import IO, Any
 
 import torch
 
-from ft_hsdp import failpoints
+from ft_hsdp import fault_injection
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
@@ -85,7 +85,7 @@ class Draft:
         self._manifest.flush()
         os.fsync(self._manifest.fileno())
         _sync(self.path)
-        failpoints.reach("checkpoint-rename", manifest.state.step)
+        fault_injection.reach("checkpoint-rename", manifest.state.step)
         self.path.rename(self.final)
         _sync(self._folder)
         try:
@@ -333,7 +333,7 @@ class Checkpointer:
             files = {
                 n: File(**f) for each in self._all(lambda: draft.written_by(ranks.rank)) for n, f in each.items()
             }
-            failpoints.reach("checkpoint-write", header.state.step)
+            fault_injection.reach("checkpoint-write", header.state.step)
             manifest = self._manifest(header, files, pieces)
             published = self._first(lambda: draft.publish(manifest, self._keep, self._key))
         except dcp.Failed as failed:

@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ft_hsdp import failpoints, faults
+from ft_hsdp import fault_injection
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state.transfer import shard_manifest
@@ -322,7 +322,7 @@ class _Job:
         """Ask until it has the state; False: it is over."""
         request = self._request
         while True:
-            faults.hold(donor, lambda: self._over)
+            fault_injection.hold(donor, lambda: self._over)
             try:
                 answer = line.ask(path(request.state, request.rank, "manifest"))
                 self._shut.discard(donor)
@@ -374,14 +374,14 @@ class _Job:
         )
         try:
             self._due[donor] = time.monotonic() + CHUNK_S
-            faults.hold(donor, lambda: self._over)
+            fault_injection.hold(donor, lambda: self._over)
             answer = line.ask(path(self._request.state, self._request.rank, "data"), (begin, end))
             said = (answer.status, answer.headers.get("content-range"), answer.headers.get("etag"), answer.length)
             if said != (206, f"bytes {begin}-{end - 1}/{len(self._memory)}", f'"{self._digest}"', end - begin):
                 raise DataCorruption(f"answered {said[0]} with range {said[1]} of {str(said[2])[:14]}")
             for index in run:
                 line.read_into(self._chunk(index))
-                failpoints.reach("fetch", self._request.state.step)
+                fault_injection.reach("fetch", self._request.state.step)
                 self._due[donor] = time.monotonic() + CHUNK_S
                 self._arrived.put((donor, index))
                 left.pop(0)

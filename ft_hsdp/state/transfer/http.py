@@ -13,7 +13,7 @@ import struct
 import threading
 from dataclasses import dataclass
 
-from ft_hsdp import address, handshake, sealed
+from ft_hsdp import address, handshake, record_layer
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption, ProtocolViolation
 from ft_hsdp.handshake import Purpose
@@ -140,8 +140,8 @@ class Line:
         with self._lock:
             if self._over:
                 raise ConnectionError("hung up")
-            sock = self._sock = sealed.sealable(sock, session, listening=False)
-        sealed.agree([sock])
+            sock = self._sock = record_layer.sealable(sock, session, listening=False)
+        record_layer.agree([sock])
         return sock
 
     def _head(self, sock: socket.socket) -> Answer:

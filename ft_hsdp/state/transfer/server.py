@@ -24,7 +24,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 
-from ft_hsdp import address, handshake, sealed
+from ft_hsdp import address, handshake, record_layer
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.handshake import Gate, Purpose
 from ft_hsdp.state.transfer.source import ServedSnapshot, SnapshotSource
@@ -122,7 +122,7 @@ class _Handler(BaseHTTPRequestHandler):
         if wanted is not None:
             about["Content_Range"] = f"bytes {begin}-{end - 1}/{total}"
         self._head(200 if wanted is None else 206, end - begin, **about)
-        if begin < end and isinstance(self.connection, sealed.Sealed):
+        if begin < end and isinstance(self.connection, record_layer.Sealed):
             return self._encrypted(served, begin, end)
         while begin < end:
             sent = os.sendfile(self.connection.fileno(), served.fd, begin, min(SLICE, end - begin))
@@ -170,7 +170,7 @@ class _Readers:
         except OSError:  # gone already
             sock.close()
             return
-        sock = sealed.sealable(sock, session, listening=True)
+        sock = record_layer.sealable(sock, session, listening=True)
         with self._change:
             full = len(self.places) >= MAX_READERS or self._peers[peer] >= MAX_READERS_PER_PEER
             if not full:
@@ -189,7 +189,7 @@ class _Readers:
     def _serve(self, sock: socket.socket, peer: str) -> None:
         try:
             sock.setblocking(True)
-            sealed.agree([sock])
+            record_layer.agree([sock])
             _Handler(sock, peer, self)  # type: ignore[arg-type]
         except OSError:  # it went away or was hung up on: its own affair
             pass

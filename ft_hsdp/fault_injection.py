@@ -1,0 +1,359 @@
+"""Failpoints: named places at which a process can be made to fail, for tests. Off unless they are configured.
+
+``debug.failpoints`` maps a name to which replicas, which rank and which incarnation fail there, at which step.
+Each fires once in a process, the first time that the place is reached at that step or a later one.
+
+Faults: what a process does wrong on purpose while an order says so. Off unless the configuration asks for it.
+
+Who injects a fault puts a file into the run's folder ``faults``, and removes it to lift the fault. A process that
+`watch`es the folder carries out what is meant for it: its disk is full or slow, its wall clock is wrong, or no
+packet passes between it and a peer. Disk and clock are faked below our code, in the functions that it calls; a
+partition is asked for where messages are sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import contextlib
+import errno
+import fcntl
+import io
+import json
+import os
+import signal
+import stat
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+PLACES = {
+    "reduce-begin": "the first bucket is about to enter the ring",
+    "reduce-copy": "an own chunk is about to be sent",
+    "reduce-scatter": "a partial sum is about to be made (reduce-scatter)",
+    "reduce-boundary": "a shard's final sum is about to be made, which nobody has yet",
+    "reduce-gather": "a final sum of another member is about to be stored (all-gather)",
+    "vote": "the rank is about to vote",
+    "token-first": "the leader is about to pass the token on in pass 1",
+    "token-second": "the verdict is decided here, and nobody else has heard of it from here",
+    "apply-begin": "the commit is logged, nothing is applied yet",
+    "apply-middle": "the weights are updated, ledger and name are not",
+    "apply-end": "the step is applied, and no snapshot of it is taken",
+    "snapshot": "a snapshot is copied, and its agent does not know that it is complete",
+    "snapshot-kept": "a snapshot is complete, and its agent knows it",
+    "fetch": "a part of the state that is fetched has arrived",
+    "checkpoint-write": "the files of a checkpoint are written, its manifest is not",
+    "checkpoint-rename": "a checkpoint is complete, and does not have its name yet",
+    "quorum-reply": "the lighthouse has answered, nothing was done about it",
+    "state-flip": "a bit of the state flips, as a broken machine would have it",
+    "live-flip": "a bit of the state flips after its snapshot was taken",
+    "snapshot-flip": "a bit of a complete snapshot flips",
+    "snapshot-out": "there is no memory for a snapshot: it is left out",
+    "record-lost": "the ring broke in doubt: the record is forgotten, as a loss of memory would",
+}
+
+
+class Failpoint(Protocol):
+    """Who fails at a place, at ``step`` or the first time after it; ``life`` counts the replica's restarts."""
+
+    @property
+    def replicas(self) -> Collection[int]:
+        """Their ids."""
+
+    @property
+    def rank(self) -> int:
+        """The rank in each."""
+
+    @property
+    def life(self) -> int:
+        """The number of restarts before the incarnation that fails."""
+
+    @property
+    def step(self) -> int:
+        """The first step."""
+
+    @property
+    def signal(self) -> str:
+        """KILL or STOP."""
+
+
+_armed: dict[str, Failpoint] = {}
+
+
+def arm(points: Mapping[str, Failpoint], replica: int, rank: int, life: int) -> None:
+    """Arm what is meant for this process."""
+    _armed.clear()
+    _armed.update({n: p for n, p in points.items() if replica in p.replicas and (p.rank, p.life) == (rank, life)})
+
+
+def hit(place: str, step: int) -> bool:
+    """Whether ``place`` fails now, at ``step``."""
+    if not _armed:
+        return False
+    point = _armed.get(place)
+    if point is None or step < point.step:
+        return False
+    del _armed[place]
+    return True
+
+
+def reach(place: str, step: int) -> None:
+    """End, or stop, this process if ``place`` fails now."""
+    if not _armed:
+        return
+    point = _armed.get(place)
+    if point is not None and hit(place, step):
+        # To this thread: of a signal to the process, its thread may hear a little later.
+        signal.pthread_kill(threading.get_ident(), getattr(signal, f"SIG{point.signal}"))
+
+
+HOOKED = ("disk_full", "slow_disk", "partition", "clock")
+"""The kinds that a process has to carry out itself."""
+FOLDER = "faults"
+LIGHTHOUSE = "lighthouse"
+SUPERVISOR = "supervisor"
+LOOK_S = 0.05  # between two looks at the folder, and at a partition that holds a message back
+
+Peer = int | str
+"""A replica's id, or LIGHTHOUSE."""
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """One fault. ``replica`` and ``rank``: who is hit (None: each rank); ``supervisor``: the supervisor is hit.
+
+    ``edge``: of a partition, between whom nothing passes; ``reject``: connections are refused, not left waiting.
+    ``seconds``: by how much the clock is wrong, or how long a write takes; ``until``: monotonic seconds at which
+    it ends if nobody lifts it, None: never.
+    """
+
+    kind: str
+    replica: int | None = None
+    rank: int | None = None
+    supervisor: bool = False
+    edge: tuple[Peer, Peer] | None = None
+    reject: bool = False
+    seconds: float = 0.0
+    until: float | None = None
+
+    def hits(self, replica: int | None, rank: int | None) -> bool:
+        """Whether it is meant for a rank, or, with None, for the supervisor."""
+        if replica is None:
+            return self.supervisor
+        if self.edge is not None:
+            return replica in self.edge
+        return self.replica == replica and self.rank in (None, rank)
+
+
+_cut: Mapping[Peer, bool] = {}  # peers that nothing reaches -> whether they refuse
+_watched: set[Path] = set()
+
+
+def cut(peer: Peer | None) -> bool:
+    """Whether nothing reaches ``peer`` at the moment."""
+    return peer in _cut
+
+
+def _never() -> bool:
+    return False
+
+
+async def passes(peer: Peer, most_s: float = float("inf"), given_up: Callable[[], bool] = _never) -> None:
+    """Wait until what is sent to ``peer`` passes, or until ``given_up()``.
+
+    Raises:
+        ConnectionRefusedError: the partition refuses connections.
+        TimeoutError: not within ``most_s`` seconds.
+    """
+    end = time.monotonic() + most_s
+    while _refusing(peer) and not given_up():
+        if time.monotonic() > end:
+            raise TimeoutError(errno.ETIMEDOUT, "nothing passes: a fault on purpose")
+        await asyncio.sleep(LOOK_S)
+
+
+def hold(peer: Peer, given_up: Callable[[], bool]) -> None:
+    """Like `passes`, but blocks, and returns once ``given_up()``."""
+    while _refusing(peer) and not given_up():
+        time.sleep(LOOK_S)
+
+
+def _refusing(peer: Peer) -> bool:
+    if peer not in _cut:
+        return False
+    if _cut[peer]:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "connection refused: a fault on purpose")
+    return True
+
+
+def watch(run: Path, replica: int | None, rank: int | None) -> None:
+    """Carry out from now on what is ordered for this rank of the job in ``run``, or, with None, its supervisor."""
+    folder = run.resolve() / FOLDER
+    if folder in _watched:
+        return
+    _watched.add(folder)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    threading.Thread(target=_watch, args=(folder, replica, rank), name="faults", daemon=True).start()
+
+
+def _watch(folder: Path, replica: int | None, rank: int | None) -> None:
+    in_force: list[Order] = []
+    with contextlib.ExitStack() as faked:
+        while True:
+            meant = [o for o in _orders(folder) if o.hits(replica, rank)]
+            if meant != in_force:
+                in_force = meant
+                faked.close()
+                enforce(meant, folder.parent, replica, faked)
+            time.sleep(LOOK_S)
+
+
+def _orders(folder: Path) -> Iterator[Order]:
+    """What is ordered at the moment; a file that is not whole is none yet."""
+    now = time.monotonic()
+    with contextlib.suppress(OSError):
+        for name in sorted(os.listdir(folder)):
+            with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+                if name.endswith(".json"):
+                    order = parse(_read(folder / name))
+                    if order.until is None or now < order.until:
+                        yield order
+
+
+def _read(file: Path) -> bytes:
+    """What is in a file, by calls that no fault fakes."""
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return os.read(descriptor, 65536)
+    finally:
+        os.close(descriptor)
+
+
+def parse(text: bytes) -> Order:
+    """An order from its file. Raises ValueError, TypeError where it is none."""
+    said: dict[str, Any] = json.loads(text)
+    edge = said.pop("edge", None)
+    return Order(**said, edge=None if edge is None else (edge[0], edge[1]))
+
+
+def enforce(orders: Iterable[Order], run: Path, replica: int | None, faked: contextlib.ExitStack) -> None:
+    """Put these faults into force, in place of all others, until ``faked`` is closed."""
+    global _cut
+    partitions = [(o.edge, o.reject) for o in orders if o.kind == "partition" and o.edge is not None]
+    _cut = {peer: reject for edge, reject in partitions for peer in edge if peer != replica}
+    for order in orders:
+        if order.kind == "disk_full":
+            faked.enter_context(_disk(run, None))
+        elif order.kind == "slow_disk":
+            faked.enter_context(_disk(run, order.seconds))
+        elif order.kind == "clock":
+            faked.enter_context(_clock(order.seconds))
+
+
+def _late(seconds: float | None) -> None:
+    """What comes before a write: a pause, or, with None, ENOSPC instead of it."""
+    if seconds is None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    time.sleep(seconds)
+
+
+def _room(descriptor: int) -> int:
+    """How many bytes the next write finds in blocks that the file has: those a full disk takes."""
+    told = os.fstat(descriptor)
+    appends = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND
+    at = told.st_size if appends else os.lseek(descriptor, 0, os.SEEK_CUR)
+    return max(0, told.st_blocks * 512 - at)
+
+
+@contextlib.contextmanager
+def _disk(run: Path, seconds: float | None) -> Iterator[None]:
+    """Each write below ``run`` takes ``seconds``; with None, the disk has no free block, and takes no new file."""
+    inside = f"{run}{os.sep}"
+    write, plain, system = os.write, io.open, os.open
+
+    def named(path: object) -> bool:
+        try:
+            return os.path.abspath(os.fsdecode(os.fspath(path))).startswith(inside)  # type: ignore[call-overload]
+        except TypeError:
+            return False
+
+    def ours(descriptor: int) -> bool:
+        with contextlib.suppress(OSError):
+            regular = stat.S_ISREG(os.fstat(descriptor).st_mode)
+            return regular and os.readlink(f"/proc/self/fd/{descriptor}").startswith(inside)
+        return False
+
+    def written(descriptor: int, data: Any) -> int:
+        if not ours(descriptor):
+            return write(descriptor, data)
+        room = _room(descriptor) if seconds is None else 0
+        if room == 0:
+            _late(seconds)
+        return write(descriptor, memoryview(data)[:room] if room else data)
+
+    def opened(file: Any, mode: str = "r", *rest: Any, **named_rest: Any) -> Any:
+        if set(mode) & set("wax+") and named(file):
+            _late(seconds)
+        return plain(file, mode, *rest, **named_rest)
+
+    def made(path: Any, flags: int, *rest: Any, **named_rest: Any) -> int:
+        if flags & os.O_CREAT and named(path) and not os.path.exists(path):
+            _late(seconds)
+        return system(path, flags, *rest, **named_rest)
+
+    streams = [_Stream(s, seconds) for s in (sys.stdout, sys.stderr) if s is not None and ours(_descriptor(s))]
+    with contextlib.ExitStack() as faked:
+        for where, name, fake in (
+            (os, "write", written),
+            (os, "open", made),
+            (io, "open", opened),
+            (builtins, "open", opened),
+        ):
+            faked.enter_context(_replaced(where, name, fake))
+        for stream in streams:
+            faked.enter_context(_replaced(stream.below, "write", stream.write))
+        yield
+
+
+@dataclass(frozen=True, slots=True)
+class _Stream:
+    """stdout or stderr, where it is a file of the run."""
+
+    below: Any
+    seconds: float | None
+
+    def write(self, text: str) -> int:
+        """What is printed fails, or is late, like any other write."""
+        _late(self.seconds)
+        return int(type(self.below).write(self.below, text))
+
+
+def _descriptor(stream: Any) -> int:
+    try:
+        return int(stream.fileno())
+    except (OSError, ValueError, AttributeError):
+        return -1
+
+
+@contextlib.contextmanager
+def _clock(seconds: float) -> Iterator[None]:
+    """The wall clock of this process is wrong by ``seconds``."""
+    right, right_ns, ahead = time.time, time.time_ns, int(seconds * 1e9)
+    jumped, jumped_ns = lambda: right() + seconds, lambda: right_ns() + ahead
+    with _replaced(time, "time", jumped), _replaced(time, "time_ns", jumped_ns):
+        yield
+
+
+@contextlib.contextmanager
+def _replaced(where: Any, name: str, fake: Any) -> Iterator[None]:
+    """``where.name`` is ``fake`` meanwhile."""
+    own = getattr(where, name)
+    setattr(where, name, fake)
+    try:
+        yield
+    finally:
+        setattr(where, name, own)

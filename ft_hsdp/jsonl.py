@@ -1,0 +1,336 @@
+"""Files that grow by a JSON line a call: logs of what was done, and the journal of events with reasons.
+
+A disk that is full, read-only or broken costs lines, never who writes them: lines that are lost are counted, and
+told once the disk takes lines again. A disk that hangs costs a control loop ``WAIT_S`` once, not its life.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import math
+import os
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+WAIT_S = 0.1  # longest wait of a caller for the thread that writes its line
+CLOSE_S = 2.0  # the same at the end
+QUEUE = 4096  # lines that may wait for that thread
+DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE})  # what disks say
+RESERVED = 1024  # bytes that `reserve` puts aside
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """Lines that are not in a file. since, until: Unix seconds, from the first of them to the end of that."""
+
+    file: str
+    lines: int
+    since: float
+    until: float
+    why: str
+
+    @property
+    def event(self) -> dict[str, object]:
+        """A row of events.jsonl that tells it."""
+        reason = f"{self.file} lacks {self.lines} lines of {self.until - self.since:.1f} s: {self.why}"
+        facts = {"file": self.file, "lines": self.lines, "since": self.since}
+        return {"t": self.until, "event": "LogLinesLost", "reason": reason, **facts}
+
+
+def finite(value: Any) -> Any:
+    """``value`` as strict JSON can say it: figures that are not finite become None."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(inner) for key, inner in value.items()}
+    return [finite(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def strict(row: Mapping[str, object]) -> str:
+    """``row`` as one line of strict JSON; where a figure of it was not finite, it says ``"finite": false``."""
+    try:
+        return json.dumps(row, separators=(",", ":"), default=str, allow_nan=False)
+    except ValueError:
+        return json.dumps({**finite(row), "finite": False}, separators=(",", ":"), default=str, allow_nan=False)
+
+
+def here() -> dict[str, str]:
+    """This host, and which of its starts this is: {"host", "boot"}."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return {"host": socket.gethostname(), "boot": boot}
+
+
+class LineWriter:
+    """A JSONL file, to which several processes may append. Thread-safe; it blocks as long as the disk does.
+
+    A line has left the process when `write` returns, whole or not at all: what a short write has left is made a
+    row of its own, ``{"torn":true}``, in place, for which no disk is too full.
+
+    lost: is told of lines that were lost, once one was written again, and by `close`.
+    """
+
+    def __init__(self, path: Path, lost: Callable[[Lost], None] | None = None) -> None:
+        self.path = path
+        self._tell = lost
+        self._descriptor: int | None = None
+        self._torn = False  # the file may end within a line
+        self._count = 0
+        self._since = 0.0
+        self._why = ""
+        self._lock = threading.Lock()
+        with contextlib.suppress(OSError):  # the first line tries again
+            self._open()
+
+    def write(self, row: Mapping[str, object]) -> bool:
+        """Append one row; whether it is in the file."""
+        return self.append(strict(row).encode() + b"\n")
+
+    def append(self, line: bytes) -> bool:
+        """Append one line, which ends with a newline; whether it is in the file."""
+        with self._lock:
+            try:
+                descriptor = self._open()
+                if not (self._whole(descriptor, line) or self._whole(descriptor, line)):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            except OSError as error:
+                self._miss(1, error.strerror or str(error))
+                return False
+            lost = self._settle()
+        if lost is not None and self._tell is not None:
+            self._tell(lost)
+        return True
+
+    def missed(self, lines: int, why: str) -> None:
+        """Count lines that were lost before they came here."""
+        with self._lock:
+            self._miss(lines, why)
+
+    def close(self) -> None:
+        """Close the file, and tell of what is lost to the end."""
+        with self._lock:
+            descriptor, self._descriptor = self._descriptor, None
+            lost = self._settle()
+        if descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.close(descriptor)
+        if lost is not None and self._tell is not None:
+            self._tell(lost)
+
+    def _miss(self, lines: int, why: str) -> None:
+        if not self._count:
+            self._since = time.time()
+            _log.warning("%s loses lines: %s", self.path, why)
+        self._count, self._why = self._count + lines, why
+
+    def _settle(self) -> Lost | None:
+        """What was lost since this was asked last."""
+        if not self._count:
+            return None
+        found = Lost(self.path.name, self._count, self._since, time.time(), self._why)
+        _log.warning("%s", found.event["reason"])
+        self._count = 0
+        return found
+
+    def _open(self) -> int:
+        """The descriptor. Raises OSError."""
+        if self._descriptor is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            size = os.fstat(self._descriptor).st_size
+            # The process before this one may have been killed within a line.
+            self._torn = size > 0 and os.pread(self._descriptor, 1, size - 1) != b"\n"
+        return self._descriptor
+
+    def _whole(self, descriptor: int, line: bytes) -> bool:
+        """Append a line; False where only a piece of it was written, which is a line of its own then."""
+        given = b"\n" + line if self._torn else line
+        done = os.write(descriptor, given)
+        self._torn = False
+        if done == len(given):
+            return True
+        self._torn = done > 0
+        if done > 0:
+            end = os.lseek(descriptor, 0, os.SEEK_CUR)  # of the piece, whatever others have appended since
+            with contextlib.suppress(OSError):
+                over = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)  # to append is all that the other one can
+                try:
+                    self._torn = os.pwrite(over, _filler(done), end - done) != done
+                finally:
+                    os.close(over)
+        return False
+
+
+def replace_json(path: Path, value: object) -> None:
+    """Replace ``path`` by ``value`` as JSON: a reader sees the old file or the new one, whole.
+
+    On a full disk the file is overwritten where it stands, which needs no space: a reader may find no JSON then,
+    for a moment. What `reserve` has put aside is used. Raises OSError.
+    """
+    data = json.dumps(value, allow_nan=False).encode() + b"\n"
+    part = _part(path)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _overwrite(part, data, os.O_CREAT)
+        part.replace(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            part.unlink()
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        try:
+            if path.stat().st_blocks * 512 < len(data):
+                raise error
+        except FileNotFoundError:
+            raise error from None
+        _overwrite(path, data)
+
+
+def reserve(path: Path) -> None:
+    """Put some space aside for the first `replace_json` of ``path`` by this process, if there is any."""
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for left in path.parent.glob(f".{path.name}.*.part"):  # of those before this process
+            left.unlink()
+        _overwrite(_part(path), b" " * RESERVED, os.O_CREAT)
+
+
+def _part(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
+
+
+def _overwrite(path: Path, data: bytes, flags: int = 0) -> None:
+    """Have ``path`` hold ``data``, in the blocks that it has as far as they go."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
+    try:
+        if os.write(descriptor, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.ftruncate(descriptor, len(data))
+    finally:
+        os.close(descriptor)
+
+
+def _filler(length: int) -> bytes:
+    """A line of ``length`` bytes that is strict JSON, or empty."""
+    row = b'{"torn":true}' if length > 13 else b"{}" if length > 2 else b""
+    return row.ljust(length - 1) + b"\n"
+
+
+class Queued:
+    """`LineWriter` for a control loop: a thread writes them. Thread-safe.
+
+    A caller waits at most ``WAIT_S`` for its line, and not at all as long as the lines before it are not written.
+    Lines that find no place in the queue are lost.
+    """
+
+    def __init__(self, path: Path, lost: Callable[[Lost], None] | None = None) -> None:
+        self._lines = LineWriter(path, lost)
+        self._queue: deque[bytes] = deque()
+        self._taken = self._written = self._missed = 0
+        self._late = False
+        self._closed = False
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def write(self, row: Mapping[str, object]) -> None:
+        """Append one row."""
+        line = strict(row).encode() + b"\n"
+        with self._changed:
+            if self._closed or len(self._queue) >= QUEUE:
+                self._missed += 1
+                return
+            self._queue.append(line)
+            self._taken += 1
+            mine = self._taken
+            if self._thread is None:  # not before the first line: who forks has no threads
+                self._thread = threading.Thread(target=self._run, name="log", daemon=True)
+                self._thread.start()
+            self._changed.notify_all()
+            if threading.current_thread() is self._thread:
+                return  # it tells of lines that were lost
+            wait_s = 0.0 if self._late else WAIT_S
+            self._late = not self._changed.wait_for(lambda: self._written >= mine, wait_s)
+
+    def flush(self, wait_s: float = CLOSE_S) -> bool:
+        """Wait until all lines are written or lost; False after ``wait_s``."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._written >= self._taken, wait_s)
+
+    def close(self) -> None:
+        """Write what waits, for at most ``CLOSE_S``, and close the file."""
+        done = self.flush()
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if done:
+            if self._thread is not None:
+                self._thread.join(CLOSE_S)
+            self._lines.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: bool(self._queue) or self._closed)
+                if not self._queue:
+                    return
+                line = self._queue.popleft()
+                missed, self._missed = self._missed, 0
+            if missed:
+                self._lines.missed(missed, "the disk did not answer")
+            self._lines.append(line)
+            with self._changed:
+                self._written += 1
+                self._changed.notify_all()
+
+
+class Journal:
+    """Events: what was decided, and why. ``fixed`` facts (who writes) are in every line.
+
+    A disk that is full or hangs costs lines, never a decision. ``tee`` hears of each row, on its caller's thread.
+    """
+
+    def __init__(
+        self, path: Path, tee: Callable[[Mapping[str, object]], None] | None = None, **fixed: object
+    ) -> None:
+        self._tee = tee
+        self._fixed = fixed
+        self._lines = Queued(path, self.lost)
+
+    def __call__(self, row: Mapping[str, object]) -> None:
+        """Append one row as it is."""
+        self._lines.write(row)
+        if self._tee is not None:
+            self._tee(row)
+
+    def event(self, event: str, reason: str, **facts: object) -> None:
+        """Append an event (past tense) with its reason and the time, in Unix seconds."""
+        self.note(time.time(), event, reason, **facts)
+
+    def note(self, t: float, event: str, reason: str, **facts: object) -> None:
+        """Append an event that happened at ``t``."""
+        self({"t": t, "event": event, **self._fixed, "reason": reason, **facts})
+
+    def lost(self, lost: Lost) -> None:
+        """Append that a log lacks lines."""
+        self({**self._fixed, **lost.event})
+
+    def flush(self, wait_s: float = CLOSE_S) -> None:
+        """Wait until all is written, for at most ``wait_s``."""
+        self._lines.flush(wait_s)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._lines.close()

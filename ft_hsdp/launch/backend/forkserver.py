@@ -1,0 +1,342 @@
+"""Starts rank processes by forking a preloaded one (`zygote`), and hears of their exits at once.
+
+The ranks are children of this process, not of the one that forked them (`children`): a fork server that is frozen
+or dead costs the start that waited for it, and is replaced; its ranks go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ft_hsdp.errors import Retryable
+from ft_hsdp.launch.backend import children
+from ft_hsdp.launch.backend.children import Child
+from ft_hsdp.launch.backend.processes import environment, tied
+from ft_hsdp.launch.run.directory import open_log
+
+ENTRY = "ft_hsdp.train.trainer:main"
+PRELOAD = ("torch", "torch.distributed.fsdp", "torch._dynamo")
+SPAWN_S = 10.0  # longest time for a fork, where nobody says
+GONE_S = 5.0  # longest time for killed ranks to go
+GONE_LOOK_S = 0.005  # between two looks whether they have
+REAP_S = 10.0  # between two looks for adopted processes that have ended
+_LARGEST = 1 << 16  # bytes of one answer
+
+OnExit = Callable[[int, int], None]
+"""Called with (pid, code) once the process is gone; the code is negative for a signal."""
+OnWarm = Callable[[int], None]
+"""Called with the pid of a process that has got all ready, and waits to be called."""
+OnLost = Callable[[int, str], None]
+"""Called with the pid of a fork server that was given up, and why."""
+Called = Mapping[str, Any]
+"""Who a rank is to be: the fields of `ft_hsdp.train.identity.Call`, and `log`, which takes its output."""
+
+
+@dataclass(slots=True)
+class _Start:
+    """A rank that is asked for. ``line``: our end of the one on which it is called."""
+
+    spawned: asyncio.Future[int]
+    line: socket.socket
+    exited: OnExit
+    warm: OnWarm
+    call: Called | None
+
+
+class _Server:
+    """One preloaded process. ``born`` is told of each rank that it forked for a start, or for nobody any more."""
+
+    def __init__(
+        self,
+        process: asyncio.subprocess.Process,
+        sock: socket.socket,
+        born: Callable[[_Start | None, int], None],
+    ) -> None:
+        self.process = process
+        self.sock = sock
+        self._born = born
+        self._starts: dict[int, _Start] = {}
+        self._count = 0
+
+    @property
+    def pid(self) -> int:
+        """Its pid."""
+        return self.process.pid
+
+    async def fork(self, request: Mapping[str, Any], line: socket.socket, start: _Start, within_s: float) -> int:
+        """Fork a rank; its pid.
+
+        Raises:
+            Retryable: it cannot.
+            TimeoutError: it did not within ``within_s`` seconds.
+        """
+        self._count += 1
+        number = self._count
+        self._starts[number] = start
+        try:
+            socket.send_fds(self.sock, [json.dumps({"spawn": number, **request}).encode()], [line.fileno()])
+            async with asyncio.timeout(within_s):
+                return await start.spawned
+        except BlockingIOError:
+            raise TimeoutError from None
+        except OSError as error:
+            if isinstance(error, TimeoutError):
+                raise
+            raise Retryable("the fork server died") from None
+        finally:
+            self._starts.pop(number, None)
+
+    async def read(self) -> None:
+        """Hear what it says until it is gone."""
+        loop = asyncio.get_running_loop()
+        try:
+            with contextlib.suppress(OSError):
+                while data := await loop.sock_recv(self.sock, _LARGEST):
+                    self._deliver(json.loads(data))
+        finally:  # it may be cancelled before it has seen the end
+            self.sock.close()
+        for start in self._starts.values():
+            if not start.spawned.done():
+                start.spawned.set_exception(Retryable("the fork server died"))
+                start.spawned.exception()  # whoever waited for it may have given up
+
+    def kill(self) -> None:
+        """SIGKILL it; that reaches a stopped one too. Its ranks go on."""
+        if self.process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                self.process.kill()
+
+    def _deliver(self, message: dict[str, Any]) -> None:
+        if "spawned" in message:
+            self._born(self._starts.pop(message["spawned"], None), message["pid"])
+        elif (start := self._starts.pop(message["failed"], None)) is not None and not start.spawned.done():
+            start.spawned.set_exception(Retryable(f"the fork server cannot fork: {message['error']}"))
+
+
+class ForkServer:
+    """The preloaded process of a run, and the ranks that it forks. All die with this process.
+
+    entry: "module:function" with the signature of `ft_hsdp.train.trainer.main`; preload: modules to import
+    before the fork; boot_s: longest time for that; spawn_s: longest time for a fork. A server that dies, or does
+    not fork in time, is given up and `lost` is told; another one is started at once.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        *,
+        entry: str = ENTRY,
+        preload: Sequence[str] = PRELOAD,
+        boot_s: float = 120.0,
+        spawn_s: float = SPAWN_S,
+        lost: OnLost = lambda pid, why: None,
+    ) -> None:
+        self._run = run.resolve()
+        self._boot_s = boot_s
+        self._spawn_s = spawn_s
+        self._entry = entry
+        self._preload = preload
+        self._lost = lost
+        self._starting = asyncio.Lock()
+        self._server: _Server | None = None
+        self._sessions: set[int] = set()  # of all servers that there were
+        self._running: dict[int, Child] = {}  # by pid
+        self._fewer = asyncio.Event()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Pid of the server, if it runs."""
+        return None if self._server is None else self._server.pid
+
+    async def start(self) -> None:
+        """Start the server, if it does not run. Raises Retryable with one line where it cannot load."""
+        await self._ready()
+
+    async def spawn(
+        self,
+        *,
+        env: Mapping[str, str],
+        config: Path,
+        log: Path,
+        on_exit: OnExit,
+        call: Called | None = None,
+        on_warm: OnWarm = lambda _: None,
+    ) -> int:
+        """Fork a rank; its pid. Raises Retryable where the server cannot, does not in time, or dies over it.
+
+        env: added to the environment; config: the YAML file it loads; log: takes its stdout and stderr. Without
+        `call` it gets all ready, has `on_warm` called, and waits for a `call`.
+        """
+        server = await self._ready()
+        request = {
+            "env": dict(env),
+            "run": str(self._run),
+            "config": str(config),
+            "log": str(log),
+            "called": call is not None,
+        }
+        try:
+            ours, theirs = socket.socketpair()
+        except OSError as error:
+            raise Retryable(f"no line to a rank: {error.strerror}") from None
+        start = _Start(asyncio.get_running_loop().create_future(), ours, on_exit, on_warm, call)
+        try:
+            with theirs:
+                return await server.fork(request, theirs, start, self._spawn_s)
+        except TimeoutError:
+            why = f"the fork server did not fork within {self._spawn_s:g} s"
+            self._give_up(server, why)
+            raise Retryable(why) from None
+        finally:
+            if not start.spawned.done() or start.spawned.cancelled() or start.spawned.exception() is not None:
+                ours.close()  # a rank that is forked for it all the same ends
+
+    def call(self, pid: int, call: Called) -> None:
+        """Tell a rank that was not told yet who it is."""
+        if (rank := self._running.get(pid)) is not None:
+            rank.call(call)
+
+    def signal(self, pid: int, number: int) -> None:
+        """Signal a rank, if it runs. It is a child of this process, so its pid is nobody else's."""
+        if (rank := self._running.get(pid)) is not None:
+            rank.signal(number)
+
+    async def close(self) -> None:
+        """End the server. Ranks that still run are killed; `on_exit` is called for each."""
+        self._closed = True
+        server, self._server = self._server, None
+        if server is not None:
+            server.kill()
+        for rank in self._running.values():
+            rank.signal(signal.SIGKILL)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GONE_S):
+                while self._running:
+                    self._fewer.clear()
+                    await self._fewer.wait()
+        if server is not None:
+            await server.process.wait()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if server is not None:
+            server.sock.close()
+        for _ in range(round(GONE_S / GONE_LOOK_S)):
+            if children.end(self._sessions):  # among them what was forked last, and never heard of
+                break
+            await asyncio.sleep(GONE_LOOK_S)
+
+    async def _ready(self) -> _Server:
+        async with self._starting:
+            if self._server is None:
+                self._server = await self._start()
+            return self._server
+
+    async def _execute(self) -> tuple[asyncio.subprocess.Process, socket.socket]:
+        """Start the process; our end of the connection to it. Raises OSError."""
+        children.adopt()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            ours.setblocking(False)
+            with theirs, open_log(self._run / "forkserver.log") as log:
+                args = (str(theirs.fileno()), self._entry, str(self._run), *self._preload)
+                process = await asyncio.create_subprocess_exec(
+                    *tied("ft_hsdp.launch.backend.zygote", *args),
+                    env=environment(),
+                    pass_fds=(theirs.fileno(),),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                )
+        except BaseException:
+            ours.close()
+            raise
+        return process, ours
+
+    async def _start(self) -> _Server:
+        try:
+            process, sock = await self._execute()
+        except OSError as error:
+            raise Retryable(f"the fork server does not start: {error.strerror or error}") from None
+        server = _Server(process, sock, self._born)
+        try:
+            async with asyncio.timeout(self._boot_s):
+                said = await asyncio.get_running_loop().sock_recv(sock, _LARGEST)
+            answer = json.loads(said) if said else {"error": "the fork server died while it was loading"}
+            if "error" in answer:
+                raise Retryable(answer["error"])
+        except BaseException as error:
+            sock.close()
+            server.kill()
+            await process.wait()
+            if isinstance(error, TimeoutError):
+                raise Retryable(f"the fork server did not load within {self._boot_s:g} s") from None
+            if isinstance(error, OSError):
+                raise Retryable("the fork server died while it was loading") from None
+            raise
+        self._sessions.add(server.pid)
+        self._keep(self._read(server))
+        if len(self._sessions) == 1:
+            self._keep(self._reap())
+        return server
+
+    def _keep(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _read(self, server: _Server) -> None:
+        await server.read()
+        self._give_up(server, "the fork server died")
+        await server.process.wait()
+
+    def _give_up(self, server: _Server, why: str) -> None:
+        """Start another one beside it, for whoever comes next."""
+        server.kill()
+        if self._server is not server or self._closed:
+            return
+        self._server = None
+        self._lost(server.pid, why)
+        self._keep(self._again())
+
+    async def _again(self) -> None:
+        with contextlib.suppress(Retryable):  # the next start tries it again, and says so
+            await self._ready()
+
+    async def _reap(self) -> None:
+        while True:
+            await asyncio.sleep(REAP_S)
+            children.reap(self._sessions, self._running)
+
+    def _born(self, start: _Start | None, pid: int) -> None:
+        """A rank runs; it is a child of this process by now, so its pid is its own until it is reaped here."""
+        if start is None or start.spawned.done() or self._closed:
+            os.kill(pid, signal.SIGKILL)  # it came too late
+            return
+
+        def gone(code: int) -> None:
+            del self._running[pid]
+            self._fewer.set()
+            start.exited(pid, code)
+
+        try:
+            rank = Child(pid, start.line, gone, lambda: start.warm(pid))
+        except OSError as error:
+            os.kill(pid, signal.SIGKILL)
+            start.spawned.set_exception(Retryable(f"a rank cannot be watched: {error.strerror}"))
+            return
+        self._running[pid] = rank
+        if start.call is not None:
+            rank.call(start.call)
+        start.spawned.set_result(pid)

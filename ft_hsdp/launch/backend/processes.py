@@ -1,0 +1,158 @@
+"""How a process is started so that it never outlives the one that started it, and what else it needs.
+
+`python -m ft_hsdp.launch.backend.processes tied PID MODULE [ARGS]` runs a module. The kernel kills it when PID
+ends. `... spare PID PACKAGE [ARGS]` loads a package, waits for a line on stdin, and then runs the package. Loading
+is most of the time that a lighthouse needs to start. Both lead a session of their own, so that Ctrl-C in a terminal
+reaches only the process that knows what to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import importlib
+import io
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+
+import ft_hsdp
+from ft_hsdp import address
+from ft_hsdp.secret import KEY_VARIABLE
+
+_PR_SET_PDEATHSIG = 1
+FIRST_PORT, PORTS = 20000, 12768  # below those that Linux gives to outgoing connections
+TRIES = 1000
+TOKEN_VARIABLE = "FT_HSDP_TOKEN"  # noqa: S105 - the name of a variable
+SECRETS = (TOKEN_VARIABLE, KEY_VARIABLE, "RAY_AUTH_TOKEN")  # what no child needs in its environment
+ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "PYTHONUNBUFFERED": "1",
+}
+"""Environment of every process that computes: one thread each, output at once."""
+
+
+def die_with(parent: int) -> None:
+    """Have the kernel SIGKILL this process when `parent`, which must have started it, dies."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:  # it died before the call
+        os._exit(128 + signal.SIGKILL)
+
+
+def tied(*module_and_args: str) -> list[str]:
+    """The command that runs a module of this installation tied to the calling process's life."""
+    return [sys.executable, "-m", "ft_hsdp.launch.backend.processes", "tied", str(os.getpid()), *module_and_args]
+
+
+def spare(*module_and_args: str) -> list[str]:
+    """Like `tied`, but the module is only loaded; it runs when a line comes on stdin, and ends at its end."""
+    return [sys.executable, "-m", "ft_hsdp.launch.backend.processes", "spare", str(os.getpid()), *module_and_args]
+
+
+def environment() -> dict[str, str]:
+    """This process's environment, in which children find its packages; the job's token they take from the run."""
+    root = str(Path(ft_hsdp.__file__).parents[1])
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
+    return {**inherited, **ONE_THREAD, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+class _Forgiving(io.FileIO):
+    """A file whose disk may be full: what it does not take is lost, and nobody who prints ends of it."""
+
+    def write(self, data: Any, /) -> int:
+        """All of ``data`` counts as written."""
+        with contextlib.suppress(OSError):
+            super().write(data)
+        return memoryview(data).nbytes
+
+
+def forgiving(descriptor: int) -> TextIO:
+    """A text file at ``descriptor``, a line at a time, whose writer hears of no error."""
+    raw = io.BufferedWriter(_Forgiving(descriptor, "wb", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port that nobody has at the moment, and that no outgoing connection takes meanwhile.
+
+    Raises OSError where none is found.
+    """
+    for _ in range(TRIES):
+        port = FIRST_PORT + secrets.randbelow(PORTS)
+        with socket.socket(address.family(host)) as sock:
+            try:
+                sock.bind((host, port))
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    continue
+                raise
+            return port
+    raise OSError(errno.EADDRINUSE, f"no port is free at {host}")
+
+
+def last_line(log: Path) -> str:
+    """The last line of a log that is not empty; "" where there is none."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 8192))
+            lines = [line.strip() for line in file.read().decode(errors="replace").splitlines()]
+    except OSError:
+        return ""
+    return next((line for line in reversed(lines) if line), "")
+
+
+def stands_still(pid: int, host: str) -> bool:
+    """Whether the process is stopped by a signal (SIGSTOP), if it is on this machine; a debugger's stop is not."""
+    if host != socket.gethostname():
+        return False
+    try:
+        return bool(psutil.Process(pid).status() == psutil.STATUS_STOPPED)
+    except psutil.Error:
+        return False
+
+
+def no_room(folder: Path) -> bool:
+    """Whether nothing more can be written under ``folder``: then a line that is missing there proves nothing."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as probe:
+            probe.write(bytes(4096))
+    except OSError:
+        return True
+    return False
+
+
+def _become(module: str, args: list[str]) -> None:
+    os.execv(sys.executable, [sys.executable, "-m", module, *args])  # noqa: S606 - no shell is what we want
+
+
+def _wait_and_run(package: str, args: list[str]) -> None:
+    loaded = importlib.import_module(f"{package}.__main__")
+    if sys.stdin.readline():
+        sys.argv = [package, *args]
+        sys.exit(loaded.main())
+
+
+def main() -> None:
+    """Tie this process to its parent, which waits for it; then run a module, or load a package as a spare."""
+    way, parent, name, *args = sys.argv[1:]
+    if os.getpid() != os.getsid(0):
+        os.setsid()
+    die_with(int(parent))
+    {"tied": _become, "spare": _wait_and_run}[way](name, args)
+
+
+if __name__ == "__main__":
+    main()

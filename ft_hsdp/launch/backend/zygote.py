@@ -1,0 +1,221 @@
+"""The preloaded process from which ranks are forked: they start in a fraction of a second.
+
+`python -m ft_hsdp.launch.backend.zygote FD ENTRY RUN PRELOAD...` talks JSON over the socket FD, one packet each:
+
+    <- {"ready": true} or {"error": "one line"}
+    -> {"spawn": id, "env": {}, "run": path, "config": path, "log": path, "called": bool}, with a descriptor
+    <- {"spawned": id, "pid": 1} or {"failed": id, "error": "one line"}
+
+The descriptor is the rank's line to whoever supervises it. On it the rank says when it is warm, and is told who
+it is, at once if it is `called`, or later: {"replica": 0, "run_id": "a", "restarts": 0, "log": path}. A rank is no
+child of this process: it is forked by a process between, which ends, and so becomes a child of the supervisor and
+dies with it alone. One thread, no accelerator: a fork of either is broken. The path of the run is an argument only
+so that the command line of every rank names the run to which it belongs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ft_hsdp import config as configuration
+from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError
+from ft_hsdp.launch.backend.processes import die_with, forgiving
+from ft_hsdp.launch.run.directory import open_log
+from ft_hsdp.train.identity import Calling, RankCall
+
+Entry = Callable[[configuration.Config, Calling, Path], int]
+_LARGEST = 1 << 20  # bytes of one request
+
+
+class Line:
+    """A rank's end of its line to its supervisor: where it is told who it is. From then on it logs as that."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._call: RankCall | None = None
+
+    def heard(self) -> RankCall | None:
+        """What the rank was told, if it was."""
+        if self._call is None:
+            poll = select.poll()  # select knows descriptors below 1024 only
+            poll.register(self._sock, select.POLLIN)
+            if poll.poll(0):
+                self.take()
+        return self._call
+
+    def wait(self) -> RankCall:
+        """Say that all is warm, and wait."""
+        if self.heard() is None:
+            with contextlib.suppress(OSError):  # nobody is there any more: taking says so
+                self._sock.sendall(b"\n")
+            self.take()
+        assert self._call is not None
+        return self._call
+
+    def take(self) -> None:
+        """Wait for what the rank is told; without anybody who could tell it ends."""
+        with self._sock, self._sock.makefile("rb") as stream:
+            line = stream.readline()
+        if not line.endswith(b"\n"):
+            sys.exit(EXIT_RETRYABLE)
+        told = json.loads(line)
+        _redirect(Path(told.pop("log")))
+        self._call = call = RankCall(**told)
+        os.environ["TORCHELASTIC_RUN_ID"] = call.run_id
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(call.restarts)
+
+
+class Zygote:
+    """Serves one client; ends when the client does."""
+
+    def __init__(self, sock: socket.socket, entry: Entry) -> None:
+        self._sock = sock
+        self._entry = entry
+        self._supervisor = os.getppid()
+        # Slurm and systemd tell every process of a job to end. The ranks leave, and the server goes after them.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def serve(self) -> None:
+        """Answer requests until the client closes its end."""
+        while True:
+            data, lines, _, _ = socket.recv_fds(self._sock, _LARGEST, 1)
+            if not data:
+                return
+            request = json.loads(data)
+            try:
+                if not lines:  # it was lost on its way
+                    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+                pid = self._fork(request, lines[0])
+            except OSError as error:  # no memory, descriptors or pids: the other ranks go on
+                answer = {"failed": request["spawn"], "error": f"{error.strerror}"}
+            else:
+                answer = {"spawned": request["spawn"], "pid": pid}
+            finally:
+                for line in lines:
+                    os.close(line)
+            self._sock.sendall(json.dumps(answer).encode())
+
+    def _fork(self, request: dict[str, Any], line: int) -> int:
+        """A rank's pid; it is the supervisor's child. Raises OSError."""
+        hear, say = os.pipe()
+        try:
+            between = os.fork()
+            if between == 0:
+                self._between(request, line, (hear, say))
+            os.close(say)
+            say = -1
+            said = os.read(hear, 64)
+            os.waitpid(between, 0)  # it has ended: the kernel has found the rank another parent
+        finally:
+            for fd in (hear, say):
+                if fd >= 0:
+                    os.close(fd)
+        pid = int(said or b"0")
+        if pid <= 0:
+            number = -pid or errno.ECHILD
+            raise OSError(number, os.strerror(number))
+        return pid
+
+    def _between(self, request: dict[str, Any], line: int, pipe: tuple[int, int]) -> NoReturn:
+        """In the process between: fork the rank, say its pid, and end."""
+        between = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            pid = -(error.errno or errno.EAGAIN)
+        if pid == 0:
+            for fd in pipe:
+                os.close(fd)
+            self._become(request, between, socket.socket(fileno=line))
+        os.write(pipe[1], str(pid).encode())
+        os._exit(0)
+
+    def _become(self, request: dict[str, Any], between: int, line: socket.socket) -> NoReturn:
+        """In the rank: shed what belongs to the server, run the entry, exit with its code."""
+        code = EXIT_RETRYABLE
+        try:
+            while os.getppid() == between:  # until it has ended
+                time.sleep(0.0002)
+            die_with(self._supervisor)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            os.close(self._sock.detach())
+            _redirect(Path(request["log"]))
+            os.environ.update(request["env"])
+            config = configuration.load(Path(request["config"]))
+            ours = Line(line)
+            if request["called"]:
+                ours.take()
+            code = self._entry(config, ours, Path(request["run"]))
+        except SystemExit as end:
+            code = end.code if isinstance(end.code, int) else EXIT_RETRYABLE
+        except FtHsdpError as error:
+            code = error.exit_code
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201 - this is the rank's log
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            with contextlib.suppress(OSError, ValueError):
+                sys.stdout.flush()
+                sys.stderr.flush()
+            os._exit(code)
+
+
+def _redirect(log: Path) -> None:
+    """stdin from nowhere, stdout and stderr to the end of `log`; what a disk does not take of them is lost."""
+    with open(os.devnull, "rb") as nothing, open_log(log) as file:
+        os.dup2(nothing.fileno(), 0)
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.stdout, sys.stderr = forgiving(1), forgiving(2)
+
+
+def _load(entry: str, preload: Sequence[str]) -> Entry:
+    """Import everything that ranks need, with one thread."""
+    module, _, function = entry.partition(":")
+    for name in (*preload, module):
+        importlib.import_module(name)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.set_num_threads(1)
+    threads = len(os.listdir("/proc/self/task"))
+    if threads != 1:
+        raise RuntimeError(f"the imports left {threads} threads running; a fork of them would hang")
+    loaded: Entry = getattr(sys.modules[module], function)
+    return loaded
+
+
+def main(argv: Sequence[str]) -> int:
+    """Load, then serve."""
+    sock = socket.socket(fileno=int(argv[0]))
+    try:
+        entry = _load(argv[1], argv[3:])
+    except BaseException as error:
+        line = " ".join(f"{type(error).__name__}: {error}".split())
+        sock.sendall(json.dumps({"error": f"cannot load {argv[1]}: {line}"}).encode())
+        return EXIT_RETRYABLE
+    gc.collect()
+    gc.freeze()  # the children share these pages for as long as nobody writes to them
+    zygote = Zygote(sock, entry)
+    sock.sendall(b'{"ready": true}')
+    with contextlib.suppress(ConnectionError):
+        zygote.serve()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,97 @@
+"""The examination: all checks at once, each in a thread that may block, within one deadline.
+
+A name server that does not answer, or a file system that is gone, costs its own check only.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
+
+from ft_hsdp import tls
+from ft_hsdp.config import config_hash
+from ft_hsdp.errors import FtHsdpError
+from ft_hsdp.launch.doctor import gpu, host, network, ray, storage
+from ft_hsdp.launch.doctor.result import Bad, Finding, State, Subject, Undecided
+
+DEADLINE_S = 20.0  # for all of them; what is well takes a few seconds, Ray on a busy machine longer
+
+
+class Check(NamedTuple):
+    """`look` returns what is well, or raises; where `wanted` is false there is nothing to look at."""
+
+    name: str
+    look: Callable[[Subject], str]
+    wanted: Callable[[Subject], bool] = lambda _: True
+
+
+CHECKS = (
+    Check("config", lambda s: f"hash {config_hash(s.config)} over model, data, optimizer and layout"),
+    Check("versions", storage.installed),
+    Check("name", storage.name),
+    Check("hostname", network.hostname),
+    Check("host", network.host),
+    Check("lighthouse", network.lighthouse, lambda s: bool(s.lighthouses)),
+    Check("port", network.port),
+    Check("sockets", network.sockets),
+    Check("interface", network.interface),
+    Check("tls", lambda s: tls.check(s.config.network)),
+    Check("etcd", network.etcd, lambda s: bool(s.config.lighthouse.etcd)),
+    Check("clock", network.clock),
+    Check("data", storage.data),
+    Check("disk", storage.disk),
+    Check("checkpoint", storage.checkpoint),
+    Check("memory", host.memory),
+    Check("memfd", host.memfd),
+    Check("shm", host.shm),
+    Check("cpus", host.cpus),
+    Check("files", host.files),
+    Check("processes", host.processes),
+    Check("memlock", host.memlock, lambda s: s.config.train.device != "cpu"),
+    Check("device", gpu.device),
+    Check("ray", ray.ray, ray.wanted),
+)
+"""In the order in which a job would meet what they look for."""
+
+
+def examine(
+    subject: Subject, *, checks: Sequence[Check] = CHECKS, deadline_s: float = DEADLINE_S
+) -> list[Finding]:
+    """What all checks find; those that take longer than `deadline_s` are undecided."""
+    until = time.monotonic() + deadline_s
+    begun = [(check.name, _begin(check, subject)) for check in checks if check.wanted(subject)]
+    return [_end(name, future, until, deadline_s) for name, future in begun]
+
+
+def _begin(check: Check, subject: Subject) -> Future[Finding]:
+    """Look in a thread that nobody has to wait for."""
+    future: Future[Finding] = Future()
+
+    def run() -> None:
+        future.set_result(_look(check, subject))
+
+    threading.Thread(target=run, name=f"doctor-{check.name}", daemon=True).start()
+    return future
+
+
+def _end(name: str, future: Future[Finding], until: float, deadline_s: float) -> Finding:
+    try:
+        return future.result(max(0.0, until - time.monotonic()))
+    except TimeoutError:
+        return Finding(
+            name, State.SKIP, f"no answer within {deadline_s:g} s: a name server, file system or device hangs"
+        )
+
+
+def _look(check: Check, subject: Subject) -> Finding:
+    try:
+        return Finding(check.name, State.OK, check.look(subject))
+    except (FtHsdpError, Bad) as error:
+        return Finding(check.name, State.FAIL, str(error))
+    except Undecided as error:
+        return Finding(check.name, State.SKIP, str(error))
+    except Exception as error:  # a check that breaks must not hide what the others find
+        return Finding(check.name, State.SKIP, f"the check itself failed: {type(error).__name__}: {error}")

@@ -1,0 +1,140 @@
+"""Ray: the version here, and, where an address is given, whether the cluster answers, is closed, and has room."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import metadata, util
+from typing import Any
+from urllib.parse import urlsplit
+
+from ft_hsdp.config import Config
+from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided, ask
+from ft_hsdp.launch.ray.placement import Request, request
+
+CONNECT_S = 2.0
+PROBE = "ft_hsdp.launch.doctor.ray_probe"
+TOKEN = "RAY_AUTH_TOKEN"  # noqa: S105 - the name of a variable
+_NO_TOKEN = {"RAY_AUTH_MODE": "disabled", TOKEN: None, "RAY_AUTH_TOKEN_PATH": None}
+
+
+@dataclass(slots=True)
+class Node:
+    """What a node has that is not given away yet, and its labels."""
+
+    resources: dict[str, float]
+    labels: Mapping[str, str]
+
+    def has(self, amounts: Mapping[str, float], times: int = 1) -> bool:
+        """Whether so much is left."""
+        return all(self.resources.get(name, 0.0) + 1e-9 >= times * amount for name, amount in amounts.items())
+
+    def give(self, amounts: Mapping[str, float], times: int = 1) -> None:
+        """Give it away."""
+        for name, amount in amounts.items():
+            self.resources[name] -= times * amount
+
+
+def wanted(subject: Subject) -> bool:
+    """Whether Ray is of interest: it is installed, or asked for."""
+    return subject.ray or subject.ray_address is not None or util.find_spec("ray") is not None
+
+
+def ray(subject: Subject) -> str:
+    """Ray's version; with an address, the cluster's state."""
+    try:
+        here = metadata.version("ray")
+    except metadata.PackageNotFoundError:
+        raise Bad("Ray is not installed; pip install 'ft_hsdp[ray]'") from None
+    if subject.ray_address is None:
+        return f"Ray {here}; without --ray-address no cluster is contacted"
+    address = subject.ray_address
+    _connect(address)
+    if "://" in address:
+        raise Undecided(f"{address} listens; give the address of its GCS, HOST:PORT, to have it looked at")
+    said = ask(PROBE, address, env={TOKEN: os.environ.get(TOKEN)})  # children do not get it otherwise
+    if "error" in said:
+        raise Bad(f"{address}: {said['error']}")
+    _same("Ray", here, str(said["ray"]))
+    _same("Python", platform.python_version(), str(said["python"]))
+    if "error" not in ask(PROBE, str(said["address"]), env=_NO_TOKEN):
+        raise Bad(
+            f"{address} takes anybody: whoever reaches it can run programs there; start it with "
+            "RAY_AUTH_MODE=token (`ray get-auth-token --generate` makes one)"
+        )
+    return f"Ray {here}; {address} answers and wants a token; {_room(subject.config, said['nodes'])}"
+
+
+def _connect(address: str) -> None:
+    """Raise Bad where nobody listens: Ray itself would look for half a minute."""
+    if address == "auto":
+        return  # only Ray knows where that is
+    place = urlsplit(address if "://" in address else f"//{address}")
+    try:
+        port = place.port
+    except ValueError:
+        port = None
+    if not place.hostname or port is None:
+        raise Bad(f"--ray-address {address}: give HOST:PORT, or auto for the cluster of this machine")
+    try:
+        socket.create_connection((place.hostname, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        why = error.strerror or error
+        raise Bad(
+            f"nobody answers at {address} ({why}); start the cluster, or open its port in firewalls"
+        ) from None
+
+
+def _same(what: str, here: str, there: str) -> None:
+    if here != there:
+        raise Bad(f"{what} is {here} here and {there} in the cluster; Ray wants the same on both")
+
+
+def _room(config: Config, nodes: Sequence[Mapping[str, Any]]) -> str:
+    """How many replicas have a place. Raises Bad where these are too few to train."""
+    asked = [request(config, replica) for replica in range(config.replicas)]
+    have = [Node(dict(node["resources"]), node["labels"]) for node in nodes]
+    placed = [r for r, each in enumerate(asked) if place(each, have)]
+    text = f"{len(placed)} of {config.replicas} replicas have a place on its {len(nodes)} nodes"
+    if len(placed) == config.replicas:
+        return text
+    missing = next(each for r, each in enumerate(asked) if r not in placed)
+    text = f"{text}, the next one asks for {missing}"
+    if len(placed) < config.quorum.min_replicas:
+        raise Bad(
+            f"{text}; quorum.min_replicas is {config.quorum.min_replicas}: add nodes, or ask for less in ray.*"
+        )
+    return f"{text}: the job begins smaller, and grows when nodes are added"
+
+
+def place(asked: Request, nodes: Sequence[Node]) -> bool:
+    """Take a replica's resources from `nodes`, as Ray would; False: they have no room, and keep what they have.
+
+    What others use at the moment is not counted.
+    """
+    fit = [node for node in nodes if all(node.labels.get(name) == value for name, value in asked.labels.items())]
+    if asked.strategy == "STRICT_PACK":
+        home = next((node for node in fit if node.has(asked.bundle, asked.size)), None)
+        if home is not None:
+            home.give(asked.bundle, asked.size)
+        return home is not None
+    taken: list[Node] = []
+    for _ in range(asked.size):
+        left = [node for node in fit if node.has(asked.bundle)]
+        if asked.strategy == "STRICT_SPREAD":
+            left = [node for node in left if not any(node is each for each in taken)]
+        if not left:
+            for node in taken:
+                node.give(asked.bundle, -1)
+            return False
+        home = (
+            min(left, key=lambda node: sum(each is node for each in taken))
+            if "SPREAD" in asked.strategy
+            else left[0]
+        )
+        home.give(asked.bundle)
+        taken.append(home)
+    return True

@@ -1,0 +1,328 @@
+"""Inflict: carries out one injection on the processes that a run has on this machine, and lifts it again.
+
+Pids come from the run's own files, or are those of helpers that print into its folder; each is checked to be its.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import random
+import resource
+import secrets
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+from pydantic import ValidationError
+
+from ft_hsdp import fault_injection
+from ft_hsdp.config import ChaosConfig, load
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.jsonl import LineWriter
+from ft_hsdp.launch.chaos import Injection, one_rank, words
+from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json, write_json
+
+SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTERM, "CONT": signal.SIGCONT}
+ROOM = 16 << 20  # bytes of address space that a process may still take
+STRANGERS_PER_S = 50
+STRANGERS = 16  # connections of strangers at once
+MODULES = {"fork_server": "ft_hsdp.launch.backend.zygote", "agent": "ft_hsdp.state.agent.server"}
+
+Lift = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Inflicted:
+    """A failure that was injected: its event, and what ends it (None: nothing does)."""
+
+    event: Row
+    lift: Lift | None
+
+    def lifted(self, reason: str) -> Row:
+        """End it; the event that says so."""
+        if self.lift is not None:
+            self.lift()
+        return {**self.event, "t": time.time(), "event": "FailureLifted", "reason": reason}
+
+
+def injection_event(injection: Injection, pid: int | None, lives: list[str], now: float) -> Row:
+    """The event that says that `injection` was made. lives: the incarnations that it hits."""
+    reason = injection.reason
+    if injection.kind != "signal":
+        reason = f"{words(injection)}: {reason}"
+    one = lives[0] if injection.replica is not None and lives else None
+    return {
+        "t": now,
+        "event": "FailureInjected",
+        "source": "chaos",
+        "replica": injection.replica,
+        "rank": injection.rank,
+        "incarnation": one,
+        "kind": injection.named,
+        "pid": pid,
+        "for_s": injection.for_s,
+        **({} if injection.kind == "signal" else {"target": injection.whom, "lives": lives}),
+        "reason": reason,
+    }
+
+
+def inflict(run: RunDir, injection: Injection) -> Inflicted:
+    """Carry out `injection` on this machine. Raises ConfigError where there is nobody to hit."""
+    i = injection
+    pid: int | None = None
+    lift: Lift | None = None
+    now = time.time()
+    if i.kind in fault_injection.HOOKED:
+        lift = _ordered(run, i)
+    elif i.kind in ("helper", "flip"):
+        pid = helper(run, "agent" if i.kind == "flip" else str(i.target), i.replica)
+        if i.kind == "flip":
+            _flip(pid)
+        else:
+            lift = _stopped(pid, i) if i.signal == "STOP" else None
+            send(pid, i.signal)
+    else:
+        assert i.replica is not None
+        pid, _ = victim(run, i.replica, i.rank or 0)
+        if i.kind == "signal":
+            send(pid, i.signal)
+            lift = (lambda: _continue(pid)) if i.signal == "STOP" else None
+        else:
+            lift = {"descriptors": _descriptors, "memory": _memory, "garbage": _garbage}[i.kind](pid)
+    return Inflicted(injection_event(i, pid, _lives(run, i), now), lift)
+
+
+def _lives(run: RunDir, injection: Injection) -> list[str]:
+    """The incarnations that an injection hits, as far as the run's files tell."""
+    hit = [injection.replica] if injection.edge is None else list(injection.edge)
+    listed = [read_json(run.processes(replica)) for replica in hit if isinstance(replica, int)]
+    return [str(one["incarnation"]) for one in listed if isinstance(one, dict)]
+
+
+def send(pid: int, name: str) -> bool:
+    """Send signal `name` to `pid`; False where the process is gone."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, SIGNALS[name])
+        return True
+    return False
+
+
+def _continue(pid: int) -> None:
+    send(pid, "CONT")
+
+
+def _stopped(pid: int, injection: Injection) -> Lift:
+    """What ends the stop of a helper; a supervisor that stops itself is continued by somebody else."""
+    if pid == os.getpid():
+        command = ["sh", "-c", f"sleep {injection.for_s:g}; kill -CONT {pid}"]
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    return lambda: _continue(pid)
+
+
+def victim(run: RunDir, replica: int, rank: int) -> tuple[int, str]:
+    """Pid and incarnation of a rank of a running job: only a pid that the run's own files list.
+
+    Raises ConfigError where there is no such rank, it does not run, or its pid belongs to somebody else.
+    """
+    listed = read_json(run.processes(replica))
+    if not isinstance(listed, dict):
+        raise ConfigError("--replica", replica, f"one of {run.replicas()} (replicas of {run.path})")
+    pids = {entry["rank"]: entry["pid"] for entry in listed["ranks"]}
+    if rank not in pids:
+        raise ConfigError("--rank", rank, f"one of {sorted(pids)} (ranks of replica {replica})")
+    pid = pids[rank]
+    if not alive({"pid": pid}):
+        raise ConfigError("--rank", rank, f"a rank that runs (pid {pid} of replica {replica} does not)")
+    if not _belongs(pid, run):
+        raise ConfigError("--rank", rank, f"a process of {run.path} (pid {pid} is another one)")
+    return pid, str(listed["incarnation"])
+
+
+def helper(run: RunDir, target: str, replica: int | None) -> int:
+    """Pid of a helper of a running job. Raises ConfigError where it does not run."""
+    if target in ("supervisor", "lighthouse"):
+        named = read_json(run.supervisor if target == "supervisor" else run.lighthouse)
+        if alive(named):
+            return int(named["pid"])
+    else:
+        found = [p for p in psutil.process_iter() if _is_helper(p, run, MODULES[target], replica)]
+        if found:
+            return max(found, key=lambda p: p.create_time()).pid
+    raise ConfigError("--target", target, f"one that runs (there is none in {run.path} on this machine)")
+
+
+def _is_helper(process: psutil.Process, run: RunDir, module: str, replica: int | None) -> bool:
+    """Whether a process runs `module`, for this replica if one is given, and prints into this run's folder."""
+    try:
+        line = process.cmdline()
+        if module not in line or (replica is not None and _after(line, "--replica") != str(replica)):
+            return False
+        if process.status() == psutil.STATUS_ZOMBIE:
+            return False
+        log = Path(os.readlink(f"/proc/{process.pid}/fd/2"))
+        # Ranks have the fork server's command; they print into a folder of their replica, or of the spares.
+        return log.parent == run.path.resolve() if replica is None else log.is_relative_to(run.path.resolve())
+    except (psutil.Error, OSError):
+        return False
+
+
+def _after(line: list[str], option: str) -> str | None:
+    return line[line.index(option) + 1] if option in line[:-1] else None
+
+
+def _belongs(pid: int, run: RunDir) -> bool:
+    """Whether the process, or its parent, was started for `run`."""
+    try:
+        process = psutil.Process(pid)
+        above = process.parent()
+        lines = [process.cmdline(), above.cmdline() if above else []]
+    except psutil.Error:
+        return False
+    return any(str(run.path.resolve()) in line for line in lines)
+
+
+def _ordered(run: RunDir, injection: Injection) -> Lift:
+    """Tell the processes that are hit to carry it out themselves."""
+    i = injection
+    until = time.monotonic() + i.for_s if i.for_s > 0 else None
+    supervisor = i.target == fault_injection.SUPERVISOR
+    edge = (i.edge[0], i.edge[1]) if i.edge is not None else None
+    seconds = i.by_s if i.kind == "clock" else i.delay_s
+    order = fault_injection.Order(i.kind, i.replica, i.rank, supervisor, edge, i.reject, seconds, until)
+    file = run.path / fault_injection.FOLDER / f"{secrets.token_hex(8)}.json"
+    write_json(file, asdict(order))
+    return lambda: file.unlink(missing_ok=True)
+
+
+def _descriptors(pid: int) -> Lift:
+    """Leave `pid` without a free descriptor: its limit becomes the lowest number that it has free."""
+    used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
+    return _limited(pid, resource.RLIMIT_NOFILE, next(n for n in itertools.count() if n not in used))
+
+
+def _memory(pid: int) -> Lift:
+    """Leave `pid` with ROOM of address space."""
+    return _limited(pid, resource.RLIMIT_AS, psutil.Process(pid).memory_info().vms + ROOM)
+
+
+def _limited(pid: int, what: int, soft: int) -> Lift:
+    before = resource.prlimit(pid, what)
+    resource.prlimit(pid, what, (soft, before[1]))
+
+    def lift() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(pid, what, before)
+
+    return lift
+
+
+def _flip(pid: int) -> None:
+    """Flip a bit of one of the snapshots that an agent keeps. Raises ConfigError where it keeps none."""
+    kept = []
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            if "memfd:ft_hsdp-state" in os.readlink(f"/proc/{pid}/fd/{name}"):
+                kept.append(f"/proc/{pid}/fd/{name}")
+    if not kept:
+        raise ConfigError("--kind", "flip", "another one: the state agent keeps no snapshot")
+    descriptor = os.open(random.choice(kept), os.O_RDWR | os.O_CLOEXEC)
+    try:
+        at = random.randrange(os.fstat(descriptor).st_size)
+        (byte,) = os.pread(descriptor, 1, at)
+        os.pwrite(descriptor, bytes([byte ^ (1 << random.randrange(8))]), at)
+    finally:
+        os.close(descriptor)
+
+
+def _garbage(pid: int) -> Lift:
+    """Have strangers call the listeners of `pid`, and say what makes no sense, until that is lifted."""
+    over = threading.Event()
+    arguments = (pid, over)
+    threading.Thread(target=_strangers, args=arguments, name="chaos-garbage", daemon=True).start()
+    return over.set
+
+
+def _strangers(pid: int, over: threading.Event) -> None:
+    calling: list[socket.socket] = []
+    doors: Iterator[tuple[str, int]] = iter(())
+    with contextlib.suppress(psutil.Error):
+        while not over.wait(1 / STRANGERS_PER_S):
+            door = next(doors, None)
+            if door is None:
+                doors = iter(listeners(pid))
+                continue
+            with contextlib.suppress(OSError):
+                stranger = socket.create_connection(door, 0.5)
+                calling.append(stranger)
+                stranger.send(random.randbytes(random.randrange(1, 4096)), socket.MSG_DONTWAIT)
+            if len(calling) > STRANGERS:
+                calling.pop(0).close()
+    for stranger in calling:
+        stranger.close()
+
+
+def listeners(pid: int) -> list[tuple[str, int]]:
+    """Where `pid` listens for TCP. Raises psutil.Error where it is gone."""
+    found = psutil.Process(pid).net_connections("tcp")
+    return [(str(c.laddr.ip), int(c.laddr.port)) for c in found if c.status == psutil.CONN_LISTEN]
+
+
+# By hand.
+
+_OPTIONS = {"replicas": "--replica"}
+
+
+def described(**said: Any) -> Injection:
+    """The injection that the options of `chaos` ask for. Raises ConfigError with the option that does not fit."""
+    replica = said.pop("replica", None)
+    try:
+        c = ChaosConfig(at_s=0.0, replicas=() if replica is None else (replica,), **said)
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        ctx = problem.get("ctx", {})
+        key = str(ctx.get("key") or problem["loc"][0])
+        option = _OPTIONS.get(key, f"--{key.replace('_', '-')}")
+        value, allowed = ctx.get("value", problem.get("input")), ctx.get("allowed", problem["msg"])
+        raise ConfigError(option, value, allowed) from None
+    rank = c.rank if c.rank is not None or not one_rank(c) else 0
+    made = Injection(replica, rank, c.signal, 0, c.for_s, "chaos by hand", c.kind, c.target, c.edge)
+    return _with(made, c)
+
+
+def _with(made: Injection, c: ChaosConfig) -> Injection:
+    return Injection(**{**asdict(made), "by_s": c.by_s, "delay_s": c.delay_s, "reject": c.reject})
+
+
+def by_hand(run: RunDir, injection: Injection) -> Row:
+    """Injure a running job; the event that was recorded. Blocks until what has an end is lifted.
+
+    The job's supervisor merges replicas/<id>/chaos.jsonl like any other log. Raises ConfigError as `inflict` does.
+    """
+    if injection.kind in fault_injection.HOOKED and not load(run.config).takes_faults:
+        allowed = "one that a process need not carry out itself, unless the job has debug.faults: true"
+        raise ConfigError("--kind", injection.kind, allowed)
+    where = injection.replica if injection.replica is not None else run.replicas()[0]
+    made = inflict(run, injection)
+    log = LineWriter(run.injections(where))
+    try:
+        log.write(made.event)
+        if made.lift is not None and injection.for_s > 0:
+            try:
+                time.sleep(injection.for_s)
+            finally:  # Ctrl-C must not leave it as it is
+                log.write(made.lifted(f"{injection.for_s:g} s are over"))
+        elif injection.kind == "garbage":
+            with contextlib.suppress(psutil.Error):
+                psutil.Process(made.event["pid"]).wait()
+    finally:
+        log.close()
+    return made.event

@@ -1,0 +1,308 @@
+"""Starting: what each rank of a crew is started with, in the berth that it has.
+
+RayBackend: the engine of a cluster. A replica keeps its berth until an actor or a node of it dies, or until it
+takes a spare's: a berth whose ranks are warm.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import itertools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from urllib.parse import urlsplit
+
+import ray
+import ray.util
+
+from ft_hsdp import secret
+from ft_hsdp.config import Config, dump, load
+from ft_hsdp.errors import ConfigError, Retryable
+from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ReplicaSpec, Watch, WorkerGroup
+from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
+from ft_hsdp.launch.backend.processes import ONE_THREAD
+from ft_hsdp.launch.backend.spares import SparePool
+from ft_hsdp.launch.ray import placement
+from ft_hsdp.launch.ray.actor import Home, Start
+from ft_hsdp.launch.ray.logs import LogReceiver
+from ft_hsdp.launch.ray.placement import local_ranks
+from ft_hsdp.launch.ray.slot import Bundle, ReplicaSlot, ReplicaSlots
+from ft_hsdp.launch.run.directory import Row, RunDir
+
+
+async def starts(
+    berth: ReplicaSlot, crew: WorkerGroup, run: RunDir, urls: tuple[str, ...], home: Home
+) -> list[Start]:
+    """A start for each rank. urls: where the lighthouse listens. Raises Retryable."""
+    places, here = berth.places, ray.util.get_node_ip_address()
+    alone = loopback(urlsplit(urls[0]).hostname or "")
+    far = next((place.seat.address for place in places if place.seat.address != here), None)
+    if alone and far is not None:
+        raise Retryable(f"{far} cannot reach {urls[0]}; give network.host an address that the cluster reaches")
+    first = "127.0.0.1" if alone else places[0].seat.address
+    port = await berth.port(first)
+    token, key = secret.current(run.token), secret.current(run.checkpoint_key)
+    locals_ = local_ranks([place.seat.node for place in places])
+    config = load(crew.config)
+    found = []
+    for place, (local, local_size) in zip(places, locals_, strict=True):
+        env = {
+            **ONE_THREAD,
+            "RANK": str(place.rank),
+            "WORLD_SIZE": str(crew.size),
+            "LOCAL_RANK": str(local),
+            "LOCAL_WORLD_SIZE": str(local_size),
+            "MASTER_ADDR": first,
+            "MASTER_PORT": str(port),
+            **_devices(place, places),
+        }
+        text = dump(_abroad(config, "127.0.0.1" if alone else place.seat.address, home))
+        found.append(Start(place.rank, crew.called, crew.number, env, text, token, key, urls, str(run.path)))
+    return found
+
+
+def _abroad(config: Config, address: str, home: Home) -> Config:
+    """The configuration of a rank on a node: the node's own address, and its folder for prepared data."""
+    changes = {
+        "job": config.job.model_copy(update={"runs_dir": home.folder}),
+        "network": config.network.model_copy(update={"host": address}),
+    }
+    return config.model_copy(update=changes)
+
+
+def _devices(place: Bundle, places: Sequence[Bundle]) -> dict[str, str]:
+    """The GPUs of all ranks on one node, in the order of their local ranks: each takes the one with its number."""
+    gpus = [gpu for other in places if other.seat.node == place.seat.node for gpu in other.seat.gpus]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+
+
+def loopback(host: str) -> bool:
+    """Whether only processes of one machine reach an address; a name counts as what it usually means."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+ELSEWHERE_S = 10.0  # how long a spare looks for a place in one zone before it does in the next
+
+
+class RayBackend:
+    """Starts gangs in a cluster. urls: where the lighthouse listens; cwd: see `Home`; emit: takes each event."""
+
+    def __init__(
+        self,
+        config: Config,
+        run: RunDir,
+        urls: Callable[[], tuple[str, ...]],
+        cwd: str,
+        emit: Callable[[Row], None],
+        *,
+        entry: str = ENTRY,
+        preload: tuple[str, ...] = PRELOAD,
+    ) -> None:
+        self._config = config
+        self._run = run
+        self._urls = urls
+        self._emit = emit
+        waits = config.timeouts
+        self._home = Home(config.job.name, config.ray.folder, cwd, entry, preload, waits.boot_s, waits.spawn_s)
+        self._calls = ThreadPoolExecutor(1, "ray-calls")
+        self._inbox = LogReceiver(run.path, lambda lost: emit({**lost.event, "source": "supervisor"}))
+        self._berths = ReplicaSlots(self._berth)
+        spares, quiet_s = config.spares // config.ranks_per_replica, config.restart.hold_s
+        self._pool = SparePool(spares, run.spares, self._make, emit, quiet_s, self._dropped)
+        self._making: dict[WorkerGroup, asyncio.Task[None]] = {}  # what has been begun for each spare
+        self._promised: dict[int, WorkerGroup] = {}  # replica -> the spare that is called with its next start
+        self._crews: dict[int, WorkerGroup] = {}  # the gangs of replicas
+        self._training: dict[int, WorkerGroup] = {}  # those that have trained, or have ended
+        self._seeking: dict[
+            int, Mapping[str, str]
+        ] = {}  # labels of replicas that have looked for a place for long
+
+    @property
+    def warm(self) -> bool:
+        """Whether a spare is ready."""
+        return self._pool.ready
+
+    async def open(self) -> None:
+        """Nothing is made before the first gang."""
+
+    async def place(self, replica: int) -> None:
+        """Find a place for a replica: its own, a spare's, or a new one where it has none."""
+        try:
+            with self._pool.held(f"the place of {replica}"):
+                berth = await self._choose(replica)
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._config.timeouts.place_s):
+                        await berth.settle()
+                        return
+                self._seeking[replica] = berth.request.labels
+            await berth.settle()  # spares that ask for other places need not wait for it
+        except asyncio.CancelledError:
+            own = self._berths.of(replica)
+            if own is not None and not own.settled:
+                self._withdraw(replica)
+            raise
+        finally:
+            self._seeking.pop(replica, None)
+            self._pool.wake()
+
+    def vacancy(self, replica: int) -> str:
+        """What a replica without a place asks for, and what is free."""
+        nodes = sum(bool(node["Alive"]) for node in ray.nodes())
+        return placement.vacancy(placement.request(self._config, replica), ray.available_resources(), nodes)
+
+    async def start(self, gang: ReplicaSpec, watch: Watch) -> str:
+        """Call the spare whose berth the replica took, or else start all ranks. Raises Retryable; some may run."""
+        self._pool.began(gang)
+        berth = self._berths.of(gang.replica)
+        assert berth is not None, "place() comes first"
+        crew = self._promised.pop(gang.replica, None)
+        self._training.pop(gang.replica, None)
+        if crew is None:
+            crew = self._crews[gang.replica] = WorkerGroup(gang.size, gang.config, gang)
+            crew.given(watch)
+            manned = bool(berth.places)
+            try:
+                await self._start(crew, berth)
+            except ConfigError as error:
+                if not self._training:
+                    raise
+                berth.gone = True  # what others train with is refused by a node of this one
+                raise Retryable(str(error)) from None
+            hosts = ", ".join(sorted({place.seat.host for place in berth.places}))
+            return COLD if manned else f"on {hosts}"
+        how = WARM if crew.ready else WARMING
+        self._crews[gang.replica] = crew
+        crew.given(watch)
+        making = self._making[crew]
+        await asyncio.wait([making])
+        del self._making[crew]
+        making.result()
+        crew.called = gang
+        try:
+            await berth.call(crew, gang)
+        except Retryable:
+            berth.gone = True
+            raise
+        return how
+
+    def vacated(self, replica: int) -> None:
+        """Give its resources back: to the cluster, a spare, or a replica that has none."""
+        self._unpromise(replica)
+        self._training.pop(replica, None)
+        self._berths.give_back(replica)
+
+    def settled(self, gang: ReplicaSpec) -> None:
+        """A gang trains, or has ended."""
+        crew = self._crews.get(gang.replica)
+        if crew is not None and crew.called == gang:
+            self._training[gang.replica] = crew
+        self._pool.settled(gang)
+
+    async def close(self) -> None:
+        """End all actors, and with them whatever they run; give all resources back."""
+        await self._pool.close()
+        for task in self._making.values():
+            task.cancel()
+        await asyncio.gather(*self._making.values(), return_exceptions=True)
+        await self._berths.close()
+        self._calls.shutdown()
+
+    def _berth(self, asked: placement.Request) -> ReplicaSlot:
+        return ReplicaSlot(asked, self._calls, self._inbox, self._emit, self._config.timeouts.gone_s / 3)
+
+    async def _choose(self, replica: int) -> ReplicaSlot:
+        """The berth of a replica from now on.
+
+        Without one it takes a spare's, ready or not: no spare may have the place that a replica looks for. From a
+        berth that lives it moves into a spare that is ready, where another replica trains: else the agents of its
+        own hosts may have the only copies of the newest state.
+        """
+        own = self._berths.of(replica)
+        if own is not None and own.gone:
+            self._withdraw(replica)
+            own = None
+        asked = placement.request(self._config, replica)
+        others_train = any(n != replica and crew.complete for n, crew in self._training.items())
+        if own is None or (others_train and replica not in self._promised):
+            crew = self._pool.take(lambda crew: (own is None or crew.ready) and self._fits(crew, asked))
+            if crew is not None:
+                self._promised[replica] = crew
+                return self._berths.move(crew, replica)
+        return own or self._berths.reuse(replica, asked.labels) or await self._berths.new(replica, asked)
+
+    def _fits(self, crew: WorkerGroup, asked: placement.Request) -> bool:
+        berth = self._berths.of(crew)
+        return berth is not None and not berth.gone and berth.request.labels == asked.labels
+
+    def _withdraw(self, replica: int) -> None:
+        """A replica has no place any more, or none yet and nobody wants it."""
+        self._unpromise(replica)
+        self._berths.release(replica)
+
+    def _unpromise(self, replica: int) -> None:
+        crew = self._promised.pop(replica, None)
+        if crew is not None:
+            self._making.pop(crew).cancel()
+
+    async def _make(self, crew: WorkerGroup) -> None:
+        """Make a spare, wherever there is room for it. Raises Retryable; some ranks may run then."""
+        making = self._making[crew] = asyncio.create_task(self._prepare(crew))
+        await asyncio.wait([making])
+        if making.cancelled():
+            raise Retryable("its place was given up")
+        making.result()
+
+    async def _prepare(self, crew: WorkerGroup) -> None:
+        try:
+            berth = self._berths.reuse(crew) or await self._look_around(crew)
+            crew.began = time.monotonic()
+            await self._start(crew, berth)
+        except ConfigError as error:  # of one node: replicas were started with the same configuration
+            raise Retryable(str(error)) from None
+
+    async def _look_around(self, crew: WorkerGroup) -> ReplicaSlot:
+        """Find a new berth for a spare, however long that takes: in one zone for a while, then in the next.
+
+        Not where a replica looks for a place.
+        """
+        requests = placement.spare_requests(self._config, self._berths.labels_of_spares())
+        others = itertools.cycle(requests)
+        while True:
+            await self._pool.wait_for(lambda: any(map(self._unsought, requests)))
+            asked = next(filter(self._unsought, others))
+            berth = await self._berths.new(crew, asked)
+            await self._pool.wait_for(lambda b=berth: self._pool.quiet or self._berths.of(crew) is not b)  # type: ignore[misc]
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ELSEWHERE_S if len(requests) > 1 else None):
+                    await berth.settle()
+                    return berth
+            if self._berths.of(crew) is not berth:  # a replica has it now
+                break
+            self._berths.release(crew)
+        await berth.settle()
+        return berth
+
+    def _unsought(self, asked: placement.Request) -> bool:
+        return asked.labels not in self._seeking.values()
+
+    def _dropped(self, crew: WorkerGroup) -> None:
+        """A spare is of no use any more: the next one takes its berth, if that lives."""
+        del self._making[crew]
+        self._berths.release(crew)
+
+    async def _start(self, crew: WorkerGroup, berth: ReplicaSlot) -> None:
+        """Start all ranks of a crew in a berth. Raises ConfigError, Retryable; some may run then."""
+        if not berth.places:
+            await berth.man(self._home)
+        each = await starts(berth, crew, self._run, self._urls(), self._home)
+        started = await asyncio.gather(*(berth.start(start, crew) for start in each), return_exceptions=True)
+        for error in started:
+            if isinstance(error, BaseException):
+                berth.gone = True
+                raise error

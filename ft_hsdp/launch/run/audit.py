@@ -1,0 +1,252 @@
+"""Which batches were trained, twice, or never: what the commits list, held against what the replicas logged. Pure.
+
+It takes rows one at a time and keeps only the newest of them: batches that are settled are spans of numbers.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from ft_hsdp.launch.run.directory import Row
+
+WINDOW = 1000  # steps for which a line waits for its commit
+SLACK_S = 1.0  # clocks of one job's machines may differ by so much
+
+Feed = tuple[int, int, int, int]
+"""replica, step, data shard, index."""
+
+
+class Spans:
+    """A set of whole numbers, small where they follow each other."""
+
+    def __init__(self) -> None:
+        self._from: list[int] = []
+        self._to: list[int] = []  # exclusive
+
+    def __contains__(self, number: int) -> bool:
+        at = bisect_right(self._from, number) - 1
+        return at >= 0 and number < self._to[at]
+
+    def __len__(self) -> int:
+        return sum(self._to) - sum(self._from)
+
+    def __iter__(self) -> Iterator[int]:
+        for first, end in zip(self._from, self._to, strict=True):
+            yield from range(first, end)
+
+    def add(self, number: int) -> bool:
+        """Add one; False where it was there before."""
+        at = bisect_right(self._from, number)
+        if at and number < self._to[at - 1]:
+            return False
+        below, above = at > 0 and self._to[at - 1] == number, at < len(self._from) and self._from[at] == number + 1
+        if below and above:
+            self._to[at - 1] = self._to.pop(at)
+            del self._from[at]
+        elif below:
+            self._to[at - 1] += 1
+        elif above:
+            self._from[at] = number
+        else:
+            self._from.insert(at, number)
+            self._to.insert(at, number + 1)
+        return True
+
+    def absent(self, first: int, end: int) -> Iterator[int]:
+        """The numbers from ``first`` up to ``end`` that are not in it."""
+        for a, b in pairwise([(first, first), *zip(self._from, self._to, strict=True), (end, end)]):
+            yield from range(max(first, a[1]), min(end, b[0]))
+
+
+class BatchAudit:
+    """Batches of a run. Rows of one replica's log come in its order, canonical commits in the order of steps.
+
+    A batch is trained when a canonical commit lists it *and* its replica logged, for that very step, that it fed
+    it: so the ledger is checked against what the model really saw. A resumed run begins where the ledger before
+    its first step stands, and what is a hole at the end is left out, not skipped. A batch whose line can have been
+    lost, with its machine or by a disk that took no lines, is `unlogged`: neither trained nor skipped.
+    """
+
+    def __init__(self) -> None:
+        self._fed: dict[int, set[Feed]] = {}  # by step: of lines that no commit has asked for yet
+        self._lives: dict[int, dict[int, tuple[int, int]]] = {}  # replica -> restarts -> lowest and highest step
+        self._trained: dict[int, Spans] = {}  # by data shard
+        self._claimed: dict[int, int] = {}  # data shard -> the highest index that commits list
+        self._twice: set[tuple[int, int]] = set()
+        self._open: dict[Feed, tuple[float, float]] = {}  # no line yet: fed after, fed before
+        self._gaps: list[tuple[Row, Row]] = []  # commits between which no replica logged any
+        self._given_up: set[tuple[int, int]] = set()
+        self._cut: list[str] = []
+        self._losses: list[tuple[float, float]] = []
+        self._first: Row | None = None
+        self._last: Row | None = None
+
+    @property
+    def steps(self) -> int:
+        """The newest step of a canonical commit."""
+        return self._last["step"] if self._last else 0
+
+    @property
+    def awaited(self) -> int:
+        """How many batches are listed by a commit, and by no line yet of what was fed."""
+        return len(self._open)
+
+    def fed(self, replica: int, line: Row) -> None:
+        """Take a line of what a replica logged before each forward."""
+        feed = (replica, line["step"], line["shard"], line["index"])
+        lives, life = self._lives.setdefault(replica, {}), _life(line["incarnation"])[1]
+        low, high = lives.get(life, (line["step"], line["step"]))
+        lives[life] = min(low, line["step"]), max(high, line["step"])
+        if self._open.pop(feed, None) is not None:
+            self._train(feed)
+        elif line["step"] > self.steps - WINDOW:
+            self._fed.setdefault(line["step"], set()).add(feed)
+
+    def again(self) -> None:
+        """Forget the commits and what was fed: both are taken again, from the first on. Events stay."""
+        self._fed, self._lives, self._trained, self._claimed = {}, {}, {}, {}
+        self._twice, self._open, self._gaps, self._given_up = set(), {}, [], set()
+        self._first = self._last = None
+
+    def event(self, event: Row) -> None:
+        """Take an event."""
+        if event["event"] == "LogCut" and event["rank"] == 0:
+            self._cut.append(event["incarnation"])  # rank 0 logs what is fed
+        elif event["event"] == "LogLinesLost":
+            self.lost(event["since"] if "since" in event else event["t"], event["t"])
+
+    def lost(self, since: float, until: float) -> None:
+        """A disk took no lines from ``since`` to ``until``, in Unix seconds."""
+        if self._losses and since <= self._losses[-1][1] + SLACK_S and until >= self._losses[-1][0]:
+            since, until = min(since, self._losses[-1][0]), max(until, self._losses.pop()[1])
+        self._losses.append((since, until))
+
+    def commit(self, row: Row) -> None:
+        """Take the next canonical commit."""
+        step = row["step"]
+        if self._last is not None and step > self._last["step"] + 1:
+            self._gaps.append((_brief(self._last), _brief(row)))
+        self._first, self._last = self._first or row, row
+        self._given_up |= {(shard, index) for shard, index in row.get("given_up") or ()}
+        fed = self._fed.get(step, set())
+        for c in row["contributions"]:
+            if c["weight"] <= 0:
+                continue
+            shard, index = c["shard"], c["index"]
+            self._claimed[shard] = max(index, self._claimed.get(shard, -1))
+            feed = (c["replica"], step, shard, index)
+            if feed in fed:
+                self._train(feed)
+            else:
+                self._open[feed] = row["t"] - row["step_s"], row["t"]
+        self._fed.pop(step - WINDOW, None)
+        if step % WINDOW == 0:  # after gaps
+            self._fed = {at: feeds for at, feeds in self._fed.items() if at > step - WINDOW}
+
+    def result(self) -> dict[str, int]:
+        """trained, duplicated, skipped; and given_up and unlogged, keys that are there if there is such a batch.
+
+        A batch is given up when nothing finite came of it.
+        """
+        unlogged: set[tuple[int, int]] = set()
+        twice = set(self._twice)
+        gaps = {replica: self._cuts(replica) for replica in {feed[0] for feed in self._open}}
+        for (replica, step, shard, index), (since, until) in self._open.items():
+            cut = any(after < step < before for after, before in gaps[replica])
+            if not cut and not self._dark(since, until):
+                continue
+            if index in self._trained.get(shard, ()) or (shard, index) in unlogged:
+                twice.add((shard, index))
+            unlogged.add((shard, index))
+        for before, after in self._gaps:
+            if self._dark(before["t"], after["t"]):
+                unlogged |= set(_between(before, after, self._claimed))
+        holes = _holes(self._last) if self._last else set()
+        skipped = 0
+        for shard in self._claimed:
+            known = {index for s, index in unlogged | holes | self._given_up if s == shard}
+            skipped += sum(index not in known for index in self._untrained(shard))
+        bare = sum(index not in self._trained.get(shard, ()) for shard, index in unlogged)
+        trained = sum(map(len, self._trained.values()))
+        found = {"trained": trained, "duplicated": len(twice), "skipped": skipped}
+        found |= {"given_up": len(self._given_up)} if self._given_up else {}
+        return found | ({"unlogged": bare} if unlogged else {})
+
+    def _train(self, feed: Feed) -> None:
+        if not self._trained.setdefault(feed[2], Spans()).add(feed[3]):
+            self._twice.add(feed[2:])
+
+    def _untrained(self, shard: int) -> Iterator[int]:
+        """The batches of a data shard that were not inside the state before the first step, nor trained since."""
+        assert self._first is not None
+        first, end, trained = self._first, self._claimed[shard] + 1, self._trained.get(shard, Spans())
+        if first["step"] == 1:
+            yield from trained.absent(0, end)
+            return
+        own = {c["index"] for c in first["contributions"] if c["shard"] == shard}
+        left = own | {index for s, index in _holes(first) if s == shard}
+        yield from (index for index in sorted(left) if index not in trained)
+        yield from (index for index in trained.absent(first["cursors"][shard], end) if index not in left)
+
+    def _cuts(self, replica: int) -> list[tuple[int, float]]:
+        """The steps (after, before) whose lines a replica may have lost: between the last line of an incarnation
+        whose log was cut, or of one before it, and the first line of a later one."""
+        lives, found = self._lives.get(replica, {}), []
+        for of, life in map(_life, self._cut):
+            if of == replica:
+                after = max((high for n, (_, high) in lives.items() if n <= life), default=0)
+                found.append((after, min((low for n, (low, _) in lives.items() if n > life), default=math.inf)))
+        return found
+
+    def _dark(self, since: float, until: float) -> bool:
+        """Whether a disk took no lines at some time in between."""
+        return any(since - SLACK_S <= b and a <= until + SLACK_S for a, b in self._losses)
+
+
+def batches(
+    rows: Iterable[Row],
+    fed: Mapping[int, Sequence[Row]],
+    cut: Sequence[str] = (),
+    losses: Sequence[tuple[float, float]] = (),
+) -> dict[str, int]:
+    """The audit of rows that are all in memory. cut: incarnations whose machine took their last lines along;
+    losses: when a disk took no lines, (from, to) in Unix seconds."""
+    audit = BatchAudit()
+    for name in cut:
+        audit.event({"event": "LogCut", "rank": 0, "incarnation": name})
+    for since, until in losses:
+        audit.lost(since, until)
+    for replica, lines in fed.items():
+        for line in lines:
+            audit.fed(replica, line)
+    for row in rows:
+        audit.commit(row)
+    return audit.result()
+
+
+def _brief(row: Row) -> Row:
+    return {key: row[key] for key in ("t", "cursors", "contributions")}
+
+
+def _between(before: Row, after: Row, shards: Iterable[int]) -> Iterator[tuple[int, int]]:
+    """The batches that were taken between two commits."""
+    for shard in shards:
+        if shard < min(len(before["cursors"]), len(after["cursors"])):
+            own = {c["index"] for c in after["contributions"] if c["shard"] == shard}
+            span = range(before["cursors"][shard], after["cursors"][shard])
+            yield from ((shard, index) for index in span if index not in own)
+
+
+def _life(incarnation: str) -> tuple[int, int]:
+    """Replica and number of restarts in an incarnation's name, REPLICA-RUN-RESTARTS; zeros for another name."""
+    replica, _, rest = incarnation.partition("-")
+    life = rest.rpartition("-")[2]
+    return (int(replica), int(life)) if replica.isdecimal() and life.isdecimal() else (0, 0)
+
+
+def _holes(row: Row) -> set[tuple[int, int]]:
+    """The batches (data shard, index) that were left out up to a row, to be trained later."""
+    return {(shard, index) for shard, index in row["holes"]}

@@ -1,0 +1,177 @@
+"""From the commit logs of all replicas to one line per step of the history that lasted.
+
+A replica may log a step that is rolled back later, so a step counts only once a later one stands on it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ft_hsdp.launch.run.directory import Row
+
+_SHOWN = (
+    "t",
+    "step",
+    "epoch",
+    "loss",
+    "lr",
+    "lr_scale",
+    "contributors",
+    "total",
+    "step_s",
+    "waits",
+    "ftar_bytes",
+    "ftar_s",
+    "attempt",
+    "lineage",
+    "tokens",
+    "holes",
+    "given_up",
+)
+_NEEDED = frozenset({"step", "epoch", "attempt", "lineage", "prev", "role"})  # to be merged
+COUNTED = frozenset(_SHOWN) - {"given_up"} | {
+    "prev",
+    "role",
+    "contributions",
+    "cursors",
+}  # and to be told and counted
+Rewind = tuple[int, int]
+"""An epoch and its first step: what earlier epochs committed from that step on did not last."""
+
+PATIENCE = 3  # steps after which a row that nobody wrote is no longer waited for
+
+
+def metrics_row(row: Row) -> Row:
+    """The line of metrics.jsonl for a canonical commit row."""
+    return {key: row.get(key) for key in _SHOWN}
+
+
+class CommitMerger:
+    """Takes commit rows in any order, gives canonical ones in the order of their steps, and forgets them.
+
+    Rows of contributors count, first seen first. One of a replica that was behind stands in only where no
+    contributor's row was written (all their leaders died between applying a step and logging it).
+
+    Where a job goes back by several steps, steps are undone that were told. A row says so: its step was told, and
+    its epoch is later than that of the last row that was. Then `undone` is true, and `rewinds` has what another
+    merger needs to tell the history that lasts, from the first row on.
+    """
+
+    def __init__(self, rewinds: Iterable[Rewind] = ()) -> None:
+        self.bad = 0  # rows that are no commits
+        self.rewinds = tuple(rewinds)
+        self.undone = False
+        self._last: Row | None = None  # the newest canonical one
+        self._rows: dict[str, Row] = {}  # lineage -> row, above that one
+        self._at: dict[int, list[str]] = {}  # step -> lineages, as seen
+        self._built_on: dict[str, Row] = {}  # lineage -> the row that follows it
+        self._top: int | None = None  # the highest step
+
+    def add(self, rows: Iterable[Row]) -> None:
+        """Take rows from any replica; all that the logs hold at one time, before `confirmed` is asked."""
+        for row in rows:
+            if not (row.keys() >= _NEEDED and isinstance(row["step"], int) and isinstance(row["lineage"], str)):
+                self.bad += 1
+                continue
+            if any(row["epoch"] < epoch and row["step"] >= step for epoch, step in self.rewinds):
+                continue
+            rival = self._built_on.get(row["prev"])
+            if row["step"] <= self._step:
+                self._told_before(row)
+                continue
+            if rival is None or _rank(rival) < _rank(row):
+                self._built_on[row["prev"]] = row
+            lineage = row["lineage"]
+            known = self._rows.get(lineage)
+            if known is None:
+                self._rows[lineage] = row
+                self._at.setdefault(row["step"], []).append(lineage)
+                self._top = row["step"] if self._top is None else max(self._top, row["step"])
+            elif known["role"] != "contribute" and row["role"] == "contribute":
+                self._rows[lineage] = row
+
+    def _told_before(self, row: Row) -> None:
+        """A row of a step that is told: of another replica, or of a history that took the told one's place."""
+        assert self._last is not None
+        if row["epoch"] <= self._last["epoch"]:
+            return
+        first = min([row["step"], *(step for epoch, step in self.rewinds if epoch == row["epoch"])])
+        self.rewinds = (*(r for r in self.rewinds if r[0] != row["epoch"]), (row["epoch"], first))
+        self.undone = True
+
+    @property
+    def newest(self) -> Row | None:
+        """The newest row of all, confirmed or not."""
+        if self._top is None or self._top not in self._at:
+            return self._last
+        return max(self._rows_at(self._top), key=_rank)
+
+    @property
+    def _step(self) -> int:
+        return -1 if self._last is None else int(self._last["step"])
+
+    def confirmed(self) -> list[Row]:
+        """The rows that became canonical since the last call: each has a successor."""
+        new = []
+        while (row := self._next()) is not None:
+            new.append(row)
+            self._forget(row)
+        return new
+
+    def finish(self, final_lineage: str | None = None) -> list[Row]:
+        """The rows up to `final_lineage` that were still open; without one, up to the newest row."""
+        new = self.confirmed()
+        end = self._rows.get(final_lineage or "") or self.newest
+        path: list[Row] = []
+        while end is not None and end["step"] > self._step:
+            path.append(end)
+            end = self._rows.get(end["prev"]) or self._below(end["step"])
+        path.reverse()
+        if path:
+            self._forget(path[-1])
+        return new + path
+
+    def _forget(self, row: Row) -> None:
+        """A row is told, and with it all below."""
+        for step in [step for step in self._at if step <= row["step"]] if self._gapped(row) else [row["step"]]:
+            for lineage in self._at.pop(step, ()):
+                self._built_on.pop(self._rows.pop(lineage)["prev"], None)
+        self._last = row
+
+    def _gapped(self, row: Row) -> bool:
+        """Whether rows of steps between the last canonical one and this one may be kept."""
+        return self._last is None or row["step"] != self._last["step"] + 1
+
+    def _next(self) -> Row | None:
+        """The row after the last canonical one, if a successor confirms it."""
+        if self._top is None or not self._at:
+            return None
+        step = min(self._at) if self._last is None else self._step + 1
+        overdue = self._top > step + PATIENCE
+        if step not in self._at:
+            if not overdue:
+                return None
+            step = min(self._at)
+            rivals = self._rows_at(step)
+        else:
+            rivals = self._rows_at(step)
+            if self._last is not None:
+                mine = [row for row in rivals if row["prev"] == self._last["lineage"]]
+                rivals = mine or (rivals if overdue else [])  # what was told has been rolled back
+        sure = [row for row in rivals if row["lineage"] in self._built_on]
+        if not sure and overdue and step + 1 not in self._at:
+            return max(rivals, key=_rank, default=None)  # its successor was logged by nobody
+        return max(sure, key=lambda row: _rank(self._built_on[row["lineage"]]), default=None)
+
+    def _below(self, step: int) -> Row | None:
+        """Where a row is missing: the newest one below `step`."""
+        lower = max((s for s in self._at if s < step), default=None)
+        return None if lower is None else max(self._rows_at(lower), key=_rank)
+
+    def _rows_at(self, step: int) -> list[Row]:
+        return [self._rows[lineage] for lineage in self._at[step]]
+
+
+def _rank(row: Row) -> tuple[int, int]:
+    """Which of two rows for one step is later: by (epoch, attempt)."""
+    return row["epoch"], row["attempt"]

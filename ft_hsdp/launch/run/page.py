@@ -1,0 +1,98 @@
+"""The lighthouse's page for a run that is over: its logs in a chronicle in memory, its time under a slider."""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import socket
+from collections.abc import Callable
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+
+from ft_hsdp.config import load
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.run.directory import Row, RunDir, read_json, read_jsonl
+from ft_hsdp.launch.run.history import CommitMerger
+from ft_hsdp.launch.run.recorder import events_of
+from lighthouse.http.auth import Keys, page_link
+from lighthouse.http.journal_routes import views
+from lighthouse.journal import row_checks
+from lighthouse.journal.database import MemoryDatabase
+from lighthouse.journal.journal import JobJournal
+from lighthouse.overview.rows import About, Entry
+
+BATCH = 5000  # rows
+
+
+def serve_run(run: RunDir, host: str, port: int, opened: Callable[[str], None]) -> None:
+    """Serve the page of ``run`` until Ctrl-C. ``opened`` is told its link, key included, once it listens.
+
+    host: a loopback address; port: 0 for any that is free. The run is read once, as it is now.
+    Raises ConfigError: nothing is recorded, or the address cannot be had.
+    """
+    archive, about = recorded(run)
+    chronicle = JobJournal(archive, about)
+    keys = Keys(secrets.token_hex(32))
+    app = FastAPI(title=run.name, docs_url=None, redoc_url=None, openapi_url=None)
+    app.include_router(views(chronicle, None, keys))
+    with _listen(host, port) as sock:
+        name = f"[{host}]" if sock.family == socket.AF_INET6 else host
+        opened(page_link(f"http://{name}:{sock.getsockname()[1]}", keys.worker))
+        server = uvicorn.Server(
+            uvicorn.Config(app, lifespan="off", log_level="warning", access_log=False, timeout_graceful_shutdown=1)
+        )
+        try:
+            with contextlib.suppress(KeyboardInterrupt):
+                server.run(sockets=[sock])
+        finally:
+            chronicle.close()
+            archive.close()
+
+
+def recorded(run: RunDir) -> tuple[MemoryDatabase, About]:
+    """The rows of a run, by time: its events, and one commit per step of the history that lasted.
+
+    Raises ConfigError: there are none.
+    """
+    config = load(run.config)
+    about = About(
+        config.job.name,
+        config.slots,
+        config.ranks_per_replica,
+        config.train.steps,
+        live=False,
+        replicas=config.replicas,
+    )
+    rows: list[tuple[float, str, Row]] = [
+        (row["t"], "event", row_checks.plain({"source": "replica", "reason": "", **row})) for row in events_of(run)
+    ]
+    rows += [(row["t"], "commit", row_checks.commit(row, about, row["t"])) for row in _commits(run)]
+    if not rows:
+        raise ConfigError("RUN", run.name, "a run that has recorded something")
+    rows.sort(key=lambda row: row[0])
+    archive = MemoryDatabase()
+    for first in range(0, len(rows), BATCH):
+        batch = enumerate(rows[first : first + BATCH], first + 1)
+        archive.append([Entry(seq, kind, row) for seq, (_, kind, row) in batch])  # type: ignore[arg-type]
+    return archive, about
+
+
+def _commits(run: RunDir) -> list[dict[str, Any]]:
+    """The canonical commits of a run so far."""
+    merger = CommitMerger()
+    for replica in run.replicas():
+        merger.add(read_jsonl(run.commits(replica)))
+    finals = [final for replica in run.replicas() if (final := read_json(run.final(replica))) is not None]
+    last = max(finals, key=lambda final: (final["commit_epoch"], final["step"]), default=None)
+    return merger.finish(last["lineage"] if last else None)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A socket that listens there. Raises ConfigError."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        return socket.create_server((host, port), family=family)
+    except OSError as error:
+        raise ConfigError("HOST:PORT", f"{host}:{port}", f"an address to listen at ({error.strerror})") from None

@@ -1,0 +1,207 @@
+"""The job in figures: summary.json, from what the replicas logged, a row at a time. Pure; memory does not grow."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ft_hsdp.config import Config
+from ft_hsdp.launch.run.audit import BatchAudit
+from ft_hsdp.launch.run.directory import Row
+from lighthouse.overview.failures import Failures
+from lighthouse.overview.goodput import Median
+
+BLOCKS = 2048  # of losses whose sums are kept: up to so many steps the means of tenths are exact
+
+Summary = dict[str, Any]
+
+
+class RunTally:
+    """Folds a run into its summary: canonical commits by step, events about by time, lines of what was fed."""
+
+    def __init__(self, config: Config) -> None:
+        self._replicas = config.replicas
+        self._slots = config.slots
+        self.audit = BatchAudit()
+        self._failures = Failures(config.slots, most=None)
+        self._events = 0
+        self._starts: Counter[int] = Counter()
+        self._unplaced: dict[int, bool] = {}
+        self._heard = -1  # the epoch up to which commits are taken again
+        self._begin()
+
+    def _begin(self) -> None:
+        """No commits yet."""
+        self._losses = Means()
+        self._whole, self._any = Median(), Median()  # steps of all replicas that were wanted, and of any
+        self._share = 0.0  # sum of contributors / total
+        self._tokens = 0
+        self._stalls: Counter[str] = Counter()
+        self._first: Row | None = None
+        self._last: Row | None = None
+        self._contributed: dict[int, int] = {}  # replica -> its last step
+
+    def again(self) -> None:
+        """Steps that were taken have been undone: those that lasted are taken again, from the first on.
+
+        Events stay, and so does what commits said of failures: those steps were made at their time.
+        """
+        self._heard = max(self._heard, self._last["epoch"] if self._last else -1)
+        self.audit.again()
+        self._begin()
+
+    @property
+    def typical(self) -> float:
+        """The median time in seconds of a step to which all replicas that were wanted contributed."""
+        return self._whole.exact() or self._any.exact()
+
+    def commit(self, row: Row) -> None:
+        """Take the next canonical commit."""
+        self.audit.commit(row)
+        if row["epoch"] > self._heard:
+            self._failures.commit(row["t"], row["epoch"], row["contributors"])
+        contributors, total = len(row["contributors"]), row["total"]
+        (self._whole if contributors == total else self._any).add(row["step_s"])
+        self._share += contributors / total
+        self._tokens += row["tokens"]
+        self._stalls.update(row["waits"])
+        self._losses.add(row["loss"])
+        self._first, self._last = self._first or row, row
+        self._contributed.update(dict.fromkeys(row["contributors"], row["step"]))
+
+    def fed(self, replica: int, line: Row) -> None:
+        """Take a line of what a replica logged before each forward, in the order of its log."""
+        if line.keys() >= {"step", "shard", "index", "incarnation"}:
+            self.audit.fed(replica, line)
+
+    def event(self, event: Row) -> None:
+        """Take an event of any process."""
+        name, replica = event["event"], event.get("replica")
+        self.audit.event(event)
+        self._events += 1
+        if name == "EpochGranted" or replica in range(self._slots):
+            self._failures.event(self._events, name, event)
+        if not isinstance(replica, int):
+            return
+        if name == "ReplicaStarted":
+            self._starts[replica] += 1
+        if name in ("ReplicaUnplaced", "ReplicaStarted"):
+            self._unplaced[replica] = name == "ReplicaUnplaced"
+
+    def summary(self, finals: Mapping[int, Row], lost: Iterable[int] = ()) -> Summary:
+        """The summary of the run so far. finals: per replica, its final.json; lost: replicas past their budget."""
+        wall, typical = self._wall_s, self.typical
+        end = self._last["t"] if self._last else None
+        failures = [self._failures.account(f, typical) for f in self._failures.losses()]
+        for failure in failures:
+            failure["back"] = failure["rejoin_s"] is not None
+            if failure["rejoin_s"] is None:  # to the end, where it did not contribute again
+                failure["rejoin_s"] = max(0.0, (failure["t"] if end is None else end) - failure["t"])
+        summary: Summary = {
+            "steps": self._last["step"] if self._last else 0,
+            "loss_first": self._losses.of_first(),
+            "loss_last": self._losses.of_last(),
+            "wall_s": wall,
+            "tokens": self._tokens,
+            "effective_training_ratio": typical * self._share / wall if wall > 0 else 0.0,
+            "stall_s": {cause: float(seconds) for cause, seconds in sorted(self._stalls.items())},
+            "replicas": {
+                str(r): self._replica(r, finals.get(r)) for r in sorted({*range(self._replicas), *self._starts})
+            },
+            "batches": self.audit.result(),
+            "failures": failures,
+        }
+        if lost := sorted(lost):
+            summary["lost"] = lost
+        if unplaced := sorted(replica for replica, yes in self._unplaced.items() if yes):
+            summary["unplaced"] = unplaced
+        return summary
+
+    @property
+    def _wall_s(self) -> float:
+        """Seconds from the start of the first step to the last commit."""
+        if self._first is None or self._last is None:
+            return 0.0
+        return float(self._last["t"] - self._first["t"] + self._first["step_s"])
+
+    def _replica(self, replica: int, final: Row | None) -> Row:
+        """How one replica ended; without its final state, what it last contributed to."""
+        end = final or {"step": self._contributed.get(replica, 0), "lineage": "", "digest": ""}
+        return {**{key: end[key] for key in ("step", "lineage", "digest")}, "incarnations": self._starts[replica]}
+
+
+class Means:
+    """Means over the first and the last tenth of values that come one at a time, of which it keeps sums of blocks.
+
+    Exact up to `BLOCKS` values; beyond, one block at the border of a tenth counts in part, with its mean. What is
+    not finite counts as a value without weight: a step that was skipped may have no loss.
+    """
+
+    def __init__(self) -> None:
+        self._size = 1  # values in a block
+        self._blocks: list[tuple[float, int, int]] = []  # sum and number of finite values, and number of values
+
+    def add(self, value: float | None) -> None:
+        """Take one."""
+        finite = value is not None and math.isfinite(value)
+        one = (float(value or 0.0), 1, 1) if finite else (0.0, 0, 1)
+        if self._blocks and self._blocks[-1][2] < self._size:
+            self._blocks[-1] = _joined(self._blocks[-1], one)
+            return
+        self._blocks.append(one)
+        if len(self._blocks) > BLOCKS:
+            pairs = [self._blocks[n : n + 2] for n in range(0, len(self._blocks), 2)]
+            self._blocks = [_joined(*pair) if len(pair) == 2 else pair[0] for pair in pairs]
+            self._size *= 2
+
+    def of_first(self) -> float:
+        """The mean of the first tenth, of one value at least; 0.0 of nothing."""
+        return self._mean(self._blocks)
+
+    def of_last(self) -> float:
+        """The mean of the last tenth."""
+        return self._mean(self._blocks[::-1])
+
+    def _mean(self, blocks: Sequence[tuple[float, int, int]]) -> float:
+        left = max(1, sum(values for _, _, values in blocks) // 10)
+        total = weight = 0.0
+        for of, finite, values in blocks:
+            share = min(1.0, left / values)
+            total, weight, left = total + of * share, weight + finite * share, left - values
+            if left <= 0:
+                break
+        return total / weight if weight else 0.0
+
+
+def _joined(a: tuple[float, int, int], b: tuple[float, int, int]) -> tuple[float, int, int]:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2]
+
+
+def fault_free_step(rows: Iterable[Row]) -> float:
+    """The median time in seconds of a step to which all replicas that were wanted contributed, or else of any."""
+    whole, some = Median(), Median()
+    for row in rows:
+        (whole if len(row["contributors"]) == row["total"] else some).add(row["step_s"])
+    return whole.exact() or some.exact()
+
+
+def summarize(
+    config: Config,
+    rows: Iterable[Row],
+    fed: Mapping[int, Iterable[Row]],
+    finals: Mapping[int, Row],
+    events: Iterable[Row],
+    lost: Iterable[int] = (),
+) -> Summary:
+    """The summary of a run whose rows are in memory: canonical commits by step, lines per replica, all events."""
+    tally = RunTally(config)
+    for replica, lines in fed.items():
+        for line in lines:
+            tally.fed(replica, line)
+    for event in sorted(events, key=lambda e: e["t"]):
+        tally.event(event)
+    for row in rows:
+        tally.commit(row)
+    return tally.summary(finals, lost)

@@ -1,0 +1,235 @@
+"""A run as a trace that ui.perfetto.dev and chrome://tracing open: `trace RUN`. Pure but for `write`.
+
+A process per replica: a thread with its steps and what they waited for, one with its lives, one per rank with its
+events. A process for the job: failures and epochs as marks, loss and healthy replicas as counters.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.run.directory import Row, RunDir, read_jsonl
+from ft_hsdp.launch.run.history import CommitMerger
+from ft_hsdp.launch.run.recorder import events_of
+from ft_hsdp.sentences import tell
+
+JOB = 1  # its process; pid 0 is the idle process to Perfetto
+ALL, OTHERS = 1, 2  # its threads: marks across all, and events of no replica
+FIRST = 10  # the process of replica 0
+STEPS, LIVES, RANKS = 1, 2, 10  # threads of a replica; that of rank r is RANKS + r
+WAITED = ("quorum", "ftar", "commit")  # in this order at the end of a step
+ENDED = ("done", "stopped")
+MARKS = (
+    "EpochGranted",
+    "FailureInjected",
+    "FailureLifted",
+    "ReplicaLost",
+    "LighthouseExited",
+    "LighthouseRestarted",
+)
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Track:
+    """A thread of a process of the trace."""
+
+    pid: int
+    tid: int
+
+
+def write(run: RunDir, out: Path | None = None) -> Path:
+    """Write the trace of ``run`` to ``out``, or to trace.json in its folder; the path.
+
+    Raises:
+        ConfigError: nothing is recorded there, or the file cannot be written.
+    """
+    replicas = range(1 + max(run.replicas(), default=-1))
+    commits = {n: read_jsonl(run.commits(n)) for n in replicas}
+    events = events_of(run)
+    if not events and not any(commits.values()):
+        raise ConfigError("run", str(run.path), "a run that has recorded something")
+    target = out or run.path / "trace.json"
+    try:
+        target.write_text(json.dumps(trace(run.name, events, commits, _canonical(run, commits)), allow_nan=False))
+    except OSError as error:
+        raise ConfigError("OUT", str(target), f"a file that can be written ({error.strerror})") from None
+    return target
+
+
+def _canonical(run: RunDir, commits: dict[int, list[Row]]) -> list[Row]:
+    """The line of steps that lasted: as it was merged, or else from the replicas' logs."""
+    rows = read_jsonl(run.metrics)
+    if rows:
+        return rows
+    merger = CommitMerger()
+    for logged in commits.values():
+        merger.add(logged)
+    return merger.finish()
+
+
+def trace(name: str, events: Sequence[Row], commits: dict[int, list[Row]], canonical: Sequence[Row]) -> Event:
+    """The document. events: of all processes; commits: of each replica; canonical: a row per step.
+
+    Times in rows are Unix seconds, in the document microseconds since the first of them.
+    """
+    times = [
+        row["t"] - (row.get("step_s") or 0.0) for rows in (events, *commits.values(), canonical) for row in rows
+    ]
+    clock = Clock(min(times, default=0.0))
+    end = max((clock.at(row["t"]) for rows in (events, *commits.values()) for row in rows), default=0)
+    shown: list[Event] = []
+    for replica in sorted({*commits, *(e["replica"] for e in events if isinstance(e.get("replica"), int))}):
+        mine = [e for e in events if e.get("replica") == replica]
+        pid = FIRST + replica
+        shown += _steps(clock, Track(pid, STEPS), commits.get(replica, []))
+        shown += _lives(clock, Track(pid, LIVES), mine, end)
+        shown += _rank_events(clock, pid, mine)
+    shown += _marks(clock, events)
+    others = [e for e in events if not isinstance(e.get("replica"), int)]
+    shown += [_instant(Track(JOB, OTHERS), e["event"], clock.at(e["t"]), "t", _facts(e)) for e in others]
+    shown += _counters(clock, canonical)
+    shown.sort(key=lambda e: (e["ts"], -e.get("dur", 0)))
+    return {"traceEvents": [*_names(name, shown), *shown], "displayTimeUnit": "ms"}
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """Unix seconds to whole microseconds since ``zero``."""
+
+    zero: float
+
+    def at(self, t: float) -> int:
+        """The time stamp of ``t``; 0 before the zero."""
+        return max(0, round((t - self.zero) * 1e6))
+
+
+def _steps(clock: Clock, track: Track, rows: Iterable[Row]) -> Iterator[Event]:
+    """A slice per step from commit to commit, and inside, at its end, what it waited for."""
+    free = 0
+    for row in sorted(rows, key=lambda row: row["t"]):
+        end = clock.at(row["t"])
+        start = max(free, clock.at(row["t"] - row["step_s"]))
+        if end <= start:
+            continue
+        keys = ("epoch", "attempt", "loss", "lr", "contributors", "tokens", "ftar_bytes", "ftar_s", "role")
+        yield _slice(track, f"step {row['step']}", start, end, {key: row.get(key) for key in keys})
+        waits = row.get("waits") or {}
+        lengths = [_microseconds(waits.get(cause)) for cause in WAITED]
+        at = end - sum(lengths)
+        for cause, length in zip(WAITED, lengths, strict=True):
+            since, until = max(start, at), max(start, at + length)
+            if until > since:
+                yield _slice(track, cause, since, until, {"seconds": waits[cause]})
+            at += length
+        free = end
+
+
+def _lives(clock: Clock, track: Track, events: Iterable[Row], end: int) -> Iterator[Event]:
+    """A slice per incarnation, and inside the time until it had checked in."""
+    began: dict[str, int] = {}
+    ready: dict[str, int] = {}
+    gone: dict[str, tuple[int, str]] = {}
+    for event in events:
+        life, at = str(event.get("incarnation")), clock.at(event["t"])
+        match event["event"]:
+            case "ReplicaStarted":
+                began[life] = at
+            case "CheckedIn":
+                ready.setdefault(life, at)
+            case "ReplicaExited":
+                gone[life] = (at, str(event.get("kind")))
+    free = 0
+    for life, at in sorted(began.items(), key=lambda item: item[1]):
+        start = max(free, at)
+        until, kind = gone.get(life, (end, "runs"))
+        if until <= start:
+            continue
+        yield _slice(track, life, start, until, {"ended": kind})
+        if start < ready.get(life, 0) <= until:
+            yield _slice(track, "start", start, ready[life], {})
+        free = until
+
+
+def _rank_events(clock: Clock, pid: int, events: Iterable[Row]) -> Iterator[Event]:
+    """Each rank's events on its thread; a fetch has a length."""
+    free: dict[int, int] = {}
+    for event in sorted(events, key=lambda event: event["t"]):
+        rank = event.get("rank")
+        track = Track(pid, RANKS + rank if isinstance(rank, int) else LIVES)
+        at = clock.at(event["t"])
+        if event["event"] == "FetchCompleted" and track.tid != LIVES:
+            start = max(free.get(track.tid, 0), clock.at(event["t"] - (event.get("seconds") or 0.0)))
+            if at > start:
+                yield _slice(track, "fetch", start, at, _facts(event))
+                free[track.tid] = at
+                continue
+        yield _instant(track, event["event"], at, "t", _facts(event))
+
+
+def _marks(clock: Clock, events: Iterable[Row]) -> Iterator[Event]:
+    """What the whole job feels, across all threads."""
+    for event in events:
+        failed = event["event"] == "ReplicaExited" and event.get("kind") not in ENDED
+        if failed or event["event"] in MARKS:
+            yield _instant(Track(JOB, ALL), tell(event, reason=False), clock.at(event["t"]), "g", _facts(event))
+
+
+def _counters(clock: Clock, rows: Iterable[Row]) -> Iterator[Event]:
+    for row in rows:
+        values = {"loss": row.get("loss"), "healthy": len(row.get("contributors") or ())}
+        for name, value in values.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                counter = {"ph": "C", "name": name, "pid": JOB, "tid": ALL, "ts": clock.at(row["t"])}
+                yield {**counter, "args": {name: value}}
+
+
+def _names(name: str, shown: Iterable[Event]) -> Iterator[Event]:
+    """Names of the processes and threads, in the order in which they are shown."""
+    tracks = sorted({(e["pid"], e["tid"]) for e in shown})
+    for pid in sorted({pid for pid, _ in tracks}):
+        yield _named("process_name", pid, 0, name=name if pid == JOB else f"replica {pid - FIRST}")
+        yield _named("process_sort_index", pid, 0, sort_index=pid)
+    for pid, tid in tracks:
+        threads = {ALL: "job", OTHERS: "lighthouse"} if pid == JOB else {STEPS: "steps", LIVES: "lives"}
+        yield _named("thread_name", pid, tid, name=threads.get(tid, f"rank {tid - RANKS}"))
+        yield _named("thread_sort_index", pid, tid, sort_index=tid)
+
+
+def _named(what: str, pid: int, tid: int, **args: Any) -> Event:
+    return {"ph": "M", "name": what, "pid": pid, "tid": tid, "ts": 0, "args": args}
+
+
+def _slice(track: Track, name: str, start: int, end: int, args: Row) -> Event:
+    event = {"ph": "X", "name": name, "pid": track.pid, "tid": track.tid, "ts": start, "dur": end - start}
+    return {**event, "args": _plain(args)}
+
+
+def _instant(track: Track, name: str, at: int, scope: str, args: Row) -> Event:
+    event = {"ph": "i", "name": name, "pid": track.pid, "tid": track.tid, "ts": at, "s": scope}
+    return {**event, "args": _plain(args)}
+
+
+def _facts(event: Row) -> Row:
+    """All that an event says beside its name, its time and where it is shown."""
+    return {key: value for key, value in event.items() if key not in ("t", "event", "replica", "rank")}
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON knows it: figures that are not finite become words."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _microseconds(seconds: float | None) -> int:
+    return round(seconds * 1e6) if seconds and math.isfinite(seconds) and seconds > 0 else 0

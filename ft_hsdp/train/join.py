@@ -1,0 +1,145 @@
+"""Joining: how a process becomes one rank of a replica, from torchrun's environment and the files of the run."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+import socket
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from ft_hsdp import address, handshake, record_layer, secret
+from ft_hsdp.config import Config, load
+from ft_hsdp.control.lighthouse_client import listed, named
+from ft_hsdp.control.rank_store import RankStore, connect, serve
+from ft_hsdp.errors import ConfigError, Retryable
+from ft_hsdp.state.agent.launcher import TOKEN_VARIABLE
+from ft_hsdp.train import device as devices
+from ft_hsdp.train.identity import Calling, FromEnvironment, RankPlace, begin
+from ft_hsdp.train.job import Job
+
+
+def join(
+    config: Config | str | Path, replica: int | Calling, run: Path | None = None, lighthouse: str | None = None
+) -> Job:
+    """Join a job as one rank of ``replica``; the rank comes from torchrun's environment.
+
+    ``run`` is the run directory, ``lighthouse`` its URL[,URL]; both follow from the configuration on one machine.
+    What ft_hsdp's own launcher starts is called instead: a spare hears of its replica when it is needed.
+
+    Raises:
+        ConfigError: the configuration cannot be used, or the run does not exist.
+        Retryable: the other ranks of the replica did not come.
+    """
+    if not isinstance(config, Config):
+        config = load(Path(config))
+    calling = FromEnvironment(replica) if isinstance(replica, int) else replica
+    if isinstance(replica, int) and not 0 <= replica < config.slots:
+        raise ConfigError(
+            "replica", replica, f"0 to {config.slots - 1} (there are {config.slots} replicas at most)"
+        )
+    run = run or Path(config.job.runs_dir) / config.job.name
+    file = run / "lighthouse.json"
+    try:
+        urls = listed(lighthouse) if lighthouse else named(json.loads(file.read_text()))
+        if not urls:
+            raise ValueError("lighthouse.json names none")
+        token = os.environ.get(TOKEN_VARIABLE) or secret.current(run / "token")
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError("run", str(run), f"the directory of a run with a lighthouse ({error})") from error
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if ranks != config.ranks_per_replica:
+        raise ConfigError("WORLD_SIZE", ranks, f"ranks_per_replica, which is {config.ranks_per_replica}")
+    record_layer.use(config.network.tls)
+    handshake.use(config.timeouts.hello_s)
+    device = devices.choose(config.train.device, int(os.environ.get("LOCAL_RANK", rank)))
+    torch.set_num_threads(config.train.threads)
+    host = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    first = os.environ.get("LOCAL_RANK", str(rank)) == "0"
+    parent = os.getppid() if isinstance(calling, FromEnvironment) else None  # ours are killed with their parent
+    place = RankPlace(rank, ranks, run, urls, token, host, first, None if lighthouse else file, parent)
+    call = calling.heard()
+    life = None if call is None else begin(config, place, call)  # the state agent starts meanwhile
+    incarnation = "" if life is None else life.incarnation
+    store = _connect_ranks(rank, ranks, incarnation, devices.backend(device), config, token)
+    return Job(config, place, calling, life, device, store)
+
+
+def _connect_ranks(rank: int, ranks: int, life: str, backend: str, config: Config, token: str) -> RankStore | None:
+    """Form the process group of a replica, whose incarnation is ``life``; its store, if we have to close that.
+
+    The ranks meet within timeouts.ranks_s. Later a rank may wait for another in a collective for twice
+    ftar.timeout_s, and at least as long: where there are other replicas, they have said before who hangs.
+
+    torchrun's agent keeps one store over all restarts of its workers: without a prefix the ranks of this life
+    would find the addresses of the last one there.
+
+    Raises:
+        Retryable: the ranks have not met.
+    """
+    meeting = timedelta(seconds=config.timeouts.ranks_s)
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    interface = _interface(host)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    ours: RankStore | None = None
+    store: dist.Store
+    if agents or backend != "gloo":
+        door = _listener(host, port).detach() if rank == 0 and not agents else None
+        store = dist.TCPStore(host, port, ranks, door is not None, meeting, master_listen_fd=door)
+    elif rank == 0:
+        store = ours = serve(ranks, token, _listener(host, port) if ranks > 1 else None, config.timeouts.ranks_s)
+    else:
+        store = ours = connect(rank, token, host, port, config.timeouts.ranks_s)
+    named = dist.PrefixStore(life, store)
+    dist.init_process_group(backend, store=named, rank=rank, world_size=ranks, timeout=meeting)
+    later_s = max(2 * config.ftar.timeout_s, config.timeouts.ranks_s)
+    _set_pg_timeout(timedelta(seconds=later_s), dist.group.WORLD)
+    return ours
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """A socket that listens at ``host`` alone; everywhere if that is a name, which may mean another address here
+    than where the other ranks are.
+
+    Raises:
+        Retryable: it cannot.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        named = True
+    else:
+        named = False
+    try:
+        sock = address.everywhere(port) if named else address.bound(host, port)
+        sock.listen(handshake.BACKLOG)
+    except OSError as error:
+        where = address.join(host, port)
+        raise Retryable(f"rank 0 cannot listen at MASTER_ADDR:MASTER_PORT {where}: {error.strerror}") from error
+    return sock
+
+
+def _interface(host: str) -> str | None:
+    """The interface from which this host reaches ``host``; gloo listens on its address. None: not known."""
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as sock:
+            sock.connect(where)  # nothing is sent: it chooses the way
+            mine = sock.getsockname()[0]
+    except OSError:
+        return None
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == mine for each in addresses):
+            return str(name)
+    return None
+
+
+__all__ = ["join"]

@@ -1,0 +1,272 @@
+"""Offload: optimizer tensors live in host memory and visit the device for the update only (FT-HSDP §5).
+
+The tensors stay the same objects; between updates their storage on the device is empty, and the bytes are in
+pinned host memory, from where snapshots are copied.
+
+Held: the live state of one rank, and the only place that changes it.
+
+Parameters, optimizer tensors, hyper-parameters and ledger move together from one committed state to the next.
+Snapshots are copied from here while forward and backward run, which only read what a snapshot reads; an update
+waits for a copy that is under way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import blake3
+import numpy as np
+import torch
+import xxhash
+from torch.distributed.tensor import DTensor
+
+from ft_hsdp import fault_injection
+from ft_hsdp.core import state_id
+from ft_hsdp.core.commit import CommitRecord
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.errors import DataCorruption
+from ft_hsdp.state import layout
+from ft_hsdp.state.layout import Layout, local
+from ft_hsdp.state.shared_memory import Bytes
+from ft_hsdp.state.transfer.shard_manifest import Manifest
+from ft_hsdp.train.fsdp import Sharded
+from ft_hsdp.train.optimizer import Groups, finish, tensors
+
+
+@dataclass(slots=True)
+class Moved:
+    """Bytes moved between host and device, and the seconds that it took."""
+
+    nbytes: int = 0
+    seconds: float = 0.0
+
+
+class Offload:
+    """The host copies of ``tensors`` (DTensors or plain), which leave the device at once."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self._device = [local(t) for t in tensors]
+        self.host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in self._device]
+        self._nbytes = sum(t.numel() * t.element_size() for t in self._device)
+        self.moved = Moved()
+        self._reported = 0.0
+        self.leave()
+
+    def leave(self) -> None:
+        """From the device to the host; the device's memory is free when it has been copied."""
+        since = time.monotonic()
+        for device, host in zip(self._device, self.host, strict=True):
+            host.copy_(device, non_blocking=True)
+        self._wait()
+        for device in self._device:
+            device.untyped_storage().resize_(0)
+        self._count(since)
+
+    def visit(self) -> None:
+        """From the host to the device, for an update."""
+        since = time.monotonic()
+        for device, host in zip(self._device, self.host, strict=True):
+            device.untyped_storage().resize_(device.numel() * device.element_size())
+            device.copy_(host, non_blocking=True)
+        self._wait()
+        self._count(since)
+
+    def lap(self) -> float:
+        """Seconds spent on moving since the last call."""
+        since, self._reported = self._reported, self.moved.seconds
+        return self._reported - since
+
+    def _wait(self) -> None:
+        if any(t.is_cuda for t in self._device):
+            torch.cuda.current_stream().synchronize()
+
+    def _count(self, since: float) -> None:
+        self.moved = Moved(self.moved.nbytes + self._nbytes, self.moved.seconds + time.monotonic() - since)
+
+
+class LiveState:
+    """The committed state that this rank holds, of ``ranks``; ``state`` is set at check-in.
+
+    ``offload``: the optimizer's tensors are in host memory but for updates.
+    """
+
+    def __init__(
+        self, sharded: Sharded, groups: Groups, ledger: Ledger, rank: int, ranks: int, offload: bool = False
+    ) -> None:
+        self._sharded = sharded
+        self._groups = groups
+        self._rank = rank
+        self._ranks = ranks
+        names = {id(p): n for n, p in sharded.params.items()}
+        self._optim = tensors(groups.optimizer, names)
+        self.layout = Layout.of(sharded.params, self._optim)
+        self.offload = Offload(list(self._optim.values())) if offload else None
+        kept = self.offload.host if self.offload is not None else list(self._optim.values())
+        self._live: list[torch.Tensor] = [*sharded.params.values(), *kept]
+        self.ledger = ledger
+        self.state: StateId | None = None
+        self._recorded = "", ""  # lineage of the state that was packed last, and the digest of its slice then
+        self._lock = threading.Lock()
+
+    @property
+    def params(self) -> Mapping[str, torch.Tensor]:
+        """The parameters, by name."""
+        return self._sharded.params
+
+    @property
+    def optim(self) -> Mapping[str, torch.Tensor]:
+        """The optimizer's tensors, by name; use them while they are `here`."""
+        return self._optim
+
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
+        """The optimizer's tensors are on the device."""
+        if self.offload is None:
+            yield
+            return
+        self.offload.visit()
+        try:
+            yield
+        finally:
+            self.offload.leave()
+
+    def weights_digest(self) -> str:
+        """xxh3-128 of this rank's packed shard."""
+        packed = np.empty(self.layout.nbytes, dtype=np.uint8)
+        layout.pack(self.layout, self._live, torch.from_numpy(packed))
+        return xxhash.xxh3_128_hexdigest(packed.data)
+
+    def apply(
+        self, record: CommitRecord, reduced: Sequence[torch.Tensor], clip: float | None, accumulate: int
+    ) -> None:
+        """Apply a committed step; of one that is skipped, the ledger and the name only.
+
+        Raises:
+            RuntimeError: the record does not build on the state that is held.
+        """
+        with self._lock:
+            if self.state is None or record.prev != self.state.lineage:
+                raise RuntimeError(f"record of step {record.step} does not build on {self.state}")
+            if not record.skipped:
+                finish(record, reduced, clip, accumulate)
+                self._sharded.assign(reduced)
+                with self.here():
+                    self._groups.step(record)
+            fault_injection.reach("apply-middle", record.step)
+            self._sharded.clear()
+            self.ledger = record.ledger(self.ledger)
+            self.state = record.state_id
+            if fault_injection.hit("state-flip", record.step):
+                layout.as_bytes(layout.local(self._live[0]))[0] ^= 1
+
+    def rate(self, record: CommitRecord) -> float:
+        """The learning rate that ``record`` gives the first parameter group."""
+        return self._groups.rates(record)[0]
+
+    def load(self, manifest: Manifest, packed: Bytes) -> None:
+        """Swap a verified shard in: ``packed`` is uint8 [layout.nbytes]."""
+        with self._lock:
+            self._groups.adopt(manifest.hyper)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is only read
+                buffer = torch.from_numpy(packed)
+            layout.unpack(self.layout, buffer, self._live)
+            self._become(manifest.state, manifest.ledger)
+
+    def resumed(self, state: StateId, ledger: Ledger, hyper: Sequence[dict[str, Any]]) -> None:
+        """The live tensors were filled with ``state``."""
+        with self._lock:
+            self._groups.adopt(hyper)
+            self._become(state, ledger)
+
+    def _become(self, state: StateId, ledger: Ledger) -> None:
+        self._sharded.clear()
+        self.ledger = ledger
+        self.state = state
+
+    def pack(self, state: StateId, into: Bytes) -> Manifest | None:
+        """Copy the shard into ``into``, uint8 [layout.nbytes]: its manifest, with checksums of the live tensors.
+
+        None, and nothing is copied, if it is not ``state`` that is held.
+        """
+        with self._lock:
+            if state != self.state:
+                return None
+            sums = layout.pack(self.layout, self._live, torch.from_numpy(into))
+            self._recorded = state.lineage, self._slice(state)
+            if fault_injection.hit("live-flip", state.step):
+                layout.as_bytes(layout.local(self._live[0]))[0] ^= 1
+            place, ledger = self.layout, self.ledger
+            return Manifest(
+                state,
+                self._rank,
+                self._ranks,
+                place.fingerprint,
+                place.nbytes,
+                place.tensors,
+                ledger.cursors,
+                self._groups.hyper(),
+                ledger.holes,
+                ledger.takers,
+                sums,
+                ledger.spoilt,
+            )
+
+    def slice_digest(self, lineage_held: str) -> str:
+        """xxh3-128 of the slice of the state that is compared after its step; "" if another state is held.
+
+        For use between two updates: an update must not run meanwhile.
+
+        Raises:
+            DataCorruption: it is not what it was when this state was packed. Only `apply` and `load` change a
+                state, so the memory is at fault, or a program that writes into parameters by itself.
+        """
+        state = self.state
+        if state is None or state.lineage != lineage_held:
+            return ""
+        digest = self._slice(state)
+        recorded, then = self._recorded
+        if recorded == lineage_held and then != digest:
+            where = f"slice {state_id.number(state.step)} of {state}"
+            raise DataCorruption(f"{where} changed in this rank's memory after the step was applied")
+        return digest
+
+    def _slice(self, state: StateId) -> str:
+        hashed = xxhash.xxh3_128()
+        for index, start, stop in self.layout.within(*state_id.part(self.layout.nbytes, state.step)):
+            piece: Any = layout.as_bytes(layout.local(self._live[index]))[start:stop].cpu().numpy()
+            hashed.update(piece.data)
+        return hashed.hexdigest()
+
+    def digest(self) -> str:
+        """The digest of the whole state. A collective of all ranks of the replica."""
+        with self.here():
+            return state_digest(self._sharded.params, self._optim, self._groups.hyper())
+
+
+def state_digest(
+    params: Mapping[str, torch.Tensor], optim: Mapping[str, torch.Tensor], hyper: Sequence[dict[str, Any]]
+) -> str:
+    """blake3 of a state, independent of its sharding; a collective if there are DTensors.
+
+    Over the sorted names of (name, dtype, global shape, blake3 of the full row-major bytes) of parameters,
+    then of optimizer tensors, then canonical JSON of the hyper-parameters before lr_scale.
+    """
+    total = blake3.blake3()
+    for named in (params, optim):
+        for name in sorted(named):
+            tensor = named[name]
+            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+            array: Any = layout.as_bytes(full.detach().cpu()).numpy()
+            content = blake3.blake3(memoryview(array)).hexdigest()
+            dtype = str(full.dtype).removeprefix("torch.")
+            total.update(state_id.canonical([name, dtype, list(full.shape), content]).encode())
+    total.update(state_id.canonical(hyper).encode())
+    return total.hexdigest()
