@@ -2,7 +2,7 @@
 
 `python -m ft_hsdp.launch.backend.processes tied PID MODULE [ARGS]` runs a module. The kernel kills it when PID
 ends. `... spare PID PACKAGE [ARGS]` loads a package, waits for a line on stdin, and then runs the package. Loading
-is most of the time that a lighthouse needs to start. Both lead a session of their own, so that Ctrl-C in a terminal
+is most of the time that a lighthouse needs to start. Both lead a session of their own, so that Ctrl-C in a shell
 reaches only the process that knows what to do.
 """
 
