@@ -113,9 +113,9 @@ def test_a_limit_on_files_is_a_full_disk(tmp_path: Path) -> None:
     program = f"""
 import resource
 from pathlib import Path
-from ft_hsdp.jsonl import Journal, Lines
+from ft_hsdp.jsonl import Journal, LineWriter
 journal = Journal(Path({str(tmp_path)!r}) / "events.jsonl", source="replica")
-lines = Lines(Path({str(tmp_path)!r}) / "fed.jsonl", journal.lost)
+lines = LineWriter(Path({str(tmp_path)!r}) / "fed.jsonl", journal.lost)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1000, resource.RLIM_INFINITY))
 for n in range(100):
     lines.write({{"n": n, "text": "x" * 7}})

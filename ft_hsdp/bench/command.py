@@ -13,9 +13,9 @@ Bench = Callable[[argparse.Namespace, TextIO], tuple[Result, Show]]
 
 def ftar(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
     """`bench ftar`. Raises ConfigError, Retryable, DataCorruption."""
-    from ft_hsdp.bench.bench import run
+    from ft_hsdp.bench.allreduce import run
     from ft_hsdp.bench.options import parse
-    from ft_hsdp.bench.table import show
+    from ft_hsdp.bench.tables import show
 
     options = parse(
         args.measure or "bandwidth",
@@ -29,9 +29,7 @@ def ftar(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
 
 def recovery(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
     """`bench recovery`. Raises ConfigError, Retryable, DataCorruption."""
-    from ft_hsdp.bench.recovery.bench import run
-    from ft_hsdp.bench.recovery.options import parse
-    from ft_hsdp.bench.recovery.table import show
+    from ft_hsdp.bench.recovery.report import parse, run, show
 
     options = parse(args.measure or "all", kills=args.kills, rounds=_or(args.rounds, 5), sizes=args.sizes)
     return run(options, stream), show
@@ -39,35 +37,29 @@ def recovery(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
 
 def overhead(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
     """`bench overhead`. Raises ConfigError, Retryable."""
-    from ft_hsdp.bench.overhead.bench import run
-    from ft_hsdp.bench.overhead.options import parse
-    from ft_hsdp.bench.overhead.table import show
+    from ft_hsdp.bench.overhead.measures import parse, run, show
 
     return run(parse(args.measure, rounds=args.rounds), stream), show
 
 
 def fetch(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
     """`bench fetch`. Raises ConfigError, Retryable."""
-    from ft_hsdp.bench.fetch.bench import run
-    from ft_hsdp.bench.fetch.options import parse
-    from ft_hsdp.bench.fetch.table import show
+    from ft_hsdp.bench.state_fetch import parse, run, show
 
     return run(parse(args.measure or "all", sizes=args.sizes, rounds=_or(args.rounds, 7)), stream), show
 
 
 def quorum(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
     """`bench quorum`. Raises ConfigError, Retryable."""
-    from ft_hsdp.bench.quorum.bench import run
-    from ft_hsdp.bench.quorum.options import parse
-    from ft_hsdp.bench.quorum.table import show
+    from ft_hsdp.bench.quorum_rounds import quorum_options, run, show
 
-    return run(parse(members=args.members, rounds=_or(args.rounds, 300)), stream), show
+    return run(quorum_options(members=args.members, rounds=_or(args.rounds, 300)), stream), show
 
 
 def strangers(args: argparse.Namespace, stream: TextIO) -> tuple[Result, Show]:
     """`bench strangers`. Raises ConfigError, Retryable."""
     from ft_hsdp.bench.options import count_of
-    from ft_hsdp.bench.strangers.bench import run, show
+    from ft_hsdp.bench.strangers import run, show
 
     return run(count_of("--rounds", _or(args.rounds, 6)), stream), show
 

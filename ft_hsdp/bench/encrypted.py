@@ -9,32 +9,30 @@ from functools import partial
 from typing import Any, TextIO
 
 from ft_hsdp import record_layer
-from ft_hsdp.bench import table
-from ft_hsdp.bench.bandwidth import bandwidth
-from ft_hsdp.bench.document import begin, finish
-from ft_hsdp.bench.fetch.bench import LARGE_TENSORS, Way, measure
-from ft_hsdp.bench.fetch.ours import FetchDonor, FetchReceiver
-from ft_hsdp.bench.fetch.seat import Seat
-from ft_hsdp.bench.goals import Verdict, least
-from ft_hsdp.bench.options import GIB, MIB
-from ft_hsdp.bench.plan import Log, Plan, Row
-from ft_hsdp.bench.roster import Contender
-from ft_hsdp.bench.rounds import interleave
-from ft_hsdp.bench.spread import ratio, spread
+from ft_hsdp.bench import tables
+from ft_hsdp.bench.allreduce import bandwidth
+from ft_hsdp.bench.contenders.fetch import FetchDonor, FetchReceiver, FetchSeat
+from ft_hsdp.bench.contenders.roster import Contender
+from ft_hsdp.bench.goals import Verdict, begin_result, finish_result, least
+from ft_hsdp.bench.options import GIB, MIB, Plan, ProgressLog, ResultRow
+from ft_hsdp.bench.results import interleave, ratio, spread
+from ft_hsdp.bench.state_fetch import LARGE_TENSORS, Way, measure
 
 MESSAGE, STATE = 64 * MIB, GIB
 MEMBERS = 2
 RING, FETCH = 0.35, 0.5  # goals: of the plain one's speed
 CIPHER = 16 * MIB  # enciphered and deciphered in one sample
-_FTAR = "ft_hsdp.bench.contenders.ftar:FTAR"
-_OURS, _HERE = "ft_hsdp.bench.fetch.ours", "ft_hsdp.bench.encrypted"
+_FTAR = "ft_hsdp.bench.contenders.allreduce:FTAR"
+_OURS, _HERE = "ft_hsdp.bench.contenders.fetch", "ft_hsdp.bench.encrypted"
 RINGS = {
     name: Contender(_FTAR, text, {"transport": "tcp", "registered": False, "tls": mode}, copies=2)
     for name, text, mode in (("plain", "FTAR over TCP", "off"), ("encrypted", "the same, encrypted", "on"))
 }
 WAYS = {
     "plain": Way(
-        "ft_hsdp's fetch", "ft_hsdp.bench.fetch.ours:FetchDonor", "ft_hsdp.bench.fetch.ours:FetchReceiver"
+        "ft_hsdp's fetch",
+        "ft_hsdp.bench.contenders.fetch:FetchDonor",
+        "ft_hsdp.bench.contenders.fetch:FetchReceiver",
     ),
     "encrypted": Way("the same, encrypted", f"{_HERE}:SealedDonor", f"{_HERE}:SealedReceiver"),
 }
@@ -43,7 +41,7 @@ WAYS = {
 class SealedDonor(FetchDonor):
     """The state server of a process that encrypts."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: FetchSeat) -> None:
         record_layer.use("on")
         super().__init__(seat)
 
@@ -51,24 +49,24 @@ class SealedDonor(FetchDonor):
 class SealedReceiver(FetchReceiver):
     """A fetch by a process that encrypts."""
 
-    def __init__(self, seat: Seat, where: str) -> None:
+    def __init__(self, seat: FetchSeat, where: str) -> None:
         record_layer.use("on")
         super().__init__(seat, where)
 
 
 def run(rounds: int, state: int, stream: TextIO) -> dict[str, Any]:
     """The result, ready for JSON; ``state``: bytes of the fetched one. Raises Retryable where a process fails."""
-    log = Log(stream)
-    result, started = begin("tls", log)
+    log = ProgressLog(stream)
+    result, started = begin_result("tls", log)
     result["contenders"] = {name: ring.text for name, ring in RINGS.items()}
     result["cipher"] = _cipher(rounds, log)
     result["ring"] = bandwidth(RINGS, Plan((MEMBERS,), (MESSAGE,), rounds), log)
-    seat = Seat(LARGE_TENSORS, state // LARGE_TENSORS)
+    seat = FetchSeat(LARGE_TENSORS, state // LARGE_TENSORS)
     result["fetch"] = [measure(seat, WAYS, rounds, log)]
-    return finish(result, verdicts(result), log, started)
+    return finish_result(result, verdicts(result), log, started)
 
 
-def _cipher(rounds: int, log: Log) -> Row:
+def _cipher(rounds: int, log: ProgressLog) -> ResultRow:
     """Both directions of one connection's cipher, in records as they are sent, on one thread."""
     key = os.urandom(record_layer.KEY)
     out, into = record_layer.Direction(key), record_layer.Direction(key)
@@ -108,13 +106,13 @@ def verdicts(result: Mapping[str, Any]) -> list[Verdict]:
 
 def show(result: Mapping[str, Any], stream: TextIO) -> None:
     """Print a result of `run`."""
-    console = table.begin(result, stream)
+    console = tables.begin_tables(result, stream)
     speeds = result["cipher"]["gb_per_s"]
     console.print(f"  AES-128-GCM on one thread: {speeds['seal']:.2f} GB/s to seal, {speeds['open']:.2f} to open")
     for name, text in (("ring", "all-reduce of 64 MiB, 2 members"), ("fetch", "fetch of a state")):
-        grid = table.columns(text, "contender", "p50, ms", "min", "max")
+        grid = tables.columns(text, "contender", "p50, ms", "min", "max")
         for row in result[name]:
             for who, each in row["contenders"].items():
                 grid.add_row(who, *(f"{each[key]:.4g}" for key in ("p50_ms", "min_ms", "max_ms")))
         console.print(grid)
-    table.end(result, verdicts(result), console)
+    tables.end_tables(result, verdicts(result), console)

@@ -1,13 +1,17 @@
-"""The goals, and how what was seen stands to them."""
+"""The goals, and how what was seen stands to them.
+
+What every result has: where and with what it was measured, the goals, the notes.
+"""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from ft_hsdp.bench.options import KIB, MIB, size_name
-from ft_hsdp.bench.spread import ratio
+from ft_hsdp.bench.options import KIB, MIB, ProgressLog, size_name
+from ft_hsdp.bench.results import machine, now, ratio, versions
 
 LARGE = (64 * MIB, 256 * MIB)
 SMALL = 64 * KIB  # up to here latency counts
@@ -111,3 +115,24 @@ def where(verdict: Verdict) -> str:
     ring = None if verdict.members is None else f"N={verdict.members}"
     size = None if verdict.bytes is None else size_name(verdict.bytes)
     return ", ".join(filter(None, (ring, size)))
+
+
+BUSY = 1.0  # load from which on others have disturbed
+
+
+def begin_result(name: str, log: ProgressLog) -> tuple[dict[str, Any], float]:
+    """A result without figures, and when it was begun; a note if the machine has other work."""
+    where = machine()
+    if (load := where["load_1min_before"]) > BUSY:
+        log.note(f"the machine was busy: a load of {load:g} before; read nothing into these figures")
+    return {"bench": name, "date": now(), "machine": where, "versions": versions()}, time.monotonic()
+
+
+def finish_result(
+    result: dict[str, Any], found: Sequence[Verdict], log: ProgressLog, started: float
+) -> dict[str, Any]:
+    """The result with its goals, notes and duration: ready for JSON."""
+    result["goals"] = [asdict(verdict) for verdict in found]
+    result["notes"] = log.notes
+    result["seconds"] = round(time.monotonic() - started, 1)
+    return result

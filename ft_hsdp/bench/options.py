@@ -1,14 +1,64 @@
-"""What the user asked the bench for."""
+"""What a measure is to do, and where it tells how it goes.
+
+What the user asked the bench for.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TextIO, TypeVar
 
-from ft_hsdp.bench.roster import CONTENDERS
+from ft_hsdp.bench.contenders.roster import CONTENDERS, Contender
 from ft_hsdp.errors import ConfigError
+
+ResultRow = dict[str, Any]
+"""One line of a result, ready for JSON."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Ring sizes, message sizes in bytes, and how often."""
+
+    members: tuple[int, ...]
+    sizes: tuple[int, ...]
+    rounds: int
+
+
+@dataclass(slots=True)
+class ProgressLog:
+    """Progress goes to `stream` at once; notes belong to the result as well."""
+
+    stream: TextIO
+    notes: list[str] = field(default_factory=list)
+
+    def say(self, text: str) -> None:
+        """Print one line."""
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def note(self, text: str) -> None:
+        """Print one line that a reader of the figures has to know, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+            self.say(f"note: {text}")
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """One thing that is measured.
+
+    run: raises Retryable where a worker fails, DataCorruption where a sum is wrong; members, sizes and contenders:
+    where the user names none; unfit: why a contender cannot take part, "" if it can.
+    """
+
+    run: Callable[[Mapping[str, Contender], Plan, ProgressLog], list[ResultRow]]
+    members: tuple[int, ...]
+    sizes: tuple[int, ...]
+    contenders: tuple[str, ...]
+    unfit: Callable[[Contender], str] = lambda contender: ""
+
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 MEASURES = ("bandwidth", "spin", "kill", "reconfigure", "link")
@@ -22,7 +72,7 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
+class AllReduceOptions:
     """measures: which; sizes in bytes, members, contenders: None where a measure has its own; rounds of each."""
 
     measures: tuple[str, ...]
@@ -32,9 +82,11 @@ class Options:
     rounds: int
 
 
-def parse(measure: str, *, sizes: str | None, members: str | None, contenders: str | None, rounds: int) -> Options:
+def parse(
+    measure: str, *, sizes: str | None, members: str | None, contenders: str | None, rounds: int
+) -> AllReduceOptions:
     """Options from the words of a command line. Raises ConfigError."""
-    return Options(
+    return AllReduceOptions(
         measures_of(measure, MEASURES),
         sizes_of(sizes),
         _listed("--members", members, _members, f"2 to {MOST_MEMBERS}, e.g. 2,4"),

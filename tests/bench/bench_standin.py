@@ -11,20 +11,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ft_hsdp.bench.rank import Rank, Seat
+from ft_hsdp.bench.contenders.base import AllReduceRank, WorkerSeat
 from ft_hsdp.errors import PeerDead
 
 CONNECT_S = 10.0
 PIECE = 1 << 16
 
 
-class StandIn(Rank):
+class StandIn(AllReduceRank):
     """Options: takes_s, how long an all-reduce takes at least; fault: what member 1 does in one.
 
     Faults: "wrong" (one element of its sum), "dies", "fails" (an error that nobody expects).
     """
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: WorkerSeat) -> None:
         self._fault = seat.options.get("fault", "") if seat.member == 1 else ""
         self._takes_s = seat.options.get("takes_s", 0.0)
         self._member = seat.member

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from ft_hsdp.bench.fetch.ours import RawDonor
-from ft_hsdp.bench.fetch.seat import Seat
+from ft_hsdp.bench.contenders.fetch import FetchSeat, RawDonor
 
 
 class WrongDonor(RawDonor):
     """One bit is another."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: FetchSeat) -> None:
         super().__init__(seat)
         self._room.bytes[-1] ^= 1

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp.bench.fetch import bench
-from ft_hsdp.bench.fetch.bench import WAYS
-from ft_hsdp.bench.fetch.goals import verdicts
+from ft_hsdp.bench import state_fetch
+from ft_hsdp.bench.state_fetch import WAYS, verdicts
 from ft_hsdp.launch.cli import main
 
 pytestmark = pytest.mark.multiproc
@@ -83,7 +82,7 @@ def test_what_is_received_is_compared(monkeypatch: pytest.MonkeyPatch, capsys: p
 def test_bad_arguments_get_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], argv: list[str], said: str
 ) -> None:
-    monkeypatch.setattr(bench, "COPIES", 10**6)  # no machine has memory for that
+    monkeypatch.setattr(state_fetch, "COPIES", 10**6)  # no machine has memory for that
     assert main(["bench", "fetch", *argv]) == 64
     out, err = capsys.readouterr()
     assert out == ""

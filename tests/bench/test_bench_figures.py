@@ -6,10 +6,9 @@ from typing import Any
 import pytest
 
 from ft_hsdp.bench.goals import verdicts
-from ft_hsdp.bench.options import GIB, KIB, MIB, Options, parse
-from ft_hsdp.bench.rounds import WARM_UP, batch, interleave
-from ft_hsdp.bench.spread import spread
-from ft_hsdp.bench.table import show
+from ft_hsdp.bench.options import GIB, KIB, MIB, AllReduceOptions, parse
+from ft_hsdp.bench.results import WARM_UP, batch, interleave, spread
+from ft_hsdp.bench.tables import show
 
 
 def bandwidth(members: int, size: int, **ms: float) -> dict[str, Any]:
@@ -105,14 +104,14 @@ def test_tables_fit_80_columns_and_show_misses_and_notes() -> None:
 def test_options() -> None:
     assert parse(
         "all", sizes="4k,1 MiB,2gib,64,4KB", members="2,4", contenders="shm-any,gloo", rounds=3
-    ) == Options(
+    ) == AllReduceOptions(
         ("bandwidth", "spin", "kill", "reconfigure", "link"),
         (4 * KIB, MIB, 2 * GIB, 64),
         (2, 4),
         ("shm-any", "gloo"),
         3,
     )
-    assert parse("spin", sizes=None, members=None, contenders=None, rounds=1) == Options(
+    assert parse("spin", sizes=None, members=None, contenders=None, rounds=1) == AllReduceOptions(
         ("spin",), None, None, None, 1
     )
 

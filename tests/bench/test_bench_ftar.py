@@ -12,9 +12,9 @@ from typing import Any
 import psutil
 import pytest
 
-from ft_hsdp.bench.bench import run
-from ft_hsdp.bench.options import KIB, Options
-from ft_hsdp.bench.roster import CONTENDERS, Contender
+from ft_hsdp.bench.allreduce import run
+from ft_hsdp.bench.contenders.roster import CONTENDERS, Contender
+from ft_hsdp.bench.options import KIB, AllReduceOptions
 from ft_hsdp.launch.cli import main
 
 pytestmark = pytest.mark.multiproc
@@ -84,7 +84,7 @@ def test_contenders_sum_right_and_one_json_document_has_their_ratios(
 @pytest.mark.proof
 def test_the_other_measures(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     standin(monkeypatch, takes_s=0.05)
-    options = Options(("spin", "kill", "reconfigure"), (5120 * KIB,), (3,), ("standin", "gloo"), rounds=1)
+    options = AllReduceOptions(("spin", "kill", "reconfigure"), (5120 * KIB,), (3,), ("standin", "gloo"), rounds=1)
     with open(os.devnull, "w") as nowhere:
         result = run(options, nowhere)
     assert result["bandwidth"] == []

@@ -13,24 +13,20 @@ from typing import Any
 import psutil
 import pytest
 
-from ft_hsdp.bench.hsdp.scene import Scene
-from ft_hsdp.bench.interval import times
+from ft_hsdp.bench.hsdp.scene import HsdpScene
+from ft_hsdp.bench.options import ProgressLog
 from ft_hsdp.bench.overhead import ray as launchers
-from ft_hsdp.bench.overhead.goals import verdicts
-from ft_hsdp.bench.overhead.options import parse
-from ft_hsdp.bench.overhead.steady import steady
-from ft_hsdp.bench.overhead.table import show
-from ft_hsdp.bench.plan import Log
-from ft_hsdp.bench.recovery.scene import Scene as RecoveryScene
-from ft_hsdp.bench.spread import spread
+from ft_hsdp.bench.overhead.measures import parse, show, steady, verdicts
+from ft_hsdp.bench.recovery.scene import RecoveryScene as RecoveryScene
+from ft_hsdp.bench.results import ratio_interval, spread
 
 
 def test_a_ratio_has_an_interval_around_it() -> None:
     under = [1.0 + 0.01 * (n % 7) for n in range(50)]
-    found = times([2 * value for value in under], under)
+    found = ratio_interval([2 * value for value in under], under)
     assert found == {"ratio": 2.0, "low": 2.0, "high": 2.0}  # what slows both is no difference
     noise = [1.0 + 0.1 * ((n * 7) % 11) for n in range(50)]
-    found = times(noise, under)
+    found = ratio_interval(noise, under)
     assert found["low"] < found["ratio"] < found["high"]
 
 
@@ -86,7 +82,7 @@ def test_launchers_take_turns_abba(monkeypatch: pytest.MonkeyPatch) -> None:
         return len(order) / 100
 
     monkeypatch.setattr(launchers, "CONTENDERS", {name: partial(turn, name) for name in ("up", "ray")})
-    (row,) = launchers.ray(3, Log(io.StringIO()), steps=7)
+    (row,) = launchers.ray(3, ProgressLog(io.StringIO()), steps=7)
     assert order == ["up", "ray", "ray", "up", "up", "ray"]
     assert row["launchers"]["up"] == spread([0.01, 0.04, 0.05])
     assert row["times"]["ray"]["ratio"] == 0.75
@@ -95,7 +91,7 @@ def test_launchers_take_turns_abba(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_without_ray_there_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launchers, "version", lambda name: None)
-    log = Log(io.StringIO())
+    log = ProgressLog(io.StringIO())
     assert launchers.ray(3, log) == []
     assert log.notes == ["ray is left out: not installed"]
 
@@ -105,8 +101,8 @@ def test_without_ray_there_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_both_train_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     sections = {"train": {"micro_batch": 1, "seq_len": 8}, "model": {"dim": 8, "layers": 1, "heads": 1}}
-    scene = Scene(replicas=1, ranks=1, sections=sections, waiting=(64, 0.01))
-    (row,) = steady(2, Log(io.StringIO()), scene, transports=("tcp",))
+    scene = HsdpScene(replicas=1, ranks=1, sections=sections, waiting=(64, 0.01))
+    (row,) = steady(2, ProgressLog(io.StringIO()), scene, transports=("tcp",))
     assert {name: crew["count"] for name, crew in row["crews"].items()} == {
         "hsdp": 2,
         "hsdp again": 2,
@@ -122,7 +118,7 @@ def test_both_train_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_job_takes_a_turn_under_each_launcher() -> None:
     pytest.importorskip("ray")
     scene = RecoveryScene(replicas=2, layers=1, elements=256, wait_s=0.02)
-    (row,) = launchers.ray(1, Log(io.StringIO()), scene, steps=3)
+    (row,) = launchers.ray(1, ProgressLog(io.StringIO()), scene, steps=3)
     assert {name: found["count"] for name, found in row["launchers"].items()} == {"up": 1, "ray": 1}
     assert min(found["min_ms"] for found in row["launchers"].values()) > 20  # each waits as long as it is told
 

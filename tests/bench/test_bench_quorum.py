@@ -9,13 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp.bench.quorum import grpc
-from ft_hsdp.bench.quorum.goals import verdicts
-from ft_hsdp.bench.quorum.grpc import Grpc, frame
-from ft_hsdp.bench.quorum.herd import Herd
-from ft_hsdp.bench.quorum.http1 import Http1
-from ft_hsdp.bench.quorum.options import parse
-from ft_hsdp.bench.quorum.protobuf import counted, number, text
+from ft_hsdp.bench import quorum_client
+from ft_hsdp.bench.quorum_client import ClientHerd, Grpc, Http1, counted, encoded_text, frame, number
+from ft_hsdp.bench.quorum_rounds import quorum_options, verdicts
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.launch.cli import main
 
@@ -45,7 +41,7 @@ def test_both_lighthouses_in_one_run(
 @pytest.mark.parametrize("members", ["0", "65", "2,x", ","])
 def test_numbers_of_members_that_no_job_has(members: str) -> None:
     with pytest.raises(ConfigError, match=r"--members: got .* allowed: numbers from 1 to 64"):
-        parse(members=members, rounds=1)
+        quorum_options(members=members, rounds=1)
 
 
 def test_the_goal_is_a_ratio_of_medians() -> None:
@@ -69,9 +65,9 @@ def test_a_call_over_grpc_that_comes_in_pieces() -> None:
     first, second = wire.request(b"x"), wire.request(b"y")
     assert (first[5:9], second[5:9]) == (b"\0\0\0\1", b"\0\0\0\3")
     message = b"\0\0\0\0\5hello"
-    settings, ping = frame(grpc.SETTINGS, 0, 0, b""), frame(grpc.PING, 0, 0, b"12345678")
-    data = frame(grpc.DATA, 0, 3, message[:6]) + frame(grpc.DATA, 0, 3, message[6:])
-    end = frame(grpc.HEADERS, grpc.END_STREAM | grpc.END_HEADERS, 3, b"trailers")
+    settings, ping = frame(quorum_client.SETTINGS, 0, 0, b""), frame(quorum_client.PING, 0, 0, b"12345678")
+    data = frame(quorum_client.DATA, 0, 3, message[:6]) + frame(quorum_client.DATA, 0, 3, message[6:])
+    end = frame(quorum_client.HEADERS, quorum_client.END_STREAM | quorum_client.END_HEADERS, 3, b"trailers")
     answers, said = [], b""
     stream = settings + ping + data + end
     for at in range(0, len(stream), 5):
@@ -80,7 +76,9 @@ def test_a_call_over_grpc_that_comes_in_pieces() -> None:
         said += reply
     assert [a for a in answers if a is not None] == [b"hello"]
     assert answers[-1] == b"hello"
-    acknowledged = frame(grpc.SETTINGS, grpc.ACK, 0, b"") + frame(grpc.PING, grpc.ACK, 0, b"12345678")
+    acknowledged = frame(quorum_client.SETTINGS, quorum_client.ACK, 0, b"") + frame(
+        quorum_client.PING, quorum_client.ACK, 0, b"12345678"
+    )
     assert said.startswith(acknowledged)
 
 
@@ -88,13 +86,13 @@ def test_a_call_that_fails_is_no_answer() -> None:
     wire = Grpc("host", "/a.B/C")
     wire.request(b"x")
     with pytest.raises(Retryable, match="the call failed"):
-        wire.feed(frame(grpc.HEADERS, grpc.END_STREAM, 1, b"grpc-status: 14"))
+        wire.feed(frame(quorum_client.HEADERS, quorum_client.END_STREAM, 1, b"grpc-status: 14"))
 
 
 def test_members_of_a_quorum_are_counted() -> None:
-    members = [text(1, f"replica-{n}" * 20) + number(4, 10**6) for n in range(3)]
-    quorum = number(1, 7) + b"".join(text(2, member) for member in members) + text(3, number(1, 5))
-    assert counted(text(1, quorum), 1, 2) == 3
+    members = [encoded_text(1, f"replica-{n}" * 20) + number(4, 10**6) for n in range(3)]
+    quorum = number(1, 7) + b"".join(encoded_text(2, member) for member in members) + encoded_text(3, number(1, 5))
+    assert counted(encoded_text(1, quorum), 1, 2) == 3
     assert counted(b"", 1, 2) == 0
 
 
@@ -108,7 +106,7 @@ def test_a_server_that_hangs_up_ends_the_round() -> None:
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        herd = Herd(listener.getsockname(), 1, lambda: Http1("host", "/", "token"))
+        herd = ClientHerd(listener.getsockname(), 1, lambda: Http1("host", "/", "token"))
         with closing(herd), pytest.raises((Retryable, ConnectionResetError)):
             herd.round([b"x"])
         thread.join()

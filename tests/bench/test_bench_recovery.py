@@ -12,24 +12,18 @@ from typing import Any
 import pytest
 from known import admit
 
-from ft_hsdp.bench.options import MIB
-from ft_hsdp.bench.plan import Log
-from ft_hsdp.bench.recovery import crowd
-from ft_hsdp.bench.recovery.bench import run
-from ft_hsdp.bench.recovery.crowd import GARBAGE, SLOW, STRANGERS, Crowd
-from ft_hsdp.bench.recovery.flock import Setting
-from ft_hsdp.bench.recovery.goals import verdicts
-from ft_hsdp.bench.recovery.kills import reckon
-from ft_hsdp.bench.recovery.options import Options
-from ft_hsdp.bench.recovery.peer import peer
-from ft_hsdp.bench.recovery.reckon import Kill, came_back, phases, quantile, repeated, stall
-from ft_hsdp.bench.recovery.scene import Scene
-from ft_hsdp.bench.recovery.stops import stops
-from ft_hsdp.bench.recovery.table import show
+from ft_hsdp.bench.options import MIB, ProgressLog
+from ft_hsdp.bench.recovery import readers as readers_bench
+from ft_hsdp.bench.recovery.analysis import Kill, came_back, phases, quantile, repeated, stall
+from ft_hsdp.bench.recovery.kills import reckon, stops
+from ft_hsdp.bench.recovery.readers import GARBAGE, SLOW, STRANGERS, Crowd
+from ft_hsdp.bench.recovery.report import RecoveryOptions, run, show, verdicts
+from ft_hsdp.bench.recovery.scene import RecoveryScene
+from ft_hsdp.bench.recovery.torchft_under_test import Setting, peer
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.launch.cli import main
 
-SMALL = Scene(replicas=2, layers=1, elements=256, wait_s=0.02)
+SMALL = RecoveryScene(replicas=2, layers=1, elements=256, wait_s=0.02)
 
 
 def commit(
@@ -113,7 +107,7 @@ def test_what_a_return_cost_is_waited_for_beyond_the_usual() -> None:
 
 def test_a_row_and_its_goals_and_tables() -> None:
     rows = {n: [*each, commit(15, 5, WHOLE)] for n, each in ROWS.items()}
-    row = reckon(Scene(replicas=3), [KILL], rows, [*BROKEN, *BACK])
+    row = reckon(RecoveryScene(replicas=3), [KILL], rows, [*BROKEN, *BACK])
     assert row["step_ms"] == 1000
     times = {"ratio": 1.01, "low": 0.99, "high": 1.03}
     spread = {"p50_ms": 50.0, "min_ms": 40.0, "max_ms": 60.0, "count": 5}
@@ -171,7 +165,7 @@ def test_quantiles_are_values_that_were_seen() -> None:
 
 def test_bad_readers_do_what_they_are_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a server that lets in who knows the token, and then never stops sending."""
-    monkeypatch.setattr(crowd, "BEAT_S", 0.02)
+    monkeypatch.setattr(readers_bench, "BEAT_S", 0.02)
     asked: list[bytes] = []
     server = socket.create_server(("127.0.0.1", 0), backlog=64)
 
@@ -234,7 +228,7 @@ def test_bad_arguments_get_one_line(capsys: pytest.CaptureFixture[str], argv: li
 @pytest.mark.usefixtures("_nothing_left")
 def test_a_replica_is_killed_and_comes_back() -> None:
     with open(os.devnull, "w") as nowhere:
-        result = run(Options(("kill",), 1, 1, ()), nowhere, SMALL)
+        result = run(RecoveryOptions(("kill",), 1, 1, ()), nowhere, SMALL)
     (row,) = result["kill"]
     assert (row["kills"], row["replicas"]) == (1, 2)
     assert row["next"]["p50_ms"] > 0
@@ -251,7 +245,7 @@ def test_a_replica_is_killed_and_comes_back() -> None:
 @pytest.mark.usefixtures("_nothing_left")
 def test_a_state_comes_back_from_the_agent_and_from_a_file() -> None:
     with open(os.devnull, "w") as nowhere:
-        result = run(Options(("local",), 1, 1, (MIB + 4,)), nowhere)
+        result = run(RecoveryOptions(("local",), 1, 1, (MIB + 4,)), nowhere)
     (row,) = result["local"]
     assert row["bytes"] == MIB + 4
     assert {name: found["count"] for name, found in row["times"].items()} == {
@@ -268,7 +262,7 @@ def test_a_state_comes_back_from_the_agent_and_from_a_file() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_torchft_in_the_same_situation(number: signal.Signals) -> None:
     setting = Setting((300, 100), "quick", 10, 2.0)
-    (row,) = peer(SMALL, 1, Log(io.StringIO()), {"quick": setting}, number)
+    (row,) = peer(SMALL, 1, ProgressLog(io.StringIO()), {"quick": setting}, number)
     assert (row["kills"], row["next"]["count"]) == (1, 1)
     assert row["next"]["p50_ms"] > 200  # it waits for a heartbeat that does not come
 
@@ -277,7 +271,7 @@ def test_torchft_in_the_same_situation(number: signal.Signals) -> None:
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("_nothing_left")
 def test_a_replica_is_stopped_and_replaced() -> None:
-    (row,) = stops(SMALL, 1, Log(io.StringIO()))
+    (row,) = stops(SMALL, 1, ProgressLog(io.StringIO()))
     assert (row["kills"], row["replicas"]) == (1, 2)
     assert row["next"]["p50_ms"] > 500  # of silence
     assert row["rejoin"]["p50_ms"] > row["next"]["p50_ms"]

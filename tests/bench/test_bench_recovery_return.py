@@ -10,15 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from ft_hsdp.bench.plan import Log
-from ft_hsdp.bench.recovery import flock, models
-from ft_hsdp.bench.recovery.back import Back, back, phases
-from ft_hsdp.bench.recovery.goals import verdicts
-from ft_hsdp.bench.recovery.options import parse
-from ft_hsdp.bench.recovery.reckon import Kill
+from ft_hsdp.bench.options import ProgressLog
+from ft_hsdp.bench.recovery import torchft_under_test, trainee
+from ft_hsdp.bench.recovery.analysis import Back, Kill, back, return_phases
+from ft_hsdp.bench.recovery.report import parse, show, verdicts
 from ft_hsdp.bench.recovery.returns import SCENES, Turn, ours, result, returns, torchft
-from ft_hsdp.bench.recovery.scene import Scene
-from ft_hsdp.bench.recovery.table import show
+from ft_hsdp.bench.recovery.scene import RecoveryScene
 from ft_hsdp.config import load
 from ft_hsdp.errors import Retryable
 from ft_hsdp.train.model import ModelArgs
@@ -70,23 +67,32 @@ def test_a_victim_is_back_with_the_first_commit_of_its_next_life() -> None:
 
 
 def test_phases_add_up_whatever_was_seen() -> None:
-    assert phases(10, {"a": 12, "b": 11, "c": 0, "d": 13}, 15) == {"a": 2, "b": 0, "c": 0, "d": 1, "step": 2}
+    assert return_phases(10, {"a": 12, "b": 11, "c": 0, "d": 13}, 15) == {
+        "a": 2,
+        "b": 0,
+        "c": 0,
+        "d": 1,
+        "step": 2,
+    }
 
 
 def test_all_contenders_train_the_same_model() -> None:
     """That of the quickstart, at its size; and data with which it can be trained."""
     config = load(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
     scene = SCENES["2 M parameters"]
-    made = models.model(scene)
+    made = trainee.make_model(scene)
     assert isinstance(made.args, ModelArgs)
     assert made.args == build(config).args
     torch.manual_seed(1)
-    data = models.data(scene)
+    data = trainee.make_data(scene)
     assert made(data.batch(0, 0, 0)).isfinite()
     tokens, targets = data.batch(1, 2, 0)  # type: ignore[misc]
     assert tokens.shape == (config.train.micro_batch, config.train.seq_len)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
-    assert sum(p.numel() for p in models.model(Scene(**asdict(SCENES["waiting"]))).parameters()) == 2 << 17
+    assert (
+        sum(p.numel() for p in trainee.make_model(RecoveryScene(**asdict(SCENES["waiting"]))).parameters())
+        == 2 << 17
+    )
 
 
 def test_returns_beside_their_goals() -> None:
@@ -94,7 +100,7 @@ def test_returns_beside_their_goals() -> None:
         return Turn(0.05, (Back(seconds + 0.05, seconds, seconds + 0.1, PARTS, how),) * 3)
 
     turns = {"warm": [turn(0.2, "from a spare"), turn(0.7, "cold")], "cold": [turn(2.6), turn(2.6)]}
-    row = result("waiting", Scene(), {**turns, "torchft": [turn(2.5), turn(2.5)]})
+    row = result("waiting", RecoveryScene(), {**turns, "torchft": [turn(2.5), turn(2.5)]})
     assert row["contenders"]["warm"]["kills"] == 6
     assert row["contenders"]["warm"]["starts"] == {"from a spare": 3, "cold": 3}
     assert row["contenders"]["cold"]["less_one"]["p50_ms"] == 2600
@@ -104,7 +110,7 @@ def test_returns_beside_their_goals() -> None:
         "versions": {"torch": "2.13.0"},
         "notes": [],
         **dict.fromkeys(("kill", "torchft", "stop", "torchft_stop", "rejoin", "readers", "local"), ()),
-        "return": [row, result("2 M parameters", Scene(), turns)],
+        "return": [row, result("2 M parameters", RecoveryScene(), turns)],
     }
     seen = [(verdict.text, verdict.seen, verdict.met) for verdict in verdicts(whole)]
     text = "SIGKILL to own commit - 1 step"
@@ -126,8 +132,10 @@ def test_returns_are_part_of_all() -> None:
 
 def test_a_life_before_the_one_that_was_killed_is_no_return(monkeypatch: pytest.MonkeyPatch) -> None:
     """A victim may be hit again while rows of the life before are still among its newest."""
-    monkeypatch.setattr(flock, "PATIENCE_S", 0.0)
-    one = flock.Flock(Scene(replicas=2), flock.Setting((), "quick", 1))
+    monkeypatch.setattr(torchft_under_test, "PATIENCE_S", 0.0)
+    one = torchft_under_test.TorchftUnderTest(
+        RecoveryScene(replicas=2), torchft_under_test.Setting((), "quick", 1)
+    )
     one._tailers = {}
     row = {"t": 1.0, "step": 1, "participants": 2, "incarnation": "0"}
     one.rows[1] = [row, {**row, "t": 2.0, "incarnation": "1"}]
@@ -142,8 +150,8 @@ def test_a_life_before_the_one_that_was_killed_is_no_return(monkeypatch: pytest.
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("_nothing_left")
 def test_a_victim_of_each_contender_comes_back() -> None:
-    scene = Scene(replicas=2, layers=1, elements=256, wait_s=0.02)
-    (row,) = returns(1, Log(io.StringIO()), {"waiting": scene})
+    scene = RecoveryScene(replicas=2, layers=1, elements=256, wait_s=0.02)
+    (row,) = returns(1, ProgressLog(io.StringIO()), {"waiting": scene})
     assert list(row["contenders"]) == ["warm", "cold", "torchft"]
     assert row["contenders"]["warm"]["starts"] == {"from a spare": 1}
     assert row["contenders"]["cold"]["starts"] == {"cold": 1}
@@ -160,7 +168,7 @@ def test_a_victim_of_each_contender_comes_back() -> None:
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("_nothing_left")
 def test_the_real_model_is_trained_by_both() -> None:
-    scene = Scene(replicas=1, transformer=True)
+    scene = RecoveryScene(replicas=1, transformer=True)
     for contender in (partial(ours, 0), torchft):
         turn = contender(scene, 0, random.Random(1))
         assert turn.step_s > 0.01

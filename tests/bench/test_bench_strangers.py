@@ -7,10 +7,10 @@ import io
 from typing import Any
 
 from ft_hsdp import address
-from ft_hsdp.bench.document import begin, finish
-from ft_hsdp.bench.plan import Log
-from ft_hsdp.bench.strangers.bench import show, verdicts
-from ft_hsdp.bench.strangers.flood import Flood, frames
+from ft_hsdp.bench.flood import Flood, frames
+from ft_hsdp.bench.goals import begin_result, finish_result
+from ft_hsdp.bench.options import ProgressLog
+from ft_hsdp.bench.strangers import show, verdicts
 from ft_hsdp.handshake import Gate, Purpose
 from ft_hsdp.protocol import MAX_MESSAGE
 
@@ -43,7 +43,7 @@ def test_the_frames_are_what_they_are_said_to_be() -> None:
 
 
 def test_a_result_is_shown_beside_its_goals() -> None:
-    result, started = begin("strangers", Log(io.StringIO()))
+    result, started = begin_result("strangers", ProgressLog(io.StringIO()))
     steps = {"p50_ms": 100.0, "min_ms": 90.0, "max_ms": 140.0, "count": 40}
     row = {
         "replicas": 3,
@@ -63,5 +63,5 @@ def test_a_result_is_shown_beside_its_goals() -> None:
     found = verdicts([row])
     assert [verdict.met for verdict in found] == [False, True, True]
     stream = io.StringIO()
-    show(finish(result, found, Log(io.StringIO()), started), stream)
+    show(finish_result(result, found, ProgressLog(io.StringIO()), started), stream)
     assert "6 ring doors, 3 agents" in stream.getvalue()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from descriptors import raised
 
-from ft_hsdp.bench.link import Link, collect
+from ft_hsdp.bench.workers.link import Link, collect
 from ft_hsdp.errors import Retryable
 
 

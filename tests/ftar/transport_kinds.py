@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Flavour:
-    """A transport by its name in `choose.KINDS`, or "sim".
+    """A transport by its name in `choose.GOAL_KINDS`, or "sim".
 
     ``registered``: tensors are in segments that a neighbour can map. ``readable``: the kernel lets a neighbour
     read our memory. ``receivers``: connections have threads of their own.

@@ -36,7 +36,7 @@ GOOD = 0.1  # how many of the others last for good
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One fault; ``name`` is its kind here, one of KINDS."""
+    """One fault; ``name`` is its kind here, one of GOAL_KINDS."""
 
     name: str
     injection: Injection

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from ft_hsdp import address, handshake
-from ft_hsdp.bench.strangers.flood import Flood
+from ft_hsdp.bench.flood import Flood
 from ft_hsdp.control.rank_store import RankStore, connect, serve
 from ft_hsdp.errors import ProtocolViolation, Retryable
 

@@ -1,1 +1,1 @@
-"""One all-reduce each, behind `ft_hsdp.bench.rank.Rank`."""
+"""One all-reduce each, behind `ft_hsdp.bench.contenders.base.Rank`."""

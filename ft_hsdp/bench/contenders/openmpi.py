@@ -1,7 +1,7 @@
 """OpenMPI's shared-memory all-reduce: `mpirun` starts this module once a rank.
 
-`python -m ft_hsdp.bench.contenders.openmpi SOCKET SEAT`: SEAT is the JSON of a `Seat` without its member. A rank
-waits for its commands in a socket, outside MPI, because MPI spins while it waits.
+`python -m ft_hsdp.bench.contenders.openmpi SOCKET SEAT`: SEAT is the JSON of a `WorkerSeat` without its member. A
+rank waits for its commands in a socket, outside MPI, because MPI spins while it waits.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Sequence
 from mpi4py import MPI
 from torch import Tensor
 
-from ft_hsdp.bench.rank import Rank, Seat
-from ft_hsdp.bench.worker import serve
+from ft_hsdp.bench.contenders.base import AllReduceRank, WorkerSeat
+from ft_hsdp.bench.workers.worker import serve
 
 
-class OpenMPI(Rank):
+class OpenMPI(AllReduceRank):
     """`MPI.COMM_WORLD.Allreduce`; its ring is that of its mpirun, for life."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: WorkerSeat) -> None:
         self._ring = MPI.COMM_WORLD
 
     def join(self, epoch: int, ring: Sequence[tuple[int, str]]) -> None:
@@ -42,7 +42,7 @@ def main() -> int:
     """Connect to the bench and serve it."""
     sock = socket.socket(socket.AF_UNIX)
     sock.connect(sys.argv[1])
-    seat = dataclasses.replace(Seat(**json.loads(sys.argv[2])), member=MPI.COMM_WORLD.rank)
+    seat = dataclasses.replace(WorkerSeat(**json.loads(sys.argv[2])), member=MPI.COMM_WORLD.rank)
     return serve(sock, OpenMPI, seat)
 
 

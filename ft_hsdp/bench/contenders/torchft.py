@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.distributed import ReduceOp
 from torchft.process_group import ProcessGroupGloo
 
-from ft_hsdp.bench.rank import TIMEOUT_S, Rank, Seat
+from ft_hsdp.bench.contenders.base import TIMEOUT_S, AllReduceRank, WorkerSeat
 
 
-class TorchFT(Rank):
+class TorchFT(AllReduceRank):
     """`ProcessGroupGloo.allreduce`, configured as torchft's Manager does it."""
 
     in_place = True
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: WorkerSeat) -> None:
         self._seat = seat
         self._group = ProcessGroupGloo(timeout=timedelta(seconds=TIMEOUT_S))
 

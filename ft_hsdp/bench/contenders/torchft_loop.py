@@ -22,8 +22,8 @@ from torch.distributed import TCPStore
 from torchft import Manager, Optimizer
 from torchft.process_group import ProcessGroupGloo
 
-from ft_hsdp.bench.recovery import models
-from ft_hsdp.bench.recovery.scene import Scene
+from ft_hsdp.bench.recovery import trainee
+from ft_hsdp.bench.recovery.scene import RecoveryScene
 from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch.backend.processes import die_with
 
@@ -50,8 +50,8 @@ def train(seat: Seat) -> None:
     lines, life = LineWriter(Path(seat.file)), {"incarnation": str(seat.life)}
     lines.write({"t": time.time(), **life})
     torch.set_num_threads(1)
-    scene = Scene(**seat.scene)
-    model, data = models.model(scene), models.data(scene)
+    scene = RecoveryScene(**seat.scene)
+    model, data = trainee.make_model(scene), trainee.make_data(scene)
     adam = torch.optim.AdamW(model.parameters())
 
     def state() -> dict[str, Any]:

@@ -15,7 +15,7 @@ PATIENCE_S = 120.0  # longest silence of anything
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class HsdpScene:
     """One measurement.
 
     rounds of one block of `steps` steps of each crew; rate of each replica's link, as tc says it, and in bits/s;
@@ -35,11 +35,11 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class HsdpSeat:
     """One worker process of a replica of `ranks`, of `replicas`.
 
     host: its replica's address, first: that of replica 0, interface: the way to the others; port: of a store;
-    config: its own YAML; waiting: see `Scene`.
+    config: its own YAML; waiting: see `HsdpScene`.
     """
 
     crew: str
@@ -56,7 +56,7 @@ class Seat:
     waiting: tuple[int, float] | None
 
 
-def config(scene: Scene, host: str, runs: Path) -> Config:
+def config(scene: HsdpScene, host: str, runs: Path) -> Config:
     """The job as it is seen at `host`: a transformer of 10 million parameters, 256 tokens a rank and step.
 
     A rank's gradient is 20 MB, and its exchange takes a link of 1 Gbit about as long as backward takes 2 cores.

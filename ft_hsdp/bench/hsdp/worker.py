@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ft_hsdp
-from ft_hsdp.bench.hsdp.scene import PATIENCE_S, Seat
+from ft_hsdp.bench.hsdp.scene import PATIENCE_S, HsdpSeat
 from ft_hsdp.bench.waiting import Waiting
 from ft_hsdp.config import Config, load
 from ft_hsdp.errors import EXIT_OK, EXIT_RETRYABLE
@@ -40,7 +40,7 @@ Batch = tuple[Tensor, Tensor]
 class Paced:
     """Data, and the wait for the bench before every block of steps."""
 
-    def __init__(self, sock: socket.socket, config: Config, seat: Seat) -> None:
+    def __init__(self, sock: socket.socket, config: Config, seat: HsdpSeat) -> None:
         self._stream = sock.makefile("rw", encoding="utf-8")
         self._seat = seat
         self._greeted = False
@@ -75,20 +75,20 @@ class Paced:
         self._stream.flush()
 
 
-def alone(seat: Seat, config: Config, data: Paced) -> None:
+def alone(seat: HsdpSeat, config: Config, data: Paced) -> None:
     """FSDP2 over the ranks of a replica, which knows of no other."""
     _group(seat, seat.host, seat.rank, seat.ranks, "lo")
     _train(config, data, seat, (seat.ranks,))
 
 
-def hsdp(seat: Seat, config: Config, data: Paced) -> None:
+def hsdp(seat: HsdpSeat, config: Config, data: Paced) -> None:
     """PyTorch's HSDP: FSDP2 on a mesh of replicas and ranks; gradients are all-reduced by gloo."""
     rank, size = seat.replica * seat.ranks + seat.rank, seat.replicas * seat.ranks
     _group(seat, seat.first, rank, size, seat.interface)
     _train(config, data, seat, (seat.replicas, seat.ranks))
 
 
-def product(seat: Seat, config: Config, data: Paced) -> None:
+def product(seat: HsdpSeat, config: Config, data: Paced) -> None:
     """The whole of ft_hsdp, by its public API."""
     os.environ |= {"RANK": str(seat.rank), "WORLD_SIZE": str(seat.ranks), "GLOO_SOCKET_IFNAME": "lo"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(seat.port)}
@@ -104,20 +104,20 @@ def product(seat: Seat, config: Config, data: Paced) -> None:
 CREWS = {"alone": alone, "hsdp": hsdp, "ft_hsdp": product}
 
 
-def _group(seat: Seat, store: str, rank: int, size: int, interface: str) -> None:
+def _group(seat: HsdpSeat, store: str, rank: int, size: int, interface: str) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = interface
     meet = f"tcp://{store}:{seat.port}"
     dist.init_process_group("gloo", meet, timedelta(seconds=PATIENCE_S), world_size=size, rank=rank)
 
 
-def _model(seat: Seat, config: Config) -> Transformer | Waiting:
+def _model(seat: HsdpSeat, config: Config) -> Transformer | Waiting:
     if seat.waiting is None:
         return build(config)
     elements, wait_s = seat.waiting
     return Waiting(config.model.layers, elements, wait_s)
 
 
-def _train(config: Config, data: Paced, seat: Seat, shape: tuple[int, ...]) -> None:
+def _train(config: Config, data: Paced, seat: HsdpSeat, shape: tuple[int, ...]) -> None:
     """As anybody would, with the parts that ft_hsdp shards too."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replica", "rank")[-len(shape) :])
     model = _model(seat, config)
@@ -136,7 +136,7 @@ def _train(config: Config, data: Paced, seat: Seat, shape: tuple[int, ...]) -> N
 
 def main(argv: Sequence[str]) -> int:
     """Train until the bench closes its end."""
-    sock, seat = socket.socket(fileno=int(argv[0])), Seat(**json.loads(argv[1]))
+    sock, seat = socket.socket(fileno=int(argv[0])), HsdpSeat(**json.loads(argv[1]))
     torch.set_num_threads(1)
     try:
         config = load(Path(seat.config))

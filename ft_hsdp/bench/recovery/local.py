@@ -11,17 +11,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ft_hsdp.bench.memory import check_room
-from ft_hsdp.bench.options import size_name
-from ft_hsdp.bench.plan import Log, Row
-from ft_hsdp.bench.spread import ratio, spread
+from ft_hsdp.bench.options import ProgressLog, ResultRow, size_name
+from ft_hsdp.bench.results import check_room, ratio, spread
 from ft_hsdp.errors import DataCorruption, Retryable
 from ft_hsdp.launch.backend.processes import TOKEN_VARIABLE, environment, last_line, tied
 
 FOLDS = 6  # times a state is in memory at once: two ranks, the agent, the file, and while it is saved and loaded
 
 
-def local(sizes: Sequence[int], rounds: int, log: Log) -> list[Row]:
+def local(sizes: Sequence[int], rounds: int, log: ProgressLog) -> list[ResultRow]:
     """A row for each size: after SIGKILL of a rank, `rounds` times each way.
 
     The clock starts when the next rank has its imports and its tensors.

@@ -10,22 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ft_hsdp.bench.interval import times
-from ft_hsdp.bench.plan import Log, Row
-from ft_hsdp.bench.recovery.back import Back, back
-from ft_hsdp.bench.recovery.flock import Flock
-from ft_hsdp.bench.recovery.herd import SEED, Herd
-from ft_hsdp.bench.recovery.peer import KILLED, installed
-from ft_hsdp.bench.recovery.reckon import Kill
-from ft_hsdp.bench.recovery.scene import Scene
-from ft_hsdp.bench.recovery.spans import span
-from ft_hsdp.bench.spread import milliseconds
+from ft_hsdp.bench.options import ProgressLog, ResultRow
+from ft_hsdp.bench.recovery.analysis import Back, Kill, back, span
+from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest
+from ft_hsdp.bench.recovery.scene import RecoveryScene
+from ft_hsdp.bench.recovery.torchft_under_test import KILLED, TorchftUnderTest, installed
+from ft_hsdp.bench.results import milliseconds, ratio_interval
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.run.summary import fault_free_step
 
 PEER = "torchft"
 TURNS = 3  # of each contender; one job runs at a time
-SCENES: Mapping[str, Scene] = {"waiting": Scene(), "2 M parameters": Scene(replicas=2, transformer=True)}
+SCENES: Mapping[str, RecoveryScene] = {
+    "waiting": RecoveryScene(),
+    "2 M parameters": RecoveryScene(replicas=2, transformer=True),
+}
 MOST: Mapping[str, int] = {"waiting": 12, "2 M parameters": 6}  # kills of each contender
 
 
@@ -37,11 +36,11 @@ class Turn:
     backs: tuple[Back, ...]
 
 
-Contender = Callable[[Scene, int, random.Random], Turn]
+Contender = Callable[[RecoveryScene, int, random.Random], Turn]
 """Runs a job of the scene and kills so often."""
 
 
-def returns(most: int, log: Log, scenes: Mapping[str, Scene] = SCENES) -> list[Row]:
+def returns(most: int, log: ProgressLog, scenes: Mapping[str, RecoveryScene] = SCENES) -> list[ResultRow]:
     """A row for each of `scenes`, with at most `most` kills of each contender. Raises Retryable."""
     contenders: dict[str, Contender] = {"warm": partial(ours, 1), "cold": partial(ours, 0)}
     if installed(log):
@@ -49,7 +48,9 @@ def returns(most: int, log: Log, scenes: Mapping[str, Scene] = SCENES) -> list[R
     return [_measure(name, scene, min(most, MOST[name]), contenders, log) for name, scene in scenes.items()]
 
 
-def _measure(name: str, scene: Scene, count: int, contenders: Mapping[str, Contender], log: Log) -> Row:
+def _measure(
+    name: str, scene: RecoveryScene, count: int, contenders: Mapping[str, Contender], log: ProgressLog
+) -> ResultRow:
     names = list(contenders)
     turns: dict[str, list[Turn]] = {who: [] for who in names}
     for number in range(min(TURNS, count)):
@@ -63,7 +64,7 @@ def _measure(name: str, scene: Scene, count: int, contenders: Mapping[str, Conte
     return result(name, scene, turns)
 
 
-def result(name: str, scene: Scene, turns: Mapping[str, Sequence[Turn]]) -> Row:
+def result(name: str, scene: RecoveryScene, turns: Mapping[str, Sequence[Turn]]) -> ResultRow:
     """The row of these turns."""
     backs = {who: [each for turn in its for each in turn.backs] for who, its in turns.items()}
     less_one = {who: [each.less_one_s for each in its] for who, its in backs.items()}
@@ -72,11 +73,13 @@ def result(name: str, scene: Scene, turns: Mapping[str, Sequence[Turn]]) -> Row:
         "replicas": scene.replicas,
         "ranks": scene.ranks,
         "contenders": {who: _figures(turns[who], its) for who, its in backs.items()},
-        "times": {who: times(less_one[who], less_one[PEER]) for who in backs if PEER in backs and who != PEER},
+        "times": {
+            who: ratio_interval(less_one[who], less_one[PEER]) for who in backs if PEER in backs and who != PEER
+        },
     }
 
 
-def _figures(turns: Sequence[Turn], backs: Sequence[Back]) -> Row:
+def _figures(turns: Sequence[Turn], backs: Sequence[Back]) -> ResultRow:
     return {
         "kills": len(backs),
         "step_ms": milliseconds(sum(turn.step_s for turn in turns) / len(turns)),
@@ -88,11 +91,11 @@ def _figures(turns: Sequence[Turn], backs: Sequence[Back]) -> Row:
     }
 
 
-def ours(spares: int, scene: Scene, count: int, chance: random.Random) -> Turn:
+def ours(spares: int, scene: RecoveryScene, count: int, chance: random.Random) -> Turn:
     """A job under `up`, with spares for so many replicas."""
     scene = replace(scene, sections={**scene.sections, "spares": spares * scene.ranks})
     made: list[Kill] = []
-    with Herd(scene) as herd:
+    with JobUnderTest(scene) as herd:
         for _ in range(count):
             herd.whole()
             herd.spared(spares)
@@ -108,10 +111,10 @@ def ours(spares: int, scene: Scene, count: int, chance: random.Random) -> Turn:
     return _turn(step_s, found)
 
 
-def torchft(scene: Scene, count: int, chance: random.Random) -> Turn:
+def torchft(scene: RecoveryScene, count: int, chance: random.Random) -> Turn:
     """Its Manager's loop, tuned; a process that was killed is started afresh at once."""
     made: list[Kill] = []
-    with Flock(scene, KILLED["tuned"]) as flock:
+    with TorchftUnderTest(scene, KILLED["tuned"]) as flock:
         for _ in range(count):
             flock.whole()
             time.sleep(chance.uniform(0, flock.step_s()))

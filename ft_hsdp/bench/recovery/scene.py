@@ -10,7 +10,7 @@ FILE = "scene.json"  # beside the run: what the trainers train
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
+class RecoveryScene:
     """A job of `replicas` x `ranks`; a step waits `wait_s` seconds over `layers` layers of `elements` parameters.
 
     Nothing is computed meanwhile: with more processes than cores, a step would be faster for each that is dead.
