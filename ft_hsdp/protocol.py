@@ -416,6 +416,11 @@ def _envelope(name: str) -> SchemaValidator:
     return bounded.checker(fields(name, {"type": tag[name], "body": _MESSAGES[name]}))
 
 
+def tag_of(message_type: type) -> str:
+    """The name of a message on the wire."""
+    return _TAGS[message_type]
+
+
 def prepare(*types: type) -> None:
     """Build now what encodes and checks messages of ``types``, which takes milliseconds each on first use."""
     for each in types:

@@ -214,9 +214,7 @@ class SqliteStore(JsonStore):
             path.parent.mkdir(parents=True, exist_ok=True)
             mount = mount_of(path)
             if mount is not None and mount.kind in LOCKLESS:
-                allowed = (
-                    f"a local disk ({mount.place} is {mount.kind}, where locks may fail), or lighthouse.ha.etcd"
-                )
+                allowed = f"a local disk ({mount.place} is {mount.kind}, where locks may fail), or lighthouse.etcd"
                 raise ConfigError("lighthouse store", str(path), allowed)
             self._lock = _lock(path)
             self._db = sqlite3.connect(path, timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False)

@@ -46,7 +46,7 @@ def run_of(config: Config) -> RunDir:
 
 
 def lighthouse(config: Config, url: str | None = None) -> int:
-    """Become the lighthouse of `config`'s job, or one of several where lighthouse.ha.etcd elects which one leads.
+    """Become the lighthouse of `config`'s job, or one of several where lighthouse.etcd elects which one leads.
 
     `url`: where others reach it, if that is not where it listens, such as a name of its pod. A run directory that
     is under way is continued; a new one takes the token of the environment, if it is there.
@@ -71,7 +71,7 @@ def _over(run: RunDir) -> bool:
     """Whether the job of `run` has ended, or was an `up`'s: then its folder is moved aside.
 
     That is for the lighthouse's own store to say: the first final.json is written while others still train. Where
-    the store is elsewhere (lighthouse.ha.etcd), every replica has to have its final state.
+    the store is elsewhere (lighthouse.etcd), every replica has to have its final state.
     """
     if run.supervisor.exists():
         return True

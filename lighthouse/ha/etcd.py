@@ -65,7 +65,7 @@ class Etcd:
         """A client with the user and password of the environment, if they are there. Raises ConfigError."""
         for endpoint in endpoints:
             if not endpoint.startswith(("http://", "https://")):
-                raise ConfigError("lighthouse.ha.etcd", endpoint, "http://HOST:PORT or https://HOST:PORT")
+                raise ConfigError("lighthouse.etcd", endpoint, "http://HOST:PORT or https://HOST:PORT")
         user, password = os.environ.get(USER_VARIABLE, ""), os.environ.get(PASSWORD_VARIABLE, "")
         return Etcd(endpoints, timeout_s, user, password)
 

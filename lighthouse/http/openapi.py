@@ -18,7 +18,7 @@ from pydantic.json_schema import JsonSchemaMode
 
 from ft_hsdp.config.running import MAX_REPLICAS
 from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Refused
-from ft_hsdp.protocol import ProcessReport, QuorumRequest, SupervisorReply, Telemetry, Wait
+from ft_hsdp.protocol import ProcessReport, QuorumRequest, SupervisorReply, Telemetry, Wait, tag_of
 from lighthouse.http import quorum_route
 from lighthouse.http.auth import Bearer, Keys, Role, may
 
@@ -96,7 +96,7 @@ _BOUNDS: dict[str, Document] = {
         "incarnation": _ID,
     },
     "StateId": {"commit_epoch": _NUMBER, "step": _NUMBER, "lineage": _HASH},
-    "Fence": dict.fromkeys(("epoch", "step", "attempt"), _NUMBER),
+    "AttemptId": dict.fromkeys(("epoch", "step", "attempt"), _NUMBER),
     "CommitRecord": {**dict.fromkeys(("epoch", "step", "attempt", "chunk_bytes"), _NUMBER), "prev": _HASH},
     "Contribution": {"replica": _REPLICA, **dict.fromkeys(("weight", "shard", "index"), _NUMBER)},
 }
@@ -205,9 +205,10 @@ def _messages(kinds: Iterable[type], plain: bool, mode: JsonSchemaMode, schemas:
     for kind in kinds:
         made = TypeAdapter(kind).json_schema(ref_template=REFS, mode=mode)
         schemas.update(made.pop("$defs", {}))
-        schemas[kind.__name__] = made
-        fields = {"$ref": REFS.format(model=kind.__name__)}
-        tag = {"type": "string", "const": kind.__name__}
+        name = tag_of(kind)
+        schemas[name] = {**made, "title": name}
+        fields = {"$ref": REFS.format(model=name)}
+        tag = {"type": "string", "const": name}
         forms.append({"type": "object", "required": ["type", "body"], "properties": {"type": tag, "body": fields}})
         if plain:
             forms.append(fields)

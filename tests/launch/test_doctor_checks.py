@@ -371,7 +371,7 @@ def test_text_is_counted_and_not_prepared(tmp_path: Path) -> None:
 
 def test_etcd_answers_or_not() -> None:
     gone = "http://127.0.0.1:1"
-    with pytest.raises(Bad, match=r"start etcd, or correct lighthouse.ha.etcd"):
+    with pytest.raises(Bad, match=r"start etcd, or correct lighthouse.etcd"):
         network.etcd(Subject(parse({"lighthouse": {"etcd": [gone]}})))
     with EtcdServer() as server:
         both = Subject(parse({"lighthouse": {"etcd": [gone, server.url]}}))

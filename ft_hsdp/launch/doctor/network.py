@@ -245,7 +245,7 @@ def etcd(subject: Subject) -> str:
             client.close()
     well = len(endpoints) - len(problems)
     if well == 0:
-        raise Bad(f"{problems[0]}; start etcd, or correct lighthouse.ha.etcd")
+        raise Bad(f"{problems[0]}; start etcd, or correct lighthouse.etcd")
     return f"{well} of {len(endpoints)} endpoints answer" + (f" ({problems[0]})" if problems else "")
 
 

@@ -148,7 +148,7 @@ def dump(config: Config) -> str:
             allowed = (
                 "URLs without one; FT_HSDP_ETCD_USER and FT_HSDP_ETCD_PASSWORD in the lighthouse's environment"
             )
-            raise ConfigError("lighthouse.ha.etcd", "a password", allowed)
+            raise ConfigError("lighthouse.etcd", "a password", allowed)
     for name in config.ray.runtime_env.get("env_vars") or ():
         if _SECRET.search(str(name)):
             raise ConfigError("ray.runtime_env", str(name), "no secrets: they come to the pods from a Secret")
