@@ -169,7 +169,8 @@ def test_nothing_is_left_where_it_cannot_be_made() -> None:
 )
 def test_nothing_is_left_after_a_signal(number: int, code: int, tmp_path: Path) -> None:
     program = (
-        "import sys; from ft_hsdp.bench.hsdp.measure import measure; from ft_hsdp.bench.hsdp.scene import HsdpScene;"
+        "import sys; from ft_hsdp.bench.hsdp.measure import measure;"
+        "from ft_hsdp.bench.hsdp.scene import HsdpScene;"
         "from ft_hsdp.bench.options import ProgressLog; measure(HsdpScene(), ProgressLog(sys.stderr))"
     )
     command = [sys.executable, "-c", program]
