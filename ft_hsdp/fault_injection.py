@@ -123,7 +123,7 @@ Peer = int | str
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class FaultOrder:
     """One fault. ``replica`` and ``rank``: who is hit (None: each rank); ``supervisor``: the supervisor is hit.
 
     ``edge``: of a partition, between whom nothing passes; ``reject``: connections are refused, not left waiting.
@@ -201,7 +201,7 @@ def watch(run: Path, replica: int | None, rank: int | None) -> None:
 
 
 def _watch(folder: Path, replica: int | None, rank: int | None) -> None:
-    in_force: list[Order] = []
+    in_force: list[FaultOrder] = []
     with contextlib.ExitStack() as faked:
         while True:
             meant = [o for o in _orders(folder) if o.hits(replica, rank)]
@@ -212,7 +212,7 @@ def _watch(folder: Path, replica: int | None, rank: int | None) -> None:
             time.sleep(LOOK_S)
 
 
-def _orders(folder: Path) -> Iterator[Order]:
+def _orders(folder: Path) -> Iterator[FaultOrder]:
     """What is ordered at the moment; a file that is not whole is none yet."""
     now = time.monotonic()
     with contextlib.suppress(OSError):
@@ -233,14 +233,14 @@ def _read(file: Path) -> bytes:
         os.close(descriptor)
 
 
-def parse(text: bytes) -> Order:
+def parse(text: bytes) -> FaultOrder:
     """An order from its file. Raises ValueError, TypeError where it is none."""
     said: dict[str, Any] = json.loads(text)
     edge = said.pop("edge", None)
-    return Order(**said, edge=None if edge is None else (edge[0], edge[1]))
+    return FaultOrder(**said, edge=None if edge is None else (edge[0], edge[1]))
 
 
-def enforce(orders: Iterable[Order], run: Path, replica: int | None, faked: contextlib.ExitStack) -> None:
+def enforce(orders: Iterable[FaultOrder], run: Path, replica: int | None, faked: contextlib.ExitStack) -> None:
     """Put these faults into force, in place of all others, until ``faked`` is closed."""
     global _cut
     partitions = [(o.edge, o.reject) for o in orders if o.kind == "partition" and o.edge is not None]

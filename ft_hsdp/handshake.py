@@ -12,7 +12,7 @@ Both MACs are HMAC-SHA256 over both nonces, under a key that is derived from the
 recorded is therefore of no use on another connection, or for another purpose, and the token never crosses the
 network. A connection that does not go on like that is closed without a word.
 
-`Gate` is the listener's side, with bounds on strangers (connections that have not proved the token yet) in number,
+`CallerGate` is the listener's side. It bounds strangers (connections that have not proved the token yet) in number,
 bytes and time. `dial`, `call` and `call_blocking` are the caller's. The *session* is a secret of both ends of one
 connection: what has to be bound to it, such as a certificate, is bound by a MAC under that key.
 """
@@ -263,7 +263,7 @@ class _Stranger:
     got: bytearray = field(default_factory=bytearray)
 
 
-class Gate:
+class CallerGate:
     """Lets callers in at listening sockets, on the running loop: on ``admitted`` they have proved the token.
 
     ``admitted`` gets what was proved and the connection, non-blocking, and owns it from then on; it must not block

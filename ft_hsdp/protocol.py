@@ -391,7 +391,7 @@ _MESSAGES: dict[str, type] = {
     "Feed": effects.RunBatch,
     "Fetch": effects.Fetch,
     "Keep": effects.Keep,
-    "Checkpoint": effects.Checkpoint,
+    "Checkpoint": effects.WriteCheckpoint,
     "Forget": effects.DropSnapshots,
     "Exit": effects.Exit,
 }

@@ -119,7 +119,7 @@ def length(head: bytes) -> int:
     return size
 
 
-class Agreement:
+class KeyExchange:
     """The exchange of keys at one end; ``context`` binds what else both ends must mean alike."""
 
     def __init__(self, session: bytes, listening: bool, context: bytes = b"") -> None:
@@ -179,7 +179,7 @@ class Sealed(socket.socket):
         Raises:
             OSError: the other end is gone, too late, or does not do the same.
         """
-        agreement = Agreement(self._session, self._listening, context)
+        agreement = KeyExchange(self._session, self._listening, context)
         super().sendall(agreement.offer)
         offer = bytearray(PUBLIC + MAC)
         self._raw(memoryview(offer), 0)
@@ -301,7 +301,7 @@ async def spliced(sock: socket.socket, session: bytes, *, listening: bool) -> so
     """
     if not wanted(sock):
         return sock
-    loop, agreement = asyncio.get_running_loop(), Agreement(session, listening)
+    loop, agreement = asyncio.get_running_loop(), KeyExchange(session, listening)
     await loop.sock_sendall(sock, agreement.offer)
     out, into = agreement.accept(await _exactly(sock, PUBLIC + MAC))
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

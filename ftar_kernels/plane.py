@@ -81,7 +81,7 @@ class StagedPlane:
         self.stream: DeviceStream | HostStream = DeviceStream(device) if device.type == "cuda" else HostStream()
         if via == "streamops" and isinstance(self.stream, DeviceStream):
             self.stream.probe()
-        self._job: Job | None = None
+        self._job: StagedJob | None = None
 
     def warm_up(self, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)) -> None:
         """Compile and load the kernels. A kernel that is loaded while another spins waits for it for ever."""
@@ -96,7 +96,9 @@ class StagedPlane:
                 time.sleep(POLL_S)
             job.close(failed=False)
 
-    def open(self, local: Tensor | None, out: Tensor, count: int, after: torch.cuda.Event | None = None) -> Job:
+    def open(
+        self, local: Tensor | None, out: Tensor, count: int, after: torch.cuda.Event | None = None
+    ) -> StagedJob:
         """An all-reduce of ``count`` commands from ``local`` (None: relay) into ``out``, flat tensors on the
         device.
 
@@ -114,7 +116,7 @@ class StagedPlane:
                 raise ValueError(f"{local.numel()} elements into {out.numel()}")
         self.page.reset()
         self.stream.after(after)
-        self._job = Job(self, local, out, count)
+        self._job = StagedJob(self, local, out, count)
         return self._job
 
     def abort(self) -> None:
@@ -131,13 +133,13 @@ class StagedPlane:
             self._job.close(failed=True)
         self.stream.close()
 
-    def release(self, job: Job) -> None:
+    def release(self, job: StagedJob) -> None:
         """``job`` has ended on the device."""
         assert self._job is job
         self._job = None
 
 
-class Job:
+class StagedJob:
     """One all-reduce on a plane; made by ``StagedPlane.open``."""
 
     def __init__(self, plane: StagedPlane, local: Tensor | None, out: Tensor, count: int) -> None:

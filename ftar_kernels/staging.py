@@ -18,7 +18,7 @@ def host_buffer(nbytes: int, device: torch.device) -> Tensor:
     return memory[skip : skip + nbytes]
 
 
-class Segment:
+class PinnedSegment:
     """A memfd, mapped and pinned. Another process opens it by its descriptor; each pins its own mapping."""
 
     def __init__(self, nbytes: int, fd: int | None = None) -> None:

@@ -31,7 +31,7 @@ from ft_hsdp.jsonl import Journal, here
 from lighthouse.ha import instance
 from lighthouse.http import connections
 from lighthouse.http.auth import Keys
-from lighthouse.http.middleware import Gate
+from lighthouse.http.middleware import RequestGate
 from lighthouse.http.rate_limits import Rates
 from lighthouse.journal.database import Database, DatabaseFailed, SqliteDatabase
 from lighthouse.journal.journal import JobJournal
@@ -211,7 +211,7 @@ def _run(role: Alone | Candidate, sock: socket.socket, keys: Keys, context: ssl.
         told.append(signal_number)
         server.end()
 
-    app = Gate(role.app, keys, Rates())
+    app = RequestGate(role.app, keys, Rates())
     server = Server(uvicorn.Config(app, **connections.options(connections.Connections(), context)), role)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)  # uvicorn has handlers of its own, and raises the signal again at its end

@@ -17,8 +17,8 @@ from lighthouse.http.metrics import Measured, Meter
 from lighthouse.journal.database import Database
 from lighthouse.journal.exporters import TensorBoardSink, WandbSink
 from lighthouse.journal.journal import JobJournal, Sink
-from lighthouse.overview.rows import About
-from lighthouse.quorum.state import Agreement, Policy, State
+from lighthouse.overview.rows import JobInfo
+from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 from lighthouse.service import Service
 from lighthouse.store import Store
 from lighthouse.validation import networks
@@ -66,7 +66,7 @@ def begin(
     return LeaderRuntime(service, chronicle, Measured(create_app(service, keys, chronicle, meter), meter))
 
 
-def _same_rules(state: State, own: Agreement) -> None:
+def _same_rules(state: LighthouseState, own: Agreement) -> None:
     """Raise ConfigError where this lighthouse goes by other rules than the replicas agreed on with its store."""
     if state.agreed is not None and state.agreed.rules and state.agreed.config_hash != own.config_hash:
         found = difference(dict(own.rules), dict(state.agreed.rules))
@@ -105,9 +105,9 @@ def policy(config: Config) -> Policy:
     )
 
 
-def about(config: Config) -> About:
+def about(config: Config) -> JobInfo:
     """What the chronicle has to know of the job."""
-    return About(
+    return JobInfo(
         config.job.name,
         config.slots,
         config.ranks_per_replica,

@@ -32,11 +32,11 @@ from lighthouse.quorum.state import (
     Commanded,
     Event,
     Evict,
+    LighthouseState,
     Note,
+    OpenRequest,
     ProcessesReported,
     Reply,
-    Request,
-    State,
     Ticked,
     alive,
     wanted,
@@ -62,14 +62,14 @@ class Evictions:
         """The orders for the supervisor of ``replicas``."""
         return tuple(order for order in self.orders.values() if order.replica in replicas)
 
-    def suspect(self, before: State, replica: object, now: float) -> None:
+    def suspect(self, before: LighthouseState, replica: object, now: float) -> None:
         """A member of ``before``'s grant was left out for its silence: evict it too if it stays silent."""
         since = now if before.since is None else before.since
         for member in before.grant.members if before.grant else ():
             if member.replica == replica:
                 self._suspects[member.replica, member.incarnation] = since + before.policy.evict_s
 
-    def order(self, s: State, who: Incarnation, reason: str) -> bool:
+    def order(self, s: LighthouseState, who: Incarnation, reason: str) -> bool:
         """Whether this is a new order; there is none for who is known to have exited."""
         self._suspects.pop(who, None)
         if who in self.orders or not alive(s, who):
@@ -77,7 +77,7 @@ class Evictions:
         self.orders[who] = Eviction(*who, reason)
         return True
 
-    def settle(self, s: State, event: Event, now: float) -> list[tuple[Incarnation, str]]:
+    def settle(self, s: LighthouseState, event: Event, now: float) -> list[tuple[Incarnation, str]]:
         """Drop what ``event`` has settled; whom to evict now, and why."""
         match event:
             case Asked(request):
@@ -125,7 +125,7 @@ class Service:
 
     def __init__(
         self,
-        state: State,
+        state: LighthouseState,
         store: Store,
         token: str,
         journal: Journal,
@@ -202,7 +202,7 @@ class Service:
             before = self.state.views[report.replica].ask
             agreed, self._agreed = self._agreed, validation.with_first(self._agreed, ask)
             try:
-                self.apply(Asked(Request(report, asked.id, ask.ring, ask.state), self._clock()))
+                self.apply(Asked(OpenRequest(report, asked.id, ask.ring, ask.state), self._clock()))
             except StoreFailed:
                 del self._open[asked.id]
                 self._agreed = agreed
@@ -355,7 +355,7 @@ class Service:
         if self._evictions.order(self.state, who, reason):
             self._note("ReplicaEvicted", reason, {"replica": who[0], "incarnation": who[1]})
 
-    def _save(self, state: State) -> None:
+    def _save(self, state: LighthouseState) -> None:
         """Make `state` durable; say when the store begins to fail, and when that is over. Raises StoreFailed."""
         try:
             self._store.save(state)

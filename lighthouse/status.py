@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ft_hsdp.core.grant import Report
-from lighthouse.quorum.state import State, away, wanted
+from lighthouse.quorum.state import LighthouseState, away, wanted
 
 
-def describe(s: State, replica: int, reports: Mapping[int, Report], waiting: str) -> tuple[str, str]:
+def describe(s: LighthouseState, replica: int, reports: Mapping[int, Report], waiting: str) -> tuple[str, str]:
     """(state, reason) of a replica; reports: the newest of each; waiting: what open asks wait for.
 
     The states: booting (runs, has never asked), training, behind, asking, final, drained (and away), down, lost.
@@ -38,7 +38,7 @@ def describe(s: State, replica: int, reports: Mapping[int, Report], waiting: str
     return ("training" if member.role == "contribute" else "behind"), f"member of epoch {s.grant.epoch}{leaves}"
 
 
-def row(s: State, replica: int, reports: Mapping[int, Report], waiting: str) -> dict[str, object]:
+def row(s: LighthouseState, replica: int, reports: Mapping[int, Report], waiting: str) -> dict[str, object]:
     """What the status says of one replica."""
     state, reason = describe(s, replica, reports, waiting)
     report = reports.get(replica)

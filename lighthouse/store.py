@@ -27,8 +27,8 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.mounts import LOCKLESS, mount_of
 from lighthouse.quorum.edges import Edges, remembered
-from lighthouse.quorum.rules import Epoch, Incarnation, Lease, Life
-from lighthouse.quorum.state import Agreement, Policy, State
+from lighthouse.quorum.rules import AdmittedIncarnation, Epoch, Incarnation, Lease
+from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 
 FORMAT = 5
 LOCK_WAIT_S = 2.0  # longest wait of one transaction for a reader
@@ -39,7 +39,7 @@ FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # what may be over later
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """How a field of `State` is kept; stores of a format before ``since`` lack it and get the field's default."""
+    """How a field of `LighthouseState` is kept; stores of a format before ``since`` lack it and get the field's default."""
 
     adapter: TypeAdapter[Any]
     since: int = 1
@@ -59,7 +59,7 @@ _DURABLE = {
     "drained": Durable(TypeAdapter(frozenset[int]), since=2),
     "checkpoint": Durable(TypeAdapter(int), since=2),
     "target": Durable(TypeAdapter(int), since=3),
-    "lives": Durable(TypeAdapter(tuple[Life, ...]), since=4),
+    "lives": Durable(TypeAdapter(tuple[AdmittedIncarnation, ...]), since=4),
     "leases": Durable(TypeAdapter(tuple[Lease, ...]), since=4),
     "agreed": Durable(TypeAdapter(Agreement | None), since=4),
     "rewound": Durable(TypeAdapter(tuple[int, ...]), since=4),
@@ -68,7 +68,7 @@ _DURABLE = {
 }
 
 Rows = dict[str, str]
-"""JSON of each durable field of `State`, by the field's name."""
+"""JSON of each durable field of `LighthouseState`, by the field's name."""
 
 
 class StoreFailed(Retryable):
@@ -76,21 +76,21 @@ class StoreFailed(Retryable):
 
 
 class Store(Protocol):
-    """Where the durable part of a `State` is kept."""
+    """Where the durable part of a `LighthouseState` is kept."""
 
-    def load(self, policy: Policy) -> State:
+    def load(self, policy: Policy) -> LighthouseState:
         """The state to go on from, in a term of its own that is durable already.
 
         Raises ConfigError, one line with exit code 64, for a store that cannot be read.
         """
 
-    def save(self, state: State) -> None:
+    def save(self, state: LighthouseState) -> None:
         """Make the durable part of `state` outlive this process; nothing is written where it is unchanged.
 
         Raises StoreFailed; then the store still holds what it held before.
         """
 
-    def unsaved(self, state: State) -> frozenset[str]:
+    def unsaved(self, state: LighthouseState) -> frozenset[str]:
         """The durable fields in which `state` differs from what was saved last."""
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class JsonStore(ABC):
     def _write(self, rows: Rows) -> None:
         """Replace these rows, all or none; the format is `FORMAT` from now on. Raises StoreFailed."""
 
-    def load(self, policy: Policy) -> State:
+    def load(self, policy: Policy) -> LighthouseState:
         """See `Store`. An empty store takes a term that was never used before: the Unix time.
 
         A halt by policy is decided anew, from the head; one because states differ cannot be, so it stays.
@@ -126,20 +126,20 @@ class JsonStore(ABC):
                 kept.pop("halted", None)
         else:
             kept = {"term": int(time.time())}
-        state = replace(State.empty(policy, 0), **kept)
+        state = replace(LighthouseState.empty(policy, 0), **kept)
         state = replace(state, term=max(state.term, self._least_term), target=min(state.target, policy.slots))
         state = replace(state, admissions=int(time.time() * 1000), edges=remembered(state.edges))
         self.save(state)
         return state
 
-    def save(self, state: State) -> None:
+    def save(self, state: LighthouseState) -> None:
         """See `Store`."""
         changed = {name: getattr(state, name) for name in self.unsaved(state)}
         if changed:
             self._write({name: _encode(name, value) for name, value in changed.items()})
             self._saved.update(changed)
 
-    def unsaved(self, state: State) -> frozenset[str]:
+    def unsaved(self, state: LighthouseState) -> frozenset[str]:
         """See `Store`."""
         saved, never = self._saved, object()
         pairs = ((name, getattr(state, name), saved.get(name, never)) for name in _DURABLE)

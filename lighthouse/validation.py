@@ -20,7 +20,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_CONFIG, ProtocolViolation
 from ft_hsdp.protocol import ProcessReport, QuorumRequest
 from lighthouse.quorum.rules import Incarnation
-from lighthouse.quorum.state import Agreement, State
+from lighthouse.quorum.state import Agreement, LighthouseState
 
 MAX_ADDRESSES = 64
 METADATA = ipaddress.ip_address("fd00:ec2::254")  # the link-local ones are refused anyway
@@ -141,7 +141,7 @@ def incarnation(text: str) -> Incarnation:
     return int(match[1]), text
 
 
-def check_ask(s: State, ask: QuorumRequest, peer: str | None = None, allow: Networks = ()) -> None:
+def check_ask(s: LighthouseState, ask: QuorumRequest, peer: str | None = None, allow: Networks = ()) -> None:
     """Whether a report can be true, and comes from where it says that its replica listens (``peer``: see there).
 
     Raises:
@@ -177,7 +177,7 @@ def check_ask(s: State, ask: QuorumRequest, peer: str | None = None, allow: Netw
     check(ask.ring, ask.state, peer, allow)
 
 
-def check_processes(s: State, processes: ProcessReport) -> frozenset[Incarnation]:
+def check_processes(s: LighthouseState, processes: ProcessReport) -> frozenset[Incarnation]:
     """What has exited, according to a picture that can be true.
 
     Raises:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ft_hsdp import fault_injection
-from ft_hsdp.fault_injection import LIGHTHOUSE, Order
+from ft_hsdp.fault_injection import LIGHTHOUSE, FaultOrder
 from ft_hsdp.jsonl import LineWriter
 
 ME = 1
@@ -26,7 +26,7 @@ def force(tmp_path: Path) -> Iterator[Enforced]:
     """Puts orders into force in this process, as replica ME; a call ends what the one before began."""
     with contextlib.ExitStack() as faked:
 
-        def put(*orders: Order) -> contextlib.ExitStack:
+        def put(*orders: FaultOrder) -> contextlib.ExitStack:
             faked.close()
             fault_injection.enforce(orders, tmp_path.resolve(), ME, faked)
             return faked
@@ -38,14 +38,14 @@ def force(tmp_path: Path) -> Iterator[Enforced]:
 @pytest.mark.parametrize(
     ("order", "hit"),
     [
-        (Order("clock", replica=1), [(1, 0), (1, 1)]),
-        (Order("clock", replica=1, rank=1), [(1, 1)]),
-        (Order("clock", supervisor=True), [(None, None)]),
-        (Order("partition", edge=(0, 1)), [(0, 0), (0, 1), (1, 0), (1, 1)]),
-        (Order("partition", edge=(1, LIGHTHOUSE)), [(1, 0), (1, 1)]),
+        (FaultOrder("clock", replica=1), [(1, 0), (1, 1)]),
+        (FaultOrder("clock", replica=1, rank=1), [(1, 1)]),
+        (FaultOrder("clock", supervisor=True), [(None, None)]),
+        (FaultOrder("partition", edge=(0, 1)), [(0, 0), (0, 1), (1, 0), (1, 1)]),
+        (FaultOrder("partition", edge=(1, LIGHTHOUSE)), [(1, 0), (1, 1)]),
     ],
 )
-def test_who_is_meant(order: Order, hit: list[tuple[int | None, int | None]]) -> None:
+def test_who_is_meant(order: FaultOrder, hit: list[tuple[int | None, int | None]]) -> None:
     everybody = [(None, None), *((replica, rank) for replica in range(3) for rank in range(2))]
     assert [who for who in everybody if order.hits(*who)] == hit
 
@@ -55,7 +55,7 @@ def test_a_full_disk_takes_nothing_below_the_run_and_everything_elsewhere(
 ) -> None:
     log = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "file"
-    force(Order("disk_full", ME))
+    force(FaultOrder("disk_full", ME))
     for write in (
         lambda: os.write(log, b"x"),
         lambda: (tmp_path / "new").write_text("x"),
@@ -76,7 +76,7 @@ def test_a_full_disk_takes_what_fits_into_the_last_block(tmp_path: Path, force: 
     os.write(log, b"x" * 100)
     os.fsync(log)
     room = os.fstat(log).st_blocks * 512 - 100
-    force(Order("disk_full", ME))
+    force(FaultOrder("disk_full", ME))
     assert os.write(log, b"y" * (room - 10)) == room - 10
     assert os.write(log, b"y" * 100) == 10, "a line is torn"
     with pytest.raises(OSError, match="No space left"):
@@ -105,7 +105,7 @@ def test_a_full_disk_takes_no_output_either(tmp_path: Path) -> None:
 def test_a_slow_disk_takes_its_time(tmp_path: Path, force: Enforced, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     lines = LineWriter(tmp_path / "log.jsonl")
-    force(Order("slow_disk", ME, seconds=0.3))
+    force(FaultOrder("slow_disk", ME, seconds=0.3))
     monkeypatch.setattr(time, "sleep", slept.append)
     lines.write({"n": 1})
     lines.close()
@@ -114,7 +114,7 @@ def test_a_slow_disk_takes_its_time(tmp_path: Path, force: Enforced, monkeypatch
 
 def test_the_wall_clock_jumps_alone(force: Enforced) -> None:
     right, monotonic = time.time(), time.monotonic()
-    force(Order("clock", ME, seconds=-3600.0))
+    force(FaultOrder("clock", ME, seconds=-3600.0))
     assert time.time() < right - 3000
     assert time.time_ns() < (right - 3000) * 1e9
     assert time.monotonic() >= monotonic
@@ -123,7 +123,7 @@ def test_the_wall_clock_jumps_alone(force: Enforced) -> None:
 
 
 def test_nothing_passes_to_the_other_end_of_an_edge(force: Enforced) -> None:
-    force(Order("partition", edge=(ME, 2)), Order("partition", edge=(0, ME), reject=True))
+    force(FaultOrder("partition", edge=(ME, 2)), FaultOrder("partition", edge=(0, ME), reject=True))
     assert [peer for peer in (0, 1, 2, LIGHTHOUSE, None) if fault_injection.cut(peer)] == [0, 2]
     asyncio.run(fault_injection.passes(LIGHTHOUSE))
     with pytest.raises(TimeoutError):
@@ -137,7 +137,7 @@ def test_nothing_passes_to_the_other_end_of_an_edge(force: Enforced) -> None:
 
 def test_what_was_held_back_passes_when_the_partition_ends(force: Enforced) -> None:
     async def scene() -> None:
-        force(Order("partition", edge=(ME, 2)))
+        force(FaultOrder("partition", edge=(ME, 2)))
         waiting = asyncio.create_task(fault_injection.passes(2))
         await asyncio.sleep(0)
         assert not waiting.done()

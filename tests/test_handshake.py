@@ -15,7 +15,7 @@ from known import run
 
 from ft_hsdp import address, handshake
 from ft_hsdp.errors import LocalResourceError, ProtocolViolation
-from ft_hsdp.handshake import Admitted, Caller, Gate, HungUp, Purpose, admit
+from ft_hsdp.handshake import Admitted, Caller, CallerGate, HungUp, Purpose, admit
 
 TOKEN = "ab" * 32
 
@@ -26,7 +26,7 @@ class Listener:
     def __init__(self, *purposes: Purpose, host: str = "127.0.0.1") -> None:
         self.admitted: asyncio.Queue[tuple[Admitted, socket.socket]] = asyncio.Queue()
         self.failed: list[LocalResourceError] = []
-        self.gate = Gate(
+        self.gate = CallerGate(
             TOKEN, purposes or (Purpose.RING,), lambda *who: self.admitted.put_nowait(who), self.failed.append
         )
         self._bound = address.bound(host)

@@ -128,7 +128,7 @@ MESSAGES: dict[type, st.SearchStrategy[Any]] = {
     effects.RunBatch: st.builds(effects.RunBatch, counts),
     effects.Fetch: st.builds(effects.Fetch, states, crews),
     effects.Keep: st.builds(effects.Keep, states),
-    effects.Checkpoint: st.builds(effects.Checkpoint, states),
+    effects.WriteCheckpoint: st.builds(effects.WriteCheckpoint, states),
     effects.DropSnapshots: st.builds(effects.DropSnapshots),
     effects.Exit: st.builds(effects.Exit, some, words),
 }

@@ -16,7 +16,7 @@ import pytest
 from ft_hsdp import record_layer
 from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.record_layer import Agreement, Direction, Sealed
+from ft_hsdp.record_layer import Direction, KeyExchange, Sealed
 
 SESSION = b"s" * 32
 KEY = b"k" * 16
@@ -59,15 +59,15 @@ def opened(direction: Direction, record: bytes) -> bytes:
 
 
 def test_both_ends_agree_on_two_keys_and_nobody_in_between_does() -> None:
-    caller, listener = Agreement(SESSION, False), Agreement(SESSION, True)
+    caller, listener = KeyExchange(SESSION, False), KeyExchange(SESSION, True)
     (out, into), (out2, into2) = caller.accept(listener.offer), listener.accept(caller.offer)
     assert opened(into2, out.seal(b"there")) == b"there"
     assert opened(into, out2.seal(b"back")) == b"back"
-    assert caller.offer[:32] != Agreement(SESSION, False).offer[:32], "fresh for each connection"
+    assert caller.offer[:32] != KeyExchange(SESSION, False).offer[:32], "fresh for each connection"
     for offer in (
-        Agreement(b"t" * 32, True).offer,  # does not know the secret
+        KeyExchange(b"t" * 32, True).offer,  # does not know the secret
         caller.offer,  # its own, sent back
-        Agreement(SESSION, True, b"other").offer,  # means another connection
+        KeyExchange(SESSION, True, b"other").offer,  # means another connection
         os.urandom(64),
     ):
         with pytest.raises(ConnectionAbortedError):

@@ -28,9 +28,9 @@ from ft_hsdp.bench.contenders.roster import CONTENDERS, Contender, absent
 from ft_hsdp.bench.goals import begin_result, finish_result, verdicts
 from ft_hsdp.bench.hsdp.measure import measure as link
 from ft_hsdp.bench.hsdp.scene import HsdpScene
-from ft_hsdp.bench.options import KIB, MIB, AllReduceOptions, Measure, Plan, ProgressLog, ResultRow, size_name
+from ft_hsdp.bench.options import KIB, MIB, AllReduceOptions, BenchPlan, Measure, ProgressLog, ResultRow, size_name
 from ft_hsdp.bench.results import WARM_UP, batch, check_memory, interleave, ratio, spread
-from ft_hsdp.bench.workers.arena import Arena
+from ft_hsdp.bench.workers.arena import WorkerArena
 from ft_hsdp.bench.workers.link import ask, collect
 from ft_hsdp.bench.workers.team import Team
 from ft_hsdp.errors import ConfigError, Retryable
@@ -41,11 +41,11 @@ IDLE_S = 0.5  # how long they are watched
 RESTLESS = 0.05  # of a core: more is noted
 
 
-def bandwidth(contenders: Mapping[str, Contender], plan: Plan, log: ProgressLog) -> list[ResultRow]:
+def bandwidth(contenders: Mapping[str, Contender], plan: BenchPlan, log: ProgressLog) -> list[ResultRow]:
     """A row for each ring size and message size; a note about each contender that does not rest."""
     rows = []
     for members in plan.members:
-        with Arena(contenders, members) as arena:
+        with WorkerArena(contenders, members) as arena:
             log.say(f"{members} members: {', '.join(arena.teams)}")
             for size in plan.sizes:
                 rows.append(_size(arena, size, plan.rounds))
@@ -56,7 +56,7 @@ def bandwidth(contenders: Mapping[str, Contender], plan: Plan, log: ProgressLog)
     return rows
 
 
-def _size(arena: Arena, size: int, rounds: int) -> ResultRow:
+def _size(arena: WorkerArena, size: int, rounds: int) -> ResultRow:
     teams = list(arena.teams.values())
     arena.prepare(size)
     times = batch(size)
@@ -78,7 +78,7 @@ def _ratios(name: str, found: Mapping[str, Mapping[str, float]]) -> dict[str, fl
     return {other: ratio(times["p50_ms"], own) for other, times in found.items() if other != name}
 
 
-def _idle(arena: Arena) -> dict[str, float]:
+def _idle(arena: WorkerArena) -> dict[str, float]:
     """Cores that each contender uses while it has nothing to do: more than none slows the others down."""
     start, before = time.monotonic(), {name: _cpu_s(team) for name, team in arena.teams.items()}
     time.sleep(IDLE_S)
@@ -104,11 +104,11 @@ SPIN_CONTENDERS = ("tcp", "shm", "gloo")
 MODES = ("idle", "thread", "process")
 
 
-def spin(contenders: Mapping[str, Contender], plan: Plan, log: ProgressLog) -> list[ResultRow]:
+def spin(contenders: Mapping[str, Contender], plan: BenchPlan, log: ProgressLog) -> list[ResultRow]:
     """A row for each contender, ring size and message size: its time in each mode, and the speed that is left."""
     rows = []
     for members in plan.members:
-        with Arena(contenders, members) as arena:
+        with WorkerArena(contenders, members) as arena:
             for size in plan.sizes:
                 for row in _spin_size(arena, size, plan.rounds):
                     rows.append(row)
@@ -117,7 +117,7 @@ def spin(contenders: Mapping[str, Contender], plan: Plan, log: ProgressLog) -> l
     return rows
 
 
-def _spin_size(arena: Arena, size: int, rounds: int) -> list[ResultRow]:
+def _spin_size(arena: WorkerArena, size: int, rounds: int) -> list[ResultRow]:
     teams = list(arena.teams.values())
     arena.prepare(size)
     samples = {
@@ -168,14 +168,14 @@ class Kills:
     finished: int = 0
 
 
-def kill(contenders: Mapping[str, Contender], plan: Plan, log: ProgressLog) -> list[ResultRow]:
+def kill(contenders: Mapping[str, Contender], plan: BenchPlan, log: ProgressLog) -> list[ResultRow]:
     """A row for each contender, ring size and message size, over `rounds` kills.
 
     Raises Retryable where a worker fails or no kill hits, DataCorruption where the survivors' sum is wrong.
     """
     rows = []
     for members in plan.members:
-        with Arena(contenders, members) as arena:
+        with WorkerArena(contenders, members) as arena:
             for name in arena.teams:
                 for size in plan.sizes:
                     kills = _kills(arena, name, size, plan.rounds)
@@ -187,7 +187,7 @@ def kill(contenders: Mapping[str, Contender], plan: Plan, log: ProgressLog) -> l
     return rows
 
 
-def _kills(arena: Arena, name: str, size: int, rounds: int) -> Kills:
+def _kills(arena: WorkerArena, name: str, size: int, rounds: int) -> Kills:
     team = arena.teams[name]
     chance = random.Random(size)
     kills = Kills()
@@ -254,11 +254,11 @@ RECONFIGURE_MEMBERS = (4,)
 RECONFIGURE_CONTENDERS = ("tcp", "shm", "torchft")
 
 
-def reconfigure(contenders: Mapping[str, Contender], plan: Plan, log: ProgressLog) -> list[ResultRow]:
+def reconfigure(contenders: Mapping[str, Contender], plan: BenchPlan, log: ProgressLog) -> list[ResultRow]:
     """A row for each contender, ring size and kind of change: from a common start to the last that is ready."""
     rows = []
     for members in plan.members:
-        with Arena(contenders, members) as arena:
+        with WorkerArena(contenders, members) as arena:
             samples: dict[tuple[str, str], Callable[[], float]] = {}
             for name, team in arena.teams.items():
                 samples[name, "same"] = team.join
@@ -311,7 +311,7 @@ def run(options: AllReduceOptions, stream: TextIO) -> dict[str, Any]:
 
 def _prepare(
     name: str, measure: Measure, options: AllReduceOptions
-) -> tuple[dict[str, Contender], Plan, list[str]]:
+) -> tuple[dict[str, Contender], BenchPlan, list[str]]:
     """Who takes part in a measure, what it does, who is left out and why. Raises ConfigError."""
     wanted = options.contenders or measure.contenders
     why = {who: absent(CONTENDERS[who]) or measure.unfit(CONTENDERS[who]) for who in wanted}
@@ -319,6 +319,6 @@ def _prepare(
     if all(why.values()):
         raise ConfigError("--contenders", ",".join(wanted), f"one that can take part ({'; '.join(left_out)})")
     contenders = {who: CONTENDERS[who] for who in wanted if not why[who]}
-    plan = Plan(options.members or measure.members, options.sizes or measure.sizes, options.rounds)
+    plan = BenchPlan(options.members or measure.members, options.sizes or measure.sizes, options.rounds)
     check_memory(contenders.values(), max(plan.members), max(plan.sizes, default=0))
     return contenders, plan, left_out

@@ -13,8 +13,8 @@ from ft_hsdp.bench import tables
 from ft_hsdp.bench.allreduce import bandwidth
 from ft_hsdp.bench.contenders.fetch import FetchDonor, FetchReceiver, FetchSeat
 from ft_hsdp.bench.contenders.roster import Contender
-from ft_hsdp.bench.goals import Verdict, begin_result, finish_result, least
-from ft_hsdp.bench.options import GIB, MIB, Plan, ProgressLog, ResultRow
+from ft_hsdp.bench.goals import GoalVerdict, begin_result, finish_result, least
+from ft_hsdp.bench.options import GIB, MIB, BenchPlan, ProgressLog, ResultRow
 from ft_hsdp.bench.results import interleave, ratio, spread
 from ft_hsdp.bench.state_fetch import LARGE_TENSORS, Way, measure
 
@@ -60,7 +60,7 @@ def run(rounds: int, state: int, stream: TextIO) -> dict[str, Any]:
     result, started = begin_result("tls", log)
     result["contenders"] = {name: ring.text for name, ring in RINGS.items()}
     result["cipher"] = _cipher(rounds, log)
-    result["ring"] = bandwidth(RINGS, Plan((MEMBERS,), (MESSAGE,), rounds), log)
+    result["ring"] = bandwidth(RINGS, BenchPlan((MEMBERS,), (MESSAGE,), rounds), log)
     seat = FetchSeat(LARGE_TENSORS, state // LARGE_TENSORS)
     result["fetch"] = [measure(seat, WAYS, rounds, log)]
     return finish_result(result, verdicts(result), log, started)
@@ -90,7 +90,7 @@ def _cipher(rounds: int, log: ProgressLog) -> ResultRow:
     return {"bytes": CIPHER, "gb_per_s": speeds, "samples": {n: spread(values) for n, values in found.items()}}
 
 
-def verdicts(result: Mapping[str, Any]) -> list[Verdict]:
+def verdicts(result: Mapping[str, Any]) -> list[GoalVerdict]:
     """The goals beside what was seen."""
     found = []
     for name, text, limit in (

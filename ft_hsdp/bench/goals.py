@@ -42,7 +42,7 @@ SPEED = (
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GoalVerdict:
     """One goal beside one figure. limit and seen: with their unit in `text`; met: whether it is kept."""
 
     text: str
@@ -54,9 +54,9 @@ class Verdict:
     met: bool
 
 
-def verdicts(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Verdict]:
+def verdicts(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[GoalVerdict]:
     """Every goal for which there is a figure; `measured` has the rows of each measure."""
-    found: list[Verdict] = []
+    found: list[GoalVerdict] = []
     for row in measured.get("bandwidth", ()):
         found += _speed(row)
     for row in measured.get("spin", ()):
@@ -75,7 +75,7 @@ def verdicts(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Verdic
     return found
 
 
-def _speed(row: Mapping[str, Any]) -> Iterator[Verdict]:
+def _speed(row: Mapping[str, Any]) -> Iterator[GoalVerdict]:
     times = row["times_as_fast"]
     for goal in SPEED:
         limit = goal.times.get(row["members"])
@@ -90,7 +90,7 @@ def _speed(row: Mapping[str, Any]) -> Iterator[Verdict]:
                 yield most(f"{name} vs gloo, times the latency", row, LATENCY, ratio(own, gloo))
 
 
-def _kill(row: Mapping[str, Any]) -> Iterator[Verdict]:
+def _kill(row: Mapping[str, Any]) -> Iterator[GoalVerdict]:
     if row["members"] == 8:
         text = f"{row['contender']}: kill to raise"
         yield most(f"{text}, p50 ms", row, RAISE_P50_MS, row["raise"]["p50_ms"])
@@ -100,17 +100,17 @@ def _kill(row: Mapping[str, Any]) -> Iterator[Verdict]:
         yield most(text, row, NEXT_MS, row["next_less_one"]["max_ms"])
 
 
-def least(text: str, row: Mapping[str, Any], limit: float, seen: float) -> Verdict:
+def least(text: str, row: Mapping[str, Any], limit: float, seen: float) -> GoalVerdict:
     """`seen` is to be at least `limit`."""
-    return Verdict(text, row.get("members"), row.get("bytes"), ">=", limit, seen, seen >= limit)
+    return GoalVerdict(text, row.get("members"), row.get("bytes"), ">=", limit, seen, seen >= limit)
 
 
-def most(text: str, row: Mapping[str, Any], limit: float, seen: float) -> Verdict:
+def most(text: str, row: Mapping[str, Any], limit: float, seen: float) -> GoalVerdict:
     """`seen` is to be at most `limit`."""
-    return Verdict(text, row.get("members"), row.get("bytes"), "<=", limit, seen, seen <= limit)
+    return GoalVerdict(text, row.get("members"), row.get("bytes"), "<=", limit, seen, seen <= limit)
 
 
-def where(verdict: Verdict) -> str:
+def where(verdict: GoalVerdict) -> str:
     """The ring and the message that a verdict is about."""
     ring = None if verdict.members is None else f"N={verdict.members}"
     size = None if verdict.bytes is None else size_name(verdict.bytes)
@@ -129,7 +129,7 @@ def begin_result(name: str, log: ProgressLog) -> tuple[dict[str, Any], float]:
 
 
 def finish_result(
-    result: dict[str, Any], found: Sequence[Verdict], log: ProgressLog, started: float
+    result: dict[str, Any], found: Sequence[GoalVerdict], log: ProgressLog, started: float
 ) -> dict[str, Any]:
     """The result with its goals, notes and duration: ready for JSON."""
     result["goals"] = [asdict(verdict) for verdict in found]

@@ -18,7 +18,7 @@ ResultRow = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class BenchPlan:
     """Ring sizes, message sizes in bytes, and how often."""
 
     members: tuple[int, ...]
@@ -53,7 +53,7 @@ class Measure:
     where the user names none; unfit: why a contender cannot take part, "" if it can.
     """
 
-    run: Callable[[Mapping[str, Contender], Plan, ProgressLog], list[ResultRow]]
+    run: Callable[[Mapping[str, Contender], BenchPlan, ProgressLog], list[ResultRow]]
     members: tuple[int, ...]
     sizes: tuple[int, ...]
     contenders: tuple[str, ...]

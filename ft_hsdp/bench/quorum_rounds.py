@@ -26,7 +26,7 @@ import psutil
 from ft_hsdp import protocol
 from ft_hsdp.bench import tables
 from ft_hsdp.bench.contenders.roster import version
-from ft_hsdp.bench.goals import Verdict, begin_result, finish_result, most
+from ft_hsdp.bench.goals import GoalVerdict, begin_result, finish_result, most
 from ft_hsdp.bench.options import ProgressLog, ResultRow, count_of
 from ft_hsdp.bench.quorum_client import ClientHerd, Grpc, Http1, counted, encoded_text, number
 from ft_hsdp.bench.results import interleave, milliseconds, ratio, spread
@@ -68,7 +68,7 @@ AT = (12, 64)
 GOAL_KINDS = {"same": "a round", "new": "a round that makes an epoch durable"}
 
 
-def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[Verdict]:
+def verdicts(rows: Sequence[Mapping[str, Any]]) -> list[GoalVerdict]:
     """Every goal for which there is a figure."""
     return [
         most(f"{text}, times torchft's", {"members": row["members"]}, TIMES, times(row, kind))

@@ -26,10 +26,10 @@ from rich.console import Console
 from ft_hsdp.bench import tables
 from ft_hsdp.bench.contenders.fetch import FetchSeat
 from ft_hsdp.bench.contenders.roster import version
-from ft_hsdp.bench.goals import Verdict, begin_result, finish_result, least, most
+from ft_hsdp.bench.goals import GoalVerdict, begin_result, finish_result, least, most
 from ft_hsdp.bench.options import GIB, KIB, ProgressLog, ResultRow, count_of, measures_of, size_name, sizes_of
 from ft_hsdp.bench.results import interleave, ratio, spread
-from ft_hsdp.bench.workers.link import Link, ask, collect
+from ft_hsdp.bench.workers.link import WorkerLink, ask, collect
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.backend.processes import environment, tied
 
@@ -58,9 +58,9 @@ MEMORY = 1.1
 PEERS = ("torchft", "torchft-4")
 
 
-def verdicts(result: Mapping[str, Any]) -> list[Verdict]:
+def verdicts(result: Mapping[str, Any]) -> list[GoalVerdict]:
     """Every goal for which there is a figure."""
-    found: list[Verdict] = []
+    found: list[GoalVerdict] = []
     for row in result["large"]:
         found.append(least("fetch, share of bare sockets' speed", row, RAW_SHARE, times(row, "fetch", "raw")))
         found += _peers(row, "fetch", LARGE_TIMES)
@@ -76,7 +76,7 @@ def times(row: Mapping[str, Any], name: str, other: str) -> float:
     return ratio(row["contenders"][other]["p50_ms"], row["contenders"][name]["p50_ms"])
 
 
-def _peers(row: Mapping[str, Any], name: str, limit: float) -> Iterator[Verdict]:
+def _peers(row: Mapping[str, Any], name: str, limit: float) -> Iterator[GoalVerdict]:
     """Beside the best setting of torchft."""
     peers = [peer for peer in PEERS if peer in row["contenders"]]
     if peers and name in row["contenders"]:
@@ -193,7 +193,7 @@ def measure(seat: FetchSeat, ways: Mapping[str, Way], rounds: int, log: Progress
     }
 
 
-def _take(name: str, receiver: Link, last: dict[str, dict[str, Any]]) -> float:
+def _take(name: str, receiver: WorkerLink, last: dict[str, dict[str, Any]]) -> float:
     (last[name],) = ask([receiver], {})
     return float(last[name]["t"])
 
@@ -213,7 +213,9 @@ def _memory(seat: FetchSeat, answer: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _start(name: str, entry: str, seat: FetchSeat, where: str | None, folder: Path, stack: ExitStack) -> Link:
+def _start(
+    name: str, entry: str, seat: FetchSeat, where: str | None, folder: Path, stack: ExitStack
+) -> WorkerLink:
     """A process; `stack` ends it."""
     log = folder / f"{name.replace(' ', '-')}.log"
     told = [] if where is None else [where]
@@ -230,12 +232,12 @@ def _start(name: str, entry: str, seat: FetchSeat, where: str | None, folder: Pa
             stderr=file,
         )
     stack.callback(_end, process)
-    link = Link(name, ours, log)
+    link = WorkerLink(name, ours, log)
     stack.callback(link.close)
     return link
 
 
-def _greet(links: Mapping[str, Link]) -> None:
+def _greet(links: Mapping[str, WorkerLink]) -> None:
     """Wait until all are ready. Raises Retryable."""
     for link, answer in zip(links.values(), collect(list(links.values())), strict=True):
         link.greet(answer)

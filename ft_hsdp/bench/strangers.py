@@ -15,7 +15,7 @@ from ft_hsdp import handshake
 from ft_hsdp.address import join, split
 from ft_hsdp.bench import tables
 from ft_hsdp.bench.flood import PER_S, Flood
-from ft_hsdp.bench.goals import Verdict, begin_result, finish_result, most
+from ft_hsdp.bench.goals import GoalVerdict, begin_result, finish_result, most
 from ft_hsdp.bench.options import ProgressLog
 from ft_hsdp.bench.recovery.job_under_test import JobUnderTest
 from ft_hsdp.bench.recovery.readers import processes
@@ -79,7 +79,7 @@ def run(rounds: int, stream: TextIO, scene: RecoveryScene = SCENE, steps: int = 
     return finish_result(result, verdicts(result["strangers"]), log, started)
 
 
-def verdicts(rows: list[dict[str, Any]]) -> list[Verdict]:
+def verdicts(rows: list[dict[str, Any]]) -> list[GoalVerdict]:
     """The goals beside what was seen."""
     found = []
     for row in rows:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ft_hsdp.bench.goals import Verdict, verdicts, where
+from ft_hsdp.bench.goals import GoalVerdict, verdicts, where
 from ft_hsdp.bench.options import size_name
 
 ANCHORS = ("gloo", "torchft", "openmpi")
@@ -49,7 +49,7 @@ def begin_tables(result: Mapping[str, Any], stream: TextIO) -> Console:
     return console
 
 
-def end_tables(result: Mapping[str, Any], found: Sequence[Verdict], console: Console) -> None:
+def end_tables(result: Mapping[str, Any], found: Sequence[GoalVerdict], console: Console) -> None:
     """Print the goals, as far as there are figures for them, and the notes."""
     if found:
         table = columns("Goals", "goal", "", "wanted", "seen", "")

@@ -67,7 +67,7 @@ class LeaderSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlets:
+class LeaderOutlets:
     """Where effects go: to all ranks, and the token to the ring of rank 0.
 
     ``end`` ends this process at once, whatever its ranks do, and with it the replica: a reason and an exit code.
@@ -87,7 +87,7 @@ class Leader:
         about: protocol.QuorumRequest,
         client: LighthouseClient,
         settings: LeaderSettings,
-        outlets: Outlets,
+        outlets: LeaderOutlets,
         journal: Journal,
     ) -> None:
         self.replica = replica
@@ -220,7 +220,7 @@ class Leader:
             case effects.Commit(record) if self._voted is not None and self._voted[0] == record.fence:
                 self._outlets.order(self._voted[1])
                 self._outlets.order(effect)
-            case effects.Checkpoint(state):
+            case effects.WriteCheckpoint(state):
                 self._written = (state, set())
                 self._outlets.order(effect)
                 asyncio.get_running_loop().call_later(self._settings.write_s, self._write_overdue, state)

@@ -14,7 +14,7 @@ from ft_hsdp import address, handshake, protocol
 from ft_hsdp.core import effects
 from ft_hsdp.core.commit import Vote
 from ft_hsdp.errors import LighthouseUnreachable, ProtocolViolation
-from ft_hsdp.handshake import Admitted, Gate, Purpose
+from ft_hsdp.handshake import Admitted, CallerGate, Purpose
 from ft_hsdp.protocol import (
     RankAlive,
     RankBroken,
@@ -44,7 +44,7 @@ ORDERS = (
         effects.RunBatch,
         effects.Fetch,
         effects.Keep,
-        effects.Checkpoint,
+        effects.WriteCheckpoint,
         effects.DropSnapshots,
     ),
     *(effects.Exit, Settled, RankAlive),
@@ -97,7 +97,7 @@ class RankHub:
     def open(self, listener: socket.socket) -> int:
         """Listen at ``listener``, which is bound, until all ranks are here; its port."""
         port = int(listener.getsockname()[1])
-        self._gate = Gate(self._token, (self._purpose,), self._admitted)
+        self._gate = CallerGate(self._token, (self._purpose,), self._admitted)
         if self._waiting:
             self._gate.watch(listener)
         else:

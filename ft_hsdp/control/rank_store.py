@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from ft_hsdp import address, handshake, protocol
 from ft_hsdp.control.rank_channel import RankLine
-from ft_hsdp.control.store_server import KeyTable, Refused, TableServer, checked, packed, unpacked
+from ft_hsdp.control.store_server import CallRefused, KeyTable, TableServer, checked, packed, unpacked
 from ft_hsdp.errors import Retryable, exhausted
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RankHello, StoreAnswer, StoreCall
@@ -156,7 +156,7 @@ class RankStore(dist.Store):
         try:
             checked(call)
             answer = self._run(self._table.answer(call), wait_s + handshake.hello_s())
-        except Refused as error:
+        except CallRefused as error:
             raise dist.DistStoreError(f"{what}: {error}") from None
         except TimeoutError:
             late = f"rank 0, which has the store of this replica, has not answered within {wait_s:g} s"

@@ -41,7 +41,7 @@ NEEDS: dict[str, tuple[int | None, int]] = {
 _NUMBER = re.compile(rb"-?[0-9]{1,19}")
 
 
-class Refused(Exception):
+class CallRefused(Exception):
     """A call that cannot be answered; `str()` is one line for who called."""
 
 
@@ -59,7 +59,7 @@ def unpacked(value: str) -> bytes:
     try:
         return base64.b64decode(value, validate=True)
     except ValueError:
-        raise Refused("a value that is no base64") from None
+        raise CallRefused("a value that is no base64") from None
 
 
 def checked(call: StoreCall) -> list[bytes]:
@@ -70,23 +70,23 @@ def checked(call: StoreCall) -> list[bytes]:
     """
     keys, values = NEEDS[call.what]
     if len(call.keys) != (len(call.keys) if keys is None else keys) or len(call.values) != values:
-        raise Refused(f"{call.what} of {len(call.keys)} keys and {len(call.values)} values")
+        raise CallRefused(f"{call.what} of {len(call.keys)} keys and {len(call.values)} values")
     if not -NUMBERS <= call.amount < NUMBERS:
-        raise Refused("an amount that is no number of 64 bits")
+        raise CallRefused("an amount that is no number of 64 bits")
     names = 0
     for key in call.keys:
         try:
             nbytes = len(key.encode())
         except UnicodeEncodeError:
-            raise Refused(f"a key that is no text: {_shown(key)}") from None
+            raise CallRefused(f"a key that is no text: {_shown(key)}") from None
         if nbytes > MAX_KEY:
-            raise Refused(f"a key of {nbytes} bytes ({_shown(key)}); allowed: {MAX_KEY}")
+            raise CallRefused(f"a key of {nbytes} bytes ({_shown(key)}); allowed: {MAX_KEY}")
         names += nbytes
     if names > MAX_NAMES:
-        raise Refused(f"{len(call.keys)} keys of {names} bytes in one call; allowed: {MAX_NAMES}")
+        raise CallRefused(f"{len(call.keys)} keys of {names} bytes in one call; allowed: {MAX_NAMES}")
     found = [unpacked(value) for value in call.values]
     if (nbytes := sum(map(len, found))) > MAX_VALUE:
-        raise Refused(f"a value of {nbytes} bytes for {_shown(call.keys[0])}; allowed: {MAX_VALUE}")
+        raise CallRefused(f"a value of {nbytes} bytes for {_shown(call.keys[0])}; allowed: {MAX_VALUE}")
     return found
 
 
@@ -107,7 +107,7 @@ class KeyTable:
         """Do what ``call`` asks for; one that waits for keys does so for its ``wait_s`` at most."""
         try:
             amount, value = await self._do(call, checked(call))
-        except Refused as error:
+        except CallRefused as error:
             return StoreAnswer(call.number, error=str(error))
         return StoreAnswer(call.number, amount, *packed([value]))
 
@@ -126,7 +126,7 @@ class KeyTable:
             case "add":
                 total = self._number(key) + call.amount
                 if not -NUMBERS <= total < NUMBERS:
-                    raise Refused(f"{_shown(key)} has {total} now, which is no number of 64 bits")
+                    raise CallRefused(f"{_shown(key)} has {total} now, which is no number of 64 bits")
                 self._put(key, str(total).encode())
                 return total, b""
             case "compare_set":
@@ -142,7 +142,7 @@ class KeyTable:
     def _number(self, key: str) -> int:
         value = self._values.get(key, b"0")
         if not _NUMBER.fullmatch(value):
-            raise Refused(f"{_shown(key)} has {value[:20]!r}, which is no number")
+            raise CallRefused(f"{_shown(key)} has {value[:20]!r}, which is no number")
         return int(value)
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
@@ -157,9 +157,9 @@ class KeyTable:
         before = self._values.get(key)
         more = len(value) - len(before) if before is not None else len(value) + len(key.encode())
         if before is None and len(self._values) >= MAX_KEYS:
-            raise Refused(f"no place for {_shown(key)}: there are {MAX_KEYS} keys, as many as are allowed")
+            raise CallRefused(f"no place for {_shown(key)}: there are {MAX_KEYS} keys, as many as are allowed")
         if self._nbytes + more > MAX_BYTES:
-            raise Refused(f"no place for {_shown(key)}: keys and values may have {MAX_BYTES} bytes")
+            raise CallRefused(f"no place for {_shown(key)}: keys and values may have {MAX_BYTES} bytes")
         self._values[key] = value
         self._nbytes += more
         for future in self._coming.pop(key, ()):
@@ -180,7 +180,7 @@ class KeyTable:
         except TimeoutError:
             missing = [each for each in keys if each not in self._values]
             more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            raise Refused(
+            raise CallRefused(
                 f"no rank has set {_shown(missing[0] if missing else key)}{more} within {wait_s:g} s"
             ) from None
 

@@ -63,7 +63,7 @@ class Decisions:
                     self._journal.event(
                         "StepSkipped", reason, replicas=list(record.poisoned), **_fence(record.fence)
                     )
-                case effects.Checkpoint(state):
+                case effects.WriteCheckpoint(state):
                     reason = "this replica writes it for all"
                     self._journal.event("CheckpointStarted", reason, step=state.step)
                 case effects.Commit(record) if isinstance(event, events.Answered | events.GrantShown):

@@ -26,7 +26,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Outlets:
+class WatchdogOutlets:
     """``say``: tell the siblings that this rank lives. ``progress``: how far its main thread has come, None while
     that waits for an order. ``leave``: leave the job at the next commit. ``end``: end this process, and why."""
 
@@ -43,7 +43,7 @@ class Watchdog:
     Time in which this process itself stood still explains the silence of others: it does not count.
     """
 
-    def __init__(self, limits: Limits, outlets: Outlets, parent: int | None = None) -> None:
+    def __init__(self, limits: Limits, outlets: WatchdogOutlets, parent: int | None = None) -> None:
         now = time.monotonic()
         self._limits = limits
         self._outlets = outlets

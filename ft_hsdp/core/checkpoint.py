@@ -15,7 +15,7 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from ft_hsdp.core.commit import CommitToken
-from ft_hsdp.core.effects import Checkpoint
+from ft_hsdp.core.effects import WriteCheckpoint
 from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.core.replica_state import Phase, Replica, Step
 from ft_hsdp.core.state_id import StateId
@@ -80,7 +80,7 @@ def write(
         return s, ()
     writers = tuple(sorted({*s.writers, (writer, able[writer])}))
     s = replace(s, writers=writers, missing=True, again=0 if is_due else s.again)
-    return (s, ()) if writer != s.me else (replace(s, writing=state), (Checkpoint(state),))
+    return (s, ()) if writer != s.me else (replace(s, writing=state), (WriteCheckpoint(state),))
 
 
 def heard(s: Replica, token: CommitToken) -> Replica:

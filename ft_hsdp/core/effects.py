@@ -108,7 +108,7 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True)
-class Checkpoint:
+class WriteCheckpoint:
     """Every rank writes its shard of ``state``, which it has just reached, to durable storage."""
 
     state: StateId
@@ -140,7 +140,7 @@ Effect = (
     | RunBatch
     | Fetch
     | Keep
-    | Checkpoint
+    | WriteCheckpoint
     | DropSnapshots
     | Exit
 )

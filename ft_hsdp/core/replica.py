@@ -13,7 +13,6 @@ from dataclasses import replace
 from ft_hsdp.core import checkpoint, state_id
 from ft_hsdp.core.commit import void
 from ft_hsdp.core.effects import (
-    Checkpoint,
     Commit,
     Configure,
     DropGradient,
@@ -25,6 +24,7 @@ from ft_hsdp.core.effects import (
     Keep,
     Reduce,
     StopRing,
+    WriteCheckpoint,
 )
 from ft_hsdp.core.events import (
     Answered,
@@ -110,7 +110,7 @@ def _started(s: Replica) -> Step:
     if s.head.step < s.steps or not s.wanted:
         return ask(s)
     s, asked = ask(replace(s, writing=s.state, wanted=0))
-    return s, (Checkpoint(s.state), *asked)
+    return s, (WriteCheckpoint(s.state), *asked)
 
 
 def _told(before: Replica, step: Step) -> Step:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 
-class Kind(Enum):
+class OperationKind(Enum):
     """The five kinds of operations (FT-HSDP §4.2, "Optimizations")."""
 
     COPY_SEND = "copy-send"
@@ -36,17 +36,17 @@ class Kind(Enum):
     @property
     def receives(self) -> bool:
         """Whether it works on what the left neighbour sent."""
-        return self is not Kind.COPY_SEND
+        return self is not OperationKind.COPY_SEND
 
     @property
     def reduces(self) -> bool:
         """Whether what it receives is a partial sum, to which the local gradient is added."""
-        return self in (Kind.REDUCE_SEND, Kind.REDUCE_STORE_SEND)
+        return self in (OperationKind.REDUCE_SEND, OperationKind.REDUCE_STORE_SEND)
 
     @property
     def sends(self) -> bool:
         """Whether its outcome goes to the right neighbour."""
-        return self is not Kind.STORE
+        return self is not OperationKind.STORE
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Operation:
     neighbour's operation ``number + 1`` receives."""
 
     number: int
-    kind: Kind
+    kind: OperationKind
     shard: int
 
 
@@ -68,21 +68,21 @@ def operations(position: int, members: int) -> tuple[Operation, ...]:
     if not 0 <= position < members:
         raise ValueError(f"position {position} is not in a ring of {members}")
     if members == 1:
-        return (Operation(0, Kind.STORE, 0),)
+        return (Operation(0, OperationKind.STORE, 0),)
     return tuple(
         Operation(number, _kind(number, members), (position - number) % members)
         for number in range(2 * members - 1)
     )
 
 
-def _kind(number: int, members: int) -> Kind:
+def _kind(number: int, members: int) -> OperationKind:
     if number == 0:
-        return Kind.COPY_SEND
+        return OperationKind.COPY_SEND
     if number < members - 1:
-        return Kind.REDUCE_SEND
+        return OperationKind.REDUCE_SEND
     if number == members - 1:
-        return Kind.REDUCE_STORE_SEND
-    return Kind.STORE_SEND if number < 2 * members - 2 else Kind.STORE
+        return OperationKind.REDUCE_STORE_SEND
+    return OperationKind.STORE_SEND if number < 2 * members - 2 else OperationKind.STORE
 
 
 def fold_order(shard: int, ring: Sequence[int], contributors: frozenset[int]) -> tuple[int, ...]:
@@ -124,7 +124,7 @@ def shards(elements: int, members: int) -> tuple[Span, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RingPlan:
     """How ``elements`` go round a ring of ``members`` in chunks of at most ``chunk`` elements.
 
     ``slots`` of them are on their way to a neighbour at once, so partitions have at most chunk x slots x members
@@ -179,7 +179,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Process:
+class ProcessChunk:
     """Give the chunk of ``round`` to the data plane: copy, reduce or store it. ``empty``: it is no sum yet."""
 
     operation: Operation
@@ -188,7 +188,7 @@ class Process:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendChunk:
     """Send the outcome of ``operation`` for ``round`` to the right neighbour; ``empty``: without a payload."""
 
     operation: Operation
@@ -196,7 +196,7 @@ class Send:
     empty: bool
 
 
-Step = Process | Send
+Step = ProcessChunk | SendChunk
 
 
 class OutOfOrder(ValueError):
@@ -218,7 +218,7 @@ class Pipeline:
     ``depth`` is how many chunks the data plane takes at once. Invariant: done <= posted <= ready <= rounds.
     """
 
-    def __init__(self, plan: Plan, position: int, contributes: bool, depth: int = 1) -> None:
+    def __init__(self, plan: RingPlan, position: int, contributes: bool, depth: int = 1) -> None:
         self.plan = plan
         self.operations = operations(position, plan.members)
         self.counters = tuple(Counter() for _ in self.operations)
@@ -276,7 +276,7 @@ class Pipeline:
         self._room += 1
         steps: list[Step] = []
         if operation.kind.sends:
-            steps.append(Send(operation, round_, self._sends_nothing(operation, round_)))
+            steps.append(SendChunk(operation, round_, self._sends_nothing(operation, round_)))
         return steps + self._post()
 
     def _sends_nothing(self, operation: Operation, round_: int) -> bool:
@@ -284,7 +284,7 @@ class Pipeline:
         if (operation.number, round_) not in self._empty:
             return False
         self._empty.discard((operation.number, round_))
-        return operation.kind is not Kind.REDUCE_STORE_SEND and not self._contributes
+        return operation.kind is not OperationKind.REDUCE_STORE_SEND and not self._contributes
 
     def _ready(self, number: int, empty: bool) -> None:
         counter = self.counters[number]
@@ -299,7 +299,9 @@ class Pipeline:
         while self._room and self._waiting:
             number = max(n for n, c in enumerate(self.counters) if c.posted < c.ready)
             counter = self.counters[number]
-            steps.append(Process(self.operations[number], counter.posted, (number, counter.posted) in self._empty))
+            steps.append(
+                ProcessChunk(self.operations[number], counter.posted, (number, counter.posted) in self._empty)
+            )
             counter.posted += 1
             self._room -= 1
             self._waiting -= 1

@@ -23,25 +23,25 @@ import torch
 from torch import Tensor
 
 from ft_hsdp import fault_injection
-from ft_hsdp.core.ring import Kind, OutOfOrder, Pipeline, Plan, Process, Step
+from ft_hsdp.core.ring import OperationKind, OutOfOrder, Pipeline, ProcessChunk, RingPlan, Step
 from ft_hsdp.errors import FTARError, PeerDead, ProtocolViolation
-from ft_hsdp.ftar.dataplane.base import Job, Plane, Processed
+from ft_hsdp.ftar.dataplane.base import Plane, PlaneJob, Processed
 from ft_hsdp.ftar.frame import Entry, Framing, Key
 from ft_hsdp.ftar.transport.base import Chunk, Receiver, Sender, Transfer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
 PLACE = {
-    Kind.COPY_SEND: "reduce-copy",
-    Kind.REDUCE_SEND: "reduce-scatter",
-    Kind.REDUCE_STORE_SEND: "reduce-boundary",
-    Kind.STORE_SEND: "reduce-gather",
-    Kind.STORE: "reduce-gather",
+    OperationKind.COPY_SEND: "reduce-copy",
+    OperationKind.REDUCE_SEND: "reduce-scatter",
+    OperationKind.REDUCE_STORE_SEND: "reduce-boundary",
+    OperationKind.STORE_SEND: "reduce-gather",
+    OperationKind.STORE: "reduce-gather",
 }
 SMALL = 64 * 1024  # bytes of a chunk up to which a second thread costs more than it brings
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class AllReduceOrder:
     """An all-reduce that was asked for: flat ``local`` (None: relay) of all members into flat ``out``.
 
     ``after`` is what the data plane waits for before it reads ``local``: on a GPU an event.
@@ -74,7 +74,13 @@ class Exchange:
     """One all-reduce of ``order`` under ``plan`` at ``position``, on ``job``, from ``inlet`` to ``outlet``."""
 
     def __init__(
-        self, order: Order, plan: Plan, position: int, job: Job, inlet: Receiver | None, outlet: Sender | None
+        self,
+        order: AllReduceOrder,
+        plan: RingPlan,
+        position: int,
+        job: PlaneJob,
+        inlet: Receiver | None,
+        outlet: Sender | None,
     ) -> None:
         self._order = order
         self._position = position
@@ -140,7 +146,7 @@ class Exchange:
 
     def _take(self, steps: list[Step]) -> None:
         for step in steps:
-            assert isinstance(step, Process)
+            assert isinstance(step, ProcessChunk)
             fault_injection.reach(PLACE[step.operation.kind], self._order.key.step)
             self._job.post(step, self._arrivals.pop((step.operation.number, step.round), None))
 
@@ -151,7 +157,7 @@ class Exchange:
             self._job.free(item.arrival)
             self._inlet.release(item.arrival)
         for step in self._pipeline.processed(item.process.operation.number):
-            if isinstance(step, Process):
+            if isinstance(step, ProcessChunk):
                 self._take([step])
                 continue
             assert self._outlet is not None
@@ -174,7 +180,7 @@ POLL_S = 2e-5
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class AllReduceResult:
     """What is known after an all-reduce: the sum, every member's entry by ring position, the bytes sent."""
 
     out: Tensor
@@ -196,7 +202,7 @@ class Ring:
         inlet: Receiver | None,
         outlet: Sender | None,
         plane: Plane,
-        plan: Callable[[int, int], Plan],
+        plan: Callable[[int, int], RingPlan],
     ) -> None:
         self.epoch = epoch
         self.members = tuple(members)
@@ -237,7 +243,7 @@ class Ring:
         """Most bytes that were ever on their way to the right neighbour at once."""
         return self._outlet.high_water if self._outlet is not None else 0
 
-    def all_reduce(self, order: Order) -> Result:
+    def all_reduce(self, order: AllReduceOrder) -> AllReduceResult:
         """Sum the gradients of all contributors into ``order.out`` (FT-HSDP §4.2).
 
         Raises:
@@ -262,7 +268,7 @@ class Ring:
             raise
         job.close(failed=False)
         self._busy = False
-        return Result(order.out, exchange.entries, sent)
+        return AllReduceResult(order.out, exchange.entries, sent)
 
     def retire(self, error: FTARError) -> tuple[Receiver | None, Sender | None]:
         """End the ring with ``error``; its edges are returned if no all-reduce is under way on them."""

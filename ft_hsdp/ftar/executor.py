@@ -16,13 +16,13 @@ from typing import Literal
 from torch import Tensor
 
 from ft_hsdp.errors import FTARError, PeerDead, RecoverableError, Skipped, StaleEpoch
-from ft_hsdp.ftar.allreduce import Order, Result, Ring
+from ft_hsdp.ftar.allreduce import AllReduceOrder, AllReduceResult, Ring
 
 Status = Literal["PENDING", "SUCCESS", "RETRYABLE", "FATAL", "SKIPPED"]
 
 
-class Work(Future[Result]):
-    """A future of a `Result`. RETRYABLE: the input is whole, ask again under a larger epoch (FT-HSDP §4.2)."""
+class Work(Future[AllReduceResult]):
+    """A future of an `AllReduceResult`. RETRYABLE: the input is whole, ask again in a later epoch (FT-HSDP §4.2)."""
 
     @property
     def status(self) -> Status:
@@ -63,7 +63,7 @@ class Executor:
         self._failed = failed
         self._ran = ran
         self._crashed = crashed
-        self._orders: queue.SimpleQueue[tuple[Order, Work] | Ring | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[tuple[AllReduceOrder, Work] | Ring | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._epoch = 0
         self._ring: Ring | None = None
@@ -106,7 +106,7 @@ class Executor:
 
     # Any thread.
 
-    def queue(self, order: Order) -> Work:
+    def queue(self, order: AllReduceOrder) -> Work:
         """Put a work at the end."""
         work = Work()
         self._orders.put((order, work))
@@ -132,7 +132,7 @@ class Executor:
                 work.set_result(result)
         self._forget()
 
-    def _work(self, order: Order) -> Result:
+    def _work(self, order: AllReduceOrder) -> AllReduceResult:
         epoch = order.key.epoch
         ring = self._wait(epoch)
         self._ran(epoch, True)

@@ -10,7 +10,7 @@ import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ft_hsdp.core.ring import Operation, Plan, Span
+from ft_hsdp.core.ring import Operation, RingPlan, Span
 from ft_hsdp.errors import ProtocolViolation, StaleEpoch
 
 MAGIC = 0x46544152  # "FTAR"
@@ -95,7 +95,7 @@ class Framing:
     """How the frames of one all-reduce look: written for the right neighbour, expected from the left one."""
 
     key: Key
-    plan: Plan
+    plan: RingPlan
     operations: Sequence[Operation]
     itemsize: int
     dtype: int

@@ -33,7 +33,7 @@ from ft_hsdp.errors import (
     exhausted,
 )
 from ft_hsdp.ftar import lifecycle
-from ft_hsdp.ftar.allreduce import Order, Ring
+from ft_hsdp.ftar.allreduce import AllReduceOrder, Ring
 from ft_hsdp.ftar.dataplane.base import Plane
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.executor import Executor, Work
@@ -393,7 +393,7 @@ class Group:
         what stood behind it is skipped; ``local`` is never written. Any thread may call; works run in the order of
         the calls.
         """
-        return self._runner.queue(Order(key, local, out, mine, after))
+        return self._runner.queue(AllReduceOrder(key, local, out, mine, after))
 
     def _failed(self, epoch: int, error: FTARError) -> None:
         """The engine's thread saw the ring fail: what the neighbour says of it counts more, if it comes."""

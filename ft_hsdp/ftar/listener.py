@@ -17,7 +17,7 @@ from ft_hsdp import address, handshake, protocol
 from ft_hsdp.core.grant import Grant
 from ft_hsdp.errors import LocalResourceError, ProtocolViolation
 from ft_hsdp.ftar import wire
-from ft_hsdp.handshake import Admitted, Gate, Purpose
+from ft_hsdp.handshake import Admitted, CallerGate, Purpose
 from ft_hsdp.protocol import RingData, RingHello
 
 Call = tuple[RingData, socket.socket]
@@ -49,7 +49,7 @@ class Listener:
     ) -> None:
         self._identity = identity
         self._arrived = arrived
-        self._gate = Gate(identity.token, (Purpose.RING, Purpose.DATA), self._admitted, exhausted)
+        self._gate = CallerGate(identity.token, (Purpose.RING, Purpose.DATA), self._admitted, exhausted)
         self._tasks: set[asyncio.Task[None]] = set()
         self._tickets: dict[str, asyncio.Queue[Call]] = {}
         self.local = f"ftar-{secrets.token_hex(16)}"

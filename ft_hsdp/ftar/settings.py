@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ft_hsdp.core.ring import Plan
+from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.errors import InvalidArgument
 
 SLOTS = 8
@@ -67,7 +67,7 @@ class Settings:
         """The transports that may be used, best first."""
         return ("shm", "tcp") if self.transport == "auto" else (self.transport,)
 
-    def plan(self, elements: int, itemsize: int, members: int) -> Plan:
+    def plan(self, elements: int, itemsize: int, members: int) -> RingPlan:
         """How a message goes round; the same at all members.
 
         The tuner cuts a shard into enough chunks to overlap adding with receiving, but not into smaller ones than
@@ -75,4 +75,4 @@ class Settings:
         """
         shard = -(-elements * itemsize // members)
         chunk = self.chunk_bytes or min(MOST, max(LEAST, -(-shard // PIECES)))
-        return Plan(elements, members, max(1, chunk // itemsize), self.slots)
+        return RingPlan(elements, members, max(1, chunk // itemsize), self.slots)

@@ -43,7 +43,7 @@ class Exported:
     step: int
     parameters: int
     out: str
-    skipped: tuple[catalog.Skipped, ...]
+    skipped: tuple[catalog.SkippedCheckpoint, ...]
 
 
 def export(folder: Path, out: Path, step: int | None, key: bytes | None) -> Exported:
@@ -85,7 +85,7 @@ def export(folder: Path, out: Path, step: int | None, key: bytes | None) -> Expo
     return Exported(found.checkpoint.manifest.state.step, count, str(out), found.skipped)
 
 
-def _nothing(folder: Path, step: int | None, skipped: tuple[catalog.Skipped, ...]) -> ConfigError:
+def _nothing(folder: Path, step: int | None, skipped: tuple[catalog.SkippedCheckpoint, ...]) -> ConfigError:
     """Why there is nothing to export."""
     said = "; ".join(f"{each.name}: {each.reason}" for each in skipped)
     steps = sorted({int(path.name.split("-")[1]) for path in catalog.published(folder)})

@@ -197,7 +197,7 @@ def _ordered(run: RunDir, injection: Injection) -> Lift:
     supervisor = i.target == fault_injection.SUPERVISOR
     edge = (i.edge[0], i.edge[1]) if i.edge is not None else None
     seconds = i.by_s if i.kind == "clock" else i.delay_s
-    order = fault_injection.Order(i.kind, i.replica, i.rank, supervisor, edge, i.reject, seconds, until)
+    order = fault_injection.FaultOrder(i.kind, i.replica, i.rank, supervisor, edge, i.reject, seconds, until)
     file = run.path / fault_injection.FOLDER / f"{secrets.token_hex(8)}.json"
     write_json(file, asdict(order))
     return lambda: file.unlink(missing_ok=True)

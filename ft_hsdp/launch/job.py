@@ -33,7 +33,7 @@ TICK_S = 0.1  # between two looks at the logs
 END_S = 30.0  # from the end of the last process to the end of its supervisor
 
 
-class Lighthouse(Protocol):
+class LighthouseHandle(Protocol):
     """The lighthouses of a job: started, and started again where they were; see `LighthouseFleet`."""
 
     @property
@@ -51,18 +51,22 @@ class Lighthouse(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class JobResources:
     """With what a job is run: this machine's, or a cluster's."""
 
     engine: Backend
-    lighthouse: Lighthouse
+    lighthouse: LighthouseHandle
 
 
-class Job:
+class JobRun:
     """One job, from its first process to its last. means: makes what runs it; events go to its argument."""
 
     def __init__(
-        self, config: Config, run: RunDir, terminal: Terminal, means: Callable[[Callable[[Row], None]], Means]
+        self,
+        config: Config,
+        run: RunDir,
+        terminal: Terminal,
+        means: Callable[[Callable[[Row], None]], JobResources],
     ) -> None:
         self._config = config
         self._run = run
@@ -115,7 +119,7 @@ class Job:
             self._terminal.say(where_to_go_on(config, run, self._written))
         return code, summary
 
-    async def _start(self, lighthouse: Lighthouse) -> None:
+    async def _start(self, lighthouse: LighthouseHandle) -> None:
         config = self._config
         most = f" (up to {config.slots})" if config.slots > config.replicas else ""
         size = f"{config.replicas} replicas{most} x {config.ranks_per_replica} ranks"
@@ -269,7 +273,7 @@ class Job:
             if supervisor.current is not None:
                 supervisor.current.kill()
 
-    async def _end(self, replicas: list[asyncio.Task[None]], lighthouse: Lighthouse) -> None:
+    async def _end(self, replicas: list[asyncio.Task[None]], lighthouse: LighthouseHandle) -> None:
         """End whatever runs; nothing is left when this returns."""
         await asyncio.gather(*(s.stop(self._config.timeouts.stop_s) for s in self._supervisors.values()))
         if replicas:

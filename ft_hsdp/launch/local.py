@@ -12,7 +12,7 @@ from typing import TextIO
 from ft_hsdp.config import Config
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
 from ft_hsdp.launch.backend.local import LocalBackend
-from ft_hsdp.launch.job import Job, Means
+from ft_hsdp.launch.job import JobResources, JobRun
 from ft_hsdp.launch.lighthouse_process import LighthouseFleet, check_port, furnish
 from ft_hsdp.launch.run.directory import Row, RunDir, claim, identity, write_json
 from ft_hsdp.launch.run.summary import Summary
@@ -33,7 +33,7 @@ def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | 
     furnish(run, config)
     write_json(run.supervisor, identity())
     with Terminal(config, stream or sys.stdout) as terminal:
-        return asyncio.run(Job(config, run, terminal, here(config, run)).run())
+        return asyncio.run(JobRun(config, run, terminal, here(config, run)).run())
 
 
 def here(
@@ -43,10 +43,10 @@ def here(
     entry: str = ENTRY,
     preload: tuple[str, ...] = PRELOAD,
     lighthouse: str = "lighthouse",
-) -> Callable[[Callable[[Row], None]], Means]:
+) -> Callable[[Callable[[Row], None]], JobResources]:
     """The means of this machine. entry, preload, lighthouse: what runs in their processes."""
 
-    def means(emit: Callable[[Row], None]) -> Means:
+    def means(emit: Callable[[Row], None]) -> JobResources:
         engine = LocalBackend(
             run,
             entry=entry,
@@ -57,7 +57,7 @@ def here(
             emit=emit,
             quiet_s=config.restart.hold_s,
         )
-        return Means(engine, LighthouseFleet(run, config, emit, module=lighthouse))
+        return JobResources(engine, LighthouseFleet(run, config, emit, module=lighthouse))
 
     return means
 

@@ -6,7 +6,7 @@ import signal
 from dataclasses import dataclass
 
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK
-from ft_hsdp.launch.backend.base import Backend, Process, ReplicaSpec
+from ft_hsdp.launch.backend.base import Backend, ReplicaSpec, WorkerProcess
 from ft_hsdp.launch.backend.processes import last_line
 from ft_hsdp.launch.progress import Changes
 from ft_hsdp.launch.run.directory import RunDir, keep_json
@@ -24,7 +24,7 @@ class RankProcess:
     """One process. `code` is its exit code, negative for a signal."""
 
     rank: int
-    process: Process
+    process: WorkerProcess
     state: str = "running"
     code: int | None = None
     killed: bool = False  # by us, because of another rank: its exit says nothing about the cause
@@ -77,12 +77,12 @@ class ReplicaProcess(Changes):
         self.write()
         return how
 
-    def started(self, rank: int, process: Process) -> None:
+    def started(self, rank: int, process: WorkerProcess) -> None:
         """A rank runs."""
         self.ranks[rank] = RankProcess(rank, process)
         self.wake()
 
-    def exited(self, rank: int, process: Process, code: int) -> None:
+    def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
         """A rank is gone."""
         gone = self.ranks[rank]
         gone.state, gone.code = "exited", code

@@ -32,7 +32,7 @@ UNHEARD = "its ranks did not end"  # how the reason begins why a replica was kil
 ANSWER_S = 2.0  # longest wait for a lease before it is said that there is none
 
 
-class Link(Protocol):
+class SupervisorLink(Protocol):
     """What a supervisor tells the lighthouse, as `lighthouse_link.LighthouseLink`; ``owner``: its random name."""
 
     owner: str
@@ -85,7 +85,7 @@ class ReplicaSupervisor:
         run: RunDir,
         *,
         engine: Backend,
-        link: Link,
+        link: SupervisorLink,
         progress: Progress,
         emit: Callable[[Row], None],
         survivors: Callable[[], bool] = lambda: False,

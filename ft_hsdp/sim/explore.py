@@ -15,7 +15,7 @@ from ft_hsdp.sim.world import Bounds, World
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class Exploration:
     """What an exploration found. ``exhausted`` says that no state was left out."""
 
     states: int
@@ -33,7 +33,7 @@ class Result:
         return f"{head}\n{lines}\n     => {self.violation}"
 
 
-def explore(bounds: Bounds, limit_s: float = 110.0, liveness: bool = True) -> Result:
+def explore(bounds: Bounds, limit_s: float = 110.0, liveness: bool = True) -> Exploration:
     """Visit all worlds within ``bounds``, or as many as ``limit_s`` seconds allow.
 
     A world in which nothing can happen must be one in which everybody ended at one final state, and from every
@@ -43,10 +43,10 @@ def explore(bounds: Bounds, limit_s: float = 110.0, liveness: bool = True) -> Re
     model, graph, began = Model(bounds), _Graph(), time.monotonic()
     frontier = [graph.add(model.initial(), 0, "")]
 
-    def result(exhausted: bool, violation: str = "", last: int = 0, label: str = "") -> Result:
+    def result(exhausted: bool, violation: str = "", last: int = 0, label: str = "") -> Exploration:
         seconds = time.monotonic() - began
         ways = graph.path(last, label) if violation else ()
-        return Result(len(graph.worlds), len(graph.ways), seconds, exhausted, violation, ways)
+        return Exploration(len(graph.worlds), len(graph.ways), seconds, exhausted, violation, ways)
 
     while frontier:
         following: list[int] = []

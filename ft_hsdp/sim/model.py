@@ -19,15 +19,15 @@ from ft_hsdp.core.voting import LEFT
 from ft_hsdp.sim import invariants
 from ft_hsdp.sim.world import (
     Bounds,
+    CommitSeen,
     Content,
     Cores,
-    Done,
-    Entry,
     Flip,
     Interned,
     Kept,
     Running,
     World,
+    WorldEntry,
     edges,
     first,
     ledger,
@@ -52,7 +52,7 @@ class Model:
         self._dealer = BatchAssigner(bounds.assignment, bounds.replicas)
         self._holes = bounds.replicas - 1 if bounds.assignment == "global" else 0
         self.cores: Cores[Replica, events.Event, effects.Effect] = Cores(core.transition)
-        self.quorums: Cores[quorum.State, quorum.Event, quorum.Effect] = Cores(transition.transition)
+        self.quorums: Cores[quorum.LighthouseState, quorum.Event, quorum.Effect] = Cores(transition.transition)
         self._contents: Interned[Content] = Interned()
         self._wait: set[tuple[int, bool]] = set()
 
@@ -63,7 +63,7 @@ class Model:
             b.replicas, b.steps, min_replicas=b.min_replicas, silence_grace_s=GRACE_S, evict_s=EVICT_S
         )
         born = tuple(self._born(r, f"{r}-0") for r in range(b.replicas))
-        lighthouse = self.quorums.id(quorum.State.empty(policy, 1))
+        lighthouse = self.quorums.id(quorum.LighthouseState.empty(policy, 1))
         world = first(b, born, self._contents.id(()), lighthouse)
         for r in range(b.replicas):
             world = self.tell(world, r, events.Started())
@@ -75,7 +75,7 @@ class Model:
         """The core of replica ``r``, None while it is dead."""
         return None if w.replicas[r] < 0 else self.cores.items[w.replicas[r]]
 
-    def lighthouse(self, w: World) -> quorum.State:
+    def lighthouse(self, w: World) -> quorum.LighthouseState:
         """The core of the lighthouse."""
         return self.quorums.items[w.lighthouse]
 
@@ -250,7 +250,7 @@ class Model:
             return w
         return w._replace(kept=put(w.kept, r, (Kept(state, id_), *w.kept[r])[:2]))
 
-    def _held_again(self, w: World, r: int, found: Kept) -> frozenset[Done]:
+    def _held_again(self, w: World, r: int, found: Kept) -> frozenset[CommitSeen]:
         """The commits that must not get lost, held by the new life of replica ``r`` too."""
         me = (replica_at(w, r), name_at(w, r))
         return frozenset(
@@ -297,7 +297,7 @@ class Model:
         if r in w.exiled:  # it is sent again and again, and arrives when it can
             return w._replace(asked=put(w.asked, r, replace(ask, pause=True)))
         w = w._replace(asked=put(w.asked, r, replace(ask, pause=False)))
-        return self.consult(w, quorum.Asked(quorum.Request(ask.report, id=r), 0.0))
+        return self.consult(w, quorum.Asked(quorum.OpenRequest(ask.report, id=r), 0.0))
 
     def _enter(self, w: World, r: int, fence: AttemptId, role: str, prev: str) -> World:
         content = self._contents.items[w.content[r]]
@@ -308,7 +308,7 @@ class Model:
         here = self.replica(w, r)
         assert here is not None
         assert here.grant is not None
-        entry = Entry(me, name_at(w, r), here.grant.term, int(role == "contribute"), shard, index, prev)
+        entry = WorldEntry(me, name_at(w, r), here.grant.term, int(role == "contribute"), shard, index, prev)
         rings = dict(w.rings)
         if any(e[:3] == entry[:3] for e in rings.get(fence, ())):
             return w
@@ -371,7 +371,7 @@ class Model:
             and place_of(w, m) is not None
             and (decided or self._has(w, m, record.state_id))
         )
-        done = Done(self._contents.id(content), record.epoch, holders)
+        done = CommitSeen(self._contents.id(content), record.epoch, holders)
         alive = {d for d in w.commits if any(place_of(w, m) is not None for m in d.holders)}
         return w._replace(commits=frozenset(alive | {done}))
 
@@ -429,7 +429,7 @@ class Model:
         """The lighthouse comes back with what was durable, or ``wiped``; open asks are sent again."""
         s = self.lighthouse(w)
         if wiped:
-            state = quorum.State.empty(s.policy, s.term + 1)
+            state = quorum.LighthouseState.empty(s.policy, s.term + 1)
         else:
             views = tuple(quorum.View() for _ in s.views)
             state = replace(s, term=s.term + 1, views=views, broken=False, since=None, settled=0)

@@ -38,7 +38,7 @@ def successors(model: Model, w: World) -> Iterator[Move]:
     for r in range(model.bounds.replicas if w.drains else 0):
         order = quorum.Commanded("drain", r, "", 0.0)
         plan = commands.plan(model.lighthouse(w), order, commands.Supervised())
-        if isinstance(plan, commands.Plan) and plan.event:
+        if isinstance(plan, commands.CommandPlan) and plan.event:
             yield f"an operator drains replica {r}", lambda r=r: model.drain(w, r)  # type: ignore[misc]
 
 

@@ -102,7 +102,7 @@ class Bounds:
     assignment: Assignment = "per_replica"
 
 
-class Entry(NamedTuple):
+class WorldEntry(NamedTuple):
     """What one incarnation brought into a ring: its grant's term, its weight, its batch, what it builds on."""
 
     replica: int
@@ -129,7 +129,7 @@ class Flip(NamedTuple):
     step: int
 
 
-class Done(NamedTuple):
+class CommitSeen(NamedTuple):
     """A commit that happened: its content and the members that hold or could apply it."""
 
     content: int
@@ -155,11 +155,11 @@ class World(NamedTuple):
     asked: tuple[RequestGrant | None, ...]
     answers: tuple[Answer | None, ...]
     tokens: tuple[tuple[int, CommitToken], ...]
-    rings: tuple[tuple[AttemptId, tuple[Entry, ...]], ...]
+    rings: tuple[tuple[AttemptId, tuple[WorldEntry, ...]], ...]
     exits: tuple[tuple[int, str], ...]
     lives: tuple[int, ...]
     late: frozenset[int]
-    commits: frozenset[Done]
+    commits: frozenset[CommitSeen]
     flipped: frozenset[Flip]
     deaths: int
     pauses: int

@@ -25,10 +25,10 @@ from ft_hsdp.protocol import RankCheckpointed, RankCheckpointFailed
 from ft_hsdp.state.agent.slots import Held as Kept
 from ft_hsdp.state.agent.slots import newest_common
 from ft_hsdp.state.checkpoint.load import resume
-from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointFailed, Header, Outcome
+from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointNotPublished, Header, Outcome
 from ft_hsdp.state.replica_group import Ranks
 from ft_hsdp.state.shared_memory import Bytes
-from ft_hsdp.state.transfer.shard_manifest import Manifest
+from ft_hsdp.state.transfer.shard_manifest import ShardManifest
 from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.snapshots import SnapshotWriter
 
@@ -156,7 +156,7 @@ class CheckpointSaver:
         copied.wait(deadline_s)
         self._checkpointer.close(max(0.0, until - time.monotonic()))
 
-    def _write(self, state: StateId, manifest: Manifest | None, packed: Bytes | None) -> None:
+    def _write(self, state: StateId, manifest: ShardManifest | None, packed: Bytes | None) -> None:
         if manifest is None or packed is None:  # the other ranks have to hear of it
             written = self._checkpointer.write(None, Header(state, Ledger(()), ()))
         else:
@@ -166,7 +166,7 @@ class CheckpointSaver:
 
     def _done(self, future: Future[Outcome]) -> None:
         outcome = future.result()
-        if isinstance(outcome, CheckpointFailed):
+        if isinstance(outcome, CheckpointNotPublished):
             self._tell(RankCheckpointFailed(self._rank, outcome.state, outcome.reason))
         else:
             self._tell(RankCheckpointed(self._rank, outcome.state))

@@ -21,7 +21,7 @@ from ft_hsdp import fault_injection
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import AttemptId, Contribution, Vote
 from ft_hsdp.core.effects import Reduce
-from ft_hsdp.ftar.allreduce import Result
+from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.group import Group
 from ft_hsdp.train.device import on_host, written
@@ -93,7 +93,7 @@ class Reducer:
         self._loss = 0.0
         self._order: Reduce | None = None
         self._submitted = 0
-        self._results: list[Result] = []
+        self._results: list[AllReduceResult] = []
         self._out: list[torch.Tensor] | None = None
         self._spare: list[list[torch.Tensor]] = []
         self._began = 0.0
@@ -201,7 +201,7 @@ class Reducer:
 
     # FTAR's thread.
 
-    def _done(self, fence: AttemptId, work: Future[Result]) -> None:
+    def _done(self, fence: AttemptId, work: Future[AllReduceResult]) -> None:
         if work.exception() is not None:
             return  # the group reports that itself
         try:
@@ -209,7 +209,7 @@ class Reducer:
         except Exception as error:  # a future swallows what its callback raises
             self._group.crashed(f"the vote on step {fence.step} failed", error)
 
-    def _count(self, fence: AttemptId, result: Result) -> None:
+    def _count(self, fence: AttemptId, result: AllReduceResult) -> None:
         with self._lock:
             if self._order is None or self._order.fence != fence:
                 return
@@ -223,7 +223,9 @@ class Reducer:
         self.traffic = Traffic(sent, now - self._began, now, self._held_up)
         self._voted(self._vote(fence, results, out, self._checked(prev)))
 
-    def _vote(self, fence: AttemptId, results: list[Result], out: list[torch.Tensor], state_digest: str) -> Vote:
+    def _vote(
+        self, fence: AttemptId, results: list[AllReduceResult], out: list[torch.Tensor], state_digest: str
+    ) -> Vote:
         sums = [on_host(t) for t in out]
         return Vote(
             rank=self._rank,
@@ -236,7 +238,7 @@ class Reducer:
         )
 
 
-def contributions(results: Sequence[Result]) -> tuple[Contribution, ...]:
+def contributions(results: Sequence[AllReduceResult]) -> tuple[Contribution, ...]:
     """Who put what into the sum; no one if the buckets disagree, so that the vote cannot pass."""
     said = {
         tuple(

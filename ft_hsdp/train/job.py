@@ -30,7 +30,7 @@ from ft_hsdp.core import checkpoint, state_id
 from ft_hsdp.core.ledger import BatchAssigner
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.state.checkpoint import catalog
-from ft_hsdp.state.checkpoint.writer import About, Checkpointer
+from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin
 from ft_hsdp.state.replica_group import Ranks
 from ft_hsdp.train import device as devices
 from ft_hsdp.train.checkpointing import Checkpoints, CheckpointSaver, restore
@@ -294,7 +294,9 @@ class Job:
         assert self._life is not None
         config, held, place = self.config, self._held, self._place
         folder = Path(config.checkpoint.dir) if config.checkpoint.dir else place.run / "checkpoints"
-        about = About(self._life.incarnation, config.slots, resume_hash(config), config.model_dump(mode="json"))
+        about = CheckpointOrigin(
+            self._life.incarnation, config.slots, resume_hash(config), config.model_dump(mode="json")
+        )
         # Rank 0 alone signs and authenticates; it tells the others what it chose.
         key = secret.run_key(place.run, config.checkpoint.key) if self.rank == 0 else b""
         checkpointer = Checkpointer(

@@ -35,7 +35,7 @@ from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state import layout
 from ft_hsdp.state.layout import Layout, local
 from ft_hsdp.state.shared_memory import Bytes
-from ft_hsdp.state.transfer.shard_manifest import Manifest
+from ft_hsdp.state.transfer.shard_manifest import ShardManifest
 from ft_hsdp.train.fsdp import Sharded
 from ft_hsdp.train.optimizer import Groups, finish, tensors
 
@@ -170,7 +170,7 @@ class LiveState:
         """The learning rate that ``record`` gives the first parameter group."""
         return self._groups.rates(record)[0]
 
-    def load(self, manifest: Manifest, packed: Bytes) -> None:
+    def load(self, manifest: ShardManifest, packed: Bytes) -> None:
         """Swap a verified shard in: ``packed`` is uint8 [layout.nbytes]."""
         with self._lock:
             self._groups.adopt(manifest.hyper)
@@ -191,7 +191,7 @@ class LiveState:
         self.ledger = ledger
         self.state = state
 
-    def pack(self, state: StateId, into: Bytes) -> Manifest | None:
+    def pack(self, state: StateId, into: Bytes) -> ShardManifest | None:
         """Copy the shard into ``into``, uint8 [layout.nbytes]: its manifest, with checksums of the live tensors.
 
         None, and nothing is copied, if it is not ``state`` that is held.
@@ -204,7 +204,7 @@ class LiveState:
             if fault_injection.hit("live-flip", state.step):
                 layout.as_bytes(layout.local(self._live[0]))[0] ^= 1
             place, ledger = self.layout, self.ledger
-            return Manifest(
+            return ShardManifest(
                 state,
                 self._rank,
                 self._ranks,

@@ -29,8 +29,8 @@ from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankBroken, RankFetched, RankFetchFailed, RankShown, RankStopped, RingAbort, Settled
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import fetch
-from ft_hsdp.state.transfer.fetch import Donor, Fetched, Request
-from ft_hsdp.state.transfer.shard_manifest import Expected, Manifest
+from ft_hsdp.state.transfer.fetch import Donor, FetchedShard, FetchRequest
+from ft_hsdp.state.transfer.shard_manifest import Expected, ShardManifest
 from ft_hsdp.train.gradients import Reducer
 from ft_hsdp.train.snapshots import SnapshotWriter
 
@@ -61,7 +61,7 @@ class DropOrder:
 class LoadOrder:
     """Swap a fetched and verified shard in: its manifest, and the packed bytes, uint8."""
 
-    manifest: Manifest
+    manifest: ShardManifest
     packed: Bytes
 
 
@@ -182,7 +182,7 @@ class RankAgent:
                 assert self._staged is not None
                 self._mailbox.put(self._staged)
                 self._staged = None
-            case effects.Checkpoint(state):
+            case effects.WriteCheckpoint(state):
                 self._mailbox.put(SaveOrder(state))
             case effects.DropSnapshots():
                 self._keeper.forget()
@@ -239,7 +239,7 @@ class RankAgent:
                 before.join()  # it was cancelled, and the memory it wrote into is given out again
             kept = self._keeper.room(base)
             packed = np.empty(f.nbytes, dtype=np.uint8) if kept is None else kept
-            request = Request.exactly(expected, packed.data)
+            request = FetchRequest.exactly(expected, packed.data)
             got = fetch.fetch(donors, request, f.token, f.deadline_s, cancel, self._rejected)
             if kept is not None:
                 self._keeper.filled(got.manifest)
@@ -257,7 +257,7 @@ class RankAgent:
         """Go on on the control loop, unless the fetch is of no more use."""
         self.loop.call_soon_threadsafe(lambda: None if cancel.is_set() else then())
 
-    def _fetched(self, base: StateId, got: Fetched, packed: Bytes) -> None:
+    def _fetched(self, base: StateId, got: FetchedShard, packed: Bytes) -> None:
         self._staged = LoadOrder(got.manifest, packed)
         facts = {"seconds": got.seconds, "bytes": self._fetching.nbytes, "step": base.step, "given": got.given}
         most = max(got.given, key=lambda replica: got.given[replica], default=None)

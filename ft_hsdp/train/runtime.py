@@ -29,7 +29,7 @@ from ft_hsdp.config import Config, agreed, config_hash
 from ft_hsdp.control import exit_watch, watchdog
 from ft_hsdp.control import leader as control
 from ft_hsdp.control.exit_watch import process_space
-from ft_hsdp.control.leader import Leader, LeaderSettings, Outlets
+from ft_hsdp.control.leader import Leader, LeaderOutlets, LeaderSettings
 from ft_hsdp.control.lighthouse_client import LighthouseClient, home
 from ft_hsdp.control.rank_channel import RankHub, RankLine
 from ft_hsdp.control.telemetry import Reporter
@@ -311,7 +311,7 @@ class RankRuntime:
                 line.send(alive)
 
         limits = Limits(SILENT * timeouts.evict_s, timeouts.step_s, timeouts.stop_s)
-        outlets = watchdog.Outlets(say, self._got_on, self.leave, self._die)
+        outlets = watchdog.WatchdogOutlets(say, self._got_on, self.leave, self._die)
         self._vigil = Watchdog(limits, outlets, place.parent)
         return self._vigil
 
@@ -408,7 +408,7 @@ class RankRuntime:
             numerics(self._ground.device),
             agreed(config),
         )
-        outlets = Outlets(self._order_all, lambda token: self._agent.group.send_token(token), self._die)
+        outlets = LeaderOutlets(self._order_all, lambda token: self._agent.group.send_token(token), self._die)
         settings = leading(config, again=bool(life.predecessors))
         return Leader(replica, about, client, settings, outlets, self._journal)
 

@@ -26,7 +26,7 @@ from ft_hsdp.state.agent.launcher import Starter
 from ft_hsdp.state.agent.slots import Held as Kept
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.shard_manifest import Manifest
+from ft_hsdp.state.transfer.shard_manifest import ShardManifest
 from ft_hsdp.train.live_state import LiveState
 
 ANSWER_S = 2.0  # the longest that an agent may hold up a vote, once, where nobody says otherwise, and
@@ -89,7 +89,7 @@ class SnapshotWriter:
         """The snapshots that an earlier incarnation of this rank left behind, newest first."""
         return self._submit(lambda agent: agent.recall()).result() or ()
 
-    def take(self, state: StateId) -> tuple[Manifest, Bytes] | None:
+    def take(self, state: StateId) -> tuple[ShardManifest, Bytes] | None:
         """One of them, read-only; it does not change until `release_taken`."""
         found = self._submit(lambda agent: agent.take(state)).result()
         return None if found is None else (shard_manifest.decode(found[1]), found[0])
@@ -148,7 +148,7 @@ class SnapshotWriter:
         else:
             last.add_done_callback(lambda _: then())
 
-    def save(self, state: StateId, then: Callable[[Manifest | None, Bytes | None], None]) -> None:
+    def save(self, state: StateId, then: Callable[[ShardManifest | None, Bytes | None], None]) -> None:
         """Give ``then`` a copy of ``state``, which is held now, on the keeper's thread; None: no memory for it."""
 
         def copy() -> None:
@@ -170,7 +170,7 @@ class SnapshotWriter:
         self._filling = state
         return self._submit(lambda agent: agent.stage(state)).result()
 
-    def filled(self, manifest: Manifest) -> None:
+    def filled(self, manifest: ShardManifest) -> None:
         """That memory holds the whole snapshot, verified."""
         self._submit(lambda agent: self._complete(agent, manifest)).result()
 
@@ -244,7 +244,7 @@ class SnapshotWriter:
             fault_injection.reach("snapshot", state.step)
             self._complete(agent, manifest)
 
-    def _complete(self, agent: StateAgent, manifest: Manifest) -> None:
+    def _complete(self, agent: StateAgent, manifest: ShardManifest) -> None:
         agent.staged(manifest.state, shard_manifest.encode(manifest))
         self._staged, self._filling = manifest.state, None
         if fault_injection.hit("snapshot-flip", manifest.state.step):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ftar_kernels import reduce_copy, reference
-from ftar_kernels.bench.ring import Layout, Member
+from ftar_kernels.bench.ring import KernelRingMember, RingMemoryLayout
 from ftar_kernels.handshake import INTERPRETED
 from ftar_kernels.plane import StagedPlane, Via
 from ftar_kernels.reduce_copy import DTYPES, vector
@@ -148,11 +148,12 @@ def ring(
     dtype: torch.dtype = torch.float32, repeat: int = 1, relay: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """``repeat`` all-reduces of ``members`` threads of this process; the bytes of all must be the reference's."""
-    layout = Layout(members, chunk_bytes, slots)
+    layout = RingMemoryLayout(members, chunk_bytes, slots)
     memory = host_buffer(layout.nbytes, device)
     nbytes = max(elements * dtype.itemsize, 16)
     team = [
-        Member(memory, layout, i, device, -(-nbytes // 16) * 16, via, programs=programs()) for i in range(members)
+        KernelRingMember(memory, layout, i, device, -(-nbytes // 16) * 16, via, programs=programs())
+        for i in range(members)
     ]
     for member in team:
         member.plane.warm_up((dtype,))

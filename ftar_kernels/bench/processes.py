@@ -13,22 +13,22 @@ import threading
 import time
 from typing import Any
 
-from ftar_kernels.bench.ring import DEAD, WORDS, Layout
+from ftar_kernels.bench.ring import DEAD, WORDS, RingMemoryLayout
 from ftar_kernels.plane import Via
-from ftar_kernels.staging import Segment
+from ftar_kernels.staging import PinnedSegment
 
 START_S = 240.0  # imports, CUDA and the first compilation, all at once
 RUN_S = 60.0
 
 
-class Team:
+class SegmentTeam:
     """``members`` workers on one segment."""
 
     def __init__(
         self, device: str, via: Via, members: int, elements: int, chunk_bytes: int, slots: int, repeat: int
     ) -> None:
-        self.layout = Layout(members, chunk_bytes, slots)
-        self.segment = Segment(self.layout.nbytes)
+        self.layout = RingMemoryLayout(members, chunk_bytes, slots)
+        self.segment = PinnedSegment(self.layout.nbytes)
         os.set_inheritable(self.segment.fd, True)
         task = {
             "device": device, "via": via, "members": members, "elements": elements, "chunk_bytes": chunk_bytes,
@@ -102,7 +102,7 @@ def ring(
     device: str, via: Via, members: int, elements: int, chunk_bytes: int, slots: int, repeat: int
 ) -> dict[str, Any]:
     """``repeat`` all-reduces of fresh data, each checked by every member."""
-    team = Team(device, via, members, elements, chunk_bytes, slots, repeat)
+    team = SegmentTeam(device, via, members, elements, chunk_bytes, slots, repeat)
     try:
         everyone = set(range(members))
         team.collect("ready", everyone, START_S)
@@ -118,7 +118,7 @@ def ring(
 
 def kill(device: str, via: Via, members: int, elements: int, chunk_bytes: int, slots: int) -> dict[str, Any]:
     """One member is killed in the middle of the work; how long until all others have ended their kernels."""
-    team = Team(device, via, members, elements, chunk_bytes, slots, 10**6)
+    team = SegmentTeam(device, via, members, elements, chunk_bytes, slots, 10**6)
     try:
         everyone = set(range(members))
         team.collect("ready", everyone, START_S)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ftar_kernels.plane import Aborted, Job, StagedPlane, TimedOut, Via
+from ftar_kernels.plane import Aborted, StagedJob, StagedPlane, TimedOut, Via
 from ftar_kernels.reduce_copy import vector
 from ftar_kernels.schedule import Command, Schedule, kinds
 from ftar_kernels.staging import host_buffer
@@ -30,7 +30,7 @@ class Broken(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class RingMemoryLayout:
     """Where things lie in the memory of a ring: for each member a page of words, then its receive slots."""
 
     members: int
@@ -62,12 +62,12 @@ class Layout:
         return memory[begin : begin + self.slots * self.stride]
 
 
-class Member:
+class KernelRingMember:
     """One member of a ring on ``memory``, with its own plane. Its send buffer mirrors the largest message."""
 
     def __init__(
-        self, memory: Tensor, layout: Layout, position: int, device: torch.device, message_bytes: int, via: Via,
-        *, programs: int = 2, timeout_s: float = 20.0,
+        self, memory: Tensor, layout: RingMemoryLayout, position: int, device: torch.device, message_bytes: int,
+        via: Via, *, programs: int = 2, timeout_s: float = 20.0,
     ) -> None:  # fmt: skip
         self.layout = layout
         self.position = position
@@ -102,7 +102,7 @@ class Member:
         finally:
             job.close(failed=failed)
 
-    def _drive(self, job: Job, schedule: Schedule, contributes: bool, dtype: torch.dtype) -> None:
+    def _drive(self, job: StagedJob, schedule: Schedule, contributes: bool, dtype: torch.dtype) -> None:
         order = kinds(schedule.members)
         size = self.layout.stride // dtype.itemsize
         lanes = vector(dtype)

@@ -11,8 +11,8 @@ import torch
 
 from ftar_kernels import reference
 from ftar_kernels.bench.checks import empty, fresh, programs
-from ftar_kernels.bench.ring import Broken, Layout, Member
-from ftar_kernels.staging import Segment
+from ftar_kernels.bench.ring import Broken, KernelRingMember, RingMemoryLayout
+from ftar_kernels.staging import PinnedSegment
 
 
 def say(**what: Any) -> None:
@@ -26,11 +26,11 @@ def main(task: dict[str, Any]) -> None:
     torch.set_num_threads(1)
     device = torch.device(task["device"])
     position, members, elements = task["position"], task["members"], task["elements"]
-    layout = Layout(members, task["chunk_bytes"], task["slots"])
-    segment = Segment(layout.nbytes, task["fd"])
+    layout = RingMemoryLayout(members, task["chunk_bytes"], task["slots"])
+    segment = PinnedSegment(layout.nbytes, task["fd"])
     if device.type == "cuda":
         segment.pin()
-    member = Member(
+    member = KernelRingMember(
         segment.bytes, layout, position, device, 16 * -(-elements // 4) + 16, task["via"], programs=programs(),
         timeout_s=task["timeout_s"],
     )  # fmt: skip

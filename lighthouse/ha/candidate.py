@@ -20,12 +20,12 @@ from ft_hsdp.jsonl import Journal
 from lighthouse.ha.election import POLL_S, Election, EtcdStore
 from lighthouse.ha.etcd import Etcd
 from lighthouse.ha.instance import InstanceLock
-from lighthouse.ha.replication import Mirror
+from lighthouse.ha.replication import JournalMirror
 from lighthouse.ha.standby import Standby, SwitchableApp
 from lighthouse.http.auth import Keys, view_key
 from lighthouse.journal.database import Database, SqliteDatabase
 from lighthouse.journal.journal import JobJournal
-from lighthouse.quorum.state import State
+from lighthouse.quorum.state import LighthouseState
 from lighthouse.runtime import LeaderRuntime
 from lighthouse.service import Service
 from lighthouse.store import Store
@@ -95,7 +95,7 @@ class Candidate:
     async def _run(self) -> None:
         trusted = True if self._trusted is None else self._trusted
         async with httpx.AsyncClient(verify=trusted, trust_env=False, follow_redirects=False) as client:
-            mirror = Mirror(self._archive, lambda: self._election.leader, self._key, client)
+            mirror = JournalMirror(self._archive, lambda: self._election.leader, self._key, client)
             mirroring = asyncio.create_task(mirror.run())
             try:
                 await self._election.win()
@@ -117,7 +117,7 @@ class Candidate:
             keeping.cancel()
         self._note("LighthouseDeposed", f"it does not lead any more: {self.deposed}", {})
 
-    def _elected(self, state: State, chronicle: JobJournal) -> None:
+    def _elected(self, state: LighthouseState, chronicle: JobJournal) -> None:
         reason = f"it leads: fence {self._election.revision}, term {state.term}"
         row = self._note("LighthouseElected", reason, {"term": state.term, "epoch": state.epoch})
         chronicle.note([row])

@@ -16,8 +16,8 @@ import time
 from collections.abc import Callable
 
 from ft_hsdp.core import state_id
-from lighthouse.ha.etcd import Entry, Etcd, EtcdRefused, EtcdUnreachable
-from lighthouse.quorum.state import State
+from lighthouse.ha.etcd import Etcd, EtcdEntry, EtcdRefused, EtcdUnreachable
+from lighthouse.quorum.state import LighthouseState
 from lighthouse.store import FORMAT, JsonStore, Rows, StoreFailed
 
 POLL_S = 0.25  # between two looks at who leads
@@ -119,7 +119,7 @@ class Election:
         return True
 
 
-def _url(entry: Entry) -> str | None:
+def _url(entry: EtcdEntry) -> str | None:
     try:
         url = json.loads(entry.value)["url"]
     except (ValueError, KeyError, TypeError):
@@ -148,7 +148,7 @@ class EtcdStore(JsonStore):
         self._election = election
         self._doubt = ""
 
-    def unsaved(self, state: State) -> frozenset[str]:
+    def unsaved(self, state: LighthouseState) -> frozenset[str]:
         """See `Store`. Raises Deposed."""
         if self._doubt or not self._election.holds:
             raise Deposed(f"this lighthouse does not lead any more{self._doubt and f': {self._doubt}'}")

@@ -37,7 +37,7 @@ class EtcdRefused(Retryable):
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class EtcdEntry:
     """A key's value, and the revision of the store in which the key was made."""
 
     value: str
@@ -85,17 +85,17 @@ class Etcd:
 
     # Keys.
 
-    def get(self, key: str) -> Entry | None:
+    def get(self, key: str) -> EtcdEntry | None:
         """The newest value of a key."""
         return self._call("/v3/kv/range", {"key": _wire(key)}, lambda answer: _entries(_checked(answer))).get(key)
 
-    def below(self, prefix: str) -> dict[str, Entry]:
+    def below(self, prefix: str) -> dict[str, EtcdEntry]:
         """All keys that start with ``prefix``, with their newest values."""
         last = prefix[:-1] + chr(ord(prefix[-1]) + 1)
         body = {"key": _wire(prefix), "range_end": _wire(last)}
         return self._call("/v3/kv/range", body, lambda answer: _entries(_checked(answer)))
 
-    def create(self, key: str, value: str, lease: int) -> Entry:
+    def create(self, key: str, value: str, lease: int) -> EtcdEntry:
         """Put ``value`` at ``key`` for as long as ``lease`` holds, unless the key is there; what is there then."""
         put = {"request_put": {"key": _wire(key), "value": _wire(value), "lease": str(lease)}}
         read = {"request_range": {"key": _wire(key)}}
@@ -203,7 +203,7 @@ def _seconds(answer: dict[str, Any]) -> float:
     return seconds
 
 
-def _entries(answer: Mapping[str, Any]) -> dict[str, Entry]:
+def _entries(answer: Mapping[str, Any]) -> dict[str, EtcdEntry]:
     """The keys of an answer to a range. Raises ValueError: some are missing."""
     found = dict(_entry(each) for each in answer.get("kvs", ()))
     if int(answer.get("count", 0)) != len(found):
@@ -211,10 +211,10 @@ def _entries(answer: Mapping[str, Any]) -> dict[str, Entry]:
     return found
 
 
-def _entry(found: Mapping[str, Any]) -> tuple[str, Entry]:
+def _entry(found: Mapping[str, Any]) -> tuple[str, EtcdEntry]:
     key, value = (base64.b64decode(found.get(part, ""), validate=True) for part in ("key", "value"))
     revision = int(found["create_revision"])
-    return key.decode(errors="replace"), Entry(value.decode(errors="replace"), revision)
+    return key.decode(errors="replace"), EtcdEntry(value.decode(errors="replace"), revision)
 
 
 def _made_in(key: str, revision: int) -> dict[str, str]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 import httpx
 
 from lighthouse.journal.database import Database, DatabaseFailed
-from lighthouse.overview.rows import Entry
+from lighthouse.overview.rows import JournalEntry
 
 POLL_S = 0.25  # between two looks at who leads
 RETRY_S = 1.0  # after a stream that ended
@@ -20,7 +20,7 @@ MAX_PENDING = 4 << 20  # bytes of one row
 _log = logging.getLogger(__name__)
 
 
-class Mirror:
+class JournalMirror:
     """Follows GET /v1/stream of whoever leads, and keeps each row under the number that it has there.
 
     leader: its URL, None while nobody leads; key: a viewer's; client: closed by whoever made it.
@@ -71,7 +71,7 @@ class Mirror:
                 await asyncio.to_thread(self._archive.append, list(_entries(whole)))
 
 
-def _entries(blocks: list[bytes]) -> Iterator[Entry]:
+def _entries(blocks: list[bytes]) -> Iterator[JournalEntry]:
     """The rows in blocks of server-sent events. Raises httpx.DecodingError for anything else."""
     for block in blocks:
         fields = dict(line.split(b": ", 1) for line in block.split(b"\n") if b": " in line[1:])
@@ -80,7 +80,8 @@ def _entries(blocks: list[bytes]) -> Iterator[Entry]:
         try:
             row = json.loads(fields[b"data"])
             kind = fields[b"event"].decode()
-            entry = Entry(int(fields[b"id"]), kind, {k: v for k, v in row.items() if k not in ("seq", "said")})  # type: ignore[arg-type]
+            shown = {k: v for k, v in row.items() if k not in ("seq", "said")}
+            entry = JournalEntry(int(fields[b"id"]), kind, shown)  # type: ignore[arg-type]
             float(entry.row["t"])
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise httpx.DecodingError(f"not a row: {error}") from error

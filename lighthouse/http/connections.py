@@ -107,7 +107,7 @@ class Connections:
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if again else None
 
 
-class Door(HttpToolsProtocol):
+class GuardedConnection(HttpToolsProtocol):
     """One connection. What is wrong with a head is answered with 400 or 431; what is too slow is cut off."""
 
     def __init__(self, connections: Connections, **uvicorn: Any) -> None:
@@ -218,7 +218,7 @@ class Door(HttpToolsProtocol):
         self.transport.abort()
 
 
-class TlsDoor(Door):
+class GuardedTlsConnection(GuardedConnection):
     """A door behind TLS, that is there once the handshake is over."""
 
     def __init__(self, connections: Connections, handshake: Handshake, **uvicorn: Any) -> None:
@@ -242,7 +242,7 @@ class Handshake(SSLProtocol):
         self._guests = connections
         super().__init__(
             asyncio.get_running_loop(),
-            TlsDoor(connections, self, **uvicorn),
+            GuardedTlsConnection(connections, self, **uvicorn),
             context,
             None,  # type: ignore[arg-type]  # nobody waits for the end of the handshake
             server_side=True,
@@ -289,7 +289,7 @@ def protocol(connections: Connections, context: ssl.SSLContext | None) -> Callab
 
     def make(**uvicorn: Any) -> asyncio.BaseProtocol:
         if context is None:
-            return Door(connections, **uvicorn)
+            return GuardedConnection(connections, **uvicorn)
         return Handshake(connections, context, **uvicorn)
 
     return make

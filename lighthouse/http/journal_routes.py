@@ -21,11 +21,11 @@ from ft_hsdp.protocol import Telemetry
 from lighthouse.http import middleware
 from lighthouse.http.auth import Bearer, Keys
 from lighthouse.http.rate_limits import TooMany
-from lighthouse.http.schemas import Events, Picture
+from lighthouse.http.schemas import Events, OverviewView
 from lighthouse.journal.database import MAX_READ, DatabaseFailed
 from lighthouse.journal.journal import JobJournal, said
 from lighthouse.journal.row_checks import LIMIT
-from lighthouse.quorum.state import State as Decisions
+from lighthouse.quorum.state import LighthouseState as Decisions
 from lighthouse.service import Service
 
 FOLDER = Path(__file__).parents[1] / "dashboard"
@@ -121,7 +121,7 @@ def views(chronicle: JobJournal, service: Service | None, keys: Keys) -> APIRout
         start: Time = None,
         end: Time = None,
         points: Annotated[int, Query(ge=1, le=5000, description="of a curve, at most")] = 600,
-    ) -> Picture:
+    ) -> OverviewView:
         """The job in one picture."""
         try:
             await chronicle.ready(at)
@@ -130,7 +130,7 @@ def views(chronicle: JobJournal, service: Service | None, keys: Keys) -> APIRout
             raise _unreadable(error) from None
         if service is not None and at is None:
             _decided(shown, service.state)
-        return Picture.model_validate(shown)
+        return OverviewView.model_validate(shown)
 
     @routes.get("/v1/events", dependencies=viewer)
     async def events(

@@ -18,7 +18,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from lighthouse.http.auth import STRANGER, Keys
-from lighthouse.http.rate_limits import MAX_BODY, STREAMS, Rates, Slots, TooMany, rule, source
+from lighthouse.http.rate_limits import MAX_BODY, STREAMS, OpenSlots, Rates, TooMany, rule, source
 
 BODY_S = 10.0  # longest time for a body to arrive
 
@@ -61,7 +61,7 @@ def _bounded(body: bytes) -> bytes:
     return body
 
 
-class Gate:
+class RequestGate:
     """Lets a request through to ``app``, or answers {"detail": one line}: 401, 413, or 429 with Retry-After.
 
     clock: monotonic seconds.
@@ -74,7 +74,7 @@ class Gate:
         self._keys = keys
         self._rates = rates
         self._clock = clock
-        self._streams = Slots(STREAMS, STREAMS // 4)
+        self._streams = OpenSlots(STREAMS, STREAMS // 4)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """One request."""

@@ -60,7 +60,7 @@ class Buckets:
         return 0.0
 
 
-class Slots:
+class OpenSlots:
     """How many of something are open, in all and per key."""
 
     def __init__(self, total: int, each: int) -> None:

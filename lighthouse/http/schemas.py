@@ -7,7 +7,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 
-class Job(BaseModel):
+class JobView(BaseModel):
     """What the job is, and whether it still runs; ``total`` replicas are wanted now, of at most ``slots``."""
 
     name: str
@@ -22,7 +22,7 @@ class Job(BaseModel):
     live: bool
 
 
-class Lighthouse(BaseModel):
+class LighthouseView(BaseModel):
     """Who leads since when, and when nobody did."""
 
     term: int
@@ -57,7 +57,7 @@ class Effective(BaseModel):
     lost_s: dict[str, float]
 
 
-class Rank(BaseModel):
+class RankView(BaseModel):
     """The newest sign of life of a rank."""
 
     rank: int
@@ -82,7 +82,7 @@ State = Literal[
 ]
 
 
-class Replica(BaseModel):
+class ReplicaView(BaseModel):
     """A replica now."""
 
     replica: int
@@ -96,17 +96,17 @@ class Replica(BaseModel):
     busy_s: float | None
     straggler: bool
     drained: bool
-    ranks: list[Rank]
+    ranks: list[RankView]
 
 
-class Lane(BaseModel):
+class LaneView(BaseModel):
     """What a replica did when: from, to (null: still), state."""
 
     replica: int
     segments: list[tuple[float, float | None, State]]
 
 
-class Epoch(BaseModel):
+class EpochView(BaseModel):
     """A membership that was granted."""
 
     t: float
@@ -116,7 +116,7 @@ class Epoch(BaseModel):
     seq: int
 
 
-class Phase(BaseModel):
+class PhaseView(BaseModel):
     """A part of a recovery that is over."""
 
     name: Literal["detect", "quorum", "reconnect", "boot", "warm", "check_in", "fetch", "load", "first_step"]
@@ -124,7 +124,7 @@ class Phase(BaseModel):
     t1: float
 
 
-class Failure(BaseModel):
+class FailureView(BaseModel):
     """An incarnation that failed, what it cost the others, and when it was back; ``said``: what became of it."""
 
     seq: int
@@ -134,13 +134,13 @@ class Failure(BaseModel):
     said: str
     t: float
     cause: str
-    phases: list[Phase]
+    phases: list[PhaseView]
     stall_s: float
     rejoin_s: float | None
     done: bool
 
 
-class Series(BaseModel):
+class SeriesView(BaseModel):
     """Curves: as many values in each list."""
 
     t: list[float]
@@ -153,20 +153,20 @@ class Series(BaseModel):
     effective: list[float | None]
 
 
-class Picture(BaseModel):
+class OverviewView(BaseModel):
     """All that the page shows, but for the log. Times are Unix seconds."""
 
     now: float
     seq: int
-    job: Job
-    lighthouse: Lighthouse
+    job: JobView
+    lighthouse: LighthouseView
     head: Head
     effective: Effective
-    replicas: list[Replica]
-    lanes: list[Lane]
-    epochs: list[Epoch]
-    failures: list[Failure]
-    series: Series
+    replicas: list[ReplicaView]
+    lanes: list[LaneView]
+    epochs: list[EpochView]
+    failures: list[FailureView]
+    series: SeriesView
 
 
 class Event(BaseModel):

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from pydantic_core import from_json
 
 from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
-from lighthouse.overview.rows import Entry
+from lighthouse.overview.rows import JournalEntry
 from lighthouse.store import full
 
 FORMAT = 1
@@ -47,7 +47,7 @@ class Database(Protocol):
     def last(self) -> int:
         """The highest number that was ever given; 0 in an empty archive."""
 
-    def append(self, entries: Sequence[Entry], *, durable: bool = False) -> None:
+    def append(self, entries: Sequence[JournalEntry], *, durable: bool = False) -> None:
         """Keep these rows under their own numbers, all or none; a number that is kept already is left as it is.
 
         durable: they outlive a loss of power when this returns, otherwise a death of this process.
@@ -56,13 +56,13 @@ class Database(Protocol):
 
     def read(
         self, after: int, limit: int, *, since: float | None = None, until: float | None = None
-    ) -> list[Entry]:
+    ) -> list[JournalEntry]:
         """Up to ``limit`` rows above number ``after``, in order; ``since`` < t <= ``until`` (Unix seconds).
 
         Raises DatabaseFailed.
         """
 
-    def commits(self, limit: int) -> list[Entry]:
+    def commits(self, limit: int) -> list[JournalEntry]:
         """The newest commits, in order. Raises DatabaseFailed."""
 
     def events(
@@ -74,7 +74,7 @@ class Database(Protocol):
         replica: int | None = None,
         event: str | None = None,
         text: str | None = None,
-    ) -> list[Entry]:
+    ) -> list[JournalEntry]:
         """Up to ``limit`` events with numbers between ``after`` and ``before``, in order: the first ones where
         ``after`` is given, else the newest. ``text`` stands somewhere in the row, whatever its case.
 
@@ -114,7 +114,7 @@ class SqliteDatabase:
         """See `Database`."""
         return self._last
 
-    def append(self, entries: Sequence[Entry], *, durable: bool = False) -> None:
+    def append(self, entries: Sequence[JournalEntry], *, durable: bool = False) -> None:
         """See `Database`."""
         if not entries:
             return
@@ -136,7 +136,7 @@ class SqliteDatabase:
 
     def read(
         self, after: int, limit: int, *, since: float | None = None, until: float | None = None
-    ) -> list[Entry]:
+    ) -> list[JournalEntry]:
         """See `Database`."""
         wanted = "seq > ?"
         values: list[float] = [after]
@@ -146,7 +146,7 @@ class SqliteDatabase:
             wanted, values = f"{wanted} AND t <= ?", [*values, until]
         return self._select(f"{wanted} ORDER BY seq LIMIT ?", [*values, min(limit, MAX_READ)], self._reader)
 
-    def commits(self, limit: int) -> list[Entry]:
+    def commits(self, limit: int) -> list[JournalEntry]:
         """See `Database`."""
         return self._select("kind = 'commit' ORDER BY seq DESC LIMIT ?", [min(limit, MAX_READ)], self._reader)[
             ::-1
@@ -161,7 +161,7 @@ class SqliteDatabase:
         replica: int | None = None,
         event: str | None = None,
         text: str | None = None,
-    ) -> list[Entry]:
+    ) -> list[JournalEntry]:
         """See `Database`."""
         given = {
             "seq > ?": after,
@@ -183,7 +183,7 @@ class SqliteDatabase:
             with lock:
                 db.close()
 
-    def _select(self, wanted: str, values: Sequence[object], way: _Way) -> list[Entry]:
+    def _select(self, wanted: str, values: Sequence[object], way: _Way) -> list[JournalEntry]:
         """The rows that fulfil ``wanted``."""
         query = f"SELECT seq, kind, body FROM rows WHERE {wanted}"  # noqa: S608 - parts of this file alone
         db, lock = way
@@ -194,7 +194,7 @@ class SqliteDatabase:
                 raise DatabaseFailed(f"lighthouse journal {self._path}: {error}") from error
         try:  # one document is parsed faster than many
             rows = from_json(f"[{','.join([body for _, _, body in found])}]")
-            return [Entry(seq, kind, row) for (seq, kind, _), row in zip(found, rows, strict=True)]
+            return [JournalEntry(seq, kind, row) for (seq, kind, _), row in zip(found, rows, strict=True)]
         except (ValueError, TypeError) as error:
             raise DatabaseFailed(f"lighthouse journal {self._path}: a row is damaged ({error})") from error
 
@@ -275,7 +275,7 @@ class MemoryDatabase(SqliteDatabase):
         super().__init__(":memory:", keep)
 
 
-def _columns(entry: Entry) -> tuple[object, ...]:
+def _columns(entry: JournalEntry) -> tuple[object, ...]:
     row: Mapping[str, Any] = entry.row
     body = json.dumps(row, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
     return entry.seq, row["t"], entry.kind, row.get("event"), row.get("replica"), row.get("step"), body

@@ -23,7 +23,7 @@ from lighthouse.journal.subscribers import Subscribers
 from lighthouse.overview.liveness import Stragglers, Vitals
 from lighthouse.overview.overview import Json, Overview
 from lighthouse.overview.replicas import RUN
-from lighthouse.overview.rows import About, Entry, Row
+from lighthouse.overview.rows import JobInfo, JournalEntry, Row
 
 FLUSH_S = 0.25  # longest time until a worker's row is kept
 MAX_PENDING = 4096  # rows that wait for that
@@ -59,7 +59,7 @@ class JobJournal:
     def __init__(
         self,
         archive: Database,
-        about: About,
+        about: JobInfo,
         sinks: Sequence[Sink] = (),
         clock: Callable[[], float] = time.time,
         monotonic: Callable[[], float] = time.monotonic,
@@ -71,7 +71,7 @@ class JobJournal:
         self._sinks = sinks
         self._clock = clock
         self._monotonic = monotonic
-        self._pending: list[Entry] = []
+        self._pending: list[JournalEntry] = []
         self._followers = Subscribers(archive)
         self._last = archive.last + gap
         self._picture = Overview(about)
@@ -235,7 +235,7 @@ class JobJournal:
         self._last = max(self._last, self._archive.last)
         for row in rows:
             self._last += 1
-            self._pending.append(Entry(self._last, kind, row))
+            self._pending.append(JournalEntry(self._last, kind, row))
 
     def _arm(self) -> None:
         """Have the rows that wait kept in time."""
@@ -275,7 +275,7 @@ class JobJournal:
             _log.error("%d rows are not kept: %s", self._lost, error)
             self._lost = 0
 
-    def _sink(self, entry: Entry) -> None:
+    def _sink(self, entry: JournalEntry) -> None:
         for sink in self._sinks:
             try:
                 (sink.commit if entry.kind == "commit" else sink.event)(entry.seq, entry.row)
@@ -375,7 +375,7 @@ def _name(commit: Mapping[str, Any]) -> tuple[int, str]:
 _HEAD = ("t", "event", "source", "replica", "rank", "incarnation", "reason")
 
 
-def _told(entry: Entry) -> Json:
+def _told(entry: JournalEntry) -> Json:
     """An event as GET /v1/events shows it."""
     row = entry.row
     facts = {key: value for key, value in row.items() if key not in _HEAD}

@@ -11,7 +11,7 @@ from typing import Any
 
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import RankBeat
-from lighthouse.overview.rows import About, Row
+from lighthouse.overview.rows import JobInfo, Row
 
 DAY_S = 86400.0  # a row may be so far from now; otherwise its sender's clock is wrong
 MAX_ROW = 8192  # bytes of a row as JSON
@@ -56,24 +56,24 @@ _DECISIONS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Sender:
+class RowSender:
     """Who tells: a replica's incarnation, or a supervisor (replica None)."""
 
     replica: int | None
     incarnation: str | None
 
 
-def sender(source: str, about: About) -> Sender:
+def sender(source: str, about: JobInfo) -> RowSender:
     """Whom a message's ``source`` names. Raises ProtocolViolation for nobody of this job."""
     if source == "supervisor":
-        return Sender(None, None)
+        return RowSender(None, None)
     match = _INCARNATION.fullmatch(source)
     if match is None or int(match[1]) >= about.slots:
         raise ProtocolViolation(f"source {source[:80]!r} is neither 'supervisor' nor an incarnation of this job")
-    return Sender(int(match[1]), source)
+    return RowSender(int(match[1]), source)
 
 
-def event(raw: Mapping[str, Any], who: Sender, about: About, now: float) -> Row:
+def event(raw: Mapping[str, Any], who: RowSender, about: JobInfo, now: float) -> Row:
     """An event row as it may be kept. A replica speaks for itself only.
 
     Raises ProtocolViolation: it is none, is too large, or says what only the lighthouse can know.
@@ -105,7 +105,7 @@ def event(raw: Mapping[str, Any], who: Sender, about: About, now: float) -> Row:
     return sized(row)
 
 
-def commit(raw: Mapping[str, Any], about: About, now: float) -> Row:
+def commit(raw: Mapping[str, Any], about: JobInfo, now: float) -> Row:
     """A commit row as it may be kept: what the picture needs of it. Raises ProtocolViolation."""
     lineage, role, contributors = raw.get("lineage"), raw.get("role"), raw.get("contributors")
     if not isinstance(lineage, str) or not _LINEAGE.fullmatch(lineage):
@@ -206,7 +206,7 @@ def _waits(value: object) -> dict[str, float]:
     return {cause: _seconds(seconds, f"wait for {cause}") for cause, seconds in value.items()}
 
 
-def beats(ranks: Sequence[RankBeat], who: Sender, about: About) -> list[RankBeat]:
+def beats(ranks: Sequence[RankBeat], who: RowSender, about: JobInfo) -> list[RankBeat]:
     """Signs of life as they may be kept. Raises ProtocolViolation."""
     if ranks and who.replica is None:
         raise ProtocolViolation("beats come from replicas")

@@ -9,7 +9,7 @@ from typing import Any
 
 from lighthouse.http.rate_limits import STREAMS, TooMany
 from lighthouse.journal.database import Database
-from lighthouse.overview.rows import Entry
+from lighthouse.overview.rows import JournalEntry
 
 KEPT = 2048  # newest rows in memory
 PAGE = 500  # rows that are read from the archive at once
@@ -22,7 +22,7 @@ class Subscribers:
 
     def __init__(self, archive: Database) -> None:
         self._archive = archive
-        self._kept: list[Entry] = []
+        self._kept: list[JournalEntry] = []
         self._gone = archive.last  # number of the newest row that is not in memory
         self._new = asyncio.Event()
         self._open = 0
@@ -38,7 +38,7 @@ class Subscribers:
         """Whether no more may follow."""
         return self._open >= STREAMS
 
-    def publish(self, entries: Sequence[Entry]) -> None:
+    def publish(self, entries: Sequence[JournalEntry]) -> None:
         """Rows that are in the archive, or that it lost."""
         self._kept.extend(entries)
         if len(self._kept) > 2 * KEPT:
@@ -72,7 +72,7 @@ class Subscribers:
         finally:
             self._open -= 1
 
-    def _after(self, seq: int) -> list[Entry]:
+    def _after(self, seq: int) -> list[JournalEntry]:
         """A piece of what follows a number; empty at the end."""
         if seq < self._gone:
             page = self._archive.read(seq, PAGE)

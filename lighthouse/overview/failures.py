@@ -23,7 +23,7 @@ LIMIT = 2**16  # ranks of a replica
 
 
 @dataclass(slots=True)
-class Epoch:
+class EpochSpan:
     """A membership that was granted at ``t``; ``resumed`` is when its first step was committed."""
 
     t: float
@@ -36,7 +36,7 @@ class Epoch:
 
 
 @dataclass(slots=True)
-class Life:
+class IncarnationRecord:
     """What is known of one incarnation; times in Unix seconds."""
 
     incarnation: str
@@ -65,11 +65,11 @@ class Failure:
     rank: int | None
     kind: str
     cause: str
-    life: Life
+    life: IncarnationRecord
     injected: float | None = None
     evidence: float | None = None
     broke: int | None = None  # the epoch whose ring it broke
-    next: Life | None = None
+    next: IncarnationRecord | None = None
     rejoined: float | None = None
     gap_s: float | None = None
     hopeless: bool = False
@@ -104,7 +104,7 @@ class Failure:
 
 @dataclass(slots=True)
 class _Replica:
-    lives: list[Life] = field(default_factory=list)
+    lives: list[IncarnationRecord] = field(default_factory=list)
     open: list[Failure] = field(default_factory=list)  # not known to be over
 
 
@@ -113,7 +113,7 @@ class Failures:
 
     def __init__(self, slots: int, most: int | None = MAX_FAILURES) -> None:
         self._most = most
-        self.epochs: dict[int, Epoch] = {}
+        self.epochs: dict[int, EpochSpan] = {}
         self._numbers: list[int] = []  # of the epochs, in order
         self.all: list[Failure] = []
         self._replicas = [_Replica() for _ in range(slots)]
@@ -208,7 +208,7 @@ class Failures:
         at = bisect_right(self._numbers, failure.t, key=lambda number: self.epochs[number].t)
         return self._numbers[at - 1] if at else 0
 
-    def after(self, failure: Failure) -> Epoch | None:
+    def after(self, failure: Failure) -> EpochSpan | None:
         """The first epoch without the failed incarnation; None as long as there is none, or none is needed."""
         before = self.before(failure)
         ran = self.epochs.get(before)
@@ -216,7 +216,7 @@ class Failures:
             return None
         return next(self._above(before), None)
 
-    def back(self, failure: Failure) -> Epoch | None:
+    def back(self, failure: Failure) -> EpochSpan | None:
         """The first epoch in which the replica contributes again."""
         life = failure.next or (failure.life if failure.life.exited is None else None)
         if life is None:
@@ -226,7 +226,7 @@ class Failures:
         later = self._above(before)
         return next((e for e in later if failure.replica in e.contributors and e.t >= since), None)
 
-    def _above(self, epoch: int) -> Iterator[Epoch]:
+    def _above(self, epoch: int) -> Iterator[EpochSpan]:
         """The epochs after one, in order."""
         return (self.epochs[n] for n in self._numbers[bisect_right(self._numbers, epoch) :])
 
@@ -266,7 +266,7 @@ class Failures:
         able = [r for r in members if not isinstance(roles, dict) or roles.get(str(r)) == "contribute"]
         reason = str(row.get("reason", ""))
         first = self._resumed.get(epoch)
-        self.epochs[epoch] = Epoch(row["t"], epoch, tuple(members), frozenset(able), reason, seq, first)
+        self.epochs[epoch] = EpochSpan(row["t"], epoch, tuple(members), frozenset(able), reason, seq, first)
         insort(self._numbers, epoch)
         if len(self._numbers) > MAX_EPOCHS:
             del self.epochs[self._numbers.pop(0)]
@@ -365,7 +365,7 @@ class Failures:
             setattr(life, stamp, t if old is None else min(old, t))
         self._follow(replica)
 
-    def _life(self, replica: int, incarnation: str | None, t: float) -> Life:
+    def _life(self, replica: int, incarnation: str | None, t: float) -> IncarnationRecord:
         """The incarnation of that name; without one, that which ran at ``t``."""
         mine = self._replicas[replica]
         if incarnation is None:
@@ -376,11 +376,11 @@ class Failures:
         for life in mine.lives:
             if life.incarnation == incarnation:
                 return life
-        life = Life(incarnation)
+        life = IncarnationRecord(incarnation)
         mine.lives = [*mine.lives[1 - LIVES :], life]
         return life
 
-    def _find(self, replica: int, life: Life, t: float) -> Failure | None:
+    def _find(self, replica: int, life: IncarnationRecord, t: float) -> Failure | None:
         """The newest failure of an incarnation, unless that was over before ``t``: then it is closed."""
         mine = self._replicas[replica]
         found = next((f for f in reversed(mine.open) if f.life is life), None)
@@ -391,7 +391,7 @@ class Failures:
         mine.open = [f for f in mine.open if f is not found]
         return None
 
-    def _at(self, seq: int, replica: int, life: Life, kind: str, row: Mapping[str, Any]) -> Failure:
+    def _at(self, seq: int, replica: int, life: IncarnationRecord, kind: str, row: Mapping[str, Any]) -> Failure:
         """The failure of an incarnation, which may be new."""
         failure = self._find(replica, life, row["t"])
         if failure is None:

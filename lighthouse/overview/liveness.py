@@ -32,7 +32,7 @@ SLOW_NO_MORE = 12
 OPEN_STEPS = 4  # a step is judged once it is so far behind, whoever has not told about it
 
 
-class Verdict(NamedTuple):
+class StragglerVerdict(NamedTuple):
     """A replica became a straggler, or is none any more."""
 
     event: Literal["StragglerSeen", "StragglerGone"]
@@ -51,7 +51,7 @@ class Stragglers:
         self._named: set[int] = set()
         self._judged = 0
 
-    def add(self, replica: int, row: Mapping[str, Any]) -> list[Verdict]:
+    def add(self, replica: int, row: Mapping[str, Any]) -> list[StragglerVerdict]:
         """A step as one of its contributors saw it; what changes by it."""
         if row["role"] != "contribute":
             return []
@@ -78,10 +78,10 @@ class Stragglers:
         self.busy_s.pop(replica, None)
         self.step_s.pop(replica, None)
 
-    def _judge(self, step: int) -> list[Verdict]:
+    def _judge(self, step: int) -> list[StragglerVerdict]:
         busy = self._open.pop(step)
         self._judged = max(self._judged, step)
-        found: list[Verdict] = []
+        found: list[StragglerVerdict] = []
         for replica, mine in busy.items():
             others = [seconds for r, seconds in busy.items() if r != replica]
             if not others:
@@ -93,10 +93,10 @@ class Stragglers:
             why = f"busy {mine:.2f} s where others need {usual:.2f} s; slow in {slow} of {len(window)} steps"
             if replica not in self._named and slow >= SLOW:
                 self._named.add(replica)
-                found.append(Verdict("StragglerSeen", replica, why))
+                found.append(StragglerVerdict("StragglerSeen", replica, why))
             elif replica in self._named and slow <= SLOW_NO_MORE:
                 self._named.discard(replica)
-                found.append(Verdict("StragglerGone", replica, why))
+                found.append(StragglerVerdict("StragglerGone", replica, why))
         return found
 
 

@@ -11,10 +11,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ft_hsdp.sentences import fault
-from lighthouse.overview.failures import Epoch, Failure, Failures
+from lighthouse.overview.failures import EpochSpan, Failure, Failures
 from lighthouse.overview.goodput import Goodput
 from lighthouse.overview.replicas import Lane, Lanes
-from lighthouse.overview.rows import About, Entry
+from lighthouse.overview.rows import JobInfo, JournalEntry
 from lighthouse.overview.series import Series
 
 MAX_OUTAGES = 256
@@ -125,7 +125,7 @@ class Timeline:
 _LIGHTHOUSE = frozenset({"LighthouseStarted", "LighthouseExited"})
 
 
-def _epoch(epoch: Epoch) -> Json:
+def _epoch(epoch: EpochSpan) -> Json:
     return {
         "t": epoch.t,
         "epoch": epoch.epoch,
@@ -159,7 +159,7 @@ SPEED = 20  # commits over which the speed is measured
 class Overview:
     """Folds rows, one at a time, in amortized constant time."""
 
-    def __init__(self, about: About) -> None:
+    def __init__(self, about: JobInfo) -> None:
         self.about = about
         self.seq = 0
         self.timeline = Timeline(about.slots, about.ranks, about.replicas)
@@ -168,7 +168,7 @@ class Overview:
         self._head: Mapping[str, Any] | None = None
         self._recent: deque[tuple[float, float]] = deque(maxlen=SPEED)  # t and tokens
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: JournalEntry) -> None:
         """Take a row that `intake` has let in, or one of the lighthouse's own."""
         self.seq, kind, row = entry
         if kind == "commit":

@@ -9,7 +9,7 @@ Kind = Literal["event", "commit"]
 Row = dict[str, Any]
 
 
-class Entry(NamedTuple):
+class JournalEntry(NamedTuple):
     """A row and its number; an event has "t" (Unix seconds) and "event", a commit "t" and "step"."""
 
     seq: int
@@ -18,7 +18,7 @@ class Entry(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class JobInfo:
     """What does not change about a job: its name, ranks of each replica, steps to go, and whether it runs.
 
     Ids of replicas are below ``slots``; it begins with ``replicas`` of them (None: all).

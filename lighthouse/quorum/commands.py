@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 
-from lighthouse.quorum.state import Commanded, Effect, Evict, Note, State, Step, wanted
+from lighthouse.quorum.state import Commanded, Effect, Evict, LighthouseState, Note, Step, wanted
 
 _AUDITED = {
     "evict": "AdminEvicted",
@@ -22,7 +22,7 @@ _AUDITED = {
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CommandPlan:
     """What a command will do, in one line, and the event that says so; no ``event``: nothing is left to do."""
 
     detail: str
@@ -45,7 +45,9 @@ class Supervised:
     condemned: Collection[tuple[int, str]] = ()
 
 
-def plan(s: State, command: Commanded, supervised: Supervised, force: bool = False) -> Plan | Impossible:
+def plan(
+    s: LighthouseState, command: Commanded, supervised: Supervised, force: bool = False
+) -> CommandPlan | Impossible:
     """What ``command`` would do now; ``force``: even if too few replicas are left to go on."""
     r = command.replica
     if not 0 <= r < s.policy.slots:
@@ -63,12 +65,12 @@ def plan(s: State, command: Commanded, supervised: Supervised, force: bool = Fal
             found = _checkpoint(s)
         case "scale":
             found = _scale(s, command.target, supervised, force)
-    if isinstance(found, Plan) and found.event:
+    if isinstance(found, CommandPlan) and found.event:
         return replace(found, event=_AUDITED[command.action])
     return found
 
 
-def obey(s: State, command: Commanded) -> Step:
+def obey(s: LighthouseState, command: Commanded) -> Step:
     """Carry out a command that was found possible."""
     r = command.replica
     effects: tuple[Effect, ...] = ()
@@ -90,32 +92,32 @@ def obey(s: State, command: Commanded) -> Step:
     return s, effects
 
 
-def _next(s: State) -> int:
+def _next(s: LighthouseState) -> int:
     """The step that is committed next."""
     return s.head.step + 1 if s.head else 1
 
 
-def _runs(s: State, r: int) -> bool:
+def _runs(s: LighthouseState, r: int) -> bool:
     """Whether a process of replica ``r`` may run."""
     view = s.views[r]
     return view.incarnation is not None and view.down is not True and (r, view.incarnation) not in s.exited
 
 
-def _evict(s: State, r: int, supervised: Supervised) -> Plan | Impossible:
+def _evict(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan | Impossible:
     incarnation = s.views[r].incarnation
     if not _runs(s, r) or incarnation is None:
         return Impossible(409, f"replica {r} does not run")
     if (r, incarnation) in supervised.condemned:
-        return Plan(f"the supervisor of replica {r} has been told already to kill {incarnation}")
+        return CommandPlan(f"the supervisor of replica {r} has been told already to kill {incarnation}")
     if r not in supervised.replicas:
         return Impossible(409, f"replica {r} has no supervisor that reports: end its processes by hand")
     after = "keeps it away: it is drained" if r in s.drained else f"starts replica {r} again"
-    return Plan(f"its supervisor kills {incarnation}, and {after}", "evict")
+    return CommandPlan(f"its supervisor kills {incarnation}, and {after}", "evict")
 
 
-def _drain(s: State, r: int, supervised: Supervised, force: bool) -> Plan | Impossible:
+def _drain(s: LighthouseState, r: int, supervised: Supervised, force: bool) -> CommandPlan | Impossible:
     if r in s.drained:
-        return Plan(f"replica {r} is drained already")
+        return CommandPlan(f"replica {r} is drained already")
     able, few = _able(s), s.policy.min_replicas
     if able == {r}:
         return Impossible(409, f"replica {r} cannot be spared: no other one holds the newest state")
@@ -126,15 +128,15 @@ def _drain(s: State, r: int, supervised: Supervised, force: bool) -> Plan | Impo
     how = "leaves at the next step boundary" if _runs(s, r) else "does not run"
     back = "stays away until it is undrained" if r in supervised.replicas else "is not started again by anybody"
     waits = f"; no step is made before {few} replicas can take part again, {left} are left" if left < few else ""
-    return Plan(f"replica {r} {how}, and {back}{waits}", "drain")
+    return CommandPlan(f"replica {r} {how}, and {back}{waits}", "drain")
 
 
-def _possible(s: State) -> set[int]:
+def _possible(s: LighthouseState) -> set[int]:
     """The replicas that take part, or will when they are started again: neither sent away nor given up."""
     return {r for r, v in enumerate(s.views) if wanted(s, r) and not v.lost}
 
 
-def _able(s: State) -> set[int]:
+def _able(s: LighthouseState) -> set[int]:
     """The replicas that hold the newest state, or may bring it back if none lives, or could start the job."""
     if s.grant is None:
         return _possible(s)
@@ -144,18 +146,18 @@ def _able(s: State) -> set[int]:
     return alive or {m.replica for m in s.grant.donors} & _possible(s)
 
 
-def _left(s: State, gone: set[int]) -> int:
+def _left(s: LighthouseState, gone: set[int]) -> int:
     """How many replicas remain without ``gone``: of those that can go on at once, if one of these goes."""
     able = _able(s)
     return len((able if able & gone else _possible(s)) - gone)
 
 
-def _scale(s: State, target: int, supervised: Supervised, force: bool) -> Plan | Impossible:
+def _scale(s: LighthouseState, target: int, supervised: Supervised, force: bool) -> CommandPlan | Impossible:
     slots = s.policy.slots
     if not 1 <= target <= slots:
         return Impossible(409, f"the job cannot have {target} replicas; max_replicas allows 1 to {slots}")
     if target == s.target:
-        return Plan(f"the job is scaled to {target} replicas already")
+        return CommandPlan(f"the job is scaled to {target} replicas already")
     able, gone = _able(s), set(range(target, s.target))
     if able and able <= gone:
         kept = ",".join(map(str, sorted(able)))
@@ -166,26 +168,28 @@ def _scale(s: State, target: int, supervised: Supervised, force: bool) -> Plan |
         return Impossible(409, f'{why}; {{"force": true}} scales all the same')
     if target < s.target:
         names = ",".join(map(str, range(target, s.target)))
-        return Plan(f"replica {names} leaves at the next step boundary, if it runs, and stays away", "scale")
+        return CommandPlan(
+            f"replica {names} leaves at the next step boundary, if it runs, and stays away", "scale"
+        )
     comers = [r for r in range(s.target, target) if r not in s.drained]
     alone = [str(r) for r in comers if r not in supervised.replicas]
     who = "their supervisors start them" + (f"; none reports for {','.join(alone)}: start it" if alone else "")
-    return Plan(f"replica {','.join(map(str, comers)) or 'none'} may take part: {who}", "scale")
+    return CommandPlan(f"replica {','.join(map(str, comers)) or 'none'} may take part: {who}", "scale")
 
 
-def _undrain(s: State, r: int, supervised: Supervised) -> Plan | Impossible:
+def _undrain(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan | Impossible:
     if r not in s.drained:
         beyond = f"; the job is scaled to {s.target} replicas" if r >= s.target else ""
-        return Plan(f"replica {r} is not drained{beyond}")
+        return CommandPlan(f"replica {r} is not drained{beyond}")
     who = "its supervisor starts it" if r in supervised.replicas else "it has no supervisor that reports: start it"
-    return Plan(f"replica {r} may take part again: {who}", "undrain")
+    return CommandPlan(f"replica {r} may take part again: {who}", "undrain")
 
 
-def _checkpoint(s: State) -> Plan | Impossible:
+def _checkpoint(s: LighthouseState) -> CommandPlan | Impossible:
     if s.grant is None:
         return Impossible(409, "nothing has been granted yet: there is nothing to write")
     if s.head is not None and s.head.step >= s.policy.steps:
         return Impossible(409, "training is over: there is no next step")
     if s.checkpoint >= _next(s):
-        return Plan(f"a checkpoint of step {s.checkpoint}, or the one after it, has been ordered already")
-    return Plan(f"one replica writes the state of step {_next(s)}, or of the one after it", "checkpoint")
+        return CommandPlan(f"a checkpoint of step {s.checkpoint}, or the one after it, has been ordered already")
+    return CommandPlan(f"one replica writes the state of step {_next(s)}, or of the one after it", "checkpoint")

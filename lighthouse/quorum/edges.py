@@ -51,7 +51,7 @@ NO_EDGES = Edges()
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class EdgeVerdict:
     """What follows from the failures of an edge: ``excluded`` is left out for ``pause_s``, if it is not None."""
 
     pair: Pair
@@ -121,7 +121,7 @@ def learn(
     spared: Container[int],
     now: float,
     pause_s: float,
-) -> tuple[Edges, tuple[Verdict, ...]]:
+) -> tuple[Edges, tuple[EdgeVerdict, ...]]:
     """The ring of ``grant`` is over: count its failed edges, once.
 
     Args:
@@ -137,7 +137,7 @@ def learn(
     if edges.counted >= grant.epoch:
         return edges, ()
     failures = dict(edges.failures)
-    verdicts: list[Verdict] = []
+    verdicts: list[EdgeVerdict] = []
     bad = sorted(blamed(grant, reports))
     for pair in bad:
         failures[pair] = failures.get(pair, 0) + 1
@@ -145,18 +145,18 @@ def learn(
     for pair in bad:
         times = failures[pair]
         if times == APART and len(grant.members) >= 4:
-            verdicts.append(Verdict(pair, times))
+            verdicts.append(EdgeVerdict(pair, times))
         if times < OUT or any(r in barred and barred[r].until > now for r in pair):
             continue
         blames = {r: sum(r in other for other in failures) for r in pair}
         able = [r for r in sorted(pair, key=lambda r: (blames[r], r), reverse=True) if r in spared]
         if not able:
-            verdicts += [Verdict(pair, times, stuck=True)] if times == OUT else []
+            verdicts += [EdgeVerdict(pair, times, stuck=True)] if times == OUT else []
             continue
         known = barred.get(able[0])
         wait_s = pause_s if known is None else min(2 * known.pause_s, LONGEST * pause_s)
         barred[able[0]] = Barred(able[0], now + wait_s, wait_s)
-        verdicts.append(Verdict(pair, times, able[0], wait_s))
+        verdicts.append(EdgeVerdict(pair, times, able[0], wait_s))
         for other in barred:  # whoever was left out only because of this one can connect to the rest
             partners = {r for p, n in failures.items() if n >= OUT and other in p for r in p} - {other}
             if other != able[0] and partners <= {able[0]}:

@@ -23,8 +23,8 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ft_hsdp.core.grant import Report
-from lighthouse.quorum.rules import Incarnation, Lease, Life
-from lighthouse.quorum.state import Effect, Note, ProcessesReported, State, Step, with_view
+from lighthouse.quorum.rules import AdmittedIncarnation, Incarnation, Lease
+from lighthouse.quorum.state import Effect, LighthouseState, Note, ProcessesReported, Step, with_view
 
 REMEMBERED = 8  # lives of one replica, of different runs; others are known by the number that they were told
 
@@ -42,7 +42,7 @@ def outlived(who: Incarnation, others: Iterable[Incarnation]) -> bool:
     return any(theirs == run and number > restarts for theirs, number in lives)
 
 
-def learn(s: State, event: ProcessesReported) -> tuple[State, list[Incarnation]]:
+def learn(s: LighthouseState, event: ProcessesReported) -> tuple[LighthouseState, list[Incarnation]]:
     """``s`` with the exits that a supervisor names, and without those that matter no more; which ones are news."""
     news = sorted(who for who in event.exited - s.exited if not outlived(who, s.exited))
     needed = {m for epoch in s.epochs for m in epoch.members}
@@ -64,12 +64,12 @@ def learn(s: State, event: ProcessesReported) -> tuple[State, list[Incarnation]]
     return (s if exited == s.exited else replace(s, exited=exited)), news
 
 
-def newest(s: State, replica: int) -> Life | None:
+def newest(s: LighthouseState, replica: int) -> AdmittedIncarnation | None:
     """The life of a replica that was admitted last."""
     return max((life for life in s.lives if life.replica == replica), key=lambda life: life.number, default=None)
 
 
-def admit(s: State, who: Incarnation, now: float, report: Report | None = None) -> State | str:
+def admit(s: LighthouseState, who: Incarnation, now: float, report: Report | None = None) -> LighthouseState | str:
     """``s`` with ``who`` as the newest life of its replica; or why it cannot be that.
 
     Args:
@@ -102,15 +102,15 @@ def admit(s: State, who: Incarnation, now: float, report: Report | None = None) 
         number = max(s.admissions, known.number if known is not None else 0) + 1
     if number == mine:
         return s
-    return replace(s, lives=_with(s.lives, Life(replica, incarnation, number)))
+    return replace(s, lives=_with(s.lives, AdmittedIncarnation(replica, incarnation, number)))
 
 
-def number_of(s: State, who: Incarnation) -> int:
+def number_of(s: LighthouseState, who: Incarnation) -> int:
     """The number that an incarnation was admitted with; 0: it was not, or that is forgotten."""
     return next((life.number for life in s.lives if (life.replica, life.incarnation) == who), 0)
 
 
-def _with(lives: tuple[Life, ...], new: Life) -> tuple[Life, ...]:
+def _with(lives: tuple[AdmittedIncarnation, ...], new: AdmittedIncarnation) -> tuple[AdmittedIncarnation, ...]:
     """``lives`` and a ``new`` one: of one run only the newest, of one replica the newest `REMEMBERED`."""
     run = run_of(new.incarnation)[0]
     others = [life for life in lives if life.replica != new.replica]
@@ -119,12 +119,12 @@ def _with(lives: tuple[Life, ...], new: Life) -> tuple[Life, ...]:
     return tuple(sorted([*others, *kept], key=lambda life: (life.replica, life.number)))
 
 
-def lease_of(s: State, replica: int) -> Lease | None:
+def lease_of(s: LighthouseState, replica: int) -> Lease | None:
     """The lease of a replica, even if its supervisor has not reported for long."""
     return next((lease for lease in s.leases if lease.replica == replica), None)
 
 
-def _leased_to(s: State, replica: int, now: float) -> str:
+def _leased_to(s: LighthouseState, replica: int, now: float) -> str:
     """The supervisor that has the lease of a replica and reports; "" if there is none.
 
     The incarnations that it starts have its name as their run's. One of another supervisor, of which the
@@ -135,13 +135,13 @@ def _leased_to(s: State, replica: int, now: float) -> str:
     return known.owner if known is not None and reports else ""
 
 
-def entitled(s: State, owner: str, replica: int) -> bool:
+def entitled(s: LighthouseState, owner: str, replica: int) -> bool:
     """Whether a supervisor's word on what runs of a replica counts; a rank speaks for itself as no owner."""
     lease = lease_of(s, replica)
     return not owner or lease is None or lease.owner == owner
 
 
-def lease(s: State, event: ProcessesReported) -> Step:
+def lease(s: LighthouseState, event: ProcessesReported) -> Step:
     """Renew the leases that a supervisor has, give it those that are free, end those that it claims no more.
 
     A lease is free when its supervisor has not reported for `Policy.supervisor_lease_s`. One that a store has

@@ -19,9 +19,9 @@ from lighthouse.quorum.rules import Base, Incarnation
 from lighthouse.quorum.state import (
     Effect,
     Evict,
+    LighthouseState,
     Note,
-    Request,
-    State,
+    OpenRequest,
     Step,
     alive,
     answer,
@@ -39,7 +39,7 @@ PAUSE_S = 0.1  # before the one after that; each pause is twice as long as the o
 LONGEST_PAUSE_S = 5.0
 
 
-def hold(s: State, now: float) -> Step:
+def hold(s: LighthouseState, now: float) -> Step:
     """Form a new epoch if one is needed and possible; else say what is waited for."""
     if s.diverged:
         return s, ()
@@ -83,7 +83,7 @@ def hold(s: State, now: float) -> Step:
 
 
 def _silent(
-    s: State, members: set[Incarnation], asks: Mapping[int, Request], patient: bool
+    s: LighthouseState, members: set[Incarnation], asks: Mapping[int, OpenRequest], patient: bool
 ) -> list[tuple[int, str | None]]:
     """Who should have asked: at first every replica not known to be down, later the living members.
 
@@ -103,12 +103,14 @@ def _silent(
     return sorted(m for m in members if alive(s, m) and m[0] not in asks and not s.views[m[0]].fetching)
 
 
-def _accused(asks: Mapping[int, Request]) -> frozenset[int]:
+def _accused(asks: Mapping[int, OpenRequest]) -> frozenset[int]:
     """Whom somebody who asks saw die or fall silent in the ring that broke."""
     return frozenset(r for a in asks.values() for r in a.report.suspects)
 
 
-def _patience(s: State, silent: Iterable[tuple[int, str | None]], accused: frozenset[int]) -> float | None:
+def _patience(
+    s: LighthouseState, silent: Iterable[tuple[int, str | None]], accused: frozenset[int]
+) -> float | None:
     """Seconds for the ``silent`` to ask: few for those who are suspects already; None: for ever."""
     if s.grant is None:
         return s.policy.start_wait_s
@@ -116,14 +118,14 @@ def _patience(s: State, silent: Iterable[tuple[int, str | None]], accused: froze
     return max(graces, default=0.0)
 
 
-def _pause(s: State) -> float:
+def _pause(s: LighthouseState) -> float:
     """Seconds before another epoch, where the last ones made no step and nobody died: no storm of them."""
     if s.grant is None or any(not alive(s, (m.replica, m.incarnation)) for m in s.grant.members):
         return 0.0
     return doubled(PAUSE_S, s.fruitless - PROMPT, LONGEST_PAUSE_S)
 
 
-def _edges(s: State, asks: Mapping[int, Request], now: float) -> Step:
+def _edges(s: LighthouseState, asks: Mapping[int, OpenRequest], now: float) -> Step:
     """Count the failed edges of the ring that broke; who is left out for them from now on."""
     if s.grant is None:
         return s, ()
@@ -135,14 +137,14 @@ def _edges(s: State, asks: Mapping[int, Request], now: float) -> Step:
     return replace(s, edges=edges), tuple(Note("EdgeBroken", v.reason, v.facts) for v in verdicts)
 
 
-def _wait(s: State, why: str, before: Iterable[Effect] = ()) -> Step:
+def _wait(s: LighthouseState, why: str, before: Iterable[Effect] = ()) -> Step:
     """No more can be decided yet than what comes ``before``; the shell journals a reason once."""
     return s, (*before, Note("Waiting", why))
 
 
 def _form(
-    s: State,
-    asks: Mapping[int, Request],
+    s: LighthouseState,
+    asks: Mapping[int, OpenRequest],
     silent: list[tuple[int, str | None]],
     accused: frozenset[int],
     patient: bool,
@@ -222,7 +224,7 @@ def _form(
     return s, (*notes, note, *replies)
 
 
-def _catch_up(s: State, base: StateId, members: tuple[Member, ...], why: str) -> Step:
+def _catch_up(s: LighthouseState, base: StateId, members: tuple[Member, ...], why: str) -> Step:
     """Have ``members`` that are behind fetch ``base`` without a ring, and the others keep it for them.
 
     The others may hold nothing but the record that leads to it. They are told to apply it, so it is the head from
@@ -236,7 +238,7 @@ def _catch_up(s: State, base: StateId, members: tuple[Member, ...], why: str) ->
     return s, replies
 
 
-def _unheard(s: State, present: frozenset[Incarnation]) -> list[Incarnation]:
+def _unheard(s: LighthouseState, present: frozenset[Incarnation]) -> list[Incarnation]:
     """Who may live and does not ask: members of remembered epochs, and replicas of which nothing is known."""
     asking = {r for r, _ in present}
     members = [i for e in s.epochs for i in e.members if alive(s, i) and i not in present]
@@ -247,12 +249,12 @@ def _unheard(s: State, present: frozenset[Incarnation]) -> list[Incarnation]:
     ]
 
 
-def _unused(s: State, replica: int) -> bool:
+def _unused(s: LighthouseState, replica: int) -> bool:
     """Whether a replica cannot hold anything: the job was never scaled to it, as far as anybody knows."""
     return not s.fresh and replica >= s.target and s.views[replica].incarnation is None
 
 
-def _returning(s: State, later: list[int]) -> frozenset[Incarnation]:
+def _returning(s: LighthouseState, later: list[int]) -> frozenset[Incarnation]:
     """Exited members of remembered epochs whose replica may come ``later``: what they held may still be heard of.
 
     A replica that is not given up is started again, and may find the state that it held on its machine.
@@ -262,7 +264,7 @@ def _returning(s: State, later: list[int]) -> frozenset[Incarnation]:
     return frozenset(m for m in members if m[0] in later and m[0] not in back)
 
 
-def overruled(s: State, record: CommitRecord | None) -> bool:
+def overruled(s: LighthouseState, record: CommitRecord | None) -> bool:
     """Whether a later decision was made without ``record``, so that it never committed and never will.
 
     The current grant, or the end, was decided with a member of every epoch before it. Had that one known a
@@ -273,24 +275,24 @@ def overruled(s: State, record: CommitRecord | None) -> bool:
     return record.epoch < s.grant.epoch or over(s)
 
 
-def heard(s: State, report: Report) -> Report:
+def heard(s: LighthouseState, report: Report) -> Report:
     """``report`` as far as it counts."""
     return replace(report, prepared=None) if overruled(s, report.prepared) else report
 
 
-def overruled_fences(s: State, reports: Iterable[Report]) -> list[AttemptId]:
+def overruled_fences(s: LighthouseState, reports: Iterable[Report]) -> list[AttemptId]:
     """The attempts in ``reports`` that a later decision has overruled."""
     return [r.prepared.fence for r in reports if r.prepared is not None and overruled(s, r.prepared)]
 
 
-def _ending(s: State, report: Report) -> Answer:
+def _ending(s: LighthouseState, report: Report) -> Answer:
     """The job is over: whoever comes back now lost a state that every replica had."""
     if s.head is not None and state_id.same(report.state, s.head):
         return Finish()
     return Refused(f"the job has ended: every replica had {s.head}", 0)
 
 
-def _final(s: State, now: float) -> Step:
+def _final(s: LighthouseState, now: float) -> Step:
     """Training is over: help those behind to the final state, end when every replica has it and none writes it."""
     if not over(s) or s.finished:
         if s.finished:

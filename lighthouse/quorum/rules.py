@@ -33,7 +33,7 @@ class Epoch:
 
 
 @dataclass(frozen=True, slots=True)
-class Life:
+class AdmittedIncarnation:
     """An incarnation that was admitted; of two of one replica, the one with the larger number came later."""
 
     replica: int

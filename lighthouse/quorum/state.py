@@ -11,7 +11,7 @@ from ft_hsdp.core.grant import Answer, Continue, Grant, Member, Report
 from ft_hsdp.core.state_id import StateId
 from lighthouse.quorum import rules
 from lighthouse.quorum.edges import NO_EDGES, Edges, arrange, proven
-from lighthouse.quorum.rules import Base, Epoch, Incarnation, Lease, Life
+from lighthouse.quorum.rules import AdmittedIncarnation, Base, Epoch, Incarnation, Lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Policy:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class OpenRequest:
     """An open ask: the report, where the replica can be reached, and the id that the answer goes to."""
 
     report: Report
@@ -69,13 +69,13 @@ class View:
     incarnation: str | None = None
     down: bool | None = None
     lost: bool = False
-    ask: Request | None = None
+    ask: OpenRequest | None = None
     renewed: float | None = None
     fetching: bool = False
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class LighthouseState:
     """All that the lighthouse knows; store.py says what of it must outlive it.
 
     ``target`` is how many replicas are wanted: those with lower ids. ``drained`` are the replicas that an operator
@@ -109,7 +109,7 @@ class State:
     checkpoint: int = 0
     edges: Edges = NO_EDGES
     fruitless: int = 0
-    lives: tuple[Life, ...] = ()
+    lives: tuple[AdmittedIncarnation, ...] = ()
     leases: tuple[Lease, ...] = ()
     agreed: Agreement | None = None
     admissions: int = 0
@@ -117,10 +117,10 @@ class State:
     rewinding: bool = False
 
     @staticmethod
-    def empty(policy: Policy, term: int) -> State:
+    def empty(policy: Policy, term: int) -> LighthouseState:
         """A lighthouse that never granted anything."""
         target = policy.slots if policy.replicas is None else policy.replicas
-        return State(policy, term, (View(),) * policy.slots, target)
+        return LighthouseState(policy, term, (View(),) * policy.slots, target)
 
 
 # Events.
@@ -132,7 +132,7 @@ Action = Literal["evict", "drain", "undrain", "checkpoint", "scale"]
 class Asked:
     """A replica asks for a step at ``now``."""
 
-    request: Request
+    request: OpenRequest
     now: float
 
 
@@ -213,17 +213,17 @@ class Note:
 
 
 Effect = Reply | Evict | Note
-Step = tuple[State, tuple[Effect, ...]]
+Step = tuple[LighthouseState, tuple[Effect, ...]]
 
 
-def with_view(s: State, replica: int, **changes: object) -> State:
+def with_view(s: LighthouseState, replica: int, **changes: object) -> LighthouseState:
     """``s`` with the view of one replica changed."""
     views = list(s.views)
     views[replica] = replace(views[replica], **changes)  # type: ignore[arg-type]
     return replace(s, views=tuple(views))
 
 
-def raise_head(s: State, state: StateId) -> State:
+def raise_head(s: LighthouseState, state: StateId) -> LighthouseState:
     """The head is the highest committed state ever reported; epochs before it no longer matter."""
     if s.head is not None and not state_id.newer(state, s.head):
         return s
@@ -233,13 +233,13 @@ def raise_head(s: State, state: StateId) -> State:
     return replace(s, head=state, epochs=keep, fruitless=0)
 
 
-def store_behind(s: State, report: Report) -> bool:
+def store_behind(s: LighthouseState, report: Report) -> bool:
     """Whether a replica knows a newer membership or term than the store, which is an older copy then."""
     grant = s.grant
     return grant is not None and (max(report.epoch, report.after) > grant.epoch or report.max_term > s.term)
 
 
-def begin_anew(s: State, report: Report) -> tuple[State, Note]:
+def begin_anew(s: LighthouseState, report: Report) -> tuple[LighthouseState, Note]:
     """The store is an older copy: what was granted since is unknown, so everybody who may live is heard first.
 
     That is what an empty store does, too (`rounds.hold`). Exits and the head are facts, and stay. Nothing is
@@ -263,14 +263,16 @@ def begin_anew(s: State, report: Report) -> tuple[State, Note]:
     return s, Note("StoreBehind", why, facts)
 
 
-def member(request: Request, base: Base) -> Member:
+def member(request: OpenRequest, base: Base) -> Member:
     """The entry of an asking replica in a grant on ``base``."""
     report = request.report
     role = rules.role(report, base)
     return Member(report.replica, report.incarnation, role, request.ring, request.state, report.number)
 
 
-def new_epoch(s: State, base: Base, members: tuple[Member, ...], why: str) -> tuple[State, Note]:
+def new_epoch(
+    s: LighthouseState, base: Base, members: tuple[Member, ...], why: str
+) -> tuple[LighthouseState, Note]:
     """Number the membership, remember it, and make it the current one."""
     if s.grant is not None and progressed(s):
         s = replace(s, edges=proven(s.edges, s.grant.ring))
@@ -302,12 +304,12 @@ def new_epoch(s: State, base: Base, members: tuple[Member, ...], why: str) -> tu
     return s, Note("EpochGranted", grant.reason, facts)
 
 
-def progressed(s: State) -> bool:
+def progressed(s: LighthouseState) -> bool:
     """Whether a step was committed in the current epoch."""
     return s.grant is not None and s.head is not None and s.head.commit_epoch >= s.grant.epoch
 
 
-def answer(s: State, answers: Mapping[int, Answer]) -> Step:
+def answer(s: LighthouseState, answers: Mapping[int, Answer]) -> Step:
     """Reply to open asks and close them."""
     replies: list[Effect] = []
     for replica, answer in answers.items():
@@ -318,34 +320,34 @@ def answer(s: State, answers: Mapping[int, Answer]) -> Step:
     return s, tuple(replies)
 
 
-def alive(s: State, incarnation: Incarnation) -> bool:
+def alive(s: LighthouseState, incarnation: Incarnation) -> bool:
     """Whether this incarnation is not known to have exited."""
     return incarnation not in s.exited
 
 
-def wanted(s: State, replica: int) -> bool:
+def wanted(s: LighthouseState, replica: int) -> bool:
     """Whether ``replica`` is to take part: the job has been scaled to it, and nobody has drained it."""
     return replica < s.target and replica not in s.drained
 
 
-def total(s: State, members: int) -> int:
+def total(s: LighthouseState, members: int) -> int:
     """What the contributors of a membership of so many are a share of: the target, unless more are still there."""
     return max(s.target, members)
 
 
-def away(s: State, replica: int) -> bool:
+def away(s: LighthouseState, replica: int) -> bool:
     """Whether ``replica`` is not wanted and has gone: it is not started again before it is."""
     view = s.views[replica]
     left = s.grant is not None and s.grant.member(replica, view.incarnation or "") is None
     return not wanted(s, replica) and view.ask is None and (view.down is not False or left)
 
 
-def over(s: State) -> bool:
+def over(s: LighthouseState) -> bool:
     """Whether the head is the final state."""
     return s.head is not None and s.head.step >= s.policy.steps
 
 
-def serve(s: State) -> Step:
+def serve(s: LighthouseState) -> Step:
     """Answer every open ask that the current membership settles."""
     assert s.grant is not None
     answers: dict[int, Answer] = {}
@@ -362,7 +364,7 @@ def serve(s: State) -> Step:
     return answer(s, answers)
 
 
-def go_on(s: State, report: Report) -> Continue:
+def go_on(s: LighthouseState, report: Report) -> Continue:
     """The membership of a grant stands for the step that one of its members asks for."""
     assert s.grant is not None
     return Continue(s.grant.epoch, report.step, not wanted(s, report.replica), s.checkpoint)

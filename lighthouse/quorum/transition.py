@@ -21,11 +21,11 @@ from lighthouse.quorum.state import (
     Commanded,
     Effect,
     Event,
+    LighthouseState,
     Note,
+    OpenRequest,
     ProcessesReported,
     Reply,
-    Request,
-    State,
     Step,
     Ticked,
     alive,
@@ -45,7 +45,7 @@ from lighthouse.quorum.state import (
 BEGIN_AGAIN = "all begin again from the newest checkpoint, older copies are dropped"
 
 
-def transition(s: State, event: Event) -> Step:
+def transition(s: LighthouseState, event: Event) -> Step:
     """One event in, the next state and what to do out. Effects may leave only when the state is durable."""
     match event:
         case Asked(request, now):
@@ -65,7 +65,7 @@ def transition(s: State, event: Event) -> Step:
     return s, effects + more
 
 
-def _asked(s: State, request: Request, now: float) -> Step:
+def _asked(s: LighthouseState, request: OpenRequest, now: float) -> Step:
     """Note the ask; answer at once if the current membership settles it."""
     report = request.report
     me = report.replica
@@ -110,7 +110,7 @@ def _asked(s: State, request: Request, now: float) -> Step:
     return (s, ()) if s.broken else _settle(s, report, now)
 
 
-def _known_all(s: State, report: Report) -> bool:
+def _known_all(s: LighthouseState, report: Report) -> bool:
     """Whether a member asks for a step that is settled and says nothing new: all but the first of each step do."""
     view, grant, state = s.views[report.replica], s.grant, report.state
     return (
@@ -130,7 +130,7 @@ def _known_all(s: State, report: Report) -> bool:
     )
 
 
-def _spared(s: State, report: Report) -> bool:
+def _spared(s: LighthouseState, report: Report) -> bool:
     """Whether the job goes on without a reporter that leaves: it is no member, and others know what it knows."""
     members = s.grant.members if s.grant else ()
     if any((m.replica, m.incarnation) == (report.replica, report.incarnation) for m in members):
@@ -145,7 +145,7 @@ def _spared(s: State, report: Report) -> bool:
     return state_id.newer(s.head, report.state) or (others and not state_id.newer(report.state, s.head))
 
 
-def _rewind(s: State, report: Report, now: float) -> Step:
+def _rewind(s: LighthouseState, report: Report, now: float) -> Step:
     """Nobody can tell whose state is right: all incarnations that there were end, and their copies with them.
 
     Those that come after them begin with the newest checkpoint. No older one is ever let in again: which of them
@@ -162,7 +162,7 @@ def _rewind(s: State, report: Report, now: float) -> Step:
     return s, (note, *replies)
 
 
-def _diverged(s: State, report: Report) -> Step:
+def _diverged(s: LighthouseState, report: Report) -> Step:
     """Nobody can tell whose state is right: whoever asks ends, and nothing is overwritten."""
     notes: tuple[Effect, ...] = ()
     if not s.diverged:
@@ -175,7 +175,7 @@ def _diverged(s: State, report: Report) -> Step:
     return s, (*notes, *replies)
 
 
-def _settle(s: State, report: Report, now: float) -> Step:
+def _settle(s: LighthouseState, report: Report, now: float) -> Step:
     """A member asks on a ring that works: the first request for a step settles its membership."""
     assert s.grant is not None
     grant = s.grant
@@ -220,13 +220,13 @@ def _settle(s: State, report: Report, now: float) -> Step:
     return s, (*turned_away, note, *replies)
 
 
-def _unwanted(s: State, replica: int) -> str:
+def _unwanted(s: LighthouseState, replica: int) -> str:
     """Why a replica may not take part."""
     drained = replica in s.drained
     return f"replica {replica} is drained" if drained else f"replica {replica}: the job has {s.target} replicas"
 
 
-def _processes(s: State, event: ProcessesReported) -> Step:
+def _processes(s: LighthouseState, event: ProcessesReported) -> Step:
     """Take a supervisor's word on what runs: the only evidence that counts as death."""
     s, leased = lease(s, event)
     s, news = learn(s, event)
@@ -263,7 +263,7 @@ def _processes(s: State, event: ProcessesReported) -> Step:
     return s, tuple(notes)
 
 
-def _contradicts(s: State, event: ProcessesReported, replica: int) -> bool:
+def _contradicts(s: LighthouseState, event: ProcessesReported, replica: int) -> bool:
     """Whether "nothing of this replica runs" is the word of a supervisor that knows only of older lives."""
     known = newest(s, replica)
     named = any(r == replica for r, _ in event.exited)

@@ -11,14 +11,14 @@ from ft_hsdp.bench.flood import Flood, frames
 from ft_hsdp.bench.goals import begin_result, finish_result
 from ft_hsdp.bench.options import ProgressLog
 from ft_hsdp.bench.strangers import show, verdicts
-from ft_hsdp.handshake import Gate, Purpose
+from ft_hsdp.handshake import CallerGate, Purpose
 from ft_hsdp.protocol import MAX_MESSAGE
 
 
 def test_strangers_call_each_listener_with_each_frame_and_nobody_is_let_in() -> None:
     async def body() -> None:
         admitted: list[Any] = []
-        gates = [Gate("ab" * 32, (Purpose.RING,), lambda *who: admitted.append(who)) for _ in range(2)]
+        gates = [CallerGate("ab" * 32, (Purpose.RING,), lambda *who: admitted.append(who)) for _ in range(2)]
         targets = []
         for gate in gates:
             listener = address.bound("127.0.0.1")

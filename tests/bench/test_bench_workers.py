@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from descriptors import raised
 
-from ft_hsdp.bench.workers.link import Link, collect
+from ft_hsdp.bench.workers.link import WorkerLink, collect
 from ft_hsdp.errors import Retryable
 
 
 def test_answers_are_collected_also_where_many_files_are_open(tmp_path: Path) -> None:
     mine, theirs = zip(*(socket.socketpair() for _ in range(3)), strict=True)
     with raised(mine[1]) as high:
-        links = [Link(f"worker {n}", sock, tmp_path) for n, sock in enumerate([mine[0], high, mine[2]])]
+        links = [WorkerLink(f"worker {n}", sock, tmp_path) for n, sock in enumerate([mine[0], high, mine[2]])]
         theirs[2].sendall(b'{"n": 2}\n')
         theirs[1].sendall(b'{"n"')
         theirs[0].sendall(b'{"n": 0}\n')

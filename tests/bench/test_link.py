@@ -15,7 +15,7 @@ import pytest
 from ft_hsdp.bench.goals import verdicts
 from ft_hsdp.bench.hsdp import measure as measuring
 from ft_hsdp.bench.hsdp import network
-from ft_hsdp.bench.hsdp.measure import Block, report
+from ft_hsdp.bench.hsdp.measure import StepBlock, report
 from ft_hsdp.bench.hsdp.network import BRIDGE, INTERFACE, Network
 from ft_hsdp.bench.hsdp.scene import HsdpScene
 from ft_hsdp.bench.options import ProgressLog
@@ -56,8 +56,8 @@ def transfer(source: str, target: str, host: str, nbytes: int) -> None:
         assert int(taker.stdout.readline()) == nbytes
 
 
-def blocks(*seconds: float, sent: float = 0.0) -> list[Block]:
-    return [Block(each, sent, 2 * each) for each in seconds]
+def blocks(*seconds: float, sent: float = 0.0) -> list[StepBlock]:
+    return [StepBlock(each, sent, 2 * each) for each in seconds]
 
 
 def commit(ftar_s: float, ftar: float, agreed: float, nbytes: int = 4_000_000) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_hsdp.control import leader as control
-from ft_hsdp.control.leader import Leader, LeaderSettings, Outlets
+from ft_hsdp.control.leader import Leader, LeaderOutlets, LeaderSettings
 from ft_hsdp.core.commit import AttemptId, CommitToken, Contribution, Vote
 from ft_hsdp.core.grant import Answer, Grant, Member, Report
 from ft_hsdp.core.replica_state import DEFAULT, ReplicaPolicy
@@ -83,7 +83,9 @@ class Scene:
             about,
             self.lighthouse,  # type: ignore[arg-type]
             replace(SETTINGS, **settings),
-            Outlets(self.orders.append, self.tokens.append, lambda why, code: self.ended.append((why, code))),
+            LeaderOutlets(
+                self.orders.append, self.tokens.append, lambda why, code: self.ended.append((why, code))
+            ),
             self._told,
         )
 

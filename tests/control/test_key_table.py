@@ -12,7 +12,7 @@ from known import known, run, streams
 from ft_hsdp import address, handshake, protocol, record_layer
 from ft_hsdp.control import store_server
 from ft_hsdp.control.rank_channel import RankLine
-from ft_hsdp.control.store_server import KeyTable, Refused, TableServer, checked, packed, unpacked
+from ft_hsdp.control.store_server import CallRefused, KeyTable, TableServer, checked, packed, unpacked
 from ft_hsdp.handshake import HungUp, Purpose
 from ft_hsdp.protocol import RankHello, StoreAnswer, StoreCall
 
@@ -70,7 +70,7 @@ def test_who_waits_in_vain_is_told_for_what() -> None:
     ],
 )
 def test_a_call_beyond_its_bounds_is_refused(asked: StoreCall, why: str) -> None:
-    with pytest.raises(Refused) as caught:
+    with pytest.raises(CallRefused) as caught:
         checked(asked)
     assert why in str(caught.value)
     assert len(str(caught.value)) < 200

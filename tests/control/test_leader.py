@@ -496,7 +496,7 @@ def test_a_checkpoint_is_whole_when_all_ranks_have_written_it(tmp_path: Path) ->
     async def body() -> None:
         s = Scene(tmp_path, rules=ReplicaPolicy(checkpoint_every=1))
         await one_step(s)
-        (order,) = s.named(effects.Checkpoint)
+        (order,) = s.named(effects.WriteCheckpoint)
         commit = next(i for i, o in enumerate(s.orders) if isinstance(o, effects.Commit))
         assert s.orders[commit + 1] == order, "written before the step was applied, or after the next batch began"
         assert order.state == s.leader.replica.state
@@ -517,7 +517,7 @@ def test_a_checkpoint_that_failed_is_told_once_and_given_to_another(tmp_path: Pa
     async def body() -> None:
         s = Scene(tmp_path, rules=ReplicaPolicy(checkpoint_every=1))
         await one_step(s)
-        (order,) = s.named(effects.Checkpoint)
+        (order,) = s.named(effects.WriteCheckpoint)
         for rank in (1, 0):
             s.leader.received(RankCheckpointFailed(rank, order.state, "no space left"))
         (event,) = s.events("CheckpointFailed")
@@ -527,7 +527,7 @@ def test_a_checkpoint_that_failed_is_told_once_and_given_to_another(tmp_path: Pa
         both_vote(s, AttemptId(2, 2, 0), (0, 1))
         assert s.tokens[-1].unwritable == (0,)
         s.leader.token(replace(s.tokens[-1], equal=(0, 1)))
-        assert len(s.named(effects.Checkpoint)) == 1, "it is the turn of 1"
+        assert len(s.named(effects.WriteCheckpoint)) == 1, "it is the turn of 1"
         s.leader.close()
 
     run(body())
@@ -537,7 +537,7 @@ def test_a_checkpoint_that_nobody_could_write_is_tried_again_after_a_pause(tmp_p
     async def body() -> None:
         s = Scene(tmp_path, rules=ReplicaPolicy(checkpoint_every=1), write_again_s=0.05)
         await one_step(s)
-        (order,) = s.named(effects.Checkpoint)
+        (order,) = s.named(effects.WriteCheckpoint)
         s.leader.received(RankCheckpointFailed(1, order.state, "no space left"))
         assert s.leader.replica.wanted == 0
         await s.until(lambda: s.leader.replica.wanted == 2, "the next state is demanded")
@@ -550,7 +550,7 @@ def test_a_checkpoint_that_hangs_is_given_to_another_and_counts_if_it_comes(tmp_
     async def body() -> None:
         s = Scene(tmp_path, rules=ReplicaPolicy(checkpoint_every=1), write_s=0.05)
         await one_step(s)
-        (order,) = s.named(effects.Checkpoint)
+        (order,) = s.named(effects.WriteCheckpoint)
         s.leader.received(RankCheckpointed(0, order.state))
         await s.until(lambda: s.leader.replica.failing, "it is overdue")
         (event,) = s.events("CheckpointFailed")

@@ -6,10 +6,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.ring import Plan, Span, shards
+from ft_hsdp.core.ring import RingPlan, Span, shards
 
 plans = st.builds(
-    Plan,
+    RingPlan,
     elements=st.one_of(st.integers(0, 40), st.integers(0, 600)),
     members=st.integers(1, 16),
     chunk=st.one_of(st.integers(1, 5), st.integers(1, 97)),
@@ -43,12 +43,12 @@ def test_shards_cover_every_element_once(elements: int, members: int) -> None:
 @pytest.mark.parametrize("wrong", [(-1, 1, 1, 1), (1, 0, 1, 1), (1, 1, 0, 1), (1, 1, 1, 0)])
 def test_an_impossible_plan_is_refused(wrong: tuple[int, int, int, int]) -> None:
     with pytest.raises(ValueError, match="no such plan"):
-        Plan(*wrong)
+        RingPlan(*wrong)
 
 
 def test_a_plan_in_figures() -> None:
     """19 elements, 2 members, chunks of 3, 2 slots: a partition of 12 and one of 7, whose shards are 4 and 3."""
-    plan = Plan(19, 2, 3, 2)
+    plan = RingPlan(19, 2, 3, 2)
     assert (plan.partition, plan.partitions, plan.rounds) == (12, 2, 4)
     assert [plan.span(0, r) for r in range(4)] == [Span(0, 3), Span(3, 6), Span(12, 15), Span(15, 16)]
     assert [plan.span(1, r) for r in range(4)] == [Span(6, 9), Span(9, 12), Span(16, 19), Span(19, 19)]
@@ -57,13 +57,13 @@ def test_a_plan_in_figures() -> None:
 
 @pytest.mark.parametrize("members", range(1, 17))
 def test_an_empty_message_is_one_empty_round(members: int) -> None:
-    plan = Plan(0, members, 4, 3)
+    plan = RingPlan(0, members, 4, 3)
     assert (plan.partitions, plan.rounds) == (1, 1)
     assert {plan.span(s, 0) for s in range(members)} == {Span(0, 0)}
 
 
 @given(plans)
-def test_every_element_is_in_one_chunk_of_one_shard(plan: Plan) -> None:
+def test_every_element_is_in_one_chunk_of_one_shard(plan: RingPlan) -> None:
     seen = [0] * plan.elements
     for shard, round_ in itertools.product(range(plan.members), range(plan.rounds)):
         span = plan.span(shard, round_)
@@ -74,7 +74,7 @@ def test_every_element_is_in_one_chunk_of_one_shard(plan: Plan) -> None:
 
 
 @given(plans)
-def test_a_partition_is_never_larger_than_what_the_slots_hold(plan: Plan) -> None:
+def test_a_partition_is_never_larger_than_what_the_slots_hold(plan: RingPlan) -> None:
     assert plan.partition == plan.chunk * plan.slots * plan.members
     assert (plan.partitions - 1) * plan.partition < max(1, plan.elements) <= plan.partitions * plan.partition
     for round_ in range(plan.rounds):
@@ -85,7 +85,7 @@ def test_a_partition_is_never_larger_than_what_the_slots_hold(plan: Plan) -> Non
 
 
 @given(plans)
-def test_no_round_is_without_work(plan: Plan) -> None:
+def test_no_round_is_without_work(plan: RingPlan) -> None:
     """Round numbers go on through all partitions, so the pipe is drained once only."""
     assert plan.rounds >= 1
     if plan.elements:
@@ -94,7 +94,7 @@ def test_no_round_is_without_work(plan: Plan) -> None:
 
 
 @given(plans)
-def test_the_spans_of_a_shard_are_its_chunks_put_together(plan: Plan) -> None:
+def test_the_spans_of_a_shard_are_its_chunks_put_together(plan: RingPlan) -> None:
     for shard in range(plan.members):
         elements = [k for s in plan.shard_spans(shard) for k in range(s.start, s.stop)]
         chunks = [plan.span(shard, r) for r in range(plan.rounds)]
@@ -103,13 +103,13 @@ def test_the_spans_of_a_shard_are_its_chunks_put_together(plan: Plan) -> None:
 
 
 @given(plans)
-def test_within_a_partition_shards_differ_by_at_most_one_element(plan: Plan) -> None:
+def test_within_a_partition_shards_differ_by_at_most_one_element(plan: RingPlan) -> None:
     for sizes in zip(*([s.size for s in plan.shard_spans(m)] for m in range(plan.members)), strict=True):
         assert max(sizes) - min(sizes) <= 1
         assert list(sizes) == sorted(sizes, reverse=True)
 
 
 @given(plans)
-def test_a_round_behind_the_last_partition_is_refused(plan: Plan) -> None:
+def test_a_round_behind_the_last_partition_is_refused(plan: RingPlan) -> None:
     with pytest.raises(ValueError, match="is not in"):
         plan.span(0, plan.partitions * plan.slots)

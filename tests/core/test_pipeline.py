@@ -8,7 +8,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.ring import Kind, OutOfOrder, Pipeline, Plan, Process, Send, Step, fold_order
+from ft_hsdp.core.ring import (
+    OperationKind,
+    OutOfOrder,
+    Pipeline,
+    ProcessChunk,
+    RingPlan,
+    SendChunk,
+    Step,
+    fold_order,
+)
 
 Sum = tuple[int, ...]  # who was added, in order
 Chunk = tuple[int, int]  # operation of the receiver, round
@@ -26,7 +35,7 @@ class Parcel:
 class Member:
     """A pipeline with a plane that adds names instead of numbers, and a window to the right neighbour."""
 
-    def __init__(self, plan: Plan, position: int, contributes: bool, depth: int) -> None:
+    def __init__(self, plan: RingPlan, position: int, contributes: bool, depth: int) -> None:
         self.pipeline = Pipeline(plan, position, contributes, depth)
         self._mine: Sum = (position,) if contributes else ()
         self._depth = depth
@@ -37,7 +46,7 @@ class Member:
         self.most = 0
         self.held: dict[tuple[int, int], Sum] = {}
         self.sent: list[Chunk] = []
-        self.busy: list[tuple[Process, Sum | None]] = []
+        self.busy: list[tuple[ProcessChunk, Sum | None]] = []
         self._arrived: dict[Chunk, Sum | None] = {}
 
     def start(self) -> None:
@@ -53,27 +62,31 @@ class Member:
         process, value = next(b for b in self.busy if b[0].operation.number == number)
         self.busy.remove((process, value))
         for step in self.pipeline.processed(number):
-            if isinstance(step, Process):
+            if isinstance(step, ProcessChunk):
                 self._take([step])
                 continue
             assert (step.operation, step.round) == (process.operation, process.round)
             out = None if step.empty else value or ()
-            assert step.empty == (not value and step.operation.kind in (Kind.COPY_SEND, Kind.REDUCE_SEND))
+            assert step.empty == (
+                not value and step.operation.kind in (OperationKind.COPY_SEND, OperationKind.REDUCE_SEND)
+            )
             self.sent.append((number + 1, step.round))
             self.queue.append(Parcel(number + 1, step.round, out))
-        if process.operation.kind not in (Kind.COPY_SEND, Kind.REDUCE_SEND):
+        if process.operation.kind not in (OperationKind.COPY_SEND, OperationKind.REDUCE_SEND):
             assert (process.operation.shard, process.round) not in self.held, "stored twice"
             self.held[process.operation.shard, process.round] = value or ()
         return process.operation.kind.receives and self._plan.members > 1
 
     def _take(self, steps: list[Step]) -> None:
         for step in steps:
-            assert isinstance(step, Process), "nothing is sent before the plane has made it"
+            assert isinstance(step, ProcessChunk), "nothing is sent before the plane has made it"
             kind, chunk = step.operation.kind, (step.operation.number, step.round)
             alone = self._plan.members == 1
-            got = () if kind is Kind.COPY_SEND or alone else self._arrived.pop(chunk)
-            assert step.empty == (got is None or (got == () == self._mine and (kind is Kind.COPY_SEND or alone)))
-            added = self._mine if kind.reduces or kind is Kind.COPY_SEND or alone else ()
+            got = () if kind is OperationKind.COPY_SEND or alone else self._arrived.pop(chunk)
+            assert step.empty == (
+                got is None or (got == () == self._mine and (kind is OperationKind.COPY_SEND or alone))
+            )
+            added = self._mine if kind.reduces or kind is OperationKind.COPY_SEND or alone else ()
             self.busy.append((step, (got or ()) + added))
             assert len(self.busy) <= self._depth
 
@@ -86,7 +99,7 @@ class Member:
             assert counters[0].ready - counters[1].ready <= self._plan.slots, "ahead of the ring"
 
 
-def run(plan: Plan, contributors: frozenset[int], depth: int, chance: random.Random) -> list[Member]:
+def run(plan: RingPlan, contributors: frozenset[int], depth: int, chance: random.Random) -> list[Member]:
     """A ring until nothing can happen any more: arrivals, ends of chunks and answers in any order."""
     members = [Member(plan, p, p in contributors, depth) for p in range(plan.members)]
     unstarted = set(range(plan.members))
@@ -115,7 +128,7 @@ def run(plan: Plan, contributors: frozenset[int], depth: int, chance: random.Ran
         member.check()
 
 
-def check_outcome(plan: Plan, contributors: frozenset[int], members: list[Member]) -> None:
+def check_outcome(plan: RingPlan, contributors: frozenset[int], members: list[Member]) -> None:
     rounds, n = plan.rounds, plan.members
     for member in members:
         assert member.pipeline.finished
@@ -128,7 +141,7 @@ def check_outcome(plan: Plan, contributors: frozenset[int], members: list[Member
 
 
 plans = st.builds(
-    Plan,
+    RingPlan,
     elements=st.one_of(st.integers(0, 20), st.integers(0, 60)),
     members=st.integers(1, 16),
     chunk=st.integers(1, 4),
@@ -137,7 +150,7 @@ plans = st.builds(
 
 
 @given(plans, st.data(), st.integers(0, 2**32))
-def test_any_order_of_events_ends_with_the_sum(plan: Plan, data: st.DataObject, seed: int) -> None:
+def test_any_order_of_events_ends_with_the_sum(plan: RingPlan, data: st.DataObject, seed: int) -> None:
     """Any message, any relays, a plane of any depth up to the slots: it ends, in one way only."""
     contributors = frozenset(data.draw(st.sets(st.integers(0, plan.members - 1))))
     depth = data.draw(st.integers(1, plan.slots))
@@ -150,29 +163,29 @@ def test_each_size_of_ring(members: int, relays: str) -> None:
     out = {"none": (), "odd": range(1, members, 2), "all": range(members)}[relays]
     contributors = frozenset(range(members)) - frozenset(out)
     for elements in (members - 1, 4 * members + 3):
-        plan = Plan(elements, members, 2, 3)
+        plan = RingPlan(elements, members, 2, 3)
         check_outcome(plan, contributors, run(plan, contributors, 2, random.Random(elements)))
 
 
 def test_the_chunk_nearest_to_its_end_goes_first() -> None:
-    pipeline = Pipeline(Plan(24, 2, 3, 4), 0, True)
+    pipeline = Pipeline(RingPlan(24, 2, 3, 4), 0, True)
     (first,) = pipeline.start()
     assert (first.operation.number, first.round) == (0, 0)
     for round_ in range(2):
         assert pipeline.arrived(1, round_, False) == []
     assert pipeline.arrived(2, 0, False) == []
     sent, then = pipeline.processed(0)
-    assert isinstance(sent, Send)
+    assert isinstance(sent, SendChunk)
     assert (then.operation.number, then.round) == (2, 0)
     assert [s.operation.number for s in pipeline.processed(2)] == [1]
 
 
 def test_own_chunks_wait_for_the_ring() -> None:
     """No more first chunks than slots, until the left neighbour's first ones come."""
-    pipeline = Pipeline(Plan(60, 2, 3, 2), 0, True, depth=100)
+    pipeline = Pipeline(RingPlan(60, 2, 3, 2), 0, True, depth=100)
     assert len(pipeline.start()) == 2
     for number in (0, 0):
-        assert [type(s) for s in pipeline.processed(number)] == [Send]
+        assert [type(s) for s in pipeline.processed(number)] == [SendChunk]
     steps = pipeline.arrived(1, 0, False)
     assert sorted((s.operation.number, s.round) for s in steps) == [(0, 2), (1, 0)]
 
@@ -189,7 +202,7 @@ def test_own_chunks_wait_for_the_ring() -> None:
     ],
 )
 def test_what_is_not_next_is_refused(number: int, round_: int, empty: bool) -> None:
-    pipeline = Pipeline(Plan(36, 3, 3, 2), 1, True)
+    pipeline = Pipeline(RingPlan(36, 3, 3, 2), 1, True)
     pipeline.start()
     before = [(c.ready, c.posted, c.done) for c in pipeline.counters]
     with pytest.raises(OutOfOrder):
@@ -198,7 +211,7 @@ def test_what_is_not_next_is_refused(number: int, round_: int, empty: bool) -> N
 
 
 def test_a_chunk_comes_once_only() -> None:
-    pipeline = Pipeline(Plan(6, 2, 3, 2), 0, True)
+    pipeline = Pipeline(RingPlan(6, 2, 3, 2), 0, True)
     pipeline.start()
     pipeline.arrived(1, 0, False)
     with pytest.raises(OutOfOrder, match="got round 0 of 1, next is 1"):
@@ -208,13 +221,13 @@ def test_a_chunk_comes_once_only() -> None:
 
 
 def test_the_plane_cannot_finish_what_it_was_not_given() -> None:
-    pipeline = Pipeline(Plan(6, 2, 3, 2), 0, True)
+    pipeline = Pipeline(RingPlan(6, 2, 3, 2), 0, True)
     with pytest.raises(OutOfOrder, match="before it was posted"):
         pipeline.processed(1)
 
 
 @pytest.mark.parametrize("members", range(1, 6))
 def test_how_many_chunks_come_from_the_left(members: int) -> None:
-    plan = Plan(50, members, 2, 2)
+    plan = RingPlan(50, members, 2, 2)
     done = run(plan, frozenset(range(members)), 1, random.Random(0))
     assert done[0].pipeline.frames == len(done[members - 1].sent) == plan.rounds * (2 * members - 2)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.ring import Kind, Operation, fold_order, operations
+from ft_hsdp.core.ring import Operation, OperationKind, fold_order, operations
 
 Sum = tuple[int, ...]  # the replicas that were added, in order: concatenation shows what addition hides
 
@@ -22,11 +22,11 @@ def reduced(ring: tuple[int, ...], contributors: frozenset[int]) -> list[dict[in
         sent: list[Sum] = []
         for p in range(members):
             operation, got = table[p][number], wire[(p - 1) % members]
-            if operation.kind is Kind.COPY_SEND or members == 1:
+            if operation.kind is OperationKind.COPY_SEND or members == 1:
                 value = mine[p]
             else:
                 value = got + mine[p] if operation.kind.reduces else got
-            if operation.kind in (Kind.REDUCE_STORE_SEND, Kind.STORE_SEND, Kind.STORE):
+            if operation.kind in (OperationKind.REDUCE_STORE_SEND, OperationKind.STORE_SEND, OperationKind.STORE):
                 assert operation.shard not in held[p], "a final sum is stored once"
                 held[p][operation.shard] = value
             sent.append(value)
@@ -51,17 +51,17 @@ def test_any_order_of_the_ring_and_any_relays(ring: list[int], able: set[int]) -
 
 
 def test_a_ring_of_one_only_stores() -> None:
-    assert operations(0, 1) == (Operation(0, Kind.STORE, 0),)
+    assert operations(0, 1) == (Operation(0, OperationKind.STORE, 0),)
     assert fold_order(0, (5,), frozenset({5})) == (5,)
 
 
 def test_the_operations_of_three() -> None:
     assert operations(0, 3) == (
-        Operation(0, Kind.COPY_SEND, 0),
-        Operation(1, Kind.REDUCE_SEND, 2),
-        Operation(2, Kind.REDUCE_STORE_SEND, 1),
-        Operation(3, Kind.STORE_SEND, 0),
-        Operation(4, Kind.STORE, 2),
+        Operation(0, OperationKind.COPY_SEND, 0),
+        Operation(1, OperationKind.REDUCE_SEND, 2),
+        Operation(2, OperationKind.REDUCE_STORE_SEND, 1),
+        Operation(3, OperationKind.STORE_SEND, 0),
+        Operation(4, OperationKind.STORE, 2),
     )
 
 
@@ -71,11 +71,11 @@ def test_the_five_kinds(members: int) -> None:
     for position in range(members):
         kinds = [o.kind for o in operations(position, members)]
         assert kinds == [
-            Kind.COPY_SEND,
-            *[Kind.REDUCE_SEND] * (members - 2),
-            Kind.REDUCE_STORE_SEND,
-            *[Kind.STORE_SEND] * (members - 2),
-            Kind.STORE,
+            OperationKind.COPY_SEND,
+            *[OperationKind.REDUCE_SEND] * (members - 2),
+            OperationKind.REDUCE_STORE_SEND,
+            *[OperationKind.STORE_SEND] * (members - 2),
+            OperationKind.STORE,
         ]
         assert len(kinds) == 2 * members - 1
         assert sum(k.sends for k in kinds) == sum(k.receives for k in kinds) == 2 * members - 2
@@ -93,7 +93,9 @@ def test_what_an_operation_sends_is_what_the_neighbours_next_one_receives(
         assert a.kind.sends
         assert b.kind.receives
         assert a.shard == b.shard
-        assert b.kind.reduces == (a.kind in (Kind.COPY_SEND, Kind.REDUCE_SEND)), "a partial sum is not a final one"
+        assert b.kind.reduces == (a.kind in (OperationKind.COPY_SEND, OperationKind.REDUCE_SEND)), (
+            "a partial sum is not a final one"
+        )
     assert all((a.shard - b.shard) % members == 1 for a, b in itertools.pairwise(mine))
 
 

@@ -241,7 +241,7 @@ class Driver:
                 return f"fetch {self._called(base)} from {[d.replica for d in donors]}"
             case effects.Keep(state):
                 return f"keep {self._called(state)} for others"
-            case effects.Checkpoint(state):
+            case effects.WriteCheckpoint(state):
                 return f"write a checkpoint of {self._called(state)}"
             case effects.DropSnapshots():
                 return "forget all snapshots"

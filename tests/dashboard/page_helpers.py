@@ -21,7 +21,7 @@ from ft_hsdp import protocol
 from ft_hsdp.protocol import Telemetry
 from lighthouse.http.auth import view_key
 from lighthouse.journal.database import SqliteDatabase
-from lighthouse.overview.rows import Entry
+from lighthouse.overview.rows import JournalEntry
 
 KEY = view_key(TOKEN)
 WAIT_S = 15.0
@@ -36,7 +36,7 @@ def write_past(path: Path, hours: float) -> None:
 
     shift = time.time() - 1.0 - START - hours * 3600
     archive = SqliteDatabase(path)
-    entries = [Entry(seq, kind, {**row, "t": row["t"] + shift}) for seq, kind, row in day(REPLICAS, hours)]
+    entries = [JournalEntry(seq, kind, {**row, "t": row["t"] + shift}) for seq, kind, row in day(REPLICAS, hours)]
     for first in range(0, len(entries), 5000):
         archive.append(entries[first : first + 5000])
     archive.close()
@@ -89,7 +89,7 @@ class Server:
     def grow(self, rows: int, row: Any) -> None:
         """``rows`` events more in the archive, while nobody serves it; ``row(n)`` makes one."""
         archive = SqliteDatabase(self._archive)
-        archive.append([Entry(archive.last + 1 + n, "event", row(n)) for n in range(rows)])
+        archive.append([JournalEntry(archive.last + 1 + n, "event", row(n)) for n in range(rows)])
         archive.close()
 
     def tell(self, replica: int, *events: dict[str, Any], commits: tuple[dict[str, Any], ...] = ()) -> None:

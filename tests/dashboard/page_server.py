@@ -17,7 +17,7 @@ from lighthouse.http.app import create_app
 from lighthouse.http.auth import Keys
 from lighthouse.journal.database import SqliteDatabase
 from lighthouse.journal.journal import JobJournal
-from lighthouse.overview.rows import About
+from lighthouse.overview.rows import JobInfo
 from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
 from lighthouse.store import MemoryStore
@@ -32,7 +32,7 @@ class _Server(uvicorn.Server):
     """Begins what needs the event loop."""
 
     def __init__(self, archive: Path, port: int) -> None:
-        self._chronicle = JobJournal(SqliteDatabase(archive), About("pretrain", REPLICAS, 2, STEPS))
+        self._chronicle = JobJournal(SqliteDatabase(archive), JobInfo("pretrain", REPLICAS, 2, STEPS))
         store = MemoryStore()
         state = store.load(Policy(slots=REPLICAS, steps=STEPS))
         self._service = Service(state, store, TOKEN, lambda row: self._chronicle.note([row]), name="pretrain")

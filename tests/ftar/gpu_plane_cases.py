@@ -17,9 +17,9 @@ from ring_rig import DEADLINE_S, DyingPlane, edges
 from ring_values import KEY, entry, folded, same, values
 from torch import Tensor
 
-from ft_hsdp.core.ring import Plan, operations
+from ft_hsdp.core.ring import RingPlan, operations
 from ft_hsdp.errors import FTARError, InvalidArgument, LocalSystemError, PeerDead, ProtocolViolation
-from ft_hsdp.ftar.allreduce import Order, Result, Ring
+from ft_hsdp.ftar.allreduce import AllReduceOrder, AllReduceResult, Ring
 from ft_hsdp.ftar.dataplane.base import Plane
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.dataplane.gpu import GpuPlane
@@ -47,8 +47,8 @@ def adds(arena: Arena) -> CpuPlane:
     return CpuPlane()
 
 
-def plan(elements: int, itemsize: int, members: int) -> Plan:
-    return Plan(elements, members, CHUNK // itemsize, SLOTS)
+def plan(elements: int, itemsize: int, members: int) -> RingPlan:
+    return RingPlan(elements, members, CHUNK // itemsize, SLOTS)
 
 
 class Scene:
@@ -71,10 +71,10 @@ class Scene:
             for i in range(len(planes))
         ]
 
-    def submit(self, locals_: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[Future[Result]]:
+    def submit(self, locals_: Sequence[Tensor | None], outs: Sequence[Tensor]) -> list[Future[AllReduceResult]]:
         works = []
         for i, (local, out) in enumerate(zip(locals_, outs, strict=True)):
-            order = Order(KEY, local, out, entry(self.names[i], int(local is not None)))
+            order = AllReduceOrder(KEY, local, out, entry(self.names[i], int(local is not None)))
             works.append(self._pools[i].submit(self.rings[i].all_reduce, order))
         return works
 
@@ -148,7 +148,7 @@ def test_a_neighbour_that_dies_in_the_middle_leaves_nothing_running_on_the_devic
         assert all(isinstance(e, PeerDead) for e in errors), errors
         local, out = locals_[0], Arena().empty(N)
         again = Ring(2, [5], 0, None, None, device, lambda n, size: plan(n, size, 1))
-        again.all_reduce(Order(KEY, local, out, entry(5)))  # the plane serves the next ring
+        again.all_reduce(AllReduceOrder(KEY, local, out, entry(5)))  # the plane serves the next ring
         assert same(out, local)
 
 
@@ -161,7 +161,7 @@ def test_the_buffer_is_registered_and_grows_to_what_is_asked_for() -> None:
     for n in (N, 3, 4 * N):
         out, local = Arena().empty(n), Arena().empty(n).fill_(3)
         ring = Ring(1, [5], 0, None, None, plane, lambda n, size: plan(n, size, 1))
-        ring.all_reduce(Order(KEY, local, out, entry(5)))
+        ring.all_reduce(AllReduceOrder(KEY, local, out, entry(5)))
         assert same(out, local)
         assert (plane._buffer is first) == (n <= N)
     plane.close()
@@ -171,7 +171,7 @@ def test_the_buffer_is_registered_and_grows_to_what_is_asked_for() -> None:
 def test_a_device_that_does_nothing_is_at_fault(grace_s: float) -> None:
     plane, out = GpuPlane(CPU, Arena(), 0.2, via="streamops"), Arena().empty(8)
     ring = Ring(1, [5], 0, None, None, plane, lambda n, size: plan(n, size, 1))
-    order = Order(KEY, None, out, entry(5))
+    order = AllReduceOrder(KEY, None, out, entry(5))
     ring.all_reduce(order)
     assert plane._staged is not None
     plane._staged.grace_s = grace_s
@@ -198,7 +198,7 @@ def test_a_failure_on_the_device_is_this_members_fault(monkeypatch: pytest.Monke
     monkeypatch.setattr(stream, "_error", RuntimeError("CUDA error: an illegal memory access"))
     ring = Ring(1, [5], 0, None, None, plane, lambda n, size: plan(n, size, 1))
     with pytest.raises(LocalSystemError, match="illegal memory access"):
-        ring.all_reduce(Order(KEY, None, out, entry(5)))
+        ring.all_reduce(AllReduceOrder(KEY, None, out, entry(5)))
     stream.close()
 
 

@@ -16,12 +16,14 @@ from unittest import mock
 
 import torch
 from ring_values import KEY, entry
+from sim_ring import World
+from sim_transport import Nature
 from torch import Tensor
 from transport_kinds import Flavour
 
-from ft_hsdp.core.ring import Plan, operations
+from ft_hsdp.core.ring import RingPlan, operations
 from ft_hsdp.errors import PeerDead
-from ft_hsdp.ftar.allreduce import DTYPES, Order, Result, Ring
+from ft_hsdp.ftar.allreduce import DTYPES, AllReduceOrder, AllReduceResult, Ring
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
 from ft_hsdp.ftar.frame import Framing, Key
 from ft_hsdp.ftar.listener import Listener, MemberIdentity
@@ -31,8 +33,6 @@ from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport import shm
 from ft_hsdp.ftar.transport.base import Receiver, Sender
 from ft_hsdp.ftar.transport.kind import Edge
-from ft_hsdp.ftar.transport.sim import Nature
-from ft_hsdp.ftar.transport.world import World
 
 TOKEN = "ab" * 32
 DEADLINE_S = 20.0
@@ -46,8 +46,8 @@ class Shape:
     slots: int = 4
     timeout_s: float = 30.0
 
-    def plan(self, members: int, elements: int, itemsize: int) -> Plan:
-        return Plan(elements, members, self.chunk // itemsize, self.slots)
+    def plan(self, members: int, elements: int, itemsize: int) -> RingPlan:
+        return RingPlan(elements, members, self.chunk // itemsize, self.slots)
 
 
 class Rig(Protocol):
@@ -57,7 +57,7 @@ class Rig(Protocol):
     outlets: Sequence[Sender]
     inlets: Sequence[Receiver]
 
-    def plan(self, elements: int, itemsize: int) -> Plan:
+    def plan(self, elements: int, itemsize: int) -> RingPlan:
         """How a message is cut."""
         ...
 
@@ -65,11 +65,11 @@ class Rig(Protocol):
         """A copy of ``values`` in memory of that member, of the flavour's kind."""
         ...
 
-    def submit(self, position: int, order: Order) -> Future[Result]:
+    def submit(self, position: int, order: AllReduceOrder) -> Future[AllReduceResult]:
         """Queue an all-reduce."""
         ...
 
-    def wait(self, works: Sequence[Future[Result]]) -> None:
+    def wait(self, works: Sequence[Future[AllReduceResult]]) -> None:
         """Until all are over."""
         ...
 
@@ -88,7 +88,7 @@ class DyingPlane(CpuPlane):
     ring: Ring | None = None
     left = -1
 
-    def open(self, local: Tensor | None, out: Tensor, plan: Plan, after: object = None) -> CpuJob:
+    def open(self, local: Tensor | None, out: Tensor, plan: RingPlan, after: object = None) -> CpuJob:
         job = super().open(local, out, plan)
         post = job.post
 
@@ -133,7 +133,7 @@ class Engines:
             for i in range(len(names))
         ]
 
-    def plan(self, elements: int, itemsize: int) -> Plan:
+    def plan(self, elements: int, itemsize: int) -> RingPlan:
         return self._shape.plan(len(self.names), elements, itemsize)
 
     def tensor(self, position: int, values: Tensor) -> Tensor:
@@ -141,10 +141,10 @@ class Engines:
             return values.clone()
         return self._arenas[position].empty(values.shape, values.dtype).copy_(values)
 
-    def submit(self, position: int, order: Order) -> Future[Result]:
+    def submit(self, position: int, order: AllReduceOrder) -> Future[AllReduceResult]:
         return self._pools[position].submit(self._rings[position].all_reduce, order)
 
-    def wait(self, works: Sequence[Future[Result]]) -> None:
+    def wait(self, works: Sequence[Future[AllReduceResult]]) -> None:
         for work in works:
             work.exception(DEADLINE_S)
 
@@ -199,16 +199,16 @@ class Actors:
         self.outlets: list[Sender] = [e.outlet for e in self._world.edges]
         self.inlets: list[Receiver] = [e.inlet for e in self._world.edges[-1:] + self._world.edges[:-1]]
 
-    def plan(self, elements: int, itemsize: int) -> Plan:
+    def plan(self, elements: int, itemsize: int) -> RingPlan:
         return self._shape.plan(len(self.names), elements, itemsize)
 
     def tensor(self, position: int, values: Tensor) -> Tensor:
         return values.clone()
 
-    def submit(self, position: int, order: Order) -> Future[Result]:
+    def submit(self, position: int, order: AllReduceOrder) -> Future[AllReduceResult]:
         return self._world.actors[position].all_reduce(order)
 
-    def wait(self, works: Sequence[Future[Result]]) -> None:
+    def wait(self, works: Sequence[Future[AllReduceResult]]) -> None:
         self._world.run()
         assert all(w.done() for w in works)
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ft_hsdp.core.ring import Plan, fold_order
+from ft_hsdp.core.ring import RingPlan, fold_order
 from ft_hsdp.ftar.frame import Entry, Key
 
 KEY = Key(epoch=1, step=1, attempt=0, bucket=0, prev="00" * 16)
@@ -26,7 +26,7 @@ def values(count: int, n: int, dtype: torch.dtype = torch.float32, seed: int = 0
     return [(torch.randn(n, generator=g) * 10 ** torch.randn(n, generator=g)).to(dtype) for _ in range(count)]
 
 
-def folded(plan: Plan, ring: Sequence[int], locals_: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
+def folded(plan: RingPlan, ring: Sequence[int], locals_: Sequence[Tensor | None], dtype: torch.dtype) -> Tensor:
     """The sum in the order that core.ring promises; zeros where nobody contributes."""
     of = dict(zip(ring, locals_, strict=True))
     out = torch.zeros(plan.elements, dtype=dtype)

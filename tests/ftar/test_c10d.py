@@ -21,7 +21,7 @@ from ring_rig import used
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.transport import gloo
-from ft_hsdp.ftar.transport.gloo import Mail, Mirror, classify, connect
+from ft_hsdp.ftar.transport.gloo import Mail, PairStore, classify, connect
 
 SETTINGS = Settings(transport="c10d", connections=2, timeout_s=60.0)
 MOMENT = timedelta(milliseconds=1)
@@ -178,7 +178,7 @@ def test_a_caller_that_goes_away_ends_the_meeting() -> None:
 def test_a_store_of_endless_keys_is_left() -> None:
     a, b = wires()
     with a, b:
-        mine, theirs = Mirror(a), Mirror(b)
+        mine, theirs = PairStore(a), PairStore(b)
         for i in range(gloo.MOST_KEYS):
             theirs.set(f"{i}", b"")
         assert mine.get("3") == b""

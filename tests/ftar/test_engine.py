@@ -11,26 +11,26 @@ from ring_rig import Shape, feed, framing, rig
 from ring_values import KEY, entry, same
 from transport_kinds import FLAVOURS
 
-from ft_hsdp.core.ring import Plan
+from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.errors import PeerDead, StaleEpoch
 from ft_hsdp.ftar import allreduce
-from ft_hsdp.ftar.allreduce import Order, Result, Ring
+from ft_hsdp.ftar.allreduce import AllReduceOrder, AllReduceResult, Ring
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
 from ft_hsdp.ftar.transport.base import Transfer
 
 
 def alone(plane: CpuPlane | None = None) -> Ring:
-    return Ring(1, [4], 0, None, None, plane or CpuPlane(), lambda elements, _: Plan(elements, 1, 2, 2))
+    return Ring(1, [4], 0, None, None, plane or CpuPlane(), lambda elements, _: RingPlan(elements, 1, 2, 2))
 
 
 def test_a_ring_of_one_copies_or_clears() -> None:
     ring, x, out = alone(), torch.arange(5.0), torch.full((5,), float("nan"))
-    assert ring.all_reduce(Order(KEY, x, out, entry(4))) == Result(out, (entry(4),), 0)
+    assert ring.all_reduce(AllReduceOrder(KEY, x, out, entry(4))) == AllReduceResult(out, (entry(4),), 0)
     assert same(out, torch.arange(5.0))
     assert out.data_ptr() != x.data_ptr()
-    ring.all_reduce(Order(KEY, x, x, entry(4)))
+    ring.all_reduce(AllReduceOrder(KEY, x, x, entry(4)))
     assert same(x, torch.arange(5.0))
-    ring.all_reduce(Order(KEY, None, out, entry(4, 0)))
+    ring.all_reduce(AllReduceOrder(KEY, None, out, entry(4, 0)))
     assert same(out, torch.zeros(5))
     assert ring.high_water == 0
 
@@ -43,7 +43,7 @@ def test_it_returns_only_when_its_own_sends_have_drained(name: str, chunk: int) 
     with rig(flavour, 2, Shape(chunk)) as ring:
         local = ring.tensor(0, torch.ones(n))
         out = ring.tensor(0, torch.full((n,), float("nan")))
-        work = ring.submit(0, Order(KEY, local, out, entry(5)))
+        work = ring.submit(0, AllReduceOrder(KEY, local, out, entry(5)))
         sent = feed(ring, 1, n, framing(ring, 1, n))  # member 1 sends zeros
         expected = torch.cat([torch.zeros(n // 2), torch.ones(n // 2)])
         while not same(out, expected):
@@ -69,13 +69,15 @@ def test_a_ring_between_two_works_gives_its_edges_away() -> None:
         assert (inlet, outlet) == (made.inlets[0], made.outlets[0])
         assert ring.retire(PeerDead("later")) == (None, None)
         with pytest.raises(StaleEpoch, match="a newer epoch"):
-            ring.all_reduce(Order(KEY, torch.ones(3), torch.empty(3), entry(5)))
+            ring.all_reduce(AllReduceOrder(KEY, torch.ones(3), torch.empty(3), entry(5)))
         ring.fail(PeerDead("later"))
         assert isinstance(ring.error, StaleEpoch), "the first error is the one that counts"
         following = Ring(2, [5, 6], 0, inlet, outlet, CpuPlane(), made.plan)
         with ThreadPoolExecutor(1) as pool:
-            other = made.submit(1, Order(KEY, torch.ones(3), torch.empty(3), entry(6)))
-            mine = pool.submit(following.all_reduce, Order(KEY, torch.ones(3), out := torch.empty(3), entry(5)))
+            other = made.submit(1, AllReduceOrder(KEY, torch.ones(3), torch.empty(3), entry(6)))
+            mine = pool.submit(
+                following.all_reduce, AllReduceOrder(KEY, torch.ones(3), out := torch.empty(3), entry(5))
+            )
             assert mine.result(20).entries == other.result(20).entries
         assert same(out, torch.full((3,), 2.0))
 
@@ -84,7 +86,9 @@ def test_a_ring_in_the_middle_of_a_work_keeps_its_edges() -> None:
     class Held(CpuPlane):
         began, go = threading.Event(), threading.Event()
 
-        def open(self, local: torch.Tensor | None, out: torch.Tensor, plan: Plan, after: object = None) -> CpuJob:
+        def open(
+            self, local: torch.Tensor | None, out: torch.Tensor, plan: RingPlan, after: object = None
+        ) -> CpuJob:
             self.began.set()
             assert self.go.wait(20)
             return super().open(local, out, plan)
@@ -92,7 +96,7 @@ def test_a_ring_in_the_middle_of_a_work_keeps_its_edges() -> None:
     plane = Held()
     ring = alone(plane)
     with ThreadPoolExecutor(1) as pool:
-        work = pool.submit(ring.all_reduce, Order(KEY, torch.ones(3), torch.empty(3), entry(4)))
+        work = pool.submit(ring.all_reduce, AllReduceOrder(KEY, torch.ones(3), torch.empty(3), entry(4)))
         assert plane.began.wait(20)
         assert ring.retire(StaleEpoch("a newer epoch")) == (None, None)
         assert ring.error is None
@@ -106,17 +110,19 @@ def test_what_is_not_the_rings_fault_ends_it_all_the_same() -> None:
             raise MemoryError("none left")
 
     class BrokenPlane(CpuPlane):
-        def open(self, local: torch.Tensor | None, out: torch.Tensor, plan: Plan, after: object = None) -> CpuJob:
+        def open(
+            self, local: torch.Tensor | None, out: torch.Tensor, plan: RingPlan, after: object = None
+        ) -> CpuJob:
             return Broken(local, out, plan, [], 64)
 
     with rig(FLAVOURS[0], 2) as made:
         ring = Ring(1, [5, 6], 0, made.inlets[0], made.outlets[0], BrokenPlane(), made.plan)
-        other = made.submit(1, Order(KEY, torch.ones(3), torch.empty(3), entry(6)))
+        other = made.submit(1, AllReduceOrder(KEY, torch.ones(3), torch.empty(3), entry(6)))
         with pytest.raises(MemoryError):
-            ring.all_reduce(Order(KEY, torch.ones(3), torch.empty(3), entry(5)))
+            ring.all_reduce(AllReduceOrder(KEY, torch.ones(3), torch.empty(3), entry(5)))
         assert isinstance(other.exception(20), PeerDead)
         with pytest.raises(PeerDead, match="the engine failed"):
-            ring.all_reduce(Order(KEY, torch.ones(3), torch.empty(3), entry(5)))
+            ring.all_reduce(AllReduceOrder(KEY, torch.ones(3), torch.empty(3), entry(5)))
 
 
 def test_threads_give_way_quickly_only_while_a_sum_is_under_way() -> None:

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.ring import Plan, operations
+from ft_hsdp.core.ring import RingPlan, operations
 from ft_hsdp.errors import ProtocolViolation, StaleEpoch
 from ft_hsdp.ftar import frame
 from ft_hsdp.ftar.frame import Entry, FrameOrder, Framing, Key
 
 KEY = Key(epoch=3, step=7, attempt=1, bucket=2, prev="ab" * 16)
-PLAN = Plan(100, 3, 4, 2)
+PLAN = RingPlan(100, 3, 4, 2)
 MINE = Framing(KEY, PLAN, operations(1, 3), 4, 0)
 LEFT = Framing(KEY, PLAN, operations(0, 3), 4, 0)
 
@@ -62,8 +62,8 @@ def test_another_epoch_step_attempt_or_lineage_is_stale(other: dict[str, Any]) -
         {"key": replace(KEY, bucket=3)},
         {"dtype": 1},
         {"itemsize": 2},
-        {"plan": Plan(100, 3, 3, 2)},
-        {"plan": Plan(104, 3, 4, 2)},
+        {"plan": RingPlan(100, 3, 3, 2)},
+        {"plan": RingPlan(104, 3, 4, 2)},
     ],
     ids=lambda o: next(iter(o)),
 )
@@ -75,7 +75,7 @@ def test_what_the_plan_does_not_say_is_a_violation(other: dict[str, Any]) -> Non
 
 @pytest.mark.parametrize(("number", "round_"), [(-1, 0), (4, 0), (2**16 - 2, 0), (0, PLAN.rounds)])
 def test_an_operation_or_round_that_there_is_not(number: int, round_: int) -> None:
-    larger = replace(LEFT, plan=Plan(1000, 3, 4, 2))
+    larger = replace(LEFT, plan=RingPlan(1000, 3, 4, 2))
     with pytest.raises(ProtocolViolation, match="which the plan does not have"):
         MINE.check(larger.header(replace(LEFT.operations[0], number=number), round_, False))
 

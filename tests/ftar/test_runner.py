@@ -8,9 +8,9 @@ import pytest
 import torch
 from ring_values import KEY, entry
 
-from ft_hsdp.core.ring import Plan
+from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped, StaleEpoch
-from ft_hsdp.ftar.allreduce import Order, Result, Ring
+from ft_hsdp.ftar.allreduce import AllReduceOrder, AllReduceResult, Ring
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.executor import Executor, Work
 from ft_hsdp.ftar.frame import Key
@@ -20,13 +20,13 @@ class Scripted(Ring):
     """A ring of one that says what it does, and fails when it is told to."""
 
     def __init__(self, epoch: int, log: list[str]) -> None:
-        super().__init__(epoch, [0], 0, None, None, CpuPlane(), lambda n, _: Plan(n, 1, 4, 1))
+        super().__init__(epoch, [0], 0, None, None, CpuPlane(), lambda n, _: RingPlan(n, 1, 4, 1))
         self.log = log
         self.go = threading.Event()
         self.go.set()
         self.fails: FTARError | None = None
 
-    def all_reduce(self, order: Order) -> Result:
+    def all_reduce(self, order: AllReduceOrder) -> AllReduceResult:
         self.log.append(f"reduce {self.epoch}")
         assert self.go.wait(20)
         if self.fails is not None:
@@ -57,7 +57,7 @@ class Scene:
 
     def queue(self, epoch: int) -> Work:
         key = Key(epoch, 1, 0, 0, KEY.prev)
-        return self.runner.queue(Order(key, torch.ones(3), torch.empty(3), entry(0)))
+        return self.runner.queue(AllReduceOrder(key, torch.ones(3), torch.empty(3), entry(0)))
 
 
 @pytest.fixture

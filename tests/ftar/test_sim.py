@@ -12,17 +12,17 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from ring_values import KEY, entry, folded, same, values
+from sim_ring import Sizes, World
+from sim_transport import Clock, Nature
 from torch import Tensor
 
-from ft_hsdp.core.ring import Plan, Process
+from ft_hsdp.core.ring import ProcessChunk, RingPlan
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout, RemoteAbort, Skipped
-from ft_hsdp.ftar.allreduce import Order
+from ft_hsdp.ftar.allreduce import AllReduceOrder
 from ft_hsdp.ftar.dataplane.base import Plane, Processed
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
 from ft_hsdp.ftar.executor import Work
 from ft_hsdp.ftar.transport.base import Chunk
-from ft_hsdp.ftar.transport.sim import Clock, Nature
-from ft_hsdp.ftar.transport.world import Sizes, World
 
 CONTROL_S = 1e-4  # less than any delay of data: what the control connection says comes first
 ITEM = 4
@@ -42,7 +42,7 @@ class SlowJob(CpuJob):
         self._ready: list[Processed] = []
         self._last = 0.0
 
-    def post(self, process: Process, arrival: Chunk | None) -> None:
+    def post(self, process: ProcessChunk, arrival: Chunk | None) -> None:
         super().post(process, arrival)
         (item,) = super().completed()
         clock = self._slow.clock
@@ -68,7 +68,7 @@ class SlowPlane(CpuPlane):
         super().__init__()
         self.depth, self.delay = depth, delay
 
-    def open(self, local: Tensor | None, out: Tensor, plan: Plan, after: object = None) -> CpuJob:
+    def open(self, local: Tensor | None, out: Tensor, plan: RingPlan, after: object = None) -> CpuJob:
         job = super().open(local, out, plan)
         return SlowJob(self, local, out, plan, job._slots, job._size)
 
@@ -101,7 +101,7 @@ class Scene:
         chance = random.Random(seed)
         self.nature = nature or Nature(slots=2, delay=delays(chance))
         self.names = [10 + (3 * i) % n if n % 3 else 10 + i for i in range(n)]
-        self.plan = Plan(elements, n, chunk, self.nature.slots)
+        self.plan = RingPlan(elements, n, chunk, self.nature.slots)
         planes: list[Plane] = [SlowPlane(depth, delays(chance)) if depth else CpuPlane() for _ in range(n)]
         self.world = World(self.names, self.nature, planes, self._sizes(), lambda: CONTROL_S)
         for plane, actor in zip(planes, self.world.actors, strict=True):
@@ -166,8 +166,8 @@ class Scene:
                 failed = True
 
 
-def _order(step: int, local: Tensor | None, out: Tensor, name: int) -> Order:
-    return Order(replace(KEY, step=step), local, out, entry(name, 0 if local is None else 1))
+def _order(step: int, local: Tensor | None, out: Tensor, name: int) -> AllReduceOrder:
+    return AllReduceOrder(replace(KEY, step=step), local, out, entry(name, 0 if local is None else 1))
 
 
 @pytest.mark.parametrize("by_reference", [False, True], ids=["copies", "references"])
@@ -205,7 +205,7 @@ def test_relays_add_nothing_wherever_they_stand(relays: tuple[int, ...], by_refe
 def test_a_death_at_every_round_of_every_member(n: int, by_reference: bool) -> None:
     """Two works are queued; the victim dies before it takes its k-th chunk, for every k."""
     elements, chunk = 5 * n + 2, 2
-    frames = Plan(elements, n, chunk, 2).rounds * (2 * n - 2)
+    frames = RingPlan(elements, n, chunk, 2).rounds * (2 * n - 2)
     assert frames >= 3 * (2 * n - 2)
     ended = set()
     for victim in range(n):

@@ -30,7 +30,7 @@ from ft_hsdp.errors import (
     ProtocolViolation,
 )
 from ft_hsdp.ftar import wire
-from ft_hsdp.ftar.allreduce import Order
+from ft_hsdp.ftar.allreduce import AllReduceOrder
 from ft_hsdp.ftar.frame import Frame
 from ft_hsdp.ftar.memory import SEALS, SEGMENT, Arena
 from ft_hsdp.ftar.settings import Settings
@@ -91,7 +91,9 @@ def test_large_payloads_inline_on_a_local_socket() -> None:
     n = 3 * 2 * 131_072
     with rig(flavour, 3, Shape(512 * 1024, 2)) as ring:
         outs = [torch.empty(n) for _ in range(3)]
-        works = [ring.submit(i, Order(KEY, torch.ones(n), out, entry(5 + i))) for i, out in enumerate(outs)]
+        works = [
+            ring.submit(i, AllReduceOrder(KEY, torch.ones(n), out, entry(5 + i))) for i, out in enumerate(outs)
+        ]
         ring.wait(works)
         assert all(same(w.result().out, torch.full((n,), 3.0)) for w in works)
 

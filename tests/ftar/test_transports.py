@@ -17,7 +17,7 @@ from transport_kinds import FLAVOURS, Flavour
 
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout, ProtocolViolation, Skipped, StaleEpoch
 from ft_hsdp.ftar import frame as wire
-from ft_hsdp.ftar.allreduce import DTYPES, Order, Result
+from ft_hsdp.ftar.allreduce import DTYPES, AllReduceOrder, AllReduceResult
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.transport.base import Transfer
 
@@ -48,12 +48,12 @@ class Sums:
         self._names = rig_.names
         self._key = replace(KEY, step=step)
         self._rig = rig_
-        self.works: dict[int, Future[Result]] = {}
+        self.works: dict[int, Future[AllReduceResult]] = {}
 
     def submit(self, *positions: int) -> Sums:
         for i in positions or range(len(self.outs)):
             mine = entry(self._names[i], 0 if self.locals[i] is None else 1)
-            self.works[i] = self._rig.submit(i, Order(self._key, self.locals[i], self.outs[i], mine))
+            self.works[i] = self._rig.submit(i, AllReduceOrder(self._key, self.locals[i], self.outs[i], mine))
         return self
 
     def wait(self, *positions: int) -> Sums:

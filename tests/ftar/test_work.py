@@ -5,7 +5,7 @@ import torch
 
 from ft_hsdp import errors
 from ft_hsdp.errors import FTARError
-from ft_hsdp.ftar.allreduce import Result
+from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.executor import Work
 
 
@@ -44,6 +44,6 @@ def test_a_work_that_is_done() -> None:
     work, out = Work(), torch.ones(3)
     with pytest.raises(TimeoutError):
         work.wait(0)
-    work.set_result(Result(out, (), 0))
+    work.set_result(AllReduceResult(out, (), 0))
     assert work.status == "SUCCESS"
     assert work.wait() is out

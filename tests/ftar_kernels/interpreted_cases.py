@@ -8,7 +8,7 @@ import torch
 
 from ftar_kernels import reduce_copy
 from ftar_kernels.bench import checks, limits
-from ftar_kernels.bench.ring import FREED, HEADS, SENT, Broken, Layout, Member
+from ftar_kernels.bench.ring import FREED, HEADS, SENT, Broken, KernelRingMember, RingMemoryLayout
 from ftar_kernels.flags import FlagPage, Status
 from ftar_kernels.handshake import INTERPRETED
 from ftar_kernels.plane import Aborted, StagedPlane, TimedOut
@@ -197,9 +197,9 @@ def test_words_of_different_writers_share_no_cache_line():
 
 
 def test_a_silent_neighbour_breaks_the_ring():
-    layout = Layout(2, 512, 2)
+    layout = RingMemoryLayout(2, 512, 2)
     memory = host_buffer(layout.nbytes, CPU)
-    member = Member(memory, layout, 0, CPU, 4096, "persistent", programs=1, timeout_s=0.2)
+    member = KernelRingMember(memory, layout, 0, CPU, 4096, "persistent", programs=1, timeout_s=0.2)
     tensor = checks.fresh(1000, torch.float32, CPU)
     begin = time.monotonic()
     with pytest.raises(Broken, match="nothing has moved"):
@@ -209,9 +209,9 @@ def test_a_silent_neighbour_breaks_the_ring():
 
 
 def test_a_quick_neighbour_may_have_begun_the_next_one():
-    layout = Layout(2, 64, 4)
+    layout = RingMemoryLayout(2, 64, 4)
     memory = host_buffer(layout.nbytes, CPU)
-    member = Member(memory, layout, 0, CPU, 64, "streamops", programs=1)
+    member = KernelRingMember(memory, layout, 0, CPU, 64, "streamops", programs=1)
     words = layout.words(memory, 0)
     words[8 * HEADS : 8 * HEADS + 9] = [
         1,

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
 
-from ft_hsdp.core.ring import Plan, fold_order
+from ft_hsdp.core.ring import RingPlan, fold_order
 from ftar_kernels import reference
 
 
@@ -19,7 +19,7 @@ def test_every_member_ends_with_the_sum_in_ring_order(members, relays, dtype):
     contributors = frozenset(range(members)) - set(relays)
     want = torch.empty(elements, dtype=dtype)
     for shard in range(members):
-        for span in Plan(elements, members, chunk, slots).shard_spans(shard):
+        for span in RingPlan(elements, members, chunk, slots).shard_spans(shard):
             first, *others = fold_order(shard, range(members), contributors)
             total = inputs[first][span.start : span.stop]
             for other in others:

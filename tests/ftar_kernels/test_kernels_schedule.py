@@ -7,7 +7,7 @@ pytest.importorskip("triton", reason="triton is not installed (pip install trito
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core.ring import Plan, operations
+from ft_hsdp.core.ring import RingPlan, operations
 from ftar_kernels.schedule import FROM_LOCAL, FROM_RECV, TO_OUT, TO_SEND, Command, Kind, Schedule, kinds
 
 sizes = st.integers(0, 5000)
@@ -16,7 +16,7 @@ small = st.integers(1, 9)
 
 @given(sizes, st.integers(1, 16), st.integers(1, 300), small)
 def test_cuts_as_the_ring_does(elements, members, chunk, slots):
-    plan = Plan(elements, members, chunk, slots)
+    plan = RingPlan(elements, members, chunk, slots)
     schedule = Schedule(elements, members, chunk, slots)
     assert schedule.rounds == plan.rounds
     for shard in range(members):

@@ -38,7 +38,7 @@ from ft_hsdp.handshake import Caller, Purpose
 from ft_hsdp.launch.run.directory import Tailer
 from ft_hsdp.state.agent import messages
 from ft_hsdp.state.transfer import server, shard_manifest
-from ft_hsdp.state.transfer.http import Line, Unanswered
+from ft_hsdp.state.transfer.http import DonorBusy, DonorConnection
 from ft_hsdp.state.transfer.source import InMemorySnapshots, Room
 from lighthouse import validation
 from lighthouse.http import connections as lighthouse_door
@@ -205,7 +205,7 @@ class _Handler(server._Handler):
 
 
 SHELF = InMemorySnapshots()
-SHELF.put(shard_manifest.Manifest(BASE, 0, 1, "0" * 32, 0, (), (), ()), Room(0))
+SHELF.put(shard_manifest.ShardManifest(BASE, 0, 1, "0" * 32, 0, (), (), ()), Room(0))
 
 
 def _request(data: bytes) -> None:
@@ -218,7 +218,7 @@ def _answer(data: bytes) -> None:
     """What a state server says."""
     stream = io.BytesIO(data)
     sock: Any = SimpleNamespace(recv=stream.read)
-    answer = Line("x:1", TOKEN)._head(sock)
+    answer = DonorConnection("x:1", TOKEN)._head(sock)
     assert 0 <= answer.length < 10**18
 
 
@@ -264,7 +264,7 @@ class _Lighthouse:
         LOOP.run_until_complete(self._feed(data))
 
     async def _feed(self, data: bytes) -> None:
-        door = lighthouse_door.Door(
+        door = lighthouse_door.GuardedConnection(
             self._connections, config=self._config, server_state=ServerState(), app_state={}, _loop=LOOP
         )
         door.connection_made(_Transport())
@@ -311,7 +311,7 @@ RANGED = b"GET /v1/state/1/2/" + b"0" * 32 + b"/0/data HTTP/1.1\r\nRange: bytes=
 POST = b"POST /v1/quorum HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n{}"
 CHUNKED = b"POST /x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n2\r\n{}\r\n0\r\n\r\n"
 MANIFEST = shard_manifest.encode(
-    shard_manifest.Manifest(
+    shard_manifest.ShardManifest(
         BASE,
         0,
         1,
@@ -361,7 +361,7 @@ def targets() -> dict[str, Callable[[], Parser]]:
         "state_answer": lambda: Parser(
             _answer,
             [b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nETag: x\r\n\r\nabcde"],
-            (DataCorruption, ConnectionError, Unanswered),
+            (DataCorruption, ConnectionError, DonorBusy),
         ),
         "lighthouse": lambda: Parser(_Lighthouse(), [HEAD, POST, CHUNKED], ()),
         "config": lambda: Parser(_yaml, YAML, (ConfigError,)),

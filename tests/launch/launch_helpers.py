@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_hsdp.config import parse
-from ft_hsdp.launch.job import Job
+from ft_hsdp.launch.job import JobRun
 from ft_hsdp.launch.lighthouse_process import furnish
 from ft_hsdp.launch.local import here, prepare_data
 from ft_hsdp.launch.run.directory import RunDir, claim, identity, write_json
@@ -48,7 +48,7 @@ def train(folder: Path, entry: str, deadline_s: float = 120.0, **settings: Any) 
     furnish(run, config)
     write_json(run.supervisor, identity())
     with Terminal(config, io.StringIO()) as terminal:
-        job = Job(config, run, terminal, here(config, run, entry=entry))
+        job = JobRun(config, run, terminal, here(config, run, entry=entry))
         code, _ = asyncio.run(asyncio.wait_for(job.run(), deadline_s))
     assert code == 0
     return run

@@ -207,7 +207,7 @@ def test_it_is_told_in_words_and_a_lost_incarnation_stands_under_its_kind(run_di
 def test_an_order_is_a_file_until_it_is_lifted(run_dir: RunDir) -> None:
     made = inflict(run_dir, described(kind="partition", edge=[0, "lighthouse"], reject=True))
     (file,) = (run_dir.path / fault_injection.FOLDER).glob("*.json")
-    assert fault_injection.parse(file.read_bytes()) == fault_injection.Order(
+    assert fault_injection.parse(file.read_bytes()) == fault_injection.FaultOrder(
         "partition", edge=(0, "lighthouse"), reject=True, seconds=0.2
     )
     made.lifted("over")

@@ -20,7 +20,7 @@ from launch_helpers import DEADLINE_S
 
 from ft_hsdp.config import parse
 from ft_hsdp.launch.cli import main
-from ft_hsdp.launch.doctor import CHECKS, Bad, Finding, State, Subject, Undecided, examine
+from ft_hsdp.launch.doctor import CHECKS, Bad, CheckState, Finding, Subject, Undecided, examine
 from ft_hsdp.launch.doctor.checks import Check
 from ft_hsdp.launch.run.directory import RunDir, identity, write_json
 from lighthouse.ha.standby import Standby, SwitchableApp
@@ -127,10 +127,10 @@ def test_what_hangs_is_undecided_and_holds_up_nobody() -> None:
     found = examine(Subject(parse({})), checks=checks, deadline_s=0.2)
     ended.set()
     assert found == [
-        Finding("hang", State.SKIP, "no answer within 0.2 s: a name server, file system or device hangs"),
-        Finding("fail", State.FAIL, "do this"),
-        Finding("wonder", State.SKIP, "who knows"),
-        Finding("crash", State.SKIP, "the check itself failed: KeyError: 'x'"),
+        Finding("hang", CheckState.SKIP, "no answer within 0.2 s: a name server, file system or device hangs"),
+        Finding("fail", CheckState.FAIL, "do this"),
+        Finding("wonder", CheckState.SKIP, "who knows"),
+        Finding("crash", CheckState.SKIP, "the check itself failed: KeyError: 'x'"),
     ]
     assert [each.ok for each in found] == [True, False, True, True]
 
@@ -173,8 +173,8 @@ def found(name: str, subject: Subject) -> Finding:
 
 def test_its_port_is_not_looked_at_here(elsewhere: str) -> None:
     subject = Subject(parse({}), (elsewhere,))
-    assert found("lighthouse", subject) == Finding("lighthouse", State.OK, f"{elsewhere} answers")
-    assert found("port", subject).state is State.SKIP
+    assert found("lighthouse", subject) == Finding("lighthouse", CheckState.OK, f"{elsewhere} answers")
+    assert found("port", subject).state is CheckState.SKIP
     named = elsewhere.replace("127.0.0.1", "localhost")
     assert found("lighthouse", Subject(parse({}), (named,))).text == f"{named} answers at 127.0.0.1"
 
@@ -184,24 +184,24 @@ def test_one_that_does_not_answer_fails(elsewhere: str) -> None:
         port = free.getsockname()[1]
     gone = f"http://127.0.0.1:{port}"
     assert f"{gone} does not answer" in found("lighthouse", Subject(parse({}), (gone,))).text
-    assert found("clock", Subject(parse({}), (gone,))).state is State.SKIP
+    assert found("clock", Subject(parse({}), (gone,))).state is CheckState.SKIP
     assert found("lighthouse", Subject(parse({}), (gone, elsewhere))).ok
     nameless = found("lighthouse", Subject(parse({}), ("http://no-such-host.invalid:1",)))
-    assert nameless.state is State.FAIL
+    assert nameless.state is CheckState.FAIL
     assert "no-such-host.invalid" in nameless.text
 
 
 @pytest.mark.parametrize(
     ("date", "state", "said"),
     [
-        ("Sat, 01 Jan 2000 00:00:00 GMT", State.FAIL, "s ahead of the lighthouse"),
-        ("Fri, 01 Jan 2100 00:00:00 GMT", State.FAIL, "s behind the lighthouse"),
-        ("yesterday", State.SKIP, "does not say what time"),
-        (None, State.SKIP, "does not say what time"),
+        ("Sat, 01 Jan 2000 00:00:00 GMT", CheckState.FAIL, "s ahead of the lighthouse"),
+        ("Fri, 01 Jan 2100 00:00:00 GMT", CheckState.FAIL, "s behind the lighthouse"),
+        ("yesterday", CheckState.SKIP, "does not say what time"),
+        (None, CheckState.SKIP, "does not say what time"),
     ],
 )
 def test_clocks_that_differ_are_found(
-    elsewhere: str, monkeypatch: pytest.MonkeyPatch, date: str | None, state: State, said: str
+    elsewhere: str, monkeypatch: pytest.MonkeyPatch, date: str | None, state: CheckState, said: str
 ) -> None:
     monkeypatch.setattr(Elsewhere, "date", date)
     finding = found("clock", Subject(parse({}), (elsewhere,)))

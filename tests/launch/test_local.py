@@ -17,7 +17,7 @@ from launch_helpers import run_async, until
 
 from ft_hsdp.config import Config, parse
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.job import Job
+from ft_hsdp.launch.job import JobRun
 from ft_hsdp.launch.lighthouse_process import LighthouseFailed, check_port, furnish
 from ft_hsdp.launch.local import here, up
 from ft_hsdp.launch.run.directory import RunDir, claim, identity, read_json, read_jsonl, write_json
@@ -50,7 +50,7 @@ class Fake:
                 preload=(),
                 lighthouse="standin_lighthouse",
             )
-            return await Job(self.config, self.run, terminal, means).run()
+            return await JobRun(self.config, self.run, terminal, means).run()
 
     def pids(self) -> list[int]:
         found = [read_json(self.run.lighthouse)["pid"]]

@@ -11,7 +11,7 @@ import pytest
 from launch_helpers import run_async, until
 
 from ft_hsdp.config import parse
-from ft_hsdp.launch.backend.base import COLD, ReplicaSpec, Watch
+from ft_hsdp.launch.backend.base import COLD, ProcessWatch, ReplicaSpec
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir
@@ -23,7 +23,7 @@ class Rank:
 
     pid, host = 1, "somewhere"
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: ProcessWatch) -> None:
         self._watch = watch
 
     def signal(self, number: int) -> None:
@@ -57,7 +57,7 @@ class Full:
     def vacancy(self, replica: int) -> str:
         return f"replica {replica} is too large"
 
-    async def start(self, gang: ReplicaSpec, watch: Watch) -> str:
+    async def start(self, gang: ReplicaSpec, watch: ProcessWatch) -> str:
         try:
             await self.startable.wait()
         except asyncio.CancelledError:

@@ -14,7 +14,7 @@ from ft_hsdp.config import load, parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.render import settings
 from ft_hsdp.launch.render.pod import LONGEST, label
-from ft_hsdp.launch.render.text import Note, document
+from ft_hsdp.launch.render.text import CommentedValue, document
 
 ROOT = Path(__file__).parents[2]
 WORDS = st.text(st.characters(codec="utf-8", exclude_categories=["C", "Zl", "Zp"]), max_size=20)
@@ -41,7 +41,10 @@ def test_a_document_is_read_as_it_was_meant(tree: dict[str, Any]) -> None:
 
 
 def test_comments_stand_above_what_they_are_about() -> None:
-    tree = {"a": Note("why", 1), "b": [Note("two\nlines", {"c": 2}), {"d": Note("first", 3)}]}
+    tree = {
+        "a": CommentedValue("why", 1),
+        "b": [CommentedValue("two\nlines", {"c": 2}), {"d": CommentedValue("first", 3)}],
+    }
     assert document(tree) == "# why\na: 1\nb:\n  # two\n  # lines\n  - c: 2\n  -\n    # first\n    d: 3\n"
     assert yaml.safe_load(document(tree)) == {"a": 1, "b": [{"c": 2}, {"d": 3}]}
 

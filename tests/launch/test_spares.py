@@ -13,7 +13,7 @@ from launch_helpers import Plan, run_async, until
 
 from ft_hsdp.config import parse
 from ft_hsdp.launch.backend import spares
-from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, Process, ReplicaSpec
+from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ReplicaSpec, WorkerProcess
 from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
@@ -24,14 +24,14 @@ class Watched:
     """A gang that was started: who runs, who is gone."""
 
     def __init__(self) -> None:
-        self.running: dict[int, Process] = {}
+        self.running: dict[int, WorkerProcess] = {}
         self.gone: dict[int, int] = {}
 
-    def started(self, rank: int, process: Process) -> None:
+    def started(self, rank: int, process: WorkerProcess) -> None:
         assert rank not in self.running
         self.running[rank] = process
 
-    def exited(self, rank: int, process: Process, code: int) -> None:
+    def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
         assert rank not in self.gone
         self.gone[rank] = code
 

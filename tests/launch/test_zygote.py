@@ -20,7 +20,7 @@ def test_a_rank_with_many_open_files_looks_whether_it_was_called(
     monkeypatch.setattr(os, "environ", {})
     ours, theirs = socket.socketpair()
     with ours, theirs, raised(ours) as high:
-        line = zygote.Line(high)
+        line = zygote.CallLine(high)
         if told:
             call = {"replica": 1, "run_id": "a", "restarts": 2, "log": str(tmp_path / "log")}
             theirs.sendall(json.dumps(call).encode() + b"\n")
@@ -34,5 +34,5 @@ def test_a_rank_whose_supervisor_is_gone_ends() -> None:
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours, pytest.raises(SystemExit) as ended:
-        zygote.Line(ours).heard()
+        zygote.CallLine(ours).heard()
     assert ended.value.code == 75

@@ -10,7 +10,7 @@ from typing import Any
 
 from ft_hsdp.core import state_id
 from lighthouse.journal.database import SqliteDatabase
-from lighthouse.overview.rows import Entry
+from lighthouse.overview.rows import JournalEntry
 
 START = 1_780_000_000.0
 STEP_S = 0.95
@@ -170,17 +170,17 @@ class _Day:
         return ",".join(map(str, members))
 
 
-def day(replicas: int = 20, hours: float = 24, seed: int = 7, ranks: int = 2) -> Iterator[Entry]:
+def day(replicas: int = 20, hours: float = 24, seed: int = 7, ranks: int = 2) -> Iterator[JournalEntry]:
     """The rows of a day with their numbers: events of all processes, and one commit for each step."""
     for seq, row in enumerate(_Day(replicas, hours, seed, ranks).rows(), 1):
-        yield Entry(seq, "event" if "event" in row else "commit", row)
+        yield JournalEntry(seq, "event" if "event" in row else "commit", row)
 
 
 def write_day(path: Path, replicas: int = 20, hours: float = 24, seed: int = 7, ranks: int = 2) -> int:
     """Write a day into a new archive at ``path``; how many rows it has."""
     archive = SqliteDatabase(path)
     try:
-        batch: list[Entry] = []
+        batch: list[JournalEntry] = []
         for entry in day(replicas, hours, seed, ranks):
             batch.append(entry)
             if len(batch) == 5000:

@@ -20,11 +20,11 @@ from ft_hsdp.config import parse
 from lighthouse.http import connections
 from lighthouse.http.app import create_app
 from lighthouse.http.auth import Keys
-from lighthouse.http.middleware import Gate
+from lighthouse.http.middleware import RequestGate
 from lighthouse.http.rate_limits import Rates
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
-from lighthouse.overview.rows import About
+from lighthouse.overview.rows import JobInfo
 from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
 from lighthouse.store import MemoryStore
@@ -39,9 +39,9 @@ async def main() -> None:
     state = store.load(Policy(slots=told.get("total", 2), steps=10**6))
     service = Service(state, store, TOKEN, lambda _: None, long_poll_s=1.0)
     keys = Keys(TOKEN, ADMIN)
-    chronicle = JobJournal(MemoryDatabase(), About("job", 2, 1, 10**6))
+    chronicle = JobJournal(MemoryDatabase(), JobInfo("job", 2, 1, 10**6))
     chronicle.begin()
-    app = Gate(create_app(service, keys, chronicle), keys, Rates())
+    app = RequestGate(create_app(service, keys, chronicle), keys, Rates())
     server = uvicorn.Server(uvicorn.Config(app, **connections.options(connections.Connections(), context)))
     sock = socket.create_server(("127.0.0.1", 0), backlog=1024)
     serving = asyncio.create_task(server.serve(sockets=[sock]))

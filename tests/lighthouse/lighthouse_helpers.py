@@ -18,12 +18,12 @@ from lighthouse.quorum.state import (
     AskWithdrawn,
     Event,
     Evict,
+    LighthouseState,
     Note,
+    OpenRequest,
     Policy,
     ProcessesReported,
     Reply,
-    Request,
-    State,
     Ticked,
 )
 from lighthouse.quorum.transition import transition
@@ -85,7 +85,7 @@ class Script:
     """Feeds events to `transition`, one after the other."""
 
     def __init__(self, total: int = 3, term: int = 100, **policy: Any) -> None:
-        self.s = State.empty(Policy(**{"slots": total, "steps": 10, **policy}), term)
+        self.s = LighthouseState.empty(Policy(**{"slots": total, "steps": 10, **policy}), term)
         self.now = 0.0
         self._id = 0
 
@@ -101,7 +101,7 @@ class Script:
     def ask(self, replica: int, state: StateId = START, life: int = 0, **fields: Any) -> Out:
         """A replica asks."""
         self._id += 1
-        return self.feed(Asked(Request(report(replica, state, life, **fields), self._id), self.now))
+        return self.feed(Asked(OpenRequest(report(replica, state, life, **fields), self._id), self.now))
 
     def withdraw(self, replica: int) -> Out:
         """A replica closes the connection of its newest ask."""

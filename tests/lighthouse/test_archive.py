@@ -9,15 +9,15 @@ import pytest
 
 from ft_hsdp.errors import ConfigError
 from lighthouse.journal.database import MAX_READ, DatabaseFailed, MemoryDatabase, SqliteDatabase
-from lighthouse.overview.rows import Entry
+from lighthouse.overview.rows import JournalEntry
 
 
 def event(seq, name="RingBroken", t=None, **facts):
-    return Entry(seq, "event", {"t": float(seq) if t is None else t, "event": name, **facts})
+    return JournalEntry(seq, "event", {"t": float(seq) if t is None else t, "event": name, **facts})
 
 
 def commit(seq, step):
-    return Entry(seq, "commit", {"t": float(seq), "step": step, "lineage": f"{step:x}"})
+    return JournalEntry(seq, "commit", {"t": float(seq), "step": step, "lineage": f"{step:x}"})
 
 
 @pytest.fixture(params=["sqlite", "memory"])

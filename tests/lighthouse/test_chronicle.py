@@ -23,9 +23,9 @@ from lighthouse.journal.database import DatabaseFailed, MemoryDatabase, SqliteDa
 from lighthouse.journal.journal import JobJournal
 from lighthouse.journal.row_checks import MAX_REASON, MAX_ROW
 from lighthouse.overview.liveness import SILENT_S, STUCK_S
-from lighthouse.overview.rows import About, Entry
+from lighthouse.overview.rows import JobInfo, JournalEntry
 
-ABOUT = About("job", 3, 2, 100)
+ABOUT = JobInfo("job", 3, 2, 100)
 NOW = 1_780_000_000.0
 
 
@@ -420,7 +420,7 @@ def test_an_earlier_picture_is_that_of_the_rows_up_to_then():
     archive = MemoryDatabase()
     entries = list(day.day(replicas=3, hours=0.7, seed=4))
     archive.append(entries)
-    about = About("day", 3, 2, 10_000, live=False)
+    about = JobInfo("day", 3, 2, 10_000, live=False)
     chronicle = make(archive, about=about)
     newest = chronicle.picture()
     assert newest["now"] == max(e.row["t"] for e in entries)
@@ -567,7 +567,7 @@ def written_day(tmp_path_factory):
 
 def test_a_day_of_20_replicas_is_back_and_shown(written_day):
     path, rows = written_day
-    about = About("day", 20, 2, 100_000)
+    about = JobInfo("day", 20, 2, 100_000)
 
     async def main():
         archive = SqliteDatabase(path)
@@ -614,7 +614,7 @@ def test_rows_that_come_while_the_past_is_folded_are_in_the_picture(tmp_path):
 
     async def main():
         archive = SqliteDatabase(path)
-        chronicle = make(archive, about=About("day", 4, 2, 100_000), clock=EVENING)
+        chronicle = make(archive, about=JobInfo("day", 4, 2, 100_000), clock=EVENING)
         chronicle.begin()
         for n in range(20):
             assert not chronicle._caught_up
@@ -657,7 +657,7 @@ def test_a_flood_of_one_message_does_not_wait_in_memory():
 
 def test_numbers_that_another_lighthouse_may_have_given_are_left_out():
     archive = MemoryDatabase()
-    archive.append([Entry(7, "event", event())])
+    archive.append([JournalEntry(7, "event", event())])
     chronicle = JobJournal(archive, ABOUT, gap=1000)
     chronicle.note([event("LighthouseStarted")])
     assert archive.last == 1008

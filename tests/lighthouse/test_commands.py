@@ -8,7 +8,7 @@ import pytest
 from lighthouse_helpers import START, Out, Script, at, name, record
 
 from ft_hsdp.core.grant import Continue, Finish, Grant, Refused
-from lighthouse.quorum.commands import Impossible, Plan, Supervised, plan
+from lighthouse.quorum.commands import CommandPlan, Impossible, Supervised, plan
 from lighthouse.quorum.state import Action, Commanded
 from lighthouse.status import describe
 from lighthouse.store import MemoryStore
@@ -22,13 +22,13 @@ def order(job: Script, action: Action, replica: int = 0) -> Out:
 
 def wanted(
     job: Script, action: Action, replica: int = 0, known: Supervised = ALL, **more: Any
-) -> Plan | Impossible:
+) -> CommandPlan | Impossible:
     return plan(job.s, Commanded(action, replica, "test", job.now), known, **more)
 
 
-def possible(job: Script, action: Action, replica: int = 0, known: Supervised = ALL, **more: Any) -> Plan:
+def possible(job: Script, action: Action, replica: int = 0, known: Supervised = ALL, **more: Any) -> CommandPlan:
     found = wanted(job, action, replica, known, **more)
-    assert isinstance(found, Plan), found
+    assert isinstance(found, CommandPlan), found
     return found
 
 
@@ -201,11 +201,11 @@ def test_drained_twice_and_undrained_twice_is_once() -> None:
     job = working()
     order(job, "drain", 1)
     before = job.s
-    assert possible(job, "drain", 1) == Plan("replica 1 is drained already")
+    assert possible(job, "drain", 1) == CommandPlan("replica 1 is drained already")
     order(job, "drain", 1)
     assert job.s == before
     order(job, "undrain", 1)
-    assert possible(job, "undrain", 1) == Plan("replica 1 is not drained")
+    assert possible(job, "undrain", 1) == CommandPlan("replica 1 is not drained")
     assert step(job, 2, 1)[1] == Continue(1, 3), "it had not been told yet"
 
 

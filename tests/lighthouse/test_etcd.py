@@ -10,7 +10,7 @@ import pytest
 from etcd_server import EtcdServer
 
 from ft_hsdp.errors import ConfigError
-from lighthouse.ha.etcd import Entry, Etcd, EtcdRefused, EtcdUnreachable
+from lighthouse.ha.etcd import Etcd, EtcdEntry, EtcdRefused, EtcdUnreachable
 
 pytestmark = pytest.mark.multiproc
 NAMES = itertools.count()
@@ -95,7 +95,7 @@ def test_a_cluster_with_users_wants_the_password_of_the_environment(key, monkeyp
         client = Etcd.with_secrets((server.url,), 5.0)
         assert client.put_if(key, 0, {key: "x"})
         client._token = "run.out"
-        assert isinstance(client.get(key), Entry)
+        assert isinstance(client.get(key), EtcdEntry)
         client.close()
         monkeypatch.setenv("FT_HSDP_ETCD_PASSWORD", "wrong")
         client = Etcd.with_secrets((server.url,), 5.0)

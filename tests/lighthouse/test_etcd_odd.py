@@ -14,8 +14,8 @@ import pytest
 from lighthouse_helpers import run_async
 
 from lighthouse.ha.election import Deposed, Election, EtcdStore
-from lighthouse.ha.etcd import Entry, Etcd, EtcdUnreachable
-from lighthouse.quorum.state import Policy, State
+from lighthouse.ha.etcd import Etcd, EtcdEntry, EtcdUnreachable
+from lighthouse.quorum.state import LighthouseState, Policy
 
 HEADER = {"cluster_id": "1", "member_id": "2", "revision": "7", "raft_term": "2"}
 POLICY = Policy(slots=2, steps=10)
@@ -171,9 +171,9 @@ def test_another_endpoint_is_asked_where_one_says_something_odd(fake: Fake) -> N
     fake.says({"header": HEADER, "kvs": [kv("/k")], "count": "1"})
     client = Etcd((odd.url, fake.url), 5.0)
     try:
-        assert client.get("/k") == Entry("x", 5)
+        assert client.get("/k") == EtcdEntry("x", 5)
         assert len(odd.calls) == 1
-        assert client.get("/k") == Entry("x", 5)
+        assert client.get("/k") == EtcdEntry("x", 5)
         assert len(odd.calls) == 1, "it does not stay with the one that is understood"
     finally:
         client.close()
@@ -232,5 +232,5 @@ def test_a_write_whose_answer_is_not_understood_deposes_the_leader(fake: Fake, c
     store.load(POLICY)
     fake.says(ODD[odd])
     with pytest.raises(Deposed):
-        store.save(State.empty(POLICY, 9))
+        store.save(LighthouseState.empty(POLICY, 9))
     assert store.deposed.startswith("a write may be lost or not")

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lighthouse import __main__ as program
-from lighthouse.quorum.state import Policy, State
+from lighthouse.quorum.state import LighthouseState, Policy
 from lighthouse.service import Service
 from lighthouse.store import MemoryStore, SqliteStore, StoreFailed
 
@@ -68,7 +68,7 @@ def test_a_service_says_when_its_store_fails_and_when_that_is_over() -> None:
     store.well = False
     for target in (2, 1):
         with pytest.raises(StoreFailed):
-            service._save(replace(State.empty(POLICY, 1), target=target))
+            service._save(replace(LighthouseState.empty(POLICY, 1), target=target))
     store.well = True
-    service._save(replace(State.empty(POLICY, 1), target=2))
+    service._save(replace(LighthouseState.empty(POLICY, 1), target=2))
     assert rows == ["StoreFailed", "StoreRecovered"]

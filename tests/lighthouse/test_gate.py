@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from lighthouse.http import connections
 from lighthouse.http.auth import Keys
-from lighthouse.http.middleware import Gate
+from lighthouse.http.middleware import RequestGate
 from lighthouse.http.openapi import describe
 from lighthouse.http.rate_limits import Rates
 
@@ -56,14 +56,14 @@ def test_a_body_without_end_is_413_at_its_routes_limit(path, pieces):
     app = FastAPI()
     app.mount("/", reads)
     describe(app, KEYS)
-    caller = Caller(Gate(app, KEYS, Rates(), lambda: 0.0), token=ADMIN if "admin" in path else TOKEN)
+    caller = Caller(RequestGate(app, KEYS, Rates(), lambda: 0.0), token=ADMIN if "admin" in path else TOKEN)
     assert run_async(caller(path))[0] == 413
     assert caller.more == pieces + 1
 
 
 @pytest.mark.parametrize("length", [b"65537", b"99999999999999999999", b"-1", b"1e3", b"\xb2"])
 def test_a_length_that_is_too_large_or_none_is_413_before_anything_is_read(length):
-    caller = Caller(Gate(reads, KEYS, Rates(), lambda: 0.0))
+    caller = Caller(RequestGate(reads, KEYS, Rates(), lambda: 0.0))
     assert run_async(caller("/v1/status", (b"content-length", length)))[0] == 413
     assert caller.more == 0
 
@@ -76,7 +76,7 @@ def test_an_address_has_sixteen_streams_and_the_others_have_theirs():
             await send({"type": "http.response.start", "status": 200, "headers": []})
             await ended.wait()
 
-        gate = Gate(endless, KEYS, Rates(), lambda: 0.0)
+        gate = RequestGate(endless, KEYS, Rates(), lambda: 0.0)
         callers = [Caller(gate) for _ in range(20)] + [Caller(gate, f"192.0.2.{n}") for n in range(2, 60)]
         running = [asyncio.create_task(caller("/v1/stream")) for caller in callers]
         for _ in range(5):

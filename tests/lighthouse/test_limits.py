@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from uvicorn.server import ServerState
 
 from lighthouse.http import connections
-from lighthouse.http.rate_limits import ADDRESSES, KIB, Buckets, Rates, Slots, TooMany, rule, source
+from lighthouse.http.rate_limits import ADDRESSES, KIB, Buckets, OpenSlots, Rates, TooMany, rule, source
 
 
 def test_a_bucket_lets_a_burst_through_and_then_its_rate():
@@ -112,7 +112,7 @@ def test_what_belongs_here_is_never_slowed_down():
 
 
 def test_slots_are_per_key_and_in_all():
-    slots = Slots(3, 2)
+    slots = OpenSlots(3, 2)
     assert [slots.enter("a") for _ in range(3)] == [True, True, False]
     assert [slots.enter("b") for _ in range(2)] == [True, False]
     slots.leave("a")
@@ -176,7 +176,7 @@ def test_a_connection_that_was_reset_is_let_go_at_once():
         config.load()
         gone = asyncio.Event()
 
-        class Guest(connections.Door):
+        class Guest(connections.GuardedConnection):
             def connection_lost(self, exc):
                 super().connection_lost(exc)
                 gone.set()

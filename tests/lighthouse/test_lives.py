@@ -13,8 +13,8 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import ProcessReport
 from lighthouse.quorum import incarnations, rules
-from lighthouse.quorum.rules import Base, Epoch, Life
-from lighthouse.quorum.state import Asked, Policy, ProcessesReported, Request, State
+from lighthouse.quorum.rules import AdmittedIncarnation, Base, Epoch
+from lighthouse.quorum.state import Asked, LighthouseState, OpenRequest, Policy, ProcessesReported
 from lighthouse.store import MemoryStore
 
 OLD, NEW = "1-aaaa-0", "1-bbbb-0"
@@ -46,7 +46,7 @@ class TwoLives(Script):
     def asks(self, incarnation: str, state: StateId = START, **fields: Any) -> Any:
         """An incarnation of replica 1 asks."""
         report = Report(1, incarnation, state, state.step + 1, **fields)
-        return self.feed(Asked(Request(report, 1000 + len(incarnation)), self.now))
+        return self.feed(Asked(OpenRequest(report, 1000 + len(incarnation)), self.now))
 
     def says(self, running: str | None, *exited: str) -> Any:
         """A supervisor of replica 1 reports."""
@@ -140,23 +140,23 @@ def test_a_lighthouse_that_starts_again_gives_no_number_that_was_given() -> None
     store = MemoryStore()
     s = store.load(Policy(2, 9))
     admitted = incarnations.admit(s, (1, OLD), 0.0)
-    assert isinstance(admitted, State)
+    assert isinstance(admitted, LighthouseState)
     lost = MemoryStore().load(Policy(2, 9))
-    later = incarnations.admit(State.empty(Policy(2, 9), 1), (1, NEW), 0.0)
-    assert isinstance(later, State)
+    later = incarnations.admit(LighthouseState.empty(Policy(2, 9), 1), (1, NEW), 0.0)
+    assert isinstance(later, LighthouseState)
     assert lost.admissions >= s.admissions > 10**12
     assert incarnations.number_of(admitted, (1, OLD)) > s.admissions
 
 
 def test_what_is_remembered_of_lives_is_bounded() -> None:
-    s: State | str = State.empty(Policy(2, 9), 1)
+    s: LighthouseState | str = LighthouseState.empty(Policy(2, 9), 1)
     for run in range(100):
         for restarts in range(3):
-            assert isinstance(s, State)
+            assert isinstance(s, LighthouseState)
             s = incarnations.admit(s, (1, f"1-run{run}-{restarts}"), 0.0)
-    assert isinstance(s, State)
+    assert isinstance(s, LighthouseState)
     assert len(s.lives) == incarnations.REMEMBERED
-    assert incarnations.newest(s, 1) == Life(1, "1-run99-2", 300)
+    assert incarnations.newest(s, 1) == AdmittedIncarnation(1, "1-run99-2", 300)
     assert "of the same supervisor" in str(incarnations.admit(s, (1, "1-run99-1"), 0.0))
 
 
@@ -259,13 +259,13 @@ def test_a_life_that_was_started_under_a_lease_that_ended_does_not_count() -> No
     job.tells("bbbb", NEW)
     late = Report(1, "1-aaaa-1", START, 1)
     before = job.s
-    refused = job.feed(Asked(Request(late, 7), job.now)).answers[1]
+    refused = job.feed(Asked(OpenRequest(late, 7), job.now)).answers[1]
     assert isinstance(refused, Refused)
     assert (refused.exit_code, "supervisor bbbb has the lease" in refused.reason) == (75, True)
     job.feed(ProcessesReported({1: "1-aaaa-1"}, frozenset({(1, OLD)}), frozenset(), job.now))
     assert (job.s.views, job.s.lives) == (before.views, before.lives)
     job.now += 5.0  # the other supervisor is gone, and torchrun takes the replica over
-    assert job.feed(Asked(Request(Report(1, "1-torchrun-0", START, 1), 8), job.now)).answers == {}
+    assert job.feed(Asked(OpenRequest(Report(1, "1-torchrun-0", START, 1), 8), job.now)).answers == {}
     assert job.s.views[1].incarnation == "1-torchrun-0"
 
 

@@ -12,7 +12,7 @@ from lighthouse.http.auth import view_key
 from lighthouse.http.metrics import KINDS, STATES, Meter
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
-from lighthouse.overview.rows import About
+from lighthouse.overview.rows import JobInfo
 
 
 def commit(**other: Any) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def test_what_events_say_is_shown_from_then_on() -> None:
 
 def test_the_chronicle_that_comes_with_it_shows_all_of_it() -> None:
     meter = Meter()
-    chronicle = JobJournal(MemoryDatabase(), About("run", 2, 1, 70), [meter])
+    chronicle = JobJournal(MemoryDatabase(), JobInfo("run", 2, 1, 70), [meter])
     s = Scene(chronicle, meter)
     assert s.values()["ft_hsdp_commits_total"] == 0, "nothing has happened yet"
     now = time.time()

@@ -13,12 +13,12 @@ from fastapi import FastAPI
 from lighthouse_helpers import TOKEN, run_async
 
 from lighthouse.ha import replication as mirrors
-from lighthouse.ha.replication import Mirror
+from lighthouse.ha.replication import JournalMirror
 from lighthouse.http.auth import Keys, view_key
 from lighthouse.http.journal_routes import views
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
-from lighthouse.overview.rows import About, Entry
+from lighthouse.overview.rows import JobInfo, JournalEntry
 
 
 class Leader:
@@ -27,8 +27,8 @@ class Leader:
     def __init__(self, first=1):
         self.archive = MemoryDatabase()
         if first > 1:
-            self.archive.append([Entry(first - 1, "event", row(first - 1))])
-        self.chronicle = JobJournal(self.archive, About("job", 2, 1, 10))
+            self.archive.append([JournalEntry(first - 1, "event", row(first - 1))])
+        self.chronicle = JobJournal(self.archive, JobInfo("job", 2, 1, 10))
         self.sock = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
 
@@ -70,7 +70,7 @@ async def until(condition):
 @contextlib.asynccontextmanager
 async def mirrored(archive, leader, key=None):
     async with httpx.AsyncClient(trust_env=False) as client:
-        made = Mirror(archive, leader, view_key(TOKEN) if key is None else key, client)
+        made = JournalMirror(archive, leader, view_key(TOKEN) if key is None else key, client)
         running = asyncio.create_task(made.run())
         try:
             yield
@@ -159,5 +159,5 @@ def test_comments_and_other_events_are_passed_over():
     sent += b'id: 4\nevent: event\ndata: {"t": 1, "event": "X", "seq": 4, "reason": "a: b", "said": "s"}\n\n'
     other = b'id: 5\nevent: hint\ndata: {"t": 1}\n\n'
     assert list(mirrors._entries((sent + other).split(b"\n\n"))) == [
-        Entry(4, "event", {"t": 1, "event": "X", "reason": "a: b"})
+        JournalEntry(4, "event", {"t": 1, "event": "X", "reason": "a: b"})
     ]

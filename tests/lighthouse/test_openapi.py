@@ -14,11 +14,11 @@ from schemathesis.checks import CHECKS, load_all_checks
 
 from lighthouse.http.app import create_app
 from lighthouse.http.auth import Keys, view_key
-from lighthouse.http.middleware import Gate
+from lighthouse.http.middleware import RequestGate
 from lighthouse.http.rate_limits import Rates
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
-from lighthouse.overview.rows import About
+from lighthouse.overview.rows import JobInfo
 from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
 from lighthouse.store import MemoryStore
@@ -34,9 +34,9 @@ class Local:
         store = MemoryStore()
         service = Service(store.load(Policy(slots=2, steps=10)), store, TOKEN, lambda _: None, long_poll_s=0.005)
         keys = Keys(TOKEN, ADMIN)
-        chronicle = JobJournal(MemoryDatabase(), About("job", 2, 1, 10))
+        chronicle = JobJournal(MemoryDatabase(), JobInfo("job", 2, 1, 10))
         self.inner = create_app(service, keys, chronicle)
-        self.gate = Gate(self.inner, keys, Rates(), itertools.count(0, 10).__next__)
+        self.gate = RequestGate(self.inner, keys, Rates(), itertools.count(0, 10).__next__)
 
     async def __call__(self, scope, receive, send):
         scope["client"] = ("127.0.0.1", 1)

@@ -9,7 +9,7 @@ from lighthouse_helpers import Out, Script, at
 
 from ft_hsdp.core.grant import Continue, Finish, Refused
 from lighthouse.overview.replicas import Lanes
-from lighthouse.quorum.commands import Impossible, Plan, Supervised, plan
+from lighthouse.quorum.commands import CommandPlan, Impossible, Supervised, plan
 from lighthouse.quorum.state import Action, Commanded
 from lighthouse.status import describe
 
@@ -21,7 +21,7 @@ def order(job: Script, action: Action, number: int) -> Out:
     return job.feed(Commanded(action, 0 if about else number, "test", job.now, **about))
 
 
-def scale(job: Script, target: int, **more: Any) -> Plan | Impossible:
+def scale(job: Script, target: int, **more: Any) -> CommandPlan | Impossible:
     return plan(job.s, Commanded("scale", 0, "test", job.now, target), ALL, **more)
 
 
@@ -45,7 +45,7 @@ def test_a_job_begins_with_its_replicas_and_waits_for_no_other() -> None:
 
 def test_scaled_up_the_others_are_a_smaller_share_from_the_next_step_on_and_newcomers_join() -> None:
     job = working()
-    assert scale(job, 3) == Plan("replica 2 may take part: their supervisors start them", "AdminScaled")
+    assert scale(job, 3) == CommandPlan("replica 2 may take part: their supervisors start them", "AdminScaled")
     assert "JobScaled" in order(job, "scale", 3).notes
     grant = job.ask(0, at(1, 2), epoch=1).grant(0)
     assert (grant.ring, grant.total) == ((0, 1), 3)
@@ -58,7 +58,7 @@ def test_scaled_up_the_others_are_a_smaller_share_from_the_next_step_on_and_newc
 
 def test_scaled_down_those_beyond_leave_at_a_step_boundary_and_the_rest_is_the_whole() -> None:
     job = working(4)
-    assert scale(job, 2) == Plan(
+    assert scale(job, 2) == CommandPlan(
         "replica 2,3 leaves at the next step boundary, if it runs, and stays away", "AdminScaled"
     )
     order(job, "scale", 2)
@@ -122,7 +122,7 @@ def test_what_it_cannot_be_scaled_to(target: int, words: str) -> None:
 
 def test_too_few_are_left_only_by_force_and_the_last_holder_never_leaves() -> None:
     job = working(3, min_replicas=2)
-    assert scale(job, 1, force=True) == Plan(
+    assert scale(job, 1, force=True) == CommandPlan(
         "replica 1,2 leaves at the next step boundary, if it runs, and stays away", "AdminScaled"
     )
     job = working(3)
@@ -135,9 +135,9 @@ def test_too_few_are_left_only_by_force_and_the_last_holder_never_leaves() -> No
 
 def test_twice_is_once_and_growing_needs_nobody() -> None:
     job = working(min_replicas=2)
-    assert scale(job, 2) == Plan("the job is scaled to 2 replicas already")
+    assert scale(job, 2) == CommandPlan("the job is scaled to 2 replicas already")
     job.runs({1: None}, [(1, 0)])
-    assert isinstance(scale(job, 4), Plan)
+    assert isinstance(scale(job, 4), CommandPlan)
 
 
 def test_those_beyond_do_not_hold_up_the_end() -> None:

@@ -23,7 +23,7 @@ from ft_hsdp.errors import ConfigError
 from lighthouse.journal import exporters
 from lighthouse.journal.database import MemoryDatabase, SqliteDatabase
 from lighthouse.journal.exporters import CurveSink, Point, TensorBoardSink, WandbSink
-from lighthouse.overview.rows import Entry
+from lighthouse.overview.rows import JournalEntry
 
 TAGS = ("loss", "lr", "lr_scale", "step_s", "healthy", "gbps", "tokens_per_s")
 
@@ -127,7 +127,7 @@ def journal(count: int) -> MemoryDatabase:
     archive = MemoryDatabase()
     for step in range(1, count + 1):
         note = {"t": 1.0, "event": "EpochGranted"}
-        archive.append([Entry(2 * step - 1, "event", note), Entry(2 * step, "commit", row(step))])
+        archive.append([JournalEntry(2 * step - 1, "event", note), JournalEntry(2 * step, "commit", row(step))])
     return archive
 
 
@@ -141,7 +141,7 @@ def test_the_next_process_goes_on_where_the_last_one_was_killed(tmp_path: Path) 
     (tmp_path / "events.out.tfevents.0000000002.lighthouse").write_bytes(whole)
     archive = journal(5)
     sink = TensorBoardSink(tmp_path, archive)
-    archive.append([Entry(11, "commit", row(6))])
+    archive.append([JournalEntry(11, "commit", row(6))])
     sink.commit(11, row(6))
     sink.close()
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]

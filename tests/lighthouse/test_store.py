@@ -24,7 +24,7 @@ from lighthouse.ha.election import Election, EtcdStore
 from lighthouse.ha.etcd import Etcd
 from lighthouse.quorum.edges import NO_EDGES, Barred, Edges
 from lighthouse.quorum.rules import Lease
-from lighthouse.quorum.state import Agreement, Policy, State
+from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 from lighthouse.store import FORMAT, MemoryStore, SqliteStore, StoreFailed
 
 POLICY = Policy(slots=3, steps=10)
@@ -201,7 +201,7 @@ def test_what_was_saved_comes_back(kind):
     assert {n: getattr(again, n) for n in names} == {n: getattr(state, n) for n in names}
     assert again.grant.reason == state.grant.reason
     assert again.term == state.term + 1
-    unlike = State.empty(POLICY, 0)
+    unlike = LighthouseState.empty(POLICY, 0)
     assert all(getattr(state, n) != getattr(unlike, n) for n in names), "a field that this test cannot see"
 
 

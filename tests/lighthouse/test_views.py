@@ -21,11 +21,11 @@ from lighthouse.http.journal_routes import FOLDER, SECURITY, Static, views
 from lighthouse.http.rate_limits import STREAMS
 from lighthouse.journal.database import DatabaseFailed, MemoryDatabase
 from lighthouse.journal.journal import JobJournal
-from lighthouse.overview.rows import About
+from lighthouse.overview.rows import JobInfo
 
 ADMIN = "ad" * 32
 KEYS = Keys(TOKEN, ADMIN)
-ABOUT = About("job", 2, 1, 10)
+ABOUT = JobInfo("job", 2, 1, 10)
 
 
 def bearer(token):
@@ -380,7 +380,7 @@ def test_too_many_streams_are_429(monkeypatch):
 
 
 def test_a_page_without_a_service_shows_a_job_that_is_over():
-    chronicle = JobJournal(MemoryDatabase(), About("job", 2, 1, 10, live=False))
+    chronicle = JobJournal(MemoryDatabase(), JobInfo("job", 2, 1, 10, live=False))
     app = FastAPI()
     app.include_router(views(chronicle, None, KEYS))
 

@@ -15,13 +15,13 @@ import pytest
 from ft_hsdp.config import Config, dump, parse
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.launch.backend import spares
-from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, Process, ReplicaSpec, WorkerGroup
+from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ReplicaSpec, WorkerGroup, WorkerProcess
 from ft_hsdp.launch.ray import backend
 from ft_hsdp.launch.ray import backend as engines
-from ft_hsdp.launch.ray.actor import ActorPlace, News, Start
+from ft_hsdp.launch.ray.actor import ActorPlace, News, StartOrder
 from ft_hsdp.launch.ray.backend import RayBackend
 from ft_hsdp.launch.ray.logs import LogReceiver
-from ft_hsdp.launch.ray.placement import Request
+from ft_hsdp.launch.ray.placement import PlacementRequest
 from ft_hsdp.launch.ray.slot import Bundle, ReplicaSlot
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json
 from ft_hsdp.secret import write_private
@@ -33,20 +33,20 @@ class Watched:
     """A gang: who runs, who is gone."""
 
     def __init__(self) -> None:
-        self.running: dict[int, Process] = {}
+        self.running: dict[int, WorkerProcess] = {}
         self.gone: dict[int, int] = {}
 
-    def started(self, rank: int, process: Process) -> None:
+    def started(self, rank: int, process: WorkerProcess) -> None:
         self.running[rank] = process
 
-    def exited(self, rank: int, process: Process, code: int) -> None:
+    def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
         self.gone[rank] = code
 
 
 class StandIn:
     """A berth of a world: it has its place when there is room, and its ranks are warm when the world says so."""
 
-    def __init__(self, world: World, request: Request) -> None:
+    def __init__(self, world: World, request: PlacementRequest) -> None:
         self.world, self.request = world, request
         self.settled = self.gone = self.removed = False
         self.places: list[Any] = []
@@ -76,7 +76,7 @@ class StandIn:
     async def port(self, host: str) -> int:
         return 1
 
-    async def start(self, start: Start, crew: WorkerGroup) -> None:
+    async def start(self, start: StartOrder, crew: WorkerGroup) -> None:
         await asyncio.sleep(0)
         process = SimpleNamespace(pid=next(self.world.pids), host="h", signal=lambda _: self.end(crew, start.rank))
         if crew not in self.crews:
@@ -336,7 +336,9 @@ def silent(*_: object) -> asyncio.Future[Any]:
 
 async def berth_with(actor: dict[str, Callable[..., Any]], folder: Path, calls: Any = None) -> ReplicaSlot:
     """A real berth with one actor that answers so."""
-    berth = ReplicaSlot(Request("n", 1, {"CPU": 1.0}, "PACK", {}), calls, LogReceiver(folder), lambda _: None, 1.0)
+    berth = ReplicaSlot(
+        PlacementRequest("n", 1, {"CPU": 1.0}, "PACK", {}), calls, LogReceiver(folder), lambda _: None, 1.0
+    )
     actors = SimpleNamespace(**{name: SimpleNamespace(remote=answer) for name, answer in actor.items()})
     berth.places = [Bundle(0, actors, ActorPlace("h", "127.0.0.1", "node", ()))]
     return berth

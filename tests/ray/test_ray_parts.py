@@ -16,8 +16,8 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.ray import logs, placement
 from ft_hsdp.launch.ray.actor import make_folder
 from ft_hsdp.launch.ray.backend import loopback
-from ft_hsdp.launch.ray.cluster import Said, destination
-from ft_hsdp.launch.ray.logs import LogReceiver, LogSender, Piece
+from ft_hsdp.launch.ray.cluster import RayOutput, destination
+from ft_hsdp.launch.ray.logs import LogPiece, LogReceiver, LogSender
 from ft_hsdp.launch.ray.submit import check, entrypoint, patient, within_reach
 from ft_hsdp.launch.run.directory import write_json
 
@@ -158,7 +158,7 @@ def test_whole_lines_travel_in_order_and_once(tmp_path: Path) -> None:
     log = (ranks / "fed.jsonl").open("w", buffering=1)
     log.write('{"a": 1}\n{"a"')
     pieces, whole = out.take(flush=False)
-    assert pieces == [Piece("replicas/1/fed.jsonl", b'{"a": 1}\n'), Piece("nodes/n-7.log", b"loaded\n")]
+    assert pieces == [LogPiece("replicas/1/fed.jsonl", b'{"a": 1}\n'), LogPiece("nodes/n-7.log", b"loaded\n")]
     assert whole
     into.add(pieces)
     assert out.take(flush=False) == ([], True)
@@ -235,7 +235,7 @@ def test_what_is_held_at_once_is_bounded(tmp_path: Path, monkeypatch: pytest.Mon
 )
 def test_only_logs_are_taken_from_a_node(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="no log"):
-        LogReceiver(tmp_path).add([Piece(name, b"x")])
+        LogReceiver(tmp_path).add([LogPiece(name, b"x")])
     assert not list(tmp_path.iterdir())
 
 
@@ -255,7 +255,7 @@ def test_a_node_s_folder_is_private_and_swept(tmp_path: Path) -> None:
 
 
 def test_what_ray_prints_is_kept_apart(tmp_path: Path) -> None:
-    said = Said()
+    said = RayOutput()
     print("early", file=said)
     said.keep(tmp_path / "ray.log")
     print("late", file=said)

@@ -15,7 +15,7 @@ from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.core.grant import Grant
 from ft_hsdp.core.replica_state import Phase, Replica, Step
 from ft_hsdp.sim import moves
-from ft_hsdp.sim.explore import Result, explore
+from ft_hsdp.sim.explore import Exploration, explore
 from ft_hsdp.sim.world import Bounds
 from lighthouse.quorum import edges, incarnations, membership, rules, state, transition
 from lighthouse.quorum.incarnations import outlived
@@ -177,7 +177,7 @@ def _forget_the_yes(broken: Callable[..., Step]) -> Callable[..., Step]:
 def _silence_is_death(form: Callable[..., state.Step]) -> Callable[..., state.Step]:
     """Whoever is silent beyond its grace counts as gone."""
 
-    def mutant(s: state.State, asks: Any, silent: Any, accused: Any, patient: bool) -> state.Step:
+    def mutant(s: state.LighthouseState, asks: Any, silent: Any, accused: Any, patient: bool) -> state.Step:
         gone = {(r, incarnation) for r, incarnation in silent if incarnation is not None}
         return form(replace(s, exited=s.exited | gone), asks, silent, accused, False)
 
@@ -205,18 +205,20 @@ def _no_digest(reduced: Callable[..., Step]) -> Callable[..., Step]:
 def _impatient(form: Callable[..., state.Step]) -> Callable[..., state.Step]:
     """Whoever has exited is taken to come back with nothing."""
 
-    def mutant(s: state.State, asks: Any, silent: Any, accused: Any, patient: bool) -> state.Step:
+    def mutant(s: state.LighthouseState, asks: Any, silent: Any, accused: Any, patient: bool) -> state.Step:
         return form(s, asks, silent, accused, False)
 
     return mutant
 
 
 def _in_no_epoch_is_newer(
-    admit: Callable[..., state.State | str],
-) -> Callable[..., state.State | str]:
+    admit: Callable[..., state.LighthouseState | str],
+) -> Callable[..., state.LighthouseState | str]:
     """Whoever asks is newer if no epoch that is remembered names it, and it is no earlier life of the same run."""
 
-    def mutant(s: state.State, who: tuple[int, str], now: float, report: Any = None) -> state.State | str:
+    def mutant(
+        s: state.LighthouseState, who: tuple[int, str], now: float, report: Any = None
+    ) -> state.LighthouseState | str:
         known = s.views[who[0]].incarnation
         if report is None or known is None:
             return admit(s, who, now, report)
@@ -228,14 +230,18 @@ def _in_no_epoch_is_newer(
 
 
 def _whoever_runs_is_newest(
-    admit: Callable[..., state.State | str],
-) -> Callable[..., state.State | str]:
+    admit: Callable[..., state.LighthouseState | str],
+) -> Callable[..., state.LighthouseState | str]:
     """Of two supervisors the one that spoke last says which life counts."""
 
-    def mutant(s: state.State, who: tuple[int, str], now: float, report: Any = None) -> state.State | str:
+    def mutant(
+        s: state.LighthouseState, who: tuple[int, str], now: float, report: Any = None
+    ) -> state.LighthouseState | str:
         if report is None:
             others = tuple(n for n in s.lives if (n.replica, n.incarnation) != who)
-            return replace(s, lives=(*others, rules.Life(*who, 1 + max((n.number for n in others), default=0))))
+            return replace(
+                s, lives=(*others, rules.AdmittedIncarnation(*who, 1 + max((n.number for n in others), default=0)))
+            )
         return admit(s, who, now, report)
 
     return mutant
@@ -244,7 +250,7 @@ def _whoever_runs_is_newest(
 def _whoever_is_left(form: Callable[..., state.Step]) -> Callable[..., state.Step]:
     """A new epoch needs one contributor."""
 
-    def mutant(s: state.State, *round_: Any) -> state.Step:
+    def mutant(s: state.LighthouseState, *round_: Any) -> state.Step:
         return form(replace(s, policy=replace(s.policy, min_replicas=1)), *round_)
 
     return mutant
@@ -419,7 +425,7 @@ def test_without_the_rule_there_is_a_counter_example(name: str, capsys: pytest.C
     assert result.violation.startswith(kind)
 
 
-def _is_readable(result: Result) -> None:
+def _is_readable(result: Exploration) -> None:
     assert result.violation, "no counter-example"
     assert len(result.transcript) >= 3
     for line in result.transcript:

@@ -23,12 +23,12 @@ from lighthouse.quorum.state import (
     Asked,
     Effect,
     Evict,
+    LighthouseState,
     Note,
+    OpenRequest,
     Policy,
     ProcessesReported,
     Reply,
-    Request,
-    State,
     Ticked,
 )
 from lighthouse.quorum.transition import transition
@@ -46,13 +46,13 @@ def scenario(**faults: int) -> Scenario:
 class Lighthouse:
     """The lighthouse's core, and what it did on the last event."""
 
-    def __init__(self, state: State) -> None:
+    def __init__(self, state: LighthouseState) -> None:
         self.state = state
         self.effects: tuple[Effect, ...] = ()
 
     def ask(self, r: int, state: StateId = ZERO, life: int = 0, **more: object) -> Lighthouse:
         report = Report(r, f"{r}-{life}", state, state.step + 1, **more)  # type: ignore[arg-type]
-        return self.take(Asked(Request(report, 0), 0.0))
+        return self.take(Asked(OpenRequest(report, 0), 0.0))
 
     def runs(self, running: dict[int, str | None], *exited: tuple[int, str]) -> Lighthouse:
         """What runs, and what has exited; a replica of which nothing runs is given up."""
@@ -80,7 +80,7 @@ class Lighthouse:
 
 
 def lighthouse(term: int = 1, steps: int = 9) -> Lighthouse:
-    return Lighthouse(State.empty(Policy(3, steps), term))
+    return Lighthouse(LighthouseState.empty(Policy(3, steps), term))
 
 
 def test_a_record_is_only_good_for_exactly_the_state_that_it_leads_to() -> None:

@@ -33,7 +33,7 @@ def content(step: int, rank: int = 0, nbytes: int = NBYTES) -> np.ndarray:
 
 def header(step: int, rank: int = 0, ranks: int = 2, nbytes: int = NBYTES) -> bytes:
     """The header of `content`."""
-    made = shard_manifest.Manifest(state(step), rank, ranks, "0" * 32, nbytes, (), (step,), ({"lr": 0.1},))
+    made = shard_manifest.ShardManifest(state(step), rank, ranks, "0" * 32, nbytes, (), (step,), ({"lr": 0.1},))
     return shard_manifest.encode(shard_manifest.seal(made, content(step, rank, nbytes).data))
 
 

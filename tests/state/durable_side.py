@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state import layout
-from ft_hsdp.state.checkpoint.writer import About, Checkpointer, Header, Outcome, Published
+from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Header, Outcome, Published
 from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.replica_group import Ranks
 from ft_hsdp.train.fsdp import Sharded
@@ -60,7 +60,7 @@ class Side:
         return state_digest(self.params, self.optim, HYPER)
 
     def checkpointer(self, folder: str, keep: int = 2, incarnation: str = "0-a-0") -> Checkpointer:
-        about = About(incarnation, 3, "hash", {"model": {"dim": 8}})
+        about = CheckpointOrigin(incarnation, 3, "hash", {"model": {"dim": 8}})
         return Checkpointer(Path(folder), keep, KEY, about, self.layout, self.params, self.optim, self.ranks)
 
 

@@ -10,7 +10,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state import layout
 from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.shard_manifest import Manifest
+from ft_hsdp.state.transfer.shard_manifest import ShardManifest
 from ft_hsdp.state.transfer.source import Room
 
 TOKEN = "ab" * 32
@@ -22,7 +22,7 @@ HYPER = ({"lr": 0.1, "betas": [0.9, 0.95], "foreach": None},)
 class Snapshot:
     """A packed shard and its manifest."""
 
-    manifest: Manifest
+    manifest: ShardManifest
     room: Room
 
     @property
@@ -50,5 +50,5 @@ def sealed(state: StateId = STATE, rank: int = 0, size: int = 1000, seed: int = 
     place = Layout.of(params, {})
     room = Room(place.nbytes)
     layout.pack(place, list(params.values()), torch.from_numpy(room.bytes))
-    header = Manifest(state, rank, 2, place.fingerprint, place.nbytes, place.tensors, (4, 5), HYPER)
+    header = ShardManifest(state, rank, 2, place.fingerprint, place.nbytes, place.tensors, (4, 5), HYPER)
     return Snapshot(shard_manifest.seal(header, room.memory), room), place

@@ -16,7 +16,7 @@ from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.agent import client, messages, server
 from ft_hsdp.state.agent.client import AgentGone
 from ft_hsdp.state.agent.messages import Done, Hello, Recall, Welcome
-from ft_hsdp.state.agent.server import Door
+from ft_hsdp.state.agent.server import AgentListener
 from ft_hsdp.state.agent.store import Holdings
 
 REPLICA = 8
@@ -35,7 +35,7 @@ def holdings() -> Iterator[Holdings]:
     holdings = Holdings()
     with server.listen(TOKEN, REPLICA) as sock:
         loop = asyncio.new_event_loop()
-        serve = loop.create_task(Door(sock, TOKEN, holdings, "here:1").serve())
+        serve = loop.create_task(AgentListener(sock, TOKEN, holdings, "here:1").serve())
         thread = threading.Thread(target=_until_cancelled, args=(loop, serve))
         thread.start()
         yield holdings

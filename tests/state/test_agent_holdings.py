@@ -104,7 +104,7 @@ def test_what_is_forgotten_while_it_is_read_is_read_to_its_end(holdings: Holding
 def test_a_slow_checksum_holds_no_rank_up(holdings: Holdings, monkeypatch: pytest.MonkeyPatch):
     begun, go_on = threading.Event(), threading.Event()
 
-    def slow(manifest: shard_manifest.Manifest, data: memoryview) -> tuple[int, ...]:
+    def slow(manifest: shard_manifest.ShardManifest, data: memoryview) -> tuple[int, ...]:
         begun.set()
         assert go_on.wait(10)
         return real(manifest, data)
@@ -183,7 +183,7 @@ def test_each_pin_compares_anew(holdings: Holdings):
 def test_a_copy_without_checksums_is_of_no_use(holdings: Holdings):
     holdings.grow(RANK)
     holdings.stage(RANK, state(1))
-    bare = shard_manifest.Manifest(state(1), RANK, 2, "0" * 32, NBYTES, (), (1,), ())
+    bare = shard_manifest.ShardManifest(state(1), RANK, 2, "0" * 32, NBYTES, (), (1,), ())
     holdings.staged(RANK, state(1), shard_manifest.encode(bare))
     assert holdings.take(RANK, state(1)) is None
     assert "0 checksums" in holdings.damaged(RANK)[0].reason

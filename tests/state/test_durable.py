@@ -201,7 +201,7 @@ def test_a_file_that_cannot_grow_fails_it_on_all_ranks_and_the_next_one_works(
     replica, tmp_path, on, limit
 ) -> None:
     answers = replica(2, "with_disk_full", tmp_path, on=on, limit=limit)
-    assert kinds(answers) == ["Published", "CheckpointFailed", "Published"]
+    assert kinds(answers) == ["Published", "CheckpointNotPublished", "Published"]
     assert answers[0]["outcomes"][1]["reason"] == f"rank {on}: [Errno 27] File too large"
     assert answers[0]["left"] == ["step-1-epoch-1-0-a-0", "step-3-epoch-1-0-a-0"]
 
@@ -210,7 +210,7 @@ def test_a_full_disk_fails_it_and_keeps_what_is_there(replica, tmp_path) -> None
     answers = replica(1, "with_a_small_disk", tmp_path / "disk", {"disk_bytes": 2_600_000, "width": 12_000})
     if "cannot" in answers[0]:
         pytest.skip("no tmpfs can be mounted here")
-    assert kinds(answers) == ["Published", "Published", "CheckpointFailed"]
+    assert kinds(answers) == ["Published", "Published", "CheckpointNotPublished"]
     assert answers[0]["outcomes"][2]["reason"] == "rank 0: [Errno 28] No space left on device"
     assert answers[0]["left"] == ["step-1-epoch-1-0-a-0", "step-2-epoch-1-0-a-0"]
     assert answers[0]["loaded"]["state"][1] == 2
@@ -218,7 +218,7 @@ def test_a_full_disk_fails_it_and_keeps_what_is_there(replica, tmp_path) -> None
 
 def test_a_folder_that_is_gone_fails_it_until_it_is_back(replica, tmp_path) -> None:
     answers = replica(2, "with_folder_gone", tmp_path / "folder")
-    assert kinds(answers) == ["CheckpointFailed", "CheckpointFailed", "Published"]
+    assert kinds(answers) == ["CheckpointNotPublished", "CheckpointNotPublished", "Published"]
     reasons = [each["reason"] for each in answers[1]["outcomes"]]
     assert "No such file or directory" in reasons[0]
     assert "Not a directory" in reasons[1]
@@ -226,14 +226,14 @@ def test_a_folder_that_is_gone_fails_it_until_it_is_back(replica, tmp_path) -> N
 
 def test_ranks_with_different_states_publish_nothing(replica, tmp_path) -> None:
     answers = replica(2, "with_different_states", tmp_path)
-    assert kinds(answers) == ["CheckpointFailed", "Published"]
+    assert kinds(answers) == ["CheckpointNotPublished", "Published"]
     assert "different states" in answers[0]["outcomes"][0]["reason"]
     assert names(tmp_path) == ["step-2-epoch-1-0-a-0"]
 
 
 def test_a_rank_without_memory_for_its_copy_fails_that_checkpoint_alone(replica, tmp_path) -> None:
     answers = replica(2, "with_no_memory_on_one", tmp_path)
-    assert kinds(answers) == ["CheckpointFailed", "Published"]
+    assert kinds(answers) == ["CheckpointNotPublished", "Published"]
     reasons = {answer["outcomes"][0]["reason"] for answer in answers}
     assert reasons == {"rank 1: no memory for a copy of the state"}
     assert names(tmp_path) == ["step-2-epoch-1-0-a-0"]
@@ -242,7 +242,7 @@ def test_a_rank_without_memory_for_its_copy_fails_that_checkpoint_alone(replica,
 def test_a_rank_that_dies_hangs_nobody(replica, tmp_path) -> None:
     answers = replica(2, "with_a_rank_gone", tmp_path)
     assert answers[1] == {"exit": -9}
-    assert kinds(answers) == ["Published", "CheckpointFailed", "CheckpointFailed"]
+    assert kinds(answers) == ["Published", "CheckpointNotPublished", "CheckpointNotPublished"]
     assert "the ranks lost each other" in answers[0]["outcomes"][1]["reason"]
     assert names(tmp_path) == ["step-1-epoch-1-0-a-0"]
 
@@ -278,7 +278,7 @@ def test_a_living_writer_is_not_rubbish(replica, tmp_path) -> None:
 
 def test_the_end_waits_for_what_was_asked_for(replica, tmp_path) -> None:
     answers = replica(2, "close_at_once", tmp_path)
-    assert kinds(answers) == ["Published", "CheckpointFailed", "CheckpointFailed"]
+    assert kinds(answers) == ["Published", "CheckpointNotPublished", "CheckpointNotPublished"]
     reasons = [each["reason"] for each in answers[0]["outcomes"][1:]]
     assert reasons == ["it is not above the one before, of (epoch, step) (1, 1)", "the job is ending"]
     assert names(tmp_path) == ["step-1-epoch-1-0-a-0"]

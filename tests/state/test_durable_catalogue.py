@@ -12,17 +12,28 @@ from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest
-from ft_hsdp.state.checkpoint.checkpoint_manifest import File, Manifest, Piece, Stored, Unauthentic, Unusable
+from ft_hsdp.state.checkpoint.checkpoint_manifest import (
+    CheckpointManifest,
+    File,
+    Stored,
+    TensorPiece,
+    Unauthentic,
+    Unusable,
+)
 
 FILES = {".metadata": b"pickle" * 40, "__0_0.distcp": bytes(range(256)) * 20, "__1_0.distcp": b""}
 KEY = b"operator's key"
 HYPER = ({"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-08, "foreach": None, "maximize": False},)
 
 
-def manifest(step: int, epoch: int, incarnation: str = "0-a-0", files: dict[str, File] | None = None) -> Manifest:
+def manifest(
+    step: int, epoch: int, incarnation: str = "0-a-0", files: dict[str, File] | None = None
+) -> CheckpointManifest:
     tensors = (Stored("param", "w", "float32", (3, 4)), Stored("optim", "w.step", "float32", ()))
     state = StateId(epoch, step, "ab" * 16)
-    return Manifest(2, state, incarnation, 3, 2, "hash", {"a": 1.5}, Ledger((4, 5)), HYPER, tensors, files or {})
+    return CheckpointManifest(
+        2, state, incarnation, 3, 2, "hash", {"a": 1.5}, Ledger((4, 5)), HYPER, tensors, files or {}
+    )
 
 
 def checkpoint(folder: Path, step: int, epoch: int = 1, incarnation: str = "0-a-0") -> Path:
@@ -129,11 +140,11 @@ def test_a_renamed_one_is_not_newer(tmp_path) -> None:
         ({"files": {".metadata": File(1, ""), "/etc/passwd": File(1, "")}}, "files that no checkpoint has"),
         ({"files": {"__0_0.distcp": File(1, "")}}, "files that no checkpoint has"),
         (
-            {"files": {".metadata": File(1, "")}, "pieces": (Piece(0, (0,), (1,), "../x", 0, 1),)},
+            {"files": {".metadata": File(1, "")}, "pieces": (TensorPiece(0, (0,), (1,), "../x", 0, 1),)},
             "pieces of what it does not have",
         ),
         (
-            {"files": {".metadata": File(1, "")}, "pieces": (Piece(-1, (0,), (1,), ".metadata", 0, 1),)},
+            {"files": {".metadata": File(1, "")}, "pieces": (TensorPiece(-1, (0,), (1,), ".metadata", 0, 1),)},
             "pieces of what it does not have",
         ),
     ],

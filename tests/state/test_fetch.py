@@ -24,7 +24,16 @@ from ft_hsdp.handshake import Purpose
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.state.transfer import fetch as fetching
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.fetch import Cancelled, Chunks, Donor, Fetched, NotFetched, Request, Tally, fetch
+from ft_hsdp.state.transfer.fetch import (
+    Cancelled,
+    Chunks,
+    Donor,
+    FetchedShard,
+    FetchRequest,
+    NotFetched,
+    Tally,
+    fetch,
+)
 from ft_hsdp.state.transfer.server import StateServer
 from ft_hsdp.state.transfer.shard_manifest import Expected
 from ft_hsdp.state.transfer.source import InMemorySnapshots
@@ -242,7 +251,7 @@ def run(
     cancel: threading.Event | None = None,
     wanted: Expected | None = None,
     token: str = TOKEN,
-) -> tuple[Fetched | NotFetched, bytes, Told]:
+) -> tuple[FetchedShard | NotFetched, bytes, Told]:
     """What it returned or why not, what was written, who was rejected."""
     wanted = wanted or expected(SNAPSHOT)
     told, into = Told(), bytearray(wanted.nbytes)
@@ -251,7 +260,7 @@ def run(
     try:
         got = fetch(
             donors,
-            Request.exactly(wanted, memoryview(into)),
+            FetchRequest.exactly(wanted, memoryview(into)),
             token,
             deadline_s,
             cancel or threading.Event(),
@@ -270,7 +279,7 @@ def test_what_donors_have_is_fetched_bit_by_bit(count: int) -> None:
     honest = snapshot()
     with ExitStack() as stack:
         got, data, told = run([stack.enter_context(good(honest))[0] for _ in range(count)])
-    assert isinstance(got, Fetched)
+    assert isinstance(got, FetchedShard)
     assert (got.manifest, data) == (honest.manifest, bytes(honest.data))
     assert len(honest.manifest.checksums) > 3
     assert sum(got.given.values()) == LAYOUT.nbytes
@@ -296,7 +305,7 @@ def test_all_donors_give_some() -> None:
 
     with evil(together()) as one, evil(together()) as two:
         got, data, told = run([one, two])
-    assert isinstance(got, Fetched)
+    assert isinstance(got, FetchedShard)
     assert data == bytes(honest.data)
     assert (set(got.given), told) == ({0, 1}, [])
 
@@ -309,7 +318,7 @@ def test_an_empty_shard_and_one_below_a_chunk() -> None:
             shot = replace(shot, manifest=replace(shot.manifest, layout=shard_manifest.fingerprint(())))
         with good(shot) as (address, _):
             got, data, told = run([address], wanted=expected(shot))
-        assert isinstance(got, Fetched), got
+        assert isinstance(got, FetchedShard), got
         assert data == bytes(shot.data)[: shot.manifest.nbytes]
         assert told == []
 
@@ -319,7 +328,7 @@ def test_a_wrong_donor_is_passed_over_and_reported(kind: str) -> None:
     honest = snapshot()
     with evil(EVIL[kind]) as bad, good(honest) as (address, _):
         got, data, told = run([bad, address])
-    assert isinstance(got, Fetched)
+    assert isinstance(got, FetchedShard)
     assert data == bytes(honest.data)
     assert told.who in ([0], []), told
     if got.given.get(0, 0) == 0 and told.who == []:
@@ -351,7 +360,7 @@ def test_who_reads_a_fetch_on_the_wire_does_not_get_the_token() -> None:
     honest = snapshot()
     with good(honest) as (address, _), Proxy(int(address.rpartition(":")[2])) as wire_tap:
         got, data, _ = run([f"127.0.0.1:{wire_tap.port}"])
-    assert isinstance(got, Fetched)
+    assert isinstance(got, FetchedShard)
     assert data[:100] in wire_tap.passed
     assert TOKEN.encode() not in wire_tap.passed
     assert bytes.fromhex(TOKEN) not in wire_tap.passed
@@ -368,7 +377,7 @@ def test_a_donor_that_does_not_have_it_yet_is_asked_again() -> None:
         threading.Timer(0.2, shelf.put, (honest.manifest, honest.room)).start()
         got, data, told = run([address])
     assert data == bytes(honest.data)
-    assert isinstance(got, Fetched)
+    assert isinstance(got, FetchedShard)
     assert got.seconds > 0.15
     assert not told
 
@@ -424,7 +433,7 @@ def test_a_donor_that_stalls_loses_its_range_to_the_other(monkeypatch: pytest.Mo
 
     with evil(stalls) as bad, evil(waits) as address:
         got, data, told = run([bad, address])
-    assert isinstance(got, Fetched)
+    assert isinstance(got, FetchedShard)
     assert data == bytes(honest.data)
     assert told == [(0, "no chunk within 0.3 s")]
     assert got.given == {1: LAYOUT.nbytes}
@@ -475,7 +484,7 @@ def test_the_majority_of_three_wins_and_the_minority_is_reported() -> None:
     honest = snapshot()
     with good(snapshot(seed=1)) as (odd, _), good(honest) as (one, _), good(honest) as (two, _):
         got, data, told = run([odd, one, two])
-    assert isinstance(got, Fetched)
+    assert isinstance(got, FetchedShard)
     assert data == bytes(honest.data)
     assert told.who == [0]
     assert "is not that of the others" in told[0][1]
@@ -641,7 +650,7 @@ def test_a_donor_that_is_killed_in_the_middle_is_resumed_from_not_restarted(
             got, data, told = run([address, other], deadline_s=20, wanted=expected(honest))
         waiter.join()
         assert donor.returncode == -signal.SIGKILL
-    assert isinstance(got, Fetched)
+    assert isinstance(got, FetchedShard)
     assert data == bytes(honest.data)
     assert told.who == [0]
     assert got.given == {0: 5 * chunk, 1: honest.manifest.nbytes - 5 * chunk}, "what was there was fetched again"

@@ -6,28 +6,28 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.state.agent.slots import MAX_SLOTS, SPARE_STAGES, Held, Slots, newest_common
+from ft_hsdp.state.agent.slots import MAX_SLOTS, SPARE_STAGES, Held, SnapshotSlots, newest_common
 
 
 def state(step: int) -> StateId:
     return StateId(1, step, f"{step:032x}")
 
 
-def write(slots: Slots, step: int, now: float = 0.0) -> int | None:
+def write(slots: SnapshotSlots, step: int, now: float = 0.0) -> int | None:
     number = slots.stage(state(step), now)
     if number is not None:
         assert slots.staged(state(step)) == number
     return number
 
 
-def with_slots(count: int) -> Slots:
-    slots = Slots()
+def with_slots(count: int) -> SnapshotSlots:
+    slots = SnapshotSlots()
     for _ in range(count):
         slots.add()
     return slots
 
 
-def steps(slots: Slots) -> list[int]:
+def steps(slots: SnapshotSlots) -> list[int]:
     return [held.state.step for held in slots.held()]
 
 
@@ -163,7 +163,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.slots = Slots()
+        self.slots = SnapshotSlots()
         self.now = 0.0
         self.pin: tuple[StateId, float] | None = None
         self.content: dict[int, StateId] = {}  # complete slots, oldest first

@@ -17,7 +17,7 @@ from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state import layout
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.shard_manifest import Manifest
+from ft_hsdp.state.transfer.shard_manifest import ShardManifest
 from ft_hsdp.train import live_state as held_module
 from ft_hsdp.train.fsdp import Sharded
 from ft_hsdp.train.live_state import LiveState, state_digest
@@ -91,7 +91,7 @@ def test_a_record_that_does_not_build_on_the_state_is_refused(mesh: DeviceMesh, 
     assert all(torch.equal(a, before[n]) for n, a in weights(sharded).items())
 
 
-def packed(held: LiveState) -> tuple[Manifest, Bytes]:
+def packed(held: LiveState) -> tuple[ShardManifest, Bytes]:
     """What a snapshot of ``held`` is now."""
     into = np.full(held.layout.nbytes, 0xFF, dtype=np.uint8)
     assert held.state is not None

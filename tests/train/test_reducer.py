@@ -13,7 +13,7 @@ from ft_hsdp.core.commit import AttemptId, Contribution, Vote
 from ft_hsdp.core.effects import Reduce
 from ft_hsdp.core.grant import Role
 from ft_hsdp.errors import PeerDead
-from ft_hsdp.ftar.allreduce import Result
+from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.train import gradients as reducing
@@ -32,12 +32,12 @@ class Op:
     ) -> None:
         self.key, self.local, self.out, self.mine = key, local, out, mine
         assert after is None  # tensors on the CPU are complete
-        self.work: Future[Result] = Future()
+        self.work: Future[AllReduceResult] = Future()
 
     def end(self, *others: Entry) -> None:
         """It ends well: replica 1 adds ones."""
         self.out.copy_((0 if self.local is None else self.local) + torch.ones_like(self.out))
-        self.work.set_result(Result(self.out, (self.mine, *(others or (OTHER,))), 100))
+        self.work.set_result(AllReduceResult(self.out, (self.mine, *(others or (OTHER,))), 100))
 
 
 class Group:
@@ -48,7 +48,7 @@ class Group:
         self.arena = Arena()
         self._at_once = at_once
 
-    def all_reduce(self, *args: Any) -> Future[Result]:
+    def all_reduce(self, *args: Any) -> Future[AllReduceResult]:
         op = Op(*args)
         self.ops.append(op)
         if self._at_once:
@@ -352,14 +352,14 @@ def test_a_bucket_of_another_size_is_a_programmers_error() -> None:
 
 
 def test_buckets_that_disagree_have_no_contributors() -> None:
-    one = Result(torch.empty(0), (Entry(0, 1, 0, 7, 1.0), OTHER), 0)
+    one = AllReduceResult(torch.empty(0), (Entry(0, 1, 0, 7, 1.0), OTHER), 0)
     for other in (
-        Result(torch.empty(0), (Entry(0, 1, 0, 8, 1.0), OTHER), 0),
-        Result(torch.empty(0), (Entry(0, 0, 0, 7, 1.0), OTHER), 0),
-        Result(torch.empty(0), (OTHER,), 0),
+        AllReduceResult(torch.empty(0), (Entry(0, 1, 0, 8, 1.0), OTHER), 0),
+        AllReduceResult(torch.empty(0), (Entry(0, 0, 0, 7, 1.0), OTHER), 0),
+        AllReduceResult(torch.empty(0), (OTHER,), 0),
     ):
         assert contributions([one, other]) == ()
-    swapped = Result(torch.empty(0), (OTHER, Entry(0, 1, 0, 7, 3.0)), 0)
+    swapped = AllReduceResult(torch.empty(0), (OTHER, Entry(0, 1, 0, 7, 3.0)), 0)
     got = contributions([one, swapped])
     assert got == (Contribution(0, 1, 0, 7, 3.0), Contribution(1, 1, 1, 40, 2.0)), "losses are the last bucket's"
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from ft_hsdp.control import watchdog
-from ft_hsdp.control.watchdog import PERIOD_S, Limits, Outlets, Watchdog
+from ft_hsdp.control.watchdog import PERIOD_S, Limits, Watchdog, WatchdogOutlets
 
 LIMITS = Limits(silence_s=15.0, step_s=100.0, leave_s=10.0)
 
@@ -27,7 +27,7 @@ class Rank:
         loop.call_later.side_effect = lambda s, then: self._due.append((self.now + s, then)) or mock.Mock()
         monkeypatch.setattr(watchdog.asyncio, "get_running_loop", lambda: loop)
         monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.now)
-        outlets = Outlets(self._say, lambda: self.progress, self._leave, self.ended.append)
+        outlets = WatchdogOutlets(self._say, lambda: self.progress, self._leave, self.ended.append)
         self.vigil = Watchdog(LIMITS, outlets, parent)
         self.vigil.expect(siblings)
 

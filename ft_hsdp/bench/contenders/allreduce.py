@@ -81,7 +81,7 @@ class FTAR(AllReduceRank):
         return self._ring.empty(elements) if self._registered else torch.empty(elements)
 
 
-class Store(AllReduceRank):
+class StoreHost(AllReduceRank):
     """Hosts the TCPStore at `address`."""
 
     def __init__(self, seat: WorkerSeat) -> None:

@@ -20,9 +20,9 @@ import xxhash
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.fetch import Donor as Address
-from ft_hsdp.state.transfer.fetch import Request, fetch
+from ft_hsdp.state.transfer.fetch import FetchRequest, fetch
 from ft_hsdp.state.transfer.server import StateServer, tune
-from ft_hsdp.state.transfer.shard_manifest import Expected, Manifest
+from ft_hsdp.state.transfer.shard_manifest import Expected, ShardManifest
 from ft_hsdp.state.transfer.source import InMemorySnapshots, Room
 
 Bytes = npt.NDArray[np.uint8]
@@ -62,13 +62,13 @@ def digest(parts: Iterable[Bytes]) -> str:
     return total.hexdigest()
 
 
-class Donor(ABC):
+class DonorContender(ABC):
     """Holds the state; `where` is what its receiver must be told."""
 
     where: str
 
 
-class Receiver(ABC):
+class ReceiverContender(ABC):
     """Gets the state as often as it is asked to."""
 
     @abstractmethod
@@ -86,7 +86,7 @@ STATE = StateId(0, 1, "0" * 32)
 PIECE = 4 << 20
 
 
-class RawDonor(Donor):
+class RawDonor(DonorContender):
     """sendfile of the whole state to whoever connects."""
 
     def __init__(self, seat: FetchSeat) -> None:
@@ -107,7 +107,7 @@ class RawDonor(Donor):
                     begin += os.sendfile(sock.fileno(), self._room.fd, begin, self._total - begin)
 
 
-class RawReceiver(Receiver):
+class RawReceiver(ReceiverContender):
     """recv_into, in pieces."""
 
     def __init__(self, seat: FetchSeat, where: str) -> None:
@@ -133,7 +133,7 @@ class RawReceiver(Receiver):
         return found
 
 
-class FetchDonor(Donor):
+class FetchDonor(DonorContender):
     """The state server, as the state agent has it."""
 
     def __init__(self, seat: FetchSeat) -> None:
@@ -145,7 +145,7 @@ class FetchDonor(Donor):
         self.where = self._server.address
 
 
-class FetchReceiver(Receiver):
+class FetchReceiver(ReceiverContender):
     """`state.fetch`, everything verified."""
 
     def __init__(self, seat: FetchSeat, where: str) -> None:
@@ -156,7 +156,7 @@ class FetchReceiver(Receiver):
 
     def take(self) -> None:
         """Fill the room."""
-        request = Request.exactly(self._expected, self._room.memory)
+        request = FetchRequest.exactly(self._expected, self._room.memory)
         fetch(self._donors, request, TOKEN, TIMEOUT_S, threading.Event(), lambda *_: None)
 
     def drop(self) -> str:
@@ -166,11 +166,11 @@ class FetchReceiver(Receiver):
         return found
 
 
-def _header(seat: FetchSeat) -> Manifest:
+def _header(seat: FetchSeat) -> ShardManifest:
     tensors = tuple(
         shard_manifest.Tensor(
             f"{i}", "param", "uint8", (seat.nbytes,), (seat.nbytes,), i * seat.nbytes, seat.nbytes
         )
         for i in range(seat.tensors)
     )
-    return Manifest(STATE, 0, 1, shard_manifest.fingerprint(tensors), seat.total, tensors, (), ())
+    return ShardManifest(STATE, 0, 1, shard_manifest.fingerprint(tensors), seat.total, tensors, (), ())

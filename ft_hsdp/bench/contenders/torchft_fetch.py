@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torchft.checkpointing.http_transport import HTTPTransport
 
-from ft_hsdp.bench.contenders.fetch import TIMEOUT_S, Donor, FetchSeat, Receiver, digest
+from ft_hsdp.bench.contenders.fetch import TIMEOUT_S, DonorContender, FetchSeat, ReceiverContender, digest
 from ft_hsdp.compat.torchft import StateTransport
 
 STEP = 1
@@ -24,7 +24,7 @@ def state_dict(seat: FetchSeat) -> dict[str, torch.Tensor]:
     return {f"{i}": part.view(torch.float32) for i, part in enumerate(content.split(seat.nbytes))}
 
 
-class TransportDonor(Donor):
+class TransportDonor(DonorContender):
     """Offers the state by a transport."""
 
     def __init__(self, transport: Any, seat: FetchSeat) -> None:
@@ -33,7 +33,7 @@ class TransportDonor(Donor):
         self.where = self._transport.metadata()
 
 
-class TransportReceiver(Receiver):
+class TransportReceiver(ReceiverContender):
     """Receives the state by a transport."""
 
     def __init__(self, transport: Any, where: str) -> None:

@@ -29,7 +29,7 @@ from ft_hsdp.launch.backend.processes import die_with
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class LoopSeat:
     """Which replica, and how often it was started before.
 
     scene: what it trains; file: for its lines; lighthouse: URL; timeout_s: of the process group and the manager;
@@ -45,7 +45,7 @@ class Seat:
     parent: int
 
 
-def train(seat: Seat) -> None:
+def train(seat: LoopSeat) -> None:
     """As torchft's own example does it, with each gradient all-reduced by hand."""
     lines, life = LineWriter(Path(seat.file)), {"incarnation": str(seat.life)}
     lines.write({"t": time.time(), **life})
@@ -93,7 +93,7 @@ def train(seat: Seat) -> None:
 
 def main(argv: Sequence[str]) -> None:
     """Train until the end."""
-    seat = Seat(**json.loads(argv[0]))
+    seat = LoopSeat(**json.loads(argv[0]))
     die_with(seat.parent)
     train(seat)
 

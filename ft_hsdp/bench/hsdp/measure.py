@@ -26,7 +26,7 @@ from ft_hsdp.launch.run.directory import RunDir
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class StepBlock:
     """What a step took: seconds, bytes sent by the replica that sent most, CPU seconds of all ranks."""
 
     seconds: float
@@ -35,7 +35,7 @@ class Block:
 
 
 def report(
-    scene: HsdpScene, blocks: Mapping[str, Sequence[Block]], commits: Sequence[Sequence[Mapping[str, Any]]]
+    scene: HsdpScene, blocks: Mapping[str, Sequence[StepBlock]], commits: Sequence[Sequence[Mapping[str, Any]]]
 ) -> ResultRow:
     """The result. `blocks` of each crew; `commits`: of each replica of ft_hsdp, what it wrote down of each step.
 
@@ -69,7 +69,7 @@ def report(
     }
 
 
-def _crew(blocks: Sequence[Block]) -> ResultRow:
+def _crew(blocks: Sequence[StepBlock]) -> ResultRow:
     return {
         "step": spread([block.seconds for block in blocks]),
         "cpu_ms_per_step": milliseconds(statistics.median(block.cpu_s for block in blocks)),
@@ -92,7 +92,7 @@ def measure(scene: HsdpScene, log: ProgressLog) -> list[ResultRow]:
     if why := unfit():
         log.note(f"link is left out: {why}")
         return []
-    blocks: dict[str, list[Block]] = {name: [] for name in CREWS}
+    blocks: dict[str, list[StepBlock]] = {name: [] for name in CREWS}
     with _unwinding(), ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-hsdp-bench-")))
         network = stack.enter_context(Network(scene.replicas, scene.rate, scene.congestion))
@@ -122,12 +122,12 @@ def _unwinding() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _block(crew: Crew, network: Network, steps: int, blocks: list[Block]) -> float:
+def _block(crew: Crew, network: Network, steps: int, blocks: list[StepBlock]) -> float:
     """Train a block of steps; seconds of a step."""
     cpu_s, sent = crew.cpu_s(), network.sent()
     seconds = crew.train(steps)
     went = [after - before for after, before in zip(network.sent(), sent, strict=True)]
-    blocks.append(Block(seconds, max(went) / steps, (crew.cpu_s() - cpu_s) / steps))
+    blocks.append(StepBlock(seconds, max(went) / steps, (crew.cpu_s() - cpu_s) / steps))
     return seconds
 
 

@@ -18,7 +18,7 @@ from typing import Protocol
 import psutil
 
 from ft_hsdp.bench.hsdp.scene import HsdpScene, HsdpSeat, config
-from ft_hsdp.bench.workers.link import Link, ask, collect
+from ft_hsdp.bench.workers.link import WorkerLink, ask, collect
 from ft_hsdp.bench.workers.team import LEAD_S
 from ft_hsdp.config import dump
 from ft_hsdp.errors import Retryable
@@ -78,7 +78,7 @@ PRODUCT = "ft_hsdp"  # the crew that needs a lighthouse and state agents
 class Crew:
     """`links` are the ranks, replica by replica."""
 
-    def __init__(self, name: str, links: Sequence[Link]) -> None:
+    def __init__(self, name: str, links: Sequence[WorkerLink]) -> None:
         self.name = name
         self._links = list(links)
 
@@ -162,7 +162,7 @@ def _agent(replica: int, host: str, run: RunDir, place: CrewPlace, stack: ExitSt
     stack.callback(_end, process)
 
 
-def _worker(name: str, seat: HsdpSeat, place: CrewPlace, log: Path, stack: ExitStack) -> Link:
+def _worker(name: str, seat: HsdpSeat, place: CrewPlace, log: Path, stack: ExitStack) -> WorkerLink:
     ours, theirs = socket.socketpair()
     with theirs, log.open("ab") as file:
         module = tied("ft_hsdp.bench.hsdp.worker", str(theirs.fileno()), json.dumps(asdict(seat)))
@@ -175,7 +175,7 @@ def _worker(name: str, seat: HsdpSeat, place: CrewPlace, log: Path, stack: ExitS
             stderr=file,
         )
     stack.callback(_end, process)
-    link = Link(name, ours, log)
+    link = WorkerLink(name, ours, log)
     stack.callback(link.close)
     return link
 

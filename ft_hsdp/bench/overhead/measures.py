@@ -25,7 +25,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from ft_hsdp.bench.goals import Verdict, begin_result, finish_result, most
+from ft_hsdp.bench.goals import GoalVerdict, begin_result, finish_result, most
 from ft_hsdp.bench.goals import verdicts as of_ftar
 from ft_hsdp.bench.hsdp import processes as crews
 from ft_hsdp.bench.hsdp.measure import measure as link
@@ -62,9 +62,9 @@ RAY = 1.02
 SNAPSHOT = {"computing": 1.10, "waiting": 1.02}
 
 
-def verdicts(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Verdict]:
+def verdicts(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[GoalVerdict]:
     """Every goal for which there is a figure; `measured` has the rows of each measure."""
-    found: list[Verdict] = []
+    found: list[GoalVerdict] = []
     for row in measured.get("steady", ()):
         for name, times in row["times"].items():
             if name.startswith("ft_hsdp"):
@@ -118,14 +118,14 @@ def _shape(row: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TurnEntry:
     """A crew: its kind ("hsdp" or "ft_hsdp") and what it trains."""
 
     kind: str
     scene: HsdpScene
 
 
-def turns(entries: Mapping[str, Entry], rounds: int) -> dict[str, list[float]]:
+def turns(entries: Mapping[str, TurnEntry], rounds: int) -> dict[str, list[float]]:
     """Seconds of each of `rounds` blocks of each crew, per step (ABAB). Raises Retryable where a process fails."""
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-hsdp-bench-")))
@@ -155,10 +155,10 @@ def steady(
 
     Between machines it is TCP, as HSDP's gloo always is. Raises Retryable where a process fails.
     """
-    entries = {"hsdp": Entry("hsdp", scene), "hsdp again": Entry("hsdp", scene)}
+    entries = {"hsdp": TurnEntry("hsdp", scene), "hsdp again": TurnEntry("hsdp", scene)}
     for transport in transports:
         sections = {**scene.sections, "ftar": {"transport": transport}}
-        entries[f"ft_hsdp, {transport}"] = Entry("ft_hsdp", replace(scene, sections=sections))
+        entries[f"ft_hsdp, {transport}"] = TurnEntry("ft_hsdp", replace(scene, sections=sections))
     took = turns(entries, rounds)
     row: ResultRow = {
         "replicas": scene.replicas,
@@ -187,7 +187,7 @@ def snapshot(rounds: int, log: ProgressLog, scenes: Mapping[str, HsdpScene] = SC
     rows = []
     for kind, scene in scenes.items():
         entries = {
-            name: Entry("ft_hsdp", replace(scene, sections={**scene.sections, "state": {"snapshot": mode}}))
+            name: TurnEntry("ft_hsdp", replace(scene, sections={**scene.sections, "state": {"snapshot": mode}}))
             for name, mode in MODES.items()
         }
         took = turns(entries, rounds)

@@ -33,7 +33,7 @@ STORE_BYTES = 80 << 20  # of its object store, the least: no rank uses it
 STARTED = "Ray runtime started"
 
 
-class Cluster:
+class BenchCluster:
     """A context: on entry a head node with all that Ray starts beside it, with a token; on exit nothing is left.
 
     address: for `submit`; env: what whoever connects needs in its environment.
@@ -43,7 +43,7 @@ class Cluster:
         self.address = f"127.0.0.1:{free_port()}"
         self.env: Mapping[str, str] = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
-    def __enter__(self) -> Cluster:
+    def __enter__(self) -> BenchCluster:
         with ExitStack() as stack:
             # Not longer: the path of a socket in it has at most 107 bytes.
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-")))
@@ -147,7 +147,7 @@ def under_up(scene: RecoveryScene, steps: int) -> float:
 def under_ray(scene: RecoveryScene, steps: int) -> float:
     """As `launcher.py submit` runs it."""
     with ExitStack() as stack:
-        cluster = stack.enter_context(Cluster())
+        cluster = stack.enter_context(BenchCluster())
         herd = stack.enter_context(JobUnderTest(scene, (JOB, cluster.address), cluster.env))
         return _watch(herd, steps)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ft_hsdp.bench.recovery.job import PRELOADED, TRAINEE
 from ft_hsdp.config import load
-from ft_hsdp.launch.job import Job, Means
+from ft_hsdp.launch.job import JobResources, JobRun
 from ft_hsdp.launch.lighthouse_process import furnish
 from ft_hsdp.launch.ray.backend import RayBackend
 from ft_hsdp.launch.ray.cluster import connected
@@ -28,15 +28,15 @@ def main(argv: Sequence[str]) -> int:
         furnish(run, config)
         write_json(run.supervisor, identity())
 
-        def means(emit: Callable[[Row], None]) -> Means:
+        def means(emit: Callable[[Row], None]) -> JobResources:
             lighthouse = RayLighthouse(run, cluster.node, emit)
             urls = lambda: lighthouse.urls  # noqa: E731
-            return Means(
+            return JobResources(
                 RayBackend(config, run, urls, cluster.cwd, emit, entry=TRAINEE, preload=PRELOADED), lighthouse
             )
 
         with Terminal(config, sys.stderr, live=False) as terminal:
-            code, _ = asyncio.run(Job(config, run, terminal, means).run())
+            code, _ = asyncio.run(JobRun(config, run, terminal, means).run())
     return code
 
 

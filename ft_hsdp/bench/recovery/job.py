@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ft_hsdp.config import load
 from ft_hsdp.launch.backend.forkserver import PRELOAD
-from ft_hsdp.launch.job import Job
+from ft_hsdp.launch.job import JobRun
 from ft_hsdp.launch.lighthouse_process import furnish
 from ft_hsdp.launch.local import here
 from ft_hsdp.launch.run.directory import RunDir, claim, identity, write_json
@@ -27,7 +27,7 @@ def main(argv: Sequence[str]) -> int:
     furnish(run, config)
     write_json(run.supervisor, identity())
     with Terminal(config, sys.stdout, live=False) as terminal:
-        job = Job(config, run, terminal, here(config, run, entry=TRAINEE, preload=PRELOADED))
+        job = JobRun(config, run, terminal, here(config, run, entry=TRAINEE, preload=PRELOADED))
         code, _ = asyncio.run(job.run())
     return code
 

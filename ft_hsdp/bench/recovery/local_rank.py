@@ -23,7 +23,7 @@ from torch import Tensor
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.agent.client import StateAgent
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.shard_manifest import Manifest
+from ft_hsdp.state.transfer.shard_manifest import ShardManifest
 
 STATE = StateId(1, 1, "0" * 32)
 TENSORS = 32
@@ -31,7 +31,7 @@ DEADLINE_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class LocalSeat:
     """token: of the agent; nbytes: of the state; file: for torch.save; seed: of the values."""
 
     token: str
@@ -40,10 +40,10 @@ class Seat:
     seed: int
 
 
-class Rank:
+class LocalRank:
     """Holds the state in tensors of about equal size."""
 
-    def __init__(self, seat: Seat) -> None:
+    def __init__(self, seat: LocalSeat) -> None:
         self._seat = seat
         whole = seat.nbytes // 4
         sizes = [whole // TENSORS + (n < whole % TENSORS) for n in range(TENSORS)]
@@ -108,8 +108,8 @@ class Rank:
         return total.hexdigest()
 
 
-def _header(nbytes: int) -> Manifest:
-    return Manifest(STATE, 0, 1, shard_manifest.fingerprint(()), nbytes, (), (), ())
+def _header(nbytes: int) -> ShardManifest:
+    return ShardManifest(STATE, 0, 1, shard_manifest.fingerprint(()), nbytes, (), (), ())
 
 
 def _bytes(tensor: Tensor) -> Any:
@@ -121,7 +121,7 @@ def _bytes(tensor: Tensor) -> Any:
 def main(argv: Sequence[str]) -> None:
     """Obey until stdin is closed."""
     torch.set_num_threads(1)
-    rank = Rank(Seat(**json.loads(argv[0])))
+    rank = LocalRank(LocalSeat(**json.loads(argv[0])))
     sys.stdout.write("{}\n")
     sys.stdout.flush()
     for line in sys.stdin:

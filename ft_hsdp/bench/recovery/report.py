@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 from rich.console import Console
 
-from ft_hsdp.bench.goals import Verdict, begin_result, finish_result, least, most
+from ft_hsdp.bench.goals import GoalVerdict, begin_result, finish_result, least, most
 from ft_hsdp.bench.options import MIB, ProgressLog, count_of, measures_of, size_name, sizes_of
 from ft_hsdp.bench.recovery.analysis import LAST
 from ft_hsdp.bench.recovery.kills import MOST, kills, stops
@@ -65,9 +65,9 @@ READERS_TIMES = 1.0
 LOCAL_TIMES = 5.0
 
 
-def verdicts(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Verdict]:
+def verdicts(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[GoalVerdict]:
     """Every goal for which there is a figure; `measured` has the rows of each measure."""
-    found: list[Verdict] = []
+    found: list[GoalVerdict] = []
     for row in measured.get("kill", ()):
         at = {"members": row["replicas"]}
         for key, text in NEXT.items():
@@ -93,14 +93,14 @@ def verdicts(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[Verdic
     return found
 
 
-def _rejoin(row: Mapping[str, Any]) -> list[Verdict]:
+def _rejoin(row: Mapping[str, Any]) -> list[GoalVerdict]:
     if row["rejoin_wait"] is None:
         return []
     text = f"others' waits for a rejoin, steps of {row['step_ms']:.0f} ms"
     return [most(text, {"members": row["replicas"]}, REJOIN_STEPS, row["rejoin_wait"]["steps"])]
 
 
-def _return_goal(row: Mapping[str, Any]) -> Iterator[Verdict]:
+def _return_goal(row: Mapping[str, Any]) -> Iterator[GoalVerdict]:
     at, text = {"members": row["replicas"]}, "SIGKILL to own commit - 1 step"
     warm_ms = row["contenders"]["warm"]["less_one"]["p50_ms"]
     yield most(f"{text}, warm, p50 ms", at, WARM_MS, warm_ms)

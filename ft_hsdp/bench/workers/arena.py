@@ -12,13 +12,13 @@ from types import TracebackType
 from ft_hsdp.bench.contenders.base import WorkerSeat
 from ft_hsdp.bench.contenders.roster import MPIRUN, Contender
 from ft_hsdp.bench.results import check_memory
-from ft_hsdp.bench.workers.link import Forks, Link, collect
+from ft_hsdp.bench.workers.link import Forks, WorkerLink, collect
 from ft_hsdp.bench.workers.team import Team, start_mpi
 
 STORE = Contender("ft_hsdp.bench.contenders.allreduce:Store", "the store")
 
 
-class Arena:
+class WorkerArena:
     """A context: on entry every contender has `members` workers in one ring; on exit nothing is left running.
 
     teams: by name; bystander: a process outside all rings. Raises Retryable if a worker cannot be set up.
@@ -31,7 +31,7 @@ class Arena:
         self._token = secrets.token_hex(32)
         self._store = ""
 
-    def __enter__(self) -> Arena:
+    def __enter__(self) -> WorkerArena:
         with ExitStack() as stack:
             folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-hsdp-bench-")))
             entries = [STORE.entry, *(c.entry for c in self.contenders.values() if c.entry != MPIRUN)]
@@ -80,7 +80,7 @@ class Arena:
             team.add(self._fork(name, member))
         _greet(team.links)
 
-    def _fork(self, name: str, member: int) -> Link:
+    def _fork(self, name: str, member: int) -> WorkerLink:
         contender = self.contenders[name]
         return self._forks.fork(f"{name} rank {member}", contender.entry, self._seat(name, contender, member))
 
@@ -88,6 +88,6 @@ class Arena:
         return WorkerSeat(name, member, self._store, self._token, contender.options)
 
 
-def _greet(links: list[Link]) -> None:
+def _greet(links: list[WorkerLink]) -> None:
     for link, answer in zip(links, collect(links), strict=True):
         link.greet(answer)

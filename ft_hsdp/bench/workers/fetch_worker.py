@@ -19,7 +19,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from ft_hsdp.bench.contenders.fetch import FetchSeat, Receiver
+from ft_hsdp.bench.contenders.fetch import FetchSeat, ReceiverContender
 from ft_hsdp.errors import EXIT_OK, EXIT_RETRYABLE, DataCorruption
 
 
@@ -36,7 +36,7 @@ def main(argv: Sequence[str]) -> int:
         way = make(seat, *argv[3:])
         _say(stream, {"address": getattr(way, "where", ""), "pid": os.getpid()})
         while stream.readline():
-            assert isinstance(way, Receiver)
+            assert isinstance(way, ReceiverContender)
             start = time.perf_counter()
             way.take()
             took = time.perf_counter() - start

@@ -30,7 +30,7 @@ GONE_S = 10.0  # longest time for a killed process to go
 Answer = dict[str, Any]
 
 
-class Link:
+class WorkerLink:
     """Socket and life of one worker. `name` says which one it is, as a user would."""
 
     def __init__(self, name: str, sock: socket.socket, log: Path, pidfd: int | None = None) -> None:
@@ -100,10 +100,10 @@ class Link:
         return Retryable(f"bench: {self.name} died" + (f": {line}" if line else ""))
 
 
-def collect(links: Sequence[Link], timeout_s: float = ANSWER_S) -> list[Answer]:
+def collect(links: Sequence[WorkerLink], timeout_s: float = ANSWER_S) -> list[Answer]:
     """One answer of each, in their order. Raises Retryable as soon as one of them fails, and at the deadline."""
     deadline = time.monotonic() + timeout_s
-    answers: dict[Link, Answer] = {}
+    answers: dict[WorkerLink, Answer] = {}
     with selectors.DefaultSelector() as waiting:  # select knows descriptors below 1024 only
         for each in links:
             waiting.register(each, selectors.EVENT_READ, each)
@@ -113,14 +113,14 @@ def collect(links: Sequence[Link], timeout_s: float = ANSWER_S) -> list[Answer]:
                 late = next(link for link in links if link not in answers)
                 raise Retryable(f"bench: {late.name} did not answer within {timeout_s:g} s")
             for key, _ in readable:
-                link: Link = key.data
+                link: WorkerLink = key.data
                 if (answer := link.read()) is not None:
                     answers[link] = answer
                     waiting.unregister(link)
     return [answers[link] for link in links]
 
 
-def ask(links: Iterable[Link], command: Mapping[str, Any], timeout_s: float = ANSWER_S) -> list[Answer]:
+def ask(links: Iterable[WorkerLink], command: Mapping[str, Any], timeout_s: float = ANSWER_S) -> list[Answer]:
     """Have all do one thing; their answers."""
     asked = list(links)
     for link in asked:
@@ -152,7 +152,7 @@ class Forks:
             self.close()
             raise
 
-    def fork(self, name: str, entry: str, seat: WorkerSeat) -> Link:
+    def fork(self, name: str, entry: str, seat: WorkerSeat) -> WorkerLink:
         """Start a worker; it greets once it is set up. Raises Retryable if it cannot be forked."""
         self._count += 1
         log = self._folder / f"{self._count}.log"
@@ -165,7 +165,7 @@ class Forks:
         except BaseException:
             ours.close()
             raise
-        return Link(name, ours, log, pidfd)
+        return WorkerLink(name, ours, log, pidfd)
 
     def close(self) -> None:
         """End the nursery; what it forked and nobody killed dies with it."""

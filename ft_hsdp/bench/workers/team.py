@@ -20,7 +20,7 @@ from typing import Any
 
 from ft_hsdp.bench.contenders.base import WorkerSeat
 from ft_hsdp.bench.contenders.roster import mpirun
-from ft_hsdp.bench.workers.link import GONE_S, Answer, Link, ask, collect
+from ft_hsdp.bench.workers.link import GONE_S, Answer, WorkerLink, ask, collect
 from ft_hsdp.errors import DataCorruption, Retryable
 from ft_hsdp.launch.backend.processes import environment, last_line
 
@@ -30,7 +30,7 @@ SHARED_MEMORY = ("--mca", "pml", "ob1", "--mca", "btl", "sm,self")
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # it refuses root otherwise
 
 
-def start_mpi(seat: WorkerSeat, members: int, folder: Path, stack: ExitStack) -> list[Link]:
+def start_mpi(seat: WorkerSeat, members: int, folder: Path, stack: ExitStack) -> list[WorkerLink]:
     """Run `members` ranks; their links, greeted, in the order of ranks. `stack` takes what ends them.
 
     Raises Retryable if they do not come up. The ranks end when their sockets do, and mpirun when they do.
@@ -51,10 +51,10 @@ def start_mpi(seat: WorkerSeat, members: int, folder: Path, stack: ExitStack) ->
         )
     stack.callback(_end, process)
     deadline = time.monotonic() + START_S
-    greeted: list[tuple[Answer, Link]] = []
+    greeted: list[tuple[Answer, WorkerLink]] = []
     while len(greeted) < members:
         sock = _accept(listener, process, deadline, log)
-        link = Link(seat.name, sock, log)
+        link = WorkerLink(seat.name, sock, log)
         stack.callback(link.close)
         greeted.append((collect([link], max(0.0, deadline - time.monotonic()))[0], link))
     links = []
@@ -95,21 +95,21 @@ LEAD_S = 0.005  # from the command to the common start: every worker has read it
 class Team:
     """A contender's ring. `links[i]` is member i; `order` is the ring, clockwise."""
 
-    def __init__(self, name: str, links: Sequence[Link]) -> None:
+    def __init__(self, name: str, links: Sequence[WorkerLink]) -> None:
         self.name = name
-        self.links: list[Link] = []
+        self.links: list[WorkerLink] = []
         self.order: list[int] = []
         self._epoch = 0
         for link in links:
             self.add(link)
 
-    def add(self, link: Link) -> None:
+    def add(self, link: WorkerLink) -> None:
         """One more member, at the end of the ring; `join` makes it one."""
         self.order.append(len(self.links))
         self.links.append(link)
 
     @property
-    def active(self) -> list[Link]:
+    def active(self) -> list[WorkerLink]:
         """The members of the ring, clockwise."""
         return [self.links[member] for member in self.order]
 
@@ -164,7 +164,7 @@ class Team:
         return max(float(answer["t"]) for answer in answers)
 
 
-def _complete(link: Link, answer: Answer) -> None:
+def _complete(link: WorkerLink, answer: Answer) -> None:
     """Raises Retryable where an all-reduce failed that nobody disturbed."""
     if "raised" in answer:
         raise Retryable(f"bench: {link.name} raised {answer['raised']}: {answer['text']}")

@@ -19,14 +19,14 @@ from torch.distributed import DistNetworkError, ReduceOp, Work
 from torch.distributed.distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions, BarrierOptions
 from torchft.process_group import ProcessGroup, create_store_client
 
-from ft_hsdp.compat.torchft.quorum import Quorum, Rendezvous, Ring, gloo, own_address, told_of
+from ft_hsdp.compat.torchft.quorum import Quorum, RingAddresses, TorchftRendezvous, gloo, own_address, told_of
 from ft_hsdp.errors import FTARError
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.allreduce import DTYPES
 from ft_hsdp.ftar.lifecycle import GroupState
 
 
-class Member:
+class TorchftMember:
     """A number that no other process has, a secret that the ranks of a ring share, and the communicator of both.
 
     torchft's ranks change with every quorum, so the ring knows its members by number.
@@ -92,7 +92,7 @@ class ProcessGroupFTAR(ProcessGroup):
         super().__init__(0, 1)
         self._timeout = timeout
         self._host = host
-        self._member = Member(settings or Settings())
+        self._member = TorchftMember(settings or Settings())
         self._quorum: Quorum | None = None
         self._cancel = threading.Event()
         self._down = False
@@ -141,12 +141,12 @@ class ProcessGroupFTAR(ProcessGroup):
         except DistNetworkError as error:
             raise RuntimeError(f"Socket Timeout: no store at {address}: {error}") from error
 
-    def _form(self, store: Any, rank: int, world_size: int, cancel: threading.Event) -> Ring:
+    def _form(self, store: Any, rank: int, world_size: int, cancel: threading.Event) -> RingAddresses:
         """Meet the others, form their ring."""
         seconds = self._timeout.total_seconds()
         server = store.underlying_store
         member = self._member
-        meeting = Rendezvous(store, rank, world_size, seconds, cancel)
+        meeting = TorchftRendezvous(store, rank, world_size, seconds, cancel)
         host = self._host or own_address(server.host, server.port)
         ring = meeting.meet(member.token, member.epoch, lambda token: member.admit(token, host, seconds))
         member.epoch = ring.epoch

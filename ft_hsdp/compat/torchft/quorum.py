@@ -49,14 +49,14 @@ SHORTEST_S, LONGEST_S = 0.0002, 0.003  # between two looks: a wait of the store 
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
+class RingAddresses:
     """The ring of ``epoch``: (member, "host:port") by rank."""
 
     epoch: int
     members: tuple[tuple[int, str], ...]
 
 
-class Rendezvous:
+class TorchftRendezvous:
     """One `configure` of ``size`` ranks over ``store``, whose prefix nobody used before.
 
     It takes ``timeout_s`` at most, and ends early when ``cancelled`` is set.
@@ -70,7 +70,7 @@ class Rendezvous:
         self._deadline = time.monotonic() + timeout_s
         self._cancelled = cancelled
 
-    def meet(self, token: str, epoch: int, admit: Callable[[str], tuple[int, str]]) -> Ring:
+    def meet(self, token: str, epoch: int, admit: Callable[[str], tuple[int, str]]) -> RingAddresses:
         """Agree on secret, epoch and members; ``admit`` gets the secret and says which (member, address) this is.
 
         Raises:
@@ -80,7 +80,7 @@ class Rendezvous:
         floor = max(claim[0] for claim in claims)
         secret = next(claim[1] for claim in claims if claim[0] == floor)
         places = self._exchange("place", list(admit(secret)), (int, str))
-        return Ring(floor + 1, tuple((member, address) for member, address in places))
+        return RingAddresses(floor + 1, tuple((member, address) for member, address in places))
 
     def _exchange(self, name: str, mine: list[int | str], shape: tuple[type, type]) -> list[tuple[int, str]]:
         self._store.set(f"{name}/{self._rank}", json.dumps(mine))
@@ -128,7 +128,7 @@ WORDS: tuple[tuple[type[FTARError], str], ...] = (
 class Quorum:
     """The ranks of ``ring``, which stands in ``communicator``, and their ``plain`` backend."""
 
-    def __init__(self, ring: Ring, communicator: Communicator, plain: ProcessGroup) -> None:
+    def __init__(self, ring: RingAddresses, communicator: Communicator, plain: ProcessGroup) -> None:
         self.size = len(ring.members)
         self.error: RuntimeError | None = None
         self._ranks = {number: rank for rank, (number, _) in enumerate(ring.members)}

@@ -40,9 +40,9 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption, InvalidArgument
 from ft_hsdp.state.layout import ALIGN
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.fetch import Donor, NotFetched, Request, fetch
+from ft_hsdp.state.transfer.fetch import Donor, FetchRequest, NotFetched, fetch
 from ft_hsdp.state.transfer.server import StateServer
-from ft_hsdp.state.transfer.shard_manifest import Manifest
+from ft_hsdp.state.transfer.shard_manifest import ShardManifest
 from ft_hsdp.state.transfer.source import InMemorySnapshots, Room
 
 MAX_DEPTH = 50  # a node of a dict is three levels of JSON, of which pydantic reads 200
@@ -237,7 +237,9 @@ class StateTransport(CheckpointTransport[T]):
             if place.nbytes:
                 packed[place.offset : place.offset + place.nbytes].copy_(_bytes(tensor))
         state = StateId(0, step, LINEAGE)
-        header = Manifest(state, 0, 1, shard_manifest.fingerprint(places), nbytes, places, (), ({"tree": node},))
+        header = ShardManifest(
+            state, 0, 1, shard_manifest.fingerprint(places), nbytes, places, (), ({"tree": node},)
+        )
         try:
             self._shelf.put(shard_manifest.seal(header, room.memory), room)
         except ValueError as error:
@@ -257,7 +259,7 @@ class StateTransport(CheckpointTransport[T]):
         told = _told(metadata)
         buffers: list[Tensor] = []
 
-        def memory(manifest: Manifest) -> memoryview:
+        def memory(manifest: ShardManifest) -> memoryview:
             buffers.append(torch.empty(manifest.nbytes, dtype=torch.uint8))
             return memoryview(cast(bytes, buffers[0].numpy()))
 
@@ -267,7 +269,7 @@ class StateTransport(CheckpointTransport[T]):
         try:
             got = fetch(
                 donors,
-                Request(state, 0, lambda m: _check(m, state), memory),
+                FetchRequest(state, 0, lambda m: _check(m, state), memory),
                 told.token,
                 timeout.total_seconds(),
                 threading.Event(),
@@ -331,7 +333,7 @@ def _bytes(tensor: Tensor) -> Tensor:
     return tensor.resolve_conj().resolve_neg().contiguous().view(-1).view(torch.uint8)
 
 
-def _check(manifest: Manifest, state: StateId) -> None:
+def _check(manifest: ShardManifest, state: StateId) -> None:
     """A manifest that this class could have made, before anything is allocated."""
     if (manifest.state, manifest.rank, manifest.ranks) != (state, 0, 1):
         raise DataCorruption(f"manifest is of state {manifest.state}, wanted {state}")

@@ -25,7 +25,7 @@ ALONE = 2**20  # bytes up to which a copy costs less than an operation of its ow
 
 
 @dataclass(frozen=True, slots=True)
-class Bundle:
+class TensorBundle:
     """``tensors`` of one type, and the contiguous CPU tensor that holds all of their elements in order."""
 
     tensors: tuple[Tensor, ...]
@@ -44,12 +44,12 @@ class Bundle:
             torch.accelerator.synchronize(device)
 
 
-def bundles(tensors: Sequence[Tensor]) -> list[Bundle]:
+def bundles(tensors: Sequence[Tensor]) -> list[TensorBundle]:
     """``tensors`` as bundles: large ones alone, small ones of one type together, in the order of the list."""
     groups: dict[object, list[Tensor]] = {}
     for i, tensor in enumerate(tensors):
         groups.setdefault(i if tensor.nbytes >= ALONE else tensor.dtype, []).append(tensor)
-    return [Bundle(tuple(group), _flat(group)) for group in groups.values()]
+    return [TensorBundle(tuple(group), _flat(group)) for group in groups.values()]
 
 
 def _flat(tensors: list[Tensor]) -> Tensor:
@@ -72,7 +72,7 @@ class SumWork(Work):
     def __init__(
         self,
         tensors: Sequence[Tensor],
-        bundles: Sequence[Bundle],
+        bundles: Sequence[TensorBundle],
         works: Sequence[RingWork],
         divisor: int,
         failed: Failed,

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ft_hsdp.core.ring import Plan, Process
+from ft_hsdp.core.ring import ProcessChunk, RingPlan
 from ft_hsdp.ftar.frame import Frame
 from ft_hsdp.ftar.transport.base import Chunk
 
@@ -17,12 +17,12 @@ from ft_hsdp.ftar.transport.base import Chunk
 class Processed:
     """A chunk that the plane has finished: what to send on, and the arrival that is not needed any more."""
 
-    process: Process
+    process: ProcessChunk
     payload: Tensor | None
     arrival: Chunk | None
 
 
-class Job(Protocol):
+class PlaneJob(Protocol):
     """One all-reduce on a plane."""
 
     @property
@@ -39,7 +39,7 @@ class Job(Protocol):
         """Where an arriving chunk goes: a flat CPU tensor of the frame's span. The receiving thread asks."""
         ...
 
-    def post(self, process: Process, arrival: Chunk | None) -> None:
+    def post(self, process: ProcessChunk, arrival: Chunk | None) -> None:
         """Copy, reduce or store a chunk (FT-HSDP §4.2); never blocks longer than the work itself."""
         ...
 
@@ -59,7 +59,7 @@ class Job(Protocol):
 class Plane(Protocol):
     """Makes jobs; owns the buffers that live as long as the group."""
 
-    def open(self, local: Tensor | None, out: Tensor, plan: Plan, after: Any = None) -> Job:
+    def open(self, local: Tensor | None, out: Tensor, plan: RingPlan, after: Any = None) -> PlaneJob:
         """An all-reduce of ``local`` (None: relay) into ``out``, both flat, contiguous, of one type.
 
         ``local`` is complete once ``after`` is (on a GPU an event; None: it is).

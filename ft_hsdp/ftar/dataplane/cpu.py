@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_hsdp.core.ring import Kind, Plan, Process, Span
+from ft_hsdp.core.ring import OperationKind, ProcessChunk, RingPlan, Span
 from ft_hsdp.ftar.dataplane.base import Processed
 from ft_hsdp.ftar.frame import Frame
 from ft_hsdp.ftar.transport.base import Chunk
@@ -24,7 +24,7 @@ class CpuPlane:
         self._slots: list[Tensor] = []
         self._size = 0
 
-    def open(self, local: Tensor | None, out: Tensor, plan: Plan, after: Any = None) -> CpuJob:
+    def open(self, local: Tensor | None, out: Tensor, plan: RingPlan, after: Any = None) -> CpuJob:
         """An all-reduce of ``local`` (None: relay) into ``out``."""
         size = plan.chunk * out.element_size()
         if size > self._size:
@@ -37,7 +37,7 @@ class CpuJob:
 
     depth = 1
 
-    def __init__(self, local: Tensor | None, out: Tensor, plan: Plan, slots: list[Tensor], size: int) -> None:
+    def __init__(self, local: Tensor | None, out: Tensor, plan: RingPlan, slots: list[Tensor], size: int) -> None:
         self.dtype = out.dtype
         self._local = local
         self._out = out
@@ -59,18 +59,18 @@ class CpuJob:
         self._used[view.data_ptr()] = slot
         return view
 
-    def post(self, process: Process, arrival: Chunk | None) -> None:
+    def post(self, process: ProcessChunk, arrival: Chunk | None) -> None:
         """Do it at once."""
         operation = process.operation
         span = self._plan.span(operation.shard, process.round)
         place = self._at(self._out, span)
         payload: Tensor | None = place
-        if operation.kind is Kind.COPY_SEND:
+        if operation.kind is OperationKind.COPY_SEND:
             payload = None if process.empty else self._own(span)
         elif operation.kind.reduces:
             self._reduce(place, span, None if process.empty or arrival is None else arrival.data, operation.kind)
         elif self._plan.members == 1:
-            self._reduce(place, span, None, Kind.REDUCE_STORE_SEND)
+            self._reduce(place, span, None, OperationKind.REDUCE_STORE_SEND)
         else:
             assert arrival is not None
             assert arrival.data is not None
@@ -78,12 +78,12 @@ class CpuJob:
                 place.copy_(arrival.data)
         self._done.append(Processed(process, payload, arrival))
 
-    def _reduce(self, place: Tensor, span: Span, partial: Tensor | None, kind: Kind) -> None:
+    def _reduce(self, place: Tensor, span: Span, partial: Tensor | None, kind: OperationKind) -> None:
         """The partial sum and the own gradient, where there are any, into ``place``."""
         if self._local is None:
             if partial is not None:
                 place.copy_(partial)
-            elif kind is Kind.REDUCE_STORE_SEND:
+            elif kind is OperationKind.REDUCE_STORE_SEND:
                 place.zero_()
         elif partial is None:
             if self._local is not self._out:

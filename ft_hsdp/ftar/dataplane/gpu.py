@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ft_hsdp.core.ring import Plan, Process, Span, operations
+from ft_hsdp.core.ring import ProcessChunk, RingPlan, Span, operations
 from ft_hsdp.errors import InvalidArgument, LocalSystemError, ProtocolViolation
 from ft_hsdp.ftar.dataplane.base import Processed
 from ft_hsdp.ftar.frame import Frame
@@ -46,7 +46,7 @@ class GpuPlane:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._staged: kernels.StagedPlane | None = None
 
-    def reserve(self, plan: Plan, dtype: torch.dtype) -> None:
+    def reserve(self, plan: RingPlan, dtype: torch.dtype) -> None:
         """Make room for messages of ``plan`` and load the kernels, before either could make training wait.
 
         Raises:
@@ -57,7 +57,7 @@ class GpuPlane:
         except RuntimeError as error:
             raise LocalSystemError(f"GPU data plane: {error}") from error
 
-    def open(self, local: Tensor | None, out: Tensor, plan: Plan, after: Any = None) -> GpuJob:
+    def open(self, local: Tensor | None, out: Tensor, plan: RingPlan, after: Any = None) -> GpuJob:
         """An all-reduce of ``local`` (None: relay) into ``out``, on the device.
 
         Raises:
@@ -124,7 +124,7 @@ class _Areas:
     A chunk begins within 16 bytes as it does in the message, so that the device moves 16 bytes at a time.
     """
 
-    def __init__(self, plan: Plan, dtype: torch.dtype) -> None:
+    def __init__(self, plan: RingPlan, dtype: torch.dtype) -> None:
         size = dtype.itemsize
         mirror = -(-plan.elements * size // ALIGN) * ALIGN
         chunk = min(plan.chunk, -(-plan.elements // plan.members)) * size
@@ -142,7 +142,7 @@ class GpuJob:
     """One all-reduce on a device; ``depth`` chunks at once."""
 
     def __init__(
-        self, job: kernels.Job, buffer: Tensor, plan: Plan, areas: _Areas, depth: int, timeout_s: float
+        self, job: kernels.StagedJob, buffer: Tensor, plan: RingPlan, areas: _Areas, depth: int, timeout_s: float
     ) -> None:
         self.depth = depth
         self._job = job
@@ -150,7 +150,7 @@ class GpuJob:
         self._areas = areas
         self._timeout_s = timeout_s
         self._lock = threading.Lock()  # chunks may land on several threads
-        self._posted: list[tuple[Process, Chunk | None]] = []
+        self._posted: list[tuple[ProcessChunk, Chunk | None]] = []
         self._heard = 0.0
         self._free = list(areas.slots)
         self._taken: dict[tuple[int, int], int] = {}
@@ -176,7 +176,7 @@ class GpuJob:
             self._taken[frame.operation.number, frame.round] = slot
         return self._areas.at(slot, frame.span)
 
-    def post(self, process: Process, arrival: Chunk | None) -> None:
+    def post(self, process: ProcessChunk, arrival: Chunk | None) -> None:
         """Hand the chunk to the device."""
         span = self._plan.span(process.operation.shard, process.round)
         recv = None
@@ -221,7 +221,7 @@ class GpuJob:
         finished, self._posted = self._posted[:done], self._posted[done:]
         return [Processed(process, self._payload(process), arrival) for process, arrival in finished]
 
-    def _payload(self, process: Process) -> Tensor:
+    def _payload(self, process: ProcessChunk) -> Tensor:
         span = self._plan.span(process.operation.shard, process.round)
         return self._buffer[span.start : span.stop]
 

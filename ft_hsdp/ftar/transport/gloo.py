@@ -61,7 +61,7 @@ def classify(error: RuntimeError, member: int) -> FTARError:
     return kind(f"gloo: {text.partition(' This is typically')[0]}", suspect=member)
 
 
-class Mirror(dist.Store):
+class PairStore(dist.Store):
     """A store for two: what one end sets the other one gets, over the connection that they have already.
 
     Used by one thread while gloo connects; ``sock`` is blocking, with kernel deadlines.
@@ -119,7 +119,7 @@ def connect(sock: socket.socket, rank: int, settings: Settings) -> dist.ProcessG
         options._devices = [
             gloo.create_device(hostname=host, lazy_init=False) for _ in range(settings.connections)
         ]
-        group: dist.ProcessGroupGloo = gloo(Mirror(sock), rank, 2, options)
+        group: dist.ProcessGroupGloo = gloo(PairStore(sock), rank, 2, options)
     except RuntimeError as error:
         raise ConnectionError(f"gloo: {error}") from error
     return group

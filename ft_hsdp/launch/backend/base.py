@@ -39,7 +39,7 @@ class ReplicaSpec:
         return f"{self.replica}-{self.run_id}-{self.restarts}"
 
 
-class Process(Protocol):
+class WorkerProcess(Protocol):
     """A rank's process, on whatever machine."""
 
     @property
@@ -54,13 +54,13 @@ class Process(Protocol):
         """Signal it, if it still runs; never another process that has got its pid."""
 
 
-class Watch(Protocol):
+class ProcessWatch(Protocol):
     """Hears of the processes of one gang, on the event loop."""
 
-    def started(self, rank: int, process: Process) -> None:
+    def started(self, rank: int, process: WorkerProcess) -> None:
         """A rank runs."""
 
-    def exited(self, rank: int, process: Process, code: int) -> None:
+    def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
         """It is gone; ``code`` is negative for a signal. `started` came before."""
 
 
@@ -80,7 +80,7 @@ class Backend(Protocol):
     def vacancy(self, replica: int) -> str:
         """Why a replica has no place, in one line: what it asks for, and what there is."""
 
-    async def start(self, gang: ReplicaSpec, watch: Watch) -> str:
+    async def start(self, gang: ReplicaSpec, watch: ProcessWatch) -> str:
         """Start all ranks of a gang, whose replica has a place; how that was done: COLD, WARMING, WARM, or where.
 
         Stops before the end if a rank exits meanwhile. Raises Retryable; some ranks may run then.
@@ -107,19 +107,19 @@ class WorkerGroup:
         self.config = config
         self.called = called
         self.number = number
-        self.processes: dict[int, Process] = {}
+        self.processes: dict[int, WorkerProcess] = {}
         self.gone: dict[int, int] = {}  # rank -> exit code
         self.waiting: set[int] = set()  # ranks that are warm
         self.began = time.monotonic()
         self.warm_at: float | None = None
         self._heard: Callable[[], None] = lambda: None
-        self._watch: Watch | None = None
+        self._watch: ProcessWatch | None = None
 
     def heard_by(self, heard: Callable[[], None]) -> None:
         """Have `heard` called after each change, until the crew is given."""
         self._heard = heard
 
-    def given(self, watch: Watch) -> None:
+    def given(self, watch: ProcessWatch) -> None:
         """From now on it is watched by `watch`, which hears first of what has happened."""
         self._watch = watch
         for rank, process in sorted(self.processes.items()):
@@ -137,7 +137,7 @@ class WorkerGroup:
         """Whether all ranks wait to be called."""
         return self.complete and len(self.waiting) == self.size
 
-    def started(self, rank: int, process: Process) -> None:
+    def started(self, rank: int, process: WorkerProcess) -> None:
         """A rank runs."""
         if rank in self.processes:
             return
@@ -155,7 +155,7 @@ class WorkerGroup:
         if self._watch is None:
             self._heard()
 
-    def exited(self, rank: int, process: Process, code: int) -> None:
+    def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
         """A rank is gone."""
         self.started(rank, process)
         self.gone[rank] = code

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ReplicaSpec, Watch, WorkerGroup, call
+from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ProcessWatch, ReplicaSpec, WorkerGroup, call
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD, SPAWN_S, ForkServer
 from ft_hsdp.launch.backend.processes import ONE_THREAD, free_port
 from ft_hsdp.launch.backend.spares import SparePool
@@ -82,7 +82,7 @@ class LocalBackend:
     def vacated(self, replica: int) -> None:
         """On one machine a place costs nothing."""
 
-    async def start(self, gang: ReplicaSpec, watch: Watch) -> str:
+    async def start(self, gang: ReplicaSpec, watch: ProcessWatch) -> str:
         """Call a spare, or else fork all ranks. Raises Retryable; some may run then."""
         self._pool.began(gang)
         crew = self._pool.take(lambda c: c.complete and (c.size, c.config) == (gang.size, gang.config))

@@ -41,7 +41,7 @@ Entry = Callable[[configuration.Config, Calling, Path], int]
 _LARGEST = 1 << 20  # bytes of one request
 
 
-class Line:
+class CallLine:
     """A rank's end of its line to its supervisor: where it is told who it is. From then on it logs as that."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -157,7 +157,7 @@ class Zygote:
             _redirect(Path(request["log"]))
             os.environ.update(request["env"])
             config = configuration.load(Path(request["config"]))
-            ours = Line(line)
+            ours = CallLine(line)
             if request["called"]:
                 ours.take()
             code = self._entry(config, ours, Path(request["run"]))

@@ -15,7 +15,7 @@ from ft_hsdp import tls
 from ft_hsdp.config import config_hash
 from ft_hsdp.errors import FtHsdpError
 from ft_hsdp.launch.doctor import gpu, host, network, ray, storage
-from ft_hsdp.launch.doctor.result import Bad, Finding, State, Subject, Undecided
+from ft_hsdp.launch.doctor.result import Bad, CheckState, Finding, Subject, Undecided
 
 DEADLINE_S = 20.0  # for all of them; what is well takes a few seconds, Ray on a busy machine longer
 
@@ -82,16 +82,16 @@ def _end(name: str, future: Future[Finding], until: float, deadline_s: float) ->
         return future.result(max(0.0, until - time.monotonic()))
     except TimeoutError:
         return Finding(
-            name, State.SKIP, f"no answer within {deadline_s:g} s: a name server, file system or device hangs"
+            name, CheckState.SKIP, f"no answer within {deadline_s:g} s: a name server, file system or device hangs"
         )
 
 
 def _look(check: Check, subject: Subject) -> Finding:
     try:
-        return Finding(check.name, State.OK, check.look(subject))
+        return Finding(check.name, CheckState.OK, check.look(subject))
     except (FtHsdpError, Bad) as error:
-        return Finding(check.name, State.FAIL, str(error))
+        return Finding(check.name, CheckState.FAIL, str(error))
     except Undecided as error:
-        return Finding(check.name, State.SKIP, str(error))
+        return Finding(check.name, CheckState.SKIP, str(error))
     except Exception as error:  # a check that breaks must not hide what the others find
-        return Finding(check.name, State.SKIP, f"the check itself failed: {type(error).__name__}: {error}")
+        return Finding(check.name, CheckState.SKIP, f"the check itself failed: {type(error).__name__}: {error}")

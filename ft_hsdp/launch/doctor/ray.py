@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from ft_hsdp.config import Config
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided, ask
-from ft_hsdp.launch.ray.placement import Request, request
+from ft_hsdp.launch.ray.placement import PlacementRequest, request
 
 CONNECT_S = 2.0
 PROBE = "ft_hsdp.launch.doctor.ray_probe"
@@ -110,7 +110,7 @@ def _room(config: Config, nodes: Sequence[Mapping[str, Any]]) -> str:
     return f"{text}: the job begins smaller, and grows when nodes are added"
 
 
-def place(asked: Request, nodes: Sequence[Node]) -> bool:
+def place(asked: PlacementRequest, nodes: Sequence[Node]) -> bool:
     """Take a replica's resources from `nodes`, as Ray would; False: they have no room, and keep what they have.
 
     What others use at the moment is not counted.

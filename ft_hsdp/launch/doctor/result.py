@@ -18,7 +18,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.launch.backend.processes import environment, tied
 
 
-class State(StrEnum):
+class CheckState(StrEnum):
     """How a check ended."""
 
     OK = "ok"
@@ -31,13 +31,13 @@ class Finding:
     """One check: how it ended, and a line that says what was found or what to do."""
 
     name: str
-    state: State
+    state: CheckState
     text: str
 
     @property
     def ok(self) -> bool:
         """Whether it stands in the way of nothing."""
-        return self.state is not State.FAIL
+        return self.state is not CheckState.FAIL
 
 
 class Bad(Exception):

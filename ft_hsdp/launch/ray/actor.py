@@ -25,7 +25,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.backend.base import ReplicaSpec, call, spare_log
 from ft_hsdp.launch.backend.forkserver import SPAWN_S, ForkServer
 from ft_hsdp.launch.backend.processes import free_port
-from ft_hsdp.launch.ray.logs import NODES, LogSender, Piece
+from ft_hsdp.launch.ray.logs import NODES, LogPiece, LogSender
 from ft_hsdp.launch.run.directory import RunDir, alive, identity, read_json, write_json
 
 LOOK_S = 0.25  # between two looks at the files; an exit is told at once
@@ -60,7 +60,7 @@ class ActorPlace:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class StartOrder:
     """What a rank is started with. Its secrets stand in private files on the node.
 
     called: whose rank it is; None: the spare's with this number; run: the run directory, on the driver's node.
@@ -85,7 +85,7 @@ class News:
     """
 
     number: int
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[LogPiece] = field(default_factory=list)
     warm: list[int] = field(default_factory=list)
     exits: list[tuple[int, int]] = field(default_factory=list)
 
@@ -121,7 +121,7 @@ class RankActor:
         """A port that is free on this node."""
         return free_port(host)
 
-    async def start(self, start: Start) -> int:
+    async def start(self, start: StartOrder) -> int:
         """Start the rank; its pid. Raises Retryable."""
         run, gang = self._run, start.called
         assert run is not None, "open() comes first"

@@ -21,12 +21,12 @@ import ray.util
 from ft_hsdp import secret
 from ft_hsdp.config import Config, dump, load
 from ft_hsdp.errors import ConfigError, Retryable
-from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ReplicaSpec, Watch, WorkerGroup
+from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ProcessWatch, ReplicaSpec, WorkerGroup
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
 from ft_hsdp.launch.backend.processes import ONE_THREAD
 from ft_hsdp.launch.backend.spares import SparePool
 from ft_hsdp.launch.ray import placement
-from ft_hsdp.launch.ray.actor import Home, Start
+from ft_hsdp.launch.ray.actor import Home, StartOrder
 from ft_hsdp.launch.ray.logs import LogReceiver
 from ft_hsdp.launch.ray.placement import local_ranks
 from ft_hsdp.launch.ray.slot import Bundle, ReplicaSlot, ReplicaSlots
@@ -35,7 +35,7 @@ from ft_hsdp.launch.run.directory import Row, RunDir
 
 async def starts(
     berth: ReplicaSlot, crew: WorkerGroup, run: RunDir, urls: tuple[str, ...], home: Home
-) -> list[Start]:
+) -> list[StartOrder]:
     """A start for each rank. urls: where the lighthouse listens. Raises Retryable."""
     places, here = berth.places, ray.util.get_node_ip_address()
     alone = loopback(urlsplit(urls[0]).hostname or "")
@@ -60,7 +60,7 @@ async def starts(
             **_devices(place, places),
         }
         text = dump(_abroad(config, "127.0.0.1" if alone else place.seat.address, home))
-        found.append(Start(place.rank, crew.called, crew.number, env, text, token, key, urls, str(run.path)))
+        found.append(StartOrder(place.rank, crew.called, crew.number, env, text, token, key, urls, str(run.path)))
     return found
 
 
@@ -156,7 +156,7 @@ class RayBackend:
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())
         return placement.vacancy(placement.request(self._config, replica), ray.available_resources(), nodes)
 
-    async def start(self, gang: ReplicaSpec, watch: Watch) -> str:
+    async def start(self, gang: ReplicaSpec, watch: ProcessWatch) -> str:
         """Call the spare whose berth the replica took, or else start all ranks. Raises Retryable; some may run."""
         self._pool.began(gang)
         berth = self._berths.of(gang.replica)
@@ -213,7 +213,7 @@ class RayBackend:
         await self._berths.close()
         self._calls.shutdown()
 
-    def _berth(self, asked: placement.Request) -> ReplicaSlot:
+    def _berth(self, asked: placement.PlacementRequest) -> ReplicaSlot:
         return ReplicaSlot(asked, self._calls, self._inbox, self._emit, self._config.timeouts.gone_s / 3)
 
     async def _choose(self, replica: int) -> ReplicaSlot:
@@ -236,7 +236,7 @@ class RayBackend:
                 return self._berths.move(crew, replica)
         return own or self._berths.reuse(replica, asked.labels) or await self._berths.new(replica, asked)
 
-    def _fits(self, crew: WorkerGroup, asked: placement.Request) -> bool:
+    def _fits(self, crew: WorkerGroup, asked: placement.PlacementRequest) -> bool:
         berth = self._berths.of(crew)
         return berth is not None and not berth.gone and berth.request.labels == asked.labels
 
@@ -288,7 +288,7 @@ class RayBackend:
         await berth.settle()
         return berth
 
-    def _unsought(self, asked: placement.Request) -> bool:
+    def _unsought(self, asked: placement.PlacementRequest) -> bool:
         return asked.labels not in self._seeking.values()
 
     def _dropped(self, crew: WorkerGroup) -> None:

@@ -56,7 +56,7 @@ class Cluster:
         return dict(ray.cluster_resources())
 
 
-class Said(io.TextIOBase):
+class RayOutput(io.TextIOBase):
     """Takes what Ray prints into this process's stdout; a file, once there is one, gets it all."""
 
     def __init__(self) -> None:
@@ -96,11 +96,11 @@ def destination(address: str) -> str:
 
 
 @contextlib.contextmanager
-def connected(address: str, runtime_env: dict[str, Any] | None = None) -> Iterator[tuple[Cluster, Said]]:
+def connected(address: str, runtime_env: dict[str, Any] | None = None) -> Iterator[tuple[Cluster, RayOutput]]:
     """Be a driver of the cluster at "auto" or HOST:PORT. Raises ConfigError, ClusterUnreachable."""
     if address != "auto":
         knock(address)
-    said = Said()
+    said = RayOutput()
     with contextlib.redirect_stdout(said):
         with _deadline(address):
             try:

@@ -20,7 +20,7 @@ REPLACED = "final.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LogPiece:
     """What is added to a file, or the new content of one that is replaced as a whole.
 
     name: its path in the run directory, with slashes.
@@ -42,9 +42,9 @@ class LogSender:
         self._sent: dict[Path, int] = {}  # how much of each log
         self._replaced: dict[Path, tuple[int, int]] = {}  # what each REPLACED looked like when it was sent
 
-    def take(self, *, flush: bool) -> tuple[list[Piece], bool]:
+    def take(self, *, flush: bool) -> tuple[list[LogPiece], bool]:
         """What is new, and whether that is all of it. flush: nobody writes any more, parts of lines are whole."""
-        pieces: list[Piece] = []
+        pieces: list[LogPiece] = []
         size = 0
         logs, finals = self._files()
         for file in logs:
@@ -52,7 +52,7 @@ class LogSender:
                 return pieces, False
             data = self._read(file, flush=flush)
             if data:
-                pieces.append(Piece(self._name(file), data))
+                pieces.append(LogPiece(self._name(file), data))
                 size += len(data)
         changed = filter(None, map(self._final, finals))
         return [*pieces, *changed], size < LIMIT
@@ -93,7 +93,7 @@ class LogSender:
         cut = flush and len(data) < LIMIT and not data.endswith(b"\n")
         return data + b"\n" if cut else data
 
-    def _final(self, file: Path) -> Piece | None:
+    def _final(self, file: Path) -> LogPiece | None:
         try:
             info = file.stat()
             mark = (info.st_ino, info.st_mtime_ns)
@@ -103,7 +103,7 @@ class LogSender:
         except OSError:
             return None
         self._replaced[file] = mark
-        return Piece(self._name(file), data)
+        return LogPiece(self._name(file), data)
 
 
 def _names(folder: Path) -> list[str]:
@@ -130,9 +130,9 @@ class LogReceiver:
         self._folder = folder
         self._tell = lost
         self._lost: dict[str, Lost] = {}
-        self._again: dict[str, Piece] = {}  # what replaces a file, and found no place yet
+        self._again: dict[str, LogPiece] = {}  # what replaces a file, and found no place yet
 
-    def add(self, pieces: Iterable[Piece]) -> None:
+    def add(self, pieces: Iterable[LogPiece]) -> None:
         """Add what ranks wrote. Raises ValueError for a name that is no log's: nothing else is written here."""
         again, self._again = self._again, {}
         for piece in (*again.values(), *pieces):

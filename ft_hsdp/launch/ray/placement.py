@@ -16,7 +16,7 @@ _WHERE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PlacementRequest:
     """A placement group: one bundle per rank, all alike."""
 
     name: str
@@ -32,16 +32,18 @@ class Request:
         return f"{self.size} x ({each}) {where}" + (f" with {labels}" if labels else "")
 
 
-def request(config: Config, replica: int) -> Request:
+def request(config: Config, replica: int) -> PlacementRequest:
     """What `replica` asks for."""
     c = config.ray
     labels = dict(c.labels)
     if c.zones:
         labels[c.zone_label] = c.zones[replica % len(c.zones)]
-    return Request(f"{prefix(config.job.name)}-{replica}", config.ranks_per_replica, bundle(c), c.strategy, labels)
+    return PlacementRequest(
+        f"{prefix(config.job.name)}-{replica}", config.ranks_per_replica, bundle(c), c.strategy, labels
+    )
 
 
-def spare_requests(config: Config, others: Sequence[Mapping[str, str]]) -> list[Request]:
+def spare_requests(config: Config, others: Sequence[Mapping[str, str]]) -> list[PlacementRequest]:
     """What a spare may ask for, best first: with ray.zones a place in the zone where there are the fewest spares.
 
     others: the labels that the other spares asked for. A spare serves the replicas of its zone, no others: so it
@@ -51,7 +53,7 @@ def spare_requests(config: Config, others: Sequence[Mapping[str, str]]) -> list[
     places = [{**c.labels, c.zone_label: zone} for zone in dict.fromkeys(c.zones)] or [dict(c.labels)]
     places.sort(key=list(others).count)
     name = f"{prefix(config.job.name)}-spare"
-    return [Request(name, config.ranks_per_replica, bundle(c), c.strategy, labels) for labels in places]
+    return [PlacementRequest(name, config.ranks_per_replica, bundle(c), c.strategy, labels) for labels in places]
 
 
 def bundle(c: RayConfig) -> dict[str, float]:
@@ -73,7 +75,7 @@ def prefix(job: str) -> str:
     return f"ft_hsdp-{job}"
 
 
-def vacancy(asked: Request, free: Mapping[str, float], nodes: int) -> str:
+def vacancy(asked: PlacementRequest, free: Mapping[str, float], nodes: int) -> str:
     """One line on a replica that has no place: what it asks, and what `nodes` nodes have free in all."""
     have = ", ".join(f"{name} {free.get(name, 0):g}" for name in asked.bundle)
     return f"it asks for {asked}; free on {nodes} nodes together: {have}"

@@ -26,10 +26,10 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
 from ft_hsdp.launch.backend.base import ReplicaSpec, WorkerGroup
-from ft_hsdp.launch.ray.actor import ActorPlace, Home, News, RankActor, Start
+from ft_hsdp.launch.ray.actor import ActorPlace, Home, News, RankActor, StartOrder
 from ft_hsdp.launch.ray.cluster import first_line
 from ft_hsdp.launch.ray.logs import LogReceiver
-from ft_hsdp.launch.ray.placement import Request
+from ft_hsdp.launch.ray.placement import PlacementRequest
 from ft_hsdp.launch.run.directory import Row
 
 LOOK_S = 0.25  # between two looks at a placement group that waits for its place
@@ -78,7 +78,12 @@ class ReplicaSlot:
     """
 
     def __init__(
-        self, request: Request, calls: Executor, inbox: LogReceiver, emit: Callable[[Row], None], deaf_s: float
+        self,
+        request: PlacementRequest,
+        calls: Executor,
+        inbox: LogReceiver,
+        emit: Callable[[Row], None],
+        deaf_s: float,
     ) -> None:
         self.request = request
         self.settled = False  # the resources are set aside
@@ -129,7 +134,7 @@ class ReplicaSlot:
         """A port that is free on the node of rank 0. Raises Retryable."""
         return int(await self._answered(self.places[0].actor.port.remote(host)))
 
-    async def start(self, start: Start, crew: WorkerGroup) -> None:
+    async def start(self, start: StartOrder, crew: WorkerGroup) -> None:
         """Start a rank of a crew. Raises Retryable."""
         place = self.places[start.rank]
         pid = int(await self._answered(place.actor.start.remote(start)))
@@ -275,7 +280,7 @@ Holder = int | WorkerGroup
 class ReplicaSlots:
     """All berths of a job. make: a new one."""
 
-    def __init__(self, make: Callable[[Request], ReplicaSlot]) -> None:
+    def __init__(self, make: Callable[[PlacementRequest], ReplicaSlot]) -> None:
         self._make = make
         self._held: dict[Holder, ReplicaSlot] = {}
         self._idle: list[ReplicaSlot] = []
@@ -306,7 +311,7 @@ class ReplicaSlots:
             self._held[holder] = fit
         return fit
 
-    async def new(self, holder: Holder, asked: Request) -> ReplicaSlot:
+    async def new(self, holder: Holder, asked: PlacementRequest) -> ReplicaSlot:
         """One that has still to find its place; what is being given back is free before that."""
         if self._leaving:
             await asyncio.wait(list(self._leaving))

@@ -25,7 +25,7 @@ from ray.exceptions import RayError
 from ft_hsdp.config import Config
 from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
-from ft_hsdp.launch.job import Job, Means
+from ft_hsdp.launch.job import JobResources, JobRun
 from ft_hsdp.launch.lighthouse_process import check_port, furnish
 from ft_hsdp.launch.local import prepare_data
 from ft_hsdp.launch.ray.backend import RayBackend, loopback
@@ -207,18 +207,18 @@ def submit(
         furnish(run, config)
         write_json(run.supervisor, identity())
         with Terminal(config, out) as terminal:
-            return asyncio.run(Job(config, run, terminal, there(config, run, cluster, entry=entry)).run())
+            return asyncio.run(JobRun(config, run, terminal, there(config, run, cluster, entry=entry)).run())
 
 
 def there(
     config: Config, run: RunDir, cluster: Cluster, *, entry: str = ENTRY, preload: tuple[str, ...] = PRELOAD
-) -> Callable[[Callable[[Row], None]], Means]:
+) -> Callable[[Callable[[Row], None]], JobResources]:
     """The means of a cluster. entry, preload: see `ForkServer`."""
 
-    def means(emit: Callable[[Row], None]) -> Means:
+    def means(emit: Callable[[Row], None]) -> JobResources:
         lighthouse = RayLighthouse(run, cluster.node, emit)
         engine = RayBackend(config, run, lambda: lighthouse.urls, cluster.cwd, emit, entry=entry, preload=preload)
-        return Means(engine, lighthouse)
+        return JobResources(engine, lighthouse)
 
     return means
 

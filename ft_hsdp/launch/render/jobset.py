@@ -17,7 +17,7 @@ from ft_hsdp.errors import EXIT_CONFIG
 from ft_hsdp.launch.render import pod
 from ft_hsdp.launch.render.pod import CONFIG, Tree, label
 from ft_hsdp.launch.render.settings import COMMAND, Shape, Site, check, dump, in_pods, shape, spread
-from ft_hsdp.launch.render.text import Note, comment, document
+from ft_hsdp.launch.render.text import CommentedValue, comment, document
 
 PORT = 29500
 STORE_PORT = 29400  # where the ranks of several nodes meet
@@ -55,11 +55,11 @@ def jobset(config: Config, site: Site) -> str:
         "kind": "JobSet",
         "metadata": pod.metadata(name, site.namespace, name),
         "spec": {
-            "network": Note(
+            "network": CommentedValue(
                 f"the lighthouse is {name}-lighthouse-0-0.{name}, whichever pod it is",
                 {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             ),
-            "successPolicy": Note(
+            "successPolicy": CommentedValue(
                 "the lighthouse ends when all replicas have",
                 {"operator": "All", "targetReplicatedJobs": ["replica"]},
             ),
@@ -80,17 +80,17 @@ def jobset(config: Config, site: Site) -> str:
     return head + "---\n".join(document(part) for part in (*parts, jobs))
 
 
-def _failures(held: Shape) -> Note:
+def _failures(held: Shape) -> CommentedValue:
     """What a Job that fails means to the JobSet."""
     if held.nodes == 1:
-        return Note(
+        return CommentedValue(
             "a Job fails only on a configuration that is refused, as it would be again", {"maxRestarts": 0}
         )
     alone = {"name": "alone", "action": "RestartJobAndIgnoreMaxRestarts", "targetReplicatedJobs": ["replica"]}
     text = (
         "the pods of a replica start again together, and no others: JobSet 0.12 with its feature gate RestartJob"
     )
-    return Note(text, {"maxRestarts": 0, "rules": [alone]})
+    return CommentedValue(text, {"maxRestarts": 0, "rules": [alone]})
 
 
 def _lighthouse(site: Site, name: str, secret: str, runs: str, where: str) -> Tree:
@@ -134,7 +134,7 @@ def _replica(config: Config, site: Site, held: Shape, name: str, secret: str, wh
     )
     spec = {
         "restartPolicy": "Never",
-        "terminationGracePeriodSeconds": Note(
+        "terminationGracePeriodSeconds": CommentedValue(
             "after SIGTERM a replica leaves when its step is committed: timeouts.stop_s",
             math.ceil(config.timeouts.stop_s) + LEAVE_S,
         ),
@@ -159,11 +159,13 @@ def _retries(held: Shape) -> Tree:
     refused = {"containerName": "replica", "operator": "In", "values": [EXIT_CONFIG]}
     disrupted = {"type": "DisruptionTarget", "status": "True"}
     rules = [
-        Note("the configuration was refused", {"action": "FailJob", "onExitCodes": refused}),
-        Note("preempted, drained, or its node lost", {"action": "Ignore", "onPodConditions": [disrupted]}),
+        CommentedValue("the configuration was refused", {"action": "FailJob", "onExitCodes": refused}),
+        CommentedValue(
+            "preempted, drained, or its node lost", {"action": "Ignore", "onPodConditions": [disrupted]}
+        ),
     ]
     text = "else the pod is replaced as often as it takes, each time later, up to 6 minutes"
-    return {"backoffLimit": Note(text, FOR_EVER), "podFailurePolicy": {"rules": rules}}
+    return {"backoffLimit": CommentedValue(text, FOR_EVER), "podFailurePolicy": {"rules": rules}}
 
 
 def _start(held: Shape, name: str) -> list[str]:

@@ -15,7 +15,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.render import pod
 from ft_hsdp.launch.render.pod import CONFIG, Tree, label
 from ft_hsdp.launch.render.settings import COMMAND, Site, check, dump, in_pods
-from ft_hsdp.launch.render.text import Note, comment, document
+from ft_hsdp.launch.render.text import CommentedValue, comment, document
 
 RAY_VERSION = "2.60.0"  # token authentication wants 2.52 or later
 KEEP_S = 600  # of the finished cluster, for its logs
@@ -47,11 +47,13 @@ def rayjob(config: Config, site: Site) -> str:
             "entrypoint": shlex.join(entrypoint),
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": KEEP_S,
-            "backoffLimit": Note("a new cluster for the whole job is for an operator to order", 0),
-            "submitterPodTemplate": Note("KubeRay's own has more rights than ours", {"spec": _submitter(site)}),
+            "backoffLimit": CommentedValue("a new cluster for the whole job is for an operator to order", 0),
+            "submitterPodTemplate": CommentedValue(
+                "KubeRay's own has more rights than ours", {"spec": _submitter(site)}
+            ),
             "rayClusterSpec": {
                 "rayVersion": RAY_VERSION,
-                "authOptions": Note("KubeRay makes the token and its Secret", {"mode": "token"}),
+                "authOptions": CommentedValue("KubeRay makes the token and its Secret", {"mode": "token"}),
                 "headGroupSpec": _head(site, name, runs),
                 "workerGroupSpecs": _groups(config, site, name),
             },
@@ -87,7 +89,7 @@ def _head(site: Site, name: str, runs: str) -> Tree:
             "volumes": pod.volumes(f"{name}-config", runs),
         }
     }
-    return {"rayStartParams": Note("no ranks are placed here", {"num-cpus": "0"}), "template": template}
+    return {"rayStartParams": CommentedValue("no ranks are placed here", {"num-cpus": "0"}), "template": template}
 
 
 def _groups(config: Config, site: Site, name: str) -> list[Tree]:
@@ -127,7 +129,7 @@ def _workers(config: Config, site: Site, name: str, each: int, zone: str | None)
         "volumes": pod.volumes(f"{name}-config", site.claim),
     }
     return {
-        **({"labels": Note("for Ray", labels)} if labels else {}),
+        **({"labels": CommentedValue("for Ray", labels)} if labels else {}),
         "rayStartParams": {
             "num-cpus": str(math.ceil(each * ray.cpus_per_rank)),
             **({"resources": shlex.quote(json.dumps(told))} if told else {}),

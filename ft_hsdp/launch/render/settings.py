@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from ft_hsdp.config import Config, NetworkConfig, TimeoutsConfig
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.render.text import Note, document
+from ft_hsdp.launch.render.text import CommentedValue, document
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,5 +162,5 @@ def _noted(said: dict[str, Any]) -> dict[str, Any]:
         ("timeouts", "reach_s", REACH_S, "the pieces start when there is room for them"),
     ):
         if said.get(section, {}).get(key) == value:
-            said[section][key] = Note(why, value)
+            said[section][key] = CommentedValue(why, value)
     return said

@@ -13,7 +13,7 @@ _WORDS = frozenset(["y", "n", "yes", "no", "true", "false", "on", "off", "null",
 
 
 @dataclass(frozen=True, slots=True)
-class Note:
+class CommentedValue:
     """A value under a comment; the comment may have several lines."""
 
     text: str
@@ -45,7 +45,7 @@ def _lines(value: Mapping[str, Any] | Sequence[Any], indent: str) -> Iterator[st
     """The lines of a mapping or a list that is not empty."""
     pairs = value.items() if isinstance(value, Mapping) else ((None, each) for each in value)
     for key, each in pairs:
-        if isinstance(each, Note):
+        if isinstance(each, CommentedValue):
             yield from (f"{indent}# {line}" for line in each.text.splitlines())
             each = each.value
         head = "-" if key is None else f"{scalar(key)}:"

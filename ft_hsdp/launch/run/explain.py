@@ -28,7 +28,7 @@ another.
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class IncarnationStart:
     """One incarnation; seconds. `down`: from the failure before it to its start, `back`: to its first commit."""
 
     replica: int
@@ -39,7 +39,7 @@ class Start:
     back: float | None
 
 
-def starts(events: Sequence[Row], failures: Sequence[Row] = ()) -> list[Start]:
+def starts(events: Sequence[Row], failures: Sequence[Row] = ()) -> list[IncarnationStart]:
     """All starts of a run, by time; `failures` as in summary.json."""
     lives: dict[tuple[int, str], dict[str, list[Row]]] = {}
     for event in events:
@@ -56,7 +56,9 @@ def starts(events: Sequence[Row], failures: Sequence[Row] = ()) -> list[Start]:
     return [_start(*each, failed.get(_before(each[2]))) for each in sorted(found, key=lambda each: each[0])]
 
 
-def _start(t: float, replica: int, incarnation: str, told: Mapping[str, list[Row]], failed: float | None) -> Start:
+def _start(
+    t: float, replica: int, incarnation: str, told: Mapping[str, list[Row]], failed: float | None
+) -> IncarnationStart:
     parts = {}
     for name, (begins, end) in PARTS.items():
         begin = next((b for b in begins if b in told), None)
@@ -68,7 +70,7 @@ def _start(t: float, replica: int, incarnation: str, told: Mapping[str, list[Row
     commit = next((e["t"] for e in told.get("FirstStepCommitted", ())), None)
     down = None if failed is None else max(0.0, t - failed)
     back = None if commit is None else max(0.0, commit - (t if failed is None else failed))
-    return Start(replica, incarnation, how, down, parts, back)
+    return IncarnationStart(replica, incarnation, how, down, parts, back)
 
 
 def _before(incarnation: str) -> str:
@@ -77,7 +79,7 @@ def _before(incarnation: str) -> str:
     return f"{head}-{int(count) - 1}" if count.isdecimal() and int(count) > 0 else ""
 
 
-def table(found: Sequence[Start]) -> list[str]:
+def table(found: Sequence[IncarnationStart]) -> list[str]:
     """A line for each start, below a heading."""
     names = ("down", *PARTS, "in all")
     widths = [max(len(name), 6) for name in names]

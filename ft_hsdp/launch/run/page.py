@@ -21,7 +21,7 @@ from lighthouse.http.journal_routes import views
 from lighthouse.journal import row_checks
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
-from lighthouse.overview.rows import About, Entry
+from lighthouse.overview.rows import JobInfo, JournalEntry
 
 BATCH = 5000  # rows
 
@@ -51,13 +51,13 @@ def serve_run(run: RunDir, host: str, port: int, opened: Callable[[str], None]) 
             archive.close()
 
 
-def recorded(run: RunDir) -> tuple[MemoryDatabase, About]:
+def recorded(run: RunDir) -> tuple[MemoryDatabase, JobInfo]:
     """The rows of a run, by time: its events, and one commit per step of the history that lasted.
 
     Raises ConfigError: there are none.
     """
     config = load(run.config)
-    about = About(
+    about = JobInfo(
         config.job.name,
         config.slots,
         config.ranks_per_replica,
@@ -75,7 +75,7 @@ def recorded(run: RunDir) -> tuple[MemoryDatabase, About]:
     archive = MemoryDatabase()
     for first in range(0, len(rows), BATCH):
         batch = enumerate(rows[first : first + BATCH], first + 1)
-        archive.append([Entry(seq, kind, row) for seq, (_, kind, row) in batch])  # type: ignore[arg-type]
+        archive.append([JournalEntry(seq, kind, row) for seq, (_, kind, row) in batch])  # type: ignore[arg-type]
     return archive, about
 
 

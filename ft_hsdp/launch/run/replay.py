@@ -37,7 +37,7 @@ from ft_hsdp.train.runtime import ring_settings
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ReplayVerdict:
     """What a replay found. ``differs_at`` is the first step with other batches, or a sum with other bits."""
 
     run: str
@@ -54,7 +54,7 @@ class Verdict:
         return f"{self.run}: {where}; replayed {self.digest[:16]}, recorded {self.recorded[:16]}"
 
 
-def replay(run: RunDir) -> Verdict:
+def replay(run: RunDir) -> ReplayVerdict:
     """Replay a finished run.
 
     Raises:
@@ -76,7 +76,9 @@ def replay(run: RunDir) -> Verdict:
             differs_at = int(row["step"])
             break
     digest = unsharded.digest()
-    return Verdict(run.name, len(rows), digest == recorded and differs_at is None, digest, recorded, differs_at)
+    return ReplayVerdict(
+        run.name, len(rows), digest == recorded and differs_at is None, digest, recorded, differs_at
+    )
 
 
 def _dealt(dealer: BatchAssigner, ledger: Ledger, row: Row) -> bool:

@@ -34,7 +34,7 @@ class RunTally:
 
     def _begin(self) -> None:
         """No commits yet."""
-        self._losses = Means()
+        self._losses = TenthMeans()
         self._whole, self._any = Median(), Median()  # steps of all replicas that were wanted, and of any
         self._share = 0.0  # sum of contributors / total
         self._tokens = 0
@@ -132,7 +132,7 @@ class RunTally:
         return {**{key: end[key] for key in ("step", "lineage", "digest")}, "incarnations": self._starts[replica]}
 
 
-class Means:
+class TenthMeans:
     """Means over the first and the last tenth of values that come one at a time, of which it keeps sums of blocks.
 
     Exact up to `BLOCKS` values; beyond, one block at the border of a tenth counts in part, with its mean. What is

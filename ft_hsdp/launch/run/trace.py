@@ -83,7 +83,7 @@ def trace(name: str, events: Sequence[Row], commits: dict[int, list[Row]], canon
     times = [
         row["t"] - (row.get("step_s") or 0.0) for rows in (events, *commits.values(), canonical) for row in rows
     ]
-    clock = Clock(min(times, default=0.0))
+    clock = TraceClock(min(times, default=0.0))
     end = max((clock.at(row["t"]) for rows in (events, *commits.values()) for row in rows), default=0)
     shown: list[Event] = []
     for replica in sorted({*commits, *(e["replica"] for e in events if isinstance(e.get("replica"), int))}):
@@ -101,7 +101,7 @@ def trace(name: str, events: Sequence[Row], commits: dict[int, list[Row]], canon
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
+class TraceClock:
     """Unix seconds to whole microseconds since ``zero``."""
 
     zero: float
@@ -111,7 +111,7 @@ class Clock:
         return max(0, round((t - self.zero) * 1e6))
 
 
-def _steps(clock: Clock, track: Track, rows: Iterable[Row]) -> Iterator[Event]:
+def _steps(clock: TraceClock, track: Track, rows: Iterable[Row]) -> Iterator[Event]:
     """A slice per step from commit to commit, and inside, at its end, what it waited for."""
     free = 0
     for row in sorted(rows, key=lambda row: row["t"]):
@@ -132,7 +132,7 @@ def _steps(clock: Clock, track: Track, rows: Iterable[Row]) -> Iterator[Event]:
         free = end
 
 
-def _lives(clock: Clock, track: Track, events: Iterable[Row], end: int) -> Iterator[Event]:
+def _lives(clock: TraceClock, track: Track, events: Iterable[Row], end: int) -> Iterator[Event]:
     """A slice per incarnation, and inside the time until it had checked in."""
     began: dict[str, int] = {}
     ready: dict[str, int] = {}
@@ -158,7 +158,7 @@ def _lives(clock: Clock, track: Track, events: Iterable[Row], end: int) -> Itera
         free = until
 
 
-def _rank_events(clock: Clock, pid: int, events: Iterable[Row]) -> Iterator[Event]:
+def _rank_events(clock: TraceClock, pid: int, events: Iterable[Row]) -> Iterator[Event]:
     """Each rank's events on its thread; a fetch has a length."""
     free: dict[int, int] = {}
     for event in sorted(events, key=lambda event: event["t"]):
@@ -174,7 +174,7 @@ def _rank_events(clock: Clock, pid: int, events: Iterable[Row]) -> Iterator[Even
         yield _instant(track, event["event"], at, "t", _facts(event))
 
 
-def _marks(clock: Clock, events: Iterable[Row]) -> Iterator[Event]:
+def _marks(clock: TraceClock, events: Iterable[Row]) -> Iterator[Event]:
     """What the whole job feels, across all threads."""
     for event in events:
         failed = event["event"] == "ReplicaExited" and event.get("kind") not in ENDED
@@ -182,7 +182,7 @@ def _marks(clock: Clock, events: Iterable[Row]) -> Iterator[Event]:
             yield _instant(Track(JOB, ALL), tell(event, reason=False), clock.at(event["t"]), "g", _facts(event))
 
 
-def _counters(clock: Clock, rows: Iterable[Row]) -> Iterator[Event]:
+def _counters(clock: TraceClock, rows: Iterable[Row]) -> Iterator[Event]:
     for row in rows:
         values = {"loss": row.get("loss"), "healthy": len(row.get("contributors") or ())}
         for name, value in values.items():

@@ -27,10 +27,10 @@ from ft_hsdp.state.agent.messages import (
     Done,
     Forget,
     Hello,
+    OrderRefused,
     Pin,
     Recall,
     Recalled,
-    Refused,
     Settle,
     SlotGranted,
     Stage,
@@ -132,8 +132,8 @@ class StateAgent:
         """
         with self._talking() as line:
             self._close_slot()
-            answer = line.ask(Staged(state), Done, Refused, more=messages.framed(header))
-        if isinstance(answer, Refused):
+            answer = line.ask(Staged(state), Done, OrderRefused, more=messages.framed(header))
+        if isinstance(answer, OrderRefused):
             raise ProtocolViolation(answer.reason)
         self.damaged += answer.damaged
 

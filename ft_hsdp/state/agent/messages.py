@@ -147,7 +147,7 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class OrderRefused:
     """That order does not fit what came before it."""
 
     reason: str
@@ -173,7 +173,7 @@ _TYPES: dict[str, type] = {
     "Taken": Taken,
     "Absent": Absent,
     "Done": Done,
-    "Refused": Refused,
+    "Refused": OrderRefused,
 }
 _TAGS = {cls: tag for tag, cls in _TYPES.items()}
 

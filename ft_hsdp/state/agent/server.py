@@ -30,7 +30,7 @@ from typing import NoReturn
 from ft_hsdp import handshake, record_layer
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError, LocalResourceError, ProtocolViolation, Retryable
-from ft_hsdp.handshake import Admitted, Gate, Purpose
+from ft_hsdp.handshake import Admitted, CallerGate, Purpose
 from ft_hsdp.state.agent import messages
 from ft_hsdp.state.agent.launcher import TOKEN_VARIABLE
 from ft_hsdp.state.agent.messages import (
@@ -42,10 +42,10 @@ from ft_hsdp.state.agent.messages import (
     Done,
     Forget,
     Hello,
+    OrderRefused,
     Pin,
     Recall,
     Recalled,
-    Refused,
     Settle,
     SlotGranted,
     Stage,
@@ -81,7 +81,7 @@ def listen(token: str, replica: int, generation: int = 0) -> socket.socket:
     return sock
 
 
-class Door:
+class AgentListener:
     """Lets ranks in at ``sock``; ``address`` is where the agent serves over HTTP."""
 
     def __init__(self, sock: socket.socket, token: str, holdings: Holdings, address: str) -> None:
@@ -95,7 +95,7 @@ class Door:
 
     async def serve(self) -> None:
         """Let ranks in until cancelled."""
-        gate = Gate(self._token, (Purpose.AGENT,), self._admitted, self._failed)
+        gate = CallerGate(self._token, (Purpose.AGENT,), self._admitted, self._failed)
         gate.watch(self._sock)
         try:
             await asyncio.get_running_loop().create_future()
@@ -126,7 +126,7 @@ class Door:
     async def _connection(self, sock: socket.socket) -> None:
         with sock:
             try:
-                line = Line(sock)
+                line = AgentConnection(sock)
                 async with asyncio.timeout(handshake.hello_s()):
                     hello: Hello = messages.decode(await line.read(MAX_HELLO), Hello)
                 await self._rank(line, hello)
@@ -135,7 +135,7 @@ class Door:
             except OSError as error:
                 _log.debug("gone: %s", error)
 
-    async def _rank(self, line: Line, hello: Hello) -> None:
+    async def _rank(self, line: AgentConnection, hello: Hello) -> None:
         rank = hello.rank
         while (older := self._ranks.get(rank)) is not None:
             _log.info("rank %d: a newer connection supersedes the older", rank)
@@ -159,7 +159,7 @@ class Door:
             self._changed.set()
 
 
-class Line:
+class AgentConnection:
     """Frames on a connected, non-blocking Unix socket."""
 
     def __init__(self, sock: socket.socket) -> None:
@@ -201,7 +201,7 @@ class Line:
 class Session:
     """A rank that has proved the token."""
 
-    def __init__(self, line: Line, rank: int, holdings: Holdings) -> None:
+    def __init__(self, line: AgentConnection, rank: int, holdings: Holdings) -> None:
         self._line = line
         self._rank = rank
         self._holdings = holdings
@@ -261,7 +261,7 @@ class Session:
         try:
             self._holdings.staged(self._rank, state, header)
         except ValueError as error:
-            await self._answer(Refused(str(error)))
+            await self._answer(OrderRefused(str(error)))
         else:
             await self._answer(Done(self._holdings.damaged(self._rank)))
 
@@ -301,7 +301,7 @@ def watching(guard: int | None, ended: Callable[[], object]) -> Iterator[None]:
         os.close(process)
 
 
-async def serve(door: Door, linger_s: float, guard: int | None, ready: dict[str, object]) -> None:
+async def serve(door: AgentListener, linger_s: float, guard: int | None, ready: dict[str, object]) -> None:
     """Say on stdout that it is ready, and serve until SIGTERM, the end of the process ``guard``, or until no rank
     was here for ``linger_s``."""
     told = asyncio.Event()
@@ -311,7 +311,7 @@ async def serve(door: Door, linger_s: float, guard: int | None, ready: dict[str,
         await _serve(door, linger_s, told, ready)
 
 
-async def _serve(door: Door, linger_s: float, told: asyncio.Event, ready: dict[str, object]) -> None:
+async def _serve(door: AgentListener, linger_s: float, told: asyncio.Event, ready: dict[str, object]) -> None:
     serving = asyncio.create_task(door.serve())
     ends = {asyncio.create_task(told.wait()), asyncio.create_task(door.deserted(linger_s))}
     sys.stdout.write(json.dumps(ready) + "\n")
@@ -344,7 +344,7 @@ def run(
                 "--host, --port", f"{host}:{port}", f"a free address here ({error.strerror})"
             ) from None
         try:
-            door = Door(sock, token, holdings, server.address)
+            door = AgentListener(sock, token, holdings, server.address)
             ready = {"pid": os.getpid(), "address": server.address}
             asyncio.run(serve(door, linger_s, guard, ready))
         finally:

@@ -17,7 +17,7 @@ MAX_SLOTS = 4
 SPARE_STAGES = 8  # a slot that was not needed by so many stagings in a row is given up
 
 
-class Phase(Enum):
+class SlotPhase(Enum):
     """What is in a slot."""
 
     FREE = "free"
@@ -28,7 +28,7 @@ class Phase(Enum):
 @dataclass(slots=True)
 class _Slot:
     number: int
-    phase: Phase = Phase.FREE
+    phase: SlotPhase = SlotPhase.FREE
     state: StateId | None = None
     order: int = 0  # of completion
     settled: bool = False
@@ -51,7 +51,7 @@ def newest_common(recalls: Sequence[Sequence[Held]]) -> StateId | None:
     return next((held.state for held in recalls[0] if held.state in everywhere), None)
 
 
-class Slots:
+class SnapshotSlots:
     """One rank's slots. A number is used once; ``now`` is seconds of one monotonic clock."""
 
     def __init__(self) -> None:
@@ -100,7 +100,7 @@ class Slots:
         if self._spare >= SPARE_STAGES:
             self._spare = 0
             self._drop(spare)
-        slot.phase, slot.state, slot.settled, slot.passed = Phase.WRITING, state, False, False
+        slot.phase, slot.state, slot.settled, slot.passed = SlotPhase.WRITING, state, False, False
         return slot.number
 
     def staged(self, state: StateId) -> int:
@@ -113,7 +113,7 @@ class Slots:
         if slot is None or slot.state != state:
             raise ValueError(f"state {state} is not being written")
         self._completed += 1
-        slot.phase, slot.order = Phase.COMPLETE, self._completed
+        slot.phase, slot.order = SlotPhase.COMPLETE, self._completed
         return slot.number
 
     def abandon(self, *, reuse: bool) -> None:
@@ -122,7 +122,7 @@ class Slots:
         if slot is None:
             return
         if reuse:
-            slot.phase, slot.state = Phase.FREE, None
+            slot.phase, slot.state = SlotPhase.FREE, None
         else:
             self._drop([slot])
 
@@ -163,7 +163,7 @@ class Slots:
     def borrow(self, number: int) -> None:
         """Somebody reads a complete slot."""
         slot = self._slots[number]
-        assert slot.phase is Phase.COMPLETE, slot
+        assert slot.phase is SlotPhase.COMPLETE, slot
         slot.readers += 1
 
     def give_back(self, number: int) -> None:
@@ -187,11 +187,11 @@ class Slots:
                 del self._slots[slot.number]
 
     def _written(self) -> _Slot | None:
-        return next((slot for slot in self._slots.values() if slot.phase is Phase.WRITING), None)
+        return next((slot for slot in self._slots.values() if slot.phase is SlotPhase.WRITING), None)
 
     def _complete(self) -> list[_Slot]:
         """Newest first: the one completed last, for that is what the rank held last."""
-        complete = [s for s in self._slots.values() if s.phase is Phase.COMPLETE and not s.doomed]
+        complete = [s for s in self._slots.values() if s.phase is SlotPhase.COMPLETE and not s.doomed]
         return sorted(complete, key=lambda slot: slot.order, reverse=True)
 
     def _usable(self, now: float) -> list[_Slot]:
@@ -201,4 +201,4 @@ class Slots:
         kept = settled + [slot for slot in complete[:1] if not (slot.passed and settled)]
         pinned = self.pinned(now)
         old = [s for s in reversed(complete) if s not in kept and s.state != pinned and not s.readers]
-        return [s for s in self._slots.values() if s.phase is Phase.FREE and not s.doomed] + old
+        return [s for s in self._slots.values() if s.phase is SlotPhase.FREE and not s.doomed] + old

@@ -19,7 +19,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent.messages import Damage
-from ft_hsdp.state.agent.slots import Held, Slots
+from ft_hsdp.state.agent.slots import Held, SnapshotSlots
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.source import ServedSnapshot
@@ -44,7 +44,7 @@ class _Rank:
     """One rank's: descriptors of all slots; headers and manifests of the complete ones."""
 
     owner: Owner
-    slots: Slots = field(default_factory=Slots)
+    slots: SnapshotSlots = field(default_factory=SnapshotSlots)
     fds: dict[int, int] = field(default_factory=dict)
     headers: dict[int, bytes] = field(default_factory=dict)
     sealed: dict[int, Future[tuple[bytes, str]]] = field(default_factory=dict)

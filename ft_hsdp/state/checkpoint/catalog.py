@@ -19,8 +19,8 @@ from pathlib import Path
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint.checkpoint_manifest import (
     MANIFEST,
+    CheckpointManifest,
     File,
-    Manifest,
     Unusable,
     authenticate,
     decode,
@@ -40,11 +40,11 @@ class Checkpoint:
     """A checkpoint whose every byte was verified."""
 
     path: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
+class SkippedCheckpoint:
     """A checkpoint that was passed over, and why."""
 
     name: str
@@ -56,7 +56,7 @@ class Found:
     """The newest valid checkpoint, if there is one, and the newer ones that were passed over."""
 
     checkpoint: Checkpoint | None
-    skipped: tuple[Skipped, ...]
+    skipped: tuple[SkippedCheckpoint, ...]
 
 
 def unfinished(folder: Path, name: str) -> Path:
@@ -82,14 +82,14 @@ def newest(folder: Path, key: bytes | None, step: int | None = None, but: Collec
         ConfigError: the folder cannot be read.
         Unauthentic: the newest that is not torn was not signed with ``key``; None: whoever wrote it is trusted.
     """
-    skipped: list[Skipped] = []
+    skipped: list[SkippedCheckpoint] = []
     for path in published(folder):
         if path.name in but or (step is not None and not path.name.startswith(f"step-{step}-")):
             continue
         try:
             return Found(verify(path, key), tuple(skipped))
         except Unusable as error:
-            skipped.append(Skipped(path.name, str(error)))
+            skipped.append(SkippedCheckpoint(path.name, str(error)))
     return Found(None, tuple(skipped))
 
 
@@ -111,7 +111,7 @@ def verify(path: Path, key: bytes | None) -> Checkpoint:
     return Checkpoint(path, manifest)
 
 
-def manifest_of(path: Path) -> Manifest:
+def manifest_of(path: Path) -> CheckpointManifest:
     """The manifest of a checkpoint, whose files may be damaged.
 
     Raises:

@@ -53,7 +53,7 @@ class Stored:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TensorPiece:
     """One block of a tensor, and the bytes [start, start + nbytes) of the file that hold it.
 
     ``tensor`` is its place in the manifest's ``tensors``; ``offsets`` and ``sizes`` say which block it is.
@@ -68,7 +68,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class CheckpointManifest:
     """What a checkpoint is; written last, so that its presence says that everything else is there.
 
     ``ledger`` and ``hyper`` (the optimizer's groups before lr_scale) belong to the state. ``replicas`` and
@@ -87,15 +87,15 @@ class Manifest:
     hyper: tuple[dict[str, Any], ...]
     tensors: tuple[Stored, ...]
     files: dict[str, File]
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[TensorPiece, ...] = ()
     mac: str = ""
     digest: str = ""
 
 
-_ADAPTER = TypeAdapter(Manifest)
+_ADAPTER = TypeAdapter(CheckpointManifest)
 
 
-def encode(manifest: Manifest) -> bytes:
+def encode(manifest: CheckpointManifest) -> bytes:
     """Canonical JSON of a manifest, with its digest.
 
     Raises:
@@ -106,12 +106,12 @@ def encode(manifest: Manifest) -> bytes:
     return state_id.canonical(_ADAPTER.dump_python(replace(manifest, digest=digest), mode="json")).encode()
 
 
-def signed(manifest: Manifest, key: bytes) -> Manifest:
+def signed(manifest: CheckpointManifest, key: bytes) -> CheckpointManifest:
     """The manifest with the HMAC of ``key``. Raises ValueError as ``encode``."""
     return replace(manifest, mac=_mac(manifest, key))
 
 
-def authenticate(name: str, manifest: Manifest, key: bytes) -> None:
+def authenticate(name: str, manifest: CheckpointManifest, key: bytes) -> None:
     """Check who wrote a manifest; ``name`` is that of its folder.
 
     Raises:
@@ -121,12 +121,12 @@ def authenticate(name: str, manifest: Manifest, key: bytes) -> None:
         raise Unauthentic(name)
 
 
-def _mac(manifest: Manifest, key: bytes) -> str:
+def _mac(manifest: CheckpointManifest, key: bytes) -> str:
     covered = state_id.canonical(_ADAPTER.dump_python(replace(manifest, digest="", mac=""), mode="json")).encode()
     return hmac.new(key, b"ft_hsdp checkpoint\0" + covered, hashlib.sha256).hexdigest()
 
 
-def decode(data: bytes) -> Manifest:
+def decode(data: bytes) -> CheckpointManifest:
     """The manifest in ``data``.
 
     Raises:

@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
-from ft_hsdp.state.checkpoint.checkpoint_manifest import Manifest, Piece, Stored
+from ft_hsdp.state.checkpoint.checkpoint_manifest import CheckpointManifest, Stored, TensorPiece
 from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.replica_group import Ranks
 
@@ -95,7 +95,7 @@ class _Writer(checkpoint.FileSystemWriter):
 
 def save(
     path: Path, tensors: Mapping[str, torch.Tensor], about: tuple[Stored, ...], ranks: Ranks
-) -> tuple[Piece, ...]:
+) -> tuple[TensorPiece, ...]:
     """Write this rank's tensors into the folder ``path`` and fsync them. A collective of the replica's ranks.
 
     Returns where the pieces of ``about``, the tensors of the whole state, lie now; alike on all ranks.
@@ -136,7 +136,7 @@ def save(
         return written
 
     told = [each for rank in _each(ranks, write) for each in rank]
-    pieces = tuple(sorted((Piece(n, tuple(o), tuple(s), *at) for n, o, s, *at in told), key=_order))
+    pieces = tuple(sorted((TensorPiece(n, tuple(o), tuple(s), *at) for n, o, s, *at in told), key=_order))
 
     def finish() -> list[str]:
         if first:
@@ -149,7 +149,7 @@ def save(
     return pieces
 
 
-def load(path: Path, tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> None:
+def load(path: Path, tensors: Mapping[str, torch.Tensor], manifest: CheckpointManifest) -> None:
     """Fill live tensors in place from a checkpoint whose ``manifest`` was authenticated and files verified.
 
     Raises:
@@ -166,11 +166,11 @@ def load(path: Path, tensors: Mapping[str, torch.Tensor], manifest: Manifest) ->
         raise Failed(str(error) or type(error).__name__) from error
 
 
-def _order(piece: Piece) -> tuple[int, tuple[int, ...]]:
+def _order(piece: TensorPiece) -> tuple[int, tuple[int, ...]]:
     return piece.tensor, piece.offsets
 
 
-def _metadata(tensors: Sequence[Stored], pieces: Sequence[Piece], names: set[str]) -> Metadata:
+def _metadata(tensors: Sequence[Stored], pieces: Sequence[TensorPiece], names: set[str]) -> Metadata:
     """What DCP has to know of the tensors in ``names``; there are tensors in it and nothing else."""
     found: dict[str, Any] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}

@@ -19,8 +19,8 @@ from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, dcp
-from ft_hsdp.state.checkpoint.catalog import KEY, Found, Skipped
-from ft_hsdp.state.checkpoint.checkpoint_manifest import Manifest, Stored, Unauthentic
+from ft_hsdp.state.checkpoint.catalog import KEY, Found, SkippedCheckpoint
+from ft_hsdp.state.checkpoint.checkpoint_manifest import CheckpointManifest, Stored, Unauthentic
 from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.replica_group import Ranks
 
@@ -35,7 +35,7 @@ class Resumed:
     ledger: Ledger
     hyper: tuple[dict[str, Any], ...]
     path: Path
-    skipped: tuple[Skipped, ...]
+    skipped: tuple[SkippedCheckpoint, ...]
     seconds: float
 
 
@@ -58,7 +58,7 @@ def resume(
     began = time.monotonic()
     expected = dcp.stored(Layout.of(params, optim))
     live = {dcp.key("param", n): t for n, t in params.items()} | {dcp.key("optim", n): t for n, t in optim.items()}
-    unread: dict[str, Skipped] = {}
+    unread: dict[str, SkippedCheckpoint] = {}
     while True:
         name, manifest, skipped = _choose(folder, unread, ranks, key)
         if manifest is None:
@@ -71,12 +71,12 @@ def resume(
         if not failure:
             seconds = time.monotonic() - began
             return Resumed(manifest.state, manifest.ledger, manifest.hyper, folder / name, skipped, seconds)
-        unread[name] = Skipped(name, failure)
+        unread[name] = SkippedCheckpoint(name, failure)
 
 
 def _choose(
-    folder: Path, unread: Mapping[str, Skipped], ranks: Ranks, key: bytes | None
-) -> tuple[str, Manifest | None, tuple[Skipped, ...]]:
+    folder: Path, unread: Mapping[str, SkippedCheckpoint], ranks: Ranks, key: bytes | None
+) -> tuple[str, CheckpointManifest | None, tuple[SkippedCheckpoint, ...]]:
     """Rank 0 verifies and all take what it chose: the folder's name, its manifest, and what was passed over."""
     answer: dict[str, Any] = {}
     if ranks.rank == 0:
@@ -95,13 +95,13 @@ def _choose(
     answer = json.loads(ranks.hear(json.dumps(answer).encode()))
     if "refused" in answer:
         raise ConfigError(*answer["refused"])
-    passed = tuple(Skipped(**each) for each in answer["skipped"])
+    passed = tuple(SkippedCheckpoint(**each) for each in answer["skipped"])
     if "name" not in answer:
         return "", None, passed
     return answer["name"], checkpoint_manifest.decode(answer["manifest"].encode()), passed
 
 
-def _fits(path: Path, manifest: Manifest, config_hash: str, expected: tuple[Stored, ...]) -> None:
+def _fits(path: Path, manifest: CheckpointManifest, config_hash: str, expected: tuple[Stored, ...]) -> None:
     """Refuse the checkpoint of another job, on all ranks alike."""
     if manifest.config_hash != config_hash:
         allowed = f"checkpoints of this configuration ({config_hash[:8]}; its own is {manifest.config_hash[:8]})"
@@ -113,7 +113,7 @@ def _fits(path: Path, manifest: Manifest, config_hash: str, expected: tuple[Stor
         raise ConfigError(KEY, str(path), allowed)
 
 
-def _read(path: Path, manifest: Manifest, live: Mapping[str, torch.Tensor], ranks: Ranks) -> str:
+def _read(path: Path, manifest: CheckpointManifest, live: Mapping[str, torch.Tensor], ranks: Ranks) -> str:
     """Fill the live tensors; why that failed on some rank, alike on all of them, or nothing."""
     failure = ""
     try:

@@ -30,7 +30,7 @@ from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, dcp
-from ft_hsdp.state.checkpoint.checkpoint_manifest import MANIFEST, METADATA, File, Manifest, Piece
+from ft_hsdp.state.checkpoint.checkpoint_manifest import MANIFEST, METADATA, CheckpointManifest, File, TensorPiece
 from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.replica_group import Ranks
 
@@ -66,7 +66,7 @@ class Draft:
             mine.append(self.path / METADATA)
         return {path.name: asdict(checkpoint_manifest.describe(path)) for path in mine}
 
-    def publish(self, manifest: Manifest, keep: int, key: bytes) -> dict[str, Any]:
+    def publish(self, manifest: CheckpointManifest, keep: int, key: bytes) -> dict[str, Any]:
         """Sign and write the manifest, make everything durable, name the folder, let older checkpoints go.
 
         Raises:
@@ -122,7 +122,7 @@ class Header:
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class CheckpointOrigin:
     """Of whom checkpoints are: ``config_hash`` has to fit at a resume, ``config`` is there to be read."""
 
     incarnation: str
@@ -154,14 +154,14 @@ class Superseded:
 
 
 @dataclass(frozen=True, slots=True)
-class CheckpointFailed:
+class CheckpointNotPublished:
     """Nothing was published; the reason is the same on all ranks, unless they lost each other."""
 
     state: StateId
     reason: str
 
 
-Outcome = Published | Superseded | CheckpointFailed
+Outcome = Published | Superseded | CheckpointNotPublished
 
 
 @dataclass(slots=True)
@@ -190,7 +190,7 @@ class Checkpointer:
         folder: Path,
         keep: int,
         key: bytes,
-        about: About,
+        about: CheckpointOrigin,
         layout: Layout,
         params: Mapping[str, torch.Tensor],
         optim: Mapping[str, torch.Tensor],
@@ -235,7 +235,7 @@ class Checkpointer:
             if request.place <= self._last:
                 refusal = f"it is not above the one before, of (epoch, step) {self._last}"
             if refusal:
-                self._settle(request, CheckpointFailed(header.state, refusal))
+                self._settle(request, CheckpointNotPublished(header.state, refusal))
                 return request.future
             self._last = request.place
             self._waiting.append(request)
@@ -251,7 +251,7 @@ class Checkpointer:
         self._thread.join(deadline_s)
         with self._changed:
             for request in [*filter(None, [self._current]), *self._waiting]:
-                self._settle(request, CheckpointFailed(request.header.state, "the job ended meanwhile"))
+                self._settle(request, CheckpointNotPublished(request.header.state, "the job ended meanwhile"))
             self._waiting.clear()
 
     def _settle(self, request: _Request, outcome: Outcome) -> None:
@@ -270,7 +270,7 @@ class Checkpointer:
                 outcome = self._write(request)
             except Exception as error:  # whatever it was, training goes on
                 self._lost = self._lost or _said(error)
-                outcome = CheckpointFailed(request.header.state, f"the ranks lost each other: {self._lost}")
+                outcome = CheckpointNotPublished(request.header.state, f"the ranks lost each other: {self._lost}")
             self._settle(request, outcome)
 
     def _trim(self) -> None:
@@ -337,15 +337,17 @@ class Checkpointer:
             manifest = self._manifest(header, files, pieces)
             published = self._first(lambda: draft.publish(manifest, self._keep, self._key))
         except dcp.Failed as failed:
-            return CheckpointFailed(header.state, _said(failed))
+            return CheckpointNotPublished(header.state, _said(failed))
         finally:
             draft.discard()
         removed, trouble = tuple(published["removed"]), str(published["trouble"])
         nbytes = sum(file.nbytes for file in files.values())
         return Published(header.state, draft.final, nbytes, time.monotonic() - began, removed, trouble)
 
-    def _manifest(self, header: Header, files: dict[str, File], pieces: tuple[Piece, ...]) -> Manifest:
-        return Manifest(
+    def _manifest(
+        self, header: Header, files: dict[str, File], pieces: tuple[TensorPiece, ...]
+    ) -> CheckpointManifest:
+        return CheckpointManifest(
             checkpoint_manifest.FORMAT,
             header.state,
             self._about.incarnation,

@@ -27,8 +27,8 @@ from ft_hsdp import fault_injection
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.http import Line, Unanswered, path
-from ft_hsdp.state.transfer.shard_manifest import Expected, Manifest
+from ft_hsdp.state.transfer.http import DonorBusy, DonorConnection, path
+from ft_hsdp.state.transfer.shard_manifest import Expected, ShardManifest
 
 MAX_RUN = 16  # chunks of one request
 
@@ -151,7 +151,7 @@ class Donor:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class FetchRequest:
     """What is fetched: the shard of ``rank`` of ``state``.
 
     ``check`` raises DataCorruption if a donor's manifest is not of what is wanted; ``memory`` gives the memory for
@@ -160,32 +160,34 @@ class Request:
 
     state: StateId
     rank: int
-    check: Callable[[Manifest], None]
-    memory: Callable[[Manifest], memoryview]
+    check: Callable[[ShardManifest], None]
+    memory: Callable[[ShardManifest], memoryview]
 
     @staticmethod
-    def exactly(expected: Expected, into: memoryview) -> Request:
+    def exactly(expected: Expected, into: memoryview) -> FetchRequest:
         """A shard that is known from the own model, into memory of its size."""
-        return Request(expected.state, expected.rank, lambda m: shard_manifest.expect(m, expected), lambda _: into)
+        return FetchRequest(
+            expected.state, expected.rank, lambda m: shard_manifest.expect(m, expected), lambda _: into
+        )
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchedShard:
     """A verified shard: its manifest, what it took in seconds, and the bytes that each donor (replica id) gave."""
 
-    manifest: Manifest
+    manifest: ShardManifest
     seconds: float
     given: dict[int, int]
 
 
 def fetch(
     donors: Sequence[Donor],
-    request: Request,
+    request: FetchRequest,
     token: str,
     deadline_s: float,
     cancel: threading.Event,
     rejected: Callable[[Donor, str], None],
-) -> Fetched:
+) -> FetchedShard:
     """Fetch and verify one shard; donors that do not have it yet are asked again until the deadline.
 
     When it returns or raises, nobody writes into the memory any more. ``rejected`` is told, on any thread, about
@@ -201,26 +203,26 @@ def fetch(
     with job.running():
         job.supervise(began, deadline_s, cancel)
     assert job.manifest is not None
-    return Fetched(job.manifest, time.monotonic() - began, job.given)
+    return FetchedShard(job.manifest, time.monotonic() - began, job.given)
 
 
 class _Job:
     """One fetch: a thread for each donor, one that verifies, and the caller's, which supervises."""
 
     def __init__(
-        self, donors: Sequence[Donor], request: Request, token: str, rejected: Callable[[Donor, str], None]
+        self, donors: Sequence[Donor], request: FetchRequest, token: str, rejected: Callable[[Donor, str], None]
     ) -> None:
-        self.manifest: Manifest | None = None
+        self.manifest: ShardManifest | None = None
         self.given: dict[int, int] = {}
         self._request = request
         self._rejected = rejected
         self._donors = {d.replica: d for d in donors}
-        self._lines = {d.replica: Line(d.address, token) for d in donors}
+        self._lines = {d.replica: DonorConnection(d.address, token) for d in donors}
         self._failures: dict[int, str] = {}
         self._shut: set[int] = set()  # donors that hang up on every call
         self._due = dict.fromkeys(self._donors, math.inf)  # its size never changes, so it needs no lock
         self._tally = Tally(self._donors)
-        self._manifests: dict[str, Manifest] = {}
+        self._manifests: dict[str, ShardManifest] = {}
         self._digest = ""
         self._memory = memoryview(b"")
         self._chunks = Chunks(0, 0)
@@ -318,7 +320,7 @@ class _Job:
         finally:
             line.close()
 
-    def _vote(self, donor: int, line: Line) -> bool:
+    def _vote(self, donor: int, line: DonorConnection) -> bool:
         """Ask until it has the state; False: it is over."""
         request = self._request
         while True:
@@ -326,7 +328,7 @@ class _Job:
             try:
                 answer = line.ask(path(request.state, request.rank, "manifest"))
                 self._shut.discard(donor)
-            except Unanswered:
+            except DonorBusy:
                 answer = None
                 self._shut.add(donor)
             if answer is not None and answer.status == 200:
@@ -365,7 +367,7 @@ class _Job:
                 self._change.wait()
             return range(0)
 
-    def _receive(self, donor: int, line: Line, run: range) -> None:
+    def _receive(self, donor: int, line: DonorConnection, run: range) -> None:
         """Fill these chunks from one request; what is not received is put back."""
         left = list(run)
         begin, end = (

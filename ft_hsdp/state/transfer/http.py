@@ -25,7 +25,7 @@ _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]*")
 _DECIMAL = re.compile(r"\d{1,18}")
 
 
-class Unanswered(ConnectionError):
+class DonorBusy(ConnectionError):
     """The donor hung up on a new connection without a word: it has no place for one more reader, or is ending."""
 
 
@@ -38,7 +38,7 @@ class Answer:
     length: int
 
 
-class Line:
+class DonorConnection:
     """A connection to ``address`` ("host:port"), made when it is first needed."""
 
     def __init__(self, address: str, token: str) -> None:
@@ -69,7 +69,7 @@ class Line:
             if self._answered:
                 raise
             self.close()
-            raise Unanswered(str(error)) from None
+            raise DonorBusy(str(error)) from None
         self._answered = True
         return answer
 
@@ -134,7 +134,7 @@ class Line:
             session = handshake.call_blocking(sock, self._token, Purpose.STATE)
         except handshake.HungUp as error:
             self.close()
-            raise Unanswered(str(error)) from None
+            raise DonorBusy(str(error)) from None
         except ProtocolViolation as error:
             raise DataCorruption(str(error)) from None
         with self._lock:

@@ -26,7 +26,7 @@ from http.server import BaseHTTPRequestHandler
 
 from ft_hsdp import address, handshake, record_layer
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.handshake import Gate, Purpose
+from ft_hsdp.handshake import CallerGate, Purpose
 from ft_hsdp.state.transfer.source import ServedSnapshot, SnapshotSource
 
 PATH = re.compile(r"/v1/state/(\d{1,18})/(\d{1,18})/([0-9a-f]{32})/(\d{1,9})/(manifest|data)")
@@ -237,7 +237,7 @@ class StateServer:
 
     async def _serve(self, listener: socket.socket, token: str) -> None:
         """Let readers in, and watch them."""
-        gate = Gate(token, (Purpose.STATE,), lambda proved, sock: self._readers.take(sock, proved.session))
+        gate = CallerGate(token, (Purpose.STATE,), lambda proved, sock: self._readers.take(sock, proved.session))
         gate.watch(listener)
         while not self._closed.is_set():
             with contextlib.suppress(TimeoutError):

@@ -52,7 +52,7 @@ class Tensor:
 
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class ShardManifest:
     """What a packed shard is: of which state and rank of how many, what lies where in it, with which checksums.
 
     ``layout`` is the fingerprint of ``tensors``; ``cursors``, ``holes``, ``takers`` and ``spoilt`` are the ledger,
@@ -83,8 +83,8 @@ class Manifest:
         return Ledger(self.cursors, self.holes, self.takers, self.spoilt)
 
 
-_MANIFEST = TypeAdapter(Manifest)
-_CHECKER = bounded.checker(Manifest)
+_MANIFEST = TypeAdapter(ShardManifest)
+_CHECKER = bounded.checker(ShardManifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,18 +145,18 @@ class Sums:
         self._room = CHUNK_BYTES
 
 
-def damaged(manifest: Manifest, data: memoryview) -> tuple[int, ...]:
+def damaged(manifest: ShardManifest, data: memoryview) -> tuple[int, ...]:
     """The numbers of the chunks of ``data`` that do not have their checksum."""
     pairs = zip(checksums(data), manifest.checksums, strict=True)
     return tuple(number for number, (found, wanted) in enumerate(pairs) if found != wanted)
 
 
-def seal(header: Manifest, data: memoryview) -> Manifest:
+def seal(header: ShardManifest, data: memoryview) -> ShardManifest:
     """The manifest of ``data``, from one that lacks the checksums."""
     return replace(header, checksums=checksums(data))
 
 
-def encode(manifest: Manifest) -> bytes:
+def encode(manifest: ShardManifest) -> bytes:
     """A manifest as it is served.
 
     Raises:
@@ -175,7 +175,7 @@ def digest(encoded: bytes) -> str:
     return encoded[:DIGEST_HEX].decode("ascii")
 
 
-def decode(data: bytes) -> Manifest:
+def decode(data: bytes) -> ShardManifest:
     """The manifest in ``data``.
 
     Raises:
@@ -188,7 +188,7 @@ def decode(data: bytes) -> Manifest:
     return manifest
 
 
-def decode_header(data: bytes) -> Manifest:
+def decode_header(data: bytes) -> ShardManifest:
     """The same for one whose checksums nobody has computed yet: `seal` does."""
     if len(data) > MAX_MANIFEST:
         raise DataCorruption(f"manifest of {len(data)} bytes; allowed: {MAX_MANIFEST}")
@@ -196,7 +196,7 @@ def decode_header(data: bytes) -> Manifest:
     if data[: DIGEST_HEX + 1] != f"{_digest(body)}\n".encode():
         raise DataCorruption("manifest's digest does not fit the rest of it")
     try:
-        manifest: Manifest = _CHECKER.validate_json(body)
+        manifest: ShardManifest = _CHECKER.validate_json(body)
         _ = manifest.ledger
     except ValidationError as error:
         raise DataCorruption(f"manifest is not valid: {bounded.complaint(error)}") from None
@@ -206,7 +206,7 @@ def decode_header(data: bytes) -> Manifest:
     return manifest
 
 
-def expect(manifest: Manifest, expected: Expected) -> None:
+def expect(manifest: ShardManifest, expected: Expected) -> None:
     """Check that a manifest is of what was asked for, before anything is allocated or received.
 
     Raises:
@@ -224,7 +224,7 @@ def _digest(body: bytes) -> str:
     return blake3.blake3(body).hexdigest()
 
 
-def _consistent(manifest: Manifest) -> None:
+def _consistent(manifest: ShardManifest) -> None:
     """Its tensors lie in order within its bytes."""
     end = 0
     for tensor in manifest.tensors:

@@ -15,7 +15,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.shard_manifest import Manifest
+from ft_hsdp.state.transfer.shard_manifest import ShardManifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ class InMemorySnapshots:
         self._held: dict[tuple[StateId, int], tuple[ServedSnapshot, Room]] = {}
         self._lent: list[tuple[ServedSnapshot, Room]] = []
 
-    def put(self, manifest: Manifest, room: Room) -> None:
+    def put(self, manifest: ShardManifest, room: Room) -> None:
         """Offer a snapshot; nobody may write into its room any more."""
         encoded = shard_manifest.encode(manifest)
         served = ServedSnapshot(room.fd, manifest.nbytes, encoded, shard_manifest.digest(encoded))

@@ -6,14 +6,15 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from ft_hsdp.core.ring import Plan
-from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped
-from ft_hsdp.ftar.allreduce import Exchange, Order, Result
-from ft_hsdp.ftar.dataplane.base import Job, Plane
-from ft_hsdp.ftar.executor import Work
-from ft_hsdp.ftar.transport.sim import Clock, Delay, Line, Nature, SimEdge, SimInlet, SimOutlet
+from sim_transport import Clock, Delay, Line, Nature, SimEdge, SimInlet, SimOutlet
 
-Sizes = Callable[[int, int], Plan]
+from ft_hsdp.core.ring import RingPlan
+from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped
+from ft_hsdp.ftar.allreduce import AllReduceOrder, AllReduceResult, Exchange
+from ft_hsdp.ftar.dataplane.base import Plane, PlaneJob
+from ft_hsdp.ftar.executor import Work
+
+Sizes = Callable[[int, int], RingPlan]
 BLAME_S = 0.01
 
 
@@ -39,9 +40,9 @@ class Actor:
         self._plane = plane
         self._plan = plan
         self._told = told
-        self._works: deque[tuple[Order, Work]] = deque()
+        self._works: deque[tuple[AllReduceOrder, Work]] = deque()
         self._exchange: Exchange | None = None
-        self._job: Job | None = None
+        self._job: PlaneJob | None = None
         self._received = False
         self._broken = False
         self.error: FTARError | None = None
@@ -52,7 +53,7 @@ class Actor:
             self._inlet, self._outlet = ends
             self._inlet.wake = self._outlet.wake = self.progress
 
-    def all_reduce(self, order: Order) -> Work:
+    def all_reduce(self, order: AllReduceOrder) -> Work:
         """Queue a sum, as a group does."""
         work = Work()
         self._works.append((order, work))
@@ -69,7 +70,7 @@ class Actor:
                 self.fail(error)
         self._cancel()
 
-    def _step(self, order: Order) -> bool:
+    def _step(self, order: AllReduceOrder) -> bool:
         """Go on with the first work; whether it is over."""
         exchange = self._exchange or self._begin(order)
         while self._inlet is not None and not exchange.finished:
@@ -86,7 +87,7 @@ class Actor:
             return False
         return self._end(order, exchange)
 
-    def _begin(self, order: Order) -> Exchange:
+    def _begin(self, order: AllReduceOrder) -> Exchange:
         plan = self._plan(order.out.numel(), order.out.element_size())
         self._job = self._plane.open(order.local, order.out, plan)
         exchange = Exchange(order, plan, self._position, self._job, self._inlet, self._outlet)
@@ -97,7 +98,7 @@ class Actor:
         exchange.start()
         return exchange
 
-    def _end(self, order: Order, exchange: Exchange) -> bool:
+    def _end(self, order: AllReduceOrder, exchange: Exchange) -> bool:
         """All has been received: over when all has been sent."""
         sent = 0
         if self._inlet is not None and self._outlet is not None:
@@ -111,7 +112,7 @@ class Actor:
         self._job.close(failed=False)
         self._exchange = None
         _, work = self._works.popleft()
-        work.set_result(Result(order.out, exchange.entries, sent))
+        work.set_result(AllReduceResult(order.out, exchange.entries, sent))
         return True
 
     def fail(self, error: FTARError) -> None:
