@@ -12,7 +12,7 @@ Both MACs are HMAC-SHA256 over both nonces, under a key that is derived from the
 recorded is therefore of no use on another connection, or for another purpose, and the token never crosses the
 network. A connection that does not go on like that is closed without a word.
 
-`CallerGate` is the listener's side. It bounds strangers (connections that have not proved the token yet) in number,
+`CallerGate` is the listener's side. It bounds strangers (connections that have not proved the token) in number,
 bytes and time. `dial`, `call` and `call_blocking` are the caller's. The *session* is a secret of both ends of one
 connection: what has to be bound to it, such as a certificate, is bound by a MAC under that key.
 """

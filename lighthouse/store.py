@@ -39,7 +39,7 @@ FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # what may be over later
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """How a field of `LighthouseState` is kept; stores of a format before ``since`` lack it and get the field's default."""
+    """How a field of `LighthouseState` is kept; older stores (before format ``since``) get its default."""
 
     adapter: TypeAdapter[Any]
     since: int = 1

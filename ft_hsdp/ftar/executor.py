@@ -22,7 +22,7 @@ Status = Literal["PENDING", "SUCCESS", "RETRYABLE", "FATAL", "SKIPPED"]
 
 
 class Work(Future[AllReduceResult]):
-    """A future of an `AllReduceResult`. RETRYABLE: the input is whole, ask again in a later epoch (FT-HSDP §4.2)."""
+    """A future of an `AllReduceResult`. RETRYABLE: the input is whole, ask in a later epoch (FT-HSDP §4.2)."""
 
     @property
     def status(self) -> Status:

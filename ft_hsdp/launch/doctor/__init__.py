@@ -6,4 +6,4 @@ Nothing is started that lasts, and no file is left.
 from ft_hsdp.launch.doctor.checks import CHECKS, examine
 from ft_hsdp.launch.doctor.result import Bad, CheckState, Finding, Subject, Undecided
 
-__all__ = ["CHECKS", "Bad", "Finding", "CheckState", "Subject", "Undecided", "examine"]
+__all__ = ["CHECKS", "Bad", "CheckState", "Finding", "Subject", "Undecided", "examine"]

@@ -1,0 +1,134 @@
+"""The shape of the code: sizes of modules and folders, import circles, class names. ``python tests/support/house.py``.
+
+It prints a table and exits with 1 if a limit is broken; `tests/test_house.py` checks the same limits.
+"""
+
+from __future__ import annotations
+
+import ast
+import statistics
+import sys
+from collections import defaultdict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("ft_hsdp", "lighthouse", "ftar_kernels")
+SMALL = 60  # lines: a module below this needs a reason
+MOST_SMALL, LARGEST, LEAST_MEDIAN, MOST_IN_A_FOLDER = 20, 600, 150, 17
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the table shows. ``circles`` are lists of modules, ``doubles`` names of classes with their modules."""
+
+    lines: dict[str, int]  # by module
+    folders: dict[str, int]
+    circles: list[list[str]]
+    doubles: dict[str, list[str]]
+
+    def rows(self) -> Iterator[tuple[str, object, str, bool]]:
+        """What is measured, what it is, what is allowed, and whether it is kept."""
+        median = statistics.median(self.lines.values())
+        small = sum(count < SMALL for count in self.lines.values())
+        largest, longest = max((count, name) for name, count in self.lines.items())
+        most, folder = max((count, name) for name, count in self.folders.items())
+        yield "modules with code", len(self.lines), "", True
+        yield "lines of all", sum(self.lines.values()), "", True
+        yield "median lines of a module", median, f">= {LEAST_MEDIAN}", median >= LEAST_MEDIAN
+        yield f"modules under {SMALL} lines", small, f"<= {MOST_SMALL}", small <= MOST_SMALL
+        yield f"largest module ({longest})", largest, f"<= {LARGEST}", largest <= LARGEST
+        yield f"modules in one folder ({folder})", most, f"<= {MOST_IN_A_FOLDER}", most <= MOST_IN_A_FOLDER
+        yield "import circles", self.circles or 0, "0", not self.circles
+        yield "class names defined twice", self.doubles or 0, "0", not self.doubles
+
+
+def shape(root: Path = ROOT) -> Shape:
+    """The shape of the product below ``root``. ``__init__`` modules count as parts of import circles only."""
+    trees = {_name(path, root): (path, ast.parse(path.read_text())) for path in _files(root)}
+    lines: dict[str, int] = {}
+    folders: dict[str, int] = defaultdict(int)
+    classes: dict[str, list[str]] = defaultdict(list)
+    for name, (path, tree) in trees.items():
+        if path.name != "__init__.py":
+            lines[name] = len(path.read_text().splitlines())
+            folders[str(path.parent.relative_to(root))] += 1
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                classes[node.name].append(name)
+    graph = {name: set(_imported(tree, trees.keys())) - {name} for name, (_, tree) in trees.items()}
+    doubles = {name: where for name, where in classes.items() if len(where) > 1}
+    return Shape(lines, dict(folders), circles(graph), doubles)
+
+
+def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+    """The groups of modules that import each other, directly or not (Tarjan's algorithm)."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found: list[list[str]] = []
+
+    def visit(one: str) -> None:
+        number[one] = lowest[one] = len(number)
+        stack.append(one)
+        for other in graph[one]:
+            if other not in number:
+                visit(other)
+                lowest[one] = min(lowest[one], lowest[other])
+            elif other in stack:
+                lowest[one] = min(lowest[one], number[other])
+        if lowest[one] == number[one]:
+            at = stack.index(one)
+            group, stack[at:] = stack[at:], []
+            if len(group) > 1:
+                found.append(sorted(group))
+
+    for name in graph:
+        if name not in number:
+            visit(name)
+    return found
+
+
+def _files(root: Path) -> Iterator[Path]:
+    for package in PACKAGES:
+        yield from sorted((root / package).rglob("*.py"))
+
+
+def _name(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imported(tree: ast.Module, known: Collection[str]) -> Iterator[str]:
+    """The modules among ``known`` that are imported when a module is: not within functions, not for types alone."""
+    todo: list[ast.stmt] = list(tree.body)
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.If):
+            only_types = isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+            todo += node.orelse if only_types else [*node.body, *node.orelse]
+        elif isinstance(node, ast.Try):
+            todo += node.body
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                if full in known:
+                    yield full
+                elif node.module in known:
+                    yield node.module
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in known)
+
+
+def main() -> int:
+    """Print the table; 1 if a limit is broken."""
+    kept = True
+    for what, value, allowed, fine in shape().rows():
+        print(f"{'' if fine else '! '}{what}: {value}{f' ({allowed})' if allowed else ''}")
+        kept = kept and fine
+    return 0 if kept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

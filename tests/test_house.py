@@ -1,0 +1,33 @@
+"""The code keeps the shape that makes it easy to enter: see CONTRIBUTING.md."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import house
+
+
+def test_the_limits_are_kept() -> None:
+    assert [(what, value, allowed) for what, value, allowed, kept in house.shape().rows() if not kept] == []
+
+
+def test_a_broken_limit_is_seen(tmp_path: Path) -> None:
+    package = tmp_path / "ft_hsdp"
+    package.mkdir()
+    (package / "__init__.py").write_text('"""A package."""\n')
+    (package / "one.py").write_text("from ft_hsdp import two\n\n\nclass Both:\n    pass\n" + "\n" * 700)
+    (package / "two.py").write_text("from ft_hsdp.one import Both as Other\n\n\nclass Both(Other):\n    pass\n")
+    found = house.shape(tmp_path)
+    assert found.circles == [["ft_hsdp.one", "ft_hsdp.two"]]
+    assert found.doubles == {"Both": ["ft_hsdp.one", "ft_hsdp.two"]}
+    broken = [what for what, _, _, kept in found.rows() if not kept]
+    assert broken == ["largest module (ft_hsdp.one)", "import circles", "class names defined twice"]
+
+
+def test_what_is_imported_within_a_function_or_for_types_alone_makes_no_circle(tmp_path: Path) -> None:
+    package = tmp_path / "lighthouse"
+    package.mkdir()
+    (package / "one.py").write_text("def late() -> None:\n    from lighthouse import two\n")
+    lazy = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from lighthouse import one\n"
+    (package / "two.py").write_text(lazy)
+    assert house.shape(tmp_path).circles == []
