@@ -1,4 +1,6 @@
-"""The shape of the code: sizes of modules and folders, import circles, class names. ``python tests/support/house.py``.
+"""The shape of the code: sizes of modules and folders, import circles, class names.
+
+Run it with ``python tests/support/house.py``.
 
 It prints a table and exits with 1 if a limit is broken; `tests/test_house.py` checks the same limits.
 """
@@ -101,7 +103,7 @@ def _name(path: Path, root: Path) -> str:
 
 
 def _imported(tree: ast.Module, known: Collection[str]) -> Iterator[str]:
-    """The modules among ``known`` that are imported when a module is: not within functions, not for types alone."""
+    """The modules among ``known`` that an import of the module imports: not in functions, not for types alone."""
     todo: list[ast.stmt] = list(tree.body)
     while todo:
         node = todo.pop()
