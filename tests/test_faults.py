@@ -90,10 +90,10 @@ def test_a_full_disk_takes_what_fits_into_the_last_block(tmp_path: Path, force: 
 def test_a_full_disk_takes_no_output_either(tmp_path: Path) -> None:
     code = (
         "import contextlib, sys; from pathlib import Path; run = Path(sys.argv[1])\n"
-        "from ft_hsdp.fault_injection import Order, enforce\n"
+        "from ft_hsdp.fault_injection import FaultOrder, enforce\n"
         "print('before', flush=True)\n"
         "with contextlib.ExitStack() as faked:\n"
-        "    enforce([Order('disk_full', 0)], run, 0, faked)\n"
+        "    enforce([FaultOrder('disk_full', 0)], run, 0, faked)\n"
         "    try:\n        print('lost', flush=True)\n    except OSError as error:\n        said = error.errno\n"
         "print(said, flush=True)\n"
     )

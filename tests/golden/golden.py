@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from unittest import mock
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -75,8 +76,8 @@ def messages(module: str, table: str, encode: str) -> dict[str, Any]:
 
 def helps(parser: argparse.ArgumentParser) -> dict[str, str]:
     """What ``--help`` says, by command, 100 columns wide."""
-    os.environ["COLUMNS"] = "100"
-    found = {parser.prog: parser.format_help()}
+    with mock.patch.dict(os.environ, COLUMNS="100"):
+        found = {parser.prog: parser.format_help()}
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for each in action.choices.values():

@@ -163,7 +163,7 @@ import json, sys, time
 from pathlib import Path
 from lighthouse.journal import exporters
 from lighthouse.journal.database import SqliteDatabase
-from lighthouse.overview.rows import Entry
+from lighthouse.overview.rows import JournalEntry
 row = json.loads(sys.argv[2])
 exporters.SAVE_S = 0.01
 folder = Path(sys.argv[1])
@@ -172,7 +172,7 @@ sink = exporters.TensorBoardSink(folder / "curves", archive)
 print("ready", flush=True)
 while True:
     seq = archive.last + 1
-    archive.append([Entry(seq, "commit", {**row, "step": seq})])
+    archive.append([JournalEntry(seq, "commit", {**row, "step": seq})])
     sink.commit(seq, {**row, "step": seq})
     time.sleep(0.002)
 """

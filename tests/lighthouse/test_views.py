@@ -202,7 +202,7 @@ def test_answers_are_as_the_description_says():
     assert {"/v1/telemetry", "/v1/overview", "/v1/events", "/v1/stream"} <= set(paths)
     assert "204" in paths["/v1/telemetry"]["post"]["responses"]
     schema = paths["/v1/overview"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
-    assert schema == {"$ref": "#/components/schemas/Picture"}
+    assert schema == {"$ref": "#/components/schemas/OverviewView"}
     stream = paths["/v1/stream"]["get"]["responses"]["200"]["content"]
     assert set(stream) == {"text/event-stream"}
 
