@@ -15,7 +15,7 @@ from ft_hsdp.bench.results import check_memory
 from ft_hsdp.bench.workers.link import Forks, WorkerLink, collect
 from ft_hsdp.bench.workers.team import Team, start_mpi
 
-STORE = Contender("ft_hsdp.bench.contenders.allreduce:Store", "the store")
+STORE = Contender("ft_hsdp.bench.contenders.allreduce:StoreHost", "the store")
 
 
 class WorkerArena:
