@@ -13,6 +13,7 @@ import enum
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -108,12 +109,10 @@ def merged(shapes: list[Any]) -> Any:
 
 
 def run_files(run: Path) -> dict[str, Any]:
-    """The keys of each JSON file of a run, by the file's name, replicas' and ranks' numbers left out."""
+    """The keys of each JSON file of a run, by the file's name without numbers and names of incarnations."""
     found: dict[str, list[Any]] = {}
     for path in sorted(run.rglob("*.json*")):
-        name = "".join("N" if c.isdigit() else c for c in str(path.relative_to(run)))
-        while "NN" in name:
-            name = name.replace("NN", "N")
+        name = re.sub(r"\d+", "N", re.sub(r"-[0-9a-f]{6,}-", "-RUN-", str(path.relative_to(run))))
         text = path.read_text()
         rows = [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else [json.loads(text)]
         kinds = {row.get("event", ""): [] for row in rows if isinstance(row, dict)}
