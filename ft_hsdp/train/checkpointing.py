@@ -83,7 +83,7 @@ def restore(
 
 def _newest(keeper: SnapshotWriter, ranks: Ranks, tried: set[StateId]) -> StateId | None:
     """The newest state that every rank's agent holds, and that was not tried before."""
-    recalls = [_decode(each) for each in ranks.gather(_encode(keeper.recall()))]
+    recalls = [_decode(each) for each in ranks.gather(_encode(keeper.list()))]
     return newest_common([[kept for kept in recall if kept.state not in tried] for recall in recalls])
 
 
@@ -94,7 +94,7 @@ def _newer(kept: StateId, held: LiveState) -> bool:
 
 def _load(held: LiveState, keeper: SnapshotWriter, ranks: Ranks, kept: StateId) -> bool:
     """Take ``kept`` over, if every rank's copy of it is whole and fits."""
-    found = keeper.take(kept)
+    found = keeper.acquire(kept)
     fits = found is not None and found[0].layout == held.layout.fingerprint
     everywhere = min(ranks.gather(b"\1" if fits else b"\0")) == b"\1"
     if everywhere:

@@ -282,7 +282,7 @@ class Job:
         current = config.state.snapshot == "every_step"
         restore(held, wiring.keeper, ground.ranks, checkpoints, current, wiring.journal)
         prefetch()
-        wiring.keeper.reached(held.state)
+        wiring.keeper.mark_current(held.state)
         wiring.check_in(held.state, self._missed(checkpoints.folder, held.state.step))
         if self._leaves:
             wiring.leave()
@@ -382,7 +382,7 @@ class Job:
             case LoadOrder(manifest, packed):
                 assert self._wiring is not None
                 self._held.load(manifest, packed)
-                self._wiring.keeper.reached(manifest.state)
+                self._wiring.keeper.mark_current(manifest.state)
                 self._conclude_at_end()
             case SaveOrder(state):
                 assert self._saver is not None
@@ -417,7 +417,7 @@ class Job:
         fault_injection.reach("apply-begin", record.step)
         self._held.apply(record, letter.reduced, self._clip, self._accumulate)
         fault_injection.reach("apply-end", record.step)
-        self._wiring.keeper.reached(record.state_id)
+        self._wiring.keeper.mark_current(record.state_id)
         reducer.give_back(letter.reduced)
         self._since = now
         self._conclude_at_end()
@@ -428,7 +428,7 @@ class Job:
         assert self._held.state is not None
         if self._held.state.step < self.config.train.steps:
             return
-        self._wiring.keeper.want(self._held.state, self.config.timeouts.final_wait_s)
+        self._wiring.keeper.request(self._held.state, self.config.timeouts.final_wait_s)
         digest = self._held.digest()
         if self._log is not None:
             self._log.final(self._held.state, digest, self.built_in, config_hash(self.config))

@@ -163,7 +163,7 @@ class RankAgent:
             case effects.Reduce():
                 self.reducer.begin(order)
             case Settled(state, everywhere):
-                self._keeper.settle(state, everywhere)
+                self._keeper.mark_settled(state, everywhere)
             case effects.Commit(record):
                 reduced = self._logged.pop(record.step, None) or self.reducer.take()
                 self._mailbox.put(ApplyOrder(record, reduced))
@@ -177,7 +177,7 @@ class RankAgent:
             case effects.Fetch(base, donors):
                 self._fetch(base, donors)
             case effects.Keep(state):
-                self._keeper.want(state, self._fetching.deadline_s)
+                self._keeper.request(state, self._fetching.deadline_s)
             case effects.InstallSnapshot():
                 assert self._staged is not None
                 self._mailbox.put(self._staged)
@@ -211,7 +211,7 @@ class RankAgent:
         """Form the ring; make the base fetchable for those who are behind."""
         mine = next(m for m in grant.members if m.replica == self._replica)
         if mine.role == "contribute" and any(m.role == "behind" for m in grant.members):
-            self._keeper.want(grant.base, self._fetching.deadline_s)
+            self._keeper.request(grant.base, self._fetching.deadline_s)
         else:
             self._keeper.release()
         self.group.configure(grant)
@@ -237,12 +237,12 @@ class RankAgent:
         try:
             if before is not None:
                 before.join()  # it was cancelled, and the memory it wrote into is given out again
-            kept = self._keeper.room(base)
+            kept = self._keeper.allocate(base)
             packed = np.empty(f.nbytes, dtype=np.uint8) if kept is None else kept
             request = FetchRequest.exactly(expected, packed.data)
             got = fetch.fetch(donors, request, f.token, f.deadline_s, cancel, self._rejected)
             if kept is not None:
-                self._keeper.filled(got.manifest)
+                self._keeper.complete(got.manifest)
         except fetch.Cancelled:
             return
         except Exception as error:  # also no memory: a fetch that ends without a word is waited for without an end

@@ -85,13 +85,13 @@ class SnapshotWriter:
 
     # Before check-in.
 
-    def recall(self) -> tuple[Kept, ...]:
+    def list(self) -> tuple[Kept, ...]:
         """The snapshots that an earlier incarnation of this rank left behind, newest first."""
-        return self._submit(lambda agent: agent.recall()).result() or ()
+        return self._submit(lambda agent: agent.list()).result() or ()
 
-    def take(self, state: StateId) -> tuple[ShardManifest, Bytes] | None:
+    def acquire(self, state: StateId) -> tuple[ShardManifest, Bytes] | None:
         """One of them, read-only; it does not change until `release_taken`."""
-        found = self._submit(lambda agent: agent.take(state)).result()
+        found = self._submit(lambda agent: agent.acquire(state)).result()
         return None if found is None else (shard_manifest.decode(found[1]), found[0])
 
     def release_taken(self) -> None:
@@ -104,18 +104,18 @@ class SnapshotWriter:
         """Whether the agent has a whole snapshot of ``state``; asked when all that was ordered is done."""
         return state is not None and self._staged == state
 
-    def reached(self, state: StateId) -> None:
+    def mark_current(self, state: StateId) -> None:
         """``state`` is what is held now."""
         if self._every_step or self._wanted == state:
             self._submit(self._copy, state)
 
     # The control loop.
 
-    def settle(self, state: StateId, everywhere: bool) -> None:
+    def mark_settled(self, state: StateId, everywhere: bool) -> None:
         """All ranks of the replica have a snapshot of ``state``, or (not ``everywhere``) some have left it out."""
-        self._submit(lambda agent: agent.settle(state, everywhere))
+        self._submit(lambda agent: agent.mark_settled(state, everywhere))
 
-    def want(self, state: StateId, seconds: float) -> None:
+    def request(self, state: StateId, seconds: float) -> None:
         """Members that are behind will fetch ``state`` within ``seconds``: have it, now or when it is reached."""
         self._wanted, self._filling = state, None
         self._submit(lambda agent: agent.pin(state, seconds))
@@ -165,14 +165,14 @@ class SnapshotWriter:
 
     # A fetch.
 
-    def room(self, state: StateId) -> Bytes | None:
+    def allocate(self, state: StateId) -> Bytes | None:
         """Memory of the agent for a snapshot that comes from elsewhere; None if there is none."""
         self._filling = state
         return self._submit(lambda agent: agent.stage(state)).result()
 
-    def filled(self, manifest: ShardManifest) -> None:
+    def complete(self, manifest: ShardManifest) -> None:
         """That memory holds the whole snapshot, verified."""
-        self._submit(lambda agent: self._complete(agent, manifest)).result()
+        self._submit(lambda agent: self._mark_staged(agent, manifest)).result()
 
     def close(self) -> None:
         """Finish what was ordered and hang up; the agent keeps what is complete."""
@@ -242,9 +242,9 @@ class SnapshotWriter:
         manifest = self._held.pack(state, memory)
         if manifest is not None:
             fault_injection.reach("snapshot", state.step)
-            self._complete(agent, manifest)
+            self._mark_staged(agent, manifest)
 
-    def _complete(self, agent: StateAgent, manifest: ShardManifest) -> None:
+    def _mark_staged(self, agent: StateAgent, manifest: ShardManifest) -> None:
         agent.staged(manifest.state, shard_manifest.encode(manifest))
         self._staged, self._filling = manifest.state, None
         if fault_injection.hit("snapshot-flip", manifest.state.step):

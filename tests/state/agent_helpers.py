@@ -47,11 +47,11 @@ def write(agent: StateAgent, step: int, rank: int = 0, settle: bool = True) -> N
     array[:] = content(step, rank, len(array))
     agent.staged(state(step), header(step, rank, nbytes=len(array)))
     if settle:
-        agent.settle(state(step))
+        agent.mark_settled(state(step))
 
 
 def steps(agent: StateAgent) -> list[int]:
-    return [held.state.step for held in agent.recall()]
+    return [held.state.step for held in agent.list()]
 
 
 @dataclass(frozen=True)

@@ -49,17 +49,17 @@ def test_trainers_are_killed_while_they_write_and_what_was_complete_lives(agent:
     for rank, has in ((0, {2, 3}), (1, {1, 2})):
         assert {step for step in range(1, 5) if agent.serves(step, rank)} == has
     ranks = [connect(0, rank) for rank in (0, 1)]
-    recalls = [rank.recall() for rank in ranks]
+    recalls = [rank.list() for rank in ranks]
     assert recalls[0] == (Held(state(3), False), Held(state(2), True))
     newest = newest_common(recalls)
     assert newest == state(2)
     for rank, client in enumerate(ranks):
-        taken = client.take(newest)
+        taken = client.acquire(newest)
         assert taken is not None
         data, kept = taken
         assert np.array_equal(data, content(2, rank))
         assert kept == header(2, rank)
-        assert client.take(state(4)) is None
+        assert client.acquire(state(4)) is None
         client.close()
 
 
@@ -75,13 +75,13 @@ def test_it_goes_on_without_its_agent_and_with_the_next_one():
         with pytest.raises(AgentGone, match="is gone"):
             rank.staged(state(2), header(2))
         with pytest.raises(AgentGone, match="closed"):
-            rank.settle(state(2))
+            rank.mark_settled(state(2))
     with pytest.raises(AgentGone, match=r"no state agent of replica 1 within 0.05 s"):
         connect(1, deadline_s=0.05)
     with agent_helpers.agent(1) as second:
         rank = connect(1)
         assert rank.address == second.address
-        assert rank.recall() == ()
+        assert rank.list() == ()
         write(rank, 3)
         assert second.serves(3)
         rank.close()
@@ -93,12 +93,12 @@ def test_an_agent_that_does_not_answer_costs_a_deadline():
         patient = connect(1, rank=1, deadline_s=1000.0)
         stopped.process.send_signal(signal.SIGSTOP)
         with pytest.raises(AgentGone, match=r"timed out|no answer in time"):
-            rank.recall()
+            rank.list()
         errors: list[Exception] = []
 
         def wait() -> None:
             try:
-                patient.recall()
+                patient.list()
             except AgentGone as error:
                 errors.append(error)
 
@@ -109,7 +109,7 @@ def test_an_agent_that_does_not_answer_costs_a_deadline():
         assert len(errors) == 1
         stopped.process.send_signal(signal.SIGCONT)
         rank = connect(1)
-        assert rank.recall() == ()
+        assert rank.list() == ()
         rank.close()
 
 
@@ -134,7 +134,7 @@ def test_a_state_is_pinned_before_it_is_staged(agent: Running):
 def test_what_is_taken_does_not_change_until_it_is_given_back(agent: Running):
     rank = connect(0, 3)
     write(rank, 1, 3)
-    taken = rank.take(state(1))
+    taken = rank.acquire(state(1))
     assert taken is not None
     for step in range(2, 9):
         write(rank, step, 3)
@@ -171,7 +171,7 @@ def test_after_forget_nothing_is_left_and_a_new_start_is_possible(agent: Running
     write(rank, 1, 5)
     assert rank.stage(state(2)) is not None
     rank.forget()
-    assert rank.recall() == ()
+    assert rank.list() == ()
     assert not agent.serves(1, 5)
     with pytest.raises(ProtocolViolation, match="is not being written"):
         rank.staged(state(2), header(2, 5))
@@ -185,7 +185,7 @@ def test_what_has_another_size_is_forgotten(agent: Running):
     write(rank, 1, 6)
     rank.close()
     rank = connect(0, 6, nbytes=0)
-    assert rank.recall() == ()
+    assert rank.list() == ()
     assert not agent.serves(1, 6)
     write(rank, 2, 6)
     assert agent.serves(2, 6)
@@ -210,18 +210,18 @@ def test_a_byte_that_flips_in_the_agents_memory_is_found_before_its_rank_gets_it
     for step in (1, 2):
         write(rank, step, 8)
     rank.flip()
-    assert rank.take(state(2)) is None
+    assert rank.acquire(state(2)) is None
     (damage,) = rank.damaged
     assert damage.state == state(2)
     assert steps(rank) == [1]
-    assert rank.take(state(1)) is not None
+    assert rank.acquire(state(1)) is not None
     rank.unpin()
     rank.damaged.clear()
     write(rank, 3, 8)
     rank.flip()
     rank.pin(state(3), 60.0)
     assert not agent.serves(3, 8)
-    rank.settle(state(3))
+    rank.mark_settled(state(3))
     assert [damage.state for damage in rank.damaged] == [state(3)]
     rank.close()
 
@@ -247,7 +247,7 @@ def test_a_copy_that_is_complete_can_be_written_no_more(agent: Running):
         array[:] = content(step, 12)
         rank.staged(state(step), header(step, 12))
         assert access(array) == "r--"
-        rank.settle(state(step))
+        rank.mark_settled(state(step))
     rank.close()
 
 
@@ -260,7 +260,7 @@ def test_threads_may_share_a_connection():
         def look() -> None:
             for _ in range(100):
                 rank.pin(state(1), 1.0)
-                seen.append(len(rank.recall()))
+                seen.append(len(rank.list()))
 
         threads = [threading.Thread(target=look) for _ in range(3)]
         for thread in threads:
@@ -319,7 +319,7 @@ def test_it_ends_when_told(agent: Running):
         running.process.send_signal(signal.SIGTERM)
         assert running.process.wait(DEADLINE_S) == 0
         with pytest.raises(AgentGone):
-            rank.recall()
+            rank.list()
 
 
 def test_it_ends_by_itself_once_no_rank_is_there():
@@ -365,7 +365,7 @@ sys.stdin.read()
         parent.stdin.close()
         parent.stdout.close()
     with pytest.raises(AgentGone):
-        any(rank.recall() for _ in range(1_000_000))
+        any(rank.list() for _ in range(1_000_000))
 
 
 def test_it_needs_no_torch():

@@ -35,7 +35,7 @@ def write(holdings: Holdings, step: int) -> int | None:
     if number is not None:
         shared_memory.attach(holdings.slots(RANK)[number], NBYTES, writable=True)[:] = content(step, RANK, NBYTES)
         holdings.staged(RANK, state(step), header(step, RANK, nbytes=NBYTES))
-        holdings.settle(RANK, state(step))
+        holdings.mark_settled(RANK, state(step))
     return number
 
 
@@ -78,7 +78,7 @@ def test_a_dead_rank_leaves_its_slots_and_a_living_one_takes_the_one_it_writes_a
     both = holdings.slots(RANK)
     holdings.stage(RANK, state(1))
     holdings.left(RANK, dead=True)
-    assert holdings.recall(RANK) == ()
+    assert holdings.list(RANK) == ()
     number = holdings.stage(RANK, state(2))
     assert number is not None
     assert holdings.slots(RANK) == both
@@ -135,7 +135,7 @@ def test_without_memory_a_snapshot_is_left_out(holdings: Holdings, monkeypatch: 
     holdings.prepare(RANK)
     assert write(holdings, 2) is None
     assert holdings.why_not(RANK) == "no memory for one more slot"
-    assert [held.state for held in holdings.recall(RANK)] == [state(1)]
+    assert [held.state for held in holdings.list(RANK)] == [state(1)]
 
 
 def test_it_holds_nothing_of_ranks_that_never_came(holdings: Holdings):
@@ -150,13 +150,13 @@ def flip(holdings: Holdings, number: int | None) -> None:
 def test_a_damaged_copy_is_not_given_back_to_its_rank_and_the_older_one_is(holdings: Holdings):
     write(holdings, 1)
     flip(holdings, write(holdings, 2))
-    assert holdings.take(RANK, state(2)) is None
+    assert holdings.acquire(RANK, state(2)) is None
     (damaged,) = holdings.damaged(RANK)
     assert damaged.state == state(2)
     assert "chunk 0 (1 of 1) changed since it was written" in damaged.reason
     assert holdings.damaged(RANK) == ()
-    assert [held.state for held in holdings.recall(RANK)] == [state(1)]
-    taken = holdings.take(RANK, state(1))
+    assert [held.state for held in holdings.list(RANK)] == [state(1)]
+    taken = holdings.acquire(RANK, state(1))
     assert taken is not None
     assert shared_memory.attach(taken[0], NBYTES, writable=False).tobytes() == content(1, RANK, NBYTES).tobytes()
 
@@ -185,5 +185,5 @@ def test_a_copy_without_checksums_is_of_no_use(holdings: Holdings):
     holdings.stage(RANK, state(1))
     bare = shard_manifest.ShardManifest(state(1), RANK, 2, "0" * 32, NBYTES, (), (1,), ())
     holdings.staged(RANK, state(1), shard_manifest.encode(bare))
-    assert holdings.take(RANK, state(1)) is None
+    assert holdings.acquire(RANK, state(1)) is None
     assert "0 checksums" in holdings.damaged(RANK)[0].reason

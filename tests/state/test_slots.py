@@ -36,7 +36,7 @@ def test_two_slots_take_turns():
     numbers = []
     for step in range(6):
         numbers.append(write(slots, step))
-        slots.settle(state(step))
+        slots.mark_settled(state(step))
     assert numbers == [1, 2, 1, 2, 1, 2]
     assert slots.held() == (Held(state(5), True), Held(state(4), True))
 
@@ -44,11 +44,11 @@ def test_two_slots_take_turns():
 def test_the_newest_settled_stays_until_a_newer_is_settled():
     slots = with_slots(3)
     write(slots, 1)
-    slots.settle(state(1))
+    slots.mark_settled(state(1))
     for step in (2, 3, 4):
         write(slots, step)
         assert 1 in steps(slots)
-    slots.settle(state(4))
+    slots.mark_settled(state(4))
     write(slots, 5)
     write(slots, 6)
     assert 1 not in steps(slots)
@@ -59,11 +59,11 @@ def test_a_state_that_is_pinned_before_it_is_there_stays():
     slots.pin(state(2), until=10.0)
     for step in range(1, 8):
         write(slots, step)
-        slots.settle(state(step))
+        slots.mark_settled(state(step))
     assert 2 in steps(slots)
     for step in (8, 9, 10):
         write(slots, step, now=10.0)
-        slots.settle(state(step))
+        slots.mark_settled(state(step))
     assert 2 not in steps(slots)
 
 
@@ -117,7 +117,7 @@ def test_slots_that_are_not_needed_for_long_go():
     slots = with_slots(4)
     for step in range(SPARE_STAGES - 1):
         write(slots, step)
-        slots.settle(state(step))
+        slots.mark_settled(state(step))
     assert len(slots.numbers) == 4
     write(slots, 100)
     assert len(slots.numbers) == 2
@@ -211,8 +211,8 @@ class Machine(RuleBasedStateMachine):
         self.writing = None
 
     @rule(step=st.integers(0, 5), everywhere=st.booleans())
-    def settle(self, step, everywhere):
-        self.slots.settle(state(step), everywhere)
+    def mark_settled(self, step, everywhere):
+        self.slots.mark_settled(state(step), everywhere)
         if everywhere:
             self.settled |= {number for number, held in self.content.items() if held == state(step)}
         else:
@@ -311,7 +311,7 @@ class Ranks(RuleBasedStateMachine):
         """A rank hears of the verdict and applies the step."""
         step = self.held[rank]
         if step in self.verdicts and self.kept[rank] is not None:
-            self.slots[rank].settle(state(step), self.verdicts[step])
+            self.slots[rank].mark_settled(state(step), self.verdicts[step])
             self.held[rank], self.kept[rank] = step + 1, None
 
     @invariant()

@@ -28,7 +28,7 @@ def test_whatever_ends_a_fetch_is_reported(tmp_path: Path, error: Exception) -> 
     async def body() -> None:
         told: asyncio.Queue[object] = asyncio.Queue()
         keeper: Any = mock.Mock()
-        keeper.room.side_effect = error
+        keeper.allocate.side_effect = error
         one = RankAgent(
             0,
             0,
@@ -56,6 +56,6 @@ def test_what_others_fetch_without_a_ring_is_copied_and_kept(tmp_path: Path) -> 
         fetching, journal = Fetching(1, "layout", 64, "token", 7.0), Journal(tmp_path / "events.jsonl")
         one = RankAgent(0, 0, fetching, Mailbox(), journal, lambda _: None, keeper, lambda why: None)
         one.order(Keep(BASE))
-        keeper.want.assert_called_once_with(BASE, 7.0)
+        keeper.request.assert_called_once_with(BASE, 7.0)
 
     asyncio.run(body())

@@ -88,8 +88,8 @@ def walk(held: LiveState, sharded: Any, keeper: SnapshotWriter, count: int) -> N
         steps(held, sharded, 1)
         assert before is not None
         assert held.state is not None
-        keeper.settle(before, keeper.keeps(before))
-        keeper.reached(held.state)
+        keeper.mark_settled(before, keeper.keeps(before))
+        keeper.mark_current(held.state)
         assert done(keeper)  # the vote on the next step
 
 
@@ -97,14 +97,14 @@ def test_what_was_kept_outlives_the_rank(mesh: DeviceMesh, place: Place) -> None
     held, sharded = hold(mesh)
     keeper = place.keeper(held)
     walk(held, sharded, keeper, 3)
-    kept = keeper.recall()
+    kept = keeper.list()
     assert [k.state.step for k in kept] == [3, 2]
     assert [k.settled for k in kept] == [False, True]
     keeper.close()
     fresh, fresh_sharded = hold(mesh, seed=5)
     again = place.keeper(fresh)
     assert held.state is not None
-    found = again.take(held.state)
+    found = again.acquire(held.state)
     assert found is not None
     fresh.load(*found)
     again.release_taken()
@@ -117,20 +117,20 @@ def test_on_demand_only_what_is_wanted_is_kept(mesh: DeviceMesh, place: Place) -
     held, sharded = hold(mesh)
     keeper = place.keeper(held, every_step=False)
     walk(held, sharded, keeper, 2)
-    assert keeper.recall() == ()
+    assert keeper.list() == ()
     assert held.state is not None
     wanted = held.state
-    keeper.want(wanted, 60.0)
+    keeper.request(wanted, 60.0)
     assert done(keeper)
     walk(held, sharded, keeper, 3)
-    assert [k.state for k in keeper.recall()] == [wanted]
+    assert [k.state for k in keeper.list()] == [wanted]
     twin, twin_sharded = hold(mesh)
     coming = steps(twin, twin_sharded, 7)[6]
-    keeper.want(coming, 60.0)  # not reached yet
+    keeper.request(coming, 60.0)  # not reached yet
     walk(held, sharded, keeper, 3)
-    assert keeper.recall()[0].state == coming
+    assert keeper.list()[0].state == coming
     keeper.forget()
-    assert keeper.recall() == ()
+    assert keeper.list() == ()
 
 
 def test_without_an_agent_training_goes_on_and_another_one_is_found(
@@ -145,7 +145,7 @@ def test_without_an_agent_training_goes_on_and_another_one_is_found(
     until(lambda: (walk(held, sharded, keeper, 1), "StateAgentLost" in place.events())[1])
     until(lambda: (walk(held, sharded, keeper, 1), "StateAgentFound" in place.events())[1])
     walk(held, sharded, keeper, 2)
-    assert keeper.recall()[0].state == held.state
+    assert keeper.list()[0].state == held.state
     keeper.close()
     other = StateAgent.connect(place.token, 0, 0, 1, held.layout.nbytes, DEADLINE_S)
     assert other.address == address, "the addresses in grants no longer hold"
@@ -167,7 +167,7 @@ def test_a_stopped_agent_holds_a_vote_up_once_and_is_replaced(
     os.kill(pid, signal.SIGCONT)
     until(lambda: place.events().count("StateAgentFound") == 1)
     walk(held, sharded, keeper, 2)
-    assert keeper.recall()[0].state == held.state
+    assert keeper.list()[0].state == held.state
     keeper._join_s = 0.3
     os.kill(pid, signal.SIGSTOP)  # for good
     until(lambda: (walk(held, sharded, keeper, 1), place.events().count("StateAgentFound") == 2)[1])
@@ -175,7 +175,7 @@ def test_a_stopped_agent_holds_a_vote_up_once_and_is_replaced(
     assert f"the state agent (pid {pid}) did not answer and was killed" in place.events()
     assert place.agent_pid() != pid
     walk(held, sharded, keeper, 2)
-    assert keeper.recall()[0].state == held.state
+    assert keeper.list()[0].state == held.state
     keeper.close()
     other = StateAgent.connect(place.token, 0, 0, 1, held.layout.nbytes, DEADLINE_S)
     assert other.address == address, "the addresses in grants no longer hold"
@@ -191,7 +191,7 @@ def test_copies_that_are_to_be_forgotten_are_though_their_agent_is_stopped(mesh:
     keeper.forget()
     assert f"the state agent (pid {pid}) did not answer and was killed" in place.events()
     again = place.keeper(hold(mesh)[0])
-    assert again.recall() == ()
+    assert again.list() == ()
 
 
 def test_a_rank_that_starts_beside_a_stopped_agent_replaces_it(mesh: DeviceMesh, place: Place) -> None:
@@ -203,7 +203,7 @@ def test_a_rank_that_starts_beside_a_stopped_agent_replaces_it(mesh: DeviceMesh,
     home = AgentHome(place.token, 0, 0, 1, place.starter)
     again = SnapshotWriter(fresh, home, True, DEADLINE_S / 4, place.journal, place.failures.append)
     place.keepers.append(again)
-    assert again.recall() == ()
+    assert again.list() == ()
     assert place.agent_pid() != pid
     assert "StateAgentReplaced" in place.events()
 

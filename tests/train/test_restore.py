@@ -48,14 +48,14 @@ def test_a_damaged_copy_is_passed_over(mesh: DeviceMesh, place: Place, monkeypat
     assert older is not None
     assert came_back(fresh, again, place, monkeypatch) == older
     assert "SnapshotCorrupt" in place.events()
-    assert [kept.state for kept in again.recall()] == [older]
+    assert [kept.state for kept in again.list()] == [older]
     last, _ = hold(mesh, seed=6)
-    again.reached(older)  # another copy of what is held
+    again.mark_current(older)  # another copy of what is held
     assert done(again)
     assert again._agent is not None
     again._agent.flip()
-    again.want(older, 60.0)  # a donor finds it, and makes one more
-    until(lambda: (again.settle(older, True), done(again), place.events().count("SnapshotCorrupt") == 2)[-1])
+    again.request(older, 60.0)  # a donor finds it, and makes one more
+    until(lambda: (again.mark_settled(older, True), done(again), place.events().count("SnapshotCorrupt") == 2)[-1])
     again.close()
     final = place.keeper(last)
     assert came_back(last, final, place, monkeypatch) == older
@@ -70,14 +70,14 @@ def test_an_agent_that_dies_with_what_it_kept_leaves_the_checkpoint(
     walk(held, sharded, keeper, 2)
     fresh, _ = hold(mesh, seed=5)
     again = place.keeper(fresh)
-    take = again.take
+    acquire = again.acquire
 
     def dies(state: StateId) -> object:
         process = place.starter.started[-1]
         os.kill(process.pid, signal.SIGKILL)
         process.wait(DEADLINE_S)
-        return take(state)
+        return acquire(state)
 
-    monkeypatch.setattr(again, "take", dies)
+    monkeypatch.setattr(again, "acquire", dies)
     assert came_back(fresh, again, place, monkeypatch) == CHECKPOINTED
     assert held.state != START

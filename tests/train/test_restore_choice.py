@@ -27,10 +27,10 @@ class Alone:
 class Keeper:
     """Its agent answers once, and is gone then."""
 
-    def recall(self) -> tuple[Kept, ...]:
+    def list(self) -> tuple[Kept, ...]:
         return (Kept(KEPT, settled=True),)
 
-    def take(self, state: StateId) -> None:
+    def acquire(self, state: StateId) -> None:
         return None
 
     def release_taken(self) -> None:

@@ -76,15 +76,15 @@ class LocalRank:
             memory[at : at + len(part)] = part
             at += len(part)
         agent.staged(STATE, shard_manifest.encode(shard_manifest.seal(_header(self._seat.nbytes), memory.data)))
-        agent.settle(STATE)
+        agent.mark_settled(STATE)
         staged = time.monotonic()
         torch.save(self.state, self._seat.file)
         return {"stage_s": staged - start, "save_s": time.monotonic() - staged, "digest": self._digest()}
 
     def _from_agent(self) -> None:
         agent = self._connect()
-        (held,) = [h for h in agent.recall() if h.settled]
-        taken = agent.take(held.state)
+        (held,) = [h for h in agent.list() if h.settled]
+        taken = agent.acquire(held.state)
         assert taken is not None
         memory, _ = taken
         at = 0

@@ -137,7 +137,7 @@ class StateAgent:
             raise ProtocolViolation(answer.reason)
         self.damaged += answer.damaged
 
-    def settle(self, state: StateId, everywhere: bool = True) -> None:
+    def mark_settled(self, state: StateId, everywhere: bool = True) -> None:
         """All ranks of the replica have staged ``state``: older ones may go. Not ``everywhere``: some have not."""
         self._order(Settle(state, everywhere))
 
@@ -149,13 +149,13 @@ class StateAgent:
         """Keep nothing that was pinned or taken."""
         self._order(Unpin())
 
-    def recall(self) -> tuple[Held, ...]:
+    def list(self) -> tuple[Held, ...]:
         """The snapshots of this rank that are complete, newest first."""
         with self._talking() as line:
             held: tuple[Held, ...] = line.ask(Recall(), Recalled).held
             return held
 
-    def take(self, state: StateId) -> tuple[Bytes, bytes] | None:
+    def acquire(self, state: StateId) -> tuple[Bytes, bytes] | None:
         """(read-only uint8 [nbytes], header) of a complete snapshot; None: it is not here, or it is damaged.
 
         Its bytes were compared with their checksums. It does not change until `unpin`, the next `take` or `close`.

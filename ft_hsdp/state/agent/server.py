@@ -234,7 +234,7 @@ class Session:
         """Orders that need no bytes and no descriptor."""
         match order:
             case Settle(state, everywhere):
-                self._holdings.settle(self._rank, state, everywhere)
+                self._holdings.mark_settled(self._rank, state, everywhere)
             case Pin(state, seconds):
                 self._holdings.pin(self._rank, state, seconds)
             case Unpin():
@@ -242,7 +242,7 @@ class Session:
             case Forget():
                 self._holdings.forget(self._rank)
             case Recall():
-                return Recalled(self._holdings.recall(self._rank))
+                return Recalled(self._holdings.list(self._rank))
         return Done(self._holdings.damaged(self._rank))
 
     async def _stage(self, state: StateId) -> None:
@@ -266,7 +266,7 @@ class Session:
             await self._answer(Done(self._holdings.damaged(self._rank)))
 
     async def _take(self, state: StateId) -> None:
-        taken = await asyncio.to_thread(self._holdings.take, self._rank, state)
+        taken = await asyncio.to_thread(self._holdings.acquire, self._rank, state)
         if taken is None:
             await self._answer(Absent(self._holdings.damaged(self._rank)))
             return

@@ -126,7 +126,7 @@ class SnapshotSlots:
         else:
             self._drop([slot])
 
-    def settle(self, state: StateId, everywhere: bool = True) -> None:
+    def mark_settled(self, state: StateId, everywhere: bool = True) -> None:
         """All ranks of the replica have ``state``, or (not ``everywhere``) some have left it out."""
         for slot in self._complete():
             if not everywhere:

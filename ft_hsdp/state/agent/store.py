@@ -128,10 +128,10 @@ class Holdings:
             if mine.slots.pinned(time.monotonic()) == state:
                 self._sealing(mine, number, state)
 
-    def settle(self, rank: int, state: StateId, everywhere: bool = True) -> None:
+    def mark_settled(self, rank: int, state: StateId, everywhere: bool = True) -> None:
         """All ranks of the replica have staged ``state``, or (not ``everywhere``) some have left it out."""
         with self._lock:
-            self._ranks[rank].slots.settle(state, everywhere)
+            self._ranks[rank].slots.mark_settled(state, everywhere)
 
     def pin(self, rank: int, state: StateId, seconds: float) -> None:
         """Keep ``state``, if it is here or comes, and be ready to serve it."""
@@ -151,12 +151,12 @@ class Holdings:
             mine.slots.unpin()
             self._end_take(mine)
 
-    def recall(self, rank: int) -> tuple[Held, ...]:
+    def list(self, rank: int) -> tuple[Held, ...]:
         """The complete snapshots of a rank, newest first."""
         with self._lock:
             return self._ranks[rank].slots.held()
 
-    def take(self, rank: int, state: StateId) -> tuple[int, bytes] | None:
+    def acquire(self, rank: int, state: StateId) -> tuple[int, bytes] | None:
         """(descriptor, header) of a complete snapshot for its own rank, which has one at a time.
 
         None: it is not here, or it is damaged. Takes as long as its checksums take.
