@@ -9,12 +9,13 @@ stores become visible in order.
 from __future__ import annotations
 
 import ctypes
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from ftar_kernels.schedule import Command
+from ft_hsdp.core.ring import OperationKind
 
 LINE = 32  # 4-byte words of a line: 128 bytes, two cache lines, which the hardware may fetch as a pair
 FIELDS = 8  # 8-byte words of a command: mode, base, shift, end, recv, send, two unused
@@ -23,6 +24,39 @@ MOST = 2**31 - 1  # woken by this, a waiter finds the abort word set
 
 # What a program leaves behind its count of finished commands when it ends.
 STATUS = 1
+
+# What a command reads and what it writes: bits of its mode. persistent.py repeats them as compile-time constants.
+FROM_RECV = 1
+FROM_LOCAL = 2
+TO_SEND = 4
+TO_OUT = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One chunk for the device: what operation ``kind`` does with elements [start, stop) of the message."""
+
+    kind: OperationKind
+    start: int
+    stop: int
+    recv: int | None = None  # the chunk's first element in the receive buffer; None: nothing was received
+    send: int | None = None  # the chunk's first element in the send buffer; None: nothing is sent
+
+    def mode(self, contributes: bool) -> int:
+        """Return what the device reads and writes, as FROM_ and TO_ bits; 0 if there is nothing to do.
+
+        A member that does not contribute relays. A final sum to which no member has contributed is zeros.
+        """
+        mode = FROM_RECV if self.recv is not None else 0
+        if contributes and (self.kind.adds or self.recv is None):
+            mode |= FROM_LOCAL
+        if self.kind.stores:
+            mode |= TO_OUT
+        elif not mode:
+            return 0
+        if self.kind.sends and self.send is not None:
+            mode |= TO_SEND
+        return mode
 
 
 class Status(IntEnum):

@@ -13,7 +13,7 @@ import triton.language as tl
 from ftar_kernels.handshake import post, wait
 from ftar_kernels.reduce_copy import chunk
 
-# Globals that a kernel reads must be compile-time constants; their meaning is in flags.py and schedule.py.
+# Globals that a kernel reads must be compile-time constants; their meaning is in flags.py.
 _LINE = tl.constexpr(32)
 _FIELDS = tl.constexpr(8)
 _DONE = tl.constexpr(1)

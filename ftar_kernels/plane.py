@@ -14,10 +14,10 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ftar_kernels.flags import FlagPage, Status
+from ft_hsdp.core.ring import OperationKind
+from ftar_kernels.flags import Command, FlagPage, Status
 from ftar_kernels.persistent import command_kernel, persistent_kernel
 from ftar_kernels.reduce_copy import PROGRAMS, WARPS, check, shape, vector
-from ftar_kernels.schedule import Command, Kind
 from ftar_kernels.staging import host_buffer
 from ftar_kernels.streamops import DeviceStream, HostStream
 
@@ -88,7 +88,7 @@ class StagedPlane:
         for dtype in dtypes:
             empty = torch.zeros(16, dtype=dtype, device=self.device)
             job = self.open(empty, empty, 1)
-            job.post(Command(Kind.STORE, 0, 0))
+            job.post(Command(OperationKind.STORE, 0, 0))
             deadline = time.monotonic() + 300
             while not job.completed():
                 if time.monotonic() > deadline:

@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ftar_kernels.schedule import Command, Kind, Schedule, kinds
+from ft_hsdp.core.ring import RingPlan, operations
+from ftar_kernels.flags import Command
 
 HALVES = (torch.bfloat16, torch.float16)
 
@@ -55,17 +56,20 @@ def ring_all_reduce(inputs: Sequence[Tensor | None], like: Tensor, chunk: int, s
     device.
     """
     members = len(inputs)
-    schedule = Schedule(like.numel(), members, chunk, slots)
+    plan = RingPlan(like.numel(), members, chunk, slots)
+    schedules = [operations(position, members) for position in range(members)]
     outs = [torch.empty_like(like) for _ in inputs]
-    for round_ in range(schedule.rounds):
+    for round_ in range(plan.rounds):
         wire: list[Tensor | None] = [None] * members
-        for number, kind in enumerate(kinds(members)):
+        for number in range(len(schedules[0])):
             left = [wire[position - 1] for position in range(members)]
             for position in range(members):
-                start, stop = schedule.span(schedule.shard(position, number), round_)
-                came, send = left[position], like.new_empty(stop - start)
-                command = Command(kind, start, stop, 0 if came is not None else None, 0 if kind.sends else None)
+                operation = schedules[position][number]
+                kind, span = operation.kind, plan.span(operation.shard, round_)
+                came, send = left[position], like.new_empty(span.size)
+                recv, place = 0 if came is not None else None, 0 if kind.sends else None
+                command = Command(kind, span.start, span.stop, recv, place)
                 run(command, inputs[position], outs[position], like if came is None else came, send)
                 empty = not kind.stores and came is None and inputs[position] is None
-                wire[position] = None if empty or kind is Kind.STORE else send
+                wire[position] = None if empty or not kind.sends else send
     return outs

@@ -44,6 +44,16 @@ class OperationKind(Enum):
         return self in (OperationKind.REDUCE_SEND, OperationKind.REDUCE_STORE_SEND)
 
     @property
+    def adds(self) -> bool:
+        """Whether the local gradient goes into its outcome."""
+        return self is OperationKind.COPY_SEND or self.reduces
+
+    @property
+    def stores(self) -> bool:
+        """Whether its outcome is a final sum, which belongs into the output."""
+        return self not in (OperationKind.COPY_SEND, OperationKind.REDUCE_SEND)
+
+    @property
     def sends(self) -> bool:
         """Whether its outcome goes to the right neighbour."""
         return self is not OperationKind.STORE

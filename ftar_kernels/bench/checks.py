@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ft_hsdp.core.ring import OperationKind
 from ftar_kernels import reduce_copy, reference
 from ftar_kernels.bench.ring import KernelRingMember, RingMemoryLayout
+from ftar_kernels.flags import Command
 from ftar_kernels.handshake import INTERPRETED
 from ftar_kernels.plane import StagedPlane, Via
 from ftar_kernels.reduce_copy import DTYPES, vector
-from ftar_kernels.schedule import Command, Kind
 from ftar_kernels.staging import host_buffer
 
 SIZES = (1, 3, 16, 511, 8192, 20_000, 70_001)
@@ -102,7 +103,7 @@ def drain(job: Any, count: int, seconds: float = 30.0) -> list[Command]:
     return done
 
 
-def _random_command(kind: Kind, elements: int, lanes: int, receives: bool) -> Command:
+def _random_command(kind: OperationKind, elements: int, lanes: int, receives: bool) -> Command:
     start = random.randrange(elements)
     stop = random.randrange(start, elements + 1)
     send = start if kind.sends else None
@@ -120,7 +121,7 @@ def commands(device: torch.device, via: Via, elements: int = 3000, repeat: int =
             programs=programs(), depth=4, timeout_s=20,
         )  # fmt: skip
         plane.warm_up((dtype,))
-        for kind in list(Kind) * repeat:
+        for kind in list(OperationKind) * repeat:
             for receives in (True, False):
                 for contributes in (True, False):
                     command = _random_command(kind, elements, vector(dtype), receives)

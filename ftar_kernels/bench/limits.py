@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from ft_hsdp.core.ring import OperationKind
 from ftar_kernels.bench.checks import PLANES, drain, empty, programs, watchdog
-from ftar_kernels.flags import Status
+from ftar_kernels.flags import Command, Status
 from ftar_kernels.plane import StagedPlane, Via
-from ftar_kernels.schedule import Command, Kind
 from ftar_kernels.staging import host_buffer
 
 
@@ -35,7 +35,7 @@ def round_trip(device: torch.device, via: Via, repeat: int) -> dict[str, float]:
         job = plane.open(tensor, tensor, repeat)
         for _ in range(repeat):
             begin = time.perf_counter()
-            job.post(Command(Kind.STORE, 0, 0))
+            job.post(Command(OperationKind.STORE, 0, 0))
             while not job.completed():
                 pass
             times.append(time.perf_counter() - begin)
@@ -51,7 +51,7 @@ def abort(device: torch.device, via: Via, repeat: int) -> dict[str, float]:
     times = []
     for _ in range(repeat):
         job = plane.open(tensor, tensor, 100)
-        job.post(Command(Kind.STORE, 0, 16))
+        job.post(Command(OperationKind.STORE, 0, 16))
         drain(job, 1)
         begin = time.perf_counter()
         plane.abort()

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ft_hsdp.core.ring import RingPlan, operations
+from ftar_kernels.flags import Command
 from ftar_kernels.plane import Aborted, StagedJob, StagedPlane, TimedOut, Via
 from ftar_kernels.reduce_copy import vector
-from ftar_kernels.schedule import Command, Schedule, kinds
 from ftar_kernels.staging import host_buffer
 
 PAGE = 4096
@@ -91,44 +92,46 @@ class KernelRingMember:
             Broken: a member is marked dead, or nothing has moved for ``timeout_s``.
         """
         chunk = self.layout.chunk_bytes // out.itemsize
-        schedule = Schedule(out.numel(), self.layout.members, chunk, self.layout.slots)
-        job = self.plane.open(local, out, schedule.commands)
+        plan = RingPlan(out.numel(), self.layout.members, chunk, self.layout.slots)
+        job = self.plane.open(local, out, plan.rounds * len(operations(self.position, plan.members)))
         failed = True
         try:
-            self._drive(job, schedule, local is not None, out.dtype)
+            self._drive(job, plan, local is not None, out.dtype)
             failed = False
         except (Aborted, TimedOut) as error:
             raise Broken(str(error)) from error
         finally:
             job.close(failed=failed)
 
-    def _drive(self, job: StagedJob, schedule: Schedule, contributes: bool, dtype: torch.dtype) -> None:
-        order = kinds(schedule.members)
+    def _drive(self, job: StagedJob, plan: RingPlan, contributes: bool, dtype: torch.dtype) -> None:
+        order = operations(self.position, plan.members)
+        commands = plan.rounds * len(order)
         size = self.layout.stride // dtype.itemsize
         lanes = vector(dtype)
         mirror, right = self._send.view(dtype), self._right.view(dtype)
         posted: deque[tuple[int, int, bool]] = deque()  # operation, round, whether the outcome is empty
         outbox: deque[tuple[int, int, int, int, bool]] = deque()
         own = finished = 0
-        last = self._left_sent + schedule.rounds * (len(order) - 1)  # behind it is the neighbour's next all-reduce
-        may = schedule.rounds if schedule.members == 1 else min(schedule.slots, schedule.rounds)
+        last = self._left_sent + plan.rounds * (len(order) - 1)  # behind it is the neighbour's next all-reduce
+        may = plan.rounds if plan.members == 1 else min(plan.slots, plan.rounds)
         moved = time.monotonic()
-        while finished < schedule.commands or outbox:
+        while finished < commands or outbox:
             before = (own, self._left_sent, finished, self._sent)
             while own < may and len(posted) < self.plane.depth:
-                start, stop = schedule.span(schedule.shard(self.position, 0), own)
-                job.post(Command(order[0], start, stop, None, start if order[0].sends else None))
+                span = plan.span(order[0].shard, own)
+                kind = order[0].kind
+                job.post(Command(kind, span.start, span.stop, None, span.start if kind.sends else None))
                 posted.append((0, own, not contributes))
                 own += 1
             while self._left_sent < min(self._in[WORDS * SENT], last) and len(posted) < self.plane.depth:
-                slot = self._left_sent % schedule.slots
+                slot = self._left_sent % plan.slots
                 number, round_, empty = self._in[WORDS * HEADS + 3 * slot : WORDS * HEADS + 3 * slot + 3]
-                start, stop = schedule.span(schedule.shard(self.position, number), round_)
-                place = None if empty else slot * size + start % lanes
-                job.post(Command(order[number], start, stop, place, start if order[number].sends else None))
+                kind, span = order[number].kind, plan.span(order[number].shard, round_)
+                place = None if empty else slot * size + span.start % lanes
+                job.post(Command(kind, span.start, span.stop, place, span.start if kind.sends else None))
                 posted.append((number, round_, bool(empty) and not contributes))
                 self._left_sent += 1
-                may = min(may + (number == 1), schedule.rounds)
+                may = min(may + (number == 1), plan.rounds)
             for command in job.completed():
                 number, round_, empty = posted.popleft()
                 finished += 1
@@ -138,9 +141,9 @@ class KernelRingMember:
                 if command.kind.sends:
                     nothing = empty and not command.kind.stores
                     outbox.append((number + 1, round_, command.start, command.stop, nothing))
-            while outbox and self._sent - self._out[WORDS * FREED] < schedule.slots:
+            while outbox and self._sent - self._out[WORDS * FREED] < plan.slots:
                 number, round_, start, stop, empty = outbox.popleft()
-                slot = self._sent % schedule.slots
+                slot = self._sent % plan.slots
                 if not empty:
                     first = slot * size + start % lanes
                     right[first : first + stop - start].copy_(mirror[start:stop])

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ft_hsdp.core.ring import OperationKind
 from ftar_kernels import reduce_copy
 from ftar_kernels.bench.checks import watchdog
+from ftar_kernels.flags import Command
 from ftar_kernels.plane import StagedPlane, Via
-from ftar_kernels.schedule import Command, Kind
 from ftar_kernels.staging import host_buffer
 
 MIB = 2**20
@@ -104,7 +105,7 @@ class Load:
         ahead = 0
         while not self._end.is_set():
             while self._busy and ahead < 4:
-                job.post(Command(Kind.REDUCE_STORE_SEND, 0, CHUNK // 4, 0, 0))
+                job.post(Command(OperationKind.REDUCE_STORE_SEND, 0, CHUNK // 4, 0, 0))
                 ahead += 1
             done = len(job.completed())
             ahead -= done

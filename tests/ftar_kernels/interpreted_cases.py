@@ -6,17 +6,17 @@ import time
 import pytest
 import torch
 
+from ft_hsdp.core.ring import OperationKind
 from ftar_kernels import reduce_copy
 from ftar_kernels.bench import checks, limits
 from ftar_kernels.bench.ring import FREED, HEADS, SENT, Broken, KernelRingMember, RingMemoryLayout
-from ftar_kernels.flags import FlagPage, Status
+from ftar_kernels.flags import Command, FlagPage, Status
 from ftar_kernels.handshake import INTERPRETED
 from ftar_kernels.plane import Aborted, StagedPlane, TimedOut
-from ftar_kernels.schedule import Command, Kind
 from ftar_kernels.staging import host_buffer
 
 CPU = torch.device("cpu")
-NOTHING = Command(Kind.STORE, 0, 0)
+NOTHING = Command(OperationKind.STORE, 0, 0)
 assert INTERPRETED
 
 
@@ -70,7 +70,7 @@ def test_commands_finish_in_their_order_and_buffers_are_used_again(make):
     plane = make()
     local, out = checks.fresh(40, torch.float32, CPU), checks.empty(40, torch.float32, CPU)
     job = plane.open(local, out, 10)
-    given = [Command(Kind.STORE, 4 * i, 4 * i + 4) for i in range(10)]
+    given = [Command(OperationKind.STORE, 4 * i, 4 * i + 4) for i in range(10)]
     done = []
     for command in given:
         while len(done) + 4 <= given.index(command):
@@ -86,7 +86,7 @@ def test_an_abort_ends_the_wait_and_the_plane_serves_again(make):
     plane = make()
     local, out = checks.fresh(16, torch.float32, CPU), checks.empty(16, torch.float32, CPU)
     job = plane.open(local, out, 100)
-    job.post(Command(Kind.STORE, 0, 8))
+    job.post(Command(OperationKind.STORE, 0, 8))
     checks.drain(job, 1)
     threading.Timer(0.05, plane.abort).start()
     with pytest.raises(Aborted):
@@ -94,7 +94,7 @@ def test_an_abort_ends_the_wait_and_the_plane_serves_again(make):
     job.close(failed=True)
     out.zero_()
     again = plane.open(local, out, 1)
-    again.post(Command(Kind.STORE, 0, 16))
+    again.post(Command(OperationKind.STORE, 0, 16))
     checks.drain(again, 1)
     again.close(failed=False)
     assert torch.equal(out, local)
@@ -105,7 +105,7 @@ def test_an_aborted_command_does_nothing(make):
     local, out = checks.fresh(16, torch.float32, CPU), checks.empty(16, torch.float32, CPU).zero_()
     job = plane.open(local, out, 2)
     plane.abort()
-    job.post(Command(Kind.STORE, 0, 16))
+    job.post(Command(OperationKind.STORE, 0, 16))
     job.close(failed=True)
     assert not out.any()
 
@@ -138,11 +138,11 @@ def test_a_full_queue_is_refused(make):
 @pytest.mark.parametrize(
     ("command", "problem"),
     [
-        (Command(Kind.STORE, 0, 17), "of 16"),
-        (Command(Kind.STORE, 8, 4), "8 to 4"),
-        (Command(Kind.STORE, 0, 8, 1020), "at 1020"),
-        (Command(Kind.COPY_SEND, 0, 8, None, -4), "at -4"),
-        (Command(Kind.STORE, 1, 8, 4), "differ modulo 4"),
+        (Command(OperationKind.STORE, 0, 17), "of 16"),
+        (Command(OperationKind.STORE, 8, 4), "8 to 4"),
+        (Command(OperationKind.STORE, 0, 8, 1020), "at 1020"),
+        (Command(OperationKind.COPY_SEND, 0, 8, None, -4), "at -4"),
+        (Command(OperationKind.STORE, 1, 8, 4), "differ modulo 4"),
     ],
 )
 def test_a_chunk_outside_the_buffers_is_refused(make, command, problem):

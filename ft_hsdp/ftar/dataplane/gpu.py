@@ -22,8 +22,8 @@ from ft_hsdp.ftar.frame import Frame
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.transport.base import Chunk
 from ftar_kernels import plane as kernels
+from ftar_kernels.flags import Command
 from ftar_kernels.reduce_copy import PROGRAMS, vector
-from ftar_kernels.schedule import Command, Kind
 
 ALIGN = 128  # bytes to which the parts of the buffer are aligned
 SPARE_S = 5.0  # by how much a kernel is more patient than the CPU, which decides about failures
@@ -182,7 +182,7 @@ class GpuJob:
         recv = None
         if arrival is not None and not process.empty and span.size:
             recv = self._place(arrival)
-        kind = Kind[process.operation.kind.name]
+        kind = process.operation.kind
         send = span.start if kind.adds else None  # a final sum that arrived stands in the mirror already
         if not self._posted:
             self._heard = time.monotonic()
