@@ -215,8 +215,9 @@ def _page(run: RunDir, port: int) -> int:
 
 
 def _explain(args: argparse.Namespace) -> int:
+    from ft_hsdp.analysis.incarnations import starts
     from ft_hsdp.launch.run.directory import read_json
-    from ft_hsdp.launch.run.explain import starts, story
+    from ft_hsdp.launch.run.explain import story
     from ft_hsdp.launch.run.recorder import events_of
     from ft_hsdp.launch.run.status import named
 

@@ -10,9 +10,9 @@ from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ft_hsdp.analysis.failures import EpochSpan, Failure, Failures
+from ft_hsdp.analysis.goodput import Goodput
 from ft_hsdp.sentences import fault
-from lighthouse.overview.failures import EpochSpan, Failure, Failures
-from lighthouse.overview.goodput import Goodput
 from lighthouse.overview.replicas import Lane, Lanes
 from lighthouse.overview.rows import JobInfo, JournalEntry
 from lighthouse.overview.series import Series

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from ft_hsdp.analysis.failures import Failures
 from ft_hsdp.launch.run.directory import Row
-from lighthouse.overview.failures import Failures
 
 
 def commit(

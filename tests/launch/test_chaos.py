@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from launch_rows import failures
 
 from ft_hsdp import fault_injection
+from ft_hsdp.analysis.failures import AFTERMATH_S
 from ft_hsdp.config import ChaosConfig, parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.chaos import Injection, Planner, words
 from ft_hsdp.launch.injection import by_hand, described, inflict
 from ft_hsdp.launch.run.directory import RunDir, read_jsonl, write_json
 from ft_hsdp.sentences import tell
-from lighthouse.overview.failures import AFTERMATH_S
 
 ALL = (0, 1, 2)
 

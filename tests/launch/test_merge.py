@@ -4,8 +4,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launch_rows import commit
 
+from ft_hsdp.analysis.commits import PATIENCE, CommitMerger, metrics_row
 from ft_hsdp.launch.run.directory import Row
-from ft_hsdp.launch.run.history import PATIENCE, CommitMerger, metrics_row
 
 
 def steps(rows: list[Row]) -> list[int]:

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.launch.run.explain import starts, story, table
+from ft_hsdp.analysis.incarnations import starts
+from ft_hsdp.launch.run.explain import story, table
 
 
 def event(name: str, t: float, incarnation: str = "1-a-1", **facts: Any) -> dict[str, Any]:

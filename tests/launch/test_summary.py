@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launch_rows import commit, event, fed
 
+from ft_hsdp.analysis.commits import CommitMerger
 from ft_hsdp.config import parse
 from ft_hsdp.launch.run.audit import batches
 from ft_hsdp.launch.run.directory import Row
-from ft_hsdp.launch.run.history import CommitMerger
 from ft_hsdp.launch.run.summary import RunTally, summarize
 
 CONFIG = parse({"replicas": 3})

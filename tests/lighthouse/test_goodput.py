@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ft_hsdp.analysis.goodput import Goodput, Median
 from ft_hsdp.launch.run.summary import fault_free_step
-from lighthouse.overview.goodput import Goodput, Median
 
 
 def commit(t, step, contributors=(0, 1, 2, 3), step_s=1.0, total=4, **waits):

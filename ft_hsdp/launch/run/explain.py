@@ -1,82 +1,12 @@
-"""Starts: how long each start of a replica took, part by part. Pure.
-
-A run as a story, for `explain`; and which events a live view shows. Pure.
-"""
+"""A run in words, for `explain`, and which events the terminal shows. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 
+from ft_hsdp.analysis.incarnations import PARTS, IncarnationStart, starts
 from ft_hsdp.launch.run.directory import Row
 from ft_hsdp.sentences import fault, tell
-
-PARTS: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "boot": (("ReplicaStarted",), "ReplicaBooted"),
-    "warm": (("ReplicaBooted",), "ReplicaWarmed"),
-    "check-in": (("ReplicaWarmed", "ReplicaBooted"), "CheckedIn"),
-    "grant": (("CheckedIn",), "GrantAdopted"),
-    "fetch": (("FetchStarted",), "FetchCompleted"),
-    "first step": (("GrantAdopted",), "FirstStepCommitted"),
-    "contributes": (("FirstStepCommitted",), "Rejoined"),
-}
-"""Each part's name, the event with which it begins (the first of those that there are), and the one that ends it.
-
-The fetch falls into the first step, to which a replica that is behind does not contribute; all others follow one
-another.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class IncarnationStart:
-    """One incarnation; seconds. `down`: from the failure before it to its start, `back`: to its first commit."""
-
-    replica: int
-    incarnation: str
-    how: str
-    down: float | None
-    parts: Mapping[str, float]
-    back: float | None
-
-
-def starts(events: Sequence[Row], failures: Sequence[Row] = ()) -> list[IncarnationStart]:
-    """All starts of a run, by time; `failures` as in summary.json."""
-    lives: dict[tuple[int, str], dict[str, list[Row]]] = {}
-    for event in events:
-        replica, incarnation = event.get("replica"), event.get("incarnation")
-        if isinstance(replica, int) and isinstance(incarnation, str):
-            lives.setdefault((replica, incarnation), {}).setdefault(event["event"], []).append(event)
-    found = [
-        (min(e["t"] for e in told[name]), replica, incarnation, told)
-        for (replica, incarnation), told in lives.items()
-        for name in ("ReplicaStarted", "ReplicaBooted")
-        if name in told and (name == "ReplicaStarted" or "ReplicaStarted" not in told)
-    ]
-    failed = {f["incarnation"]: f["t"] for f in failures if "incarnation" in f}
-    return [_start(*each, failed.get(_before(each[2]))) for each in sorted(found, key=lambda each: each[0])]
-
-
-def _start(
-    t: float, replica: int, incarnation: str, told: Mapping[str, list[Row]], failed: float | None
-) -> IncarnationStart:
-    parts = {}
-    for name, (begins, end) in PARTS.items():
-        begin = next((b for b in begins if b in told), None)
-        if begin is not None and end in told:
-            times = [e["t"] for e in told[end]]
-            over = max(times) if end == "FetchCompleted" else min(times)
-            parts[name] = max(0.0, over - min(e["t"] for e in told[begin]))
-    how = next((e["how"] for e in told.get("ReplicaStarted", ()) if "how" in e), "")
-    commit = next((e["t"] for e in told.get("FirstStepCommitted", ())), None)
-    down = None if failed is None else max(0.0, t - failed)
-    back = None if commit is None else max(0.0, commit - (t if failed is None else failed))
-    return IncarnationStart(replica, incarnation, how, down, parts, back)
-
-
-def _before(incarnation: str) -> str:
-    """The name of the incarnation before; "" before the first."""
-    head, _, count = incarnation.rpartition("-")
-    return f"{head}-{int(count) - 1}" if count.isdecimal() and int(count) > 0 else ""
 
 
 def table(found: Sequence[IncarnationStart]) -> list[str]:

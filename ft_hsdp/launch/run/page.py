@@ -11,10 +11,10 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
+from ft_hsdp.analysis.commits import CommitMerger
 from ft_hsdp.config import load
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json, read_jsonl
-from ft_hsdp.launch.run.history import CommitMerger
 from ft_hsdp.launch.run.recorder import events_of
 from lighthouse.http.auth import Keys, page_link
 from lighthouse.http.journal_routes import views

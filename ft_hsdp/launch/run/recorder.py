@@ -10,11 +10,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from ft_hsdp.analysis.commits import COUNTED, CommitMerger, metrics_row
 from ft_hsdp.config import Config
 from ft_hsdp.jsonl import Lost, Queued
 from ft_hsdp.launch.run.audit import WINDOW
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, read_json, read_jsonl, write_json
-from ft_hsdp.launch.run.history import COUNTED, CommitMerger, metrics_row
 from ft_hsdp.launch.run.summary import RunTally, Summary
 
 FED_BYTES = 64 << 10  # of what one replica has fed, in one piece

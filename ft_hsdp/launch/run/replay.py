@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_hsdp import secret
+from ft_hsdp.analysis.commits import CommitMerger
 from ft_hsdp.config import Config, load
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitRecord, Contribution
@@ -25,7 +26,6 @@ from ft_hsdp.core.ring import fold_order
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json, read_jsonl
-from ft_hsdp.launch.run.history import CommitMerger
 from ft_hsdp.state.checkpoint import catalog, dcp
 from ft_hsdp.state.checkpoint.checkpoint_manifest import Unauthentic
 from ft_hsdp.state.checkpoint.load import UNSIGNED

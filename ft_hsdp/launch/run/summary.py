@@ -7,11 +7,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from ft_hsdp.analysis.failures import Failures
+from ft_hsdp.analysis.goodput import Median
 from ft_hsdp.config import Config
 from ft_hsdp.launch.run.audit import BatchAudit
 from ft_hsdp.launch.run.directory import Row
-from lighthouse.overview.failures import Failures
-from lighthouse.overview.goodput import Median
 
 BLOCKS = 2048  # of losses whose sums are kept: up to so many steps the means of tenths are exact
 

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ft_hsdp.analysis.commits import CommitMerger
+from ft_hsdp.analysis.incarnations import incarnations
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import Row, RunDir, read_jsonl
-from ft_hsdp.launch.run.history import CommitMerger
 from ft_hsdp.launch.run.recorder import events_of
 from ft_hsdp.sentences import tell
 
@@ -134,27 +135,17 @@ def _steps(clock: TraceClock, track: Track, rows: Iterable[Row]) -> Iterator[Eve
 
 def _lives(clock: TraceClock, track: Track, events: Iterable[Row], end: int) -> Iterator[Event]:
     """A slice per incarnation, and inside the time until it had checked in."""
-    began: dict[str, int] = {}
-    ready: dict[str, int] = {}
-    gone: dict[str, tuple[int, str]] = {}
-    for event in events:
-        life, at = str(event.get("incarnation")), clock.at(event["t"])
-        match event["event"]:
-            case "ReplicaStarted":
-                began[life] = at
-            case "CheckedIn":
-                ready.setdefault(life, at)
-            case "ReplicaExited":
-                gone[life] = (at, str(event.get("kind")))
+    found = [life for life in incarnations(events).values() if life.started is not None]
     free = 0
-    for life, at in sorted(began.items(), key=lambda item: item[1]):
-        start = max(free, at)
-        until, kind = gone.get(life, (end, "runs"))
+    for life in sorted(found, key=lambda life: life.started or 0.0):
+        start = max(free, clock.at(life.started or 0.0))
+        until = end if life.exited is None else clock.at(life.exited)
         if until <= start:
             continue
-        yield _slice(track, life, start, until, {"ended": kind})
-        if start < ready.get(life, 0) <= until:
-            yield _slice(track, "start", start, ready[life], {})
+        yield _slice(track, life.incarnation, start, until, {"ended": life.kind or "runs"})
+        ready = 0 if life.checked_in is None else clock.at(life.checked_in)
+        if start < ready <= until:
+            yield _slice(track, "start", start, ready, {})
         free = until
 
 

@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ft_hsdp.analysis.commits import COUNTED, CommitMerger, Rewind
 from ft_hsdp.config import config_hash, load
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.audit import WINDOW
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, another, read_json
 from ft_hsdp.launch.run.grants import KEPT, LoggedGrant, LoggedGrants
-from ft_hsdp.launch.run.history import COUNTED, CommitMerger, Rewind
 from ft_hsdp.launch.run.recorder import logs_of
 from ft_hsdp.launch.run.summary import RunTally
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
+from ft_hsdp.analysis.incarnations import IncarnationRecord
+
 MAX_FAILURES = 512
 MAX_EPOCHS = 4096
 LIVES = 4  # incarnations of a replica that are remembered
@@ -20,6 +22,10 @@ AFTERMATH_S = 10.0  # a ring that breaks later than this after a failure broke f
 COMMITS = 64  # times of commits that are remembered, for failures that are told late
 EARLY_S = 0.05  # rows of one host may differ by this
 LIMIT = 2**16  # ranks of a replica
+_LIVED = frozenset(
+    {"ReplicaStarted", "ReplicaBooted", "ReplicaWarmed", "CheckedIn", "FetchStarted", "FetchCompleted", "Rejoined"}
+)
+"""The events that say how far an incarnation is."""
 
 
 @dataclass(slots=True)
@@ -33,27 +39,6 @@ class EpochSpan:
     reason: str
     seq: int
     resumed: float | None = None
-
-
-@dataclass(slots=True)
-class IncarnationRecord:
-    """What is known of one incarnation; times in Unix seconds."""
-
-    incarnation: str
-    started: float | None = None
-    booted: float | None = None  # its processes run, and know who they are
-    warmed: float | None = None
-    checked_in: float | None = None
-    fetching: float | None = None
-    fetched: float | None = None
-    exited: float | None = None
-    donor: str = ""  # whose state it fetched
-
-    @property
-    def first(self) -> float:
-        """The first sign of it; before everything if there is none."""
-        known = (self.started, self.booted, self.warmed, self.checked_in, self.fetching, self.fetched)
-        return min((t for t in known if t is not None), default=0.0)
 
 
 @dataclass(slots=True)
@@ -145,7 +130,7 @@ class Failures:
             for failure in self._replicas[replica].open:
                 failure.hopeless = True
             self._replicas[replica].open = []
-        elif name in _STAMPS:
+        elif name in _LIVED:
             self._lived(name, replica, row)
 
     def commit(self, t: float, epoch: int, contributors: Collection[int]) -> None:
@@ -355,14 +340,7 @@ class Failures:
                 failure.rejoined = t
             self._replicas[replica].open = []
             return
-        if name == "FetchCompleted":
-            life.donor = str(row.get("donor", ""))[:64]
-        stamp = _STAMPS[name]
-        old = getattr(life, stamp)
-        if stamp == "fetched":  # the last rank's; a fetch that is repeated counts from the first
-            setattr(life, stamp, t if old is None else max(old, t))
-        else:
-            setattr(life, stamp, t if old is None else min(old, t))
+        life.take(name, row)
         self._follow(replica)
 
     def _life(self, replica: int, incarnation: str | None, t: float) -> IncarnationRecord:
@@ -416,14 +394,3 @@ class Failures:
     def _gap(self, t: float) -> float | None:
         """Seconds between the commits before and after ``t``."""
         return next((b - a for a, b in pairwise(self._commits) if a <= t < b), None)
-
-
-_STAMPS = {
-    "ReplicaStarted": "started",
-    "ReplicaBooted": "booted",
-    "ReplicaWarmed": "warmed",
-    "CheckedIn": "checked_in",
-    "FetchStarted": "fetching",
-    "FetchCompleted": "fetched",
-    "Rejoined": "",
-}

@@ -6,8 +6,10 @@ A replica may log a step that is rolled back later, so a step counts only once a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
-from ft_hsdp.launch.run.directory import Row
+Row = dict[str, Any]
+"""A commit as a replica logged it."""
 
 _SHOWN = (
     "t",

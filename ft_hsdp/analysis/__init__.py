@@ -1,0 +1,29 @@
+"""What the events and commits of a run mean: the one analysis that all readers of a run share.
+
+Replicas, supervisors and the lighthouse write two kinds of rows. An event says that something happened, a commit
+that a step was decided. Everything that is said about a run afterwards is computed here, from these rows, once:
+the lighthouse's page, summary.json, `explain`, `trace`, the page of `replay` and `bench recovery` show the same
+figures because they call the same code (docs/adr/0018).
+
+Read in this order:
+
+- `commits`: which of the commits that replicas logged are in the history that lasted;
+- `incarnations`: when each stage of a replica's start was over;
+- `failures`: which incarnations failed, who noticed when, and how the replica came back;
+- `goodput`: how much of the time trained the model, and where the rest went.
+
+All of it is pure: rows come in, figures go out. It imports no library, no file, no clock, and nothing else of this
+product, so that the lighthouse, which may import neither the launcher nor torch, and the launcher can both use it
+(the import contracts in pyproject.toml hold this). Rows may come late and out of order: each fold keeps facts as
+they come and computes a figure when it is asked for. Memory does not grow with the length of a run, except where a
+caller asks for all failures.
+
+Example:
+    failures = Failures(slots=4)
+    for seq, row in enumerate(rows, 1):
+        if "event" in row:
+            failures.event(seq, row["event"], row)
+        else:
+            failures.commit(row["t"], row["epoch"], row["contributors"])
+    told = [failures.account(failure, typical=1.2) for failure in failures.losses()]
+"""
