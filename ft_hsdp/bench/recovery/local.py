@@ -1,4 +1,4 @@
-"""A killed rank's state from the memory of its host, beside the usual way through a file."""
+"""A killed rank's state from the memory of its host, beside the usual way through a file (safetensors)."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _once(size: int, number: int) -> dict[str, float]:
             _process(folder, token, "ft_hsdp.state.agent.server", "--replica=0", "--host=127.0.0.1")
         )
         agent.answer()
-        seat = {"token": token, "nbytes": size, "file": str(folder / "state.pt"), "seed": number}
+        seat = {"token": token, "nbytes": size, "file": str(folder / "state.safetensors"), "seed": number}
         command = "ft_hsdp.bench.recovery.local_rank", json.dumps(seat)
         with _process(folder, token, *command) as first:
             first.answer()

@@ -1,8 +1,8 @@
 """A rank with a state: `python -m ft_hsdp.bench.recovery.local_rank SEAT`, orders on stdin, answers on stdout.
 
-    -> keep      <- {"stage_s": 0.1, "save_s": 0.2, "digest": "..."}   into the state agent, and by torch.save
+    -> keep      <- {"stage_s": 0.1, "save_s": 0.2, "digest": "..."}   into the state agent, and as safetensors
     -> agent     <- {"seconds": 0.1, "digest": "..."}                  from the state agent
-    -> file      <- {"seconds": 0.1, "digest": "..."}                  by torch.load
+    -> file      <- {"seconds": 0.1, "digest": "..."}                  from the safetensors file
 
 Both ways end with the values in the tensors of a rank that has just been started.
 """
@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import xxhash
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from ft_hsdp.core.state_id import StateId
@@ -32,7 +33,7 @@ DEADLINE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class LocalSeat:
-    """token: of the agent; nbytes: of the state; file: for torch.save; seed: of the values."""
+    """token: of the agent; nbytes: of the state; file: the safetensors file; seed: of the values."""
 
     token: str
     nbytes: int
@@ -78,7 +79,7 @@ class LocalRank:
         agent.staged(STATE, shard_manifest.encode(shard_manifest.seal(_header(self._seat.nbytes), memory.data)))
         agent.mark_settled(STATE)
         staged = time.monotonic()
-        torch.save(self.state, self._seat.file)
+        save_file(self.state, self._seat.file)
         return {"stage_s": staged - start, "save_s": time.monotonic() - staged, "digest": self._digest()}
 
     def _from_agent(self) -> None:
@@ -94,7 +95,7 @@ class LocalRank:
             at += len(part)
 
     def _from_file(self) -> None:
-        loaded = torch.load(self._seat.file, weights_only=True)
+        loaded = load_file(self._seat.file)
         for name, tensor in self.state.items():
             tensor.copy_(loaded[name])
 

@@ -203,7 +203,7 @@ def _readers(row: Mapping[str, Any], console: Console) -> None:
 def _local(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     table = columns(
         "A killed rank's state on its host: median ms",
-        *("size", "agent: write", "read", "torch.save", "load", "times as fast"),
+        *("size", "agent: write", "read", "file: write", "read", "times as fast"),
     )
     for row in rows:
         times = [f"{row['times'][key]['p50_ms']:.3g}" for key in ("stage", "agent", "save", "file")]
