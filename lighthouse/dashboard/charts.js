@@ -10,11 +10,14 @@ const gutter = () => Number.parseFloat(css("--gutter")); // pixels left of the t
 const HEIGHT = 72;
 const AXIS = 22;
 
+/** GB/s in the unit that suits it. */
+const rate = (gbps) => (gbps ? `${short(gbps * 1e9).replace(/(\d)$/, "$1 ")}B/s` : gbps === 0 ? "0" : "–");
+
 export const CHARTS = [
-  { name: "step_s", label: "Step time", value: span, tick: (v) => short(v, 3), unit: "s", floor: 0 },
-  { name: "gbps", label: "FTAR", value: (v) => `${short(v)} GB/s`, tick: (v) => short(v, 3), unit: "GB/s", floor: 0 },
-  { name: "loss", label: "Loss", value: (v) => (v ?? NaN).toFixed(4), tick: (v) => short(v, 3), unit: "", floor: null },
-  { name: "healthy", label: "Healthy replicas", value: (v) => `${v}`, tick: (v) => short(v, 3), unit: "", floor: 0, step: true },
+  { name: "step_s", label: "Step time", value: span, tick: (v) => `${short(v, 3)} s`, floor: 0, about: "from one commit to the next" },
+  { name: "gbps", label: "FTAR", value: rate, tick: rate, floor: 0, about: "bytes that one rank sends in all-reduces, for each second in which they are under way" },
+  { name: "loss", label: "Loss", value: (v) => (v ?? NaN).toFixed(4), tick: (v) => short(v, 3), floor: null, about: "mean loss of a step; the axis does not begin at 0" },
+  { name: "healthy", label: "Healthy replicas", value: (v) => `${v}`, tick: (v) => (Number.isInteger(v) ? `${v}` : ""), floor: 0, step: true, about: "replicas that contributed to a step" },
 ];
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -125,7 +128,7 @@ function Strip({ chart, last }) {
   }, []);
   return html`
     <figure class="strip" aria-label=${`${chart.label} over time`}>
-      <figcaption>${chart.label} <${Readout} chart=${chart} /></figcaption>
+      <figcaption title=${chart.about}>${chart.label} <${Readout} chart=${chart} /></figcaption>
       <div class="plot" ref=${host} />
     </figure>
   `;

@@ -25,9 +25,9 @@ export function Effective() {
     <section class="panel effective" aria-labelledby="effective">
       <header><h2 id="effective">Effective training time</h2><span class="quiet num">of ${span(wall)}</span></header>
       <dl class="shares">
-        <div><dt>wall clock</dt><dd class="num big">${percent(effective.wall_clock, 2)}</dd></div>
-        <div><dt>renewal</dt><dd class="num">${effective.renewal === null ? "–" : percent(effective.renewal, 2)}</dd></div>
-        <div><dt>with replay</dt><dd class="num">${percent(effective.with_replay, 2)}</dd></div>
+        <div title="share of the time since the job began that trained the model; a step that was done twice counts twice"><dt>wall clock</dt><dd class="num big">${percent(effective.wall_clock, 2)}</dd></div>
+        <div title="share of the time that failures alone left: t / (t + lost), where t is the time that trained"><dt>renewal</dt><dd class="num">${effective.renewal === null ? "–" : percent(effective.renewal, 2)}</dd></div>
+        <div title="as wall clock; a step that was done twice counts once"><dt>with replay</dt><dd class="num">${percent(effective.with_replay, 2)}</dd></div>
       </dl>
       <div class="stack" role="img" aria-label=${`Useful ${percent(useful / wall)}; the table below has the rest`}>
         ${parts.map(([name, s]) => html`<span key=${name} class=${`part l-${name}`} style=${{ flexGrow: `${s}` }} title=${`${name} ${span(s)}`} />`)}
@@ -39,7 +39,7 @@ export function Effective() {
           ${causes.map(
             ([name, s]) => html`<tr key=${name}>
               <th scope="row"><i class=${`dot l-${name}`} />${name}</th>
-              <td class="about">${CAUSES[name] ?? ""}</td>
+              <td class="about" title=${CAUSES[name] ?? ""}>${CAUSES[name] ?? ""}</td>
               <td class="num">${span(s)}</td><td class="num quiet">${percent(s / wall, 2)}</td>
             </tr>`,
           )}

@@ -34,8 +34,8 @@ export function ThemeSwitch() {
   return html`<button type="button" class="quiet-button" aria-label=${`Switch to the ${other} theme`} onClick=${switchTheme}>${other}</button>`;
 }
 
-function Fact({ label, children, note, warn }) {
-  return html`<div class=${`fact ${warn ? "warn" : ""}`}><dt>${label}</dt><dd class="num">${children}${note && html` <small>${note}</small>`}</dd></div>`;
+function Fact({ label, children, note, warn, about }) {
+  return html`<div class=${`fact ${warn ? "warn" : ""}`} title=${about}><dt>${label}</dt><dd class="num">${children}${note && html` <small>${note}</small>`}</dd></div>`;
 }
 
 export function Header() {
@@ -46,22 +46,23 @@ export function Header() {
   return html`
     <header class="top">
       <div class="title">
+        <${Connection} />
         <h1>${job.name}</h1>
         ${halted && html`<span class=${`tag ${job.halted ? "warn" : ""}`}>${job.halted ? `halted: ${halted}` : halted}</span>`}
-        <${Connection} /><span class="grow" />
+        <span class="grow" />
         ${job.live && html`<button type="button" class="quiet-button" onClick=${() => store.set({ asked: { action: "checkpoint" } })}>checkpoint now</button>`}
         <${ThemeSwitch} />
       </div>
       <dl class="facts">
         <${Fact} label="step" note=${`of ${count(job.steps)}`}>${count(head.step)}<//>
-        <${Fact} label="left">${left === null ? "–" : span(left)}<//>
+        <${Fact} label="left" about="time to the last step, at the present rate">${left === null ? "–" : span(left)}<//>
         <${Fact} label="rate" note="steps/s">${short(head.steps_per_s)}<//>
         <${Fact} label="tokens" note="/s">${short(head.tokens_per_s)}<//>
-        <${Fact} label="healthy" note=${`of ${job.total}`} warn=${head.healthy < job.total && !job.finished}>${head.healthy}<//>
-        <${Fact} label="effective time">${percent(effective.wall_clock)}<//>
-        <${Fact} label="epoch">${count(head.epoch)}<//>
+        <${Fact} label="healthy" about="replicas that contribute to a step" note=${`of ${job.total}`} warn=${head.healthy < job.total && !job.finished}>${head.healthy}<//>
+        <${Fact} label="effective time" about="share of the time that trained the model">${percent(effective.wall_clock)}<//>
+        <${Fact} label="epoch" about="number of the present membership: a new one begins when a replica leaves or joins">${count(head.epoch)}<//>
         <${Fact} label="loss">${Number.isFinite(head.loss) ? head.loss.toFixed(4) : "–"}<//>
-        <${Fact} label="lr scale">${short(head.lr_scale)}<//>
+        <${Fact} label="lr scale" about="factor on the learning rate while fewer replicas contribute (lr.intervention)">${short(head.lr_scale)}<//>
       </dl>
       <div class="progress" role="progressbar" aria-label="Progress" aria-valuemin="0" aria-valuemax="100" aria-valuenow=${Math.round(share * 100)}>
         <span style=${{ width: `${share * 100}%` }} />

@@ -139,8 +139,8 @@ export function Lanes() {
             type="button" class="lane-name" key=${r.replica} title=${`Replica ${r.replica}: ${r.state}`}
             aria-label=${`Replica ${r.replica}, ${r.state}${r.straggler ? ", a straggler" : ""}`}
             onClick=${() => store.set({ replica: r.replica })}
-          ><span class="lane-id">${r.replica}</span><${Swatch} state=${r.state} />
-          <span class="lane-flag">${r.straggler ? "slow" : ""}</span></button>`,
+          ><span class="lane-id">r${r.replica}</span><${Swatch} state=${r.state} />
+          ${r.straggler ? html`<span class="lane-flag">slow</span>` : html`<span class="lane-state">${r.state}</span>`}</button>`,
         )}
       </div>
       <div

@@ -11,6 +11,11 @@ const GRAVE = new Set([
   "LighthouseSilent", "LighthouseFailed", "LighthouseDeposed",
 ]);
 
+const ORDERLY = new Set(["exit 0", "done", "stopped", "drained"]); // how processes end that were meant to end
+
+/** Whether an event is a failure: the orderly end of a process is none. */
+export const grave = (row) => GRAVE.has(row.event) && !ORDERLY.has(row.facts?.kind);
+
 function worded(name, value) {
   if (name === "bytes" && Number.isFinite(value)) return `${short(value)}B`;
   if (typeof value === "number" && !Number.isInteger(value)) return String(Number(value.toPrecision(4)));
@@ -19,7 +24,7 @@ function worded(name, value) {
 
 export function Row({ row, named }) {
   const facts = Object.entries(row.facts ?? {}).map(([name, value]) => `${name} ${worded(name, value)}`).join("  ");
-  const kind = GRAVE.has(row.event) ? "grave" : row.source === "admin" ? "ordered" : "";
+  const kind = grave(row) ? "grave" : row.source === "admin" ? "ordered" : "";
   const rank = row.rank === null || row.rank === undefined ? "" : `.${row.rank}`;
   return html`
     <li class=${["row", kind, named && "named"].filter(Boolean).join(" ")} data-seq=${row.seq} aria-current=${named ? "true" : null}>
