@@ -9,7 +9,7 @@ training between two failures and lost what one of them takes away, both in seco
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 CAUSES = ("startup", "detect", "quorum", "reconnect", "fetch", "missing", "replay", "ftar", "commit", "other")
@@ -54,32 +54,75 @@ class Median:
         return sum(found) / 2 if found else 0.0
 
 
-class Goodput:
-    """Takes canonical commits and events, one at a time, in about the order of their times."""
+class StepTimes:
+    """How long steps take, and how much of the replicas contributed to them."""
 
     def __init__(self) -> None:
-        self._whole = Median()  # steps of all replicas
-        self._any = Median()
-        self.commits = 0
-        self.failures = 0
-        self._missing = 0.0  # of fewer contributors, at the usual step of then
-        self._share = self._share_again = 0.0  # sums of contributors / total: of all commits, of repeated steps
+        self._whole, self._any = Median(), Median()  # steps of all replicas that were wanted, and of fewer
         self._first: tuple[float, float] | None = None  # t and step_s of the first commit
-        self._last = self._highest = 0.0
-        self._lost: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
-        self._usual: dict[str, float] = {}  # exposed waits of a usual step
-        self._seen: list[str] = []  # incarnations whose end was counted
-        self._marks: dict[str, float] = {}  # since the last commit: what happened, when first
+        self._last = 0.0  # t of the newest commit
+        self.share = 0.0  # sum of contributors / total
+
+    def add(self, row: Mapping[str, Any]) -> tuple[float, float]:
+        """Take a commit; return contributors / total, and the seconds since the commit before."""
+        t, step_s, contributors, total = row["t"], row["step_s"], len(row["contributors"]), row["total"]
+        (self._whole if contributors >= total else self._any).add(step_s)
+        share = min(1.0, contributors / total)
+        self.share += share
+        if self._first is None:
+            self._first, self._last = (t, step_s), t - step_s
+        gap = max(0.0, t - self._last)
+        self._last = max(self._last, t)
+        return share, gap
 
     @property
     def median(self) -> float:
-        """`typical`, exactly, as summary.json has it; costs a look at the whole histogram."""
+        """The median step of all replicas that were wanted, in seconds; of any as long as there is none."""
         return self._whole.exact() or self._any.exact()
 
     @property
     def typical(self) -> float:
-        """The median fault-free step, in seconds: of all replicas; of any as long as there is none."""
+        """The same, at most 1 % of the commits behind; cheap."""
         return self._whole.near() or self._any.near()
+
+    @property
+    def startup_s(self) -> float:
+        """What the first step took longer than a median one, in seconds."""
+        return 0.0 if self._first is None else max(0.0, self._first[1] - self.median)
+
+    @property
+    def wall_s(self) -> float:
+        """Seconds from the start of the first step to the newest commit."""
+        return 0.0 if self._first is None else float(self._last - self._first[0] + self._first[1])
+
+    @property
+    def trained_s(self) -> float:
+        """Seconds of training of all replicas: the median step, for each step times contributors / total."""
+        return self.median * self.share
+
+
+def fault_free_step(rows: Iterable[Mapping[str, Any]]) -> float:
+    """Return the median time in seconds of a step to which all wanted replicas contributed, or else of any."""
+    steps = StepTimes()
+    for row in rows:
+        steps.add(row)
+    return steps.median
+
+
+class Goodput:
+    """Takes canonical commits and events, one at a time, in about the order of their times."""
+
+    def __init__(self) -> None:
+        self.steps = StepTimes()
+        self.commits = 0
+        self.failures = 0
+        self._missing = 0.0  # of fewer contributors, at the usual step of then
+        self._share_again = 0.0  # sum of contributors / total of repeated steps
+        self._highest = 0
+        self._lost: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
+        self._usual: dict[str, float] = {}  # exposed waits of a usual step
+        self._seen: list[str] = []  # incarnations whose end was counted
+        self._marks: dict[str, float] = {}  # since the last commit: what happened, when first
 
     def event(self, row: Mapping[str, Any]) -> None:
         """Take an event."""
@@ -98,27 +141,19 @@ class Goodput:
 
     def commit(self, row: Mapping[str, Any]) -> tuple[float, float]:
         """Take a commit; (useful seconds of it at full strength, seconds since the commit before)."""
-        t, step, step_s = row["t"], row["step"], row["step_s"]
-        contributors, total = len(row["contributors"]), row["total"]
-        share = min(1.0, contributors / total)
-        (self._whole if contributors >= total else self._any).add(step_s)
+        step = row["step"]
+        share, gap = self.steps.add(row)
         self.commits += 1
-        self._share += share
         if step <= self._highest:
             self._share_again += share
         else:
             self._highest = step
-        begins = self._first is None
-        if begins:
-            self._first, self._last = (t, step_s), t - step_s
-        gap = max(0.0, t - self._last)
-        self._last = max(self._last, t)
-        typical = self.typical
+        typical = self.steps.typical
         excess = gap - typical
-        if begins:
+        if self.commits == 1:
             pass  # its excess is the startup, to be found when the usual step is known
         elif self._marks or excess > 0.1 * typical:
-            self._account(excess, t, row["waits"])
+            self._account(excess, row["t"], row["waits"])
         elif self.commits % LEARN == 0:
             self._learn(row["waits"])
         if self._marks:
@@ -128,7 +163,7 @@ class Goodput:
 
     def effective(self) -> dict[str, Any]:
         """The picture's "effective"; the lost seconds add up to wall_s - useful_s."""
-        if self._first is None:
+        if not self.commits:
             return {
                 "wall_clock": 0.0,
                 "renewal": None,
@@ -137,13 +172,14 @@ class Goodput:
                 "useful_s": 0.0,
                 "lost_s": {},
             }
-        typical = self.median
-        wall = max(self._last - self._first[0] + self._first[1], 1e-9)
-        trained, useful = typical * self._share, typical * (self._share - self._share_again)
+        steps = self.steps
+        replay = steps.median * self._share_again
+        wall, trained = max(steps.wall_s, 1e-9), steps.trained_s
+        useful = trained - replay
         lost = self._lost | {
-            "startup": max(0.0, self._first[1] - typical),
+            "startup": steps.startup_s,
             "missing": self._missing,
-            "replay": typical * self._share_again,
+            "replay": replay,
         }
         whole = max(0.0, wall - useful)
         named = sum(lost.values())

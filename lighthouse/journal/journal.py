@@ -345,7 +345,7 @@ class JobJournal:
         """Note which replicas have stalled, or go on."""
         if self._caught_up and self.about.live:
             active = [lane.replica for lane in self._picture.timeline.lanes.all if lane.state in RUN]
-            found = self._vitals.judge(active, self._picture.goodput.typical, self._monotonic())
+            found = self._vitals.judge(active, self._picture.goodput.steps.typical, self._monotonic())
             self._tell((c.event, {"replica": c.replica, "rank": c.rank, "reason": c.reason}) for c in found)
 
     def _tell(self, events: Iterable[tuple[str, Row]]) -> None:

@@ -201,7 +201,7 @@ class Overview:
             "replicas": states(timeline.lanes.shown()),
             "lanes": timeline.segments(start, end, (end - start) / (2 * points)),
             "epochs": timeline.epochs(start, end),
-            "failures": timeline.told(start, end, self.goodput.median),
+            "failures": timeline.told(start, end, self.goodput.steps.median),
             "series": self.series.between(start, end, points),
         }
 

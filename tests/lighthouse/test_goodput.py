@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.analysis.goodput import Goodput, Median
-from ft_hsdp.launch.run.summary import fault_free_step
+from ft_hsdp.analysis.goodput import Goodput, Median, fault_free_step
 
 
 def commit(t, step, contributors=(0, 1, 2, 3), step_s=1.0, total=4, **waits):

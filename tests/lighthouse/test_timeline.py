@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_hsdp.analysis.failures import MAX_EPOCHS, MAX_FAILURES, Failures
-from ft_hsdp.launch.run.summary import fault_free_step
+from ft_hsdp.analysis.goodput import fault_free_step
 from lighthouse.overview.overview import SHOWN_EPOCHS, Timeline, states
 from lighthouse.overview.replicas import MAX_SEGMENTS, Lane, _joined
 

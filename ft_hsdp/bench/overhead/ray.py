@@ -17,6 +17,7 @@ from types import TracebackType
 
 import psutil
 
+from ft_hsdp.analysis.goodput import fault_free_step
 from ft_hsdp.bench.contenders.roster import version
 from ft_hsdp.bench.options import ProgressLog, ResultRow
 from ft_hsdp.bench.recovery.job_under_test import JobUnderTest
@@ -24,7 +25,6 @@ from ft_hsdp.bench.recovery.scene import RecoveryScene
 from ft_hsdp.bench.results import ratio_interval, spread
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.processes import environment, free_port, last_line, tied
-from ft_hsdp.launch.run.summary import fault_free_step
 
 START_S = 60.0  # longest time until it runs
 STOP_S = 30.0  # longest time for it to end

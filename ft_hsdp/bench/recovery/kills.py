@@ -9,13 +9,13 @@ import random
 import time
 from collections.abc import Sequence
 
+from ft_hsdp.analysis.goodput import fault_free_step
 from ft_hsdp.bench.options import ProgressLog, ResultRow
 from ft_hsdp.bench.recovery.analysis import PHASES, Kill, came_back, exposed, phases, repeated, span, stall
 from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest
 from ft_hsdp.bench.recovery.scene import RecoveryScene
 from ft_hsdp.bench.results import milliseconds, ratio
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.run.summary import fault_free_step
 
 SAY_EVERY = 10
 

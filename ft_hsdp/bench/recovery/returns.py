@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+from ft_hsdp.analysis.goodput import fault_free_step
 from ft_hsdp.bench.options import ProgressLog, ResultRow
 from ft_hsdp.bench.recovery.analysis import Back, Kill, back, span
 from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest
@@ -17,7 +18,6 @@ from ft_hsdp.bench.recovery.scene import RecoveryScene
 from ft_hsdp.bench.recovery.torchft_under_test import KILLED, TorchftUnderTest, installed
 from ft_hsdp.bench.results import milliseconds, ratio_interval
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.run.summary import fault_free_step
 
 PEER = "torchft"
 TURNS = 3  # of each contender; one job runs at a time

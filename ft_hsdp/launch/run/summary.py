@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ft_hsdp.analysis.failures import Failures
-from ft_hsdp.analysis.goodput import Median
+from ft_hsdp.analysis.goodput import StepTimes
 from ft_hsdp.config import Config
 from ft_hsdp.launch.run.audit import BatchAudit
 from ft_hsdp.launch.run.directory import Row
@@ -35,11 +35,9 @@ class RunTally:
     def _begin(self) -> None:
         """No commits yet."""
         self._losses = TenthMeans()
-        self._whole, self._any = Median(), Median()  # steps of all replicas that were wanted, and of any
-        self._share = 0.0  # sum of contributors / total
+        self._steps = StepTimes()
         self._tokens = 0
         self._stalls: Counter[str] = Counter()
-        self._first: Row | None = None
         self._last: Row | None = None
         self._contributed: dict[int, int] = {}  # replica -> its last step
 
@@ -52,23 +50,16 @@ class RunTally:
         self.audit.again()
         self._begin()
 
-    @property
-    def typical(self) -> float:
-        """The median time in seconds of a step to which all replicas that were wanted contributed."""
-        return self._whole.exact() or self._any.exact()
-
     def commit(self, row: Row) -> None:
         """Take the next canonical commit."""
         self.audit.commit(row)
         if row["epoch"] > self._heard:
             self._failures.commit(row["t"], row["epoch"], row["contributors"])
-        contributors, total = len(row["contributors"]), row["total"]
-        (self._whole if contributors == total else self._any).add(row["step_s"])
-        self._share += contributors / total
+        self._steps.add(row)
         self._tokens += row["tokens"]
         self._stalls.update(row["waits"])
         self._losses.add(row["loss"])
-        self._first, self._last = self._first or row, row
+        self._last = row
         self._contributed.update(dict.fromkeys(row["contributors"], row["step"]))
 
     def fed(self, replica: int, line: Row) -> None:
@@ -92,7 +83,7 @@ class RunTally:
 
     def summary(self, finals: Mapping[int, Row], lost: Iterable[int] = ()) -> Summary:
         """The summary of the run so far. finals: per replica, its final.json; lost: replicas past their budget."""
-        wall, typical = self._wall_s, self.typical
+        wall, typical = self._steps.wall_s, self._steps.median
         end = self._last["t"] if self._last else None
         failures = [self._failures.account(f, typical) for f in self._failures.losses()]
         for failure in failures:
@@ -105,7 +96,7 @@ class RunTally:
             "loss_last": self._losses.of_last(),
             "wall_s": wall,
             "tokens": self._tokens,
-            "effective_training_ratio": typical * self._share / wall if wall > 0 else 0.0,
+            "effective_training_ratio": self._steps.trained_s / wall if wall > 0 else 0.0,
             "stall_s": {cause: float(seconds) for cause, seconds in sorted(self._stalls.items())},
             "replicas": {
                 str(r): self._replica(r, finals.get(r)) for r in sorted({*range(self._replicas), *self._starts})
@@ -118,13 +109,6 @@ class RunTally:
         if unplaced := sorted(replica for replica, yes in self._unplaced.items() if yes):
             summary["unplaced"] = unplaced
         return summary
-
-    @property
-    def _wall_s(self) -> float:
-        """Seconds from the start of the first step to the last commit."""
-        if self._first is None or self._last is None:
-            return 0.0
-        return float(self._last["t"] - self._first["t"] + self._first["step_s"])
 
     def _replica(self, replica: int, final: Row | None) -> Row:
         """How one replica ended; without its final state, what it last contributed to."""
@@ -177,14 +161,6 @@ class TenthMeans:
 
 def _joined(a: tuple[float, int, int], b: tuple[float, int, int]) -> tuple[float, int, int]:
     return a[0] + b[0], a[1] + b[1], a[2] + b[2]
-
-
-def fault_free_step(rows: Iterable[Row]) -> float:
-    """The median time in seconds of a step to which all replicas that were wanted contributed, or else of any."""
-    whole, some = Median(), Median()
-    for row in rows:
-        (whole if len(row["contributors"]) == row["total"] else some).add(row["step_s"])
-    return whole.exact() or some.exact()
 
 
 def summarize(
