@@ -177,3 +177,22 @@ class CommitMerger:
 def _rank(row: Row) -> tuple[int, int]:
     """Which of two rows for one step is later: by (epoch, attempt)."""
     return row["epoch"], row["attempt"]
+
+
+def canonical(logs: Iterable[Iterable[Row]], finals: Iterable[Row]) -> list[Row]:
+    """Return the canonical commits of a run, by step.
+
+    Args:
+        logs: what each replica logged of its commits.
+        finals: the final.json of each replica that has one; the newest decides between two last commits.
+    """
+    merger = CommitMerger()
+    for log in logs:
+        merger.add(log)
+    final = newest_final(finals)
+    return merger.finish(final["lineage"] if final else None)
+
+
+def newest_final(finals: Iterable[Row]) -> Row | None:
+    """Return the final.json with the newest state; None of nothing."""
+    return max(finals, key=lambda final: (final["commit_epoch"], final["step"]), default=None)

@@ -6,16 +6,14 @@ import contextlib
 import secrets
 import socket
 from collections.abc import Callable
-from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from ft_hsdp.analysis.commits import CommitMerger
 from ft_hsdp.config import load
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.run.directory import Row, RunDir, read_json, read_jsonl
-from ft_hsdp.launch.run.recorder import events_of
+from ft_hsdp.launch.run.directory import Row, RunDir
+from ft_hsdp.launch.run.recorder import commits_of, events_of
 from lighthouse.http.auth import Keys, page_link
 from lighthouse.http.journal_routes import views
 from lighthouse.journal import row_checks
@@ -68,7 +66,7 @@ def recorded(run: RunDir) -> tuple[MemoryDatabase, JobInfo]:
     rows: list[tuple[float, str, Row]] = [
         (row["t"], "event", row_checks.plain({"source": "replica", "reason": "", **row})) for row in events_of(run)
     ]
-    rows += [(row["t"], "commit", row_checks.commit(row, about, row["t"])) for row in _commits(run)]
+    rows += [(row["t"], "commit", row_checks.commit(row, about, row["t"])) for row in commits_of(run)]
     if not rows:
         raise ConfigError("RUN", run.name, "a run that has recorded something")
     rows.sort(key=lambda row: row[0])
@@ -77,16 +75,6 @@ def recorded(run: RunDir) -> tuple[MemoryDatabase, JobInfo]:
         batch = enumerate(rows[first : first + BATCH], first + 1)
         archive.append([JournalEntry(seq, kind, row) for seq, (_, kind, row) in batch])  # type: ignore[arg-type]
     return archive, about
-
-
-def _commits(run: RunDir) -> list[dict[str, Any]]:
-    """The canonical commits of a run so far."""
-    merger = CommitMerger()
-    for replica in run.replicas():
-        merger.add(read_jsonl(run.commits(replica)))
-    finals = [final for replica in run.replicas() if (final := read_json(run.final(replica))) is not None]
-    last = max(finals, key=lambda final: (final["commit_epoch"], final["step"]), default=None)
-    return merger.finish(last["lineage"] if last else None)
 
 
 def _listen(host: str, port: int) -> socket.socket:

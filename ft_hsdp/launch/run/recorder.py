@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ft_hsdp.analysis.commits import COUNTED, CommitMerger, metrics_row
+from ft_hsdp.analysis.commits import COUNTED, CommitMerger, canonical, metrics_row, newest_final
 from ft_hsdp.config import Config
 from ft_hsdp.jsonl import Lost, Queued
 from ft_hsdp.launch.run.audit import WINDOW
@@ -27,6 +27,16 @@ def events_of(run: RunDir) -> list[Row]:
     logs = [run.events] if run.events.exists() else logs_of(run, 1 + max(run.replicas(), default=-1))
     events = [event for log in logs for event in read_jsonl(log) if "t" in event and "event" in event]
     return sorted(events, key=lambda event: event["t"])
+
+
+def commits_of(run: RunDir) -> list[Row]:
+    """The canonical commits of a run so far, by step, from the logs of its replicas."""
+    return canonical((read_jsonl(run.commits(n)) for n in run.replicas()), finals_of(run).values())
+
+
+def finals_of(run: RunDir) -> dict[int, Row]:
+    """The final.json of each replica that has written one."""
+    return {n: final for n in run.replicas() if (final := read_json(run.final(n)))}
 
 
 def logs_of(run: RunDir, replicas: int) -> list[Path]:
@@ -94,8 +104,8 @@ class Recorder:
         """Take the last lines and write summary.json."""
         while self.poll():
             pass
-        finals = {n: row for n in range(self._config.slots) if (row := read_json(self._run.final(n)))}
-        last = max(finals.values(), key=lambda row: (row["commit_epoch"], row["step"]), default=None)
+        finals = finals_of(self._run)
+        last = newest_final(finals.values())
         self._publish(self._merger.finish(last["lineage"] if last else None))
         while self._take_fed(ahead=math.inf):
             pass

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ft_hsdp import secret
-from ft_hsdp.analysis.commits import CommitMerger
+from ft_hsdp.analysis.commits import newest_final
 from ft_hsdp.config import Config, load
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitRecord, Contribution
@@ -25,7 +25,8 @@ from ft_hsdp.core.ledger import Batch, BatchAssigner, Ledger
 from ft_hsdp.core.ring import fold_order
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.launch.run.directory import Row, RunDir, read_json, read_jsonl
+from ft_hsdp.launch.run.directory import Row, RunDir
+from ft_hsdp.launch.run.recorder import commits_of, finals_of
 from ft_hsdp.state.checkpoint import catalog, dcp
 from ft_hsdp.state.checkpoint.checkpoint_manifest import Unauthentic
 from ft_hsdp.state.checkpoint.load import UNSIGNED
@@ -103,17 +104,13 @@ def _spoiled(row: Row) -> tuple[Batch, ...]:
 
 def _history(run: RunDir) -> tuple[list[Row], str]:
     """The canonical commits of a run from its first step to the end, and the digest that the replicas recorded."""
-    finals = [f for r in run.replicas() if (f := read_json(run.final(r))) is not None]
-    if not finals:
+    final = newest_final(finals_of(run).values())
+    if final is None:
         raise ConfigError("RUN", run.name, "a run that has ended")
-    final = max(finals, key=lambda f: (f["commit_epoch"], f["step"]))
     if final.get("loop") == "own":
         allowed = "a run of the built-in trainer: what a training loop of your own computes cannot be repeated"
         raise ConfigError("RUN", run.name, f"{allowed} (`verify RUN` checks its logs and digests)")
-    merger = CommitMerger()
-    for replica in run.replicas():
-        merger.add(read_jsonl(run.commits(replica)))
-    rows = merger.finish(final["lineage"])
+    rows = commits_of(run)
     steps = [r["step"] for r in rows]
     if not steps or steps != list(range(steps[0], final["step"] + 1)):
         raise ConfigError("RUN", run.name, f"a run whose logs hold each of its steps up to {final['step']}")

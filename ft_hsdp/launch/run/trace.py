@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ft_hsdp.analysis.commits import CommitMerger
+from ft_hsdp.analysis.commits import canonical
 from ft_hsdp.analysis.incarnations import incarnations
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import Row, RunDir, read_jsonl
-from ft_hsdp.launch.run.recorder import events_of
+from ft_hsdp.launch.run.recorder import events_of, finals_of
 from ft_hsdp.sentences import tell
 
 JOB = 1  # its process; pid 0 is the idle process to Perfetto
@@ -57,23 +57,13 @@ def write(run: RunDir, out: Path | None = None) -> Path:
     events = events_of(run)
     if not events and not any(commits.values()):
         raise ConfigError("run", str(run.path), "a run that has recorded something")
+    steps = read_jsonl(run.metrics) or canonical(commits.values(), finals_of(run).values())
     target = out or run.path / "trace.json"
     try:
-        target.write_text(json.dumps(trace(run.name, events, commits, _canonical(run, commits)), allow_nan=False))
+        target.write_text(json.dumps(trace(run.name, events, commits, steps), allow_nan=False))
     except OSError as error:
         raise ConfigError("OUT", str(target), f"a file that can be written ({error.strerror})") from None
     return target
-
-
-def _canonical(run: RunDir, commits: dict[int, list[Row]]) -> list[Row]:
-    """The line of steps that lasted: as it was merged, or else from the replicas' logs."""
-    rows = read_jsonl(run.metrics)
-    if rows:
-        return rows
-    merger = CommitMerger()
-    for logged in commits.values():
-        merger.add(logged)
-    return merger.finish()
 
 
 def trace(name: str, events: Sequence[Row], commits: dict[int, list[Row]], canonical: Sequence[Row]) -> Event:

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ft_hsdp.analysis.commits import COUNTED, CommitMerger, Rewind
+from ft_hsdp.analysis.commits import COUNTED, CommitMerger, Rewind, newest_final
 from ft_hsdp.config import config_hash, load
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.audit import WINDOW
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, another, read_json
 from ft_hsdp.launch.run.grants import KEPT, LoggedGrant, LoggedGrants
-from ft_hsdp.launch.run.recorder import logs_of
+from ft_hsdp.launch.run.recorder import finals_of, logs_of
 from ft_hsdp.launch.run.summary import RunTally
 
 AT_ONCE = 64 << 10  # bytes of each log that are in memory
@@ -206,7 +206,7 @@ class _Check:
             for row in merger.confirmed():
                 self._told(row)
         merger.add(waiting)
-        last = _newest(self._finals())
+        last = newest_final(finals_of(self._run).values())
         for row in merger.finish(last["lineage"] if last else None):
             self._told(row)
 
@@ -332,12 +332,9 @@ class _Check:
 
     # The end.
 
-    def _finals(self) -> dict[int, Row]:
-        return {r: final for r in self._replicas if (final := read_json(self._run.final(r)))}
-
     def _ends(self) -> None:
         """One state shows one digest; the summary is what the logs add up to; no batch twice or never."""
-        run, finals = self._run, self._finals()
+        run, finals = self._run, finals_of(self._run)
         digests: dict[tuple[Any, ...], tuple[int, str]] = {}
         for replica, final in finals.items():
             where, state = self._name(run.final(replica)), (final["commit_epoch"], final["step"], final["lineage"])
@@ -352,7 +349,7 @@ class _Check:
                 self._breach("replicas/*/fed.jsonl", f"{batches[name]} batches {name}", "each exactly once")
         if self.found.lost:
             return
-        end, last = _newest(finals), self._last
+        end, last = newest_final(finals.values()), self._last
         if end is not None and last is not None and end["lineage"] != last["lineage"]:
             at = f"step {last['step']}, lineage {last['lineage']} at the end"
             self._breach("metrics.jsonl", at, f"step {end['step']}, lineage {end['lineage']}, as the replicas")
@@ -374,10 +371,6 @@ class _Check:
                 same = abs(written[key] - counted[key]) <= 1e-6 * max(1.0, abs(counted[key]))
             if not same:
                 self._breach("summary.json", f"{key} {written.get(key)}", f"{counted[key]}, by the logs")
-
-
-def _newest(finals: dict[int, Row]) -> Row | None:
-    return max(finals.values(), key=lambda final: (final["commit_epoch"], final["step"]), default=None)
 
 
 def _by_time(run: RunDir) -> Iterator[Row]:
