@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +27,7 @@ from ft_hsdp.core.ring import OperationKind, OutOfOrder, Pipeline, ProcessChunk,
 from ft_hsdp.errors import FTARError, PeerDead, ProtocolViolation
 from ft_hsdp.ftar.dataplane.base import Plane, PlaneJob, Processed
 from ft_hsdp.ftar.frame import Entry, Framing, Key
+from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.base import Chunk, Receiver, Sender, Transfer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
@@ -79,15 +80,15 @@ class Exchange:
         plan: RingPlan,
         position: int,
         job: PlaneJob,
-        inlet: Receiver | None,
-        outlet: Sender | None,
+        receiver: Receiver | None,
+        sender: Sender | None,
     ) -> None:
         self._order = order
         self._position = position
         self._members = plan.members
         self._job = job
-        self._inlet = inlet
-        self._outlet = outlet
+        self._receiver = receiver
+        self._sender = sender
         self._pipeline = Pipeline(plan, position, order.local is not None, job.depth)
         itemsize = order.out.element_size()
         self._framing = Framing(
@@ -95,7 +96,7 @@ class Exchange:
         )
         self._small = plan.chunk * itemsize <= SMALL
         self._heads: dict[int, tuple[Entry, ...]] = {}
-        self._arrivals: dict[tuple[int, int], Chunk] = {}
+        self._chunks: dict[tuple[int, int], Chunk] = {}
         self._entries = {position: order.mine}
         self.transfer = Transfer(self._framing, job, self._pipeline.frames, self._small)
 
@@ -119,20 +120,20 @@ class Exchange:
         self._take(self._pipeline.start())
         self.settle()
 
-    def arrived(self, arrival: Chunk) -> None:
+    def arrived(self, chunk: Chunk) -> None:
         """A chunk is here: reduce or store it, and send what comes of it.
 
         Raises:
             ProtocolViolation: it is not the next one of its operation.
         """
-        number, round_ = arrival.frame.operation.number, arrival.frame.round
-        if arrival.entries:
-            self._heads[number] = arrival.entries
-            for k, entry in enumerate(arrival.entries):
+        number, round_ = chunk.frame.operation.number, chunk.frame.round
+        if chunk.entries:
+            self._heads[number] = chunk.entries
+            for k, entry in enumerate(chunk.entries):
                 self._entries[(self._position - number + k) % self._members] = entry
-        self._arrivals[number, round_] = arrival
+        self._chunks[number, round_] = chunk
         try:
-            steps = self._pipeline.arrived(number, round_, arrival.frame.empty)
+            steps = self._pipeline.arrived(number, round_, chunk.frame.empty)
         except OutOfOrder as error:
             raise ProtocolViolation(str(error)) from error
         self._take(steps)
@@ -148,21 +149,21 @@ class Exchange:
         for step in steps:
             assert isinstance(step, ProcessChunk)
             fault_injection.reach(PLACE[step.operation.kind], self._order.key.step)
-            self._job.post(step, self._arrivals.pop((step.operation.number, step.round), None))
+            self._job.post(step, self._chunks.pop((step.operation.number, step.round), None))
 
     def _finish(self, item: Processed) -> None:
         """First the slot goes back: that proves that what it held was whole. Only then is anything built on it."""
-        if item.arrival is not None:
-            assert self._inlet is not None
-            self._job.free(item.arrival)
-            self._inlet.release(item.arrival)
+        if item.chunk is not None:
+            assert self._receiver is not None
+            self._job.free(item.chunk)
+            self._receiver.release(item.chunk)
         for step in self._pipeline.processed(item.process.operation.number):
             if isinstance(step, ProcessChunk):
                 self._take([step])
                 continue
-            assert self._outlet is not None
+            assert self._sender is not None
             head = self._framing.header(step.operation, step.round, step.empty)
-            self._outlet.send(
+            self._sender.send(
                 head + self._news(step.operation.number, step.round),
                 None if step.empty else item.payload,
                 self._small,
@@ -199,18 +200,18 @@ class Ring:
         epoch: int,
         members: Sequence[int],
         position: int,
-        inlet: Receiver | None,
-        outlet: Sender | None,
+        receiver: Receiver | None,
+        sender: Sender | None,
         plane: Plane,
-        plan: Callable[[int, int], RingPlan],
+        settings: Settings,
     ) -> None:
         self.epoch = epoch
         self.members = tuple(members)
         self._position = position
-        self._inlet = inlet
-        self._outlet = outlet
+        self._receiver = receiver
+        self._sender = sender
         self._plane = plane
-        self._plan = plan
+        self._settings = settings
         self._lock = threading.Lock()
         self._error: FTARError | None = None
         self._busy = False
@@ -229,19 +230,19 @@ class Ring:
     @property
     def received(self) -> int:
         """Chunks that came on the data connection from the left."""
-        inlet = self._inlet
-        return inlet.frames if inlet is not None else 0
+        receiver = self._receiver
+        return receiver.frames if receiver is not None else 0
 
     @property
     def sent(self) -> int:
         """Chunks that went out on the data connection to the right, or are about to."""
-        outlet = self._outlet
-        return outlet.frames if outlet is not None else 0
+        sender = self._sender
+        return sender.frames if sender is not None else 0
 
     @property
     def high_water(self) -> int:
         """Most bytes that were ever on their way to the right neighbour at once."""
-        return self._outlet.high_water if self._outlet is not None else 0
+        return self._sender.high_water if self._sender is not None else 0
 
     def all_reduce(self, order: AllReduceOrder) -> AllReduceResult:
         """Sum the gradients of all contributors into ``order.out`` (FT-HSDP §4.2).
@@ -250,9 +251,9 @@ class Ring:
             FTARError: the ring is of no more use; nobody of it writes into ``order.out`` any longer.
         """
         self._claim()
-        plan = self._plan(order.out.numel(), order.out.element_size())
+        plan = self._settings.plan(order.out.numel(), order.out.element_size(), len(self.members))
         job = self._plane.open(order.local, order.out, plan, order.after)
-        exchange = Exchange(order, plan, self._position, job, self._inlet, self._outlet)
+        exchange = Exchange(order, plan, self._position, job, self._receiver, self._sender)
         try:
             with _quick_switching():
                 sent = self._run(exchange)
@@ -276,8 +277,8 @@ class Ring:
             if self._busy or self._error is not None:
                 return None, None
             self._error = error
-            edges = self._inlet, self._outlet
-            self._inlet = self._outlet = None
+            edges = self._receiver, self._sender
+            self._receiver = self._sender = None
             return edges
 
     def _claim(self) -> None:
@@ -288,37 +289,37 @@ class Ring:
             self.entered += 1
 
     def _run(self, exchange: Exchange) -> int:
-        if self._inlet is None or self._outlet is None:
+        if self._receiver is None or self._sender is None:
             exchange.start()
             _wait_for(exchange)
             return 0
-        self._outlet.begin(self.fail)
-        self._inlet.begin(exchange.transfer)
+        self._sender.begin(self.fail)
+        self._receiver.begin(exchange.transfer)
         exchange.start()
         while not exchange.finished:
-            arrival = self._inlet.next(block=not exchange.busy)
-            if arrival is not None:
-                exchange.arrived(arrival)
+            chunk = self._receiver.next(block=not exchange.busy)
+            if chunk is not None:
+                exchange.arrived(chunk)
             else:
                 time.sleep(POLL_S)
                 exchange.settle()
-        self._inlet.end()
-        return self._outlet.flush()
+        self._receiver.end()
+        return self._sender.flush()
 
     def fail(self, error: FTARError) -> None:
         """The ring is of no more use: whoever waits on it gets an error. Any thread; the first error stays."""
         with self._lock:
             if self._error is None:
                 self._error = error
-        for end in (self._inlet, self._outlet):
+        for end in (self._receiver, self._sender):
             if end is not None:
                 end.close()
 
     def dispose(self) -> None:
         """Wait until the threads of a failed ring have let go of all memory; close its descriptors."""
         with self._lock:
-            inlet, outlet, self._inlet, self._outlet = self._inlet, self._outlet, None, None
-        for end in (inlet, outlet):
+            receiver, sender, self._receiver, self._sender = self._receiver, self._sender, None, None
+        for end in (receiver, sender):
             if end is not None:
                 end.dispose()
 

@@ -80,28 +80,28 @@ class Group:
         self._identity = identity
         self._settings = settings
         self._events = events
-        self._door = Listener(identity, self._arrived, self._exhausted)
-        self._place = MemberContext(identity, settings, self._door, self.arena, host_id(), self._heard)
+        self._listener = Listener(identity, self._arrived, self._exhausted)
+        self._context = MemberContext(identity, settings, self._listener, self.arena, host_id(), self._heard)
         self._plane = plane or CpuPlane()
         self._current: Rendezvous | None = None
         self._over = True
-        self._beats: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._sentinel = HostSentinel()
         self._spares = SpareEdges()
-        self._farewell: RingAbort | None = None  # what the newest ring that is over was told
+        self._last_abort: RingAbort | None = None  # what the newest ring that is over was told
         self._floor = 0
         self._reason = ""
         self._parked: dict[int, list[tuple[RingHello, Peer]]] = {}
         self._tasks: set[asyncio.Task[Any]] = set()
         self._forming: asyncio.Task[Any] | None = None
-        self._parting: tuple[Rendezvous, RingAbort] | None = None
+        self._departure: tuple[Rendezvous, RingAbort] | None = None
         self._ring: Ring | None = None
-        self._runner = Executor(settings.connect_timeout_s + 1.0, self._failed, self._ran, self.crashed)
+        self._executor = Executor(settings.connect_timeout_s + 1.0, self._failed, self._ran, self.crashed)
 
     def listen(self, host: str) -> str:
         """Open the door; "host:port" for the grant."""
         self._loop = asyncio.get_running_loop()
-        return self._door.open(host)
+        return self._listener.open(host)
 
     @property
     def epoch(self) -> int:
@@ -130,16 +130,18 @@ class Group:
         if grant.epoch <= self._floor or self.state in (GroupState.CLOSED, GroupState.FATAL):
             return
         self._floor = grant.epoch
-        formation = Rendezvous(grant, self._place)
-        self._leave("a newer epoch", grant, formation)
+        rendezvous = Rendezvous(grant, self._context)
+        self._leave("a newer epoch", grant, rendezvous)
         self._go(GroupState.CONFIGURING)
-        self._current, self._over, self._ring = formation, False, None
-        self._runner.expect(grant.epoch)
+        self._current, self._over, self._ring = rendezvous, False, None
+        self._executor.expect(grant.epoch)
         if len(grant.members) > 1:
-            self._beats = Heartbeat(self._settings, formation, self._sentinel, partial(self._break, formation))
-        self._forming = self._spawn(self._form(formation))
-        for hello, neighbour in self._parked.pop(grant.epoch, []):
-            self._spawn(self._called(formation, hello, neighbour))
+            self._heartbeat = Heartbeat(
+                self._settings, rendezvous, self._sentinel, partial(self._break, rendezvous)
+            )
+        self._forming = self._spawn(self._form(rendezvous))
+        for hello, peer in self._parked.pop(grant.epoch, []):
+            self._spawn(self._called(rendezvous, hello, peer))
         self._refuse_parked(grant.epoch)
 
     def stop(self, epoch: int, reason: str) -> None:
@@ -152,22 +154,22 @@ class Group:
 
     def _refuse_parked(self, floor: int) -> None:
         for epoch in [e for e in self._parked if e <= floor]:
-            for hello, neighbour in self._parked.pop(epoch):
-                self._refuse(hello, neighbour)
+            for hello, peer in self._parked.pop(epoch):
+                self._refuse(hello, peer)
 
     def send_token(self, token: CommitToken) -> None:
         """Pass the commit token to the right neighbour; a failure shows as a broken ring."""
-        formation = self._current
-        if formation is None or self._over or formation.grant.epoch != token.fence.epoch:
+        rendezvous = self._current
+        if rendezvous is None or self._over or rendezvous.grant.epoch != token.fence.epoch:
             return
-        self._spawn(self._pass(formation, token))
+        self._spawn(self._pass(rendezvous, token))
 
-    async def _pass(self, formation: Rendezvous, token: CommitToken) -> None:
-        assert formation.right is not None
+    async def _pass(self, rendezvous: Rendezvous, token: CommitToken) -> None:
+        assert rendezvous.right is not None
         try:
-            await formation.right.send(token)
+            await rendezvous.right.send(token)
         except OSError as error:
-            self._break(formation, PeerDead(f"control: {error}", suspect=formation.neighbour(+1).replica))
+            self._break(rendezvous, PeerDead(f"control: {error}", suspect=rendezvous.member_at(+1).replica))
 
     def abort(self, error: FTARError) -> None:
         """Give the ring up, and tell all of it."""
@@ -178,10 +180,10 @@ class Group:
         """Leave the ring, hang up, end the threads."""
         self.stop(max([self._floor, *self._parked]), "the replica ends")
         self._go(GroupState.CLOSED)
-        self._door.close()
+        self._listener.close()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.to_thread(self._runner.close)
+        await asyncio.to_thread(self._executor.close)
         self.arena.close()
 
     def _spawn(self, coroutine: Coroutine[object, object, Any]) -> asyncio.Task[Any]:
@@ -195,42 +197,41 @@ class Group:
         if not task.cancelled() and isinstance(error := task.exception(), Exception):
             self.crashed("the group failed", error)
 
-    async def _form(self, formation: Rendezvous) -> None:
+    async def _form(self, rendezvous: Rendezvous) -> None:
         """Get the edges, then let the queued work run."""
-        grant = formation.grant
-        inlet = outlet = None
+        grant = rendezvous.grant
+        receiver = sender = None
         if len(grant.members) > 1:
             try:
-                await formation.form(self._spares.to(formation.neighbour(+1)))
+                await rendezvous.form(self._spares.to(rendezvous.member_at(+1)))
             except Refusal as refusal:
-                self._aborted(formation, refusal.abort)
+                self._aborted(rendezvous, refusal.abort)
                 return
             except LocalResourceError as error:
                 self._exhausted(error)
                 return
             except FTARError as error:
-                self._break(formation, error)
+                self._break(rendezvous, error)
                 return
-            assert formation.left is not None
-            assert formation.right is not None
-            inlet, outlet = formation.left.inlet, formation.right.outlet
-        if self._over or self._current is not formation:
+            assert rendezvous.left is not None
+            assert rendezvous.right is not None
+            receiver, sender = rendezvous.left.receiver, rendezvous.right.sender
+        if self._over or self._current is not rendezvous:
             return
-        members = len(grant.members)
         self._ring = Ring(
             grant.epoch,
             grant.ring,
-            formation.position,
-            inlet,
-            outlet,
+            rendezvous.position,
+            receiver,
+            sender,
             self._plane,
-            lambda elements, itemsize: self._settings.plan(elements, itemsize, members),
+            self._settings,
         )
         self._go(GroupState.READY)
-        if self._beats is not None:
-            self._beats.stands(self._ring)
+        if self._heartbeat is not None:
+            self._heartbeat.ring_formed(self._ring)
         self._drop_spares()
-        self._runner.run_on(self._ring)
+        self._executor.run_on(self._ring)
         self._events.connected(grant.epoch)
 
     def _drop_spares(self) -> None:
@@ -243,74 +244,74 @@ class Group:
         """Somebody calls on a new connection."""
         self._hello(hello, Peer(sock, self._heard))
 
-    def _hello(self, hello: RingHello, neighbour: Peer) -> None:
+    def _hello(self, hello: RingHello, peer: Peer) -> None:
         """Take a caller, park it for a later epoch, or refuse it."""
-        epoch, formation = hello.grant.epoch, self._current
-        if formation is not None and epoch == formation.grant.epoch and not self._over:
-            self._spawn(self._called(formation, hello, neighbour))
+        epoch, rendezvous = hello.grant.epoch, self._current
+        if rendezvous is not None and epoch == rendezvous.grant.epoch and not self._over:
+            self._spawn(self._called(rendezvous, hello, peer))
         elif epoch <= self._floor or self.state is GroupState.CLOSED:
-            self._refuse(hello, neighbour)
+            self._refuse(hello, peer)
         else:
-            self._parked.setdefault(epoch, []).append((hello, neighbour))
+            self._parked.setdefault(epoch, []).append((hello, peer))
             self._events.shown(hello.grant)
 
-    async def _called(self, formation: Rendezvous, hello: RingHello, neighbour: Peer) -> None:
-        self._spares.remove(neighbour)
-        if self._over or self._current is not formation:  # by now: who calls so late has not been told
-            self._refuse(hello, neighbour)
+    async def _called(self, rendezvous: Rendezvous, hello: RingHello, peer: Peer) -> None:
+        self._spares.remove(peer)
+        if self._over or self._current is not rendezvous:  # by now: who calls so late has not been told
+            self._refuse(hello, peer)
             return
         try:
-            await formation.called(hello, neighbour)
+            await rendezvous.called(hello, peer)
         except (OSError, ProtocolViolation, TimeoutError) as error:
             if (local := exhausted(error)) is not None:
                 self._exhausted(local)
-            await neighbour.close()
+            await peer.close()
 
-    def _refuse(self, hello: RingHello, neighbour: Peer) -> None:
+    def _refuse(self, hello: RingHello, peer: Peer) -> None:
         """Tell a caller that its epoch is over, and show it the newer grant if there is one."""
         newer = self._current.grant if self._current and self._current.grant.epoch > hello.grant.epoch else None
         abort = RingAbort(hello.grant.epoch, self._reason or "stale", None)
-        if self._farewell is not None and self._farewell.epoch == abort.epoch and not self._farewell.planned:
-            abort = self._farewell  # a caller that comes when its ring has broken hears why, and who is to blame
-        neighbour.say(replace(abort, grant=newer))
-        self._spawn(neighbour.close())
+        if self._last_abort is not None and self._last_abort.epoch == abort.epoch and not self._last_abort.planned:
+            abort = self._last_abort  # a caller that comes when its ring has broken hears why, and who is to blame
+        peer.say(replace(abort, grant=newer))
+        self._spawn(peer.close())
 
-    def _heard(self, neighbour: Peer, message: object) -> None:
+    def _heard(self, peer: Peer, message: object) -> None:
         """A neighbour says something, or its connection has ended (an exception)."""
-        formation = self._current
+        rendezvous = self._current
         match message:
             case RingHello():
                 try:
-                    self._door.check(message)
+                    self._listener.check(message)
                 except ProtocolViolation as error:
-                    self._heard(neighbour, error)
+                    self._heard(peer, error)
                 else:
-                    self._hello(message, neighbour)
+                    self._hello(message, peer)
             case Exception():
-                self._ended(neighbour, message)
-            case _ if formation is None:
+                self._ended(peer, message)
+            case _ if rendezvous is None:
                 pass
             case RingWelcome() | RingBarrier():
-                formation.heard(neighbour, message)
-            case RingAbort() if message.epoch == formation.grant.epoch and formation.lost(neighbour):
-                if not self._parts(formation, neighbour, message):
-                    self._aborted(formation, message)
+                rendezvous.heard(peer, message)
+            case RingAbort() if message.epoch == rendezvous.grant.epoch and rendezvous.lost(peer):
+                if not self._departs(rendezvous, peer, message):
+                    self._aborted(rendezvous, message)
             case CommitToken() if not self._over:
                 self._events.token(message)
 
-    def _ended(self, neighbour: Peer, why: Exception) -> None:
-        formation = self._current
-        if formation is None or not formation.lost(neighbour):
-            if self._spares.remove(neighbour):
-                self._spawn(neighbour.close())
+    def _ended(self, peer: Peer, why: Exception) -> None:
+        rendezvous = self._current
+        if rendezvous is None or not rendezvous.lost(peer):
+            if self._spares.remove(peer):
+                self._spawn(peer.close())
             return
-        if neighbour.leaving or formation.retries(neighbour):
+        if peer.leaving or rendezvous.retries(peer):
             return
-        who = neighbour.member.replica if neighbour.member is not None else None
+        who = peer.member.replica if peer.member is not None else None
         text = f"replica {who} {'broke the protocol: ' if isinstance(why, ProtocolViolation) else ''}{why}"
-        self._break(formation, PeerDead(text, suspect=who))
+        self._break(rendezvous, PeerDead(text, suspect=who))
 
-    def _parts(self, formation: Rendezvous, neighbour: Peer, abort: RingAbort) -> bool:
+    def _departs(self, rendezvous: Rendezvous, peer: Peer, abort: RingAbort) -> bool:
         """Whether ``neighbour`` leaves while an all-reduce runs here: that ends first, well or not.
 
         Whoever leaves after an all-reduce has done its part of it; before, the engine sees the end of its data.
@@ -319,69 +320,69 @@ class Group:
             runs = self.state is GroupState.RUNNING and self._ring is not None and self._ring.error is None
             if not runs or not abort.planned or abort.grant is not None:
                 return False
-            self._parting = formation, abort
-        neighbour.leaving = True
+            self._departure = rendezvous, abort
+        peer.leaving = True
         return True
 
-    def _see_off(self) -> None:
+    def _finish_departure(self) -> None:
         """What ran when a neighbour left is over."""
-        parting, self._parting = self._parting, None
-        if parting is not None:
-            self._aborted(*parting)
+        departure, self._departure = self._departure, None
+        if departure is not None:
+            self._aborted(*departure)
 
-    def _aborted(self, formation: Rendezvous, abort: RingAbort) -> None:
+    def _aborted(self, rendezvous: Rendezvous, abort: RingAbort) -> None:
         """A neighbour says that the ring is over; it may know a newer grant."""
         if abort.grant is not None and abort.grant.epoch > self._floor:
             self._events.shown(abort.grant)
-        self._break(formation, RemoteAbort(abort.cause, suspect=abort.suspect), replace(abort, grant=None))
+        self._break(rendezvous, RemoteAbort(abort.cause, suspect=abort.suspect), replace(abort, grant=None))
 
     # The end of a ring.
 
-    def _break(self, formation: Rendezvous, error: FTARError, abort: RingAbort | None = None) -> None:
+    def _break(self, rendezvous: Rendezvous, error: FTARError, abort: RingAbort | None = None) -> None:
         """The ring is of no more use: tell both neighbours and the leader, once; ``abort`` is passed on."""
-        if self._over or self._current is not formation:
+        if self._over or self._current is not rendezvous:
             return
         if abort is None:
             cause = error.args[0] if error.args else type(error).__name__
             stuck = isinstance(error, PeerTimeout) and error.suspect is not None
             suspect = self._identity.replica if isinstance(error, LocalResourceError) else error.suspect
             accuser = None if suspect is None else self._identity.replica
-            abort = RingAbort(formation.grant.epoch, str(cause), suspect, stuck=stuck, accuser=accuser)
-        self._end(formation, abort, error)
+            abort = RingAbort(rendezvous.grant.epoch, str(cause), suspect, stuck=stuck, accuser=accuser)
+        self._end(rendezvous, abort, error)
         self._drop_spares()
         self._events.broken(abort)
 
     def _leave(self, reason: str, newer: Grant | None, following: Rendezvous | None) -> None:
         """Leave the current ring on purpose; edges that ``following`` can use are spared."""
         self._drop_spares()
-        formation = self._current
-        if formation is None or self._over:
+        rendezvous = self._current
+        if rendezvous is None or self._over:
             return
-        planned = RingAbort(formation.grant.epoch, reason, None, newer, planned=True)
+        planned = RingAbort(rendezvous.grant.epoch, reason, None, newer, planned=True)
         error = StaleEpoch(reason)
         if following is not None and self._ring is not None:
-            idle = self._spares.keep(formation, following, self._ring, error)
+            idle = self._spares.keep(rendezvous, following, self._ring, error)
             self._ring = None if idle else self._ring
-        self._end(formation, planned, error)
+        self._end(rendezvous, planned, error)
 
-    def _end(self, formation: Rendezvous, abort: RingAbort, error: FTARError) -> None:
+    def _end(self, rendezvous: Rendezvous, abort: RingAbort, error: FTARError) -> None:
         """Say goodbye both ways round, stop the data, close what the ring had."""
-        self._over, self.error, self._farewell = True, error, abort
+        self._over, self.error, self._last_abort = True, error, abort
         self._go(GroupState.ABORTING)
-        if self._beats is not None:
-            self._beats.stop()
-        for neighbour in formation.edges:
-            neighbour.say(abort)
-            neighbour.cut()
+        if self._heartbeat is not None:
+            self._heartbeat.stop()
+        for peer in rendezvous.edges:
+            peer.say(abort)
+            peer.cut()
         if self._ring is not None:
             self._ring.fail(error)
-            for neighbour in formation.edges:
-                neighbour.release()
-        self._runner.over(formation.grant.epoch, error)
+            for peer in rendezvous.edges:
+                peer.release()
+        self._executor.over(rendezvous.grant.epoch, error)
         if self._forming is not None and self._forming is not asyncio.current_task():
             self._forming.cancel()
-        for neighbour in formation.edges:
-            self._spawn(neighbour.close())
+        for peer in rendezvous.edges:
+            self._spawn(peer.close())
         self._go(GroupState.FATAL if isinstance(error, FatalError) else GroupState.BROKEN)
 
     # The work.
@@ -393,22 +394,22 @@ class Group:
         what stood behind it is skipped; ``local`` is never written. Any thread may call; works run in the order of
         the calls.
         """
-        return self._runner.queue(AllReduceOrder(key, local, out, mine, after))
+        return self._executor.queue(AllReduceOrder(key, local, out, mine, after))
 
     def _failed(self, epoch: int, error: FTARError) -> None:
         """The engine's thread saw the ring fail: what the neighbour says of it counts more, if it comes."""
         self._loop.call_soon_threadsafe(lambda: self._spawn(self._blame(epoch, error)))
 
     async def _blame(self, epoch: int, error: FTARError) -> None:
-        formation = self._current
-        if formation is None or formation.grant.epoch != epoch:
+        rendezvous = self._current
+        if rendezvous is None or rendezvous.grant.epoch != epoch:
             return
-        self._see_off()
+        self._finish_departure()
         if isinstance(error, PeerTimeout):
             error = PeerTimeout(f"{error.args[0]}, and nobody is seen to be at fault")  # or the beats had said so
         if isinstance(error, PeerDead):
             await asyncio.sleep(BLAME_S)
-        self._break(formation, error)
+        self._break(rendezvous, error)
         if isinstance(error, FatalError):
             self.crashed(f"the all-reduce of epoch {epoch} cannot go on", error)
 
@@ -423,8 +424,8 @@ class Group:
         with self._changing:
             if self._floor == epoch and self.state in (GroupState.READY, GroupState.RUNNING):
                 self.state = GroupState.RUNNING if running else GroupState.READY
-            if not running and self._parting is not None:
-                self._loop.call_soon_threadsafe(self._see_off)
+            if not running and self._departure is not None:
+                self._loop.call_soon_threadsafe(self._finish_departure)
 
     def crashed(self, message: str, error: Exception) -> None:
         """Something failed that is no ring's fault: whoever owns the control loop decides what it means."""

@@ -130,29 +130,29 @@ class Heartbeat:
     def __init__(
         self,
         settings: Settings,
-        formation: Rendezvous,
+        rendezvous: Rendezvous,
         sentinel: HostSentinel,
         broken: Callable[[FTARError], None],
     ) -> None:
-        self._epoch = formation.grant.epoch
+        self._epoch = rendezvous.grant.epoch
         self._settings = settings
-        self._formation = formation
+        self._rendezvous = rendezvous
         self._sentinel = sentinel
         self._broken = broken
         self._loop = asyncio.get_running_loop()
         self._ring: Ring | None = None
-        self._pulses: dict[Peer, PhiAccrual] = {}
+        self._detectors: dict[Peer, PhiAccrual] = {}
         self._before = time.monotonic()
         self._stood_still = 0.0
         self._progress = (0, 0)
         self._moved = self._before
         self._timer = self._loop.call_soon(self._tick)
 
-    def stands(self, ring: Ring) -> None:
+    def ring_formed(self, ring: Ring) -> None:
         """The ring is formed: both neighbours lived a moment ago."""
         self._ring = ring
-        for neighbour in self._formation.edges:
-            self._pulse(neighbour)
+        for peer in self._rendezvous.edges:
+            self._detector(peer)
 
     def stop(self) -> None:
         """Say and expect nothing more."""
@@ -178,40 +178,40 @@ class Heartbeat:
         entered, sent = (ring.entered, ring.sent) if ring is not None else (0, 0)
         stall_ms = round(1000 * self._sentinel.stall_s(time.monotonic()))
         frame = protocol.frame(RingBeat(self._epoch, entered, sent, stall_ms, os.getpid()))
-        for neighbour in self._formation.edges:
-            neighbour.beat(frame)
+        for peer in self._rendezvous.edges:
+            peer.send_heartbeat(frame)
 
-    def _pulse(self, neighbour: Peer) -> PhiAccrual:
-        if neighbour not in self._pulses:
+    def _detector(self, peer: Peer) -> PhiAccrual:
+        if peer not in self._detectors:
             now = time.monotonic() - self._stood_still
-            self._pulses[neighbour] = PhiAccrual(self._settings.beat_s, self._settings.silence_s, now)
-        return self._pulses[neighbour]
+            self._detectors[peer] = PhiAccrual(self._settings.beat_s, self._settings.silence_s, now)
+        return self._detectors[peer]
 
     def _lost(self, now: float) -> PeerDead | None:
         """A neighbour that was heard in this ring, and is not any more. Any bytes are a sign of life."""
-        for neighbour in self._formation.edges:
-            if neighbour not in self._pulses and neighbour.newest.epoch != self._epoch:
+        for peer in self._rendezvous.edges:
+            if peer not in self._detectors and peer.newest.epoch != self._epoch:
                 continue
-            pulse = self._pulse(neighbour)
-            heard_at = neighbour.heard_at - self._stood_still
-            if heard_at > pulse.heard_at:
-                pulse.heard(heard_at)
-            if pulse.lost(now) and self._believed(neighbour, pulse, now):
-                who = neighbour.member.replica if neighbour.member is not None else None
-                return PeerDead(f"replica {who}: no sign of life for {pulse.silence(now):.2f} s", suspect=who)
+            detector = self._detector(peer)
+            heard_at = peer.heard_at - self._stood_still
+            if heard_at > detector.heard_at:
+                detector.heard(heard_at)
+            if detector.lost(now) and self._believed(peer, detector, now):
+                who = peer.member.replica if peer.member is not None else None
+                return PeerDead(f"replica {who}: no sign of life for {detector.silence(now):.2f} s", suspect=who)
         return None
 
-    def _believed(self, neighbour: Peer, pulse: PhiAccrual, now: float) -> bool:
+    def _believed(self, peer: Peer, detector: PhiAccrual, now: float) -> bool:
         """Whether a silence that is too long for a quiet host is too long for these two hosts."""
-        said = neighbour.newest
-        if neighbour.same_host and said.pid not in (0, os.getpid()) and is_stopped(said.pid):
+        said = peer.newest
+        if peer.same_host and said.pid not in (0, os.getpid()) and is_stopped(said.pid):
             return True  # no load explains that
         here_s = self._sentinel.stall_s(time.monotonic())
-        return pulse.lost(now, max(here_s, said.stall_ms / 1000))
+        return detector.lost(now, max(here_s, said.stall_ms / 1000))
 
     def _stuck(self, now: float) -> FTARError | None:
         """The left neighbour, if it lives but nothing comes from it, and not because it waits itself."""
-        ring, left = self._ring, self._formation.left
+        ring, left = self._ring, self._rendezvous.left
         if ring is None or left is None or left.member is None:
             return None
         progress = ring.entered, ring.received

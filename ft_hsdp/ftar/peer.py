@@ -36,8 +36,8 @@ class Peer:
         self._sock = sock
         self._heard = heard
         self.member: Member | None = None
-        self.inlet: Receiver | None = None
-        self.outlet: Sender | None = None
+        self.receiver: Receiver | None = None
+        self.sender: Sender | None = None
         self.transport = ""
         self.gone = False
         self.leaving = False
@@ -75,7 +75,7 @@ class Peer:
     def _lives(self) -> None:
         self.heard_at = time.monotonic()
 
-    def beat(self, frame: bytes) -> None:
+    def send_heartbeat(self, frame: bytes) -> None:
         """Send a sign of life, unless something else is being sent, which is one too. If only a part of it can be
         sent, the neighbour has not read for long, and the connection is of no more use."""
         if self.gone or self._writing.locked() or fault_injection.cut(self._replica):
@@ -105,13 +105,13 @@ class Peer:
     def cut(self) -> None:
         """Say nothing more, and stop the data connection; whoever uses it gets an error."""
         self.gone = True
-        for end in (self.inlet, self.outlet):
+        for end in (self.receiver, self.sender):
             if end is not None:
                 end.close()
 
     def release(self) -> None:
         """The data connection is the ring's: its engine uses it, and lets it go."""
-        self.inlet = self.outlet = None
+        self.receiver = self.sender = None
 
     async def close(self) -> None:
         """Hang up, once; let go of a data connection that no ring has."""
@@ -121,8 +121,8 @@ class Peer:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
-        ends: list[Any] = [e for e in (self.inlet, self.outlet) if e is not None]
-        self.inlet = self.outlet = None
+        ends: list[Any] = [e for e in (self.receiver, self.sender) if e is not None]
+        self.receiver = self.sender = None
         for end in ends:
             end.close()
             await asyncio.to_thread(end.dispose)

@@ -55,7 +55,7 @@ class MemberContext:
 
     identity: MemberIdentity
     settings: Settings
-    door: Listener
+    listener: Listener
     arena: Arena
     host: str
     heard: Heard
@@ -64,18 +64,18 @@ class MemberContext:
 class Rendezvous:
     """The ring of ``grant`` at one member: first its edges, then in use, then over."""
 
-    def __init__(self, grant: Grant, place: MemberContext) -> None:
+    def __init__(self, grant: Grant, context: MemberContext) -> None:
         self.grant = grant
-        self.position = grant.ring.index(place.identity.replica)
+        self.position = grant.ring.index(context.identity.replica)
         self.right: Peer | None = None
         self.left: Peer | None = None
-        self._place = place
+        self._context = context
         self._trying: Peer | None = None
         self._welcome: asyncio.Queue[RingWelcome | None] = asyncio.Queue()
         self._laps: asyncio.Queue[RingBarrier] = asyncio.Queue()
         self._called = asyncio.Event()
 
-    def neighbour(self, side: int) -> Member:
+    def member_at(self, side: int) -> Member:
         """The member to the left (-1) or right (+1)."""
         members = self.grant.members
         return members[(self.position + side) % len(members)]
@@ -93,12 +93,12 @@ class Rendezvous:
             ConnectFailed: not within the deadline; ``suspect`` is the neighbour that we waited for, if it is one.
             LocalResourceError: this process has no descriptor, port or memory left for it.
         """
-        wait_s = self._place.settings.connect_timeout_s
-        suspect: int | None = self.neighbour(+1).replica
+        wait_s = self._context.settings.connect_timeout_s
+        suspect: int | None = self.member_at(+1).replica
         try:
             async with asyncio.timeout(wait_s) as limit:
                 await self._call(spare)
-                suspect = self.neighbour(-1).replica
+                suspect = self.member_at(-1).replica
                 await self._called.wait()
                 # Whoever has both edges blames nobody, and lets those speak first that lack one.
                 suspect = None
@@ -122,111 +122,113 @@ class Rendezvous:
                 await spare.close()
             finally:
                 self._trying = None
-        await fault_injection.passes(self.neighbour(+1).replica)
-        sock = await handshake.dial(self._address(), self._place.identity.token, Purpose.RING)
+        await fault_injection.passes(self.member_at(+1).replica)
+        sock = await handshake.dial(self._address(), self._context.identity.token, Purpose.RING)
         try:
-            wire.tune(sock, self._place.settings.timeout_s)
+            wire.tune(sock, self._context.settings.timeout_s)
         except BaseException:
             sock.close()
             raise
-        await self._greet(Peer(sock, self._place.heard))
+        await self._greet(Peer(sock, self._context.heard))
 
     def _address(self) -> str:
-        return self.neighbour(+1).ring[self._place.identity.rank]
+        return self.member_at(+1).ring[self._context.identity.rank]
 
-    async def _greet(self, neighbour: Peer) -> None:
+    async def _greet(self, peer: Peer) -> None:
         """HELLO, and what the answer asks for."""
-        place, grant = self._place, self.grant
-        neighbour.member = self.neighbour(+1)
-        self.right = neighbour
-        neighbour.listen()
-        kept = neighbour.outlet.frames if neighbour.outlet is not None else -1
-        await neighbour.send(hello(place.identity, grant, place.host, place.settings.offers, kept))
+        context, grant = self._context, self.grant
+        peer.member = self.member_at(+1)
+        self.right = peer
+        peer.listen()
+        kept = peer.sender.frames if peer.sender is not None else -1
+        await peer.send(hello(context.identity, grant, context.host, context.settings.offers, kept))
         answer = await self._welcome.get()
         if answer is None:
             raise ConnectionResetError("closed its connection")
         self._trying = None
-        if answer.kept and neighbour.outlet is not None:
+        if answer.kept and peer.sender is not None:
             return
-        if neighbour.outlet is not None:
-            old, neighbour.outlet = neighbour.outlet, None
+        if peer.sender is not None:
+            old, peer.sender = peer.sender, None
             old.close()
             await asyncio.to_thread(old.dispose)
-        if answer.transport not in place.settings.offers:
+        if answer.transport not in context.settings.offers:
             raise ProtocolViolation(f"the right neighbour wants transport {answer.transport[:20]!r}")
         edge = Edge(
             grant.epoch,
-            neighbour.member.replica,
-            place.settings.patient,
-            place.identity.token,
+            peer.member.replica,
+            context.settings.patient,
+            context.identity.token,
             self._address(),
             answer.door,
             answer.ticket,
         )
-        neighbour.transport = answer.transport
-        neighbour.outlet = await KINDS[answer.transport].dial(edge, place.arena)
+        peer.transport = answer.transport
+        peer.sender = await KINDS[answer.transport].dial(edge, context.arena)
 
-    def heard(self, neighbour: Peer, message: RingWelcome | RingBarrier) -> None:
+    def heard(self, peer: Peer, message: RingWelcome | RingBarrier) -> None:
         """An answer to what this formation sent, from one of its edges."""
-        if message.epoch != self.grant.epoch or neighbour not in self.edges:
+        if message.epoch != self.grant.epoch or peer not in self.edges:
             return
         if isinstance(message, RingWelcome):
             self._welcome.put_nowait(message)
         else:
             self._laps.put_nowait(message)
 
-    def lost(self, neighbour: Peer) -> bool:
+    def lost(self, peer: Peer) -> bool:
         """A connection ended: whether this ring needed it."""
-        return neighbour in self.edges
+        return peer in self.edges
 
-    def retries(self, neighbour: Peer) -> bool:
+    def retries(self, peer: Peer) -> bool:
         """A connection ended: whether it was only a spare one, and a new one is made in its place."""
-        if neighbour is not self._trying:
+        if peer is not self._trying:
             return False
         self._welcome.put_nowait(None)
         return True
 
-    async def called(self, said: RingHello, neighbour: Peer) -> None:
+    async def called(self, said: RingHello, peer: Peer) -> None:
         """The left neighbour calls for this grant: answer, and get the edge from it.
 
         Raises:
             OSError, ProtocolViolation: it did not work out; the caller will see.
         """
-        place = self._place
-        if self.left is not None or said.replica != self.neighbour(-1).replica or said.grant.mac != self.grant.mac:
+        context = self._context
+        if self.left is not None or said.replica != self.member_at(-1).replica or said.grant.mac != self.grant.mac:
             raise ProtocolViolation("a second left neighbour, or another grant for the same epoch")
-        if neighbour.gone:
+        if peer.gone:
             raise ConnectionResetError("closed its connection")
-        self.left = neighbour
-        neighbour.member = self.neighbour(-1)
-        if neighbour.inlet is not None and neighbour.inlet.frames == said.kept:
-            await neighbour.send(RingWelcome(self.grant.epoch, True))
+        self.left = peer
+        peer.member = self.member_at(-1)
+        if peer.receiver is not None and peer.receiver.frames == said.kept:
+            await peer.send(RingWelcome(self.grant.epoch, True))
         else:
-            await self._admit(said, neighbour, place)
-        neighbour.listen()
+            await self._admit(said, peer, context)
+        peer.listen()
         self._called.set()
 
-    async def _admit(self, said: RingHello, neighbour: Peer, place: MemberContext) -> None:
+    async def _admit(self, said: RingHello, peer: Peer, context: MemberContext) -> None:
         """Make the data connection of an edge that calls."""
-        if neighbour.inlet is not None:
-            old, neighbour.inlet = neighbour.inlet, None
+        if peer.receiver is not None:
+            old, peer.receiver = peer.receiver, None
             old.close()
             await asyncio.to_thread(old.dispose)
-        transport = choose(place.settings.offers, said.offers, said.host == place.host)
+        transport = choose(context.settings.offers, said.offers, said.host == context.host)
         if transport is None:
             raise ProtocolViolation(f"no transport of {', '.join(said.offers)} is possible here")
         kind = KINDS[transport]
-        ticket, calls = place.door.expect()
-        host, _ = address.split(self.grant.members[self.position].ring[place.identity.rank])
-        door = kind.offer(place.door, host)
-        edge = Edge(self.grant.epoch, said.replica, place.settings.patient, place.identity.token, "", door, ticket)
+        ticket, calls = context.listener.expect()
+        host, _ = address.split(self.grant.members[self.position].ring[context.identity.rank])
+        offered = kind.offer(context.listener, host)
+        edge = Edge(
+            self.grant.epoch, said.replica, context.settings.patient, context.identity.token, "", offered, ticket
+        )
         try:
-            async with asyncio.timeout(place.settings.connect_timeout_s):
-                await neighbour.send(RingWelcome(self.grant.epoch, False, transport, door, ticket))
-                neighbour.inlet = await kind.accept(edge, calls)
-                neighbour.transport = transport
+            async with asyncio.timeout(context.settings.connect_timeout_s):
+                await peer.send(RingWelcome(self.grant.epoch, False, transport, offered, ticket))
+                peer.receiver = await kind.accept(edge, calls)
+                peer.transport = transport
         finally:
-            place.door.forget(ticket)
+            context.listener.forget(ticket)
 
     async def _go_round(self) -> None:
         """A token twice round the ring: the first lap says that all are connected, the second that all know."""
@@ -257,13 +259,13 @@ class SpareEdges:
 
         ``old`` has them no more.
         """
-        inlet, outlet = ring.retire(error)
-        if inlet is None or outlet is None:
+        receiver, sender = ring.retire(error)
+        if receiver is None or sender is None:
             return False
-        for neighbour, side in ((old.left, -1), (old.right, +1)):
-            same = neighbour is not None and neighbour.member == new.neighbour(side)
-            if neighbour is not None and same and not neighbour.gone:
-                self._edges.append(neighbour)
+        for peer, side in ((old.left, -1), (old.right, +1)):
+            same = peer is not None and peer.member == new.member_at(side)
+            if peer is not None and same and not peer.gone:
+                self._edges.append(peer)
         old.left = None if old.left in self._edges else old.left
         old.right = None if old.right in self._edges else old.right
         return True
@@ -271,16 +273,16 @@ class SpareEdges:
     def to(self, member: object) -> Peer | None:
         """Take the edge to the right that leads to ``member``."""
         for spare in self._edges:
-            if spare.outlet is not None and spare.member == member and not spare.gone:
+            if spare.sender is not None and spare.member == member and not spare.gone:
                 self._edges.remove(spare)
                 return spare
         return None
 
-    def remove(self, neighbour: Peer) -> bool:
+    def remove(self, peer: Peer) -> bool:
         """Take this edge; whether it was one of them."""
-        if neighbour not in self._edges:
+        if peer not in self._edges:
             return False
-        self._edges.remove(neighbour)
+        self._edges.remove(peer)
         return True
 
     def drain(self) -> list[Peer]:

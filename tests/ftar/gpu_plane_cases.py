@@ -63,10 +63,16 @@ class Scene:
         ends: list[tuple[Any, Any]] = [(None, None)]
         if len(planes) > 1:
             ends = asyncio.run(edges(transport, self.names, settings, self.arenas))
-        inlets = [inlet for _, inlet in ends[-1:] + ends[:-1]]
+        receivers = [receiver for _, receiver in ends[-1:] + ends[:-1]]
         self.rings = [
             Ring(
-                1, self.names, i, inlets[i], ends[i][0], self.planes[i], lambda n, size: plan(n, size, len(planes))
+                1,
+                self.names,
+                i,
+                receivers[i],
+                ends[i][0],
+                self.planes[i],
+                settings,
             )
             for i in range(len(planes))
         ]
@@ -147,7 +153,7 @@ def test_a_neighbour_that_dies_in_the_middle_leaves_nothing_running_on_the_devic
         errors = [w.exception(DEADLINE_S) for w in works]
         assert all(isinstance(e, PeerDead) for e in errors), errors
         local, out = locals_[0], Arena().empty(N)
-        again = Ring(2, [5], 0, None, None, device, lambda n, size: plan(n, size, 1))
+        again = Ring(2, [5], 0, None, None, device, Settings(chunk_bytes=CHUNK, chunks=SLOTS))
         again.all_reduce(AllReduceOrder(KEY, local, out, entry(5)))  # the plane serves the next ring
         assert same(out, local)
 
@@ -160,7 +166,7 @@ def test_the_buffer_is_registered_and_grows_to_what_is_asked_for() -> None:
     assert arena.find(first) is not None
     for n in (N, 3, 4 * N):
         out, local = Arena().empty(n), Arena().empty(n).fill_(3)
-        ring = Ring(1, [5], 0, None, None, plane, lambda n, size: plan(n, size, 1))
+        ring = Ring(1, [5], 0, None, None, plane, Settings(chunk_bytes=CHUNK, chunks=SLOTS))
         ring.all_reduce(AllReduceOrder(KEY, local, out, entry(5)))
         assert same(out, local)
         assert (plane._buffer is first) == (n <= N)
@@ -170,7 +176,7 @@ def test_the_buffer_is_registered_and_grows_to_what_is_asked_for() -> None:
 @pytest.mark.parametrize("grace_s", [0.1, 5.0])
 def test_a_device_that_does_nothing_is_at_fault(grace_s: float) -> None:
     plane, out = GpuPlane(CPU, Arena(), 0.2, via="streamops"), Arena().empty(8)
-    ring = Ring(1, [5], 0, None, None, plane, lambda n, size: plan(n, size, 1))
+    ring = Ring(1, [5], 0, None, None, plane, Settings(chunk_bytes=CHUNK, chunks=SLOTS))
     order = AllReduceOrder(KEY, None, out, entry(5))
     ring.all_reduce(order)
     assert plane._staged is not None
@@ -196,7 +202,7 @@ def test_a_failure_on_the_device_is_this_members_fault(monkeypatch: pytest.Monke
     stream = plane._staged.stream
     monkeypatch.setattr(stream, "write_value", lambda address, value: None)  # nothing is ever finished
     monkeypatch.setattr(stream, "_error", RuntimeError("CUDA error: an illegal memory access"))
-    ring = Ring(1, [5], 0, None, None, plane, lambda n, size: plan(n, size, 1))
+    ring = Ring(1, [5], 0, None, None, plane, Settings(chunk_bytes=CHUNK, chunks=SLOTS))
     with pytest.raises(LocalSystemError, match="illegal memory access"):
         ring.all_reduce(AllReduceOrder(KEY, None, out, entry(5)))
     stream.close()
@@ -214,10 +220,10 @@ def test_more_chunks_than_slots_are_refused() -> None:
     job = plane.open(None, out, cut)
     operation = operations(0, 3)[1]
     frames = [Frame(operation, r, s := cut.span(operation.shard, r), 4 * s.size, 0, False) for r in range(3)]
-    places = {job.land(frame).data_ptr() for frame in frames[:SLOTS]}
+    places = {job.buffer_for(frame).data_ptr() for frame in frames[:SLOTS]}
     assert len(places) == SLOTS
     with pytest.raises(ProtocolViolation, match="more chunks than"):
-        job.land(frames[SLOTS])
+        job.buffer_for(frames[SLOTS])
     job.close(failed=True)
     plane.close()
     assert issubclass(ProtocolViolation, FTARError)

@@ -87,7 +87,7 @@ class Replica:
         return self.group.all_reduce(key, local, out, Entry(self.replica, 1, self.replica, 0, 0.0))
 
     @property
-    def formation(self) -> Rendezvous:
+    def rendezvous(self) -> Rendezvous:
         """Its current ring."""
         assert self.group._current is not None
         return self.group._current

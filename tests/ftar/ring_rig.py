@@ -54,8 +54,8 @@ class Rig(Protocol):
     """A ring of ``names``."""
 
     names: Sequence[int]
-    outlets: Sequence[Sender]
-    inlets: Sequence[Receiver]
+    senders: Sequence[Sender]
+    receivers: Sequence[Receiver]
 
     def plan(self, elements: int, itemsize: int) -> RingPlan:
         """How a message is cut."""
@@ -124,12 +124,12 @@ class Engines:
             permission = mock.patch.object(shm, "read_remote", side_effect=PermissionError)  # type: ignore[assignment]
         with permission:
             ends = asyncio.run(edges(flavour.transport, names, settings, self._arenas))
-        self.outlets: list[Sender] = [outlet for outlet, _ in ends]
-        self.inlets: list[Receiver] = [inlet for _, inlet in ends[-1:] + ends[:-1]]
+        self.senders: list[Sender] = [sender for sender, _ in ends]
+        self.receivers: list[Receiver] = [receiver for _, receiver in ends[-1:] + ends[:-1]]
         planes = [DyingPlane() for _ in names]
         self._planes = planes
         self._rings = [
-            Ring(KEY.epoch, names, i, self.inlets[i], self.outlets[i], planes[i], self.plan)
+            Ring(KEY.epoch, names, i, self.receivers[i], self.senders[i], planes[i], settings)
             for i in range(len(names))
         ]
 
@@ -180,7 +180,7 @@ async def edges(
             here = Edge(KEY.epoch, name, settings, TOKEN, "", offer, ticket)
             made.append(asyncio.gather(kind.dial(there, arenas[i]), kind.accept(here, calls)))
         async with asyncio.timeout(DEADLINE_S):
-            return [(outlet, inlet) for outlet, inlet in await asyncio.gather(*made)]
+            return [(sender, receiver) for sender, receiver in await asyncio.gather(*made)]
     finally:
         for door in doors:
             door.close()
@@ -196,8 +196,8 @@ class Actors:
         chance = random.Random(len(names))
         nature = Nature(shape.slots, lambda: chance.uniform(1e-3, 1e-2), shape.timeout_s, flavour.registered)
         self._world = World(names, nature, [CpuPlane() for _ in names], self.plan, lambda: 1e-4)
-        self.outlets: list[Sender] = [e.outlet for e in self._world.edges]
-        self.inlets: list[Receiver] = [e.inlet for e in self._world.edges[-1:] + self._world.edges[:-1]]
+        self.senders: list[Sender] = [e.sender for e in self._world.edges]
+        self.receivers: list[Receiver] = [e.receiver for e in self._world.edges[-1:] + self._world.edges[:-1]]
 
     def plan(self, elements: int, itemsize: int) -> RingPlan:
         return self._shape.plan(len(self.names), elements, itemsize)
@@ -260,14 +260,14 @@ def framing(
 
 def feed(ring: Rig, position: int, n: int, how: Framing) -> list[Tensor]:
     """Play one member of two that sends all that it has to, correctly; hold what is returned until it is read."""
-    plan, outlet = ring.plan(n, 4), ring.outlets[position]
+    plan, sender = ring.plan(n, 4), ring.senders[position]
     payloads = []
-    outlet.begin(lambda error: None)
+    sender.begin(lambda error: None)
     for operation in how.operations[:-1]:
         for round_ in range(plan.rounds):
             news = [entry(ring.names[position])] if how.entries(operation.number + 1, round_) else []
             head = how.header(operation, round_, False) + b"".join(e.pack() for e in news)
             payload = ring.tensor(position, torch.zeros(plan.span(operation.shard, round_).size))
             payloads.append(payload)
-            outlet.send(head, payload, False)
+            sender.send(head, payload, False)
     return payloads

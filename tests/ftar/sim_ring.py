@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from sim_transport import Clock, Delay, Line, Nature, SimEdge, SimInlet, SimOutlet
+from sim_transport import Clock, Delay, Line, Nature, SimEdge, SimReceiver, SimSender
 
 from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped
@@ -28,15 +28,15 @@ class Actor:
         self,
         clock: Clock,
         position: int,
-        ends: tuple[SimInlet, SimOutlet] | None,
+        ends: tuple[SimReceiver, SimSender] | None,
         plane: Plane,
         plan: Sizes,
         told: Callable[[FTARError], None],
     ) -> None:
         self._clock = clock
         self._position = position
-        self._inlet: SimInlet | None = None
-        self._outlet: SimOutlet | None = None
+        self._receiver: SimReceiver | None = None
+        self._sender: SimSender | None = None
         self._plane = plane
         self._plan = plan
         self._told = told
@@ -50,8 +50,8 @@ class Actor:
         self.mortal: int | None = None
         self.taken = 0
         if ends is not None:
-            self._inlet, self._outlet = ends
-            self._inlet.wake = self._outlet.wake = self.progress
+            self._receiver, self._sender = ends
+            self._receiver.wake = self._sender.wake = self.progress
 
     def all_reduce(self, order: AllReduceOrder) -> Work:
         """Queue a sum, as a group does."""
@@ -73,11 +73,11 @@ class Actor:
     def _step(self, order: AllReduceOrder) -> bool:
         """Go on with the first work; whether it is over."""
         exchange = self._exchange or self._begin(order)
-        while self._inlet is not None and not exchange.finished:
+        while self._receiver is not None and not exchange.finished:
             if self.mortal is not None and self.taken >= self.mortal:
                 self.die()
                 return False
-            arrival = self._inlet.next(block=False)
+            arrival = self._receiver.next(block=False)
             if arrival is None:
                 break
             self.taken += 1
@@ -90,24 +90,24 @@ class Actor:
     def _begin(self, order: AllReduceOrder) -> Exchange:
         plan = self._plan(order.out.numel(), order.out.element_size())
         self._job = self._plane.open(order.local, order.out, plan)
-        exchange = Exchange(order, plan, self._position, self._job, self._inlet, self._outlet)
+        exchange = Exchange(order, plan, self._position, self._job, self._receiver, self._sender)
         self._exchange, self._received = exchange, False
-        if self._inlet is not None and self._outlet is not None:
-            self._outlet.begin(self.fail)
-            self._inlet.begin(exchange.transfer)
+        if self._receiver is not None and self._sender is not None:
+            self._sender.begin(self.fail)
+            self._receiver.begin(exchange.transfer)
         exchange.start()
         return exchange
 
     def _end(self, order: AllReduceOrder, exchange: Exchange) -> bool:
         """All has been received: over when all has been sent."""
         sent = 0
-        if self._inlet is not None and self._outlet is not None:
+        if self._receiver is not None and self._sender is not None:
             if not self._received:
                 self._received = True
-                self._inlet.end()
-            if not self._outlet.drained:
+                self._receiver.end()
+            if not self._sender.drained:
                 return False
-            sent = self._outlet.flush()
+            sent = self._sender.flush()
         assert self._job is not None
         self._job.close(failed=False)
         self._exchange = None
@@ -140,7 +140,7 @@ class Actor:
 
     def _shut(self) -> None:
         self._broken = True
-        for end in (self._inlet, self._outlet):
+        for end in (self._receiver, self._sender):
             if end is not None:
                 end.close()
                 end.dispose()
@@ -167,7 +167,7 @@ class World:
         self._lines = {(i, side): Line(self.clock, control) for i in range(n) for side in (-1, +1)}
         self.actors: list[Actor] = []
         for i, plane in enumerate(planes):
-            ends = (self.edges[i - 1].inlet, self.edges[i].outlet) if n > 1 else None
+            ends = (self.edges[i - 1].receiver, self.edges[i].sender) if n > 1 else None
             self.actors.append(Actor(self.clock, i, ends, plane, plan, partial(self._told, i)))
 
     def _told(self, position: int, error: FTARError) -> None:
@@ -177,9 +177,9 @@ class World:
         if actor.dead:
             heard = PeerDead("control: closed its connection", suspect=self.names[position])
         for side in (-1, +1):
-            neighbour = self.actors[(position + side) % n]
-            if neighbour is not actor:
-                self._lines[position, side].carry(partial(neighbour.hear, heard))
+            peer = self.actors[(position + side) % n]
+            if peer is not actor:
+                self._lines[position, side].carry(partial(peer.hear, heard))
 
     def run(self, until_s: float = 1e9) -> None:
         """Let everything happen that is going to."""

@@ -104,11 +104,11 @@ class Nature:
 class SimEdge:
     """The data connection from ``sender`` to ``receiver``, and its two ends."""
 
-    def __init__(self, clock: Clock, nature: Nature, sender: int, receiver: int) -> None:
+    def __init__(self, clock: Clock, nature: Nature, sending_member: int, receiving_member: int) -> None:
         self.nature = nature
         self.there, self.back = Line(clock, nature.delay), Line(clock, nature.delay)
-        self.outlet = SimOutlet(clock, self, receiver)
-        self.inlet = SimInlet(clock, self, sender)
+        self.sender = SimSender(clock, self, receiving_member)
+        self.receiver = SimReceiver(clock, self, sending_member)
 
     def fall_silent(self) -> None:
         """Nothing comes through any more, and nobody is told."""
@@ -117,11 +117,11 @@ class SimEdge:
     def lose(self) -> None:
         """The connection is reset: what is on its way is lost, both ends see the end."""
         self.fall_silent()
-        self.inlet.ended()
-        self.outlet.ended()
+        self.receiver.ended()
+        self.sender.ended()
 
 
-class SimOutlet:
+class SimSender:
     """Chunks to the right neighbour, ``member``."""
 
     def __init__(self, clock: Clock, edge: SimEdge, member: int) -> None:
@@ -160,7 +160,7 @@ class SimOutlet:
             self._sent += len(head) + nbytes
             if payload is not None and not self._edge.nature.by_reference:
                 payload = payload.clone()
-            self._edge.there.carry(partial(self._edge.inlet.deliver, head, payload))
+            self._edge.there.carry(partial(self._edge.receiver.deliver, head, payload))
 
     def answered(self, count: int) -> None:
         """The neighbour is done with ``count`` chunks."""
@@ -202,14 +202,14 @@ class SimOutlet:
         """Send nothing more; the neighbour will see it, and at once if it reads our memory."""
         if not self.closed:
             self.closed = True
-            self._edge.there.carry(self._edge.inlet.ended)
+            self._edge.there.carry(self._edge.receiver.ended)
 
     def dispose(self) -> None:
         """Let go of what is queued."""
         self._queue.clear()
 
 
-class SimInlet:
+class SimReceiver:
     """Chunks from the left neighbour, ``member``; answers wait for each other as on a stream."""
 
     def __init__(self, clock: Clock, edge: SimEdge, member: int) -> None:
@@ -277,7 +277,7 @@ class SimInlet:
             assert payload is not None
             data = payload
             if not self._edge.nature.by_reference:
-                data = transfer.landing.land(frame)
+                data = transfer.buffers.buffer_for(frame)
                 data.copy_(payload)
         return Chunk(frame, entries, data, 0)
 
@@ -304,7 +304,7 @@ class SimInlet:
         Raises:
             PeerDead: the neighbour is gone, so what its memory held may not be what it sent.
         """
-        if self._edge.nature.by_reference and self._edge.outlet.closed:
+        if self._edge.nature.by_reference and self._edge.sender.closed:
             raise PeerDead("left neighbour closed its connection", suspect=self._member)
         self._due += 1
         if self._due >= self._batch:
@@ -312,7 +312,7 @@ class SimInlet:
 
     def _answer(self) -> None:
         if self._due:
-            self._edge.back.carry(partial(self._edge.outlet.answered, self._due))
+            self._edge.back.carry(partial(self._edge.sender.answered, self._due))
         self._due = 0
 
     def end(self) -> None:
@@ -323,7 +323,7 @@ class SimInlet:
         """Let nothing more in; the neighbour will see it."""
         if not self._closed:
             self._closed, self._owed = True, 0
-            self._edge.back.carry(self._edge.outlet.ended)
+            self._edge.back.carry(self._edge.sender.ended)
 
     def dispose(self) -> None:
         """Let go of what has come."""

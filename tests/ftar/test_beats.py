@@ -30,8 +30,8 @@ MINUTE_S = 60.0
 
 def mute(peer: Replica) -> None:
     """It says nothing more on its control connections, and its process is there."""
-    assert peer.group._beats is not None
-    peer.group._beats.stop()
+    assert peer.group._heartbeat is not None
+    peer.group._heartbeat.stop()
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -142,8 +142,8 @@ def test_chunks_that_do_not_arrive_are_the_left_neighbours() -> None:
             await ring.form(1)
             sender = ring.peers[0].group._ring
             assert sender is not None
-            assert sender._outlet is not None
-            with mock.patch.object(sender._outlet._lanes[0], "send"):  # type: ignore[attr-defined]
+            assert sender._sender is not None
+            with mock.patch.object(sender._sender._lanes[0], "send"):  # type: ignore[attr-defined]
                 failures = [await error(w) for w in [p.reduce(1, torch.empty(9)) for p in ring.peers]]
             assert [getattr(f, "suspect", None) for f in failures] == [0, 0, 0]
             assert isinstance(failures[1], PeerDead)
@@ -164,7 +164,9 @@ def test_beats_do_not_outlive_their_ring() -> None:
             await until(lambda: first.left and first.left.newest.epoch == 3, "beats of the new epoch")
             for peer in ring.peers:
                 peer.group.stop(3, "for a test")
-            assert all(p.group._beats is not None and p.group._beats._timer.cancelled() for p in ring.peers)
+            assert all(
+                p.group._heartbeat is not None and p.group._heartbeat._timer.cancelled() for p in ring.peers
+            )
             assert second is not None
 
     run(body())
@@ -188,23 +190,23 @@ def test_any_bytes_are_a_sign_of_life() -> None:
     async def body() -> None:
         ours, theirs = pair()
         said: list[object] = []
-        neighbour = Peer(ours, lambda _, message: said.append(message))
-        neighbour.listen()
+        peer = Peer(ours, lambda _, message: said.append(message))
+        peer.listen()
         token = CommitToken(AttemptId(1, 1, 0), True, True, "x" * 200)
         frame = protocol.frame(token)
         for piece in (frame[:2], frame[2:4], frame[4:50], frame[50:-1]):
-            before = neighbour.heard_at
+            before = peer.heard_at
             await asyncio.sleep(0.01)
             theirs.send(piece)
-            await until(lambda before=before: neighbour.heard_at > before, "it is heard")  # type: ignore[misc]
+            await until(lambda before=before: peer.heard_at > before, "it is heard")  # type: ignore[misc]
         assert not said
         theirs.send(frame[-1:])
         await until(lambda: said, "the message")
         theirs.send(protocol.frame(RingBeat(7, 3, 9)))
-        await until(lambda: neighbour.newest == RingBeat(7, 3, 9), "a beat")
+        await until(lambda: peer.newest == RingBeat(7, 3, 9), "a beat")
         assert said == [token], "a beat is for nobody else"
         theirs.close()
-        await neighbour.close()
+        await peer.close()
 
     run(body())
 
@@ -212,13 +214,13 @@ def test_any_bytes_are_a_sign_of_life() -> None:
 def test_no_beat_comes_between_the_parts_of_a_message() -> None:
     async def body() -> None:
         ours, theirs = pair()
-        neighbour = Peer(ours, lambda *_: None)
+        peer = Peer(ours, lambda *_: None)
         long = CommitToken(AttemptId(1, 1, 0), True, True, "x" * 900_000)
-        sending = asyncio.get_running_loop().create_task(neighbour.send(long))
+        sending = asyncio.get_running_loop().create_task(peer.send(long))
         await asyncio.sleep(0)
         frame, got = protocol.frame(RingBeat(1, 1, 1)), bytearray()
         while len(got) < len(protocol.frame(long)):
-            neighbour.beat(frame)
+            peer.send_heartbeat(frame)
             await asyncio.sleep(0)
             try:
                 got += theirs.recv(65536)
@@ -226,10 +228,10 @@ def test_no_beat_comes_between_the_parts_of_a_message() -> None:
                 continue
         await sending
         assert bytes(got) == protocol.frame(long)
-        neighbour.beat(frame)
+        peer.send_heartbeat(frame)
         await until(lambda: theirs.recv(100) == frame, "a beat")
         theirs.close()
-        await neighbour.close()
+        await peer.close()
 
     run(body())
 
@@ -238,7 +240,7 @@ def test_a_beat_that_is_cut_in_two_ends_the_connection() -> None:
     sock = mock.Mock(spec=socket.socket)
     sock.send.return_value = 5
     sock.family = socket.AF_UNIX
-    Peer(sock, lambda *_: None).beat(b"0123456789")
+    Peer(sock, lambda *_: None).send_heartbeat(b"0123456789")
     sock.shutdown.assert_called_once_with(socket.SHUT_RDWR)
 
 
@@ -311,21 +313,21 @@ def test_an_overloaded_neighbour_has_the_time_that_it_asked_for() -> None:
     async def body() -> None:
         async with Ring(0, 1, timeout_s=MINUTE_S) as ring:
             await ring.form(1)
-            beats = ring.peers[0].group._beats
+            beats = ring.peers[0].group._heartbeat
             assert beats is not None
-            edges = beats._formation.edges
+            edges = beats._rendezvous.edges
             await until(lambda: all(n.newest.epoch == 1 for n in edges), "both have said something")
             beats.stop()
             mute(ring.peers[1])
-            for neighbour in edges:
-                neighbour.newest = replace(neighbour.newest, stall_ms=3000, pid=0)
+            for peer in edges:
+                peer.newest = replace(peer.newest, stall_ms=3000, pid=0)
             silent_from = max(n.heard_at for n in edges) - beats._stood_still
             assert beats._lost(silent_from + 2.0) is None
             lost = beats._lost(silent_from + 30.0)
             assert isinstance(lost, PeerDead)
             assert lost.suspect == 1
-            for neighbour in edges:
-                neighbour.newest = replace(neighbour.newest, stall_ms=0)
+            for peer in edges:
+                peer.newest = replace(peer.newest, stall_ms=0)
             assert isinstance(beats._lost(silent_from + 2.0 + MOST_S), PeerDead), "nobody asked for time"
 
     run(body())

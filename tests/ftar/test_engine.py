@@ -16,11 +16,14 @@ from ft_hsdp.errors import PeerDead, StaleEpoch
 from ft_hsdp.ftar import allreduce
 from ft_hsdp.ftar.allreduce import AllReduceOrder, AllReduceResult, Ring
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
+from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.base import Transfer
+
+SETTINGS = Settings(chunk_bytes=64, chunks=4)  # as the Shape of a rig
 
 
 def alone(plane: CpuPlane | None = None) -> Ring:
-    return Ring(1, [4], 0, None, None, plane or CpuPlane(), lambda elements, _: RingPlan(elements, 1, 2, 2))
+    return Ring(1, [4], 0, None, None, plane or CpuPlane(), Settings(chunk_bytes=8, chunks=2))
 
 
 def test_a_ring_of_one_copies_or_clears() -> None:
@@ -50,29 +53,29 @@ def test_it_returns_only_when_its_own_sends_have_drained(name: str, chunk: int) 
             time.sleep(0.01)
         time.sleep(0.1)
         assert not work.done(), "over, but its sends are not"
-        how, inlet = framing(ring, 0, n), ring.inlets[1]
+        how, receiver = framing(ring, 0, n), ring.receivers[1]
         job = CpuPlane().open(None, torch.empty(n), ring.plan(n, 4))
-        inlet.begin(Transfer(how, job, 2, False))
+        receiver.begin(Transfer(how, job, 2, False))
         for _ in range(2):
-            arrival = inlet.next(block=True)
+            arrival = receiver.next(block=True)
             assert arrival is not None
-            inlet.release(arrival)
-        inlet.end()
+            receiver.release(arrival)
+        receiver.end()
         assert work.result(20).out is out
         assert len(sent) == 2
 
 
 def test_a_ring_between_two_works_gives_its_edges_away() -> None:
     with rig(FLAVOURS[0], 2) as made:
-        ring = Ring(1, [5, 6], 0, made.inlets[0], made.outlets[0], CpuPlane(), made.plan)
-        inlet, outlet = ring.retire(StaleEpoch("a newer epoch"))
-        assert (inlet, outlet) == (made.inlets[0], made.outlets[0])
+        ring = Ring(1, [5, 6], 0, made.receivers[0], made.senders[0], CpuPlane(), SETTINGS)
+        receiver, sender = ring.retire(StaleEpoch("a newer epoch"))
+        assert (receiver, sender) == (made.receivers[0], made.senders[0])
         assert ring.retire(PeerDead("later")) == (None, None)
         with pytest.raises(StaleEpoch, match="a newer epoch"):
             ring.all_reduce(AllReduceOrder(KEY, torch.ones(3), torch.empty(3), entry(5)))
         ring.fail(PeerDead("later"))
         assert isinstance(ring.error, StaleEpoch), "the first error is the one that counts"
-        following = Ring(2, [5, 6], 0, inlet, outlet, CpuPlane(), made.plan)
+        following = Ring(2, [5, 6], 0, receiver, sender, CpuPlane(), SETTINGS)
         with ThreadPoolExecutor(1) as pool:
             other = made.submit(1, AllReduceOrder(KEY, torch.ones(3), torch.empty(3), entry(6)))
             mine = pool.submit(
@@ -116,7 +119,7 @@ def test_what_is_not_the_rings_fault_ends_it_all_the_same() -> None:
             return Broken(local, out, plan, [], 64)
 
     with rig(FLAVOURS[0], 2) as made:
-        ring = Ring(1, [5, 6], 0, made.inlets[0], made.outlets[0], BrokenPlane(), made.plan)
+        ring = Ring(1, [5, 6], 0, made.receivers[0], made.senders[0], BrokenPlane(), SETTINGS)
         other = made.submit(1, AllReduceOrder(KEY, torch.ones(3), torch.empty(3), entry(6)))
         with pytest.raises(MemoryError):
             ring.all_reduce(AllReduceOrder(KEY, torch.ones(3), torch.empty(3), entry(5)))

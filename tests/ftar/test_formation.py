@@ -20,10 +20,10 @@ from ft_hsdp.handshake import Purpose
 
 def ends(peer: Replica) -> tuple[Any, Any]:
     """What a peer receives from and sends to."""
-    left, right = peer.formation.left, peer.formation.right
+    left, right = peer.rendezvous.left, peer.rendezvous.right
     assert left is not None
     assert right is not None
-    return left.inlet, right.outlet
+    return left.receiver, right.sender
 
 
 def test_nobody_begins_before_all_are_connected() -> None:
@@ -35,9 +35,9 @@ def test_nobody_begins_before_all_are_connected() -> None:
                 if peer is not late:
                     peer.group.configure(given)
             await until(lambda: late.shown, "it is called")
-            first = ring.peers[0].formation
+            first = ring.peers[0].rendezvous
             await until(
-                lambda: first.right and first.right.outlet and first.left and first.left.inlet, "two edges"
+                lambda: first.right and first.right.sender and first.left and first.left.receiver, "two edges"
             )
             await asyncio.sleep(0.05)
             assert [p.group.state for p in ring.peers if p is not late] == [GroupState.CONFIGURING] * 4
@@ -54,10 +54,10 @@ def test_nobody_begins_before_the_token_has_been_everywhere(held: int) -> None:
     go = asyncio.Event()
     usual = Rendezvous._go_round
 
-    async def hold(formation: Rendezvous) -> None:
-        if formation.position == held:
+    async def hold(rendezvous: Rendezvous) -> None:
+        if rendezvous.position == held:
             await go.wait()
-        await usual(formation)
+        await usual(rendezvous)
 
     async def body() -> None:
         with mock.patch.object(Rendezvous, "_go_round", hold):
@@ -112,11 +112,11 @@ def test_an_edge_whose_ends_have_counted_differently_is_made_anew(side: str) -> 
         async with Ring(0, 1, 2) as ring:
             await ring.form(1)
             await ring.check(1)
-            outlet, inlet = ends(ring.peers[0])[1], ends(ring.peers[1])[0]
-            (outlet if side == "sent" else inlet).frames += 1
+            sender, receiver = ends(ring.peers[0])[1], ends(ring.peers[1])[0]
+            (sender if side == "sent" else receiver).frames += 1
             await ring.form(2)
-            assert ends(ring.peers[0])[1] is not outlet
-            assert ends(ring.peers[1])[0] is not inlet
+            assert ends(ring.peers[0])[1] is not sender
+            assert ends(ring.peers[1])[0] is not receiver
             assert ends(ring.peers[0])[1].frames == 0
             await ring.check(2)
 
@@ -145,12 +145,12 @@ def test_a_spare_edge_whose_neighbour_is_gone_is_made_anew() -> None:
     async def body() -> None:
         async with Ring(0, 1, 2) as ring:
             await ring.form(1)
-            right = ring.peers[0].formation.right
+            right = ring.peers[0].rendezvous.right
             assert right is not None
             ring.peers[1].group.stop(1, "comes back")
             await until(lambda: ring.peers[0].broken, "it hears of it")
             await ring.form(2)
-            assert ring.peers[0].formation.right is not right
+            assert ring.peers[0].rendezvous.right is not right
             await ring.check(2)
 
     run(body())
@@ -222,8 +222,8 @@ def test_a_host_that_only_claims_to_be_ours_gets_no_edge() -> None:
             ring.peers[0].group.configure(given)
             address = ring.addresses[0]
             reader, writer = await streams(address, TOKEN, Purpose.RING)
-            place = ring.peers[0].formation._place
-            hello = listener.hello(MemberIdentity(1, 0, LAYOUT, TOKEN), given, place.host, ("shm",))
+            context = ring.peers[0].rendezvous._context
+            hello = listener.hello(MemberIdentity(1, 0, LAYOUT, TOKEN), given, context.host, ("shm",))
             writer.write(protocol.frame(hello))
             head = await reader.readexactly(protocol.LENGTH.size)
             welcome = protocol.decode(

@@ -155,11 +155,11 @@ def test_a_caller_that_comes_while_its_ring_breaks_is_told_so_at_once() -> None:
             caller, called = ring.peers
             usual = called.group._hello
 
-            def at_once(hello: RingHello, neighbour: Peer) -> None:
-                usual(hello, neighbour)
+            def at_once(hello: RingHello, peer: Peer) -> None:
+                usual(hello, peer)
                 called.group.abort(PeerDead("for a test", suspect=2))
 
-            async def cannot_call(formation: Rendezvous, spare: Peer | None) -> None:
+            async def cannot_call(rendezvous: Rendezvous, spare: Peer | None) -> None:
                 await asyncio.Event().wait()
 
             with mock.patch.object(called.group, "_hello", at_once):
@@ -343,7 +343,7 @@ def test_a_break_names_the_suspect_to_the_farthest_of_eight() -> None:
         async with Ring(*range(8)) as ring:
             await ring.form(1)
             works = [p.reduce(1, torch.empty(900)) for p in ring.peers if p.replica != 3]
-            right = ring.peers[2].formation.right
+            right = ring.peers[2].rendezvous.right
             assert right is not None
             right._sock.shutdown(socket.SHUT_RDWR)
             await until(lambda: all(p.broken for p in ring.peers), "all know")
@@ -462,7 +462,7 @@ def test_nonsense_on_a_control_connection_breaks_the_ring() -> None:
     async def body() -> None:
         async with Ring(0, 1, 2) as ring:
             await ring.form(1)
-            right = ring.peers[0].formation.right
+            right = ring.peers[0].rendezvous.right
             assert right is not None
             right._sock.send(protocol.LENGTH.pack(4) + b"nope")
             await until(lambda: all(p.broken for p in ring.peers), "the ring breaks")

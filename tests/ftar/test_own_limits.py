@@ -50,10 +50,10 @@ def test_a_member_without_descriptors_names_itself(side: str) -> None:
     usual = getattr(Rendezvous, side)
     ended: list[Exception] = []
 
-    async def fail(formation: Rendezvous, *arguments: Any) -> None:
-        if formation.position == 1:
+    async def fail(rendezvous: Rendezvous, *arguments: Any) -> None:
+        if rendezvous.position == 1:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        await usual(formation, *arguments)
+        await usual(rendezvous, *arguments)
 
     async def body() -> None:
         with mock.patch.object(Rendezvous, side, fail):

@@ -8,19 +8,19 @@ import pytest
 import torch
 from ring_values import KEY, entry
 
-from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped, StaleEpoch
 from ft_hsdp.ftar.allreduce import AllReduceOrder, AllReduceResult, Ring
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.executor import Executor, Work
 from ft_hsdp.ftar.frame import Key
+from ft_hsdp.ftar.settings import Settings
 
 
 class Scripted(Ring):
     """A ring of one that says what it does, and fails when it is told to."""
 
     def __init__(self, epoch: int, log: list[str]) -> None:
-        super().__init__(epoch, [0], 0, None, None, CpuPlane(), lambda n, _: RingPlan(n, 1, 4, 1))
+        super().__init__(epoch, [0], 0, None, None, CpuPlane(), Settings(chunk_bytes=16, chunks=1))
         self.log = log
         self.go = threading.Event()
         self.go.set()

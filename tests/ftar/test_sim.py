@@ -146,7 +146,7 @@ class Scene:
             for got, expected in zip(outcomes, self.expected, strict=False):
                 assert got.sum is None or same(got.sum, expected)
         for edge in self.world.edges:
-            assert edge.outlet.high_water <= self.plan.chunk * ITEM * self.nature.slots
+            assert edge.sender.high_water <= self.plan.chunk * ITEM * self.nature.slots
 
     def survivors(self) -> list[int]:
         return [i for i, a in enumerate(self.world.actors) if not a.dead and not a.stalled]

@@ -59,7 +59,7 @@ def test_an_inlet_looks_at_descriptors_above_1023(pair: tuple[socket.socket, soc
         assert lane.ready()
 
 
-def outlet(sock: socket.socket, slots: int = 8, carrier: Bytes | None = None) -> StreamSender:
+def sender(sock: socket.socket, slots: int = 8, carrier: Bytes | None = None) -> StreamSender:
     return StreamSender([sock], slots, 3, carrier or Bytes(), "tx-test")
 
 
@@ -69,7 +69,7 @@ def test_the_engine_never_waits_for_the_kernel(pair: tuple[socket.socket, socket
     mine, theirs = wire.blocking(pair[0], 0), pair[1]  # no deadline helps
     mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     payload = torch.arange(60_000, dtype=torch.int32)[:16_000]
-    end = outlet(mine)
+    end = sender(mine)
     end.begin(lambda error: pytest.fail(str(error)))
     for k in range(8):
         end.send(bytes([k]) * 10, payload, small=True)
@@ -104,7 +104,7 @@ def test_what_fails_in_the_sending_thread_is_heard(pair: tuple[socket.socket, so
             raise RuntimeError("a bug")
 
     heard: list[FTARError] = []
-    end = outlet(pair[0], carrier=Broken())
+    end = sender(pair[0], carrier=Broken())
     end.begin(heard.append)
     end.send(b"head", torch.ones(3), small=False)
     with pytest.raises(LocalSystemError, match="a bug"):
@@ -116,7 +116,7 @@ def test_what_fails_in_the_sending_thread_is_heard(pair: tuple[socket.socket, so
 
 def test_a_lane_waits_for_its_slots(pair: tuple[socket.socket, socket.socket]) -> None:
     mine, theirs = pair
-    end, failed = outlet(mine, slots=2), threading.Event()
+    end, failed = sender(mine, slots=2), threading.Event()
     end.begin(lambda error: failed.set())
     for _ in range(5):
         end.send(b"h", torch.zeros(1), small=False)
@@ -136,7 +136,7 @@ def test_a_lane_waits_for_its_slots(pair: tuple[socket.socket, socket.socket]) -
 
 
 def test_closing_an_outlet_ends_a_flush(pair: tuple[socket.socket, socket.socket]) -> None:
-    end = outlet(wire.blocking(pair[0], 60), slots=1)
+    end = sender(wire.blocking(pair[0], 60), slots=1)
     end.begin(lambda error: None)
     for _ in range(3):
         end.send(b"h", None, small=False)
@@ -158,20 +158,20 @@ class Memory:
 
     def __init__(self) -> None:
         self.arena = Arena()
-        self.sender = References(self.arena, direct=True)
-        self.receiver = Referred(os.getpid())
+        self.ours = References(self.arena, direct=True)
+        self.theirs = Referred(os.getpid())
         self.frame = framing_of_four()
 
     def carry(self, payload: Tensor) -> Tensor:
-        parcel = self.sender.pack(payload)
+        parcel = self.ours.pack(payload)
         stream = b"".join(bytes(b) for b in parcel.buffers)
-        self.receiver._fresh.extend(os.dup(fd) for fd in parcel.descriptors)
+        self.theirs._fresh.extend(os.dup(fd) for fd in parcel.descriptors)
 
         def read(view: memoryview) -> None:
             nonlocal stream
             view[:], stream = stream[: len(view)], stream[len(view) :]
 
-        got = self.receiver.unpack(parcel.label, read, self.frame, Place())
+        got = self.theirs.unpack(parcel.label, read, self.frame, Place())
         assert not stream
         return got
 
@@ -181,7 +181,7 @@ class Place:
 
     dtype = torch.float32
 
-    def land(self, frame: Frame) -> Tensor:
+    def buffer_for(self, frame: Frame) -> Tensor:
         return torch.full((4,), -1.0)
 
 
@@ -200,15 +200,15 @@ def test_segments_that_the_sender_has_let_go_of_are_let_go_of_here() -> None:
         assert same(memory.carry(large[:4]), torch.full((4,), float(k)))
         assert same(memory.carry(large[:4]), torch.full((4,), float(k)))
         assert same(memory.carry(keep), torch.full((4,), 7.0))
-        assert len(memory.receiver._mapped) <= 3
+        assert len(memory.theirs._mapped) <= 3
         del large
-    memory.receiver.close()
+    memory.theirs.close()
 
 
 def test_memory_that_is_not_registered_is_read_from_the_process() -> None:
     memory = Memory()
     assert same(memory.carry(torch.arange(4.0)), torch.arange(4.0))
-    assert len(memory.receiver._mapped) == 0
+    assert len(memory.theirs._mapped) == 0
 
 
 def referred(
@@ -218,17 +218,17 @@ def referred(
     within: contextlib.AbstractContextManager[object] | None = None,
 ) -> tuple[type[BaseException], str]:
     """What an inlet says to a frame with this label."""
-    sender, receiver = pair
-    inlet = StreamReceiver([receiver], 4, 6, Referred(os.getpid()), "rx-test")
+    ours, theirs = pair
+    receiver = StreamReceiver([theirs], 4, 6, Referred(os.getpid()), "rx-test")
     with rig(FLAVOURS[-1], 2) as ring:
         how, mine = framing(ring, 1, 8), framing(ring, 0, 8)
         head = label + how.header(how.operations[1], 0, False) + bytes(4)
-        socket.send_fds(sender, [head], descriptors)
-        inlet.begin(Transfer(mine, Place(), 2, True))
+        socket.send_fds(ours, [head], descriptors)
+        receiver.begin(Transfer(mine, Place(), 2, True))
         with pytest.raises(FTARError) as failed, within or contextlib.nullcontext():
-            inlet.next(block=True)
-    inlet.close()
-    inlet.dispose()
+            receiver.next(block=True)
+    receiver.close()
+    receiver.dispose()
     return failed.type, str(failed.value)
 
 

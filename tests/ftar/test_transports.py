@@ -95,8 +95,8 @@ def test_large_chunks_in_many_partitions(flavour: Flavour, members: int) -> None
         sums = Sums(ring, values(members, THREADED // 4 * 3 * members + 1001)).submit().wait()
         sums.check()
         sums.check_inputs()
-        for outlet in ring.outlets:
-            assert THREADED <= outlet.high_water <= THREADED * shape.slots
+        for sender in ring.senders:
+            assert THREADED <= sender.high_water <= THREADED * shape.slots
 
 
 @pytest.mark.parametrize("chunk", [64, THREADED])
@@ -111,7 +111,7 @@ def test_several_works_in_the_queue(flavour: Flavour, chunk: int) -> None:
         for sums in works:
             sums.wait().check()
             sums.check_inputs() if sums is not works[1] and sums is not works[3] else None
-        assert [o.frames for o in ring.outlets] == [i.frames for i in ring.inlets]
+        assert [o.frames for o in ring.senders] == [i.frames for i in ring.receivers]
 
 
 @pytest.mark.parametrize("relays", [{0}, {1, 3}, {0, 1, 2}, {0, 1, 2, 3}], ids=str)
@@ -180,7 +180,7 @@ def test_a_right_neighbour_that_takes_nothing(flavour: Flavour) -> None:
         error = sums.wait().works[0].exception()
         assert isinstance(error, PeerTimeout), error
         assert error.suspect == ring.names[1]
-        assert ring.outlets[0].high_water <= 4 * 64
+        assert ring.senders[0].high_water <= 4 * 64
         assert len(sent) == 2 * 6
 
 
@@ -197,10 +197,10 @@ def attack(ring: Rig, head: bytes, error: type[FTARError], payload: Tensor | Non
     """Member 1 of 2 sends one frame; member 0 refuses it, and no memory is written."""
     sums = Sums(ring, values(2, 8))
     out = sums.outs[0].clone()
-    outlet = ring.outlets[1]
-    outlet.begin(lambda _: None)
+    sender = ring.senders[1]
+    sender.begin(lambda _: None)
     sent = None if payload is None else ring.tensor(1, payload)
-    outlet.send(head, sent, False)
+    sender.send(head, sent, False)
     got = sums.submit(0).wait().works[0].exception()
     assert isinstance(got, error), got
     assert same(sums.outs[0], out), "the output was written"
@@ -247,9 +247,9 @@ def early(ring: Rig) -> None:
     sums = Sums(ring, values(2, n))
     out = sums.outs[0].clone()
     how = framing(ring, 1, n)
-    ring.outlets[1].begin(lambda _: None)
+    ring.senders[1].begin(lambda _: None)
     sent = ring.tensor(1, torch.ones(16))
-    ring.outlets[1].send(how.header(how.operations[1], 1, False), sent, False)
+    ring.senders[1].send(how.header(how.operations[1], 1, False), sent, False)
     error = sums.submit(0).wait().works[0].exception()
     assert isinstance(error, ProtocolViolation), error
     assert same(sums.outs[0], out), "the output was written"
@@ -260,8 +260,8 @@ def test_closing_releases_whoever_waits(flavour: Flavour) -> None:
     with rig(flavour, 3, Shape(THREADED, timeout_s=60)) as ring:
         sums = Sums(ring, values(3, 100)).submit(0)
         for _ in range(2):
-            ring.inlets[0].close()
-            ring.outlets[0].close()
+            ring.receivers[0].close()
+            ring.senders[0].close()
         if "sim" not in flavour.name:
             sums.wait()
             assert isinstance(sums.works[0].exception(), PeerDead)
@@ -274,17 +274,19 @@ def test_memory_of_a_neighbour_that_has_left_is_not_believed(flavour: Flavour) -
     with rig(flavour, 2) as ring:
         how = framing(ring, 1, 8)
         out = torch.empty(8)
-        ring.inlets[0].begin(Transfer(framing(ring, 0, 8), CpuPlane().open(None, out, ring.plan(8, 4)), 2, True))
+        ring.receivers[0].begin(
+            Transfer(framing(ring, 0, 8), CpuPlane().open(None, out, ring.plan(8, 4)), 2, True)
+        )
         sent = ring.tensor(1, torch.ones(4))
-        ring.outlets[1].begin(lambda _: None)
-        ring.outlets[1].send(how.header(how.operations[0], 0, False) + entry(6).pack(), sent, True)
+        ring.senders[1].begin(lambda _: None)
+        ring.senders[1].send(how.header(how.operations[0], 0, False) + entry(6).pack(), sent, True)
         ring.wait([])
-        arrival = ring.inlets[0].next(block=True)
+        arrival = ring.receivers[0].next(block=True)
         assert arrival is not None
         assert arrival.data is not None
         assert same(arrival.data, torch.ones(4))
-        ring.outlets[1].close()
+        ring.senders[1].close()
         with pytest.raises(PeerDead) as left:
-            ring.inlets[0].release(arrival)
+            ring.receivers[0].release(arrival)
         assert left.value.suspect == ring.names[1]
         del arrival

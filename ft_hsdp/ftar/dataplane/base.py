@@ -19,7 +19,7 @@ class Processed:
 
     process: ProcessChunk
     payload: Tensor | None
-    arrival: Chunk | None
+    chunk: Chunk | None
 
 
 class PlaneJob(Protocol):
@@ -35,11 +35,11 @@ class PlaneJob(Protocol):
         """How many chunks it takes at once."""
         ...
 
-    def land(self, frame: Frame) -> Tensor:
+    def buffer_for(self, frame: Frame) -> Tensor:
         """Where an arriving chunk goes: a flat CPU tensor of the frame's span. The receiving thread asks."""
         ...
 
-    def post(self, process: ProcessChunk, arrival: Chunk | None) -> None:
+    def post(self, process: ProcessChunk, chunk: Chunk | None) -> None:
         """Copy, reduce or store a chunk (FT-HSDP §4.2); never blocks longer than the work itself."""
         ...
 
@@ -47,7 +47,7 @@ class PlaneJob(Protocol):
         """What has been finished since the last call, in the order of posting."""
         ...
 
-    def free(self, arrival: Chunk) -> None:
+    def free(self, chunk: Chunk) -> None:
         """The chunk's landing place may be used again."""
         ...
 

@@ -47,7 +47,7 @@ class CpuJob:
         self._done: list[Processed] = []
         self._used: dict[int, Tensor] = {}
 
-    def land(self, frame: Frame) -> Tensor:
+    def buffer_for(self, frame: Frame) -> Tensor:
         """A slot for a partial sum, the place in ``out`` for a final one."""
         if not frame.operation.kind.reduces or not frame.nbytes:
             return self._at(self._out, frame.span)
@@ -59,7 +59,7 @@ class CpuJob:
         self._used[view.data_ptr()] = slot
         return view
 
-    def post(self, process: ProcessChunk, arrival: Chunk | None) -> None:
+    def post(self, process: ProcessChunk, chunk: Chunk | None) -> None:
         """Do it at once."""
         operation = process.operation
         span = self._plan.span(operation.shard, process.round)
@@ -68,15 +68,15 @@ class CpuJob:
         if operation.kind is OperationKind.COPY_SEND:
             payload = None if process.empty else self._own(span)
         elif operation.kind.reduces:
-            self._reduce(place, span, None if process.empty or arrival is None else arrival.data, operation.kind)
+            self._reduce(place, span, None if process.empty or chunk is None else chunk.data, operation.kind)
         elif self._plan.members == 1:
             self._reduce(place, span, None, OperationKind.REDUCE_STORE_SEND)
         else:
-            assert arrival is not None
-            assert arrival.data is not None
-            if arrival.data.data_ptr() != place.data_ptr():
-                place.copy_(arrival.data)
-        self._done.append(Processed(process, payload, arrival))
+            assert chunk is not None
+            assert chunk.data is not None
+            if chunk.data.data_ptr() != place.data_ptr():
+                place.copy_(chunk.data)
+        self._done.append(Processed(process, payload, chunk))
 
     def _reduce(self, place: Tensor, span: Span, partial: Tensor | None, kind: OperationKind) -> None:
         """The partial sum and the own gradient, where there are any, into ``place``."""
@@ -104,9 +104,9 @@ class CpuJob:
         done, self._done = self._done, []
         return done
 
-    def free(self, arrival: Chunk) -> None:
+    def free(self, chunk: Chunk) -> None:
         """Back to the slots, if it came from there."""
-        if arrival.data is not None and (slot := self._used.pop(arrival.data.data_ptr(), None)) is not None:
+        if chunk.data is not None and (slot := self._used.pop(chunk.data.data_ptr(), None)) is not None:
             self._slots.append(slot)
 
     def close(self, failed: bool) -> None:

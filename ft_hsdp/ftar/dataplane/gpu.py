@@ -161,12 +161,12 @@ class GpuJob:
         """The type of the elements."""
         return self._buffer.dtype
 
-    def land(self, frame: Frame) -> Tensor:
+    def buffer_for(self, frame: Frame) -> Tensor:
         """A slot for a partial sum, the place in the mirror for a final one."""
-        place = self._land(frame)
+        place = self._offset_for(frame)
         return self._buffer[place : place + frame.span.size]
 
-    def _land(self, frame: Frame) -> int:
+    def _offset_for(self, frame: Frame) -> int:
         if not frame.operation.kind.reduces or not frame.span.size:
             return frame.span.start
         with self._lock:
@@ -176,12 +176,12 @@ class GpuJob:
             self._taken[frame.operation.number, frame.round] = slot
         return self._areas.at(slot, frame.span)
 
-    def post(self, process: ProcessChunk, arrival: Chunk | None) -> None:
+    def post(self, process: ProcessChunk, chunk: Chunk | None) -> None:
         """Hand the chunk to the device."""
         span = self._plan.span(process.operation.shard, process.round)
         recv = None
-        if arrival is not None and not process.empty and span.size:
-            recv = self._place(arrival)
+        if chunk is not None and not process.empty and span.size:
+            recv = self._place(chunk)
         kind = process.operation.kind
         send = span.start if kind.adds else None  # a final sum that arrived stands in the mirror already
         if not self._posted:
@@ -190,16 +190,16 @@ class GpuJob:
             self._job.post(Command(kind, span.start, span.stop, recv, send))
         except RuntimeError as error:
             raise LocalSystemError(f"GPU data plane: {error}") from error
-        self._posted.append((process, arrival))
+        self._posted.append((process, chunk))
 
-    def _place(self, arrival: Chunk) -> int:
+    def _place(self, chunk: Chunk) -> int:
         """Where in the buffer what has arrived is; from elsewhere it is copied there first."""
-        assert arrival.data is not None
-        offset = arrival.data.data_ptr() - self._buffer.data_ptr()
+        assert chunk.data is not None
+        offset = chunk.data.data_ptr() - self._buffer.data_ptr()
         if 0 <= offset < self._buffer.nbytes:
             return offset // self._buffer.element_size()
-        place = self._land(arrival.frame)
-        self._buffer[place : place + arrival.data.numel()].copy_(arrival.data)
+        place = self._offset_for(chunk.frame)
+        self._buffer[place : place + chunk.data.numel()].copy_(chunk.data)
         return place
 
     def completed(self) -> list[Processed]:
@@ -219,16 +219,16 @@ class GpuJob:
             return []
         self._heard = time.monotonic()
         finished, self._posted = self._posted[:done], self._posted[done:]
-        return [Processed(process, self._payload(process), arrival) for process, arrival in finished]
+        return [Processed(process, self._payload(process), chunk) for process, chunk in finished]
 
     def _payload(self, process: ProcessChunk) -> Tensor:
         span = self._plan.span(process.operation.shard, process.round)
         return self._buffer[span.start : span.stop]
 
-    def free(self, arrival: Chunk) -> None:
+    def free(self, chunk: Chunk) -> None:
         """Back to the slots, if it came from there."""
         with self._lock:
-            slot = self._taken.pop((arrival.frame.operation.number, arrival.frame.round), None)
+            slot = self._taken.pop((chunk.frame.operation.number, chunk.frame.round), None)
             if slot is not None:
                 self._free.append(slot)
 

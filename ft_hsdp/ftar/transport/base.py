@@ -25,7 +25,7 @@ class BufferProvider(Protocol):
         """The type of the elements."""
         ...
 
-    def land(self, frame: Frame) -> Tensor:
+    def buffer_for(self, frame: Frame) -> Tensor:
         """A flat tensor of the frame's span for its payload."""
         ...
 
@@ -38,7 +38,7 @@ class Transfer:
     """
 
     framing: Framing
-    landing: BufferProvider
+    buffers: BufferProvider
     frames: int
     small: bool
 
@@ -73,7 +73,7 @@ class Receiver(Protocol):
         """
         ...
 
-    def release(self, arrival: Chunk) -> None:
+    def release(self, chunk: Chunk) -> None:
         """The chunk was used. What it held was whole only if this does not raise: the peer is still there."""
         ...
 

@@ -237,7 +237,7 @@ class Letters:
         self._mail.send(payload)
         return Parcel()
 
-    def unpack(self, label: bytes, read: Read, frame: Frame, landing: BufferProvider) -> Tensor:
+    def unpack(self, label: bytes, read: Read, frame: Frame, buffers: BufferProvider) -> Tensor:
         """Not this end."""
         raise NotImplementedError
 
@@ -294,7 +294,7 @@ class C10dLane(ReceiveLane):
     def _announce(self, transfer: Transfer) -> None:
         """Read one header, and post the receive of what it announces, or read what follows it."""
         _, frame, entries = self._header(transfer)
-        place = None if frame.empty else transfer.landing.land(frame)
+        place = None if frame.empty else transfer.buffers.buffer_for(frame)
         if place is not None and frame.nbytes > INLINE:
             self._mail.receive(place)
         elif place is not None:
@@ -330,7 +330,7 @@ class C10dReceiver(StreamReceiver):
 class C10d:
     """Works wherever gloo does."""
 
-    def offer(self, door: Listener, host: str) -> str:
+    def offer(self, listener: Listener, host: str) -> str:
         """The caller knows the address already."""
         return ""
 

@@ -45,7 +45,7 @@ class Carrier(Protocol):
         """What to send for a payload; None, or nothing in it: none follows."""
         ...
 
-    def unpack(self, label: bytes, read: Read, frame: Frame, landing: BufferProvider) -> Tensor:
+    def unpack(self, label: bytes, read: Read, frame: Frame, buffers: BufferProvider) -> Tensor:
         """The payload of ``frame``, read from the stream or from where its label says."""
         ...
 
@@ -68,9 +68,9 @@ class Bytes:
         """The bytes themselves."""
         return Parcel(b"", (bytes_of(payload),) if payload is not None else ())
 
-    def unpack(self, label: bytes, read: Read, frame: Frame, landing: BufferProvider) -> Tensor:
+    def unpack(self, label: bytes, read: Read, frame: Frame, buffers: BufferProvider) -> Tensor:
         """Straight to where the data plane wants it."""
-        place = landing.land(frame)
+        place = buffers.buffer_for(frame)
         read(bytes_of(place))
         return place
 
@@ -94,14 +94,14 @@ class Edge:
     settings: Settings
     token: str
     address: str = ""
-    door: str = ""
+    offered: str = ""
     ticket: str = ""
 
 
 class TransportKind(Protocol):
     """A transport."""
 
-    def offer(self, door: Listener, host: str) -> str:
+    def offer(self, listener: Listener, host: str) -> str:
         """What the caller must know, besides the ticket, to connect."""
         ...
 

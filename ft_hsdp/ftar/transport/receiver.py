@@ -33,7 +33,7 @@ class ReceiveLane:
         self._carrier = carrier
         self._batch = 1 if carrier.by_reference else max(1, slots // 2)
         self._due = 0
-        self._course = wire.FrameOrder()
+        self._frame_order = wire.FrameOrder()
 
     def receive(self, transfer: Transfer) -> Chunk:
         """Wait for the next frame."""
@@ -41,7 +41,7 @@ class ReceiveLane:
         data: Tensor | None = None
         if not frame.empty:
             try:
-                data = self._carrier.unpack(label, self._read, frame, transfer.landing)
+                data = self._carrier.unpack(label, self._read, frame, transfer.buffers)
             except ValueError as error:
                 raise ProtocolViolation(f"left neighbour: {error}") from error
             except OSError as error:
@@ -54,7 +54,7 @@ class ReceiveLane:
         head = bytearray(self._carrier.label + wire.HEADER.size)
         self._read(memoryview(head))
         frame = transfer.framing.check(bytes(head[self._carrier.label :]))
-        self._course.check(frame)
+        self._frame_order.check(frame)
         entries: tuple[wire.Entry, ...] = ()
         if frame.entries:
             body = bytearray(frame.entries * wire.ENTRY.size)
@@ -64,7 +64,7 @@ class ReceiveLane:
 
     def begin(self, alone: bool) -> None:
         """An all-reduce begins; ``alone``: all its frames come this way."""
-        self._course = wire.FrameOrder(alone)
+        self._frame_order = wire.FrameOrder(alone)
 
     def ready(self) -> bool:
         """Whether bytes are there."""
@@ -171,14 +171,14 @@ class StreamReceiver:
     def next(self, block: bool) -> Chunk | None:
         """The next frame in the order of sending."""
         assert self._transfer is not None
-        arrival: Chunk | None
+        chunk: Chunk | None
         if self._direct(self._transfer):
             lane = self._lanes[self._turn % len(self._lanes)]
             if not block and not lane.ready():
                 return None
-            arrival = lane.receive(self._transfer)
+            chunk = lane.receive(self._transfer)
         else:
-            while (arrival := self._early.pop(self._turn, None)) is None:
+            while (chunk := self._early.pop(self._turn, None)) is None:
                 try:
                     item = self._inbox.get(block)
                 except queue.Empty:
@@ -188,11 +188,11 @@ class StreamReceiver:
                 self._early[item[0]] = item[1]
         self._turn += 1
         self.frames += 1
-        return arrival
+        return chunk
 
-    def release(self, arrival: Chunk) -> None:
+    def release(self, chunk: Chunk) -> None:
         """Give the slot back on the lane that it came from."""
-        self._lanes[arrival.lane].release()
+        self._lanes[chunk.lane].release()
 
     def end(self) -> None:
         """Give back what is still due."""

@@ -100,7 +100,7 @@ class References:
         self._given = (self._given - gone) | {number}
         return struct.pack(f"!I{len(gone)}I", len(gone), *gone)
 
-    def unpack(self, label: bytes, read: Read, frame: Frame, landing: BufferProvider) -> Tensor:
+    def unpack(self, label: bytes, read: Read, frame: Frame, buffers: BufferProvider) -> Tensor:
         """Not this end."""
         raise NotImplementedError
 
@@ -127,14 +127,14 @@ class Referred:
         """Not this end."""
         raise NotImplementedError
 
-    def unpack(self, label: bytes, read: Read, frame: Frame, landing: BufferProvider) -> Tensor:
+    def unpack(self, label: bytes, read: Read, frame: Frame, buffers: BufferProvider) -> Tensor:
         """The sender's own memory, or a copy of it."""
         way, number, offset = _REFERENCE.unpack(label)
         if way == GIVEN:
             self._learn(number, read)
         if way in (MAPPED, GIVEN) and frame.nbytes:
-            return self._mapped.view(number, offset, frame.nbytes, landing.dtype)
-        place = landing.land(frame)
+            return self._mapped.view(number, offset, frame.nbytes, buffers.dtype)
+        place = buffers.buffer_for(frame)
         if way == REMOTE:
             read_remote(self._pid, offset, bytes_of(place))
         elif way == INLINE:
@@ -180,13 +180,13 @@ def _some(read: Read, count: int) -> bytes:
 class Shm:
     """Works between processes that share a kernel and a network namespace."""
 
-    def offer(self, door: Listener, host: str) -> str:
+    def offer(self, listener: Listener, host: str) -> str:
         """The name of the door's Unix socket."""
-        return door.local
+        return listener.local
 
     async def dial(self, edge: Edge, arena: Arena) -> StreamSender:
         """Connect, and let the neighbour try to read the ticket from our memory."""
-        sock = await handshake.dial("\0" + edge.door, edge.token, Purpose.DATA)
+        sock = await handshake.dial("\0" + edge.offered, edge.token, Purpose.DATA)
         probe = torch.frombuffer(bytearray(edge.ticket.encode()), dtype=torch.uint8)
         try:
             await wire.send(sock, RingData(edge.ticket, 0, probe.data_ptr()))

@@ -21,7 +21,7 @@ from ft_hsdp.protocol import RingData, RingReady
 class Tcp:
     """Works everywhere."""
 
-    def offer(self, door: Listener, host: str) -> str:
+    def offer(self, listener: Listener, host: str) -> str:
         """The caller knows the address already."""
         return ""
 
