@@ -240,7 +240,7 @@ class Leader:
             return
         settings = self._settings
         record = self._tally.record(
-            prev=self.replica.head.lineage,
+            prev=self.replica.ring_state.lineage,
             ring=grant.ring,
             total=grant.total,
             lr_scale=lambda n, total: lr.scale(settings.intervention, n, total),
@@ -437,10 +437,15 @@ def _named(fence: AttemptId) -> str:
 
 
 def initial(
-    me: int, incarnation: str, steps: int, state: StateId, rules: ReplicaPolicy = DEFAULT, wanted: int = 0
+    me: int,
+    incarnation: str,
+    steps: int,
+    state: StateId,
+    policy: ReplicaPolicy = DEFAULT,
+    requested_checkpoint: int = 0,
 ) -> Replica:
     """A replica that is about to check in with ``state``: initial weights, or what it found on its machine.
 
     ``wanted``: it demands a checkpoint of a state of that many steps or more (0: it demands none).
     """
-    return Replica(me, incarnation, steps, state, state, rules, wanted=wanted)
+    return Replica(me, incarnation, steps, state, state, policy, requested_checkpoint=requested_checkpoint)

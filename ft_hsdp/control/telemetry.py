@@ -36,11 +36,11 @@ class Decisions:
 
     def note(self, before: Replica, event: events.Event, after: Replica, due: tuple[effects.Effect, ...]) -> None:
         """``event`` has led from ``before`` to ``after``, and to what is ``due``."""
-        wrong = after.suspects or after.diverged
-        if wrong and wrong != (before.suspects or before.diverged):
-            step = after.head.step
-            facts = {"replicas": list(wrong), "step": step, "slice": state_id.number(step)}
-            self._journal.event("StateDiverged", _differing(event, after), majority=bool(after.suspects), **facts)
+        wrong = after.minority or after.diverged
+        if wrong and wrong != (before.minority or before.diverged):
+            step = after.ring_state.step
+            facts = {"replicas": list(wrong), "step": step, "slice": state_id.slice_number(step)}
+            self._journal.event("StateDiverged", _differing(event, after), majority=bool(after.minority), **facts)
         lost = sorted(r for r, _ in set(before.writers) - set(after.writers))
         if lost and (before.grant != after.grant or isinstance(event, events.RingBroken)):
             self._journal.event("CheckpointWriterLost", _instead(lost, after), replicas=lost)
@@ -90,7 +90,7 @@ def _instead(lost: list[int], after: Replica) -> str:
     who = f"replicas {lost} were lost while they wrote a checkpoint"
     if after.writers:
         return f"{who}: replicas {[r for r, _ in after.writers]} write a newer one"
-    if after.wanted > after.saved:
+    if after.requested_checkpoint > after.saved:
         return f"{who}: the state of the next step is written instead"
     return f"{who}, and so often before: the next one that is due counts"
 
@@ -98,7 +98,7 @@ def _instead(lost: list[int], after: Replica) -> str:
 def _differing(event: events.Event, after: Replica) -> str:
     """Who differs from whom, in words."""
     token = event.token if isinstance(event, events.TokenArrived) else None
-    return state_id.describe(token.digests, after.head) if token is not None else ""
+    return state_id.describe(token.digests, after.ring_state) if token is not None else ""
 
 
 def _fence(fence: AttemptId) -> dict[str, int]:

@@ -1,5 +1,33 @@
-"""The pure core: decisions without I/O and without a clock, stdlib only.
+"""The decisions of one replica, and the arithmetic that all replicas share: pure functions, standard library only.
 
-Each machine is ``transition(state, event) -> (state, effects)`` on frozen dataclasses, so that the same code
-runs in production, in the model checker and in tests.
+A replica is one whole model, sharded over its ranks; rank 0 leads it. The leader holds a frozen `Replica`. Each
+thing that happens to it is an event, and `replica.transition(replica, event)` returns the next `Replica` and
+a tuple of effects: what the leader has to do now. The same code runs in production (`ft_hsdp.control.leader`), in
+the model checker (`ft_hsdp.sim`), in `replay`, and in the transcripts of tests/core.
+
+Read the modules in this order:
+
+- `state_id`: the name of a committed state: commit epoch, step and a hash over its history.
+- `ledger`: which batches are inside a state, and which batch each replica takes next.
+- `commit`: the record of a step, the commit token that decides it, the votes of the ranks.
+- `grant`: what the lighthouse grants, what a replica reports to it, and the other answers.
+- `events`, `effects`: the input and the output of `transition`.
+- `replica_state`: `Replica`, field by field, and its phases.
+- `replica`: `transition`: one rule for each event.
+- `voting`: from the reduced gradient to the verdict, and what follows from it.
+- `checkpoint`: which replica writes a durable checkpoint, and which one retries.
+- `ring`: the schedule of the all-reduce: operations, chunks, counters (FT-HSDP §4.2).
+- `failure_detector`, `restart`, `lr`: when a peer counts as lost, when a replica is started again, learning rates.
+
+This package imports nothing but itself and the standard library, and of that no clock, no randomness and no I/O:
+`pyproject.toml` enforces it. Time enters as an argument or as an event. Two leaders that see the same events
+therefore decide the same, and a failure can be replayed from a log of events.
+
+Example: a replica that has just started asks the lighthouse for its first step::
+
+    zero = state_id.initial(config_hash, weights_digest)
+    replica = Replica(me=0, incarnation="0-a-0", steps=100, state=zero, ring_state=zero)
+    replica, effects = transition(replica, events.Started())
+    assert isinstance(effects[0], RequestGrant)
+    replica, effects = transition(replica, events.Answered(grant))  # Configure, RunBatch, Reduce
 """

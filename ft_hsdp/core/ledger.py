@@ -105,7 +105,7 @@ class Ledger:
         left_out = tuple((shard, index, n) for (shard, index), n in sorted(times.items()))
         return Ledger(tuple(cursors), tuple(sorted(holes)), takers, left_out)
 
-    def redealt(self, shards: int) -> Ledger:
+    def resharded(self, shards: int) -> Ledger:
         """The same batches as a ledger of ``shards`` data shards, for a resume on other replicas.
 
         Batch ``index`` of ``s`` old shards' ``shard`` is batch ``index * s + shard`` of the whole data, and stays
@@ -162,17 +162,17 @@ class BatchAssigner:
         """The ledger before the first step."""
         return Ledger.empty(self.shards)
 
-    def deal(self, ledger: Ledger, me: int) -> Batch:
+    def assign(self, ledger: Ledger, me: int) -> Batch:
         """The batch that replica ``me`` feeds on top of the state with ``ledger``."""
         if self.assignment == "per_replica":
             return me, ledger.untrained(me, 0)
         return 0, ledger.untrained(0, _place(ledger.takers, me))
 
-    def foresee(self, ledger: Ledger, me: int) -> Batch:
+    def predict(self, ledger: Ledger, me: int) -> Batch:
         """The batch that ``me`` will feed after this step, if the contributors stay the same: a guess."""
         takers = tuple(sorted({*(ledger.takers or range(self.replicas)), me}))
-        after = ledger.advance([self.deal(ledger, r) for r in takers], takers)
-        return self.deal(after, me)
+        after = ledger.advance([self.assign(ledger, r) for r in takers], takers)
+        return self.assign(after, me)
 
 
 def _place(takers: tuple[int, ...], me: int) -> int:

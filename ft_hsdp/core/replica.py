@@ -1,9 +1,8 @@
-"""Replica: what the leader of one replica decides, from the first check-in to the final state.
+"""What the leader of one replica decides, from its check-in to the final state: `transition`, one rule per event.
 
-``transition(replica, event) -> (replica, effects)``. The shell (control/leader.py) turns effects into sockets
-and feeds their outcome back as events. FT-HSDP §4.1 and §4.3, with the corrections of docs/protocol.md:
-lineage instead of step numbers, a commit token instead of independent decisions, and prepared records that
-survive doubt.
+FT-HSDP §4.1 and §4.3, with the corrections of docs/protocol.md: states are compared by lineage instead of step
+number, a commit token decides instead of each replica for itself, and a record in doubt is kept until it is known
+whether it was committed. control/leader.py turns effects into messages and their outcome into events.
 """
 
 from __future__ import annotations
@@ -47,11 +46,20 @@ from ft_hsdp.core.events import (
 from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Refused
 from ft_hsdp.core.replica_state import Phase, Replica, Step
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.core.voting import again, ask, broken, feed, go, reduced, token_came
+from ft_hsdp.core.voting import ask, ask_again, break_ring, leave_job, reduced, run_batch, token_arrived
 
 
 def transition(s: Replica, event: Event) -> Step:
-    """One event in, the next replica and what to do out."""
+    """Return the replica after `event`, and what its leader has to do.
+
+    Args:
+        s: the replica before the event.
+        event: what happened.
+
+    Returns:
+        The next replica, and effects in the order in which they are to be carried out. An event that has nothing
+        to say any more (about another epoch, attempt or state) changes nothing and has no effects.
+    """
     if s.phase is Phase.DONE:
         return s, ()
     if s.phase is Phase.LEAVING:
@@ -64,29 +72,29 @@ def transition(s: Replica, event: Event) -> Step:
         case GrantShown(grant):
             return _adopt(s, grant)
         case Unanswered():
-            return (s, ()) if _waned(s) else _proceed(s)
+            return (s, ()) if _a_member_left(s) else _proceed(s)
         case LeaseEnded():
-            return _stop_all(s)
+            return _lease_ended(s)
         case RingBroken(epoch, suspect, accuser):
-            return _torn(s, epoch, suspect, accuser)
+            return _ring_broken(s, epoch, suspect, accuser)
         case Reduced(fence, record, digest):
             return reduced(s, fence, record, digest)
         case TokenArrived(token):
-            return token_came(s, token)
+            return token_arrived(s, token)
         case Fetched(base):
             return _fetched(s, base)
         case FetchFailed(base, reason):
             if s.fetching != base:
                 return s, ()
             if s.phase in (Phase.FETCHING, Phase.FINAL):
-                return ask(replace(s, fetching=None), after=0 if s.intact else s.seen[1])
+                return ask(replace(s, fetching=None), superseded_epoch=0 if s.intact else s.seen[1])
             return replace(s, phase=Phase.DONE), (Exit(75, f"no donor could serve {base}: {reason}"),)
         case CheckpointWritten(state):
-            return _told(s, (checkpoint.ended(s, state, written=True), ()))
+            return _report_writer(s, (checkpoint.own_write_ended(s, state, written=True), ()))
         case CheckpointFailed(state):
-            return _told(s, (checkpoint.ended(s, state, written=False), ()))
+            return _report_writer(s, (checkpoint.own_write_ended(s, state, written=False), ()))
         case CheckpointOverdue():
-            return _told(s, checkpoint.overdue(s))
+            return _report_writer(s, checkpoint.retry_overdue(s))
         case LeaveRequested():
             s = replace(s, departing=True)
             return ask(s) if s.grant is None and s.phase is Phase.ASKING else (s, ())
@@ -95,26 +103,35 @@ def transition(s: Replica, event: Event) -> Step:
 
 
 def _leaving(s: Replica, event: Event) -> Step:
-    """Go when the others have left the ring: until then some may not have heard the verdict on the last step."""
+    """Exit only after the others have left the ring.
+
+    A member may still need this replica to pass on the last verdict.
+    """
     match event:
         case RingBroken() | GrantShown() | LeaveOverdue() if s.intact:
-            return go(s)
+            return leave_job(s)
         case CheckpointWritten(state) | CheckpointFailed(state) if state == s.writing:
-            s = checkpoint.ended(s, state, isinstance(event, CheckpointWritten))
-            return (s, ()) if s.intact else go(s)
+            s = checkpoint.own_write_ended(s, state, isinstance(event, CheckpointWritten))
+            return (s, ()) if s.intact else leave_job(s)
     return s, ()
 
 
 def _started(s: Replica) -> Step:
-    """Check in. Who begins with the final state writes the checkpoint that is missing: no step will follow."""
-    if s.head.step < s.steps or not s.wanted:
+    """Check in.
+
+    A replica that starts with the final state writes the checkpoint that is missing: no step will follow.
+    """
+    if s.ring_state.step < s.steps or not s.requested_checkpoint:
         return ask(s)
-    s, asked = ask(replace(s, writing=s.state, wanted=0))
+    s, asked = ask(replace(s, writing=s.state, requested_checkpoint=0))
     return s, (WriteCheckpoint(s.state), *asked)
 
 
-def _told(before: Replica, step: Step) -> Step:
-    """``step`` from ``before`` on; the lighthouse hears who writes the final state, for the end waits for that."""
+def _report_writer(before: Replica, step: Step) -> Step:
+    """Add a request to `step` if, in phase FINAL, this replica began or ended to write.
+
+    The end of the job waits for that.
+    """
     s, effects = step
     if before.phase is not Phase.FINAL or (before.writing is None) == (s.writing is None):
         return step
@@ -122,53 +139,62 @@ def _told(before: Replica, step: Step) -> Step:
     return s, (*effects, *asked)
 
 
-def _torn(s: Replica, epoch: int, suspect: int | None, accuser: int | None) -> Step:
-    """The ring broke. After the last step it is of no use, but the writer of the final state may be lost."""
+def _ring_broken(s: Replica, epoch: int, suspect: int | None, accuser: int | None) -> Step:
+    """Handle a broken ring.
+
+    After the last step no ring is needed, but the writer of the final state may be lost.
+    """
     over = s.phase is Phase.FINAL and s.verified
-    s, effects = broken(s, epoch, suspect=suspect, accuser=accuser)
+    s, effects = break_ring(s, epoch, suspect=suspect, accuser=accuser)
     if not over or not effects:
         return s, effects
-    s, written = _told(s, checkpoint.bereft(s, suspect))
+    s, written = _report_writer(s, checkpoint.writer_lost(s, suspect))
     return s, (*effects, *written)
 
 
-def _waned(s: Replica) -> bool:
-    """Whether members of the ring have left it at the last commit: then it cannot go on, lease or not."""
-    return bool(s.leaving) and not set(s.equal) <= set(s.leaving)
+def _a_member_left(s: Replica) -> bool:
+    """Whether a member, but not all that are up to date, left the ring at the last commit.
+
+    It cannot go on, lease or not.
+    """
+    return bool(s.leaving) and not set(s.up_to_date) <= set(s.leaving)
 
 
-def _stop_all(s: Replica) -> Step:
-    """The lease is over between two steps: leave the ring on purpose, so that all members stop and ask together.
+def _lease_ended(s: Replica) -> Step:
+    """Leave the ring on purpose when the lease ends between two steps, so that all members stop and ask together.
 
-    Whoever waited for this replica in a ring would hold it to hang.
+    A member that waited for this replica in a ring would take it to hang.
     """
     if s.grant is None or s.phase is not Phase.ASKING:
         return s, ()
-    return broken(s, s.grant.epoch, f"the lease of replica {s.me} has ended: no lighthouse answers it")
+    return break_ring(s, s.grant.epoch, f"the lease of replica {s.me} has ended: no lighthouse answers it")
 
 
 def _answered(s: Replica, answer: Answer) -> Step:
-    """The lighthouse's word on the newest ask. One that does not fit is asked again: nothing else would follow."""
+    """Handle the lighthouse's answer to the newest request.
+
+    If it does not fit, ask again: nothing else would follow.
+    """
     waits = s.phase is Phase.ASKING or (s.phase is Phase.FINAL and s.fetching is None)
     match answer:
         case Grant():
             after, due = _adopt(s, answer)
             if waits and not due:
-                return again(
+                return ask_again(
                     s, f"the grant of epoch {answer.epoch} does not fit: this replica knows epoch {s.seen[1]}"
                 )
             return after, due
         case Continue(epoch, step, leave, checkpoint):
-            s = replace(s, dismissed=leave, wanted=max(s.wanted, checkpoint))
-            stands = s.grant is not None and (epoch, step) == (s.grant.epoch, s.head.step + 1)
+            s = replace(s, dismissed=leave, requested_checkpoint=max(s.requested_checkpoint, checkpoint))
+            stands = s.grant is not None and (epoch, step) == (s.grant.epoch, s.ring_state.step + 1)
             if stands and s.intact and s.phase is not Phase.FINAL:
                 return _proceed(s)
             misfit = f"step {step} of epoch {epoch} is not what was asked for in epoch {s.seen[1]}"
-            return again(s, misfit) if waits else (s, ())
+            return ask_again(s, misfit) if waits else (s, ())
         case CatchUp(base):
             if base.step >= s.steps or (waits and not state_id.newer(s.state, base)):
                 return _catch_up(s, answer)
-            return again(s, f"{base} is to be fetched, this replica holds {s.state}") if waits else (s, ())
+            return ask_again(s, f"{base} is to be fetched, this replica holds {s.state}") if waits else (s, ())
         case Finish():
             return replace(s, phase=Phase.DONE), (Exit(0, "every replica has the final state"),)
         case Refused(reason, code, forget):
@@ -177,20 +203,24 @@ def _answered(s: Replica, answer: Answer) -> Step:
 
 
 def _proceed(s: Replica) -> Step:
-    """The membership stands: reduce the next step on the ring that is there."""
+    """Reduce the next step on the ring that stands: the membership is unchanged."""
     if s.phase is not Phase.ASKING or not s.intact:
         return s, ()
     s = replace(s, phase=Phase.REDUCING)
-    return s, (Reduce(s.fence, s.role, s.head.lineage),)
+    return s, (Reduce(s.fence, s.role, s.ring_state.lineage),)
 
 
 def _adopt(s: Replica, grant: Grant) -> Step:
-    """Take a newer grant, unless this replica holds something newer than the grant's base."""
+    """Adopt a newer grant, unless this replica holds something newer than the grant's base.
+
+    A record in doubt that leads to the base was committed, so it is applied. A replica that does not hold the base
+    is behind: it relays, and fetches the base from the grant's donors.
+    """
     if (grant.term, grant.epoch) <= s.seen or grant.epoch <= (s.grant.epoch if s.grant else 0):
         return s, ()
     mine = grant.member(s.me, s.incarnation)
     if mine is None:
-        return broken(s, s.grant.epoch) if s.grant and s.intact else (s, ())
+        return break_ring(s, s.grant.epoch) if s.grant and s.intact else (s, ())
     s = s if mine.number <= s.number else replace(s, number=mine.number)
     leaves = (StopRing(s.grant.epoch, grant.reason),) if s.grant and s.intact else ()
     held = s.prepared
@@ -200,11 +230,11 @@ def _adopt(s: Replica, grant: Grant) -> Step:
         state_id.newer(s.state, grant.base)
         or (held is not None and doubtful and state_id.newer(held.state_id, grant.base))
     ):
-        s = replace(s, seen=(grant.term, grant.epoch), intact=False, silent=(), edge=None)
-        s, asked = ask(s, after=grant.epoch)
+        s = replace(s, seen=(grant.term, grant.epoch), intact=False, ring_suspects=(), edge=None)
+        s, asked = ask(s, superseded_epoch=grant.epoch)
         return s, (*leaves, StopRing(grant.epoch, "stale grant: a member holds a newer state"), *asked)
     state = held.state_id if resolved and held else s.state
-    s = checkpoint.granted(s, grant)
+    s = checkpoint.grant_adopted(s, grant)
     effects: list[tuple[Effect, ...]] = [leaves]
     if resolved and held:
         s, written = checkpoint.write(s, grant.base, grant.donors)
@@ -216,7 +246,7 @@ def _adopt(s: Replica, grant: Grant) -> Step:
         s,
         phase=Phase.REDUCING,
         state=state,
-        head=grant.base,
+        ring_state=grant.base,
         grant=grant,
         seen=(grant.term, grant.epoch),
         intact=True,
@@ -227,62 +257,68 @@ def _adopt(s: Replica, grant: Grant) -> Step:
         forwarded=False,
         token=None,
         fetching=grant.base if behind else None,
-        fed=None if behind else s.fed,
+        fed_state=None if behind else s.fed_state,
         log=(),
         void=None,
-        equal=(),
+        up_to_date=(),
         leaving=(),
         lagging=(),
-        suspects=(),
+        minority=(),
         diverged=(),
-        silent=(),
+        ring_suspects=(),
         edge=None,
-        wanted=min(s.wanted, grant.base.step + 1),
+        requested_checkpoint=min(s.requested_checkpoint, grant.base.step + 1),
         saved=min(s.saved, grant.base.step),
     )
     effects.append((Configure(grant),))
     if behind:
         effects.append((Fetch(grant.base, grant.donors),))
-    s, fed = feed(s) if s.role == "contribute" else (s, ())
+    s, fed = run_batch(s) if s.role == "contribute" else (s, ())
     effects.append(fed)
-    effects.append((Reduce(s.fence, s.role, s.head.lineage),))
+    effects.append((Reduce(s.fence, s.role, s.ring_state.lineage),))
     return s, sum(effects, ())
 
 
 def _fetched(s: Replica, base: StateId) -> Step:
-    """The base is here and verified: apply what was committed on top of it meanwhile."""
+    """Install the fetched base and apply what was committed on top of it meanwhile."""
     if s.fetching != base:
         return s, ()
     state = s.log[-1].state_id if s.log else base
     effects: tuple[Effect, ...] = (InstallSnapshot(base), *(Commit(r) for r in s.log))
     s = replace(s, state=state, fetching=None, log=())
     if s.phase in (Phase.FETCHING, Phase.FINAL):
-        s, asked = ask(replace(s, head=state, record=None, forwarded=False), after=0 if s.intact else s.seen[1])
+        s, asked = ask(
+            replace(s, ring_state=state, record=None, forwarded=False),
+            superseded_epoch=0 if s.intact else s.seen[1],
+        )
         return s, (*effects, *asked)
     if s.phase is Phase.ASKING:  # the open ask says that this state is not here
-        s, asked = ask(s, after=s.grant.epoch if s.grant and not s.intact else 0)
+        s, asked = ask(s, superseded_epoch=s.grant.epoch if s.grant and not s.intact else 0)
         return s, (*effects, *asked)
     return s, effects
 
 
 def _catch_up(s: Replica, answer: CatchUp) -> Step:
-    """No ring for now: apply the record in doubt if it leads to the base, keep the base for others, or fetch it.
+    """Do without a ring for now.
 
-    Until the base is here the record is kept: if all that hold the base are lost, it is the newest that is left.
+    Apply the record in doubt if it leads to the base, keep the base for others, or fetch it.
+
+    The record is kept until the base is here: if all replicas that hold the base are lost, it is the newest state
+    left.
     """
     base, held, final = answer.base, s.prepared, answer.base.step >= s.steps
     effects: tuple[Effect, ...] = ()
     if s.grant and s.intact:
         effects = (StopRing(s.grant.epoch, answer.reason),)
-    s = replace(s, intact=False, head=base, equal=(), leaving=(), lagging=())
+    s = replace(s, intact=False, ring_state=base, up_to_date=(), leaving=(), lagging=())
     if held is not None and state_id.same(held.state_id, base):
         s, written = checkpoint.write(s, base, answer.donors)
         effects = (*effects, Commit(held), *written)
         s = replace(s, state=base, record=None, forwarded=False)
     if s.verified:
         kept = () if final else (Keep(base),)  # the final state is kept anyway, and for longer
-        s, asked = ask(s, after=s.seen[1])
+        s, asked = ask(s, superseded_epoch=s.seen[1])
         return s, (*effects, *kept, *asked)
-    s = replace(s, phase=Phase.FETCHING, fetching=base, log=(), fed=None)
+    s = replace(s, phase=Phase.FETCHING, fetching=base, log=(), fed_state=None)
     where = f"training ended at {base}" if final else f"holds {s.state}, the others hold {base}"
     return s, (*effects, DropGradient(f"left behind: {where}"), Fetch(base, answer.donors))

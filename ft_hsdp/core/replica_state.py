@@ -1,6 +1,7 @@
-"""Rules: what the operator chose for all replicas of a job alike.
+"""What the leader of one replica knows (`Replica`), in which phase of a step it is, and what the operator chose.
 
-Standing: what the leader of one replica knows of it, and where it is in a step.
+`Replica` is frozen: `replica.transition` returns a changed copy. Nothing of it travels or is written down as a
+whole; `voting.ask` copies what the lighthouse needs into a `Report`.
 """
 
 from __future__ import annotations
@@ -21,27 +22,29 @@ Poison = Literal["exclude_contributor", "skip_step"]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaPolicy:
-    """``checkpoint_every`` steps there is a durable checkpoint (0: never). A replica that is behind keeps at most
-    ``catchup_log_steps`` committed gradients until its base is there. ``poison`` says what becomes of a step in
-    which some gradient is not finite: it is tried again without it, or committed without changing any weight.
-    A batch that was left out of ``poison_retries`` steps is given up.
-    ``keep_last``: when all that hold the state leave on request, one of them writes a checkpoint of it first.
-    """
+    """What the operator chose; equal for all replicas of a job."""
 
-    checkpoint_every: int = 0
-    catchup_log_steps: int = 64
+    checkpoint_every: int = 0  # a durable checkpoint after each so many steps; 0: none
+    catchup_log_steps: int = 64  # committed gradients that a replica buffers while it fetches its base
+    # A gradient is not finite: try the step again without it, or commit the step without changing a weight.
     poison: Poison = "exclude_contributor"
-    keep_last: bool = False
-    poison_retries: int = 3
+    keep_last: bool = False  # if all replicas that hold the state leave on request, one writes a checkpoint first
+    poison_retries: int = 3  # a batch that was left out of so many steps is given up
 
 
 DEFAULT = ReplicaPolicy()
 
 
 def difference(theirs: Mapping[str, str], agreed: Mapping[str, str]) -> tuple[str, str, str] | None:
-    """The first dotted key in which two configurations differ, with both values; None: in no key.
+    """Return the first dotted key, in sorted order, in which two configurations differ.
 
-    A value is the text that `config.agreed` gives; "nothing" stands for a key that one side does not know.
+    Args:
+        theirs: values by dotted key, as `config.agreed` writes them.
+        agreed: the same of the other side.
+
+    Returns:
+        The key, the value in `theirs` and the value in `agreed`; "nothing" stands for a key that one side does
+        not have. None if the two are equal.
     """
     for key in sorted(theirs.keys() | agreed.keys()):
         mine, other = theirs.get(key, "nothing"), agreed.get(key, "nothing")
@@ -51,115 +54,135 @@ def difference(theirs: Mapping[str, str], agreed: Mapping[str, str]) -> tuple[st
 
 
 class Phase(Enum):
-    """Where a replica is in a step."""
+    """Where a replica is in a step.
 
-    ASKING = "asking"
-    REDUCING = "reducing"
-    VOTED = "voted"
-    LEAVING = "leaving"
-    FETCHING = "fetching"  # without a ring
-    FINAL = "final"
-    DONE = "done"
+    The usual way is ASKING, REDUCING, VOTED and, at the commit, ASKING again. After the last commit it is FINAL.
+    A ring that breaks leads from REDUCING or VOTED back to ASKING. DONE has no way out.
+    """
+
+    ASKING = "asking"  # a request for the next step is open at the lighthouse
+    REDUCING = "reducing"  # the ranks compute and reduce the gradient of the step
+    VOTED = "voted"  # all ranks hold the sum; the verdict of the commit token is not known yet
+    LEAVING = "leaving"  # committed its last step; stays in the ring until the others have left it
+    FETCHING = "fetching"  # fetches a state without a ring, told to by a `CatchUp`
+    FINAL = "final"  # all steps are committed; waits until every replica has the final state
+    DONE = "done"  # the process ends; no event counts any more
 
 
 @dataclass(frozen=True, slots=True)
 class Replica:
-    """The leader's view of its replica.
+    """The leader's view of its replica: the argument and the result of `replica.transition`.
 
-    ``state`` is what all ranks hold. ``head`` is the state that the ring builds on: it is above ``state``
-    while a fetch of ``fetching`` is under way and ``log`` holds the committed records that are still to be
-    applied. ``record`` is there once all ranks hold the reduced gradient, ``forwarded`` once a yes was passed
-    on. ``digest`` is of the slice of the state that the attempt builds on. ``fed`` is the state that the newest
-    batch is fed to. ``suspects`` were found to hold another state than the majority, ``diverged`` are those that
-    differ with no majority. ``silent`` is who was seen to die or fall silent in the ring of ``grant``,
-    ``edge`` who blamed whom for its end.
-    ``spoiled`` are the batches (data shard, index) that the attempt goes without: no finite gradients.
-    ``failing``: this replica could not write its last checkpoint. ``writing`` is the state whose checkpoint it
-    writes. ``writers`` are the replicas, each with its incarnation, that are known to write one. ``missing``: none
-    that was ordered is known to be durable since; ``again`` is how many attempts were made in its place. ``skips``
-    is how many of the newest steps in a row changed no weight. ``departing``: it was asked to leave;
-    ``dismissed``: the lighthouse wants it to, when it can be spared. ``wanted`` is the newest demand for a
-    checkpoint that was heard of, ``saved`` the step of the newest state that was written on demand.
-    ``number`` is the lighthouse's number of this incarnation, told by its newest grant.
+    `state` is what all ranks hold, `ring_state` is what the next reduction builds on. They are equal except while
+    the replica is behind: then a fetch of `fetching` is under way (or is to be ordered), the replica only relays
+    in the ring, and `log` holds the records that were committed meanwhile.
     """
 
-    me: int
-    incarnation: str
-    steps: int
-    state: StateId
-    head: StateId
-    rules: ReplicaPolicy = DEFAULT
+    # Identity.
+    me: int  # replica id
+    incarnation: str  # this life of the replica
+    steps: int  # steps of the job; the state after the last one is final
+
+    # What it holds.
+    state: StateId  # what all ranks hold
+    ring_state: StateId  # what the ring builds on; newer than `state` while the replica is behind
+    policy: ReplicaPolicy = DEFAULT
+
+    # Its place in the protocol.
     phase: Phase = Phase.ASKING
-    grant: Grant | None = None
-    seen: tuple[int, int] = (0, 0)
-    intact: bool = False
-    attempt: int = 0
-    excluded: tuple[int, ...] = ()
+    grant: Grant | None = None  # the newest one that was adopted
+    seen: tuple[int, int] = (0, 0)  # (term, epoch) of the newest grant heard of, adopted or not
+    intact: bool = False  # whether the ring of `grant` stands
+    attempt: int = 0  # number of the attempt at the step, from 0; a new grant starts at 0
+    excluded: tuple[
+        int, ...
+    ] = ()  # replicas that only relay in this attempt: poisoned or doubled in an earlier one
+    # Batches (data shard, index) that this attempt goes without: their gradients were not finite.
     spoiled: tuple[tuple[int, int], ...] = ()
-    record: CommitRecord | None = None
-    forwarded: bool = False
-    digest: str = ""
-    token: CommitToken | None = None
-    fed: StateId | None = None
-    fetching: StateId | None = None
-    log: tuple[CommitRecord, ...] = ()
-    void: AttemptId | None = None
-    equal: tuple[int, ...] = ()
-    leaving: tuple[int, ...] = ()
-    lagging: tuple[int, ...] = ()
-    unwritable: tuple[int, ...] = ()
-    suspects: tuple[int, ...] = ()
-    diverged: tuple[int, ...] = ()
-    silent: tuple[int, ...] = ()
-    edge: tuple[int, int] | None = None
-    departing: bool = False
-    dismissed: bool = False
-    failing: bool = False
-    skips: int = 0
-    wanted: int = 0
-    saved: int = 0
-    writing: StateId | None = None
-    writers: tuple[tuple[int, str], ...] = ()
-    missing: bool = False
-    again: int = 0
-    number: int = 0
+
+    # The vote on this attempt.
+    record: CommitRecord | None = None  # set once all ranks hold the reduced gradient
+    forwarded: bool = False  # whether a yes was passed on, so that others may have committed `record`
+    digest: str = ""  # hash of the compared slice of the state that the attempt builds on; "": not held
+    token: CommitToken | None = None  # a token that arrived before the own sum was complete
+
+    # What its ranks are busy with.
+    fed_state: StateId | None = None  # the state on which the newest batch was started
+    fetching: StateId | None = None  # the base that the ranks fetch
+    log: tuple[
+        CommitRecord, ...
+    ] = ()  # committed, to be applied on top of `fetching`; `catchup_log_steps` at most
+    void: AttemptId | None = (
+        None  # an attempt for which this replica never votes yes: its ring broke before the vote
+    )
+
+    # What the last commit token said: sorted replica ids. A new grant clears all but `unwritable`.
+    up_to_date: tuple[int, ...] = ()  # hold the state that the step led to
+    leaving: tuple[int, ...] = ()  # leave the ring after that step
+    lagging: tuple[int, ...] = ()  # dropped their log and need a newer base
+    unwritable: tuple[int, ...] = ()  # could not write their last checkpoint
+    minority: tuple[int, ...] = ()  # hold another state than the majority
+    diverged: tuple[int, ...] = ()  # hold different states, and no majority can tell which is right
+
+    # Why the ring of `grant` broke.
+    ring_suspects: tuple[int, ...] = ()  # replicas that were seen to die or fall silent
+    edge: tuple[int, int] | None = None  # (accuser, suspect): which neighbour blamed which
+
+    # Departure.
+    departing: bool = False  # told to leave by its own process (SIGTERM)
+    dismissed: bool = False  # the lighthouse wants it to leave when the others can spare it
+
+    # Checkpoints; core/checkpoint.py decides with them.
+    checkpoint_failed: bool = False  # this replica could not write its last checkpoint
+    requested_checkpoint: int = 0  # newest demand heard of: write a state of that step or a later one; 0: none
+    saved: int = 0  # step of the newest state that was written on demand
+    writing: StateId | None = None  # the state whose checkpoint this replica writes
+    writers: tuple[tuple[int, str], ...] = ()  # (replica, incarnation) known to write a checkpoint now
+    checkpoint_missing: bool = False  # one was ordered, and none is known to be durable since
+    checkpoint_retries: int = 0  # attempts made in place of a lost or failed one
+
+    skips_in_a_row: int = 0  # how many of the newest steps changed no weight
+    number: int = 0  # what the lighthouse numbered this incarnation with; 0: no grant yet
 
     @property
     def verified(self) -> bool:
         """Whether this replica holds the state that the ring builds on."""
-        return state_id.same(self.state, self.head)
+        return state_id.same(self.state, self.ring_state)
 
     @property
     def prepared(self) -> CommitRecord | None:
-        """The record that this replica could apply if it turns out to be committed."""
+        """The record that this replica can apply if it turns out to be committed; None if there is none."""
         record = self.record if self.forwarded else None
         return record if record is not None and record.prev == self.state.lineage else None
 
     @property
     def lags(self) -> bool:
-        """Whether this replica needs a newer base: it has dropped its log, which was full."""
+        """Whether this replica needs a newer base than the one it fetched: its log was full, and is dropped."""
         return not self.verified and self.fetching is None
 
     @property
-    def doubt(self) -> StateId | None:
-        """The highest state that may be committed although this replica cannot apply it yet."""
+    def in_doubt(self) -> StateId | None:
+        """The newest state that may be committed although this replica cannot apply it yet; None if up to date."""
         if self.verified:
             return None
         voted = self.record.state_id if self.record is not None and self.forwarded else None
-        return voted if voted is not None and state_id.newer(voted, self.head) else self.head
+        return voted if voted is not None and state_id.newer(voted, self.ring_state) else self.ring_state
 
     @property
     def fence(self) -> AttemptId:
         """The attempt that is under way."""
-        return AttemptId(self.grant.epoch if self.grant else 0, self.head.step + 1, self.attempt)
+        return AttemptId(self.grant.epoch if self.grant else 0, self.ring_state.step + 1, self.attempt)
 
     @property
     def role(self) -> Role:
-        """Contribute only if granted, not poisoned in an earlier attempt, and in possession of the base."""
+        """This replica's role in the attempt.
+
+        It contributes only if the grant says so, it holds the base, and no earlier attempt excluded it.
+        """
         mine = self.grant.member(self.me, self.incarnation) if self.grant else None
         granted = mine is not None and mine.role == "contribute" and self.me not in self.excluded
         return "contribute" if granted and self.verified else "behind"
 
 
 Step = tuple[Replica, tuple[Effect, ...]]
-"""What a rule gives: the replica as it is then, and what its leader is told to do."""
+"""The result of a rule: the replica after it, and what its leader has to do, in this order."""

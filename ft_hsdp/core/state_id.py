@@ -84,17 +84,17 @@ SLICES = 16
 Digests = tuple[tuple[int, str], ...]  # (replica, digest of its slice), of verified members only
 
 
-def number(step: int) -> int:
+def slice_number(step: int) -> int:
     """The number of the slice that is compared after ``step`` steps."""
     return step % SLICES
 
 
-def part(nbytes: int, step: int) -> tuple[int, int]:
+def slice_bounds(nbytes: int, step: int) -> tuple[int, int]:
     """The slice that is compared of a state of ``nbytes`` after ``step`` steps, as [begin, end) in bytes.
 
     Any ``SLICES`` steps in a row cover the whole state.
     """
-    n = number(step)
+    n = slice_number(step)
     return nbytes * n // SLICES, nbytes * (n + 1) // SLICES
 
 
@@ -113,7 +113,7 @@ def minority(digests: Digests) -> tuple[int, ...]:
 
 def describe(digests: Digests, state: StateId) -> str:
     """A line for humans: who differs from whom."""
-    where = f"in slice {number(state.step)} of {state}"
+    where = f"in slice {slice_number(state.step)} of {state}"
     few = minority(digests)
     if few:
         rest = sorted(replica for replica, _ in digests if replica not in few)

@@ -1,8 +1,8 @@
-"""Asking: what a replica's leader does whenever a step ends or breaks: report, feed.
+"""From the reduced gradient to the verdict on it, and what a replica does next: apply, retry, leave, or ask again.
 
-Voting: from the sum that a replica holds to the verdict on it, and what follows from that.
-
-FT-HSDP §4.1 has each replica decide for itself. Here no verdict is drawn from anything but the commit token.
+FT-HSDP §4.1 lets each replica decide for itself whether a step succeeded. Here the commit token decides, and
+nothing
+else: the leaders pass it round their ring twice. Pass 1 collects the votes, pass 2 carries the verdict.
 """
 
 from __future__ import annotations
@@ -28,45 +28,62 @@ from ft_hsdp.core.grant import Report
 from ft_hsdp.core.replica_state import Phase, Replica, Step
 
 
-def ask(s: Replica, after: int = 0, pause: bool = False) -> Step:
-    """Report the true state and ask for the next step; ``pause``: see `Ask`."""
+def ask(s: Replica, superseded_epoch: int = 0, pause: bool = False) -> Step:
+    """Report the state to the lighthouse and ask for the next step.
+
+    Args:
+        s: the replica.
+        superseded_epoch: an epoch whose ring is over for this replica, so that only a larger epoch helps; 0: none.
+        pause: wait a moment before the request is sent (see `effects.RequestGrant`).
+
+    Returns:
+        The replica in phase ASKING, or FINAL if the ring's state is the final one, and one `RequestGrant`.
+    """
     report = Report(
         replica=s.me,
         incarnation=s.incarnation,
         state=s.state,
-        step=s.head.step + 1,
+        step=s.ring_state.step + 1,
         epoch=s.grant.epoch if s.grant else 0,
-        after=after,
+        after=superseded_epoch,
         max_term=s.seen[0],
         prepared=s.prepared,
         void=s.void,
-        doubt=s.doubt,
-        equal=s.equal,
+        doubt=s.in_doubt,
+        equal=s.up_to_date,
         leaving=s.leaving,
         lagging=s.lagging,
         diverged=s.diverged,
-        suspects=s.silent if after else (),
-        edge=s.edge if after else None,
+        suspects=s.ring_suspects if superseded_epoch else (),
+        edge=s.edge if superseded_epoch else None,
         saved=s.saved,
         departs=s.departing,
         number=s.number,
-        writing=s.writing is not None and s.head.step >= s.steps,
+        writing=s.writing is not None and s.ring_state.step >= s.steps,
     )
-    return replace(s, phase=Phase.FINAL if s.head.step >= s.steps else Phase.ASKING), (
+    return replace(s, phase=Phase.FINAL if s.ring_state.step >= s.steps else Phase.ASKING), (
         RequestGrant(report, pause),
     )
 
 
-def broken(
+def break_ring(
     s: Replica,
     epoch: int,
     why: str = "the ring broke",
     suspect: int | None = None,
     accuser: int | None = None,
 ) -> Step:
-    """The ring is of no more use: say so and whom it suspects, keep what is in doubt, ask for a larger epoch.
+    """Leave the ring of `epoch`, keep what is in doubt, and ask for a larger epoch.
 
-    A replica that has not passed on a yes never will, so its attempt is void: nobody can have committed it.
+    A replica that has not passed on a yes never will, so its attempt is void: no member can have committed it.
+    Nothing happens if the ring of `epoch` does not stand here.
+
+    Args:
+        s: the replica.
+        epoch: the epoch of the ring that broke.
+        why: the reason that the other members are told.
+        suspect: the replica that is held responsible, if there is one.
+        accuser: the neighbour of the suspect that blames it.
     """
     if s.grant is None or s.grant.epoch != epoch or not s.intact:
         return s, ()
@@ -78,32 +95,36 @@ def broken(
         void=s.fence if undecided else s.void,
         record=s.record if s.forwarded else None,
         token=None,
-        silent=() if suspect in (None, s.me) else (suspect,),
+        ring_suspects=() if suspect in (None, s.me) else (suspect,),
         edge=None if suspect is None or accuser in (None, suspect) else (accuser, suspect),
     )
     stopped = StopRing(epoch, why)
     if s.phase is Phase.FINAL and s.verified:
         return s, (stopped,)
-    s, asked = ask(s, after=epoch)
+    s, asked = ask(s, superseded_epoch=epoch)
     return s, (stopped, *asked)
 
 
-def again(s: Replica, why: str) -> Step:
-    """An answer does not fit what this replica knows: leave the ring, if there is one, and ask for a larger epoch.
+def ask_again(s: Replica, why: str) -> Step:
+    """Leave the ring and ask for a larger epoch, because an answer does not fit what this replica knows.
 
-    Whoever ignored it would have no open request, and would wait for ever.
+    To ignore the answer would leave this replica without an open request: it would wait for ever.
+
+    Args:
+        s: the replica.
+        why: the reason that the other members are told.
     """
     epoch = s.seen[1]
     left = (StopRing(epoch, why),) if s.intact else ()
-    s, asked = ask(replace(s, intact=False, silent=(), edge=None), after=epoch, pause=True)
+    s, asked = ask(replace(s, intact=False, ring_suspects=(), edge=None), superseded_epoch=epoch, pause=True)
     return s, (*left, *asked)
 
 
-def feed(s: Replica) -> Step:
-    """Start on the next batch, unless its gradient is there or under way already."""
-    if s.fed is not None and state_id.same(s.fed, s.state):
+def run_batch(s: Replica) -> Step:
+    """Start on the next batch, unless its gradient is computed or being computed already."""
+    if s.fed_state is not None and state_id.same(s.fed_state, s.state):
         return s, ()
-    return replace(s, fed=s.state), (RunBatch(s.state.step + 1),)
+    return replace(s, fed_state=s.state), (RunBatch(s.state.step + 1),)
 
 
 LEFT = "left on request"
@@ -112,23 +133,30 @@ MAX_SKIPS = 8  # steps in a row without a finite sum; fewer than refill the budg
 
 
 def reduced(s: Replica, fence: AttemptId, record: CommitRecord, digest: str) -> Step:
-    """All own ranks hold the sum: vote, if the token is here or starts here."""
+    """Vote on the sum that all own ranks hold, if the token is here or starts here.
+
+    Args:
+        s: the replica.
+        fence: the attempt that was reduced; the event is ignored if it is not the current one.
+        record: the record of that attempt.
+        digest: hash of the compared slice of the base state; "" if this replica does not hold it.
+    """
     if s.phase is not Phase.REDUCING or not fenced(s.fence, fence):
         return s, ()
     if s.spoiled:
-        record = replace(record, spoiled=s.spoiled, retries=s.rules.poison_retries)
+        record = replace(record, spoiled=s.spoiled, retries=s.policy.poison_retries)
     s = replace(s, phase=Phase.VOTED, record=record, digest=digest if s.verified else "")
     if _position(s) == 0:
         yes, reason = _vote(s)
         token = CommitToken(fence, False, yes, record.state_id.lineage, reason=reason)
         return _pass_on(s, token)
     if s.token is not None:
-        return token_came(replace(s, token=None), s.token)
+        return token_arrived(replace(s, token=None), s.token)
     return s, ()
 
 
 def _vote(s: Replica) -> tuple[bool, str]:
-    """This replica's vote on the record that it holds."""
+    """Return this replica's vote on the record that it holds, and the reason if it is a no."""
     assert s.record is not None
     if s.record.poisoned and not _skips(s, s.record):
         return False, f"gradient of replicas {list(s.record.poisoned)} is not finite"
@@ -140,12 +168,23 @@ def _vote(s: Replica) -> tuple[bool, str]:
 
 
 def _skips(s: Replica, record: CommitRecord) -> bool:
-    """Whether the record is committed as a step that changes no weight: by choice, or nobody is left."""
-    return s.rules.poison == "skip_step" or set(record.contributors) <= set(record.poisoned)
+    """Whether a yes commits the record as a step that changes no weight.
+
+    The operator chose that, or no contributor is left.
+    """
+    return s.policy.poison == "skip_step" or set(record.contributors) <= set(record.poisoned)
 
 
-def token_came(s: Replica, token: CommitToken) -> Step:
-    """Pass 1: add the own vote. Pass 2, or pass 1 back at its start: the verdict."""
+def token_arrived(s: Replica, token: CommitToken) -> Step:
+    """Handle the commit token from the left neighbour.
+
+    In pass 1 the own vote is added and the token passed on; if the own sum is not complete, the token waits here.
+    Pass 1 that is back at the first member, and pass 2, carry the verdict.
+
+    Args:
+        s: the replica.
+        token: the token; it is ignored if it is about another attempt.
+    """
     if s.phase not in (Phase.REDUCING, Phase.VOTED) or not fenced(s.fence, token.fence):
         return s, ()
     if token.verdict and s.record is None:
@@ -170,31 +209,31 @@ def token_came(s: Replica, token: CommitToken) -> Step:
 
 
 def _pass_on(s: Replica, token: CommitToken) -> Step:
-    """Pass 1 goes on with this replica's say in it; a ring of one decides at once."""
+    """Send pass 1 on with this replica's part in it. A ring of one decides at once."""
     token = replace(
         token,
         equal=(*token.equal, s.me) if s.verified else token.equal,
         leaving=(*token.leaving, s.me) if s.departing or s.dismissed else token.leaving,
         digests=(*token.digests, (s.me, s.digest)) if s.digest else token.digests,
         lagging=(*token.lagging, s.me) if s.lags else token.lagging,
-        unwritable=(*token.unwritable, s.me) if s.failing else token.unwritable,
+        unwritable=(*token.unwritable, s.me) if s.checkpoint_failed else token.unwritable,
         writing=(*token.writing, s.me) if s.writing is not None else token.writing,
-        checkpoint=max(token.checkpoint, s.wanted if s.wanted > s.saved else 0),
+        checkpoint=max(token.checkpoint, s.requested_checkpoint if s.requested_checkpoint > s.saved else 0),
     )
-    s = replace(s, forwarded=token.yes, wanted=max(s.wanted, token.checkpoint))
+    s = replace(s, forwarded=token.yes, requested_checkpoint=max(s.requested_checkpoint, token.checkpoint))
     if _size(s) == 1:
         return _decide(s, replace(token, verdict=True), ())
     return s, (SendToken(token),)
 
 
 def _decide(s: Replica, token: CommitToken, passed: tuple[Effect, ...]) -> Step:
-    """The verdict is known here. Yes: apply, or log it if the base is not here. No: nobody applies."""
+    """Act on the verdict. Yes: apply the record, or buffer it if its base is not here. No: retry."""
     assert s.record is not None
     if state_id.differ(token.digests):
         return _diverged(s, token, passed)
     if not token.yes:
-        return _again(s, token, passed)
-    record, s = s.record, checkpoint.heard(s, token)
+        return _retry(s, token, passed)
+    record, s = s.record, checkpoint.token_decided(s, token)
     applied: tuple[Effect, ...] = (Commit(record),)
     stay = tuple(r for r in token.equal if r not in token.leaving)
     # Who was asked to leave after its vote stays for another step: the others must know before they go on. Who is
@@ -202,23 +241,23 @@ def _decide(s: Replica, token: CommitToken, passed: tuple[Effect, ...]) -> Step:
     leaves = s.me in token.leaving and (s.departing or bool(stay))
     assert s.grant is not None
     able = [m for m in s.grant.members if m.replica in (stay or token.equal)]
-    last = s.rules.keep_last and s.departing and not stay
+    last = s.policy.keep_last and s.departing and not stay
     s, written = checkpoint.write(s, record.state_id, able, token.unwritable, token.checkpoint > 0 or last)
     if s.verified:
         applied = (*applied, *written)
-        s = replace(s, state=record.state_id, skips=s.skips + 1 if record.skipped else 0)
+        s = replace(s, state=record.state_id, skips_in_a_row=s.skips_in_a_row + 1 if record.skipped else 0)
     else:
-        s, applied = _log(s, record)
+        s, applied = _buffer(s, record)
     s = replace(
         s,
-        head=record.state_id,
+        ring_state=record.state_id,
         attempt=0,
         excluded=(),
         spoiled=(),
         record=None,
         forwarded=False,
         void=None,
-        equal=tuple(sorted(token.equal)),
+        up_to_date=tuple(sorted(token.equal)),
         leaving=tuple(sorted(token.leaving)),
         lagging=tuple(sorted(token.lagging)),
         unwritable=tuple(sorted(token.unwritable)),
@@ -228,19 +267,22 @@ def _decide(s: Replica, token: CommitToken, passed: tuple[Effect, ...]) -> Step:
         gone: tuple[Effect, ...] = ()
         s = replace(s, phase=Phase.LEAVING)
         if not stay and _position(s) == _size(s) - 1:  # all leave, and the last to hear the verdict begins
-            s, gone = go(s)
+            s, gone = leave_job(s)
         return s, (*passed, *applied, *gone)
-    if s.skips >= MAX_SKIPS:
+    if s.skips_in_a_row >= MAX_SKIPS:
         left = StopRing(s.fence.epoch, f"replica {s.me} leaves")
-        end = Exit(75, f"{s.skips} steps in a row had no finite gradient")
+        end = Exit(75, f"{s.skips_in_a_row} steps in a row had no finite gradient")
         return replace(s, phase=Phase.DONE), (*passed, *applied, left, end)
-    s, fed = feed(s) if s.verified and s.head.step < s.steps else (s, ())
+    s, fed = run_batch(s) if s.verified and s.ring_state.step < s.steps else (s, ())
     s, asked = ask(s)
     return s, (*passed, *applied, *asked, *fed)
 
 
-def go(s: Replica) -> Step:
-    """Leave the ring, if it stands, and end; but not before the checkpoint of its last state, if it writes it."""
+def leave_job(s: Replica) -> Step:
+    """Leave the ring, if it stands, and end.
+
+    But write the checkpoint of the last state first, if this replica writes it.
+    """
     left = (StopRing(s.grant.epoch, f"replica {s.me} leaves"),) if s.grant is not None and s.intact else ()
     s = replace(s, intact=False)
     if s.writing is not None and state_id.same(s.writing, s.state):
@@ -248,35 +290,41 @@ def go(s: Replica) -> Step:
     return replace(s, phase=Phase.DONE), (*left, Exit(0, LEFT))
 
 
-def _log(s: Replica, record: CommitRecord) -> Step:
-    """The base is not here: keep the record for later. A full log is dropped, and a newer base is asked for."""
+def _buffer(s: Replica, record: CommitRecord) -> Step:
+    """Keep the record until its base is here.
+
+    A full log is dropped, and the next request asks for a newer base.
+    """
     if s.lags:
         return s, ()
-    if len(s.log) < s.rules.catchup_log_steps:
+    if len(s.log) < s.policy.catchup_log_steps:
         return replace(s, log=(*s.log, record)), (BufferUpdate(record),)
     why = f"{len(s.log)} steps were committed before {s.fetching} was here: a newer base is needed"
     return replace(s, log=(), fetching=None), (DropGradient(why),)
 
 
 def _diverged(s: Replica, token: CommitToken, passed: tuple[Effect, ...]) -> Step:
-    """Members hold different states under one name: nothing is committed on them.
+    """Handle members that hold different states under one name: commit nothing on them.
 
-    A minority ends, and the others wait for that: whoever left the ring first could keep it from hearing the
-    verdict. Without a majority the lighthouse has to halt the job.
+    A minority ends. The majority stays in the ring until that has happened: a member that left at once could keep
+    the minority from hearing the verdict. Without a majority all leave the ring, and the lighthouse halts the job.
     """
-    few, why = state_id.minority(token.digests), state_id.describe(token.digests, s.head)
-    s = replace(s, record=None, forwarded=False, suspects=few)
+    few, why = state_id.minority(token.digests), state_id.describe(token.digests, s.ring_state)
+    s = replace(s, record=None, forwarded=False, minority=few)
     if not few:
         s = replace(s, diverged=tuple(sorted(r for r, _ in token.digests)))
-        s, effects = broken(s, s.fence.epoch, why)
+        s, effects = break_ring(s, s.fence.epoch, why)
         return s, (*passed, *effects)
     if s.me not in few:
         return s, passed
     return replace(s, phase=Phase.DONE), (*passed, StopRing(s.fence.epoch, why), DropSnapshots(), Exit(75, why))
 
 
-def _again(s: Replica, token: CommitToken, passed: tuple[Effect, ...]) -> Step:
-    """No verdict on an intact ring: once more without the poisoned or doubled, or under a larger epoch."""
+def _retry(s: Replica, token: CommitToken, passed: tuple[Effect, ...]) -> Step:
+    """Reduce once more after a no.
+
+    On the same ring without the poisoned or doubled, at last under a larger epoch.
+    """
     assert s.record is not None
     poisoned = () if _skips(s, s.record) else s.record.poisoned
     excluded = tuple(sorted({*s.excluded, *(poisoned or s.record.doubled)}))
@@ -292,19 +340,19 @@ def _again(s: Replica, token: CommitToken, passed: tuple[Effect, ...]) -> Step:
             forwarded=False,
             token=None,
         )
-        return s, (*passed, Reduce(s.fence, s.role, s.head.lineage))
+        return s, (*passed, Reduce(s.fence, s.role, s.ring_state.lineage))
     s = replace(s, forwarded=False)
-    s, effects = broken(s, s.fence.epoch)
+    s, effects = break_ring(s, s.fence.epoch)
     return s, (*passed, *effects)
 
 
 def _position(s: Replica) -> int:
-    """Own position in the ring."""
+    """Return this replica's position in the ring."""
     assert s.grant is not None
     return s.grant.ring.index(s.me)
 
 
 def _size(s: Replica) -> int:
-    """Members of the ring."""
+    """Return the number of members of the ring."""
     assert s.grant is not None
     return len(s.grant.members)

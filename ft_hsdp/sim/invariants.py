@@ -71,11 +71,13 @@ def one_history(r: int, contents: Sequence[Content], replicas: Sequence[Replica 
 def leaves_in_sight(r: int, replicas: Sequence[Replica | None]) -> None:
     """Whoever leaves with the commit that replica ``r`` has just applied said so before: nobody waits for it."""
     me = replicas[r]
-    ring = [p for p in replicas if me and p and p.intact and p.grant == me.grant and p.head == me.head]
+    ring = [p for p in replicas if me and p and p.intact and p.grant == me.grant and p.ring_state == me.ring_state]
     for gone in ring:
         unaware = [p.me for p in ring if gone.phase is Phase.LEAVING and gone.me not in p.leaving]
         if unaware:
-            raise Violation(f"unsaid: replica {gone.me} leaves after {gone.head}, replicas {unaware} do not know")
+            raise Violation(
+                f"unsaid: replica {gone.me} leaves after {gone.ring_state}, replicas {unaware} do not know"
+            )
 
 
 def one_future(r: int, content: Content, other: int, kept: Iterable[Content]) -> None:

@@ -91,7 +91,9 @@ class Model:
             return None
         batches = tuple(Contribution(e.replica, e.weight, e.shard, e.batch) for e in sorted(entries) if e.weight)
         f, grant = me.fence, me.grant
-        return CommitRecord(f.epoch, f.attempt, f.step, me.head.lineage, grant.ring, grant.total, batches, "sum")
+        return CommitRecord(
+            f.epoch, f.attempt, f.step, me.ring_state.lineage, grant.ring, grant.total, batches, "sum"
+        )
 
     def halted(self, w: World) -> bool:
         """Whether the lighthouse has given the job up: no copy of the head is left, or replicas differ."""
@@ -304,7 +306,7 @@ class Model:
         me = replica_at(w, r)
         shard, index = me, w.local[r]
         if self.bounds.replicated_cursors:
-            shard, index = self._dealer.deal(ledger(content, self._dealer.shards), me)
+            shard, index = self._dealer.assign(ledger(content, self._dealer.shards), me)
         here = self.replica(w, r)
         assert here is not None
         assert here.grant is not None

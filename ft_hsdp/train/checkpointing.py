@@ -43,7 +43,7 @@ class Checkpoints:
     folder: Path
     config_hash: str
     replicas: int
-    redealt: Callable[[Ledger], Ledger]
+    resharded: Callable[[Ledger], Ledger]
     key: bytes | None
 
 
@@ -112,7 +112,7 @@ def _resume(held: LiveState, ranks: Ranks, checkpoints: Checkpoints, journal: Jo
     if found is None:
         return
     try:
-        ledger = checkpoints.redealt(found.ledger)
+        ledger = checkpoints.resharded(found.ledger)
     except ValueError as error:
         raise ConfigError(
             "replicas", checkpoints.replicas, f"the number that the checkpoint has ({error})"

@@ -212,9 +212,9 @@ class Job:
         if self._groups is not None:
             self._groups.check()
         prefetcher = Prefetcher(source, self.rank, accumulate)
-        prefetcher.guess(*self._dealer.deal(self._held.ledger, 0 if self._life is None else self.replica))
+        prefetcher.guess(*self._dealer.assign(self._held.ledger, 0 if self._life is None else self.replica))
         try:
-            self._check_in(lambda: prefetcher.guess(*self._dealer.deal(self._held.ledger, self.replica)))
+            self._check_in(lambda: prefetcher.guess(*self._dealer.assign(self._held.ledger, self.replica)))
             while True:
                 match self._mailbox.get():
                     case RunBatchOrder(step):
@@ -305,7 +305,9 @@ class Job:
         self._saver = CheckpointSaver(checkpointer, self._wiring.keeper, self.rank, self._wiring.tell)
         shards = self._dealer.shards
         asked = None if config.checkpoint.trust else key
-        return Checkpoints(folder, resume_hash(config), config.slots, lambda ledger: ledger.redealt(shards), asked)
+        return Checkpoints(
+            folder, resume_hash(config), config.slots, lambda ledger: ledger.resharded(shards), asked
+        )
 
     def _missed(self, folder: Path, step: int) -> int:
         """From which step on this replica demands a checkpoint: nobody has written the newest one due; 0: none."""
@@ -333,13 +335,13 @@ class Job:
         """Yield the micro-batches of this replica's next batch."""
         assert self._wiring is not None
         ledger = self._held.ledger
-        shard, index = self._dealer.deal(ledger, self.replica)
+        shard, index = self._dealer.assign(ledger, self.replica)
         self._feeding = Feeding(step, shard, index)
         self._loss.clear()
         self._wiring.reducer.open(self._feeding)
         if self._log is not None:
             self._log.fed(step, shard, index)
-        after = self._dealer.foresee(ledger, self.replica)
+        after = self._dealer.predict(ledger, self.replica)
         for micro, batch in enumerate(prefetcher.batches(shard, index, after)):
             self._micro = micro
             self._sharded.sync(micro == self._accumulate - 1)

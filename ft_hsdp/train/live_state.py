@@ -234,13 +234,13 @@ class LiveState:
         digest = self._slice(state)
         recorded, then = self._recorded
         if recorded == lineage_held and then != digest:
-            where = f"slice {state_id.number(state.step)} of {state}"
+            where = f"slice {state_id.slice_number(state.step)} of {state}"
             raise DataCorruption(f"{where} changed in this rank's memory after the step was applied")
         return digest
 
     def _slice(self, state: StateId) -> str:
         hashed = xxhash.xxh3_128()
-        for index, start, stop in self.layout.within(*state_id.part(self.layout.nbytes, state.step)):
+        for index, start, stop in self.layout.within(*state_id.slice_bounds(self.layout.nbytes, state.step)):
             piece: Any = layout.as_bytes(layout.local(self._live[index]))[start:stop].cpu().numpy()
             hashed.update(piece.data)
         return hashed.hexdigest()

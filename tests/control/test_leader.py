@@ -500,14 +500,14 @@ def test_a_checkpoint_is_whole_when_all_ranks_have_written_it(tmp_path: Path) ->
         commit = next(i for i, o in enumerate(s.orders) if isinstance(o, effects.Commit))
         assert s.orders[commit + 1] == order, "written before the step was applied, or after the next batch began"
         assert order.state == s.leader.replica.state
-        s.leader.replica = replace(s.leader.replica, failing=True)
+        s.leader.replica = replace(s.leader.replica, checkpoint_failed=True)
         s.leader.received(RankCheckpointed(0, order.state))
         s.leader.received(RankCheckpointed(0, order.state))
         s.leader.received(RankCheckpointed(1, STATE))
         assert not s.events("CheckpointWritten")
         s.leader.received(RankCheckpointed(1, order.state))
         assert len(s.events("CheckpointWritten")) == 1
-        assert not s.leader.replica.failing
+        assert not s.leader.replica.checkpoint_failed
         s.leader.close()
 
     run(body())
@@ -539,8 +539,8 @@ def test_a_checkpoint_that_nobody_could_write_is_tried_again_after_a_pause(tmp_p
         await one_step(s)
         (order,) = s.named(effects.WriteCheckpoint)
         s.leader.received(RankCheckpointFailed(1, order.state, "no space left"))
-        assert s.leader.replica.wanted == 0
-        await s.until(lambda: s.leader.replica.wanted == 2, "the next state is demanded")
+        assert s.leader.replica.requested_checkpoint == 0
+        await s.until(lambda: s.leader.replica.requested_checkpoint == 2, "the next state is demanded")
         s.leader.close()
 
     run(body())
@@ -552,12 +552,12 @@ def test_a_checkpoint_that_hangs_is_given_to_another_and_counts_if_it_comes(tmp_
         await one_step(s)
         (order,) = s.named(effects.WriteCheckpoint)
         s.leader.received(RankCheckpointed(0, order.state))
-        await s.until(lambda: s.leader.replica.failing, "it is overdue")
+        await s.until(lambda: s.leader.replica.checkpoint_failed, "it is overdue")
         (event,) = s.events("CheckpointFailed")
         assert (event["late"], event["step"]) == ([1], 1)
         s.leader.received(RankCheckpointed(1, order.state))
         assert len(s.events("CheckpointWritten")) == 1
-        assert not s.leader.replica.failing
+        assert not s.leader.replica.checkpoint_failed
         s.leader.close()
 
     run(body())
@@ -566,12 +566,12 @@ def test_a_checkpoint_that_hangs_is_given_to_another_and_counts_if_it_comes(tmp_
 def test_the_loss_of_a_writer_is_said_with_what_follows(tmp_path: Path) -> None:
     async def body() -> None:
         s = Scene(tmp_path, rules=ReplicaPolicy(checkpoint_every=1))
-        s.leader.replica = replace(s.leader.replica, writers=((1, "1-x-0"),), missing=True)
+        s.leader.replica = replace(s.leader.replica, writers=((1, "1-x-0"),), checkpoint_missing=True)
         await s.granted(grant(1, 0))
         (event,) = s.events("CheckpointWriterLost")
         assert event["replicas"] == [1]
         assert event["reason"].endswith("the state of the next step is written instead")
-        assert s.leader.replica.wanted == 1
+        assert s.leader.replica.requested_checkpoint == 1
         s.leader.close()
 
     run(body())

@@ -58,7 +58,7 @@ def test_holes_are_bounded() -> None:
         with pytest.raises(ValueError, match="too far beyond the next one, 0"):
             Ledger.empty(2).advance([(1, far)])
     with pytest.raises(ValueError, match=f"{MAX_HOLES + 1} batches were left out; at most {MAX_HOLES} are"):
-        Ledger((0, MAX_HOLES + 1)).redealt(3)
+        Ledger((0, MAX_HOLES + 1)).resharded(3)
 
 
 @pytest.mark.parametrize(
@@ -99,17 +99,17 @@ def test_every_batch_at_most_once_in_any_order(steps: list[set[tuple[int, int]]]
 
 @given(ledgers(), st.integers(1, 6))
 def test_on_other_replicas_the_same_batches_are_trained(ledger: Ledger, shards: int) -> None:
-    other = ledger.redealt(shards)
+    other = ledger.resharded(shards)
     assert len(other.cursors) == shards
     assert numbers(other) == numbers(ledger)
     assert other.takers == ()
-    assert other.redealt(len(ledger.cursors)) == ledger.redealt(len(ledger.cursors))
+    assert other.resharded(len(ledger.cursors)) == ledger.resharded(len(ledger.cursors))
 
 
 def test_a_shard_that_is_far_behind_becomes_holes() -> None:
-    assert Ledger((3, 0, 3)).redealt(1) == Ledger((9,), ((0, 1), (0, 4), (0, 7)))
-    assert Ledger((9,), ((0, 1), (0, 4), (0, 7))).redealt(3) == Ledger((3, 0, 3))
-    assert Ledger.empty(4).redealt(2) == Ledger.empty(2)
+    assert Ledger((3, 0, 3)).resharded(1) == Ledger((9,), ((0, 1), (0, 4), (0, 7)))
+    assert Ledger((9,), ((0, 1), (0, 4), (0, 7))).resharded(3) == Ledger((3, 0, 3))
+    assert Ledger.empty(4).resharded(2) == Ledger.empty(2)
 
 
 def test_a_batch_that_is_left_out_often_enough_is_given_up() -> None:

@@ -14,7 +14,7 @@ STATE = StateId(3, 37, "0" * 32)
 
 @given(st.integers(0, 10**6), st.integers(0, 10**6))
 def test_any_slices_in_a_row_cover_the_whole_state_once(nbytes: int, first: int) -> None:
-    parts = sorted(state_id.part(nbytes, step) for step in range(first, first + state_id.SLICES))
+    parts = sorted(state_id.slice_bounds(nbytes, step) for step in range(first, first + state_id.SLICES))
     assert parts[0][0] == 0
     assert parts[-1][1] == nbytes
     assert all(a[1] == b[0] for a, b in itertools.pairwise(parts))
@@ -26,7 +26,7 @@ def test_a_flip_in_any_slice_is_seen_within_as_many_steps(byte: int) -> None:
     corrupt = bytes(i == byte for i in range(state_id.SLICES))
     seen = []
     for step in range(100, 100 + state_id.SLICES):
-        begin, end = state_id.part(len(sound), step)
+        begin, end = state_id.slice_bounds(len(sound), step)
         digests = ((0, sound[begin:end].hex()), (1, corrupt[begin:end].hex()), (2, sound[begin:end].hex()))
         seen += [state_id.minority(digests)] if state_id.differ(digests) else []
     assert seen == [(1,)]

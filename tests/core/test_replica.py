@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from transcript import FOLDER, Driver, replay
 
-from ft_hsdp.core.checkpoint import MAX_AGAIN
+from ft_hsdp.core.checkpoint import MAX_RETRIES
 from ft_hsdp.core.effects import RequestGrant
 from ft_hsdp.core.events import RingBroken
 from ft_hsdp.core.replica import transition
@@ -62,7 +62,7 @@ def test_a_checkpoint_that_takes_each_of_its_writers_along_is_given_up() -> None
     members = [*range(10)]
     driver.feed("grant epoch=1 base=zero members=" + ",".join(map(str, members)))
     written = []
-    for step in range(1, 51 + 2 * MAX_AGAIN):
+    for step in range(1, 51 + 2 * MAX_RETRIES):
         driver.feed("reduced")
         others = ",".join(str(m) for m in members)
         asked = any("checkpoint" in said for said in driver.feed("token pass1 yes") if "send token" in said)
@@ -76,7 +76,7 @@ def test_a_checkpoint_that_takes_each_of_its_writers_along_is_given_up() -> None
             driver.feed(f"grant epoch={fence.epoch + 1} base={base} members={said}")
         else:
             driver.feed(f"continue epoch={fence.epoch} step={step + 1}")
-    assert written == [*range(50, 51 + MAX_AGAIN)]
+    assert written == [*range(50, 51 + MAX_RETRIES)]
 
 
 def test_a_job_that_only_skips_ends_before_its_restarts_are_refilled() -> None:

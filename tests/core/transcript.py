@@ -154,14 +154,14 @@ class Driver:
             fence.epoch,
             fence.attempt,
             fence.step,
-            self.me.head.lineage,
+            self.me.ring_state.lineage,
             grant.ring,
             grant.total,
             put,
             words.get("sum", "sum"),
             poisoned=poisoned,
             spoiled=self.me.spoiled,
-            retries=self.me.rules.poison_retries if self.me.spoiled else 0,
+            retries=self.me.policy.poison_retries if self.me.spoiled else 0,
         )
         self.states[short(fence) + ("'" if "sum" in words else "")] = record.state_id
         return record
@@ -250,7 +250,7 @@ class Driver:
 
     def _state(self) -> str:
         s = self.me
-        text = [f"{s.phase.value} on {self._called(s.head)}"]
+        text = [f"{s.phase.value} on {self._called(s.ring_state)}"]
         text += [f"holds {self._called(s.state)}"] if not s.verified else []
         text += [f"fetching {self._called(s.fetching)}"] if s.fetching else []
         text += [f"log {[self._called(r.state_id) for r in s.log]}"] if s.log else []

@@ -66,7 +66,7 @@ def _everybody_takes_the_same(_: BatchAssigner, ledger: Ledger, me: int) -> tupl
 def test_two_with_one_batch_never_make_a_step(checked: bool) -> None:
     """Were it ever dealt twice: the lower replica's counts, and only it."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(BatchAssigner, "deal", _everybody_takes_the_same))
+        stack.enter_context(mock.patch.object(BatchAssigner, "assign", _everybody_takes_the_same))
         if not checked:
             stack.enter_context(mock.patch.object(CommitRecord, "doubled", ()))
         result = explore(Bounds(**{**ONE_DEATH, "steps": 2}, assignment="global"), limit_s=60)

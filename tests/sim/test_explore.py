@@ -114,7 +114,7 @@ def test_no_violation_if_epochs_that_are_alike_are_merged_at_once(space: Bounds)
 
 
 def test_the_transcript_is_the_shortest_way() -> None:
-    with mock.patch.object(core, "token_came", _ignore_it):
+    with mock.patch.object(core, "token_arrived", _ignore_it):
         result = explore(bounds())
     assert result.violation.startswith("stuck")
     assert not result.exhausted
@@ -310,7 +310,12 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         True,
         "two histories: ",
     ),
-    "a yes is forgotten": ([(core, "broken", _forget_the_yes(voting.broken))], LINK, True, "two histories: "),
+    "a yes is forgotten": (
+        [(core, "break_ring", _forget_the_yes(voting.break_ring))],
+        LINK,
+        True,
+        "two histories: ",
+    ),
     "everything is void": (
         [(core, "void", _always), (rules, "void", _always)],
         LINK,
@@ -350,7 +355,7 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         "identity: ",
     ),
     "an older store is believed, and answers that do not fit are ignored": (
-        [(transition, "store_behind", _never), (core, "again", _ignore_the_misfit)],
+        [(transition, "store_behind", _never), (core, "ask_again", _ignore_the_misfit)],
         bounds(replicas=2, copies=1, breaks=1),
         True,
         "idle: ",
@@ -374,7 +379,7 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         "storm: ",
     ),
     "a lease ends without a word": (
-        [(core, "_stop_all", lambda s: (s, ()))],
+        [(core, "_lease_ended", lambda s: (s, ()))],
         bounds(replicas=2, exiles=1),
         True,
         "blamed: ",

@@ -303,7 +303,7 @@ def test_a_yes_of_one_left_behind_is_not_forgotten() -> None:
     s = scenario(**faults).play(*lines)
     assert not [o for o in s.options() if "gets epoch 4" in o]
     s.run_out()
-    with mock.patch.object(Replica, "doubt", None):
+    with mock.patch.object(Replica, "in_doubt", None):
         s = scenario(**faults).play(*lines, "replica 0 gets the token", "replica 1 gets epoch 4")
         s.play("replica 2 gets epoch 4", "replica 1 holds", "replica 2 gets the token of epoch 4")
         with pytest.raises(Violation, match="two histories"):

@@ -68,7 +68,7 @@ def replay(run: RunDir) -> ReplayVerdict:
     rows, recorded = _history(run)
     unsharded = _Unsharded(config)
     dealer = BatchAssigner(config.data.assignment, config.slots)
-    ledger = dealer.begin() if rows[0]["step"] == 1 else unsharded.resume(run, rows[0]).redealt(dealer.shards)
+    ledger = dealer.begin() if rows[0]["step"] == 1 else unsharded.resume(run, rows[0]).resharded(dealer.shards)
     differs_at = None
     for row in rows:
         taken, expected = _dealt(dealer, ledger, row), unsharded.step(row)
@@ -84,7 +84,7 @@ def replay(run: RunDir) -> ReplayVerdict:
 
 def _dealt(dealer: BatchAssigner, ledger: Ledger, row: Row) -> bool:
     """Whether the contributors of a recorded step took what was dealt to them."""
-    return _batches(row) == [dealer.deal(ledger, c["replica"]) for c in row["contributions"]]
+    return _batches(row) == [dealer.assign(ledger, c["replica"]) for c in row["contributions"]]
 
 
 def _stands(ledger: Ledger, row: Row) -> bool:
