@@ -15,6 +15,7 @@ from collections.abc import Iterable
 
 from ft_hsdp.core.commit import AttemptId, CommitRecord
 from ft_hsdp.core.grant import Refused, Report
+from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.replica_state import difference
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_CONFIG, ProtocolViolation
@@ -95,7 +96,6 @@ ATTEMPT_LIMIT = 2**20
 TEXT_LIMIT = 256  # characters of a name, a hash or a value
 RULES_LIMIT = 64
 
-_INCARNATION = re.compile(r"([0-9]{1,3})-[!-~]{1,200}")
 _OWNER = re.compile(r"[0-9A-Za-z-]{0,64}")
 _LINEAGE = re.compile(r"[0-9a-f]{32}")
 
@@ -135,10 +135,10 @@ def incarnation(text: str) -> Incarnation:
     Raises:
         ProtocolViolation: no such name.
     """
-    match = _INCARNATION.fullmatch(text)
-    if match is None:
+    name = IncarnationId.parse(text)
+    if name is None:
         raise ProtocolViolation(f"incarnation {text[:40]!r} is not REPLICA-RUN-RESTARTS")
-    return int(match[1]), text
+    return name.replica, text
 
 
 def check_ask(s: LighthouseState, ask: QuorumRequest, peer: str | None = None, allow: Networks = ()) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ft_hsdp.core.incarnation import IncarnationId
+
 Row = Mapping[str, Any]
 
 _STAMPS = {
@@ -136,5 +138,5 @@ def _start(replica: int, record: IncarnationRecord, began: float, failed: float 
 
 def _before(incarnation: str) -> str:
     """Return the name of the incarnation before; "" before the first."""
-    head, _, count = incarnation.rpartition("-")
-    return f"{head}-{int(count) - 1}" if count.isdecimal() and int(count) > 0 else ""
+    name = IncarnationId.parse(incarnation)
+    return "" if name is None or name.previous is None else str(name.previous)

@@ -12,7 +12,7 @@ from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.grant import Answer, Grant, Refused
 from ft_hsdp.core.replica_state import Phase, Replica
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.sim.world import Content, Flip, Kept
+from ft_hsdp.sim.world import Content, Flip, Kept, same_run
 
 EPOCHS_WITHOUT_A_STEP = 12
 
@@ -149,9 +149,11 @@ def younger_counts(
     Nor is the ``younger`` one, which gets ``answers`` now, sent away because of it.
     """
     if after is not None and after is not before and after != before:
-        older = [m.incarnation for m in after.members if m.replica == younger[0] and m.incarnation != younger[1]]
-        if any(name.rpartition("-")[0] != younger[1].rpartition("-")[0] for name in older):
-            raise Violation(f"identity: epoch {after.epoch} names {older[0]}, which is older than {younger[1]}")
+        older = [m for m in after.members if m.replica == younger[0] and m.incarnation != younger[1]]
+        if any(not same_run((m.replica, m.incarnation), younger) for m in older):
+            raise Violation(
+                f"identity: epoch {after.epoch} names {older[0].incarnation}, which is older than {younger[1]}"
+            )
     for answer in answers:
         if isinstance(answer, Refused) and "fenced" in answer.reason:
             raise Violation(f"identity: {younger[1]} is sent away because of an older life: {answer.reason}")

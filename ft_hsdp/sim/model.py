@@ -18,6 +18,7 @@ from ft_hsdp.core.replica_state import Phase, Replica
 from ft_hsdp.core.voting import LEFT
 from ft_hsdp.sim import invariants
 from ft_hsdp.sim.world import (
+    SECOND_RUN,
     Bounds,
     CommitSeen,
     Content,
@@ -32,9 +33,11 @@ from ft_hsdp.sim.world import (
     first,
     ledger,
     name_at,
+    named,
     place_of,
     put,
     replica_at,
+    same_run,
     severed,
 )
 from lighthouse.quorum import state as quorum
@@ -62,7 +65,7 @@ class Model:
         policy = quorum.Policy(
             b.replicas, b.steps, min_replicas=b.min_replicas, silence_grace_s=GRACE_S, evict_s=EVICT_S
         )
-        born = tuple(self._born(r, f"{r}-0") for r in range(b.replicas))
+        born = tuple(self._born(r, named(r, 0)) for r in range(b.replicas))
         lighthouse = self.quorums.id(quorum.LighthouseState.empty(policy, 1))
         world = first(b, born, self._contents.id(()), lighthouse)
         for r in range(b.replicas):
@@ -217,7 +220,7 @@ class Model:
         """A second supervisor starts replica ``r`` beside its life, which the first one starts no more."""
         old = replica_at(w, r)
         w = w._replace(
-            replicas=(*w.replicas, self._born(old, f"{old}-b-0")),
+            replicas=(*w.replicas, self._born(old, named(old, 0, SECOND_RUN))),
             content=(*w.content, self._contents.id(())),
             kept=(*w.kept, ()),
             local=(*w.local, 0),
@@ -236,8 +239,7 @@ class Model:
         me = (replica_at(w, r), name_at(w, r))
         exited = self.lighthouse(w).exited
         if w.second >= 0:
-            run = me[1].rpartition("-")[0]
-            exited = frozenset(e for e in exited if e[1].rpartition("-")[0] == run)
+            exited = frozenset(e for e in exited if same_run(e, me))
         return self.consult(w, quorum.ProcessesReported(Running({me[0]: me[1]}), exited, frozenset(), 0.0))
 
     def _born(self, r: int, incarnation: str, found: state_id.StateId | None = None) -> int:
@@ -438,8 +440,8 @@ class Model:
             state = replace(state, edges=remembered(s.edges))
         w = w._replace(lighthouse=self.quorums.id(state))
         places = range(self.bounds.replicas)
-        known = {r: None if self.replica(w, r) is None else f"{r}-{w.lives[r]}" for r in places}
-        exited = frozenset((r, f"{r}-{n}") for r in places for n in range(w.lives[r]))
+        known = {r: None if self.replica(w, r) is None else named(r, w.lives[r]) for r in places}
+        exited = frozenset((r, named(r, n)) for r in places for n in range(w.lives[r]))
         pending = frozenset(w.exits)
         running = {r: i for r, i in known.items() if i is not None or not any(e[0] == r for e in pending)}
         w = self.consult(

@@ -16,8 +16,11 @@ from typing import Any, Generic, NamedTuple, TypeVar
 from ft_hsdp.core.commit import AttemptId, CommitToken
 from ft_hsdp.core.effects import RequestGrant
 from ft_hsdp.core.grant import Answer, Grant, Member
+from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.core.ledger import Assignment, Ledger
 from ft_hsdp.core.state_id import StateId
+
+RUN, SECOND_RUN = "a", "b"  # a second supervisor names its run otherwise
 
 Content = tuple[frozenset[tuple[int, int, int]], ...]
 T = TypeVar("T", bound=Hashable)
@@ -231,9 +234,17 @@ def ledger(content: Content, shards: int) -> Ledger:
     return ledger(tuple(before), shards).advance(((s, i) for s, i, _ in newest), takers)
 
 
-def life(member: tuple[int, str]) -> int:
-    """How often the replica of this incarnation had been restarted."""
-    return int(member[1].rpartition("-")[2])
+def named(replica: int, life: int, run: str = RUN) -> str:
+    """The name of one life of a replica."""
+    return str(IncarnationId(replica, run, life))
+
+
+def same_run(one: tuple[int, str], other: tuple[int, str]) -> bool:
+    """Whether two incarnations are lives of one replica that one supervisor started."""
+    a, b = IncarnationId.parse(one[1]), IncarnationId.parse(other[1])
+    assert a is not None
+    assert b is not None
+    return (a.replica, a.run_id) == (b.replica, b.run_id)
 
 
 def replica_at(w: World, place: int) -> int:
@@ -244,7 +255,7 @@ def replica_at(w: World, place: int) -> int:
 def name_at(w: World, place: int) -> str:
     """The newest incarnation at this place; a second supervisor's run has another name."""
     r = replica_at(w, place)
-    return f"{r}-{w.lives[place]}" if r == place else f"{r}-b-{w.lives[place]}"
+    return named(r, w.lives[place], RUN if r == place else SECOND_RUN)
 
 
 def place_of(w: World, member: tuple[int, str]) -> int | None:

@@ -17,6 +17,7 @@ from typing import Protocol
 from ft_hsdp import fault_injection
 from ft_hsdp.config import Config
 from ft_hsdp.control.lighthouse_client import home
+from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.state.agent.launcher import Starter
 
 
@@ -39,27 +40,13 @@ class RankPlace:
     parent: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class RankCall:
-    """An incarnation: `run_id` and `restarts` are TORCHELASTIC_RUN_ID and TORCHELASTIC_RESTART_COUNT."""
-
-    replica: int
-    run_id: str
-    restarts: int
-
-    @property
-    def lives(self) -> tuple[str, ...]:
-        """The names of all incarnations under this run id, this one last."""
-        return tuple(f"{self.replica}-{self.run_id}-{n}" for n in range(self.restarts + 1))
-
-
 class Calling(Protocol):
     """Where a process is told."""
 
-    def heard(self) -> RankCall | None:
+    def heard(self) -> IncarnationId | None:
         """What it was told, if it was; does not wait."""
 
-    def wait(self) -> RankCall:
+    def wait(self) -> IncarnationId:
         """Say that all is warm, and wait to be told: for as long as it takes, for nothing else is to be done."""
 
 
@@ -69,10 +56,10 @@ class FromEnvironment:
 
     replica: int
 
-    def heard(self) -> RankCall:
+    def heard(self) -> IncarnationId:
         """Known from the start."""
         run_id = os.environ.get("TORCHELASTIC_RUN_ID", "run")
-        return RankCall(self.replica, run_id, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+        return IncarnationId(self.replica, run_id, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
     wait = heard
 
@@ -91,14 +78,13 @@ class RankIdentity:
     began: float
 
 
-def begin(config: Config, place: RankPlace, call: RankCall) -> RankIdentity:
+def begin(config: Config, place: RankPlace, call: IncarnationId) -> RankIdentity:
     """Become what was called: from now on this rank fails where that incarnation is to, and has a state agent."""
     fault_injection.arm(config.debug.failpoints, call.replica, place.rank, call.restarts)
     if config.takes_faults:
         fault_injection.watch(place.run, call.replica, place.rank)
-    *before, incarnation = call.lives
     starter = _starter(config, place, call.replica) if place.starts_agent else None
-    return RankIdentity(call.replica, incarnation, tuple(before), starter, time.time())
+    return RankIdentity(call.replica, str(call), tuple(map(str, call.predecessors)), starter, time.time())
 
 
 def _starter(config: Config, place: RankPlace, replica: int) -> Starter:

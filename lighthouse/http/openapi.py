@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from pydantic.json_schema import JsonSchemaMode
 
 from ft_hsdp.config.running import MAX_REPLICAS
+from ft_hsdp.core import incarnation
 from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Refused
 from ft_hsdp.protocol import ProcessReport, QuorumRequest, SupervisorReply, Telemetry, Wait, tag_of
 from lighthouse.http import quorum_route
@@ -76,7 +77,7 @@ _STATUS: Document = {
 }
 _NUMBER: Document = {"minimum": 0, "maximum": 2**53}
 _REPLICA: Document = {"minimum": 0, "maximum": MAX_REPLICAS - 1}
-_ID: Document = {"pattern": "^[0-9]{1,3}-[!-~]{1,200}$"}
+_ID: Document = {"pattern": f"^{incarnation.PATTERN}$"}
 _HASH: Document = {"pattern": "^[0-9a-f]{32}$"}
 _HOSTS: Document = {
     "maxItems": 64,

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import RankBeat
 from lighthouse.overview.rows import JobInfo, Row
@@ -22,7 +23,6 @@ MAX_WAITS = 16
 LIMIT = 2**53  # no number of a step, an epoch or a pid is larger; a page can show it
 
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_]{0,63}")
-_INCARNATION = re.compile(r"([0-9]{1,3})-[!-~]{1,200}")
 _LINEAGE = re.compile(r"[0-9a-f]{1,64}")
 _OWN = frozenset({"lighthouse", "admin"})  # sources that a worker never is
 _SUPERVISED = frozenset({"supervisor", "chaos"})
@@ -67,10 +67,10 @@ def sender(source: str, about: JobInfo) -> RowSender:
     """Whom a message's ``source`` names. Raises ProtocolViolation for nobody of this job."""
     if source == "supervisor":
         return RowSender(None, None)
-    match = _INCARNATION.fullmatch(source)
-    if match is None or int(match[1]) >= about.slots:
+    name = IncarnationId.parse(source)
+    if name is None or name.replica >= about.slots:
         raise ProtocolViolation(f"source {source[:80]!r} is neither 'supervisor' nor an incarnation of this job")
-    return RowSender(int(match[1]), source)
+    return RowSender(name.replica, source)
 
 
 def event(raw: Mapping[str, Any], who: RowSender, about: JobInfo, now: float) -> Row:

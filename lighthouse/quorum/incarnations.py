@@ -23,6 +23,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ft_hsdp.core.grant import Report
+from ft_hsdp.core.incarnation import IncarnationId
 from lighthouse.quorum.rules import AdmittedIncarnation, Incarnation, Lease
 from lighthouse.quorum.state import Effect, LighthouseState, Note, ProcessesReported, Step, with_view
 
@@ -30,9 +31,12 @@ REMEMBERED = 8  # lives of one replica, of different runs; others are known by t
 
 
 def run_of(incarnation: str) -> tuple[str, int]:
-    """The run that an incarnation belongs to, and how often its replica had been restarted in it."""
-    run, _, restarts = incarnation.rpartition("-")
-    return (run, int(restarts)) if restarts.isdecimal() else (incarnation, 0)
+    """The run that an incarnation belongs to, and how often its replica had been restarted in it.
+
+    Runs of different replicas may have one name. A text that is no name is a run of its own.
+    """
+    name = IncarnationId.parse(incarnation)
+    return (incarnation, 0) if name is None else (name.run_id, name.restarts)
 
 
 def outlived(who: Incarnation, others: Iterable[Incarnation]) -> bool:
@@ -96,7 +100,7 @@ def admit(s: LighthouseState, who: Incarnation, now: float, report: Report | Non
         if not number and report is not None and (report.epoch or report.max_term):
             return f"{fenced}: {incarnation} was granted before {known.incarnation} was admitted"
     owner = _leased_to(s, replica, now)
-    if not number and owner and run_of(incarnation)[0] != f"{replica}-{owner}":
+    if not number and owner and run_of(incarnation)[0] != owner:
         return f"supervisor {owner} has the lease of replica {replica}, and did not start {incarnation}"
     if not number:
         number = max(s.admissions, known.number if known is not None else 0) + 1

@@ -13,8 +13,8 @@ from lighthouse.quorum.state import ProcessesReported
 
 
 def test_an_incarnation_is_named_after_its_run_and_its_restarts() -> None:
-    assert run_of("0-ab-cd-12") == ("0-ab-cd", 12)
-    assert run_of("0-abc") == ("0-abc", 0)
+    assert run_of("0-ab-cd-12") == ("ab-cd", 12)
+    assert run_of("0-abc") == ("abc", 0)
     assert run_of("0-run-²") == ("0-run-²", 0)
 
 

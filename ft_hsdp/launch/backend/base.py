@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.launch.run.directory import RunDir
 
 COLD = "cold"
@@ -36,7 +37,7 @@ class ReplicaSpec:
     @property
     def name(self) -> str:
         """What the protocol calls the incarnation."""
-        return f"{self.replica}-{self.run_id}-{self.restarts}"
+        return str(IncarnationId(self.replica, self.run_id, self.restarts))
 
 
 class WorkerProcess(Protocol):

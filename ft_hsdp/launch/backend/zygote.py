@@ -32,10 +32,11 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ft_hsdp import config as configuration
+from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError
 from ft_hsdp.launch.backend.processes import die_with, forgiving
 from ft_hsdp.launch.run.directory import open_log
-from ft_hsdp.train.identity import Calling, RankCall
+from ft_hsdp.train.identity import Calling
 
 Entry = Callable[[configuration.Config, Calling, Path], int]
 _LARGEST = 1 << 20  # bytes of one request
@@ -46,9 +47,9 @@ class CallLine:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._call: RankCall | None = None
+        self._call: IncarnationId | None = None
 
-    def heard(self) -> RankCall | None:
+    def heard(self) -> IncarnationId | None:
         """What the rank was told, if it was."""
         if self._call is None:
             poll = select.poll()  # select knows descriptors below 1024 only
@@ -57,7 +58,7 @@ class CallLine:
                 self.take()
         return self._call
 
-    def wait(self) -> RankCall:
+    def wait(self) -> IncarnationId:
         """Say that all is warm, and wait."""
         if self.heard() is None:
             with contextlib.suppress(OSError):  # nobody is there any more: taking says so
@@ -74,7 +75,7 @@ class CallLine:
             sys.exit(EXIT_RETRYABLE)
         told = json.loads(line)
         _redirect(Path(told.pop("log")))
-        self._call = call = RankCall(**told)
+        self._call = call = IncarnationId(**told)
         os.environ["TORCHELASTIC_RUN_ID"] = call.run_id
         os.environ["TORCHELASTIC_RESTART_COUNT"] = str(call.restarts)
 

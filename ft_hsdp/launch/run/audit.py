@@ -10,6 +10,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
+from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.launch.run.directory import Row
 
 WINDOW = 1000  # steps for which a line waits for its commit
@@ -242,9 +243,8 @@ def _between(before: Row, after: Row, shards: Iterable[int]) -> Iterator[tuple[i
 
 def _life(incarnation: str) -> tuple[int, int]:
     """Replica and number of restarts in an incarnation's name, REPLICA-RUN-RESTARTS; zeros for another name."""
-    replica, _, rest = incarnation.partition("-")
-    life = rest.rpartition("-")[2]
-    return (int(replica), int(life)) if replica.isdecimal() and life.isdecimal() else (0, 0)
+    name = IncarnationId.parse(incarnation)
+    return (0, 0) if name is None else (name.replica, name.restarts)
 
 
 def _holes(row: Row) -> set[tuple[int, int]]:
