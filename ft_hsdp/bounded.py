@@ -1,4 +1,6 @@
-"""Bounded: pydantic's checks of documents from outside, at a cost that is linear in their bytes.
+"""Checks documents from outside with pydantic, at a cost that is linear in their bytes.
+
+`MessageCodec` is the one encoding of messages: the protocol's and those of the state agent.
 
 Pydantic looks at every item of a list or a mapping and collects what is wrong with each, so a document of wrong
 items costs a hundred times more than a right one of its size. Here the first wrong item of a list ends the check,
@@ -7,11 +9,16 @@ mappings whose items can be wrong are short, and errors are never formatted whol
 
 from __future__ import annotations
 
+import functools
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticCustomError, SchemaValidator, core_schema
+from typing_extensions import TypedDict
+
+from ft_hsdp.errors import ProtocolViolation
 
 MAX_KEYS = 1 << 12
 SHOWN = 120  # characters of what is wrong
@@ -30,6 +37,81 @@ def complaint(error: ValidationError) -> str:
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(each)[:SHOWN] for each in first["loc"])
     return f"{where or 'body'}: {first['msg']}"[:SHOWN]
+
+
+class MessageCodec:
+    """Encodes dataclasses as JSON ``{"type": tag, "body": fields}``, and decodes and checks them. Thread-safe.
+
+    Args:
+        types: The class of each tag. A class may get another name; a tag may not: peers and stored files use it.
+        max_bytes: The longest message that `decode` accepts.
+    """
+
+    def __init__(self, types: Mapping[str, type], max_bytes: int) -> None:
+        self._types = types
+        self._tags = {cls: tag for tag, cls in types.items()}
+        self._max_bytes = max_bytes
+        # Each takes milliseconds to build, so it is built on first use.
+        self._adapter = functools.cache(self._build_adapter)
+        self._body = functools.cache(self._build_body)
+        self._document = functools.cache(self._build_document)
+
+    def tag_of(self, message_type: type) -> str:
+        """Return the tag of a message class."""
+        return self._tags[message_type]
+
+    def prepare(self, *types: type) -> None:
+        """Build now what encodes and checks messages of ``types``, instead of on first use."""
+        for each in types:
+            self._adapter(self._tags[each])
+            self._document(self._tags[each])
+
+    def body(self, message: object) -> Any:
+        """Return the fields of a message as they stand in the JSON: dicts, lists, str, int, float, bool, None."""
+        return self._adapter(self._tags[type(message)]).dump_python(message, mode="json")
+
+    def encode(self, message: object) -> bytes:
+        """Return the JSON ``{"type": tag, "body": fields}`` of a message."""
+        document = {"type": self._tags[type(message)], "body": self.body(message)}
+        return json.dumps(document, separators=(",", ":")).encode()
+
+    def decode(self, data: bytes, *expected: type) -> Any:
+        """Return the message in ``data``, which must be of one of the classes in ``expected``.
+
+        Raises:
+            ProtocolViolation: ``data`` is too long, not JSON, of another class, or not valid.
+        """
+        if len(data) > self._max_bytes:
+            raise ProtocolViolation(f"message of {len(data)} bytes; allowed: {self._max_bytes}")
+        if len(expected) == 1:
+            tag = self._tags[expected[0]]
+            try:
+                return self._document(tag).validate_json(data)["body"]
+            except ValidationError as error:
+                why = complaint(error).removeprefix("body.")
+                raise ProtocolViolation(f"not a valid message: {tag}: {why}") from None
+        try:
+            document = json.loads(data)
+            tag = document["type"]
+            if tag not in {self._tags[each] for each in expected}:
+                raise ProtocolViolation(f"message {str(tag)[:40]!r} is not expected here")
+            return self._body(tag).validate_python(document["body"])
+        except ValidationError as error:
+            raise ProtocolViolation(f"not a valid message: {tag}: {complaint(error)}") from None
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise ProtocolViolation(f"not a valid message: {str(error)[:120]}") from None
+
+    def _build_adapter(self, tag: str) -> TypeAdapter[Any]:
+        return TypeAdapter(self._types[tag])
+
+    def _build_body(self, tag: str) -> SchemaValidator:
+        return checker(self._types[tag])
+
+    def _build_document(self, tag: str) -> SchemaValidator:
+        """Build what checks a whole document of one class at once, in less than half the time."""
+        fields: Any = TypedDict
+        literal: Any = Literal
+        return checker(fields(tag, {"type": literal[tag], "body": self._types[tag]}))
 
 
 def _bounded(schema: Any) -> Any:

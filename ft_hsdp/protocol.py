@@ -6,7 +6,6 @@ JSON document per frame) and neighbours in a ring (TCP). Bulk data never passes 
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import hmac
 import json
@@ -14,9 +13,7 @@ import struct
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError
-from pydantic_core import SchemaValidator
-from typing_extensions import TypedDict
+from pydantic import Field
 
 from ft_hsdp import bounded
 from ft_hsdp.core import commit, effects
@@ -395,76 +392,30 @@ _MESSAGES: dict[str, type] = {
     "Forget": effects.DropSnapshots,
     "Exit": effects.Exit,
 }
-_TAGS = {cls: tag for tag, cls in _MESSAGES.items()}
-
-
-@functools.cache
-def _adapter(name: str) -> TypeAdapter[Any]:
-    return TypeAdapter(_MESSAGES[name])
-
-
-@functools.cache
-def _checker(name: str) -> SchemaValidator:
-    return bounded.checker(_MESSAGES[name])
-
-
-@functools.cache
-def _envelope(name: str) -> SchemaValidator:
-    """Checks a whole document of one type at once, in less than half the time."""
-    fields: Any = TypedDict
-    tag: Any = Literal
-    return bounded.checker(fields(name, {"type": tag[name], "body": _MESSAGES[name]}))
-
-
-def tag_of(message_type: type) -> str:
-    """The name of a message on the wire."""
-    return _TAGS[message_type]
-
-
-def prepare(*types: type) -> None:
-    """Build now what encodes and checks messages of ``types``, which takes milliseconds each on first use."""
-    for each in types:
-        _adapter(_TAGS[each])
-        _envelope(_TAGS[each])
-
-
-def encode(message: object) -> bytes:
-    """JSON ``{"type": name, "body": ...}`` of a message."""
-    name = _TAGS[type(message)]
-    body = _adapter(name).dump_python(message, mode="json")
-    return json.dumps({"type": name, "body": body}, separators=(",", ":")).encode()
-
-
-def decode(data: bytes, *expected: type) -> Any:
-    """The message in ``data``; only types in ``expected`` are let in. Its cost is linear in the bytes (`bounded`).
-
-    Raises:
-        ProtocolViolation: too large, no JSON, of another type, or not valid.
-    """
-    if len(data) > MAX_MESSAGE:
-        raise ProtocolViolation(f"message of {len(data)} bytes; allowed: {MAX_MESSAGE}")
-    if len(expected) == 1:
-        try:
-            return _envelope(_TAGS[expected[0]]).validate_json(data)["body"]
-        except ValidationError as error:
-            why = bounded.complaint(error).removeprefix("body.")
-            raise ProtocolViolation(f"not a valid message: {_TAGS[expected[0]]}: {why}") from None
-    try:
-        document = json.loads(data)
-        name = document["type"]
-        if name not in {_TAGS[e] for e in expected}:
-            raise ProtocolViolation(f"message {str(name)[:40]!r} is not expected here")
-        return _checker(name).validate_python(document["body"])
-    except ValidationError as error:
-        raise ProtocolViolation(f"not a valid message: {name}: {bounded.complaint(error)}") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ProtocolViolation(f"not a valid message: {str(error)[:120]}") from None
+_CODEC = bounded.MessageCodec(_MESSAGES, MAX_MESSAGE)
+tag_of, prepare, encode, decode = _CODEC.tag_of, _CODEC.prepare, _CODEC.encode, _CODEC.decode
 
 
 def frame(message: object) -> bytes:
-    """A message with its length in front, for a stream."""
-    data = encode(message)
+    """Return a message with its length in front, for a stream."""
+    return framed(encode(message))
+
+
+def framed(data: bytes) -> bytes:
+    """Return ``data`` with its length in front, for a stream."""
     return LENGTH.pack(len(data)) + data
+
+
+def frame_length(prefix: bytes, max_bytes: int = MAX_MESSAGE) -> int:
+    """Return the number of bytes in a frame, from the LENGTH.size bytes in front of it.
+
+    Raises:
+        ProtocolViolation: the frame is longer than ``max_bytes``.
+    """
+    (size,) = LENGTH.unpack(prefix)
+    if size > max_bytes:
+        raise ProtocolViolation(f"frame of {size} bytes; allowed: {max_bytes}")
+    return int(size)
 
 
 def mac(token: str, *parts: object) -> str:
@@ -479,7 +430,7 @@ def genuine(token: str, claimed: str, *parts: object) -> bool:
 
 
 def _grant_body(grant: Grant) -> Any:
-    return _adapter("Grant").dump_python(replace(grant, mac=""), mode="json")
+    return _CODEC.body(replace(grant, mac=""))
 
 
 def sign(token: str, grant: Grant) -> Grant:

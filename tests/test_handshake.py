@@ -333,6 +333,15 @@ def test_a_flood_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
     assert len(caplog.records) == 1
 
 
+def test_a_connection_on_loopback_has_neither_delay_nor_pacing() -> None:
+    with address.bound("127.0.0.1") as listener:
+        listener.listen()
+        with socket.create_connection(listener.getsockname()[:2]) as sock:
+            address.tune(sock)
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+            assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0") == b"reno"
+
+
 @pytest.mark.parametrize(
     ("text", "parts"),
     [("127.0.0.1:8", ("127.0.0.1", 8)), ("[::1]:65535", ("::1", 65535)), ("host.example:0", ("host.example", 0))],

@@ -18,6 +18,7 @@ from ft_hsdp.core.commit import AttemptId, CommitRecord, CommitToken, Contributi
 from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Member, Refused, Report
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
+from ft_hsdp.state.agent import messages
 
 TOKEN = "0" * 64
 EVERYTHING = tuple(protocol._MESSAGES.values())
@@ -222,6 +223,29 @@ def test_a_message_has_a_size_limit_that_is_checked_first() -> None:
         protocol.decode(b"x" * (limit + 1), protocol.Wait)
 
 
+def test_a_frame_has_a_size_limit_that_is_known_before_its_bytes() -> None:
+    assert protocol.frame_length(protocol.framed(b"abc")[: protocol.LENGTH.size]) == 3
+    assert protocol.frame_length(protocol.LENGTH.pack(16), 16) == 16
+    with pytest.raises(ProtocolViolation, match="frame of 17 bytes; allowed: 16"):
+        protocol.frame_length(protocol.LENGTH.pack(17), 16)
+    with pytest.raises(ProtocolViolation):
+        protocol.frame_length(protocol.LENGTH.pack(protocol.MAX_MESSAGE + 1))
+
+
+def test_messages_of_the_state_agent_are_checked_as_all_are() -> None:
+    take = messages.Take(StateId(1, 2, "a"))
+    data = messages.frame(take)[protocol.LENGTH.size :]
+    assert json.loads(data)["type"] == "Take"
+    assert messages.decode(data, messages.Take) == messages.decode(data, *messages.ORDERS) == take
+    with pytest.raises(ProtocolViolation, match="'Take' is not expected here"):
+        messages.decode(data, messages.Done, messages.Busy)
+    for expected in (messages.ORDERS, (messages.Pin,)):
+        with pytest.raises(ProtocolViolation, match=r"Pin: .*seconds"):
+            messages.decode(data.replace(b'"Take"', b'"Pin"'), *expected)
+        with pytest.raises(ProtocolViolation, match=f"allowed: {messages.MAX_MESSAGE}"):
+            messages.decode(b" " * messages.MAX_MESSAGE + data, *expected)
+
+
 def test_a_message_of_another_type_is_not_let_in() -> None:
     data = protocol.encode(effects.Exit(0, "all is well"))
     assert protocol.decode(data, effects.Exit) == effects.Exit(0, "all is well")
@@ -314,7 +338,7 @@ def test_a_wrong_document_has_few_errors_however_long_it_is(name: str, kind: str
         data = b'{"type":"%s","body":%s}' % (name.encode(), document)
         errors = 0
         try:
-            protocol._envelope(name).validate_json(data)
+            protocol._CODEC._document(name).validate_json(data)
         except ValidationError as error:
             errors = error.error_count()
         assert errors < 50

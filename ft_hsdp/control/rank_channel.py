@@ -59,9 +59,7 @@ UNREAD = 64 << 10  # bytes that a leader may leave unread before it hears of no 
 async def read(reader: asyncio.StreamReader, *expected: type) -> object | None:
     """The next message; None when the other end is gone or talks nonsense."""
     try:
-        (length,) = protocol.LENGTH.unpack(await reader.readexactly(protocol.LENGTH.size))
-        if length > protocol.MAX_MESSAGE:
-            return None
+        length = protocol.frame_length(await reader.readexactly(protocol.LENGTH.size))
         return protocol.decode(await reader.readexactly(length), *expected)
     except (OSError, asyncio.IncompleteReadError, ProtocolViolation):
         return None

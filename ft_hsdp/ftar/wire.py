@@ -9,7 +9,6 @@ import struct
 from collections.abc import Callable
 
 from ft_hsdp import address, protocol
-from ft_hsdp.errors import ProtocolViolation
 
 FAREWELL_S = 0.5
 LOOPBACK_BUFFER = 256 * 1024
@@ -36,10 +35,7 @@ async def receive(sock: socket.socket, *expected: type, heard: Callable[[], None
     head = await _exactly(sock, protocol.LENGTH.size, heard)
     if head is None:
         return None
-    (length,) = protocol.LENGTH.unpack(head)
-    if length > protocol.MAX_MESSAGE:
-        raise ProtocolViolation(f"message of {length} bytes; allowed: {protocol.MAX_MESSAGE}")
-    body = await _exactly(sock, length, heard)
+    body = await _exactly(sock, protocol.frame_length(head), heard)
     return None if body is None else protocol.decode(body, *expected)
 
 
@@ -71,11 +67,9 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
     pacing, and buffers that stay in the cache between the two copies of each byte."""
     if sock.family == socket.AF_UNIX:
         return
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    address.tune(sock)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
     if address.local(sock):
-        with contextlib.suppress(OSError):  # the kernel's default serves too
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_BUFFER)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOOPBACK_BUFFER)
 

@@ -184,9 +184,9 @@ def _manifest(data: bytes) -> None:
 
 def _agent(data: bytes) -> None:
     """Orders to the agent, and its answers."""
-    if len(data) >= messages.LENGTH.size:
-        messages.length(data[: messages.LENGTH.size], messages.MAX_MESSAGE)
-        messages.decode(data[messages.LENGTH.size :], *messages._TYPES.values())
+    if len(data) >= protocol.LENGTH.size:
+        protocol.frame_length(data[: protocol.LENGTH.size], messages.MAX_MESSAGE)
+        messages.decode(data[protocol.LENGTH.size :], *messages._TYPES.values())
 
 
 class _Sink:

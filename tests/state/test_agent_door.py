@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 import pytest
 from agent_helpers import NBYTES, TOKEN, connect, state, steps, write
 
-from ft_hsdp import handshake
+from ft_hsdp import handshake, protocol
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.agent import client, messages, server
 from ft_hsdp.state.agent.client import AgentGone
@@ -152,8 +152,8 @@ NOISE = [
     struct.pack("!I", 0),
     b"\0\0\0\x04null",
     messages.frame(Recall()),
-    messages.framed(b"[" * 1000),
-    messages.framed(b'{"type": "Hello", "body": {"rank": -1}}'),
+    protocol.framed(b"[" * 1000),
+    protocol.framed(b'{"type": "Hello", "body": {"rank": -1}}'),
     b"GET / HTTP/1.1\r\n\r\n",
 ]
 
@@ -178,11 +178,11 @@ def test_noise_is_hung_up_on(noise: bytes):
         struct.pack("!I", messages.MAX_MESSAGE + 1),
         b"\0\0\0\x04null",
         messages.frame(Done()),
-        messages.framed(b'{"type": "Pin", "body": {"state": [], "seconds": 1}}'),
-        messages.framed(
+        protocol.framed(b'{"type": "Pin", "body": {"state": [], "seconds": 1}}'),
+        protocol.framed(
             b'{"type": "Pin", "body": {"state": {"commit_epoch": 1, "step": 1, "lineage": ""}, "seconds": NaN}}'
         ),
-        messages.framed(b'{"type": "Staged", "body": {"state": {"commit_epoch": 1, "step": 2, "lineage": ""}}}')
+        protocol.framed(b'{"type": "Staged", "body": {"state": {"commit_epoch": 1, "step": 2, "lineage": ""}}}')
         + struct.pack("!I", messages.MAX_HEADER + 1),
     ],
 )

@@ -17,11 +17,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from ft_hsdp import address
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.fetch import Donor as Address
 from ft_hsdp.state.transfer.fetch import FetchRequest, fetch
-from ft_hsdp.state.transfer.server import StateServer, tune
+from ft_hsdp.state.transfer.server import StateServer
 from ft_hsdp.state.transfer.shard_manifest import Expected, ShardManifest
 from ft_hsdp.state.transfer.source import InMemorySnapshots, Room
 
@@ -101,7 +102,7 @@ class RawDonor(DonorContender):
         while True:
             sock, _ = self._listener.accept()
             with sock:
-                tune(sock)
+                address.tune(sock)
                 begin = 0
                 while begin < self._total:
                     begin += os.sendfile(sock.fileno(), self._room.fd, begin, self._total - begin)
@@ -118,7 +119,7 @@ class RawReceiver(ReceiverContender):
         """Fill the room."""
         view = self._room.memory
         with socket.create_connection((HOST, self._port)) as sock:
-            tune(sock)
+            address.tune(sock)
             got = 0
             while got < len(view):
                 n = sock.recv_into(view[got : got + PIECE], 0, socket.MSG_WAITALL)

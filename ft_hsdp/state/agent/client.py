@@ -14,7 +14,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from ft_hsdp import handshake
+from ft_hsdp import handshake, protocol
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import FtHsdpError, ProtocolViolation
 from ft_hsdp.handshake import Purpose
@@ -132,7 +132,7 @@ class StateAgent:
         """
         with self._talking() as line:
             self._close_slot()
-            answer = line.ask(Staged(state), Done, OrderRefused, more=messages.framed(header))
+            answer = line.ask(Staged(state), Done, OrderRefused, more=protocol.framed(header))
         if isinstance(answer, OrderRefused):
             raise ProtocolViolation(answer.reason)
         self.damaged += answer.damaged
@@ -260,10 +260,10 @@ class _Line:
     def read(self, most: int) -> bytes:
         """The next frame, and the descriptor that comes with it."""
         prefix = b""
-        while len(prefix) < messages.LENGTH.size:
+        while len(prefix) < protocol.LENGTH.size:
             self._wait()
             part, ancillary, _, _ = self._sock.recvmsg(
-                messages.LENGTH.size - len(prefix), _ROOM, socket.MSG_CMSG_CLOEXEC
+                protocol.LENGTH.size - len(prefix), _ROOM, socket.MSG_CMSG_CLOEXEC
             )
             for level, kind, data in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -271,7 +271,7 @@ class _Line:
             if not part:
                 raise ConnectionResetError("it hung up")
             prefix += part
-        frame = bytearray(messages.length(prefix, most))
+        frame = bytearray(protocol.frame_length(prefix, most))
         view = memoryview(frame)
         while view:
             self._wait()

@@ -7,20 +7,15 @@ descriptor comes with the first byte of the answer.
 
 from __future__ import annotations
 
-import functools
-import json
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
-from pydantic import Field, TypeAdapter, ValidationError
-from pydantic_core import SchemaValidator
+from pydantic import Field
 
 from ft_hsdp import bounded, protocol
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.state.agent.slots import Held
 
-LENGTH = protocol.LENGTH
 MAX_MESSAGE = 1 << 16
 MAX_HEADER = 16 << 20
 MAX_RANKS = 1 << 20
@@ -175,59 +170,13 @@ _TYPES: dict[str, type] = {
     "Done": Done,
     "Refused": OrderRefused,
 }
-_TAGS = {cls: tag for tag, cls in _TYPES.items()}
-
-
-@functools.cache
-def _adapter(name: str) -> TypeAdapter[Any]:
-    return TypeAdapter(_TYPES[name])
-
-
-@functools.cache
-def _checker(name: str) -> SchemaValidator:
-    return bounded.checker(_TYPES[name])
+_CODEC = bounded.MessageCodec(_TYPES, MAX_MESSAGE)
+decode = _CODEC.decode
 
 
 def frame(message: object) -> bytes:
-    """A message with its length in front."""
-    name = _TAGS[type(message)]
-    body = _adapter(name).dump_python(message, mode="json")
-    return framed(json.dumps({"type": name, "body": body}, separators=(",", ":")).encode())
-
-
-def framed(data: bytes) -> bytes:
-    """Bytes with their length in front."""
-    return LENGTH.pack(len(data)) + data
-
-
-def length(prefix: bytes, most: int) -> int:
-    """The length of a frame.
-
-    Raises:
-        ProtocolViolation: it is above ``most``.
-    """
-    (size,) = LENGTH.unpack(prefix)
-    if size > most:
-        raise ProtocolViolation(f"frame of {size} bytes; allowed: {most}")
-    return int(size)
-
-
-def decode(data: bytes, *expected: type) -> Any:
-    """The message in ``data``; only types in ``expected`` are let in.
-
-    Raises:
-        ProtocolViolation: no JSON, of another type, or not valid.
-    """
-    try:
-        document = json.loads(data)
-        name = document["type"]
-        if name not in {_TAGS[e] for e in expected}:
-            raise ProtocolViolation(f"message {str(name)[:40]!r} is not expected here")
-        return _checker(name).validate_python(document["body"])
-    except ValidationError as error:
-        raise ProtocolViolation(f"not a valid message: {bounded.complaint(error)}") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise ProtocolViolation(f"not a valid message: {str(error)[:120]}") from None
+    """Return a message with its length in front."""
+    return protocol.framed(_CODEC.encode(message))
 
 
 def agent_name(token: str, replica: int, generation: int = 0) -> str:

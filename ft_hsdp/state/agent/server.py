@@ -27,7 +27,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
-from ft_hsdp import handshake, record_layer
+from ft_hsdp import handshake, protocol, record_layer
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError, LocalResourceError, ProtocolViolation, Retryable
 from ft_hsdp.handshake import Admitted, CallerGate, Purpose
@@ -173,8 +173,8 @@ class AgentConnection:
             ConnectionError: the other end hung up.
             ProtocolViolation: the frame is longer than ``most`` bytes.
         """
-        prefix = await self._exactly(messages.LENGTH.size)
-        return await self._exactly(messages.length(prefix, most))
+        prefix = await self._exactly(protocol.LENGTH.size)
+        return await self._exactly(protocol.frame_length(prefix, most))
 
     async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
         """Send frames; descriptors go with the first byte.
@@ -271,7 +271,7 @@ class Session:
             await self._answer(Absent(self._holdings.damaged(self._rank)))
             return
         fd, header = taken
-        await self._answer(Taken(), messages.framed(header), fds=[fd])
+        await self._answer(Taken(), protocol.framed(header), fds=[fd])
 
     async def _answer(self, message: object, more: bytes = b"", fds: Sequence[int] = ()) -> None:
         await self._line.send(messages.frame(message) + more, fds)

@@ -17,7 +17,6 @@ from ft_hsdp import address, handshake, record_layer
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption, ProtocolViolation
 from ft_hsdp.handshake import Purpose
-from ft_hsdp.state.transfer.server import tune
 
 MAX_HEAD = 16 << 10
 CONNECT_TIMEOUT = struct.pack("@ll", 5, 0)  # struct timeval
@@ -129,7 +128,7 @@ class DonorConnection:
         with self._lock:
             if self._over:  # while it was not yet a connection that could be shut down
                 raise ConnectionError("hung up")
-        tune(sock)
+        address.tune(sock)
         try:
             session = handshake.call_blocking(sock, self._token, Purpose.STATE)
         except handshake.HungUp as error:

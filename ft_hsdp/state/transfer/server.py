@@ -83,7 +83,7 @@ class _Handler(BaseHTTPRequestHandler):
     def setup(self) -> None:
         """Blocking sockets, without timeouts: the watchman hangs up where it takes too long."""
         super().setup()
-        tune(self.connection)
+        address.tune(self.connection)
         self.reader = self.server.places[self.connection]
 
     def do_GET(self) -> None:
@@ -254,11 +254,3 @@ class StateServer:
         self._thread.join()
         self._loop.close()
         self._readers.leave()
-
-
-def tune(sock: socket.socket) -> None:
-    """No delay, and on loopback no pacing: the congestion control of a network halves the speed there."""
-    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    if address.local(sock):
-        with contextlib.suppress(OSError):  # the kernel's default serves too
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"reno")
