@@ -23,6 +23,7 @@ BAD: list[tuple[dict[Any, Any], list[str], str, str]] = [
     ({"no_such_key": 1}, [], "no_such_key", "there is no such key; the top level has job, replicas"),
     ({"replica": 3}, [], "replica", "did you mean replicas?"),
     ({"train": {"step": 3}}, [], "train.step", "did you mean train.steps?"),
+    ({"steps": 3}, [], "steps", "did you mean train.steps?"),
     ({1: 2}, [], "1", "no such key"),
     ({"replicas": 0}, [], "replicas", "a whole number from 1 to 64"),
     ({"replicas": 65}, [], "replicas", "a whole number from 1 to 64"),

@@ -47,7 +47,11 @@ def unknown_key(path: Sequence[int | str], model: type[BaseModel], value: object
     """The error for a key that does not exist; names the nearest one that does."""
     above = dotted(path[:-1])
     siblings = list(_resolve(model, path[:-1]).get("properties", {}))
-    near = difflib.get_close_matches(str(path[-1]), siblings, n=1, cutoff=0.6)
+    below = [
+        f"{each}.{key}" for each in siblings for key in _resolve(model, [*path[:-1], each]).get("properties", {})
+    ]
+    same = [key for key in below if key.rpartition(".")[2] == path[-1]]
+    near = same[:1] or difflib.get_close_matches(str(path[-1]), siblings, n=1, cutoff=0.6)
     meant = f"; did you mean {dotted([*path[:-1], near[0]])}?" if near else ";"
     names = ", ".join(siblings) or "no keys below it"
     return ConfigError(dotted(path), value, f"there is no such key{meant} {above or 'the top level'} has {names}")

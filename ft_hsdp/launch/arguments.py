@@ -88,7 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
     replica.add_argument("--replica", type=int, required=True, metavar="ID", help="which one, from 0")
     replica.add_argument("--lighthouse", metavar="URL[,URL]", help="where it is, if not in the run directory")
     status = with_runs(with_json(add("status", "the running job: steps, replicas, ranks, pids")))
-    status.add_argument("--run", metavar="RUN", help="a run's name or folder (the newest that runs)")
+    status.add_argument("name", metavar="RUN", nargs="?", help="a run's name or folder (the newest that runs)")
+    status.add_argument("--run", metavar="RUN", help="the same, by an option")
     status.add_argument("--ray-address", metavar="A", help="of a Ray cluster: auto, or HOST:PORT of its head")
     submit = with_json(with_config(add("submit", "the same job on a Ray cluster")))
     submit.add_argument(

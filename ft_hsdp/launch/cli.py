@@ -10,6 +10,7 @@ import contextlib
 import gc
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from ft_hsdp.launch.arguments import ORDERS, build_parser
 from ft_hsdp.launch.render import command as rendering
 from ft_hsdp.launch.run.directory import RunDir
 
+_OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")  # one that lacks its dashes
 INTERRUPTED = 130
 BREACH = 1  # of `verify`
 
@@ -51,6 +53,8 @@ def _main(argv: Sequence[str]) -> int:
     args, rest = parser.parse_known_args(argv)
     overrides = [word for word in rest if word.startswith("--") and "=" in word]
     strangers = [word for word in rest if word not in overrides]
+    if missing := next((word for word in strangers if "config" in args and _OVERRIDE.match(word)), None):
+        parser.error(f"{missing}: an override begins with two dashes: --{missing}")
     if strangers or (overrides and "config" not in args):
         parser.error(f"unrecognized arguments: {' '.join(strangers or overrides)}")
     args.overrides = overrides
@@ -102,10 +106,11 @@ def _render(args: argparse.Namespace) -> int:
 
 
 def _status(args: argparse.Namespace) -> int:
+    name = args.run or args.name
     if args.ray_address is not None:
         with _needs_ray("status --ray-address"):
             from ft_hsdp.launch.ray import submit as in_cluster
-        told, shown = in_cluster.status(args.ray_address, args.run)
+        told, shown = in_cluster.status(args.ray_address, name)
         if args.json:
             _print_json(told)
         else:
@@ -113,7 +118,7 @@ def _status(args: argparse.Namespace) -> int:
         return EXIT_OK
     from ft_hsdp.launch.run.status import find, lines, status
 
-    run = find(args.runs_dir, args.run)
+    run = find(args.runs_dir, name)
     picture = status(run)
     if args.json:
         _print_json(picture)

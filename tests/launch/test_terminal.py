@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import re
 from typing import Any
 
 import pytest
@@ -63,6 +64,29 @@ def test_a_failure_is_told_with_the_times_since_it_began() -> None:
     ]
 
 
+def test_an_event_about_a_later_step_comes_after_the_line_of_the_step_before_it() -> None:
+    terminal, out = shown()
+    terminal.commit(commit(1))
+    terminal.event(event("EpochGranted", 100.0, epoch=2, step=3, members=[0, 2]))
+    terminal.tick(101.0)
+    terminal.commit(commit(2))
+    terminal.event(event("EpochGranted", 102.0, epoch=3, step=5, members=[0, 2]))
+    assert "epoch 3" not in out.getvalue()
+    terminal.tick(105.0)  # the commits before it do not come: it is not held for ever
+    lines = [re.sub(r"^[0-9:]{8} ", "", line)[:7] for line in out.getvalue().splitlines()]
+    assert lines == ["step 1/", "step 2/", "epoch 2", "epoch 3"]
+
+
+def test_a_rank_that_was_told_to_leave_is_not_told_as_a_loss() -> None:
+    terminal, out = shown()
+    gone = {"kind": "exit 143", "rank": 1, "pid": 7}
+    terminal.event(event("LeaveRequested", 1.0, replica=2))
+    terminal.event(event("ProcessExited", 2.0, replica=2, incarnation="2-a-0", **gone))
+    assert "gone" not in out.getvalue()
+    terminal.event(event("ProcessExited", 2.0, replica=1, incarnation="1-a-0", **gone))
+    assert "replica 1 rank 1 is gone: exit 143" in out.getvalue()
+
+
 def test_a_wait_is_only_shown_when_it_is_long_and_still_goes_on() -> None:
     terminal, out = shown()
     for end in (event("EpochGranted", 101.0, epoch=1, step=1, members=[0, 1]), None):
@@ -109,6 +133,8 @@ def test_the_summary_says_how_it_ended() -> None:
     terminal.summary(summarize(CONFIG, rows, fed(rows), finals, [], [1]), 75)
     assert "2 different states" in out.getvalue()
     assert "replicas 1" in out.getvalue()
+    terminal.summary(summarize(CONFIG, rows[:3], fed(rows[:3]), {}, []), 130)
+    assert "stopped after step 3 of 5; only checkpoints are kept" in out.getvalue()
 
 
 def test_many_failures_show_their_spread() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -24,6 +25,7 @@ from ft_hsdp.sentences import fault, tell
 
 SHOWN_STEPS = 10
 LONG_S = 3.0  # a wait longer than this is shown
+HELD_S = 2.0  # an event about a later step waits this long for the lines of the steps before it
 _BAD = {
     "FailureInjected",
     "ProcessExited",
@@ -74,6 +76,8 @@ class Terminal:
         self._failed_at: dict[int, float] = {}  # replica -> time of its last failure
         self._said: set[tuple[object, ...]] = set()
         self._waiting: Row | None = None  # what the lighthouse waits for, until that is news
+        self._held: list[Row] = []  # events about steps whose predecessors are not shown yet
+        self._leaving: set[object] = set()  # replicas that were told to leave
         on_terminal = self._console.is_terminal if live is None else live
         self._live = Live(self._table(), console=self._console, transient=True, auto_refresh=False)
         self._on_terminal = on_terminal
@@ -102,15 +106,39 @@ class Terminal:
             self._live.update(self._table(), refresh=True)
         else:
             self.say(step_line(row, self._steps))
+        self._let_through(row["step"])
         for replica in sorted(set(row["contributors"]) - set(before)):
             self._tell(row["t"], f"replica {replica} contributes again at step {row['step']}", replica, "green")
 
     def event(self, event: Row) -> None:
-        """Show a failure, its detection, a fetch, a rejoin; other events only stand in events.jsonl."""
+        """Show a failure, its detection, a fetch, a rejoin; other events only stand in events.jsonl.
+
+        Events and commits arrive independently. An event about a later step is shown after the line of the step
+        before it.
+        """
+        step = event.get("step")
+        if self._rows and isinstance(step, int) and step > self._rows[-1]["step"] + 1:
+            self._held.append(event)
+        else:
+            self._show(event)
+
+    def _let_through(self, step: float) -> None:
+        """Show the held events that are about the step after ``step``, or an earlier one."""
+        due = [event for event in self._held if event["step"] <= step + 1]
+        self._held = [event for event in self._held if event not in due]
+        for event in due:
+            self._show(event)
+
+    def _show(self, event: Row) -> None:
         name, replica = event["event"], event.get("replica")
         if name in ("Waiting", "EpochGranted"):
             self._waiting = event if name == "Waiting" else None
-        if name not in NOTABLE or (name == "ProcessExited" and event.get("kind") == "exit 0"):
+        if name == "LeaveRequested":
+            self._leaving.add(replica)
+        elif name == "ReplicaStarted":
+            self._leaving.discard(replica)
+        left = event.get("kind") == "exit 0" or (event.get("kind") == "exit 143" and replica in self._leaving)
+        if name not in NOTABLE or (name == "ProcessExited" and left):
             return
         if name == "RingBroken" and not self._first("RingBroken", event.get("epoch")):
             return  # every rank of every survivor sees it
@@ -126,17 +154,20 @@ class Terminal:
         self._tell(event["t"], text, None if name == "FailureInjected" else about, style)
 
     def tick(self, now: float) -> None:
-        """Say what the job waits for, where that takes long. now: Unix seconds."""
+        """Say what the job waits for, where that takes long; show what was held too long. now: Unix seconds."""
+        if any(now - event["t"] > HELD_S for event in self._held):
+            self._let_through(math.inf)
         if self._waiting is not None and now - self._waiting["t"] > LONG_S:
             self._tell(self._waiting["t"], tell(self._waiting), None, "yellow")
             self._waiting = None
 
     def summary(self, summary: Summary, code: int) -> None:
         """Show the end of the job."""
+        self._let_through(math.inf)
         table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
         table.add_column(style="dim")
         table.add_column()
-        for name, value in summary_lines(summary):
+        for name, value in summary_lines(summary, self._steps):
             table.add_row(name, escape(value), style="" if code == 0 or name != "lost" else "red")
         self._console.print(table)
 
@@ -194,12 +225,14 @@ MANY = 5  # failures from which on their spread says more than each of them
 SPREADS = (("seen after", "detect_s"), ("stall", "stall_s"), ("back after", "rejoin_s"))
 
 
-def summary_lines(summary: Summary) -> list[tuple[str, str]]:
-    """The figures that a user wants to see at the end, by name."""
+def summary_lines(summary: Summary, steps: int | None = None) -> list[tuple[str, str]]:
+    """The figures that a user wants to see at the end, by name; ``steps``: of the whole job, if that is known."""
     batches = summary["batches"]
     ended = [r for r in summary["replicas"].values() if r["digest"]]
     states = {(r["step"], r["lineage"], r["digest"]) for r in ended}
-    if not ended:
+    if not ended and steps is not None and summary["steps"] < steps:
+        state = f"stopped after step {summary['steps']} of {steps}; only checkpoints are kept"
+    elif not ended:
         state = "no replica holds the final state"
     elif len(states) == 1:
         away = len(summary["replicas"]) - len(ended)
@@ -209,7 +242,10 @@ def summary_lines(summary: Summary) -> list[tuple[str, str]]:
         state = f"{len(states)} different states"
     lines = [
         ("steps", str(summary["steps"])),
-        ("loss", f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}"),
+        (
+            "loss",
+            f"{summary['loss_first']:.4f} -> {summary['loss_last']:.4f}, means of the first and the last tenth",
+        ),
         ("time", f"{summary['wall_s']:.1f} s, {summary['effective_training_ratio']:.1%} of it effective"),
         ("final state", state),
         (
