@@ -1,1 +1,40 @@
-"""quorum."""
+"""Who is in the quorum? The pure decision of the lighthouse.
+
+The package is one function, `transition.transition(state, event) -> (state, effects)`. The state is all that the
+lighthouse knows: each replica's newest incarnation and open request, the exits that supervisors reported, the
+current grant and earlier epochs. Events are requests, withdrawn requests, supervisors' reports, operators'
+commands and the passing of time. Effects are replies, orders to kill and journal lines. `lighthouse.service`
+stores the new state first and carries the effects out afterwards.
+
+A membership that works is left alone: the first request for a step settles the grant for that step, and all other
+members get `Continue` at once. At that moment the grant may change without a pause: newcomers join, exited members
+drop out, members that caught up contribute. A round is needed only before the first epoch, after a member reports
+that the ring broke, or when all members have exited. A round waits for every member that may live, leaves out
+those that stay silent beyond a grace, and grants an epoch on the highest state reported. Silence is never taken
+for death: no epoch is granted while an absent member that may live could hold a newer committed state.
+
+Fences stop old processes. A later incarnation of a replica fences every earlier one, and each grant lists the
+attempts that can never commit (`voids`), so that no replica applies their records. A lease names the one
+supervisor that may start a replica, so that two supervisors do not fence each other's incarnations for ever.
+
+Read in this order. No module does I/O, reads a clock, draws a random number or imports a library (import-linter
+checks that), so the model checker `ft_hsdp.sim` explores this very code.
+
+- `rules`: the decision on reports alone: the highest state, who contributes, which epochs are not covered.
+- `state`: what is known (`LighthouseState`), events, effects, and the changes that decisions share.
+- `transition`: one event in, one decision out; what happens while the ring works.
+- `membership`: the rounds, and the end of training.
+- `commands`: what an operator can order. Beside them: `incarnations` (numbers, exits, leases), `edges`.
+
+Example:
+    >>> from ft_hsdp.core.grant import Report
+    >>> from ft_hsdp.core.state_id import initial
+    >>> from lighthouse.quorum import state, transition
+    >>> start, s = initial("config", "weights"), state.LighthouseState.empty(state.Policy(2, steps=100), term=1)
+    >>> for r in 0, 1:
+    ...     request = state.OpenRequest(Report(r, f"{r}-run-0", start, step=1), id=r)
+    ...     s, effects = transition.transition(s, state.Asked(request, now=0.0))
+    ...     print([e.reason if isinstance(e, state.Note) else e.replica for e in effects])
+    ['waiting for replica 1']
+    ['first epoch; replicas 0,1 contribute on (0, 0, 1b62bc8d)', 0, 1]
+"""

@@ -1,8 +1,9 @@
-"""Commands: what an operator may order, when it can be done, and what it does to the state. Pure.
+"""What an operator can order: when an order is possible (`plan`), and what it changes (`execute`). Pure.
 
-An incarnation is evicted by its supervisor; a drained replica leaves at a step boundary and stays away until it is
-undrained; a job that is scaled goes on with the replicas of the lowest ids; a checkpoint is demanded of whoever
-commits next.
+- evict: the supervisor kills the incarnation, and starts the replica again unless it is drained.
+- drain and undrain: the replica leaves at a step boundary, and stays away until it is undrained.
+- scale: the job goes on with the replicas of the lowest ids.
+- checkpoint: a replica writes the state of the next step, or of the one after it.
 """
 
 from __future__ import annotations
@@ -23,32 +24,40 @@ _AUDITED = {
 
 @dataclass(frozen=True, slots=True)
 class CommandPlan:
-    """What a command will do, in one line, and the event that says so; no ``event``: nothing is left to do."""
+    """What a possible command will do."""
 
-    detail: str
-    event: str = ""
+    detail: str  # one line for the operator
+    event: str = ""  # name of the event for the journal; "": nothing is left to do
 
 
 @dataclass(frozen=True, slots=True)
 class Impossible:
-    """A command that cannot be carried out: an HTTP status, and one line that says why."""
+    """A command that cannot be carried out."""
 
-    status: int
-    detail: str
+    status: int  # of HTTP
+    detail: str  # one line that says why
 
 
 @dataclass(frozen=True, slots=True)
 class Supervised:
-    """What the shell knows: replicas whose supervisor reports, and incarnations that it was told to kill."""
+    """What the caller knows of the supervisors; it is no part of `LighthouseState`."""
 
-    replicas: Collection[int] = ()
-    condemned: Collection[tuple[int, str]] = ()
+    replicas: Collection[int] = ()  # those whose supervisor reports
+    condemned: Collection[tuple[int, str]] = ()  # incarnations that a supervisor has been told to kill
 
 
 def plan(
     s: LighthouseState, command: Commanded, supervised: Supervised, force: bool = False
 ) -> CommandPlan | Impossible:
-    """What ``command`` would do now; ``force``: even if too few replicas are left to go on."""
+    """Return what ``command`` would do now, or why it is impossible. Nothing changes.
+
+    Args:
+        s: What the lighthouse knows.
+        command: The operator's order; its replica may be out of range.
+        supervised: What the caller knows of the supervisors.
+        force: Allow an order that leaves fewer than `Policy.min_replicas` replicas. One that would lose the newest
+            state stays impossible.
+    """
     r = command.replica
     if not 0 <= r < s.policy.slots:
         return Impossible(404, f"there is no replica {r}; possible: 0 to {s.policy.slots - 1}")
@@ -70,8 +79,16 @@ def plan(
     return found
 
 
-def obey(s: LighthouseState, command: Commanded) -> Step:
-    """Carry out a command that was found possible."""
+def execute(s: LighthouseState, command: Commanded) -> Step:
+    """Carry out a command that `plan` found possible.
+
+    Args:
+        s: What the lighthouse knows.
+        command: The operator's order.
+
+    Returns:
+        The changed state, and the effects: an eviction, an event for the journal, or none for a checkpoint.
+    """
     r = command.replica
     effects: tuple[Effect, ...] = ()
     match command.action:
@@ -84,7 +101,7 @@ def obey(s: LighthouseState, command: Commanded) -> Step:
             s = replace(s, drained=s.drained - {r})
             effects = (Note("ReplicaUndrained", "may take part again", {"replica": r}),)
         case "checkpoint":
-            s = replace(s, checkpoint=_next(s))
+            s = replace(s, checkpoint=_next_step(s))
         case "scale":
             facts = {"replicas": command.target, "before": s.target}
             s = replace(s, target=command.target)
@@ -92,13 +109,13 @@ def obey(s: LighthouseState, command: Commanded) -> Step:
     return s, effects
 
 
-def _next(s: LighthouseState) -> int:
-    """The step that is committed next."""
+def _next_step(s: LighthouseState) -> int:
+    """Return the step that is committed next."""
     return s.head.step + 1 if s.head else 1
 
 
 def _runs(s: LighthouseState, r: int) -> bool:
-    """Whether a process of replica ``r`` may run."""
+    """Return whether a process of replica ``r`` may run."""
     view = s.views[r]
     return view.incarnation is not None and view.down is not True and (r, view.incarnation) not in s.exited
 
@@ -118,26 +135,32 @@ def _evict(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan | 
 def _drain(s: LighthouseState, r: int, supervised: Supervised, force: bool) -> CommandPlan | Impossible:
     if r in s.drained:
         return CommandPlan(f"replica {r} is drained already")
-    able, few = _able(s), s.policy.min_replicas
+    able, needed = _able(s), s.policy.min_replicas
     if able == {r}:
         return Impossible(409, f"replica {r} cannot be spared: no other one holds the newest state")
     left = _left(s, {r})
-    if left < few and r in _possible(s) and not force:
-        why = f"that would leave {left} replicas, quorum.min_replicas is {few}"
+    if left < needed and r in _possible(s) and not force:
+        why = f"that would leave {left} replicas, quorum.min_replicas is {needed}"
         return Impossible(409, f'{why}; {{"force": true}} drains replica {r} all the same')
     how = "leaves at the next step boundary" if _runs(s, r) else "does not run"
     back = "stays away until it is undrained" if r in supervised.replicas else "is not started again by anybody"
-    waits = f"; no step is made before {few} replicas can take part again, {left} are left" if left < few else ""
+    waits = (
+        f"; no step is made before {needed} replicas can take part again, {left} are left" if left < needed else ""
+    )
     return CommandPlan(f"replica {r} {how}, and {back}{waits}", "drain")
 
 
 def _possible(s: LighthouseState) -> set[int]:
-    """The replicas that take part, or will when they are started again: neither sent away nor given up."""
+    """Return the replicas that take part or will when they are started again: neither sent away nor given up."""
     return {r for r, v in enumerate(s.views) if wanted(s, r) and not v.lost}
 
 
 def _able(s: LighthouseState) -> set[int]:
-    """The replicas that hold the newest state, or may bring it back if none lives, or could start the job."""
+    """Return the replicas that hold the newest state; one of them must stay.
+
+    These are the living holders of the current grant's base; if none lives, those that may bring it back; before
+    the first grant, all that could start the job.
+    """
     if s.grant is None:
         return _possible(s)
     alive = {
@@ -147,7 +170,10 @@ def _able(s: LighthouseState) -> set[int]:
 
 
 def _left(s: LighthouseState, gone: set[int]) -> int:
-    """How many replicas remain without ``gone``: of those that can go on at once, if one of these goes."""
+    """Return how many replicas remain without ``gone``.
+
+    If one of ``gone`` can go on at once, only the replicas that can go on at once count.
+    """
     able = _able(s)
     return len((able if able & gone else _possible(s)) - gone)
 
@@ -190,6 +216,8 @@ def _checkpoint(s: LighthouseState) -> CommandPlan | Impossible:
         return Impossible(409, "nothing has been granted yet: there is nothing to write")
     if s.head is not None and s.head.step >= s.policy.steps:
         return Impossible(409, "training is over: there is no next step")
-    if s.checkpoint >= _next(s):
+    if s.checkpoint >= _next_step(s):
         return CommandPlan(f"a checkpoint of step {s.checkpoint}, or the one after it, has been ordered already")
-    return CommandPlan(f"one replica writes the state of step {_next(s)}, or of the one after it", "checkpoint")
+    return CommandPlan(
+        f"one replica writes the state of step {_next_step(s)}, or of the one after it", "checkpoint"
+    )

@@ -1,9 +1,9 @@
-"""Edges: connections between two members that both live, but do not come about or do not hold. Pure.
+"""Edges: connections between two members that both live, but that fail to form or to last. Pure.
 
-Who blames whom is in the reports. An edge counts as failed if both of its ends are there when the next epoch is
-formed; a member that is gone is another matter. After `APART` failures in a row the two ends are put apart in the
-ring, where that is possible; after `OUT` the one of the two that more edges blame is left out for a while, each
-time twice as long as before. A step that is committed over an edge makes up for its failures.
+The reports say who blames whom. An edge counts as failed if both of its ends ask when the next epoch is formed; a
+member that is gone is another matter. After `SEPARATE_AFTER` failures in a row the two ends are separated in the
+ring, where that is possible. After `EXCLUDE_AFTER` the end that more edges blame is left out for a while, each
+time twice as long as before. A step that is committed over an edge clears its failures.
 """
 
 from __future__ import annotations
@@ -13,37 +13,42 @@ from dataclasses import dataclass, replace
 
 from ft_hsdp.core.grant import Grant, Member, Report
 
-APART = 2
-OUT = 4
-LONGEST = 16  # times the first pause of one who is left out
+SEPARATE_AFTER = 2  # failures in a row
+EXCLUDE_AFTER = 4  # failures in a row
+LONGEST_PAUSE_FACTOR = 16  # the longest pause of a replica that is left out, in first pauses
 
-Pair = tuple[int, int]
+Pair = tuple[int, int]  # replica ids, the lower one first
 
 
 @dataclass(frozen=True, slots=True)
 class Barred:
-    """A replica that is left out until then (0: it is tried again); the pause, in seconds, was the newest one."""
+    """A replica that is left out of the ring for its failed connections."""
 
     replica: int
-    until: float
-    pause_s: float
+    until: float  # seconds on the lighthouse's clock; 0: the pause is over, it is tried again
+    pause_s: float  # length of its newest pause; the next one is twice as long
 
 
 @dataclass(frozen=True, slots=True)
 class Edges:
-    """Failures in a row of each pair of replicas, who is left out for them, and the newest epoch counted."""
+    """What is known of failed connections; durable, so the field names are keys of the store."""
 
-    failures: tuple[tuple[Pair, int], ...] = ()
+    failures: tuple[tuple[Pair, int], ...] = ()  # failures in a row of each pair
     barred: tuple[Barred, ...] = ()
-    counted: int = 0
+    counted: int = 0  # the newest epoch whose failures were counted
 
     @property
     def avoided(self) -> frozenset[Pair]:
-        """The pairs that are not to be neighbours."""
-        return frozenset(pair for pair, times in self.failures if times >= APART)
+        """The pairs that are not to be next to each other in the ring."""
+        return frozenset(pair for pair, times in self.failures if times >= SEPARATE_AFTER)
 
-    def out(self, now: float = 0.0) -> frozenset[int]:
-        """Who is left out at ``now``; at 0: whoever was when time was looked at last."""
+    def excluded(self, now: float = 0.0) -> frozenset[int]:
+        """Return the replicas that are left out.
+
+        Args:
+            now: Seconds on the lighthouse's clock. At 0 this is who was left out when `record_failures` looked
+                last.
+        """
         return frozenset(b.replica for b in self.barred if b.until > now)
 
 
@@ -52,17 +57,17 @@ NO_EDGES = Edges()
 
 @dataclass(frozen=True, slots=True)
 class EdgeVerdict:
-    """What follows from the failures of an edge: ``excluded`` is left out for ``pause_s``, if it is not None."""
+    """What follows from the failures of an edge."""
 
     pair: Pair
-    failures: int
-    excluded: int | None = None
-    pause_s: float = 0.0
-    stuck: bool = False
+    failures: int  # in a row
+    excluded: int | None = None  # the end that is left out
+    pause_s: float = 0.0  # for how long
+    stuck: bool = False  # neither end can be left out: too few replicas would be left
 
     @property
     def reason(self) -> str:
-        """In words."""
+        """The verdict in one line for humans."""
         a, b = self.pair
         text = f"the connection between replicas {a} and {b} failed {self.failures} times in a row"
         if self.stuck:
@@ -73,35 +78,48 @@ class EdgeVerdict:
 
     @property
     def facts(self) -> dict[str, object]:
-        """For the journal."""
+        """The further fields of the journal's event."""
         known: dict[str, object] = {"replicas": list(self.pair), "failures": self.failures}
         return known if self.excluded is None else {**known, "excluded": self.excluded, "seconds": self.pause_s}
 
 
 def remembered(edges: Edges) -> Edges:
-    """What is known after a restart, with another clock: who is left out is tried at once, then waits longer."""
+    """Return ``edges`` as they count after a restart of the lighthouse, whose clock is another one.
+
+    Replicas that are left out are tried again at once; their next pause is longer all the same.
+    """
     return replace(edges, barred=tuple(replace(b, until=0.0) for b in edges.barred))
 
 
 def neighbours(ring: tuple[int, ...]) -> frozenset[Pair]:
-    """The pairs that are next to each other in a ring."""
+    """Return the pairs that are next to each other in a ring."""
     around = zip(ring, (*ring[1:], *ring[:1]), strict=True)
     return frozenset((min(a, b), max(a, b)) for a, b in around if a != b)
 
 
-def proven(edges: Edges, ring: tuple[int, ...]) -> Edges:
-    """A step was committed over ``ring``: its edges hold."""
+def without_failures(edges: Edges, ring: tuple[int, ...]) -> Edges:
+    """Return ``edges`` after a step was committed over ``ring``: its edges work, so their failures are cleared.
+
+    Args:
+        edges: What is known.
+        ring: The replica ids in ring order.
+    """
     if not edges.failures and not edges.barred:
         return edges
-    hold = neighbours(ring)
-    failures = tuple((pair, times) for pair, times in edges.failures if pair not in hold)
+    joined = neighbours(ring)
+    failures = tuple((pair, times) for pair, times in edges.failures if pair not in joined)
     left = {r for pair, _ in failures for r in pair}
     barred = tuple(b for b in edges.barred if b.replica not in ring or b.replica in left)
     return replace(edges, failures=failures, barred=barred)
 
 
 def blamed(grant: Grant, reports: Mapping[int, Report]) -> frozenset[Pair]:
-    """The edges of ``grant`` that failed, as far as both ends are there to say so, or to hear it."""
+    """Return the edges of ``grant`` that failed and whose two ends both ask for the next epoch.
+
+    Args:
+        grant: The membership whose ring broke.
+        reports: Those of all that ask, by replica.
+    """
     there = {
         m.replica
         for m in grant.members
@@ -114,7 +132,7 @@ def blamed(grant: Grant, reports: Mapping[int, Report]) -> frozenset[Pair]:
     return frozenset(pair for pair in pairs & neighbours(grant.ring) if set(pair) <= there)
 
 
-def learn(
+def record_failures(
     edges: Edges,
     grant: Grant,
     reports: Mapping[int, Report],
@@ -122,15 +140,18 @@ def learn(
     now: float,
     pause_s: float,
 ) -> tuple[Edges, tuple[EdgeVerdict, ...]]:
-    """The ring of ``grant`` is over: count its failed edges, once.
+    """Count the failed edges of the ring of ``grant``, which broke; each epoch is counted once.
 
     Args:
         edges: What is known.
         grant: The membership whose ring broke.
         reports: Those of all that ask, by replica.
         spared: The replicas without each of which enough others hold the state to go on.
-        now: Seconds; pauses that are over end.
+        now: Seconds on the lighthouse's clock; pauses that are over end.
         pause_s: How long a replica is left out the first time.
+
+    Returns:
+        The new counts, and a verdict for each edge that reached a limit.
     """
     late = tuple(replace(b, until=0.0) if b.until <= now else b for b in edges.barred)
     edges = edges if late == edges.barred else replace(edges, barred=late)
@@ -144,21 +165,21 @@ def learn(
     barred = {b.replica: b for b in edges.barred}
     for pair in bad:
         times = failures[pair]
-        if times == APART and len(grant.members) >= 4:
+        if times == SEPARATE_AFTER and len(grant.members) >= 4:
             verdicts.append(EdgeVerdict(pair, times))
-        if times < OUT or any(r in barred and barred[r].until > now for r in pair):
+        if times < EXCLUDE_AFTER or any(r in barred and barred[r].until > now for r in pair):
             continue
         blames = {r: sum(r in other for other in failures) for r in pair}
         able = [r for r in sorted(pair, key=lambda r: (blames[r], r), reverse=True) if r in spared]
         if not able:
-            verdicts += [EdgeVerdict(pair, times, stuck=True)] if times == OUT else []
+            verdicts += [EdgeVerdict(pair, times, stuck=True)] if times == EXCLUDE_AFTER else []
             continue
         known = barred.get(able[0])
-        wait_s = pause_s if known is None else min(2 * known.pause_s, LONGEST * pause_s)
+        wait_s = pause_s if known is None else min(2 * known.pause_s, LONGEST_PAUSE_FACTOR * pause_s)
         barred[able[0]] = Barred(able[0], now + wait_s, wait_s)
         verdicts.append(EdgeVerdict(pair, times, able[0], wait_s))
-        for other in barred:  # whoever was left out only because of this one can connect to the rest
-            partners = {r for p, n in failures.items() if n >= OUT and other in p for r in p} - {other}
+        for other in barred:  # a replica that was left out only because of this one can connect to the rest
+            partners = {r for p, n in failures.items() if n >= EXCLUDE_AFTER and other in p for r in p} - {other}
             if other != able[0] and partners <= {able[0]}:
                 barred[other] = replace(barred[other], until=0.0)
     kept = tuple(barred[r] for r in sorted(barred))
@@ -168,9 +189,13 @@ def learn(
 
 
 def arrange(members: Iterable[Member], avoided: frozenset[Pair]) -> tuple[Member, ...]:
-    """``members`` in ring order: by id, but with as few of the ``avoided`` pairs next to each other as is found.
+    """Return ``members`` in ring order: by id, with few ``avoided`` pairs next to each other.
 
-    Parts of the ring are turned round, as long as that takes such pairs apart.
+    The search reverses parts of the ring as long as that separates such pairs; it may miss the best order.
+
+    Args:
+        members: The members in any order.
+        avoided: Pairs of replica ids, the lower one first.
     """
     ring = sorted(members, key=lambda m: m.replica)
     size = len(ring)
@@ -180,13 +205,13 @@ def arrange(members: Iterable[Member], avoided: frozenset[Pair]) -> tuple[Member
         return (min(x, y), max(x, y)) in avoided
 
     def better(i: int, j: int) -> bool:
-        """Whether to turn the part from ``i`` + 1 to ``j`` round."""
+        """Return whether to reverse the part from ``i`` + 1 to ``j``."""
         return bad(i, j) + bad(i + 1, j + 1) < bad(i, i + 1) + bad(j, j + 1)
 
     found = bool(avoided) and size > 3
     while found:
         wrong = [i for i in range(size) if bad(i, i + 1)]
-        turns = ((i, j) for w in wrong for i, j in _turns(w, size) if better(i, j))
+        turns = ((i, j) for w in wrong for i, j in _reversals(w, size) if better(i, j))
         i, j = next(turns, (0, 0))
         found = j > i
         if found:
@@ -194,7 +219,7 @@ def arrange(members: Iterable[Member], avoided: frozenset[Pair]) -> tuple[Member
     return tuple(ring)
 
 
-def _turns(wrong: int, size: int) -> Iterable[tuple[int, int]]:
-    """The parts of a ring that begin or end at the pair ``wrong``, ``wrong`` + 1."""
+def _reversals(wrong: int, size: int) -> Iterable[tuple[int, int]]:
+    """Return the parts of a ring that begin or end at the pair ``wrong``, ``wrong`` + 1."""
     yield from ((wrong, j) for j in range(wrong + 2, size))
     yield from ((i, wrong) for i in range(wrong - 1))

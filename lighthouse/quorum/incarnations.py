@@ -1,20 +1,19 @@
-"""Lives: which incarnation of a replica counts, and which supervisor may start the next one. Pure.
+"""Which incarnation of a replica counts, which exits are remembered, who may start the next one. Pure.
 
-The lighthouse numbers an incarnation when it first hears of it; a grant tells a member its number, and its reports
-carry it. So the order of two lives is known for ever, also after the lighthouse has forgotten both, was restarted,
-or got an older store back. Only a life that was admitted later takes the place of another one.
+Numbers. The lighthouse numbers an incarnation when it first hears of it. A grant tells the number to the member,
+and its reports carry it. So the order of two incarnations of a replica is known for ever, also after the
+lighthouse has forgotten both, was restarted, or got an older store back. Only an incarnation that was admitted
+later replaces another one.
 
-A supervisor has a lease of each replica that it starts, and renews it with its reports. So of two supervisors of
-one replica one starts nothing, and they do not fence each other's lives for ever.
+Exits. An incarnation is called REPLICA-RUN-RESTARTS, and the next one of a run is started only when all processes
+of the one before have ended. So the newest exit of a run stands for all incarnations before it; those are needed
+by name only while they are members of a remembered epoch. The newest exits that a supervisor keeps naming are
+remembered, so that they are no news. Those of a run that it names no more are dropped: its incarnations were
+fenced by the replica's new run, and could neither delay nor bring back anything (a record that is older than the
+grant is overruled). This bounds the table, which would otherwise grow with the job.
 
-Exits: which ended incarnations are remembered, so that the table does not grow with the job. Pure.
-
-An incarnation is called REPLICA-RUN-RESTARTS, and the next one of a run is started only when all of the one before
-is gone. So the newest exit of a run speaks for all lives before it, and those are needed by name only while they
-stand in an epoch that is remembered. The newest exits that a supervisor goes on naming are kept, so that they are
-no news; those of a run that it names no more are of use to nobody: whoever belonged to it was fenced by its
-replica's new run, and could not hold up, or bring back, anything (a record that is older than the grant is
-overruled).
+Leases. A supervisor has a lease of each replica that it starts, and renews it with its reports. So of two
+supervisors of one replica one starts nothing, and they do not fence each other's incarnations for ever.
 """
 
 from __future__ import annotations
@@ -27,27 +26,35 @@ from ft_hsdp.core.incarnation import IncarnationId
 from lighthouse.quorum.rules import AdmittedIncarnation, Incarnation, Lease
 from lighthouse.quorum.state import Effect, LighthouseState, Note, ProcessesReported, Step, with_view
 
-REMEMBERED = 8  # lives of one replica, of different runs; others are known by the number that they were told
+REMEMBERED = 8  # incarnations of one replica, of different runs; older ones report the number that they were told
 
 
 def run_of(incarnation: str) -> tuple[str, int]:
-    """The run that an incarnation belongs to, and how often its replica had been restarted in it.
+    """Return the run that an incarnation belongs to, and how often its replica had been restarted in that run.
 
-    Runs of different replicas may have one name. A text that is no name is a run of its own.
+    Runs of different replicas may have one name. A text that is no name of an incarnation is a run of its own.
     """
     name = IncarnationId.parse(incarnation)
     return (incarnation, 0) if name is None else (name.run_id, name.restarts)
 
 
 def outlived(who: Incarnation, others: Iterable[Incarnation]) -> bool:
-    """Whether one of ``others`` is a later life of the same run: then ``who`` has exited."""
+    """Return whether one of ``others`` is a later incarnation of the same run: then ``who`` has exited."""
     run, restarts = run_of(who[1])
     lives = (run_of(incarnation) for replica, incarnation in others if replica == who[0])
     return any(theirs == run and number > restarts for theirs, number in lives)
 
 
-def learn(s: LighthouseState, event: ProcessesReported) -> tuple[LighthouseState, list[Incarnation]]:
-    """``s`` with the exits that a supervisor names, and without those that matter no more; which ones are news."""
+def record_exits(s: LighthouseState, event: ProcessesReported) -> tuple[LighthouseState, list[Incarnation]]:
+    """Remember the exits that a supervisor names, and drop those that no longer matter.
+
+    Args:
+        s: What the lighthouse knows.
+        event: The supervisor's report.
+
+    Returns:
+        The state, and the exits that the lighthouse did not know of, sorted.
+    """
     news = sorted(who for who in event.exited - s.exited if not outlived(who, s.exited))
     needed = {m for epoch in s.epochs for m in epoch.members}
     needed |= {(m.replica, m.incarnation) for m in s.grant.members} if s.grant else set()
@@ -69,21 +76,25 @@ def learn(s: LighthouseState, event: ProcessesReported) -> tuple[LighthouseState
 
 
 def newest(s: LighthouseState, replica: int) -> AdmittedIncarnation | None:
-    """The life of a replica that was admitted last."""
-    return max((life for life in s.lives if life.replica == replica), key=lambda life: life.number, default=None)
+    """Return the incarnation of a replica that was admitted last; None if none is known."""
+    return max(
+        (admitted for admitted in s.lives if admitted.replica == replica),
+        key=lambda admitted: admitted.number,
+        default=None,
+    )
 
 
 def admit(s: LighthouseState, who: Incarnation, now: float, report: Report | None = None) -> LighthouseState | str:
-    """``s`` with ``who`` as the newest life of its replica; or why it cannot be that.
+    """Make ``who`` the newest incarnation of its replica, or say why it cannot be that.
 
     Args:
         s: What the lighthouse knows.
-        who: The incarnation that asks, or of which a supervisor says that it runs.
-        now: Seconds, on the lighthouse's clock.
-        report: What it says of itself, if it is the one that asks.
+        who: The incarnation that asks, or that a supervisor says is running.
+        now: Seconds on the lighthouse's clock.
+        report: Its own report, if it is the one that asks.
 
     Returns:
-        The state, in which it has a number; or one line for the incarnation, which must end.
+        The state in which it has a number, or one line that says why the incarnation must end.
     """
     replica, incarnation = who
     known = newest(s, replica)
@@ -91,7 +102,7 @@ def admit(s: LighthouseState, who: Incarnation, now: float, report: Report | Non
     number = max(mine, report.number if report is not None else 0)
     fenced = f"fenced: replica {replica} has a newer incarnation"
     if known is not None and known.incarnation != incarnation:
-        if outlived(who, ((life.replica, life.incarnation) for life in s.lives)):
+        if outlived(who, ((admitted.replica, admitted.incarnation) for admitted in s.lives)):
             return f"{fenced}, of the same supervisor: {known.incarnation}"
         if number and number <= known.number:
             return (
@@ -110,29 +121,33 @@ def admit(s: LighthouseState, who: Incarnation, now: float, report: Report | Non
 
 
 def number_of(s: LighthouseState, who: Incarnation) -> int:
-    """The number that an incarnation was admitted with; 0: it was not, or that is forgotten."""
-    return next((life.number for life in s.lives if (life.replica, life.incarnation) == who), 0)
+    """Return the number that an incarnation was admitted with; 0 if it was not admitted or that is forgotten."""
+    return next((admitted.number for admitted in s.lives if (admitted.replica, admitted.incarnation) == who), 0)
 
 
 def _with(lives: tuple[AdmittedIncarnation, ...], new: AdmittedIncarnation) -> tuple[AdmittedIncarnation, ...]:
-    """``lives`` and a ``new`` one: of one run only the newest, of one replica the newest `REMEMBERED`."""
+    """Return ``lives`` with ``new``: of one run only the newest, of one replica the newest `REMEMBERED`."""
     run = run_of(new.incarnation)[0]
-    others = [life for life in lives if life.replica != new.replica]
-    same = [life for life in lives if life.replica == new.replica and run_of(life.incarnation)[0] != run]
-    kept = sorted([*same, new], key=lambda life: life.number)[-REMEMBERED:]
-    return tuple(sorted([*others, *kept], key=lambda life: (life.replica, life.number)))
+    others = [admitted for admitted in lives if admitted.replica != new.replica]
+    same = [
+        admitted
+        for admitted in lives
+        if admitted.replica == new.replica and run_of(admitted.incarnation)[0] != run
+    ]
+    kept = sorted([*same, new], key=lambda admitted: admitted.number)[-REMEMBERED:]
+    return tuple(sorted([*others, *kept], key=lambda admitted: (admitted.replica, admitted.number)))
 
 
 def lease_of(s: LighthouseState, replica: int) -> Lease | None:
-    """The lease of a replica, even if its supervisor has not reported for long."""
+    """Return the lease of a replica, even if its supervisor has not reported for long; None if there is none."""
     return next((lease for lease in s.leases if lease.replica == replica), None)
 
 
 def _leased_to(s: LighthouseState, replica: int, now: float) -> str:
-    """The supervisor that has the lease of a replica and reports; "" if there is none.
+    """Return the supervisor that has the lease of a replica and reports; "" if there is none.
 
-    The incarnations that it starts have its name as their run's. One of another supervisor, of which the
-    lighthouse has never heard, was started under a lease that has ended.
+    The incarnations that it starts have its name as their run's. An incarnation of another supervisor, of which
+    the lighthouse has never heard, was started under a lease that has ended.
     """
     known, renewed = lease_of(s, replica), s.views[replica].renewed
     reports = renewed is not None and now < renewed + s.policy.supervisor_lease_s
@@ -140,17 +155,30 @@ def _leased_to(s: LighthouseState, replica: int, now: float) -> str:
 
 
 def entitled(s: LighthouseState, owner: str, replica: int) -> bool:
-    """Whether a supervisor's word on what runs of a replica counts; a rank speaks for itself as no owner."""
+    """Return whether a supervisor's word on what runs of a replica counts.
+
+    Args:
+        s: What the lighthouse knows.
+        owner: The supervisor's name; "" for a rank that reports of itself, whose word counts always.
+        replica: The replica.
+    """
     lease = lease_of(s, replica)
     return not owner or lease is None or lease.owner == owner
 
 
-def lease(s: LighthouseState, event: ProcessesReported) -> Step:
+def renew_leases(s: LighthouseState, event: ProcessesReported) -> Step:
     """Renew the leases that a supervisor has, give it those that are free, end those that it claims no more.
 
-    A lease is free when its supervisor has not reported for `Policy.supervisor_lease_s`. One that a store has
-    outlived begins anew with the first claim of another supervisor. Who was given a later lease than the one that
-    is known has it: the store is an older one.
+    A lease is free when its supervisor has not reported for `Policy.supervisor_lease_s`. After a restart of the
+    lighthouse, the wait for a lease's supervisor begins with the first claim of another one. A supervisor that
+    claims a lease with a larger number than the known one has it: the store is an older copy.
+
+    Args:
+        s: What the lighthouse knows.
+        event: The supervisor's report.
+
+    Returns:
+        The state, and an event for the journal for each replica that changed its supervisor.
     """
     if not event.owner:
         return s, ()

@@ -1,6 +1,7 @@
-"""Rounds: a new epoch after the ring broke or before the first one, and the end. Pure.
+"""Rounds: the next epoch after the ring broke or before the first one, and the end of training. Pure.
 
-Silence never counts as death: whoever is silent is left out, but what it may hold is waited for.
+Silence never counts as death: a silent replica is left out of the next epoch, but a round still waits for the
+state that it may hold.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from ft_hsdp.core.grant import Answer, CatchUp, Finish, Member, Refused, Report
 from ft_hsdp.core.restart import doubled
 from ft_hsdp.core.state_id import StateId
 from lighthouse.quorum import rules
-from lighthouse.quorum.edges import learn
+from lighthouse.quorum.edges import record_failures
 from lighthouse.quorum.rules import Base, Incarnation
 from lighthouse.quorum.state import (
     Effect,
@@ -25,25 +26,37 @@ from lighthouse.quorum.state import (
     Step,
     alive,
     answer,
+    answer_settled,
     away,
     member,
     new_epoch,
-    over,
     raise_head,
-    serve,
+    training_is_over,
     with_view,
 )
 
-PROMPT = 2  # epochs in a row without a step that are followed by the next one at once
+PROMPT = 2  # so many epochs in a row without a step are followed by the next one at once
 PAUSE_S = 0.1  # before the one after that; each pause is twice as long as the one before
 LONGEST_PAUSE_S = 5.0
 
 
-def hold(s: LighthouseState, now: float) -> Step:
-    """Form a new epoch if one is needed and possible; else say what is waited for."""
+def hold_round(s: LighthouseState, now: float) -> Step:
+    """Grant the next epoch if one is needed and possible, else say what the lighthouse waits for.
+
+    Nothing is needed while the ring works and a member of the grant lives, or after the job halted because states
+    differ. `transition` calls this after every event.
+
+    Args:
+        s: What the lighthouse knows.
+        now: Seconds on the lighthouse's clock.
+
+    Returns:
+        The state, and the effects: a "Waiting" note with the reason, or the grant, its notes and the replies;
+        members that stay silent beyond `Policy.evict_s` are evicted.
+    """
     if s.diverged:
         return s, ()
-    finished, effects = _final(s, now)
+    finished, effects = _end_training(s, now)
     if effects or finished.finished:
         return finished, effects
     s = finished
@@ -53,25 +66,26 @@ def hold(s: LighthouseState, now: float) -> Step:
     asks = {
         r: v.ask
         for r, v in enumerate(s.views)
-        if v.ask is not None and (v.ask.report.state.step < s.policy.steps or not over(s))
+        if v.ask is not None and (v.ask.report.state.step < s.policy.steps or not training_is_over(s))
     }
     if not asks:
         return s, ()
     members = {(m.replica, m.incarnation) for m in grant.members} if grant else set()
+    # A round is due: note when it began, and wait for the silent as long as their grace lasts.
     if s.since is None:
         s = replace(s, since=now)
     assert s.since is not None
-    patient = now < max(s.since, s.last_exit) + s.policy.return_wait_s
-    silent = _silent(s, members, asks, patient)
-    accused = _accused(asks)
-    patience = _patience(s, silent, accused)
-    if silent and (patience is None or now < s.since + patience):
+    await_returns = now < max(s.since, s.last_exit) + s.policy.return_wait_s
+    silent = _silent(s, members, asks, await_returns)
+    suspected = _suspected(asks)
+    grace_s = _grace_s(s, silent, suspected)
+    if silent and (grace_s is None or now < s.since + grace_s):
         return _wait(s, f"waiting for replica {','.join(str(r) for r, _ in silent)}")
-    pause_s = _pause(s)
+    pause_s = _pause_s(s)
     if now < s.since + pause_s:
         return _wait(s, f"{s.fruitless} epochs in a row made no step: the next one {pause_s:g} s after the last")
-    s, broken = _edges(s, asks, now)
-    s, granted = _form(s, asks, silent, accused, patient)
+    s, broken = _count_edge_failures(s, asks, now)
+    s, granted = _grant_or_wait(s, asks, silent, suspected, await_returns)
     granted = (*broken, *granted)
     late = (
         [(r, i) for r, i in silent if i is not None]
@@ -83,95 +97,120 @@ def hold(s: LighthouseState, now: float) -> Step:
 
 
 def _silent(
-    s: LighthouseState, members: set[Incarnation], asks: Mapping[int, OpenRequest], patient: bool
+    s: LighthouseState, members: set[Incarnation], asks: Mapping[int, OpenRequest], await_returns: bool
 ) -> list[tuple[int, str | None]]:
-    """Who should have asked: at first every replica not known to be down, later the living members.
+    """Return who should have asked: before the first grant every replica not known to be down, then the living
+    members.
 
-    The store may have been lost: replicas that are down and have lived may come back with committed steps.
+    Before the first grant the store may have been lost. So while returns are awaited, replicas that are down but
+    have lived count, too: they may come back with committed steps.
+
+    Returns:
+        (replica, incarnation or None if that is not known) of each.
     """
     if s.grant is None:
-        lived = {r for r, _ in s.exited} if patient else set()
-        veterans = any(a.report.max_term for a in asks.values())  # then the job may have been scaled, too
+        lived = {r for r, _ in s.exited} if await_returns else set()
+        # A replica that had a grant before shows that a store was lost; it may have known of a larger target.
+        had_grant = any(a.report.max_term for a in asks.values())
         return [
             (r, v.incarnation)
             for r, v in enumerate(s.views)
             if r not in asks
             and not v.lost
-            and (not away(s, r) or (veterans and v.down is None and r not in s.drained))
+            and (not away(s, r) or (had_grant and v.down is None and r not in s.drained))
             and (r in lived or v.down is not True)
         ]
     return sorted(m for m in members if alive(s, m) and m[0] not in asks and not s.views[m[0]].fetching)
 
 
-def _accused(asks: Mapping[int, OpenRequest]) -> frozenset[int]:
-    """Whom somebody who asks saw die or fall silent in the ring that broke."""
+def _suspected(asks: Mapping[int, OpenRequest]) -> frozenset[int]:
+    """Return the replicas that some asking member saw die or fall silent in the ring that broke."""
     return frozenset(r for a in asks.values() for r in a.report.suspects)
 
 
-def _patience(
-    s: LighthouseState, silent: Iterable[tuple[int, str | None]], accused: frozenset[int]
+def _grace_s(
+    s: LighthouseState, silent: Iterable[tuple[int, str | None]], suspected: frozenset[int]
 ) -> float | None:
-    """Seconds for the ``silent`` to ask: few for those who are suspects already; None: for ever."""
+    """Return how many seconds the round waits for the ``silent``; None: for ever.
+
+    For suspects it is short, because the members have waited for them already.
+    """
     if s.grant is None:
         return s.policy.start_wait_s
-    graces = (s.policy.suspect_grace_s if r in accused else s.policy.silence_grace_s for r, _ in silent)
+    graces = (s.policy.suspect_grace_s if r in suspected else s.policy.silence_grace_s for r, _ in silent)
     return max(graces, default=0.0)
 
 
-def _pause(s: LighthouseState) -> float:
-    """Seconds before another epoch, where the last ones made no step and nobody died: no storm of them."""
+def _pause_s(s: LighthouseState) -> float:
+    """Return the seconds before another epoch if the last ones made no step although no member died.
+
+    This keeps a fault that the lighthouse cannot see from causing a storm of epochs.
+    """
     if s.grant is None or any(not alive(s, (m.replica, m.incarnation)) for m in s.grant.members):
         return 0.0
     return doubled(PAUSE_S, s.fruitless - PROMPT, LONGEST_PAUSE_S)
 
 
-def _edges(s: LighthouseState, asks: Mapping[int, OpenRequest], now: float) -> Step:
-    """Count the failed edges of the ring that broke; who is left out for them from now on."""
+def _count_edge_failures(s: LighthouseState, asks: Mapping[int, OpenRequest], now: float) -> Step:
+    """Count the failed edges of the ring that broke, and leave replicas out that cannot connect."""
     if s.grant is None:
         return s, ()
     reports = {r: a.report for r, a in asks.items()}
-    base = rules.highest(heard(s, r) for r in reports.values())
-    able = {r for r, report in reports.items() if rules.role(report, base) == "contribute"} - s.edges.out(now)
+    base = rules.highest(without_overruled(s, r) for r in reports.values())
+    able = {r for r, report in reports.items() if rules.role(report, base) == "contribute"} - s.edges.excluded(now)
     spared = {r for r in reports if len(able - {r}) >= max(1, s.policy.min_replicas)}
-    edges, verdicts = learn(s.edges, s.grant, reports, spared, now, s.policy.edge_wait_s)
+    edges, verdicts = record_failures(s.edges, s.grant, reports, spared, now, s.policy.edge_wait_s)
     return replace(s, edges=edges), tuple(Note("EdgeBroken", v.reason, v.facts) for v in verdicts)
 
 
 def _wait(s: LighthouseState, why: str, before: Iterable[Effect] = ()) -> Step:
-    """No more can be decided yet than what comes ``before``; the shell journals a reason once."""
+    """Return the effects ``before`` and a "Waiting" note with the reason; the caller journals a reason once."""
     return s, (*before, Note("Waiting", why))
 
 
-def _form(
+def _grant_or_wait(
     s: LighthouseState,
     asks: Mapping[int, OpenRequest],
     silent: list[tuple[int, str | None]],
-    accused: frozenset[int],
-    patient: bool,
+    suspected: frozenset[int],
+    await_returns: bool,
 ) -> Step:
-    """Grant a new epoch to all that ask, if nobody absent and alive could hold something newer.
+    """Grant a new epoch to all that ask, if no absent replica that may live could hold something newer.
 
-    While it is ``patient`` this includes those who are started again: they may find the state that they held.
+    The checks, in order: a state that may be committed but that no asking replica holds; a head above every state
+    that is reported; an epoch of which no member asks; training that is over; too few replicas that hold the base.
+
+    Args:
+        s: What the lighthouse knows.
+        asks: The open requests, by replica.
+        silent: Who should have asked, and is waited for no longer.
+        suspected: The replicas that members saw die or fall silent.
+        await_returns: Whether replicas that are started again are waited for: they may find the state that they
+            had.
     """
     reports = {r: a.report for r, a in asks.items()}
-    base = rules.highest(heard(s, r) for r in reports.values())
-    base = replace(base, voids=rules.fences([*base.voids, *overruled_fences(s, reports.values())]))
+    base = rules.highest(without_overruled(s, r) for r in reports.values())
+    base = replace(base, voids=rules.distinct_attempts([*base.voids, *overruled_attempts(s, reports.values())]))
     present = frozenset((r, report.incarnation) for r, report in reports.items())
     notes: list[Effect] = []
-    missing = [r for r, _ in _unheard(s, present)]
-    later = [r for r, v in enumerate(s.views) if patient and r not in reports and not v.lost and not _unused(s, r)]
+    unheard = [r for r, _ in _unheard(s, present)]
+    may_return = [
+        r
+        for r, v in enumerate(s.views)
+        if await_returns and r not in reports and not v.lost and not _never_started(s, r)
+    ]
     doubts = [r.doubt for r in reports.values() if r.doubt and state_id.newer(r.doubt, base.state)]
-    if doubts and missing:
-        return _wait(s, f"{doubts[0]} may be committed; replica {missing[0]} may hold it")
-    doubts = [d for d in doubts if not rules.never(d, base.voids)]
-    if doubts and later:
-        return _wait(s, f"{doubts[0]} may be committed; replica {later[0]} may come back with it")
+    if doubts and unheard:
+        return _wait(s, f"{doubts[0]} may be committed; replica {unheard[0]} may hold it")
+    doubts = [d for d in doubts if not rules.cannot_commit(d, base.voids)]
+    if doubts and may_return:
+        return _wait(s, f"{doubts[0]} may be committed; replica {may_return[0]} may come back with it")
     if s.head is not None and state_id.newer(s.head, base.state):
         above = f"head {s.head} is above {base.state}"
-        if missing:
-            return _wait(s, f"{above}; replica {missing[0]} may hold it")
-        if later:
-            return _wait(s, f"{above}; replica {later[0]} may come back with it")
+        if unheard:
+            return _wait(s, f"{above}; replica {unheard[0]} may hold it")
+        if may_return:
+            return _wait(s, f"{above}; replica {may_return[0]} may come back with it")
         lost = s.head.step - base.state.step
         given_up = s.policy.on_lost_head == "rollback" or (s.rewinding and base.state.step > 0)
         if not rules.follows(s.head, base.state, s.epochs) and not given_up:
@@ -187,17 +226,19 @@ def _form(
         notes.append(Note("HeadRolledBack", why, {"steps": lost}))
         s = replace(s, head=base.state if base.state.step else None)
         s = replace(s, checkpoint=min(s.checkpoint, base.state.step + 1))
+    # A member of each remembered epoch must ask, unless all members of that epoch have exited.
     blocked = rules.uncovered(s.epochs, s.exited, present)
     if blocked is not None:
         return _wait(s, f"epoch {blocked.number} has living members, none of them asks", notes)
-    blocked = rules.uncovered(s.epochs, s.exited - _returning(s, later), present)
+    blocked = rules.uncovered(s.epochs, s.exited - _returning(s, may_return), present)
     if blocked is not None:
         return _wait(s, f"epoch {blocked.number} has members that may come back, none of them asks", notes)
     members = tuple(member(a, base) for a in asks.values())
     if base.state.step >= s.policy.steps:
         s, replies = _catch_up(s, base.state, members, "training is over")
         return s, (*notes, *replies)
-    inside = tuple(m for m in members if m.replica not in s.edges.out())
+    # Replicas with failed connections are left out only if enough others hold the base.
+    inside = tuple(m for m in members if m.replica not in s.edges.excluded())
     if sum(m.role == "contribute" for m in inside) >= max(1, s.policy.min_replicas):
         members = inside
     able = sum(m.role == "contribute" for m in members)
@@ -210,17 +251,17 @@ def _form(
         s, replies = _catch_up(s, base.state, members, why)
         return s, (*notes, Note("Waiting", why), *replies)
     why = "first epoch" if s.grant is None else f"the ring of epoch {s.grant.epoch} broke"
-    barred = sorted(set(asks) - {m.replica for m in members})
-    if barred:
-        why += f"; without replica {','.join(map(str, barred))}: it cannot connect to another one"
+    excluded = sorted(set(asks) - {m.replica for m in members})
+    if excluded:
+        why += f"; without replica {','.join(map(str, excluded))}: it cannot connect to another one"
     if silent:
         why += f"; without replica {','.join(str(r) for r, _ in silent)}: silent"
         notes += [
-            Note("ReplicaExcluded", "silent beyond its grace", {"replica": r, "suspected": r in accused})
+            Note("ReplicaExcluded", "silent beyond its grace", {"replica": r, "suspected": r in suspected})
             for r, _ in silent
         ]
     s, note = new_epoch(replace(s, rewinding=False), base, members, why)
-    s, replies = serve(s)
+    s, replies = answer_settled(s)
     return s, (*notes, note, *replies)
 
 
@@ -239,64 +280,77 @@ def _catch_up(s: LighthouseState, base: StateId, members: tuple[Member, ...], wh
 
 
 def _unheard(s: LighthouseState, present: frozenset[Incarnation]) -> list[Incarnation]:
-    """Who may live and does not ask: members of remembered epochs, and replicas of which nothing is known."""
+    """Return who may live and does not ask: members of remembered epochs, and replicas not heard of yet."""
     asking = {r for r, _ in present}
     members = [i for e in s.epochs for i in e.members if alive(s, i) and i not in present]
     return members + [
         (r, "")
         for r, v in enumerate(s.views)
-        if r not in asking and v.down is not True and not v.lost and not _unused(s, r)
+        if r not in asking and v.down is not True and not v.lost and not _never_started(s, r)
     ]
 
 
-def _unused(s: LighthouseState, replica: int) -> bool:
-    """Whether a replica cannot hold anything: the job was never scaled to it, as far as anybody knows."""
+def _never_started(s: LighthouseState, replica: int) -> bool:
+    """Return whether a replica cannot hold any state: the job was never scaled to it, by what the store says."""
     return not s.fresh and replica >= s.target and s.views[replica].incarnation is None
 
 
-def _returning(s: LighthouseState, later: list[int]) -> frozenset[Incarnation]:
-    """Exited members of remembered epochs whose replica may come ``later``: what they held may still be heard of.
+def _returning(s: LighthouseState, may_return: list[int]) -> frozenset[Incarnation]:
+    """Return the exited members of remembered epochs whose replica may come back with the state that they had.
 
-    A replica that is not given up is started again, and may find the state that it held on its machine.
+    A replica that is not given up is started again, and may find a copy of its state on its machine.
+
+    Args:
+        s: What the lighthouse knows.
+        may_return: Replicas that do not ask, are not given up, and are waited for.
     """
     members = {i for e in s.epochs for i in e.members}
     back = {r for r, i in members if alive(s, (r, i))}
-    return frozenset(m for m in members if m[0] in later and m[0] not in back)
+    return frozenset(m for m in members if m[0] in may_return and m[0] not in back)
 
 
 def overruled(s: LighthouseState, record: CommitRecord | None) -> bool:
-    """Whether a later decision was made without ``record``, so that it never committed and never will.
+    """Return whether a later decision was made without ``record``, so that it never committed and never will.
 
-    The current grant, or the end, was decided with a member of every epoch before it. Had that one known a
-    record to be in doubt, its state would be the one that was built on.
+    The current grant, or the end of training, was decided with a member of every earlier epoch present. Had that
+    member known the record to be in doubt, the decision would have been built on its state.
+
+    Args:
+        s: What the lighthouse knows.
+        record: The record that a replica is prepared for; None: it is prepared for none.
     """
     if s.grant is None or record is None or record.state_id in (s.grant.base, s.head):
         return False
-    return record.epoch < s.grant.epoch or over(s)
+    return record.epoch < s.grant.epoch or training_is_over(s)
 
 
-def heard(s: LighthouseState, report: Report) -> Report:
-    """``report`` as far as it counts."""
+def without_overruled(s: LighthouseState, report: Report) -> Report:
+    """Return ``report`` without its prepared record if that is overruled."""
     return replace(report, prepared=None) if overruled(s, report.prepared) else report
 
 
-def overruled_fences(s: LighthouseState, reports: Iterable[Report]) -> list[AttemptId]:
-    """The attempts in ``reports`` that a later decision has overruled."""
+def overruled_attempts(s: LighthouseState, reports: Iterable[Report]) -> list[AttemptId]:
+    """Return the attempts of prepared records in ``reports`` that a later decision has overruled."""
     return [r.prepared.fence for r in reports if r.prepared is not None and overruled(s, r.prepared)]
 
 
-def _ending(s: LighthouseState, report: Report) -> Answer:
-    """The job is over: whoever comes back now lost a state that every replica had."""
+def _answer_after_end(s: LighthouseState, report: Report) -> Answer:
+    """Return the answer after the end: a replica that comes back without the final state has lost it."""
     if s.head is not None and state_id.same(report.state, s.head):
         return Finish()
     return Refused(f"the job has ended: every replica had {s.head}", 0)
 
 
-def _final(s: LighthouseState, now: float) -> Step:
-    """Training is over: help those behind to the final state, end when every replica has it and none writes it."""
-    if not over(s) or s.finished:
+def _end_training(s: LighthouseState, now: float) -> Step:
+    """Help replicas that are behind to the final state; end the job when all have it and write nothing.
+
+    The wait for the others ends `Policy.final_wait_s` after the first replica was seen with the final state.
+    """
+    if not training_is_over(s) or s.finished:
         if s.finished:
-            return answer(s, {r: _ending(s, v.ask.report) for r, v in enumerate(s.views) if v.ask is not None})
+            return answer(
+                s, {r: _answer_after_end(s, v.ask.report) for r, v in enumerate(s.views) if v.ask is not None}
+            )
         return s, ()
     head = s.head
     assert head is not None

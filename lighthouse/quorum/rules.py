@@ -1,8 +1,9 @@
-"""Quorum: who may go on, from which state. Pure functions of what the lighthouse knows.
+"""The rules of the quorum on reports alone: which state to build on, who contributes, whose absence forbids it.
 
-The base of a new membership is the highest state that a reporter holds or is prepared for. It may be granted
-only if nobody who is absent and alive could know better (docs/protocol.md has the counter-examples behind
-each rule).
+The base of a new membership is the highest state that a reporter holds or is prepared for. It may be granted only
+if no absent incarnation that may live could know a higher one (docs/protocol.md has the counter-example behind
+each rule). FT-HSDP §4.3 calls the replicas with the highest step number healthy; here states are compared by
+(commit_epoch, step) and told apart by lineage.
 """
 
 from __future__ import annotations
@@ -15,58 +16,65 @@ from ft_hsdp.core.commit import AttemptId, CommitRecord, void
 from ft_hsdp.core.grant import Grant, Member, Report, Role
 from ft_hsdp.core.state_id import StateId
 
-EPOCHS = 32  # that may be remembered before those that are alike are merged
+EPOCHS = 32  # more remembered epochs than these are merged (`merged`)
 
-Incarnation = tuple[int, str]
+Incarnation = tuple[int, str]  # (replica, name of the incarnation)
 
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """A membership that was granted: (replica, incarnation) of each member, and what it builds on.
-
-    ``base`` is None where a store of an older format does not say.
-    """
+    """A membership that was granted."""
 
     number: int
     members: tuple[Incarnation, ...]
-    base: StateId | None = None
+    base: StateId | None = None  # the state that it builds on; None: a store of an older format does not say
 
 
 @dataclass(frozen=True, slots=True)
 class AdmittedIncarnation:
-    """An incarnation that was admitted; of two of one replica, the one with the larger number came later."""
+    """An incarnation that the lighthouse admitted, and the number that it gave to it."""
 
     replica: int
     incarnation: str
-    number: int
+    number: int  # of two incarnations of one replica, the one with the larger number came later
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """One supervisor alone may start a replica; of two leases the one with the larger number was given later."""
+    """The right of one supervisor to start a replica."""
 
     replica: int
-    owner: str
-    number: int
+    owner: str  # name of the supervisor
+    number: int  # of two leases of one replica, the one with the larger number was given later
 
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The state to build on, and the record that led there if only prepared members hold it."""
+    """The state that a membership builds on."""
 
     state: StateId
-    record: CommitRecord | None
-    voids: tuple[AttemptId, ...]
+    record: CommitRecord | None  # the record that leads to it, if only prepared members hold it
+    voids: tuple[AttemptId, ...]  # attempts that can never commit
 
 
 def highest(reports: Iterable[Report]) -> Base:
-    """The highest committed or prepared state among ``reports``.
+    """Return the highest committed or prepared state among ``reports``.
 
-    A prepared record does not count if its attempt is known never to commit, or if reporters hold different
-    records of one attempt.
+    A prepared record does not count if its attempt can never commit, or if reporters hold different records of one
+    attempt. Of two records of one step and epoch, the one of the later attempt counts.
+
+    Args:
+        reports: What the replicas reported, at least one.
+
+    Returns:
+        The state, the prepared record that leads to it (None: a reporter holds the state itself), and the attempts
+        that the reporters will never vote for.
+
+    Raises:
+        ValueError: there are no reports.
     """
     reports = tuple(reports)
-    voids = fences(r.void for r in reports if r.void)
+    voids = distinct_attempts(r.void for r in reports if r.void)
     best = max((r.state for r in reports), key=lambda s: (s.commit_epoch, s.step))
     record: CommitRecord | None = None
     prepared = [r.prepared for r in reports if r.prepared is not None and not void(r.prepared.fence, voids)]
@@ -81,21 +89,25 @@ def highest(reports: Iterable[Report]) -> Base:
     return Base(best, record, voids)
 
 
-def fences(known: Iterable[AttemptId]) -> tuple[AttemptId, ...]:
-    """Each of ``known`` once, in order."""
-    return tuple(sorted(set(known), key=lambda f: (f.epoch, f.step, f.attempt)))
+def distinct_attempts(attempts: Iterable[AttemptId]) -> tuple[AttemptId, ...]:
+    """Return each of the ``attempts`` once, sorted by (epoch, step, attempt)."""
+    return tuple(sorted(set(attempts), key=lambda a: (a.epoch, a.step, a.attempt)))
 
 
-def never(state: StateId, voids: Iterable[AttemptId]) -> bool:
-    """Whether ``state`` can never be committed: somebody left an attempt of its step without a yes.
+def cannot_commit(state: StateId, voids: Iterable[AttemptId]) -> bool:
+    """Return whether ``state`` can never be committed: a member left an attempt of its step without a yes.
 
-    Attempts up to that one are void, and a later one in its epoch would have needed its vote.
+    Attempts up to that one are void, and a later attempt in the same epoch would have needed that member's vote.
+
+    Args:
+        state: A state that a reporter believes to be committed.
+        voids: The attempts that members will never vote for.
     """
     return any((v.epoch, v.step) == (state.commit_epoch, state.step) for v in voids)
 
 
 def ahead(report: Report, state: StateId) -> bool:
-    """Whether a reporter holds, is prepared for or has voted for something above ``state``."""
+    """Return whether a reporter holds, is prepared for or has voted for a state above ``state``."""
     prepared = report.prepared
     if report.doubt is not None and state_id.newer(report.doubt, state):
         return True
@@ -105,10 +117,15 @@ def ahead(report: Report, state: StateId) -> bool:
 
 
 def follows(head: StateId, base: StateId, epochs: Iterable[Epoch]) -> bool:
-    """Whether ``head`` is known to be the step right after ``base``, by lineage.
+    """Return whether ``head`` is known to be the step right after ``base``, by lineage.
 
-    An epoch has one history, so two of its states follow each other by their steps; the first state of an epoch
-    follows what the epoch was granted on. The same number of steps in another history is not enough.
+    An epoch has one history, so of two of its states the step numbers decide. The first state of an epoch follows
+    the base that the epoch was granted on. The same number of steps in another history is not enough.
+
+    Args:
+        head: The later state.
+        base: The state that may come right before it.
+        epochs: The epochs that are remembered, with the bases that they were granted on.
     """
     if head.step != base.step + 1:
         return False
@@ -122,10 +139,15 @@ def follows(head: StateId, base: StateId, epochs: Iterable[Epoch]) -> bool:
 def uncovered(
     epochs: Iterable[Epoch], exited: frozenset[Incarnation], present: frozenset[Incarnation]
 ) -> Epoch | None:
-    """An epoch of which nobody is present although some member may live; None if all are covered.
+    """Return an epoch of which no member is present although some may live; None if all epochs are covered.
 
-    Its members may have committed something that nobody present knows of. An epoch whose members have all
-    exited does not count.
+    Members of such an epoch may have committed a step that no present replica knows of. An epoch whose members
+    have all exited does not count.
+
+    Args:
+        epochs: The epochs that are remembered.
+        exited: The incarnations that are known to have exited.
+        present: The incarnations that ask now.
     """
     for epoch in epochs:
         members = frozenset(epoch.members)
@@ -135,10 +157,15 @@ def uncovered(
 
 
 def merged(epochs: Iterable[Epoch], exited: frozenset[Incarnation]) -> tuple[Epoch, ...]:
-    """``epochs``, of those that ask the same of whoever is present only the newest, if there are many.
+    """Return ``epochs`` without those that a newer one stands for, if there are more than `EPOCHS`.
 
-    All that counts of an epoch is which of its members may live, and whose other members have exited; exits only
-    add up, so two that are alike in that stay alike. Without commits epochs would pile up for ever.
+    Two epochs are alike if the same members may live and members of the same replicas have exited; the newest of
+    them stays. Nothing else counts when a round looks for absent members, and exits only add up, so epochs that
+    are alike stay alike. Without this, epochs would pile up for ever while no step commits.
+
+    Args:
+        epochs: The epochs that are remembered, oldest first.
+        exited: The incarnations that are known to have exited.
     """
     epochs = tuple(epochs)
     if len(epochs) <= EPOCHS:
@@ -153,18 +180,18 @@ def merged(epochs: Iterable[Epoch], exited: frozenset[Incarnation]) -> tuple[Epo
 
 
 def role(report: Report, base: Base) -> Role:
-    """Contribute if the reporter holds the base, or exactly the record that leads to it."""
+    """Return "contribute" if the reporter holds the base or exactly the record that leads to it, else "behind"."""
     leads = report.prepared is not None and state_id.same(report.prepared.state_id, base.state)
     return "contribute" if leads or state_id.same(report.state, base.state) else "behind"
 
 
 def roles(reports: Mapping[int, Report], base: Base) -> dict[int, Role]:
-    """The role of each reporter."""
+    """Return the role of each reporter, by replica."""
     return {r: role(report, base) for r, report in sorted(reports.items())}
 
 
 def describe(members: Iterable[Member], base: StateId, why: str) -> str:
-    """A line for humans: who does what, and why the membership changed."""
+    """Return a line for humans: who contributes on what, who is behind, and why the membership changed."""
     ordered = sorted(members, key=lambda m: m.replica)
     able = [str(m.replica) for m in ordered if m.role == "contribute"]
     behind = [str(m.replica) for m in ordered if m.role == "behind"]
@@ -173,7 +200,19 @@ def describe(members: Iterable[Member], base: StateId, why: str) -> str:
 
 
 def grant(term: int, epoch: int, base: Base, members: tuple[Member, ...], total: int, why: str) -> Grant:
-    """The grant of ``epoch`` for ``members`` in ring order."""
+    """Return the grant of ``epoch`` for ``members``, not yet signed.
+
+    Args:
+        term: The lighthouse's term.
+        epoch: A number that was never granted before.
+        base: The state to build on.
+        members: The members in ring order; each replica at most once.
+        total: How many replicas the contributors are a share of.
+        why: Why the membership changed, for `Grant.reason`.
+
+    Raises:
+        AssertionError: a replica is named twice.
+    """
     ids = [m.replica for m in members]
     assert len(set(ids)) == len(ids), f"a grant names each replica once, not {ids}"
     return Grant(term, epoch, base.state, members, total, describe(members, base.state, why), base.voids)

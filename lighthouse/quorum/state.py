@@ -1,4 +1,9 @@
-"""State: what the lighthouse knows, what happens to it, what it can do, and the changes that decisions share."""
+"""What the lighthouse knows (`LighthouseState`), the events, the effects, and the changes that decisions share.
+
+All times are seconds on the lighthouse's own clock, which never jumps; they come with the events. Everything here
+is immutable: a function returns a changed copy. `lighthouse.store` lists the fields that must outlive the
+lighthouse, so the names of those fields are keys of its rows.
+"""
 
 from __future__ import annotations
 
@@ -10,127 +15,128 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Answer, Continue, Grant, Member, Report
 from ft_hsdp.core.state_id import StateId
 from lighthouse.quorum import rules
-from lighthouse.quorum.edges import NO_EDGES, Edges, arrange, proven
+from lighthouse.quorum.edges import NO_EDGES, Edges, arrange, without_failures
 from lighthouse.quorum.rules import AdmittedIncarnation, Base, Epoch, Incarnation, Lease
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """What the operator chose; times in seconds.
+    """What the operator chose, from the configuration of the job."""
 
-    Ids of replicas are below ``slots``; a job begins with ``replicas`` of them (None: all).
-    """
-
-    slots: int
-    steps: int
-    replicas: int | None = None
-    min_replicas: int = 1
-    suspect_grace_s: float = 0.2
-    silence_grace_s: float = 1.0
-    evict_s: float = 10.0
-    start_wait_s: float | None = None
-    final_wait_s: float = 120.0
-    return_wait_s: float = 120.0
-    supervisor_lease_s: float = 5.0
-    on_lost_head: Literal["wait", "halt", "rollback"] = "halt"
-    edge_wait_s: float = 30.0
-    on_divergence: Literal["halt", "checkpoint"] = "halt"
+    slots: int  # ids of replicas are below this
+    steps: int  # of the whole job
+    replicas: int | None = None  # how many of the slots the job begins with; None: all
+    min_replicas: int = 1  # fewer contributors than this make no step
+    suspect_grace_s: float = 0.2  # a round waits this long for a silent member that another one suspects
+    silence_grace_s: float = 1.0  # and this long for any other silent member
+    evict_s: float = 10.0  # a member that is silent for this long while its ring is broken is killed
+    start_wait_s: float | None = None  # longest wait for all replicas before the first epoch; None: for ever
+    final_wait_s: float = 120.0  # longest wait for the others once one replica has the final state
+    return_wait_s: float = (
+        120.0  # for this long after an exit its replica may come back with the state that it had
+    )
+    supervisor_lease_s: float = 5.0  # a lease is free when its supervisor has not reported for this long
+    on_lost_head: Literal["wait", "halt", "rollback"] = "halt"  # if no copy of the newest committed state is left
+    edge_wait_s: float = 30.0  # first pause of a replica that is left out for its failed connections
+    on_divergence: Literal["halt", "checkpoint"] = "halt"  # if states differ and no majority tells which is right
 
 
 @dataclass(frozen=True, slots=True)
 class OpenRequest:
-    """An open ask: the report, where the replica can be reached, and the id that the answer goes to."""
+    """A replica's request for a step that has no answer yet."""
 
     report: Report
-    id: int
-    ring: tuple[str, ...] = ()
-    state: tuple[str, ...] = ()
+    id: int  # names the connection that the answer goes to
+    ring: tuple[str, ...] = ()  # "host:port" of each rank, for the ring
+    state: tuple[str, ...] = ()  # "host:port" of each rank, for fetches of its state
 
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """What all replicas of a job share; None until somebody has said it. ``rules``: JSON text by dotted key."""
+    """What all replicas of a job share; a field is None until a replica or the lighthouse has set it."""
 
     config_hash: str | None = None
     layout: str | None = None
     numerics: str | None = None
-    rules: tuple[tuple[str, str], ...] = ()
+    rules: tuple[tuple[str, str], ...] = ()  # (dotted key, value as JSON text)
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """What is known of one replica: its newest incarnation, whether it runs, and its open ask.
+    """What is known of one replica."""
 
-    ``down`` is None while nobody has said whether a process of this replica runs. ``renewed`` is when the
-    supervisor that has its lease reported last (None: not since this lighthouse started). ``fetching``: it was
-    told to fetch a state without a ring, and has not asked since.
-    """
-
-    incarnation: str | None = None
-    down: bool | None = None
-    lost: bool = False
-    ask: OpenRequest | None = None
-    renewed: float | None = None
-    fetching: bool = False
+    incarnation: str | None = None  # its newest one
+    down: bool | None = None  # whether no process of it runs; None: neither it nor a supervisor has said
+    lost: bool = False  # its supervisor has given it up
+    ask: OpenRequest | None = None  # its open request
+    renewed: float | None = None  # last report of the lease's supervisor; None: none since this lighthouse started
+    fetching: bool = False  # it was told to fetch a state without a ring, and has not asked since
 
 
 @dataclass(frozen=True, slots=True)
 class LighthouseState:
-    """All that the lighthouse knows; store.py says what of it must outlive it.
-
-    ``target`` is how many replicas are wanted: those with lower ids. ``drained`` are the replicas that an operator
-    wants away all the same, ``checkpoint`` is the step from which on a state is to be written on demand (0: none
-    is). ``lives`` are the newest incarnations that were admitted, with their numbers; new numbers are above
-    ``admissions``. ``leases`` say which supervisor may start a replica. ``agreed`` is what the members of the
-    first grant had in common. ``edges`` are the connections that failed of late; ``fruitless`` epochs were granted
-    since the last step. ``rewound``: by replica, the number up to which incarnations were there when states
-    differed: they have no part in what comes after the checkpoint; ``rewinding`` until there is a grant to others.
-    """
+    """All that the lighthouse knows; `lighthouse.store` says which fields are durable."""
 
     policy: Policy
-    term: int
-    views: tuple[View, ...]
-    target: int
-    fresh: bool = True
-    head: StateId | None = None
-    epoch: int = 0
-    epochs: tuple[Epoch, ...] = ()
-    exited: frozenset[Incarnation] = frozenset()
-    grant: Grant | None = None
-    settled: int = 0
-    broken: bool = False
-    since: float | None = None
-    last_exit: float = 0.0
-    final_since: float | None = None
-    finished: bool = False
-    halted: str = ""
-    diverged: tuple[int, ...] = ()
-    drained: frozenset[int] = frozenset()
-    checkpoint: int = 0
+    term: int  # one life of the lighthouse; it grows with each
+    views: tuple[View, ...]  # by replica id
+
+    # The replicas that the operator wants.
+    target: int  # how many: those with lower ids
+    fresh: bool = True  # there is no grant since the store was empty or found to be an older copy
+
+    # What has been committed and granted.
+    head: StateId | None = None  # the highest committed state ever reported; None: none beyond the initial one
+    epoch: int = 0  # the highest epoch that was granted or reported; the next grant is above it
+    epochs: tuple[Epoch, ...] = ()  # granted epochs whose members may know a state above the head
+    exited: frozenset[Incarnation] = frozenset()  # known to have exited; `incarnations` bounds the set
+    grant: Grant | None = None  # the current membership
+
+    # The current membership and the round for the next one.
+    settled: int = 0  # the grant stands for the requests of all steps up to this one
+    broken: bool = False  # the ring of the grant is lost, a round is due
+    since: float | None = None  # when the round began; None: there is none
+    last_exit: float = 0.0  # when an exit was reported last
+
+    # The end of the job.
+    final_since: float | None = None  # when the first replica was seen with the final state
+    finished: bool = False  # every replica had the final state, or the wait for the rest is over
+    halted: str = ""  # why the job was halted; "": it was not
+    diverged: tuple[int, ...] = ()  # replicas that hold different states, which halts the job
+
+    # What operators ordered.
+    drained: frozenset[int] = frozenset()  # replicas that must stay away although they are below `target`
+    checkpoint: int = 0  # a state of this step or a later one is to be written on demand; 0: none is
+
+    # Connections that fail, and epochs that make no step.
     edges: Edges = NO_EDGES
-    fruitless: int = 0
-    lives: tuple[AdmittedIncarnation, ...] = ()
-    leases: tuple[Lease, ...] = ()
-    agreed: Agreement | None = None
-    admissions: int = 0
-    rewound: tuple[int, ...] = ()
-    rewinding: bool = False
+    fruitless: int = 0  # epochs granted since the last committed step
+
+    # Incarnations and leases (`incarnations`).
+    lives: tuple[AdmittedIncarnation, ...] = ()  # the newest incarnations that were admitted
+    leases: tuple[Lease, ...] = ()  # which supervisor may start a replica; at most one for each
+    agreed: Agreement | None = None  # what the members of the first grant had in common
+    admissions: int = 0  # numbers of new incarnations are above this
+
+    # After states differed and `Policy.on_divergence` is "checkpoint".
+    rewound: tuple[int, ...] = ()  # by replica: incarnations up to this number must end and drop their copies
+    rewinding: bool = False  # there is no grant to later incarnations yet
 
     @staticmethod
     def empty(policy: Policy, term: int) -> LighthouseState:
-        """A lighthouse that never granted anything."""
+        """Return the state of a lighthouse that has never granted anything."""
         target = policy.slots if policy.replicas is None else policy.replicas
         return LighthouseState(policy, term, (View(),) * policy.slots, target)
 
 
-# Events.
+# Events: what the lighthouse is told.
 
 Action = Literal["evict", "drain", "undrain", "checkpoint", "scale"]
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A replica asks for a step at ``now``."""
+    """A replica asks for a step."""
 
     request: OpenRequest
     now: float
@@ -138,39 +144,33 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class AskWithdrawn:
-    """The replica closed the connection that the answer would have gone to."""
+    """A replica closed the connection that the answer would have gone to."""
 
     replica: int
-    id: int
+    id: int  # of the request
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessesReported:
-    """A supervisor's full picture: what runs now (None: nothing), what has exited, what is given up.
+    """All that a supervisor knows of its replicas."""
 
-    ``owner`` is the supervisor; ``claims`` are the replicas that it wants to start alone, with its lease's number.
-    """
-
-    running: Mapping[int, str | None]
+    running: Mapping[int, str | None]  # the incarnation that runs, by replica; None: no process runs
     exited: frozenset[Incarnation]
-    lost: frozenset[int]
+    lost: frozenset[int]  # the replicas that it has given up
     now: float
-    owner: str = ""
-    claims: tuple[tuple[int, int], ...] = ()
+    owner: str = ""  # name of the supervisor; "": a rank reports of itself
+    claims: tuple[tuple[int, int], ...] = ()  # (replica that it alone wants to start, its lease's number or 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Commanded:
-    """An operator's order, which `commands.plan` found possible.
-
-    Those for a checkpoint and to scale are about no ``replica`` (0); ``target``: how many replicas a scale wants.
-    """
+    """An operator's order that `commands.plan` found possible."""
 
     action: Action
-    replica: int
+    replica: int  # 0 for "checkpoint" and "scale", which concern no replica
     reason: str
     now: float
-    target: int = 0
+    target: int = 0  # how many replicas a "scale" wants
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,12 +182,12 @@ class Ticked:
 
 Event = Asked | AskWithdrawn | ProcessesReported | Commanded | Ticked
 
-# Effects.
+# Effects: what the caller must do once the new state is durable.
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer the ask ``id`` of ``replica``."""
+    """Answer the request ``id`` of ``replica``."""
 
     replica: int
     id: int
@@ -196,7 +196,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class Evict:
-    """Have the supervisor SIGKILL this incarnation, stopped processes included."""
+    """Have the supervisor kill this incarnation with SIGKILL, which ends stopped processes, too."""
 
     replica: int
     incarnation: str
@@ -217,14 +217,25 @@ Step = tuple[LighthouseState, tuple[Effect, ...]]
 
 
 def with_view(s: LighthouseState, replica: int, **changes: object) -> LighthouseState:
-    """``s`` with the view of one replica changed."""
+    """Return ``s`` with fields of one replica's `View` replaced.
+
+    Args:
+        s: What the lighthouse knows.
+        replica: The replica.
+        **changes: New values of fields of its view, by name.
+    """
     views = list(s.views)
     views[replica] = replace(views[replica], **changes)  # type: ignore[arg-type]
     return replace(s, views=tuple(views))
 
 
 def raise_head(s: LighthouseState, state: StateId) -> LighthouseState:
-    """The head is the highest committed state ever reported; epochs before it no longer matter."""
+    """Return ``s`` with ``state`` as the head if it is newer, and without the epochs that no longer matter for it.
+
+    Args:
+        s: What the lighthouse knows.
+        state: A committed state, or one that the decision made now commits. The initial state is never the head.
+    """
     if s.head is not None and not state_id.newer(state, s.head):
         return s
     if s.head is None and state.step == 0:
@@ -234,16 +245,24 @@ def raise_head(s: LighthouseState, state: StateId) -> LighthouseState:
 
 
 def store_behind(s: LighthouseState, report: Report) -> bool:
-    """Whether a replica knows a newer membership or term than the store, which is an older copy then."""
+    """Return whether a replica knows a newer membership or term than the store, which is an older copy then."""
     grant = s.grant
     return grant is not None and (max(report.epoch, report.after) > grant.epoch or report.max_term > s.term)
 
 
 def begin_anew(s: LighthouseState, report: Report) -> tuple[LighthouseState, Note]:
-    """The store is an older copy: what was granted since is unknown, so everybody who may live is heard first.
+    """Forget all grants, because the store is an older copy: what was granted since then is unknown.
 
-    That is what an empty store does, too (`rounds.hold`). Exits and the head are facts, and stay. Nothing is
-    granted in a term, or in an epoch, that a member may have seen.
+    As with an empty store, every replica that may live is heard before the next epoch (`membership.hold_round`).
+    Exits and the head are facts and stay. `transition` raises the term and the epoch above all that a member may
+    have seen.
+
+    Args:
+        s: What the lighthouse knows; it has a grant.
+        report: The report that shows that the store is older.
+
+    Returns:
+        The state without grants, and the event for the journal.
     """
     assert s.grant is not None
     newest = max(report.epoch, report.after)
@@ -264,7 +283,7 @@ def begin_anew(s: LighthouseState, report: Report) -> tuple[LighthouseState, Not
 
 
 def member(request: OpenRequest, base: Base) -> Member:
-    """The entry of an asking replica in a grant on ``base``."""
+    """Return the entry of an asking replica in a grant on ``base``."""
     report = request.report
     role = rules.role(report, base)
     return Member(report.replica, report.incarnation, role, request.ring, request.state, report.number)
@@ -273,9 +292,22 @@ def member(request: OpenRequest, base: Base) -> Member:
 def new_epoch(
     s: LighthouseState, base: Base, members: tuple[Member, ...], why: str
 ) -> tuple[LighthouseState, Note]:
-    """Number the membership, remember it, and make it the current one."""
+    """Grant the next epoch: number the membership, remember it and make it the current one.
+
+    A committed step in the epoch that ends clears the failures of its edges. The ring is ordered so that replicas
+    that cannot connect are no neighbours, where that is possible.
+
+    Args:
+        s: What the lighthouse knows.
+        base: The state that the epoch builds on.
+        members: The members in any order.
+        why: Why the membership changed, for humans.
+
+    Returns:
+        The state with the grant, of which no member has been told yet, and the event for the journal.
+    """
     if s.grant is not None and progressed(s):
-        s = replace(s, edges=proven(s.edges, s.grant.ring))
+        s = replace(s, edges=without_failures(s.edges, s.grant.ring))
     ring = arrange(members, s.edges.avoided)
     grant = rules.grant(s.term, s.epoch + 1, base, ring, total(s, len(members)), why)
     if base.state.step > 0 and (s.head is None or state_id.newer(base.state, s.head)):
@@ -305,12 +337,20 @@ def new_epoch(
 
 
 def progressed(s: LighthouseState) -> bool:
-    """Whether a step was committed in the current epoch."""
+    """Return whether a step was committed in the current epoch."""
     return s.grant is not None and s.head is not None and s.head.commit_epoch >= s.grant.epoch
 
 
 def answer(s: LighthouseState, answers: Mapping[int, Answer]) -> Step:
-    """Reply to open asks and close them."""
+    """Reply to open requests and close them.
+
+    Args:
+        s: What the lighthouse knows.
+        answers: By replica; one without an open request gets none.
+
+    Returns:
+        The state without these requests, and the replies.
+    """
     replies: list[Effect] = []
     for replica, answer in answers.items():
         ask = s.views[replica].ask
@@ -321,34 +361,44 @@ def answer(s: LighthouseState, answers: Mapping[int, Answer]) -> Step:
 
 
 def alive(s: LighthouseState, incarnation: Incarnation) -> bool:
-    """Whether this incarnation is not known to have exited."""
+    """Return whether this incarnation is not known to have exited."""
     return incarnation not in s.exited
 
 
 def wanted(s: LighthouseState, replica: int) -> bool:
-    """Whether ``replica`` is to take part: the job has been scaled to it, and nobody has drained it."""
+    """Return whether ``replica`` is to take part: it is below the target and not drained."""
     return replica < s.target and replica not in s.drained
 
 
 def total(s: LighthouseState, members: int) -> int:
-    """What the contributors of a membership of so many are a share of: the target, unless more are still there."""
+    """Return how many replicas the contributors are a share of: the target, or ``members`` if those are more."""
     return max(s.target, members)
 
 
 def away(s: LighthouseState, replica: int) -> bool:
-    """Whether ``replica`` is not wanted and has gone: it is not started again before it is."""
+    """Return whether ``replica`` is not wanted and has left: it is not started again until it is wanted."""
     view = s.views[replica]
     left = s.grant is not None and s.grant.member(replica, view.incarnation or "") is None
     return not wanted(s, replica) and view.ask is None and (view.down is not False or left)
 
 
-def over(s: LighthouseState) -> bool:
-    """Whether the head is the final state."""
+def training_is_over(s: LighthouseState) -> bool:
+    """Return whether the head is the final state."""
     return s.head is not None and s.head.step >= s.policy.steps
 
 
-def serve(s: LighthouseState) -> Step:
-    """Answer every open ask that the current membership settles."""
+def answer_settled(s: LighthouseState) -> Step:
+    """Answer every open request that the current membership settles.
+
+    A member that does not know the grant yet gets the grant; one that asks for a settled step gets `Continue`.
+    Members that report its ring as broken or that have the final state keep waiting.
+
+    Args:
+        s: What the lighthouse knows; it has a grant.
+
+    Returns:
+        The state without the answered requests, and the replies.
+    """
     assert s.grant is not None
     answers: dict[int, Answer] = {}
     for replica, view in enumerate(s.views):
@@ -360,11 +410,11 @@ def serve(s: LighthouseState) -> Step:
         if report.epoch < s.grant.epoch:
             answers[replica] = s.grant
         elif report.step <= s.settled:
-            answers[replica] = go_on(s, report)
+            answers[replica] = continue_grant(s, report)
     return answer(s, answers)
 
 
-def go_on(s: LighthouseState, report: Report) -> Continue:
-    """The membership of a grant stands for the step that one of its members asks for."""
+def continue_grant(s: LighthouseState, report: Report) -> Continue:
+    """Return the answer that the current grant stands for the step that one of its members asks for."""
     assert s.grant is not None
     return Continue(s.grant.epoch, report.step, not wanted(s, report.replica), s.checkpoint)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import doctest
+
 from lighthouse_helpers import START, at, name, record, report
 
 from ft_hsdp.core.commit import AttemptId
 from ft_hsdp.core.grant import Member
+from lighthouse import quorum
 from lighthouse.quorum import rules
 from lighthouse.quorum.rules import Base, Epoch
 
@@ -83,3 +86,9 @@ def test_a_grant_is_in_ring_order_and_says_why():
     assert grant.ring == (2, 0)
     assert (grant.term, grant.epoch, grant.total) == (7, 3, 3)
     assert grant.reason == f"first epoch; replicas 0 contribute on {at(1, 1)}; 2 behind"
+
+
+def test_the_example_of_the_package_is_true() -> None:
+    tried = doctest.testmod(quorum)
+    assert tried.attempted > 0
+    assert tried.failed == 0

@@ -322,7 +322,12 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         True,
         "two histories: ",
     ),
-    "silence is death": ([(membership, "_form", _silence_is_death(membership._form))], PAIR, True, ""),
+    "silence is death": (
+        [(membership, "_grant_or_wait", _silence_is_death(membership._grant_or_wait))],
+        PAIR,
+        True,
+        "",
+    ),
     "no overlap with other epochs": ([(rules, "uncovered", _nobody)], PAIR, True, ""),
     "states are not compared": (
         [(core, "reduced", _no_digest(voting.reduced))],
@@ -337,7 +342,7 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         "unsaid: ",
     ),
     "nobody comes back": (
-        [(membership, "_form", _impatient(membership._form))],
+        [(membership, "_grant_or_wait", _impatient(membership._grant_or_wait))],
         bounds(replicas=2, deaths=2, recovery=True),
         True,
         "given up: ",
@@ -361,13 +366,13 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         "idle: ",
     ),
     "a local error counts as the neighbour's": (
-        [(membership, "learn", _count_nothing), (moves, "_exhausted", _blame_the_neighbour)],
+        [(membership, "record_failures", _count_nothing), (moves, "_exhausted", _blame_the_neighbour)],
         bounds(replicas=2, shortages=1, steps=1),
         True,
         "storm: ",
     ),
     "failed edges are not counted": (
-        [(membership, "learn", _count_nothing)],
+        [(membership, "record_failures", _count_nothing)],
         bounds(replicas=2, cut=(0, 1)),
         True,
         "storm: ",
@@ -403,7 +408,7 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         "stuck: ",
     ),
     "too few go on": (
-        [(membership, "_form", _whoever_is_left(membership._form))],
+        [(membership, "_grant_or_wait", _whoever_is_left(membership._grant_or_wait))],
         bounds(replicas=2, deaths=1, min_replicas=2),
         True,
         "too few: ",
