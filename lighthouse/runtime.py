@@ -1,4 +1,7 @@
-"""Reign: what a lighthouse is made of while it leads: decisions, the chronicle, curves, routes."""
+"""Builds what a lighthouse owns while it leads: the decisions, the journal, the curves and the routes.
+
+A lighthouse that is alone begins once; one of several begins when it has won the election.
+"""
 
 from __future__ import annotations
 
@@ -25,10 +28,10 @@ from lighthouse.validation import networks
 
 
 class LeaderRuntime(NamedTuple):
-    """From taking the lead to losing it; close the service, then the chronicle."""
+    """What a lighthouse has from taking the lead to losing it. Close the service first, then the journal."""
 
     service: Service
-    chronicle: JobJournal
+    journal: JobJournal
     app: ASGIApp
 
 
@@ -37,20 +40,34 @@ def begin(
     run: Path,
     keys: Keys,
     store: Store,
-    archive: Database,
+    database: Database,
     gap: int,
-    journal: Callable[[Mapping[str, object]], None],
+    events: Callable[[Mapping[str, object]], None],
 ) -> LeaderRuntime:
-    """Lead the job in `run`, in a term of its own; `gap`: see `JobJournal`. Raises ConfigError."""
+    """Lead the job in ``run``, in a term of its own.
+
+    Args:
+        config: Of the job.
+        run: The run directory.
+        keys: The job's secrets.
+        store: Keeps the durable state; it is loaded here.
+        database: Keeps the rows of the journal.
+        gap: How many row numbers to leave out, as in `JobJournal`.
+        events: Takes each event of the lighthouse, as a row of its events.jsonl.
+
+    Raises:
+        ConfigError: the store cannot be read, or the job began with other rules.
+        StoreFailed: the store does not take the new term.
+    """
     state = store.load(policy(config))
     own = Agreement(config_hash(config), rules=tuple(agreed(config).items()))
     _same_rules(state, own)
     meter = Meter()
-    chronicle = JobJournal(archive, about(config), (meter, *_curves(config, run, archive)), gap=gap)
+    journal = JobJournal(database, about(config), (meter, *_curves(config, run, database)), gap=gap)
 
     def tell(row: Mapping[str, object]) -> None:
-        journal(row)
-        chronicle.note((row,))
+        events(row)
+        journal.note((row,))
 
     service = Service(
         state,
@@ -63,29 +80,29 @@ def begin(
         long_poll_s=config.timeouts.ask_s,
     )
     service.started()
-    return LeaderRuntime(service, chronicle, Measured(create_app(service, keys, chronicle, meter), meter))
+    return LeaderRuntime(service, journal, Measured(create_app(service, keys, journal, meter), meter))
 
 
 def _same_rules(state: LighthouseState, own: Agreement) -> None:
-    """Raise ConfigError where this lighthouse goes by other rules than the replicas agreed on with its store."""
+    """Raise ConfigError if this lighthouse has other rules than the replicas of its store agreed on."""
     if state.agreed is not None and state.agreed.rules and state.agreed.config_hash != own.config_hash:
         found = difference(dict(own.rules), dict(state.agreed.rules))
         if found is not None:
             raise ConfigError(found[0], found[1], f"{found[2]}, on which this run has agreed")
 
 
-def _curves(config: Config, run: Path, archive: Database) -> list[Sink]:
-    """Who draws curves, as configured."""
+def _curves(config: Config, run: Path, database: Database) -> list[Sink]:
+    """Return the sinks that draw curves, as configured."""
     curves: list[Sink] = []
     if config.lighthouse.tensorboard:
-        curves.append(TensorBoardSink(run / "tensorboard", archive))
+        curves.append(TensorBoardSink(run / "tensorboard", database))
     if config.lighthouse.wandb is not None:
-        curves.append(WandbSink(config.lighthouse.wandb, config.job.name, run / "wandb", archive))
+        curves.append(WandbSink(config.lighthouse.wandb, config.job.name, run / "wandb", database))
     return curves
 
 
 def policy(config: Config) -> Policy:
-    """What the operator chose, as the decisions want it."""
+    """Return the operator's choices that the decisions need."""
     quorum, timeouts = config.quorum, config.timeouts
     return Policy(
         slots=config.slots,
@@ -106,7 +123,7 @@ def policy(config: Config) -> Policy:
 
 
 def about(config: Config) -> JobInfo:
-    """What the chronicle has to know of the job."""
+    """Return what the journal has to know of the job."""
     return JobInfo(
         config.job.name,
         config.slots,

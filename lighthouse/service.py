@@ -1,8 +1,7 @@
-"""Evictions: who is to be killed, and who will be if it stays silent; no more than incarnations that may live.
+"""The service of one job: drives the pure decisions with real requests, real time and a real store.
 
-The service: drives the pure decisions with real requests, real time and a real store.
-
-Every event goes through `Service.apply`: decide, save, and only then let anything be known.
+Every event goes through `Service.apply`: decide, save, and only then let any effect be known. `Evictions` keeps
+the orders to kill beside the decisions' state, since a supervisor gets them with its next report.
 """
 
 from __future__ import annotations
@@ -45,9 +44,27 @@ from lighthouse.quorum.transition import transition
 from lighthouse.store import Store, StoreFailed
 from lighthouse.validation import Networks
 
+LONG_POLL_S = 20.0  # a request that is open for this long is answered with Wait
+LINGER_S = 1.0  # such a request still counts for this long: the replica is about to repeat it
+TICK_S = 0.05  # between two looks at the time, while time can change something
+MAY_LAG = frozenset(
+    {"head", "edges"}
+)  # an answer to a member that goes on depends on neither: replicas know the head
+HEAD_LAG_S = 0.1  # the durable head may lag by this much; a grant always takes it along
+STORE_RETRY_S = 1.0  # before a store that failed is tried again
+SUPERVISED_S = 5.0  # a supervisor that has not reported for this long counts as gone
+
+Journal = Callable[[Mapping[str, object]], None]
+"""Takes each event, as a row of events.jsonl."""
+
+_log = logging.getLogger(__name__)
+
 
 class Evictions:
-    """Orders to SIGKILL an incarnation, by incarnation, and members that were left out for their silence."""
+    """Orders to SIGKILL an incarnation, and members that get such an order if they stay silent.
+
+    Bounded by the number of incarnations that may live: an order ends with the exit of its incarnation.
+    """
 
     def __init__(self) -> None:
         self.orders: dict[Incarnation, Eviction] = {}
@@ -59,18 +76,18 @@ class Evictions:
         return bool(self._suspects)
 
     def of(self, replicas: Container[int]) -> tuple[Eviction, ...]:
-        """The orders for the supervisor of ``replicas``."""
+        """Return the orders for the supervisor of ``replicas``."""
         return tuple(order for order in self.orders.values() if order.replica in replicas)
 
     def suspect(self, before: LighthouseState, replica: object, now: float) -> None:
-        """A member of ``before``'s grant was left out for its silence: evict it too if it stays silent."""
+        """Note that a member of ``before``'s grant was left out for its silence: it is evicted if that lasts."""
         since = now if before.since is None else before.since
         for member in before.grant.members if before.grant else ():
             if member.replica == replica:
                 self._suspects[member.replica, member.incarnation] = since + before.policy.evict_s
 
     def order(self, s: LighthouseState, who: Incarnation, reason: str) -> bool:
-        """Whether this is a new order; there is none for who is known to have exited."""
+        """Order the eviction of ``who`` unless it has exited; return whether this is a new order."""
         self._suspects.pop(who, None)
         if who in self.orders or not alive(s, who):
             return False
@@ -78,7 +95,11 @@ class Evictions:
         return True
 
     def settle(self, s: LighthouseState, event: Event, now: float) -> list[tuple[Incarnation, str]]:
-        """Drop what ``event`` has settled; whom to evict now, and why."""
+        """Drop the orders and suspicions that ``event`` has settled.
+
+        Returns:
+            The incarnations that have been silent for too long, each with the reason to evict it.
+        """
         match event:
             case Asked(request):
                 self._suspects.pop((request.report.replica, request.report.incarnation), None)
@@ -91,23 +112,9 @@ class Evictions:
         return [(who, f"silent for {s.policy.evict_s:g} s since its ring broke") for who in late]
 
 
-LONG_POLL_S = 20.0  # after this long an ask is answered with Wait
-LINGER_S = 1.0  # for this long such an ask still counts: the replica is about to repeat it
-TICK_S = 0.05
-MAY_LAG = frozenset({"head", "edges"})  # a member that goes on is promised nothing: replicas know the head
-HEAD_LAG_S = 0.1  # by so much the durable head may lag; a grant always takes it along
-STORE_RETRY_S = 1.0
-SUPERVISED_S = 5.0  # a supervisor that has not reported for so long is away
-
-Journal = Callable[[Mapping[str, object]], None]
-"""Takes each event as a row of events.jsonl."""
-
-_log = logging.getLogger(__name__)
-
-
 @dataclass(frozen=True, slots=True)
 class Open:
-    """An ask and the answer that it will get."""
+    """A request of a replica, and the answer that it will get."""
 
     replica: int
     id: int
@@ -115,12 +122,19 @@ class Open:
 
 
 class Service:
-    """One job's lighthouse, to be used from one event loop.
+    """One job's lighthouse, used from one event loop; only the store's writes block it.
 
-    state: what `store.load` gave; token: signs grants; journal: takes each event; name: of the job; agreed: what
-    every replica must have, unless the state says it (None takes what the first has); allow: networks in which
-    replicas may listen besides where they ask from; long_poll_s: longest wait of `ask`, in seconds; clock: seconds
-    that never jump.
+    Args:
+        state: What `Store.load` returned.
+        store: Keeps the durable part of the state.
+        token: Signs grants.
+        journal: Takes each event.
+        name: Of the job.
+        agreed: What every replica must have, unless ``state`` says it. A field that is None takes the first
+            replica's.
+        allow: Networks in which replicas may listen besides the address that they ask from.
+        long_poll_s: Longest wait of `ask`.
+        clock: Seconds that never jump.
     """
 
     def __init__(
@@ -147,20 +161,20 @@ class Service:
         self._long_poll_s = long_poll_s
         self._clock = clock
         self._ids = itertools.count(1)
-        self._open: dict[int, asyncio.Future[Answer | Wait]] = {}
-        self._signature: tuple[Grant | None, Grant | None] = (None, None)
-        self._reports: dict[int, Report] = {}
+        self._open: dict[int, asyncio.Future[Answer | Wait]] = {}  # by id of the request
+        self._signature: tuple[Grant | None, Grant | None] = (None, None)  # the grant signed last, and signed
+        self._reports: dict[int, Report] = {}  # the newest of each replica
         self._evictions = Evictions()
         self._supervised: dict[int, float] = {}  # when the supervisor of a replica reported last
-        self._waiting: str | None = None
-        self._told: str | None = None  # what the journal says of that
+        self._waiting: str | None = None  # what the open requests wait for
+        self._told: str | None = None  # the newest reason to wait that is in the journal
         self._timer: asyncio.TimerHandle | None = None
         self._saving: asyncio.TimerHandle | None = None
         self._closed = False
         self._failing = False  # the store takes no writes
 
     def started(self) -> None:
-        """Note in the journal that this lighthouse serves."""
+        """Write to the journal that this lighthouse serves."""
         s = self.state
         why = f"goes on from epoch {s.epoch}, head {s.head}" if s.grant else "nothing was ever granted"
         facts = {"term": s.term, "epoch": s.epoch, "config_hash": self._agreed.config_hash}
@@ -169,9 +183,13 @@ class Service:
     # Requests.
 
     async def ask(self, ask: QuorumRequest, peer: str | None = None) -> Answer | Wait:
-        """The answer to a replica's ask; Wait if there is none within `long_poll_s`.
+        """Return the answer to a replica's request; Wait if there is none within ``long_poll_s``.
 
-        ``peer``: the address that it came from (None: this process). Cancelling withdraws the ask.
+        Cancelling withdraws the request.
+
+        Args:
+            ask: The request.
+            peer: The address that it came from; None: this process.
 
         Raises:
             ProtocolViolation: the report cannot be true.
@@ -181,7 +199,20 @@ class Service:
         return await self.answered(self.submit(ask, peer))
 
     def submit(self, ask: QuorumRequest, peer: str | None = None) -> Open:
-        """Take an ask: what the current membership settles is answered at once. Raises as `ask` does."""
+        """Take a request; what the current membership settles is answered at once. Does not wait.
+
+        Args:
+            ask: The request.
+            peer: The address that it came from; None: this process.
+
+        Returns:
+            The open request; `answered` waits for its answer.
+
+        Raises:
+            ProtocolViolation: the report cannot be true.
+            TooMany: the replica, or the address, has had too many incarnations.
+            StoreFailed: nothing was decided; the replica may ask again.
+        """
         report = ask.report
         try:
             validation.check_ask(self.state, ask, peer, self._allow)
@@ -214,7 +245,7 @@ class Service:
         return asked
 
     async def answered(self, asked: Open) -> Answer | Wait:
-        """The answer to an open ask, as `ask` gives it."""
+        """Wait for the answer to an open request, as `ask` does."""
         if asked.answer.done():
             return asked.answer.result()
         late = asyncio.get_running_loop().call_later(self._long_poll_s, self._late, asked)
@@ -228,28 +259,31 @@ class Service:
             self._open.pop(asked.id, None)
 
     def _late(self, asked: Open) -> None:
-        """Have the replica ask again; what it asked counts until it does."""
+        """Have the replica ask again; its request still counts for `LINGER_S`, until it does."""
         if not asked.answer.done():
             asked.answer.set_result(Wait(self._reason))
             asyncio.get_running_loop().call_later(LINGER_S, self._withdraw, asked.replica, asked.id)
 
-    def processes(self, picture: ProcessReport) -> SupervisorReply:
-        """Take a supervisor's full picture; give it the orders to kill, and how far the job is.
+    def processes(self, report: ProcessReport) -> SupervisorReply:
+        """Take all that a supervisor knows of its replicas, and return its orders and how far the job is.
 
-        A replica of which it names an exited incarnation, or that it has given up, is its own: if that is not
-        in ``running``, nothing of it runs.
+        A supervisor that names an exited incarnation of a replica, or has given the replica up, speaks for it: if
+        the replica is not in ``running``, no process of it runs.
+
+        Args:
+            report: What the supervisor knows.
 
         Raises:
-            ProtocolViolation: the picture cannot be true.
+            ProtocolViolation: the report cannot be true.
             StoreFailed: nothing was noted.
         """
-        exited = validation.check_processes(self.state, picture)
-        owned: dict[int, str | None] = dict.fromkeys(sorted({r for r, _ in exited} | set(picture.lost)))
-        owned |= picture.running
+        exited = validation.check_processes(self.state, report)
+        owned: dict[int, str | None] = dict.fromkeys(sorted({r for r, _ in exited} | set(report.lost)))
+        owned |= report.running
         now = self._clock()
-        owner, claims = picture.owner, tuple(sorted(picture.leases.items()))
-        self.apply(ProcessesReported(owned, exited, frozenset(picture.lost), now, owner, claims))
-        found = {replica: incarnations.lease_of(self.state, replica) for replica in picture.leases}
+        owner, claims = report.owner, tuple(sorted(report.leases.items()))
+        self.apply(ProcessesReported(owned, exited, frozenset(report.lost), now, owner, claims))
+        found = {replica: incarnations.lease_of(self.state, replica) for replica in report.leases}
         held = {replica: lease.number for replica, lease in found.items() if lease and lease.owner == owner}
         rivals = {replica: lease.owner for replica, lease in found.items() if lease and lease.owner != owner}
         self._supervised |= dict.fromkeys((r for r in owned if r not in rivals), now)
@@ -269,11 +303,21 @@ class Service:
     def command(
         self, action: Action, replica: int, reason: str, address: str, force: bool = False, target: int = 0
     ) -> str | Impossible:
-        """Carry out an operator's order that came from ``address``: what will happen, or why nothing can.
+        """Carry out an operator's order. It is in the journal before it is carried out.
 
-        ``replica`` and ``target`` are as in `Commanded`.
+        Args:
+            action: What to do.
+            replica: As in `Commanded`.
+            reason: The operator's, for the journal.
+            address: The address that the order came from.
+            force: Allow an order that leaves too few replicas.
+            target: As in `Commanded`.
 
-        What is to be done is in the journal first. Raises StoreFailed: nothing was done.
+        Returns:
+            One line that says what will happen, or why nothing can.
+
+        Raises:
+            StoreFailed: nothing was done.
         """
         now = self._clock()
         command = Commanded(action, replica, reason, now, target)
@@ -293,7 +337,7 @@ class Service:
         return found.detail
 
     def status(self) -> dict[str, Any]:
-        """What GET /v1/status shows."""
+        """Return the body of GET /v1/status."""
         s = self.state
         return {
             "job": self.name,
@@ -307,7 +351,7 @@ class Service:
         }
 
     def close(self) -> None:
-        """Answer every open ask with Wait, and take no more; the store stays open."""
+        """Answer every open request with Wait, and take no more. The store stays open."""
         self._closed = True
         if self._saving is not None:
             self._saving.cancel()
@@ -322,7 +366,11 @@ class Service:
     # Decisions.
 
     def apply(self, event: Event) -> None:
-        """Decide, make it durable, then carry it out. StoreFailed: as if the event had never come."""
+        """Decide, make the new state durable, then carry the effects out. Blocks for the store's write.
+
+        Raises:
+            StoreFailed: the event has changed nothing.
+        """
         before = self.state
         after, effects = transition(before, event)
         if after.grant is not None and after.agreed is None:
@@ -351,12 +399,12 @@ class Service:
         self._arm()
 
     def _evict(self, who: Incarnation, reason: str) -> None:
-        """Order a SIGKILL, once; it stands until the incarnation is known to have exited."""
+        """Order a SIGKILL, once; the order stands until the incarnation is known to have exited."""
         if self._evictions.order(self.state, who, reason):
             self._note("ReplicaEvicted", reason, {"replica": who[0], "incarnation": who[1]})
 
     def _save(self, state: LighthouseState) -> None:
-        """Make `state` durable; say when the store begins to fail, and when that is over. Raises StoreFailed."""
+        """Make ``state`` durable; journal when the store fails and when it works again. Raises StoreFailed."""
         try:
             self._store.save(state)
         except StoreFailed as error:
@@ -369,7 +417,7 @@ class Service:
             self._note("StoreRecovered", "the store takes writes again")
 
     def _save_head(self) -> None:
-        """Make the head durable; a store that fails is tried again with the next one."""
+        """Make the head durable; after a failure the next save takes it along."""
         self._saving = None
         try:
             self._save(self.state)
@@ -377,7 +425,7 @@ class Service:
             _log.error("%s", error)
 
     def _reply(self, replica: int, id_: int, answer: Answer | Wait) -> None:
-        """Answer an open ask. A lost answer does no harm: the repeated ask gets an equal one."""
+        """Answer an open request. A lost answer does no harm: the repeated request gets an equal one."""
         if isinstance(answer, Grant):
             answer = self._signed(answer)
         if isinstance(answer, Refused):
@@ -399,7 +447,7 @@ class Service:
         self._note("AskRefused", refusal.reason, facts)
 
     def _learn(self, report: Report) -> bool:
-        """Remember the newest report of a replica, unless it was fenced; whether it was not."""
+        """Remember the newest report of a replica unless it was fenced; return whether it was remembered."""
         me = (report.replica, report.incarnation)
         counts = self.state.views[me[0]].incarnation == me[1] and me not in self.state.exited
         if counts:
@@ -407,7 +455,7 @@ class Service:
         return counts
 
     def _wait_for(self, reasons: Iterable[str]) -> None:
-        """Remember what is waited for; it is journaled once that lasts."""
+        """Remember what the open requests wait for; `_tick` writes it to the journal if it lasts."""
         reason = next(iter(reasons), None)
         self._waiting = reason or (self._waiting if self._timed else None)
         if self._waiting is None:
@@ -415,7 +463,7 @@ class Service:
 
     @property
     def _reason(self) -> str:
-        """What an open ask waits for."""
+        """What an open request waits for, in one line."""
         if self._waiting is not None:
             return self._waiting
         if self.state.final_since is not None:
@@ -423,7 +471,7 @@ class Service:
         return f"waiting for the next step of epoch {self.state.epoch}"
 
     def _withdraw(self, replica: int, id_: int) -> None:
-        """The replica has gone away from this ask."""
+        """Withdraw a request whose replica has closed its connection."""
         self._try(AskWithdrawn(replica, id_))
 
     # Time.
@@ -436,7 +484,7 @@ class Service:
         return self._evictions.pending or (running and any(v.ask is not None for v in s.views))
 
     def _arm(self, delay_s: float = TICK_S) -> None:
-        """Have a next tick if time matters now, else none."""
+        """Schedule the next tick if time can change something, else cancel it."""
         if self._timer is not None and not self._timed:
             self._timer.cancel()
             self._timer = None
@@ -452,7 +500,7 @@ class Service:
             self._note("Waiting", self._waiting)
 
     def _try(self, event: Event) -> bool:
-        """`apply` where nobody waits for the outcome."""
+        """Apply an event that no caller waits for; return whether the store took it."""
         try:
             self.apply(event)
         except StoreFailed as error:

@@ -1,4 +1,4 @@
-"""Health: one word per replica for the people who look at the status. Pure; no decision is made from it."""
+"""The status: one word per replica for people, with a reason. Pure; no decision is made from it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,17 @@ from lighthouse.quorum.state import LighthouseState, away, wanted
 
 
 def describe(s: LighthouseState, replica: int, reports: Mapping[int, Report], waiting: str) -> tuple[str, str]:
-    """(state, reason) of a replica; reports: the newest of each; waiting: what open asks wait for.
+    """Return (state, reason) of a replica.
 
-    The states: booting (runs, has never asked), training, behind, asking, final, drained (and away), down, lost.
+    Args:
+        s: What the lighthouse knows.
+        replica: The replica.
+        reports: The newest report of each replica.
+        waiting: What open requests wait for.
+
+    Returns:
+        The state is booting (runs, has never asked), training, behind, asking, final, drained (and gone), down or
+        lost.
     """
     view = s.views[replica]
     if view.lost:
@@ -39,7 +47,7 @@ def describe(s: LighthouseState, replica: int, reports: Mapping[int, Report], wa
 
 
 def row(s: LighthouseState, replica: int, reports: Mapping[int, Report], waiting: str) -> dict[str, object]:
-    """What the status says of one replica."""
+    """Return the entry of one replica in GET /v1/status."""
     state, reason = describe(s, replica, reports, waiting)
     report = reports.get(replica)
     return {

@@ -2,7 +2,9 @@
 
 Durable are the term, the epochs and their members, the head, the current grant, the known exits, the numbers of
 incarnations, which supervisor may start a replica, what all replicas agreed on, which connections failed, what
-operators ordered, and why the job was halted. All of it is JSON that is validated on the way back.
+operators ordered, and why the job was halted (`_DURABLE`). Each field is one row of JSON under the field's name,
+and is validated on the way back. `SqliteStore` is for a lighthouse that is alone;
+`lighthouse.ha.election.EtcdStore` for several.
 """
 
 from __future__ import annotations
@@ -30,19 +32,19 @@ from lighthouse.quorum.edges import Edges, remembered
 from lighthouse.quorum.rules import AdmittedIncarnation, Epoch, Incarnation, Lease
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 
-FORMAT = 5
+FORMAT = 5  # of the rows that are written; older ones are read
 LOCK_WAIT_S = 2.0  # longest wait of one transaction for a reader
 RESERVED = 256 << 10  # bytes that a file of SQLite keeps free for writes on a full disk
-LOG_PAGES = 48  # the write-ahead log begins anew after so many; those of `RESERVED` are more
-FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # what may be over later
+LOG_PAGES = 48  # the write-ahead log begins anew after this many; `RESERVED` has room for more
+FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # errors that may be over later
 
 
 @dataclass(frozen=True, slots=True)
 class Durable:
-    """How a field of `LighthouseState` is kept; older stores (before format ``since``) get its default."""
+    """How a field of `LighthouseState` is kept."""
 
     adapter: TypeAdapter[Any]
-    since: int = 1
+    since: int = 1  # the first format that has it; from an older store the field gets its default
 
 
 _DURABLE = {
@@ -72,51 +74,55 @@ Rows = dict[str, str]
 
 
 class StoreFailed(Retryable):
-    """The store did not take a write: what was decided must not be told."""
+    """The store did not take a write: the lighthouse must not tell what it decided."""
 
 
 class Store(Protocol):
     """Where the durable part of a `LighthouseState` is kept."""
 
     def load(self, policy: Policy) -> LighthouseState:
-        """The state to go on from, in a term of its own that is durable already.
+        """Return the state to go on from, in a term of its own that is durable already.
 
-        Raises ConfigError, one line with exit code 64, for a store that cannot be read.
+        Raises:
+            ConfigError: the store cannot be read; one line, exit code 64.
         """
 
     def save(self, state: LighthouseState) -> None:
-        """Make the durable part of `state` outlive this process; nothing is written where it is unchanged.
+        """Make the durable part of ``state`` outlive this process. Blocks until it does; writes only what has
+        changed.
 
-        Raises StoreFailed; then the store still holds what it held before.
+        Raises:
+            StoreFailed: the store holds what it held before.
         """
 
     def unsaved(self, state: LighthouseState) -> frozenset[str]:
-        """The durable fields in which `state` differs from what was saved last."""
+        """Return the durable fields in which ``state`` differs from what was saved last."""
 
     def close(self) -> None:
         """Let another lighthouse have the store."""
 
 
 class JsonStore(ABC):
-    """A `Store` on rows of JSON; a subclass keeps the rows, and the format in which they are."""
+    """A `Store` on rows of JSON. A subclass keeps the rows and the format that they have."""
 
     def __init__(self) -> None:
         self._saved: dict[str, Any] = {}
 
     @abstractmethod
     def _read(self) -> tuple[int, Rows]:
-        """The format, and all rows. Raises ConfigError."""
+        """Return the format and all rows. Raises ConfigError."""
 
     @abstractmethod
     def _write(self, rows: Rows) -> None:
         """Replace these rows, all or none; the format is `FORMAT` from now on. Raises StoreFailed."""
 
     def load(self, policy: Policy) -> LighthouseState:
-        """See `Store`. An empty store takes a term that was never used before: the Unix time.
+        """Return the state to go on from, as `Store.load` does.
 
-        A halt by policy is decided anew, from the head; one because states differ cannot be, so it stays.
-        Numbers of incarnations go on at the Unix time in milliseconds: above all that were given with a store that
-        is lost now, or with this one after it was copied.
+        An empty store takes a term that was never used before: the Unix time. A halt by policy is decided anew,
+        from the head; one because states differ cannot be decided again, so it stays. Numbers of incarnations go
+        on at the Unix time in milliseconds: above all that were given with a store that is lost now, or with this
+        one after it was copied.
         """
         found, rows = self._read()
         if rows:
@@ -133,20 +139,20 @@ class JsonStore(ABC):
         return state
 
     def save(self, state: LighthouseState) -> None:
-        """See `Store`."""
+        """Write the rows of the fields that have changed."""
         changed = {name: getattr(state, name) for name in self.unsaved(state)}
         if changed:
             self._write({name: _encode(name, value) for name, value in changed.items()})
             self._saved.update(changed)
 
     def unsaved(self, state: LighthouseState) -> frozenset[str]:
-        """See `Store`."""
+        """Compare the durable fields with those that were saved last."""
         saved, never = self._saved, object()
         pairs = ((name, getattr(state, name), saved.get(name, never)) for name in _DURABLE)
         return frozenset(name for name, value, before in pairs if value is not before and value != before)
 
     def _decode(self, found: int, rows: Mapping[str, str]) -> dict[str, Any]:
-        """The values in `rows` of format `found`; ConfigError if any is missing or not valid."""
+        """Return the values in ``rows`` of format ``found``; ConfigError if any is missing or not valid."""
         if not 1 <= found <= FORMAT:
             raise self._unusable(f"format {found}, this version reads 1 to {FORMAT}")
         wanted = {name: field.adapter for name, field in _DURABLE.items() if field.since <= found}
@@ -162,17 +168,17 @@ class JsonStore(ABC):
 
     @property
     def _least_term(self) -> int:
-        """What the next term must not be below."""
+        """The next term is not below this."""
         return 0
 
     @property
     @abstractmethod
     def _name(self) -> str:
-        """What to call it in an error."""
+        """The name of the store in an error."""
 
 
 class MemoryStore(JsonStore):
-    """A store that dies with its process; for tests. `rows` may be given to another one."""
+    """A store that dies with its process, for tests. ``rows`` may be given to another one."""
 
     def __init__(self, rows: Rows | None = None) -> None:
         super().__init__()
@@ -180,7 +186,7 @@ class MemoryStore(JsonStore):
         self.writes = 0
 
     def close(self) -> None:
-        """See `Store`."""
+        """Do nothing; there is no lock."""
 
     def _read(self) -> tuple[int, Rows]:
         return FORMAT, dict(self.rows)
@@ -195,13 +201,14 @@ class MemoryStore(JsonStore):
 
 
 class SqliteStore(JsonStore):
-    """A store in the file `path`, for one lighthouse at a time; power loss does not undo a write.
+    """A store in the file ``path``, for one lighthouse at a time; power loss does not undo a write.
 
-    It sets space aside, so that a disk which becomes full later takes its writes all the same: they go where the
-    file and its log have been written before.
+    It reserves space, so that it still takes writes when the disk becomes full later: they go where the file and
+    its log have been written before.
 
-    Raises ConfigError, one line with exit code 64: another lighthouse has it, or it cannot be opened. Raises
-    StoreFailed: the disk is full, or does not answer as it should.
+    Raises:
+        ConfigError: another lighthouse has it, or it cannot be opened; one line, exit code 64.
+        StoreFailed: the disk is full or fails.
     """
 
     def __init__(self, path: Path) -> None:
@@ -234,7 +241,7 @@ class SqliteStore(JsonStore):
             raise
 
     def close(self) -> None:
-        """See `Store`."""
+        """Close the database and release the lock."""
         if self._db is not None:
             self._db.close()
             self._db = None
@@ -243,7 +250,7 @@ class SqliteStore(JsonStore):
             self._lock = None
 
     def _prepare(self, db: sqlite3.Connection) -> None:
-        """Check the file and make its table."""
+        """Check the file, make its table and reserve space."""
         db.execute("PRAGMA journal_mode = WAL")
         db.execute("PRAGMA synchronous = FULL")
         problem = db.execute("PRAGMA quick_check").fetchone()[0]
@@ -253,7 +260,7 @@ class SqliteStore(JsonStore):
         self._format = db.execute("PRAGMA user_version").fetchone()[0]
         db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
         db.execute("CREATE TABLE IF NOT EXISTS reserve (blank BLOB)")
-        with contextlib.suppress(sqlite3.Error):  # what it has must do then
+        with contextlib.suppress(sqlite3.Error):  # without space to reserve it goes on with what it has
             db.execute("INSERT INTO reserve VALUES (zeroblob(?))", (RESERVED,))
             db.execute("DELETE FROM reserve")
             db.execute("PRAGMA wal_checkpoint(PASSIVE)")
@@ -292,9 +299,10 @@ class SqliteStore(JsonStore):
 
 
 def finished(path: Path) -> bool:
-    """Whether the store in the file `path` says that every replica had the final state.
+    """Return whether the store in the file ``path`` says that every replica had the final state.
 
-    Raises ConfigError: it cannot be read, or a lighthouse has it.
+    Raises:
+        ConfigError: it cannot be read, or a lighthouse has it.
     """
     store = SqliteStore(path)
     try:
@@ -305,18 +313,18 @@ def finished(path: Path) -> bool:
 
 
 def _encode(name: str, value: Any) -> str:
-    """One durable field as JSON; a set is sorted, so that equal values are equal text."""
+    """Return one durable field as JSON; a set is sorted, so that equal values are equal text."""
     value = tuple(sorted(value)) if isinstance(value, frozenset) else value
     return _DURABLE[name].adapter.dump_json(value, warnings=False).decode()
 
 
 def full(error: sqlite3.Error) -> bool:
-    """Whether the disk did not do what SQLite asked of it; that may be over later."""
+    """Return whether the disk did not do what SQLite asked of it; that may be over later."""
     return (getattr(error, "sqlite_errorcode", 0) & 0xFF) in FULL
 
 
 def _lock(path: Path) -> int:
-    """Hold the sidecar file of the store at `path` until the returned descriptor is closed."""
+    """Hold the sidecar file of the store at ``path`` until the returned descriptor is closed."""
     sidecar = path.with_name(path.name + ".lock")
     descriptor = os.open(sidecar, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

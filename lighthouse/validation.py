@@ -1,9 +1,12 @@
-"""Whereabouts: where a replica may say that it listens. Pure.
+"""What a message may claim, where a replica may listen, and whether its sender trains the same model. Pure.
 
-Others connect to what a grant names, so an address is let in only where it is the sender's own, or in a network
-that the operator allows. Names are refused: what a name means can change between this look and the connection.
+Every message is checked here before a decision sees it, so the decisions need not doubt a number or a name: a
+report that could not be true must never become a state that is kept. Amounts are bounded, too: a message with a
+valid token may still come from a broken or hostile process.
 
-Admission: what a message may claim at all, and whether its sender trains the same model. Pure.
+Addresses: other replicas connect to what a grant names, so an address is let in only where it is the sender's own,
+or in a network that the operator allows (`network.allow`). Names are refused: what a name means can change between
+this check and the connection.
 """
 
 from __future__ import annotations
@@ -23,8 +26,8 @@ from ft_hsdp.protocol import ProcessReport, QuorumRequest
 from lighthouse.quorum.rules import Incarnation
 from lighthouse.quorum.state import Agreement, LighthouseState
 
-MAX_ADDRESSES = 64
-METADATA = ipaddress.ip_address("fd00:ec2::254")  # the link-local ones are refused anyway
+MAX_ADDRESSES = 64  # of each kind
+METADATA = ipaddress.ip_address("fd00:ec2::254")  # of a cloud's host; its link-local ones are refused anyway
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -32,15 +35,21 @@ Networks = tuple[Network, ...]
 
 
 def networks(allow: Iterable[str]) -> Networks:
-    """``network.allow`` as networks."""
+    """Return the values of ``network.allow`` as networks."""
     return tuple(ipaddress.ip_network(text) for text in allow)
 
 
 @functools.lru_cache(256)
 def check(ring: tuple[str, ...], state: tuple[str, ...], peer: str | None, allow: Networks) -> None:
-    """Whether who asks from the address ``peer`` (None: from this process) may listen at these "host:port".
+    """Check that the sender at ``peer`` may listen at these addresses. Remembers what it let in.
 
-    The same replica asks with the same addresses every step, so what was let in is remembered.
+    The same replica asks with the same addresses every step, hence the cache.
+
+    Args:
+        ring: "host:port" of each rank, for the ring.
+        state: "host:port" of each rank, for fetches of its state.
+        peer: The address that the request came from; None: this process, which may name any.
+        allow: Networks in which it may listen besides its own address.
 
     Raises:
         ProtocolViolation: it may not; one line names the address and what is allowed.
@@ -57,7 +66,7 @@ def check(ring: tuple[str, ...], state: tuple[str, ...], peer: str | None, allow
 
 
 def _host(name: str, address: str) -> Address:
-    """The host in "host:port"; an IPv6 address may stand in brackets."""
+    """Return the host of "host:port"; an IPv6 address may stand in brackets."""
     host, _, port = address.rpartition(":")
     try:
         found = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
@@ -71,11 +80,12 @@ def _host(name: str, address: str) -> Address:
 
 
 def _plain(address: Address) -> Address:
-    """An IPv4 address instead of its form within IPv6."""
+    """Return the IPv4 address instead of its form within IPv6."""
     return getattr(address, "ipv4_mapped", None) or address
 
 
 def _allowed(name: str, address: str, host: Address, peer: Address, allow: Networks) -> None:
+    """Check one address: it can be reached by others, and is the sender's own or in an allowed network."""
     never = host.is_unspecified or host.is_multicast or host.is_link_local or host == METADATA
     if never or host == ipaddress.ip_address("255.255.255.255"):
         raise ProtocolViolation(
@@ -88,8 +98,8 @@ def _allowed(name: str, address: str, host: Address, peer: Address, allow: Netwo
         )
 
 
-EPOCHS_AHEAD = 2**20  # an epoch further above all known ones is nobody's
-STEPS_AHEAD = 2
+EPOCHS_AHEAD = 2**20  # no epoch is further above all known ones than this
+STEPS_AHEAD = 2  # no step is further above the job's last one, or the head, than this
 TERM_LIMIT = 2**53
 NUMBER_LIMIT = 2**53  # weights, batches, bytes
 ATTEMPT_LIMIT = 2**20
@@ -101,7 +111,15 @@ _LINEAGE = re.compile(r"[0-9a-f]{32}")
 
 
 def refusal(agreed: Agreement, ask: QuorumRequest) -> Refused | None:
-    """Why the sender of `ask` cannot be part of a job with this agreement, if so; one line names the key."""
+    """Return why the sender of ``ask`` cannot be part of the job; None: it can.
+
+    Args:
+        agreed: What the replicas of the job have in common.
+        ask: The request, with what its sender was configured with.
+
+    Returns:
+        The refusal; its line names the key that differs.
+    """
     if agreed.config_hash is not None and agreed.config_hash != ask.config_hash and ask.rules and agreed.rules:
         found = difference(ask.rules, dict(agreed.rules))
         if found is not None:
@@ -121,7 +139,7 @@ def refusal(agreed: Agreement, ask: QuorumRequest) -> Refused | None:
 
 
 def with_first(agreed: Agreement, ask: QuorumRequest) -> Agreement:
-    """This agreement, told by `ask` what nobody had said before."""
+    """Return ``agreed`` with the fields that are still None taken from ``ask``."""
     if agreed.config_hash and agreed.layout and agreed.numerics is not None:
         return agreed
     numerics = ask.numerics if agreed.numerics is None else agreed.numerics
@@ -130,10 +148,10 @@ def with_first(agreed: Agreement, ask: QuorumRequest) -> Agreement:
 
 
 def incarnation(text: str) -> Incarnation:
-    """``0-abcd-1`` as (0, "0-abcd-1"): an incarnation's name starts with its replica's id.
+    """Parse the name of an incarnation: ``0-abcd-1`` is (0, "0-abcd-1").
 
     Raises:
-        ProtocolViolation: no such name.
+        ProtocolViolation: it does not start with a replica's id, or is too long.
     """
     name = IncarnationId.parse(text)
     if name is None:
@@ -142,7 +160,13 @@ def incarnation(text: str) -> Incarnation:
 
 
 def check_ask(s: LighthouseState, ask: QuorumRequest, peer: str | None = None, allow: Networks = ()) -> None:
-    """Whether a report can be true, and comes from where it says that its replica listens (``peer``: see there).
+    """Check that a report can be true, and that its replica may listen where it says.
+
+    Args:
+        s: What the lighthouse knows.
+        ask: The request.
+        peer: The address that it came from, as in `check`.
+        allow: Networks in which the replica may listen besides that address.
 
     Raises:
         ProtocolViolation: it cannot; one line names the field.
@@ -178,10 +202,10 @@ def check_ask(s: LighthouseState, ask: QuorumRequest, peer: str | None = None, a
 
 
 def check_processes(s: LighthouseState, processes: ProcessReport) -> frozenset[Incarnation]:
-    """What has exited, according to a picture that can be true.
+    """Check that a supervisor's report can be true, and return the incarnations that have exited.
 
     Raises:
-        ProtocolViolation: it cannot be true.
+        ProtocolViolation: it cannot be true; one line names the field.
     """
     if not _OWNER.fullmatch(processes.owner) or (processes.leases and not processes.owner):
         raise ProtocolViolation(f"owner {processes.owner[:40]!r} is not the name of a supervisor")
@@ -200,6 +224,7 @@ def check_processes(s: LighthouseState, processes: ProcessReport) -> frozenset[I
 
 
 def _rules(rules: dict[str, str]) -> None:
+    """Check the number, the lengths and the characters of the rules."""
     if len(rules) > RULES_LIMIT:
         raise ProtocolViolation(f"rules has {len(rules)} keys; at most {RULES_LIMIT}")
     if any(max(len(key), len(value)) > TEXT_LIMIT for key, value in rules.items()):
@@ -209,12 +234,13 @@ def _rules(rules: dict[str, str]) -> None:
 
 
 def _sets(r: Report, replicas: int) -> None:
+    """Check all fields of a report that are sets of replicas."""
     for name in ("equal", "leaving", "lagging", "diverged", "suspects"):
         _ids(name, getattr(r, name), replicas)
 
 
 def _ids(name: str, ids: tuple[int, ...], replicas: int) -> None:
-    """Replica ids, none of them twice."""
+    """Check replica ids: each in range, none of them twice."""
     if len(ids) > replicas + 1 or len(set(ids)) != len(ids):
         raise ProtocolViolation(f"{name} names {len(ids)} replicas; possible: each of {replicas + 1} once")
     for other in ids:
@@ -222,19 +248,21 @@ def _ids(name: str, ids: tuple[int, ...], replicas: int) -> None:
 
 
 def _state(name: str, state: StateId, epochs: int, steps: int) -> None:
+    """Check the name of a state."""
     _within(f"{name}.step", state.step, steps)
     _within(f"{name}.commit_epoch", state.commit_epoch, epochs)
     _hash(f"{name}.lineage", state.lineage)
 
 
 def _fence(name: str, fence: AttemptId | CommitRecord, epochs: int, steps: int) -> None:
+    """Check the name of an attempt, or of a record's attempt."""
     _within(f"{name}.epoch", fence.epoch, epochs)
     _within(f"{name}.step", fence.step, steps)
     _within(f"{name}.attempt", fence.attempt, ATTEMPT_LIMIT)
 
 
 def _record(record: CommitRecord, epochs: int, steps: int, replicas: int) -> None:
-    """Whether a commit record can be one of this job; the work is bounded by the number of replicas."""
+    """Check that a commit record can be one of this job; the work is bounded by the number of replicas."""
     _fence("prepared", record, epochs, steps)
     _hash("prepared.prev", record.prev)
     _ids("prepared.ring", record.ring, replicas)
@@ -255,16 +283,19 @@ def _record(record: CommitRecord, epochs: int, steps: int, replicas: int) -> Non
 
 
 def _within(name: str, value: int, largest: int) -> None:
+    """Check that a number is from 0 to ``largest``."""
     if not 0 <= value <= largest:
         shown = str(value) if abs(value) < 10**24 else "a very large number"
         raise ProtocolViolation(f"{name} is {shown}; possible: 0 to {largest}")
 
 
 def _hash(name: str, text: str) -> None:
+    """Check that a lineage is 32 hex digits."""
     if not _LINEAGE.fullmatch(text):
         raise ProtocolViolation(f"{name} {text[:40]!r} is not 32 hex digits")
 
 
 def _named(field: str, text: str, replica: int) -> None:
+    """Check that an incarnation's name belongs to ``replica``."""
     if incarnation(text)[0] != replica:
         raise ProtocolViolation(f"{field}: {text[:40]!r} is not an incarnation of replica {replica}")

@@ -378,7 +378,7 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         "storm: ",
     ),
     "whoever is left out is let in at once": (
-        [(edges.Edges, "out", lambda *_: frozenset())],
+        [(edges.Edges, "excluded", lambda *_: frozenset())],
         bounds(replicas=2, cut=(0, 1)),
         True,
         "storm: ",
