@@ -1,7 +1,8 @@
-"""Communicator: FTAR for callers without a control loop of their own: blocking, from any thread.
+"""The public API of FTAR for callers that have no control loop of their own (FT-HSDP §4.2).
 
-Whoever uses it brings a membership: an epoch that only rises, and the ordered addresses of the members. The
-trainer does not use it; it drives a `Group` from its own control loop, with grants as memberships.
+The caller decides about membership: it chooses an epoch that only grows, and the ordered addresses of the members.
+The trainer does not use this module; it drives a `Group` from its own control loop, with grants of the lighthouse
+as memberships.
 """
 
 from __future__ import annotations
@@ -35,10 +36,25 @@ _BASE = StateId(0, 0, _NOTHING)
 
 
 class Communicator:
-    """One member of rings of changing membership. Made once; `reconfigure` forms each ring (FT-HSDP §4.2).
+    """One member of the rings of successive epochs. Make it once; `reconfigure` forms each ring (FT-HSDP §4.2).
 
-    ``job``, ``rank``, ``layout`` and the sizes in ``settings`` must be the same in all members of a ring;
-    ``token`` is the secret that they share.
+    All methods may be called from any thread. Two daemon threads work for the communicator until `close`:
+    `ftar-control` runs the control loop, `ftar` runs the all-reduces.
+
+    Args:
+        member: number of this member, at least 0 and different for each member of a ring.
+        token: secret that all members share; connections without it are refused.
+        job: name of the job; must be the same in all members of a ring.
+        rank: number of this ring among the rings of the job; must be the same in all members.
+        host: address of this machine that the other members can reach. The port is chosen freely.
+        settings: sizes, deadlines and transports. The sizes must be the same in all members.
+        layout: description of what is summed; must be the same in all members.
+
+    Raises:
+        OSError: `host` is not an address of this machine, or no port or descriptor is left.
+
+    Attributes:
+        address: "host:port" at which the other members reach this one.
     """
 
     def __init__(
@@ -79,7 +95,7 @@ class Communicator:
     def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-    # What the group says, on the loop.
+    # Callbacks of the group, on the control loop.
 
     def _connected(self, epoch: int) -> None:
         if self._formed is not None and not self._formed.done():
@@ -90,42 +106,52 @@ class Communicator:
             self._formed.set_exception(self._group.error or RemoteAbort(abort.cause, suspect=abort.suspect))
 
     def _crash(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """What fails on the loop is a failure of the ring: nobody may wait for it."""
+        """End the ring when a callback on the loop fails, so that no caller waits for it forever."""
         error = context.get("exception")
         cause = error if isinstance(error, FTARError) else FTARError(f"{context.get('message')}: {error}")
         self._group.abort(cause)
 
-    # The caller.
+    # Methods for the caller, on any thread.
 
     @property
     def state(self) -> GroupState:
-        """Where the group is."""
+        """The current state of the group."""
         return self._group.state
 
     @property
     def epoch(self) -> int:
-        """The largest epoch that was claimed."""
+        """The largest epoch that `reconfigure` has claimed; 0 before the first call."""
         return self._group.epoch
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """What the edges to the right and to the left use."""
+        """The transports of the edges to the right and to the left neighbour, such as ("shm", "tcp")."""
         return self._group.transports
 
     def high_water(self) -> int:
-        """Most bytes that were ever on their way to the right neighbour in this epoch."""
+        """Return the largest number of bytes that were in flight to the right neighbour at once in this epoch."""
         return self._group.high_water
 
     def reconfigure(self, epoch: int, members: Sequence[tuple[int, str]], timeout_s: float | None = None) -> None:
-        """Form the ring of ``epoch`` from ordered (member, "host:port"), this one among them; wait for it.
+        """Form the ring of `epoch`; block until all members are connected.
 
-        The epoch is claimed first: whatever happens then, only a larger one will do.
+        The epoch is claimed first. If the ring does not form, only a call with a larger epoch can form one. Edges
+        between two members that stay neighbours are kept.
+
+        Args:
+            epoch: number of the ring, larger than all before and less than 2**32.
+            members: (member, "host:port") of all members in ring order, this one among them. All members must pass
+                the same list.
+            timeout_s: how long to wait. None: the deadlines in the settings alone end the wait.
 
         Raises:
-            InvalidArgument: this member is not among them, one stands there twice, or an address is none.
-            StaleEpoch: the epoch was claimed before.
-            ConnectFailed: the ring did not form in time; its suspect is whom we waited for.
-            RemoteAbort: another member gave it up.
+            InvalidArgument: this member is missing, a member is listed twice, an address is malformed, or the
+                epoch is too large.
+            StaleEpoch: the epoch is not larger than the last one, a later call replaced it, or the communicator is
+                closed.
+            ConnectFailed: the ring did not form in time; `suspect` is the member that did not answer, if that is
+                known.
+            RemoteAbort: another member gave the ring up.
         """
         names = [m for m, _ in members]
         if names.count(self._member) != 1 or len(set(names)) != len(names):
@@ -164,7 +190,17 @@ class Communicator:
         self._group.configure(grant)
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A registered tensor: a neighbour on the same host reads it in place, without a copy."""
+        """Return an uninitialized registered CPU tensor.
+
+        A neighbour on the same host reads registered memory in place; other tensors are copied.
+
+        Args:
+            shape: number of elements, or the sizes of all dimensions.
+            dtype: type of the elements.
+
+        Raises:
+            OSError: no memory or descriptor is left.
+        """
         return self._group.arena.empty(shape, dtype)
 
     def all_reduce(
@@ -175,14 +211,29 @@ class Communicator:
         contribute: bool = True,
         preserve_input: bool = True,
     ) -> Work:
-        """Sum ``tensor`` (contiguous, on the CPU, of any shape) over the ring into ``out``; several may be queued.
+        """Queue the sum of `tensor` over all members of the current ring. Return at once.
 
-        Without ``out`` the sum goes to a new registered tensor or, without ``preserve_input``, into ``tensor``
-        itself, whose content is then lost if the work fails. Not ``contribute``: what it holds is never read.
+        All members must queue all-reduces of the same size and type in the same order. The sum has the same bits
+        in all members.
+
+        Args:
+            tensor: contiguous CPU tensor of any shape; float32, bfloat16, float16, float64, int32 or int64. It is
+                only read, and must not change before the work is done.
+            out: contiguous CPU tensor of the same shape and type that receives the sum; may be `tensor`. None: see
+                `preserve_input`.
+            contribute: False adds nothing of this member: the values of `tensor` are never read, and only its
+                shape and type count.
+            preserve_input: without `out`, True puts the sum into a new registered tensor. False puts it into
+                `tensor`, whose values are lost if the work fails.
+
+        Returns:
+            A future of the result; `wait` returns the sum. If it fails with a RecoverableError, queue the tensor
+            again in a later epoch.
 
         Raises:
-            InvalidArgument: a tensor that cannot be summed like this.
+            InvalidArgument: the shapes, types, devices or layouts of the tensors are not allowed.
             StaleEpoch: the communicator is closed.
+            OSError: no memory is left for the new tensor.
         """
         target = out if out is not None else (self.empty(tensor.shape, tensor.dtype) if preserve_input else tensor)
         _check(tensor, target)
@@ -196,13 +247,16 @@ class Communicator:
             return self._group.all_reduce(key, local if contribute else None, flat, mine)
 
     def abort(self, reason: str = "aborted") -> None:
-        """Give the ring up and tell all its members."""
+        """Break the current ring and tell all its members `reason`. Return at once.
+
+        Pending works fail with RemoteAbort here and in the other members. Only a larger epoch forms a ring again.
+        """
         with self._lock:
             if not self._closed:
                 self._loop.call_soon_threadsafe(self._group.abort, RemoteAbort(reason))
 
     def close(self) -> None:
-        """Leave the ring, end the threads."""
+        """Leave the ring and end both threads; block until they have ended. Pending works fail with StaleEpoch."""
         with self._lock:
             if self._closed:
                 return

@@ -1,10 +1,11 @@
-"""Events: what a group tells its owner.
+"""One rank's membership in the rings of successive epochs, and the all-reduces that run on them (FT-HSDP §4.2).
 
-Group: one rank's place in the rings of successive epochs, and the all-reduces that run on them.
+A `Group` is made once per process. `configure` forms the ring of a grant, `all_reduce` queues work on it, `stop`
+leaves it. A ring that broke stays broken until a grant with a larger epoch comes.
 
-Made once. ``configure`` forms the ring of a grant, ``all_reduce`` queues work on it, ``stop`` leaves it. A ring
-that broke stays broken: only a larger epoch helps. Everything but ``all_reduce`` runs on the control loop; the
-work runs on the engine's thread (`runner`).
+Two threads meet here. Everything but `all_reduce` runs on the control loop (asyncio); the all-reduces run on the
+engine's thread (`executor`), which reports back through `_failed` and `_ran`. The owner of the group learns what
+happens through `GroupEvents`.
 """
 
 from __future__ import annotations
@@ -51,19 +52,27 @@ from ft_hsdp.protocol import RingAbort, RingBarrier, RingHello, RingWelcome
 
 @dataclass(frozen=True, slots=True)
 class GroupEvents:
-    """Whom to tell, on the control loop."""
+    """Callbacks of a group to its owner, called on the control loop."""
 
-    connected: Callable[[int], None]
-    broken: Callable[[RingAbort], None]
-    shown: Callable[[Grant], None]
-    token: Callable[[CommitToken], None]
+    connected: Callable[[int], None]  # the ring of this epoch is formed
+    broken: Callable[[RingAbort], None]  # the current ring broke; not called after `stop` or a newer grant
+    shown: Callable[[Grant], None]  # a peer knows this newer grant
+    token: Callable[[CommitToken], None]  # the left neighbour passed the commit token on
 
 
-BLAME_S = 0.05
+BLAME_S = 0.05  # how long a lost data connection waits for the control connection to name the cause
 
 
 class Group:
-    """The all-reduce group of one rank index across replicas (FT-HSDP §4.2)."""
+    """The all-reduce group of one rank across the replicas (FT-HSDP §4.2).
+
+    Args:
+        identity: this member: replica, rank, layout and the secret of the job.
+        settings: sizes, deadlines and transports.
+        events: callbacks to the owner.
+        plane: copies and adds the chunks; None: on the CPU.
+        arena: registered memory that neighbours on this host can map; None: a new one.
+    """
 
     def __init__(
         self,
@@ -75,64 +84,78 @@ class Group:
     ) -> None:
         self.arena = arena or Arena()
         self.state = GroupState.NEW
-        self._changing = threading.Lock()
-        self.error: FTARError | None = None  # why the last ring is over
+        self._changing = threading.Lock()  # guards `state` and `_departure`, which the engine's thread changes too
+        self.error: FTARError | None = None  # why the last ring ended
         self._identity = identity
         self._settings = settings
         self._events = events
         self._listener = Listener(identity, self._arrived, self._exhausted)
         self._context = MemberContext(identity, settings, self._listener, self.arena, host_id(), self._heard)
         self._plane = plane or CpuPlane()
-        self._current: Rendezvous | None = None
-        self._over = True
+        self._current: Rendezvous | None = None  # of the newest epoch, also when its ring is over
+        self._over = True  # no ring is formed or being formed
         self._heartbeat: Heartbeat | None = None
         self._sentinel = HostSentinel()
         self._spares = SpareEdges()
-        self._last_abort: RingAbort | None = None  # what the newest ring that is over was told
-        self._floor = 0
-        self._reason = ""
-        self._parked: dict[int, list[tuple[RingHello, Peer]]] = {}
+        self._last_abort: RingAbort | None = None  # what the members of the last ring were told at its end
+        self._floor = 0  # callers up to this epoch are refused, except those of the current one
+        self._reason = ""  # what refused callers are told
+        self._parked: dict[int, list[tuple[RingHello, Peer]]] = {}  # callers of later epochs
         self._tasks: set[asyncio.Task[Any]] = set()
         self._forming: asyncio.Task[Any] | None = None
-        self._departure: tuple[Rendezvous, RingAbort] | None = None
+        self._departure: tuple[Rendezvous, RingAbort] | None = None  # a peer left during an all-reduce
         self._ring: Ring | None = None
         self._executor = Executor(settings.connect_timeout_s + 1.0, self._failed, self._ran, self.crashed)
 
     def listen(self, host: str) -> str:
-        """Open the door; "host:port" for the grant."""
+        """Begin to accept connections on a free port of `host`.
+
+        Call it once, on the control loop, before all else.
+
+        Returns:
+            "host:port", the address that the grant must name for this member.
+
+        Raises:
+            OSError: `host` is not an address of this machine, or no port is left.
+        """
         self._loop = asyncio.get_running_loop()
         return self._listener.open(host)
 
     @property
     def epoch(self) -> int:
-        """The largest epoch that was claimed."""
+        """The largest epoch that was claimed by `configure` or refused by `stop`."""
         return self._floor
 
     @property
     def transports(self) -> tuple[str, ...]:
-        """What the edges to the right and to the left use."""
+        """The transports of the edges to the right and to the left neighbour; empty without a ring."""
         current = self._current
         return tuple(n.transport for n in (current.right, current.left) if n) if current else ()
 
     @property
     def high_water(self) -> int:
-        """Most bytes that were ever on their way to the right neighbour in this epoch."""
+        """The largest number of bytes that were in flight to the right neighbour at once in this epoch."""
         return self._ring.high_water if self._ring is not None else 0
 
-    def _go(self, state: GroupState) -> None:
+    def _enter(self, state: GroupState) -> None:
         with self._changing:
             self.state = lifecycle.step(self.state, state)
 
-    # Forming and leaving rings: on the control loop.
+    # Forming and leaving rings, on the control loop.
 
     def configure(self, grant: Grant) -> None:
-        """Form the ring of ``grant``; older rings are left. Stale and reused epochs are refused."""
+        """Begin to form the ring of `grant`, and leave the ring before it. Return at once, on the control loop.
+
+        `events.connected` or `events.broken` reports the outcome. A grant whose epoch is not larger than `epoch`
+        is ignored, and so is any grant once the group is CLOSED or FATAL: an old grant is no error, for it may
+        arrive twice.
+        """
         if grant.epoch <= self._floor or self.state in (GroupState.CLOSED, GroupState.FATAL):
             return
         self._floor = grant.epoch
         rendezvous = Rendezvous(grant, self._context)
         self._leave("a newer epoch", grant, rendezvous)
-        self._go(GroupState.CONFIGURING)
+        self._enter(GroupState.CONFIGURING)
         self._current, self._over, self._ring = rendezvous, False, None
         self._executor.expect(grant.epoch)
         if len(grant.members) > 1:
@@ -145,7 +168,13 @@ class Group:
         self._refuse_parked(grant.epoch)
 
     def stop(self, epoch: int, reason: str) -> None:
-        """Leave the ring of ``epoch`` and refuse all up to it; its members are told ``reason``."""
+        """Leave the ring of `epoch`, or of any older epoch, and refuse grants up to `epoch` from now on.
+
+        Return at once.
+
+        The other members are told `reason`. An all-reduce that runs fails with StaleEpoch. `events.broken` is not
+        called.
+        """
         self._reason = reason
         self._floor = max(self._floor, epoch)
         if self._current is not None and self._current.grant.epoch <= epoch:
@@ -153,12 +182,16 @@ class Group:
         self._refuse_parked(self._floor)
 
     def _refuse_parked(self, floor: int) -> None:
+        """Refuse all callers that wait for an epoch up to `floor`."""
         for epoch in [e for e in self._parked if e <= floor]:
             for hello, peer in self._parked.pop(epoch):
                 self._refuse(hello, peer)
 
     def send_token(self, token: CommitToken) -> None:
-        """Pass the commit token to the right neighbour; a failure shows as a broken ring."""
+        """Send the commit token to the right neighbour. Return at once.
+
+        A token of another epoch than the current one is dropped. If it cannot be sent, the ring breaks.
+        """
         rendezvous = self._current
         if rendezvous is None or self._over or rendezvous.grant.epoch != token.fence.epoch:
             return
@@ -172,14 +205,14 @@ class Group:
             self._break(rendezvous, PeerDead(f"control: {error}", suspect=rendezvous.member_at(+1).replica))
 
     def abort(self, error: FTARError) -> None:
-        """Give the ring up, and tell all of it."""
+        """Break the current ring with `error` and tell all its members. Return at once, on the control loop."""
         if self._current is not None:
             self._break(self._current, error)
 
     async def close(self) -> None:
-        """Leave the ring, hang up, end the threads."""
+        """Leave the ring, close all connections and end the engine's thread; wait until that is done."""
         self.stop(max([self._floor, *self._parked]), "the replica ends")
-        self._go(GroupState.CLOSED)
+        self._enter(GroupState.CLOSED)
         self._listener.close()
         while self._tasks:
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -198,7 +231,7 @@ class Group:
             self.crashed("the group failed", error)
 
     async def _form(self, rendezvous: Rendezvous) -> None:
-        """Get the edges, then let the queued work run."""
+        """Connect the ring of `rendezvous`, then let the queued works run on it."""
         grant = rendezvous.grant
         receiver = sender = None
         if len(grant.members) > 1:
@@ -227,7 +260,7 @@ class Group:
             self._plane,
             self._settings,
         )
-        self._go(GroupState.READY)
+        self._enter(GroupState.READY)
         if self._heartbeat is not None:
             self._heartbeat.ring_formed(self._ring)
         self._drop_spares()
@@ -238,14 +271,14 @@ class Group:
         for spare in self._spares.drain():
             self._spawn(spare.close())
 
-    # What comes in.
+    # Callers and messages of peers, on the control loop.
 
     def _arrived(self, hello: RingHello, sock: socket.socket) -> None:
-        """Somebody calls on a new connection."""
+        """Take a new control connection, whose first message is `hello`."""
         self._hello(hello, Peer(sock, self._heard))
 
     def _hello(self, hello: RingHello, peer: Peer) -> None:
-        """Take a caller, park it for a later epoch, or refuse it."""
+        """Accept a caller of the current epoch, park one of a later epoch, refuse all others."""
         epoch, rendezvous = hello.grant.epoch, self._current
         if rendezvous is not None and epoch == rendezvous.grant.epoch and not self._over:
             self._spawn(self._called(rendezvous, hello, peer))
@@ -257,7 +290,7 @@ class Group:
 
     async def _called(self, rendezvous: Rendezvous, hello: RingHello, peer: Peer) -> None:
         self._spares.remove(peer)
-        if self._over or self._current is not rendezvous:  # by now: who calls so late has not been told
+        if self._over or self._current is not rendezvous:  # the caller was not told yet that this epoch is over
             self._refuse(hello, peer)
             return
         try:
@@ -268,16 +301,16 @@ class Group:
             await peer.close()
 
     def _refuse(self, hello: RingHello, peer: Peer) -> None:
-        """Tell a caller that its epoch is over, and show it the newer grant if there is one."""
+        """Tell a caller that its epoch is over, and send it the newer grant if there is one."""
         newer = self._current.grant if self._current and self._current.grant.epoch > hello.grant.epoch else None
         abort = RingAbort(hello.grant.epoch, self._reason or "stale", None)
         if self._last_abort is not None and self._last_abort.epoch == abort.epoch and not self._last_abort.planned:
-            abort = self._last_abort  # a caller that comes when its ring has broken hears why, and who is to blame
+            abort = self._last_abort  # the caller's ring has just broken: tell it the cause and the suspect
         peer.say(replace(abort, grant=newer))
         self._spawn(peer.close())
 
     def _heard(self, peer: Peer, message: object) -> None:
-        """A neighbour says something, or its connection has ended (an exception)."""
+        """Handle a message of a peer, or the end of its connection (an exception)."""
         rendezvous = self._current
         match message:
             case RingHello():
@@ -312,9 +345,11 @@ class Group:
         self._break(rendezvous, PeerDead(text, suspect=who))
 
     def _departs(self, rendezvous: Rendezvous, peer: Peer, abort: RingAbort) -> bool:
-        """Whether ``neighbour`` leaves while an all-reduce runs here: that ends first, well or not.
+        """Return whether `peer` leaves on purpose while an all-reduce runs here; if so, the ring ends after that
+        all-reduce.
 
-        Whoever leaves after an all-reduce has done its part of it; before, the engine sees the end of its data.
+        A member leaves only after it has done its part of the all-reduce, so this one can still succeed. If the
+        member left earlier, the engine sees the end of its data.
         """
         with self._changing:
             runs = self.state is GroupState.RUNNING and self._ring is not None and self._ring.error is None
@@ -325,13 +360,13 @@ class Group:
         return True
 
     def _finish_departure(self) -> None:
-        """What ran when a neighbour left is over."""
+        """End the ring that a peer left while an all-reduce ran; the all-reduce is over."""
         departure, self._departure = self._departure, None
         if departure is not None:
             self._aborted(*departure)
 
     def _aborted(self, rendezvous: Rendezvous, abort: RingAbort) -> None:
-        """A neighbour says that the ring is over; it may know a newer grant."""
+        """End the ring because a peer says that it is over. The peer may know a newer grant."""
         if abort.grant is not None and abort.grant.epoch > self._floor:
             self._events.shown(abort.grant)
         self._break(rendezvous, RemoteAbort(abort.cause, suspect=abort.suspect), replace(abort, grant=None))
@@ -339,7 +374,12 @@ class Group:
     # The end of a ring.
 
     def _break(self, rendezvous: Rendezvous, error: FTARError, abort: RingAbort | None = None) -> None:
-        """The ring is of no more use: tell both neighbours and the leader, once; ``abort`` is passed on."""
+        """End the ring because of `error`: tell both neighbours and the owner, once.
+
+        Later calls for the same ring do nothing.
+
+        `abort` is the message of a peer that named the cause; it is passed on. None: this member names the cause.
+        """
         if self._over or self._current is not rendezvous:
             return
         if abort is None:
@@ -353,7 +393,10 @@ class Group:
         self._events.broken(abort)
 
     def _leave(self, reason: str, newer: Grant | None, following: Rendezvous | None) -> None:
-        """Leave the current ring on purpose; edges that ``following`` can use are spared."""
+        """Leave the current ring on purpose.
+
+        Keep the edges that `following` can use, if no all-reduce is running.
+        """
         self._drop_spares()
         rendezvous = self._current
         if rendezvous is None or self._over:
@@ -366,9 +409,9 @@ class Group:
         self._end(rendezvous, planned, error)
 
     def _end(self, rendezvous: Rendezvous, abort: RingAbort, error: FTARError) -> None:
-        """Say goodbye both ways round, stop the data, close what the ring had."""
+        """Send `abort` to both neighbours, stop the data connections, and close what the ring used."""
         self._over, self.error, self._last_abort = True, error, abort
-        self._go(GroupState.ABORTING)
+        self._enter(GroupState.ABORTING)
         if self._heartbeat is not None:
             self._heartbeat.stop()
         for peer in rendezvous.edges:
@@ -383,30 +426,45 @@ class Group:
             self._forming.cancel()
         for peer in rendezvous.edges:
             self._spawn(peer.close())
-        self._go(GroupState.FATAL if isinstance(error, FatalError) else GroupState.BROKEN)
+        self._enter(GroupState.FATAL if isinstance(error, FatalError) else GroupState.BROKEN)
 
-    # The work.
+    # All-reduces, on the caller's and on the engine's thread.
 
     def all_reduce(self, key: Key, local: Tensor | None, out: Tensor, mine: Entry, after: Any = None) -> Work:
-        """Queue a sum of ``local`` [n] over the ring of ``key.epoch`` into ``out`` [n].
+        """Queue the sum of `local` over the ring of `key.epoch`. Any thread; does not block.
 
-        ``local`` None relays. The work fails with a RecoverableError if the ring is or gets of no more use, and
-        what stood behind it is skipped; ``local`` is never written. Any thread may call; works run in the order of
-        the calls.
+        Works run in the order of the calls. If one fails, the works behind it with the same epoch are skipped.
+
+        Args:
+            key: names the all-reduce; it must be the same in all members, and frames with another key are refused.
+            local: flat contiguous tensor [n] of this member's values; None: add nothing and relay what arrives. It
+                is never written.
+            out: flat contiguous tensor [n] of the same type that receives the sum; may be `local`.
+            mine: what all members learn about this one's contribution.
+            after: what the data plane waits for before it reads `local`; on a GPU an event.
+
+        Returns:
+            A future of the result. It fails with a RecoverableError if the ring is over or breaks.
+
+        Raises:
+            ValueError: the tensors differ in size or type, or cannot be summed.
         """
         return self._executor.queue(AllReduceOrder(key, local, out, mine, after))
 
     def _failed(self, epoch: int, error: FTARError) -> None:
-        """The engine's thread saw the ring fail: what the neighbour says of it counts more, if it comes."""
+        """Called on the engine's thread when the ring failed in an all-reduce."""
         self._loop.call_soon_threadsafe(lambda: self._spawn(self._blame(epoch, error)))
 
     async def _blame(self, epoch: int, error: FTARError) -> None:
+        """Break the ring after a failed all-reduce, unless a peer tells a better cause first."""
         rendezvous = self._current
         if rendezvous is None or rendezvous.grant.epoch != epoch:
             return
         self._finish_departure()
         if isinstance(error, PeerTimeout):
-            error = PeerTimeout(f"{error.args[0]}, and nobody is seen to be at fault")  # or the beats had said so
+            error = PeerTimeout(
+                f"{error.args[0]}, and nobody is seen to be at fault"
+            )  # otherwise the heartbeat had named it
         if isinstance(error, PeerDead):
             await asyncio.sleep(BLAME_S)
         self._break(rendezvous, error)
@@ -414,13 +472,13 @@ class Group:
             self.crashed(f"the all-reduce of epoch {epoch} cannot go on", error)
 
     def _exhausted(self, error: LocalResourceError) -> None:
-        """This process cannot make or take connections any more: it names itself to its ring, and ends."""
+        """End this process: it is out of descriptors, ports or memory. Its ring is told that it is at fault."""
         if self._current is not None:
             self._break(self._current, error)
         self.crashed("this rank cannot connect", error)
 
     def _ran(self, epoch: int, running: bool) -> None:
-        """The engine's thread begins or ends an all-reduce."""
+        """Called on the engine's thread when an all-reduce begins or ends."""
         with self._changing:
             if self._floor == epoch and self.state in (GroupState.READY, GroupState.RUNNING):
                 self.state = GroupState.RUNNING if running else GroupState.READY
@@ -428,6 +486,6 @@ class Group:
                 self._loop.call_soon_threadsafe(self._finish_departure)
 
     def crashed(self, message: str, error: Exception) -> None:
-        """Something failed that is no ring's fault: whoever owns the control loop decides what it means."""
+        """Report an error that no ring caused to the exception handler of the control loop. Any thread."""
         context = {"message": message, "exception": error}
         self._loop.call_soon_threadsafe(self._loop.call_exception_handler, context)
