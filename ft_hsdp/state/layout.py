@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.shard_manifest import Tensor
+from ft_hsdp.state.transfer.shard_manifest import PackedTensor
 
 ALIGN = 64
 PIECE = 256 << 10  # bytes that are copied and summed up at once
@@ -24,20 +24,22 @@ PIECE = 256 << 10  # bytes that are copied and summed up at once
 class Layout:
     """The tensors of one rank's shard, in order, and the size of the packed buffer in bytes."""
 
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[PackedTensor, ...]
     nbytes: int
 
     @staticmethod
     def of(params: Mapping[str, torch.Tensor], optim: Mapping[str, torch.Tensor]) -> Layout:
         """The layout of parameters and optimizer tensors (DTensors or plain), by name."""
-        tensors: list[Tensor] = []
+        tensors: list[PackedTensor] = []
         offset = 0
         for kind, named in (("param", params), ("optim", optim)):
             for name, tensor in named.items():
                 flat = local(tensor)
                 nbytes = flat.numel() * flat.element_size()
                 dtype = str(flat.dtype).removeprefix("torch.")
-                tensors.append(Tensor(name, kind, dtype, tuple(flat.shape), tuple(tensor.shape), offset, nbytes))
+                tensors.append(
+                    PackedTensor(name, kind, dtype, tuple(flat.shape), tuple(tensor.shape), offset, nbytes)
+                )
                 offset += -(-nbytes // ALIGN) * ALIGN
         return Layout(tuple(tensors), offset)
 
@@ -71,7 +73,7 @@ def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) 
         held, not of what came to be in the buffer: a byte that is damaged on its way or in the buffer shows.
     """
     packed: Any = buffer.numpy()
-    sums = shard_manifest.Sums()
+    sums = shard_manifest.RunningChecksums()
     end = 0
     for place, source in zip(layout.tensors, sources, strict=True):
         _copy(np.zeros(place.offset - end, dtype=np.uint8), packed[end : place.offset], sums)
@@ -87,7 +89,7 @@ def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) 
     return sums.end()
 
 
-def _copy(source: Any, target: Any, sums: shard_manifest.Sums) -> None:
+def _copy(source: Any, target: Any, sums: shard_manifest.RunningChecksums) -> None:
     """Copy and sum up, a piece at a time, so that it is in the CPU's cache for the second."""
     begin = 0
     while begin < len(source):

@@ -1,4 +1,4 @@
-"""Ranks: the ranks of one replica, talking on a gloo group of their own.
+"""ReplicaGroup: the ranks of one replica, talking on a gloo group of their own.
 
 Training's collectives run beside it. On a group that training uses too, the two would take each other's messages.
 """
@@ -15,7 +15,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 TIMEOUT_S = 600.0
 
 
-class Ranks:
+class ReplicaGroup:
     """Made once by all ranks at the start, a collective of the default group.
 
     ``timeout_s`` is the longest wait of a rank for another, whose disk may be slow.

@@ -22,11 +22,11 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankCheckpointed, RankCheckpointFailed
-from ft_hsdp.state.agent.slots import Held as Kept
+from ft_hsdp.state.agent.slots import CompleteSnapshot as Kept
 from ft_hsdp.state.agent.slots import newest_common
 from ft_hsdp.state.checkpoint.load import resume
 from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointNotPublished, Header, Outcome
-from ft_hsdp.state.replica_group import Ranks
+from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
 from ft_hsdp.train.live_state import LiveState
@@ -50,7 +50,7 @@ class Checkpoints:
 def restore(
     held: LiveState,
     keeper: SnapshotWriter,
-    ranks: Ranks,
+    ranks: ReplicaGroup,
     checkpoints: Checkpoints,
     current: bool,
     journal: Journal,
@@ -81,7 +81,7 @@ def restore(
         _resume(held, ranks, checkpoints, journal)
 
 
-def _newest(keeper: SnapshotWriter, ranks: Ranks, tried: set[StateId]) -> StateId | None:
+def _newest(keeper: SnapshotWriter, ranks: ReplicaGroup, tried: set[StateId]) -> StateId | None:
     """The newest state that every rank's agent holds, and that was not tried before."""
     recalls = [_decode(each) for each in ranks.gather(_encode(keeper.list()))]
     return newest_common([[kept for kept in recall if kept.state not in tried] for recall in recalls])
@@ -92,7 +92,7 @@ def _newer(kept: StateId, held: LiveState) -> bool:
     return (kept.commit_epoch, kept.step) > (held.state.commit_epoch, held.state.step)
 
 
-def _load(held: LiveState, keeper: SnapshotWriter, ranks: Ranks, kept: StateId) -> bool:
+def _load(held: LiveState, keeper: SnapshotWriter, ranks: ReplicaGroup, kept: StateId) -> bool:
     """Take ``kept`` over, if every rank's copy of it is whole and fits."""
     found = keeper.acquire(kept)
     fits = found is not None and found[0].layout == held.layout.fingerprint
@@ -104,7 +104,7 @@ def _load(held: LiveState, keeper: SnapshotWriter, ranks: Ranks, kept: StateId) 
     return everywhere
 
 
-def _resume(held: LiveState, ranks: Ranks, checkpoints: Checkpoints, journal: Journal) -> None:
+def _resume(held: LiveState, ranks: ReplicaGroup, checkpoints: Checkpoints, journal: Journal) -> None:
     with held.here():
         found = resume(
             checkpoints.folder, checkpoints.config_hash, held.params, held.optim, ranks, checkpoints.key

@@ -31,7 +31,7 @@ from ft_hsdp.core.ledger import BatchAssigner
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.state.checkpoint import catalog
 from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin
-from ft_hsdp.state.replica_group import Ranks
+from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train import device as devices
 from ft_hsdp.train.checkpointing import Checkpoints, CheckpointSaver, restore
 from ft_hsdp.train.data import Prefetcher, Source
@@ -288,7 +288,7 @@ class Job:
             wiring.leave()
         self._conclude_at_end()
 
-    def _checkpoints(self, ranks: Ranks) -> Checkpoints:
+    def _checkpoints(self, ranks: ReplicaGroup) -> Checkpoints:
         """Where the job's checkpoints are; from now on this rank can write them, also if none is ever due."""
         assert self._wiring is not None
         assert self._life is not None

@@ -30,7 +30,7 @@ from ft_hsdp.protocol import RankBroken, RankFetched, RankFetchFailed, RankShown
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import fetch
 from ft_hsdp.state.transfer.fetch import Donor, FetchedShard, FetchRequest
-from ft_hsdp.state.transfer.shard_manifest import Expected, ShardManifest
+from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, ShardManifest
 from ft_hsdp.train.gradients import Reducer
 from ft_hsdp.train.snapshots import SnapshotWriter
 
@@ -233,7 +233,7 @@ class RankAgent:
         self, base: StateId, donors: Sequence[Donor], cancel: threading.Event, before: threading.Thread | None
     ) -> None:
         f, began = self._fetching, time.monotonic()
-        expected = Expected(base, self._rank, f.ranks, f.layout, f.nbytes)
+        expected = ExpectedShard(base, self._rank, f.ranks, f.layout, f.nbytes)
         try:
             if before is not None:
                 before.join()  # it was cancelled, and the memory it wrote into is given out again

@@ -53,7 +53,7 @@ from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings as Ring
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankAlive, RankBeat, RankHello, RankLeaves, Telemetry
-from ft_hsdp.state.replica_group import Ranks
+from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.device import numerics
 from ft_hsdp.train.gradients import Reducer
 from ft_hsdp.train.identity import RankIdentity, RankPlace
@@ -137,7 +137,7 @@ class RankGround:
         self.hub: RankHub | None = None
         self._greeting: asyncio.Task[None] | None = None
         port = self.call(self._lead(config)) if place.rank == 0 else 0
-        self.ranks = Ranks(config.timeouts.ranks_s)
+        self.ranks = ReplicaGroup(config.timeouts.ranks_s)
         mine = [port, weights, layout, os.getpid(), process_space()]
         told = [json.loads(each) for each in self.ranks.gather(json.dumps(mine).encode())]
         ports, all_weights, all_layouts, pids, spaces = zip(*told, strict=True)

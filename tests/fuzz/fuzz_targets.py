@@ -39,7 +39,7 @@ from ft_hsdp.launch.run.directory import Tailer
 from ft_hsdp.state.agent import messages
 from ft_hsdp.state.transfer import server, shard_manifest
 from ft_hsdp.state.transfer.http import DonorBusy, DonorConnection
-from ft_hsdp.state.transfer.source import InMemorySnapshots, Room
+from ft_hsdp.state.transfer.source import InMemorySnapshots, SnapshotBuffer
 from lighthouse import validation
 from lighthouse.http import connections as lighthouse_door
 
@@ -205,7 +205,7 @@ class _Handler(server._Handler):
 
 
 SHELF = InMemorySnapshots()
-SHELF.put(shard_manifest.ShardManifest(BASE, 0, 1, "0" * 32, 0, (), (), ()), Room(0))
+SHELF.put(shard_manifest.ShardManifest(BASE, 0, 1, "0" * 32, 0, (), (), ()), SnapshotBuffer(0))
 
 
 def _request(data: bytes) -> None:
@@ -317,7 +317,7 @@ MANIFEST = shard_manifest.encode(
         1,
         "0" * 32,
         8,
-        (shard_manifest.Tensor("a", "param", "float32", (2,), (2,), 0, 8),),
+        (shard_manifest.PackedTensor("a", "param", "float32", (2,), (2,), 0, 8),),
         (4,),
         ({"lr": 0.1},),
         (),

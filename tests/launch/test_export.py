@@ -21,7 +21,7 @@ from ft_hsdp.launch.cli import main
 from ft_hsdp.state import layout
 from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Header, Published
 from ft_hsdp.state.layout import Layout
-from ft_hsdp.state.replica_group import Ranks
+from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.model import ModelArgs, Transformer
 
 CONFIG = parse(
@@ -46,7 +46,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path
     mine = not dist.is_initialized()
     if mine:
         dist.init_process_group("gloo", init_method=f"file://{top / 'store'}", rank=0, world_size=1)
-    ranks = Ranks()
+    ranks = ReplicaGroup()
     models = {}
     for folder, step, made in (("ck", 10, model(1)), ("ck", 20, model(2)), ("other", 1, torch.nn.Linear(3, 2))):
         params = dict(made.named_parameters())

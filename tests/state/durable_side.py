@@ -15,7 +15,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state import layout
 from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Header, Outcome, Published
 from ft_hsdp.state.layout import Layout
-from ft_hsdp.state.replica_group import Ranks
+from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.fsdp import Sharded
 from ft_hsdp.train.live_state import state_digest
 from ft_hsdp.train.optimizer import create_state, tensors
@@ -49,7 +49,7 @@ class Side:
             first = _first_row(tensor) if isinstance(tensor, DTensor) else 0
             mine.copy_(whole[first : first + mine.shape[0]] if isinstance(tensor, DTensor) else whole)
         self.layout = Layout.of(self.params, self.optim)
-        self.ranks = Ranks(timeout_s=60.0)
+        self.ranks = ReplicaGroup(timeout_s=60.0)
 
     def packed(self) -> torch.Tensor:
         buffer = torch.empty(self.layout.nbytes, dtype=torch.uint8)

@@ -11,7 +11,7 @@ from ft_hsdp.state import layout
 from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
-from ft_hsdp.state.transfer.source import Room
+from ft_hsdp.state.transfer.source import SnapshotBuffer
 
 TOKEN = "ab" * 32
 STATE = StateId(3, 7, "0123456789abcdef" * 2)
@@ -23,7 +23,7 @@ class Snapshot:
     """A packed shard and its manifest."""
 
     manifest: ShardManifest
-    room: Room
+    room: SnapshotBuffer
 
     @property
     def data(self) -> memoryview:
@@ -48,7 +48,7 @@ def sealed(state: StateId = STATE, rank: int = 0, size: int = 1000, seed: int = 
     """A snapshot and its layout."""
     params = tensors(seed, size)
     place = Layout.of(params, {})
-    room = Room(place.nbytes)
+    room = SnapshotBuffer(place.nbytes)
     layout.pack(place, list(params.values()), torch.from_numpy(room.bytes))
     header = ShardManifest(state, rank, 2, place.fingerprint, place.nbytes, place.tensors, (4, 5), HYPER)
     return Snapshot(shard_manifest.seal(header, room.memory), room), place

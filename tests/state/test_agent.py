@@ -18,7 +18,7 @@ from ft_hsdp import address, handshake
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.state.agent.client import AgentGone
 from ft_hsdp.state.agent.server import main
-from ft_hsdp.state.agent.slots import Held, newest_common
+from ft_hsdp.state.agent.slots import CompleteSnapshot, newest_common
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_trainers_are_killed_while_they_write_and_what_was_complete_lives(agent:
         assert {step for step in range(1, 5) if agent.serves(step, rank)} == has
     ranks = [connect(0, rank) for rank in (0, 1)]
     recalls = [rank.list() for rank in ranks]
-    assert recalls[0] == (Held(state(3), False), Held(state(2), True))
+    assert recalls[0] == (CompleteSnapshot(state(3), False), CompleteSnapshot(state(2), True))
     newest = newest_common(recalls)
     assert newest == state(2)
     for rank, client in enumerate(ranks):

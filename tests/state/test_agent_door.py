@@ -17,7 +17,7 @@ from ft_hsdp.state.agent import client, messages, server
 from ft_hsdp.state.agent.client import AgentGone
 from ft_hsdp.state.agent.messages import Done, Hello, Recall, Welcome
 from ft_hsdp.state.agent.server import AgentListener
-from ft_hsdp.state.agent.store import Holdings
+from ft_hsdp.state.agent.store import SnapshotStore
 
 REPLICA = 8
 
@@ -30,9 +30,9 @@ def _until_cancelled(loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]) 
 
 
 @pytest.fixture
-def holdings() -> Iterator[Holdings]:
+def holdings() -> Iterator[SnapshotStore]:
     """What is behind a door on an event loop of its own."""
-    holdings = Holdings()
+    holdings = SnapshotStore()
     with server.listen(TOKEN, REPLICA) as sock:
         loop = asyncio.new_event_loop()
         serve = loop.create_task(AgentListener(sock, TOKEN, holdings, "here:1").serve())
@@ -53,8 +53,8 @@ def stranger() -> Iterator[socket.socket]:
         yield sock
 
 
-def line_to(sock: socket.socket) -> client._Line:
-    return client._Line(sock, end=time.monotonic() + 10)
+def line_to(sock: socket.socket) -> client._AgentSocket:
+    return client._AgentSocket(sock, end=time.monotonic() + 10)
 
 
 def hung_up_on(sock: socket.socket) -> bool:
@@ -64,7 +64,7 @@ def hung_up_on(sock: socket.socket) -> bool:
     return True
 
 
-def greet(sock: socket.socket, token: str, nbytes: int = 100) -> client._Line:
+def greet(sock: socket.socket, token: str, nbytes: int = 100) -> client._AgentSocket:
     handshake.call_blocking(sock, token, Purpose.AGENT)
     line = line_to(sock)
     assert line.ask(Hello(0, 2, nbytes), Welcome) == Welcome("here:1")
@@ -135,7 +135,7 @@ def test_a_crowd_of_strangers_keeps_no_rank_out():
         sock.close()
 
 
-def test_who_hangs_up_leaves_its_slots_for_the_next(holdings: Holdings):
+def test_who_hangs_up_leaves_its_slots_for_the_next(holdings: SnapshotStore):
     rank = connect(REPLICA)
     assert rank.stage(state(1)) is not None
     before = holdings.slots(0)

@@ -10,7 +10,7 @@ from agent_helpers import content, header, state
 
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent.slots import MAX_SLOTS
-from ft_hsdp.state.agent.store import Holdings, Owner
+from ft_hsdp.state.agent.store import Owner, SnapshotStore
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.source import ServedSnapshot
 
@@ -19,8 +19,8 @@ RANK = 1
 
 
 @pytest.fixture
-def holdings() -> Iterator[Holdings]:
-    held = Holdings()
+def holdings() -> Iterator[SnapshotStore]:
+    held = SnapshotStore()
     held.admit(Owner(RANK, 2, NBYTES))
     yield held
     held.close()
@@ -28,7 +28,7 @@ def holdings() -> Iterator[Holdings]:
         os.close(fd)
 
 
-def write(holdings: Holdings, step: int) -> int | None:
+def write(holdings: SnapshotStore, step: int) -> int | None:
     number = holdings.stage(RANK, state(step))
     if number is None and holdings.grow(RANK):
         number = holdings.stage(RANK, state(step))
@@ -44,7 +44,7 @@ def read(served: ServedSnapshot | None) -> bytes:
     return shared_memory.attach(served.fd, served.nbytes, writable=False).tobytes()
 
 
-def test_two_slots_are_ready_before_the_first_staging(holdings: Holdings):
+def test_two_slots_are_ready_before_the_first_staging(holdings: SnapshotStore):
     holdings.prepare(RANK)
     assert len(holdings.slots(RANK)) == 2
     for step in range(6):
@@ -52,7 +52,7 @@ def test_two_slots_are_ready_before_the_first_staging(holdings: Holdings):
     assert len(holdings.slots(RANK)) == 2
 
 
-def test_what_is_borrowed_does_not_change_and_holds_nobody_up(holdings: Holdings):
+def test_what_is_borrowed_does_not_change_and_holds_nobody_up(holdings: SnapshotStore):
     borrowed = []
     for step in range(MAX_SLOTS):
         assert write(holdings, step) is not None
@@ -73,7 +73,7 @@ def test_what_is_borrowed_does_not_change_and_holds_nobody_up(holdings: Holdings
         holdings.give_back(served)
 
 
-def test_a_dead_rank_leaves_its_slots_and_a_living_one_takes_the_one_it_writes_along(holdings: Holdings):
+def test_a_dead_rank_leaves_its_slots_and_a_living_one_takes_the_one_it_writes_along(holdings: SnapshotStore):
     holdings.prepare(RANK)
     both = holdings.slots(RANK)
     holdings.stage(RANK, state(1))
@@ -86,7 +86,7 @@ def test_a_dead_rank_leaves_its_slots_and_a_living_one_takes_the_one_it_writes_a
     assert holdings.slots(RANK) == {n: fd for n, fd in both.items() if n != number}
 
 
-def test_what_is_forgotten_while_it_is_read_is_read_to_its_end(holdings: Holdings):
+def test_what_is_forgotten_while_it_is_read_is_read_to_its_end(holdings: SnapshotStore):
     write(holdings, 1)
     first, second = holdings.borrow(state(1), RANK), holdings.borrow(state(1), RANK)
     assert first is not None
@@ -101,7 +101,7 @@ def test_what_is_forgotten_while_it_is_read_is_read_to_its_end(holdings: Holding
         os.fstat(second.fd)
 
 
-def test_a_slow_checksum_holds_no_rank_up(holdings: Holdings, monkeypatch: pytest.MonkeyPatch):
+def test_a_slow_checksum_holds_no_rank_up(holdings: SnapshotStore, monkeypatch: pytest.MonkeyPatch):
     begun, go_on = threading.Event(), threading.Event()
 
     def slow(manifest: shard_manifest.ShardManifest, data: memoryview) -> tuple[int, ...]:
@@ -126,7 +126,7 @@ def test_a_slow_checksum_holds_no_rank_up(holdings: Holdings, monkeypatch: pytes
     assert read(answers[0]) == content(1, RANK, NBYTES).tobytes()
 
 
-def test_without_memory_a_snapshot_is_left_out(holdings: Holdings, monkeypatch: pytest.MonkeyPatch):
+def test_without_memory_a_snapshot_is_left_out(holdings: SnapshotStore, monkeypatch: pytest.MonkeyPatch):
     def none(nbytes: int) -> int:
         raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
@@ -138,16 +138,16 @@ def test_without_memory_a_snapshot_is_left_out(holdings: Holdings, monkeypatch: 
     assert [held.state for held in holdings.list(RANK)] == [state(1)]
 
 
-def test_it_holds_nothing_of_ranks_that_never_came(holdings: Holdings):
+def test_it_holds_nothing_of_ranks_that_never_came(holdings: SnapshotStore):
     assert holdings.borrow(state(1), 7) is None
 
 
-def flip(holdings: Holdings, number: int | None) -> None:
+def flip(holdings: SnapshotStore, number: int | None) -> None:
     assert number is not None
     shared_memory.attach(holdings.slots(RANK)[number], NBYTES, writable=True)[NBYTES // 3] ^= 8
 
 
-def test_a_damaged_copy_is_not_given_back_to_its_rank_and_the_older_one_is(holdings: Holdings):
+def test_a_damaged_copy_is_not_given_back_to_its_rank_and_the_older_one_is(holdings: SnapshotStore):
     write(holdings, 1)
     flip(holdings, write(holdings, 2))
     assert holdings.acquire(RANK, state(2)) is None
@@ -161,7 +161,7 @@ def test_a_damaged_copy_is_not_given_back_to_its_rank_and_the_older_one_is(holdi
     assert shared_memory.attach(taken[0], NBYTES, writable=False).tobytes() == content(1, RANK, NBYTES).tobytes()
 
 
-def test_a_damaged_copy_is_not_served_and_its_memory_is_not_used_again(holdings: Holdings):
+def test_a_damaged_copy_is_not_served_and_its_memory_is_not_used_again(holdings: SnapshotStore):
     number = write(holdings, 1)
     flip(holdings, number)
     assert holdings.borrow(state(1), RANK) is None
@@ -169,7 +169,7 @@ def test_a_damaged_copy_is_not_served_and_its_memory_is_not_used_again(holdings:
     assert number not in holdings.slots(RANK)
 
 
-def test_each_pin_compares_anew(holdings: Holdings):
+def test_each_pin_compares_anew(holdings: SnapshotStore):
     number = write(holdings, 1)
     holdings.pin(RANK, state(1), 600.0)
     served = holdings.borrow(state(1), RANK)
@@ -180,7 +180,7 @@ def test_each_pin_compares_anew(holdings: Holdings):
     assert holdings.borrow(state(1), RANK) is None
 
 
-def test_a_copy_without_checksums_is_of_no_use(holdings: Holdings):
+def test_a_copy_without_checksums_is_of_no_use(holdings: SnapshotStore):
     holdings.grow(RANK)
     holdings.stage(RANK, state(1))
     bare = shard_manifest.ShardManifest(state(1), RANK, 2, "0" * 32, NBYTES, (), (1,), ())

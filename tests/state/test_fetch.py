@@ -26,16 +26,16 @@ from ft_hsdp.state.transfer import fetch as fetching
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.fetch import (
     Cancelled,
-    Chunks,
+    ChunkQueue,
     Donor,
     FetchedShard,
     FetchRequest,
+    ManifestVotes,
     NotFetched,
-    Tally,
     fetch,
 )
 from ft_hsdp.state.transfer.server import StateServer
-from ft_hsdp.state.transfer.shard_manifest import Expected
+from ft_hsdp.state.transfer.shard_manifest import ExpectedShard
 from ft_hsdp.state.transfer.source import InMemorySnapshots
 
 SNAPSHOT, LAYOUT = sealed(size=5000)
@@ -229,9 +229,9 @@ EVIL: dict[str, Answer] = {
 }
 
 
-def expected(shot: Snapshot) -> Expected:
+def expected(shot: Snapshot) -> ExpectedShard:
     m = shot.manifest
-    return Expected(m.state, m.rank, m.ranks, m.layout, m.nbytes)
+    return ExpectedShard(m.state, m.rank, m.ranks, m.layout, m.nbytes)
 
 
 class Told(list[tuple[int, str]]):
@@ -249,7 +249,7 @@ def run(
     addresses: list[str],
     deadline_s: float = 10.0,
     cancel: threading.Event | None = None,
-    wanted: Expected | None = None,
+    wanted: ExpectedShard | None = None,
     token: str = TOKEN,
 ) -> tuple[FetchedShard | NotFetched, bytes, Told]:
     """What it returned or why not, what was written, who was rejected."""
@@ -521,7 +521,7 @@ def test_a_tie_waits_for_the_one_that_does_not_have_it_yet() -> None:
 
 
 def test_a_tally() -> None:
-    tally = Tally([1, 2, 3, 4])
+    tally = ManifestVotes([1, 2, 3, 4])
     assert tally.verdict(patient=False) is None
     tally.vote(1, "a")
     assert (tally.verdict(patient=True), tally.verdict(patient=False)) == (None, "a")
@@ -538,7 +538,7 @@ def test_a_tally() -> None:
 
 
 def test_runs_get_shorter_and_nothing_is_lost() -> None:
-    chunks, runs = Chunks(100, 2), []
+    chunks, runs = ChunkQueue(100, 2), []
     while run_ := chunks.take():
         runs.append(run_)
         if len(runs) == 3:

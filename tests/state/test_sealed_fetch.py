@@ -10,7 +10,7 @@ from state_helpers import sealed as sealed_state
 from ft_hsdp import record_layer
 from ft_hsdp.state.transfer.fetch import Donor, FetchedShard, FetchRequest, fetch
 from ft_hsdp.state.transfer.server import StateServer
-from ft_hsdp.state.transfer.shard_manifest import Expected
+from ft_hsdp.state.transfer.shard_manifest import ExpectedShard
 from ft_hsdp.state.transfer.source import InMemorySnapshots
 
 
@@ -29,7 +29,9 @@ def test_an_encrypted_fetch_is_the_same_bit_by_bit() -> None:
     m = shot.manifest
     into, told = bytearray(m.nbytes), []
     try:
-        wanted = FetchRequest.exactly(Expected(m.state, m.rank, m.ranks, m.layout, m.nbytes), memoryview(into))
+        wanted = FetchRequest.exactly(
+            ExpectedShard(m.state, m.rank, m.ranks, m.layout, m.nbytes), memoryview(into)
+        )
         got = fetch(
             [Donor(0, server.address)], wanted, TOKEN, 10.0, threading.Event(), lambda *each: told.append(each)
         )

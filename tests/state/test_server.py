@@ -17,7 +17,7 @@ from ft_hsdp.address import split
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.transfer import server, shard_manifest
 from ft_hsdp.state.transfer.server import StateServer
-from ft_hsdp.state.transfer.source import InMemorySnapshots, Room
+from ft_hsdp.state.transfer.source import InMemorySnapshots, SnapshotBuffer
 
 PATH = f"/v1/state/{STATE.commit_epoch}/{STATE.step}/{STATE.lineage}/0"
 SNAPSHOT, _ = sealed(size=1 << 20)
@@ -123,7 +123,7 @@ def test_a_range_that_cannot_be_given(address: str, span: str) -> None:
 def test_an_empty_shard() -> None:
     state = replace(STATE, step=9)
     shelf = InMemorySnapshots()
-    shelf.put(replace(SNAPSHOT.manifest, state=state, nbytes=0, tensors=(), checksums=()), Room(0))
+    shelf.put(replace(SNAPSHOT.manifest, state=state, nbytes=0, tensors=(), checksums=()), SnapshotBuffer(0))
     served = StateServer("127.0.0.1", 0, shelf, TOKEN)
     assert ask(served.address, PATH.replace("/7/", "/9/") + "/data") == (200, b"")
     served.close()
@@ -268,7 +268,7 @@ def test_a_reader_that_takes_too_little_is_dropped_and_one_that_takes_is_not(
     monkeypatch.setattr(server, "WINDOW_BYTES", 1 << 20)
     state = replace(STATE, step=9)
     size = 64 << 20
-    big = Room(size)
+    big = SnapshotBuffer(size)
     shelf.put(replace(SNAPSHOT.manifest, state=state, nbytes=size, tensors=(), checksums=("0" * 16,) * 16), big)
     path = PATH.replace("/7/", "/9/") + "/data"
     host, port = address.split(":")

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.state.agent.slots import MAX_SLOTS, SPARE_STAGES, Held, SnapshotSlots, newest_common
+from ft_hsdp.state.agent.slots import MAX_SLOTS, SPARE_STAGES, CompleteSnapshot, SnapshotSlots, newest_common
 
 
 def state(step: int) -> StateId:
@@ -38,7 +38,7 @@ def test_two_slots_take_turns():
         numbers.append(write(slots, step))
         slots.mark_settled(state(step))
     assert numbers == [1, 2, 1, 2, 1, 2]
-    assert slots.held() == (Held(state(5), True), Held(state(4), True))
+    assert slots.held() == (CompleteSnapshot(state(5), True), CompleteSnapshot(state(4), True))
 
 
 def test_the_newest_settled_stays_until_a_newer_is_settled():
@@ -147,8 +147,8 @@ def test_a_state_written_twice_is_found_in_its_newest_slot():
 
 
 def test_the_newest_state_that_all_ranks_have():
-    def held(*steps: int) -> tuple[Held, ...]:
-        return tuple(Held(state(step), False) for step in steps)
+    def held(*steps: int) -> tuple[CompleteSnapshot, ...]:
+        return tuple(CompleteSnapshot(state(step), False) for step in steps)
 
     assert newest_common([held(3, 2, 1), held(2, 1), held(4, 2)]) == state(2)
     assert newest_common([held(3, 2), held(3, 2)]) == state(3)
@@ -261,7 +261,9 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def holds_what_it_should(self):
-        expected = [Held(held, number in self.settled) for number, held in reversed(self.content.items())]
+        expected = [
+            CompleteSnapshot(held, number in self.settled) for number, held in reversed(self.content.items())
+        ]
         assert list(self.slots.held()) == expected
         assert set(self.readers) <= self.slots.numbers
 

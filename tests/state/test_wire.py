@@ -14,11 +14,11 @@ from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.shard_manifest import Expected, Tensor
+from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, PackedTensor
 
 SNAPSHOT, LAYOUT = sealed()
 MANIFEST = SNAPSHOT.manifest
-WANTED = Expected(STATE, 0, 2, LAYOUT.fingerprint, LAYOUT.nbytes)
+WANTED = ExpectedShard(STATE, 0, 2, LAYOUT.fingerprint, LAYOUT.nbytes)
 
 
 def forged(document: Any) -> bytes:
@@ -110,7 +110,7 @@ def test_a_header_is_sealed_with_the_checksums_of_its_bytes() -> None:
 
 @pytest.mark.parametrize(("offset", "nbytes"), [(0, 64), (2**62, 0), (LAYOUT.nbytes, 1)])
 def test_a_tensor_outside_of_the_bytes_or_in_another_is_refused(offset: int, nbytes: int) -> None:
-    odd = Tensor("odd", "param", "uint8", (nbytes,), (nbytes,), offset, nbytes)
+    odd = PackedTensor("odd", "param", "uint8", (nbytes,), (nbytes,), offset, nbytes)
     with pytest.raises(DataCorruption, match="where it cannot lie"):
         shard_manifest.decode(shard_manifest.encode(replace(MANIFEST, tensors=(*MANIFEST.tensors, odd))))
 
@@ -164,7 +164,7 @@ def test_a_liars_junk_in_one_field_is_only_ever_data_corruption(field: str, junk
     assert replace(got, **{field: getattr(MANIFEST, field)}) == MANIFEST
 
 
-@given(st.sampled_from(sorted(Tensor.__slots__)), JSON)
+@given(st.sampled_from(sorted(PackedTensor.__slots__)), JSON)
 def test_a_liars_junk_in_one_tensor_is_only_ever_data_corruption(field: str, junk: Any) -> None:
     document = json.loads(ENCODED[65:])
     document["tensors"][0][field] = junk

@@ -12,7 +12,7 @@ from test_keeper import place as place
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.state.replica_group import Ranks
+from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train import checkpointing as restoring
 from ft_hsdp.train.checkpointing import Checkpoints, restore
 from ft_hsdp.train.live_state import LiveState
@@ -31,7 +31,7 @@ def came_back(
 
     monkeypatch.setattr(restoring, "_resume", resume)
     checkpoints = Checkpoints(place.folder, "", 1, lambda ledger: ledger, None)
-    restore(held, keeper, Ranks(), checkpoints, current=True, journal=place.journal)
+    restore(held, keeper, ReplicaGroup(), checkpoints, current=True, journal=place.journal)
     return held.state
 
 

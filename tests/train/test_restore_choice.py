@@ -9,7 +9,7 @@ import pytest
 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.jsonl import Journal
-from ft_hsdp.state.agent.slots import Held as Kept
+from ft_hsdp.state.agent.slots import CompleteSnapshot as Kept
 from ft_hsdp.train import checkpointing as module
 from ft_hsdp.train.checkpointing import Checkpoints, restore
 

@@ -23,8 +23,8 @@ from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.fetch import Donor as Address
 from ft_hsdp.state.transfer.fetch import FetchRequest, fetch
 from ft_hsdp.state.transfer.server import StateServer
-from ft_hsdp.state.transfer.shard_manifest import Expected, ShardManifest
-from ft_hsdp.state.transfer.source import InMemorySnapshots, Room
+from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, ShardManifest
+from ft_hsdp.state.transfer.source import InMemorySnapshots, SnapshotBuffer
 
 Bytes = npt.NDArray[np.uint8]
 PATTERN = 4 << 20  # bytes after which the content repeats
@@ -91,7 +91,7 @@ class RawDonor(DonorContender):
     """sendfile of the whole state to whoever connects."""
 
     def __init__(self, seat: FetchSeat) -> None:
-        self._room = Room(seat.total)
+        self._room = SnapshotBuffer(seat.total)
         self._room.bytes[:] = seat.content()
         self._total = seat.total
         self._listener = socket.create_server((HOST, 0))
@@ -112,7 +112,7 @@ class RawReceiver(ReceiverContender):
     """recv_into, in pieces."""
 
     def __init__(self, seat: FetchSeat, where: str) -> None:
-        self._room = Room(seat.total)
+        self._room = SnapshotBuffer(seat.total)
         self._port = int(where)
 
     def take(self) -> None:
@@ -138,7 +138,7 @@ class FetchDonor(DonorContender):
     """The state server, as the state agent has it."""
 
     def __init__(self, seat: FetchSeat) -> None:
-        room = Room(seat.total)
+        room = SnapshotBuffer(seat.total)
         room.bytes[:] = seat.content()
         shelf = InMemorySnapshots()
         shelf.put(shard_manifest.seal(_header(seat), room.memory), room)
@@ -151,8 +151,8 @@ class FetchReceiver(ReceiverContender):
 
     def __init__(self, seat: FetchSeat, where: str) -> None:
         header = _header(seat)
-        self._expected = Expected(header.state, header.rank, header.ranks, header.layout, header.nbytes)
-        self._room = Room(seat.total)
+        self._expected = ExpectedShard(header.state, header.rank, header.ranks, header.layout, header.nbytes)
+        self._room = SnapshotBuffer(seat.total)
         self._donors = [Address(0, where)]
 
     def take(self) -> None:
@@ -169,7 +169,7 @@ class FetchReceiver(ReceiverContender):
 
 def _header(seat: FetchSeat) -> ShardManifest:
     tensors = tuple(
-        shard_manifest.Tensor(
+        shard_manifest.PackedTensor(
             f"{i}", "param", "uint8", (seat.nbytes,), (seat.nbytes,), i * seat.nbytes, seat.nbytes
         )
         for i in range(seat.tensors)

@@ -43,7 +43,7 @@ from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.fetch import Donor, FetchRequest, NotFetched, fetch
 from ft_hsdp.state.transfer.server import StateServer
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
-from ft_hsdp.state.transfer.source import InMemorySnapshots, Room
+from ft_hsdp.state.transfer.source import InMemorySnapshots, SnapshotBuffer
 
 MAX_DEPTH = 50  # a node of a dict is three levels of JSON, of which pydantic reads 200
 Json = Any
@@ -231,7 +231,7 @@ class StateTransport(CheckpointTransport[T]):
         node, tensors = flatten(state_dict)
         places = _places(tensors)
         nbytes = sum(_padded(tensor) for tensor in tensors)
-        room = Room(nbytes)
+        room = SnapshotBuffer(nbytes)
         packed = torch.from_numpy(room.bytes)
         for place, tensor in zip(places, tensors, strict=True):
             if place.nbytes:
@@ -301,12 +301,14 @@ def _told(metadata: str) -> _Metadata:
         raise DataCorruption("metadata are not those of a StateTransport") from error
 
 
-def _places(tensors: list[Tensor]) -> tuple[shard_manifest.Tensor, ...]:
+def _places(tensors: list[Tensor]) -> tuple[shard_manifest.PackedTensor, ...]:
     """Where each tensor lies in the packed bytes."""
     places, offset = [], 0
     for index, tensor in enumerate(tensors):
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
-        places.append(shard_manifest.Tensor(str(index), "tensor", dtype, shape, shape, offset, tensor.nbytes))
+        places.append(
+            shard_manifest.PackedTensor(str(index), "tensor", dtype, shape, shape, offset, tensor.nbytes)
+        )
         offset += _padded(tensor)
     return tuple(places)
 
@@ -315,7 +317,7 @@ def _padded(tensor: Tensor) -> int:
     return -(-tensor.nbytes // ALIGN) * ALIGN
 
 
-def _views(buffer: Tensor, places: tuple[shard_manifest.Tensor, ...]) -> list[Tensor]:
+def _views(buffer: Tensor, places: tuple[shard_manifest.PackedTensor, ...]) -> list[Tensor]:
     """The tensors in ``buffer``, each by one call of torch: there may be thousands."""
     typed = {name: buffer.view(DTYPES[name]) for name in {place.dtype for place in places}}
     views = []

@@ -40,7 +40,7 @@ from ft_hsdp.state.agent.messages import (
     Unpin,
     Welcome,
 )
-from ft_hsdp.state.agent.slots import Held
+from ft_hsdp.state.agent.slots import CompleteSnapshot
 from ft_hsdp.state.shared_memory import Bytes
 
 RETRY_S = 0.02
@@ -61,14 +61,14 @@ class StateAgent:
     the one of `connect` unless it is set.
     """
 
-    def __init__(self, line: _Line, address: str, nbytes: int, deadline_s: float) -> None:
+    def __init__(self, line: _AgentSocket, address: str, nbytes: int, deadline_s: float) -> None:
         self.address = address
         self.busy = ""
         self.damaged: list[Damage] = []
         self._nbytes = nbytes
         self.deadline_s = deadline_s
         self._lock = threading.Lock()
-        self._line: _Line | None = line
+        self._line: _AgentSocket | None = line
         self._maps: dict[int, Bytes] = {}
         self._open: int | None = None  # the slot that may be written
         self._number = 0  # of the slot that was given last
@@ -93,7 +93,7 @@ class StateAgent:
                 sock.settimeout(max(RETRY_S, until - time.monotonic()))
                 newest(sock, token, replica)
                 handshake.call_blocking(sock, token, Purpose.AGENT)
-                line = _Line(sock, until)
+                line = _AgentSocket(sock, until)
                 address = str(line.ask(Hello(rank, ranks, nbytes), Welcome).address)
                 return StateAgent(line, address, nbytes, deadline_s)
             except ProtocolViolation as error:
@@ -149,10 +149,10 @@ class StateAgent:
         """Keep nothing that was pinned or taken."""
         self._order(Unpin())
 
-    def list(self) -> tuple[Held, ...]:
+    def list(self) -> tuple[CompleteSnapshot, ...]:
         """The snapshots of this rank that are complete, newest first."""
         with self._talking() as line:
-            held: tuple[Held, ...] = line.ask(Recall(), Recalled).held
+            held: tuple[CompleteSnapshot, ...] = line.ask(Recall(), Recalled).held
             return held
 
     def acquire(self, state: StateId) -> tuple[Bytes, bytes] | None:
@@ -199,7 +199,7 @@ class StateAgent:
             shared_memory.protect(written, writable=False)
 
     @contextlib.contextmanager
-    def _talking(self) -> Iterator[_Line]:
+    def _talking(self) -> Iterator[_AgentSocket]:
         """The connection, for one order and its answer; what fails there ends it."""
         if not self._lock.acquire(timeout=self.deadline_s):
             raise AgentGone(f"the state agent did not answer another call within {self.deadline_s:g} s")
@@ -238,7 +238,7 @@ def newest(sock: socket.socket, token: str, replica: int) -> int:
     raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
-class _Line:
+class _AgentSocket:
     """Frames on a connected Unix socket, blocking until ``end`` at most, on the monotonic clock."""
 
     def __init__(self, sock: socket.socket, end: float) -> None:

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from ft_hsdp import bounded, protocol
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.state.agent.slots import Held
+from ft_hsdp.state.agent.slots import CompleteSnapshot
 
 MAX_MESSAGE = 1 << 16
 MAX_HEADER = 16 << 20
@@ -107,7 +107,7 @@ class Recall:
 class Recalled:
     """What is complete, newest first."""
 
-    held: tuple[Held, ...]
+    held: tuple[CompleteSnapshot, ...]
 
 
 @dataclass(frozen=True, slots=True)

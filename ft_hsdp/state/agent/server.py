@@ -3,7 +3,7 @@
 Whoever does not in time is hung up on. A rank has one connection: a newer one supersedes the older. Losing one
 loses nothing that is complete.
 
-Session: one rank's connection to the state agent, order by order.
+RankSession: one rank's connection to the state agent, order by order.
 
 ``python -m ft_hsdp.state.agent.server --replica R --host H``: the state agent of one replica on this host.
 
@@ -55,7 +55,7 @@ from ft_hsdp.state.agent.messages import (
     Unpin,
     Welcome,
 )
-from ft_hsdp.state.agent.store import Holdings, Owner
+from ft_hsdp.state.agent.store import Owner, SnapshotStore
 from ft_hsdp.state.transfer.server import StateServer
 
 MAX_HELLO = 1024
@@ -84,7 +84,7 @@ def listen(token: str, replica: int, generation: int = 0) -> socket.socket:
 class AgentListener:
     """Lets ranks in at ``sock``; ``address`` is where the agent serves over HTTP."""
 
-    def __init__(self, sock: socket.socket, token: str, holdings: Holdings, address: str) -> None:
+    def __init__(self, sock: socket.socket, token: str, holdings: SnapshotStore, address: str) -> None:
         self._sock = sock
         self._token = token
         self._holdings = holdings
@@ -149,7 +149,7 @@ class AgentListener:
         try:
             self._holdings.admit(Owner(rank, hello.ranks, hello.nbytes))
             await line.send(messages.frame(Welcome(self._address)))
-            await Session(line, rank, self._holdings).run()
+            await RankSession(line, rank, self._holdings).run()
         except OSError:
             dead = True
             raise
@@ -198,10 +198,10 @@ class AgentConnection:
         return bytes(data)
 
 
-class Session:
+class RankSession:
     """A rank that has proved the token."""
 
-    def __init__(self, line: AgentConnection, rank: int, holdings: Holdings) -> None:
+    def __init__(self, line: AgentConnection, rank: int, holdings: SnapshotStore) -> None:
         self._line = line
         self._rank = rank
         self._holdings = holdings
@@ -336,7 +336,7 @@ def run(
         Retryable: there is another agent of that replica here.
     """
     with listen(token, replica, generation) as sock:
-        holdings = Holdings()
+        holdings = SnapshotStore()
         try:
             server = StateServer(host, port, holdings, token)
         except OSError as error:

@@ -38,14 +38,14 @@ class _Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class CompleteSnapshot:
     """A complete snapshot; ``settled``: all ranks of the replica have it."""
 
     state: StateId
     settled: bool
 
 
-def newest_common(recalls: Sequence[Sequence[Held]]) -> StateId | None:
+def newest_common(recalls: Sequence[Sequence[CompleteSnapshot]]) -> StateId | None:
     """The newest state that is complete on every rank; ``recalls`` are what each holds, newest first."""
     everywhere = set.intersection(*({held.state for held in recall} for recall in recalls))
     return next((held.state for held in recalls[0] if held.state in everywhere), None)
@@ -152,9 +152,11 @@ class SnapshotSlots:
         """The slot that holds ``state``."""
         return next((slot.number for slot in self._complete() if slot.state == state), None)
 
-    def held(self) -> tuple[Held, ...]:
+    def held(self) -> tuple[CompleteSnapshot, ...]:
         """The complete snapshots, newest first."""
-        return tuple(Held(slot.state, slot.settled) for slot in self._complete() if slot.state is not None)
+        return tuple(
+            CompleteSnapshot(slot.state, slot.settled) for slot in self._complete() if slot.state is not None
+        )
 
     def drop(self, number: int) -> None:
         """Hold a slot no longer, nor its memory; who reads it goes on."""

@@ -1,4 +1,4 @@
-"""Holdings: the snapshots of all ranks of a replica on this host, in memory that the agent owns. Thread-safe.
+"""SnapshotStore: the snapshots of all ranks of a replica on this host, in memory that the agent owns. Thread-safe.
 
 Ranks write and recall them through the door, other replicas read them through the server: it is a Shelf. A copy
 comes with checksums that the trainer made from its live tensors. They are compared before it is used: when a state
@@ -19,7 +19,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent.messages import Damage
-from ft_hsdp.state.agent.slots import Held, SnapshotSlots
+from ft_hsdp.state.agent.slots import CompleteSnapshot, SnapshotSlots
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.source import ServedSnapshot
@@ -52,7 +52,7 @@ class _Rank:
     taken: int | None = None
 
 
-class Holdings:
+class SnapshotStore:
     """What the agent holds."""
 
     def __init__(self) -> None:
@@ -151,7 +151,7 @@ class Holdings:
             mine.slots.unpin()
             self._end_take(mine)
 
-    def list(self, rank: int) -> tuple[Held, ...]:
+    def list(self, rank: int) -> tuple[CompleteSnapshot, ...]:
         """The complete snapshots of a rank, newest first."""
         with self._lock:
             return self._ranks[rank].slots.held()

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from ft_hsdp.state.checkpoint.checkpoint_manifest import CheckpointManifest, Stored, TensorPiece
 from ft_hsdp.state.layout import Layout
-from ft_hsdp.state.replica_group import Ranks
+from ft_hsdp.state.replica_group import ReplicaGroup
 
 
 class Failed(Exception):
@@ -52,7 +52,7 @@ def key(kind: str, name: str) -> str:
 
 
 def views(
-    layout: Layout, live: Sequence[torch.Tensor], buffer: torch.Tensor, ranks: Ranks
+    layout: Layout, live: Sequence[torch.Tensor], buffer: torch.Tensor, ranks: ReplicaGroup
 ) -> dict[str, torch.Tensor]:
     """The packed shard in ``buffer`` uint8 [layout.nbytes] as tensors on the CPU, sharded as ``live`` ones are."""
     found: dict[str, torch.Tensor] = {}
@@ -94,7 +94,7 @@ class _Writer(checkpoint.FileSystemWriter):
 
 
 def save(
-    path: Path, tensors: Mapping[str, torch.Tensor], about: tuple[Stored, ...], ranks: Ranks
+    path: Path, tensors: Mapping[str, torch.Tensor], about: tuple[Stored, ...], ranks: ReplicaGroup
 ) -> tuple[TensorPiece, ...]:
     """Write this rank's tensors into the folder ``path`` and fsync them. A collective of the replica's ranks.
 
@@ -187,7 +187,7 @@ def _metadata(tensors: Sequence[Stored], pieces: Sequence[TensorPiece], names: s
     return Metadata(found, storage_data=where)
 
 
-def _each(ranks: Ranks, work: Callable[[], list[Any]]) -> list[list[Any]]:
+def _each(ranks: ReplicaGroup, work: Callable[[], list[Any]]) -> list[list[Any]]:
     """What ``work`` gives on each rank, on all of them.
 
     Raises:

@@ -22,7 +22,7 @@ from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, dcp
 from ft_hsdp.state.checkpoint.catalog import KEY, Found, SkippedCheckpoint
 from ft_hsdp.state.checkpoint.checkpoint_manifest import CheckpointManifest, Stored, Unauthentic
 from ft_hsdp.state.layout import Layout
-from ft_hsdp.state.replica_group import Ranks
+from ft_hsdp.state.replica_group import ReplicaGroup
 
 UNSIGNED = "a checkpoint that was signed with this job's checkpoint.key; or checkpoint.trust: true, for once"
 
@@ -44,7 +44,7 @@ def resume(
     config_hash: str,
     params: Mapping[str, torch.Tensor],
     optim: Mapping[str, torch.Tensor],
-    ranks: Ranks,
+    ranks: ReplicaGroup,
     key: bytes | None,
 ) -> Resumed | None:
     """Fill the replica's live tensors from ``folder``; None if there is no checkpoint. A collective of its ranks.
@@ -75,7 +75,7 @@ def resume(
 
 
 def _choose(
-    folder: Path, unread: Mapping[str, SkippedCheckpoint], ranks: Ranks, key: bytes | None
+    folder: Path, unread: Mapping[str, SkippedCheckpoint], ranks: ReplicaGroup, key: bytes | None
 ) -> tuple[str, CheckpointManifest | None, tuple[SkippedCheckpoint, ...]]:
     """Rank 0 verifies and all take what it chose: the folder's name, its manifest, and what was passed over."""
     answer: dict[str, Any] = {}
@@ -113,7 +113,7 @@ def _fits(path: Path, manifest: CheckpointManifest, config_hash: str, expected: 
         raise ConfigError(KEY, str(path), allowed)
 
 
-def _read(path: Path, manifest: CheckpointManifest, live: Mapping[str, torch.Tensor], ranks: Ranks) -> str:
+def _read(path: Path, manifest: CheckpointManifest, live: Mapping[str, torch.Tensor], ranks: ReplicaGroup) -> str:
     """Fill the live tensors; why that failed on some rank, alike on all of them, or nothing."""
     failure = ""
     try:

@@ -32,7 +32,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, dcp
 from ft_hsdp.state.checkpoint.checkpoint_manifest import MANIFEST, METADATA, CheckpointManifest, File, TensorPiece
 from ft_hsdp.state.layout import Layout
-from ft_hsdp.state.replica_group import Ranks
+from ft_hsdp.state.replica_group import ReplicaGroup
 
 
 class Draft:
@@ -194,7 +194,7 @@ class Checkpointer:
         layout: Layout,
         params: Mapping[str, torch.Tensor],
         optim: Mapping[str, torch.Tensor],
-        ranks: Ranks,
+        ranks: ReplicaGroup,
     ) -> None:
         self._folder = folder
         self._keep = keep
@@ -281,7 +281,7 @@ class Checkpointer:
     def _next(self) -> _Request | None:
         """The request that all ranks write next: the newest that any of them has; None at the end.
 
-        Ranks make the same calls, not at the same time: one may have passed over what another would begin.
+        ReplicaGroup make the same calls, not at the same time: one may have passed over what another would begin.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing)

@@ -1,6 +1,6 @@
-"""Chunks: the queue of what is still to be fetched, and what is verified. Not thread-safe.
+"""ChunkQueue: the queue of what is still to be fetched, and what is verified. Not thread-safe.
 
-Tally: which manifest the donors of one state agree on. Pure.
+ManifestVotes: which manifest the donors of one state agree on. Pure.
 
 Donors that hold the same state hold the same bits (FT-HSDP §4.4), so their manifests have one digest. A donor
 whose digest is another one is broken, and a vote tells which one, as long as there is a strict majority.
@@ -28,12 +28,12 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.http import DonorBusy, DonorConnection, path
-from ft_hsdp.state.transfer.shard_manifest import Expected, ShardManifest
+from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, ShardManifest
 
 MAX_RUN = 16  # chunks of one request
 
 
-class Chunks:
+class ChunkQueue:
     """``count`` chunks, handed out in runs that get shorter towards the end, so that all donors end together."""
 
     def __init__(self, count: int, takers: int) -> None:
@@ -66,7 +66,7 @@ class Chunks:
         self._unverified -= 1
 
 
-class Tally:
+class ManifestVotes:
     """The votes of ``donors`` (replica ids). One that does not have the state (yet) does not vote."""
 
     def __init__(self, donors: Iterable[int]) -> None:
@@ -164,7 +164,7 @@ class FetchRequest:
     memory: Callable[[ShardManifest], memoryview]
 
     @staticmethod
-    def exactly(expected: Expected, into: memoryview) -> FetchRequest:
+    def exactly(expected: ExpectedShard, into: memoryview) -> FetchRequest:
         """A shard that is known from the own model, into memory of its size."""
         return FetchRequest(
             expected.state, expected.rank, lambda m: shard_manifest.expect(m, expected), lambda _: into
@@ -221,11 +221,11 @@ class _Job:
         self._failures: dict[int, str] = {}
         self._shut: set[int] = set()  # donors that hang up on every call
         self._due = dict.fromkeys(self._donors, math.inf)  # its size never changes, so it needs no lock
-        self._tally = Tally(self._donors)
+        self._tally = ManifestVotes(self._donors)
         self._manifests: dict[str, ShardManifest] = {}
         self._digest = ""
         self._memory = memoryview(b"")
-        self._chunks = Chunks(0, 0)
+        self._chunks = ChunkQueue(0, 0)
         self._arrived: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
         self._change = threading.Condition()
         self._over = False
@@ -291,7 +291,7 @@ class _Job:
         if self.manifest is None:
             manifest = self._manifests[digest]
             self._memory = self._request.memory(manifest)
-            self._chunks = Chunks(len(manifest.checksums), len(self._donors) - len(self._failures))
+            self._chunks = ChunkQueue(len(manifest.checksums), len(self._donors) - len(self._failures))
             self._digest, self.manifest = digest, manifest
             self._change.notify_all()
         return True

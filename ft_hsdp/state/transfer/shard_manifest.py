@@ -38,7 +38,7 @@ Json: TypeAlias = Any
 
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class PackedTensor:
     """One tensor of a shard: dtype name, local and global shape, place in the packed bytes (offset, size)."""
 
     name: _Name
@@ -65,7 +65,7 @@ class ShardManifest:
     ranks: _Size
     layout: _Hash
     nbytes: _Size
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[PackedTensor, ...]
     cursors: tuple[_Size, ...]
     hyper: tuple[dict[str, Json], ...]
     holes: tuple[tuple[_Size, _Size], ...] = ()
@@ -88,7 +88,7 @@ _CHECKER = bounded.checker(ShardManifest)
 
 
 @dataclass(frozen=True, slots=True)
-class Expected:
+class ExpectedShard:
     """What a receiver knows of a shard before it asks: from its own model, never from a peer."""
 
     state: StateId
@@ -98,7 +98,7 @@ class Expected:
     nbytes: int
 
 
-def fingerprint(tensors: Sequence[Tensor]) -> str:
+def fingerprint(tensors: Sequence[PackedTensor]) -> str:
     """Hash of all names, types, shapes and places, 32 hex digits: what a fetched shard must have."""
     return state_id.digest([(t.name, t.kind, t.dtype, t.shape, t.global_shape, t.offset) for t in tensors])
 
@@ -113,7 +113,7 @@ def checksums(data: memoryview) -> tuple[str, ...]:
     return tuple(checksum(data[i : i + CHUNK_BYTES]) for i in range(0, len(data), CHUNK_BYTES))
 
 
-class Sums:
+class RunningChecksums:
     """The same of bytes that come piece by piece, in order."""
 
     def __init__(self) -> None:
@@ -206,7 +206,7 @@ def decode_header(data: bytes) -> ShardManifest:
     return manifest
 
 
-def expect(manifest: ShardManifest, expected: Expected) -> None:
+def expect(manifest: ShardManifest, expected: ExpectedShard) -> None:
     """Check that a manifest is of what was asked for, before anything is allocated or received.
 
     Raises:

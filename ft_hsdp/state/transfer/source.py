@@ -47,7 +47,7 @@ class SnapshotSource(Protocol):
         ...
 
 
-class Room:
+class SnapshotBuffer:
     """Pre-faulted memory for one snapshot: ``bytes`` is uint8 [nbytes], ``fd`` what sendfile reads.
 
     ``fd`` is closed when the room is dropped; arrays made of ``bytes`` stay valid.
@@ -73,10 +73,10 @@ class InMemorySnapshots:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._held: dict[tuple[StateId, int], tuple[ServedSnapshot, Room]] = {}
-        self._lent: list[tuple[ServedSnapshot, Room]] = []
+        self._held: dict[tuple[StateId, int], tuple[ServedSnapshot, SnapshotBuffer]] = {}
+        self._lent: list[tuple[ServedSnapshot, SnapshotBuffer]] = []
 
-    def put(self, manifest: ShardManifest, room: Room) -> None:
+    def put(self, manifest: ShardManifest, room: SnapshotBuffer) -> None:
         """Offer a snapshot; nobody may write into its room any more."""
         encoded = shard_manifest.encode(manifest)
         served = ServedSnapshot(room.fd, manifest.nbytes, encoded, shard_manifest.digest(encoded))
