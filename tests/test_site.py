@@ -1,0 +1,67 @@
+"""The pages of the documentation site that docs/generate.py makes from the code."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ft_hsdp import protocol, sentences
+from ft_hsdp.core.replica_state import Phase
+from ft_hsdp.launch import cli
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.fixture(scope="module")
+def generate() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_page_of_the_index_exists_or_is_generated(generate: ModuleType) -> None:
+    blocks = re.findall(r"```\{toctree\}\n(.*?)```", (DOCS / "index.md").read_text(), re.DOTALL)
+    entries = [line for block in blocks for line in block.splitlines() if line and not line.startswith(":")]
+    assert len(entries) > 30
+    made = {f"_generated/{name}" for name in generate.PAGES}
+    for entry in entries:
+        assert entry in made or sorted(DOCS.glob(f"{entry}.md")), entry
+    pages = {str(f.relative_to(DOCS).with_suffix("")) for f in DOCS.glob("*.md")} - {"index"}
+    assert pages | made <= set(entries), "a page is in no table of contents"
+
+
+def test_references_name_everything_that_the_code_has(generate: ModuleType) -> None:
+    commands = generate.commands()
+    assert [name for name in cli.COMMANDS if f"\n## {name}\n" not in commands] == []
+    events = generate.events()
+    assert [name for name in sentences.SENTENCES if f"| `{name}` |" not in events] == []
+    wire = generate.wire()
+    assert [tag for tag in protocol._MESSAGES if f"| `{tag}` |" not in wire] == []
+    keys = generate.configuration()
+    for key in ("replicas", "train.poison_retries", "chaos[].at_step", "timeouts.silence_s"):
+        assert f"| `{key}` |" in keys
+
+
+def test_the_state_machines_follow_from_the_code(generate: ModuleType) -> None:
+    page = generate.states()
+    assert [p for p in Phase if f"| `{p.name}` |" not in page] == []
+    assert re.search(r"\| `ASKING` \| `REDUCING` \| [^|]*Answered", page)
+    assert re.search(r"\| `VOTED` \| `LEAVING` \| [^|]*TokenArrived", page)
+    assert not re.search(r"\| `DONE` \| `", page), "a replica that is done stays done"
+    assert re.search(r"\| `FATAL` \| [^|]+ \| CLOSED \|", page)
+    assert re.search(r"\| `stage` \| WRITING \|", page)
+
+
+def test_packages_and_the_python_api_are_listed(generate: ModuleType) -> None:
+    packages = generate.packages()
+    for name in ("ft_hsdp.core", "lighthouse.quorum", "ftar_kernels"):
+        assert f"\n## {name}\n" in packages
+    assert "| `transition` |" in packages
+    assert "autofunction:: ft_hsdp.train.join.join" in generate.api()
