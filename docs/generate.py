@@ -76,6 +76,24 @@ def first_sentence(text: str | None) -> str:
     return " ".join((text or "").strip().split("\n\n")[0].split())
 
 
+def markdown(docstring: str) -> str:
+    """A docstring as Markdown: indented examples become code blocks, and no text is read as HTML."""
+    lines: list[str] = []
+    code = False
+    for line in docstring.splitlines():
+        indented = line.startswith("    ") and not (lines and re.match(r"\s*[-*\d]", lines[-1]) and not code)
+        if indented and not code:
+            lines += ["", "```text"]
+        elif code and line.strip() and not indented:
+            lines += ["```", ""]
+        code = indented or (code and not line.strip())
+        spans = line.split("`")
+        if not code:
+            spans[::2] = [text.replace("<", "\\<") for text in spans[::2]]
+        lines.append(line[4:] if indented else "`".join(spans))
+    return "\n".join([*lines, *["```"] * code])
+
+
 def commands() -> str:
     """The command line, from the argparse parsers."""
     from ft_hsdp.launch.arguments import build_parser
@@ -196,10 +214,10 @@ def wire() -> str:
         [
             "# Messages on the wire",
             prose("""
-                A message is JSON with two keys, `type` (the tag) and `body` (the fields). On a stream its length stands
-                in front, as four bytes, big endian. Receivers check every field and refuse unknown tags.
-                [protocol.md](../protocol.md) says how the messages work together, [security.md](../security.md) how
-                connections are protected.
+                A message is JSON with two keys, `type` (the tag) and `body` (the fields). On a stream its length
+                stands in front, as four bytes, big endian. Receivers check every field and refuse unknown tags.
+                [protocol.md](../protocol.md) says how the messages work together, [security.md](../security.md)
+                how connections are protected.
             """),
             "## Between processes and hosts",
             table(head, rows(protocol._MESSAGES)),
@@ -346,7 +364,7 @@ def packages() -> str:
         for init in sorted((ROOT / top).rglob("__init__.py")):
             name = ".".join(init.parent.relative_to(ROOT).parts)
             essay = ast.get_docstring(ast.parse(init.read_text())) or ""
-            parts += [f"## {name}", f"```text\n{essay}\n```"]
+            parts += [f"## {name}", markdown(essay)]
             rows = [(f"`{stem}`", text) for stem, text in _modules(init.parent)]
             if rows:
                 parts.append(table(("module", "what it is"), iter(rows)))
