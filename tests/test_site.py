@@ -69,7 +69,6 @@ def test_packages_and_the_python_api_are_listed(generate: ModuleType) -> None:
 
 def test_a_docstring_becomes_markdown(generate: ModuleType) -> None:
     text = "First <line>, `a<b>`.\n\n- `x`: one\n    more\n\nExample:\n    call(1)\n\n    call(2)\nAfter."
-    assert generate.markdown(text).splitlines() == [
-        "First \\<line>, `a<b>`.", "", "- `x`: one", "    more", "", "Example:", "", "```text", "call(1)", "", "call(2)",
-        "```", "", "After.",
-    ]  # fmt: skip
+    code = ["```text", "call(1)", "", "call(2)", "```"]
+    prose = ["First \\<line>, `a<b>`.", "", "- `x`: one", "    more", "", "Example:", ""]
+    assert generate.markdown(text).splitlines() == [*prose, *code, "", "After."]
