@@ -1,12 +1,12 @@
-"""Exchange: one all-reduce at one member: the pipeline says what is next, the plane does it, the outlet sends it.
+"""One all-reduce on a ring: `Ring` is the data plane of one epoch, `Exchange` one all-reduce on it (FT-HSDP §4.2).
 
-Nothing here waits, so the same code runs on the engine's thread and in simulated time.
+`Ring.all_reduce` runs on the thread that calls it and blocks until the sum is complete. Meanwhile the transport's
+threads receive and send: chunk k is added while chunk k+1 arrives and chunk k-1 leaves. The local gradient is only
+read, unless it is the output too, so that a failed step can be reduced again from it. An all-reduce is over only
+when its own sends have drained.
 
-Engine: runs all-reduces on the ring of one epoch, one after the other, on the thread that calls it.
-
-Receiving and sending go on in the transport's threads meanwhile: chunk k is added while chunk k+1 arrives and
-chunk k-1 leaves. The local gradient is only read, unless it is the output too: a failed step is reduced again from
-it. An all-reduce is over only when its own sends have drained.
+`Exchange` never waits. It asks `core.ring.Pipeline` what comes next, hands chunks to the data plane, and sends
+what the data plane has finished; the tests drive the same class in simulated time.
 """
 
 from __future__ import annotations
@@ -31,31 +31,29 @@ from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.base import Chunk, Receiver, Sender, Transfer
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int32, torch.int64)
-PLACE = {
+FAILPOINT = {  # names of the failpoints in each kind of operation
     OperationKind.COPY_SEND: "reduce-copy",
     OperationKind.REDUCE_SEND: "reduce-scatter",
     OperationKind.REDUCE_STORE_SEND: "reduce-boundary",
     OperationKind.STORE_SEND: "reduce-gather",
     OperationKind.STORE: "reduce-gather",
 }
-SMALL = 64 * 1024  # bytes of a chunk up to which a second thread costs more than it brings
+SMALL = 64 * 1024  # bytes; the engine receives and sends chunks up to this size: a second thread costs more
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduceOrder:
-    """An all-reduce that was asked for: flat ``local`` (None: relay) of all members into flat ``out``.
-
-    ``after`` is what the data plane waits for before it reads ``local``: on a GPU an event.
+    """A request for one all-reduce.
 
     Raises:
-        ValueError: they are not alike, or cannot be summed.
+        ValueError: the tensors differ in size or type, or cannot be summed.
     """
 
     key: Key
-    local: Tensor | None
-    out: Tensor
-    mine: Entry
-    after: Any = None
+    local: Tensor | None  # flat [n] of this member's values; None: relay what arrives
+    out: Tensor  # flat [n] of the same type; receives the sum
+    mine: Entry  # what all members learn about this one's contribution
+    after: Any = None  # what the data plane waits for before it reads `local`; on a GPU an event
 
     def __post_init__(self) -> None:
         for name, tensor in (("local", self.local), ("out", self.out)):
@@ -72,7 +70,18 @@ def _describe(tensor: Tensor) -> str:
 
 
 class Exchange:
-    """One all-reduce of ``order`` under ``plan`` at ``position``, on ``job``, from ``inlet`` to ``outlet``."""
+    """One all-reduce of `order`, cut by `plan`, at `position` of the ring, from `receiver` to `sender`.
+
+    It never waits.
+
+    Args:
+        order: what is summed.
+        plan: how the message is cut into chunks.
+        position: index of this member in the ring.
+        job: the data plane's part: copies and adds the chunks.
+        receiver: chunks from the left neighbour; None in a ring of one.
+        sender: chunks to the right neighbour; None in a ring of one.
+    """
 
     def __init__(
         self,
@@ -95,36 +104,36 @@ class Exchange:
             order.key, plan, self._pipeline.operations, itemsize, DTYPES.index(order.out.dtype)
         )
         self._small = plan.chunk * itemsize <= SMALL
-        self._heads: dict[int, tuple[Entry, ...]] = {}
-        self._chunks: dict[tuple[int, int], Chunk] = {}
+        self._heads: dict[int, tuple[Entry, ...]] = {}  # operation: the entries that its first chunk brought
+        self._chunks: dict[tuple[int, int], Chunk] = {}  # (operation, round): received, not yet posted
         self._entries = {position: order.mine}
         self.transfer = Transfer(self._framing, job, self._pipeline.frames, self._small)
 
     @property
     def finished(self) -> bool:
-        """Whether all has been received and added; what was sent may still be on its way."""
+        """Whether all chunks are received and added. Sends may still be in flight."""
         return self._pipeline.finished
 
     @property
     def busy(self) -> bool:
-        """Whether the plane still has chunks in hand."""
+        """Whether the data plane still works on chunks."""
         return any(c.done < c.posted for c in self._pipeline.counters)
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """Every member's entry by ring position, once finished."""
+        """Each member's entry in ring order; complete once `finished`."""
         return tuple(self._entries[i] for i in range(self._members))
 
     def start(self) -> None:
-        """Send the first own chunks."""
+        """Post this member's first chunks, as many as there are slots."""
         self._take(self._pipeline.start())
         self.settle()
 
     def arrived(self, chunk: Chunk) -> None:
-        """A chunk is here: reduce or store it, and send what comes of it.
+        """Handle a received chunk: reduce or store it, and send the outcome.
 
         Raises:
-            ProtocolViolation: it is not the next one of its operation.
+            ProtocolViolation: it is not the next chunk of its operation.
         """
         number, round_ = chunk.frame.operation.number, chunk.frame.round
         if chunk.entries:
@@ -140,7 +149,10 @@ class Exchange:
         self.settle()
 
     def settle(self) -> None:
-        """Take what the plane has finished: free its slot, send its outcome, post what waited for it."""
+        """Handle the chunks that the data plane has finished.
+
+        Their slots are freed, their outcomes are sent, and chunks that waited for the data plane are posted.
+        """
         while done := self._job.completed():
             for item in done:
                 self._finish(item)
@@ -148,11 +160,14 @@ class Exchange:
     def _take(self, steps: list[Step]) -> None:
         for step in steps:
             assert isinstance(step, ProcessChunk)
-            fault_injection.reach(PLACE[step.operation.kind], self._order.key.step)
+            fault_injection.reach(FAILPOINT[step.operation.kind], self._order.key.step)
             self._job.post(step, self._chunks.pop((step.operation.number, step.round), None))
 
     def _finish(self, item: Processed) -> None:
-        """First the slot goes back: that proves that what it held was whole. Only then is anything built on it."""
+        """Release the received chunk first, and send the outcome only after that.
+
+        `Receiver.release` proves that the chunk was whole: the peer was still alive when its memory had been read.
+        """
         if item.chunk is not None:
             assert self._receiver is not None
             self._job.free(item.chunk)
@@ -170,29 +185,43 @@ class Exchange:
             )
 
     def _news(self, number: int, round_: int) -> bytes:
-        """The entries of all members that a sum has passed, behind its first chunk in the reduce-scatter."""
+        """Return the packed entries that go with the chunk that operation `number` sends.
+
+        They are those of all members that the sum has passed, and travel with the first chunk of each operation of
+        the reduce-scatter.
+        """
         if self._framing.entries(number + 1, round_) == 0:
             return b""
         return b"".join(e.pack() for e in (*self._heads.get(number, ()), self._order.mine))
 
 
-SWITCH_S = 1e-5
-POLL_S = 2e-5
+SWITCH_S = 1e-5  # the interpreter's switch interval during an all-reduce
+POLL_S = 2e-5  # how often a data plane that works is asked what it has finished
 
 
 @dataclass(frozen=True, slots=True)
 class AllReduceResult:
-    """What is known after an all-reduce: the sum, every member's entry by ring position, the bytes sent."""
+    """The outcome of an all-reduce."""
 
-    out: Tensor
-    entries: tuple[Entry, ...]
-    bytes_sent: int
+    out: Tensor  # the sum
+    entries: tuple[Entry, ...]  # of each member, in ring order
+    bytes_sent: int  # with headers
 
 
 class Ring:
-    """The data plane of one epoch: this member's position and its two edges (None in a ring of one).
+    """The data plane of one epoch: this member's position and its two edges.
 
-    ``plan`` says how a message of (elements, itemsize) is cut. The first error is the one that counts.
+    One thread, the engine's, calls `all_reduce`; `fail` and `retire` may come from other threads. Only the first
+    error counts.
+
+    Args:
+        epoch: number of the ring.
+        members: replicas in ring order.
+        position: index of this member.
+        receiver: edge from the left neighbour; None in a ring of one.
+        sender: edge to the right neighbour; None in a ring of one.
+        plane: copies and adds the chunks.
+        settings: sizes by which messages are cut.
     """
 
     def __init__(
@@ -215,40 +244,43 @@ class Ring:
         self._lock = threading.Lock()
         self._error: FTARError | None = None
         self._busy = False
-        self.entered = 0  # all-reduces that were begun
+        self.entered = 0  # number of all-reduces that were begun
 
     @property
     def error(self) -> FTARError | None:
-        """Why the ring is of no more use."""
+        """Why the ring is broken; None while it can be used."""
         return self._error
 
     @property
     def busy(self) -> bool:
-        """Whether an all-reduce is under way."""
+        """Whether an all-reduce is running."""
         return self._busy
 
     @property
     def received(self) -> int:
-        """Chunks that came on the data connection from the left."""
+        """Number of chunks received from the left neighbour since the connection was made."""
         receiver = self._receiver
         return receiver.frames if receiver is not None else 0
 
     @property
     def sent(self) -> int:
-        """Chunks that went out on the data connection to the right, or are about to."""
+        """Number of chunks sent, or queued to be sent, to the right neighbour since the connection was made."""
         sender = self._sender
         return sender.frames if sender is not None else 0
 
     @property
     def high_water(self) -> int:
-        """Most bytes that were ever on their way to the right neighbour at once."""
+        """The largest number of bytes that were in flight to the right neighbour at once."""
         return self._sender.high_water if self._sender is not None else 0
 
     def all_reduce(self, order: AllReduceOrder) -> AllReduceResult:
-        """Sum the gradients of all contributors into ``order.out`` (FT-HSDP §4.2).
+        """Sum the values of all contributors into `order.out`; block until the sum is complete (FT-HSDP §4.2).
+
+        Returns:
+            The sum, each member's entry and the bytes sent.
 
         Raises:
-            FTARError: the ring is of no more use; nobody of it writes into ``order.out`` any longer.
+            FTARError: the ring is broken. No thread of it writes into `order.out` any longer.
         """
         self._claim()
         plan = self._settings.plan(order.out.numel(), order.out.element_size(), len(self.members))
@@ -272,7 +304,11 @@ class Ring:
         return AllReduceResult(order.out, exchange.entries, sent)
 
     def retire(self, error: FTARError) -> tuple[Receiver | None, Sender | None]:
-        """End the ring with ``error``; its edges are returned if no all-reduce is under way on them."""
+        """End the ring with `error` and return its two edges for the next ring; any thread.
+
+        Returns:
+            The receiver and the sender; (None, None) if an all-reduce is running or the ring is broken already.
+        """
         with self._lock:
             if self._busy or self._error is not None:
                 return None, None
@@ -307,7 +343,7 @@ class Ring:
         return self._sender.flush()
 
     def fail(self, error: FTARError) -> None:
-        """The ring is of no more use: whoever waits on it gets an error. Any thread; the first error stays."""
+        """Break the ring: all pending and future waits raise `error`. Any thread; only the first error is kept."""
         with self._lock:
             if self._error is None:
                 self._error = error
@@ -316,7 +352,7 @@ class Ring:
                 end.close()
 
     def dispose(self) -> None:
-        """Wait until the threads of a failed ring have let go of all memory; close its descriptors."""
+        """Wait until the transport's threads no longer use any tensor; end them and close the connections."""
         with self._lock:
             receiver, sender, self._receiver, self._sender = self._receiver, self._sender, None, None
         for end in (receiver, sender):
@@ -331,13 +367,13 @@ def _wait_for(exchange: Exchange) -> None:
 
 
 _switching = threading.Lock()
-_switchers = 0
-_usual = 0.0
+_switchers = 0  # engines of this process that are in an all-reduce
+_usual = 0.0  # the switch interval outside of all-reduces
 
 
 @contextmanager
 def _quick_switching() -> Iterator[None]:
-    """Let threads that compute in Python give way quickly while chunks are waiting for us."""
+    """Shorten the interpreter's switch interval, so that Python threads yield quickly while chunks wait."""
     global _switchers, _usual
     with _switching:
         _switchers += 1

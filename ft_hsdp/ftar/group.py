@@ -345,11 +345,10 @@ class Group:
         self._break(rendezvous, PeerDead(text, suspect=who))
 
     def _departs(self, rendezvous: Rendezvous, peer: Peer, abort: RingAbort) -> bool:
-        """Return whether `peer` leaves on purpose while an all-reduce runs here; if so, the ring ends after that
-        all-reduce.
+        """Return whether `peer` leaves on purpose while an all-reduce runs here.
 
-        A member leaves only after it has done its part of the all-reduce, so this one can still succeed. If the
-        member left earlier, the engine sees the end of its data.
+        If so, the ring ends after that all-reduce. A member leaves only after it has done its part of the
+        all-reduce, so this one can still succeed. If the member left earlier, the engine sees the end of its data.
         """
         with self._changing:
             runs = self.state is GroupState.RUNNING and self._ring is not None and self._ring.error is None

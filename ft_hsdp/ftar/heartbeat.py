@@ -1,11 +1,11 @@
-"""Host load: what /proc says of this host's CPUs, and of a process on it. A few small files, read now and then.
+"""Heartbeats between the neighbours of a ring: finds members that are dead and members that are stuck.
 
-Beats: signs of life between the neighbours of one ring, and who is to blame if there are none, or no progress.
+Each member tells its neighbours every `beat_s` how many all-reduces it has entered. A member that sends nothing is
+presumed dead (phi accrual). On an overloaded host that takes longer, unless its process is seen to be stopped. A
+member that sends heartbeats but does not enter, within `timeout_s`, the all-reduce in which its right neighbour
+waits, is stuck. A neighbour that itself waits is not blamed: the cause lies further left and is found there.
 
-Each member says every ``beat_s`` how many all-reduces it has entered. Whoever says nothing is held to be lost (phi
-accrual); on an overloaded host that takes longer, unless its process is seen to be stopped. Whoever beats, but for
-``timeout_s`` does not enter the all-reduce that its right neighbour waits in, is stuck. A neighbour that waits
-itself is not blamed: the cause lies further left, and is seen there.
+The load of the host comes from a few small files in /proc, which are read every `LOAD_S`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ STOPPED = frozenset("Tt")
 
 
 class HostLoadReader:
-    """Reads the load of this host since the last reading. Not blocking beyond reading /proc.
+    """Reads how loaded this host is. Blocks only as long as it takes to read a few files in /proc.
 
     Args:
-        proc: where /proc is; a file that is missing there (an old kernel, another system) counts as a quiet host.
-        cores: CPUs that this process may use; None asks the system.
+        proc: where /proc is. A file that is missing there (an old kernel, another system) counts as a quiet host.
+        cores: number of CPUs that this process may use; None: ask the system.
     """
 
     def __init__(self, proc: Path = PROC, cores: int | None = None) -> None:
@@ -45,7 +45,11 @@ class HostLoadReader:
         self._at = 0.0
 
     def read(self, now: float) -> HostLoad:
-        """The load since the last call; ``now`` is in monotonic seconds. The first call says: quiet."""
+        """Return the load since the last call; the first call returns a quiet host.
+
+        Args:
+            now: monotonic time in seconds.
+        """
         span_us = (now - self._at) * 1e6
         waited_us, jiffies = self._pressure(), self._cpu_times()
         pressure = stolen = 0.0
@@ -63,13 +67,16 @@ class HostLoadReader:
             return ""
 
     def _pressure(self) -> int | None:
-        """Microseconds since boot in which somebody waited for a CPU."""
+        """Return for how many microseconds since boot at least one thread waited for a CPU; None if unknown."""
         some = self._text("pressure/cpu").partition("\n")[0]
         total = some.rpartition("total=")[2]
         return int(total) if some.startswith("some") and total.isdecimal() else None
 
     def _cpu_times(self) -> tuple[int, int] | None:
-        """Jiffies of all CPUs, and those that were stolen: user nice system idle iowait irq softirq steal."""
+        """Return the jiffies of all CPUs, and how many of them were stolen; None if unknown.
+
+        The fields of /proc/stat are user nice system idle iowait irq softirq steal.
+        """
         fields = self._text("stat").partition("\n")[0].split()[1:9]
         if len(fields) < 8 or not all(f.isdecimal() for f in fields):
             return None
@@ -77,14 +84,14 @@ class HostLoadReader:
         return sum(numbers), numbers[7]
 
     def _runnable(self) -> int:
-        """Threads that run or could run, on the whole host."""
+        """Return how many threads run or could run on the whole host."""
         fields = self._text("loadavg").split()
         running = fields[3].partition("/")[0] if len(fields) > 3 else ""
         return int(running) if running.isdecimal() else 0
 
 
 def is_stopped(pid: int, proc: Path = PROC) -> bool:
-    """Whether the process was stopped (SIGSTOP, a debugger). False if that cannot be known."""
+    """Return whether process `pid` is stopped (SIGSTOP, a debugger); False if that cannot be known."""
     try:
         text = (proc / str(pid) / "stat").read_text()
     except (OSError, ValueError):
@@ -92,12 +99,15 @@ def is_stopped(pid: int, proc: Path = PROC) -> bool:
     return text.rpartition(")")[2].strip()[:1] in STOPPED
 
 
-LATE_BEATS = 2  # from when on this process, not its neighbours, was silent
-LOAD_S = 0.5  # between two looks at the host's load
+LATE_BEATS = 2  # a timer that is this many beats late means that this process stood still
+LOAD_S = 0.5  # between two readings of the host's load
 
 
 class HostSentinel:
-    """How long an overloaded host may keep a live process of it from beating; outlives the rings of a process."""
+    """Estimates how long this host, when overloaded, may keep a live process from sending heartbeats.
+
+    One sentinel serves all rings of a process, so that it remembers earlier stalls.
+    """
 
     def __init__(self) -> None:
         self._stalls = Stalls()
@@ -105,7 +115,7 @@ class HostSentinel:
         self._looked = 0.0
 
     def tick(self, late_s: float, now: float) -> None:
-        """A timer of this process fired ``late_s`` late, at ``now`` (monotonic seconds)."""
+        """Record that a timer of this process fired `late_s` seconds late at `now` (monotonic seconds)."""
         self._stalls.late(late_s, now)
         if now - self._looked >= LOAD_S:
             first, self._looked = self._looked == 0.0, now
@@ -114,17 +124,21 @@ class HostSentinel:
                 self._stalls.load(load, now)
 
     def stall_s(self, now: float) -> float:
-        """Seconds to be patient for longer than on a quiet host."""
+        """Return for how many seconds longer than on a quiet host a silence is tolerated."""
         return self._stalls.expected_s(now)
 
 
 class Heartbeat:
-    """The beats of one member in the ring of ``formation``, on the control loop, from now until `stop`.
+    """The heartbeats of one member in one ring, on the control loop, from construction until `stop`.
 
-    ``formation`` has the edges that there are by now; ``broken`` is told why the ring is of no more use.
+    Silence of a peer is counted only while this process runs: a SIGSTOP, a starved core or a held GIL here would
+    otherwise look like the silence of others.
 
-    Silence is counted only while this process runs: a stop, a starved core or a held GIL here explains the silence
-    of others.
+    Args:
+        settings: `beat_s`, `silence_s` and `timeout_s`.
+        rendezvous: has the edges; those that are made later are watched from then on.
+        sentinel: how long this host may stall.
+        broken: called with the error when a neighbour is dead or stuck.
     """
 
     def __init__(
@@ -142,20 +156,23 @@ class Heartbeat:
         self._loop = asyncio.get_running_loop()
         self._ring: Ring | None = None
         self._detectors: dict[Peer, PhiAccrual] = {}
-        self._before = time.monotonic()
-        self._stood_still = 0.0
-        self._progress = (0, 0)
-        self._moved = self._before
+        self._before = time.monotonic()  # of the last tick
+        self._stood_still = 0.0  # seconds in which this process did not run
+        self._progress = (0, 0)  # all-reduces entered, chunks received
+        self._moved = self._before  # when the progress last changed
         self._timer = self._loop.call_soon(self._tick)
 
     def ring_formed(self, ring: Ring) -> None:
-        """The ring is formed: both neighbours lived a moment ago."""
+        """Watch the progress of `ring`.
+
+        Both neighbours took part in the barrier, so both were alive a moment ago.
+        """
         self._ring = ring
         for peer in self._rendezvous.edges:
             self._detector(peer)
 
     def stop(self) -> None:
-        """Say and expect nothing more."""
+        """Send no more heartbeats and expect none."""
         self._timer.cancel()
 
     def _tick(self) -> None:
@@ -173,7 +190,7 @@ class Heartbeat:
             self._broken(error)
 
     def _say(self) -> None:
-        """One frame for both neighbours."""
+        """Send one heartbeat to each neighbour."""
         ring = self._ring
         entered, sent = (ring.entered, ring.sent) if ring is not None else (0, 0)
         stall_ms = round(1000 * self._sentinel.stall_s(time.monotonic()))
@@ -188,7 +205,7 @@ class Heartbeat:
         return self._detectors[peer]
 
     def _lost(self, now: float) -> PeerDead | None:
-        """A neighbour that was heard in this ring, and is not any more. Any bytes are a sign of life."""
+        """Return the error for a neighbour of this ring that has become silent. Any bytes are a sign of life."""
         for peer in self._rendezvous.edges:
             if peer not in self._detectors and peer.newest.epoch != self._epoch:
                 continue
@@ -202,15 +219,18 @@ class Heartbeat:
         return None
 
     def _believed(self, peer: Peer, detector: PhiAccrual, now: float) -> bool:
-        """Whether a silence that is too long for a quiet host is too long for these two hosts."""
+        """Return whether a silence that is too long on a quiet host is too long on these two hosts as well.
+
+        A stopped process is lost whatever the load; otherwise the larger stall of both hosts is added.
+        """
         said = peer.newest
         if peer.same_host and said.pid not in (0, os.getpid()) and is_stopped(said.pid):
-            return True  # no load explains that
+            return True  # no load explains a stopped process
         here_s = self._sentinel.stall_s(time.monotonic())
         return detector.lost(now, max(here_s, said.stall_ms / 1000))
 
     def _stuck(self, now: float) -> FTARError | None:
-        """The left neighbour, if it lives but nothing comes from it, and not because it waits itself."""
+        """Return the error for a left neighbour that lives, sends no chunk, and does not wait itself."""
         ring, left = self._ring, self._rendezvous.left
         if ring is None or left is None or left.member is None:
             return None

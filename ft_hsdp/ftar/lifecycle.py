@@ -1,4 +1,4 @@
-"""Lifecycle: the states of a group and the ways between them (torchcomms calls the third one reconfiguring)."""
+"""The states of a group and the transitions between them (torchcomms calls CONFIGURING reconfiguring)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from enum import Enum
 
 
 class GroupState(Enum):
-    """Where a group is. FATAL and CLOSED are never left; BROKEN only for a larger epoch."""
+    """The state of a group. FATAL and CLOSED are final; only a larger epoch leads out of BROKEN."""
 
     NEW = "no epoch yet"
     CONFIGURING = "forming the ring of an epoch"
@@ -19,7 +19,7 @@ class GroupState(Enum):
 
 
 _END = {GroupState.FATAL, GroupState.CLOSED}
-WAYS: dict[GroupState, frozenset[GroupState]] = {
+TRANSITIONS: dict[GroupState, frozenset[GroupState]] = {
     GroupState.NEW: frozenset({GroupState.CONFIGURING, GroupState.BROKEN, *_END}),
     GroupState.CONFIGURING: frozenset({GroupState.READY, GroupState.ABORTING, GroupState.CONFIGURING, *_END}),
     GroupState.READY: frozenset({GroupState.RUNNING, GroupState.ABORTING, GroupState.CONFIGURING, *_END}),
@@ -32,11 +32,11 @@ WAYS: dict[GroupState, frozenset[GroupState]] = {
 
 
 def step(old: GroupState, new: GroupState) -> GroupState:
-    """``new``, if there is a way to it from ``old``.
+    """Return `new` if a group may change to it from `old`.
 
     Raises:
-        ValueError: there is none.
+        ValueError: there is no such transition.
     """
-    if new not in WAYS[old]:
+    if new not in TRANSITIONS[old]:
         raise ValueError(f"a group cannot go from {old.name} to {new.name}")
     return new

@@ -1,8 +1,9 @@
-"""Door: where a member's neighbours come in: lives as long as the process, lets in only who knows the job's token.
+"""Accepts the connections of other members, for as long as the process lives.
 
-Behind the handshake the first message is HELLO on a control connection, or the ticket of a data connection that
-somebody inside waits for. HELLO carries the whole signed grant, so a member that has not heard of it learns it
-here, lighthouse or not, and a stale one is refused with the newer grant in hand.
+Only callers that prove to know the job's secret get in (`ft_hsdp.handshake`). After that the first message is
+either HELLO, on a control connection, or the ticket of a data connection that this member expects. HELLO carries
+the whole signed grant: a member that has not heard of the grant learns it here without the lighthouse, and a
+caller with a stale grant is refused and sent the newer one.
 """
 
 from __future__ import annotations
@@ -25,21 +26,38 @@ Call = tuple[RingData, socket.socket]
 
 @dataclass(frozen=True, slots=True)
 class MemberIdentity:
-    """Who this end of an edge is; ``layout`` must be the same at both ends."""
+    """Identifies this member to its peers."""
 
     replica: int
     rank: int
-    layout: str
-    token: str
+    layout: str  # digest of what is summed and of the sizes; must be the same at both ends of an edge
+    token: str  # secret of the job
 
 
 def hello(identity: MemberIdentity, grant: Grant, host: str, offers: tuple[str, ...], kept: int = -1) -> RingHello:
-    """The first message of an edge."""
+    """Build the first message of an edge.
+
+    Args:
+        identity: this member.
+        grant: the signed grant of the ring.
+        host: id of this machine.
+        offers: transports that this member can use, best first.
+        kept: number of chunks sent on the data connection that this end has kept; -1: it has none.
+    """
     return RingHello(grant, identity.replica, identity.rank, identity.layout, host, offers, kept)
 
 
 class Listener:
-    """Listens on TCP, and for callers on the same machine on a Unix socket without a file."""
+    """Listens on TCP, and for callers on this machine on an abstract Unix socket. Runs on the control loop.
+
+    Args:
+        identity: this member; its token is the secret that callers must know.
+        arrived: called with HELLO and its connection, once HELLO is checked.
+        exhausted: called when no descriptor or memory is left to accept connections.
+
+    Attributes:
+        local: name of the Unix socket, without the leading zero byte.
+    """
 
     def __init__(
         self,
@@ -55,7 +73,14 @@ class Listener:
         self.local = f"ftar-{secrets.token_hex(16)}"
 
     def open(self, host: str) -> str:
-        """Listen on a free port of ``host``; its address."""
+        """Listen on a free port of `host` and on the Unix socket.
+
+        Returns:
+            "host:port" of the TCP socket.
+
+        Raises:
+            OSError: `host` is not an address of this machine, or no port is left.
+        """
         tcp = address.bound(host)
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         unix.bind("\0" + self.local)
@@ -64,13 +89,13 @@ class Listener:
         return address.join(host, tcp.getsockname()[1])
 
     def expect(self) -> tuple[str, asyncio.Queue[Call]]:
-        """A new ticket, and the data connections that come with it."""
+        """Make a new ticket; return it and the queue of the data connections that present it."""
         ticket = secrets.token_hex(16)
         self._tickets[ticket] = asyncio.Queue()
         return ticket, self._tickets[ticket]
 
     def forget(self, ticket: str) -> None:
-        """Nobody waits for this ticket any more."""
+        """Cancel a ticket and close the connections that still wait in its queue."""
         calls = self._tickets.pop(ticket, None)
         while calls is not None and not calls.empty():
             calls.get_nowait()[1].close()
@@ -101,10 +126,10 @@ class Listener:
         self._arrived(message, sock)
 
     def check(self, message: RingHello) -> None:
-        """Whether a HELLO shows a genuine grant and is of the same rank and layout.
+        """Check that a HELLO carries a genuine grant and comes from the same rank and layout.
 
         Raises:
-            ProtocolViolation: it is not.
+            ProtocolViolation: it does not.
         """
         protocol.verify(self._identity.token, message.grant)
         if (message.rank, message.layout) != (self._identity.rank, self._identity.layout):
@@ -117,7 +142,7 @@ class Listener:
         calls.put_nowait((message, sock))
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening and close all connections that were not taken."""
         for task in self._tasks:
             task.cancel()
         for ticket in list(self._tickets):

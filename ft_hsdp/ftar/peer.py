@@ -1,4 +1,4 @@
-"""Neighbour: one edge of a ring as it stands: the control connection, and the data connection beside it.
+"""One edge of a ring: the control connection to a neighbour, and the data connection beside it.
 
 An edge outlives its epoch if the next ring has the same two members side by side and no all-reduce broke on it.
 """
@@ -26,24 +26,26 @@ Heard = Callable[["Peer", object], None]
 
 
 class Peer:
-    """The member at the other end of ``sock``. ``heard`` gets its messages, and at the end an OSError that says
-    how the connection ended. On the control loop.
+    """The member at the other end of the control connection `sock`. Runs on the control loop.
 
-    heard_at: when its last bytes came (monotonic seconds); newest: its newest beat, in whatever epoch.
+    Args:
+        sock: the connection, non-blocking and past the handshake.
+        heard: called with (peer, message) for each message except heartbeats, and at the end with (peer, error),
+            an OSError or ProtocolViolation that tells how the connection ended.
     """
 
     def __init__(self, sock: socket.socket, heard: Heard) -> None:
         self._sock = sock
         self._heard = heard
-        self.member: Member | None = None
-        self.receiver: Receiver | None = None
-        self.sender: Sender | None = None
-        self.transport = ""
-        self.gone = False
-        self.leaving = False
-        self.heard_at = time.monotonic()
-        self.newest = RingBeat(0, 0, 0)
-        self.same_host = within_host(sock)  # then the neighbour's process can be looked at here
+        self.member: Member | None = None  # known once HELLO was said or heard
+        self.receiver: Receiver | None = None  # of the left neighbour
+        self.sender: Sender | None = None  # of the right neighbour
+        self.transport = ""  # of the data connection
+        self.gone = False  # the connection has ended, or is not used any more
+        self.leaving = False  # it has said that it leaves the ring: the end of its connection is no failure
+        self.heard_at = time.monotonic()  # when its last bytes came, monotonic seconds
+        self.newest = RingBeat(0, 0, 0)  # its last heartbeat, of any epoch
+        self.same_host = within_host(sock)  # then its process can be inspected in /proc
         self._closed = False
         self._reading: asyncio.Task[None] | None = None
         self._writing = asyncio.Lock()
@@ -53,14 +55,14 @@ class Peer:
         return None if self.member is None else self.member.replica
 
     def listen(self) -> None:
-        """Begin to read, unless it is being read, or all is over."""
+        """Begin to read messages, unless that was done before or the connection has ended."""
         if self._reading is None and not self.gone:
             self._reading = asyncio.get_running_loop().create_task(self._read())
 
     async def _read(self) -> None:
         end: Exception = ConnectionResetError("closed its connection")
         try:
-            while (message := await wire.receive(self._sock, *_MESSAGES, heard=self._lives)) is not None:
+            while (message := await wire.receive(self._sock, *_MESSAGES, heard=self._note_life)) is not None:
                 if isinstance(message, RingBeat):
                     self.newest = message
                 else:
@@ -72,12 +74,15 @@ class Peer:
         self.gone = True
         self._heard(self, end)
 
-    def _lives(self) -> None:
+    def _note_life(self) -> None:
         self.heard_at = time.monotonic()
 
     def send_heartbeat(self, frame: bytes) -> None:
-        """Send a sign of life, unless something else is being sent, which is one too. If only a part of it can be
-        sent, the neighbour has not read for long, and the connection is of no more use."""
+        """Send an encoded heartbeat without waiting.
+
+        It is left out while another message is being sent, since any bytes are a sign of life. If the kernel takes
+        only a part of it, the peer has not read for a long time, and the connection is shut down.
+        """
         if self.gone or self._writing.locked() or fault_injection.cut(self._replica):
             return
         with contextlib.suppress(OSError):
@@ -85,15 +90,18 @@ class Peer:
                 self._sock.shutdown(socket.SHUT_RDWR)
 
     def say(self, message: object) -> None:
-        """Send a small message now; a neighbour that is gone, or does not read, shows by its end."""
+        """Send a small message now or not at all.
+
+        A peer that is gone or does not read shows by the end of its connection.
+        """
         if not self.gone and not self._writing.locked() and not fault_injection.cut(self._replica):
             wire.say(self._sock, message)
 
     async def send(self, message: object) -> None:
-        """Send a message of any size.
+        """Send a message of any size; wait until the kernel has taken it.
 
         Raises:
-            OSError: the neighbour is gone.
+            OSError: the connection has ended.
         """
         async with self._writing:
             if self._replica is not None:
@@ -103,18 +111,18 @@ class Peer:
             await wire.send(self._sock, message)
 
     def cut(self) -> None:
-        """Say nothing more, and stop the data connection; whoever uses it gets an error."""
+        """Send no more messages, and close the data connection; its users get an error."""
         self.gone = True
         for end in (self.receiver, self.sender):
             if end is not None:
                 end.close()
 
     def release(self) -> None:
-        """The data connection is the ring's: its engine uses it, and lets it go."""
+        """Give the data connection to the ring alone, which disposes of it."""
         self.receiver = self.sender = None
 
     async def close(self) -> None:
-        """Hang up, once; let go of a data connection that no ring has."""
+        """Close the connection, and a data connection that no ring owns; wait until its threads have ended."""
         if self._closed:
             return
         self._closed = self.gone = True
@@ -128,5 +136,5 @@ class Peer:
             await asyncio.to_thread(end.dispose)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
-        async with self._writing:  # who still sends gets an error first: the loop must not watch a closed socket
+        async with self._writing:  # a pending send gets its error first: the loop must not watch a closed socket
             await wire.hang_up(self._sock)

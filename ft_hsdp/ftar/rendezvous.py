@@ -1,11 +1,12 @@
-"""Choose: which transport an edge gets, from what both ends can do.
+"""How the ring of one grant is formed at one member.
 
-Formation: how the ring of one grant comes about at one member.
+A member calls its right neighbour and is called by its left one. The caller says HELLO and offers transports; the
+callee chooses one and answers WELCOME; then the caller opens the data connection. When a member has both edges, a
+barrier goes round the ring twice: after the first lap all members are connected, after the second all know it, so
+that none begins an all-reduce too early.
 
-It calls its right neighbour and is called by its left one; each edge gets a transport; then a token goes round
-twice, so that nobody begins before all are connected. Edges that both ends have kept are not made again.
-
-Spares: edges that outlive their ring, until the next one has taken them or does not want them.
+Edges whose two members stay neighbours in the next ring are kept (`SpareEdges`) and not made again. Everything
+here runs on the control loop.
 """
 
 from __future__ import annotations
@@ -34,15 +35,24 @@ KINDS: dict[str, TransportKind] = {"tcp": Tcp(), "shm": Shm(), "c10d": C10d()}
 
 
 def choose(mine: Sequence[str], theirs: Sequence[str], same_host: bool) -> str | None:
-    """The first of the caller's offers that this end has too; shared memory only on one host. None: none fits."""
+    """Choose the transport of an edge: the first one that the caller offers and this end has.
+
+    Args:
+        mine: names of the transports that this end may use.
+        theirs: names that the caller offers, best first.
+        same_host: whether both ends can share memory; without it "shm" is never chosen.
+
+    Returns:
+        The name of the transport; None if no offer is possible.
+    """
     return next((o for o in theirs if o in mine and (o != "shm" or same_host)), None)
 
 
-ROUND = 1.5  # x the longest time to connect: until the others are, too
+ROUND = 1.5  # x the time to connect: how long the barrier may take, while other members still connect
 
 
 class Refusal(StaleEpoch):
-    """The neighbour refused the grant; ``abort`` says why and may hold a newer one."""
+    """The right neighbour refused the grant; `abort` tells the cause and may carry a newer grant."""
 
     def __init__(self, abort: RingAbort) -> None:
         super().__init__(abort.cause)
@@ -51,18 +61,28 @@ class Refusal(StaleEpoch):
 
 @dataclass(frozen=True, slots=True)
 class MemberContext:
-    """What a member brings to every formation. ``host`` names the machine; ``heard`` gets neighbours' messages."""
+    """What a member brings to the rendezvous of each epoch."""
 
     identity: MemberIdentity
     settings: Settings
-    listener: Listener
-    arena: Arena
-    host: str
-    heard: Heard
+    listener: Listener  # accepts data connections
+    arena: Arena  # registered memory that peers on this host can map
+    host: str  # id of this machine, by which two members see that they can share memory
+    heard: Heard  # gets the messages of peers
 
 
 class Rendezvous:
-    """The ring of ``grant`` at one member: first its edges, then in use, then over."""
+    """The ring of one grant at one member: its edges while they are made, and as long as the ring lasts.
+
+    Args:
+        grant: the members in ring order, with their addresses.
+        context: this member's identity, settings, listener and memory.
+
+    Attributes:
+        position: index of this member in the ring.
+        right: the edge to the right neighbour; None until it is made, and in a ring of one.
+        left: the edge from the left neighbour; likewise.
+    """
 
     def __init__(self, grant: Grant, context: MemberContext) -> None:
         self.grant = grant
@@ -70,28 +90,32 @@ class Rendezvous:
         self.right: Peer | None = None
         self.left: Peer | None = None
         self._context = context
-        self._trying: Peer | None = None
-        self._welcome: asyncio.Queue[RingWelcome | None] = asyncio.Queue()
+        self._trying: Peer | None = None  # a spare edge that is being reused
+        self._welcome: asyncio.Queue[RingWelcome | None] = asyncio.Queue()  # None: the spare edge has ended
         self._laps: asyncio.Queue[RingBarrier] = asyncio.Queue()
-        self._called = asyncio.Event()
+        self._called = asyncio.Event()  # the left edge is made
 
     def member_at(self, side: int) -> Member:
-        """The member to the left (-1) or right (+1)."""
+        """Return the member to the left (`side` -1) or to the right (+1) of this one."""
         members = self.grant.members
         return members[(self.position + side) % len(members)]
 
     @property
     def edges(self) -> tuple[Peer, ...]:
-        """The edges that stand."""
+        """The edges that exist now."""
         return tuple(n for n in (self.left, self.right) if n is not None)
 
     async def form(self, spare: Peer | None) -> None:
-        """Connect both ways and go round; ``spare`` is an edge to the right neighbour of the epoch before.
+        """Connect to both neighbours and pass the barrier; wait until that is done.
+
+        Args:
+            spare: the edge to the right neighbour that the epoch before has left; None: connect anew.
 
         Raises:
-            Refusal: the right neighbour knows better.
-            ConnectFailed: not within the deadline; ``suspect`` is the neighbour that we waited for, if it is one.
-            LocalResourceError: this process has no descriptor, port or memory left for it.
+            Refusal: the right neighbour knows a newer grant.
+            ConnectFailed: the deadline passed or a connection failed. `suspect` is the neighbour that did not
+                answer; None if both did, since then another member holds the barrier up.
+            LocalResourceError: this process has no descriptor, port or memory left.
         """
         wait_s = self._context.settings.connect_timeout_s
         suspect: int | None = self.member_at(+1).replica
@@ -100,7 +124,8 @@ class Rendezvous:
                 await self._call(spare)
                 suspect = self.member_at(-1).replica
                 await self._called.wait()
-                # Whoever has both edges blames nobody, and lets those speak first that lack one.
+                # This member has both edges and suspects no one. It waits longer than members that lack an edge,
+                # so that their abort, which names a suspect, comes first.
                 suspect = None
                 limit.reschedule(asyncio.get_running_loop().time() + ROUND * wait_s)
                 await self._go_round()
@@ -111,7 +136,7 @@ class Rendezvous:
             raise ConnectFailed(cause, suspect=suspect) from error
 
     async def _call(self, spare: Peer | None) -> None:
-        """Get the edge to the right: the spare one, or a new one if the neighbour has not kept it."""
+        """Make the edge to the right: reuse the spare one, or connect anew if the neighbour has not kept it."""
         if spare is not None:
             self._trying = spare
             try:
@@ -135,7 +160,7 @@ class Rendezvous:
         return self.member_at(+1).ring[self._context.identity.rank]
 
     async def _greet(self, peer: Peer) -> None:
-        """HELLO, and what the answer asks for."""
+        """Say HELLO on `peer`, wait for WELCOME, and open the data connection that it asks for."""
         context, grant = self._context, self.grant
         peer.member = self.member_at(+1)
         self.right = peer
@@ -167,7 +192,7 @@ class Rendezvous:
         peer.sender = await KINDS[answer.transport].dial(edge, context.arena)
 
     def heard(self, peer: Peer, message: RingWelcome | RingBarrier) -> None:
-        """An answer to what this formation sent, from one of its edges."""
+        """Take a WELCOME or a barrier message from an edge of this ring; ignore those of other epochs."""
         if message.epoch != self.grant.epoch or peer not in self.edges:
             return
         if isinstance(message, RingWelcome):
@@ -176,21 +201,30 @@ class Rendezvous:
             self._laps.put_nowait(message)
 
     def lost(self, peer: Peer) -> bool:
-        """A connection ended: whether this ring needed it."""
+        """Return whether the connection of `peer`, which has ended, is an edge of this ring."""
         return peer in self.edges
 
     def retries(self, peer: Peer) -> bool:
-        """A connection ended: whether it was only a spare one, and a new one is made in its place."""
+        """Return whether `peer`, whose connection has ended, was a spare edge that is being tried.
+
+        In that case `form` connects anew, and the ring is not broken.
+        """
         if peer is not self._trying:
             return False
         self._welcome.put_nowait(None)
         return True
 
     async def called(self, said: RingHello, peer: Peer) -> None:
-        """The left neighbour calls for this grant: answer, and get the edge from it.
+        """Answer the left neighbour's HELLO, and accept its edge.
+
+        Args:
+            said: its HELLO, which `Listener.check` has verified.
+            peer: the connection on which it came.
 
         Raises:
-            OSError, ProtocolViolation: it did not work out; the caller will see.
+            OSError: the connection failed; the caller notices it too.
+            ProtocolViolation: the caller is not the left neighbour, or shows another grant for this epoch.
+            TimeoutError: the data connection did not come in time.
         """
         context = self._context
         if self.left is not None or said.replica != self.member_at(-1).replica or said.grant.mac != self.grant.mac:
@@ -207,7 +241,7 @@ class Rendezvous:
         self._called.set()
 
     async def _admit(self, said: RingHello, peer: Peer, context: MemberContext) -> None:
-        """Make the data connection of an edge that calls."""
+        """Choose the transport of an edge, answer WELCOME, and accept the data connection."""
         if peer.receiver is not None:
             old, peer.receiver = peer.receiver, None
             old.close()
@@ -231,7 +265,7 @@ class Rendezvous:
             context.listener.forget(ticket)
 
     async def _go_round(self) -> None:
-        """A token twice round the ring: the first lap says that all are connected, the second that all know."""
+        """Pass the barrier: lap 1 tells that all members are connected, lap 2 that all of them know it."""
         assert self.right is not None
         for lap in (1, 2):
             if self.position == 0:
@@ -249,15 +283,18 @@ class Rendezvous:
 
 
 class SpareEdges:
-    """The spare edges of one group; on the control loop."""
+    """The edges of a group that outlive their ring, until the next ring takes or drops them."""
 
     def __init__(self) -> None:
         self._edges: list[Peer] = []
 
     def keep(self, old: Rendezvous, new: Rendezvous, ring: Ring, error: StaleEpoch) -> bool:
-        """End ``ring`` and keep those of its edges that have the same members in ``new``; whether it was idle.
+        """End `ring` and keep those of its edges that have the same two members in `new`.
 
-        ``old`` has them no more.
+        `old` loses the edges that are kept.
+
+        Returns:
+            False if an all-reduce is running or the ring is broken: then no edge is kept.
         """
         receiver, sender = ring.retire(error)
         if receiver is None or sender is None:
@@ -271,7 +308,7 @@ class SpareEdges:
         return True
 
     def to(self, member: object) -> Peer | None:
-        """Take the edge to the right that leads to ``member``."""
+        """Take and return the edge to the right that leads to `member`; None if there is none."""
         for spare in self._edges:
             if spare.sender is not None and spare.member == member and not spare.gone:
                 self._edges.remove(spare)
@@ -279,13 +316,13 @@ class SpareEdges:
         return None
 
     def remove(self, peer: Peer) -> bool:
-        """Take this edge; whether it was one of them."""
+        """Drop `peer`; return whether it was a spare edge."""
         if peer not in self._edges:
             return False
         self._edges.remove(peer)
         return True
 
     def drain(self) -> list[Peer]:
-        """Take all that are left."""
+        """Take and return all edges that are left."""
         spares, self._edges = self._edges, []
         return spares

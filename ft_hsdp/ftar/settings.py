@@ -1,4 +1,4 @@
-"""Settings of a group: which transports, how much at once, how long to wait; and the plan that follows."""
+"""Settings of a group: transports, sizes and deadlines, and the plan by which messages are cut."""
 
 from __future__ import annotations
 
@@ -9,30 +9,32 @@ from typing import Literal
 from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.errors import InvalidArgument
 
-SLOTS = 8
-FEW_CORES = 2
-LEAST, MOST = 2**20, 8 * 2**20
-PIECES = 4
+SLOTS = 8  # chunks in flight, unless the settings say otherwise
+FEW_CORES = 2  # up to this number of cores, receiving threads cost more than they bring
+LEAST, MOST = 2**20, 8 * 2**20  # bytes of a chunk that the tuner chooses
+PIECES = 4  # chunks of a shard that the tuner aims at
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """S (``chunk_bytes``), C (``chunks``), K (``connections``) and deadlines; None leaves a choice to the tuner.
+    """Sizes, deadlines and transports of a group. None leaves a choice to the tuner.
 
-    All members of a ring must have the same sizes: they are part of its HELLO. ``receivers``: each connection is
-    read by a thread of its own while the engine adds. ``beat_s``: between two signs of life; ``silence_s``: the
-    shortest silence that makes a suspect.
+    All members of a ring must have the same sizes: they are part of HELLO, and members that differ refuse each
+    other.
+
+    Raises:
+        InvalidArgument: a value is out of its range.
     """
 
-    transport: Literal["auto", "tcp", "shm", "c10d"] = "auto"
-    chunk_bytes: int | None = None
-    chunks: int | None = None
-    connections: int = 1
-    receivers: bool | None = None
-    timeout_s: float = 60.0
-    connect_timeout_s: float = 5.0
-    beat_s: float = 0.05
-    silence_s: float = 0.5
+    transport: Literal["auto", "tcp", "shm", "c10d"] = "auto"  # auto: shared memory on one host, TCP between hosts
+    chunk_bytes: int | None = None  # S (FT-HSDP §4.2)
+    chunks: int | None = None  # C: chunks in flight to a neighbour at once
+    connections: int = 1  # K: data connections of an edge
+    receivers: bool | None = None  # a thread reads each connection while the engine adds
+    timeout_s: float = 60.0  # a member that makes no progress for so long is stuck
+    connect_timeout_s: float = 5.0  # to connect to both neighbours
+    beat_s: float = 0.05  # between two heartbeats
+    silence_s: float = 0.5  # the shortest silence after which a member is suspected
 
     def __post_init__(self) -> None:
         for name, least in (("chunk_bytes", 8), ("chunks", 1), ("connections", 1)):
@@ -47,17 +49,24 @@ class Settings:
 
     @property
     def patient(self) -> Settings:
-        """For data connections: before they give up by themselves, the beats have said who is stuck."""
+        """The same settings with twice the timeout, for data connections.
+
+        A data connection that waits too long gives up only after the heartbeats have had time to name the member
+        at fault.
+        """
         return replace(self, timeout_s=2 * self.timeout_s)
 
     @property
     def slots(self) -> int:
-        """C: chunks on their way to a neighbour at once."""
+        """C: the number of chunks that are in flight to a neighbour at once."""
         return self.chunks or SLOTS
 
     @property
     def threaded(self) -> bool:
-        """Whether connections have threads that receive: they pay where there are cores for them."""
+        """Whether each data connection has a receiving thread.
+
+        The choice of the tuner: threads pay only if there are cores for them.
+        """
         if self.receivers is not None:
             return self.receivers
         return self.connections > 1 or len(os.sched_getaffinity(0)) > FEW_CORES
@@ -68,10 +77,15 @@ class Settings:
         return ("shm", "tcp") if self.transport == "auto" else (self.transport,)
 
     def plan(self, elements: int, itemsize: int, members: int) -> RingPlan:
-        """How a message goes round; the same at all members.
+        """Return how a message goes round the ring; the same in all members.
 
-        The tuner cuts a shard into enough chunks to overlap adding with receiving, but not into smaller ones than
-        are worth a thread's wake-up.
+        The tuner cuts a shard into enough chunks to overlap adding with receiving, but no chunk is so small that
+        waking a thread for it costs more than it brings.
+
+        Args:
+            elements: size of the message.
+            itemsize: bytes of an element.
+            members: size of the ring.
         """
         shard = -(-elements * itemsize // members)
         chunk = self.chunk_bytes or min(MOST, max(LEAST, -(-shard // PIECES)))

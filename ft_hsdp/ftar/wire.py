@@ -1,4 +1,4 @@
-"""Control: the small messages between neighbours, on connections of their own, on the control loop."""
+"""Sends and receives the small control messages between members; sets the options of their sockets."""
 
 from __future__ import annotations
 
@@ -10,26 +10,34 @@ from collections.abc import Callable
 
 from ft_hsdp import address, protocol
 
-FAREWELL_S = 0.5
-LOOPBACK_BUFFER = 256 * 1024
+FAREWELL_S = 0.5  # how long `hang_up` waits for the peer to close
+LOOPBACK_BUFFER = 256 * 1024  # bytes
 
 
 async def send(sock: socket.socket, message: object) -> None:
-    """Send one message."""
+    """Send one message; wait until the kernel has taken all of it."""
     await asyncio.get_running_loop().sock_sendall(sock, protocol.frame(message))
 
 
 def say(sock: socket.socket, message: object) -> None:
-    """Send one small message now or not at all: the neighbour may be gone, and nobody waits for it."""
+    """Send one small message now or not at all: the peer may be gone, and the caller does not wait for it."""
     with contextlib.suppress(OSError):
         sock.send(protocol.frame(message), socket.MSG_DONTWAIT)
 
 
 async def receive(sock: socket.socket, *expected: type, heard: Callable[[], None] = lambda: None) -> object | None:
-    """Receive one message; None at the end of the stream. ``heard`` is called whenever a part of it comes.
+    """Receive one message.
+
+    Args:
+        sock: a non-blocking socket.
+        *expected: the message types that are allowed here.
+        heard: called whenever a part of the message arrives.
+
+    Returns:
+        The message; None at the end of the stream.
 
     Raises:
-        ProtocolViolation: it is too large or not of an expected type.
+        ProtocolViolation: the message is too large or not of an expected type.
         OSError: the connection broke.
     """
     head = await _exactly(sock, protocol.LENGTH.size, heard)
@@ -51,7 +59,10 @@ async def _exactly(sock: socket.socket, count: int, heard: Callable[[], None]) -
 
 
 async def hang_up(sock: socket.socket) -> None:
-    """Close a connection so that what was said last arrives: a reset would destroy it."""
+    """Close a connection once the peer has closed its end, or after `FAREWELL_S`.
+
+    An immediate close could reset the connection and lose the last message.
+    """
     try:
         with contextlib.suppress(OSError, TimeoutError):
             sock.shutdown(socket.SHUT_WR)
@@ -63,8 +74,11 @@ async def hang_up(sock: socket.socket) -> None:
 
 
 def tune(sock: socket.socket, timeout_s: float) -> None:
-    """No delay, an end to silence of ``timeout_s``, and on loopback what suits memory instead of a network: no
-    pacing, and buffers that stay in the cache between the two copies of each byte."""
+    """Set the options of a connection: no delay, and an error if sent bytes stay unacknowledged for `timeout_s`.
+
+    On loopback also choose what suits memory instead of a network: no pacing, and buffers small enough that each
+    byte stays in the cache between its two copies. Unix sockets stay as they are.
+    """
     if sock.family == socket.AF_UNIX:
         return
     address.tune(sock)
@@ -75,7 +89,10 @@ def tune(sock: socket.socket, timeout_s: float) -> None:
 
 
 def blocking(sock: socket.socket, timeout_s: float) -> socket.socket:
-    """Make ``sock`` blocking, with kernel deadlines: MSG_WAITALL works only without Python's own timeout."""
+    """Make `sock` blocking, with `timeout_s` as the kernel's deadline for each receive and send; return it.
+
+    Python's own timeout would make the socket non-blocking, and MSG_WAITALL would have no effect.
+    """
     sock.setblocking(True)
     deadline = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, deadline)

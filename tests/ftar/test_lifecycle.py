@@ -32,8 +32,10 @@ def test_every_way(old: GroupState, new: GroupState) -> None:
 
 def test_what_is_never_left() -> None:
     """FATAL only ends, CLOSED stays; from a broken ring only an epoch leads on."""
-    assert lifecycle.WAYS[GroupState.CLOSED] == set()
-    assert lifecycle.WAYS[GroupState.FATAL] == {GroupState.CLOSED}
-    assert GroupState.READY not in lifecycle.WAYS[GroupState.BROKEN]
-    assert GroupState.RUNNING not in lifecycle.WAYS[GroupState.BROKEN]
-    assert all(GroupState.CLOSED in ways for old, ways in lifecycle.WAYS.items() if old is not GroupState.CLOSED)
+    assert lifecycle.TRANSITIONS[GroupState.CLOSED] == set()
+    assert lifecycle.TRANSITIONS[GroupState.FATAL] == {GroupState.CLOSED}
+    assert GroupState.READY not in lifecycle.TRANSITIONS[GroupState.BROKEN]
+    assert GroupState.RUNNING not in lifecycle.TRANSITIONS[GroupState.BROKEN]
+    assert all(
+        GroupState.CLOSED in ways for old, ways in lifecycle.TRANSITIONS.items() if old is not GroupState.CLOSED
+    )
