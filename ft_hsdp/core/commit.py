@@ -1,8 +1,9 @@
-"""Commit: the record of a step, the token that decides it, and the tally of a replica's own votes.
+"""The record of a step, the token that decides whether it is committed, and the tally of one replica's votes.
 
-FT-HSDP §4.1 lets each replica decide for itself whether a step succeeded, so replicas may differ. Here the
-leaders pass a token round their ring twice: pass 1 ANDs the votes, pass 2 carries the verdict. Votes and
-tokens are fenced by (epoch, step, attempt), so a late one can never be counted for another step.
+FT-HSDP §4.1 lets each replica decide for itself whether a step succeeded, so replicas may differ. Here the leaders
+pass a token round their ring twice: pass 1 combines the votes (one no is a no), pass 2 carries the verdict. Votes
+and tokens name the attempt (epoch, step, attempt) that they are about, so a late one never counts for another
+step.
 """
 
 from __future__ import annotations
@@ -19,53 +20,51 @@ LrScale = Callable[[int, int], float]
 
 @dataclass(frozen=True, slots=True)
 class AttemptId:
-    """What a vote or token is about. Anything about another attempt is not counted."""
+    """One attempt at a step. Votes and tokens carry it as a fence: those of another attempt are not counted."""
 
-    epoch: int
-    step: int
-    attempt: int
+    epoch: int  # the granted membership that makes the attempt
+    step: int  # number of the step, from 1
+    attempt: int  # from 0 for each step of an epoch
 
 
 @dataclass(frozen=True, slots=True)
 class Contribution:
-    """What one replica put into a step: its weight, its batch, and its mean loss (for the metrics only)."""
+    """What one replica put into a step."""
 
-    replica: int
-    weight: int
-    shard: int
-    index: int
-    loss: float = 0.0
+    replica: int  # replica id
+    weight: int  # of its gradient in the sum; the sum is divided by the sum of the weights
+    shard: int  # data shard of its batch
+    index: int  # number of its batch in that data shard
+    loss: float = 0.0  # mean loss over the batch, for metrics only
 
 
 @dataclass(frozen=True, slots=True)
 class CommitRecord:
-    """All that is needed to apply a step the same way everywhere, and to replay it later.
+    """All that is needed to apply a step in the same way on every replica, and to replay it later.
 
-    ``ring`` is the order of addition, ``chunk_bytes`` the chunk plan, ``digest`` the rank-ordered hash of the
-    reduced shards, ``norm`` the norm of the reduced gradient summed in rank order, ``prev`` the lineage
-    before. A record with ``poisoned`` contributors is that of a step that changes nothing but the ledger.
-    ``spoiled`` are the batches (data shard, index) whose gradients were not finite in an earlier attempt of the
-    step, so that it goes without them; one that is left out ``retries`` times is given up.
+    A record with `poisoned` contributors is that of a skipped step: it changes the ledger and the name of the
+    state, and no weight.
     """
 
-    epoch: int
-    attempt: int
-    step: int
-    prev: str
-    ring: tuple[int, ...]
-    total: int
-    contributions: tuple[Contribution, ...]
-    digest: str
-    norm: float = 0.0
-    lr_scale: float = 1.0
-    chunk_bytes: int = 0
-    poisoned: tuple[int, ...] = ()
+    epoch: int  # of the attempt that was committed
+    attempt: int  # number of that attempt
+    step: int  # number of the step
+    prev: str  # lineage of the state that the step builds on
+    ring: tuple[int, ...]  # replica ids in the order of addition
+    total: int  # replicas of the job, for the learning rate
+    contributions: tuple[Contribution, ...]  # whose gradients are in the sum
+    digest: str  # hash of the reduced shards' hashes, in rank order
+    norm: float = 0.0  # of the reduced gradient, after the division; squares are summed in rank order
+    lr_scale: float = 1.0  # factor on the learning rate for a step with fewer contributors (FT-HSDP §6.2)
+    chunk_bytes: int = 0  # size of a chunk, which with `ring` fixes the order of addition
+    poisoned: tuple[int, ...] = ()  # contributors whose gradient is not finite
+    # batches (data shard, index) that the step goes without: not finite in an earlier attempt
     spoiled: tuple[tuple[int, int], ...] = ()
-    retries: int = 0
+    retries: int = 0  # a spoiled batch that was left out of so many steps is given up
 
     @property
     def state_id(self) -> StateId:
-        """The state that applying this record to its predecessor leads to."""
+        """The state that this record leads to, applied to its predecessor."""
         batches = [(c.replica, c.weight, c.shard, c.index) for c in self.contributions]
         reduced = digest("skipped", self.digest) if self.skipped else self.digest
         if self.spoiled:
@@ -85,7 +84,10 @@ class CommitRecord:
 
     @property
     def doubled(self) -> tuple[int, ...]:
-        """The contributors that came with the batch of one with a lower id, sorted: it must not count twice."""
+        """The contributors, sorted, whose batch another contributor with a lower id has too.
+
+        It must not count twice.
+        """
         lowest: dict[tuple[int, int], int] = {}
         for c in sorted(self.contributions, key=lambda c: c.replica):
             lowest.setdefault((c.shard, c.index), c.replica)
@@ -94,121 +96,156 @@ class CommitRecord:
 
     @property
     def divisor(self) -> int:
-        """What the sum is divided by: the contributors' weights, never the size of the ring."""
+        """What the sum is divided by: the sum of the contributors' weights, never the size of the ring."""
         return sum(c.weight for c in self.contributions)
 
     @property
     def skipped(self) -> bool:
-        """Whether the sum is of no use: the step counts, its batches are spent, and no weight changes."""
+        """Whether the step changes no weight, because its sum is not finite.
+
+        It still counts, and its batches are spent.
+        """
         return bool(self.poisoned)
 
     @property
     def loss(self) -> float:
-        """The weighted mean loss over the contributors; of a skipped step over those whose loss is finite."""
+        """The weighted mean loss over the contributors.
+
+        Of a skipped step over those whose loss is finite, or NaN.
+        """
         finite = [c for c in self.contributions if math.isfinite(c.loss)] if self.skipped else self.contributions
         return sum(c.weight * c.loss for c in finite) / sum(c.weight for c in finite) if finite else math.nan
 
     def ledger(self, before: Ledger) -> Ledger:
-        """The ledger after this step."""
+        """Return the ledger after this step.
+
+        Args:
+            before: the ledger of the state that the step builds on.
+
+        Returns:
+            The ledger of `state_id`.
+
+        Raises:
+            ValueError: a batch of the record was trained before, or too many batches would be left out.
+        """
         batches = ((c.shard, c.index) for c in self.contributions)
         return before.advance(batches, self.contributors, self.spoiled, self.retries)
 
     def given_up(self, before: Ledger) -> tuple[tuple[int, int], ...]:
-        """The batches that this step spends although nobody has trained them: nothing finite came of them."""
+        """Return the batches that this step spends without training them: their gradients were never finite.
+
+        Args:
+            before: the ledger of the state that the step builds on.
+
+        Returns:
+            (data shard, index), sorted.
+        """
         return before.given_up(self.spoiled, self.retries)
 
 
 @dataclass(frozen=True, slots=True)
 class CommitToken:
-    """The commit token. ``lineage`` is the one that the first member's record leads to.
+    """The commit token, as it travels from leader to leader.
 
-    Pass 1 gathers who holds the state that the step builds on (``equal``) and what a slice of it looks like there
-    (``digests``), who is about to leave, who has dropped its log and needs a newer base (``lagging``), and who
-    could not write its last checkpoint (``unwritable``), or writes one now (``writing``). ``checkpoint`` is the
-    newest demand for one that somebody has heard of (0: none).
+    Pass 1 gathers what each member adds; pass 2, with `verdict` set, repeats it. All members therefore decide
+    alike on everything that follows from the token.
     """
 
-    fence: AttemptId
-    verdict: bool
-    yes: bool
-    lineage: str
-    equal: tuple[int, ...] = ()
-    leaving: tuple[int, ...] = ()
-    digests: Digests = ()
-    lagging: tuple[int, ...] = ()
-    unwritable: tuple[int, ...] = ()
-    reason: str = field(default="", compare=False)
-    checkpoint: int = 0
-    writing: tuple[int, ...] = ()
+    fence: AttemptId  # the attempt that it is about
+    verdict: bool  # False in pass 1, True in pass 2
+    yes: bool  # whether all members so far voted yes
+    lineage: str  # that of the state that the first member's record leads to
+    equal: tuple[int, ...] = ()  # replicas that hold the state that the step builds on
+    leaving: tuple[int, ...] = ()  # replicas that leave after this step
+    digests: Digests = ()  # hashes of the compared slice of that state
+    lagging: tuple[int, ...] = ()  # replicas that dropped their log and need a newer base
+    unwritable: tuple[int, ...] = ()  # replicas that could not write their last checkpoint
+    reason: str = field(default="", compare=False)  # of the first no
+    checkpoint: int = 0  # newest demand that a member heard of: write a state of that step or later; 0: none
+    writing: tuple[int, ...] = ()  # replicas that write a checkpoint now
 
 
 def fenced(current: AttemptId, fence: AttemptId) -> bool:
-    """Whether a vote or token about ``fence`` counts for ``current``."""
+    """Whether a vote or token about `fence` counts for the attempt `current`."""
     return current == fence
 
 
 def void(fence: AttemptId, known: tuple[AttemptId, ...]) -> bool:
-    """Whether ``fence`` can never commit: its attempt or a later one of its step is known to have no yes."""
+    """Whether the attempt `fence` can never be committed.
+
+    Args:
+        fence: the attempt in question.
+        known: attempts that are known to have had no yes. A later attempt of the same step and epoch counts too,
+            for
+            it begins only after the earlier one was given up.
+
+    Returns:
+        True if a record of `fence` may be dropped.
+    """
     return any((k.epoch, k.step) == (fence.epoch, fence.step) and k.attempt >= fence.attempt for k in known)
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """One rank's vote: it holds its reduced shard.
+    """The vote of one rank: it holds its reduced shard."""
 
-    ``digest`` is of the summed shard, ``sumsq`` its sum of squares before the division, ``contributions``
-    what the headers in its ring said (with this rank's losses), ``poisoned`` whose gradient was not finite.
-    ``state_digest`` is of the slice of the state before that is compared at this step, "" if that is not here.
-    ``kept``: the host of this rank has a whole copy of its shard of the state before.
-    """
-
-    rank: int
-    fence: AttemptId
-    digest: str
-    sumsq: float
-    contributions: tuple[Contribution, ...]
-    poisoned: tuple[int, ...] = ()
-    state_digest: str = ""
-    kept: bool = False
+    rank: int  # rank within the replica
+    fence: AttemptId  # the attempt that it voted on
+    digest: str  # hash of the reduced shard
+    sumsq: float  # sum of squares of the reduced shard, before the division
+    contributions: tuple[Contribution, ...]  # as the frame headers of its ring named them, with this rank's losses
+    poisoned: tuple[int, ...] = ()  # replicas whose gradient was not finite
+    state_digest: str = ""  # hash of the slice of the base state that is compared at this step; "": not held
+    kept: bool = False  # whether this rank's host has a complete copy of its shard of the base state
 
 
 @dataclass(frozen=True, slots=True)
 class VoteTally:
-    """The votes of a replica's ranks for one fence; complete when every rank voted."""
+    """The votes of a replica's ranks on one attempt; complete when every rank has voted."""
 
-    fence: AttemptId
-    ranks: int
-    votes: tuple[Vote, ...] = field(default=())
+    fence: AttemptId  # the attempt
+    ranks: int  # number of ranks of the replica
+    votes: tuple[Vote, ...] = field(default=())  # at most one per rank, in rank order
 
     def add(self, vote: Vote) -> VoteTally:
-        """Count ``vote`` if it is about this attempt and its rank has not voted."""
+        """Return the tally with `vote`, or unchanged if it is about another attempt or its rank has voted."""
         if not fenced(self.fence, vote.fence) or any(v.rank == vote.rank for v in self.votes):
             return self
         return replace(self, votes=tuple(sorted((*self.votes, vote), key=lambda v: v.rank)))
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks hold their reduced shards."""
+        """Whether all ranks have voted, so that all hold their reduced shards."""
         return len(self.votes) == self.ranks
 
     @property
     def kept(self) -> bool:
-        """Whether all ranks have a copy of the state before, so that older copies are of no more use."""
+        """Whether all ranks have a copy of the base state, so that older copies may be dropped."""
         return self.complete and all(v.kept for v in self.votes)
 
     @property
     def state_digest(self) -> str:
-        """The digest of the slices of all ranks, in rank order; "" if some rank does not hold its own."""
+        """The hash of the ranks' state digests, in rank order; "" if a rank does not hold its slice."""
         digests = [v.state_digest for v in self.votes]
         return digest(digests) if all(digests) else ""
 
     def record(
         self, prev: str, ring: tuple[int, ...], total: int, lr_scale: LrScale, chunk_bytes: int
     ) -> CommitRecord | None:
-        """The record that the votes add up to; None if the ranks saw different contributors.
+        """Return the record that the votes add up to; None if the ranks saw different contributors.
 
-        The loss of a contributor is the mean over ranks, the norm is summed in rank order. If all gradients are
-        finite and their sum is not, nobody can be blamed: all count as poisoned.
+        The loss of a contributor is the mean over the ranks. If all gradients are finite and their sum is not, no
+        single replica can be blamed: all contributors count as poisoned.
+
+        Args:
+            prev: lineage of the state that the step builds on.
+            ring: replica ids in ring order.
+            total: replicas of the job.
+            lr_scale: the factor on the learning rate for (contributors, total).
+            chunk_bytes: size of a chunk of the all-reduce.
+
+        Returns:
+            The record, or None.
         """
         batches = {tuple((c.replica, c.weight, c.shard, c.index) for c in v.contributions) for v in self.votes}
         if len(batches) != 1:

@@ -1,4 +1,7 @@
-"""Effects: what a replica's leader is told to do by the core. Imperative; most go to all of its ranks."""
+"""Effects: what the core tells a replica's leader to do. Imperative; most are orders to all ranks of the replica.
+
+`ft_hsdp.control.leader` carries them out in the order in which `transition` returned them.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,10 @@ from ft_hsdp.core.state_id import StateId
 
 @dataclass(frozen=True, slots=True)
 class RequestGrant:
-    """Ask the lighthouse for a step; a newer ask makes older answers void.
+    """Ask the lighthouse for a step. A newer request makes the answers to older ones void."""
 
-    ``pause``: the answer to the ask before did not fit, so a moment is to pass first.
-    """
-
-    report: Report
-    pause: bool = False
+    report: Report  # what the lighthouse is told
+    pause: bool = False  # the answer to the request before did not fit, so wait a moment before this one is sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,33 +29,34 @@ class Configure:
 
 @dataclass(frozen=True, slots=True)
 class StopRing:
-    """Every rank leaves the ring of ``epoch``; peers that still want it are told ``reason``."""
+    """Every rank leaves the ring of `epoch`."""
 
     epoch: int
-    reason: str
+    reason: str  # what peers that still want the ring are told
 
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """Every rank reduces its buckets for ``fence`` in ``role`` on top of the lineage ``prev``."""
+    """Every rank reduces the buckets of one attempt."""
 
-    fence: AttemptId
-    role: Role
-    prev: str
+    fence: AttemptId  # the attempt
+    role: Role  # "behind": relay only, add nothing
+    prev: str  # lineage of the state that the attempt builds on
 
 
 @dataclass(frozen=True, slots=True)
 class SendToken:
-    """Pass the token to the right neighbour."""
+    """Pass the commit token to the right neighbour."""
 
     token: CommitToken
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """Every rank applies ``record`` from the reduced gradient that it holds; nothing may fail now.
+    """Every rank applies `record` from the reduced gradient that it holds.
 
-    Of a record that is skipped only the ledger and the name of the state are applied.
+    A failure from here on ends the replica. If the record is skipped, only the ledger and the name of the state
+    change.
     """
 
     record: CommitRecord
@@ -63,30 +64,30 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class BufferUpdate:
-    """Every rank keeps the reduced gradient of ``record`` until its base is there."""
+    """Every rank keeps the reduced gradient of `record` until its base is there."""
 
     record: CommitRecord
 
 
 @dataclass(frozen=True, slots=True)
 class DropGradient:
-    """The local gradient of the step is of no use: this replica was left behind, ``reason`` says why."""
+    """Every rank drops the local gradient of the step: this replica was left behind, for `reason`."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class InstallSnapshot:
-    """Every rank swaps its staged and verified shard of ``base`` in."""
+    """Every rank replaces its state by the fetched and verified shard of `base`."""
 
     base: StateId
 
 
 @dataclass(frozen=True, slots=True)
 class RunBatch:
-    """Every rank runs forward and backward of its next batch for ``step``.
+    """Every rank runs forward and backward of its next batch, for `step`.
 
-    All ranks get this order at one place among the others, so that their collectives match.
+    All ranks get this order at the same place among their orders, so that their collectives match.
     """
 
     step: int
@@ -94,7 +95,7 @@ class RunBatch:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Every rank fetches its shard of ``base`` from the donors; an earlier fetch is cancelled."""
+    """Every rank fetches its shard of `base` from the donors. An earlier fetch is cancelled."""
 
     base: StateId
     donors: tuple[Member, ...]
@@ -102,29 +103,29 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """Every rank has a copy of its shard of ``state`` ready, for those that fetch it without a ring."""
+    """Every rank keeps a copy of its shard of `state`, for replicas that fetch it without a ring."""
 
     state: StateId
 
 
 @dataclass(frozen=True, slots=True)
 class WriteCheckpoint:
-    """Every rank writes its shard of ``state``, which it has just reached, to durable storage."""
+    """Every rank writes its shard of `state`, which it has just reached, to durable storage."""
 
     state: StateId
 
 
 @dataclass(frozen=True, slots=True)
 class DropSnapshots:
-    """Every rank has its snapshots dropped: the state that they hold was found to be corrupt."""
+    """Every rank has its snapshots dropped: the state in them was found to be corrupt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The replica ends with ``code``."""
+    """The replica ends."""
 
-    code: int
-    reason: str
+    code: int  # exit code of its processes (`ft_hsdp.errors`)
+    reason: str  # one line for the journal
 
 
 Effect = (

@@ -1,4 +1,7 @@
-"""Events: what happened to a replica, as its leader tells the core. Past tense."""
+"""Events: what happened to a replica, as its leader tells the core. Past tense.
+
+Each is the second argument of `replica.transition`.
+"""
 
 from __future__ import annotations
 
@@ -11,55 +14,52 @@ from ft_hsdp.core.state_id import StateId
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The replica is warm and holds ``Replica.state``."""
+    """The ranks are warm and hold `Replica.state`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """The lighthouse answered the newest ask."""
+    """The lighthouse answered the newest request."""
 
     answer: Answer
 
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """The lighthouse gave no answer in time; the lease on the last grant still runs."""
+    """The lighthouse did not answer in time; the lease on the last grant still runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """The lighthouse gave no answer for so long that the last grant may not be repeated any more."""
+    """The lighthouse did not answer for so long that the lease is over.
+
+    The last grant may not be repeated any more.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class GrantShown:
-    """A member showed a grant in HELLO or ABORT."""
+    """Another member showed a grant in its HELLO or ABORT."""
 
     grant: Grant
 
 
 @dataclass(frozen=True, slots=True)
 class RingBroken:
-    """The ring of ``epoch`` is of no more use; ``suspect`` is the replica that is held responsible, if one is.
-
-    ``accuser`` is its neighbour that says so.
-    """
+    """The ring of `epoch` broke."""
 
     epoch: int
-    suspect: int | None = None
-    accuser: int | None = None
+    suspect: int | None = None  # the replica that is held responsible, if there is one
+    accuser: int | None = None  # the neighbour of the suspect that blames it
 
 
 @dataclass(frozen=True, slots=True)
 class Reduced:
-    """All ranks of this replica hold the reduced gradient that ``record`` describes.
+    """All ranks of this replica hold the reduced gradient that `record` describes."""
 
-    ``digest`` is of the slice of the state before that is compared at this step; "" if that is not here.
-    """
-
-    fence: AttemptId
+    fence: AttemptId  # the attempt that was reduced
     record: CommitRecord
-    digest: str = ""
+    digest: str = ""  # hash of the slice of the base state that is compared at this step; "": not held
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,29 +71,29 @@ class TokenArrived:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """All ranks of this replica fetched and verified their shards of ``base``."""
+    """All ranks of this replica fetched and verified their shards of `base`."""
 
     base: StateId
 
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """No donor could serve ``base``; ``reason`` says what each one did."""
+    """No donor could serve `base`."""
 
     base: StateId
-    reason: str
+    reason: str  # what happened with each donor
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointWritten:
-    """All ranks of this replica wrote their shards of ``state``."""
+    """All ranks of this replica wrote their shards of `state`."""
 
     state: StateId
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointFailed:
-    """Some rank of this replica could not write its shard of ``state``."""
+    """A rank of this replica could not write its shard of `state`."""
 
     state: StateId
     reason: str
@@ -106,12 +106,12 @@ class CheckpointOverdue:
 
 @dataclass(frozen=True, slots=True)
 class LeaveRequested:
-    """The replica shall leave at the next commit."""
+    """The replica was told to leave; it does so at the next commit."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaveOverdue:
-    """The others have not formed a ring without this replica, which leaves, in time."""
+    """This replica leaves, and the others have not formed a ring without it in time."""
 
 
 Event = (

@@ -1,13 +1,11 @@
-"""Phi: how sure one can be that a neighbour is gone, from the times at which it was heard. Pure.
+"""How certain it is that a neighbour is gone, and how long a live process of an overloaded host may be silent.
 
-The phi accrual detector of Hayashibara et al. with Akka's logistic approximation of the normal distribution: phi
-is -log10 of the probability that a sign of life comes later than now, given the intervals so far.
+`PhiAccrual` is the detector of Hayashibara et al. with Akka's logistic approximation of the normal distribution:
+phi is -log10 of the probability that a sign of life comes later than now, given the intervals so far.
 
-Overload: how long a live process of a host may be silent because others have its CPUs. Pure.
-
-A fixed bound on silence is either too short for a host with many runnable processes or too long for a quiet one.
-So each host measures by how much its own timers are late, how many processes wait for its CPUs, and how much of
-them a hypervisor gives to others. The result is added to the silence that is accepted.
+A fixed bound on silence is too short for a host with many runnable processes, or too long for a quiet one. So each
+host measures how late its own timers are, how many processes wait for its CPUs, and how much CPU time a hypervisor
+takes away (`HostLoad`, `Stalls`). The result is added to the silence that is accepted.
 """
 
 from __future__ import annotations
@@ -23,9 +21,15 @@ _MOST = 300.0  # more than enough to be sure, and far from what a float cannot h
 
 
 def phi(silence_s: float, mean_s: float, deviation_s: float) -> float:
-    """-log10 P(an interval is longer than ``silence_s``); from 0 to 300, never less for a longer silence.
+    """Return -log10 of the probability that an interval is longer than `silence_s`.
 
-    mean_s and deviation_s are of the intervals; deviation_s > 0.
+    Args:
+        silence_s: seconds since the last sign of life.
+        mean_s: mean of the intervals in seconds.
+        deviation_s: their standard deviation in seconds, above 0.
+
+    Returns:
+        From 0 to 300; never less for a longer silence.
     """
     y = (silence_s - mean_s) / deviation_s
     exponent = y * (1.5976 + 0.070566 * y * y)  # P = 1 / (1 + e^exponent)
@@ -37,9 +41,12 @@ def phi(silence_s: float, mean_s: float, deviation_s: float) -> float:
 class PhiAccrual:
     """The signs of life of one neighbour.
 
-    beat_s: when the next one is due; pause_s: the silence that is always accepted on top of that. Times are
-    seconds of any clock that does not jump ahead while its owner stands still. An interval longer than the pause
-    counts as the pause, so that one long stop does not make the next one invisible.
+    An interval longer than the pause counts as the pause, so that one long stop does not hide the next one.
+
+    Args:
+        beat_s: seconds between two signs of life.
+        pause_s: seconds of silence that are always accepted on top of that.
+        now: seconds of any clock that does not jump ahead while its owner stands still.
     """
 
     def __init__(self, beat_s: float, pause_s: float, now: float) -> None:
@@ -49,26 +56,37 @@ class PhiAccrual:
         self.heard_at = now
 
     def heard(self, now: float) -> None:
-        """A sign of life came."""
+        """Note a sign of life at `now`, in seconds of the owner's clock."""
         self._intervals.append(min(max(0.0, now - self.heard_at), self._pause_s))
         self.heard_at = now
 
     def silence(self, now: float) -> float:
-        """Seconds since the last sign of life."""
+        """Return the seconds since the last sign of life, at least 0."""
         return max(0.0, now - self.heard_at)
 
     def phi(self, now: float, stall_s: float = 0.0) -> float:
-        """How unlikely it is that the next sign of life is still to come, if it may be ``stall_s`` late."""
+        """Return how improbable it is that the next sign of life is still to come.
+
+        Args:
+            now: seconds of the owner's clock.
+            stall_s: seconds by which an overloaded host may delay a sign of life.
+
+        Returns:
+            From 0 to 300.
+        """
         mean_s = statistics.fmean(self._intervals)
         deviation_s = max(self._least_s, math.sqrt(statistics.fmean((i - mean_s) ** 2 for i in self._intervals)))
         return phi(self.silence(now), mean_s + self._pause_s + stall_s, deviation_s)
 
     def lost(self, now: float, stall_s: float = 0.0) -> bool:
-        """Whether the silence is longer than the pause, and longer than its noise explains.
+        """Whether the silence is longer than the pause, and longer than the noise of the intervals explains.
 
         Args:
             now: seconds of the owner's clock.
-            stall_s: seconds for which an overloaded host may keep a live neighbour from saying anything.
+            stall_s: seconds by which an overloaded host may delay a sign of life.
+
+        Returns:
+            True if the neighbour counts as lost.
         """
         return self.silence(now) >= self._pause_s + stall_s and self.phi(now, stall_s) >= THRESHOLD
 
@@ -83,17 +101,11 @@ PER_STOLEN_S = 5.0  # for a host all of whose CPU time is stolen
 
 @dataclass(frozen=True, slots=True)
 class HostLoad:
-    """What a host says of its CPUs.
+    """What a host measures of its CPUs."""
 
-    Attributes:
-        pressure: share of the time, 0 to 1, in which somebody waited for a CPU (PSI, "some").
-        runnable: processes that run or could run, for each core.
-        stolen: share of CPU time, 0 to 1, that the hypervisor gave to others.
-    """
-
-    pressure: float
-    runnable: float
-    stolen: float
+    pressure: float  # share of the time, 0 to 1, in which some process waited for a CPU (PSI, "some")
+    runnable: float  # processes that run or could run, per core
+    stolen: float  # share of CPU time, 0 to 1, that the hypervisor gave to other machines
 
     @property
     def stall_s(self) -> float:
@@ -103,22 +115,32 @@ class HostLoad:
 
 
 class Stalls:
-    """The longest stall that is to be expected: the longest of late, and less with every second since."""
+    """The longest stall to be expected: the longest one of late, which counts less with every second since."""
 
     def __init__(self) -> None:
         self._peak_s = 0.0
         self._at = 0.0
 
     def late(self, late_s: float, now: float) -> None:
-        """A timer of this process fired ``late_s`` seconds late."""
+        """Note that a timer of this process fired late.
+
+        Args:
+            late_s: by how many seconds.
+            now: seconds of a monotonic clock.
+        """
         self._seen(LATE_FACTOR * late_s, now)
 
     def load(self, load: HostLoad, now: float) -> None:
-        """The host said this of its CPUs."""
+        """Note what the host measured of its CPUs.
+
+        Args:
+            load: the measurement.
+            now: seconds of the same clock.
+        """
         self._seen(load.stall_s, now)
 
     def expected_s(self, now: float) -> float:
-        """Seconds, 0 to `MOST_S`; ``now`` is of any monotonic clock, the same in all calls."""
+        """Return the longest stall to be expected at `now`, in seconds, from 0 to `MOST_S`."""
         return self._peak_s * math.exp2(-max(0.0, now - self._at) / HALF_LIFE_S)
 
     def _seen(self, stall_s: float, now: float) -> None:

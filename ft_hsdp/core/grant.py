@@ -1,4 +1,7 @@
-"""Grant: what the lighthouse lets a set of replicas do, and what it means for one of them."""
+"""What the lighthouse grants to a set of replicas, what a replica reports to it, and its other answers.
+
+These dataclasses travel (`ft_hsdp.protocol`) and are stored: their field names are part of the wire format.
+"""
 
 from __future__ import annotations
 
@@ -13,132 +16,106 @@ Role = Literal["contribute", "behind"]
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A replica in a grant; addresses are "host:port", one for each rank.
+    """One replica in a grant."""
 
-    ``number`` is the one that the lighthouse gave to this incarnation when it first admitted it.
-    """
-
-    replica: int
-    incarnation: str
-    role: Role
-    ring: tuple[str, ...] = ()
-    state: tuple[str, ...] = ()
-    number: int = 0
+    replica: int  # replica id
+    incarnation: str  # the life of the replica that is meant; another one is no member
+    role: Role  # "behind": it relays, and fetches the base
+    ring: tuple[str, ...] = ()  # addresses of its ranks' ring listeners, "host:port", in rank order
+    state: tuple[str, ...] = ()  # addresses from which its ranks' state is served, "host:port", in rank order
+    number: int = 0  # what the lighthouse numbered this incarnation with when it first admitted it
 
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """A membership: who is in the ring of ``epoch``, in which order, on which state, in which role.
+    """A membership: which replicas form the ring of `epoch`, in which order, on which state, in which role."""
 
-    ``void`` are attempts that are known never to commit, so a record of them may be dropped. ``mac``
-    authenticates the grant when one member shows it to another.
-    """
-
-    term: int
-    epoch: int
-    base: StateId
-    members: tuple[Member, ...]
-    total: int
-    reason: str = field(compare=False)
+    term: int  # life of the lighthouse that granted it
+    epoch: int  # number of the membership; never used again
+    base: StateId  # the state that the first step of the epoch builds on
+    members: tuple[Member, ...]  # in ring order
+    total: int  # replicas of the job
+    reason: str = field(compare=False)  # why this membership was formed, for the journal
+    # attempts that are known never to be committed, so a record of them may be dropped
     void: tuple[AttemptId, ...] = ()
-    mac: str = ""
+    mac: str = ""  # authenticates the grant when one member shows it to another (`protocol.sign`)
 
     @property
     def ring(self) -> tuple[int, ...]:
-        """Replica ids in ring order."""
+        """The replica ids in ring order."""
         return tuple(m.replica for m in self.members)
 
     def member(self, replica: int, incarnation: str) -> Member | None:
-        """The entry of this incarnation of ``replica``, if the grant names it."""
+        """Return the entry of this incarnation of `replica`; None if the grant does not name it."""
         return next((m for m in self.members if m.replica == replica and m.incarnation == incarnation), None)
 
     @property
     def donors(self) -> tuple[Member, ...]:
-        """Members that hold the base state and can serve it."""
+        """The members that hold the base and can serve it."""
         return tuple(m for m in self.members if m.role == "contribute")
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a replica tells the lighthouse about itself when it asks for a step.
+    """What a replica tells the lighthouse about itself when it asks for a step."""
 
-    ``state`` is what all its ranks hold. ``prepared`` is a record that it holds without knowing the verdict.
-    ``step`` is the step that it asks for. ``epoch`` is the one that it is in, and ``after`` an epoch that is
-    of no more use to it (0: none), so that only a larger one will do. ``equal`` are the replicas that the
-    last token knew to hold ``state``; ``void`` is an attempt that it will never vote for. ``doubt`` is a
-    state that it knows to be, or has voted to be, committed, but whose base it does not hold. ``lagging`` are the
-    replicas that need a newer base than their grant's. ``diverged`` are replicas that were found to hold different
-    states under one name, with no majority to tell who is wrong. ``suspects`` are the replicas that its ranks saw
-    die or fall silent in the ring of ``after``; ``edge`` is who blamed whom there. ``saved`` is the step of the
-    newest state written on demand. ``departs``: it was asked to leave, and wants to become no member any more.
-    ``number`` is the one that its newest grant gave to this incarnation (0: none yet). ``writing``: it writes a
-    checkpoint, which the end of the job waits for.
-    """
-
-    replica: int
-    incarnation: str
-    state: StateId
-    step: int
-    epoch: int = 0
-    after: int = 0
-    max_term: int = 0
-    prepared: CommitRecord | None = None
-    void: AttemptId | None = None
+    replica: int  # replica id
+    incarnation: str  # this life of the replica
+    state: StateId  # what all its ranks hold
+    step: int  # the step that it asks for
+    epoch: int = 0  # the epoch that it is in; 0: none
+    after: int = 0  # an epoch whose ring is over for it, so that only a larger epoch helps; 0: none
+    max_term: int = 0  # the highest term that it heard of
+    prepared: CommitRecord | None = None  # a record that it holds without knowing the verdict
+    void: AttemptId | None = None  # an attempt for which it never votes yes
+    # a state that is committed, or that it voted to commit, and whose base it does not hold
     doubt: StateId | None = None
-    equal: tuple[int, ...] = ()
-    leaving: tuple[int, ...] = ()
-    lagging: tuple[int, ...] = ()
-    diverged: tuple[int, ...] = ()
-    suspects: tuple[int, ...] = ()
-    edge: tuple[int, int] | None = None
-    saved: int = 0
-    departs: bool = False
-    number: int = 0
-    writing: bool = False
+    equal: tuple[int, ...] = ()  # replicas that hold `state`, by the last commit token
+    leaving: tuple[int, ...] = ()  # replicas that leave after it, by the last commit token
+    lagging: tuple[int, ...] = ()  # replicas that need a newer base than their grant's
+    diverged: tuple[int, ...] = ()  # replicas with different states of one name, without a majority
+    suspects: tuple[int, ...] = ()  # replicas that its ranks saw die or fall silent in the ring of `after`
+    edge: tuple[int, int] | None = None  # (accuser, suspect): which neighbour blamed which in that ring
+    saved: int = 0  # step of the newest state that was written on demand
+    departs: bool = False  # it was told to leave, and wants to be a member no longer
+    number: int = 0  # what its newest grant numbered this incarnation with; 0: no grant yet
+    writing: bool = False  # it writes a checkpoint that the end of the job has to wait for
 
 
 @dataclass(frozen=True, slots=True)
 class Continue:
-    """Answer: the membership of ``epoch`` stands for ``step``.
-
-    With ``leave`` the replica is to go at the next commit, if others hold its state then. ``checkpoint`` demands
-    that a state of that many steps or more be written (0: none is demanded).
-    """
+    """Answer: the membership of `epoch` stands for `step`."""
 
     epoch: int
     step: int
-    leave: bool = False
-    checkpoint: int = 0
+    leave: bool = False  # leave at the next commit, if other members hold the state then
+    checkpoint: int = 0  # write a state of that step or later; 0: no demand
 
 
 @dataclass(frozen=True, slots=True)
 class CatchUp:
-    """Answer: no ring for now; whoever is behind takes ``base`` from the donors, and they keep it for that.
+    """Answer: no ring for now. A replica that does not hold `base` fetches it; the donors keep it for that.
 
-    Training is over, or too few replicas hold ``base`` to go on; ``reason`` says which. Each asks again when it
-    holds ``base``.
+    Each replica asks again when it holds `base`.
     """
 
     base: StateId
-    donors: tuple[Member, ...] = field(default=())
-    reason: str = field(default="", compare=False)
+    donors: tuple[Member, ...] = field(default=())  # replicas that hold `base`
+    reason: str = field(default="", compare=False)  # training is over, or too few replicas hold `base` to go on
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Answer: every replica has the final state; end."""
+    """Answer: every replica has the final state, so this one ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """Answer: this incarnation may not take part, ``reason`` says why; it ends with ``exit_code``.
-
-    ``forget``: its snapshots are of no use to anybody, so it has them dropped first.
-    """
+    """Answer: this incarnation may not take part, and ends."""
 
     reason: str
-    exit_code: int
-    forget: bool = False
+    exit_code: int  # the code that it ends with
+    forget: bool = False  # drop its snapshots first: no replica can use them
 
 
 Answer = Grant | Continue | CatchUp | Finish | Refused

@@ -1,13 +1,12 @@
-"""Ledger: which batches of each data shard are inside a state.
+"""Which batches of each data shard are inside a state, and which batch each replica takes next.
 
-The ledger is part of the replicated state, so it is fetched, hashed and checkpointed with the weights. That
-is what makes every batch count exactly once (FT-HSDP §5): a replica that was left behind takes its position
-in its data from the state that it fetches, which may already hold its last batch.
+The `Ledger` is part of the replicated state: it is fetched, hashed and checkpointed with the weights. Therefore
+every batch counts exactly once (FT-HSDP §5): a replica that was left behind takes its position in the data from
+the state that it fetches, which may already contain its last batch.
 
-Dealer: which batch each replica takes next. A function of the committed state alone.
-
-Whoever holds a state knows all hands, so a batch is fed before it is known who takes part in the step, and no
-two replicas ever feed the same one (FT-HSDP §5 gives each replica a loader of its own and repeats batches).
+`BatchAssigner` is a function of the committed state alone. Every replica that holds a state can compute the
+batches of all, so a batch is started before it is known which replicas take part in the step, and no two replicas
+ever take the same one. (FT-HSDP §5 gives each replica a data loader of its own, and repeats batches.)
 """
 
 from __future__ import annotations
@@ -16,25 +15,24 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-MAX_HOLES = 65536
+MAX_HOLES = 65536  # bounds the size of a ledger, which travels and is stored
 
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """What was trained: of data shard ``s`` all batches below ``cursors[s]``, but those in ``holes``.
+    """What was trained: of data shard `s` all batches below `cursors[s]` except those in `holes`.
 
-    ``holes`` are (shard, index), sorted: batches that are dealt again before any new one. ``takers`` are the
-    contributors of the step that led here, sorted: the next batches are dealt to them first (core/deal.py).
-    ``spoilt`` are (shard, index, times), sorted: batches that were left out so many times because their gradient
-    was not finite. One that is given up for that counts as spent, like those that were trained.
+    All fields are hashed and stored, so they keep their names.
 
     Raises:
-        ValueError: no ledger that training can lead to looks like this.
+        ValueError: training cannot lead to such a ledger.
     """
 
-    cursors: tuple[int, ...]
+    cursors: tuple[int, ...]  # for each data shard, one more than its highest batch that was trained
+    # batches (data shard, index) below the cursors that were not trained, sorted; they are assigned first
     holes: tuple[tuple[int, int], ...] = ()
-    takers: tuple[int, ...] = ()
+    takers: tuple[int, ...] = ()  # contributors of the step that led here, sorted; `BatchAssigner` puts them first
+    # (data shard, index, times), sorted: batches left out so many times because their gradients were not finite
     spoilt: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:
@@ -55,16 +53,32 @@ class Ledger:
 
     @staticmethod
     def empty(shards: int) -> Ledger:
-        """A ledger of ``shards`` data shards of which nothing was trained."""
+        """Return the ledger of `shards` data shards of which nothing was trained."""
         return Ledger((0,) * shards)
 
     def untrained(self, shard: int, place: int) -> int:
-        """The index of the batch of ``shard`` at ``place`` (from 0) among those not trained: holes come first."""
+        """Return the index of the batch of data shard `shard` at `place` among its untrained batches.
+
+        Args:
+            shard: number of the data shard.
+            place: from 0; the holes come first, then the batches from the cursor on.
+
+        Returns:
+            The index of the batch in the data shard.
+        """
         holes = [index for s, index in self.holes if s == shard]
         return holes[place] if place < len(holes) else self.cursors[shard] + place - len(holes)
 
     def given_up(self, spoiled: Iterable[tuple[int, int]], retries: int) -> tuple[tuple[int, int], ...]:
-        """Those of ``spoiled``, left out of one more step, that have been left out ``retries`` times by then."""
+        """Return the batches that reach their limit when `spoiled` are left out of one more step.
+
+        Args:
+            spoiled: batches (data shard, index) that the step goes without.
+            retries: a batch that was left out of so many steps is given up.
+
+        Returns:
+            (data shard, index), sorted.
+        """
         times = {(shard, index): n for shard, index, n in self.spoilt}
         return tuple(sorted(batch for batch in set(spoiled) if times.get(batch, 0) + 1 >= retries))
 
@@ -75,13 +89,22 @@ class Ledger:
         spoiled: Iterable[tuple[int, int]] = (),
         retries: int = 1,
     ) -> Ledger:
-        """The ledger after a step in which ``takers`` trained ``batches`` = (shard, index).
+        """Return the ledger after a step.
 
-        An index from the cursor on leaves holes for what it jumps over. ``spoiled`` batches were left out of the
-        step because their gradients were not finite; one that was left out ``retries`` times is given up.
+        Batches between the cursor and an index that was trained become holes. A batch that is given up counts as
+        spent, like those that were trained.
+
+        Args:
+            batches: (data shard, index) that were trained.
+            takers: the contributors, sorted.
+            spoiled: batches that the step went without because their gradients were not finite.
+            retries: a spoiled batch that was left out of so many steps is given up.
+
+        Returns:
+            A new ledger with as many data shards.
 
         Raises:
-            ValueError: a batch was trained before, or there would be more than MAX_HOLES holes.
+            ValueError: a batch was trained before, or there would be more than `MAX_HOLES` holes.
         """
         cursors, holes = list(self.cursors), set(self.holes)
         spoiled = set(spoiled)
@@ -106,13 +129,19 @@ class Ledger:
         return Ledger(tuple(cursors), tuple(sorted(holes)), takers, left_out)
 
     def resharded(self, shards: int) -> Ledger:
-        """The same batches as a ledger of ``shards`` data shards, for a resume on other replicas.
+        """Return the same batches as a ledger of `shards` data shards, for a resume on another number of replicas.
 
-        Batch ``index`` of ``s`` old shards' ``shard`` is batch ``index * s + shard`` of the whole data, and stays
-        trained or not trained under its new name. How often one was left out is forgotten.
+        Batch `index` of `shard`, of `s` data shards, is batch `index * s + shard` of the whole data. It stays
+        trained or untrained under its new name. How often a batch was left out is forgotten.
+
+        Args:
+            shards: number of data shards after.
+
+        Returns:
+            A new ledger without `takers`.
 
         Raises:
-            ValueError: there would be more than MAX_HOLES holes.
+            ValueError: there would be more than `MAX_HOLES` holes.
         """
         old = len(self.cursors)
         if shards == old:
@@ -133,7 +162,7 @@ class Ledger:
 
 
 def _count(end: int, shards: int, shard: int) -> int:
-    """How many of the first ``end`` batches of the whole data are ``shard``'s, of ``shards``."""
+    """Return how many of the first `end` batches of the whole data belong to `shard`, of `shards`."""
     return max(0, -(-(end - shard) // shards))
 
 
@@ -143,40 +172,55 @@ Batch = tuple[int, int]  # (data shard, index)
 
 @dataclass(frozen=True, slots=True)
 class BatchAssigner:
-    """``per_replica``: replica r takes the batches of data shard r, one after the other.
+    """Which batch each replica takes next."""
 
-    ``global``: all take from one data shard; the contributors of the last step come first, in the order of their
-    ids, then all others. While the same replicas contribute no batch is left out; what one that is lost had in
-    its hand is dealt again in the next step.
-    """
-
+    # "per_replica": replica r takes the batches of data shard r, one after the other.
+    # "global": all take from one data shard, first the contributors of the last step in the order of their ids, then
+    # the others. While the same replicas contribute, no batch is left out; the batch of a replica that is lost is
+    # assigned again in the next step.
     assignment: Assignment
-    replicas: int
+    replicas: int  # replicas of the job
 
     @property
     def shards(self) -> int:
-        """Data shards of the job."""
+        """Number of data shards of the job."""
         return self.replicas if self.assignment == "per_replica" else 1
 
     def begin(self) -> Ledger:
-        """The ledger before the first step."""
+        """Return the ledger before the first step."""
         return Ledger.empty(self.shards)
 
     def assign(self, ledger: Ledger, me: int) -> Batch:
-        """The batch that replica ``me`` feeds on top of the state with ``ledger``."""
+        """Return the batch that replica `me` takes on top of the state with `ledger`.
+
+        Args:
+            ledger: of the committed state.
+            me: replica id.
+
+        Returns:
+            (data shard, index). No two replicas get the same one for one ledger.
+        """
         if self.assignment == "per_replica":
             return me, ledger.untrained(me, 0)
         return 0, ledger.untrained(0, _place(ledger.takers, me))
 
     def predict(self, ledger: Ledger, me: int) -> Batch:
-        """The batch that ``me`` will feed after this step, if the contributors stay the same: a guess."""
+        """Return the batch that replica `me` will take after this step if the contributors stay the same.
+
+        Args:
+            ledger: of the committed state.
+            me: replica id.
+
+        Returns:
+            (data shard, index); a guess, good enough to prefetch it.
+        """
         takers = tuple(sorted({*(ledger.takers or range(self.replicas)), me}))
         after = ledger.advance([self.assign(ledger, r) for r in takers], takers)
         return self.assign(after, me)
 
 
 def _place(takers: tuple[int, ...], me: int) -> int:
-    """The place of ``me`` in the order of dealing: no two replicas have the same."""
+    """Return the place of replica `me` in the order of assignment; no two replicas have the same."""
     if me in takers:
         return takers.index(me)
     return len(takers) + me - sum(r < me for r in takers)

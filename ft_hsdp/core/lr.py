@@ -1,4 +1,4 @@
-"""Learning rate: the schedule, and the intervention for a step with fewer contributors (FT-HSDP §6.2)."""
+"""Learning rate: the schedule, and the correction for a step with fewer contributors (FT-HSDP §6.2)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,21 @@ _POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
 def scale(intervention: Intervention, contributors: int, total: int) -> float:
-    """The factor on the learning rate of a step to which ``contributors`` of ``total`` replicas contributed.
+    """Return the factor on the learning rate of a step to which not all replicas contributed (FT-HSDP §6.2).
 
-    11 of 12 give 0.9167 (linear) or 0.9574 (sqrt). Computed at commit, from the commit record, so that it is
-    right on the step on which a replica leaves and on the one on which it returns.
+    It is computed from the commit record, so it is right on the step on which a replica leaves and on the one on
+    which it returns. 11 of 12 contributors give 0.9167 (linear) or 0.9574 (sqrt).
+
+    Args:
+        intervention: how the factor depends on the share of contributors.
+        contributors: replicas in the sum.
+        total: replicas of the job.
+
+    Returns:
+        A factor in (0, 1].
+
+    Raises:
+        ValueError: `contributors` is not in 1..`total`.
     """
     if not 0 < contributors <= total:
         raise ValueError(f"contributors must be within 1..{total}, got {contributors}")
@@ -22,7 +33,19 @@ def scale(intervention: Intervention, contributors: int, total: int) -> float:
 
 
 def scheduled(schedule: Schedule, base: float, step: int, steps: int, warmup: int, min_ratio: float) -> float:
-    """The learning rate of step ``step`` (from 1) of ``steps``, before the intervention."""
+    """Return the learning rate of a step before the correction of `scale`.
+
+    Args:
+        schedule: its shape after the warm-up.
+        base: the highest learning rate.
+        step: number of the step, from 1.
+        steps: steps of the job.
+        warmup: steps of the linear warm-up; 0: none.
+        min_ratio: learning rate of the last step, divided by `base`.
+
+    Returns:
+        The learning rate.
+    """
     if step <= warmup:
         return base * step / warmup
     done = min(1.0, (step - warmup) / max(1, steps - warmup))

@@ -1,7 +1,7 @@
-"""Restart: when a lost replica is started again, and when it is given up.
+"""When a lost replica is started again, and when it is given up.
 
-A replica is restarted as a whole (FT-HSDP §4.2). Progress refills the budget, so that it bounds a crash
-loop and not the length of a job.
+A replica is restarted as a whole (FT-HSDP §4.2). Progress refills the budget, so the budget bounds a crash loop
+and not the length of a job.
 """
 
 from __future__ import annotations
@@ -14,28 +14,25 @@ REFILL_STEPS = 10  # steps that an incarnation must have committed to count as h
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """``budget`` restarts without progress; the second waits ``backoff_s``, each later one twice as long."""
+    """What the operator chose."""
 
-    budget: int
-    backoff_s: float
-    backoff_max_s: float
+    budget: int  # restarts without progress; 0: none
+    backoff_s: float  # pause before the second of them; each later one is twice as long
+    backoff_max_s: float  # longest pause
 
 
 @dataclass(frozen=True, slots=True)
 class RestartState:
-    """``restarts`` is the number of restarts so far, ``used`` how many of them since the last progress.
+    """How often a replica was restarted."""
 
-    ``unreached`` is how many of the newest lives, in a row, ended because no lighthouse answered them.
-    """
-
-    restarts: int = 0
-    used: int = 0
-    unreached: int = 0
+    restarts: int = 0  # so far
+    used: int = 0  # of these, since the last progress
+    unreached: int = 0  # newest incarnations in a row that ended because no lighthouse answered them
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start the replica again after ``delay_s``."""
+    """Start the replica again after `delay_s` seconds."""
 
     delay_s: float
     reason: str
@@ -43,7 +40,7 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class GiveUp:
-    """The replica is lost for good."""
+    """Never start the replica again."""
 
     reason: str
 
@@ -51,10 +48,18 @@ class GiveUp:
 def on_loss(
     state: RestartState, policy: RestartPolicy, committed: int, cause: str, unreached: bool = False
 ) -> tuple[RestartState, Restart | GiveUp]:
-    """What to do after an incarnation was lost to ``cause``, having committed ``committed`` steps.
+    """Return what to do after an incarnation was lost.
 
-    ``unreached``: it was started again and found no lighthouse. That says nothing about the replica: it costs no
-    budget, and is tried again with growing pauses for as long as the job lasts.
+    Args:
+        state: of the replica, before the loss.
+        policy: what the operator chose.
+        committed: steps that the lost incarnation committed; `REFILL_STEPS` refill the budget.
+        cause: why it was lost, in one clause.
+        unreached: it was started again and found no lighthouse. That says nothing about the replica: it costs no
+            budget, and is tried again with growing pauses for as long as the job lasts.
+
+    Returns:
+        The state after the loss, and the decision.
     """
     if unreached:
         delay = doubled(max(policy.backoff_s, UNREACHED_S), state.unreached + 1, policy.backoff_max_s)
@@ -72,9 +77,17 @@ def on_loss(
 
 
 def doubled(first_s: float, times: int, most_s: float) -> float:
-    """The pause after ``times`` failures in a row: ``first_s``, then twice as long each time, up to ``most_s``.
+    """Return the pause after `times` failures in a row: `first_s`, then twice as long each time, up to `most_s`.
 
-    0.0 after none. The exponent is bounded: a float holds no power of 2 above 1023, and an outage may last for
-    any number of failures.
+    The exponent is bounded: a float holds no power of 2 above 1023, and an outage may last for any number of
+    failures.
+
+    Args:
+        first_s: pause in seconds after one failure.
+        times: failures in a row.
+        most_s: longest pause in seconds.
+
+    Returns:
+        Seconds; 0.0 after no failure.
     """
     return float(min(most_s, first_s * 2 ** min(times - 1, 64))) if times > 0 else 0.0

@@ -1,19 +1,19 @@
-"""Ring: which operation a member does with which shard, and in which order a shard is summed.
+"""The ring all-reduce of one bucket (FT-HSDP §4.2).
 
-FT-HSDP §4.2 with the index erratum: N members need N-1 reduce-scatter and N-1 all-gather steps, which are 2N-1
-operations at each of them. A member that contributes nothing relays: it adds nothing, so zeros and NaNs of its own
-cannot enter the sum.
+Its operations, how it is cut into chunks, and what is done next.
 
-Partition: how a message is cut into partitions, those into a shard for each member, a shard into chunks.
+Operations: N members need N-1 reduce-scatter and N-1 all-gather steps (the paper's index has an erratum), which
+are 2N-1 operations at each of them. A member that contributes nothing relays: it adds nothing, so zeros and NaNs
+of its own cannot enter the sum.
 
-The plan is a pure function of sizes that every member knows, so a peer never tells us a size. Rounds count the
-chunks of a shard through all partitions and never start again: a partition does not drain the pipe (FT-HSDP §4.2
-starts each partition on an empty one).
+Plan: a bucket is cut into partitions, a partition into one shard for each member, a shard into chunks. The plan is
+a pure function of sizes that every member knows, so a peer never sends a size. Rounds count the chunks of a shard
+through all partitions, so a partition does not drain the pipe (FT-HSDP §4.2 starts each partition on an empty
+one).
 
-Pipeline: the counters of one all-reduce at one member, and what may be done next (FT-HSDP §4.2).
-
-No bytes and no clock: what happened goes in, what to do comes out. Each operation counts the rounds that are
-ready, posted and done; chunks of one operation come in order, operations overlap as they like.
+Pipeline: the counters of one all-reduce at one member. No bytes and no clock: what happened goes in, what to do
+comes out. Each operation counts the rounds that are ready, posted and done; the chunks of one operation come in
+order, operations overlap in any way. ft_hsdp/ftar/allreduce.py drives it.
 """
 
 from __future__ import annotations
@@ -55,22 +55,33 @@ class OperationKind(Enum):
 
     @property
     def sends(self) -> bool:
-        """Whether its outcome goes to the right neighbour."""
+        """Whether its result goes to the right neighbour."""
         return self is not OperationKind.STORE
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What one member does with each chunk of ``shard``; what operation ``number`` sends is what the right
-    neighbour's operation ``number + 1`` receives."""
+    """What one member does with each chunk of one shard.
 
-    number: int
+    What operation `number` sends, the right neighbour's operation `number + 1` receives.
+    """
+
+    number: int  # from 0 to 2N-2
     kind: OperationKind
-    shard: int
+    shard: int  # number of the shard, from 0
 
 
 def operations(position: int, members: int) -> tuple[Operation, ...]:
-    """The 2N-1 operations of the member at ``position`` (FT-HSDP §4.2); a ring of one only stores.
+    """Return the 2N-1 operations of one member, in order (FT-HSDP §4.2).
+
+    A ring of one has one operation, which stores.
+
+    Args:
+        position: of the member in the ring, from 0.
+        members: size of the ring.
+
+    Returns:
+        The operations by number.
 
     Raises:
         ValueError: the position is not in the ring.
@@ -96,9 +107,17 @@ def _kind(number: int, members: int) -> OperationKind:
 
 
 def fold_order(shard: int, ring: Sequence[int], contributors: frozenset[int]) -> tuple[int, ...]:
-    """The replicas whose gradients are added to shard ``shard``, in the order of addition.
+    """Return the replicas whose gradients are added to a shard, in the order of addition.
 
-    The sum starts at the position with the shard's number and goes once round; relays are skipped.
+    The sum starts at the position with the shard's number and goes round once; relays are skipped.
+
+    Args:
+        shard: number of the shard.
+        ring: replica ids in ring order.
+        contributors: replicas that add their gradient.
+
+    Returns:
+        Replica ids.
     """
     members = len(ring)
     order = (ring[(shard + k) % members] for k in range(members))
@@ -119,7 +138,14 @@ class Span:
 
 
 def shards(elements: int, members: int) -> tuple[Span, ...]:
-    """Cut ``elements`` into one span for each of ``members``; sizes differ by at most one element.
+    """Cut `elements` into one span for each of `members`; their sizes differ by one element at most.
+
+    Args:
+        elements: size of the buffer.
+        members: size of the ring.
+
+    Returns:
+        The spans by number of the shard; together they cover the buffer.
 
     Raises:
         ValueError: no members, or a negative size.
@@ -135,16 +161,16 @@ def shards(elements: int, members: int) -> tuple[Span, ...]:
 
 @dataclass(frozen=True, slots=True)
 class RingPlan:
-    """How ``elements`` go round a ring of ``members`` in chunks of at most ``chunk`` elements.
+    """How a bucket goes round a ring: partitions have at most chunk x slots x members elements (FT-HSDP §4.2).
 
-    ``slots`` of them are on their way to a neighbour at once, so partitions have at most chunk x slots x members
-    elements (FT-HSDP §4.2).
+    Raises:
+        ValueError: a size is out of range.
     """
 
-    elements: int
-    members: int
-    chunk: int
-    slots: int
+    elements: int  # of the bucket
+    members: int  # size of the ring
+    chunk: int  # elements of a chunk, at most
+    slots: int  # chunks that are on their way to a neighbour at once
 
     def __post_init__(self) -> None:
         if self.elements < 0 or self.members < 1 or self.chunk < 1 or self.slots < 1:
@@ -157,18 +183,32 @@ class RingPlan:
 
     @property
     def partitions(self) -> int:
-        """Number of partitions; an empty message is one empty partition, for its frames carry the headers."""
+        """Number of partitions. An empty bucket is one empty partition, because its frames carry the headers."""
         return max(1, -(-self.elements // self.partition))
 
     @property
     def rounds(self) -> int:
-        """Chunks of a shard through all partitions, the same for all: a shorter shard ends in an empty chunk."""
+        """Chunks of a shard through all partitions.
+
+        It is the same for all shards: a shorter one ends in an empty chunk.
+        """
         last = self.elements - (self.partitions - 1) * self.partition
         longest = -(-last // self.members)
         return (self.partitions - 1) * self.slots + max(1, -(-longest // self.chunk))
 
     def span(self, shard: int, round_: int) -> Span:
-        """The chunk of ``shard`` in ``round_``; empty where a shard is shorter than the longest."""
+        """Return the chunk of a shard in one round; empty where the shard is shorter than the longest.
+
+        Args:
+            shard: number of the shard.
+            round_: from 0.
+
+        Returns:
+            Elements of the bucket.
+
+        Raises:
+            ValueError: the plan has no such round.
+        """
         number, index = divmod(round_, self.slots)
         if number >= self.partitions:  # only the last partition may be longer than its slots say, and it is not
             raise ValueError(f"round {round_} is not in {self}")
@@ -180,7 +220,14 @@ class RingPlan:
         return Span(first, min(first + self.chunk, stop))
 
     def shard_spans(self, shard: int) -> Iterator[Span]:
-        """The spans of ``shard``, one for each partition: what is summed in one order."""
+        """Yield the spans of a shard, one for each partition. All elements of the shard are summed in one order.
+
+        Args:
+            shard: number of the shard.
+
+        Yields:
+            Elements of the bucket, in order.
+        """
         for number in range(self.partitions):
             begin = number * self.partition
             size = min(self.partition, self.elements - begin)
@@ -190,42 +237,46 @@ class RingPlan:
 
 @dataclass(frozen=True, slots=True)
 class ProcessChunk:
-    """Give the chunk of ``round`` to the data plane: copy, reduce or store it. ``empty``: it is no sum yet."""
+    """Give a chunk to the data plane, which copies, reduces or stores it."""
 
     operation: Operation
-    round: int
-    empty: bool
+    round: int  # number of the chunk in its shard
+    empty: bool  # no gradient is in the sum yet
 
 
 @dataclass(frozen=True, slots=True)
 class SendChunk:
-    """Send the outcome of ``operation`` for ``round`` to the right neighbour; ``empty``: without a payload."""
+    """Send the result of `operation` for one round to the right neighbour."""
 
     operation: Operation
-    round: int
-    empty: bool
+    round: int  # number of the chunk in its shard
+    empty: bool  # without a payload: no gradient is in the sum yet
 
 
 Step = ProcessChunk | SendChunk
 
 
 class OutOfOrder(ValueError):
-    """A chunk came that is not the next one of its operation."""
+    """A chunk is not the next one of its operation."""
 
 
 @dataclass(slots=True)
 class Counter:
-    """Rounds of one operation: arrived (or given locally), handed to the data plane, finished by it."""
+    """Rounds of one operation."""
 
-    ready: int = 0
-    posted: int = 0
-    done: int = 0
+    ready: int = 0  # chunks that arrived, or that were given locally
+    posted: int = 0  # chunks that were handed to the data plane
+    done: int = 0  # chunks that the data plane finished
 
 
 class Pipeline:
-    """One all-reduce of ``plan`` at ``position``. A member that does not contribute relays what it gets.
+    """One all-reduce at one member. Invariant of each operation: done <= posted <= ready <= rounds.
 
-    ``depth`` is how many chunks the data plane takes at once. Invariant: done <= posted <= ready <= rounds.
+    Args:
+        plan: the plan, equal at all members.
+        position: of this member in the ring.
+        contributes: whether it adds its gradient; otherwise it relays what it gets.
+        depth: chunks that the data plane takes at once.
     """
 
     def __init__(self, plan: RingPlan, position: int, contributes: bool, depth: int = 1) -> None:
@@ -245,20 +296,29 @@ class Pipeline:
 
     @property
     def frames(self) -> int:
-        """How many chunks come from the left neighbour in all."""
+        """Number of chunks that come from the left neighbour in all."""
         return self._rounds * (len(self.operations) - 1)
 
     def start(self) -> list[Step]:
-        """What to do before anything has arrived: as many own chunks as there are slots."""
+        """Return what to do before any chunk has arrived: post as many own chunks as there are slots."""
         alone = self.plan.members == 1
         for _ in range(self._rounds if alone else min(self.plan.slots, self._rounds)):
             self._ready(0, not self._contributes)
         return self._post()
 
     def arrived(self, number: int, round_: int, empty: bool) -> list[Step]:
-        """The left neighbour's chunk for operation ``number`` is here.
+        """Take note of the left neighbour's chunk and return what to do next.
 
-        A first chunk from there lets one more of our own go: nobody runs ahead of the ring by more than the slots.
+        The first operation's chunk of the neighbour lets one more own chunk go, so no member runs ahead of the
+        ring by more than the slots.
+
+        Args:
+            number: the operation that receives the chunk.
+            round_: number of the chunk in its shard.
+            empty: whether it came without a payload.
+
+        Returns:
+            Steps in the order in which they are to be done.
 
         Raises:
             OutOfOrder: it is not the next chunk of that operation, or it is empty where sums are final.
@@ -277,7 +337,17 @@ class Pipeline:
         return self._post()
 
     def processed(self, number: int) -> list[Step]:
-        """The data plane has finished the next round of operation ``number``."""
+        """Take note that the data plane finished the next round of an operation, and return what to do next.
+
+        Args:
+            number: the operation.
+
+        Returns:
+            Steps in the order in which they are to be done.
+
+        Raises:
+            OutOfOrder: no chunk of that operation is posted.
+        """
         counter, operation = self.counters[number], self.operations[number]
         round_ = counter.done
         if round_ >= counter.posted:
@@ -290,7 +360,10 @@ class Pipeline:
         return steps + self._post()
 
     def _sends_nothing(self, operation: Operation, round_: int) -> bool:
-        """A partial sum stays empty until somebody contributes; a final one without contributors is zeros."""
+        """Whether the result is sent without a payload.
+
+        A partial sum stays empty until a member contributes. A final sum without contributors is zeros, not empty.
+        """
         if (operation.number, round_) not in self._empty:
             return False
         self._empty.discard((operation.number, round_))
@@ -304,7 +377,10 @@ class Pipeline:
         self._waiting += 1
 
     def _post(self) -> list[Step]:
-        """Hand chunks to the data plane while it takes them, those that are nearest to their end first."""
+        """Hand chunks to the data plane while it takes them, those of the highest operation first.
+
+        They are nearest to the end.
+        """
         steps: list[Step] = []
         while self._room and self._waiting:
             number = max(n for n, c in enumerate(self.counters) if c.posted < c.ready)

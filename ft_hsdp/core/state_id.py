@@ -1,14 +1,12 @@
-"""StateId: which committed step a replica holds, and the chain of hashes that tells histories apart.
+"""The name of a committed state, and the comparison of states that have one name.
 
-FT-HSDP §4.3 calls the replicas with the highest step number healthy. Two replicas can reach one step number
-by different commits, so a step number alone hides a divergence. Here a state is named by the epoch that
-committed it, its step and a hash chained over everything that was applied.
+FT-HSDP §4.3 calls the replicas with the highest step number healthy. Two replicas can reach one step number by
+different commits, so a step number alone hides a divergence. Here a state is named by the epoch that committed it,
+its step, and its lineage: a hash chained over everything that was applied.
 
-Divergence: whether replicas that call their states by one name hold the same bits, and who is wrong if not.
-
-With its vote on a step every rank gives a digest of one slice of the state that it holds, another one at each
-step, so that all of it is compared within ``SLICES`` steps. FT-HSDP leaves silent corruption of a replica's
-state to its operator; DeadPool assumes that there is none.
+Equal names mean equal bits unless memory is corrupted silently. To find that, every rank sends with its vote a
+digest of one slice of its state, another slice at each step, so that `SLICES` steps cover all of it. FT-HSDP
+leaves silent corruption of a replica's state to its operator; DeadPool assumes that there is none.
 """
 
 from __future__ import annotations
@@ -24,32 +22,36 @@ LINEAGE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class StateId:
-    """The name of a committed state.
+    """The name of a committed state."""
 
-    ``commit_epoch`` is the epoch whose token decided the step (0 for initial weights), ``step`` the number of
-    committed steps in it, ``lineage`` 32 hex digits chained over all of them.
-    """
-
-    commit_epoch: int
-    step: int
-    lineage: str
+    commit_epoch: int  # the epoch whose token decided the step; 0: initial weights
+    step: int  # number of committed steps in the state
+    lineage: str  # 32 hex digits, chained over all these steps
 
     def __str__(self) -> str:
         return f"({self.commit_epoch}, {self.step}, {self.lineage[:8]})"
 
 
 def canonical(value: object) -> str:
-    """JSON that is the same for equal values: sorted keys, no spaces."""
+    """Return JSON of `value` that is the same for equal values: sorted keys, no spaces."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
 
 
 def digest(*parts: object) -> str:
-    """Hash canonical JSON of ``parts``; 32 hex digits."""
+    """Return the BLAKE2b hash of canonical JSON of `parts`, as 32 hex digits."""
     return hashlib.blake2b(canonical(parts).encode(), digest_size=LINEAGE_BYTES).hexdigest()
 
 
 def initial(config_hash: str, weights_digest: str) -> StateId:
-    """The state before the first step: it is a committed state like any other."""
+    """Return the state before the first step, which is a committed state like any other.
+
+    Args:
+        config_hash: hash of the configuration on which all replicas of the job agree.
+        weights_digest: hash of the initial weights.
+
+    Returns:
+        A state of epoch 0 and step 0.
+    """
     return StateId(0, 0, digest("initial", config_hash, weights_digest))
 
 
@@ -61,21 +63,29 @@ def advance(
     contributions: Iterable[tuple[int, int, int, int]],
     reduced: str,
 ) -> str:
-    """The lineage after one more step.
+    """Return the lineage after one more step.
 
-    ``contributions`` are (replica, weight, data shard, batch index); the cursor after is index + 1, so it is
-    covered. ``reduced`` is the rank-ordered digest of the reduced gradient shards.
+    Args:
+        prev: the lineage before.
+        epoch: of the attempt that was committed.
+        attempt: its number.
+        step: number of the step.
+        contributions: (replica, weight, data shard, batch index), in any order.
+        reduced: rank-ordered hash of the reduced gradient shards.
+
+    Returns:
+        32 hex digits.
     """
     return digest(prev, epoch, attempt, step, sorted(contributions), reduced)
 
 
 def newer(a: StateId, b: StateId) -> bool:
-    """Whether ``a`` is above ``b``: by (commit_epoch, step), never by step alone."""
+    """Whether `a` is above `b`: by (commit_epoch, step), never by step alone."""
     return (a.commit_epoch, a.step) > (b.commit_epoch, b.step)
 
 
 def same(a: StateId, b: StateId) -> bool:
-    """Whether two replicas that report ``a`` and ``b`` hold the same bits."""
+    """Whether two replicas that report `a` and `b` hold the same bits."""
     return a == b
 
 
@@ -85,26 +95,40 @@ Digests = tuple[tuple[int, str], ...]  # (replica, digest of its slice), of veri
 
 
 def slice_number(step: int) -> int:
-    """The number of the slice that is compared after ``step`` steps."""
+    """Return the number of the slice that is compared after `step` steps, in [0, SLICES)."""
     return step % SLICES
 
 
 def slice_bounds(nbytes: int, step: int) -> tuple[int, int]:
-    """The slice that is compared of a state of ``nbytes`` after ``step`` steps, as [begin, end) in bytes.
+    """Return the slice of the state that is compared after `step` steps.
 
-    Any ``SLICES`` steps in a row cover the whole state.
+    Any `SLICES` steps in a row cover all of it.
+
+    Args:
+        nbytes: size of the state in bytes.
+        step: committed steps.
+
+    Returns:
+        [begin, end) in bytes.
     """
     n = slice_number(step)
     return nbytes * n // SLICES, nbytes * (n + 1) // SLICES
 
 
 def differ(digests: Digests) -> bool:
-    """Whether the members do not all hold the same."""
+    """Whether not all digests are equal."""
     return len({digest for _, digest in digests}) > 1
 
 
 def minority(digests: Digests) -> tuple[int, ...]:
-    """Who holds something else than more than half of the members, sorted; empty if no such half exists."""
+    """Return the replicas that differ from more than half of the members.
+
+    Args:
+        digests: at least one.
+
+    Returns:
+        Sorted replica ids; empty if all agree, or if no digest is that of more than half.
+    """
     (most, votes), *_ = Counter(digest for _, digest in digests).most_common(1)
     if 2 * votes <= len(digests):
         return ()
@@ -112,7 +136,15 @@ def minority(digests: Digests) -> tuple[int, ...]:
 
 
 def describe(digests: Digests, state: StateId) -> str:
-    """A line for humans: who differs from whom."""
+    """Return one line for humans: which replicas differ from which.
+
+    Args:
+        digests: of members that differ.
+        state: the state that they all name.
+
+    Returns:
+        Text without a full stop.
+    """
     where = f"in slice {slice_number(state.step)} of {state}"
     few = minority(digests)
     if few:
