@@ -4,7 +4,7 @@
 
 Pydantic looks at every item of a list or a mapping and collects what is wrong with each, so a document of wrong
 items costs a hundred times more than a right one of its size. Here the first wrong item of a list ends the check,
-mappings whose items can be wrong are short, and errors are never formatted whole.
+mappings whose items can be wrong are short, and errors are never formatted as a whole.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _OPAQUE = ("metadata", "serialization", "cls", "ref", "schema_ref", "config", "d
 
 
 def checker(kind: Any) -> SchemaValidator:
-    """What validates documents of ``kind``, a dataclass or any other type that pydantic knows."""
+    """Return a validator for documents of `kind`, a dataclass or any other type that pydantic knows."""
     return SchemaValidator(_bounded(TypeAdapter(kind).core_schema))
 
 
 def complaint(error: ValidationError) -> str:
-    """The first thing that is wrong, on one short line: where, and what."""
+    """Return the first thing that is wrong with a document, on one short line: where, and what."""
     first = error.errors(include_url=False, include_context=False, include_input=False)[0]
     where = ".".join(str(each)[:SHOWN] for each in first["loc"])
     return f"{where or 'body'}: {first['msg']}"[:SHOWN]
 
 
 class MessageCodec:
-    """Encodes dataclasses as JSON ``{"type": tag, "body": fields}``, and decodes and checks them. Thread-safe.
+    """Encodes dataclasses as JSON `{"type": tag, "body": fields}`, and decodes and checks them. Thread-safe.
 
     Args:
-        types: The class of each tag. A class may get another name; a tag may not: peers and stored files use it.
-        max_bytes: The longest message that `decode` accepts.
+        types: the class of each tag. A class may get another name; a tag may not: peers and stored files use it.
+        max_bytes: longest message that `decode` accepts.
     """
 
     def __init__(self, types: Mapping[str, type], max_bytes: int) -> None:
@@ -61,7 +61,10 @@ class MessageCodec:
         return self._tags[message_type]
 
     def prepare(self, *types: type) -> None:
-        """Build now what encodes and checks messages of ``types``, instead of on first use."""
+        """Build the encoders and validators of `types` now.
+
+        Otherwise the first message of each type waits milliseconds.
+        """
         for each in types:
             self._adapter(self._tags[each])
             self._document(self._tags[each])
@@ -71,15 +74,22 @@ class MessageCodec:
         return self._adapter(self._tags[type(message)]).dump_python(message, mode="json")
 
     def encode(self, message: object) -> bytes:
-        """Return the JSON ``{"type": tag, "body": fields}`` of a message."""
+        """Return the JSON `{"type": tag, "body": fields}` of a message, in UTF-8."""
         document = {"type": self._tags[type(message)], "body": self.body(message)}
         return json.dumps(document, separators=(",", ":")).encode()
 
     def decode(self, data: bytes, *expected: type) -> Any:
-        """Return the message in ``data``, which must be of one of the classes in ``expected``.
+        """Return the message in `data`. The cost is linear in the bytes.
+
+        Args:
+            data: what `encode` made, or anything that a stranger sent.
+            *expected: classes that are accepted here.
+
+        Returns:
+            An instance of one of `expected`.
 
         Raises:
-            ProtocolViolation: ``data`` is too long, not JSON, of another class, or not valid.
+            ProtocolViolation: `data` is too long, not JSON, of another class, or not valid.
         """
         if len(data) > self._max_bytes:
             raise ProtocolViolation(f"message of {len(data)} bytes; allowed: {self._max_bytes}")
@@ -115,7 +125,7 @@ class MessageCodec:
 
 
 def _bounded(schema: Any) -> Any:
-    """The same schema, whose lists fail at their first wrong item and whose mappings are short."""
+    """Return the same schema, with lists that fail at their first wrong item and mappings that are short."""
     if isinstance(schema, list | tuple):
         return type(schema)(_bounded(each) for each in schema)
     if not isinstance(schema, dict):
@@ -130,13 +140,13 @@ def _bounded(schema: Any) -> Any:
 
 
 def _checks_items(schema: dict[str, Any]) -> bool:
-    """Whether a mapping's items can be wrong: the names of a JSON object are always strings."""
+    """Whether the items of a mapping can be wrong. The names of a JSON object are always strings."""
     names, values = (schema.get(side, {}).get("type", "any") for side in ("keys_schema", "values_schema"))
     return names not in ("any", "str") or values != "any"
 
 
 def _forbids(schema: dict[str, Any]) -> bool:
-    """Whether each name that is not known is an error of its own."""
+    """Whether each unknown name is an error of its own."""
     config = schema.get("config")
     return isinstance(config, dict) and config.get("extra_fields_behavior") == "forbid"
 

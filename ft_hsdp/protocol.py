@@ -1,7 +1,10 @@
-"""Every message on a wire, once: JSON of the core's dataclasses, tagged with their names, and checked.
+"""Every message that travels, defined once: JSON of dataclasses, tagged with a name, and checked on arrival.
 
-Four channels use it: replica to lighthouse (HTTP), leader to its own ranks, ranks to their store (both TCP, one
-JSON document per frame) and neighbours in a ring (TCP). Bulk data never passes here. Nothing is ever unpickled.
+Four channels use it: a replica and the lighthouse (HTTP), a leader and its ranks, ranks and their store (both TCP,
+one JSON document per frame), and neighbours in a ring (TCP). Gradients and states never pass here. Nothing is
+unpickled.
+
+Field names and tags are the wire format. `_MESSAGES` maps each tag to its class.
 """
 
 from __future__ import annotations
@@ -28,47 +31,41 @@ LENGTH = struct.Struct("!I")
 
 @dataclass(frozen=True, slots=True)
 class QuorumRequest:
-    """A replica asks for a step. ``ring`` and ``state`` are "host:port" of each rank's listeners.
+    """A replica asks the lighthouse for a step. Wire tag "Ask"."""
 
-    All replicas of a job share ``config_hash``, ``layout`` and ``numerics`` (what makes equal sums equal bits).
-    ``rules`` is what ``config_hash`` is over, by dotted key, so that a difference can be named; a replica that has
-    been granted leaves it out.
-    """
-
-    report: Report
-    ring: tuple[str, ...]
-    state: tuple[str, ...]
-    config_hash: str
-    layout: str
+    report: Report  # what the replica says about itself
+    ring: tuple[str, ...]  # "host:port" of each rank's ring listener
+    state: tuple[str, ...]  # "host:port" of each rank's state listener
+    config_hash: str  # hash of the rules on which all replicas of a job agree
+    layout: str  # hash of the layouts of all ranks' shards: names, shapes and order of the tensors
+    # what the bits of a sum depend on besides its operands: build, instruction set or GPU, threads
     numerics: str = ""
+    # what `config_hash` is over, by dotted key, to name a difference; empty after the first grant
     rules: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """No answer yet: ask again with the same report; ``reason`` says what is waited for."""
+    """Answer: not decided yet. Ask again with the same report."""
 
-    reason: str
+    reason: str  # what the lighthouse waits for
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessReport:
-    """A supervisor's full picture of its replicas: what runs (None: nothing), exited, given up.
+    """What a supervisor reports of its replicas' processes. Wire tag "Processes"."""
 
-    ``leases`` are the replicas that the supervisor ``owner`` wants to start alone, each with the number of the
-    lease that it was given last (0: none). A rank that reports for itself is no owner ("").
-    """
-
-    running: dict[int, str | None]
-    exited: tuple[str, ...] = ()
-    lost: tuple[int, ...] = ()
-    owner: str = ""
+    running: dict[int, str | None]  # the incarnation that runs, by replica id; None: none
+    exited: tuple[str, ...] = ()  # incarnations that have exited
+    lost: tuple[int, ...] = ()  # replicas that the supervisor has given up
+    owner: str = ""  # name of the supervisor; "": a rank that reports for itself
+    # replicas that `owner` wants to run alone, each with the number of its last lease (0: none)
     leases: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Eviction:
-    """An order to SIGKILL one incarnation."""
+    """An order to send SIGKILL to one incarnation."""
 
     replica: int
     incarnation: str
@@ -77,87 +74,76 @@ class Eviction:
 
 @dataclass(frozen=True, slots=True)
 class SupervisorReply:
-    """What a supervisor gets back. ``halted`` says why the job cannot go on, if it cannot.
+    """The lighthouse's answer to a `ProcessReport`. Wire tag "Overview"."""
 
-    ``drained`` are the replicas that are to leave, and not to be started. ``leases`` are the replicas that the
-    supervisor may start for ``lease_s`` seconds from its report on, each with the number of its lease; ``rivals``
-    are those that it may not start, each with the supervisor that may.
-    """
-
-    evict: tuple[Eviction, ...]
-    epoch: int
-    step: int
-    finished: bool
-    halted: str = ""
-    drained: tuple[int, ...] = ()
+    evict: tuple[Eviction, ...]  # incarnations to kill
+    epoch: int  # newest epoch
+    step: int  # newest step that is known to be committed; 0: none
+    finished: bool  # whether every replica has the final state
+    halted: str = ""  # why the job cannot go on; "": it can
+    drained: tuple[int, ...] = ()  # replicas that are to leave, and must not be started
+    # replicas that the supervisor may start, each with the number of its lease
     leases: dict[int, int] = field(default_factory=dict)
+    # replicas that it must not start, each with the supervisor that may
     rivals: dict[int, str] = field(default_factory=dict)
-    lease_s: float = 0.0
+    lease_s: float = 0.0  # how long the leases last from the report on, in seconds
 
 
 @dataclass(frozen=True, slots=True)
 class RankBeat:
-    """A sign of life of one rank: where it runs, and how far its trainer has come (counts up while it works)."""
+    """A sign of life of one rank."""
 
-    rank: int
-    pid: int
-    host: str
-    progress: int
+    rank: int  # rank within the replica
+    pid: int  # its process
+    host: str  # machine on which it runs
+    progress: int  # counts up while the trainer works
 
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """What a replica or a supervisor tells the lighthouse beside the protocol; nothing is decided from it.
+    """What a replica or a supervisor tells the lighthouse for display. No decision depends on it."""
 
-    ``source`` is an incarnation, or "supervisor". ``events`` and ``commits`` are rows as they stand in the logs
-    of a run; ``dropped`` is how many rows found no place in the sender's memory.
-    """
-
-    source: str
-    events: tuple[dict[str, Any], ...] = ()
-    commits: tuple[dict[str, Any], ...] = ()
-    ranks: tuple[RankBeat, ...] = ()
-    dropped: int = 0
+    source: str  # an incarnation, or "supervisor"
+    events: tuple[dict[str, Any], ...] = ()  # rows as they stand in events.jsonl
+    commits: tuple[dict[str, Any], ...] = ()  # rows as they stand in the log of commits
+    ranks: tuple[RankBeat, ...] = ()  # signs of life
+    dropped: int = 0  # rows that were lost because the sender's buffer was full
 
 
-# Between a leader and its own ranks; the leader's orders are the core's effects.
+# Between a leader and its ranks. The leader's orders are the core's effects.
 
 
 @dataclass(frozen=True, slots=True)
 class RankHello:
-    """A rank is here; ``ring`` and ``state`` are where it listens ("host:port"), once it does."""
+    """A rank has connected to its leader."""
 
     rank: int
-    ring: str
-    state: str
+    ring: str  # "host:port" of its ring listener; "": it does not listen yet
+    state: str  # "host:port" of its state listener
 
 
 @dataclass(frozen=True, slots=True)
 class RankAlive:
-    """A sign of life between the leader and its other ranks, both ways."""
+    """A sign of life between the leader and its other ranks, in both directions."""
 
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
 class RankBroken:
-    """A rank's ring is over; ``suspect`` is the replica at the other end, if one is to blame.
-
-    ``planned`` says that a member left on purpose, for a newer epoch or at its end: nothing failed. ``accuser`` is
-    the neighbour of the suspect that blames it.
-    """
+    """The ring of one rank broke."""
 
     rank: int
     epoch: int
-    cause: str
-    suspect: int | None = None
-    planned: bool = False
-    accuser: int | None = None
+    cause: str  # one line for the journal
+    suspect: int | None = None  # the replica at the other end, if it is to blame
+    planned: bool = False  # a member left on purpose, for a newer epoch or at its end: nothing failed
+    accuser: int | None = None  # the neighbour of the suspect that blames it
 
 
 @dataclass(frozen=True, slots=True)
 class RankShown:
-    """A neighbour showed a rank a grant that it did not know."""
+    """A neighbour showed a rank a grant that the rank did not know."""
 
     rank: int
     grant: Grant
@@ -165,7 +151,7 @@ class RankShown:
 
 @dataclass(frozen=True, slots=True)
 class RankStopped:
-    """A rank has left the ring of ``epoch`` and is ready for another."""
+    """A rank has left the ring of `epoch` and is ready for another."""
 
     rank: int
     epoch: int
@@ -180,21 +166,19 @@ class RankLeaves:
 
 @dataclass(frozen=True, slots=True)
 class RankFetched:
-    """A rank staged and verified its shard of ``base``; ``kept``: its host keeps it as a copy, too."""
+    """A rank has fetched and verified its shard of `base`."""
 
     rank: int
     base: StateId
-    kept: bool = False
+    kept: bool = False  # whether its host keeps the shard as a snapshot too
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """From a leader to its ranks: whether all of them have a copy of ``state`` (``everywhere``), or some have not.
+    """From a leader to its ranks: which snapshots may be dropped."""
 
-    Older copies may go in the one case; in the other the newest that all have must stay.
-    """
-
-    state: StateId
+    state: StateId  # the base of the step that was voted on, or what was fetched
+    # all ranks have a copy, so older ones may go; otherwise the newest copy that all have must stay
     everywhere: bool
 
 
@@ -209,7 +193,7 @@ class RankFetchFailed:
 
 @dataclass(frozen=True, slots=True)
 class RankCheckpointed:
-    """A rank's shard of ``state`` is in durable storage."""
+    """A rank's shard of `state` is in durable storage."""
 
     rank: int
     state: StateId
@@ -217,40 +201,38 @@ class RankCheckpointed:
 
 @dataclass(frozen=True, slots=True)
 class RankCheckpointFailed:
-    """A rank could not write its shard of ``state``."""
+    """A rank could not write its shard of `state`."""
 
     rank: int
     state: StateId
     reason: str
 
 
-# Between the ranks of a replica and their store, which rank 0 has.
+# Between the ranks of a replica and their store, which is in rank 0.
 
 
 @dataclass(frozen=True, slots=True)
 class StoreCall:
-    """``rank`` has something done with keys; the answer has the call's ``number``.
-
-    ``values`` are base64; ``amount`` is what ``add`` adds; ``wait_s`` is how long keys may take to come.
-    """
+    """A rank calls the key table of rank 0."""
 
     rank: int
-    number: int
+    number: int  # of the call; the answer repeats it
     what: Literal["set", "get", "add", "check", "wait", "compare_set", "delete", "count"]
     keys: tuple[str, ...] = ()
-    values: tuple[str, ...] = ()
-    amount: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
+    values: tuple[str, ...] = ()  # base64
+    amount: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0  # what "add" adds
+    # how long keys may take to appear, in seconds
     wait_s: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class StoreAnswer:
-    """Of the call ``number``: what there is to say in ``amount`` or ``value`` (base64); ``error``: why not."""
+    """The answer to one `StoreCall`."""
 
-    number: int
-    amount: int = 0
-    value: str = ""
-    error: str = ""
+    number: int  # of the call
+    amount: int = 0  # a number or a truth value
+    value: str = ""  # base64
+    error: str = ""  # why the call failed; "": it did not
 
 
 # Between neighbours in a ring.
@@ -258,53 +240,47 @@ class StoreAnswer:
 
 @dataclass(frozen=True, slots=True)
 class RingHello:
-    """A member calls its right neighbour for ``grant``, on a new connection or on one that both have kept.
-
-    ``host`` names the machine, ``offers`` are the transports that it can use, best first. ``kept`` is how many
-    chunks it has sent on the data connection that it still has (-1: it has none).
-    """
+    """A member calls its right neighbour for `grant`, on a new connection or on one that both have kept."""
 
     grant: Grant
     replica: int
     rank: int
-    layout: str
-    host: str
-    offers: tuple[str, ...]
-    kept: int = -1
+    layout: str  # hash of the layouts of all ranks' shards
+    host: str  # names the machine
+    offers: tuple[str, ...]  # transports that the caller can use, best first
+    kept: int = -1  # chunks it has sent on the data connection that it still has; -1: it has none
 
 
 @dataclass(frozen=True, slots=True)
 class RingWelcome:
-    """The neighbour has the same grant. ``kept``: the data connection stays; otherwise one of ``transport`` is
-    to be made at ``door``, with ``ticket``."""
+    """The neighbour has the same grant."""
 
     epoch: int
-    kept: bool
-    transport: str = ""
-    door: str = ""
-    ticket: str = ""
+    kept: bool  # the data connection stays; otherwise a new one is made
+    transport: str = ""  # of the new data connection
+    door: str = ""  # where the caller connects for it
+    ticket: str = ""  # what the caller shows there
 
 
 @dataclass(frozen=True, slots=True)
 class RingData:
-    """First message on a data connection: which one of the edge it is. ``probe`` is the address of the ticket in
-    the caller's memory (0: none)."""
+    """First message on a data connection."""
 
-    ticket: str
-    lane: int
-    probe: int = 0
+    ticket: str  # of the `RingWelcome`
+    lane: int  # number of the connection, of the several of one edge
+    probe: int = 0  # address of the ticket in the caller's memory; 0: none
 
 
 @dataclass(frozen=True, slots=True)
 class RingReady:
-    """The data connection is taken; ``direct``: the neighbour can read the caller's memory."""
+    """The data connection is accepted."""
 
-    direct: bool = False
+    direct: bool = False  # whether the neighbour can read the caller's memory
 
 
 @dataclass(frozen=True, slots=True)
 class RingBarrier:
-    """Goes round twice before the first all-reduce: all are connected, and all know that."""
+    """Goes round twice before the first all-reduce: first all are connected, then all know that."""
 
     epoch: int
     lap: int
@@ -312,36 +288,30 @@ class RingBarrier:
 
 @dataclass(frozen=True, slots=True)
 class RingBeat:
-    """A sign of life while the ring of ``epoch`` forms and stands.
+    """A sign of life while the ring of `epoch` forms and stands.
 
-    ``entered`` counts the all-reduces that the sender has begun in it, ``sent`` the chunks on its data connection,
-    so that its right neighbour can tell who waits itself from who has not come yet, or whose chunks do not arrive.
-    ``stall_ms`` is how much longer than usual the sender may be silent because its host is overloaded, ``pid`` its
-    process.
+    The counters let the right neighbour tell a member that waits itself from one that has not come yet, and from
+    one whose chunks do not arrive.
     """
 
     epoch: int
-    entered: int
-    sent: int
-    stall_ms: int = 0
-    pid: int = 0
+    entered: int  # all-reduces that the sender has begun in this ring
+    sent: int  # chunks that it has sent on its data connection
+    stall_ms: int = 0  # how much longer than usual it may be silent, because its host is overloaded
+    pid: int = 0  # its process
 
 
 @dataclass(frozen=True, slots=True)
 class RingAbort:
-    """The ring of ``epoch`` is over. Travels both ways; ``grant`` is a newer one, if known.
-
-    ``stuck``: the suspect lives, but others wait in an all-reduce that it does not enter. ``accuser`` is the
-    member that blames the suspect: the two ends of one edge.
-    """
+    """The ring of `epoch` broke. Travels in both directions."""
 
     epoch: int
-    cause: str
-    suspect: int | None = None
-    grant: Grant | None = None
-    planned: bool = False
-    stuck: bool = False
-    accuser: int | None = None
+    cause: str  # one line for the journal
+    suspect: int | None = None  # the replica that is held responsible, if there is one
+    grant: Grant | None = None  # a newer one, if the sender knows one
+    planned: bool = False  # a member left on purpose: nothing failed
+    stuck: bool = False  # the suspect lives, but does not enter the all-reduce in which others wait
+    accuser: int | None = None  # the member that blames the suspect: the other end of the edge
 
 
 # The tag of each message on the wire. A class may get another name; a tag may not: peers and stored files use it.
@@ -397,20 +367,27 @@ tag_of, prepare, encode, decode = _CODEC.tag_of, _CODEC.prepare, _CODEC.encode, 
 
 
 def frame(message: object) -> bytes:
-    """Return a message with its length in front, for a stream."""
+    """Return a message with its length in front (4 bytes, big-endian), for a stream."""
     return framed(encode(message))
 
 
 def framed(data: bytes) -> bytes:
-    """Return ``data`` with its length in front, for a stream."""
+    """Return `data` with its length in front (4 bytes, big-endian), for a stream."""
     return LENGTH.pack(len(data)) + data
 
 
 def frame_length(prefix: bytes, max_bytes: int = MAX_MESSAGE) -> int:
-    """Return the number of bytes in a frame, from the LENGTH.size bytes in front of it.
+    """Return the length of the next frame on a stream.
+
+    Args:
+        prefix: the `LENGTH.size` bytes in front of the frame.
+        max_bytes: longest frame that is accepted.
+
+    Returns:
+        Bytes to read.
 
     Raises:
-        ProtocolViolation: the frame is longer than ``max_bytes``.
+        ProtocolViolation: the frame is longer than that.
     """
     (size,) = LENGTH.unpack(prefix)
     if size > max_bytes:
@@ -419,13 +396,30 @@ def frame_length(prefix: bytes, max_bytes: int = MAX_MESSAGE) -> int:
 
 
 def mac(token: str, *parts: object) -> str:
-    """HMAC-SHA256 of canonical JSON of ``parts`` under the job's token; 64 hex digits."""
+    """Return the HMAC-SHA256 of canonical JSON of `parts`.
+
+    Args:
+        token: the job's token, the key.
+        *parts: what is authenticated.
+
+    Returns:
+        64 hex digits.
+    """
     text = json.dumps(parts, sort_keys=True, separators=(",", ":"), default=str)
     return hmac.new(token.encode(), text.encode(), hashlib.sha256).hexdigest()
 
 
 def genuine(token: str, claimed: str, *parts: object) -> bool:
-    """Whether ``claimed`` is the MAC of ``parts``, compared in constant time."""
+    """Whether `claimed` is the MAC of `parts`; compared in constant time.
+
+    Args:
+        token: the job's token.
+        claimed: 64 hex digits, or anything else.
+        *parts: what is authenticated.
+
+    Returns:
+        False for any text that is not the MAC.
+    """
     return hmac.compare_digest(mac(token, *parts).encode(), claimed.encode(errors="replace"))
 
 
@@ -434,15 +428,27 @@ def _grant_body(grant: Grant) -> Any:
 
 
 def sign(token: str, grant: Grant) -> Grant:
-    """The grant with its MAC, so that a member can show it to another."""
+    """Return the grant with its MAC, so that a member can show it to another.
+
+    Args:
+        token: the job's token.
+        grant: a grant; its `mac` is ignored.
+
+    Returns:
+        The same grant; the MAC covers all its other fields.
+    """
     return replace(grant, mac=mac(token, "grant", _grant_body(grant)))
 
 
 def verify(token: str, grant: Grant) -> None:
-    """Check a grant that came from anywhere.
+    """Check that a grant was made by this job's lighthouse.
+
+    Args:
+        token: the job's token.
+        grant: from the lighthouse or from another member.
 
     Raises:
-        ProtocolViolation: it was not made by this job's lighthouse.
+        ProtocolViolation: its MAC is wrong.
     """
     if not genuine(token, grant.mac, "grant", _grant_body(grant)):
         raise ProtocolViolation(f"grant of epoch {grant.epoch} has a wrong MAC")

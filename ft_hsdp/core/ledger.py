@@ -175,8 +175,8 @@ class BatchAssigner:
     """Which batch each replica takes next."""
 
     # "per_replica": replica r takes the batches of data shard r, one after the other.
-    # "global": all take from one data shard, first the contributors of the last step in the order of their ids, then
-    # the others. While the same replicas contribute, no batch is left out; the batch of a replica that is lost is
+    # "global": all take from one data shard, the contributors of the last step first, in the order of their ids,
+    # then the others. While the same replicas contribute, no batch is left out; the batch of a lost replica is
     # assigned again in the next step.
     assignment: Assignment
     replicas: int  # replicas of the job
