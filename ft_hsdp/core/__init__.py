@@ -23,7 +23,7 @@ This package imports nothing but itself and the standard library, and of that no
 `pyproject.toml` enforces it. Time enters as an argument or as an event. Two leaders that see the same events
 therefore decide the same, and a failure can be replayed from a log of events.
 
-Example: a replica that has just started asks the lighthouse for its first step::
+Example: a replica that has just started asks the lighthouse for its first step:
 
     zero = state_id.initial(config_hash, weights_digest)
     replica = Replica(me=0, incarnation="0-a-0", steps=100, state=zero, ring_state=zero)
