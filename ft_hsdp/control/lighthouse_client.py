@@ -28,7 +28,7 @@ from ft_hsdp.errors import ConfigError, LighthouseUnreachable, ProtocolViolation
 from ft_hsdp.protocol import ProcessReport, QuorumRequest, Telemetry, Wait
 
 
-def home(host: str, lighthouse: str) -> str:
+def own_address(host: str, lighthouse: str) -> str:
     """The IP address to listen at and to advertise for ``host``: a name's first one, an address as it is.
 
     For 0.0.0.0 and :: it is the one from which this machine reaches ``lighthouse`` (a URL).
@@ -74,7 +74,7 @@ def http_client(token: str, timeout_s: float, tls: ssl.SSLContext | None = None)
     )
 
 
-def listed(text: str, option: str = "--lighthouse") -> tuple[str, ...]:
+def parse_urls(text: str, option: str = "--lighthouse") -> tuple[str, ...]:
     """``URL[,URL]``, the value of ``option``, as URLs without a slash at the end. Raises ConfigError."""
     urls = tuple(part.strip().rstrip("/") for part in text.split(",") if part.strip())
     if not urls or any(urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc for url in urls):
@@ -82,7 +82,7 @@ def listed(text: str, option: str = "--lighthouse") -> tuple[str, ...]:
     return urls
 
 
-def named(document: object) -> tuple[str, ...]:
+def urls_of_run(document: object) -> tuple[str, ...]:
     """The URLs in a run's lighthouse.json, the leader's first; none in anything else."""
     if not isinstance(document, Mapping):
         return ()
@@ -153,7 +153,7 @@ class Lighthouses:
     def _look_again(self) -> None:
         """Take the addresses that the run has now, if they are others."""
         with contextlib.suppress(OSError, ValueError):
-            urls = named(json.loads(self._file.read_text())) if self._file is not None else ()
+            urls = urls_of_run(json.loads(self._file.read_text())) if self._file is not None else ()
             if urls and set(urls) != set(self.urls):
                 self.urls, self._at = urls, 0
 

@@ -9,7 +9,7 @@ from typing import Literal
 
 from ft_hsdp import secret, tls
 from ft_hsdp.config import load
-from ft_hsdp.control.lighthouse_client import Lighthouses, http_client, named
+from ft_hsdp.control.lighthouse_client import Lighthouses, http_client, urls_of_run
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, ConfigError, FtHsdpError, LighthouseUnreachable
 from ft_hsdp.launch.run.directory import RunDir, read_json
 
@@ -45,7 +45,7 @@ def order(
     if not tokens:
         allowed = f"the token of an admin, in it or in {ADMIN_VARIABLE}"
         raise ConfigError("admin_token", str(run.admin_token), allowed)
-    urls = named(read_json(run.lighthouse))
+    urls = urls_of_run(read_json(run.lighthouse))
     if not urls:
         raise LighthouseUnreachable(f"there is no {run.lighthouse}: the job in {run.path} has no lighthouse")
     whole = action in ("checkpoint", "scale")

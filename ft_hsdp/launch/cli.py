@@ -168,10 +168,10 @@ def _bench(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from ft_hsdp.control.lighthouse_client import listed
+    from ft_hsdp.control.lighthouse_client import parse_urls
     from ft_hsdp.launch.doctor import Subject, examine
 
-    urls = listed(args.lighthouse) if args.lighthouse else ()
+    urls = parse_urls(args.lighthouse) if args.lighthouse else ()
     findings = examine(Subject(_config(args), urls, args.ray, args.ray_address))
     well = all(finding.ok for finding in findings)
     if args.json:

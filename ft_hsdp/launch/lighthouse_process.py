@@ -16,7 +16,7 @@ import httpx
 
 from ft_hsdp import secret, tls
 from ft_hsdp.config import Config, dump
-from ft_hsdp.control.lighthouse_client import http_client, named
+from ft_hsdp.control.lighthouse_client import http_client, urls_of_run
 from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, ConfigError, FtHsdpError
 from ft_hsdp.launch.backend.processes import environment, last_line, spare, tied
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, open_log, read_json
@@ -236,7 +236,7 @@ class LighthouseFleet:
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         deadline = time.monotonic() + self._listen_s
-        while not (alive(said := read_json(self._run.lighthouse)) and set(self.urls) <= set(named(said))):
+        while not (alive(said := read_json(self._run.lighthouse)) and set(self.urls) <= set(urls_of_run(said))):
             if time.monotonic() > deadline:
                 etcd = ", ".join(self._etcd)
                 why = f"no lighthouse leads after {self._listen_s:g} s: does etcd at {etcd} answer?"

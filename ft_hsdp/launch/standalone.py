@@ -14,7 +14,7 @@ import httpx
 
 from ft_hsdp import secret, tls
 from ft_hsdp.config import Config, agreed, dump, load
-from ft_hsdp.control.lighthouse_client import listed, named
+from ft_hsdp.control.lighthouse_client import parse_urls, urls_of_run
 from ft_hsdp.core.replica_state import difference
 from ft_hsdp.errors import (
     EXIT_CONFIG,
@@ -62,7 +62,7 @@ def lighthouse(config: Config, url: str | None = None) -> int:
     else:
         _same_hash(run, config)
         run.config.write_text(dump(config))
-    where = () if url is None else ("--url", listed(url, "--url")[0])
+    where = () if url is None else ("--url", parse_urls(url, "--url")[0])
     command = [sys.executable, "-m", "lighthouse", "--run", str(run.path), *where]
     os.execve(sys.executable, command, environment())  # noqa: S606 - no shell is what we want
 
@@ -111,7 +111,7 @@ def wait_for_lighthouse(run: RunDir, trusted: tls.Trusted, timeout_s: float) -> 
     deadline = time.monotonic() + timeout_s
     problem = f"there is no {run.lighthouse}; start `ft-hsdp lighthouse` first, or give --lighthouse"
     while True:
-        urls = named(read_json(run.lighthouse)) if run.token.exists() else ()
+        urls = urls_of_run(read_json(run.lighthouse)) if run.token.exists() else ()
         for url in urls:
             try:
                 httpx.get(f"{url}/healthz", timeout=1.0, trust_env=False, verify=trusted).raise_for_status()
@@ -221,8 +221,8 @@ def _introduce(run: RunDir, config: Config, url: str) -> None:
         furnish(run, config, token)
     elif token and not (run.token.exists() and secret.current(run.token) == token):
         secret.write_private(run.token, token)  # others may read it at this moment: not without need
-    urls = listed(url)
-    if set(named(read_json(run.lighthouse))) != set(urls):
+    urls = parse_urls(url)
+    if set(urls_of_run(read_json(run.lighthouse))) != set(urls):
         write_json(run.lighthouse, {"pid": 0, "url": urls[0], "urls": list(urls)})
 
 

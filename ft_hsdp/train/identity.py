@@ -16,7 +16,7 @@ from typing import Protocol
 
 from ft_hsdp import fault_injection
 from ft_hsdp.config import Config
-from ft_hsdp.control.lighthouse_client import home
+from ft_hsdp.control.lighthouse_client import own_address
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.state.agent.launcher import Starter
 
@@ -89,7 +89,7 @@ def begin(config: Config, place: RankPlace, call: IncarnationId) -> RankIdentity
 
 def _starter(config: Config, place: RankPlace, replica: int) -> Starter:
     """Start the state agent of this host, if there is none; it lives as long as whoever started this rank."""
-    host = home(config.network.state_interface or config.network.host, place.lighthouses[0])
+    host = own_address(config.network.state_interface or config.network.host, place.lighthouses[0])
     log = place.run / "replicas" / str(replica) / f"agent-{socket.gethostname()}.log"
     starter = Starter(place.token, replica, host, os.getppid(), log, config.timeouts.linger_s, config.network.tls)
     starter.ensure()

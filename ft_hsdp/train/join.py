@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from ft_hsdp import address, handshake, record_layer, secret
 from ft_hsdp.config import Config, load
-from ft_hsdp.control.lighthouse_client import listed, named
+from ft_hsdp.control.lighthouse_client import parse_urls, urls_of_run
 from ft_hsdp.control.rank_store import RankStore, connect, serve
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.state.agent.launcher import TOKEN_VARIABLE
@@ -47,7 +47,7 @@ def join(
     run = run or Path(config.job.runs_dir) / config.job.name
     file = run / "lighthouse.json"
     try:
-        urls = listed(lighthouse) if lighthouse else named(json.loads(file.read_text()))
+        urls = parse_urls(lighthouse) if lighthouse else urls_of_run(json.loads(file.read_text()))
         if not urls:
             raise ValueError("lighthouse.json names none")
         token = os.environ.get(TOKEN_VARIABLE) or secret.current(run / "token")

@@ -30,7 +30,7 @@ from ft_hsdp.control import exit_watch, watchdog
 from ft_hsdp.control import leader as control
 from ft_hsdp.control.exit_watch import process_space
 from ft_hsdp.control.leader import Leader, LeaderOutlets, LeaderSettings
-from ft_hsdp.control.lighthouse_client import LighthouseClient, home
+from ft_hsdp.control.lighthouse_client import LighthouseClient, own_address
 from ft_hsdp.control.rank_channel import RankHub, RankLine
 from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.control.watchdog import Limits, Watchdog
@@ -278,7 +278,7 @@ class RankRuntime:
         settings = ring_settings(config)
         events = GroupEvents(agent.connected, agent.broken, agent.shown, self._token)
         agent.group = Group(identity, settings, events, ground.plane, ground.arena)
-        self._ring_address = agent.group.listen(home(config.network.host, place.lighthouses[0]))
+        self._ring_address = agent.group.listen(own_address(config.network.host, place.lighthouses[0]))
         agent.reducer = Reducer(
             agent.group, ground.sizes, life.replica, place.rank, self._voted, ground.device, self._checked
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ft_hsdp.control.lighthouse_client import home
+from ft_hsdp.control.lighthouse_client import own_address
 from ft_hsdp.errors import ConfigError
 
 URL = "http://127.0.0.1:8765"
@@ -23,7 +23,7 @@ URL = "http://127.0.0.1:8765"
     ],
 )
 def test_it_is_an_address_that_can_be_reached(host, lighthouse, address):
-    assert home(host, lighthouse) in (address, "::1" if "localhost" in host + lighthouse else address)
+    assert own_address(host, lighthouse) in (address, "::1" if "localhost" in host + lighthouse else address)
 
 
 @pytest.mark.parametrize(
@@ -33,5 +33,5 @@ def test_a_name_without_an_address_is_one_line(host, lighthouse):
     with pytest.raises(
         ConfigError, match=r"^network\.host: got .*; allowed: an address of this machine \("
     ) as caught:
-        home(host, lighthouse)
+        own_address(host, lighthouse)
     assert "\n" not in str(caught.value)

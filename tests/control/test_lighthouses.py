@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from ft_hsdp.control import lighthouse_client
-from ft_hsdp.control.lighthouse_client import Lighthouses, http_client, listed, named
+from ft_hsdp.control.lighthouse_client import Lighthouses, http_client, parse_urls, urls_of_run
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
 
 A, B, C = URLS = ("http://a:1", "http://b:1", "http://c:1")
@@ -197,14 +197,14 @@ def test_the_only_one_is_asked_once_whatever_it_answers() -> None:
 
 
 def test_lists_of_lighthouses() -> None:
-    assert listed("http://a:1/, https://b:2") == ("http://a:1", "https://b:2")
+    assert parse_urls("http://a:1/, https://b:2") == ("http://a:1", "https://b:2")
     for text in ("", ",", "a:1", "http://", "http://a:1,b:2", "ftp://a:1"):
         with pytest.raises(ConfigError, match="--lighthouse"):
-            listed(text)
-    assert named({"pid": 1, "url": A}) == (A,)
-    assert named({"pid": 1, "url": B, "urls": [A, B, C]}) == (B, A, C)
+            parse_urls(text)
+    assert urls_of_run({"pid": 1, "url": A}) == (A,)
+    assert urls_of_run({"pid": 1, "url": B, "urls": [A, B, C]}) == (B, A, C)
     for document in (None, [], {}, {"urls": None}, {"url": 3, "urls": [None]}):
-        assert named(document) == ()
+        assert urls_of_run(document) == ()
 
 
 def test_the_client_goes_nowhere_else() -> None:

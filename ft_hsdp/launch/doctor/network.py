@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from ft_hsdp import tls
-from ft_hsdp.control.lighthouse_client import home
+from ft_hsdp.control.lighthouse_client import own_address
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided, is_loopback
 from ft_hsdp.launch.lighthouse_process import check_port
@@ -177,7 +177,7 @@ def interface(subject: Subject) -> str:
         else ("network.host", network.host)
     )
     reached = f"http://{tls.reached(network.host)}" if ":" not in network.host else "http://[::1]"
-    address = home(given, subject.lighthouses[0] if subject.lighthouses else reached)
+    address = own_address(given, subject.lighthouses[0] if subject.lighthouses else reached)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
         with (

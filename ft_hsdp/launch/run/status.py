@@ -10,7 +10,7 @@ import httpx
 
 from ft_hsdp import secret, tls
 from ft_hsdp.config import load
-from ft_hsdp.control.lighthouse_client import named as urls_in
+from ft_hsdp.control.lighthouse_client import urls_of_run
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, newest_live, read_json, read_jsonl
 from ft_hsdp.tls import Trusted
@@ -47,7 +47,7 @@ def status(run: RunDir) -> Status:
     """The state of a running job; what the lighthouse cannot say is taken from the run's own files."""
     config = load(run.config)
     at = read_json(run.lighthouse) or {"pid": None, "url": None}
-    urls = urls_in(at)
+    urls = urls_of_run(at)
     trusted = tls.trusted(config.network)
     answer = next(filter(None, (_ask(run, url, trusted) for url in urls)), None)
     told: dict[int, Row] = {row["replica"]: row for row in (answer or {}).get("replicas", [])}
