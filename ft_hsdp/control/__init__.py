@@ -1,1 +1,33 @@
-"""Control: a leader, its ranks and the lighthouse (FT-HSDP §4.1)."""
+"""The processes of one replica beside its tensors.
+
+Its leader, the channels of its ranks, its line to the lighthouse.
+
+Rank 0 of a replica is its leader. It feeds `ft_hsdp.core` with events and carries out the effects: some are
+requests to the lighthouse, most are orders to all ranks (FT-HSDP §4.1). Losing the leader ends a rank: a replica
+lives or dies as a whole.
+
+Read the modules in this order:
+
+- `leader`: `Leader` drives the core of its replica. All of it runs on the control loop of rank 0, so it has no
+  locks.
+- `rank_channel`: one TCP connection from each other rank to rank 0 (`RankHub`, `RankLine`), for orders and
+  reports.
+- `lighthouse_client`: which lighthouse is asked, over HTTP, and what becomes of one that does not answer.
+- `telemetry`: `Decisions` writes the core's decisions into the journal; `Reporter` sends rows to the lighthouse.
+- `watchdog`: what one rank watches so that no hang lasts: its siblings, itself, its parent process.
+- `exit_watch`: a process that outlives the ranks and reports their exit.
+- `store_server`, `rank_store`: the torch.distributed store of one replica: its table in rank 0, and torch's view
+  of it.
+
+This package imports no tensors (except `rank_store`, which is a `torch.distributed.Store`), nothing of
+`ft_hsdp.ftar`, `ft_hsdp.state` or `ft_hsdp.train`: they are neighbours or above. `ft_hsdp.train.runtime` joins the
+parts. Everything that comes from a socket passes `ft_hsdp.handshake` and `ft_hsdp.protocol` first.
+
+The main call path of one step:
+
+    rank:   RankLine.send(Vote)                      each rank holds its reduced shard
+    leader: Leader.received -> VoteTally.record      all votes are in
+            Leader.handle(Reduced) -> transition     SendToken, and later the verdict: Commit, RequestGrant,
+            RunBatch RankHub.broadcast(Commit)                every rank applies
+            LighthouseClient.ask(QuorumRequest)      Answered: the next step
+"""

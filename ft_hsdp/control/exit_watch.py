@@ -1,8 +1,9 @@
-"""Exit watch: a process that outlives the ranks of a replica, and tells the lighthouse that they have exited.
+"""A process that outlives the ranks of a replica and tells the lighthouse that they have exited.
 
-Under a launcher that is not ours nobody else does. It counts as an exit only when all ranks are gone, so it is
-started only where all of them run on one machine. Run as ``python -m ft_hsdp.control.exit_watch``, with a
-`Watched` as JSON on stdin; it ends when a lighthouse knows, or when its time is over.
+Under ft_hsdp's own launcher the supervisor does that; under another launcher no other process does. It is an exit
+only when all ranks are gone, so this process is started only where all ranks run on one machine. Run as `python -m
+ft_hsdp.control.exit_watch` with a `Watched` as JSON on stdin. It ends when a lighthouse knows, or when its time is
+over.
 """
 
 from __future__ import annotations
@@ -31,31 +32,38 @@ AGAIN_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """The ranks of ``incarnation``, by pid, and the lighthouses that are to know; see `LighthouseClient`.
+    """What the process watches, and whom it tells."""
 
-    ``patience_s``: how long a lighthouse that does not answer is tried.
-    """
-
-    incarnation: str
-    pids: tuple[int, ...]
-    lighthouses: tuple[str, ...]
-    token: str
-    listed: str | None
-    network: NetworkConfig
-    patience_s: float
+    incarnation: str  # of the replica
+    pids: tuple[int, ...]  # of all its ranks
+    lighthouses: tuple[str, ...]  # their URLs
+    token: str  # the job's token
+    listed: str | None  # path of a run's lighthouse.json, which names newer URLs; None: there is none
+    network: NetworkConfig  # for TLS
+    patience_s: float  # how long a lighthouse that does not answer is tried, in seconds
 
 
 _WATCHED = TypeAdapter(Watched)
 
 
 def process_space() -> str:
-    """The same for two processes whose pids mean the same to both."""
+    """Return a name that is equal for two processes in which a pid means the same process."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{Path('/proc/self/ns/pid').stat().st_ino}"
 
 
 def start(watched: Watched, log: Path) -> subprocess.Popen[bytes]:
-    """Start the watch in a session of its own: what ends the ranks does not end it. It outlives this process."""
+    """Start the watch in a session of its own, so that a signal to the ranks does not end it.
+
+    It outlives this process.
+
+    Args:
+        watched: what to watch.
+        log: file for its output.
+
+    Returns:
+        The process.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as out:
         process = subprocess.Popen(
@@ -72,7 +80,7 @@ def start(watched: Watched, log: Path) -> subprocess.Popen[bytes]:
 
 
 def all_gone(pids: Iterable[int]) -> None:
-    """Wait until none of these processes runs. Blocks for as long as they live."""
+    """Block until none of these processes runs."""
     for pid in pids:
         try:
             descriptor = os.pidfd_open(pid)
@@ -87,7 +95,14 @@ def all_gone(pids: Iterable[int]) -> None:
 
 
 async def report(watched: Watched) -> bool:
-    """Tell a lighthouse that the incarnation has exited; whether one has heard it in time."""
+    """Tell a lighthouse that the incarnation has exited.
+
+    Args:
+        watched: the incarnation and the lighthouses.
+
+    Returns:
+        Whether a lighthouse took the report within `patience_s`.
+    """
     listed = None if watched.listed is None else Path(watched.listed)
     client = LighthouseClient(watched.lighthouses, watched.token, tls.client(watched.network), listed)
     until = time.monotonic() + watched.patience_s
@@ -105,7 +120,7 @@ async def report(watched: Watched) -> bool:
 
 
 def main() -> int:
-    """Watch what stdin says; the exit code."""
+    """Watch what stdin says, and return the exit code."""
     watched = _WATCHED.validate_json(sys.stdin.buffer.read())
     all_gone(watched.pids)
     return 0 if asyncio.run(report(watched)) else 1

@@ -1,11 +1,13 @@
-"""Leader: drives the replica's core. Effects become messages and requests, their outcome comes back as events.
+"""Drives the core of a replica: effects become messages and requests, and their outcome comes back as events.
 
-One place turns effects into tasks. All of it runs on the control loop of rank 0, so nothing here is locked.
+One place (`Leader._perform`) turns effects into tasks. All of it runs on the control loop of rank 0, so nothing
+here is locked.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,53 +35,53 @@ from ft_hsdp.protocol import (
     Settled,
 )
 
-RETRY_S = 0.2
+RETRY_S = 0.2  # between two attempts to reach the lighthouse
 PATIENCE_S = 0.02  # shortest wait for the answer of a lighthouse that has answered before
-OWING = "no answer in time"
-KEPT_EPOCHS = 16
-VOTES = 3  # x ftar.timeout_s: between the first and the last vote of a replica; a ring that hangs ends within two
+LATE = "no answer in time"
+KEPT_EPOCHS = 16  # epochs for which it is remembered which ranks have left their ring
+VOTES = 3  # x ftar.timeout_s between the first and the last vote of a replica; a ring that hangs ends within two
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderSettings:
-    """What the leader needs to know of the configuration; times in seconds.
+    """What the leader needs to know of the configuration; times in seconds."""
 
-    ``reach_s`` is how long it looks for its lighthouse before it says so. ``join_timeout_s`` is when it exits if
-    it has not joined by then; None, for a replica that was started again: never. ``catchup_wait_s`` is how long a
-    step may wait for this replica's fetch, so that it is equal from the next one. ``leave_s`` is how long a
-    replica that leaves waits for the others to form a ring without it. ``write_s`` is the longest time for a
-    checkpoint, ``write_again_s`` the pause after one that failed, until it is tried again if nobody has written
-    one.
-    """
-
-    ranks: int
-    intervention: lr.Intervention
-    chunk_bytes: int
-    lease_s: float
-    answer_wait_s: float
-    join_timeout_s: float | None
-    token_timeout_s: float
+    ranks: int  # ranks of the replica
+    intervention: lr.Intervention  # how the learning rate depends on the number of contributors
+    chunk_bytes: int  # size of a chunk of the all-reduce
+    lease_s: float  # how long the last grant may be repeated without an answer of the lighthouse
+    answer_wait_s: float  # longest wait for an answer before the step goes on without it
+    join_timeout_s: float | None  # a first start exits if it has not joined by then; None, for a restart: never
+    token_timeout_s: float  # longest wait for the token, and for the ranks to leave a ring
+    # how long a step may wait for this replica's fetch, so that it is equal from the next step
     catchup_wait_s: float = 0.0
-    reach_s: float = 10.0
-    leave_s: float = 2.0
-    write_s: float = 1200.0
+    reach_s: float = 10.0  # how long the lighthouse is looked for before an event says so
+    leave_s: float = 2.0  # how long a replica that leaves waits for the others to form a ring without it
+    write_s: float = 1200.0  # longest time for a checkpoint
+    # pause after a failed checkpoint until it is tried again, if no replica has written one
     write_again_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class LeaderOutlets:
-    """Where effects go: to all ranks, and the token to the ring of rank 0.
+    """What the leader calls to act on the outside."""
 
-    ``end`` ends this process at once, whatever its ranks do, and with it the replica: a reason and an exit code.
-    """
-
-    order: Callable[[object], None]
-    token: Callable[[CommitToken], None]
-    end: Callable[[str, int], None]
+    order: Callable[[object], None]  # gives an order to all ranks, this one included
+    token: Callable[[CommitToken], None]  # sends the commit token to the right neighbour of rank 0
+    end: Callable[[str, int], None]  # ends this process at once, and with it the replica: reason, exit code
 
 
 class Leader:
-    """The decisions of one replica, on rank 0."""
+    """The decisions of one replica, on the control loop of rank 0.
+
+    Args:
+        replica: the state of the core with which it checks in (`initial`).
+        about: what every request to the lighthouse repeats; its report is replaced each time.
+        client: the line to the lighthouse.
+        settings: from the configuration.
+        outlets: where effects go.
+        journal: where decisions are written.
+    """
 
     def __init__(
         self,
@@ -96,45 +98,47 @@ class Leader:
         self._settings = settings
         self._outlets = outlets
         self._journal = journal
-        self._ask: asyncio.Task[None] | None = None
-        self._asked: tuple[float, protocol.QuorumRequest] | None = None  # the newest ask that was sent, and when
-        self._held: protocol.QuorumRequest | None = None  # the newest one, while the lighthouse owes an answer
-        self._owing = False  # whether it has let an ask lapse, and said nothing since
-        self._leased = False  # whether this outage is in the journal
-        self._lease_over = False  # and whether the end of the lease is
-        self._unanswered: float | None = None  # since when the lighthouse owes an answer to the oldest ask
-        self._pace_s = settings.answer_wait_s  # between the newest two asks
-        self._tally: VoteTally | None = None
-        self._fetched: dict[int, bool] = {}  # by rank: whether it keeps what it has fetched
-        self._voted: tuple[AttemptId, Settled] | None = (
-            None  # what the newest votes say of copies of the state before
-        )
-        self._held_back: events.Reduced | None = None
-        self._waited_for: StateId | None = None
-        self._written: tuple[StateId | None, set[int]] = (None, set())
-        self._stopped: dict[int, set[int]] = {}
-        self._all_stopped = asyncio.Event()
-        self.concluded = asyncio.Event()
-        self._joined = False
-        self._awaited = False  # whether it is in the journal that this replica cannot join yet
+        self._request: asyncio.Task[None] | None = None  # asks the lighthouse until it answers
+        # The newest request that was sent, and when.
+        self._newest: tuple[float, protocol.QuorumRequest] | None = None
+        self._queued: protocol.QuorumRequest | None = None  # a newer one, sent once the lighthouse has answered
+        self._unanswered_since: float | None = None  # when the oldest request without an answer was sent
+        self._overdue = False  # whether a request went unanswered for too long, and none was answered since
+        self._answered_at = time.monotonic()  # when the lighthouse answered last; at first: the check-in
+        self._pace_s = settings.answer_wait_s  # between the newest two requests
+        self._joined = False  # whether the lighthouse has ever answered
+        # Whether the journal has these events of the present outage.
+        self._lease_noted = False  # LeaseUsed
+        self._lease_end_noted = False  # LeaseEnded
+        self._wait_noted = False  # LighthouseAwaited
+        self._tally: VoteTally | None = None  # votes on the attempt that is being reduced
+        self._settled: tuple[AttemptId, Settled] | None = None  # what the newest votes say of copies of the base
+        self._waiting_vote: events.Reduced | None = None  # held back until a fetch is done
+        self._fetch_waited_for: StateId | None = None  # its base; a fetch is waited for once
+        self._fetched: dict[int, bool] = {}  # by rank that has fetched: whether its host keeps a snapshot of it
+        self._written: tuple[StateId | None, set[int]] = (None, set())  # a checkpoint, and the ranks that wrote it
+        self._stopped: dict[int, set[int]] = {}  # by epoch: the ranks that have left its ring
+        self._all_stopped = asyncio.Event()  # set with each rank that leaves a ring
+        self.concluded = (
+            asyncio.Event()
+        )  # set from outside once the final state is in the logs; then it is reported
         self._decisions = Decisions(journal)
-        self._contact = time.monotonic()
 
     def start(self) -> None:
-        """Check in: the replica is warm."""
-        self._contact = time.monotonic()
+        """Check in: the ranks are warm."""
+        self._answered_at = time.monotonic()
         self._journal.event("CheckedIn", "warm", state=str(self.replica.state))
         self.handle(events.Started())
 
     def handle(self, event: events.Event) -> None:
-        """One event through the core; its effects are carried out in order."""
+        """Pass one event through the core and carry out its effects, in order."""
         before = _record_lost(self.replica, event)
         self.replica, due = core.transition(before, event)
         self._decisions.note(before, event, self.replica, due)
         for effect in due:
             self._perform(effect)
-        if self._held_back is not None and self.replica.fetching is None:
-            self._release(self._held_back)
+        if self._waiting_vote is not None and self.replica.fetching is None:
+            self._release(self._waiting_vote)
         if self.replica.phase is Phase.LEAVING and before.phase is not Phase.LEAVING:
             asyncio.get_running_loop().call_later(self._settings.leave_s, self.handle, events.LeaveOverdue())
         if self.replica.phase is Phase.VOTED and before.phase is not Phase.VOTED:
@@ -142,14 +146,14 @@ class Leader:
             loop.call_later(self._settings.token_timeout_s, self._token_overdue, self.replica.fence)
 
     def _token_overdue(self, fence: AttemptId) -> None:
-        """The token does not come round: some leader is silent, so this ring is of no more use."""
+        """Break the ring: the token does not come round in time, so another leader is silent."""
         if self.replica.phase is not Phase.VOTED or self.replica.fence != fence:
             return
         cause = f"no verdict on step {fence.step} within {self._settings.token_timeout_s} s"
         self.received(RankBroken(0, fence.epoch, cause))
 
     def received(self, message: object) -> None:
-        """A rank (this one included) reports."""
+        """Handle a report of a rank, this one included."""
         match message:
             case Vote():
                 self._vote(message)
@@ -184,19 +188,19 @@ class Leader:
                     self._not_written(state, reason, at_rank=rank)
 
     def token(self, token: CommitToken) -> None:
-        """The commit token came from the left."""
+        """Handle the commit token that came from the left neighbour."""
         self.handle(events.TokenArrived(token))
 
     def close(self) -> None:
-        """Stop asking."""
-        if self._ask is not None:
-            self._ask.cancel()
+        """Cancel the open request to the lighthouse."""
+        if self._request is not None:
+            self._request.cancel()
 
     def _perform(self, effect: effects.Effect) -> None:
         match effect:
             case effects.RequestGrant(report, pause):
                 if report.number and self._about.rules:
-                    self._about = replace(self._about, rules={})  # they were agreed on with the first grant
+                    self._about = replace(self._about, rules={})  # all agreed on them with the first grant
                 self._send(replace(self._about, report=report), pause)
             case effects.SendToken(token):
                 fault_injection.reach("token-second" if token.verdict else "token-first", token.fence.step)
@@ -215,10 +219,10 @@ class Leader:
                 self._outlets.order(Settled(base, all(self._fetched.values())))
                 self._outlets.order(effect)
             case effects.BufferUpdate():
-                self._voted = None
+                self._settled = None
                 self._outlets.order(effect)
-            case effects.Commit(record) if self._voted is not None and self._voted[0] == record.fence:
-                self._outlets.order(self._voted[1])
+            case effects.Commit(record) if self._settled is not None and self._settled[0] == record.fence:
+                self._outlets.order(self._settled[1])
                 self._outlets.order(effect)
             case effects.WriteCheckpoint(state):
                 self._written = (state, set())
@@ -228,7 +232,7 @@ class Leader:
                 self._outlets.order(effect)
 
     def _vote(self, vote: Vote) -> None:
-        """Count a rank's vote; when all are in, the replica holds the reduced gradient."""
+        """Count a rank's vote. When all are in, the replica holds the reduced gradient."""
         if self._tally is None:
             return
         if not self._tally.votes:
@@ -243,11 +247,11 @@ class Leader:
             prev=self.replica.ring_state.lineage,
             ring=grant.ring,
             total=grant.total,
-            lr_scale=lambda n, total: lr.scale(settings.intervention, n, total),
+            lr_scale=functools.partial(lr.scale, settings.intervention),
             chunk_bytes=settings.chunk_bytes,
         )
         fence, digest = self._tally.fence, self._tally.state_digest
-        self._voted, self._tally = (fence, Settled(self.replica.state, self._tally.kept)), None
+        self._settled, self._tally = (fence, Settled(self.replica.state, self._tally.kept)), None
         if record is None:
             self._outlets.order(
                 effects.Exit(75, f"the ranks of this replica saw different contributors at {fence}")
@@ -255,15 +259,15 @@ class Leader:
             return
         reduced = events.Reduced(fence, record, digest)
         base = self.replica.fetching
-        if base is None or settings.catchup_wait_s <= 0 or base == self._waited_for:
+        if base is None or settings.catchup_wait_s <= 0 or base == self._fetch_waited_for:
             self.handle(reduced)
             return
-        self._waited_for = base  # one fetch is waited for once
-        self._held_back = reduced
+        self._fetch_waited_for = base
+        self._waiting_vote = reduced
         asyncio.get_running_loop().call_later(settings.catchup_wait_s, self._release, reduced)
 
     def _votes_overdue(self, fence: AttemptId, waited_s: float) -> None:
-        """Some rank holds its sum and another does not, although all rings of other ranks have had their time."""
+        """End the replica: a rank holds its sum, and another does not although every ring has had its time."""
         tally = self._tally
         if tally is None or tally.fence != fence or not tally.votes:
             return
@@ -271,13 +275,16 @@ class Leader:
         self._outlets.end(f"ranks {late} have not voted on {_named(fence)} within {waited_s:g} s", EXIT_RETRYABLE)
 
     def _release(self, reduced: events.Reduced) -> None:
-        """The vote that was held back for a fetch goes on; the others wait for it at the end of their step."""
-        if self._held_back is reduced:
-            self._held_back = None
+        """Count the vote that was held back for a fetch.
+
+        The other replicas wait for it at the end of their step.
+        """
+        if self._waiting_vote is reduced:
+            self._waiting_vote = None
             self.handle(reduced)
 
     def _wrote(self, rank: int, state: StateId) -> None:
-        """A rank wrote its shard of a checkpoint; whole is what all have written."""
+        """Count a rank's shard of a checkpoint, which is complete when all ranks have written theirs."""
         wanted, ranks = self._written
         if wanted != state:
             return
@@ -288,7 +295,7 @@ class Leader:
             self.handle(events.CheckpointWritten(state))
 
     def _not_written(self, state: StateId, reason: str, **facts: object) -> None:
-        """A checkpoint has failed here: the next token says so, and after a pause it is tried again."""
+        """Report that a checkpoint failed here: the next token says so, and after a pause it is tried again."""
         self._journal.event("CheckpointFailed", reason, step=state.step, **facts)
         self.handle(events.CheckpointFailed(state, reason))
         asyncio.get_running_loop().call_later(
@@ -296,7 +303,10 @@ class Leader:
         )
 
     def _write_overdue(self, state: StateId) -> None:
-        """The disk seems to hang: another replica is to write one. Should this one come after all, it counts."""
+        """Give a checkpoint up whose disk seems to hang, so that another replica writes one.
+
+        If it still comes, it counts.
+        """
         if self._written[0] == state:
             late = sorted(set(range(self._settings.ranks)) - self._written[1])
             self._not_written(
@@ -304,27 +314,32 @@ class Leader:
             )
 
     def _send(self, ask: protocol.QuorumRequest, pause: bool = False) -> None:
-        """Have the lighthouse asked, in place of whatever it was asked before; with ``pause`` a moment later.
+        """Ask the lighthouse, in place of the request before.
 
-        One that owes an answer is given time, but not ours: on a ring that works this ask is held back.
+        A lighthouse that owes an answer is given more time, but the step does not wait for it: on a ring that
+        works the new request is held back until the answer comes or the time is over.
         """
         loop, now = asyncio.get_running_loop(), time.monotonic()
-        sent = self._asked[0] if self._asked is not None else 0.0
+        sent = self._newest[0] if self._newest is not None else 0.0
         works = self.replica.phase is Phase.ASKING and self.replica.intact
-        if self._ask is not None and works and self._owing and now < sent + self._settings.answer_wait_s:
-            self._held = ask
-            loop.call_soon(self._lapse, OWING)
+        if self._request is not None and works and self._overdue and now < sent + self._settings.answer_wait_s:
+            self._queued = ask
+            loop.call_soon(self._lapse, LATE)
             return
-        if self._ask is not None:
-            self._ask.cancel()
-        if self._asked is not None and self._asked[1].report.step + 1 == ask.report.step:
+        if self._request is not None:
+            self._request.cancel()
+        if self._newest is not None and self._newest[1].report.step + 1 == ask.report.step:
             self._pace_s = now - sent
-        self._asked, self._held = (now, ask), None
-        self._unanswered = now if self._unanswered is None else self._unanswered
-        self._ask = loop.create_task(self._asking(ask, pause))
+        self._newest, self._queued = (now, ask), None
+        self._unanswered_since = now if self._unanswered_since is None else self._unanswered_since
+        self._request = loop.create_task(self._asking(ask, pause))
 
     async def _asking(self, ask: protocol.QuorumRequest, pause: bool) -> None:
-        """Ask until there is an answer; meanwhile the last grant may be repeated on its lease."""
+        """Ask until there is an answer. Meanwhile the last grant is repeated as long as its lease runs.
+
+        First all ranks must have left the ring that the request calls broken; a rank that does not ends the
+        replica.
+        """
         report = ask.report
         if pause:
             await asyncio.sleep(RETRY_S)
@@ -342,7 +357,7 @@ class Leader:
         if report.state.step >= self.replica.steps:
             await self.concluded.wait()
         loop = asyncio.get_running_loop()
-        patience_s = 0.0 if self._owing else min(self._settings.answer_wait_s, max(self._pace_s, PATIENCE_S))
+        patience_s = 0.0 if self._overdue else min(self._settings.answer_wait_s, max(self._pace_s, PATIENCE_S))
         lapse = loop.call_later(patience_s, self._late)
         try:
             while True:
@@ -351,81 +366,88 @@ class Leader:
                 except LighthouseUnreachable as error:
                     self._unreachable(error)
                     await asyncio.sleep(RETRY_S)
-                    ask, self._held = self._held or ask, None
+                    ask, self._queued = self._queued or ask, None
                     continue
                 break
         finally:
             lapse.cancel()
-        self._contact = time.monotonic()
+        self._answered_at = time.monotonic()
         self._joined = True
-        self._owing = self._leased = self._lease_over = False
-        self._unanswered = None
-        self._ask = None
+        self._overdue = self._lease_noted = self._lease_end_noted = False
+        self._unanswered_since = None
+        self._request = None
         fault_injection.reach("quorum-reply", ask.report.step)
-        held, self._held = self._held, None
+        held, self._queued = self._queued, None
         if held is None or isinstance(answer, Refused):
             self.handle(events.Answered(answer))
         elif isinstance(answer, Grant):
             self.handle(events.GrantShown(answer))
-        if held is not None and self._ask is None and self.replica.phase is Phase.ASKING:
+        if held is not None and self._request is None and self.replica.phase is Phase.ASKING:
             self._send(held)
 
     def _unreachable(self, error: LighthouseUnreachable) -> None:
+        """Handle a request without an answer.
+
+        End this process if the cause is its own, give up a first start, or use the lease.
+        """
         why = str(error)
-        if (local := exhausted(error)) is not None:  # the lighthouse may be there: this process cannot call it
+        if (local := exhausted(error)) is not None:  # this process has run out of something: it cannot call
             self._outlets.end(str(local), EXIT_RETRYABLE)
             return
-        silent = time.monotonic() - self._contact
+        silent = time.monotonic() - self._answered_at
         limit_s = self._settings.join_timeout_s
         if not self._joined and limit_s is not None and silent > limit_s:
             self._outlets.order(effects.Exit(EXIT_UNREACHABLE, f"{why} for {silent:.0f} s"))
             return
-        if not self._joined and not self._awaited and silent > self._settings.reach_s:
-            self._awaited = True
+        if not self._joined and not self._wait_noted and silent > self._settings.reach_s:
+            self._wait_noted = True
             self._journal.event("LighthouseAwaited", f"{why} for {silent:.0f} s; it is asked until it answers")
         self._lapse(why)
 
     def _late(self) -> None:
-        """A step is not kept waiting for longer than the last one took, and later ones not at all."""
-        self._owing = True
-        self._lapse(OWING)
+        """Go on without the answer.
+
+        A step waits no longer than the last one took, and later ones do not wait at all.
+        """
+        self._overdue = True
+        self._lapse(LATE)
 
     def _lapse(self, why: str) -> None:
-        """The last grant repeats, as long as its lease runs; then all members of the ring stop together."""
-        silent = time.monotonic() - self._contact
+        """Repeat the last grant as long as its lease runs. After that all members of the ring stop together."""
+        silent = time.monotonic() - self._answered_at
         if not self._joined:
             return
         if silent > self._settings.lease_s:
             self._end_lease(why)
             return
-        away = why is not OWING or silent > self._settings.answer_wait_s
-        if away and not self._leased and self.replica.phase is Phase.ASKING and self.replica.intact:
-            self._leased = True
+        away = why is not LATE or silent > self._settings.answer_wait_s
+        if away and not self._lease_noted and self.replica.phase is Phase.ASKING and self.replica.intact:
+            self._lease_noted = True
             self._journal.event("LeaseUsed", why, epoch=self.replica.fence.epoch, step=self.replica.fence.step)
         self.handle(events.Unanswered())
 
     def _end_lease(self, why: str) -> None:
-        """Training stops here until a lighthouse answers; the ring is told so, which is no failure.
+        """Stop training until a lighthouse answers. The ring is told that this is no failure.
 
-        A step may be longer than the lease: the first ask after it has the usual time for its answer.
+        A step may be longer than the lease: the first request after it has the usual time for its answer.
         """
         if self.replica.phase is not Phase.ASKING or not self.replica.intact:
             return
         now = time.monotonic()
-        due = (now if self._unanswered is None else self._unanswered) + self._settings.answer_wait_s
+        due = (now if self._unanswered_since is None else self._unanswered_since) + self._settings.answer_wait_s
         if now < due:
             asyncio.get_running_loop().call_later(due - now, self._lapse, why)
             return
-        if not self._lease_over:
-            self._lease_over = True
-            fence, silent = self.replica.fence, now - self._contact
+        if not self._lease_end_noted:
+            self._lease_end_noted = True
+            fence, silent = self.replica.fence, now - self._answered_at
             reason = f"no lighthouse has answered for {silent:.0f} s, quorum.lease_s is over: {why}"
             self._journal.event("LeaseEnded", reason, epoch=fence.epoch, step=fence.step)
         self.handle(events.LeaseEnded())
 
 
 def _record_lost(replica: Replica, event: events.Event) -> Replica:
-    """The failpoint: what was in doubt is forgotten when its ring breaks."""
+    """Failpoint "record-lost": return the replica without the record in doubt when its ring breaks."""
     in_doubt = isinstance(event, events.RingBroken) and replica.forwarded
     if in_doubt and fault_injection.hit("record-lost", replica.fence.step):
         return replace(replica, forwarded=False, record=None)
@@ -444,8 +466,17 @@ def initial(
     policy: ReplicaPolicy = DEFAULT,
     requested_checkpoint: int = 0,
 ) -> Replica:
-    """A replica that is about to check in with ``state``: initial weights, or what it found on its machine.
+    """Return a replica that is about to check in.
 
-    ``wanted``: it demands a checkpoint of a state of that many steps or more (0: it demands none).
+    Args:
+        me: replica id.
+        incarnation: this life of the replica.
+        steps: steps of the job.
+        state: initial weights, or what it found on its machine.
+        policy: what the operator chose.
+        requested_checkpoint: demand a checkpoint of a state of that many steps or more; 0: no demand.
+
+    Returns:
+        A replica in phase ASKING, without a grant.
     """
     return Replica(me, incarnation, steps, state, state, policy, requested_checkpoint=requested_checkpoint)

@@ -1,10 +1,7 @@
-"""Home: the address at which the other machines of a job reach this one.
+"""Which lighthouse of a job is asked, over HTTP, and how a replica waits for its answer.
 
-Lighthouses: where they listen, and which of them is asked. One class for all who talk to them.
-
-A job has one lighthouse, or several of which one leads. Those that do not answer 503 and say who does.
-
-LighthouseClient: asks for a step over HTTP and waits for the answer.
+A job has one lighthouse, or several of which one leads. Those that do not lead answer 503 and name the leader.
+`Lighthouses` is used by every process that talks to a lighthouse; `LighthouseClient` adds a replica's requests.
 """
 
 from __future__ import annotations
@@ -29,9 +26,16 @@ from ft_hsdp.protocol import ProcessReport, QuorumRequest, Telemetry, Wait
 
 
 def own_address(host: str, lighthouse: str) -> str:
-    """The IP address to listen at and to advertise for ``host``: a name's first one, an address as it is.
+    """Return the IP address at which this machine listens, and that it advertises.
 
-    For 0.0.0.0 and :: it is the one from which this machine reaches ``lighthouse`` (a URL).
+    Args:
+        host: a name (its first address counts), an address, or 0.0.0.0 or :: for the address from which this
+            machine
+            reaches the lighthouse.
+        lighthouse: URL of a lighthouse.
+
+    Returns:
+        An IP address as text.
 
     Raises:
         ConfigError: there is none; the line names network.host.
@@ -60,10 +64,17 @@ UNAVAILABLE = 503
 
 
 def http_client(token: str, timeout_s: float, tls: ssl.SSLContext | None = None) -> httpx.AsyncClient:
-    """What every process talks to the lighthouse with; ``timeout_s`` is the longest wait for one answer.
+    """Return the HTTP client with which every process talks to the lighthouse.
 
-    ``tls``: from `ft_hsdp.tls.client`; None trusts what this machine trusts.
-    Neither proxies nor redirects are followed: the job's token goes into every request.
+    It follows neither proxies nor redirects: the job's token goes into every request.
+
+    Args:
+        token: the job's token.
+        timeout_s: longest wait for one answer, in seconds.
+        tls: from `ft_hsdp.tls.client`; None trusts what this machine trusts.
+
+    Returns:
+        A client for one event loop.
     """
     return httpx.AsyncClient(
         headers={"Authorization": f"Bearer {token}", "Content-Type": "application/json"},
@@ -75,7 +86,18 @@ def http_client(token: str, timeout_s: float, tls: ssl.SSLContext | None = None)
 
 
 def parse_urls(text: str, option: str = "--lighthouse") -> tuple[str, ...]:
-    """``URL[,URL]``, the value of ``option``, as URLs without a slash at the end. Raises ConfigError."""
+    """Return the URLs in `URL[,URL]`, without a slash at the end.
+
+    Args:
+        text: the value of an option.
+        option: its name, for the error.
+
+    Returns:
+        At least one URL.
+
+    Raises:
+        ConfigError: a part is no http or https URL, or there is none.
+    """
     urls = tuple(part.strip().rstrip("/") for part in text.split(",") if part.strip())
     if not urls or any(urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc for url in urls):
         raise ConfigError(option, text, "http://HOST:PORT, and more of them after commas")
@@ -83,7 +105,10 @@ def parse_urls(text: str, option: str = "--lighthouse") -> tuple[str, ...]:
 
 
 def urls_of_run(document: object) -> tuple[str, ...]:
-    """The URLs in a run's lighthouse.json, the leader's first; none in anything else."""
+    """Return the URLs in the document of a run's lighthouse.json, the leader's first.
+
+    None for any other document.
+    """
     if not isinstance(document, Mapping):
         return ()
     urls: Iterable[Any] = [document.get("url"), *(document.get("urls") or ())]
@@ -91,10 +116,16 @@ def urls_of_run(document: object) -> tuple[str, ...]:
 
 
 class Lighthouses:
-    """The lighthouses at ``urls``, of which the last one that answered is asked first.
+    """The lighthouses of a job. The last one that answered is asked first.
 
-    A hint at the leader is followed only to one of ``urls``: nobody else is shown the token. ``file``: a run's
-    lighthouse.json, which is read again when none answers: a scheduler may have started it on another machine.
+    The name of a leader is followed only to one of `urls`: the token is sent nowhere else.
+
+    Args:
+        urls: of the lighthouses.
+        client: from `http_client`.
+        file: a run's lighthouse.json. It is read again when none answers: a scheduler may have started the
+            lighthouse
+            on another machine.
     """
 
     def __init__(self, urls: tuple[str, ...], client: httpx.AsyncClient, file: Path | None = None) -> None:
@@ -109,7 +140,14 @@ class Lighthouses:
         return self.urls[self._at]
 
     async def post(self, path: str, content: bytes) -> httpx.Response:
-        """The answer of the one that leads, whatever its status; of the last one if none leads.
+        """Return the answer of the lighthouse that leads, whatever its status; of the last one if none leads.
+
+        Args:
+            path: of the route.
+            content: the body.
+
+        Returns:
+            The response, read completely.
 
         Raises:
             LighthouseUnreachable: none of them answers.
@@ -135,14 +173,14 @@ class Lighthouses:
         raise LighthouseUnreachable(problem) from cause
 
     async def _pass(self) -> None:
-        """Nothing, but where nothing passes to the lighthouse on purpose."""
+        """Wait, or fail, if a fault injection cuts this process off from the lighthouse."""
         try:
             await fault_injection.passes(fault_injection.LIGHTHOUSE, CONNECT_S)
         except OSError as error:
             raise LighthouseUnreachable(f"lighthouse {self.url}: {error}") from error
 
     async def greet(self) -> None:
-        """Connect, if the lighthouse is there: who asks first does not have to wait for that."""
+        """Connect, if the lighthouse is there, so that the first request does not wait for that."""
         with contextlib.suppress(httpx.HTTPError, httpx.InvalidURL):
             await self._client.get(f"{self.url}/healthz", timeout=PROBE_S)
 
@@ -151,14 +189,17 @@ class Lighthouses:
         await self._client.aclose()
 
     def _look_again(self) -> None:
-        """Take the addresses that the run has now, if they are others."""
+        """Take the addresses that lighthouse.json has now, if they are others."""
         with contextlib.suppress(OSError, ValueError):
             urls = urls_of_run(json.loads(self._file.read_text())) if self._file is not None else ()
             if urls and set(urls) != set(self.urls):
                 self.urls, self._at = urls, 0
 
     def _leave(self, url: str, leader: str | None = None) -> bool:
-        """Ask another one than ``url`` from now on, if there is one: the ``leader``, else the next."""
+        """Ask another lighthouse than `url` from now on: the `leader` if it is known, else the next.
+
+        Return False if there is none.
+        """
         if len(self.urls) == 1:
             return False
         if leader in self.urls and leader != url:
@@ -168,9 +209,9 @@ class Lighthouses:
         return True
 
     async def _watched(self, request: Awaitable[httpx.Response], url: str) -> httpx.Response:
-        """The answer to ``request``, which is given up when its lighthouse stops answering, or leading.
+        """Return the answer to `request`. Give it up when its lighthouse stops answering, or leading.
 
-        An answer may take long; whether there is another one to ask is then worth a look.
+        An answer may take long, so the lighthouse is probed meanwhile, if there is another one to ask.
         """
         if len(self.urls) == 1:
             return await request
@@ -185,14 +226,14 @@ class Lighthouses:
                 await asked
 
     async def _probe(self, url: str) -> None:
-        """Raises httpx.HTTPError if the lighthouse at ``url`` is silent, or does not lead."""
+        """Raise httpx.HTTPError if the lighthouse at `url` is silent or does not lead."""
         response = await self._client.get(f"{url}/healthz", timeout=PROBE_S)
         if response.status_code != httpx.codes.OK or _fact(response, "role") == "standby":
             raise httpx.ReadError("it does not lead any more")
 
 
 def _leader(response: httpx.Response) -> str | None:
-    """Who leads, according to one that does not."""
+    """Return the URL of the leader that a lighthouse names which does not lead."""
     hint = _fact(response, "leader")
     return hint.rstrip("/") if isinstance(hint, str) else None
 
@@ -210,14 +251,19 @@ MARGIN_S = 10.0  # for which an answer may be on its way, beside the time that t
 
 
 class NotTaken(LighthouseUnreachable):
-    """The lighthouse is there, and refuses this message: it is too large, or not valid."""
+    """The lighthouse is there and refuses this message: it is too large, or not valid."""
 
 
 async def deliver(lighthouses: Lighthouses, telemetry: Telemetry) -> None:
-    """Have the lighthouse that leads take a message.
+    """Send telemetry to the lighthouse that leads.
+
+    Args:
+        lighthouses: of the job.
+        telemetry: the message.
 
     Raises:
-        LighthouseUnreachable: it did not; NotTaken: it never will.
+        LighthouseUnreachable: it was not taken, and may be sent again.
+        NotTaken: it never will be taken as it is.
     """
     response = await lighthouses.post("/v1/telemetry", protocol.encode(telemetry))
     if response.status_code in REFUSED:
@@ -227,9 +273,14 @@ async def deliver(lighthouses: Lighthouses, telemetry: Telemetry) -> None:
 
 
 class LighthouseClient:
-    """One replica's line to the lighthouses at ``urls``; the job's token goes into every request.
+    """One replica's requests to the lighthouses.
 
-    ``file``: see `Lighthouses`; ``ask_s``: how long they keep an ask.
+    Args:
+        urls: of the lighthouses.
+        token: the job's token, which goes into every request.
+        tls: from `ft_hsdp.tls.client`.
+        file: as of `Lighthouses`.
+        ask_s: how long a lighthouse keeps a request open, in seconds.
     """
 
     def __init__(
@@ -250,6 +301,12 @@ class LighthouseClient:
     async def ask(self, ask: QuorumRequest) -> Answer:
         """Ask for a step and wait until the lighthouse has decided.
 
+        Args:
+            ask: the request.
+
+        Returns:
+            The answer; a grant's MAC is checked.
+
         Raises:
             LighthouseUnreachable: it does not answer, or not as a lighthouse does.
         """
@@ -265,14 +322,15 @@ class LighthouseClient:
                 return answer
 
     async def report(self, processes: ProcessReport) -> None:
-        """Tell the lighthouse which incarnations have exited (a rank does this for its own predecessors)."""
+        """Tell the lighthouse which incarnations have exited; a rank does this for its own predecessors."""
         await self._post("/v1/processes", processes, (protocol.SupervisorReply,))
 
     async def tell(self, telemetry: Telemetry) -> None:
-        """Tell the lighthouse what is only to be seen.
+        """Send telemetry.
 
         Raises:
-            LighthouseUnreachable: it did not take it; NotTaken: it never will.
+            LighthouseUnreachable: it was not taken, and may be sent again.
+            NotTaken: it never will be taken as it is.
         """
         await deliver(self._lighthouses, telemetry)
 

@@ -1,7 +1,8 @@
-"""Channel: between rank 0 of a replica and its other ranks.
+"""The connections between rank 0 of a replica and its other ranks.
 
-The leader gives its orders on one; losing it ends the rank, for a replica lives or dies as a whole. The ranks'
-store is at the end of another (`key_table`).
+The leader gives its orders over one and hears reports; losing it ends the rank, because a replica lives or dies as
+a whole. The store of torch.distributed has a connection of its own per rank (`store_server`). Both run on one
+event loop at each end.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ UNREAD = 64 << 10  # bytes that a leader may leave unread before it hears of no 
 
 
 async def read(reader: asyncio.StreamReader, *expected: type) -> object | None:
-    """The next message; None when the other end is gone or talks nonsense."""
+    """Return the next message; None when the other end is gone, or sends anything else than `expected`."""
     try:
         length = protocol.frame_length(await reader.readexactly(protocol.LENGTH.size))
         return protocol.decode(await reader.readexactly(length), *expected)
@@ -66,7 +67,16 @@ async def read(reader: asyncio.StreamReader, *expected: type) -> object | None:
 
 
 class RankHub:
-    """Rank 0's end: one line to each of the other ranks, which come for ``purpose`` and send ``types``."""
+    """Rank 0's end: one connection to each of the other ranks.
+
+    Args:
+        ranks: ranks of the replica, this one included.
+        token: the job's token.
+        received: called with each message.
+        lost: called with the rank whose connection has ended.
+        purpose: of the connections, for the handshake.
+        types: messages that the ranks may send.
+    """
 
     def __init__(
         self,
@@ -89,11 +99,11 @@ class RankHub:
         self.hellos: dict[int, RankHello] = {}
 
     async def listen(self, host: str) -> int:
-        """Listen on a free port of ``host``; the port."""
+        """Listen on a free port of `host`, and return the port."""
         return self.open(address.bound(host))
 
     def open(self, listener: socket.socket) -> int:
-        """Listen at ``listener``, which is bound, until all ranks are here; its port."""
+        """Listen at a bound socket until all ranks are here, and return its port."""
         port = int(listener.getsockname()[1])
         self._gate = CallerGate(self._token, (self._purpose,), self._admitted)
         if self._waiting:
@@ -111,34 +121,41 @@ class RankHub:
     async def all_here(self, timeout_s: float) -> None:
         """Wait until every rank has said hello.
 
+        Args:
+            timeout_s: longest wait in seconds.
+
         Raises:
-            TimeoutError: some rank did not in time.
+            TimeoutError: a rank did not come in time.
         """
         async with asyncio.timeout(timeout_s):
             await self._complete.wait()
 
     def broadcast(self, order: object) -> None:
-        """Give an order to all other ranks, in order."""
+        """Send an order to all other ranks, after all that were sent before. Does not block."""
         data = protocol.frame(order)
         for writer in self._writers.values():
             writer.write(data)
 
     async def tell(self, rank: int, message: object) -> None:
-        """Tell one rank something, and wait until it takes it; until cancelled.
+        """Send a message to one rank and wait until it is taken; until cancelled.
+
+        Args:
+            rank: the rank.
+            message: one of its line's types.
 
         Raises:
-            OSError: it is gone.
+            OSError: its connection has ended.
         """
         writer = self._writers[rank]
         writer.write(protocol.frame(message))
         await writer.drain()
 
     def hang_up(self, rank: int) -> None:
-        """Hang up on one rank, whatever it has not taken yet."""
+        """Close the connection to one rank, whatever it has not read yet."""
         self._writers[rank].transport.abort()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections."""
         for writer in self._writers.values():
             writer.close()
         self._gate.close()
@@ -176,7 +193,15 @@ class RankHub:
 
 
 class RankLine:
-    """Another rank's end: takes what rank 0 sends, which is of ``types``."""
+    """Another rank's end of the connection to rank 0.
+
+    Args:
+        token: the job's token.
+        ordered: called with each message of rank 0.
+        lost: called when the connection has ended.
+        purpose: of the connection, for the handshake.
+        types: messages that rank 0 may send.
+    """
 
     def __init__(
         self,
@@ -193,10 +218,16 @@ class RankLine:
         self._lost = lost
 
     async def connect(self, host: str, port: int, hello: RankHello) -> None:
-        """Dial rank 0 and say hello; until cancelled.
+        """Connect to rank 0 and say hello; until cancelled.
+
+        Args:
+            host: of rank 0.
+            port: of its hub.
+            hello: what this rank says about itself.
 
         Raises:
-            OSError, ProtocolViolation: it is not there.
+            OSError: rank 0 is not there.
+            ProtocolViolation: what listens there does not know the token.
         """
         sock = await handshake.dial(address.join(host, port), self._token, self._purpose)
         reader, self._writer = await asyncio.open_connection(sock=sock)
@@ -204,11 +235,11 @@ class RankLine:
         self._task = asyncio.get_running_loop().create_task(self._listen(reader))
 
     def send(self, message: object) -> None:
-        """Tell rank 0 something."""
+        """Send a message to rank 0. Does not block."""
         self._writer.write(protocol.frame(message))
 
     def tell(self, telemetry: Telemetry) -> None:
-        """Have the leader pass telemetry on.
+        """Have the leader pass telemetry on to the lighthouse.
 
         Raises:
             LighthouseUnreachable: the leader reads nothing at the moment.
@@ -218,7 +249,7 @@ class RankLine:
         self.send(telemetry)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._task.cancel()
         self._writer.close()
 

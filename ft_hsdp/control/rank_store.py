@@ -1,15 +1,16 @@
-"""Rank store: the torch.distributed store in which the ranks of one replica form their process group.
+"""The torch.distributed store in which the ranks of one replica form their process group.
 
-Torch's own store, TCPStore, knows no token: whoever reaches its port can read and set keys, also in the place of a
-rank. This one is `ft_hsdp.control.store_server` of rank 0. The other ranks reach it over a connection each, which
-begins with the handshake and is encrypted as `network.tls` says. Rank 0 listens until all of them are here.
+Torch's own store, TCPStore, knows no token: every process that reaches its port can read and set keys, also in the
+place of a rank. This one is the table of `store_server` in rank 0. The other ranks reach it over a connection
+each, which begins with the handshake and is encrypted as `network.tls` says. Rank 0 listens until all of them are
+here.
 
-It does not serve NCCL (`train.device: cuda`), nor ranks that torchrun starts: those have torch's. NCCL's monitor
+It serves neither NCCL (`train.device: cuda`) nor ranks that torchrun starts: those have torch's. NCCL's monitor
 asks its store every second from a thread that is not Python's, for as long as the process lives. A store in Python
-makes it wait for the interpreter, whose hang it is there to see, and such a thread can end the process with
+would make it wait for the interpreter, whose hang it is there to see, and such a thread can end the process with
 another exit code while the interpreter shuts down. Gloo asks while a group is made, on the thread that makes it.
 
-The object has to live as long as its process group: torch keeps the C++ part of it alone.
+The object has to live as long as its process group: torch alone keeps only the C++ part of it.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ Result = TypeVar("Result")
 protocol.prepare(RankHello, StoreCall, StoreAnswer)  # once, for all ranks that are forked from this process
 
 
-class _Far:
-    """The table of rank 0, as another rank reaches it; on one event loop."""
+class _RemoteTable:
+    """The table of rank 0, as another rank reaches it. Used on one event loop."""
 
     def __init__(self, rank: int, token: str) -> None:
         self._rank = rank
@@ -53,10 +54,12 @@ class _Far:
         self.failure: Exception | None = None
 
     async def connect(self, host: str, port: int) -> None:
-        """Call rank 0 until it lets this rank in; until cancelled. ``failure``: why it was not, the last time.
+        """Connect to rank 0 until it lets this rank in; until cancelled.
+
+        `failure` is why it did not, the last time.
 
         Raises:
-            LocalResourceError: this process has run out of something.
+            LocalResourceError: this process has run out of a resource.
             ProtocolViolation: what listens there does not know the token.
         """
         pause_s = AGAIN_S
@@ -72,10 +75,10 @@ class _Far:
                 pause_s = min(2 * pause_s, PAUSE_S)
 
     async def answer(self, call: StoreCall) -> StoreAnswer:
-        """Have rank 0 do what ``call`` asks for; until cancelled.
+        """Have rank 0 do what `call` asks for, and return its answer; until cancelled.
 
         Raises:
-            ConnectionError: it is gone.
+            ConnectionError: the connection has ended.
         """
         if self._gone:
             raise ConnectionResetError("it is gone")
@@ -87,7 +90,7 @@ class _Far:
             del self._waiting[call.number]
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         self._gone = True
         if self._here:
             self._line.close()
@@ -108,9 +111,10 @@ class _Far:
 class RankStore(dist.Store):
     """A store for the ranks of one replica; made by `serve` on rank 0 and by `connect` elsewhere.
 
-    Its methods are those of torch's TCPStore, and raise its errors: DistStoreError where a key does not come in
-    time or a bound does not allow it, DistNetworkError where rank 0 is gone or does not answer. Every thread may
-    call them; they block, at most for `timeout`, or the time that they are given, and `handshake.hello_s` more.
+    Its methods are those of torch's TCPStore and raise its errors: DistStoreError where a key does not get a value
+    in time or a bound does not allow it, DistNetworkError where rank 0 is gone or does not answer. Every thread
+    may call them. They block, at most for `timeout`, or the time that they are given, and `handshake.hello_s`
+    more.
     """
 
     def __init__(self, rank: int, timeout_s: float) -> None:
@@ -120,7 +124,7 @@ class RankStore(dist.Store):
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._closed = False
-        self._table: KeyTable | _Far
+        self._table: KeyTable | _RemoteTable
         self._server: TableServer | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rank-store", daemon=True)
@@ -128,7 +132,7 @@ class RankStore(dist.Store):
         atexit.register(self.close)  # a loop whose tasks are still open says so when the interpreter ends
 
     def _run(self, coroutine: Coroutine[Any, Any, Result], timeout_s: float) -> Result:
-        """Run something on the loop. Raises TimeoutError, ConnectionError, and what it raises itself."""
+        """Run a coroutine on the loop. Raises TimeoutError, ConnectionError, and what it raises itself."""
         with self._lock:  # what is begun before `close` is cancelled by it
             if self._closed:
                 coroutine.close()
@@ -171,47 +175,47 @@ class RankStore(dist.Store):
     # What torch calls; values and keys come as str from Python and as bytes from C++.
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Have ``key`` be ``value``."""
+        """Set `key` to `value`."""
         self._ask("set", [key], [value])
 
     def get(self, key: str) -> bytes:
-        """The value of ``key``, as soon as it has one."""
+        """Return the value of `key`, as soon as it has one."""
         return unpacked(self._ask("get", [key]).value)
 
     def add(self, key: str, value: int) -> int:
-        """Add to the number in ``key`` (0 if it is new); the sum."""
+        """Add `value` to the number in `key` (0 if it has none), and return the sum."""
         return self._ask("add", [key], amount=value).amount
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all ``keys`` have values."""
+        """Whether all `keys` have values."""
         return bool(self._ask("check", keys).amount)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until all ``keys`` have values."""
+        """Block until all `keys` have values."""
         self._ask("wait", keys, timeout=timeout)
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Change ``key`` if it has the expected value (or has none, and nothing is expected); what it has then."""
+        """Set `key` if it has the expected value, or has none and nothing is expected; return its value then."""
         return unpacked(self._ask("compare_set", [key], [expected_value, desired_value]).value)
 
     def delete_key(self, key: str) -> bool:
-        """Have ``key`` no longer; whether it was there."""
+        """Remove `key`, and return whether it was there."""
         return bool(self._ask("delete", [key]).amount)
 
     def num_keys(self) -> int:
-        """How many keys there are."""
+        """Return the number of keys."""
         return self._ask("count").amount
 
     deleteKey, getNumKeys = delete_key, num_keys  # C++ finds them by these names
 
     def clone(self) -> RankStore:
-        """This store itself: its threads do not wait for each other."""
+        """Return this store itself: its threads do not wait for each other."""
         return self
 
     # Beginning and end.
 
     def close(self) -> None:
-        """Hang up and end the thread; calls that wait fail, and so do later ones. May be called again."""
+        """Close the connections and end the thread. Waiting and later calls fail. May be called again."""
         with self._lock:
             if self._closed or not self._thread.is_alive():  # or this process was forked from its own
                 return
@@ -227,7 +231,7 @@ class RankStore(dist.Store):
 
     async def _end(self) -> None:
         for each in (self._server, self._table):
-            if isinstance(each, TableServer | _Far):
+            if isinstance(each, TableServer | _RemoteTable):
                 each.close()
         await asyncio.sleep(0)
         tasks = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
@@ -237,12 +241,19 @@ class RankStore(dist.Store):
 
 
 def serve(ranks: int, token: str, listener: socket.socket | None, timeout_s: float) -> RankStore:
-    """The store of rank 0, once all other ranks are here. Blocks.
+    """Return the store of rank 0, once all other ranks are here. Blocks.
 
-    ``listener`` is bound, and closed then; None where there is no other rank.
+    Args:
+        ranks: ranks of the replica.
+        token: the job's token.
+        listener: a bound socket, which is closed when all are here; None where there is no other rank.
+        timeout_s: longest wait for the ranks, in seconds, and default of the store's calls.
+
+    Returns:
+        The store.
 
     Raises:
-        Retryable: some rank has not come within ``timeout_s`` seconds.
+        Retryable: a rank did not come in time.
     """
     store = RankStore(0, timeout_s)
     table = store._table = KeyTable()
@@ -267,20 +278,30 @@ def serve(ranks: int, token: str, listener: socket.socket | None, timeout_s: flo
 
 
 def connect(rank: int, token: str, host: str, port: int, timeout_s: float) -> RankStore:
-    """The store of another rank, once rank 0 has let it in. Blocks.
+    """Return the store of another rank, once rank 0 has let it in. Blocks.
+
+    Args:
+        rank: this rank.
+        token: the job's token.
+        host: of rank 0.
+        port: of its table.
+        timeout_s: longest wait for rank 0, in seconds, and default of the store's calls.
+
+    Returns:
+        The store.
 
     Raises:
-        Retryable: rank 0 did not within ``timeout_s`` seconds.
-        LocalResourceError: this process has run out of something.
+        Retryable: rank 0 did not let it in in time.
+        LocalResourceError: this process has run out of a resource.
         ProtocolViolation: what listens there does not know the token.
     """
     store = RankStore(rank, timeout_s)
-    far = store._table = _Far(rank, token)
+    remote = store._table = _RemoteTable(rank, token)
     try:
-        store._run(far.connect(host, port), timeout_s)
+        store._run(remote.connect(host, port), timeout_s)
     except TimeoutError:
         store.close()
-        where, why = address.join(host, port), "" if far.failure is None else f" ({far.failure})"
+        where, why = address.join(host, port), "" if remote.failure is None else f" ({remote.failure})"
         late = f"rank 0 of this replica has not let this rank in at {where} within {timeout_s:g} s{why}"
         raise Retryable(late) from None
     except BaseException:

@@ -1,8 +1,8 @@
-"""Key table: what the ranks of one replica tell each other to form a process group; rank 0 has it.
+"""The table of keys with which the ranks of one replica form a process group; rank 0 holds it.
 
-It knows the operations of torch.distributed's stores. The other ranks call it over lines of their own (`channel`):
-who knows no token is not heard, and once all ranks are here nobody listens any more. Calls of one rank may wait
-beside each other; what is bounded is in the constants. This end needs no torch: `ft_hsdp.control.rank_store` does.
+It has the operations of torch.distributed's stores. The other ranks call it over connections of their own
+(`rank_channel`), which begin with the handshake; once all ranks are here it listens no more. Several calls of a
+rank may wait at once; the constants bound what a rank can use. This end needs no torch: `rank_store` does.
 """
 
 from __future__ import annotations
@@ -42,19 +42,19 @@ _NUMBER = re.compile(rb"-?[0-9]{1,19}")
 
 
 class CallRefused(Exception):
-    """A call that cannot be answered; `str()` is one line for who called."""
+    """A call that cannot be answered; `str()` is one line for the caller."""
 
 
 def packed(values: Sequence[bytes]) -> tuple[str, ...]:
-    """Values as a message carries them."""
+    """Return values in base64, as a message carries them."""
     return tuple(base64.b64encode(value).decode() for value in values)
 
 
 def unpacked(value: str) -> bytes:
-    """A value that a message carries.
+    """Return a value from its base64.
 
     Raises:
-        Refused: it is no base64.
+        CallRefused: it is no base64.
     """
     try:
         return base64.b64decode(value, validate=True)
@@ -63,10 +63,16 @@ def unpacked(value: str) -> bytes:
 
 
 def checked(call: StoreCall) -> list[bytes]:
-    """The values of a call that is within all bounds that it can show by itself.
+    """Return the values of a call that keeps all bounds that can be checked without the table.
+
+    Args:
+        call: the call.
+
+    Returns:
+        Its values, decoded.
 
     Raises:
-        Refused: it is not.
+        CallRefused: it does not keep them.
     """
     keys, values = NEEDS[call.what]
     if len(call.keys) != (len(call.keys) if keys is None else keys) or len(call.values) != values:
@@ -91,7 +97,7 @@ def checked(call: StoreCall) -> list[bytes]:
 
 
 class KeyTable:
-    """Keys and values; used on one event loop."""
+    """Keys and values. Used on one event loop."""
 
     def __init__(self) -> None:
         self._values: dict[str, bytes] = {}
@@ -100,11 +106,14 @@ class KeyTable:
 
     @property
     def nbytes(self) -> int:
-        """How many bytes keys and values have."""
+        """Bytes of all keys and values."""
         return self._nbytes
 
     async def answer(self, call: StoreCall) -> StoreAnswer:
-        """Do what ``call`` asks for; one that waits for keys does so for its ``wait_s`` at most."""
+        """Do what `call` asks for, and return its answer.
+
+        A call that waits for keys waits for its `wait_s` at most.
+        """
         try:
             amount, value = await self._do(call, checked(call))
         except CallRefused as error:
@@ -146,7 +155,10 @@ class KeyTable:
         return int(value)
 
     def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        """As torch's: a key that is not there can be set by who expects nothing; then what it has now."""
+        """Return the value that `key` has then, as torch does.
+
+        An empty `expected` sets a key that has no value.
+        """
         has = self._values.get(key)
         if has == expected or (has is None and not expected):
             self._put(key, desired)
@@ -167,10 +179,10 @@ class KeyTable:
                 future.set_result(None)
 
     async def _wait(self, keys: Sequence[str], wait_s: float) -> None:
-        """Until all ``keys`` are there.
+        """Wait until all `keys` have values.
 
         Raises:
-            Refused: they are not within ``wait_s`` seconds.
+            CallRefused: they have none within `wait_s` seconds.
         """
         try:
             async with asyncio.timeout(wait_s):
@@ -197,7 +209,13 @@ class KeyTable:
 
 
 class TableServer:
-    """Gives the other ranks of a replica the table of rank 0; on one event loop."""
+    """Serves the table of rank 0 to the other ranks, on one event loop.
+
+    Args:
+        ranks: ranks of the replica, this one included.
+        token: the job's token.
+        table: of rank 0.
+    """
 
     def __init__(self, ranks: int, token: str, table: KeyTable) -> None:
         self._table = table
@@ -206,14 +224,17 @@ class TableServer:
         self._hub = RankHub(ranks, token, self._called, self._lost, Purpose.STORE, (StoreCall,))
 
     def open(self, listener: socket.socket) -> int:
-        """Listen at ``listener``, which is bound, until all ranks are here; its port."""
+        """Listen at a bound socket until all ranks are here, and return its port."""
         return self._hub.open(listener)
 
     async def all_here(self, timeout_s: float) -> None:
         """Wait until every rank is here.
 
+        Args:
+            timeout_s: longest wait in seconds.
+
         Raises:
-            TimeoutError: some rank did not come in time.
+            TimeoutError: a rank did not come in time.
         """
         await self._hub.all_here(timeout_s)
 
@@ -223,7 +244,7 @@ class TableServer:
         return self._hub.awaited
 
     def close(self) -> None:
-        """Hang up; calls that wait get no answer."""
+        """Close all connections; calls that wait get no answer."""
         self._hub.close()
         for task in self._tasks:
             task.cancel()
@@ -240,7 +261,7 @@ class TableServer:
         task.add_done_callback(self._tasks.discard)
 
     def _lost(self, rank: int) -> None:
-        """It is gone, or talks nonsense."""
+        """Close the connection to a rank that has ended, or that sends anything but calls."""
         self._hub.hang_up(rank)
 
     async def _serve(self, call: StoreCall) -> None:

@@ -1,9 +1,9 @@
-"""Decisions: what the core of a replica has decided, in words, in its journal.
+"""What the lighthouse is told for display: a replica's decisions, its commits, and signs of life.
 
-Reporter: tells the lighthouse what is only to be seen: events, commits, and signs of life.
-
-Rows come from any thread and cost it one JSON document; a task on the control loop sends them. A lighthouse that
-is away, slow or unwilling costs rows once their place is full, the oldest first, and never a step.
+`Decisions` writes what the core has decided into the journal, in words. `Reporter` sends the journal's rows to the
+lighthouse. Rows come from any thread and cost it one JSON document; a task on the control loop sends them. A
+lighthouse that is away, slow or refuses them costs rows once their buffer is full, the oldest first, and never a
+step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ from ft_hsdp.protocol import RankBeat, Telemetry
 
 
 class Decisions:
-    """One replica's. ``torn`` is the newest epoch whose ring failed, that is, was not left for a newer one."""
+    """Writes the decisions of one replica into its journal.
+
+    `torn` is the newest epoch whose ring failed, that is, was not left for a newer one; the leader sets it.
+    """
 
     def __init__(self, journal: Journal) -> None:
         self.torn = 0
@@ -35,7 +38,14 @@ class Decisions:
         self._away = False  # whether the replica was left behind, and has not contributed since
 
     def note(self, before: Replica, event: events.Event, after: Replica, due: tuple[effects.Effect, ...]) -> None:
-        """``event`` has led from ``before`` to ``after``, and to what is ``due``."""
+        """Write what one event has led to.
+
+        Args:
+            before: the replica before the event.
+            event: what happened.
+            after: the replica after it.
+            due: the effects.
+        """
         wrong = after.minority or after.diverged
         if wrong and wrong != (before.minority or before.diverged):
             step = after.ring_state.step
@@ -78,7 +88,7 @@ class Decisions:
 
 
 def _again(before: Replica, fence: AttemptId, torn: int) -> bool:
-    """Whether this reduction repeats a step that had begun, or whose ring, of epoch ``torn``, failed before."""
+    """Whether a reduction repeats a step that had begun, or whose ring, of epoch `torn`, had failed."""
     begun = before.phase is not Phase.ASKING or before.void is not None or before.forwarded
     failed = not before.intact and before.fence.epoch == torn
     again = before.grant is not None and before.fence.step == fence.step and before.fence != fence
@@ -86,7 +96,7 @@ def _again(before: Replica, fence: AttemptId, torn: int) -> bool:
 
 
 def _instead(lost: list[int], after: Replica) -> str:
-    """What follows from the loss of the writers of checkpoints, in words."""
+    """Return what follows from the loss of the writers of checkpoints, in words."""
     who = f"replicas {lost} were lost while they wrote a checkpoint"
     if after.writers:
         return f"{who}: replicas {[r for r, _ in after.writers]} write a newer one"
@@ -96,7 +106,7 @@ def _instead(lost: list[int], after: Replica) -> str:
 
 
 def _differing(event: events.Event, after: Replica) -> str:
-    """Who differs from whom, in words."""
+    """Return which replicas differ from which, in words."""
     token = event.token if isinstance(event, events.TokenArrived) else None
     return state_id.describe(token.digests, after.ring_state) if token is not None else ""
 
@@ -111,10 +121,10 @@ TELL_S = 2.0  # longest wait for one answer
 BACKOFF_S = 0.25  # after a first failure; doubles with each
 BACKOFF_MAX_S = 2.0
 CLOSE_S = 1.0  # how long the last rows may take
-HEARD_S = 1.5  # a rank that said nothing for so long is not spoken for
+HEARD_S = 1.5  # the sign of life of another rank is not passed on for longer than that
 PLACE = 2 << 20  # bytes of rows that wait, events and commits each
 MAX_ROW = 32 << 10  # bytes of one row
-MAX_BYTES = 96 << 10  # of rows in one message: a lighthouse takes more
+MAX_BYTES = 96 << 10  # of rows in one message; a lighthouse accepts more
 MAX_ROWS = 256
 
 Tell = Callable[[Telemetry], Awaitable[None]]
@@ -124,7 +134,7 @@ _log = logging.getLogger(__name__)
 
 
 class Rows:
-    """Rows that wait, as JSON, bounded in bytes: the oldest make room. Thread-safe."""
+    """A buffer of rows as JSON, bounded in bytes: the oldest make room. Thread-safe."""
 
     def __init__(self, place: int = PLACE) -> None:
         self._place = place
@@ -137,7 +147,7 @@ class Rows:
         return len(self._rows)
 
     def put(self, row: Mapping[str, object]) -> None:
-        """Add a row as it is now."""
+        """Add a row as it is now. A row above `MAX_ROW` bytes is dropped."""
         text = json.dumps(row, separators=(",", ":"), default=str)
         with self._lock:
             if len(text) > MAX_ROW:
@@ -148,7 +158,15 @@ class Rows:
             self._make_room()
 
     def take(self, rows: int, nbytes: int) -> list[str]:
-        """The oldest ones, at most ``rows`` of them and of ``nbytes`` in all."""
+        """Remove and return the oldest rows.
+
+        Args:
+            rows: at most so many.
+            nbytes: with at most so many bytes in all.
+
+        Returns:
+            JSON documents, oldest first.
+        """
         taken: list[str] = []
         with self._lock:
             while self._rows and len(taken) < rows and len(self._rows[0]) <= nbytes:
@@ -158,7 +176,7 @@ class Rows:
         return taken
 
     def give_back(self, rows: Iterable[str]) -> None:
-        """They were not delivered: first in the line again."""
+        """Put rows that were not delivered back in front."""
         with self._lock:
             for text in reversed(list(rows)):
                 self._rows.appendleft(text)
@@ -172,9 +190,15 @@ class Rows:
 
 
 class Reporter:
-    """What one process tells the lighthouse. ``source`` is its incarnation; ``beat`` gives its sign of life.
+    """Sends the rows of one process to the lighthouse.
 
-    ``tell`` runs on the loop on which ``start`` was called; ``event`` and ``commit`` are for any thread.
+    `tell` runs on the loop on which `start` was called. `event` and `commit` may be called from any thread, and do
+    not block.
+
+    Args:
+        source: the incarnation, or "supervisor".
+        tell: delivers a message.
+        beat: returns this rank's sign of life; None: it gives none.
     """
 
     def __init__(self, source: str, tell: Tell, beat: Callable[[], RankBeat] | None = None) -> None:
@@ -185,9 +209,8 @@ class Reporter:
         self._commits = Rows()
         self._refused = 0
         self._most = MAX_ROWS
-        self._others: dict[
-            int, tuple[float, RankBeat, int]
-        ] = {}  # rank -> when it spoke, its beat, what it dropped
+        # By rank of this replica: when it spoke, its sign of life, how many rows it dropped.
+        self._others: dict[int, tuple[float, RankBeat, int]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         self._wake = asyncio.Event()
         self._called = False
@@ -201,7 +224,7 @@ class Reporter:
         return self._events.dropped + self._commits.dropped + self._refused + others
 
     def event(self, row: Mapping[str, object]) -> None:
-        """Tell of an event, soon."""
+        """Add an event; it is sent after `GATHER_S` seconds, together with others of that time."""
         self._events.put(row)
         if self._loop is not None and not self._called:
             self._called = True
@@ -209,11 +232,11 @@ class Reporter:
                 self._loop.call_soon_threadsafe(self._wake.set)
 
     def commit(self, row: Mapping[str, object]) -> None:
-        """Tell of a committed step, with the next sign of life."""
+        """Add a committed step; it is sent with the next sign of life."""
         self._commits.put(row)
 
     def relay(self, telemetry: Telemetry) -> None:
-        """Speak for another rank of this replica, too. On the loop."""
+        """Add the rows and the sign of life of another rank of this replica. On the loop."""
         for row in telemetry.events:
             self.event(row)
         now = asyncio.get_running_loop().time()
@@ -226,7 +249,7 @@ class Reporter:
         self._task = self._loop.create_task(self._run(), name="reporter")
 
     async def close(self) -> None:
-        """Send what waits, for at most a second, and stop."""
+        """Send what waits, for at most `CLOSE_S` seconds, and stop."""
         self._closing.set()
         self._wake.set()
         if self._task is not None:
@@ -248,8 +271,11 @@ class Reporter:
                 await _wait(self._closing, GATHER_S)
 
     async def _send(self) -> bool:
-        """Send one message; whether to go on at once. What was not delivered waits for the next one."""
-        self._called = False  # before rows are taken: who comes later calls again
+        """Send one message, and return whether to go on at once.
+
+        Rows that were not delivered wait for the next one.
+        """
+        self._called = False  # before rows are taken: a later one wakes this task again
         self._wake.clear()
         events = self._events.take(self._most, MAX_BYTES)
         size = sum(map(len, events))
@@ -267,7 +293,7 @@ class Reporter:
             self._most = max(1, (len(events) + len(commits)) // 2)
             self._return(events, commits)
             return bool(events or commits)
-        except Exception as error:  # whatever it is, it must not end the rank
+        except Exception as error:  # no error of telemetry may end the rank
             if not isinstance(error, LighthouseUnreachable | TimeoutError):
                 _log.warning("telemetry is not sent: %s: %s", type(error).__name__, error)
             self._return(events, commits)
@@ -287,7 +313,7 @@ class Reporter:
 
 
 async def _wait(event: asyncio.Event, seconds: float) -> None:
-    """Wait until ``event``, but not longer."""
+    """Wait until `event` is set, for at most `seconds`."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()

@@ -1,7 +1,8 @@
-"""Vigil: what one rank watches so that no hang lasts, whoever started it: its siblings, itself, its parent.
+"""What one rank watches so that no hang lasts, whichever launcher started it: its siblings, itself, its parent.
 
-Beats of a ring exist only where there are two replicas, and a supervisor only where ours was used. The ranks of
-one replica say to their leader, and it to them, that they live; whoever falls silent takes the replica with it.
+A ring has heartbeats only with two replicas or more, and a supervisor watches only under ft_hsdp's own launcher.
+So the ranks of one replica and their leader send each other signs of life. A rank that falls silent ends its
+replica.
 """
 
 from __future__ import annotations
@@ -17,30 +18,33 @@ PERIOD_S = 0.5  # between two looks, and two signs of life
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds: ``silence_s`` without a sign of a sibling, ``step_s`` without a step of the own main thread, and
-    ``leave_s`` for leaving the job once the parent is gone."""
+    """How long each kind of silence may last, in seconds."""
 
-    silence_s: float
-    step_s: float
-    leave_s: float
+    silence_s: float  # without a sign of life of a sibling
+    step_s: float  # without progress of this rank's main thread
+    leave_s: float  # for leaving the job once the parent is gone
 
 
 @dataclass(frozen=True, slots=True)
 class WatchdogOutlets:
-    """``say``: tell the siblings that this rank lives. ``progress``: how far its main thread has come, None while
-    that waits for an order. ``leave``: leave the job at the next commit. ``end``: end this process, and why."""
+    """What the watchdog calls; all on the control loop."""
 
-    say: Callable[[], None]
-    progress: Callable[[], int | None]
-    leave: Callable[[], None]
-    end: Callable[[str], None]
+    say: Callable[[], None]  # tells the siblings that this rank lives
+    progress: Callable[[], int | None]  # how far the main thread has come; None while it waits for an order
+    leave: Callable[[], None]  # leaves the job at the next commit
+    end: Callable[[str], None]  # ends this process, for a reason
 
 
 class Watchdog:
-    """Watches from now until `stop`, on the control loop. ``parent`` is the process that started this one, if it
-    is to be watched; siblings are watched once they are expected.
+    """Watches from its construction until `stop`, on the control loop.
 
-    Time in which this process itself stood still explains the silence of others: it does not count.
+    Siblings are watched once they are expected. Time in which this process itself stood still does not count: it
+    explains the silence of others.
+
+    Args:
+        limits: how long each kind of silence may last.
+        outlets: what it calls.
+        parent: the process that started this one, if it is to be watched.
     """
 
     def __init__(self, limits: Limits, outlets: WatchdogOutlets, parent: int | None = None) -> None:
@@ -55,16 +59,16 @@ class Watchdog:
         self._timer = asyncio.get_running_loop().call_soon(self._tick)
 
     def expect(self, siblings: Iterable[int]) -> None:
-        """These ranks are there, and are to be heard from now on."""
+        """Watch these ranks from now on: they are there."""
         self._heard = dict.fromkeys(siblings, time.monotonic())
 
     def heard(self, rank: int) -> None:
-        """A sibling lives."""
+        """Note a sign of life of a sibling."""
         if rank in self._heard:
             self._heard[rank] = time.monotonic()
 
     def stop(self) -> None:
-        """Watch nothing more."""
+        """Stop watching."""
         self._timer.cancel()
 
     def _tick(self) -> None:
@@ -95,7 +99,10 @@ class Watchdog:
         return f"the trainer hangs: it has not got on for {now - self._moved:.1f} s (timeouts.step_s)"
 
     def _orphaned(self, now: float) -> str | None:
-        """Whoever started this process is gone: nobody would end it, or start it again."""
+        """Leave, and at last end, when the process that started this one is gone.
+
+        No other would end it, or start it again.
+        """
         if self._parent is None or os.getppid() == self._parent:
             return None
         if self._orphan_until is None:

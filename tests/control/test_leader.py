@@ -705,7 +705,7 @@ def test_a_lighthouse_that_hangs_costs_no_step_more_than_the_last_one_took(tmp_p
         assert s.lighthouse.cancelled == 0
         assert not s.events("LeaseUsed"), "nothing was away for long"
         s.lighthouse.answers.put_nowait(Continue(1, 2))
-        await s.until(lambda: not s.leader._owing, "the late answer")
+        await s.until(lambda: not s.leader._overdue, "the late answer")
         assert [r.fence.step for r in s.named(effects.Reduce)] == [1, 2, 3, 4, 5, 6]
         s.vote(0, AttemptId(1, 6, 0))
         s.vote(1, AttemptId(1, 6, 0))
