@@ -1,7 +1,7 @@
-"""Frame: the header in front of every chunk, and the entries that say who put what into the sum.
+"""The header in front of every chunk, and the entries that tell what each member contributed.
 
-Everything in a header is checked against the local plan before memory is touched: nothing of another epoch, step,
-attempt, bucket or round is ever reduced, and a peer never tells us a size.
+Everything in a header is checked against the local plan before memory is touched. So no chunk of another epoch,
+step, attempt, bucket or round is ever reduced, and a peer never tells us a size.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from ft_hsdp.errors import ProtocolViolation, StaleEpoch
 MAGIC = 0x46544152  # "FTAR"
 HEADER = struct.Struct("!IIIHHHBBII16s")
 ENTRY = struct.Struct("!HHHHQd")
-EMPTY = 1
+EMPTY = 1  # flag of a chunk without a payload
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """What an all-reduce is about; ``prev`` is the lineage that it builds on (32 hex digits)."""
+    """Identifies an all-reduce; all members must use the same key."""
 
     epoch: int
     step: int
-    attempt: int
-    bucket: int
-    prev: str
+    attempt: int  # of the step: a failed one is repeated with a larger number
+    bucket: int  # of the gradient
+    prev: str  # lineage of the state that the step builds on, 32 hex digits
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What one member put into the sum. Weight 0: it relayed. Travels in the frames of the reduce-scatter."""
+    """What one member contributed. Entries travel with the frames of the reduce-scatter."""
 
     replica: int
-    weight: int
-    shard: int
-    index: int
+    weight: int  # 0: it relayed and added nothing
+    shard: int  # shard of the data that its batch came from
+    index: int  # index of the batch in that shard
     loss: float
-    poisoned: bool = False
+    poisoned: bool = False  # its gradient is not finite
 
     def pack(self) -> bytes:
-        """24 bytes."""
+        """Return the 24 bytes of this entry on the wire."""
         flags = int(self.poisoned)
         return ENTRY.pack(self.replica, self.weight, self.shard, flags, self.index, self.loss)
 
 
 def unpack_entries(data: bytes) -> tuple[Entry, ...]:
-    """The entries in ``data``."""
+    """Return the entries in `data`, whose length is a multiple of 24 bytes."""
     return tuple(
         Entry(replica, weight, shard, index, loss, bool(flags))
         for replica, weight, shard, flags, index, loss in ENTRY.iter_unpack(data)
@@ -57,20 +57,22 @@ def unpack_entries(data: bytes) -> tuple[Entry, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """A chunk that was announced as the plan says: ``nbytes`` of payload for ``span`` after ``entries``."""
+    """A chunk whose header was found to be what the plan says."""
 
-    operation: Operation
+    operation: Operation  # that receives it
     round: int
-    span: Span
-    nbytes: int
-    entries: int
-    empty: bool
+    span: Span  # its elements in the message
+    nbytes: int  # of the payload
+    entries: int  # how many entries stand between header and payload
+    empty: bool  # no member has contributed to it yet: there is no payload
 
 
 class FrameOrder:
-    """The order of the frames of one all-reduce on one connection: no memory is written twice.
+    """Checks the order of the frames of one all-reduce on one connection, so that no memory is written twice.
 
-    ``alone``: all its frames come this way; otherwise every one of them comes once, here or elsewhere.
+    Args:
+        alone: all frames come on this connection, so that none may be left out. Otherwise each comes once, on one
+            of several connections.
     """
 
     def __init__(self, alone: bool = True) -> None:
@@ -78,10 +80,10 @@ class FrameOrder:
         self._next: dict[int, int] = {}
 
     def check(self, frame: Frame) -> None:
-        """Let the next chunk of its operation pass.
+        """Accept the next chunk of its operation.
 
         Raises:
-            ProtocolViolation: it is not.
+            ProtocolViolation: its round was received before, or rounds are missing.
         """
         number = frame.operation.number
         expected = self._next.get(number, 0)
@@ -92,16 +94,19 @@ class FrameOrder:
 
 @dataclass(frozen=True, slots=True)
 class Framing:
-    """How the frames of one all-reduce look: written for the right neighbour, expected from the left one."""
+    """Writes and checks the headers of one all-reduce at one member."""
 
     key: Key
     plan: RingPlan
-    operations: Sequence[Operation]
-    itemsize: int
-    dtype: int
+    operations: Sequence[Operation]  # of this member
+    itemsize: int  # bytes of an element
+    dtype: int  # index of the type in `allreduce.DTYPES`
 
     def header(self, operation: Operation, round_: int, empty: bool) -> bytes:
-        """The header of the chunk that ``operation`` sends, which the neighbour receives in its next one."""
+        """Return the header of the chunk that `operation` sends in `round_`.
+
+        The right neighbour receives it in its operation `operation.number + 1`.
+        """
         key, number = self.key, operation.number + 1
         nbytes = 0 if empty else self.plan.span(operation.shard, round_).size * self.itemsize
         return HEADER.pack(
@@ -119,15 +124,18 @@ class Framing:
         )
 
     def entries(self, number: int, round_: int) -> int:
-        """How many members' entries come with the chunk that operation ``number`` receives."""
+        """Return how many entries come with the chunk that operation `number` receives in `round_`."""
         return number if round_ == 0 and number < self.plan.members else 0
 
     def check(self, data: bytes) -> Frame:
-        """What the left neighbour announces.
+        """Decode a header of the left neighbour and check it against the plan.
+
+        Args:
+            data: `HEADER.size` bytes.
 
         Raises:
-            StaleEpoch: it is in another epoch, step or attempt, or builds on another lineage.
-            ProtocolViolation: the header is not what the plan says.
+            StaleEpoch: it belongs to another epoch, step or attempt, or builds on another lineage.
+            ProtocolViolation: it is not what the plan says.
         """
         magic, epoch, step, attempt, bucket, number, flags, dtype, round_, nbytes, prev = HEADER.unpack(data)
         key = self.key

@@ -1,7 +1,7 @@
-"""Memory: tensors in memfd segments, which a neighbour on the same host maps and reads in place.
+"""Tensors in memfd segments, which a neighbour on the same host maps and reads in place.
 
-NCCL calls this user buffer registration. Tensors are cut one after the other from large segments (a page of a
-memfd costs nothing until it is touched), and a segment lives as long as one of its tensors does.
+NCCL calls this user buffer registration. Tensors are cut one after the other from large segments; a page of a
+memfd costs no memory until it is touched. A segment lives as long as one of its tensors does.
 """
 
 from __future__ import annotations
@@ -20,42 +20,46 @@ from typing import Any
 import torch
 from torch import Tensor
 
-SEGMENT = 64 * 2**20
-ALIGN = 4096
+SEGMENT = 64 * 2**20  # bytes of a segment, unless one tensor needs more
+ALIGN = 4096  # bytes to which tensors are aligned
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a flat contiguous CPU tensor, without a copy."""
+    """Return the memory of a flat contiguous CPU tensor, without a copy."""
     array: Any = tensor.detach().view(torch.uint8).numpy()
     return memoryview(array)
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """``size`` bytes of shared memory at ``address``, known to a neighbour by ``number`` and by its descriptor."""
+    """A piece of shared memory of this process."""
 
-    number: int
+    number: int  # by which peers know it
     fd: int
     address: int
-    size: int
+    size: int  # bytes
 
 
 class Arena:
-    """The registered memory of one process's group."""
+    """The registered memory of one process's group. Any thread may use it."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._starts: list[int] = []
+        self._starts: list[int] = []  # addresses of the segments, sorted
         self._segments: dict[int, Segment] = {}
         self._count = 0
-        self._open: tuple[mmap.mmap, int] | None = None
+        self._open: tuple[mmap.mmap, int] | None = None  # the newest segment, and its first free byte
 
     def empty(self, shape: int | Sequence[int], dtype: torch.dtype = torch.float32) -> Tensor:
-        """A new registered tensor; its content is undefined.
+        """Return an uninitialized registered tensor.
+
+        Args:
+            shape: number of elements, or the sizes of all dimensions.
+            dtype: type of the elements.
 
         Raises:
-            OSError: there is no memory or descriptor for it.
+            OSError: no memory or descriptor is left.
         """
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         numel = math.prod(shape)
@@ -88,17 +92,20 @@ class Arena:
 
     @property
     def numbers(self) -> set[int]:
-        """The segments that there are."""
+        """The numbers of all segments that exist now."""
         with self._lock:
             return {s.number for s in self._segments.values()}
 
     def close(self) -> None:
-        """Cut no more from the newest segment: it goes with its last tensor, as all others do."""
+        """Cut no more tensors from the newest segment, which is freed with its last tensor like all others."""
         with self._lock:
             self._open = None
 
     def find(self, tensor: Tensor) -> tuple[Segment, int] | None:
-        """The segment that holds ``tensor`` and its offset there; None if it is not registered."""
+        """Return the segment that contains `tensor`, and its offset there in bytes.
+
+        None: the tensor is not registered.
+        """
         address = tensor.data_ptr()
         with self._lock:
             index = bisect.bisect_right(self._starts, address) - 1
@@ -110,23 +117,27 @@ class Arena:
 
 
 def _forget(lock: Any, starts: list[int], segments: dict[int, Segment], address: int) -> None:
-    """A segment is gone. (Not a method: that would keep its arena, and with it the newest segment, for ever.)"""
+    """Close a segment whose last tensor is gone.
+
+    This is no method: a method would keep its arena alive, and with it the newest segment.
+    """
     with lock:
         starts.remove(address)
         os.close(segments.pop(address).fd)
 
 
-class Mapped:
-    """A neighbour's segments, mapped for reading."""
+class MappedSegments:
+    """The segments of a neighbour, mapped into this process."""
 
     def __init__(self) -> None:
         self._maps: dict[int, Tensor] = {}
 
     def add(self, number: int, fd: int) -> None:
-        """Map the segment behind ``fd``, and close ``fd``.
+        """Map the segment behind `fd`, and close `fd`.
 
         Raises:
-            ValueError: it could shrink under us.
+            ValueError: the segment is not sealed, so it could shrink while it is read.
+            OSError: it cannot be mapped.
         """
         try:
             if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
@@ -142,14 +153,14 @@ class Mapped:
         return len(self._maps)
 
     def forget(self, number: int) -> None:
-        """The neighbour has no use for a segment any more: unmap it."""
+        """Unmap a segment that the neighbour has freed."""
         self._maps.pop(number, None)
 
     def view(self, number: int, offset: int, nbytes: int, dtype: torch.dtype) -> Tensor:
-        """``nbytes`` of a segment as a flat tensor.
+        """Return `nbytes` at `offset` of a segment as a flat tensor, without a copy.
 
         Raises:
-            ValueError: it is not mapped, or not that large.
+            ValueError: the segment is not mapped, or not that large, or the offset does not suit the type.
         """
         whole = self._maps.get(number)
         if whole is None or not 0 <= offset <= offset + nbytes <= whole.numel() or offset % dtype.itemsize:
@@ -157,5 +168,5 @@ class Mapped:
         return whole[offset : offset + nbytes].view(dtype)
 
     def close(self) -> None:
-        """Unmap all."""
+        """Unmap all segments."""
         self._maps.clear()

@@ -21,7 +21,7 @@ from ring_rig import used
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.transport import gloo
-from ft_hsdp.ftar.transport.gloo import Mail, PairStore, classify, connect
+from ft_hsdp.ftar.transport.gloo import GlooPair, PairStore, classify, connect
 
 SETTINGS = Settings(transport="c10d", connections=2, timeout_s=60.0)
 MOMENT = timedelta(milliseconds=1)
@@ -46,10 +46,10 @@ def groups() -> Iterator[tuple[Any, Any]]:
 
 
 @contextlib.contextmanager
-def mails(deadline_s: float = 60.0) -> Iterator[tuple[Mail, Mail]]:
+def gloo_pairs(deadline_s: float = 60.0) -> Iterator[tuple[GlooPair, GlooPair]]:
     settings = Settings(connections=2, timeout_s=deadline_s)
     with groups() as (first, second):
-        ends = Mail(first, 6, settings), Mail(second, 5, settings)
+        ends = GlooPair(first, 6, settings), GlooPair(second, 5, settings)
         del first, second
         yield ends
         for end in ends:
@@ -94,7 +94,7 @@ def test_an_unknown_text_costs_the_pair_only() -> None:
 
 def test_messages_keep_their_order_on_two_contexts() -> None:
     sizes = [1, 300_000, 7, 2_000_000, 5]
-    with mails() as (sender, receiver):
+    with gloo_pairs() as (sender, receiver):
         places = [torch.zeros(n) for n in sizes]
         for place in places[:3]:
             receiver.receive(place)
@@ -112,7 +112,7 @@ def test_messages_keep_their_order_on_two_contexts() -> None:
 @pytest.mark.parametrize("what", ["receive", "send"])
 def test_a_cut_releases_whoever_waits_at_both_ends(what: str, context: int) -> None:
     """Without the other end's help; it only sees the end of the connection."""
-    with mails() as (mine, theirs), ThreadPoolExecutor(2) as pool:
+    with gloo_pairs() as (mine, theirs), ThreadPoolExecutor(2) as pool:
         if context:
             mine.receive(torch.empty(8))
             theirs.send(torch.empty(8))
@@ -136,7 +136,7 @@ def test_a_cut_releases_whoever_waits_at_both_ends(what: str, context: int) -> N
 
 
 def test_silence_is_a_timeout() -> None:
-    with mails(deadline_s=0.2) as (mine, _):
+    with gloo_pairs(deadline_s=0.2) as (mine, _):
         mine.receive(torch.empty(8))
         with pytest.raises(PeerTimeout) as silent:
             mine.finish()
@@ -155,7 +155,7 @@ def test_a_peer_that_is_killed_is_dead() -> None:
             os._exit(1)
     b.close()
     with a:
-        mail = Mail(connect(a, 0, SETTINGS), 6, SETTINGS)
+        mail = GlooPair(connect(a, 0, SETTINGS), 6, SETTINGS)
         mail.receive(torch.empty(8))
         threading.Timer(0.05, os.kill, (child, signal.SIGKILL)).start()
         with pytest.raises(PeerDead) as dead:

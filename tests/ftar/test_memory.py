@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ft_hsdp.ftar import memory
-from ft_hsdp.ftar.memory import SEALS, SEGMENT, Arena, Mapped, bytes_of
+from ft_hsdp.ftar.memory import SEALS, SEGMENT, Arena, MappedSegments, bytes_of
 
 
 def segments() -> int:
@@ -49,7 +49,7 @@ def test_what_is_not_registered_is_not_found() -> None:
 
 
 def test_a_neighbour_sees_the_same_memory() -> None:
-    arena, mapped = Arena(), Mapped()
+    arena, mapped = Arena(), MappedSegments()
     x = arena.empty(1000).copy_(torch.arange(1000.0))
     found = arena.find(x[10:])
     assert found is not None
@@ -66,7 +66,7 @@ def test_a_neighbour_sees_the_same_memory() -> None:
     ("number", "offset", "nbytes"), [(2, 0, 8), (1, SEGMENT - 4, 8), (1, 2, 8), (1, SEGMENT, 4), (1, 2**63, 4)]
 )
 def test_what_is_not_in_a_segment_is_refused(number: int, offset: int, nbytes: int) -> None:
-    arena, mapped = Arena(), Mapped()
+    arena, mapped = Arena(), MappedSegments()
     found = arena.find(arena.empty(4))
     assert found is not None
     mapped.add(1, os.dup(found[0].fd))
@@ -81,7 +81,7 @@ def test_a_segment_that_may_shrink_is_refused(seals: int) -> None:
     os.ftruncate(fd, 4096)
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
     with pytest.raises(ValueError, match="not sealed"):
-        Mapped().add(1, fd)
+        MappedSegments().add(1, fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
 
@@ -89,7 +89,7 @@ def test_a_segment_that_may_shrink_is_refused(seals: int) -> None:
 def test_what_is_no_segment_is_refused(tmp_path) -> None:
     fd = os.open(tmp_path / "file", os.O_CREAT | os.O_RDWR)
     with pytest.raises((ValueError, OSError)):
-        Mapped().add(1, fd)
+        MappedSegments().add(1, fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
 
@@ -123,7 +123,7 @@ def test_an_arena_that_nobody_has_any_more_lets_go_of_its_memory() -> None:
 
 
 def test_a_segment_that_is_forgotten_is_unmapped() -> None:
-    before, arena, mapped = segments(), Arena(), Mapped()
+    before, arena, mapped = segments(), Arena(), MappedSegments()
     found = arena.find(arena.empty(4))
     assert found is not None
     mapped.add(found[0].number, os.dup(found[0].fd))

@@ -36,10 +36,10 @@ from ft_hsdp.ftar.memory import SEALS, SEGMENT, Arena
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport import shm
 from ft_hsdp.ftar.transport.base import Transfer
-from ft_hsdp.ftar.transport.kind import Bytes, Parcel
+from ft_hsdp.ftar.transport.kind import EncodedPayload, InlineCodec
 from ft_hsdp.ftar.transport.receiver import ReceiveLane, StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
-from ft_hsdp.ftar.transport.shm import References, Referred
+from ft_hsdp.ftar.transport.shm import ReferenceDecoder, ReferenceEncoder
 
 
 @pytest.fixture
@@ -53,14 +53,14 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 def test_an_inlet_looks_at_descriptors_above_1023(pair: tuple[socket.socket, socket.socket]) -> None:
     """select would raise ValueError: a trainer with many open files died at its first all-reduce."""
     with raised(pair[0]) as high:
-        lane = ReceiveLane(high, 0, 8, 1, Bytes())
+        lane = ReceiveLane(high, 0, 8, 1, InlineCodec())
         assert not lane.ready()
         pair[1].send(b"x")
         assert lane.ready()
 
 
-def sender(sock: socket.socket, slots: int = 8, carrier: Bytes | None = None) -> StreamSender:
-    return StreamSender([sock], slots, 3, carrier or Bytes(), "tx-test")
+def sender(sock: socket.socket, slots: int = 8, codec: InlineCodec | None = None) -> StreamSender:
+    return StreamSender([sock], slots, 3, codec or InlineCodec(), "tx-test")
 
 
 @pytest.mark.timeout(30)
@@ -99,12 +99,12 @@ def test_large_payloads_inline_on_a_local_socket() -> None:
 
 
 def test_what_fails_in_the_sending_thread_is_heard(pair: tuple[socket.socket, socket.socket]) -> None:
-    class Broken(Bytes):
-        def pack(self, payload: Tensor | None) -> Parcel:
+    class Broken(InlineCodec):
+        def pack(self, payload: Tensor | None) -> EncodedPayload:
             raise RuntimeError("a bug")
 
     heard: list[FTARError] = []
-    end = sender(pair[0], carrier=Broken())
+    end = sender(pair[0], codec=Broken())
     end.begin(heard.append)
     end.send(b"head", torch.ones(3), small=False)
     with pytest.raises(LocalSystemError, match="a bug"):
@@ -158,8 +158,8 @@ class Memory:
 
     def __init__(self) -> None:
         self.arena = Arena()
-        self.ours = References(self.arena, direct=True)
-        self.theirs = Referred(os.getpid())
+        self.ours = ReferenceEncoder(self.arena, direct=True)
+        self.theirs = ReferenceDecoder(os.getpid())
         self.frame = framing_of_four()
 
     def carry(self, payload: Tensor) -> Tensor:
@@ -219,7 +219,7 @@ def referred(
 ) -> tuple[type[BaseException], str]:
     """What an inlet says to a frame with this label."""
     ours, theirs = pair
-    receiver = StreamReceiver([theirs], 4, 6, Referred(os.getpid()), "rx-test")
+    receiver = StreamReceiver([theirs], 4, 6, ReferenceDecoder(os.getpid()), "rx-test")
     with rig(FLAVOURS[-1], 2) as ring:
         how, mine = framing(ring, 1, 8), framing(ring, 0, 8)
         head = label + how.header(how.operations[1], 0, False) + bytes(4)

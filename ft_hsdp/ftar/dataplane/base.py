@@ -1,4 +1,7 @@
-"""Plane: what the engine asks of whoever copies and adds; `cpu` and `gpu` answer it."""
+"""The protocols between the engine and the data plane, which copies and adds chunks.
+
+`cpu` and `gpu` implement them.
+"""
 
 from __future__ import annotations
 
@@ -15,53 +18,63 @@ from ft_hsdp.ftar.transport.base import Chunk
 
 @dataclass(frozen=True, slots=True)
 class Processed:
-    """A chunk that the plane has finished: what to send on, and the arrival that is not needed any more."""
+    """A chunk that the data plane has finished."""
 
     process: ProcessChunk
-    payload: Tensor | None
-    chunk: Chunk | None
+    payload: Tensor | None  # what to send on
+    chunk: Chunk | None  # the received chunk, which is not needed any more
 
 
 class PlaneJob(Protocol):
-    """One all-reduce on a plane."""
+    """One all-reduce on a data plane.
+
+    The engine's thread owns it; only `buffer_for` is called on receiving threads.
+    """
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the elements."""
+        """Type of the elements."""
         ...
 
     @property
     def depth(self) -> int:
-        """How many chunks it takes at once."""
+        """How many chunks may be posted and not finished at once."""
         ...
 
     def buffer_for(self, frame: Frame) -> Tensor:
-        """Where an arriving chunk goes: a flat CPU tensor of the frame's span. The receiving thread asks."""
+        """Return the flat CPU tensor, of the size of the frame's span, into which its payload is received."""
         ...
 
     def post(self, process: ProcessChunk, chunk: Chunk | None) -> None:
-        """Copy, reduce or store a chunk (FT-HSDP §4.2); never blocks longer than the work itself."""
+        """Begin to copy, reduce or store a chunk (FT-HSDP §4.2). Blocks at most for the work itself."""
         ...
 
     def completed(self) -> list[Processed]:
-        """What has been finished since the last call, in the order of posting."""
+        """Return the chunks that were finished since the last call, in the order of posting."""
         ...
 
     def free(self, chunk: Chunk) -> None:
-        """The chunk's landing place may be used again."""
+        """Allow the buffer of `chunk` to be used again."""
         ...
 
     def close(self, failed: bool) -> None:
-        """The all-reduce is over."""
+        """End the all-reduce; `failed` tells that chunks may be missing."""
         ...
 
 
 class Plane(Protocol):
-    """Makes jobs; owns the buffers that live as long as the group."""
+    """Makes the jobs of one group, and owns the buffers that live as long as the group."""
 
     def open(self, local: Tensor | None, out: Tensor, plan: RingPlan, after: Any = None) -> PlaneJob:
-        """An all-reduce of ``local`` (None: relay) into ``out``, both flat, contiguous, of one type.
+        """Begin an all-reduce.
 
-        ``local`` is complete once ``after`` is (on a GPU an event; None: it is).
+        Args:
+            local: flat contiguous tensor [n] of this member's values; None: relay what arrives.
+            out: flat contiguous tensor [n] of the same type that receives the sum.
+            plan: how the message is cut into chunks.
+            after: what completes `local`; on a GPU an event. None: it is complete.
+
+        Returns:
+            The job; only one may be open at a time.
         """
         ...

@@ -1,7 +1,7 @@
-"""CPU data plane: adds with torch on the engine's thread, which lets go of the interpreter while it adds.
+"""The CPU data plane: adds with torch on the engine's thread. Torch releases the interpreter while it adds.
 
-Chunks of partial sums land in slots that are used again and again, so that they stay in the cache; chunks of final
-sums land where they belong.
+Partial sums are received into slots that are reused, so that they stay in the cache. Final sums are received
+directly into the output.
 """
 
 from __future__ import annotations
@@ -18,14 +18,17 @@ from ft_hsdp.ftar.transport.base import Chunk
 
 
 class CpuPlane:
-    """The slots of one group; they grow to what is asked for and are kept."""
+    """The data plane of one group on the CPU. Its slots grow to the largest chunk and are kept."""
 
     def __init__(self) -> None:
         self._slots: list[Tensor] = []
         self._size = 0
 
     def open(self, local: Tensor | None, out: Tensor, plan: RingPlan, after: Any = None) -> CpuJob:
-        """An all-reduce of ``local`` (None: relay) into ``out``."""
+        """Begin an all-reduce of `local` (None: relay) into `out`.
+
+        `Plane.open` explains the arguments.
+        """
         size = plan.chunk * out.element_size()
         if size > self._size:
             self._slots, self._size = [], size
@@ -33,7 +36,7 @@ class CpuPlane:
 
 
 class CpuJob:
-    """One all-reduce on the CPU; ``slots`` are free ones of ``size`` bytes, the last used on top."""
+    """One all-reduce on the CPU, on the engine's thread."""
 
     depth = 1
 
@@ -42,13 +45,13 @@ class CpuJob:
         self._local = local
         self._out = out
         self._plan = plan
-        self._slots = slots
-        self._size = size
+        self._slots = slots  # free ones; the last used is on top
+        self._size = size  # bytes of a slot
         self._done: list[Processed] = []
-        self._used: dict[int, Tensor] = {}
+        self._used: dict[int, Tensor] = {}  # address of a chunk: the slot that it fills
 
     def buffer_for(self, frame: Frame) -> Tensor:
-        """A slot for a partial sum, the place in ``out`` for a final one."""
+        """Return a slot for a partial sum, or the place in `out` for a final sum. Receiving threads call this."""
         if not frame.operation.kind.reduces or not frame.nbytes:
             return self._at(self._out, frame.span)
         try:
@@ -60,7 +63,7 @@ class CpuJob:
         return view
 
     def post(self, process: ProcessChunk, chunk: Chunk | None) -> None:
-        """Do it at once."""
+        """Process the chunk at once."""
         operation = process.operation
         span = self._plan.span(operation.shard, process.round)
         place = self._at(self._out, span)
@@ -79,7 +82,7 @@ class CpuJob:
         self._done.append(Processed(process, payload, chunk))
 
     def _reduce(self, place: Tensor, span: Span, partial: Tensor | None, kind: OperationKind) -> None:
-        """The partial sum and the own gradient, where there are any, into ``place``."""
+        """Write the sum of the partial sum and the local gradient, where there are any, into `place`."""
         if self._local is None:
             if partial is not None:
                 place.copy_(partial)
@@ -100,15 +103,15 @@ class CpuJob:
         return tensor[span.start : span.stop]
 
     def completed(self) -> list[Processed]:
-        """All that was posted."""
+        """Return all chunks that were posted since the last call."""
         done, self._done = self._done, []
         return done
 
     def free(self, chunk: Chunk) -> None:
-        """Back to the slots, if it came from there."""
+        """Put the slot of `chunk` back, if it was received into a slot."""
         if chunk.data is not None and (slot := self._used.pop(chunk.data.data_ptr(), None)) is not None:
             self._slots.append(slot)
 
     def close(self, failed: bool) -> None:
-        """Slots of chunks that were never used are given up: a late receiver may still write into them."""
+        """Drop the slots of chunks that were never used: a receiving thread may still write into them."""
         self._used.clear()

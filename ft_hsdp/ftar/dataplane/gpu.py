@@ -1,9 +1,11 @@
-"""GPU data plane: copies and adds on the device, staged through pinned host memory (FT-HSDP §4.2).
+"""The GPU data plane: copies and adds on the device, staged through pinned host memory (FT-HSDP §4.2).
 
-One host buffer takes both roles: a mirror of the message, then C slots for partial sums that arrive. What is sent
-stands in the mirror at its span until the all-reduce ends; final sums land there too and are sent on from there.
-The mirror is registered memory, so a neighbour on the same host reads it in place. Nothing else of ft_hsdp imports
-triton or ftar_kernels, and this module is imported only where a device is used.
+One host buffer has two parts: a mirror of the message, and C slots for partial sums that arrive. What is sent
+stays in the mirror, at its place in the message, until the all-reduce ends; final sums are received into the
+mirror too and sent on from there. The buffer is registered memory, so that a neighbour on the same host reads it
+in place.
+
+This module alone imports triton and ftar_kernels, and it is imported only where a device is used.
 """
 
 from __future__ import annotations
@@ -26,14 +28,17 @@ from ftar_kernels.flags import Command
 from ftar_kernels.reduce_copy import PROGRAMS, vector
 
 ALIGN = 128  # bytes to which the parts of the buffer are aligned
-SPARE_S = 5.0  # by how much a kernel is more patient than the CPU, which decides about failures
+SPARE_S = 5.0  # a kernel waits this much longer than the CPU, which decides about failures
 
 
 class GpuPlane:
-    """The buffer and the stream of one group; the buffer grows to what is asked for and is kept.
+    """The data plane of one group on a GPU; its buffer grows to the largest message and is kept.
 
-    ``arena`` is the group's; ``timeout_s`` is how long the device may be silent while it has work. A CPU device
-    works where triton interprets its kernels.
+    Args:
+        device: a CUDA device; a CPU device works where triton interprets its kernels.
+        arena: the group's registered memory.
+        timeout_s: how long the device may finish nothing while it has work.
+        via: how the device waits for chunks: in one persistent kernel, or by stream operations between kernels.
     """
 
     def __init__(
@@ -47,7 +52,9 @@ class GpuPlane:
         self._staged: kernels.StagedPlane | None = None
 
     def reserve(self, plan: RingPlan, dtype: torch.dtype) -> None:
-        """Make room for messages of ``plan`` and load the kernels, before either could make training wait.
+        """Allocate memory for messages of `plan` and load the kernels.
+
+        Blocks; done early so that training does not wait for it.
 
         Raises:
             LocalSystemError: the device or its memory is at fault.
@@ -58,10 +65,10 @@ class GpuPlane:
             raise LocalSystemError(f"GPU data plane: {error}") from error
 
     def open(self, local: Tensor | None, out: Tensor, plan: RingPlan, after: Any = None) -> GpuJob:
-        """An all-reduce of ``local`` (None: relay) into ``out``, on the device.
+        """Begin an all-reduce of `local` (None: relay) into `out`, flat tensors on the device.
 
         Raises:
-            InvalidArgument: the tensors do not suit the kernels.
+            InvalidArgument: the kernels cannot take the tensors.
             LocalSystemError: the device or its memory is at fault.
         """
         areas = _Areas(plan, out.dtype)
@@ -76,7 +83,7 @@ class GpuPlane:
         return GpuJob(job, self._buffer.view(out.dtype), plan, areas, staged.depth, self._timeout_s)
 
     def close(self) -> None:
-        """End what runs and give the memory back.
+        """End a running all-reduce and free the memory; blocks until the device has ended.
 
         Raises:
             LocalSystemError: the device does not end.
@@ -90,7 +97,7 @@ class GpuPlane:
         self._staged, self._buffer = None, torch.empty(0, dtype=torch.uint8)
 
     def _room(self, nbytes: int) -> kernels.StagedPlane:
-        """The plane over a buffer of at least ``nbytes``."""
+        """Return the staged plane on a buffer of at least `nbytes`."""
         if self._staged is not None and self._buffer.nbytes >= nbytes:
             return self._staged
         self.close()
@@ -107,7 +114,7 @@ class GpuPlane:
         return self._staged
 
     def _pin(self, buffer: Tensor, pinned: bool) -> None:
-        """Let the device reach the buffer, or end that before its memory goes."""
+        """Make the buffer accessible to the device, or end that before its memory is freed."""
         if self._device.type != "cuda":
             return
         runtime, address = torch.cuda.cudart(), buffer.data_ptr()
@@ -119,9 +126,10 @@ class GpuPlane:
 
 
 class _Areas:
-    """Where things are in the buffer, in elements: the mirror from 0 on, then the slots.
+    """Where the parts of the buffer are, in elements: the mirror at 0, then the slots.
 
-    A chunk begins within 16 bytes as it does in the message, so that the device moves 16 bytes at a time.
+    A chunk begins at the same offset within 16 bytes as in the message, so that the device moves 16 bytes at a
+    time.
     """
 
     def __init__(self, plan: RingPlan, dtype: torch.dtype) -> None:
@@ -134,12 +142,12 @@ class _Areas:
         self.vector = vector(dtype)
 
     def at(self, slot: int, span: Span) -> int:
-        """The first element of a chunk of ``span`` in a slot."""
+        """Return the index of the first element of a chunk of `span` in a slot."""
         return slot + span.start % self.vector
 
 
 class GpuJob:
-    """One all-reduce on a device; ``depth`` chunks at once."""
+    """One all-reduce on a device."""
 
     def __init__(
         self, job: kernels.StagedJob, buffer: Tensor, plan: RingPlan, areas: _Areas, depth: int, timeout_s: float
@@ -149,20 +157,23 @@ class GpuJob:
         self._plan = plan
         self._areas = areas
         self._timeout_s = timeout_s
-        self._lock = threading.Lock()  # chunks may land on several threads
+        self._lock = threading.Lock()  # several threads may receive chunks
         self._posted: list[tuple[ProcessChunk, Chunk | None]] = []
-        self._heard = 0.0
+        self._heard = 0.0  # when the device last finished a chunk, or got the first one
         self._free = list(areas.slots)
-        self._taken: dict[tuple[int, int], int] = {}
+        self._taken: dict[tuple[int, int], int] = {}  # (operation, round): its slot
         self._buffer = buffer
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the elements."""
+        """Type of the elements."""
         return self._buffer.dtype
 
     def buffer_for(self, frame: Frame) -> Tensor:
-        """A slot for a partial sum, the place in the mirror for a final one."""
+        """Return a slot for a partial sum, or the place in the mirror for a final sum.
+
+        Receiving threads call this.
+        """
         place = self._offset_for(frame)
         return self._buffer[place : place + frame.span.size]
 
@@ -177,13 +188,13 @@ class GpuJob:
         return self._areas.at(slot, frame.span)
 
     def post(self, process: ProcessChunk, chunk: Chunk | None) -> None:
-        """Hand the chunk to the device."""
+        """Hand the chunk to the device. Does not wait for it."""
         span = self._plan.span(process.operation.shard, process.round)
         recv = None
         if chunk is not None and not process.empty and span.size:
             recv = self._place(chunk)
         kind = process.operation.kind
-        send = span.start if kind.adds else None  # a final sum that arrived stands in the mirror already
+        send = span.start if kind.adds else None  # a received final sum is in the mirror already
         if not self._posted:
             self._heard = time.monotonic()
         try:
@@ -193,7 +204,7 @@ class GpuJob:
         self._posted.append((process, chunk))
 
     def _place(self, chunk: Chunk) -> int:
-        """Where in the buffer what has arrived is; from elsewhere it is copied there first."""
+        """Return where in the buffer a received chunk is; copy it there first if it was received elsewhere."""
         assert chunk.data is not None
         offset = chunk.data.data_ptr() - self._buffer.data_ptr()
         if 0 <= offset < self._buffer.nbytes:
@@ -203,10 +214,10 @@ class GpuJob:
         return place
 
     def completed(self) -> list[Processed]:
-        """What the device has finished since the last call.
+        """Return the chunks that the device has finished since the last call.
 
         Raises:
-            LocalSystemError: it has failed, or does nothing although it could.
+            LocalSystemError: the device has failed, or has finished nothing for `timeout_s` although it has work.
         """
         try:
             done = len(self._job.completed())
@@ -226,14 +237,14 @@ class GpuJob:
         return self._buffer[span.start : span.stop]
 
     def free(self, chunk: Chunk) -> None:
-        """Back to the slots, if it came from there."""
+        """Put the slot of `chunk` back, if it was received into a slot."""
         with self._lock:
             slot = self._taken.pop((chunk.frame.operation.number, chunk.frame.round), None)
             if slot is not None:
                 self._free.append(slot)
 
     def close(self, failed: bool) -> None:
-        """End it on the device: after this nothing of it is read or written there.
+        """End the all-reduce on the device; block until it neither reads nor writes memory of it.
 
         Raises:
             LocalSystemError: the device has failed, or does not end.

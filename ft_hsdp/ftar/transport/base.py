@@ -1,7 +1,8 @@
-"""Link: what the engine asks of a transport: an inlet from the left neighbour and an outlet to the right one.
+"""The protocols between the engine and a transport.
 
-Each edge may be of another kind, so the two ends of a member are independent. The sender of an edge never has more
-than its slots of chunks on their way: the receiver gives a slot back when it is done with the chunk.
+A member has a `Receiver` from its left neighbour and a `Sender` to its right one. Each edge may use another
+transport, so the two are independent. The sender of an edge never has more than C chunks (slots) in flight: the
+receiver gives a slot back when it no longer needs the chunk.
 """
 
 from __future__ import annotations
@@ -18,108 +19,133 @@ from ft_hsdp.ftar.frame import Entry, Frame, Framing
 
 
 class BufferProvider(Protocol):
-    """Where the bytes of arriving chunks go: the data plane says so, on the thread that receives."""
+    """Tells a transport where to receive payloads; the data plane implements it. Called on receiving threads."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of the elements."""
+        """Type of the elements."""
         ...
 
     def buffer_for(self, frame: Frame) -> Tensor:
-        """A flat tensor of the frame's span for its payload."""
+        """Return a flat CPU tensor, of the size of the frame's span, for its payload."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One all-reduce as a transport sees it: ``frames`` chunks to come, how they look, where they go.
+    """One all-reduce as a receiver sees it."""
 
-    ``small``: so little that the engine's own thread should do all of it.
-    """
-
-    framing: Framing
-    buffers: BufferProvider
-    frames: int
-    small: bool
+    framing: Framing  # how its frames look
+    buffers: BufferProvider  # where their payloads go
+    frames: int  # how many will come
+    small: bool  # so little data that the engine's own thread receives it
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A chunk that is here: ``data`` is a flat tensor of its span, None if empty; ``lane`` is the transport's."""
+    """A chunk that was received."""
 
     frame: Frame
     entries: tuple[Entry, ...]
-    data: Tensor | None
-    lane: int
+    data: Tensor | None  # flat tensor of the frame's span; None: an empty chunk
+    lane: int  # the connection that it came on, for the transport's own use
 
 
 class Receiver(Protocol):
-    """Chunks from the left neighbour. ``begin``, ``next``, ``release`` and ``end`` are the engine's.
+    """Receives chunks from the left neighbour.
 
-    ``frames`` counts all that were taken since the connection was made.
+    The engine's thread calls `begin`, `next`, `release` and `end`.
+
+    Attributes:
+        frames: number of frames taken by `next` since the connection was made.
     """
 
     frames: int
 
     def begin(self, transfer: Transfer) -> None:
-        """An all-reduce begins: its frames, and no others, are to be received."""
+        """Begin an all-reduce: receive its frames and no others."""
         ...
 
     def next(self, block: bool) -> Chunk | None:
-        """The next chunk; None if there is none yet and ``block`` is not set.
+        """Return the next chunk in the order of sending; None if there is none yet and `block` is False.
 
         Raises:
-            PeerDead, PeerTimeout, StaleEpoch, ProtocolViolation
+            PeerDead: the connection broke.
+            PeerTimeout: nothing came before the deadline.
+            StaleEpoch: a frame belongs to another all-reduce.
+            ProtocolViolation: a frame is not what the plan says.
         """
         ...
 
     def release(self, chunk: Chunk) -> None:
-        """The chunk was used. What it held was whole only if this does not raise: the peer is still there."""
+        """Give the slot of `chunk` back to the sender.
+
+        Raises:
+            PeerDead: the sender is gone, so the chunk may not have been whole when its memory was read. It must be
+                discarded.
+        """
         ...
 
     def end(self) -> None:
-        """The all-reduce is over: all slots go back."""
+        """End the all-reduce: give all slots back."""
         ...
 
     def close(self) -> None:
-        """Wake whoever waits, let nothing more in; any thread, any number of times."""
+        """Wake all waiting threads and receive nothing more. Any thread, any number of times."""
         ...
 
     def dispose(self) -> None:
-        """After ``close``, once the engine has left: end threads, close descriptors."""
+        """End the threads and close the descriptors; called after `close`, when the engine has left."""
         ...
 
 
 class Sender(Protocol):
-    """Chunks to the right neighbour. ``frames`` counts all that were sent since the connection was made."""
+    """Sends chunks to the right neighbour. The engine's thread calls `begin`, `send` and `flush`.
+
+    Attributes:
+        frames: number of frames sent, or queued to be sent, since the connection was made.
+    """
 
     frames: int
 
     def begin(self, failed: Callable[[FTARError], None]) -> None:
-        """An all-reduce begins: count its bytes from 0, and tell ``failed`` what goes wrong on another thread."""
+        """Begin an all-reduce: count its bytes from 0, and call `failed` when a sending thread fails."""
         ...
 
     def send(self, head: bytes, payload: Tensor | None, small: bool) -> None:
-        """Queue one chunk: header with entries, and a flat tensor that stays as it is until ``flush`` returns."""
+        """Queue one chunk. Does not block.
+
+        Args:
+            head: the frame's header and its entries.
+            payload: flat CPU tensor that must not change until `flush` returns; None: an empty chunk.
+            small: send it on the calling thread if possible.
+        """
         ...
 
     def flush(self) -> int:
-        """Wait until no payload is needed any more; the bytes of this all-reduce.
+        """Block until the neighbour no longer needs any payload.
+
+        Returns:
+            The bytes that this all-reduce has sent, with headers.
 
         Raises:
-            PeerDead, PeerTimeout
+            PeerDead: the connection broke.
+            PeerTimeout: the neighbour did not take the data before the deadline.
         """
         ...
 
     @property
     def high_water(self) -> int:
-        """Most bytes of payload that were ever on their way at once."""
+        """The largest number of payload bytes that were in flight at once."""
         ...
 
     def close(self) -> None:
-        """Wake whoever waits, send nothing more; any thread, any number of times. No payload is read after."""
+        """Wake all waiting threads and send nothing more.
+
+        Any thread, any number of times. No payload is read afterwards.
+        """
         ...
 
     def dispose(self) -> None:
-        """After ``close``: end threads, close descriptors."""
+        """End the threads and close the descriptors; called after `close`."""
         ...

@@ -1,15 +1,13 @@
-"""Gloo: a process group of two at its two ends: how they meet, exchange messages and part.
+"""The c10d transport: each edge is a gloo process group of two, which carries the payloads (torch.distributed).
 
-Gloo cannot abort a receive, but a wait that expires closes all connections of its context and so wakes everybody
-who waits there. A pair is cut by such a wait of a millisecond, on a message that nobody sends.
-
-c10d transport: an edge is a process group of two, so that payloads travel as torch.distributed lets them.
-
-That is gloo: over TCP, or over RDMA with ``GLOO_DEVICE_TRANSPORT=IBVERBS`` where torch was built with it
-(``TORCH_GLOO_IBV_NAME``, ``_PORT`` and ``_INDEX`` choose the device). Headers and answers go over a socket of our
-own beside it, which came in by the door: nothing is received that was not announced and checked, gloo needs no
-store, and a dead neighbour shows as the end of that socket whatever gloo makes of it. K connections are K gloo
+Gloo runs over TCP, or over RDMA with ``GLOO_DEVICE_TRANSPORT=IBVERBS`` where torch was built with it
+(``TORCH_GLOO_IBV_NAME``, ``_PORT`` and ``_INDEX`` choose the device). Headers and answers travel over a socket of
+our own that came in through the listener. So nothing is received that was not announced and checked, gloo needs no
+store server, and a dead neighbour shows as the end of that socket whatever gloo does. K connections are K gloo
 devices, each with a thread of its own.
+
+Gloo cannot abort a receive. But a wait that expires closes all connections of its context and wakes every thread
+that waits there; a pair is cut by such a wait of one millisecond, on a message that is never sent.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from ft_hsdp.ftar.listener import Call, Listener
 from ft_hsdp.ftar.memory import Arena, bytes_of
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.base import BufferProvider, Chunk, Transfer
-from ft_hsdp.ftar.transport.kind import Bytes, Edge, Parcel, Read
+from ft_hsdp.ftar.transport.kind import Edge, EncodedPayload, InlineCodec, Read
 from ft_hsdp.ftar.transport.receiver import ReceiveLane, StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.handshake import Purpose
@@ -44,7 +42,7 @@ from ft_hsdp.protocol import RingData, RingReady
 from ft_hsdp.record_layer import Sealed
 
 _PAIR = struct.Struct("!HH")
-MOST_KEYS = 256
+MOST_KEYS = 256  # that a peer may set: it cannot fill our memory
 _EXPIRED = timedelta(milliseconds=1)
 
 ERRORS: tuple[tuple[str, type[FTARError]], ...] = (
@@ -55,16 +53,20 @@ ERRORS: tuple[tuple[str, type[FTARError]], ...] = (
 
 
 def classify(error: RuntimeError, member: int) -> FTARError:
-    """What gloo's text means for the pair with ``member``: it has no types. A text unknown here costs the pair."""
+    """Return the error that gloo's text means for the pair with `member`.
+
+    Gloo has no error types. A text that is not in `ERRORS` counts as a dead peer.
+    """
     text = str(error)
     kind = next((k for part, k in ERRORS if part in text), PeerDead)
     return kind(f"gloo: {text.partition(' This is typically')[0]}", suspect=member)
 
 
 class PairStore(dist.Store):
-    """A store for two: what one end sets the other one gets, over the connection that they have already.
+    """The store by which gloo connects a pair.
 
-    Used by one thread while gloo connects; ``sock`` is blocking, with kernel deadlines.
+    Each key that one end sets is sent to the other end over their socket. One thread uses the store while gloo
+    connects. `sock` is blocking, with the kernel's deadlines set.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -73,13 +75,13 @@ class PairStore(dist.Store):
         self._values: dict[str, bytes] = {}
 
     def set(self, key: str, value: bytes) -> None:  # type: ignore[override]  # gloo passes bytes
-        """Keep it, and tell the other end."""
+        """Keep the value and send it to the other end."""
         self._values[key] = value
         name = key.encode()
         self._sock.sendall(_PAIR.pack(len(name), len(value)) + name + value)
 
     def get(self, key: str) -> bytes:
-        """What either end has set, as soon as it is here.
+        """Return the value that either end has set; block until it has arrived.
 
         Raises:
             OSError: the other end is gone, or silent for too long.
@@ -93,7 +95,7 @@ class PairStore(dist.Store):
         return self._values[key]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Until all ``keys`` are here; the socket's deadline counts."""
+        """Block until all `keys` have arrived. The deadline of the socket counts, not `timeout`."""
         for key in keys:
             self.get(key)
 
@@ -105,10 +107,15 @@ class PairStore(dist.Store):
 
 
 def connect(sock: socket.socket, rank: int, settings: Settings) -> dist.ProcessGroupGloo:
-    """Meet the other end of ``sock`` in a process group of two, on the addresses that ``sock`` has. Blocks.
+    """Connect to the other end of `sock` in a process group of two. Blocks.
+
+    Args:
+        sock: blocking control socket; gloo listens on the same local address.
+        rank: 0 at the caller, 1 at the callee.
+        settings: number of connections and the deadline.
 
     Raises:
-        OSError: it does not work.
+        OSError: the other end is gone, or gloo cannot connect.
     """
     gloo: Any = dist.ProcessGroupGloo  # torch does not declare its options
     options = gloo._Options()
@@ -125,8 +132,11 @@ def connect(sock: socket.socket, rank: int, settings: Settings) -> dist.ProcessG
     return group
 
 
-class Mail:
-    """One end of a connected pair: messages in order, each on the context that is next; any thread may ``cut``."""
+class GlooPair:
+    """One end of a connected pair: messages in order, round-robin over the gloo contexts.
+
+    One thread sends and receives; any thread may call `cut`.
+    """
 
     def __init__(self, group: dist.ProcessGroupGloo, member: int, settings: Settings) -> None:
         self._group: Any = group  # torch does not declare its methods
@@ -140,27 +150,33 @@ class Mail:
         self._cutter: threading.Thread | None = None
 
     def __len__(self) -> int:
-        """How many messages are not finished."""
+        """Return how many messages are not finished."""
         return len(self._works)
 
     def send(self, payload: Tensor) -> None:
-        """Post a message; ``payload`` stays as it is until it is finished.
+        """Post a message. `payload` must not change until `finish` has returned for it.
 
         Raises:
-            PeerDead, PeerTimeout
+            PeerDead: the connection broke.
+            PeerTimeout: gloo ran into its deadline.
         """
         self._post(payload, sends=True)
 
     def receive(self, place: Tensor) -> None:
-        """Post a receive; ``place`` is written until it is finished, or the pair disposed of.
+        """Post a receive. `place` is written until `finish` has returned for it, or the pair is disposed of.
 
         Raises:
-            PeerDead, PeerTimeout
+            PeerDead: the connection broke.
+            PeerTimeout: gloo ran into its deadline.
         """
         self._post(place, sends=False)
 
     def _post(self, tensor: Tensor, sends: bool) -> None:
-        """No local variable holds the group or a work: an error that is kept would keep them too."""
+        """Post a send or a receive on the next context.
+
+        No local variable refers to the group or a work: an error that is kept would keep them alive through its
+        traceback.
+        """
         tag = self._count % self._contexts
         self._count += 1
         try:
@@ -173,10 +189,11 @@ class Mail:
             raise self._meaning(error) from error
 
     def finish(self) -> None:
-        """Wait for the oldest message that is not finished.
+        """Block until the oldest unfinished message is finished.
 
         Raises:
-            PeerDead, PeerTimeout
+            PeerDead: the connection broke, or the pair was cut.
+            PeerTimeout: the message was not finished before the deadline.
         """
         try:
             self._works[0].wait(self._deadline)
@@ -188,7 +205,10 @@ class Mail:
         return PeerDead("the ring was closed") if self._cutter is not None else classify(error, self._member)
 
     def cut(self) -> None:
-        """Wake whoever waits within milliseconds; gloo needs 10 ms more to close, on a thread of its own."""
+        """Wake all waiting threads within milliseconds. Any thread; does not block.
+
+        Gloo needs about 10 ms more to close its connections, on a thread of its own.
+        """
         with self._lock:
             if self._cutter is None:
                 self._cutter = threading.Thread(target=self._cut, name=f"ftar-cut-{self._member}", daemon=True)
@@ -196,12 +216,15 @@ class Mail:
 
     def _cut(self) -> None:
         for context in range(self._contexts):
-            with contextlib.suppress(RuntimeError):  # that it expires is the purpose
+            with contextlib.suppress(RuntimeError):  # the wait is meant to expire
                 nothing = torch.empty(1, dtype=torch.uint8)
                 self._group.recv([nothing], self._peer, self._contexts + context).wait(_EXPIRED)
 
     def dispose(self) -> None:
-        """No memory is read or written any more once this has returned; after ``cut``, by the last user."""
+        """Cut the pair and block until gloo reads and writes no memory any more.
+
+        The last user calls this.
+        """
         self.cut()
         assert self._cutter is not None
         self._cutter.join()
@@ -209,12 +232,12 @@ class Mail:
         self._group = None
 
 
-CALLER, CALLEE = range(2)
-INLINE = 64 * 1024  # bytes of a payload up to which gloo's handshake costs more than it brings
+CALLER, CALLEE = range(2)  # ranks in the process group
+INLINE = 64 * 1024  # bytes; smaller payloads go over the stream: gloo's handshake costs more than it brings
 
 
-class Letters:
-    """The sender's carrier: the header says that a message comes; a small payload follows it on the stream.
+class GlooEncoder:
+    """The sender's codec: the header announces a gloo message; a small payload follows on the stream instead.
 
     A chunk that was answered has arrived, so there are never more messages than slots.
     """
@@ -222,120 +245,120 @@ class Letters:
     label = 0
     by_reference = True
 
-    def __init__(self, mail: Mail, slots: int) -> None:
-        self._mail = mail
+    def __init__(self, pair: GlooPair, slots: int) -> None:
+        self._pair = pair
         self._slots = slots
 
-    def pack(self, payload: Tensor | None) -> Parcel:
-        """A message, or what follows the header."""
+    def pack(self, payload: Tensor | None) -> EncodedPayload:
+        """Post the payload as a gloo message, or return its bytes if it is small."""
         if payload is None:
-            return Parcel()
+            return EncodedPayload()
         if payload.nbytes <= INLINE:
-            return Parcel(b"", (bytes_of(payload),))
-        if len(self._mail) == self._slots:
-            self._mail.finish()
-        self._mail.send(payload)
-        return Parcel()
+            return EncodedPayload(b"", (bytes_of(payload),))
+        if len(self._pair) == self._slots:
+            self._pair.finish()
+        self._pair.send(payload)
+        return EncodedPayload()
 
     def unpack(self, label: bytes, read: Read, frame: Frame, buffers: BufferProvider) -> Tensor:
-        """Not this end."""
+        """Raise NotImplementedError: this is the sender's codec."""
         raise NotImplementedError
 
     def receive(self, sock: socket.socket, view: memoryview) -> int:
-        """Not this end."""
+        """Raise NotImplementedError: this is the sender's codec."""
         raise NotImplementedError
 
     def close(self) -> None:
         """Leave the process group."""
-        self._mail.dispose()
+        self._pair.dispose()
 
 
 class C10dSender(StreamSender):
-    """Headers on ``sock``, payloads by ``mail``."""
+    """The sending end of a c10d edge: headers on `sock`, payloads by `pair`."""
 
-    def __init__(self, sock: socket.socket, mail: Mail, slots: int, member: int) -> None:
-        super().__init__([sock], slots, member, Letters(mail, slots), f"ftar-tx-{member}")
-        self._mail = mail
+    def __init__(self, sock: socket.socket, pair: GlooPair, slots: int, member: int) -> None:
+        super().__init__([sock], slots, member, GlooEncoder(pair, slots), f"ftar-tx-{member}")
+        self._pair = pair
 
     def flush(self) -> int:
-        """Wait until all has been answered, and let go of it."""
+        """Block until the neighbour has finished with all frames, and release their gloo messages."""
         sent = super().flush()
-        while len(self._mail):
-            self._mail.finish()
+        while len(self._pair):
+            self._pair.finish()
         return sent
 
     def close(self) -> None:
-        """Wake the thread, stop gloo."""
+        """Wake the sending thread and stop gloo."""
         super().close()
-        self._mail.cut()
+        self._pair.cut()
 
 
 class C10dLane(ReceiveLane):
-    """Reads headers as far ahead as they have come, so that gloo has receives to fill while a chunk is added."""
+    """Reads headers as far ahead as they have come, so that gloo can receive while the engine adds a chunk."""
 
-    def __init__(self, sock: socket.socket, mail: Mail, slots: int, member: int) -> None:
-        super().__init__(sock, 0, slots, member, Bytes())
-        self._mail = mail
+    def __init__(self, sock: socket.socket, pair: GlooPair, slots: int, member: int) -> None:
+        super().__init__(sock, 0, slots, member, InlineCodec())
+        self._pair = pair
         self._most = slots
         self._left = 0
         self._announced: deque[Chunk] = deque()
 
     def receive(self, transfer: Transfer) -> Chunk:
-        """Wait for the next frame and its payload."""
+        """Block until the next frame and its payload are here, and return them."""
         if not self._announced:
             self._left = self._left or transfer.frames
             self._announce(transfer)
         while self._left and len(self._announced) < self._most and super().ready():
             self._announce(transfer)
         if self._announced[0].frame.nbytes > INLINE:
-            self._mail.finish()
+            self._pair.finish()
         return self._announced.popleft()
 
     def _announce(self, transfer: Transfer) -> None:
-        """Read one header, and post the receive of what it announces, or read what follows it."""
+        """Read one header, and post the receive of its payload or read the payload from the stream."""
         _, frame, entries = self._header(transfer)
         place = None if frame.empty else transfer.buffers.buffer_for(frame)
         if place is not None and frame.nbytes > INLINE:
-            self._mail.receive(place)
+            self._pair.receive(place)
         elif place is not None:
             self._read(bytes_of(place))
         self._announced.append(Chunk(frame, entries, place, 0))
         self._left -= 1
 
     def ready(self) -> bool:
-        """Whether a header is there; its payload is on the way."""
+        """Return whether a header is here; its payload is on the way."""
         return bool(self._announced) or super().ready()
 
     def close(self) -> None:
-        """Leave the process group."""
+        """Leave the process group and close the connection."""
         super().close()
-        self._mail.dispose()
+        self._pair.dispose()
         self._announced.clear()
 
 
 class C10dReceiver(StreamReceiver):
-    """Headers on ``sock``, payloads by ``mail``."""
+    """The receiving end of a c10d edge: headers on `sock`, payloads by `pair`."""
 
-    def __init__(self, sock: socket.socket, mail: Mail, slots: int, member: int) -> None:
-        super().__init__([sock], slots, member, Bytes(), f"ftar-rx-{member}")
-        self._lanes = [C10dLane(sock, mail, slots, member)]
-        self._mail = mail
+    def __init__(self, sock: socket.socket, pair: GlooPair, slots: int, member: int) -> None:
+        super().__init__([sock], slots, member, InlineCodec(), f"ftar-rx-{member}")
+        self._lanes = [C10dLane(sock, pair, slots, member)]
+        self._pair = pair
 
     def close(self) -> None:
-        """Wake the thread and the engine, stop gloo."""
+        """Wake the receiving thread and the engine, and stop gloo."""
         super().close()
-        self._mail.cut()
+        self._pair.cut()
 
 
 class C10d:
-    """Works wherever gloo does."""
+    """Makes c10d edges, wherever gloo works."""
 
     def offer(self, listener: Listener, host: str) -> str:
-        """The caller knows the address already."""
+        """Return nothing: the caller knows the address from the grant."""
         return ""
 
     async def dial(self, edge: Edge, arena: Arena) -> C10dSender:
-        """Connect to the door, and there meet in a process group."""
+        """Connect to the listener, then meet the neighbour in a process group."""
         sock = await handshake.dial(edge.address, edge.token, Purpose.DATA)
         try:
             if isinstance(sock, Sealed):
@@ -344,29 +367,33 @@ class C10d:
             await wire.send(sock, RingData(edge.ticket, 0))
             if not isinstance(await wire.receive(sock, RingReady), RingReady):
                 raise ConnectionResetError("the data connection was refused")
-            mail = await _meet(sock, CALLER, edge)
+            pair = await _meet(sock, CALLER, edge)
         except BaseException:
             _hang_up(sock)
             raise
-        return C10dSender(sock, mail, edge.settings.slots, edge.member)
+        return C10dSender(sock, pair, edge.settings.slots, edge.member)
 
     async def accept(self, edge: Edge, calls: asyncio.Queue[Call]) -> C10dReceiver:
-        """Take the connection, and meet there in a process group."""
+        """Accept the connection, then meet the neighbour in a process group."""
         _, sock = await calls.get()
         try:
             if sock.family == socket.AF_UNIX:
                 raise ConnectionResetError("a process group was asked for over a local socket")
             wire.tune(sock, edge.settings.timeout_s)
             await wire.send(sock, RingReady())
-            mail = await _meet(sock, CALLEE, edge)
+            pair = await _meet(sock, CALLEE, edge)
         except BaseException:
             _hang_up(sock)
             raise
-        return C10dReceiver(sock, mail, edge.settings.slots, edge.member)
+        return C10dReceiver(sock, pair, edge.settings.slots, edge.member)
 
 
-async def _meet(sock: socket.socket, rank: int, edge: Edge) -> Mail:
-    """Gloo connects on a thread. If cancelled, shut ``sock`` and wait until gloo has given up: nothing stays."""
+async def _meet(sock: socket.socket, rank: int, edge: Edge) -> GlooPair:
+    """Let gloo connect on a thread of its own.
+
+    If this is cancelled, shut `sock` down and wait until gloo has given up, so that no thread or connection is
+    left.
+    """
     wire.blocking(sock, edge.settings.connect_timeout_s)
     meeting = asyncio.ensure_future(asyncio.to_thread(connect, sock, rank, edge.settings))
     try:
@@ -377,10 +404,10 @@ async def _meet(sock: socket.socket, rank: int, edge: Edge) -> Mail:
         while not meeting.done():  # it may be cancelled more than once
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([meeting])
-        meeting.exception()  # or asyncio complains that nobody has seen it
+        meeting.exception()  # retrieve it, or asyncio logs that it was never retrieved
         raise
     wire.blocking(sock, edge.settings.timeout_s)
-    return Mail(group, edge.member, edge.settings)
+    return GlooPair(group, edge.member, edge.settings)
 
 
 def _hang_up(sock: socket.socket) -> None:

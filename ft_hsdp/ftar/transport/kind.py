@@ -1,6 +1,7 @@
-"""Carrier: how the payload of a frame travels beside its header on a stream: as bytes, or as a reference to it.
+"""What a transport provides: `TransportKind` makes its edges, `PayloadCodec` moves payloads beside their headers.
 
-Kind: what a transport does to make one edge: its caller gets the outlet, whoever is called the inlet.
+Every transport sends headers over stream sockets. They differ in how a payload travels: as bytes on the stream, as
+a reference to the sender's memory, or through a library.
 """
 
 from __future__ import annotations
@@ -23,100 +24,121 @@ Read = Callable[[memoryview], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
-    """What goes on the stream: ``label`` before the header, ``buffers`` after it, descriptors with the first."""
+class EncodedPayload:
+    """What a sender puts on the stream for one payload."""
 
-    label: bytes = b""
-    buffers: tuple[bytes | memoryview, ...] = ()
-    descriptors: tuple[int, ...] = ()
+    label: bytes = b""  # before the header
+    buffers: tuple[bytes | memoryview, ...] = ()  # after the header
+    descriptors: tuple[int, ...] = ()  # files that are passed with the first bytes
 
 
-class Carrier(Protocol):
-    """One end of one edge: the outlet packs, the inlet unpacks. ``label`` bytes precede each frame's header."""
+class PayloadCodec(Protocol):
+    """One end of one edge: the sender packs payloads, the receiver unpacks them.
+
+    Attributes:
+        label: number of bytes that precede the header of each frame.
+    """
 
     label: int
 
     @property
     def by_reference(self) -> bool:
-        """Whether the receiver reads the sender's own memory: it must say so of every chunk before it goes on."""
+        """Whether the receiver reads the sender's own memory.
+
+        Then it must acknowledge every chunk before the sender goes on.
+        """
         ...
 
-    def pack(self, payload: Tensor | None) -> Parcel:
-        """What to send for a payload; None, or nothing in it: none follows."""
+    def pack(self, payload: Tensor | None) -> EncodedPayload:
+        """Return what to send for `payload`; None or an empty tensor: nothing follows the header."""
         ...
 
     def unpack(self, label: bytes, read: Read, frame: Frame, buffers: BufferProvider) -> Tensor:
-        """The payload of ``frame``, read from the stream or from where its label says."""
+        """Return the payload of `frame` as a flat tensor of its span.
+
+        Args:
+            label: the bytes before the frame's header.
+            read: reads exactly as many bytes from the stream as the view has.
+            frame: the checked header.
+            buffers: provides memory for payloads that are not read in place.
+
+        Raises:
+            ValueError: the label refers to no valid memory.
+            OSError: the sender's memory cannot be read.
+        """
         ...
 
     def receive(self, sock: socket.socket, view: memoryview) -> int:
-        """Read a part of ``view`` from ``sock``, with what else comes along; 0 at the end of the stream."""
+        """Read a part of `view` from `sock`, and the descriptors that come with it.
+
+        Returns:
+            The number of bytes; 0 at the end of the stream.
+        """
         ...
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Release mappings and descriptors."""
         ...
 
 
-class Bytes:
-    """The payload follows its header."""
+class InlineCodec:
+    """Sends the payload as bytes behind its header."""
 
     label = 0
     by_reference = False
 
-    def pack(self, payload: Tensor | None) -> Parcel:
-        """The bytes themselves."""
-        return Parcel(b"", (bytes_of(payload),) if payload is not None else ())
+    def pack(self, payload: Tensor | None) -> EncodedPayload:
+        """Return the bytes of the payload, without a copy."""
+        return EncodedPayload(b"", (bytes_of(payload),) if payload is not None else ())
 
     def unpack(self, label: bytes, read: Read, frame: Frame, buffers: BufferProvider) -> Tensor:
-        """Straight to where the data plane wants it."""
+        """Read the payload directly into the data plane's buffer."""
         place = buffers.buffer_for(frame)
         read(bytes_of(place))
         return place
 
     def receive(self, sock: socket.socket, view: memoryview) -> int:
-        """As much as has been asked for, if the stream does not end."""
+        """Read as many bytes as the view has, unless the stream ends."""
         return sock.recv_into(view, 0, socket.MSG_WAITALL)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: this codec holds no resources."""
 
 
 @dataclass(frozen=True, slots=True)
 class Edge:
-    """What is known of an edge that is being made: the ``member`` at the other end, and the way there.
-
-    ``address`` is the callee's "host:port"; ``door`` is what its side of the transport offered.
-    """
+    """What is known of an edge that is being made."""
 
     epoch: int
-    member: int
+    member: int  # replica at the other end
     settings: Settings
-    token: str
-    address: str = ""
-    offered: str = ""
-    ticket: str = ""
+    token: str  # secret of the job
+    address: str = ""  # "host:port" of the callee
+    offered: str = ""  # what `TransportKind.offer` returned at the callee
+    ticket: str = ""  # proves that a data connection belongs to this edge
 
 
 class TransportKind(Protocol):
-    """A transport."""
+    """A transport: makes the two ends of an edge."""
 
     def offer(self, listener: Listener, host: str) -> str:
-        """What the caller must know, besides the ticket, to connect."""
+        """Return what the caller must know, besides the ticket, to connect; it travels in WELCOME."""
         ...
 
     async def dial(self, edge: Edge, arena: Arena) -> Sender:
-        """Connect to the right neighbour; cancelled at the deadline.
+        """Connect to the right neighbour. The caller cancels this at its deadline.
 
         Raises:
-            OSError, ProtocolViolation: it does not work.
+            OSError: the connection failed.
+            ProtocolViolation: the neighbour did not follow the protocol.
         """
         ...
 
     async def accept(self, edge: Edge, calls: asyncio.Queue[Call]) -> Receiver:
-        """Take the left neighbour's connections; cancelled at the deadline.
+        """Accept the left neighbour's connections from `calls`. The caller cancels this at its deadline.
 
         Raises:
-            OSError, ProtocolViolation: it does not work.
+            OSError: the connection failed.
+            ProtocolViolation: the neighbour did not follow the protocol.
         """
         ...

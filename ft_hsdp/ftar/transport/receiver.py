@@ -1,7 +1,8 @@
-"""Inlet over stream sockets: frames come round-robin over its lanes, in the order in which they were sent.
+"""The receiving end of an edge over stream sockets.
 
-Large chunks are received by a thread for each lane while the engine adds the chunk before; small ones, and
-references to memory of the same host, by the engine itself, for waking a thread would cost more than it brings.
+Frames arrive round-robin over its lanes, in the order of sending. Large chunks are received by one thread for each
+lane while the engine adds the chunk before. Small chunks, and references to memory of the same host, are received
+by the engine itself: waking a thread would cost more than it brings.
 """
 
 from __future__ import annotations
@@ -18,30 +19,37 @@ from torch import Tensor
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout, ProtocolViolation, exhausted
 from ft_hsdp.ftar import frame as wire
 from ft_hsdp.ftar.transport.base import Chunk, Transfer
-from ft_hsdp.ftar.transport.kind import Carrier
+from ft_hsdp.ftar.transport.kind import PayloadCodec
 
 
 class ReceiveLane:
-    """One connection from the left neighbour; blocking, with kernel deadlines set on ``sock``."""
+    """One connection from the left neighbour. `sock` is blocking, with the kernel's deadlines set."""
 
-    def __init__(self, sock: socket.socket, number: int, slots: int, member: int, carrier: Carrier) -> None:
+    def __init__(self, sock: socket.socket, number: int, slots: int, member: int, codec: PayloadCodec) -> None:
         self._sock = sock
         self._poll = select.poll()  # select knows descriptors below 1024 only
         self._poll.register(sock, select.POLLIN)
         self._number = number
         self._member = member
-        self._carrier = carrier
-        self._batch = 1 if carrier.by_reference else max(1, slots // 2)
-        self._due = 0
+        self._codec = codec
+        self._batch = 1 if codec.by_reference else max(1, slots // 2)
+        self._due = 0  # free slots that the sender was not told about
         self._frame_order = wire.FrameOrder()
 
     def receive(self, transfer: Transfer) -> Chunk:
-        """Wait for the next frame."""
+        """Block until the next frame is received, and return it.
+
+        Raises:
+            PeerDead: the connection broke.
+            PeerTimeout: no byte came before the deadline.
+            StaleEpoch: the frame belongs to another all-reduce.
+            ProtocolViolation: the frame is not what the plan says.
+        """
         label, frame, entries = self._header(transfer)
         data: Tensor | None = None
         if not frame.empty:
             try:
-                data = self._carrier.unpack(label, self._read, frame, transfer.buffers)
+                data = self._codec.unpack(label, self._read, frame, transfer.buffers)
             except ValueError as error:
                 raise ProtocolViolation(f"left neighbour: {error}") from error
             except OSError as error:
@@ -51,33 +59,33 @@ class ReceiveLane:
         return Chunk(frame, entries, data, self._number)
 
     def _header(self, transfer: Transfer) -> tuple[bytes, wire.Frame, tuple[wire.Entry, ...]]:
-        head = bytearray(self._carrier.label + wire.HEADER.size)
+        head = bytearray(self._codec.label + wire.HEADER.size)
         self._read(memoryview(head))
-        frame = transfer.framing.check(bytes(head[self._carrier.label :]))
+        frame = transfer.framing.check(bytes(head[self._codec.label :]))
         self._frame_order.check(frame)
         entries: tuple[wire.Entry, ...] = ()
         if frame.entries:
             body = bytearray(frame.entries * wire.ENTRY.size)
             self._read(memoryview(body))
             entries = wire.unpack_entries(bytes(body))
-        return bytes(head[: self._carrier.label]), frame, entries
+        return bytes(head[: self._codec.label]), frame, entries
 
     def begin(self, alone: bool) -> None:
-        """An all-reduce begins; ``alone``: all its frames come this way."""
+        """Begin an all-reduce; `alone`: all its frames come on this lane."""
         self._frame_order = wire.FrameOrder(alone)
 
     def ready(self) -> bool:
-        """Whether bytes are there."""
+        """Return whether bytes have arrived. Does not block."""
         return bool(self._poll.poll(0))
 
     def release(self) -> None:
-        """The neighbour may send one chunk more; it is told now or with the next ones."""
+        """Let the sender send one more chunk; it is told now or together with the next ones."""
         self._due += 1
         if self._due >= self._batch:
             self.answer()
 
     def answer(self) -> None:
-        """Give back all slots that are due."""
+        """Tell the sender about all slots that are free and not yet reported."""
         while self._due:
             count = min(self._due, 255)
             try:
@@ -90,7 +98,7 @@ class ReceiveLane:
         got = 0
         while got < len(view):
             try:
-                n = self._carrier.receive(self._sock, view[got:])
+                n = self._codec.receive(self._sock, view[got:])
             except BlockingIOError:
                 raise PeerTimeout("no byte from the left neighbour in time", suspect=self._member) from None
             except OSError as error:
@@ -100,42 +108,51 @@ class ReceiveLane:
             got += n
 
     def shut(self) -> None:
-        """Wake whoever reads."""
+        """Shut the connection down, which wakes a thread that waits in it. Any thread."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection and its descriptor."""
         self._sock.close()
 
 
 class StreamReceiver:
-    """The inlet of one edge: ``socks`` in the order of the outlet's; ``threaded``: each is read by a thread."""
+    """The receiving end of one edge.
+
+    Args:
+        socks: the connections, in the same order as at the sender.
+        slots: chunks in flight over all connections.
+        member: replica at the other end, which errors name as the suspect.
+        codec: unpacks the payloads.
+        name: prefix of the names of the threads.
+        threaded: receive large chunks on threads, one for each connection.
+    """
 
     def __init__(
         self,
         socks: Sequence[socket.socket],
         slots: int,
         member: int,
-        carrier: Carrier,
+        codec: PayloadCodec,
         name: str,
         threaded: bool = True,
     ) -> None:
         each = max(1, slots // len(socks))
-        self._lanes = [ReceiveLane(s, i, each, member, carrier) for i, s in enumerate(socks)]
-        self._carrier = carrier
+        self._lanes = [ReceiveLane(s, i, each, member, codec) for i, s in enumerate(socks)]
+        self._codec = codec
         self._name = name
-        self._threaded = threaded and not carrier.by_reference
+        self._threaded = threaded and not codec.by_reference
         self._jobs: list[queue.SimpleQueue[Transfer | None]] = []
         self._threads: list[threading.Thread] = []
         self._inbox: queue.SimpleQueue[tuple[int, Chunk] | FTARError | Exception] = queue.SimpleQueue()
-        self._early: dict[int, Chunk] = {}
+        self._early: dict[int, Chunk] = {}  # received on one lane before its turn
         self._transfer: Transfer | None = None
-        self._turn = 0
+        self._turn = 0  # index of the frame that `next` returns
         self.frames = 0
 
     def begin(self, transfer: Transfer) -> None:
-        """Let the threads read this all-reduce's frames, if they are worth it."""
+        """Begin an all-reduce; let the threads receive its frames unless the engine does it."""
         self._turn = 0
         self._transfer = transfer
         for lane in self._lanes:
@@ -165,11 +182,11 @@ class StreamReceiver:
             while (transfer := jobs.get()) is not None:
                 for index in range(number, transfer.frames, len(self._lanes)):
                     self._inbox.put((index, lane.receive(transfer)))
-        except Exception as error:  # whatever it is, the engine has to know
+        except Exception as error:  # the engine must learn of every error
             self._inbox.put(error)
 
     def next(self, block: bool) -> Chunk | None:
-        """The next frame in the order of sending."""
+        """Return the next chunk in the order of sending; None if there is none yet and `block` is False."""
         assert self._transfer is not None
         chunk: Chunk | None
         if self._direct(self._transfer):
@@ -191,22 +208,22 @@ class StreamReceiver:
         return chunk
 
     def release(self, chunk: Chunk) -> None:
-        """Give the slot back on the lane that it came from."""
+        """Give the slot of `chunk` back on the connection that it came on."""
         self._lanes[chunk.lane].release()
 
     def end(self) -> None:
-        """Give back what is still due."""
+        """Tell the sender about all slots that are still free."""
         for lane in self._lanes:
             lane.answer()
 
     def close(self) -> None:
-        """Wake the threads and the engine."""
+        """Wake the receiving threads and the engine; they raise PeerDead."""
         self._inbox.put(PeerDead("the ring was closed"))
         for lane in self._lanes:
             lane.shut()
 
     def dispose(self) -> None:
-        """End the threads, close the connections."""
+        """End the threads and close the connections; blocks until the threads have ended."""
         for jobs in self._jobs:
             jobs.put(None)
         for thread in self._threads:
@@ -215,4 +232,4 @@ class StreamReceiver:
             lane.close()
         self._early.clear()
         self._transfer = None
-        self._carrier.close()
+        self._codec.close()

@@ -1,7 +1,8 @@
-"""Outlet over stream sockets: frames go round-robin over its lanes, each with a window and a sending thread.
+"""The sending end of an edge over stream sockets; frames leave round-robin over its lanes.
 
-The other end answers on the same connection with one byte for a number of chunks that it is done with. A lane has
-never more than its slots of chunks unanswered. Small frames leave on the caller's thread if the lane is idle.
+Each lane has a window and a sending thread. The receiver answers on the same connection with one byte that says
+how many more chunks it has finished with; a lane never has more unanswered chunks than slots. Small frames leave
+on the caller's thread if the lane is idle.
 """
 
 from __future__ import annotations
@@ -19,37 +20,39 @@ from torch import Tensor
 
 from ft_hsdp import fault_injection
 from ft_hsdp.errors import FTARError, LocalSystemError, PeerDead, PeerTimeout, exhausted
-from ft_hsdp.ftar.transport.kind import Carrier
+from ft_hsdp.ftar.transport.kind import PayloadCodec
 from ft_hsdp.record_layer import Sealed
 
 Buffers = list[bytes | memoryview]
 
 
 @dataclass(frozen=True, slots=True)
-class Rest:
-    """What is left of a frame that the kernel did not take at once."""
+class Remainder:
+    """The part of a frame that the kernel has not taken yet."""
 
     buffers: Buffers
     descriptors: tuple[int, ...]
 
 
-_Item = tuple[bytes, Tensor | None] | Rest | Future[None] | None
+_Item = tuple[bytes, Tensor | None] | Remainder | Future[None] | None
 
 
 class SendLane:
-    """One connection to the right neighbour; blocking, with kernel deadlines set on ``sock``."""
+    """One connection to the right neighbour. `sock` is blocking, with the kernel's deadlines set."""
 
-    def __init__(self, sock: socket.socket, slots: int, member: int, carrier: Carrier, name: str) -> None:
+    def __init__(self, sock: socket.socket, slots: int, member: int, codec: PayloadCodec, name: str) -> None:
         self._sock = sock
-        self._sealed = isinstance(sock, Sealed)  # it can only send whole records, and waits for that
+        self._sealed = isinstance(
+            sock, Sealed
+        )  # an encrypted connection sends whole records only, and blocks until it can
         self._slots = slots
         self._member = member
-        self._carrier = carrier
+        self._codec = codec
         self._queue: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._queued = 0
-        self._taken = 0
-        self._unanswered: deque[int] = deque()
-        self._under_way = 0
+        self._queued = 0  # items put into the queue
+        self._taken = 0  # items that the thread has finished
+        self._unanswered: deque[int] = deque()  # payload bytes of each chunk in flight
+        self._under_way = 0  # their sum
         self._error: FTARError | None = None
         self.failed: Callable[[FTARError], None] = lambda error: None
         self.sent = 0
@@ -58,11 +61,12 @@ class SendLane:
         self._thread.start()
 
     def send(self, head: bytes, payload: Tensor | None, small: bool) -> None:
-        """Queue a frame, or send it at once if it is small (or a reference) and nothing is before it.
+        """Queue a frame, or send it at once if it is small (or a reference) and no other is queued.
 
-        The caller never waits for the kernel: it is the one who receives, and its neighbours may do the same.
+        Never waits for the kernel: the caller also receives, and two neighbours that both waited for each other
+        would block.
         """
-        inline = not self._sealed and (small or self._carrier.by_reference)
+        inline = not self._sealed and (small or self._codec.by_reference)
         if inline and self._queued == self._taken and self._error is None:
             if 2 * len(self._unanswered) >= self._slots:
                 self._answers(block=False)
@@ -78,10 +82,10 @@ class SendLane:
         self._queue.put(item)
 
     def flush(self) -> None:
-        """Wait until the neighbour is done with all that was sent.
+        """Block until the neighbour has finished with all that was sent.
 
-        Then nothing of it is lost if this process ends at once: a connection that is closed with answers unread is
-        reset, and takes with it what has not arrived.
+        After that no data is lost if this process ends at once. A connection that is closed with unread answers is
+        reset, and data that has not arrived is lost with it.
         """
         if self._queued == self._taken:
             self._settle()
@@ -98,13 +102,13 @@ class SendLane:
                     item.set_result(None)
                 elif self._error is not None:
                     continue
-                elif isinstance(item, Rest):
+                elif isinstance(item, Remainder):
                     self._deliver(item, wait=True)
                 else:
                     while len(self._unanswered) >= self._slots:
                         self._answers(block=True)
                     self._transmit(*item, wait=True)
-            except Exception as error:  # whatever it is, the engine has to know
+            except Exception as error:  # the engine must learn of every error
                 other = exhausted(error) or LocalSystemError(f"sending: {error!r}")
                 cause = error if isinstance(error, FTARError) else other
                 self._fail(cause)
@@ -112,7 +116,7 @@ class SendLane:
                     item.set_exception(cause)
             finally:
                 self._taken += not isinstance(item, Future)
-                item = None  # or its payload would be held until the next one comes
+                item = None  # do not keep its payload alive until the next item comes
 
     def _settle(self) -> None:
         while self._unanswered and self._error is None:
@@ -126,7 +130,7 @@ class SendLane:
             self.failed(error)
 
     def _answers(self, block: bool) -> None:
-        """Take what the neighbour says it is done with."""
+        """Read which chunks the neighbour has finished with."""
         try:
             data = self._sock.recv(256, 0 if block else socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -140,17 +144,17 @@ class SendLane:
         for _ in range(min(sum(data), len(self._unanswered))):
             self._under_way -= self._unanswered.popleft()
 
-    def _transmit(self, head: bytes, payload: Tensor | None, wait: bool) -> Rest | None:
-        """Hand one frame to the kernel; what it does not take without waiting."""
+    def _transmit(self, head: bytes, payload: Tensor | None, wait: bool) -> Remainder | None:
+        """Pass one frame to the kernel; return what the kernel does not take without waiting."""
         nbytes = payload.nbytes if payload is not None else 0
         self._unanswered.append(nbytes)
         self._under_way += nbytes
         self.high_water = max(self.high_water, self._under_way)
-        parcel = self._carrier.pack(payload)
+        encoded = self._codec.pack(payload)
         self.sent += len(head) + nbytes
-        return self._deliver(Rest([parcel.label + head, *parcel.buffers], parcel.descriptors), wait)
+        return self._deliver(Remainder([encoded.label + head, *encoded.buffers], encoded.descriptors), wait)
 
-    def _deliver(self, frame: Rest, wait: bool) -> Rest | None:
+    def _deliver(self, frame: Remainder, wait: bool) -> Remainder | None:
         try:
             return self._hand(frame, wait)
         except BlockingIOError:
@@ -160,7 +164,7 @@ class SendLane:
         except OSError as error:
             raise exhausted(error) or PeerDead(f"right neighbour: {error}", suspect=self._member) from error
 
-    def _hand(self, frame: Rest, wait: bool) -> Rest | None:
+    def _hand(self, frame: Remainder, wait: bool) -> Remainder | None:
         if fault_injection.cut(self._member):
             if not wait:
                 raise BlockingIOError
@@ -176,67 +180,75 @@ class SendLane:
                 rest.append(memoryview(buffer)[went:])
             went = max(0, went - len(buffer))
         if not rest or not wait:
-            return Rest(rest, ()) if rest else None
+            return Remainder(rest, ()) if rest else None
         for buffer in rest:
             self._sock.sendall(buffer)
         return None
 
     def close(self) -> None:
-        """Wake the thread; nothing more is read from memory once this has returned."""
+        """Wake the sending thread. No payload is read after this has returned."""
         self._error = self._error or PeerDead("the ring was closed")
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def dispose(self) -> None:
-        """End the thread, close the connection."""
+        """End the thread and close the connection; blocks until the thread has ended."""
         self._queue.put(None)
         self._thread.join()
         self._sock.close()
 
 
 class StreamSender:
-    """The outlet of one edge: ``socks`` connections that share ``slots`` chunks."""
+    """The sending end of one edge.
+
+    Args:
+        socks: the connections; they share the slots.
+        slots: chunks in flight over all connections.
+        member: replica at the other end, which errors name as the suspect.
+        codec: packs the payloads.
+        name: prefix of the names of the threads.
+    """
 
     def __init__(
-        self, socks: Sequence[socket.socket], slots: int, member: int, carrier: Carrier, name: str
+        self, socks: Sequence[socket.socket], slots: int, member: int, codec: PayloadCodec, name: str
     ) -> None:
         each = max(1, slots // len(socks))
-        self._lanes = [SendLane(s, each, member, carrier, f"{name}-{i}") for i, s in enumerate(socks)]
-        self._carrier = carrier
+        self._lanes = [SendLane(s, each, member, codec, f"{name}-{i}") for i, s in enumerate(socks)]
+        self._codec = codec
         self._turn = 0
         self.frames = 0
 
     def begin(self, failed: Callable[[FTARError], None]) -> None:
-        """Count the bytes from 0."""
+        """Begin an all-reduce: count its bytes from 0, and report failures of the threads to `failed`."""
         self._turn = 0
         for lane in self._lanes:
             lane.sent = 0
             lane.failed = failed
 
     def send(self, head: bytes, payload: Tensor | None, small: bool) -> None:
-        """The next frame on the next lane."""
+        """Queue the next frame on the next connection. Does not block."""
         self._lanes[self._turn % len(self._lanes)].send(head, payload, small)
         self._turn += 1
         self.frames += 1
 
     def flush(self) -> int:
-        """Wait for all lanes; the bytes that they sent."""
+        """Block until the neighbour has finished with all frames; return the bytes sent, with headers."""
         for lane in self._lanes:
             lane.flush()
         return sum(lane.sent for lane in self._lanes)
 
     @property
     def high_water(self) -> int:
-        """Most bytes that were ever on their way at once."""
+        """The largest number of payload bytes that were in flight at once."""
         return sum(lane.high_water for lane in self._lanes)
 
     def close(self) -> None:
-        """Wake the lanes."""
+        """Wake all sending threads; no payload is read after this has returned."""
         for lane in self._lanes:
             lane.close()
 
     def dispose(self) -> None:
-        """End the lanes."""
+        """End the threads and close the connections."""
         for lane in self._lanes:
             lane.dispose()
-        self._carrier.close()
+        self._codec.close()

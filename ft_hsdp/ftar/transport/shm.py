@@ -1,8 +1,9 @@
-"""Shared-memory transport, for neighbours on one host: headers go over a Unix socket, payloads stay in place.
+"""The shared-memory transport, for neighbours on one host.
 
-The right neighbour reads the sender's own memory: registered tensors through its mapping of their segment, others
-with process_vm_readv where the kernel allows it. It proves that what it has read was whole by answering on the
-socket, which the sender shuts before it reuses anything. Where neither way is open the bytes go over the socket.
+Headers travel over a Unix socket, payloads stay in place. The right neighbour reads the sender's own memory:
+registered tensors through its own mapping of their segment, other tensors with process_vm_readv where the kernel
+allows it. By answering on the socket it proves that what it has read was whole; the sender shuts the socket down
+before it reuses any memory. Where neither way is open, the bytes go over the socket.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from ft_hsdp.errors import LocalResourceError
 from ft_hsdp.ftar import wire
 from ft_hsdp.ftar.frame import Frame
 from ft_hsdp.ftar.listener import Call, Listener
-from ft_hsdp.ftar.memory import Arena, Mapped, bytes_of
+from ft_hsdp.ftar.memory import Arena, MappedSegments, bytes_of
 from ft_hsdp.ftar.transport.base import BufferProvider
-from ft_hsdp.ftar.transport.kind import Edge, Parcel, Read
+from ft_hsdp.ftar.transport.kind import Edge, EncodedPayload, Read
 from ft_hsdp.ftar.transport.receiver import StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.handshake import Purpose
@@ -46,17 +47,20 @@ class _Range(ctypes.Structure):
 
 
 def host_id() -> str:
-    """The same for two processes that can meet on a Unix socket without a file: one kernel, one network space."""
+    """Return an id that two processes share if they can meet on an abstract Unix socket.
+
+    That takes the same kernel and the same network namespace.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     space = Path("/proc/self/ns/net").stat().st_ino
     return hashlib.sha256(f"{boot}:{space}".encode()).hexdigest()[:16]
 
 
 def read_remote(pid: int, address: int, view: memoryview) -> None:
-    """Copy the memory of another process into ``view``.
+    """Copy `len(view)` bytes at `address` of process `pid` into `view`.
 
     Raises:
-        OSError: it is gone, or the kernel does not allow it.
+        OSError: the process is gone, or the kernel does not allow it.
     """
     target = ctypes.addressof(ctypes.c_char.from_buffer(view))
     done = 0
@@ -68,8 +72,13 @@ def read_remote(pid: int, address: int, view: memoryview) -> None:
         done += n
 
 
-class References:
-    """The sender's end: says where a payload is, and hands over each segment once."""
+class ReferenceEncoder:
+    """The sender's codec: tells the receiver where a payload is, and passes each segment's descriptor once.
+
+    Args:
+        arena: this process's registered memory.
+        direct: whether the receiver may read this process's memory with process_vm_readv.
+    """
 
     label = _REFERENCE.size
     by_reference = True
@@ -79,56 +88,66 @@ class References:
         self._direct = direct
         self._given: set[int] = set()
 
-    def pack(self, payload: Tensor | None) -> Parcel:
-        """A reference, with the segment's descriptor if the neighbour does not have it."""
+    def pack(self, payload: Tensor | None) -> EncodedPayload:
+        """Return a reference to the payload.
+
+        The descriptor of its segment goes with it if the receiver does not have it yet.
+        """
         if payload is None or not payload.numel():
-            return Parcel(_REFERENCE.pack(NOTHING, 0, 0))
+            return EncodedPayload(_REFERENCE.pack(NOTHING, 0, 0))
         found = self._arena.find(payload)
         if found is not None:
             segment, offset = found
             if segment.number in self._given:
-                return Parcel(_REFERENCE.pack(MAPPED, segment.number, offset))
+                return EncodedPayload(_REFERENCE.pack(MAPPED, segment.number, offset))
             reference = _REFERENCE.pack(GIVEN, segment.number, offset)
-            return Parcel(reference, (self._news(segment.number),), (segment.fd,))
+            return EncodedPayload(reference, (self._news(segment.number),), (segment.fd,))
         if self._direct:
-            return Parcel(_REFERENCE.pack(REMOTE, 0, payload.data_ptr()))
-        return Parcel(_REFERENCE.pack(INLINE, 0, 0), (bytes_of(payload),))
+            return EncodedPayload(_REFERENCE.pack(REMOTE, 0, payload.data_ptr()))
+        return EncodedPayload(_REFERENCE.pack(INLINE, 0, 0), (bytes_of(payload),))
 
     def _news(self, number: int) -> bytes:
-        """A new segment: the old ones that are gone are of no more use to the neighbour either."""
+        """Return which segment is new, and which ones are gone, so that the receiver unmaps them."""
         gone = self._given - self._arena.numbers
         self._given = (self._given - gone) | {number}
         return struct.pack(f"!I{len(gone)}I", len(gone), *gone)
 
     def unpack(self, label: bytes, read: Read, frame: Frame, buffers: BufferProvider) -> Tensor:
-        """Not this end."""
+        """Raise NotImplementedError: this is the sender's codec."""
         raise NotImplementedError
 
     def receive(self, sock: socket.socket, view: memoryview) -> int:
-        """Not this end."""
+        """Raise NotImplementedError: this is the sender's codec."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: this codec holds no resources."""
 
 
-class Referred:
-    """The receiver's end: looks where the sender points; ``pid`` is the sender, as the kernel says."""
+class ReferenceDecoder:
+    """The receiver's codec: reads payloads where the sender says.
+
+    Args:
+        pid: the sender's process, as the kernel reports it.
+    """
 
     label = _REFERENCE.size
     by_reference = True
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
-        self._mapped = Mapped()
+        self._mapped = MappedSegments()
         self._fresh: list[int] = []
 
-    def pack(self, payload: Tensor | None) -> Parcel:
-        """Not this end."""
+    def pack(self, payload: Tensor | None) -> EncodedPayload:
+        """Raise NotImplementedError: this is the receiver's codec."""
         raise NotImplementedError
 
     def unpack(self, label: bytes, read: Read, frame: Frame, buffers: BufferProvider) -> Tensor:
-        """The sender's own memory, or a copy of it."""
+        """Return a view of the sender's memory, or a copy in the data plane's buffer.
+
+        `PayloadCodec.unpack` explains the arguments and errors.
+        """
         way, number, offset = _REFERENCE.unpack(label)
         if way == GIVEN:
             self._learn(number, read)
@@ -144,7 +163,7 @@ class Referred:
         return place
 
     def _learn(self, number: int, read: Read) -> None:
-        """Map a segment whose descriptor has come, and forget those that are gone."""
+        """Map the new segment whose descriptor has come, and unmap those that are gone."""
         (count,) = _NUMBER.unpack(_some(read, _NUMBER.size))
         if not self._fresh or count > len(self._mapped):
             raise ValueError(f"segment {number} without a descriptor, or more gone than there were")
@@ -153,7 +172,7 @@ class Referred:
         self._mapped.add(number, self._fresh.pop(0))
 
     def receive(self, sock: socket.socket, view: memoryview) -> int:
-        """Bytes, and the descriptors that come with them."""
+        """Read bytes, and keep the descriptors that come with them."""
         n, messages, flags, _ = sock.recvmsg_into([view], socket.CMSG_SPACE(_MOST_RIGHTS * 4))
         for level, kind, data in messages:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -165,7 +184,7 @@ class Referred:
         return n
 
     def close(self) -> None:
-        """Unmap the sender's segments."""
+        """Unmap the sender's segments and close unused descriptors."""
         while self._fresh:
             os.close(self._fresh.pop())
         self._mapped.close()
@@ -178,14 +197,14 @@ def _some(read: Read, count: int) -> bytes:
 
 
 class Shm:
-    """Works between processes that share a kernel and a network namespace."""
+    """Makes shared-memory edges between processes that share a kernel and a network namespace."""
 
     def offer(self, listener: Listener, host: str) -> str:
-        """The name of the door's Unix socket."""
+        """Return the name of the listener's Unix socket."""
         return listener.local
 
     async def dial(self, edge: Edge, arena: Arena) -> StreamSender:
-        """Connect, and let the neighbour try to read the ticket from our memory."""
+        """Connect, and let the neighbour try to read the ticket from this process's memory."""
         sock = await handshake.dial("\0" + edge.offered, edge.token, Purpose.DATA)
         probe = torch.frombuffer(bytearray(edge.ticket.encode()), dtype=torch.uint8)
         try:
@@ -197,11 +216,11 @@ class Shm:
             sock.close()
             raise
         wire.blocking(sock, edge.settings.timeout_s)
-        carrier = References(arena, answer.direct)
-        return StreamSender([sock], edge.settings.slots, edge.member, carrier, f"ftar-tx-{edge.member}")
+        codec = ReferenceEncoder(arena, answer.direct)
+        return StreamSender([sock], edge.settings.slots, edge.member, codec, f"ftar-tx-{edge.member}")
 
     async def accept(self, edge: Edge, calls: asyncio.Queue[Call]) -> StreamReceiver:
-        """Take the connection, and say whether the neighbour's memory can be read."""
+        """Accept the connection, and answer whether the neighbour's memory can be read."""
         call, sock = await calls.get()
         try:
             if sock.family != socket.AF_UNIX:
@@ -213,11 +232,13 @@ class Shm:
             sock.close()
             raise
         wire.blocking(sock, edge.settings.timeout_s)
-        return StreamReceiver([sock], edge.settings.slots, edge.member, Referred(pid), f"ftar-rx-{edge.member}")
+        return StreamReceiver(
+            [sock], edge.settings.slots, edge.member, ReferenceDecoder(pid), f"ftar-rx-{edge.member}"
+        )
 
 
 def _readable(pid: int, address: int, ticket: str) -> bool:
-    """Whether the ticket is found where the caller says that it is."""
+    """Return whether the ticket is found at `address` of process `pid`, where the caller says it is."""
     found = bytearray(len(ticket))
     with contextlib.suppress(OSError):
         read_remote(pid, address, memoryview(found))

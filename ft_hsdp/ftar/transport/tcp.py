@@ -1,4 +1,4 @@
-"""TCP transport: K connections of its own for each edge, with the congestion control that suits the link."""
+"""The TCP transport: K data connections for each edge, with the congestion control that suits the link."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.ftar import wire
 from ft_hsdp.ftar.listener import Call, Listener
 from ft_hsdp.ftar.memory import Arena
-from ft_hsdp.ftar.transport.kind import Bytes, Edge
+from ft_hsdp.ftar.transport.kind import Edge, InlineCodec
 from ft_hsdp.ftar.transport.receiver import StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.handshake import Purpose
@@ -19,14 +19,14 @@ from ft_hsdp.protocol import RingData, RingReady
 
 
 class Tcp:
-    """Works everywhere."""
+    """Makes TCP edges; works between any two hosts."""
 
     def offer(self, listener: Listener, host: str) -> str:
-        """The caller knows the address already."""
+        """Return nothing: the caller knows the address from the grant."""
         return ""
 
     async def dial(self, edge: Edge, arena: Arena) -> StreamSender:
-        """One connection after the other."""
+        """Open the K connections one after the other; each presents the ticket."""
         socks: list[socket.socket] = []
         try:
             for lane in range(edge.settings.connections):
@@ -39,10 +39,10 @@ class Tcp:
             _close(socks)
             raise
         await _ready(socks, edge)
-        return StreamSender(socks, edge.settings.slots, edge.member, Bytes(), f"ftar-tx-{edge.member}")
+        return StreamSender(socks, edge.settings.slots, edge.member, InlineCodec(), f"ftar-tx-{edge.member}")
 
     async def accept(self, edge: Edge, calls: asyncio.Queue[Call]) -> StreamReceiver:
-        """One connection after the other."""
+        """Accept the K connections in the order in which the caller opens them."""
         socks: list[socket.socket] = []
         try:
             for lane in range(edge.settings.connections):
@@ -58,11 +58,11 @@ class Tcp:
         await _ready(socks, edge)
         settings = edge.settings
         name = f"ftar-rx-{edge.member}"
-        return StreamReceiver(socks, settings.slots, edge.member, Bytes(), name, settings.threaded)
+        return StreamReceiver(socks, settings.slots, edge.member, InlineCodec(), name, settings.threaded)
 
 
 async def _ready(socks: list[socket.socket], edge: Edge) -> None:
-    """Make connections fit for the data: blocking, and encrypted where they are to be."""
+    """Make the connections blocking, and encrypt them where the job asks for it."""
     for sock in socks:
         wire.blocking(sock, edge.settings.timeout_s)
     try:
