@@ -462,7 +462,7 @@ class Group:
         self._finish_departure()
         if isinstance(error, PeerTimeout):
             error = PeerTimeout(
-                f"{error.args[0]}, and nobody is seen to be at fault"
+                f"{error.args[0]}, and no member could be blamed"
             )  # otherwise the heartbeat had named it
         if isinstance(error, PeerDead):
             await asyncio.sleep(BLAME_S)

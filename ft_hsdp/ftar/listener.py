@@ -138,7 +138,7 @@ class Listener:
     def _take(self, message: RingData, sock: socket.socket) -> None:
         calls = self._tickets.get(message.ticket)
         if calls is None:
-            raise ProtocolViolation("a data connection that nobody waits for")
+            raise ProtocolViolation("a data connection that is not expected")
         calls.put_nowait((message, sock))
 
     def close(self) -> None:
