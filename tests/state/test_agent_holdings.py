@@ -58,7 +58,7 @@ def test_what_is_borrowed_does_not_change_and_holds_nobody_up(holdings: Snapshot
         assert write(holdings, step) is not None
         borrowed.append(holdings.borrow(state(step), RANK))
     assert write(holdings, 9) is None
-    assert holdings.why_not(RANK) == "all slots are in use"
+    assert holdings.busy_reason(RANK) == "all slots are in use"
     for step, served in enumerate(borrowed):
         assert read(served) == content(step, RANK, NBYTES).tobytes()
         assert served is not None
@@ -77,12 +77,12 @@ def test_a_dead_rank_leaves_its_slots_and_a_living_one_takes_the_one_it_writes_a
     holdings.prepare(RANK)
     both = holdings.slots(RANK)
     holdings.stage(RANK, state(1))
-    holdings.left(RANK, dead=True)
+    holdings.disconnect(RANK, dead=True)
     assert holdings.list(RANK) == ()
     number = holdings.stage(RANK, state(2))
     assert number is not None
     assert holdings.slots(RANK) == both
-    holdings.left(RANK, dead=False)
+    holdings.disconnect(RANK, dead=False)
     assert holdings.slots(RANK) == {n: fd for n, fd in both.items() if n != number}
 
 
@@ -134,7 +134,7 @@ def test_without_memory_a_snapshot_is_left_out(holdings: SnapshotStore, monkeypa
     monkeypatch.setattr(shared_memory, "create", none)
     holdings.prepare(RANK)
     assert write(holdings, 2) is None
-    assert holdings.why_not(RANK) == "no memory for one more slot"
+    assert holdings.busy_reason(RANK) == "no memory for one more slot"
     assert [held.state for held in holdings.list(RANK)] == [state(1)]
 
 

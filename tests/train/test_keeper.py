@@ -19,7 +19,7 @@ from test_held import START, hold, steps
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.jsonl import Journal
-from ft_hsdp.state.agent.client import AgentGone, StateAgent, newest
+from ft_hsdp.state.agent.client import AgentGone, StateAgent, connect_newest
 from ft_hsdp.state.agent.launcher import Starter
 from ft_hsdp.train import snapshots as keepers
 from ft_hsdp.train.live_state import LiveState
@@ -232,7 +232,7 @@ def test_a_full_backlog_of_a_stopped_agent_stops_nobody(place: Place) -> None:
         while True:
             callers.append(socket.socket(socket.AF_UNIX))
             callers[-1].setblocking(False)
-            newest(callers[-1], place.token, 0)
+            connect_newest(callers[-1], place.token, 0)
     place.starter.ensure()  # it returns
     assert len(place.starter.started) == 1
     with pytest.raises(AgentGone):

@@ -1,6 +1,6 @@
-"""StateAgent: a rank's line to the state agent of its host, which keeps its snapshots when the rank dies.
+"""A rank's connection to the state agent of its host, which keeps the rank's snapshots when the rank dies.
 
-The rank writes into the agent's memory; nothing is sent but orders. (GEMINI §5.1: checkpoints in host memory.)
+The rank writes into memory that the agent owns; only orders are sent (GEMINI §5.1: checkpoints in host memory).
 """
 
 from __future__ import annotations
@@ -20,69 +20,59 @@ from ft_hsdp.errors import FtHsdpError, ProtocolViolation
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent import messages
-from ft_hsdp.state.agent.messages import (
-    Absent,
-    Busy,
-    Damage,
-    Done,
-    Forget,
-    Hello,
-    OrderRefused,
-    Pin,
-    Recall,
-    Recalled,
-    Settle,
-    SlotGranted,
-    Stage,
-    Staged,
-    Take,
-    Taken,
-    Unpin,
-    Welcome,
-)
 from ft_hsdp.state.agent.slots import CompleteSnapshot
 from ft_hsdp.state.shared_memory import Bytes
 
 RETRY_S = 0.02
-GREET_S = 1.0  # for an agent to let somebody in, the first time; twice as long each time: a newer one may be there
-_ROOM = socket.CMSG_SPACE(4)  # for one descriptor
+# How long the first attempt to connect waits for an answer; each later one waits twice as long. An attempt is cut
+# short because a newer agent may have come up beside a frozen one.
+GREET_S = 1.0
+_FD_SPACE = socket.CMSG_SPACE(4)  # bytes of one file descriptor
 
 
 class AgentGone(FtHsdpError):
-    """The state agent is not there, or not any more: connect again, to the next one."""
+    """There is no state agent, or it no longer answers. Connect again: another one may take its place."""
 
 
 class StateAgent:
-    """A connection of one rank; made by `connect`. Thread-safe; one snapshot is written at a time.
+    """A rank's connection to its state agent; made by `connect`. Thread-safe; one snapshot is written at a time.
 
-    ``address`` ("host:port") is where the agent serves snapshots over HTTP; ``busy`` says why the last `stage`
-    got no slot; ``damaged`` are the copies that it found damaged and has dropped, until somebody clears it. Every
-    call but `close` raises AgentGone where the agent is gone or does not answer within ``deadline_s``, which is
-    the one of `connect` unless it is set.
+    Every method but `close` blocks for the agent's answer, and raises AgentGone if the agent is gone or does not
+    answer within ``deadline_s``. After that every call raises AgentGone at once.
     """
 
-    def __init__(self, line: _AgentSocket, address: str, nbytes: int, deadline_s: float) -> None:
-        self.address = address
-        self.busy = ""
-        self.damaged: list[Damage] = []
+    def __init__(self, connection: _AgentSocket, address: str, nbytes: int, deadline_s: float) -> None:
+        self.address = address  # "host:port" at which the agent serves snapshots over HTTP
+        self.busy = ""  # why the last `stage` got no slot
+        self.damaged: list[
+            messages.Damage
+        ] = []  # snapshots that the agent dropped as damaged; the caller clears it
         self._nbytes = nbytes
-        self.deadline_s = deadline_s
-        self._lock = threading.Lock()
-        self._line: _AgentSocket | None = line
-        self._maps: dict[int, Bytes] = {}
+        self.deadline_s = deadline_s  # of each call; may be changed
+        self._lock = threading.Lock()  # held for one order and its answer
+        self._socket: _AgentSocket | None = connection
+        self._maps: dict[int, Bytes] = {}  # the mapped slots by number
         self._open: int | None = None  # the slot that may be written
-        self._number = 0  # of the slot that was given last
+        self._number = 0  # of the slot that `stage` returned last
 
     @staticmethod
     def connect(token: str, replica: int, rank: int, ranks: int, nbytes: int, deadline_s: float) -> StateAgent:
-        """Connect as ``rank`` of ``ranks``, whose snapshots have ``nbytes`` bytes; supersedes an older connection.
+        """Connect to the state agent of ``replica`` on this host, instead of an older connection. Blocks.
 
-        An agent that is not there yet is waited for. What the rank left behind under another ``ranks`` or
-        ``nbytes`` is of no use: the agent forgets it. ``deadline_s`` holds for every later call too; the first
-        `stage` may have to wait for the memory of two snapshots.
+        Waits for an agent that does not listen yet. If the agent has snapshots of this rank with another ``ranks``
+        or ``nbytes``, it drops them.
+
+        Args:
+            token: The job's token.
+            replica: The replica id.
+            rank: This rank within its replica.
+            ranks: The number of ranks of the replica.
+            nbytes: The size of each snapshot in bytes.
+            deadline_s: How long to wait for the agent. Later calls wait as long for their answers; the first
+                `stage` may have to wait until the agent has allocated two snapshots.
 
         Raises:
-            AgentGone: no agent let it in within ``deadline_s`` seconds, or what listens does not know the token.
+            AgentGone: No agent answered within ``deadline_s``, or what listens does not know the token.
         """
         end, patience_s = time.monotonic() + deadline_s, GREET_S
         while True:
@@ -91,11 +81,11 @@ class StateAgent:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
             try:
                 sock.settimeout(max(RETRY_S, until - time.monotonic()))
-                newest(sock, token, replica)
+                connect_newest(sock, token, replica)
                 handshake.call_blocking(sock, token, Purpose.AGENT)
-                line = _AgentSocket(sock, until)
-                address = str(line.ask(Hello(rank, ranks, nbytes), Welcome).address)
-                return StateAgent(line, address, nbytes, deadline_s)
+                connection = _AgentSocket(sock, until)
+                address = str(connection.ask(messages.Hello(rank, ranks, nbytes), messages.Welcome).address)
+                return StateAgent(connection, address, nbytes, deadline_s)
             except ProtocolViolation as error:
                 sock.close()
                 raise AgentGone(f"not the state agent of replica {replica}: {error}") from error
@@ -107,17 +97,20 @@ class StateAgent:
             time.sleep(RETRY_S)
 
     def stage(self, state: StateId) -> Bytes | None:
-        """Where to write ``state``, uint8 [nbytes]; None: there is no slot, that snapshot is left out.
+        """Return memory to write ``state`` into, or None if there is no slot: then this snapshot is left out.
 
-        Who stages again has stopped writing: what was not `staged` is given up.
+        The caller must have stopped writing the snapshot before: if it was not `staged`, it is abandoned.
+
+        Returns:
+            uint8 [nbytes] in the agent's memory, writable until `staged`. ``busy`` says why there is none.
         """
-        with self._talking() as line:
-            answer = line.ask(Stage(state), SlotGranted, Busy)
-            if isinstance(answer, Busy):
+        with self._exchange() as connection:
+            answer = connection.ask(messages.Stage(state), messages.SlotGranted, messages.Busy)
+            if isinstance(answer, messages.Busy):
                 self.busy = answer.reason
                 return None
             if answer.new:
-                self._maps[answer.number] = line.mapped(self._nbytes, writable=True)
+                self._maps[answer.number] = connection.map_segment(self._nbytes, writable=True)
             self._maps = {number: self._maps[number] for number in answer.slots if number in self._maps}
             self._close_slot()
             shared_memory.protect(self._maps[answer.number], writable=True)
@@ -125,89 +118,106 @@ class StateAgent:
             return self._maps[answer.number]
 
     def staged(self, state: StateId, header: bytes) -> None:
-        """All bytes of ``state`` are written, and can be written no more. ``header``: its manifest, kept with it.
+        """Mark ``state``, whose bytes are all written, as complete. Its memory becomes read-only.
+
+        Args:
+            state: The state of the last `stage`.
+            header: Its encoded manifest, which the agent keeps with it.
 
         Raises:
-            ProtocolViolation: ``state`` is not what was staged last, or was forgotten since.
+            ProtocolViolation: ``state`` is not the one that was staged last, or was dropped by `forget` since.
         """
-        with self._talking() as line:
+        with self._exchange() as connection:
             self._close_slot()
-            answer = line.ask(Staged(state), Done, OrderRefused, more=protocol.framed(header))
-        if isinstance(answer, OrderRefused):
+            answer = connection.ask(
+                messages.Staged(state), messages.Done, messages.OrderRefused, more=protocol.framed(header)
+            )
+        if isinstance(answer, messages.OrderRefused):
             raise ProtocolViolation(answer.reason)
         self.damaged += answer.damaged
 
     def mark_settled(self, state: StateId, everywhere: bool = True) -> None:
-        """All ranks of the replica have staged ``state``: older ones may go. Not ``everywhere``: some have not."""
-        self._order(Settle(state, everywhere))
+        """Tell the agent whether all ranks of the replica have staged ``state``.
+
+        If ``everywhere``, older snapshots may be overwritten. Otherwise some rank left it out, and the newest
+        settled one stays.
+        """
+        self._order(messages.Settle(state, everywhere))
 
     def pin(self, state: StateId, seconds: float) -> None:
-        """Keep ``state``, if it is here or comes, for members that fetch it; one at a time, the newest."""
-        self._order(Pin(state, seconds))
+        """Keep ``state``, now or once it is complete, for ``seconds``. Replaces the pin before."""
+        self._order(messages.Pin(state, seconds))
 
     def unpin(self) -> None:
-        """Keep nothing that was pinned or taken."""
-        self._order(Unpin())
+        """Remove the pin, and release the snapshot that was acquired."""
+        self._order(messages.Unpin())
 
     def list(self) -> tuple[CompleteSnapshot, ...]:
-        """The snapshots of this rank that are complete, newest first."""
-        with self._talking() as line:
-            held: tuple[CompleteSnapshot, ...] = line.ask(Recall(), Recalled).held
+        """Return the complete snapshots of this rank, newest first."""
+        with self._exchange() as connection:
+            held: tuple[CompleteSnapshot, ...] = connection.ask(messages.Recall(), messages.Recalled).held
             return held
 
     def acquire(self, state: StateId) -> tuple[Bytes, bytes] | None:
-        """(read-only uint8 [nbytes], header) of a complete snapshot; None: it is not here, or it is damaged.
+        """Return a complete snapshot, whose bytes were compared with their checksums, or None.
 
-        Its bytes were compared with their checksums. It does not change until `unpin`, the next `take` or `close`.
+        None: there is no such snapshot, or it is damaged. The memory does not change until `unpin`, the next
+        `acquire` or `close`.
+
+        Returns:
+            (read-only uint8 [nbytes], encoded manifest).
         """
-        with self._talking() as line:
-            answer = line.ask(Take(state), Taken, Absent)
-            if isinstance(answer, Absent):
+        with self._exchange() as connection:
+            answer = connection.ask(messages.Take(state), messages.Taken, messages.Absent)
+            if isinstance(answer, messages.Absent):
                 self.damaged += answer.damaged
                 return None
-            header = line.read(messages.MAX_HEADER)
-            return line.mapped(self._nbytes, writable=False), header
+            header = connection.read(messages.MAX_HEADER)
+            return connection.map_segment(self._nbytes, writable=False), header
 
     def forget(self) -> None:
         """Drop all snapshots of this rank."""
-        self._order(Forget())
+        self._order(messages.Forget())
 
     def flip(self) -> None:
-        """Flip a bit of what was staged last, as broken memory would: a failpoint."""
+        """Flip a bit of the snapshot that was staged last, as broken memory would. Only for fault injection."""
         written = self._maps[self._number]
         shared_memory.protect(written, writable=True)
         written[len(written) // 2] ^= 1
         shared_memory.protect(written, writable=False)
 
     def close(self) -> None:
-        """Hang up; a call that waits ends. What is complete is kept. Who writes a snapshot has to stop before."""
-        line = self._line
-        if line is not None:
-            line.shut()
+        """Close the connection. A call that waits on another thread ends with AgentGone.
+
+        The agent keeps what is complete. No thread may write into a snapshot any more.
+        """
+        connection = self._socket
+        if connection is not None:
+            connection.shut_down()
         with self._lock:
             self._hang_up()
 
     def _order(self, order: object) -> None:
-        with self._talking() as line:
-            self.damaged += line.ask(order, Done).damaged
+        with self._exchange() as connection:
+            self.damaged += connection.ask(order, messages.Done).damaged
 
     def _close_slot(self) -> None:
-        """What was written last can be written no more, not even by mistake."""
+        """Make the slot that was written last read-only, so that not even a stray write changes it."""
         written = None if self._open is None else self._maps.get(self._open)
         self._open = None
         if written is not None:
             shared_memory.protect(written, writable=False)
 
     @contextlib.contextmanager
-    def _talking(self) -> Iterator[_AgentSocket]:
-        """The connection, for one order and its answer; what fails there ends it."""
+    def _exchange(self) -> Iterator[_AgentSocket]:
+        """Lend the connection for one order and its answer. An error ends the connection and becomes AgentGone."""
         if not self._lock.acquire(timeout=self.deadline_s):
             raise AgentGone(f"the state agent did not answer another call within {self.deadline_s:g} s")
         try:
-            if self._line is None:
+            if self._socket is None:
                 raise AgentGone("the connection to the state agent is closed")
-            self._line.end = time.monotonic() + self.deadline_s
-            yield self._line
+            self._socket.end = time.monotonic() + self.deadline_s
+            yield self._socket
         except (OSError, ValueError, LookupError, ProtocolViolation) as error:
             self._hang_up()
             raise AgentGone(f"the state agent is gone: {error or type(error).__name__}") from error
@@ -215,19 +225,19 @@ class StateAgent:
             self._lock.release()
 
     def _hang_up(self) -> None:
-        if self._line is not None:
-            self._line.close()
-            self._line = None
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
         self._maps = {}
         self._open = None
 
 
-def newest(sock: socket.socket, token: str, replica: int) -> int:
-    """Connect to the newest agent of a replica on this host; its generation.
+def connect_newest(sock: socket.socket, token: str, replica: int) -> int:
+    """Connect ``sock`` to the newest agent of a replica on this host, and return its generation.
 
     Raises:
-        BlockingIOError: one is there, but takes no more connections.
-        OSError: none is there.
+        BlockingIOError: An agent is there, but its queue of connections is full (a non-blocking ``sock``).
+        OSError: No agent is there.
     """
     for generation in reversed(range(messages.GENERATIONS)):
         try:
@@ -239,31 +249,31 @@ def newest(sock: socket.socket, token: str, replica: int) -> int:
 
 
 class _AgentSocket:
-    """Frames on a connected Unix socket, blocking until ``end`` at most, on the monotonic clock."""
+    """Reads and writes frames on a connected Unix socket. Blocks until ``end`` at most, on the monotonic clock."""
 
     def __init__(self, sock: socket.socket, end: float) -> None:
         self._sock = sock
         self.end = end
-        self._fds: list[int] = []
+        self._fds: list[int] = []  # received and not yet mapped
 
     def ask(self, order: object, *answers: type, more: bytes = b"") -> Any:
-        """Send an order and get its answer.
+        """Send an order and return its answer, which must be of one of the classes in ``answers``.
 
         Raises:
-            OSError: the agent hung up or is too late.
-            ProtocolViolation: it answered something else.
+            OSError: The agent hung up, or did not answer in time.
+            ProtocolViolation: The agent answered something else.
         """
         self._wait()
         self._sock.sendall(messages.frame(order) + more)
         return messages.decode(self.read(messages.MAX_MESSAGE), *answers)
 
     def read(self, most: int) -> bytes:
-        """The next frame, and the descriptor that comes with it."""
+        """Return the next frame, and remember the file descriptors that come with it."""
         prefix = b""
         while len(prefix) < protocol.LENGTH.size:
             self._wait()
             part, ancillary, _, _ = self._sock.recvmsg(
-                protocol.LENGTH.size - len(prefix), _ROOM, socket.MSG_CMSG_CLOEXEC
+                protocol.LENGTH.size - len(prefix), _FD_SPACE, socket.MSG_CMSG_CLOEXEC
             )
             for level, kind, data in ancillary:
                 if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
@@ -281,21 +291,21 @@ class _AgentSocket:
             view = view[got:]
         return bytes(frame)
 
-    def mapped(self, nbytes: int, *, writable: bool) -> Bytes:
-        """The segment whose descriptor came with the last answer."""
+    def map_segment(self, nbytes: int, *, writable: bool) -> Bytes:
+        """Map the segment whose file descriptor came with the last answer."""
         fd = self._fds.pop()
         try:
             return shared_memory.attach(fd, nbytes, writable=writable)
         finally:
             os.close(fd)
 
-    def shut(self) -> None:
-        """Wake whoever waits."""
+    def shut_down(self) -> None:
+        """Make every call that waits on the socket fail. Called from any thread."""
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection and the file descriptors that were not mapped."""
         self._sock.close()
         while self._fds:
             os.close(self._fds.pop())

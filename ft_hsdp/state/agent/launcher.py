@@ -1,4 +1,4 @@
-"""Start: a state agent in a process of its own, on a host that has none yet."""
+"""Starts the state agent of a replica in a process of its own, and replaces one that no longer answers."""
 
 from __future__ import annotations
 
@@ -15,43 +15,41 @@ from pathlib import Path
 
 from ft_hsdp import handshake
 from ft_hsdp.state.agent import messages
-from ft_hsdp.state.agent.client import newest
+from ft_hsdp.state.agent.client import connect_newest
 
-LOAD_S = 60.0  # for an agent that was started to listen
-KILLED_S = 5.0  # for a killed agent to be gone; large memory takes time
+LOAD_S = 60.0  # after which an agent that was started and does not listen is killed
+KILLED_S = 5.0  # to wait for a killed agent to be gone: freeing much memory takes time
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 TOKEN_VARIABLE = "FT_HSDP_TOKEN"  # noqa: S105 - the name of a variable
 
 
 @dataclass(slots=True)
 class Starter:
-    """Starts the agent of ``replica`` at ``host``; it logs to ``log``.
-
-    It ends with the process ``guard``, and when no rank was there for ``linger_s`` seconds. ``tls``: network.tls.
-    """
+    """Starts the state agent of one replica on this host."""
 
     token: str
     replica: int
-    host: str
-    guard: int
+    host: str  # at which the agent serves snapshots over HTTP
+    guard: int  # the agent ends with the process of this id
     log: Path
-    linger_s: float
-    tls: str = "auto"
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)  # they outlive this process
-    began: float = 0.0  # the last of them
+    linger_s: float  # the agent ends when no rank was connected for so long
+    tls: str = "auto"  # network.tls
+    started: list[subprocess.Popen[bytes]] = field(default_factory=list)  # agents outlive this process
+    began: float = 0.0  # when the last one was started
 
     def ensure(self, port: int = 0) -> None:
-        """Start one on ``port`` (0: any), unless one listens or is being started. `connect` waits for it."""
+        """Start an agent on ``port`` (0: any), unless one listens or is being started. Does not wait for it."""
         if self._found() is None and not self._loading:
             self._start(port, 0)
 
     def renew(self, port: int = 0) -> str:
-        """The same, for whoever got no answer: one that listens is SIGKILLed, and another one takes its place.
+        """Kill the agent that listens but does not answer, and start another. Blocks for at most KILLED_S.
 
-        Blocks for KILLED_S at most. One that does not die keeps its name and port: the other gets the next name.
+        An agent that does not die keeps its name and port; the new one gets the next name. If none listens, this
+        is `ensure`.
 
         Returns:
-            What was done, in words; "" for nothing.
+            What was done, in words; "" if nothing had to be replaced.
         """
         found = self._found()
         if found is None:
@@ -68,7 +66,7 @@ class Starter:
 
     @property
     def _loading(self) -> bool:
-        """Whether one that was started here, and does not listen yet, has not ended; a frozen one is."""
+        """Whether an agent that was started here still runs, asked when none listens. Kills one after LOAD_S."""
         self.started = [process for process in self.started if process.poll() is None]
         if self.started and time.monotonic() - self.began > LOAD_S:
             self.started[-1].kill()
@@ -105,11 +103,11 @@ class Starter:
         self.began = time.monotonic()
 
     def _found(self) -> tuple[int, int] | None:
-        """Generation and pid of the newest agent that listens; pid 0: of nobody that can be known. Never waits."""
+        """Return (generation, pid) of the newest agent that listens, or None. Never blocks. pid 0: unknown."""
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
             sock.setblocking(False)
             try:
-                generation = newest(sock, self.token, self.replica)
+                generation = connect_newest(sock, self.token, self.replica)
                 pid = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[0]
             except BlockingIOError:
                 return self._crowded()
@@ -118,12 +116,15 @@ class Starter:
             return generation, int(pid)
 
     def _crowded(self) -> tuple[int, int]:
-        """The same of one that takes no more connections; only who started it knows its pid."""
+        """Return (generation, pid) of an agent whose queue of connections is full.
+
+        The pid is known only if the agent was started here.
+        """
         living = [process.pid for process in self.started if process.poll() is None]
         return 0, living[-1] if living else 0
 
     def _kill(self, pid: int) -> bool:
-        """Kill the process that listens; whether it is gone."""
+        """Kill the agent with this pid, and return whether no agent listens any more."""
         if pid <= 0:
             return False
         try:
@@ -132,7 +133,7 @@ class Starter:
             return self._found() is None
         try:
             if self._found() not in [(g, pid) for g in range(messages.GENERATIONS)]:
-                return self._found() is None  # the pid was of one that has ended since
+                return self._found() is None  # that agent ended meanwhile, and its pid may be another process's
             signal.pidfd_send_signal(process, signal.SIGKILL)
             poll = select.poll()
             poll.register(process, select.POLLIN)

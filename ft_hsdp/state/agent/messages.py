@@ -1,8 +1,8 @@
-"""Messages: what a rank and the state agent of its host say to each other, on a Unix socket.
+"""The messages between a rank and the state agent of its host, on a Unix socket.
 
-Both have proved the job's token before (`handshake`). A frame is a length and JSON. An order gets one answer. The
-header of a snapshot (bytes that the agent keeps with it) is a frame of its own behind Staged and Taken; a slot's
-descriptor comes with the first byte of the answer.
+Both ends have proved that they know the job's token (`handshake`). A frame is a length and JSON. The rank sends
+orders; each gets one answer. The header of a snapshot, which is its encoded manifest, follows `Staged` and `Taken`
+as a frame of its own. The file descriptor of a slot comes with the first byte of the answer.
 """
 
 from __future__ import annotations
@@ -16,78 +16,78 @@ from ft_hsdp import bounded, protocol
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.agent.slots import CompleteSnapshot
 
-MAX_MESSAGE = 1 << 16
-MAX_HEADER = 16 << 20
+MAX_MESSAGE = 1 << 16  # bytes
+MAX_HEADER = 16 << 20  # bytes
 MAX_RANKS = 1 << 20
 MAX_NBYTES = 1 << 50
-GENERATIONS = 4
+GENERATIONS = 4  # agents of one replica on one host, at most: all but the newest are frozen
 
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """A rank of ``ranks``; its snapshots have ``nbytes`` bytes."""
+    """The first message of a rank. Answer: Welcome."""
 
     rank: Annotated[int, Field(ge=0, lt=MAX_RANKS)]
-    ranks: Annotated[int, Field(gt=0, le=MAX_RANKS)]
-    nbytes: Annotated[int, Field(ge=0, le=MAX_NBYTES)]
+    ranks: Annotated[int, Field(gt=0, le=MAX_RANKS)]  # of the replica
+    nbytes: Annotated[int, Field(ge=0, le=MAX_NBYTES)]  # of each snapshot
 
 
 @dataclass(frozen=True, slots=True)
 class Welcome:
-    """The rank is let in; ``address`` ("host:port") is where the agent serves snapshots over HTTP."""
+    """The agent accepts the rank."""
 
-    address: Annotated[str, Field(max_length=300)]
+    address: Annotated[str, Field(max_length=300)]  # "host:port" at which the agent serves snapshots over HTTP
 
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A copy of ``state`` whose bytes are not those that were written; it is dropped. ``reason``: what differs."""
+    """A snapshot whose bytes are not those that were written. It is dropped already."""
 
     state: StateId
-    reason: str
+    reason: str  # what differs
 
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Where may ``state`` be written? Answer: Slot or Busy."""
+    """Order: provide a slot for ``state``. Answer: SlotGranted or Busy."""
 
     state: StateId
 
 
 @dataclass(frozen=True, slots=True)
 class SlotGranted:
-    """Write here. ``new``: its descriptor comes along. ``slots``: all that the rank still has."""
+    """The slot to write into."""
 
     number: int
-    new: bool
-    slots: tuple[int, ...]
+    new: bool  # this connection has not had the slot yet: its file descriptor comes along
+    slots: tuple[int, ...]  # all slots that the rank has; it unmaps the others
 
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """No slot: this snapshot is left out."""
+    """There is no slot: this snapshot is left out."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """``state`` is complete in its slot. Its header follows. Answer: Done."""
+    """Order: ``state`` is complete in its slot. Its header follows. Answer: Done or OrderRefused."""
 
     state: StateId
 
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """All ranks of the replica have staged ``state``, or (not ``everywhere``) some have not. Answer: Done."""
+    """Order: mark ``state`` as settled. Answer: Done."""
 
     state: StateId
-    everywhere: bool
+    everywhere: bool  # all ranks of the replica have staged it; False: some have not, and it is not settled
 
 
 @dataclass(frozen=True, slots=True)
 class Pin:
-    """Keep ``state`` for ``seconds``, from whenever it is here. Answer: Done."""
+    """Order: keep ``state`` for ``seconds``, now or once it is complete. Answer: Done."""
 
     state: StateId
     seconds: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)]
@@ -95,62 +95,62 @@ class Pin:
 
 @dataclass(frozen=True, slots=True)
 class Unpin:
-    """Keep nothing, pinned or taken. Answer: Done."""
+    """Order: remove the pin, and release what was acquired by Take. Answer: Done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """What is complete? Answer: Recalled."""
+    """Order: list the complete snapshots. Answer: Recalled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recalled:
-    """What is complete, newest first."""
+    """The complete snapshots of the rank."""
 
-    held: tuple[CompleteSnapshot, ...]
+    held: tuple[CompleteSnapshot, ...]  # newest first
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Give ``state`` to read, until Unpin or the next Take. Answer: Taken or Absent."""
+    """Order: let the rank read ``state`` until Unpin or the next Take. Answer: Taken or Absent."""
 
     state: StateId
 
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Its descriptor comes along, its header follows."""
+    """The snapshot can be read. Its file descriptor comes along, its header follows."""
 
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """That state is not complete here; ``damaged``: see Done."""
+    """There is no complete snapshot of that state."""
 
-    damaged: tuple[Damage, ...] = ()
+    damaged: tuple[Damage, ...] = ()  # as in Done
 
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """Drop all that this rank has. Answer: Done."""
+    """Order: drop all snapshots of this rank. Answer: Done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """It is so. ``damaged``: this rank's copies that were found damaged, and dropped, since the last answer."""
+    """The order was carried out."""
 
-    damaged: tuple[Damage, ...] = ()
+    damaged: tuple[Damage, ...] = ()  # this rank's snapshots that were found damaged since the last answer
 
 
 @dataclass(frozen=True, slots=True)
 class OrderRefused:
-    """That order does not fit what came before it."""
+    """The order does not fit the ones before it."""
 
     reason: str
 
 
 ORDERS = (Stage, Staged, Settle, Pin, Unpin, Recall, Take, Forget)
 
-# The tag of each message on the socket: an agent may be older than the ranks that call it.
+# The tag of each message on the socket. Tags never change: an agent may be older than the ranks that call it.
 _TYPES: dict[str, type] = {
     "Stage": Stage,
     "Staged": Staged,
@@ -180,8 +180,13 @@ def frame(message: object) -> bytes:
 
 
 def agent_name(token: str, replica: int, generation: int = 0) -> str:
-    """Where an agent of a replica on this host listens; only who knows the token can tell it before.
+    """Return the name of the abstract Unix socket of a replica's agent on this host.
 
-    ``generation``: below GENERATIONS; one that is above 0 stands in for an agent that neither answers nor dies.
+    It cannot be computed without the token, so no other user can take it first.
+
+    Args:
+        token: The job's token.
+        replica: The replica id.
+        generation: 0 to GENERATIONS - 1. An agent above 0 replaces one that neither answers nor dies.
     """
     return "\0ft_hsdp/state/" + protocol.mac(token, "state-agent-name", replica, generation)[:32]

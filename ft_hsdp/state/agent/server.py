@@ -1,15 +1,16 @@
-"""Door: where the ranks of a replica connect to the state agent of their host and prove that they know the token.
+"""The state agent of one replica on this host: ``python -m ft_hsdp.state.agent.server --replica R --host H``.
 
-Whoever does not in time is hung up on. A rank has one connection: a newer one supersedes the older. Losing one
-loses nothing that is complete.
+The agent owns the memory that the replica's ranks write their snapshots into, so the death of the trainers does
+not touch it. It gives the snapshots to the ranks that come after them, and serves them to other replicas over HTTP
+(FT-HSDP §4.4). The job's token is read from FT_HSDP_TOKEN. Once it listens, it prints the JSON line {"pid",
+"address"}.
 
-RankSession: one rank's connection to the state agent, order by order.
+Ranks connect to a Unix socket and prove that they know the token; a caller that does not prove it in time is
+disconnected. A rank has one connection: a newer one supersedes the older. A complete snapshot outlives its
+connection.
 
-``python -m ft_hsdp.state.agent.server --replica R --host H``: the state agent of one replica on this host.
-
-It owns the memory that the replica's ranks write their snapshots into, gives it to the ranks that come after them
-and serves it to other replicas (FT-HSDP §4.4). The death of the trainers does not touch it. It prints a JSON line
-{"pid", "address"} once it listens. The job's token is taken from FT_HSDP_TOKEN.
+`AgentListener` accepts the ranks, `RankSession` carries out the orders of one of them on the `SnapshotStore`, and
+`run` ties the listener to the HTTP server and to the process's end.
 """
 
 from __future__ import annotations
@@ -33,41 +34,20 @@ from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError, LocalResourceError
 from ft_hsdp.handshake import Admitted, CallerGate, Purpose
 from ft_hsdp.state.agent import messages
 from ft_hsdp.state.agent.launcher import TOKEN_VARIABLE
-from ft_hsdp.state.agent.messages import (
-    MAX_HEADER,
-    MAX_MESSAGE,
-    ORDERS,
-    Absent,
-    Busy,
-    Done,
-    Forget,
-    Hello,
-    OrderRefused,
-    Pin,
-    Recall,
-    Recalled,
-    Settle,
-    SlotGranted,
-    Stage,
-    Staged,
-    Take,
-    Taken,
-    Unpin,
-    Welcome,
-)
 from ft_hsdp.state.agent.store import Owner, SnapshotStore
 from ft_hsdp.state.transfer.server import StateServer
 
-MAX_HELLO = 1024
+MAX_HELLO = 1024  # bytes
+LINGER_S = 60.0  # without a rank, until the agent ends
 
 _log = logging.getLogger(__name__)
 
 
 def listen(token: str, replica: int, generation: int = 0) -> socket.socket:
-    """A socket at the agent's name; the name is free again as soon as its owner is gone.
+    """Return a listening socket at the agent's name. The name is free again as soon as its owner is gone.
 
     Raises:
-        Retryable: another agent has it.
+        Retryable: another agent has the name.
     """
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -82,19 +62,26 @@ def listen(token: str, replica: int, generation: int = 0) -> socket.socket:
 
 
 class AgentListener:
-    """Lets ranks in at ``sock``; ``address`` is where the agent serves over HTTP."""
+    """Accepts the ranks that call at ``sock``, on the running loop.
 
-    def __init__(self, sock: socket.socket, token: str, holdings: SnapshotStore, address: str) -> None:
+    Args:
+        sock: Bound and listening, from `listen`.
+        token: The job's token, which callers must prove.
+        store: Where the ranks' snapshots are.
+        address: "host:port" at which the agent serves over HTTP; told to each rank.
+    """
+
+    def __init__(self, sock: socket.socket, token: str, store: SnapshotStore, address: str) -> None:
         self._sock = sock
         self._token = token
-        self._holdings = holdings
+        self._store = store
         self._address = address
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ranks: dict[int, asyncio.Task[None]] = {}
-        self._changed = asyncio.Event()
+        self._ranks: dict[int, asyncio.Task[None]] = {}  # the connection of each rank
+        self._changed = asyncio.Event()  # of ``_ranks``
 
     async def serve(self) -> None:
-        """Let ranks in until cancelled."""
+        """Accept ranks and carry out their orders until cancelled."""
         gate = CallerGate(self._token, (Purpose.AGENT,), self._admitted, self._failed)
         gate.watch(self._sock)
         try:
@@ -106,15 +93,15 @@ class AgentListener:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _failed(self, error: LocalResourceError) -> None:
-        _log.warning("cannot let anybody in: %s", error)
+        _log.warning("cannot accept connections: %s", error)
 
     def _admitted(self, proved: Admitted, sock: socket.socket) -> None:
         task = asyncio.get_running_loop().create_task(self._connection(sock))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def deserted(self, seconds: float) -> None:
-        """Return once no rank was connected for ``seconds``."""
+    async def wait_until_idle(self, seconds: float) -> None:
+        """Return once no rank has been connected for ``seconds``."""
         while True:
             self._changed.clear()
             try:
@@ -126,16 +113,16 @@ class AgentListener:
     async def _connection(self, sock: socket.socket) -> None:
         with sock:
             try:
-                line = AgentConnection(sock)
+                connection = AgentConnection(sock)
                 async with asyncio.timeout(handshake.hello_s()):
-                    hello: Hello = messages.decode(await line.read(MAX_HELLO), Hello)
-                await self._rank(line, hello)
+                    hello: messages.Hello = messages.decode(await connection.read(MAX_HELLO), messages.Hello)
+                await self._rank(connection, hello)
             except ProtocolViolation as error:
                 _log.warning("hung up: %s", error)
             except OSError as error:
-                _log.debug("gone: %s", error)
+                _log.debug("a caller is gone: %s", error)
 
-    async def _rank(self, line: AgentConnection, hello: Hello) -> None:
+    async def _rank(self, connection: AgentConnection, hello: messages.Hello) -> None:
         rank = hello.rank
         while (older := self._ranks.get(rank)) is not None:
             _log.info("rank %d: a newer connection supersedes the older", rank)
@@ -145,42 +132,42 @@ class AgentListener:
         assert task is not None
         self._ranks[rank] = task
         self._changed.set()
-        dead = False
+        dead = False  # superseded or refused: the process may live, and write on
         try:
-            self._holdings.admit(Owner(rank, hello.ranks, hello.nbytes))
-            await line.send(messages.frame(Welcome(self._address)))
-            await RankSession(line, rank, self._holdings).run()
+            self._store.admit(Owner(rank, hello.ranks, hello.nbytes))
+            await connection.send(messages.frame(messages.Welcome(self._address)))
+            await RankSession(connection, rank, self._store).run()
         except OSError:
             dead = True
             raise
         finally:
-            self._holdings.left(rank, dead=dead)
+            self._store.disconnect(rank, dead=dead)
             del self._ranks[rank]
             self._changed.set()
 
 
 class AgentConnection:
-    """Frames on a connected, non-blocking Unix socket."""
+    """Reads and writes frames on a connected, non-blocking Unix socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
 
     async def read(self, most: int) -> bytes:
-        """The next frame.
+        """Return the next frame.
 
         Raises:
-            ConnectionError: the other end hung up.
-            ProtocolViolation: the frame is longer than ``most`` bytes.
+            ConnectionError: The other end hung up.
+            ProtocolViolation: The frame is longer than ``most`` bytes.
         """
         prefix = await self._exactly(protocol.LENGTH.size)
         return await self._exactly(protocol.frame_length(prefix, most))
 
     async def send(self, data: bytes, fds: Sequence[int] = ()) -> None:
-        """Send frames; descriptors go with the first byte.
+        """Send frames. The file descriptors in ``fds`` go with the first byte.
 
         Raises:
-            OSError: the other end hung up, or takes nothing.
+            OSError: The other end hung up.
         """
         if fds:
             sent = socket.send_fds(self._sock, [data], fds)
@@ -199,90 +186,87 @@ class AgentConnection:
 
 
 class RankSession:
-    """A rank that has proved the token."""
+    """Carries out the orders of one connected rank, one at a time."""
 
-    def __init__(self, line: AgentConnection, rank: int, holdings: SnapshotStore) -> None:
-        self._line = line
+    def __init__(self, connection: AgentConnection, rank: int, store: SnapshotStore) -> None:
+        self._connection = connection
         self._rank = rank
-        self._holdings = holdings
-        self._given: set[int] = set()  # slots whose descriptors this connection has
+        self._store = store
+        self._given: set[int] = set()  # slots whose file descriptors went over this connection
 
     async def run(self) -> None:
-        """Carry out orders, for ever.
+        """Carry out orders until the connection ends. The rank's first slots are allocated meanwhile.
 
         Raises:
-            OSError: the rank hung up.
-            ProtocolViolation: it talks nonsense.
+            OSError: The rank hung up.
+            ProtocolViolation: The rank sent something that is no valid order.
         """
-        preparing = asyncio.create_task(asyncio.to_thread(self._holdings.prepare, self._rank))
+        preparing = asyncio.create_task(asyncio.to_thread(self._store.prepare, self._rank))
         try:
             while True:
-                order = messages.decode(await self._line.read(MAX_MESSAGE), *ORDERS)
-                if isinstance(order, Stage):
+                order = messages.decode(await self._connection.read(messages.MAX_MESSAGE), *messages.ORDERS)
+                if isinstance(order, messages.Stage):
                     await preparing
                     await self._stage(order.state)
-                elif isinstance(order, Take):
+                elif isinstance(order, messages.Take):
                     await self._take(order.state)
-                elif isinstance(order, Staged):
-                    await self._staged(order.state, await self._line.read(MAX_HEADER))
+                elif isinstance(order, messages.Staged):
+                    await self._staged(order.state, await self._connection.read(messages.MAX_HEADER))
                 else:
                     await self._answer(self._simple(order))
         finally:
             preparing.cancel()
 
     def _simple(self, order: object) -> object:
-        """Orders that need no bytes and no descriptor."""
+        """Carry out an order that needs no bytes and no file descriptor, and return the answer."""
         match order:
-            case Settle(state, everywhere):
-                self._holdings.mark_settled(self._rank, state, everywhere)
-            case Pin(state, seconds):
-                self._holdings.pin(self._rank, state, seconds)
-            case Unpin():
-                self._holdings.unpin(self._rank)
-            case Forget():
-                self._holdings.forget(self._rank)
-            case Recall():
-                return Recalled(self._holdings.list(self._rank))
-        return Done(self._holdings.damaged(self._rank))
+            case messages.Settle(state, everywhere):
+                self._store.mark_settled(self._rank, state, everywhere)
+            case messages.Pin(state, seconds):
+                self._store.pin(self._rank, state, seconds)
+            case messages.Unpin():
+                self._store.unpin(self._rank)
+            case messages.Forget():
+                self._store.forget(self._rank)
+            case messages.Recall():
+                return messages.Recalled(self._store.list(self._rank))
+        return messages.Done(self._store.damaged(self._rank))
 
     async def _stage(self, state: StateId) -> None:
-        number = self._holdings.stage(self._rank, state)
-        if number is None and await asyncio.to_thread(self._holdings.grow, self._rank):
-            number = self._holdings.stage(self._rank, state)
+        number = self._store.stage(self._rank, state)
+        if number is None and await asyncio.to_thread(self._store.grow, self._rank):
+            number = self._store.stage(self._rank, state)
         if number is None:
-            await self._answer(Busy(self._holdings.why_not(self._rank)))
+            await self._answer(messages.Busy(self._store.busy_reason(self._rank)))
             return
-        fds = self._holdings.slots(self._rank)
+        fds = self._store.slots(self._rank)
         new = number not in self._given
         self._given = self._given & fds.keys() | {number}
-        await self._answer(SlotGranted(number, new, tuple(fds)), fds=[fds[number]] if new else [])
+        await self._answer(messages.SlotGranted(number, new, tuple(fds)), fds=[fds[number]] if new else [])
 
     async def _staged(self, state: StateId, header: bytes) -> None:
         try:
-            self._holdings.staged(self._rank, state, header)
+            self._store.staged(self._rank, state, header)
         except ValueError as error:
-            await self._answer(OrderRefused(str(error)))
+            await self._answer(messages.OrderRefused(str(error)))
         else:
-            await self._answer(Done(self._holdings.damaged(self._rank)))
+            await self._answer(messages.Done(self._store.damaged(self._rank)))
 
     async def _take(self, state: StateId) -> None:
-        taken = await asyncio.to_thread(self._holdings.acquire, self._rank, state)
+        taken = await asyncio.to_thread(self._store.acquire, self._rank, state)
         if taken is None:
-            await self._answer(Absent(self._holdings.damaged(self._rank)))
+            await self._answer(messages.Absent(self._store.damaged(self._rank)))
             return
         fd, header = taken
-        await self._answer(Taken(), protocol.framed(header), fds=[fd])
+        await self._answer(messages.Taken(), protocol.framed(header), fds=[fd])
 
     async def _answer(self, message: object, more: bytes = b"", fds: Sequence[int] = ()) -> None:
-        await self._line.send(messages.frame(message) + more, fds)
-
-
-LINGER_S = 60.0
+        await self._connection.send(messages.frame(message) + more, fds)
 
 
 @contextlib.contextmanager
 def watching(guard: int | None, ended: Callable[[], object]) -> Iterator[None]:
-    """Call ``ended`` on the running loop when the process ``guard`` has ended."""
+    """Call ``ended`` on the running loop once the process with id ``guard`` has ended. None: never."""
     if guard is None:
         yield
         return
@@ -301,24 +285,29 @@ def watching(guard: int | None, ended: Callable[[], object]) -> Iterator[None]:
         os.close(process)
 
 
-async def serve(door: AgentListener, linger_s: float, guard: int | None, ready: dict[str, object]) -> None:
-    """Say on stdout that it is ready, and serve until SIGTERM, the end of the process ``guard``, or until no rank
-    was here for ``linger_s``."""
-    told = asyncio.Event()
+async def serve(listener: AgentListener, linger_s: float, guard: int | None, ready: dict[str, object]) -> None:
+    """Print ``ready`` as a JSON line, and serve until the agent is to end.
+
+    It ends on SIGTERM or SIGINT, when the process ``guard`` ends, or when no rank was connected for ``linger_s``
+    seconds.
+    """
+    stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, told.set)
-    with watching(guard, told.set):
-        await _serve(door, linger_s, told, ready)
+        asyncio.get_running_loop().add_signal_handler(number, stopped.set)
+    with watching(guard, stopped.set):
+        await _serve(listener, linger_s, stopped, ready)
 
 
-async def _serve(door: AgentListener, linger_s: float, told: asyncio.Event, ready: dict[str, object]) -> None:
-    serving = asyncio.create_task(door.serve())
-    ends = {asyncio.create_task(told.wait()), asyncio.create_task(door.deserted(linger_s))}
+async def _serve(
+    listener: AgentListener, linger_s: float, stopped: asyncio.Event, ready: dict[str, object]
+) -> None:
+    serving = asyncio.create_task(listener.serve())
+    ends = {asyncio.create_task(stopped.wait()), asyncio.create_task(listener.wait_until_idle(linger_s))}
     sys.stdout.write(json.dumps(ready) + "\n")
     sys.stdout.flush()
     done, _ = await asyncio.wait({serving, *ends}, return_when=asyncio.FIRST_COMPLETED)
     if serving not in done:
-        _log.info("ends: %s", "told to" if told.is_set() else f"no rank was here for {linger_s:g} s")
+        _log.info("ends: %s", "by request" if stopped.is_set() else f"no rank connected for {linger_s:g} s")
         for task in (serving, *ends):
             task.cancel()
         await asyncio.wait({serving, *ends})
@@ -329,40 +318,49 @@ async def _serve(door: AgentListener, linger_s: float, told: asyncio.Event, read
 def run(
     token: str, replica: int, host: str, port: int, linger_s: float, guard: int | None, generation: int = 0
 ) -> None:
-    """Be the agent.
+    """Run the state agent until it is told to stop. Blocks.
+
+    Args:
+        token: The job's token.
+        replica: The id of the replica whose ranks it serves.
+        host: Where it serves over HTTP.
+        port: The port there; 0 for any.
+        linger_s: It ends when no rank was connected for so long.
+        guard: It ends with the process of this id; None for no process.
+        generation: The number in its name; see `messages.agent_name`.
 
     Raises:
         ConfigError: ``host`` or ``port`` cannot be used.
-        Retryable: there is another agent of that replica here.
+        Retryable: Another agent of that replica runs on this host.
     """
     with listen(token, replica, generation) as sock:
-        holdings = SnapshotStore()
+        store = SnapshotStore()
         try:
-            server = StateServer(host, port, holdings, token)
+            server = StateServer(host, port, store, token)
         except OSError as error:
             raise ConfigError(
                 "--host, --port", f"{host}:{port}", f"a free address here ({error.strerror})"
             ) from None
         try:
-            door = AgentListener(sock, token, holdings, server.address)
+            listener = AgentListener(sock, token, store, server.address)
             ready = {"pid": os.getpid(), "address": server.address}
-            asyncio.run(serve(door, linger_s, guard, ready))
+            asyncio.run(serve(listener, linger_s, guard, ready))
         finally:
             server.close()
-            holdings.close()
+            store.close()
 
 
 class _Arguments(argparse.ArgumentParser):
-    """A parser whose errors are one line with exit code 64."""
+    """A parser that reports an error as one line, with exit code 64."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError instead of printing the usage."""
+        """Raise ConfigError instead of printing the usage and exiting."""
         allowed = f"--replica R --host H [--port P] [--linger SECONDS] [--guard PID] ({message})"
         raise ConfigError("arguments", " ".join(sys.argv[1:]), allowed)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the arguments and serve; the exit code. What goes wrong is one line on stderr."""
+    """Parse the arguments, run the agent and return the exit code. An error is one line on stderr."""
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )

@@ -1,8 +1,8 @@
-"""Slots: which of a rank's segments is written next, which are complete, and which may be used again. Pure.
+"""Decide which of a rank's memory segments is written next, and which snapshots are kept. Pure.
 
-Two are enough in the steady state: while one is written, the newest complete one, which all ranks of the replica
-hold too, stays. A newer one that some rank has left out gives way to the next. Readers and pins cost more of them,
-at most MAX_SLOTS; a writer never waits for a reader.
+A slot is one segment. In the steady state two slots are enough: one is written while the other keeps the newest
+complete snapshot, which all ranks of the replica have. A newer snapshot that some rank left out gives way to the
+next one. Readers and pins need more slots, up to MAX_SLOTS; a writer never waits for a reader.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from enum import Enum
 from ft_hsdp.core.state_id import StateId
 
 MAX_SLOTS = 4
-SPARE_STAGES = 8  # a slot that was not needed by so many stagings in a row is given up
+SPARE_STAGES = 8  # after so many calls of `stage` in a row that had a slot to spare, the spare slots are freed
 
 
 class SlotPhase(Enum):
-    """What is in a slot."""
+    """What a slot contains."""
 
     FREE = "free"
     WRITING = "writing"
@@ -30,29 +30,36 @@ class _Slot:
     number: int
     phase: SlotPhase = SlotPhase.FREE
     state: StateId | None = None
-    order: int = 0  # of completion
-    settled: bool = False
-    passed: bool = False  # some rank has left it out, or one that came after it
+    order: int = 0  # counts completions: the largest is the newest
+    settled: bool = False  # all ranks of the replica have a snapshot of this state
+    passed: bool = False  # not settled when some rank left out this snapshot or a later one
     readers: int = 0
-    doomed: bool = False  # goes when its last reader does
+    doomed: bool = False  # freed when its last reader gives it back
 
 
 @dataclass(frozen=True, slots=True)
 class CompleteSnapshot:
-    """A complete snapshot; ``settled``: all ranks of the replica have it."""
+    """A complete snapshot of one rank."""
 
     state: StateId
-    settled: bool
+    settled: bool  # all ranks of the replica have a snapshot of this state
 
 
 def newest_common(recalls: Sequence[Sequence[CompleteSnapshot]]) -> StateId | None:
-    """The newest state that is complete on every rank; ``recalls`` are what each holds, newest first."""
-    everywhere = set.intersection(*({held.state for held in recall} for recall in recalls))
-    return next((held.state for held in recalls[0] if held.state in everywhere), None)
+    """Return the newest state that is complete on every rank, or None.
+
+    Args:
+        recalls: The complete snapshots of each rank, newest first. At least one rank.
+    """
+    everywhere = set.intersection(*({snapshot.state for snapshot in recall} for recall in recalls))
+    return next((snapshot.state for snapshot in recalls[0] if snapshot.state in everywhere), None)
 
 
 class SnapshotSlots:
-    """One rank's slots. A number is used once; ``now`` is seconds of one monotonic clock."""
+    """The slots of one rank, by number. A number is never reused.
+
+    ``now`` and ``until`` are seconds of one monotonic clock. Not thread-safe.
+    """
 
     def __init__(self) -> None:
         self._slots: dict[int, _Slot] = {}
@@ -63,19 +70,19 @@ class SnapshotSlots:
 
     @property
     def numbers(self) -> frozenset[int]:
-        """The slots that there are; what is not here any more is to be freed."""
+        """The numbers of the slots that exist. The caller frees the memory of every other number."""
         return frozenset(self._slots)
 
     @property
     def full(self) -> bool:
-        """Whether no more may be made."""
+        """Whether MAX_SLOTS slots exist."""
         return len(self._slots) >= MAX_SLOTS
 
     def add(self) -> int:
-        """A new free slot.
+        """Add a free slot and return its number.
 
         Raises:
-            ValueError: there are MAX_SLOTS already.
+            ValueError: MAX_SLOTS slots exist already.
         """
         if self.full:
             raise ValueError(f"there are {MAX_SLOTS} slots")
@@ -84,11 +91,11 @@ class SnapshotSlots:
         return self._count
 
     def stage(self, state: StateId, now: float) -> int | None:
-        """The slot to write ``state`` into; None: none may be reused.
+        """Return the number of the slot to write ``state`` into, or None if every slot is in use.
 
-        Never the newest settled one, the newest complete one (unless some rank has left it out and another is
-        settled), the pinned one, or one that is being read. What was being written is given up, and its slot too:
-        whoever wrote into it may not have stopped yet.
+        Some slots are never chosen: the newest settled one, the newest complete one (unless some rank left it out
+        and another one is settled), the pinned one, and those that are being read. A snapshot that was being
+        written is abandoned together with its slot, because its writer may still be writing.
         """
         self.abandon(reuse=False)
         usable = self._usable(now)
@@ -104,10 +111,10 @@ class SnapshotSlots:
         return slot.number
 
     def staged(self, state: StateId) -> int:
-        """The slot that ``state`` was written into is complete; its number.
+        """Mark the slot that ``state`` was written into as complete, and return its number.
 
         Raises:
-            ValueError: that state is not being written.
+            ValueError: ``state`` is not being written.
         """
         slot = self._written()
         if slot is None or slot.state != state:
@@ -117,7 +124,11 @@ class SnapshotSlots:
         return slot.number
 
     def abandon(self, *, reuse: bool) -> None:
-        """What is being written will not be completed; ``reuse``: nobody writes into its slot any more."""
+        """Abandon the snapshot that is being written, if there is one.
+
+        Args:
+            reuse: The writer is dead, so its slot can be used again. Otherwise the slot is dropped.
+        """
         slot = self._written()
         if slot is None:
             return
@@ -127,7 +138,11 @@ class SnapshotSlots:
             self._drop([slot])
 
     def mark_settled(self, state: StateId, everywhere: bool = True) -> None:
-        """All ranks of the replica have ``state``, or (not ``everywhere``) some have left it out."""
+        """Record whether all ranks of the replica have a snapshot of ``state``.
+
+        If ``everywhere``, it is settled. Otherwise some rank left it out: complete snapshots that are not settled
+        give way to the next one.
+        """
         for slot in self._complete():
             if not everywhere:
                 slot.passed = not slot.settled
@@ -135,41 +150,41 @@ class SnapshotSlots:
                 slot.settled = True
 
     def pin(self, state: StateId, until: float) -> None:
-        """Keep ``state``, if it is here or comes, until then. It replaces the pin before."""
+        """Keep ``state``, which may also complete later, until the time ``until``. Replaces the pin before."""
         self._pin = state, until
 
     def unpin(self) -> None:
-        """Keep nothing for a member that is behind."""
+        """Remove the pin."""
         self._pin = None
 
     def pinned(self, now: float) -> StateId | None:
-        """What is pinned."""
+        """Return the pinned state, or None."""
         if self._pin is None or now >= self._pin[1]:
             return None
         return self._pin[0]
 
     def find(self, state: StateId) -> int | None:
-        """The slot that holds ``state``."""
+        """Return the number of the complete slot of ``state``, or None."""
         return next((slot.number for slot in self._complete() if slot.state == state), None)
 
     def held(self) -> tuple[CompleteSnapshot, ...]:
-        """The complete snapshots, newest first."""
+        """Return the complete snapshots, newest first."""
         return tuple(
             CompleteSnapshot(slot.state, slot.settled) for slot in self._complete() if slot.state is not None
         )
 
     def drop(self, number: int) -> None:
-        """Hold a slot no longer, nor its memory; who reads it goes on."""
+        """Remove a slot. One that is being read is removed when its last reader gives it back."""
         self._drop([self._slots[number]])
 
     def borrow(self, number: int) -> None:
-        """Somebody reads a complete slot."""
+        """Add a reader to a complete slot."""
         slot = self._slots[number]
         assert slot.phase is SlotPhase.COMPLETE, slot
         slot.readers += 1
 
     def give_back(self, number: int) -> None:
-        """A reader has done."""
+        """Remove a reader from a slot."""
         slot = self._slots[number]
         assert slot.readers > 0, slot
         slot.readers -= 1
@@ -177,7 +192,7 @@ class SnapshotSlots:
             self._drop([slot])
 
     def forget(self) -> None:
-        """Hold nothing any more, promise nothing; slots that are being read stay until they are given back."""
+        """Remove the pin and all slots. A slot that is being read is removed once it is given back."""
         self._pin = None
         self._drop(list(self._slots.values()))
 
@@ -192,12 +207,12 @@ class SnapshotSlots:
         return next((slot for slot in self._slots.values() if slot.phase is SlotPhase.WRITING), None)
 
     def _complete(self) -> list[_Slot]:
-        """Newest first: the one completed last, for that is what the rank held last."""
+        """Return the complete slots in reverse order of completion: the rank held the last one last."""
         complete = [s for s in self._slots.values() if s.phase is SlotPhase.COMPLETE and not s.doomed]
         return sorted(complete, key=lambda slot: slot.order, reverse=True)
 
     def _usable(self, now: float) -> list[_Slot]:
-        """Free slots, then those whose content nobody needs, oldest first."""
+        """Return the free slots, then the complete ones that may be overwritten, oldest first."""
         complete = self._complete()
         settled = [slot for slot in complete if slot.settled][:1]
         kept = settled + [slot for slot in complete[:1] if not (slot.passed and settled)]

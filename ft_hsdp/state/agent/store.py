@@ -1,9 +1,11 @@
-"""SnapshotStore: the snapshots of all ranks of a replica on this host, in memory that the agent owns. Thread-safe.
+"""The snapshots of all ranks of a replica on this host, in memory that the state agent owns. Thread-safe.
 
-Ranks write and recall them through the door, other replicas read them through the server: it is a Shelf. A copy
-comes with checksums that the trainer made from its live tensors. They are compared before it is used: when a state
-is pinned or first asked for, on a thread of their own, and when its rank takes it back. A copy that differs is
-dropped. A rank's staging never waits for a reader or for a checksum.
+The ranks write and read them through the agent's socket. Other replicas read them through the state server, for
+which `SnapshotStore` is a `SnapshotSource`.
+
+A snapshot comes with checksums that the trainer made from its live tensors. They are compared before it is used:
+when it is pinned or first borrowed, on a thread of its own, and when its own rank acquires it. A snapshot that
+differs is dropped. `stage` never waits for a reader or for a checksum.
 """
 
 from __future__ import annotations
@@ -24,265 +26,285 @@ from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.source import ServedSnapshot
 
-READY = 2  # slots that a rank has before its first staging
-MAX_DAMAGED = 8  # damaged copies that a rank that does not listen is told of
+INITIAL_SLOTS = 2  # slots that a rank has before its first staging
+MAX_DAMAGED = 8  # damaged snapshots that are remembered for a rank that sends no orders
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """Whose snapshots: ``rank`` of ``ranks``, of ``nbytes`` bytes each."""
+    """The rank whose snapshots are kept."""
 
     rank: int
-    ranks: int
-    nbytes: int
+    ranks: int  # of the replica
+    nbytes: int  # of each snapshot
 
 
 @dataclass(slots=True)
 class _Rank:
-    """One rank's: descriptors of all slots; headers and manifests of the complete ones."""
+    """The slots of one rank and, by slot number, what belongs to them."""
 
     owner: Owner
     slots: SnapshotSlots = field(default_factory=SnapshotSlots)
-    fds: dict[int, int] = field(default_factory=dict)
-    headers: dict[int, bytes] = field(default_factory=dict)
-    sealed: dict[int, Future[tuple[bytes, str]]] = field(default_factory=dict)
-    damaged: list[Damage] = field(default_factory=list)
-    taken: int | None = None
+    fds: dict[int, int] = field(default_factory=dict)  # of all slots
+    headers: dict[int, bytes] = field(default_factory=dict)  # encoded manifests of complete slots
+    verified: dict[int, Future[tuple[bytes, str]]] = field(default_factory=dict)  # (manifest, its digest)
+    damaged: list[Damage] = field(default_factory=list)  # not yet reported to the rank
+    acquired: int | None = None  # the slot that the rank itself reads
 
 
 class SnapshotStore:
-    """What the agent holds."""
+    """The snapshots of the ranks on this host. Its methods may be called from any thread.
+
+    ``rank`` must have been admitted in every method but `borrow`.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ranks: dict[int, _Rank] = {}
-        self._readers = ThreadPoolExecutor(1, thread_name_prefix="state-seal")
+        self._verifier = ThreadPoolExecutor(1, thread_name_prefix="state-seal")
 
     def admit(self, owner: Owner) -> None:
-        """A rank is here. What it left here has another size: that is of no use, and forgotten."""
+        """Register a rank. If its snapshots had another size or number of ranks before, they are dropped."""
         with self._lock:
-            mine = self._ranks.get(owner.rank)
-            if mine is not None and mine.owner != owner:
-                _log.info("rank %d: %s instead of %s: all it had is forgotten", owner.rank, owner, mine.owner)
-                mine.slots.forget()
-                self._sweep(mine)
-                mine.owner = owner
-            elif mine is None:
+            entry = self._ranks.get(owner.rank)
+            if entry is not None and entry.owner != owner:
+                _log.info("rank %d: %s instead of %s: its snapshots are dropped", owner.rank, owner, entry.owner)
+                entry.slots.forget()
+                self._sweep(entry)
+                entry.owner = owner
+            elif entry is None:
                 self._ranks[owner.rank] = _Rank(owner)
 
     def prepare(self, rank: int) -> None:
-        """Have READY slots; takes as long as memory takes to come."""
-        while len(self.slots(rank)) < READY and self.grow(rank):
+        """Allocate INITIAL_SLOTS slots. Blocks for as long as the kernel takes to provide the memory."""
+        while len(self.slots(rank)) < INITIAL_SLOTS and self.grow(rank):
             pass
 
     def grow(self, rank: int) -> bool:
-        """One free slot more; False: there are MAX_SLOTS, or there is no memory for it."""
-        mine = self._ranks[rank]
-        if mine.slots.full:
+        """Allocate one more free slot. Blocks for as long as the kernel takes to provide the memory.
+
+        Returns:
+            False if the rank has MAX_SLOTS slots, or there is no memory for another one.
+        """
+        entry = self._ranks[rank]
+        if entry.slots.full:
             return False
-        owner = mine.owner
+        owner = entry.owner
         try:
             fd = shared_memory.create(owner.nbytes)
         except OSError as error:
             _log.warning("rank %d: no slot of %d bytes: %s", rank, owner.nbytes, error.strerror)
             return False
         with self._lock:
-            if mine.slots.full or mine.owner != owner:  # another connection of that rank was faster
+            # Meanwhile another connection of that rank may have added a slot, or changed the size.
+            if entry.slots.full or entry.owner != owner:
                 os.close(fd)
                 return False
-            mine.fds[mine.slots.add()] = fd
+            entry.fds[entry.slots.add()] = fd
         return True
 
     def stage(self, rank: int, state: StateId) -> int | None:
-        """The number of the slot to write ``state`` into; None: it takes one more."""
+        """Return the number of the slot to write ``state`` into, or None if another slot has to be added first."""
         with self._lock:
-            mine = self._ranks[rank]
-            number = mine.slots.stage(state, time.monotonic())
+            entry = self._ranks[rank]
+            number = entry.slots.stage(state, time.monotonic())
             if number is not None:
-                mine.headers.pop(number, None)
-                mine.sealed.pop(number, None)
-            self._sweep(mine)
+                entry.headers.pop(number, None)
+                entry.verified.pop(number, None)
+            self._sweep(entry)
             return number
 
-    def why_not(self, rank: int) -> str:
-        """Why there is no slot."""
+    def busy_reason(self, rank: int) -> str:
+        """Return why `stage` and `grow` found no slot."""
         return "all slots are in use" if self._ranks[rank].slots.full else "no memory for one more slot"
 
     def slots(self, rank: int) -> dict[int, int]:
-        """The descriptors of a rank's slots by number; they stay this object's."""
+        """Return the file descriptors of a rank's slots by slot number. They stay owned by the store."""
         with self._lock:
             return dict(self._ranks[rank].fds)
 
     def staged(self, rank: int, state: StateId, header: bytes) -> None:
-        """``state`` is complete in its slot.
+        """Mark ``state`` as complete. ``header`` is its encoded manifest.
 
         Raises:
-            ValueError: it was not being written.
+            ValueError: ``state`` was not being written.
         """
         with self._lock:
-            mine = self._ranks[rank]
-            number = mine.slots.staged(state)
-            mine.headers[number] = header
-            if mine.slots.pinned(time.monotonic()) == state:
-                self._sealing(mine, number, state)
+            entry = self._ranks[rank]
+            number = entry.slots.staged(state)
+            entry.headers[number] = header
+            if entry.slots.pinned(time.monotonic()) == state:
+                self._verification(entry, number, state)
 
     def mark_settled(self, rank: int, state: StateId, everywhere: bool = True) -> None:
-        """All ranks of the replica have staged ``state``, or (not ``everywhere``) some have left it out."""
+        """Record whether all ranks of the replica have a snapshot of ``state``; see `SnapshotSlots`."""
         with self._lock:
             self._ranks[rank].slots.mark_settled(state, everywhere)
 
     def pin(self, rank: int, state: StateId, seconds: float) -> None:
-        """Keep ``state``, if it is here or comes, and be ready to serve it."""
+        """Keep ``state`` for ``seconds``, now or once it is complete, and compare its checksums in advance."""
         with self._lock:
-            mine = self._ranks[rank]
-            mine.slots.pin(state, time.monotonic() + seconds)
-            number = mine.slots.find(state)
+            entry = self._ranks[rank]
+            entry.slots.pin(state, time.monotonic() + seconds)
+            number = entry.slots.find(state)
             if number is not None:
-                if number in mine.sealed and mine.sealed[number].done():
-                    del mine.sealed[number]  # that was for members that have fetched since: compare it once more
-                self._sealing(mine, number, state)
+                if number in entry.verified and entry.verified[number].done():
+                    # That comparison served an earlier fetch, and bits may have flipped since: compare again.
+                    del entry.verified[number]
+                self._verification(entry, number, state)
 
     def unpin(self, rank: int) -> None:
-        """Keep nothing for anybody."""
+        """Remove the rank's pin and release the snapshot that it acquired."""
         with self._lock:
-            mine = self._ranks[rank]
-            mine.slots.unpin()
-            self._end_take(mine)
+            entry = self._ranks[rank]
+            entry.slots.unpin()
+            self._release_acquired(entry)
 
     def list(self, rank: int) -> tuple[CompleteSnapshot, ...]:
-        """The complete snapshots of a rank, newest first."""
+        """Return the complete snapshots of a rank, newest first."""
         with self._lock:
             return self._ranks[rank].slots.held()
 
     def acquire(self, rank: int, state: StateId) -> tuple[int, bytes] | None:
-        """(descriptor, header) of a complete snapshot for its own rank, which has one at a time.
+        """Verify a complete snapshot and keep it unchanged for its own rank until `unpin` or the next `acquire`.
 
-        None: it is not here, or it is damaged. Takes as long as its checksums take.
+        Blocks while the checksums are computed.
+
+        Returns:
+            (file descriptor, encoded manifest), or None if there is no such snapshot or it is damaged.
         """
         with self._lock:
-            mine = self._ranks[rank]
-            self._end_take(mine)
-            number = mine.slots.find(state)
+            entry = self._ranks[rank]
+            self._release_acquired(entry)
+            number = entry.slots.find(state)
             if number is None:
                 return None
-            mine.slots.borrow(number)
-            owner, fd, header = mine.owner, mine.fds[number], mine.headers[number]
+            entry.slots.borrow(number)
+            owner, fd, header = entry.owner, entry.fds[number], entry.headers[number]
         try:
             _check(header, shared_memory.attach(fd, owner.nbytes, writable=False), state, owner)
         except (DataCorruption, OSError, ValueError) as error:
             with self._lock:
-                self._damage(mine, number, state, error)
-                self._put_back(mine, number)
+                self._damage(entry, number, state, error)
+                self._put_back(entry, number)
             return None
         with self._lock:
-            mine.taken = number
+            entry.acquired = number
         return fd, header
 
     def damaged(self, rank: int) -> tuple[Damage, ...]:
-        """The copies of a rank that were found damaged since it was last told."""
+        """Return the snapshots of a rank that were found damaged since the last call."""
         with self._lock:
-            mine = self._ranks[rank]
-            found, mine.damaged = tuple(mine.damaged), []
+            entry = self._ranks[rank]
+            found, entry.damaged = tuple(entry.damaged), []
             return found
 
     def forget(self, rank: int) -> None:
-        """Drop all that a rank has."""
+        """Drop all snapshots of a rank."""
         with self._lock:
-            mine = self._ranks[rank]
-            mine.slots.forget()
-            self._end_take(mine)
-            self._sweep(mine)
+            entry = self._ranks[rank]
+            entry.slots.forget()
+            self._release_acquired(entry)
+            self._sweep(entry)
 
-    def left(self, rank: int, *, dead: bool) -> None:
-        """A rank hung up: what it was writing stays incomplete. Unless it is ``dead`` it may write there yet."""
+    def disconnect(self, rank: int, *, dead: bool) -> None:
+        """Release what a rank used over its connection, which has ended.
+
+        The snapshot that it was writing is abandoned. Its slot is reused only if the rank is ``dead``: a living
+        process may still write into it.
+        """
         with self._lock:
-            mine = self._ranks[rank]
-            mine.slots.abandon(reuse=dead)
-            self._end_take(mine)
-            self._sweep(mine)
+            entry = self._ranks[rank]
+            entry.slots.abandon(reuse=dead)
+            self._release_acquired(entry)
+            self._sweep(entry)
 
     def borrow(self, state: StateId, rank: int) -> ServedSnapshot | None:
-        """See Shelf. None as well for a snapshot that is damaged, which is dropped: that is logged."""
+        """Return the snapshot of ``state`` and ``rank`` for reading until `give_back`.
+
+        Blocks while its checksums are computed. Returns None if there is no such snapshot, or if it is damaged:
+        then it is dropped, and the damage is logged.
+        """
         with self._lock:
-            mine = self._ranks.get(rank)
-            number = None if mine is None else mine.slots.find(state)
-            if mine is None or number is None:
+            entry = self._ranks.get(rank)
+            number = None if entry is None else entry.slots.find(state)
+            if entry is None or number is None:
                 return None
-            mine.slots.borrow(number)
-            sealed = self._sealing(mine, number, state)
-            fd, nbytes = mine.fds[number], mine.owner.nbytes
+            entry.slots.borrow(number)
+            verification = self._verification(entry, number, state)
+            fd, nbytes = entry.fds[number], entry.owner.nbytes
         try:
-            manifest, digest = sealed.result()
+            manifest, digest = verification.result()
         except Exception:
             with self._lock:
-                self._put_back(mine, number)
+                self._put_back(entry, number)
             return None
         return ServedSnapshot(fd, nbytes, manifest, digest)
 
     def give_back(self, served: ServedSnapshot) -> None:
-        """See Shelf."""
+        """End a borrow. Call it once for each."""
         with self._lock:
-            whose = {fd: (mine, number) for mine in self._ranks.values() for number, fd in mine.fds.items()}
-            self._put_back(*whose[served.fd])
+            slots = {fd: (entry, number) for entry in self._ranks.values() for number, fd in entry.fds.items()}
+            self._put_back(*slots[served.fd])
 
     def close(self) -> None:
-        """Compute nothing more."""
-        self._readers.shutdown(cancel_futures=True)
+        """Cancel the checksums that have not begun."""
+        self._verifier.shutdown(cancel_futures=True)
 
-    def _put_back(self, mine: _Rank, number: int) -> None:
-        mine.slots.give_back(number)
-        self._sweep(mine)
+    def _put_back(self, entry: _Rank, number: int) -> None:
+        entry.slots.give_back(number)
+        self._sweep(entry)
 
-    def _end_take(self, mine: _Rank) -> None:
-        if mine.taken is not None:
-            number, mine.taken = mine.taken, None
-            self._put_back(mine, number)
+    def _release_acquired(self, entry: _Rank) -> None:
+        if entry.acquired is not None:
+            number, entry.acquired = entry.acquired, None
+            self._put_back(entry, number)
 
-    def _sealing(self, mine: _Rank, number: int, state: StateId) -> Future[tuple[bytes, str]]:
-        """The manifest of a complete slot, which is read, and so kept, while it is computed."""
-        if number not in mine.sealed:
-            mine.slots.borrow(number)
-            mine.sealed[number] = self._readers.submit(
-                self._sealed, mine, number, state, mine.owner, mine.fds[number], mine.headers[number]
+    def _verification(self, entry: _Rank, number: int, state: StateId) -> Future[tuple[bytes, str]]:
+        """Return the future (encoded manifest, digest) of a complete slot, which stays borrowed until then."""
+        if number not in entry.verified:
+            entry.slots.borrow(number)
+            entry.verified[number] = self._verifier.submit(
+                self._verified, entry, number, state, entry.owner, entry.fds[number], entry.headers[number]
             )
-        return mine.sealed[number]
+        return entry.verified[number]
 
-    def _sealed(
-        self, mine: _Rank, number: int, state: StateId, owner: Owner, fd: int, header: bytes
+    def _verified(
+        self, entry: _Rank, number: int, state: StateId, owner: Owner, fd: int, header: bytes
     ) -> tuple[bytes, str]:
         try:
             _check(header, shared_memory.attach(fd, owner.nbytes, writable=False), state, owner)
             return header, shard_manifest.digest(header)
         except Exception as error:
             with self._lock:
-                self._damage(mine, number, state, error)
+                self._damage(entry, number, state, error)
             raise
         finally:
             with self._lock:
-                self._put_back(mine, number)
+                self._put_back(entry, number)
 
-    def _damage(self, mine: _Rank, number: int, state: StateId, error: Exception) -> None:
-        """A copy cannot be used: nobody gets it any more, and its memory is not used again."""
-        _log.error("rank %d: the copy of state %s is dropped: %s", mine.owner.rank, state, error)
-        if number in mine.slots.numbers and mine.slots.find(state) == number:
-            mine.slots.drop(number)
-            mine.damaged = [*mine.damaged, Damage(state, str(error))][-MAX_DAMAGED:]
+    def _damage(self, entry: _Rank, number: int, state: StateId, error: Exception) -> None:
+        """Drop a snapshot that is damaged. Its memory is not used again."""
+        _log.error("rank %d: the copy of state %s is dropped: %s", entry.owner.rank, state, error)
+        if number in entry.slots.numbers and entry.slots.find(state) == number:
+            entry.slots.drop(number)
+            entry.damaged = [*entry.damaged, Damage(state, str(error))][-MAX_DAMAGED:]
 
-    def _sweep(self, mine: _Rank) -> None:
-        """Free what has no slot any more."""
-        for number in mine.fds.keys() - mine.slots.numbers:
-            os.close(mine.fds.pop(number))
-            mine.headers.pop(number, None)
-            mine.sealed.pop(number, None)
+    def _sweep(self, entry: _Rank) -> None:
+        """Free the memory of slots that were removed."""
+        for number in entry.fds.keys() - entry.slots.numbers:
+            os.close(entry.fds.pop(number))
+            entry.headers.pop(number, None)
+            entry.verified.pop(number, None)
 
 
 def _check(header: bytes, data: Bytes, state: StateId, owner: Owner) -> None:
     """Compare a snapshot with its header.
 
     Raises:
-        DataCorruption: the header is not valid, or is not of that snapshot.
+        DataCorruption: The header is not valid, belongs to another snapshot, or a checksum differs.
     """
     manifest = shard_manifest.decode(header)
     claims = (manifest.state, manifest.rank, manifest.ranks, manifest.nbytes)
