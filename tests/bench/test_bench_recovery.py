@@ -14,7 +14,7 @@ from known import admit
 
 from ft_hsdp.bench.options import MIB, ProgressLog
 from ft_hsdp.bench.recovery import readers as readers_bench
-from ft_hsdp.bench.recovery.analysis import Kill, came_back, phases, quantile, repeated, stall
+from ft_hsdp.bench.recovery.analysis import Kill, came_back, failures_of, phases, quantile, repeated, stall
 from ft_hsdp.bench.recovery.kills import reckon, stops
 from ft_hsdp.bench.recovery.readers import GARBAGE, SLOW, STRANGERS, Crowd
 from ft_hsdp.bench.recovery.report import RecoveryOptions, run, show, verdicts
@@ -32,14 +32,15 @@ def commit(
     waits = {"ftar": ftar, "commit": agree}
     epoch = 2 if len(contributors) < 3 else 1
     whole = {"t": t, "step": step, "contributors": contributors, "total": 3, "waits": waits, "step_s": 1.0}
-    return {**whole, "epoch": epoch}
+    names = {"lineage": f"L{step}", "prev": f"L{step - 1}", "attempt": 0, "role": "contribute"}
+    return {**whole, **names, "epoch": epoch}
 
 
 def event(t: float, name: str, replica: int, **facts: Any) -> dict[str, Any]:
     return {"t": t, "event": name, "replica": replica, **facts}
 
 
-KILL = Kill(12.25, 2, 0)
+KILL = Kill(12.25, 2, 0, "2-a-0")
 WHOLE = [0, 1, 2]
 ROWS = {
     0: [commit(11, 1, WHOLE), commit(12, 2, WHOLE), commit(13.5, 3, [0, 1]), commit(14.5, 4, [0, 1])],
@@ -47,14 +48,20 @@ ROWS = {
     2: [commit(11, 1, WHOLE), commit(12, 2, WHOLE)],
 }
 BROKEN = [
-    event(12.3, "RingBroken", 0),
-    event(12.35, "RingBroken", 1),
+    event(12.25, "FailureInjected", 2, kind="SIGKILL", incarnation="2-a-0"),
+    event(12.3, "RingBroken", 0, epoch=1, suspect=2),
+    event(12.35, "RingBroken", 1, epoch=1, suspect=2),
+    event(12.4, "ReplicaExited", 2, kind="SIGKILL", incarnation="2-a-0"),
     event(12.5, "GrantAdopted", 0),
     event(12.6, "GrantAdopted", 1),
     event(12.75, "RingConnected", 1, epoch=2),
     event(12.75, "StepRetried", 1),
 ]
-BACK = [event(14.6, "CheckedIn", 2)]
+BACK = [
+    event(13.0, "ReplicaStarted", 2, incarnation="2-a-1"),
+    event(14.6, "CheckedIn", 2, incarnation="2-a-1"),
+]
+FAILURE = failures_of(ROWS, [*BROKEN, *BACK])[KILL.incarnation]
 
 
 def others(rows: dict[int, list[dict[str, Any]]] = ROWS) -> dict[int, list[dict[str, Any]]]:
@@ -82,27 +89,27 @@ def test_a_step_that_was_committed_with_the_victim_is_not_the_next_one() -> None
 
 
 def test_phases_add_up() -> None:
-    found = phases(KILL, 1, ROWS[1], BROKEN)
+    found = phases(KILL, FAILURE, 1, ROWS[1], BROKEN)
     assert found is not None
     parts = {"detect": 0.05, "quorum": 0.3, "reconnect": 0.15, "compute": 0.25, "ring": 0.5, "commit": 0.1}
     assert found == pytest.approx(parts)
     assert repeated(found) is None
     late = [*ROWS[1][:2], commit(13.6, 3, [0, 1], 1.5, 0.1)]  # forward and backward were over before the grant
-    found = phases(KILL, 1, late, BROKEN)
+    found = phases(KILL, FAILURE, 1, late, BROKEN)
     assert found is not None
     assert found["compute"] == 0
     assert repeated(found) == pytest.approx(0.15 + 0.75 + 0.1)
     assert sum(found.values()) == pytest.approx(1.35)
-    assert phases(KILL, 1, ROWS[1], [e for e in BROKEN if e["event"] != "StepRetried"]) is None
+    assert phases(KILL, FAILURE, 1, ROWS[1], [e for e in BROKEN if e["event"] != "StepRetried"]) is None
 
 
 def test_what_a_return_cost_is_waited_for_beyond_the_usual() -> None:
     rows = {n: [*each, commit(15, 5, [0, 1], 0.3, 0.1), commit(16, 6, WHOLE)] for n, each in others().items()}
-    found = came_back(KILL, rows, BACK, 0.02)
+    found = came_back(KILL, FAILURE, rows, 0.02)
     assert found is not None
     assert found.rejoin_s == pytest.approx(3.75)
     assert found.waited_s == pytest.approx(0.38)
-    assert came_back(KILL, others(), BACK, 0.02) is None
+    assert came_back(KILL, FAILURE, others(), 0.02) is None
 
 
 def test_a_row_and_its_goals_and_tables() -> None:

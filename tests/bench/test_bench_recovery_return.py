@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ft_hsdp.bench.options import ProgressLog
-from ft_hsdp.bench.recovery import torchft_under_test, trainee
-from ft_hsdp.bench.recovery.analysis import Back, Kill, back, return_phases
+from ft_hsdp.bench.recovery import job_under_test, torchft_under_test, trainee
+from ft_hsdp.bench.recovery.analysis import Back, Kill, back, return_phases, stages_in
 from ft_hsdp.bench.recovery.report import parse, show, verdicts
 from ft_hsdp.bench.recovery.returns import SCENES, Turn, ours, result, returns, torchft
 from ft_hsdp.bench.recovery.scene import RecoveryScene
@@ -30,7 +30,8 @@ def commit(t: float, incarnation: str, role: str = "contribute") -> dict[str, An
 
 
 def event(t: float, name: str, replica: int = 1, **facts: Any) -> dict[str, Any]:
-    return {"t": t, "event": name, "replica": replica, **facts}
+    incarnation = "1-a-0" if t < 10.2 else "1-a-1"
+    return {"t": t, "event": name, "replica": replica, "incarnation": incarnation, **facts}
 
 
 ROWS = [
@@ -50,6 +51,7 @@ EVENTS = [
     event(10.9, "FetchCompleted"),
     event(11.9, "GrantAdopted"),
 ]
+STAGES = stages_in(EVENTS)
 
 
 def contributes(row: Any) -> bool:
@@ -57,17 +59,17 @@ def contributes(row: Any) -> bool:
 
 
 def test_a_victim_is_back_with_the_first_commit_of_its_next_life() -> None:
-    found = back(KILL, ROWS, EVENTS, 0.4, contributes)
+    found = back(KILL, ROWS, STAGES, 0.4, contributes)
     assert found is not None
     assert (found.commit_s, found.less_one_s, found.contribute_s) == pytest.approx((1.5, 1.1, 2.0))
     assert found.how == "from a spare"
     assert found.phases == pytest.approx(PARTS)
-    assert back(KILL, ROWS[:3], EVENTS, 0.4, contributes) is None  # it never contributed again
-    assert back(KILL, ROWS[:2], EVENTS, 0.4, contributes) is None
+    assert back(KILL, ROWS[:3], STAGES, 0.4, contributes) is None  # it never contributed again
+    assert back(KILL, ROWS[:2], STAGES, 0.4, contributes) is None
 
 
 def test_phases_add_up_whatever_was_seen() -> None:
-    assert return_phases(10, {"a": 12, "b": 11, "c": 0, "d": 13}, 15) == {
+    assert return_phases(10, {"a": 12, "b": 11, "c": None, "d": 13}, 15) == {
         "a": 2,
         "b": 0,
         "c": 0,
@@ -132,7 +134,7 @@ def test_returns_are_part_of_all() -> None:
 
 def test_a_life_before_the_one_that_was_killed_is_no_return(monkeypatch: pytest.MonkeyPatch) -> None:
     """A victim may be hit again while rows of the life before are still among its newest."""
-    monkeypatch.setattr(torchft_under_test, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(job_under_test, "PATIENCE_S", 0.0)
     one = torchft_under_test.TorchftUnderTest(
         RecoveryScene(replicas=2), torchft_under_test.Setting((), "quick", 1)
     )
@@ -140,7 +142,7 @@ def test_a_life_before_the_one_that_was_killed_is_no_return(monkeypatch: pytest.
     row = {"t": 1.0, "step": 1, "participants": 2, "incarnation": "0"}
     one.rows[1] = [row, {**row, "t": 2.0, "incarnation": "1"}]
     kill = Kill(3.0, 1, 0, "1")
-    with pytest.raises(Retryable, match="takes part again"):
+    with pytest.raises(Retryable, match="contributes again"):
         one.back(kill)
     one.rows[1].append({**row, "t": 4.0, "incarnation": "2"})
     one.back(kill)

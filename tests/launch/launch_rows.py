@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ft_hsdp.analysis.failures import Failures
+from ft_hsdp.analysis.failures import fold
 from ft_hsdp.launch.run.directory import Row
 
 
@@ -67,11 +67,5 @@ def event(name: str, t: float, **fields: Any) -> Row:
 
 def failures(rows: Sequence[Row], events: Sequence[Row], typical: float) -> list[Row]:
     """The failures of a run, whose fault-free step takes `typical` seconds, as its summary tells them."""
-    found = Failures(8)
-    marks = [(row["t"], 1, row) for row in rows] + [(one["t"], 0, one) for one in events]
-    for seq, (_, is_commit, row) in enumerate(sorted(marks, key=lambda mark: mark[:2])):
-        if is_commit:
-            found.commit(row["t"], row["epoch"], row["contributors"])
-        else:
-            found.event(seq, row["event"], row)
+    found = fold(8, events, rows)
     return [found.account(failure, typical) for failure in found.losses()]

@@ -1,23 +1,31 @@
-"""Spans of time as figures: what happens as a rule, and what happens once in a hundred times.
+"""What a kill cost the others, and how the victim came back: figures from the logs of a run with kills. Pure.
 
-From the logs of a run with kills to figures. Pure. Times are in Unix seconds, spans in seconds.
-
-How a killed replica came back, by what it logged itself. Pure. Times are in Unix seconds, spans in seconds.
+`ft_hsdp.analysis` finds who noticed a kill when, and when the victim started, checked in and contributed again, as
+for summary.json and the page. Here is what only a bench asks: what each survivor waited for. Times are in Unix
+seconds, spans in seconds.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ft_hsdp.analysis.commits import canonical
+from ft_hsdp.analysis.failures import Failure, fold
+from ft_hsdp.analysis.incarnations import incarnations
 from ft_hsdp.bench.results import milliseconds
+
+Row = Mapping[str, Any]
+"""A commit or an event, as it was logged."""
+
+PHASES = ("detect", "quorum", "reconnect", "compute", "ring", "commit")
 
 
 def span(seconds: Sequence[float]) -> dict[str, float]:
-    """Median, 99th percentile and greatest, in milliseconds, and how many there were."""
+    """Return median, 99th percentile and greatest in milliseconds, and how many there were."""
     return {
         "p50_ms": milliseconds(statistics.median(seconds)),
         "p99_ms": milliseconds(quantile(seconds, 0.99)),
@@ -26,15 +34,15 @@ def span(seconds: Sequence[float]) -> dict[str, float]:
     }
 
 
-Row = Mapping[str, Any]
-"""A commit or an event, as it was logged."""
-
-PHASES = ("detect", "quorum", "reconnect", "compute", "ring", "commit")
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the least value that at least ``share`` of all values do not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """Rank `rank` of `replica`'s `incarnation` got SIGKILL (or SIGSTOP) at `t`."""
+    """A rank of a replica's incarnation got SIGKILL or SIGSTOP at ``t``."""
 
     t: float
     replica: int
@@ -44,74 +52,74 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """What a kill cost the survivors.
+    """What a kill cost the survivors."""
 
-    next_s: from the kill to the last survivor's first commit without the victim; less_one_s: the same less one
-    fault-free step; stall_s: how much longer it took from the commit before the kill than so many fault-free
-    steps: it counts all of the step that was hit, not only its rest. last: the survivor that was last.
-    """
-
-    next_s: float
-    less_one_s: float
-    stall_s: float
-    last: int
-
-
-@dataclass(frozen=True, slots=True)
-class Return:
-    """How the victim came back.
-
-    rejoin_s: from the kill to its first contribution; waited_s: the survivors' exposed waits from its check-in on,
-    beyond those of as many fault-free steps.
-    """
-
-    rejoin_s: float
-    waited_s: float
+    next_s: float  # from the kill to the last survivor's first commit without the victim
+    less_one_s: float  # the same less one fault-free step
+    stall_s: float  # from the commit before the kill to that commit, less as many fault-free steps
+    last: int  # the survivor that was last
 
 
 def stall(
     kill: Kill, rows: Mapping[int, Sequence[Row]], gone: Callable[[Row], bool], step_s: float
 ) -> Stall | None:
-    """What `kill` cost those whose `rows` these are; None where one of them logged too little.
+    """Return what ``kill`` cost the survivors; None where one of them logged too little.
 
-    gone: whether a commit is one without the victim.
+    Args:
+        kill: the kill.
+        rows: the commits that each survivor logged.
+        gone: whether a commit is one without the victim.
+        step_s: a fault-free step.
     """
-    ends: dict[int, Stall] = {}
-    for survivor, all_of_them in rows.items():
-        before = [row for row in all_of_them if row["t"] <= kill.t]
-        after = next((row for row in all_of_them if row["t"] > kill.t and gone(row)), None)
+    ends: list[Stall] = []
+    for survivor, mine in rows.items():
+        before = [row for row in mine if row["t"] <= kill.t]
+        after = next((row for row in mine if row["t"] > kill.t and gone(row)), None)
         if not before or after is None:
             return None
-        steps = after["step"] - before[-1]["step"]
-        next_s = after["t"] - kill.t
-        ends[survivor] = Stall(next_s, next_s - step_s, after["t"] - before[-1]["t"] - steps * step_s, survivor)
-    return max(ends.values(), key=lambda each: each.next_s, default=None)
+        next_s, steps = after["t"] - kill.t, after["step"] - before[-1]["step"]
+        ends.append(Stall(next_s, next_s - step_s, after["t"] - before[-1]["t"] - steps * step_s, survivor))
+    return max(ends, key=lambda each: each.next_s, default=None)
 
 
-def phases(kill: Kill, last: int, rows: Sequence[Row], events: Sequence[Row]) -> dict[str, float] | None:
-    """Where the time went until `last`, the slowest survivor, committed; they add up to `Stall.next_s`.
+def failures_of(rows: Mapping[int, Iterable[dict[str, Any]]], events: Iterable[Row]) -> dict[str, Failure]:
+    """Return the failures of a run by incarnation; ``rows``: the commits that each replica logged."""
+    commits = canonical(rows.values(), ())
+    return {failure.life.incarnation: failure for failure in fold(len(rows), events, commits).all}
 
-    detect: until some survivor's ring broke; quorum: until the new grant; reconnect: until the new ring is formed;
-    compute: what was left of forward and backward then; ring; commit. None where the step that was hit needed no
-    second ring.
+
+def phases(
+    kill: Kill, failure: Failure, last: int, rows: Sequence[Row], events: Iterable[Row]
+) -> dict[str, float] | None:
+    """Return where the time went until the slowest survivor committed; the phases add up to `Stall.next_s`.
+
+    detect: until another replica or the lighthouse noticed; quorum: until the new grant; reconnect: until the new
+    ring is formed; compute: what was left of forward and backward then; ring; commit. None where the step that was
+    hit needed no second ring.
+
+    Args:
+        kill: the kill.
+        failure: what the analysis of the run says of it.
+        last: the slowest survivor.
+        rows: the commits that it logged.
+        events: all events of the run.
     """
     after = next((r for r in rows if r["t"] > kill.t and kill.replica not in r["contributors"]), None)
-    if after is None:
+    if after is None or failure.noticed is None:
         return None
-    within = [e for e in events if kill.t <= e["t"] <= after["t"]]
-    own = [e for e in within if e.get("replica") == last]
-    broke = [e["t"] for e in within if e["event"] == "RingBroken" and e.get("replica") != kill.replica]
+    own = [e for e in events if e.get("replica") == last and kill.t <= e["t"] <= after["t"]]
     granted = [e["t"] for e in own if e["event"] == "GrantAdopted"]
     formed = [e["t"] for e in own if e["event"] == "RingConnected" and e.get("epoch") == after["epoch"]]
     again = any(e["event"] == "StepRetried" for e in own)
-    if not (broke and granted and formed and again and broke[0] <= granted[-1] <= formed[-1]):
+    noticed = max(kill.t, failure.noticed)
+    if not (granted and formed and again and noticed <= granted[-1] <= formed[-1]):
         return None
     waits = after["waits"]
     reduced = after["t"] - waits["commit"]
     computed = max(reduced - waits["ftar"], formed[-1])
     return {
-        "detect": broke[0] - kill.t,
-        "quorum": granted[-1] - broke[0],
+        "detect": noticed - kill.t,
+        "quorum": granted[-1] - noticed,
         "reconnect": formed[-1] - granted[-1],
         "compute": computed - formed[-1],
         "ring": reduced - computed,
@@ -120,104 +128,111 @@ def phases(kill: Kill, last: int, rows: Sequence[Row], events: Sequence[Row]) ->
 
 
 def repeated(found: Mapping[str, float]) -> float | None:
-    """From the new grant to the commit, where forward and backward were over by then; None where they were not."""
+    """Return the time from the new grant to the commit if forward and backward were over by then, else None."""
     if found["compute"] > 0:
         return None
     return found["reconnect"] + found["ring"] + found["commit"]
 
 
-def came_back(
-    kill: Kill, rows: Mapping[int, Sequence[Row]], events: Sequence[Row], usual_wait_s: float
-) -> Return | None:
-    """How the victim came back; None where it did not. rows: of the survivors; usual_wait_s: see `exposed`."""
-    checked = [
-        e["t"]
-        for e in events
-        if e["event"] == "CheckedIn" and e.get("replica") == kill.replica and e["t"] > kill.t
-    ]
-    if not checked:
-        return None
-    first, waits = [], []
-    for each in rows.values():
-        back = [r for r in each if r["t"] > checked[0] and kill.replica in r["contributors"]]
-        if not back:
-            return None
-        window = [r for r in each if checked[0] < r["t"] <= back[0]["t"]]
-        first.append(back[0]["t"])
-        waits.append(sum(map(exposed, window)) - len(window) * usual_wait_s)
-    return Return(min(first) - kill.t, statistics.fmean(waits))
-
-
 def exposed(row: Row) -> float:
-    """Seconds that a replica waited in a step with its own work done."""
+    """Return the seconds that a replica waited in a step with its own work done."""
     return float(sum(row["waits"].values()))
 
 
-def quantile(values: Sequence[float], share: float) -> float:
-    """The least value that at least `share` of all values do not exceed."""
-    ordered = sorted(values)
-    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+@dataclass(frozen=True, slots=True)
+class Return:
+    """How the victim of a kill came back, as the survivors see it."""
+
+    rejoin_s: float  # from the kill to its first contribution
+    waited_s: float  # the survivors' exposed waits from its check-in on, beyond those of as many fault-free steps
 
 
-MARKS: Mapping[str, str] = {
-    "exit": "ReplicaExited",
-    "start": "ReplicaStarted",
-    "warm-up": "ReplicaWarmed",
-    "check-in": "CheckedIn",
-    "grant": "GrantAdopted",
-    "fetch": "FetchCompleted",
+def came_back(
+    kill: Kill, failure: Failure, rows: Mapping[int, Sequence[Row]], usual_wait_s: float
+) -> Return | None:
+    """Return how the victim came back; None where it did not.
+
+    Args:
+        kill: the kill.
+        failure: what the analysis of the run says of it.
+        rows: the commits that each survivor logged.
+        usual_wait_s: `exposed` of a fault-free step.
+    """
+    since = failure.next.checked_in if failure.next is not None else None
+    if since is None:
+        return None
+    ends, waits = [], []
+    for mine in rows.values():
+        later = [row for row in mine if row["t"] > since]
+        at = next((n for n, row in enumerate(later) if kill.replica in row["contributors"]), None)
+        if at is None:
+            return None
+        ends.append(later[at]["t"])
+        waits.append(sum(map(exposed, later[: at + 1])) - (at + 1) * usual_wait_s)
+    return Return(min(ends) - kill.t, statistics.fmean(waits))
+
+
+STAGES: Mapping[str, str] = {
+    "start": "started",
+    "warm-up": "warmed",
+    "check-in": "checked_in",
+    "grant": "granted",
+    "fetch": "fetched",
 }
-"""The event that ends each phase of a return; the last phase, LAST, ends with the commit."""
+"""The stage of an `IncarnationRecord` that ends each phase of a return.
+
+The first phase, before these, ends with the exit of the victim, the last one, LAST, with the commit.
+"""
 
 LAST = "step"
+
+Stages = Callable[[Kill, str], tuple[Mapping[str, float | None], str]]
+"""When each phase of a return was over, in their order, and how the incarnation of that name was started."""
 
 
 @dataclass(frozen=True, slots=True)
 class Back:
-    """From the kill to the victim's own next commit, and to its next contribution.
+    """How the victim of a kill came back, as it logged it itself."""
 
-    less_one_s: to the commit, less one fault-free step; phases: add up to commit_s; how: what the supervisor says
-    of the start, "" where it says nothing.
-    """
+    commit_s: float  # from the kill to its own next commit
+    less_one_s: float  # the same less one fault-free step
+    contribute_s: float  # from the kill to its next contribution
+    phases: Mapping[str, float]  # add up to commit_s
+    how: str = ""  # how its supervisor started it; "": not known
 
-    commit_s: float
-    less_one_s: float
-    contribute_s: float
-    phases: Mapping[str, float]
-    how: str = ""
+
+def stages_in(events: Iterable[Row]) -> Stages:
+    """Return the stages of all returns that ``events`` tell of."""
+    records = incarnations(events)
+
+    def stages(kill: Kill, incarnation: str) -> tuple[Mapping[str, float | None], str]:
+        old, new = records[kill.replica, kill.incarnation], records[kill.replica, incarnation]
+        return {"exit": old.exited, **{phase: getattr(new, stage) for phase, stage in STAGES.items()}}, new.how
+
+    return stages
 
 
 def back(
-    kill: Kill,
-    rows: Sequence[Row],
-    events: Sequence[Row],
-    step_s: float,
-    contributes: Callable[[Row], bool],
-    marks: Mapping[str, str] = MARKS,
+    kill: Kill, rows: Sequence[Row], stages: Stages, step_s: float, contributes: Callable[[Row], bool]
 ) -> Back | None:
-    """How the victim of `kill` came back; None where it did not. rows: its own commits; events: of everybody."""
-    after = [r for r in rows if r["t"] > kill.t and r["incarnation"] != kill.incarnation]
-    full = next((r for r in after if contributes(r)), None)
+    """Return how the victim of ``kill`` came back; None where it did not. ``rows``: its own commits."""
+    after = [row for row in rows if row["t"] > kill.t and row["incarnation"] != kill.incarnation]
+    full = next((row for row in after if contributes(row)), None)
     if full is None:
         return None
-    first = after[0]["t"]
-    own = [e for e in events if e.get("replica") == kill.replica and kill.t < e["t"] <= first]
-    ends = {name: max((e["t"] for e in own if e["event"] == event), default=0.0) for name, event in marks.items()}
-    hows = [e["how"] for e in own if "how" in e]
-    return Back(
-        first - kill.t,
-        first - kill.t - step_s,
-        full["t"] - kill.t,
-        return_phases(kill.t, ends, first),
-        hows[-1] if hows else "",
-    )
+    first = after[0]
+    ends, how = stages(kill, first["incarnation"])
+    took = first["t"] - kill.t
+    return Back(took, took - step_s, full["t"] - kill.t, return_phases(kill.t, ends, first["t"]), how)
 
 
-def return_phases(start: float, ends: Mapping[str, float], end: float) -> dict[str, float]:
-    """How long each phase lasted: from the end of those before it to its own. One that was over by then, or that
-    nobody saw, took no time."""
+def return_phases(start: float, ends: Mapping[str, float | None], end: float) -> dict[str, float]:
+    """Return how long each phase lasted: from the end of those before it to its own.
+
+    A phase that was over by then, or whose end is not known, took no time.
+    """
     found, now = {}, start
     for name, t in ends.items():
-        found[name] = max(0.0, t - now)
-        now = max(now, t)
+        over = min(max(now, t or now), end)
+        found[name], now = over - now, over
     return {**found, LAST: end - now}

@@ -1,18 +1,22 @@
-"""A running job of real processes, seen through the files of its run."""
+"""A running contender of `bench recovery`, of real processes, seen through the rows that it logs; and ours."""
 
 from __future__ import annotations
 
 import json
+import random
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
+from typing import Any, Self
 
+from ft_hsdp.analysis.goodput import fault_free_step
 from ft_hsdp.bench.recovery.analysis import Kill
 from ft_hsdp.bench.recovery.scene import FILE, RecoveryScene
 from ft_hsdp.config import Config, dump, parse
@@ -48,45 +52,20 @@ def config(scene: RecoveryScene, runs: Path) -> Config:
     )
 
 
-class JobUnderTest:
-    """A context: on entry the job starts, on exit nothing is left of it but `events`.
+class UnderTest(ABC):
+    """A context: on entry a job of one contender starts, on exit it ends.
 
-    rows: of each replica, what it committed so far, as far as `look` has seen. command: the module that runs the
-    job, and what it is told after the file of the configuration; env: added to its environment.
+    ``rows`` has the commits of each replica, as far as `look` has read them.
     """
 
-    def __init__(
-        self, scene: RecoveryScene, command: Sequence[str] = (JOB,), env: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, scene: RecoveryScene) -> None:
         self.scene = scene
-        self._command = command
-        self._env = env or {}
         self.rows: dict[int, list[Row]] = {replica: [] for replica in range(scene.replicas)}
-        self.events: list[Row] = []
-        self.run: RunDir
+        self._stack = ExitStack()
 
-    def __enter__(self) -> JobUnderTest:
+    def __enter__(self) -> Self:
         with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-hsdp-bench-")))
-            runs = folder / "runs"
-            runs.mkdir()
-            made = config(self.scene, runs)
-            file = folder / "config.yaml"
-            file.write_text(dump(made))
-            (runs / FILE).write_text(json.dumps(asdict(self.scene)))
-            self.run = RunDir(runs / made.job.name)
-            self._tailers = {replica: Tailer(self.run.commits(replica)) for replica in self.rows}
-            self._log = folder / "job.log"
-            with self._log.open("wb") as log:
-                module, *arguments = self._command
-                self._process = subprocess.Popen(
-                    tied(module, str(file), *arguments),
-                    env={**environment(), **self._env},
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                )
-            stack.callback(self._end)
+            self._begin(stack, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-hsdp-bench-"))))
             self._stack = stack.pop_all()
         return self
 
@@ -95,10 +74,33 @@ class JobUnderTest:
     ) -> None:
         self._stack.close()
 
+    @abstractmethod
+    def _begin(self, stack: ExitStack, folder: Path) -> None:
+        """Start the job, and register on ``stack`` what ends it. ``folder`` is removed at the end."""
+
+    @abstractmethod
     def look(self) -> None:
-        """Read what was committed since."""
-        for replica, tailer in self._tailers.items():
-            self.rows[replica] += tailer.poll()
+        """Read what was committed since the last call."""
+
+    @abstractmethod
+    def _processes(self) -> list[tuple[str, subprocess.Popen[bytes], Path]]:
+        """Return the processes that have to run: what each is, and its log."""
+
+    @abstractmethod
+    def everybody(self, row: Mapping[str, Any]) -> bool:
+        """Return whether all replicas contributed to a commit."""
+
+    @abstractmethod
+    def without(self, kill: Kill, row: Mapping[str, Any]) -> bool:
+        """Return whether a commit after ``kill`` is one without its victim."""
+
+    @abstractmethod
+    def contributes(self, row: Mapping[str, Any]) -> bool:
+        """Return whether the replica that logged a commit contributed to it."""
+
+    @abstractmethod
+    def step_s(self) -> float:
+        """Return the median fault-free step so far, in seconds."""
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for a condition on `rows`. Raises Retryable if the job ends or takes too long."""
@@ -107,25 +109,131 @@ class JobUnderTest:
             self.look()
             if condition():
                 return
-            if self._process.poll() is not None:
-                raise Retryable(f"bench: the job ended before {what}: {last_line(self._log)}")
+            for who, process, log in self._processes():
+                if process.poll() is not None:
+                    raise Retryable(f"bench: {who} ended before {what}: {last_line(log)}")
             if time.monotonic() > deadline:
-                raise Retryable(
-                    f"bench: not within {PATIENCE_S:g} s: {what}; the job says: {last_line(self._log)}"
-                )
+                words = "".join(f"; {who} says: {last_line(log)}" for who, _, log in self._processes())
+                raise Retryable(f"bench: not within {PATIENCE_S:g} s: {what}{words}")
             time.sleep(TICK_S)
 
-    def whole(self, steps: int = QUIET_STEPS) -> None:
-        """Wait until all replicas have contributed to `steps` steps in a row."""
-        everybody = list(self.rows)
+    def whole(self) -> None:
+        """Wait until all replicas have contributed to `QUIET_STEPS` steps in a row."""
 
-        def there() -> bool:
-            newest = [rows[-steps:] for rows in self.rows.values()]
-            return all(
-                len(rows) == steps and all(row["contributors"] == everybody for row in rows) for rows in newest
+        def there(rows: Sequence[Row]) -> bool:
+            newest = rows[-QUIET_STEPS:]
+            return len(newest) == QUIET_STEPS and all(map(self.everybody, newest))
+
+        self.until(lambda: all(map(there, self.rows.values())), "all replicas contribute")
+
+    def after(self, kill: Kill) -> None:
+        """Wait until each survivor has committed a step without the victim."""
+        others = [rows for replica, rows in self.rows.items() if replica != kill.replica]
+
+        def gone(row: Row) -> bool:
+            return bool(row["t"] > kill.t) and self.without(kill, row)
+
+        self.until(lambda: all(any(map(gone, rows[-20:])) for rows in others), "the survivors commit")
+
+    def back(self, kill: Kill) -> None:
+        """Wait until the victim, started again, has contributed to a step."""
+
+        def there(row: Row) -> bool:
+            return row["t"] > kill.t and row["incarnation"] != kill.incarnation and self.contributes(row)
+
+        self.until(lambda: any(map(there, self.rows[kill.replica][-20:])), "the replica contributes again")
+
+
+def hunt(
+    job: UnderTest,
+    count: int,
+    chance: random.Random,
+    hit: Callable[[int, int], Kill],
+    then: Callable[[Kill], None],
+) -> Iterator[Kill]:
+    """Hit a random rank at a random moment of a step, ``count`` times, and yield each kill once ``then`` returns.
+
+    Each time all replicas contribute first, and once more at the end.
+
+    Args:
+        job: what is hit.
+        count: how often.
+        chance: where victims and moments come from.
+        hit: sends the signal to a rank of a replica.
+        then: waits for what has to happen before the next one.
+    """
+    for _ in range(count):
+        job.whole()
+        time.sleep(chance.uniform(0, job.step_s()))
+        kill = hit(chance.randrange(job.scene.replicas), chance.randrange(job.scene.ranks))
+        then(kill)
+        yield kill
+    job.whole()
+
+
+class JobUnderTest(UnderTest):
+    """A job of this product; after it has ended, ``events`` has all that its processes logged."""
+
+    def __init__(
+        self, scene: RecoveryScene, command: Sequence[str] = (JOB,), env: Mapping[str, str] | None = None
+    ) -> None:
+        """Prepare a job.
+
+        Args:
+            scene: what is trained.
+            command: the module that runs the job, and its arguments after the configuration's file.
+            env: added to its environment.
+        """
+        super().__init__(scene)
+        self._command = command
+        self._env = env or {}
+        self.events: list[Row] = []
+        self.run: RunDir
+
+    def _begin(self, stack: ExitStack, folder: Path) -> None:
+        runs = folder / "runs"
+        runs.mkdir()
+        made = config(self.scene, runs)
+        file = folder / "config.yaml"
+        file.write_text(dump(made))
+        (runs / FILE).write_text(json.dumps(asdict(self.scene)))
+        self.run = RunDir(runs / made.job.name)
+        self._tailers = {replica: Tailer(self.run.commits(replica)) for replica in self.rows}
+        self._log = folder / "job.log"
+        with self._log.open("wb") as log:
+            module, *arguments = self._command
+            self._process = subprocess.Popen(
+                tied(module, str(file), *arguments),
+                env={**environment(), **self._env},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             )
+        stack.callback(self._end)
 
-        self.until(there, "all replicas contribute")
+    def look(self) -> None:
+        """Read what was committed since the last call."""
+        for replica, tailer in self._tailers.items():
+            self.rows[replica] += tailer.poll()
+
+    def _processes(self) -> list[tuple[str, subprocess.Popen[bytes], Path]]:
+        return [("the job", self._process, self._log)]
+
+    def everybody(self, row: Mapping[str, Any]) -> bool:
+        """Return whether all replicas contributed to a commit."""
+        return len(row["contributors"]) == len(self.rows)
+
+    def without(self, kill: Kill, row: Mapping[str, Any]) -> bool:
+        """Return whether a commit is one without the victim."""
+        return kill.replica not in row["contributors"]
+
+    def contributes(self, row: Mapping[str, Any]) -> bool:
+        """Return whether the replica that logged a commit contributed to it."""
+        return bool(row["role"] == "contribute")
+
+    def step_s(self) -> float:
+        """Return the median fault-free step so far, in seconds."""
+        return fault_free_step(row for rows in self.rows.values() for row in rows)
 
     def kill(self, replica: int, rank: int) -> Kill:
         """SIGKILL one rank."""
@@ -138,23 +246,6 @@ class JobUnderTest:
     def _hit(self, replica: int, rank: int, name: str) -> Kill:
         made = by_hand(self.run, described(replica=replica, rank=rank, signal=name))
         return Kill(made["t"], replica, rank, made["incarnation"])
-
-    def after(self, kill: Kill, survivors: Sequence[int]) -> None:
-        """Wait until each of these has committed a step without the replica that was killed."""
-
-        def gone(row: Row) -> bool:
-            return bool(row["t"] > kill.t and kill.replica not in row["contributors"])
-
-        self.until(lambda: all(any(map(gone, self.rows[s][-20:])) for s in survivors), "the survivors commit")
-
-    def back(self, kill: Kill) -> None:
-        """Wait until the victim, started again, has contributed to a step."""
-
-        def there(row: Row) -> bool:
-            another = row["t"] > kill.t and row["incarnation"] != kill.incarnation
-            return bool(another and row["role"] == "contribute")
-
-        self.until(lambda: any(map(there, self.rows[kill.replica][-20:])), "the replica contributes again")
 
     def spared(self, spares: int) -> None:
         """Wait until so many spares are ready; each is as many processes as a replica has."""

@@ -1,48 +1,73 @@
-"""SIGKILL of a random rank at a random moment, each time all replicas contribute; then the logs are read.
+"""SIGKILL or SIGSTOP of random ranks at random moments, each time all replicas contribute; then the logs are read.
 
-SIGSTOP of a random rank at a random moment: its process and its connections stay, but it does nothing more.
+After a SIGSTOP the process and its connections stay, but it does nothing more.
 """
 
 from __future__ import annotations
 
 import random
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ft_hsdp.analysis.goodput import fault_free_step
 from ft_hsdp.bench.options import ProgressLog, ResultRow
-from ft_hsdp.bench.recovery.analysis import PHASES, Kill, came_back, exposed, phases, repeated, span, stall
-from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest
+from ft_hsdp.bench.recovery.analysis import (
+    PHASES,
+    Kill,
+    came_back,
+    exposed,
+    failures_of,
+    phases,
+    repeated,
+    span,
+    stall,
+)
+from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest, hunt
 from ft_hsdp.bench.recovery.scene import RecoveryScene
 from ft_hsdp.bench.results import milliseconds, ratio
 from ft_hsdp.errors import Retryable
 
 SAY_EVERY = 10
+MOST = 50  # stops: each costs a second of silence, and a restart
 
 
 def kills(scene: RecoveryScene, count: int, log: ProgressLog) -> list[ResultRow]:
-    """A row: the survivors' next commit, its phases, the repeated reduction, the return. Raises Retryable."""
-    with JobUnderTest(scene) as herd:
-        herd.whole()
-        made = _hunt(herd, count, log)
-        herd.whole()
-    row = reckon(scene, made, herd.rows, herd.events)
-    log.say(f"{count} kills: next commit less one step, p50 {row['less_one']['p50_ms']:.3g} ms")
-    return [row]
+    """SIGKILL random ranks; return a row: survivors' next commit, its phases, the return. Raises Retryable."""
+    with JobUnderTest(scene) as job:
+        made = _hit(job, count, log, job.kill, job.after)
+    return [_told(job, made, "kills", log)]
 
 
-def _hunt(herd: JobUnderTest, count: int, log: ProgressLog) -> list[Kill]:
-    chance = random.Random(SEED)
+def stops(scene: RecoveryScene, count: int, log: ProgressLog) -> list[ResultRow]:
+    """SIGSTOP random ranks; return a row as for kills. Raises Retryable."""
+    with JobUnderTest(scene) as job:
+
+        def then(kill: Kill) -> None:
+            job.after(kill)
+            job.kill(kill.replica, kill.rank)  # so that a new one takes its place without waiting for its eviction
+
+        made = _hit(job, count, log, job.stop, then)
+    return [_told(job, made, "stops", log)]
+
+
+def _hit(
+    job: JobUnderTest,
+    count: int,
+    log: ProgressLog,
+    hit: Callable[[int, int], Kill],
+    then: Callable[[Kill], None],
+) -> list[Kill]:
     made: list[Kill] = []
-    for number in range(count):
-        herd.whole()
-        time.sleep(chance.uniform(0, herd.rows[0][-1]["step_s"]))  # at any moment of a step
-        victim = chance.randrange(herd.scene.replicas)
-        made.append(herd.kill(victim, chance.randrange(herd.scene.ranks)))
-        herd.after(made[-1], [replica for replica in herd.rows if replica != victim])
-        if (number + 1) % SAY_EVERY == 0:
-            log.say(f"{number + 1} of {count} kills")
+    for kill in hunt(job, count, random.Random(SEED), hit, then):
+        made.append(kill)
+        if len(made) % SAY_EVERY == 0:
+            log.say(f"{len(made)} of {count} signals")
     return made
+
+
+def _told(job: JobUnderTest, made: Sequence[Kill], what: str, log: ProgressLog) -> ResultRow:
+    row = reckon(job.scene, made, job.rows, job.events)
+    log.say(f"{len(made)} {what}: next commit less one step, p50 {row['less_one']['p50_ms']:.3g} ms")
+    return row
 
 
 def reckon(
@@ -50,7 +75,8 @@ def reckon(
 ) -> ResultRow:
     """The row for these kills. Raises Retryable where a survivor did not log what it did."""
     whole = [row for each in rows.values() for row in each if len(row["contributors"]) == scene.replicas]
-    step_s = fault_free_step([row for each in rows.values() for row in each])
+    step_s = fault_free_step(row for each in rows.values() for row in each)
+    failures = failures_of(rows, events)
     waiting_s = sum(map(exposed, whole)) / len(whole)
     stalls, parts, returns = [], [], []
     for kill in made:
@@ -59,8 +85,9 @@ def reckon(
         if cost is None:
             raise Retryable(f"bench: a survivor of replica {kill.replica} did not log its next commit")
         stalls.append(cost)
-        parts.append(phases(kill, cost.last, rows[cost.last], events))
-        returns.append(came_back(kill, others, events, waiting_s))
+        if (failure := failures.get(kill.incarnation)) is not None:
+            parts.append(phases(kill, failure, cost.last, rows[cost.last], events))
+            returns.append(came_back(kill, failure, others, waiting_s))
     back = [each for each in returns if each is not None]
     split = [each for each in parts if each is not None]
     again = [seconds for each in split if (seconds := repeated(each)) is not None]
@@ -80,26 +107,3 @@ def reckon(
         found = span(times) if times else None
         row[name] = found and {**found, "steps": ratio(found["p50_ms"], row["step_ms"])}
     return row
-
-
-MOST = 50  # each costs a second of silence, and a restart
-
-
-def stops(scene: RecoveryScene, count: int, log: ProgressLog) -> list[ResultRow]:
-    """A row: as for kills, of the survivors' next commit after a SIGSTOP. Raises Retryable."""
-    chance = random.Random(SEED)
-    made: list[Kill] = []
-    with JobUnderTest(scene) as herd:
-        for number in range(count):
-            herd.whole()
-            time.sleep(chance.uniform(0, herd.rows[0][-1]["step_s"]))
-            victim, rank = chance.randrange(scene.replicas), chance.randrange(scene.ranks)
-            made.append(herd.stop(victim, rank))
-            herd.after(made[-1], [replica for replica in herd.rows if replica != victim])
-            herd.kill(victim, rank)  # so that a new one takes its place without waiting for its eviction
-            if (number + 1) % SAY_EVERY == 0:
-                log.say(f"{number + 1} of {count} stops")
-        herd.whole()
-    row = reckon(scene, made, herd.rows, herd.events)
-    log.say(f"{count} stops: next commit less one step, p50 {row['less_one']['p50_ms']:.3g} ms")
-    return [row]

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import random
 import signal
-import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from ft_hsdp.analysis.goodput import fault_free_step
 from ft_hsdp.bench.options import ProgressLog, ResultRow
-from ft_hsdp.bench.recovery.analysis import Back, Kill, back, span
-from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest
+from ft_hsdp.bench.recovery.analysis import Back, Kill, Stages, back, span, stages_in
+from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest, UnderTest, hunt
 from ft_hsdp.bench.recovery.scene import RecoveryScene
 from ft_hsdp.bench.recovery.torchft_under_test import KILLED, TorchftUnderTest, installed
 from ft_hsdp.bench.results import milliseconds, ratio_interval
@@ -94,45 +92,32 @@ def _figures(turns: Sequence[Turn], backs: Sequence[Back]) -> ResultRow:
 def ours(spares: int, scene: RecoveryScene, count: int, chance: random.Random) -> Turn:
     """A job under `up`, with spares for so many replicas."""
     scene = replace(scene, sections={**scene.sections, "spares": spares * scene.ranks})
-    made: list[Kill] = []
-    with JobUnderTest(scene) as herd:
-        for _ in range(count):
-            herd.whole()
-            herd.spared(spares)
-            time.sleep(chance.uniform(0, herd.rows[0][-1]["step_s"]))
-            made.append(herd.kill(chance.randrange(scene.replicas), chance.randrange(scene.ranks)))
-            herd.back(made[-1])
-        herd.whole()
-    step_s = fault_free_step([row for rows in herd.rows.values() for row in rows])
-    found = [
-        back(kill, herd.rows[kill.replica], herd.events, step_s, lambda row: bool(row["role"] == "contribute"))
-        for kill in made
-    ]
-    return _turn(step_s, found)
+    with JobUnderTest(scene) as job:
+
+        def then(kill: Kill) -> None:
+            job.back(kill)
+            job.spared(spares)
+
+        job.spared(spares)
+        made = list(hunt(job, count, chance, job.kill, then))
+    return _turn(job, made, stages_in(job.events))
 
 
 def torchft(scene: RecoveryScene, count: int, chance: random.Random) -> Turn:
     """Its Manager's loop, tuned; a process that was killed is started afresh at once."""
-    made: list[Kill] = []
-    with TorchftUnderTest(scene, KILLED["tuned"]) as flock:
-        for _ in range(count):
-            flock.whole()
-            time.sleep(chance.uniform(0, flock.step_s()))
-            made.append(flock.hit(chance.randrange(scene.replicas), signal.SIGKILL))
-            chance.randrange(scene.ranks)  # the same victims as ours
-            flock.start(made[-1].replica)
-            flock.back(made[-1])
-        flock.whole()
-        step_s = flock.step_s()
-    loaded = [{**row, "replica": n, "event": "Loaded"} for n, rows in flock.loaded.items() for row in rows]
-    found = [
-        back(kill, flock.rows[kill.replica], loaded, step_s, flock.everybody, {"imports": "Loaded"})
-        for kill in made
-    ]
-    return _turn(step_s, found)
+    with TorchftUnderTest(scene, KILLED["tuned"]) as job:
+
+        def then(kill: Kill) -> None:
+            job.start(kill.replica)
+            job.back(kill)
+
+        made = list(hunt(job, count, chance, lambda n, _: job.hit(n, signal.SIGKILL), then))
+    return _turn(job, made, lambda kill, incarnation: ({"imports": job.loaded[kill.replica, incarnation]}, ""))
 
 
-def _turn(step_s: float, found: Sequence[Back | None]) -> Turn:
+def _turn(job: UnderTest, made: Sequence[Kill], stages: Stages) -> Turn:
+    step_s = job.step_s()
+    found = [back(kill, job.rows[kill.replica], stages, step_s, job.contributes) for kill in made]
     backs = tuple(each for each in found if each is not None)
     if len(backs) < len(found):
         raise Retryable("bench: a replica that was killed did not log what it did afterwards")

@@ -1,7 +1,4 @@
-"""Running replicas of a loop of torchft's Manager, seen through the lines that they write.
-
-torchft's Manager in the same situation, at its defaults and tuned.
-"""
+"""torchft's Manager in the same situation, at its defaults and tuned."""
 
 from __future__ import annotations
 
@@ -11,24 +8,21 @@ import random
 import signal
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from types import TracebackType
 
 from ft_hsdp.bench.contenders.roster import version
 from ft_hsdp.bench.options import ProgressLog, ResultRow
 from ft_hsdp.bench.recovery.analysis import Kill, Row, span, stall
-from ft_hsdp.bench.recovery.job_under_test import PATIENCE_S, QUIET_STEPS, SEED, TICK_S
+from ft_hsdp.bench.recovery.job_under_test import SEED, UnderTest, hunt
 from ft_hsdp.bench.recovery.scene import RecoveryScene
 from ft_hsdp.bench.results import milliseconds
-from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.backend.processes import environment, last_line, tied
+from ft_hsdp.launch.backend.processes import environment, tied
 from ft_hsdp.launch.run.directory import Tailer, read_json
 
 LIGHTHOUSE = -1  # beside the replicas' numbers
@@ -47,41 +41,31 @@ class Setting:
     timeout_s: float = 60.0
 
 
-class TorchftUnderTest:
-    """A context: a lighthouse and the replicas.
+class TorchftUnderTest(UnderTest):
+    """A lighthouse of torchft and replicas of a loop of its Manager.
 
-    rows: what each replica committed so far; loaded: when each of its lives had imported torch and torchft; both
-    as far as was looked.
+    ``loaded`` has the time at which each incarnation had imported torch and torchft.
     """
 
     def __init__(self, scene: RecoveryScene, setting: Setting) -> None:
-        self.scene = scene
-        self.rows: dict[int, list[Row]] = {n: [] for n in range(scene.replicas)}
-        self.loaded: dict[int, list[Row]] = {n: [] for n in range(scene.replicas)}
+        super().__init__(scene)
+        self.loaded: dict[tuple[int, str], float] = {}
         self._setting = setting
         self._lives = dict.fromkeys(self.rows, 0)
         self._running: dict[int, subprocess.Popen[bytes]] = {}
         self._hit: dict[int, subprocess.Popen[bytes]] = {}
 
-    def __enter__(self) -> TorchftUnderTest:
-        with ExitStack() as stack:
-            self._folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-hsdp-bench-")))
-            stack.callback(self._end)
-            self._tailers = {n: Tailer(self._file(n)) for n in self.rows}
-            at = self._folder / "lighthouse.json"
-            times = map(str, self._setting.times)
-            self._spawn(LIGHTHOUSE, tied("ft_hsdp.bench.contenders.torchft_lighthouse", str(at), *times))
-            self._until(lambda: read_json(at) is not None, "torchft's lighthouse listens")
-            self._url = str(read_json(at)["url"])
-            for n in self.rows:
-                self.start(n)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+    def _begin(self, stack: ExitStack, folder: Path) -> None:
+        self._folder = folder
+        stack.callback(self._end)
+        self._tailers = {n: Tailer(self._file(n)) for n in self.rows}
+        at = folder / "lighthouse.json"
+        times = map(str, self._setting.times)
+        self._spawn(LIGHTHOUSE, tied("ft_hsdp.bench.contenders.torchft_lighthouse", str(at), *times))
+        self.until(lambda: read_json(at) is not None, "torchft's lighthouse listens")
+        self._url = str(read_json(at)["url"])
+        for n in self.rows:
+            self.start(n)
 
     def start(self, n: int) -> None:
         """Start a replica, for the first time or again; a stopped one is killed first."""
@@ -111,35 +95,29 @@ class TorchftUnderTest:
             self._hit[n].kill()
             self._hit.pop(n).wait()
 
-    def whole(self) -> None:
-        """Wait until all have taken part in some steps in a row."""
+    def look(self) -> None:
+        """Read what was committed since the last call."""
+        for n, tailer in self._tailers.items():
+            for row in tailer.poll():
+                if "step" in row:
+                    self.rows[n].append(row)
+                else:
+                    self.loaded[n, row["incarnation"]] = row["t"]
 
-        def there(rows: Sequence[Row]) -> bool:
-            newest = rows[-QUIET_STEPS:]
-            return len(newest) == QUIET_STEPS and all(map(self.everybody, newest))
-
-        self._until(lambda: all(map(there, self.rows.values())), "all replicas take part")
-
-    def without(self, kill: Kill) -> None:
-        """Wait until the others have committed a step without the victim."""
-
-        def gone(row: Row) -> bool:
-            return bool(row["t"] > kill.t and row["participants"] < len(self.rows))
-
-        others = [rows for n, rows in self.rows.items() if n != kill.replica]
-        self._until(lambda: all(any(map(gone, rows[-20:])) for rows in others), "the survivors commit")
+    def _processes(self) -> list[tuple[str, subprocess.Popen[bytes], Path]]:
+        return [(f"torchft's replica {n}", process, self._log(n)) for n, process in self._running.items()]
 
     def everybody(self, row: Row) -> bool:
-        """Whether all replicas took part in a step."""
+        """Return whether all replicas took part in a step."""
         return bool(row["participants"] == len(self.rows))
 
-    def back(self, kill: Kill) -> None:
-        """Wait until the victim, started again, has taken part in a step."""
+    def without(self, kill: Kill, row: Row) -> bool:
+        """Return whether fewer than all took part: torchft does not log which."""
+        return not self.everybody(row)
 
-        def there(row: Row) -> bool:
-            return row["t"] > kill.t and row["incarnation"] != kill.incarnation and self.everybody(row)
-
-        self._until(lambda: any(map(there, self.rows[kill.replica][-20:])), "the replica takes part again")
+    def contributes(self, row: Row) -> bool:
+        """Return whether all took part, and so this replica did."""
+        return self.everybody(row)
 
     def step_s(self) -> float:
         """The median time between two commits of one replica with everybody."""
@@ -151,19 +129,6 @@ class TorchftUnderTest:
             and after["step"] == before["step"] + 1
         ]
         return median(spans)
-
-    def _until(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + PATIENCE_S
-        while not condition():
-            for n, process in self._running.items():
-                if process.poll() is not None:
-                    raise Retryable(f"bench: torchft's replica {n} ended before {what}: {last_line(self._log(n))}")
-            if time.monotonic() > deadline:
-                raise Retryable(f"bench: not within {PATIENCE_S:g} s: {what}")
-            time.sleep(TICK_S)
-            for n, tailer in self._tailers.items():
-                for row in tailer.poll():
-                    (self.rows if "step" in row else self.loaded)[n].append(row)
 
     def _spawn(self, n: int, command: Sequence[str]) -> None:
         with self._log(n).open("ab") as log:
@@ -220,34 +185,29 @@ def peer(
         return []
     rows = []
     for name, setting in settings.items():
-        with TorchftUnderTest(scene, setting) as flock:
-            found = _hunt(flock, min(most, setting.kills), number)
+        with TorchftUnderTest(scene, setting) as job:
+            found = _hunt(job, min(most, setting.kills), number)
             rows.append({"setting": name, "text": setting.text, **found})
         p50_ms = rows[-1]["less_one"]["p50_ms"]
         log.say(f"torchft, {name}, {number.name}: next commit less one step, p50 {p50_ms:.4g} ms")
     return rows
 
 
-def _hunt(flock: TorchftUnderTest, count: int, number: signal.Signals) -> ResultRow:
-    chance = random.Random(SEED)
-    everybody = flock.scene.replicas
-    made: list[Kill] = []
-    for _ in range(count):
-        flock.whole()
-        time.sleep(chance.uniform(0, flock.scene.wait_s))
-        made.append(flock.hit(chance.randrange(everybody), number))
-        flock.without(made[-1])
-        flock.start(made[-1].replica)
-    rows = flock.rows
-    step_s = flock.step_s()
+def _hunt(job: TorchftUnderTest, count: int, number: signal.Signals) -> ResultRow:
+    def then(kill: Kill) -> None:
+        job.after(kill)
+        job.start(kill.replica)
+
+    made = list(hunt(job, count, random.Random(SEED), lambda n, _: job.hit(n, number), then))
+    step_s = job.step_s()
     found = []
     for kill in made:
-        others = {n: each for n, each in rows.items() if n != kill.replica}
-        cost = stall(kill, others, lambda row: row["participants"] < everybody, step_s)
+        others = {n: each for n, each in job.rows.items() if n != kill.replica}
+        cost = stall(kill, others, lambda row: not job.everybody(row), step_s)
         if cost is not None:
             found.append(cost)
     return {
-        "replicas": everybody,
+        "replicas": job.scene.replicas,
         "kills": len(made),
         "step_ms": milliseconds(step_s),
         "next": span([cost.next_s for cost in found]),

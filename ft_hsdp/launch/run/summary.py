@@ -23,7 +23,6 @@ class RunTally:
 
     def __init__(self, config: Config) -> None:
         self._replicas = config.replicas
-        self._slots = config.slots
         self.audit = BatchAudit()
         self._failures = Failures(config.slots, most=None)
         self._events = 0
@@ -72,8 +71,7 @@ class RunTally:
         name, replica = event["event"], event.get("replica")
         self.audit.event(event)
         self._events += 1
-        if name == "EpochGranted" or replica in range(self._slots):
-            self._failures.event(self._events, name, event)
+        self._failures.event(self._events, name, event)
         if not isinstance(replica, int):
             return
         if name == "ReplicaStarted":
