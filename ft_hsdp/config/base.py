@@ -1,4 +1,4 @@
-"""What every section of the configuration shares."""
+"""What all sections of the configuration share."""
 
 from __future__ import annotations
 
@@ -28,7 +28,16 @@ class Section(BaseModel):
 
 
 def refuse(key: str, value: object, allowed: str) -> PydanticCustomError:
-    """The error of a check across fields; `key` is relative to the section that raises it."""
+    """Return the error of a check between keys; a validator raises it.
+
+    Args:
+        key: relative to the section that raises the error.
+        value: what the user gave.
+        allowed: what may stand there, in words.
+
+    Returns:
+        An error that `explain` turns into one line.
+    """
     return PydanticCustomError(
         CROSS_FIELD,
         "{key}: got {value}; allowed: {allowed}",

@@ -19,7 +19,7 @@ Target = Literal["fork_server", "agent", "supervisor", "lighthouse"]
 
 
 def _given(one: str) -> JsonDict:
-    """The schema of a mapping that has a value at `one`, and at no other moment."""
+    """Return the schema of a mapping that has a value at `one`, and at no other moment."""
     value: JsonDict = {"not": {"type": "null"}}
     properties: dict[str, JsonValue] = {m: value if m == one else {"type": "null"} for m in MOMENTS}
     return {"required": [one], "properties": properties}
@@ -148,7 +148,7 @@ class ChaosConfig(Section):
         return self
 
     def _unfit(self) -> Iterator[tuple[str, object, str]]:
-        """The keys that do not go together: (key, value, what is allowed)."""
+        """Yield the keys that do not go together: (key, value, what is allowed)."""
         kind, one = self.kind, self.target not in (None, "agent")
         if kind == "helper" and self.target is None:
             yield "target", None, f"one of {', '.join(get_args(Target))} with kind helper"
@@ -177,14 +177,14 @@ class ChaosConfig(Section):
         yield from self._untimely()
 
     def _is_edge(self) -> bool:
-        """Whether `edge` has two ends that differ: two replicas, or one and the lighthouse."""
+        """Whether `edge` has two different ends: two replicas, or a replica and the lighthouse."""
         ends = self.edge or ()
         replicas = [e for e in ends if type(e) is int and 0 <= e < MAX_REPLICAS]
         named = [e for e in ends if e == fault_injection.LIGHTHOUSE]
         return len(ends) == len(set(map(str, ends))) == len(replicas) + len(named) == 2 and bool(replicas)
 
     def _untimely(self) -> Iterator[tuple[str, object, str]]:
-        """What is wrong with the signal and with for how long it lasts."""
+        """Yield what is wrong with the signal and with its duration: (key, value, what is allowed)."""
         kind, sends = self.kind, self.kind in ("signal", "helper")
         if not sends and self.signal != "KILL":
             yield "signal", self.signal, f"only with signal and helper: {kind} sends none"

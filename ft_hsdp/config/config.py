@@ -1,4 +1,4 @@
-"""The whole configuration, and the checks that span sections."""
+"""The whole configuration, and the checks between its sections."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from ft_hsdp.config.training import DataConfig, LrConfig, ModelConfig, OptimConf
 
 
 def _having(section: str, key: str, value: JsonValue) -> JsonDict:
-    """The schema of a configuration that says `section.key: value`."""
+    """Return the schema of a configuration that says `section.key: value`."""
     there: JsonDict = {"required": [key], "properties": {key: {"const": value}}}
     return {"required": [section], "properties": {section: there}}
 
@@ -120,18 +120,22 @@ class Config(Section):
         return self
 
 
+def _always(c: Config) -> bool:
+    return True
+
+
 class Bound(NamedTuple):
-    """The value at `key` is at most that at `other`, or below it; `why` says what would go wrong."""
+    """The value at `key` is at most that at `other`, or below it."""
 
     key: str
     other: str
-    why: str
-    below: bool = False
-    where: Callable[[Config], bool] = lambda _: True  # else it does not count
+    why: str  # what would go wrong otherwise, for the error
+    below: bool = False  # equal values are not allowed either
+    where: Callable[[Config], bool] = _always  # for which configurations it counts
 
 
 def _returning(c: Config) -> bool:
-    return c.timeouts.return_wait_s > 0  # 0 waits for nobody
+    return c.timeouts.return_wait_s > 0  # 0: no step waits
 
 
 def _backing_off(c: Config) -> bool:
@@ -144,29 +148,33 @@ def _elected(c: Config) -> bool:
 
 BOUNDS = (
     Bound("timeouts.connect_s", "ftar.timeout_s", "a ring that does not form goes before one that stands"),
-    Bound("timeouts.silence_s", "timeouts.connect_s", "who is stopped must be found while a ring waits for it"),
-    Bound("timeouts.suspect_grace_s", "timeouts.silence_grace_s", "evidence must not buy time"),
-    Bound("timeouts.silence_grace_s", "timeouts.evict_s", "who is silent must be left out before it is evicted"),
+    Bound("timeouts.silence_s", "timeouts.connect_s", "a stopped member must be found while a ring waits for it"),
+    Bound(
+        "timeouts.suspect_grace_s",
+        "timeouts.silence_grace_s",
+        "a replica with evidence against it must not get more time than one without",
+    ),
+    Bound("timeouts.silence_grace_s", "timeouts.evict_s", "a silent replica must be left out before it is killed"),
     Bound("timeouts.answer_wait_s", "quorum.lease_s", "the lease must outlast the waits under it"),
     Bound("timeouts.answer_wait_s", "timeouts.ask_s", "an ask must be open for as long as its answer is awaited"),
     Bound("timeouts.hello_s", "timeouts.ranks_s", "the ranks of a replica greet while they wait for each other"),
     Bound("timeouts.evict_s", "quorum.lease_s", "the lease must outlast the waits under it"),
     Bound("quorum.catchup_wait_s", "ftar.timeout_s", "the others would give up the ring meanwhile", below=True),
     Bound("timeouts.ranks_s", "timeouts.start_s", "the ranks of a replica meet before it checks in"),
-    Bound("ftar.timeout_s", "timeouts.step_s", "the others name who hangs before it ends itself"),
+    Bound("ftar.timeout_s", "timeouts.step_s", "the others must name a replica that hangs before it ends itself"),
     Bound("timeouts.spawn_s", "timeouts.boot_s", "a fork must not be given longer than the imports before it"),
-    Bound("timeouts.agent_answer_s", "timeouts.agent_s", "it is awaited elsewhere"),
+    Bound("timeouts.agent_answer_s", "timeouts.agent_s", "another thread goes on waiting for the agent"),
     Bound("timeouts.agent_s", "timeouts.ranks_s", "a replica's ranks wait for one that waits for its agent"),
     Bound(
         "timeouts.boot_s",
         "timeouts.return_wait_s",
-        "a replica must have the time to start before its step is given up (0 waits for nobody)",
+        "a replica must have the time to start before its step is given up (0: no step waits)",
         where=_returning,
     ),
     Bound(
         "restart.hold_s",
         "timeouts.return_wait_s",
-        "a replica must be started before its step is given up (0 waits for nobody)",
+        "a replica must be started before its step is given up (0: no step waits)",
         below=True,
         where=_returning,
     ),
@@ -178,12 +186,12 @@ BOUNDS = (
     Bound(
         "timeouts.boot_s",
         "timeouts.final_wait_s",
-        "who is lost at the end must have the time to start while the final state is served",
+        "a replica that is lost at the end must have the time to start while the final state is served",
     ),
     Bound(
         "restart.backoff_max_s",
         "timeouts.final_wait_s",
-        "who waits for its restart at the end must come back while the final state is served",
+        "a replica that waits for its restart at the end must come back while the final state is served",
         below=True,
         where=_backing_off,
     ),
@@ -202,11 +210,11 @@ BOUNDS = (
         where=_elected,
     ),
 )
-"""Whoever waits for others outlasts what they wait for."""
+"""A process that waits for others waits longer than they do."""
 
 
 def _refusal(c: Config) -> PydanticCustomError | None:
-    """What is wrong with the waits of a configuration, taken together; None: they fit."""
+    """Return what is wrong with the timeouts of a configuration, taken together; None if they fit."""
     for bound in BOUNDS:
         value, most = _at(c, bound.key), _at(c, bound.other)
         if bound.where(c) and (value >= most if bound.below else value > most):

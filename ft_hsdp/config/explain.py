@@ -1,7 +1,6 @@
-"""From what pydantic says to the one line that a user can act upon.
+"""Turns a validation error of pydantic into the one line that tells a user what to change.
 
-What is allowed at a key is read from the JSON schema of the models, so that a message cannot
-differ from the check.
+What is allowed at a key is read from the JSON schema of the models, so the message cannot differ from the check.
 """
 
 from __future__ import annotations
@@ -23,12 +22,21 @@ _UNKNOWN_KEY = ("extra_forbidden", "invalid_key")
 
 @cache
 def schema_of(model: type[BaseModel]) -> Schema:
-    """The JSON schema of `model`."""
+    """Return the JSON schema of `model`."""
     return model.model_json_schema()
 
 
 def explain(error: ValidationError, model: type[BaseModel], given: object) -> ConfigError:
-    """The first problem in `error`, which came from validating `given` as `model`."""
+    """Return the first problem in a validation error.
+
+    Args:
+        error: of pydantic.
+        model: the model that was validated.
+        given: the document.
+
+    Returns:
+        The error to raise.
+    """
     problem = error.errors(include_url=False)[0]
     loc = problem["loc"]
     if problem["type"] == CROSS_FIELD:
@@ -44,7 +52,16 @@ def explain(error: ValidationError, model: type[BaseModel], given: object) -> Co
 
 
 def unknown_key(path: Sequence[int | str], model: type[BaseModel], value: object) -> ConfigError:
-    """The error for a key that does not exist; names the nearest one that does."""
+    """Return the error for a key that does not exist; it names the nearest key that does.
+
+    Args:
+        path: of the key.
+        model: of the whole document.
+        value: what the user gave.
+
+    Returns:
+        The error to raise.
+    """
     above = dotted(path[:-1])
     siblings = list(_resolve(model, path[:-1]).get("properties", {}))
     below = [
@@ -58,12 +75,12 @@ def unknown_key(path: Sequence[int | str], model: type[BaseModel], value: object
 
 
 def dotted(path: Sequence[int | str]) -> str:
-    """`("chaos", 0, "rank")` as the user writes it: `chaos.0.rank`."""
+    """Return `("chaos", 0, "rank")` as the user writes it: `chaos.0.rank`."""
     return ".".join(str(part) for part in path)
 
 
 def describe_at(model: type[BaseModel], path: Sequence[int | str]) -> str:
-    """What may stand at `path`, in words."""
+    """Return what may stand at `path`, in words."""
     return _describe(_resolve(model, path), schema_of(model))
 
 
@@ -73,7 +90,7 @@ def knows(model: type[BaseModel], path: Sequence[int | str]) -> bool:
 
 
 def _resolve(model: type[BaseModel], path: Sequence[int | str]) -> Schema:
-    """The schema at `path`; empty where there is none."""
+    """Return the schema at `path`; empty if there is none."""
     root = schema_of(model)
     here: Schema = root
     for part in path:
@@ -97,7 +114,7 @@ def _resolve(model: type[BaseModel], path: Sequence[int | str]) -> Schema:
 
 
 def _follow(schema: Schema, root: Schema) -> Schema:
-    """`schema`, or what it refers to."""
+    """Return `schema`, or what it refers to."""
     while "$ref" in schema:
         schema = root["$defs"][schema["$ref"].rsplit("/", 1)[1]]
     return schema
@@ -137,7 +154,7 @@ def _describe(schema: Schema, root: Schema) -> str:
 
 
 def _range(schema: Schema) -> str:
-    """The bounds of a number, in words."""
+    """Return the bounds of a number, in words."""
     shown = {key: f"{value:.12g}" if isinstance(value, float) else value for key, value in schema.items()}
     words = []
     if "minimum" in shown and "maximum" in shown:
@@ -152,7 +169,7 @@ def _range(schema: Schema) -> str:
 
 
 def _value_at(given: object, loc: Sequence[int | str]) -> object:
-    """What the user gave at `loc`; None where the path leads nowhere."""
+    """Return what the user gave at `loc`; None if the path leads nowhere."""
     for part in loc:
         if part == "[key]":
             continue

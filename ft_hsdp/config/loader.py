@@ -22,7 +22,7 @@ _EXPONENT = re.compile(r"^[-+]?[0-9][0-9_]*(?:\.[0-9_]*)?[eE][-+]?[0-9]+$")
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which 1e-3 is a number, as everybody expects (YAML 1.1 wants 1.0e-3)."""
+    """YAML in which 1e-3 is a number, as users expect (YAML 1.1 wants 1.0e-3)."""
 
 
 class _Dumper(yaml.SafeDumper):
@@ -34,9 +34,17 @@ _Dumper.add_implicit_resolver(_FLOAT_TAG, _EXPONENT, list("-+0123456789"))
 
 
 def load(path: Path, overrides: Sequence[str] = ()) -> Config:
-    """The configuration in the YAML file `path`, with `overrides` such as `--train.steps=60` on top.
+    """Return the configuration in a YAML file.
 
-    Raises ConfigError, whose text is one line.
+    Args:
+        path: of the file.
+        overrides: such as `--train.steps=60`; later ones win.
+
+    Returns:
+        A checked, frozen configuration.
+
+    Raises:
+        ConfigError: the file cannot be read, or a value is wrong; its text is one line.
     """
     try:
         text = path.read_bytes()
@@ -50,7 +58,18 @@ def load(path: Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def parse(document: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
-    """As `load`, from the mapping that a YAML file would hold; `document` stays as it is."""
+    """Return the configuration in a mapping, as `load` does from a file.
+
+    Args:
+        document: what a YAML file would contain; it is not changed.
+        overrides: such as `--train.steps=60`; later ones win.
+
+    Returns:
+        A checked, frozen configuration.
+
+    Raises:
+        ConfigError: a value is wrong; its text is one line.
+    """
     for override in overrides:
         document = _override(document, override)
     try:
@@ -60,7 +79,7 @@ def parse(document: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
 
 
 def dump(config: Config) -> str:
-    """`config` as YAML, defaults spelled out; `load` makes an equal one of it."""
+    """Return `config` as YAML with all defaults; `load` makes an equal configuration of it."""
     text: str = yaml.dump(
         config.model_dump(), Dumper=_Dumper, sort_keys=False, allow_unicode=True, default_flow_style=False
     )
@@ -68,10 +87,16 @@ def dump(config: Config) -> str:
 
 
 def agreed(config: Config) -> dict[str, str]:
-    """What all replicas of a job must have alike: JSON text of the value, by dotted key.
+    """Return the values that all replicas of a job must have in common, as JSON text by dotted key.
 
-    That is all that changes what is trained, on which data, or by which rule; ``max_replicas`` is `Config.slots`,
-    ``checkpoint.dir`` is only whether there is one. A long value is cut, with its hash in place of the rest.
+    They are all that change what is trained, on which data, or by which rule. `max_replicas` is `Config.slots`;
+    `checkpoint.dir` says only whether there is one. A long value is cut, with its hash in place of the rest.
+
+    Args:
+        config: of one replica.
+
+    Returns:
+        Sorted by key.
     """
     train = config.train.model_dump(
         include={"steps", "seed", "micro_batch", "seq_len", "accumulate", "precision", "poison", "poison_retries"}
@@ -92,15 +117,21 @@ def agreed(config: Config) -> dict[str, str]:
 
 
 def config_hash(config: Config) -> str:
-    """Hash over what replicas must share to train one model, which `agreed` lists: 32 hex digits."""
+    """Return the hash over `agreed`: 32 hex digits."""
     return _hash(agreed(config))
 
 
 def resume_hash(config: Config) -> str:
-    """Hash over what a checkpoint and the job that resumes from it must share: 32 hex digits.
+    """Return the hash over what a checkpoint and the job that resumes from it must have in common: 32 hex digits.
 
-    Covers model, text, optimizer, seed, and the sequences that a replica trains in a step; not the number of
-    replicas, nor that of their ranks.
+    It covers the model, the text, the optimizer, the seed and the number of sequences that a replica trains in a
+    step; not the number of replicas, nor of their ranks.
+
+    Args:
+        config: of the job.
+
+    Returns:
+        32 hex digits.
     """
     train = config.train
     shared = {
@@ -128,18 +159,18 @@ def _canonical(value: Any) -> str:
 
 
 def _short(text: str) -> str:
-    """``text``, or its beginning and its hash if it is long."""
+    """Return `text`, or its beginning and its hash if it is long."""
     return text if len(text) <= VALUE_LIMIT else f"{text[: VALUE_LIMIT - 40]}...{_hash({'value': text})}"
 
 
 def json_schema() -> str:
-    """JSON schema of the configuration, for editors: the content of configs/schema.json."""
+    """Return the JSON schema of the configuration, for editors: the content of configs/schema.json."""
     schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema_of(Config)}
     return json.dumps(schema, indent=2) + "\n"
 
 
 def _override(document: dict[str, Any], text: str) -> dict[str, Any]:
-    """A copy of `document` with `--dotted.key=value` put in; the value is YAML."""
+    """Return a copy of `document` with `--dotted.key=value` put in; the value is YAML."""
     name, equals, value_text = text.removeprefix("--").partition("=")
     if not equals or not name:
         raise ConfigError("override", text, "--dotted.key=value")
@@ -152,7 +183,10 @@ def _override(document: dict[str, Any], text: str) -> dict[str, Any]:
 
 
 def _put(here: Any, path: Sequence[int | str], depth: int, value: Any) -> Any:
-    """A copy of `here` in which `path[depth:]` holds `value`; what is missing on the way is made."""
+    """Return a copy of `here` in which `path[depth:]` holds `value`.
+
+    Mappings and items on the way are made as needed.
+    """
     if depth == len(path):
         return value
     part = path[depth]
@@ -168,7 +202,7 @@ def _put(here: Any, path: Sequence[int | str], depth: int, value: Any) -> Any:
 
 
 def _parse_yaml(key: str, text: str | bytes, shown: str) -> Any:
-    """The value of a YAML document; ConfigError on `key` where it is none."""
+    """Return the value of a YAML document; raise ConfigError on `key` if it is none."""
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
     except yaml.MarkedYAMLError as error:

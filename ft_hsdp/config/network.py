@@ -1,7 +1,4 @@
-"""The sections that say where the lighthouse is, how it is reached, and what it keeps and shows.
-
-The section that says where a Ray cluster runs the ranks.
-"""
+"""The sections on the network, the lighthouse, and a Ray cluster that runs the ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from ft_hsdp.config.base import Int, Number, Section, refuse
 
 
 def _switch(value: object) -> object:
-    """YAML reads on and off as true and false."""
+    """Return "on" or "off" where YAML has read them as true or false."""
     return ("on" if value else "off") if isinstance(value, bool) else value
 
 

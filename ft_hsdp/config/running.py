@@ -1,4 +1,4 @@
-"""The sections that say how the job runs: all-reduce, quorum, copies, checkpoints."""
+"""The sections on how the job runs: its files, all-reduce, quorum, snapshots, checkpoints."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The sections that say how long is waited and how often is tried again; see docs/timeouts.md.
+"""The sections on timeouts and restarts; docs/timeouts.md shows what depends on what.
 
-All waits are here but four that belong to their subjects: `ftar.timeout_s`, `quorum.lease_s`,
-`quorum.catchup_wait_s` and `lighthouse.etcd_lease_s`. `refusal` checks all of them against each other.
+All waits are here except four that belong to their subjects: `ftar.timeout_s`, `quorum.lease_s`,
+`quorum.catchup_wait_s` and `lighthouse.etcd_lease_s`. `config.BOUNDS` checks all of them against each other.
 """
 
 from __future__ import annotations

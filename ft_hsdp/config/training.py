@@ -1,4 +1,4 @@
-"""The sections that say what is trained: batches, model, data, optimizer, learning rate."""
+"""The sections on what is trained: batches, model, data, optimizer, learning rate."""
 
 from __future__ import annotations
 
