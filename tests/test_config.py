@@ -87,7 +87,7 @@ BAD: list[tuple[dict[Any, Any], list[str], str, str]] = [
         {"timeouts": {"boot_s": 121, "return_wait_s": 0}},
         [],
         "timeouts.boot_s",
-        "at most timeouts.final_wait_s (120.0): who is lost at the end",
+        "at most timeouts.final_wait_s (120.0): a replica that is lost at the end",
     ),
     ({"timeouts": {"return_wait_s": 601}}, [], "timeouts.return_wait_s", "at most timeouts.linger_s (600.0): the"),
     ({"restart": {"hold_s": 120}}, [], "restart.hold_s", "less than timeouts.return_wait_s (120.0): a replica"),
@@ -95,7 +95,7 @@ BAD: list[tuple[dict[Any, Any], list[str], str, str]] = [
         {"restart": {"backoff_s": 1, "backoff_max_s": 120}},
         [],
         "restart.backoff_max_s",
-        "less than timeouts.final_wait_s (120.0): who waits for its restart",
+        "less than timeouts.final_wait_s (120.0): a replica that waits for its restart",
     ),
     (
         {"lighthouse": {"etcd": ["http://etcd"], "etcd_lease_s": 30}},
