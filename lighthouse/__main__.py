@@ -1,7 +1,8 @@
-"""``python -m lighthouse --run RUNDIR [--port N] [--seat N] [--url URL]``: the lighthouse of a run, until SIGTERM.
+"""``python -m lighthouse --run RUNDIR [--port N] [--seat N] [--url URL]``: serve the lighthouse of a run until
+SIGTERM.
 
-It does not know when it is not needed any more. So it ends as if the signal had ended it, and Kubernetes, which
-moves it to another node by such a signal, starts it there.
+The lighthouse cannot know when the job needs it no more. So it ends as if the signal had ended it: Kubernetes,
+which sends that signal when it moves a pod to another node, then starts it there.
 """
 
 from __future__ import annotations
@@ -50,14 +51,14 @@ _log = logging.getLogger("lighthouse")
 
 
 class Server(uvicorn.Server):
-    """Tells its role when it listens, and before it ends."""
+    """uvicorn's server; it tells its role when it listens, and before it ends."""
 
     def __init__(self, config: uvicorn.Config, role: Alone | Candidate) -> None:
         super().__init__(config)
         self._role = role
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Listen, and begin."""
+        """Listen, then start the role."""
         await super().startup(sockets)
         self._role.begin(self.end)
 
@@ -67,41 +68,47 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
 
     def end(self) -> None:
-        """Have it end."""
+        """Make the server end soon; may be called from a signal handler."""
         self.should_exit = True
 
 
 class Alone:
-    """The only lighthouse of its job: it leads as long as it runs."""
+    """The role of a lighthouse that is the only one of its job: it leads as long as it runs."""
 
-    def __init__(self, run: Path, url: str, service: Service, chronicle: JobJournal, app: ASGIApp) -> None:
+    def __init__(self, run: Path, url: str, service: Service, journal: JobJournal, app: ASGIApp) -> None:
         self.app = app
-        self._chronicle = chronicle
+        self._journal = journal
         self._run = run
         self._url = url
         self._service = service
 
     def begin(self, end: Callable[[], None]) -> None:
-        """The port is open: say where. It never calls `end`."""
+        """Write where it listens to lighthouse.json, now that the port is open. ``end`` is never called."""
         said = {"pid": os.getpid(), "url": self._url, "urls": [self._url], **here()}
         try:
             instance.write(self._run / "lighthouse.json", said)
         except OSError as error:
             _log.error("lighthouse.json is not written: %s", error.strerror)
-        self._chronicle.begin()
+        self._journal.begin()
         state = self._service.state
         _log.info("listens on %s; term %d, epoch %d", self._url, state.term, state.epoch)
 
     def close(self) -> None:
-        """Let go of the long polls."""
+        """Answer the open requests, and close the journal."""
         self._service.close()
-        self._chronicle.close()
+        self._journal.close()
 
 
 def listen(host: str, port: int, *, known: bool) -> socket.socket:
-    """A listening socket; ``known``: clients prove who they are, so it need not be on loopback.
+    """Return a listening socket.
 
-    Raises ConfigError on network.host or network.port.
+    Args:
+        host: Name or address of this machine.
+        port: 0 for a free one.
+        known: Clients prove who they are, so the address need not be on loopback.
+
+    Raises:
+        ConfigError: network.host or network.port cannot be used.
     """
     try:
         family, kind, proto, _, address = socket.getaddrinfo(
@@ -130,7 +137,7 @@ def listen(host: str, port: int, *, known: bool) -> socket.socket:
 
 
 def url(sock: socket.socket, scheme: str = "http") -> str:
-    """Where processes of this machine reach `sock`."""
+    """Return the URL under which processes of this machine reach ``sock``."""
     host, port = sock.getsockname()[:2]
     address = ipaddress.ip_address(str(host).partition("%")[0])
     if address.is_unspecified:
@@ -139,7 +146,10 @@ def url(sock: socket.socket, scheme: str = "http") -> str:
 
 
 def advertised(sock: socket.socket, scheme: str = "http") -> str:
-    """Where processes of other machines reach `sock`; clients know their lighthouses, so this is but a hint."""
+    """Return the URL under which processes of other machines reach ``sock``.
+
+    Clients know their lighthouses from the configuration, so this is only a hint.
+    """
     host, port = sock.getsockname()[:2]
     if ipaddress.ip_address(str(host).partition("%")[0]).is_unspecified:
         return f"{scheme}://{socket.gethostname()}:{port}"
@@ -147,42 +157,52 @@ def advertised(sock: socket.socket, scheme: str = "http") -> str:
 
 
 def serve(run: Path, port: int | None, number: int | None = None, said: str | None = None) -> int | None:
-    """Serve the job in `run` until SIGTERM; the port if this process is to start over, having lost the lead.
+    """Serve the job in ``run`` until SIGTERM.
 
-    number: of its seat, None for a free one; said: where others reach it, None for where it listens.
-    Raises ConfigError for what cannot be used, and SystemExit after a signal.
+    Args:
+        run: The run directory.
+        port: Instead of network.port; None: that one.
+        number: Of this lighthouse among several in the run directory; None: a free one.
+        said: URL under which others reach it; None: where it listens.
+
+    Returns:
+        The port if this process must start over because it lost the lead; None: it is done.
+
+    Raises:
+        ConfigError: the configuration, the store or the port cannot be used.
+        SystemExit: after a signal.
     """
     config = load(run / "config.yaml")
     keys = Keys.read(run / "token", run / "admin_token")
     context = tls.server(config.network)
     scheme = "http" if context is None else "https"
     known = bool(keys.worker) or config.network.tls_ca is not None
-    journal = Journal(run / "lighthouse" / "events.jsonl")
+    events = Journal(run / "lighthouse" / "events.jsonl")
 
-    def reign(store: Store, archive: Database, gap: int) -> LeaderRuntime:
-        return begin(config, run, keys, store, archive, gap, journal)
+    def lead(store: Store, database: Database, gap: int) -> LeaderRuntime:
+        return begin(config, run, keys, store, database, gap, events)
 
     wanted = config.network.port if port is None else port
     if not config.lighthouse.etcd:
         store = _patiently(lambda: SqliteStore(run / "lighthouse" / "store.sqlite"))
         try:
             keep = config.lighthouse.keep_rows
-            archive = _patiently(lambda: SqliteDatabase(run / "lighthouse" / "journal.sqlite", keep))
+            database = _patiently(lambda: SqliteDatabase(run / "lighthouse" / "journal.sqlite", keep))
             try:
                 sock = listen(config.network.host, wanted, known=known)
-                leading = _patiently(lambda: reign(store, archive, 0))
+                leading = _patiently(lambda: lead(store, database, 0))
                 _run(Alone(run, said or url(sock, scheme), *leading), sock, keys, context)
             finally:
-                archive.close()
+                database.close()
         finally:
             store.close()
         return None
     from lighthouse.ha.candidate import Candidate  # a lighthouse that is alone starts sooner without its libraries
 
-    taken = instance.InstanceLock(run, number)
+    lock = instance.InstanceLock(run, number)
     sock = listen(config.network.host, wanted, known=known)
     bound = int(sock.getsockname()[1])
-    candidate = Candidate(config, taken, said or advertised(sock, scheme), keys, reign, journal)
+    candidate = Candidate(config, lock, said or advertised(sock, scheme), keys, lead, events)
     try:
         _run(candidate, sock, keys, context)
     finally:
@@ -191,7 +211,7 @@ def serve(run: Path, port: int | None, number: int | None = None, said: str | No
 
 
 def _patiently(make: Callable[[], Made]) -> Made:
-    """What ``make`` gives; as long as the disk is full it is tried again: to end would help nobody."""
+    """Return what ``make`` returns; try again while the disk is full, since ending would not help the job."""
     said = 0.0
     while True:
         try:
@@ -204,7 +224,7 @@ def _patiently(make: Callable[[], Made]) -> Made:
 
 
 def _run(role: Alone | Candidate, sock: socket.socket, keys: Keys, context: ssl.SSLContext | None) -> None:
-    """Serve `role` at `sock` until it is over. Raises SystemExit after SIGTERM or SIGINT."""
+    """Serve ``role`` at ``sock`` until it ends. Raises SystemExit after SIGTERM or SIGINT."""
     told: list[int] = []
 
     def end(signal_number: int, _: object) -> None:
@@ -232,7 +252,11 @@ class _Arguments(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse the arguments and serve; the exit code. What goes wrong is one line on stderr."""
+    """Parse the arguments and serve; an error is one line on stderr.
+
+    Returns:
+        The exit code.
+    """
     logging.basicConfig(
         stream=sys.stderr, level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
@@ -247,8 +271,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         chosen = parser.parse_args(arguments)
         if chosen.port is not None and not 0 <= chosen.port <= 65535:
             raise ConfigError("network.port", chosen.port, "0 to 65535")
-        if chosen.seat is not None and not 0 <= chosen.seat < instance.SEATS:
-            raise ConfigError("--seat", chosen.seat, f"0 to {instance.SEATS - 1}")
+        if chosen.seat is not None and not 0 <= chosen.seat < instance.MAX_INSTANCES:
+            raise ConfigError("--seat", chosen.seat, f"0 to {instance.MAX_INSTANCES - 1}")
         port = serve(chosen.run, chosen.port, chosen.seat, chosen.url)
         if port is not None:
             _start_over(chosen.run, port, chosen.seat, chosen.url)
@@ -259,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _start_over(run: Path, port: int, number: int | None, said: str | None) -> NoReturn:
-    """Become a fresh lighthouse on the same port: what this one remembers is nobody's business any more."""
+    """Replace this process by a fresh lighthouse on the same port: what this one remembers is out of date."""
     given = {"--seat": number, "--url": said}
     more = [word for name, value in given.items() if value is not None for word in (name, str(value))]
     where = ["--run", str(run), "--port", str(port), *more]

@@ -1,6 +1,6 @@
-"""Candidate: one of several lighthouses, from standing by to leading, and to the loss of the lead.
+"""One of several lighthouses, from standing by to leading, and to the loss of the lead.
 
-A lighthouse that loses the lead is to start over as a new program: nothing that it remembers can be told any more.
+A lighthouse that loses the lead must start over as a new program: nothing that it remembers can be told any more.
 """
 
 from __future__ import annotations
@@ -39,63 +39,84 @@ _log = logging.getLogger(__name__)
 
 
 class Candidate:
-    """Stands by at `url`, then leads: `begin` makes what is served then. Raises ConfigError."""
+    """A lighthouse that stands by at ``url``, then leads.
+
+    Args:
+        config: Of the job, with ``lighthouse.etcd``.
+        instance: Which of the lighthouses of the run directory this one is.
+        url: Where others reach it.
+        keys: The job's secrets.
+        begin: Builds what is served while it leads.
+        events: Takes each event of this lighthouse, as a row of its events.jsonl.
+
+    Raises:
+        ConfigError: etcd's endpoints or the certificates cannot be used.
+        DatabaseFailed: the disk takes no writes.
+    """
 
     def __init__(
-        self, config: Config, seat: InstanceLock, url: str, keys: Keys, begin: Begin, journal: Journal
+        self, config: Config, instance: InstanceLock, url: str, keys: Keys, begin: Begin, events: Journal
     ) -> None:
         options = config.lighthouse
-        run = seat.run_id(protocol.mac(keys.worker, "run", config.job.name)[:16])
+        run = instance.run_id(protocol.mac(keys.worker, "run", config.job.name)[:16])
         self._prefix = f"{options.etcd_prefix.rstrip('/')}/{config.job.name}/{run}"
         self._etcd = Etcd.with_secrets(options.etcd, options.etcd_lease_s / 2)
         self._election = Election(self._etcd, f"{self._prefix}/leader", url, options.etcd_lease_s)
-        self._archive = SqliteDatabase(seat.archive, options.keep_rows)
+        self._database = SqliteDatabase(instance.database_path, options.keep_rows)
         self._key = view_key(keys.worker)
         self._trusted = tls.client(config.network)
-        self._seat = seat
+        self._instance = instance
         self._url = url
         self._begin = begin
-        self._journal = journal
+        self._events = events
         self._service: Service | None = None
-        self._chronicle: JobJournal | None = None
+        self._journal: JobJournal | None = None
         self._task: asyncio.Task[None] | None = None
         self._failed: BaseException | None = None
         self.app = SwitchableApp(Standby(lambda: self._election.leader))
         self.deposed = ""  # why it does not lead any more
 
     def begin(self, end: Callable[[], None]) -> None:
-        """The port is open: say where, and stand by. `end` is called once it is deposed, or failed."""
+        """Write where it listens, and stand by, now that the port is open. Does not wait.
+
+        Args:
+            end: Called once when this lighthouse is deposed or has failed.
+        """
 
         def ended(task: asyncio.Task[None]) -> None:
             if not task.cancelled():
                 self._conclude(task.exception())
                 end()
 
-        self._seat.named(self._url)
+        self._instance.named(self._url)
         self._task = asyncio.create_task(self._run())
         self._task.add_done_callback(ended)
 
     def close(self) -> None:
-        """Answer what is open, and take no more."""
+        """Answer the open requests, and take no more."""
         if self._service is not None:
             self._service.close()
-        if self._chronicle is not None:
-            self._chronicle.close()
+        if self._journal is not None:
+            self._journal.close()
         if self._task is not None:
             self._task.cancel()
 
     def end(self) -> None:
-        """Let another one lead at once. Raises what made this one fail."""
+        """Give up the lead, so that another lighthouse can lead at once.
+
+        Raises the error that made this one fail, if it failed.
+        """
         self._election.resign()
         self._etcd.close()
-        self._archive.close()
+        self._database.close()
         if self._failed is not None:
             raise self._failed
 
     async def _run(self) -> None:
+        """Stand by until the election is won, then lead until the lead is lost."""
         trusted = True if self._trusted is None else self._trusted
         async with httpx.AsyncClient(verify=trusted, trust_env=False, follow_redirects=False) as client:
-            mirror = JournalMirror(self._archive, lambda: self._election.leader, self._key, client)
+            mirror = JournalMirror(self._database, lambda: self._election.leader, self._key, client)
             mirroring = asyncio.create_task(mirror.run())
             try:
                 await self._election.win()
@@ -103,33 +124,36 @@ class Candidate:
                 mirroring.cancel()
                 await asyncio.gather(mirroring, return_exceptions=True)
         store = EtcdStore(self._etcd, self._prefix, self._election)
-        self._service, self._chronicle, app = self._begin(store, self._archive, GAP)
-        self._elected(self._service.state, self._chronicle)
-        self._chronicle.begin()
+        self._service, self._journal, app = self._begin(store, self._database, GAP)
+        self._elected(self._service.state, self._journal)
+        self._journal.begin()
         self.app.lead(app)
         keeping = asyncio.create_task(self._election.keep())
         try:
             while not keeping.done() and not store.deposed:
-                self._seat.leads(self._url)
+                self._instance.leads(self._url)
                 await asyncio.wait({keeping}, timeout=POLL_S)
             self.deposed = store.deposed or keeping.result()
         finally:
             keeping.cancel()
         self._note("LighthouseDeposed", f"it does not lead any more: {self.deposed}", {})
 
-    def _elected(self, state: LighthouseState, chronicle: JobJournal) -> None:
+    def _elected(self, state: LighthouseState, journal: JobJournal) -> None:
+        """Write to both journals that this lighthouse leads."""
         reason = f"it leads: fence {self._election.revision}, term {state.term}"
         row = self._note("LighthouseElected", reason, {"term": state.term, "epoch": state.epoch})
-        chronicle.note([row])
+        journal.note([row])
 
     def _note(self, event: str, reason: str, facts: dict[str, object]) -> dict[str, Any]:
+        """Write an event to events.jsonl and to the log; return its row."""
         row = {"t": time.time(), "event": event, "source": "lighthouse", "reason": reason, "url": self._url}
         row |= facts
-        self._journal(row)
+        self._events(row)
         _log.info("%s: %s", self._url, reason)
         return row
 
     def _conclude(self, error: BaseException | None) -> None:
+        """Note why `_run` ended: deposed, so that a fresh start may help, or failed."""
         if isinstance(error, FtHsdpError) and error.exit_code == EXIT_RETRYABLE:
             self.deposed = str(error)  # a fresh start may help
         else:

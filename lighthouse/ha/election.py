@@ -1,9 +1,8 @@
-"""Election: which of several lighthouses leads. One key in etcd, put under a lease, says so.
+"""Election: which of several lighthouses leads. One key in etcd, put under an etcd lease, says so.
 
-The revision in which the key was made is the fence of its holder: whoever comes later has a larger one. The holder
-counts its lease from before it asked for it, so it stops before anybody else can begin.
-
-EtcdStore: the durable state of a job in etcd, for the lighthouse that leads.
+The revision in which the key was made is the fence of its holder: a later holder has a larger one. The holder
+counts its lease from before it asked for it, so it stops before another candidate can begin. `EtcdStore` keeps the
+durable state of a job in etcd, for the lighthouse that leads.
 """
 
 from __future__ import annotations
@@ -27,12 +26,20 @@ MARGIN = 0.9  # part of a lease that its holder counts on
 
 
 def boot_time() -> float:
-    """Seconds since this machine started, those included in which it was suspended."""
+    """Return the seconds since this machine started, those included in which it was suspended."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Election:
-    """One candidate for the lead of a job. ``key`` is the leader's, ``lease_s`` whole seconds."""
+    """One candidate for the lead of a job.
+
+    Args:
+        etcd: The cluster.
+        key: The key that names the leader.
+        url: Of this candidate.
+        lease_s: Length of the leader's lease, whole seconds.
+        clock: Seconds that never jump and do not stop while the machine is suspended.
+    """
 
     def __init__(
         self, etcd: Etcd, key: str, url: str, lease_s: int, clock: Callable[[], float] = boot_time
@@ -49,7 +56,7 @@ class Election:
 
     @property
     def holds(self) -> bool:
-        """Whether this candidate leads for certain: nobody else can, by now."""
+        """Whether this candidate leads for certain: no other one can lead now."""
         return self.revision > 0 and self._clock() < self._until
 
     async def win(self) -> None:
@@ -60,7 +67,7 @@ class Election:
             await asyncio.sleep(POLL_S)
 
     async def keep(self) -> str:
-        """Go on leading for as long as possible; why it is over."""
+        """Renew the lease for as long as possible; return why the lead is lost."""
         pause = self._lease_s / KEEPS
         while True:
             await asyncio.sleep(pause)
@@ -85,7 +92,7 @@ class Election:
             pause = self._lease_s / KEEPS
 
     def resign(self) -> None:
-        """Let another candidate lead at once."""
+        """Give up the lead, so that another candidate can lead at once. Blocks for a call to etcd."""
         self.revision = 0
         if self._lease:
             with contextlib.suppress(EtcdUnreachable, EtcdRefused):
@@ -93,7 +100,7 @@ class Election:
             self._lease = 0
 
     async def _try(self) -> bool:
-        """Look who leads; if nobody does, try to."""
+        """Look up who leads, and campaign if no candidate does; return whether this one leads now."""
         try:
             found = await asyncio.to_thread(self._etcd.get, self.key)
             if found is None:
@@ -105,7 +112,7 @@ class Election:
         return False
 
     async def _campaign(self) -> bool:
-        """Put the key under a lease, unless somebody else was faster."""
+        """Put the key under a lease, unless another candidate was faster; return whether this one leads now."""
         me = json.dumps({"url": self._url, "campaign": secrets.token_hex(8)})
         asked = self._clock()
         self._lease, holds_s = await asyncio.to_thread(self._etcd.grant, self._lease_s)
@@ -120,6 +127,7 @@ class Election:
 
 
 def _url(entry: EtcdEntry) -> str | None:
+    """Return the leader's URL from its key's value; None if there is none."""
     try:
         url = json.loads(entry.value)["url"]
     except (ValueError, KeyError, TypeError):
@@ -131,14 +139,14 @@ _FORMAT = "format"
 
 
 class Deposed(StoreFailed):
-    """This lighthouse does not lead any more, or cannot know that it does."""
+    """This lighthouse does not lead any more, or cannot be certain that it does."""
 
 
 class EtcdStore(JsonStore):
     """Rows below ``prefix``, each "DIGEST JSON"; each write is one transaction that only the leader's key lets in.
 
-    A write that nobody answered may have happened: this lighthouse then no longer knows what is durable, and is
-    deposed for good. Raises Deposed, too, where nothing would be written: a decision is the leader's alone.
+    If etcd does not answer a write, it may have happened: this lighthouse then no longer knows what is durable,
+    and is deposed for good. Raises Deposed also where nothing would be written: only the leader may decide.
     """
 
     def __init__(self, etcd: Etcd, prefix: str, election: Election) -> None:
@@ -149,13 +157,13 @@ class EtcdStore(JsonStore):
         self._doubt = ""
 
     def unsaved(self, state: LighthouseState) -> frozenset[str]:
-        """See `Store`. Raises Deposed."""
+        """Compare the durable fields with those that were saved last. Raises Deposed."""
         if self._doubt or not self._election.holds:
             raise Deposed(f"this lighthouse does not lead any more{self._doubt and f': {self._doubt}'}")
         return super().unsaved(state)
 
     def close(self) -> None:
-        """See `Store`; who resigns lets another lighthouse have it."""
+        """Do nothing; `Election.resign` lets another lighthouse have the store."""
 
     def _read(self) -> tuple[int, Rows]:
         try:

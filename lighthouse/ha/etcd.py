@@ -1,7 +1,7 @@
-"""Etcd: the few calls of its v3 JSON gateway that electing a leader and keeping its state take.
+"""The few calls of etcd's v3 JSON gateway that electing a leader and keeping its state need.
 
-Keys and values are text; on the wire they are base64. Every call may be repeated: what it asks for happens once.
-An answer that is not what etcd says to such a call (of a proxy, or cut short) counts as none.
+Keys and values are text; on the wire they are base64. Every call may be repeated: it takes effect once. An answer
+that is not what etcd says to such a call (of a proxy, or cut short) counts as none.
 """
 
 from __future__ import annotations
@@ -29,26 +29,29 @@ T = TypeVar("T")
 
 
 class EtcdUnreachable(Retryable):
-    """No endpoint gave an answer of etcd in time: whether it happened is not known."""
+    """No endpoint gave an answer of etcd in time: whether the call took effect is not known."""
 
 
 class EtcdRefused(Retryable):
-    """Etcd answered that it will not do it."""
+    """Etcd answered that it does not carry out the call."""
 
 
 @dataclass(frozen=True, slots=True)
 class EtcdEntry:
-    """A key's value, and the revision of the store in which the key was made."""
+    """A key's value, and when the key was made."""
 
     value: str
-    create_revision: int
+    create_revision: int  # of the whole store
 
 
 class Etcd:
-    """A cluster at ``endpoints`` (URLs); a call takes at most about ``timeout_s`` seconds. Thread-safe.
+    """A client of one cluster. Thread-safe. All calls block.
 
-    ``user`` and ``password`` are for a cluster that wants them; an https endpoint must have a certificate that
-    this machine trusts.
+    Args:
+        endpoints: URLs. An https endpoint must have a certificate that this machine trusts.
+        timeout_s: A call takes at most about this long, over all endpoints.
+        user: For a cluster that wants a login; "": none.
+        password: The user's.
     """
 
     def __init__(self, endpoints: tuple[str, ...], timeout_s: float, user: str = "", password: str = "") -> None:
@@ -62,7 +65,11 @@ class Etcd:
 
     @staticmethod
     def with_secrets(endpoints: tuple[str, ...], timeout_s: float) -> Etcd:
-        """A client with the user and password of the environment, if they are there. Raises ConfigError."""
+        """Return a client with the user and password of the environment, if they are there.
+
+        Raises:
+            ConfigError: an endpoint is no URL.
+        """
         for endpoint in endpoints:
             if not endpoint.startswith(("http://", "https://")):
                 raise ConfigError("lighthouse.etcd", endpoint, "http://HOST:PORT or https://HOST:PORT")
@@ -72,11 +79,11 @@ class Etcd:
     # Leases.
 
     def grant(self, ttl_s: int) -> tuple[int, float]:
-        """A new lease: its id, and for how many seconds it holds."""
+        """Return a new lease: its id, and for how many seconds it holds."""
         return self._call("/v3/lease/grant", {"TTL": ttl_s}, lambda answer: (int(answer["ID"]), _seconds(answer)))
 
     def keep_alive(self, lease: int) -> float:
-        """For how many seconds the lease holds from now; 0: it is gone."""
+        """Renew a lease; return for how many seconds it holds from now, 0 if it is gone."""
         return self._call("/v3/lease/keepalive", {"ID": str(lease)}, lambda answer: _seconds(answer["result"]))
 
     def revoke(self, lease: int) -> None:
@@ -86,17 +93,19 @@ class Etcd:
     # Keys.
 
     def get(self, key: str) -> EtcdEntry | None:
-        """The newest value of a key."""
+        """Return the newest value of a key; None if the key is not there."""
         return self._call("/v3/kv/range", {"key": _wire(key)}, lambda answer: _entries(_checked(answer))).get(key)
 
     def below(self, prefix: str) -> dict[str, EtcdEntry]:
-        """All keys that start with ``prefix``, with their newest values."""
+        """Return all keys that start with ``prefix``, with their newest values."""
         last = prefix[:-1] + chr(ord(prefix[-1]) + 1)
         body = {"key": _wire(prefix), "range_end": _wire(last)}
         return self._call("/v3/kv/range", body, lambda answer: _entries(_checked(answer)))
 
     def create(self, key: str, value: str, lease: int) -> EtcdEntry:
-        """Put ``value`` at ``key`` for as long as ``lease`` holds, unless the key is there; what is there then."""
+        """Put ``value`` at ``key`` for as long as ``lease`` holds, unless the key is there; return what is there
+        then.
+        """
         put = {"request_put": {"key": _wire(key), "value": _wire(value), "lease": str(lease)}}
         read = {"request_range": {"key": _wire(key)}}
         body = {"compare": [_made_in(key, 0)], "success": [put, read], "failure": [read]}
@@ -105,7 +114,7 @@ class Etcd:
         )
 
     def put_if(self, key: str, create_revision: int, values: Mapping[str, str]) -> bool:
-        """Put all of ``values`` if ``key`` still is the one made in ``create_revision``; whether it is."""
+        """Put all of ``values`` if ``key`` still is the one made in ``create_revision``; return whether it is."""
         puts = [{"request_put": {"key": _wire(k), "value": _wire(v)}} for k, v in values.items()]
         body = {"compare": [_made_in(key, create_revision)], "success": puts}
         return self._call("/v3/kv/txn", body, lambda answer: _checked(answer).get("succeeded", False) is True)
@@ -117,11 +126,11 @@ class Etcd:
     # Calls.
 
     def _call(self, path: str, body: Mapping[str, object], read: Callable[[dict[str, Any]], T]) -> T:
-        """What ``read`` makes of the answer of the first endpoint that gives one that it can read.
+        """Ask the endpoints in turn; return what ``read`` makes of the first answer that it can read.
 
         Raises:
-            EtcdUnreachable: none did in time.
-            EtcdRefused: it was an error.
+            EtcdUnreachable: no endpoint answered in time.
+            EtcdRefused: the answer was an error.
         """
         until = time.monotonic() + self._timeout_s
         problem = ""
@@ -136,7 +145,7 @@ class Etcd:
         raise EtcdUnreachable(f"etcd: {problem}")
 
     def _ask(self, endpoint: str, path: str, body: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
-        """One endpoint's answer; with a new token if it does not take the old one."""
+        """Return one endpoint's answer; log in again if it does not take the old token."""
         if self._login is None:
             return self._post(endpoint, path, body, timeout_s)
         with self._lock:
@@ -176,11 +185,11 @@ class Etcd:
 
 
 class _StaleToken(EtcdRefused):
-    """The token has run out, or is of a time before etcd was started."""
+    """The token has expired, or is from before etcd was started."""
 
 
 def _understood(where: str, answer: dict[str, Any], read: Callable[[dict[str, Any]], T]) -> T:
-    """What ``read`` makes of an answer. Raises EtcdUnreachable: it is no answer of etcd's to this call."""
+    """Return what ``read`` makes of an answer. Raises EtcdUnreachable: it is no answer of etcd's to this call."""
     try:
         return read(answer)
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -190,13 +199,13 @@ def _understood(where: str, answer: dict[str, Any], read: Callable[[dict[str, An
 
 
 def _checked(answer: dict[str, Any]) -> dict[str, Any]:
-    """An answer that has etcd's header; without it "nothing is there" would be just an empty object."""
+    """Return an answer that has etcd's header; without it "nothing is there" would be just an empty object."""
     int(answer["header"]["revision"])
     return answer
 
 
 def _seconds(answer: dict[str, Any]) -> float:
-    """How long a lease holds; etcd leaves out a 0."""
+    """Return how long a lease holds; etcd leaves out a 0."""
     seconds = float(_checked(answer).get("TTL", 0))
     if not math.isfinite(seconds):
         raise ValueError(f"a lease of {seconds} s")
@@ -204,7 +213,7 @@ def _seconds(answer: dict[str, Any]) -> float:
 
 
 def _entries(answer: Mapping[str, Any]) -> dict[str, EtcdEntry]:
-    """The keys of an answer to a range. Raises ValueError: some are missing."""
+    """Return the keys of an answer to a range. Raises ValueError: some are missing."""
     found = dict(_entry(each) for each in answer.get("kvs", ()))
     if int(answer.get("count", 0)) != len(found):
         raise ValueError(f"{len(found)} keys of {answer.get('count', 0)}")

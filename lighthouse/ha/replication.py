@@ -1,4 +1,4 @@
-"""Mirror: a standby's copy of the leader's journal, so that its history survives the leader's machine."""
+"""A standby's copy of the leader's journal, so that the job's history survives the leader's machine."""
 
 from __future__ import annotations
 
@@ -21,21 +21,25 @@ _log = logging.getLogger(__name__)
 
 
 class JournalMirror:
-    """Follows GET /v1/stream of whoever leads, and keeps each row under the number that it has there.
+    """Follows GET /v1/stream of the leader, and keeps each row under the number that it has there.
 
-    leader: its URL, None while nobody leads; key: a viewer's; client: closed by whoever made it.
+    Args:
+        database: Where the rows are kept.
+        leader: Returns the leader's URL, or None while there is no leader.
+        key: A viewer's.
+        client: Closed by the caller.
     """
 
     def __init__(
-        self, archive: Database, leader: Callable[[], str | None], key: str, client: httpx.AsyncClient
+        self, database: Database, leader: Callable[[], str | None], key: str, client: httpx.AsyncClient
     ) -> None:
-        self._archive = archive
+        self._database = database
         self._leader = leader
         self._headers = {"Authorization": f"Bearer {key}", "Accept": "text/event-stream"}
         self._client = client
 
     async def run(self) -> None:
-        """Follow until cancelled."""
+        """Follow the leader, also from one to the next, until cancelled."""
         while True:
             url = self._leader()
             if url is None:
@@ -56,8 +60,8 @@ class JournalMirror:
                 await asyncio.sleep(RETRY_S)
 
     async def _follow(self, url: str) -> None:
-        """Keep what the leader at ``url`` sends after the newest row that is here, until it ends."""
-        after = {"after": str(self._archive.last)}
+        """Keep what the leader at ``url`` sends after the newest row that is here, until the stream ends."""
+        after = {"after": str(self._database.last)}
         timeout = httpx.Timeout(SILENCE_S, connect=RETRY_S)
         async with self._client.stream(
             "GET", f"{url}/v1/stream", params=after, headers=self._headers, timeout=timeout
@@ -68,11 +72,11 @@ class JournalMirror:
                 *whole, pending = (pending + piece).replace(b"\r\n", b"\n").split(b"\n\n")
                 if len(pending) > MAX_PENDING:
                     raise httpx.DecodingError(f"a row of more than {MAX_PENDING} bytes")
-                await asyncio.to_thread(self._archive.append, list(_entries(whole)))
+                await asyncio.to_thread(self._database.append, list(_entries(whole)))
 
 
 def _entries(blocks: list[bytes]) -> Iterator[JournalEntry]:
-    """The rows in blocks of server-sent events. Raises httpx.DecodingError for anything else."""
+    """Yield the rows in blocks of server-sent events. Raises httpx.DecodingError for anything else."""
     for block in blocks:
         fields = dict(line.split(b": ", 1) for line in block.split(b"\n") if b": " in line[1:])
         if b"data" not in fields:

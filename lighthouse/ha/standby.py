@@ -1,6 +1,7 @@
-"""Stage: what a lighthouse shows that may lead or stand by, on one port: the leader's application, or who leads.
+"""What a lighthouse serves on its one port: while it stands by, who leads; then the leader's application.
 
-While it stands by, /healthz says so, `/` leads to the leader's page, and all other routes answer 503 with its URL.
+While it stands by, /healthz says so, `/` redirects to the leader's page, and all other routes answer 503 with the
+leader's URL.
 """
 
 from __future__ import annotations
@@ -13,13 +14,17 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 
 class Standby:
-    """The application of a lighthouse that does not lead; ``leader`` gives the URL of the one that does."""
+    """The application of a lighthouse that does not lead.
+
+    Args:
+        leader: Returns the leader's URL, or None while there is no leader.
+    """
 
     def __init__(self, leader: Callable[[], str | None]) -> None:
         self._leader = leader
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request; its body is not read."""
+        """Answer one request; its body is not read."""
         leader = self._leader()
         response: Response
         if scope["path"] == "/" and leader is not None:
@@ -38,12 +43,12 @@ class SwitchableApp:
         self._role = "standby"
 
     def lead(self, app: ASGIApp) -> None:
-        """From now on this lighthouse leads."""
+        """Serve ``app`` from now on, as the leader."""
         self._app = app
         self._role = "leader"
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Answer one request: /healthz here, all others by the current application."""
         if scope["type"] == "http" and scope["path"] == "/healthz":
             date = {"date": formatdate(usegmt=True)}
             await JSONResponse({"role": self._role}, headers=date)(scope, receive, send)
