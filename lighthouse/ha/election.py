@@ -20,7 +20,7 @@ from lighthouse.quorum.state import LighthouseState
 from lighthouse.store import FORMAT, JsonStore, Rows, StoreFailed
 
 POLL_S = 0.25  # between two looks at who leads
-RETRY_S = 0.1  # after a call that nobody answered
+RETRY_S = 0.1  # after a call that was not answered
 KEEPS = 4  # calls within one lease
 MARGIN = 0.9  # part of a lease that its holder counts on
 

@@ -120,7 +120,7 @@ class Etcd:
         return self._call("/v3/kv/txn", body, lambda answer: _checked(answer).get("succeeded", False) is True)
 
     def close(self) -> None:
-        """Close the connections."""
+        """Close all connections to etcd."""
         self._http.close()
 
     # Calls.

@@ -1,6 +1,6 @@
-"""The operator's routes: evict, drain, undrain, checkpoint, scale. An order is journaled before it is obeyed.
+"""The application: all routes of a lighthouse put together, with the operator's and the supervisor's.
 
-The lighthouse over HTTP: its routes, put together.
+An operator's order is journaled before it is carried out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MAX_REASON = 500  # characters
 
 
 class OperatorOrder(BaseModel):
-    """What may come with an order; ``force`` is about drain and scale alone."""
+    """What may come with an order; ``force`` counts for drain and scale alone."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -52,9 +52,14 @@ class OrderAnswer(BaseModel):
 
 
 def admin(service: Service, keys: Keys) -> APIRouter:
-    """POST /v1/admin/..., for whoever holds the admin's token. Answers {"detail": one line}: 200, 404, 409 or 422.
+    """Return the routes POST /v1/admin/..., for a holder of the admin's token.
 
-    The same order once more changes nothing and is answered with 200.
+    They answer {"detail": one line} with 200, 404, 409 or 422. The same order once more changes nothing and is
+    answered with 200.
+
+    Args:
+        service: Carries the orders out.
+        keys: The job's secrets.
     """
     router = APIRouter(
         prefix="/v1/admin",
@@ -105,19 +110,26 @@ def admin(service: Service, keys: Keys) -> APIRouter:
 
 
 _PROCESSES = bounded.checker(ProcessReport)
-_OVERVIEW: TypeAdapter[SupervisorReply] = TypeAdapter(SupervisorReply)
+_REPLY: TypeAdapter[SupervisorReply] = TypeAdapter(SupervisorReply)
 
 
 def create_app(
-    service: Service, keys: Keys, chronicle: JobJournal | None = None, meter: Meter | None = None
+    service: Service, keys: Keys, journal: JobJournal | None = None, meter: Meter | None = None
 ) -> QuorumRoute:
-    """The application. Errors are {"detail": one line}; GET /openapi.json says which come where.
+    """Return the application of a lighthouse that leads. Errors are {"detail": one line}.
 
-    POST /v1/quorum     `protocol.encode(Ask)` -> `protocol.encode` of the answer; a long poll
-    POST /v1/processes  fields of `protocol.Processes` -> fields of `protocol.Overview`; tagged -> tagged
+    GET /openapi.json says which errors come where.
+
+    POST /v1/quorum     `protocol.encode(QuorumRequest)` -> `protocol.encode` of the answer; a long poll
+    POST /v1/processes  fields of `ProcessReport` -> fields of `SupervisorReply`; tagged -> tagged
     GET  /v1/status     the job, its members, and each replica's state
     GET  /healthz       200 while the lighthouse serves; needs no token, as the page itself at /
-    With a chronicle those of `views` and, with a meter, of `metrics`; always those of `admin`.
+
+    Args:
+        service: Decides.
+        keys: The job's secrets.
+        journal: Adds the routes of `views`; None: there is no page.
+        meter: Adds GET /metrics, if there is a journal.
     """
     app = FastAPI(title="lighthouse", docs_url=None, redoc_url=None, openapi_url=None)
     v1 = APIRouter(prefix="/v1")
@@ -126,19 +138,19 @@ def create_app(
     @v1.post("/processes", dependencies=worker)
     async def processes(request: Request) -> Response:
         """A supervisor says what runs and gets orders to evict."""
-        picture, tagged = _picture(await middleware.read(request.receive))
-        overview = service.processes(picture)
-        answer = protocol.encode(overview) if tagged else _OVERVIEW.dump_json(overview)
+        report, tagged = _process_report(await middleware.read(request.receive))
+        reply = service.processes(report)
+        answer = protocol.encode(reply) if tagged else _REPLY.dump_json(reply)
         return Response(answer, media_type="application/json")
 
     @v1.get("/status", dependencies=viewer)
     async def status() -> JSONResponse:
-        """The running job."""
+        """The state of the running job."""
         return JSONResponse(service.status())
 
     @app.get("/healthz")
     async def healthz() -> Response:
-        """Whether the lighthouse serves."""
+        """Tell whether the lighthouse serves."""
         return Response("ok\n", media_type="text/plain", headers={"date": formatdate(usegmt=True)})
 
     @app.exception_handler(ProtocolViolation)
@@ -150,17 +162,17 @@ def create_app(
         return JSONResponse({"detail": " ".join(str(error).split())}, 503)
 
     app.include_router(v1)
-    if chronicle is not None:
-        app.include_router(views(chronicle, service, keys))
+    if journal is not None:
+        app.include_router(views(journal, service, keys))
         if meter is not None:
-            app.include_router(metrics(chronicle, meter, keys))
+            app.include_router(metrics(journal, meter, keys))
     app.include_router(admin(service, keys))
     describe(app, keys)
     return QuorumRoute(app, service, Bearer(keys, "worker"))
 
 
-def _picture(body: bytes) -> tuple[ProcessReport, bool]:
-    """The supervisor's message, and whether it came as `protocol.encode` makes it. Raises ProtocolViolation."""
+def _process_report(body: bytes) -> tuple[ProcessReport, bool]:
+    """Return a supervisor's report, and whether it is tagged as by `protocol.encode`. Raises ProtocolViolation."""
     if body.startswith(b'{"type":'):
         return protocol.decode(body, ProcessReport), True
     try:

@@ -1,8 +1,8 @@
-"""Who may talk to the lighthouse: whoever knows a token, compared in constant time. Three roles.
+"""Who may talk to the lighthouse: a holder of a token, compared in constant time. Three roles.
 
 A *worker* is a replica or a supervisor of the job. An *admin* may evict, drain, and order a checkpoint. A *viewer*
-may read what the lighthouse shows; its key is derived from the worker's token, so it may stand in a link.
-Workers and admins may read, too; nobody else has two roles.
+may read what the lighthouse shows; its key is derived from the worker's token and grants nothing else, so it may
+stand in a link. Workers and admins may read, too; no other role includes another.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ft_hsdp.errors import ConfigError
 
 TOKEN_VARIABLE = "FT_HSDP_TOKEN"  # noqa: S105 - the name of a variable
 ADMIN_VARIABLE = "FT_HSDP_ADMIN_TOKEN"
-PROVED = 16  # headers that are known again without a look at the digests
+PROVED = 16  # headers that are recognized without comparing digests
 LOOK_S = 1.0  # between two looks at the files of the tokens
 
 Role = Literal["viewer", "worker", "admin"]
@@ -35,20 +35,23 @@ _log = logging.getLogger(__name__)
 
 
 def view_key(token: str) -> str:
-    """The key that lets its holder look at a job, and do nothing: 32 hex digits; "" without a token."""
+    """Return the key that lets its holder look at a job and do nothing: 32 hex digits; "" without a token."""
     return protocol.mac(token, "view")[:32] if token else ""
 
 
 def page_link(url: str, token: str) -> str:
-    """Where a browser sees the job; what stands behind # is not sent to the server."""
+    """Return the page's URL with the key behind #, which a browser does not send to the server."""
     return f"{url}/#key={view_key(token)}"
 
 
 class Keys:
-    """The job's secrets: the worker's tokens and the admin's, each "" (none), one line or two.
+    """The job's secrets: the worker's tokens and the admin's.
 
-    The first line is the current token, the second one is accepted beside it. Without a worker's token everybody
-    is a worker; without an admin's nobody is an admin.
+    Without a worker's token every caller is a worker; without an admin's none is an admin.
+
+    Args:
+        worker: "" (none), one line or two: the current token, and one that is accepted beside it.
+        admin: The same for the admin.
     """
 
     def __init__(self, worker: str = "", admin: str = "") -> None:
@@ -58,10 +61,12 @@ class Keys:
 
     @classmethod
     def read(cls, worker: Path, admin: Path) -> Self:
-        """The keys in two files, or else in the environment; a file that is changed counts within a second.
+        """Return the keys from two files, or else from the environment; a changed file counts within a second.
 
-        A change that cannot be used changes nothing and is logged. Raises ConfigError for what cannot be used
-        at the start.
+        A change that cannot be used changes nothing and is logged.
+
+        Raises:
+            ConfigError: what is there at the start cannot be used.
         """
         files = _Files(worker, admin)
         keys = cls()
@@ -80,7 +85,11 @@ class Keys:
         return self._admin
 
     def role(self, header: bytes | None) -> Role | None:
-        """Whom the value of an Authorization header (None: there is none) stands for; None: for a stranger."""
+        """Return the role that an Authorization header stands for; None for a stranger.
+
+        Args:
+            header: The value of the header; None: there is none.
+        """
         if self._look is not None and time.monotonic() >= self._due:
             self._refresh()
         proved = self._proved.get(header)
@@ -99,6 +108,7 @@ class Keys:
         return role
 
     def _set(self, worker: Tokens, admin: Tokens) -> None:
+        """Replace the tokens, and forget which headers were right."""
         self._worker, self._admin = (worker or ("",))[0], (admin or ("",))[0]
         self._open = not worker
         self._proved: dict[bytes | None, Role] = {}  # whole headers that were right; found by a keyed hash of them
@@ -122,20 +132,20 @@ class Keys:
 
 
 class _Files:
-    """The two files of tokens, and what they looked like when they were last read."""
+    """The two files of tokens, and how they looked when they were last read."""
 
     def __init__(self, worker: Path, admin: Path) -> None:
         self._files = (worker, admin)
         self._seen: object = None
 
     def read(self) -> tuple[Tokens, Tokens]:
-        """What is in the files. Raises ConfigError."""
+        """Return the tokens in the files. Raises ConfigError."""
         self._seen = self._marks()
         worker, admin = self._files
         return secret.read(worker, TOKEN_VARIABLE), secret.read(admin, ADMIN_VARIABLE)
 
     def changed(self) -> tuple[Tokens, Tokens] | None:
-        """What is in the files if one of them has changed. Raises ConfigError, once for each change."""
+        """Return the tokens if a file has changed, else None. Raises ConfigError, once for each change."""
         return self.read() if self._marks() != self._seen else None
 
     def _marks(self) -> list[object]:
@@ -150,10 +160,7 @@ class _Files:
 
 
 class Bearer(SecurityBase):
-    """A FastAPI dependency that lets a request in only with ``Authorization: Bearer`` and a token of ``role``.
-
-    It reads headers alone.
-    """
+    """A FastAPI dependency: requires ``Authorization: Bearer`` with a token of ``role``; reads headers alone."""
 
     def __init__(self, keys: Keys, role: Role = "worker") -> None:
         self.model = HTTPBearer(description=f"a token of the role {role}")
@@ -162,11 +169,21 @@ class Bearer(SecurityBase):
         self._keys = keys
 
     async def __call__(self, request: Request) -> None:
-        """Raises HTTPException 401 for a missing or wrong token, 403 for one of another role."""
+        """Check the request's role. Raises HTTPException 401 for a missing or wrong token, else 403."""
         self.admit(request.scope["headers"], request.scope.get("role"))
 
     def admit(self, headers: Iterable[tuple[bytes, bytes]], known: Role | None = None) -> None:
-        """The same for the headers of an ASGI scope; ``known``: whom the gate has found there already."""
+        """Check the headers of an ASGI scope, as `__call__` does.
+
+        Args:
+            headers: Of the request.
+            known: The role that `middleware.RequestGate` has found; None: no gate is in front, so the token is
+                judged here.
+
+        Raises:
+            HTTPException: 401 for a missing or wrong token, 403 for a token of another role.
+        """
+        # Defence in depth: a route that is served without the gate, as on the page of a run that is over.
         if known is None:
             known = self._keys.role(next((value for name, value in headers if name == b"authorization"), None))
         if known is None:
@@ -179,5 +196,5 @@ STRANGER = "Authorization: Bearer TOKEN is missing or wrong"
 
 
 def may(known: Role, wanted: Role) -> bool:
-    """Whether a holder of the role ``known`` may do what is for ``wanted``."""
+    """Return whether a holder of the role ``known`` may do what is for ``wanted``."""
     return known == wanted or wanted == "viewer"

@@ -1,8 +1,11 @@
-"""Door: what every connection passes before there is a request: how many, how slow and how large they may be.
+"""What every connection passes before there is a request: how many there are, how slow and how large they may be.
 
 uvicorn with httptools bounds neither the head of a request nor the time that it takes, and at its limit of
-connections it turns everybody away. Here a connection is a *stranger* until a request on it has shown a token;
-when there are too many strangers the oldest one goes, so that none who idles keeps out who has something to say.
+connections it refuses every new one. Here a connection is a *stranger* until a request on it has shown a token.
+When there are too many strangers the oldest one is closed, so that idle connections cannot keep out a replica.
+
+This module subclasses internals of uvicorn and of asyncio's TLS; tests/lighthouse/test_attacks.py holds what it
+relies on.
 """
 
 from __future__ import annotations
@@ -36,27 +39,31 @@ REQUEST_BYTES = 1024 * 1024  # head, body and what chunks cost; the routes allow
 TICK_S = 1.0  # everything is timed in these: no timer per connection
 
 
-class _Guest(Protocol):
-    """A connection, as the list of all of them sees it."""
+class _Tracked(Protocol):
+    """A connection, as `Connections` sees it."""
 
     address: str
 
     def tick(self) -> None:
-        """`TICK_S` have passed."""
+        """Note that `TICK_S` have passed."""
 
     def drop(self) -> None:
-        """Close at once."""
+        """Close the connection at once."""
 
 
 class Connections:
-    """All connections of a server; which of them are strangers, oldest first."""
+    """All connections of a server, and which of them are strangers, oldest first.
+
+    Args:
+        most: How many may be open; fewer if the process may not open that many files.
+    """
 
     def __init__(self, most: int = CONNECTIONS) -> None:
         files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._most = min(most, max(16, files - SPARE_FILES)) if files != resource.RLIM_INFINITY else most
-        self._all: set[_Guest] = set()
-        self._strangers: dict[_Guest, None] = {}
-        self._of: dict[str, dict[_Guest, None]] = {}
+        self._all: set[_Tracked] = set()
+        self._strangers: dict[_Tracked, None] = {}
+        self._of: dict[str, dict[_Tracked, None]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     def __len__(self) -> int:
@@ -67,54 +74,54 @@ class Connections:
         """How many have not shown a token yet."""
         return len(self._strangers)
 
-    def enter(self, guest: _Guest) -> None:
-        """Take a new connection; a stranger has to go if there is no room, or the new one if there is none."""
-        mine = self._of.get(guest.address, {})
+    def enter(self, connection: _Tracked) -> None:
+        """Take a new connection; if there is no room, close the oldest stranger, else the new one."""
+        mine = self._of.get(connection.address, {})
         if len(mine) >= STRANGERS_EACH:
             self._expel(next(iter(mine)))
         elif self._strangers and (len(self._strangers) >= STRANGERS or len(self._all) >= self._most):
             self._expel(next(iter(self._strangers)))
         if len(self._all) >= self._most:
-            return guest.drop()
-        self._all.add(guest)
-        self._strangers[guest] = None
-        self._of.setdefault(guest.address, {})[guest] = None
+            return connection.drop()
+        self._all.add(connection)
+        self._strangers[connection] = None
+        self._of.setdefault(connection.address, {})[connection] = None
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick)
         return None
 
-    def known(self, guest: _Guest) -> None:
-        """A request on this connection has shown a token."""
-        if self._strangers.pop(guest, guest) is None:
-            mine = self._of[guest.address]
-            del mine[guest]
+    def known(self, connection: _Tracked) -> None:
+        """Note that a request on this connection has shown a token."""
+        if self._strangers.pop(connection, connection) is None:
+            mine = self._of[connection.address]
+            del mine[connection]
             if not mine:
-                del self._of[guest.address]
+                del self._of[connection.address]
 
-    def leave(self, guest: _Guest) -> None:
-        """This connection is closed."""
-        self.known(guest)
-        self._all.discard(guest)
+    def leave(self, connection: _Tracked) -> None:
+        """Forget a connection that is closed."""
+        self.known(connection)
+        self._all.discard(connection)
 
-    def _expel(self, guest: _Guest) -> None:
-        self.leave(guest)
-        guest.drop()
+    def _expel(self, connection: _Tracked) -> None:
+        self.leave(connection)
+        connection.drop()
 
     def _tick(self) -> None:
-        for guest in tuple(self._all):
-            guest.tick()
+        for connection in tuple(self._all):
+            connection.tick()
         again = bool(self._all)
         self._timer = asyncio.get_running_loop().call_later(TICK_S, self._tick) if again else None
 
 
 class GuardedConnection(HttpToolsProtocol):
-    """One connection. What is wrong with a head is answered with 400 or 431; what is too slow is cut off."""
+    """One connection. A wrong head is answered with 400 or 431; a connection that is too slow is cut off."""
 
     def __init__(self, connections: Connections, **uvicorn: Any) -> None:
         super().__init__(**uvicorn)
         self.address = ""
         self.stranger = True
-        self._guests = connections
+        self._connections = connections
         self._got = 0  # bytes of the request that is coming in
         self._due = True  # more of a request is to come
         self._in_head = True
@@ -122,22 +129,22 @@ class GuardedConnection(HttpToolsProtocol):
         self._stuck = 0  # ticks in which nothing of an answer could be sent
         self._wrong = (400, "this is not an HTTP request")
 
-    # What uvicorn's protocol is told.
+    # Callbacks of uvicorn's protocol.
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """It begins."""
+        """Start to track the connection."""
         super().connection_made(transport)
         self.address = source(self.client[0]) if self.client else ""
-        self._guests.enter(self)
+        self._connections.enter(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """It has ended."""
-        self._guests.leave(self)
+        """Stop tracking the connection."""
+        self._connections.leave(self)
         super().connection_lost(exc)
         self._unset_keepalive_if_required()  # after a reset uvicorn forgets to: its timer keeps this alive
 
     def data_received(self, data: bytes) -> None:
-        """Bytes have come."""
+        """Count the bytes of the request, and refuse or drop one that is too large."""
         self._got += len(data)
         super().data_received(data)
         if self._got > HEAD_BYTES and self._due and not self.transport.is_closing():
@@ -148,16 +155,16 @@ class GuardedConnection(HttpToolsProtocol):
                 self.drop()
 
     def on_message_begin(self) -> None:
-        """The first byte of a request."""
+        """Start a request with its first byte, and let the gate say that its token is known."""
         if self.cycle is not None and not self.cycle.response_complete:
             raise ValueError("a request before the answer to the last one")
         super().on_message_begin()
-        self.scope["extensions"] = {"door": {"known": self.known}}
+        self.scope["extensions"] = {"connection": {"known": self.known}}
         self._due = self._in_head = True
         self._age = 0
 
     def on_headers_complete(self) -> None:
-        """The head is whole."""
+        """Refuse a head with too many or too large headers."""
         headers = self.headers
         if len(headers) > HEADERS:
             self._wrong = (431, f"more than {HEADERS} headers")
@@ -170,19 +177,19 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """A header; those behind a body are of no use here."""
+        """Take a header; one behind a body (a trailer) is refused."""
         if not self._in_head:
             raise ValueError("a trailer")
         super().on_header(name, value)
 
     def on_message_complete(self) -> None:
-        """All of the request is here."""
+        """Note that the whole request is here."""
         self._due = False
         self._got = self._age = 0
         super().on_message_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """Say in one line what is wrong with the head of a request, and hang up."""
+        """Say in one line what is wrong with the head of a request, and close."""
         if self.cycle is not None and not self.cycle.response_complete:
             return self.drop()  # an answer is under way: another one would be taken for its end
         status, detail = self._wrong
@@ -193,16 +200,16 @@ class GuardedConnection(HttpToolsProtocol):
         self.transport.close()
         return None
 
-    # What the others say.
+    # Calls of the gate and of `Connections`.
 
     def known(self) -> None:
-        """A request on it has shown a token."""
+        """Note that a request on this connection has shown a token."""
         if self.stranger:
             self.stranger = False
-            self._guests.known(self)
+            self._connections.known(self)
 
     def tick(self) -> None:
-        """`TICK_S` have passed."""
+        """Note that `TICK_S` have passed; drop the connection if it is too slow or a stranger that idles."""
         if self.flow.write_paused or self.transport.is_closing():
             self._stuck += 1
         else:
@@ -214,65 +221,65 @@ class GuardedConnection(HttpToolsProtocol):
             self.drop()
 
     def drop(self) -> None:
-        """Close at once."""
+        """Close the connection at once."""
         self.transport.abort()
 
 
 class GuardedTlsConnection(GuardedConnection):
-    """A door behind TLS, that is there once the handshake is over."""
+    """A connection behind TLS; it exists once the handshake is over."""
 
     def __init__(self, connections: Connections, handshake: Handshake, **uvicorn: Any) -> None:
         super().__init__(connections, **uvicorn)
         self._handshake = handshake
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """The handshake is over."""
-        self._guests.leave(self._handshake)
+        """Take the place of the handshake."""
+        self._connections.leave(self._handshake)
         super().connection_made(transport)
 
 
 class Handshake(SSLProtocol):
-    """TLS around a door: during the handshake a stranger like any other.
+    """TLS around a connection: during the handshake it is a stranger like any other.
 
-    uvicorn would have the loop do this, where nothing counts the handshakes that do not end.
+    uvicorn would let the loop do this, where unfinished handshakes are not counted.
     """
 
     def __init__(self, connections: Connections, context: ssl.SSLContext, **uvicorn: Any) -> None:
         self.address = ""
-        self._guests = connections
+        self._connections = connections
         super().__init__(
             asyncio.get_running_loop(),
             GuardedTlsConnection(connections, self, **uvicorn),
             context,
-            None,  # type: ignore[arg-type]  # nobody waits for the end of the handshake
+            None,  # type: ignore[arg-type]  # no future waits for the end of the handshake
             server_side=True,
             ssl_handshake_timeout=HANDSHAKE_S,
             ssl_shutdown_timeout=SHUTDOWN_S,
         )
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """It begins."""
+        """Start to track the handshake."""
         peer = transport.get_extra_info("peername")
         self.address = source(str(peer[0])) if peer else ""
         self._wire = _Wire(transport)
         super().connection_made(self._wire)  # type: ignore[arg-type]
-        self._guests.enter(self)
+        self._connections.enter(self)
 
     def connection_lost(self, exc: BaseException | None) -> None:
-        """It has ended."""
-        self._guests.leave(self)
+        """Stop tracking the handshake."""
+        self._connections.leave(self)
         super().connection_lost(exc)
 
     def tick(self) -> None:
-        """`TICK_S` have passed; the handshake has a deadline of its own."""
+        """Do nothing; the handshake has a deadline of its own."""
 
     def drop(self) -> None:
-        """Close at once."""
+        """Close the connection at once."""
         self._wire.abort()
 
 
 class _Wire:
-    """A transport of uvloop with the one method more that asyncio's TLS wants."""
+    """A transport of uvloop with the one more method that asyncio's TLS needs."""
 
     def __init__(self, transport: Any) -> None:
         self._transport = transport
@@ -285,7 +292,7 @@ class _Wire:
 
 
 def protocol(connections: Connections, context: ssl.SSLContext | None) -> Callable[..., asyncio.BaseProtocol]:
-    """What ``uvicorn.Config(http=...)`` takes: makes the protocol of each new connection."""
+    """Return what ``uvicorn.Config(http=...)`` takes: a factory of the protocol of each new connection."""
 
     def make(**uvicorn: Any) -> asyncio.BaseProtocol:
         if context is None:
@@ -296,7 +303,12 @@ def protocol(connections: Connections, context: ssl.SSLContext | None) -> Callab
 
 
 def options(connections: Connections, context: ssl.SSLContext | None) -> dict[str, Any]:
-    """How uvicorn is to be run; ``context``: speak TLS."""
+    """Return the options that uvicorn runs with.
+
+    Args:
+        connections: Tracks the server's connections.
+        context: Speak TLS; None: plain HTTP.
+    """
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # what strangers send is no news
     return {
         "loop": "uvloop",

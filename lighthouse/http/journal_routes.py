@@ -1,6 +1,6 @@
-"""Static: the page's files, from a table that is made once: no path from the network reaches the file system.
+"""The routes that feed and show the journal: telemetry, overview, log, stream; and the files of the page.
 
-Views: the routes by which the chronicle is told things and shown: telemetry, picture, log and stream.
+The page of a run that is over has these routes, too, without a `Service`.
 """
 
 from __future__ import annotations
@@ -54,14 +54,19 @@ class _File:
 
 
 class Static:
-    """The files of ``folder`` whose type is known, by their paths in it."""
+    """The page's files, by their paths in ``folder``; read once, only those of a known type.
+
+    Not starlette's StaticFiles: it looks a request's path up in the file system, takes the media type from the
+    machine's tables, and the ETag from the file's time. Here no path from the network reaches the file system, the
+    browser gets the same type everywhere, and after an update without changes it keeps its copy.
+    """
 
     def __init__(self, folder: Path = FOLDER) -> None:
         found = sorted(p for p in folder.rglob("*") if p.is_file() and p.suffix in TYPES)
         self._files = {p.relative_to(folder).as_posix(): _read(p) for p in found}
 
     def answer(self, request: Request, path: str) -> Response:
-        """The file at ``path``, or 304 to a browser that has it. Raises HTTPException 404."""
+        """Return the file at ``path``, or 304 to a browser that has it. Raises HTTPException 404."""
         file = self._files.get(path)
         if file is None:
             raise HTTPException(404, "no such page")
@@ -77,23 +82,28 @@ def _read(path: Path) -> _File:
     return _File(body, TYPES[path.suffix], f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"')
 
 
-PING_S = 10.0  # a stream is never silent for longer
-RETRY_MS = 1000  # after which a browser may open a stream again
+PING_S = 10.0  # longest silence of a stream
+RETRY_MS = 1000  # a browser opens a stream again after this
 
 Time = Annotated[float | None, Query(ge=0, le=LIMIT, allow_inf_nan=False, description="Unix seconds")]
 Number = Annotated[int | None, Query(ge=0, le=LIMIT, description="number of a row")]
 
 
-def views(chronicle: JobJournal, service: Service | None, keys: Keys) -> APIRouter:
-    """The routes; without a ``service`` nobody decides any more: the job has ended.
+def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter:
+    """Return the routes.
 
     Errors are {"detail": one line}: 401, 403, 413, 422, 429, and 503 if the journal cannot be read.
 
-    GET  /, /assets/...   the page: files that hold no data, for everybody
+    GET  /, /assets/...   the page: files that hold no data, for everyone
     POST /v1/telemetry    `protocol.encode(Telemetry)` from a worker; 204
-    GET  /v1/overview     the picture, now or ``at`` a time
+    GET  /v1/overview     the job, now or ``at`` a time
     GET  /v1/events       a page of the log
     GET  /v1/stream       server-sent events: every row as it comes, and none twice after a break
+
+    Args:
+        journal: Takes the rows and shows them.
+        service: Decides; None: the job has ended.
+        keys: The job's secrets.
     """
     routes = APIRouter()
     files = Static()
@@ -101,19 +111,19 @@ def views(chronicle: JobJournal, service: Service | None, keys: Keys) -> APIRout
 
     @routes.get("/", include_in_schema=False)
     async def page(request: Request) -> Response:
-        """The page."""
+        """The page itself, index.html."""
         return files.answer(request, "index.html")
 
     @routes.get("/assets/{path:path}", include_in_schema=False)
     async def asset(request: Request, path: str) -> Response:
-        """A file of the page."""
+        """Another file of the page."""
         return files.answer(request, path)
 
     @routes.post("/v1/telemetry", dependencies=worker, status_code=204, response_class=Response)
     async def telemetry(request: Request) -> None:
-        """A replica or a supervisor tells what is only to be seen."""
-        chronicle.take(protocol.decode(await middleware.read(request.receive), Telemetry))
-        await chronicle.kept()
+        """A replica or a supervisor reports what is only shown."""
+        journal.take(protocol.decode(await middleware.read(request.receive), Telemetry))
+        await journal.kept()
 
     @routes.get("/v1/overview", dependencies=viewer)
     async def overview(
@@ -122,10 +132,10 @@ def views(chronicle: JobJournal, service: Service | None, keys: Keys) -> APIRout
         end: Time = None,
         points: Annotated[int, Query(ge=1, le=5000, description="of a curve, at most")] = 600,
     ) -> OverviewView:
-        """The job in one picture."""
+        """The job as the page shows it."""
         try:
-            await chronicle.ready(at)
-            shown = chronicle.picture(at=at, start=start, end=end, points=points)
+            await journal.ready(at)
+            shown = journal.picture(at=at, start=start, end=end, points=points)
         except DatabaseFailed as error:
             raise _unreadable(error) from None
         if service is not None and at is None:
@@ -144,7 +154,7 @@ def views(chronicle: JobJournal, service: Service | None, keys: Keys) -> APIRout
         """A page of the log: the first rows after a number, else the newest ones before a number or of all."""
         try:
             found = await asyncio.to_thread(
-                chronicle.events,
+                journal.events,
                 after=after,
                 before=before,
                 limit=limit,
@@ -162,9 +172,9 @@ def views(chronicle: JobJournal, service: Service | None, keys: Keys) -> APIRout
         told = request.headers.get("last-event-id", "")
         if told.isascii() and told.isdigit() and len(told) <= 16:
             after = int(told)
-        if chronicle.crowded:
+        if journal.crowded:
             raise HTTPException(429, "too many followers; try again in 5 s", headers={"Retry-After": "5"})
-        rows = _messages(chronicle.follow(after))
+        rows = _messages(journal.follow(after))
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         return StreamingResponse(rows, media_type="text/event-stream", headers=headers)
 
@@ -182,7 +192,7 @@ Rows = AsyncIterator[tuple[int, str, dict[str, Any]]]
 
 
 async def _messages(rows: Rows) -> AsyncIterator[str]:
-    """Server-sent events of ``rows``; a comment when there is none for long."""
+    """Yield server-sent events of ``rows``; a comment when there is none for `PING_S`."""
     task = asyncio.ensure_future(anext(rows, None))
     try:
         yield f"retry: {RETRY_MS}\n\n"
@@ -194,7 +204,7 @@ async def _messages(rows: Rows) -> AsyncIterator[str]:
             try:
                 row = task.result()
             except (DatabaseFailed, TooMany):
-                return  # the follower comes back, and goes on where it was
+                return  # the client opens the stream again, and goes on where it was
             if row is None:
                 return
             seq, kind, body = row
@@ -209,7 +219,7 @@ async def _messages(rows: Rows) -> AsyncIterator[str]:
 
 
 def _decided(shown: dict[str, Any], state: Decisions) -> None:
-    """Put what the lighthouse decides by into a picture: it is true even where rows of it are lost."""
+    """Put what the lighthouse decides by into an overview: it is true even where rows of the journal are lost."""
     shown["lighthouse"] |= {"term": state.term, "epoch": state.epoch}
     shown["job"]["total"] = state.target
     for row in shown["replicas"]:

@@ -1,7 +1,7 @@
-"""Metrics for Prometheus: what the chronicle's picture shows, and counts of what passes by.
+"""Metrics for Prometheus: what the journal's overview shows, and counts of requests, commits and failures.
 
-docs/metrics.md names them. Labels are bounded: replicas, states, causes, routes, kinds of failures; what is none
-of them is "other".
+docs/metrics.md names them. Labels are bounded: replicas, states, causes, routes, kinds of failures; any other
+value is "other".
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ REQUEST_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0
 
 
 class Shown(Protocol):
-    """What is asked of the chronicle."""
+    """What the metrics ask of the journal."""
 
     async def ready(self) -> None:
-        """Fold what is still to be folded."""
+        """Fold the rows that are still to be folded."""
 
     def picture(self, *, points: int = 600) -> dict[str, Any]:
-        """All that the page shows."""
+        """Return all that the page shows."""
 
     def events(self, *, limit: int = 200, event: str | None = None) -> dict[str, Any]:
-        """The newest events of one kind."""
+        """Return the newest events of one kind."""
 
     def beat(self, replica: int) -> tuple[float, tuple[RankBeat, ...]]:
-        """Seconds since a replica was heard, and its ranks."""
+        """Return the seconds since a replica was heard, and its ranks."""
 
 
 class Meter:
-    """Counts commits, failures and requests. A sink of the chronicle."""
+    """Counts commits, failures and requests. It is a `Sink` of the journal."""
 
     def __init__(self) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -111,14 +111,14 @@ class Meter:
         self.checkpoint: Mapping[str, Any] | None = None  # the newest one that was written
 
     def event(self, seq: int, row: Mapping[str, Any]) -> None:
-        """Take an event."""
+        """Take an event of the journal."""
         if row.get("event") == "CheckpointWritten":
             self.checkpoint = row
         elif row.get("event") == "RowsDropped":
             self._dropped.inc(_amount(row.get("rows")))
 
     def commit(self, seq: int, row: Mapping[str, Any]) -> None:
-        """Take a committed step; figures that are none count nothing."""
+        """Take a committed step; values that are no numbers count nothing."""
         self._commits.inc()
         step_s = _amount(row.get("step_s"))
         if step_s > 0:
@@ -131,10 +131,10 @@ class Meter:
             self._waits.labels(cause if cause in WAITS else OTHER).inc(_amount(seconds))
 
     def close(self) -> None:
-        """Nothing is kept."""
+        """Do nothing; no file is open."""
 
     def settle(self, failures: Sequence[Mapping[str, Any]]) -> None:
-        """Count each failure of a picture once, when it is over."""
+        """Count each failure of an overview once, when it is over."""
         over = {f["seq"]: f for f in failures if f["done"]}
         for seq in sorted(over.keys() - self._counted):
             failure = over[seq]
@@ -148,12 +148,13 @@ class Meter:
         self._counted = set(over)
 
     def request(self, route: str, code: int, seconds: float) -> None:
-        """Count a request."""
+        """Count a request that was answered."""
         self._requests.labels(route, code).inc()
         if route not in ENDLESS:
             self._request_s.labels(route).observe(seconds)
 
     def _kind(self, kind: str) -> str:
+        """Return the label of a failure's kind; the number of labels is bounded."""
         if kind not in self._kinds and (len(self._kinds) >= KINDS or not KIND.fullmatch(kind)):
             return OTHER
         self._kinds.add(kind)
@@ -161,31 +162,31 @@ class Meter:
 
 
 def _amount(value: object) -> float:
-    """A number that can be added up; 0.0 for anything else."""
+    """Return a number that can be added up; 0.0 for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return 0.0
     return max(0.0, float(value))
 
 
 class Scraped(Collector):
-    """All metrics: the meter's, and what the chronicle's picture holds when it is asked for."""
+    """All metrics: the meter's, and those of the journal's overview at the time of the scrape."""
 
-    def __init__(self, chronicle: Shown, meter: Meter) -> None:
-        self._chronicle = chronicle
+    def __init__(self, journal: Shown, meter: Meter) -> None:
+        self._journal = journal
         self._meter = meter
         self._looked = False
 
     def collect(self) -> Iterator[Metric]:
-        """The metrics of this moment."""
-        picture = self._chronicle.picture(points=2)
-        self._meter.settle(picture["failures"])
+        """Yield the metrics of this moment."""
+        overview = self._journal.picture(points=2)
+        self._meter.settle(overview["failures"])
         yield from self._meter.registry.collect()
-        yield from _job(picture)
-        yield from self._replicas(picture["replicas"])
-        yield from self._checkpoint(picture["now"])
+        yield from _job(overview)
+        yield from self._replicas(overview["replicas"])
+        yield from self._checkpoint(overview["now"])
 
     def _replicas(self, replicas: Sequence[Mapping[str, Any]]) -> Iterator[Metric]:
-        """What is known of each replica."""
+        """Yield the gauges of each replica."""
         state = GaugeMetricFamily(
             "ft_hsdp_replica_state", "1 for the state of a replica", labels=["replica", "state"]
         )
@@ -193,7 +194,7 @@ class Scraped(Collector):
         for replica in replicas:
             for name in STATES:
                 state.add_metric([str(replica["replica"]), name], replica["state"] == name)
-            heard, ranks = self._chronicle.beat(replica["replica"])
+            heard, ranks = self._journal.beat(replica["replica"])
             if ranks:
                 age.add_metric([str(replica["replica"])], heard)
         yield state
@@ -210,10 +211,10 @@ class Scraped(Collector):
             yield family
 
     def _checkpoint(self, now: float) -> Iterator[Metric]:
-        """The newest checkpoint; after a restart it is in the journal."""
+        """Yield the newest checkpoint; after a restart it is read from the journal."""
         if self._meter.checkpoint is None and not self._looked:
             self._looked = True
-            found = self._chronicle.events(limit=1, event="CheckpointWritten")["events"]
+            found = self._journal.events(limit=1, event="CheckpointWritten")["events"]
             self._meter.checkpoint = {**found[-1], **found[-1]["facts"]} if found else None
         row = self._meter.checkpoint
         if row is not None:
@@ -224,9 +225,9 @@ class Scraped(Collector):
             yield GaugeMetricFamily("ft_hsdp_checkpoint_age_seconds", "Since it was written", age)
 
 
-def _job(picture: Mapping[str, Any]) -> Iterator[Metric]:
-    """What is known of the job."""
-    job, head, lighthouse = picture["job"], picture["head"], picture["lighthouse"]
+def _job(overview: Mapping[str, Any]) -> Iterator[Metric]:
+    """Yield the gauges of the job."""
+    job, head, lighthouse = overview["job"], overview["head"], overview["lighthouse"]
     for name, text, value in (
         ("step", "Newest committed step", head["step"]),
         ("target_steps", "Steps of the whole job", job["steps"]),
@@ -244,30 +245,36 @@ def _job(picture: Mapping[str, Any]) -> Iterator[Metric]:
             yield GaugeMetricFamily(f"ft_hsdp_{name}", text, _number(value))
     ratio = GaugeMetricFamily("ft_hsdp_effective_training_ratio", "Part of the time that trained", labels=["by"])
     for by in ("wall_clock", "renewal", "with_replay"):
-        if picture["effective"][by] is not None:
-            ratio.add_metric([by], picture["effective"][by])
+        if overview["effective"][by] is not None:
+            ratio.add_metric([by], overview["effective"][by])
     yield ratio
     lost = GaugeMetricFamily("ft_hsdp_lost_seconds", "Time that did not train, by cause", labels=["cause"])
-    for cause, seconds in picture["effective"]["lost_s"].items():
+    for cause, seconds in overview["effective"]["lost_s"].items():
         lost.add_metric([cause], seconds)
     yield lost
-    yield CounterMetricFamily("ft_hsdp_journal_rows", "Rows that the journal was given", picture["seq"])
+    yield CounterMetricFamily("ft_hsdp_journal_rows", "Rows that the journal was given", overview["seq"])
 
 
 def _number(value: Any) -> float:
-    """A gauge's value; NaN for what is none."""
+    """Return a gauge's value; NaN for anything that is no number."""
     return float(value) if isinstance(value, bool | int | float) else math.nan
 
 
-def metrics(chronicle: Shown, meter: Meter, keys: Keys) -> APIRouter:
-    """GET /metrics, for viewers: the text format or OpenMetrics, as the scraper likes."""
-    scraped = Scraped(chronicle, meter)
+def metrics(journal: Shown, meter: Meter, keys: Keys) -> APIRouter:
+    """Return the route GET /metrics, for viewers: the text format or OpenMetrics, as the scraper asks.
+
+    Args:
+        journal: Shows the job.
+        meter: Counts what passes by.
+        keys: The job's secrets.
+    """
+    scraped = Scraped(journal, meter)
     router = APIRouter()
 
     @router.get("/metrics", dependencies=[Depends(Bearer(keys, "viewer"))], response_class=Response)
     async def scrape(request: Request) -> Response:
         """All metrics of the job and of this lighthouse."""
-        await chronicle.ready()
+        await journal.ready()
         encode, media_type = choose_encoder(request.headers.get("accept", ""))
         return Response(encode(scraped), headers={"Content-Type": media_type})
 
@@ -275,14 +282,14 @@ def metrics(chronicle: Shown, meter: Meter, keys: Keys) -> APIRouter:
 
 
 class Measured:
-    """Counts and times the requests to ``app``. An ASGI middleware."""
+    """An ASGI middleware that counts and times the requests to ``app``."""
 
     def __init__(self, app: ASGIApp, meter: Meter) -> None:
         self._app = app
         self._meter = meter
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on."""
+        """Pass a request on, and count it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -1,9 +1,13 @@
-"""Body: the whole body of a request, with a deadline and a bound.
+"""The gate that every request passes before any route sees it (`RequestGate`), and reading a body (`read`).
 
-Gate: what every request passes before any route sees it: the token, the rate, the size. An ASGI middleware.
+A stranger gets 401 everywhere but on the page itself and on /healthz, and learns nothing about the routes. The
+route says which role it wants (`auth.Bearer`).
 
-A stranger gets 401 everywhere but on the page itself and on /healthz, and learns nothing about the routes. Which
-role a route wants is said by the route (`auth.Bearer`).
+A request's size is bounded three times, each for a reason. `connections` bounds the bytes of the whole request,
+because what a route never reads is received all the same. The gate bounds the body by its route, so that no route
+can be without a bound. `read` bounds the body where a route reads it itself: such routes are also served without a
+gate (the page of a run that is over), and the gate leaves POST /v1/quorum to it, because that route is on the path
+of every step.
 """
 
 from __future__ import annotations
@@ -24,7 +28,12 @@ BODY_S = 10.0  # longest time for a body to arrive
 
 
 async def read(receive: Receive) -> bytes:
-    """The body of a request, counted while it arrives. Raises HTTPException 400, 408 or 413."""
+    """Return the body of a request, counted while it arrives.
+
+    Raises:
+        HTTPException: 400 if the connection closes within it, 408 if it takes longer than `BODY_S`, 413 if it is
+            larger than `MAX_BODY`.
+    """
     message = await _next(receive)
     body: bytes = message.get("body", b"")
     if message.get("more_body", False):
@@ -36,6 +45,7 @@ async def read(receive: Receive) -> bytes:
 
 
 async def _rest(body: bytes, receive: Receive) -> bytes:
+    """Return ``body`` and what still arrives; stop at `MAX_BODY`."""
     parts = [body]
     size, more = len(body), True
     while more:
@@ -49,6 +59,7 @@ async def _rest(body: bytes, receive: Receive) -> bytes:
 
 
 async def _next(receive: Receive) -> Message:
+    """Return the next message of a body. Raises HTTPException 400."""
     message = await receive()
     if message["type"] == "http.disconnect":
         raise HTTPException(400, "body: the connection closed within it")
@@ -56,15 +67,20 @@ async def _next(receive: Receive) -> Message:
 
 
 def _bounded(body: bytes) -> bytes:
+    """Return ``body`` if it is not too large. Raises HTTPException 413."""
     if len(body) > MAX_BODY:
         raise HTTPException(413, f"body: more than {MAX_BODY} bytes")
     return body
 
 
 class RequestGate:
-    """Lets a request through to ``app``, or answers {"detail": one line}: 401, 413, or 429 with Retry-After.
+    """An ASGI middleware: passes a request to ``app``, or answers 401, 413, or 429 with Retry-After.
 
-    clock: monotonic seconds.
+    Args:
+        app: The application behind the gate.
+        keys: The job's secrets.
+        rates: How much each address may ask.
+        clock: Monotonic seconds.
     """
 
     def __init__(
@@ -77,20 +93,21 @@ class RequestGate:
         self._streams = OpenSlots(STREAMS, STREAMS // 4)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Pass one request on, or refuse it."""
         if scope["type"] != "http":
             raise ValueError("the lighthouse speaks HTTP only")
-        told = length = None
+        authorization = length = None
         for name, value in scope["headers"]:
             if name == b"authorization":
-                told = value
+                authorization = value
             elif name == b"content-length":
                 length = value
-        way = rule(scope["path"])
+        limits = rule(scope["path"])
         client = scope.get("client")
         address = source(client[0]) if client else ""
-        if way.kind != "open":
-            role = scope["role"] = self._keys.role(told)
+        if limits.kind != "open":
+            # The only time that the token is judged: the route finds the role in the scope.
+            role = scope["role"] = self._keys.role(authorization)
             if role is None:
                 wait = self._rates.take("stranger", address, self._clock())
                 if wait:
@@ -98,22 +115,23 @@ class RequestGate:
                 else:
                     await _answer(send, 401, STRANGER, (b"www-authenticate", b"Bearer"))
                 return
-            door = scope.get("extensions", {}).get("door")
-            if door is not None:
-                door["known"]()
-        if way.kind != "ask" and (wait := self._rates.take(way.kind, address, self._clock())):
+            # A connection that has shown a token is not closed to make room for others.
+            connection = scope.get("extensions", {}).get("connection")
+            if connection is not None:
+                connection["known"]()
+        if limits.kind != "ask" and (wait := self._rates.take(limits.kind, address, self._clock())):
             await _too_many(send, f"requests of this kind from {address}", wait)
-        elif length is not None and (not length.isdigit() or len(length) > 12 or int(length) > way.max_body):
-            await _answer(send, 413, _large(way.max_body))
-        elif way.kind == "ask":  # the route on the path of every step counts its body itself
+        elif length is not None and (not length.isdigit() or len(length) > 12 or int(length) > limits.max_body):
+            await _answer(send, 413, _large(limits.max_body))
+        elif limits.kind == "ask":  # the route on the path of every step counts its body itself
             await self._app(scope, receive, send)
-        elif way.stream:
+        elif limits.stream:
             await self._stream(address, scope, receive, send)
         else:
-            await self._app(scope, _counted(receive, way.max_body), send)
+            await self._app(scope, _counted(receive, limits.max_body), send)
 
     async def _stream(self, address: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """An answer without an end holds a place."""
+        """Pass on a request whose answer has no end, if there is room for one more."""
         if not self._streams.enter(address):
             return await _too_many(send, "open streams", 5.0)
         try:
@@ -123,7 +141,7 @@ class RequestGate:
 
 
 def _counted(receive: Receive, largest: int) -> Receive:
-    """``receive`` that raises HTTPException 413 once more than ``largest`` bytes of a body have come."""
+    """Return a ``receive`` that raises HTTPException 413 once more than ``largest`` bytes of a body have come."""
     got = 0
 
     async def counted() -> Message:
@@ -150,7 +168,7 @@ async def _too_many(send: Send, what: str, wait: float) -> None:
 
 
 async def _answer(send: Send, status: int, detail: str, *headers: tuple[bytes, bytes]) -> None:
-    """Answer without having read the body; the door bounds what of it still comes."""
+    """Answer without having read the body; `connections` bounds what of it still comes."""
     body = json.dumps({"detail": detail}).encode()
     always = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": status, "headers": [*always, *headers]})

@@ -1,7 +1,7 @@
-"""OpenAPI: the description of the routes, true to what they do; and the errors that all of them share.
+"""The OpenAPI description of the routes, true to what they do, and the errors that all of them share.
 
 Routes that read their body themselves are described here, from the protocol's dataclasses; the others describe
-themselves. Who may use a route is taken from its `auth.Bearer`.
+themselves. The roles that may use a route are taken from its `auth.Bearer`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ Document = dict[str, Any]
 
 
 class Body(NamedTuple):
-    """What a route takes and gives: the protocol's messages, ``plain`` ones without a tag, and a media type."""
+    """What a route takes and gives, if it reads its body itself."""
 
-    takes: tuple[type, ...] = ()
+    takes: tuple[type, ...] = ()  # the protocol's messages
     gives: tuple[type, ...] = ()
-    plain: bool = False
-    text: bool = False
+    plain: bool = False  # messages without a tag, too
+    text: bool = False  # gives plain text
 
 
 _ERROR: Document = {
@@ -83,7 +83,7 @@ _HOSTS: Document = {
     "maxItems": 64,
     "items": {"type": "string", "pattern": "^[0-9a-fA-F.:\\[\\]]{2,45}:[0-9]{1,5}$"},
 }
-# What `admission` and `whereabouts` check whatever the job; what depends on the job is in no schema.
+# What `lighthouse.validation` checks for every job; limits that depend on the job are in no schema.
 _BOUNDS: dict[str, Document] = {
     "Ask": {
         "ring": _HOSTS,
@@ -115,7 +115,7 @@ _BODIES = {
 }
 _ERRORS = {
     400: "no HTTP request, or the connection closed within it",
-    401: "no token, or one that nobody knows",
+    401: "no token, or an unknown one",
     403: "a token of another role",
     408: "the body did not come in time",
     413: "the body is too large",
@@ -127,11 +127,11 @@ _ERRORS = {
 
 
 def describe(app: FastAPI, keys: Keys) -> None:
-    """Give ``app`` GET /openapi.json for viewers, and one form of the errors that its routes do not make."""
+    """Add GET /openapi.json to ``app``, for viewers, and give errors of the framework the common form."""
 
     @app.get("/openapi.json", dependencies=[Depends(Bearer(keys, "viewer"))])
     async def description() -> JSONResponse:
-        """This description."""
+        """The description of all routes."""
         return JSONResponse(app.openapi())
 
     @app.exception_handler(RequestValidationError)
@@ -150,7 +150,7 @@ def describe(app: FastAPI, keys: Keys) -> None:
 
 
 def _document(app: FastAPI) -> Document:
-    """The whole description."""
+    """Return the whole description."""
     made: Document = get_openapi(
         title="lighthouse",
         version="1",
@@ -181,7 +181,7 @@ def _document(app: FastAPI) -> Document:
 
 
 def _bodies(path: str, operation: Document, schemas: Document) -> None:
-    """Say what a route takes and gives that reads its body itself."""
+    """Describe what a route takes and gives that reads its body itself."""
     ok: Document = operation["responses"].get("200", {})
     if path == "/v1/status":
         ok["content"] = {"application/json": {"schema": {"$ref": REFS.format(model="Status")}}}
@@ -201,7 +201,7 @@ def _bodies(path: str, operation: Document, schemas: Document) -> None:
 
 
 def _messages(kinds: Iterable[type], plain: bool, mode: JsonSchemaMode, schemas: Document) -> Document:
-    """The schema of one of these messages as `protocol.encode` writes it; ``plain``: or of its fields alone."""
+    """Return the schema of these messages as `protocol.encode` writes them; ``plain``: or without a tag."""
     forms: list[Document] = []
     for kind in kinds:
         made = TypeAdapter(kind).json_schema(ref_template=REFS, mode=mode)
@@ -217,7 +217,7 @@ def _messages(kinds: Iterable[type], plain: bool, mode: JsonSchemaMode, schemas:
 
 
 def _errors(operation: Document, role: Role | None) -> None:
-    """Name every error that can come."""
+    """Describe every error that a route can answer."""
     content = {"application/json": {"schema": {"$ref": REFS.format(model="Error")}}}
     for status, why in _ERRORS.items():
         if _possible(status, operation, role):
@@ -230,6 +230,7 @@ def _errors(operation: Document, role: Role | None) -> None:
 
 
 def _possible(status: int, operation: Mapping[str, Any], role: Role | None) -> bool:
+    """Return whether a route can answer with this error."""
     if status in (401, 403):
         return role is not None
     if status == 408:

@@ -1,7 +1,7 @@
 """POST /v1/quorum, the route on the path of every step: plain ASGI, in front of the framework's own routing.
 
-An ask that the current membership settles is answered without a task, a timer or a second copy. Only one that has
-to wait is watched: for its deadline, and for the end of its connection.
+A request that the current membership settles is answered without a task, a timer or a second copy. Only one that
+has to wait is watched: for its deadline, and for the end of its connection.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _JSON = (b"content-type", b"application/json")
 
 
 class QuorumRoute:
-    """An ASGI application: answers `PATH` itself and passes everything else on to ``api``."""
+    """An ASGI application: answers `PATH` itself and passes every other request on to ``api``."""
 
     def __init__(self, api: FastAPI, service: Service, bearer: Bearer) -> None:
         self.api = api
@@ -37,7 +37,7 @@ class QuorumRoute:
         self._last: tuple[Answer | Wait | None, bytes] = (None, b"")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """One request."""
+        """Answer one request; errors are {"detail": one line}."""
         if scope["type"] != "http" or scope["path"] != PATH:
             await self.api(scope, receive, send)
             return
@@ -55,6 +55,7 @@ class QuorumRoute:
             await _send(send, 200, self._encoded(answer))
 
     async def _answer(self, scope: Scope, receive: Receive) -> Answer | Wait:
+        """Check the token, read and decode the request, and return its answer."""
         if scope["method"] != "POST":
             raise HTTPException(405, headers={"Allow": "POST"})
         self._bearer.admit(scope["headers"], scope.get("role"))
@@ -66,7 +67,7 @@ class QuorumRoute:
         return await self._wait(asked, receive)
 
     async def _wait(self, asked: Open, receive: Receive) -> Answer | Wait:
-        """The answer, once there is one; an ask whose connection ends is withdrawn."""
+        """Wait for the answer; a request whose connection ends is withdrawn."""
         gone = asyncio.ensure_future(_disconnected(receive))
         gone.add_done_callback(lambda task: None if task.cancelled() else asked.answer.cancel())
         try:
@@ -79,7 +80,7 @@ class QuorumRoute:
             gone.cancel()
 
     def _encoded(self, answer: Answer | Wait) -> bytes:
-        """All members of a round get equal answers: each is written once."""
+        """Return the answer's bytes; members get equal answers, so the newest one is kept encoded."""
         last, data = self._last
         if answer is not last and not (isinstance(answer, Continue) and answer == last):
             data = protocol.encode(answer)

@@ -1,7 +1,7 @@
-"""Limits: how much one address may ask of the lighthouse, by kind of request. Pure: the time comes in.
+"""How much one address may ask of the lighthouse, by kind of request. Pure: the time is an argument.
 
-Asks of incarnations that are known have no rate of their own: a replica asks as often as it commits, each of its
-connections has one request open, and the steps are what the lighthouse is there for. New incarnations have one.
+Requests of known incarnations for a step have no rate of their own: a replica asks as often as it commits, each of
+its connections has one request open, and steps are what the lighthouse is for. New incarnations have one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Kind = Literal["ask", "report", "read", "admin", "open", "stranger", "join"]
 
 
 class TooMany(HTTPException):
-    """429: more than is allowed; ``retry_s`` seconds later there is room again."""
+    """429: more than is allowed; after ``retry_s`` seconds there is room again."""
 
     def __init__(self, what: str, retry_s: float) -> None:
         seconds = math.ceil(retry_s)
@@ -32,9 +32,14 @@ class TooMany(HTTPException):
 
 
 class Buckets:
-    """A token bucket per key: ``burst`` at once, ``rate`` a second; at most ``size`` keys are remembered.
+    """A token bucket per key.
 
     Of each key only the time at which its bucket is full again is kept.
+
+    Args:
+        rate: Tokens a second.
+        burst: Tokens at once.
+        size: How many keys are remembered at most; the one that was quiet longest is forgotten first.
     """
 
     def __init__(self, rate: float, burst: int, size: int = ADDRESSES) -> None:
@@ -47,7 +52,11 @@ class Buckets:
         return len(self._full_at)
 
     def take(self, key: Hashable, now: float) -> float:
-        """Take one from the bucket of ``key``: 0.0, or the seconds until there is one (then nothing is taken)."""
+        """Take one token from the bucket of ``key``.
+
+        Returns:
+            0.0, or the seconds until there is a token; then none is taken.
+        """
         full_at = self._full_at.pop(key, now)
         after = (full_at if full_at > now else now) + self._period
         wait = after - now - self._span
@@ -73,7 +82,7 @@ class OpenSlots:
         return self._all
 
     def enter(self, key: Hashable) -> bool:
-        """Whether there was room for one more; then `leave` must follow."""
+        """Open one more if there is room; return whether there was. Then `leave` must follow."""
         mine = self._open.get(key, 0)
         if self._all >= self._total or mine >= self._each:
             return False
@@ -82,7 +91,7 @@ class OpenSlots:
         return True
 
     def leave(self, key: Hashable) -> None:
-        """One is closed."""
+        """Close one that `enter` has opened."""
         left = self._open[key] - 1
         self._all -= 1
         if left:
@@ -93,11 +102,11 @@ class OpenSlots:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What holds for a route: its kind, and the largest body in bytes; ``stream``: its answer may have no end."""
+    """The limits of a route."""
 
     kind: Kind
-    max_body: int = 64 * KIB
-    stream: bool = False
+    max_body: int = 64 * KIB  # bytes
+    stream: bool = False  # its answer may have no end
 
 
 _ROUTES = {
@@ -112,7 +121,7 @@ _ADMIN, _OPEN, _READ = Rule("admin"), Rule("open"), Rule("read")
 
 
 def rule(path: str) -> Rule:
-    """What holds for the route at ``path``; only the kind "open" needs no token."""
+    """Return the limits of the route at ``path``; only the kind "open" needs no token."""
     found = _ROUTES.get(path)
     if found is not None:
         return found
@@ -122,7 +131,7 @@ def rule(path: str) -> Rule:
 
 
 class Rates:
-    """The buckets of every kind that has some, per address; strangers share one more, whatever their address."""
+    """The buckets of every kind that has a rate, per address; all strangers together share one more."""
 
     def __init__(self) -> None:
         self._of: dict[Kind, Buckets] = {
@@ -137,7 +146,7 @@ class Rates:
         self._joins = Buckets(2, 20)  # of one replica
 
     def take(self, kind: Kind, address: str, now: float) -> float:
-        """Seconds until a request of this kind from this address may come; 0.0: it may."""
+        """Return the seconds until a request of this kind from this address may come; 0.0: it may come now."""
         buckets = self._of.get(kind)
         if buckets is None:
             return 0.0
@@ -145,7 +154,7 @@ class Rates:
         return wait or (self._strangers.take(None, now) if kind == "stranger" else 0.0)
 
     def join(self, replica: int, address: str, now: float) -> None:
-        """A new incarnation of ``replica`` asks for the first time. Raises TooMany."""
+        """Count a new incarnation of ``replica`` that asks for the first time. Raises TooMany."""
         wait = self._joins.take(replica, now)
         if wait:
             raise TooMany(f"new incarnations of replica {replica}", wait)
@@ -156,7 +165,7 @@ class Rates:
 
 @functools.lru_cache(ADDRESSES)
 def source(host: str) -> str:
-    """What counts as one address: an IPv4 address, also if mapped into IPv6, or the /64 of an IPv6 address."""
+    """Return what counts as one address: an IPv4 address, also mapped into IPv6, or the /64 of an IPv6 one."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:

@@ -1,4 +1,7 @@
-"""Answers: the shapes of what the views show, exactly. Times are Unix seconds, durations seconds."""
+"""The exact shapes of what the journal's routes answer. Times are Unix seconds, durations seconds.
+
+The field names are keys of the HTTP interface.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ from pydantic import BaseModel
 
 
 class JobView(BaseModel):
-    """What the job is, and whether it still runs; ``total`` replicas are wanted now, of at most ``slots``."""
+    """What the job is, and whether it still runs."""
 
     name: str
     started: float | None
     ended: float | None
-    total: int
-    slots: int
-    ranks: int
+    total: int  # replicas that are wanted now
+    slots: int  # replicas at most
+    ranks: int  # of one replica
     steps: int
     finished: bool
     halted: str
@@ -23,7 +26,7 @@ class JobView(BaseModel):
 
 
 class LighthouseView(BaseModel):
-    """Who leads since when, and when nobody did."""
+    """Which term leads since when, and when no lighthouse led."""
 
     term: int
     epoch: int
@@ -32,7 +35,7 @@ class LighthouseView(BaseModel):
 
 
 class Head(BaseModel):
-    """The newest commit, and how fast they come."""
+    """The newest commit, and how fast commits come."""
 
     step: int
     epoch: int
@@ -47,7 +50,7 @@ class Head(BaseModel):
 
 
 class Effective(BaseModel):
-    """How much of the time trained the model; see `goodput`. ``lost_s`` adds up to wall_s - useful_s."""
+    """How much of the time trained the model; see `overview.goodput`. ``lost_s`` adds up to wall_s - useful_s."""
 
     wall_clock: float
     renewal: float | None
@@ -83,7 +86,7 @@ State = Literal[
 
 
 class ReplicaView(BaseModel):
-    """A replica now."""
+    """The present state of a replica."""
 
     replica: int
     state: State
@@ -125,7 +128,9 @@ class PhaseView(BaseModel):
 
 
 class FailureView(BaseModel):
-    """An incarnation that failed, what it cost the others, and when it was back; ``said``: what became of it."""
+    """An incarnation that failed, what it cost the others, and when its replica was back; ``said``: what became of
+    it.
+    """
 
     seq: int
     replica: int
@@ -141,7 +146,7 @@ class FailureView(BaseModel):
 
 
 class SeriesView(BaseModel):
-    """Curves: as many values in each list."""
+    """The curves: each list has as many values."""
 
     t: list[float]
     step: list[int]
@@ -154,7 +159,7 @@ class SeriesView(BaseModel):
 
 
 class OverviewView(BaseModel):
-    """All that the page shows, but for the log. Times are Unix seconds."""
+    """All that the page shows, except the log. Times are Unix seconds."""
 
     now: float
     seq: int
@@ -170,7 +175,7 @@ class OverviewView(BaseModel):
 
 
 class Event(BaseModel):
-    """A row of the log; ``said`` is one plain sentence on it."""
+    """A row of the log; ``said`` is one plain sentence about it."""
 
     seq: int
     t: float
@@ -185,7 +190,7 @@ class Event(BaseModel):
 
 
 class Events(BaseModel):
-    """A page of the log, in order; the numbers of its first and last row, 0 where it is empty."""
+    """A page of the log, in order, and the numbers of its first and last row (0 if it is empty)."""
 
     events: list[Event]
     first: int

@@ -175,7 +175,7 @@ class Commanded:
 
 @dataclass(frozen=True, slots=True)
 class Ticked:
-    """Time has passed."""
+    """Time has passed, and nothing else."""
 
     now: float
 
