@@ -1,5 +1,4 @@
-"""``python -m lighthouse --run RUNDIR [--port N] [--seat N] [--url URL]``: serve the lighthouse of a run until
-SIGTERM.
+"""``python -m lighthouse --run RUNDIR [--port N] [--seat N] [--url URL]``: serve a run's lighthouse until SIGTERM.
 
 The lighthouse cannot know when the job needs it no more. So it ends as if the signal had ended it: Kubernetes,
 which sends that signal when it moves a pod to another node, then starts it there.

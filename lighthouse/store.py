@@ -88,8 +88,9 @@ class Store(Protocol):
         """
 
     def save(self, state: LighthouseState) -> None:
-        """Make the durable part of ``state`` outlive this process. Blocks until it does; writes only what has
-        changed.
+        """Make the durable part of ``state`` outlive this process.
+
+        Blocks until it does; writes only what has changed.
 
         Raises:
             StoreFailed: the store holds what it held before.

@@ -89,7 +89,7 @@ def _allowed(name: str, address: str, host: Address, peer: Address, allow: Netwo
     never = host.is_unspecified or host.is_multicast or host.is_link_local or host == METADATA
     if never or host == ipaddress.ip_address("255.255.255.255"):
         raise ProtocolViolation(
-            f"{name}: nobody can be reached at {address}: give network.host an address of its own"
+            f"{name}: no replica can be reached at {address}: give network.host an address of its own"
         )
     mine = host == peer or (host.is_loopback and peer.is_loopback)
     if not mine and not any(host in network for network in allow):

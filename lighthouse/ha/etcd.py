@@ -103,9 +103,7 @@ class Etcd:
         return self._call("/v3/kv/range", body, lambda answer: _entries(_checked(answer)))
 
     def create(self, key: str, value: str, lease: int) -> EtcdEntry:
-        """Put ``value`` at ``key`` for as long as ``lease`` holds, unless the key is there; return what is there
-        then.
-        """
+        """Put ``value`` at ``key`` under ``lease`` unless the key is there; return what is there then."""
         put = {"request_put": {"key": _wire(key), "value": _wire(value), "lease": str(lease)}}
         read = {"request_range": {"key": _wire(key)}}
         body = {"compare": [_made_in(key, 0)], "success": [put, read], "failure": [read]}

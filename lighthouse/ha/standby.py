@@ -30,7 +30,7 @@ class Standby:
         if scope["path"] == "/" and leader is not None:
             response = RedirectResponse(f"{leader}/", 307)  # a key behind # goes along
         else:
-            detail = f"this lighthouse stands by; {'another one leads' if leader else 'nobody leads now'}"
+            detail = f"this lighthouse stands by; {'another one leads' if leader else 'none leads now'}"
             response = JSONResponse({"detail": detail, "leader": leader}, 503)
         await response(scope, receive, send)
 

@@ -128,9 +128,7 @@ class PhaseView(BaseModel):
 
 
 class FailureView(BaseModel):
-    """An incarnation that failed, what it cost the others, and when its replica was back; ``said``: what became of
-    it.
-    """
+    """An incarnation that failed, its cost to the others, its return; ``said``: what became of it."""
 
     seq: int
     replica: int

@@ -44,7 +44,7 @@ def hold_round(s: LighthouseState, now: float) -> Step:
     """Grant the next epoch if one is needed and possible, else say what the lighthouse waits for.
 
     Nothing is needed while the ring works and a member of the grant lives, or after the job halted because states
-    differ. `transition` calls this after every event.
+    differ. `transition` calls this after every event but the withdrawal of a request.
 
     Args:
         s: What the lighthouse knows.
@@ -99,11 +99,12 @@ def hold_round(s: LighthouseState, now: float) -> Step:
 def _silent(
     s: LighthouseState, members: set[Incarnation], asks: Mapping[int, OpenRequest], await_returns: bool
 ) -> list[tuple[int, str | None]]:
-    """Return who should have asked: before the first grant every replica not known to be down, then the living
-    members.
+    """Return the replicas that should have asked, but have not.
+
+    With a grant these are its living members; before the first one, all replicas that are not known to be down.
 
     Before the first grant the store may have been lost. So while returns are awaited, replicas that are down but
-    have lived count, too: they may come back with committed steps.
+    have lived count, too: they may come back with committed steps. Replicas that were told to fetch do not count.
 
     Returns:
         (replica, incarnation or None if that is not known) of each.

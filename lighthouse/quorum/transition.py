@@ -149,9 +149,7 @@ def _says_nothing_new(s: LighthouseState, report: Report) -> bool:
 
 
 def _may_leave_now(s: LighthouseState, report: Report) -> bool:
-    """Return whether the job can go on without a reporter that leaves: it is no member, and others know what it
-    knows.
-    """
+    """Return whether a reporter that leaves is no member, and others know what it knows."""
     members = s.grant.members if s.grant else ()
     if any((m.replica, m.incarnation) == (report.replica, report.incarnation) for m in members):
         return False

@@ -25,7 +25,7 @@ GOOD = [
     (None, "8.8.8.8:53"),
 ]
 ELSEWHERE = "neither where its replica asks from"
-NOWHERE = "nobody can be reached"
+NOWHERE = "no replica can be reached"
 FORM = "is not host:port"
 BAD = [
     ("192.0.2.7", "192.0.2.8:80", ELSEWHERE),
