@@ -1,4 +1,4 @@
-"""Address: "host:port" of a listener, where the host of an IPv6 address stands in brackets: "[::1]:8765"."""
+""" "host:port" of a listener, where an IPv6 host stands in brackets ("[::1]:8765"), and sockets bound to one."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import socket
 
 
 def join(host: str, port: int) -> str:
-    """The address of ``port`` at ``host``, a name or an IP address."""
+    """Return the address of `port` at `host`, a name or an IP address."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def split(address: str) -> tuple[str, int]:
-    """Host and port of an address.
+    """Return host and port of an address.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no address.
     """
     host, _, port = address.rpartition(":")
     bracketed = host.startswith("[") and host.endswith("]")
@@ -26,7 +26,10 @@ def split(address: str) -> tuple[str, int]:
 
 
 def family(host: str) -> socket.AddressFamily:
-    """Of the sockets that reach ``host``. A name that is no IP address is looked up, which may block."""
+    """Return the family of the sockets that reach `host`.
+
+    A name that is no IP address is looked up, which may block.
+    """
     try:
         version = ipaddress.ip_address(host.partition("%")[0]).version
     except ValueError:
@@ -35,10 +38,10 @@ def family(host: str) -> socket.AddressFamily:
 
 
 def bound(host: str, port: int = 0) -> socket.socket:
-    """A TCP socket bound to ``port`` (0: a free one) of ``host``, not listening yet.
+    """Return a TCP socket bound to `port` (0: a free one) of `host`, which does not listen yet.
 
     Raises:
-        OSError: it cannot be.
+        OSError: it cannot be bound.
     """
     sock = socket.socket(family(host), socket.SOCK_STREAM)
     try:
@@ -53,10 +56,10 @@ def bound(host: str, port: int = 0) -> socket.socket:
 
 
 def everywhere(port: int) -> socket.socket:
-    """A TCP socket bound to ``port`` of every address of this host, not listening yet.
+    """Return a TCP socket bound to `port` of every address of this host, which does not listen yet.
 
     Raises:
-        OSError: it cannot be.
+        OSError: it cannot be bound.
     """
     if not socket.has_dualstack_ipv6():
         return bound("0.0.0.0", port)

@@ -1,8 +1,8 @@
 """Every exception that ft_hsdp raises on purpose, with the exit code that it stands for.
 
-Exit codes: 0 done, 64 bad configuration or arguments, 69 lighthouse unreachable, 75 retryable
-(restart me), 76 broken hardware (replace the node). A process that SIGTERM has told to end, and that left its job
-in peace, exits with 143 as if the signal had ended it: it is not done, and may be started again.
+Exit codes: 0 done, 64 bad configuration or arguments, 69 lighthouse unreachable, 75 retryable (start me again), 76
+broken hardware (replace the node). A process that was told to end by SIGTERM, and that left its job in peace,
+exits with 143, as if the signal had ended it: it is not done, and may be started again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,10 @@ class FtHsdpError(Exception):
 class ConfigError(FtHsdpError):
     """A configuration or an argument that cannot be used; `str()` is one line for the user.
 
-    `key` is the dotted name, `value` what was given, `allowed` what may stand there.
+    Args:
+        key: dotted name of the key or option.
+        value: what was given.
+        allowed: what may stand there, in words.
     """
 
     exit_code = EXIT_CONFIG
@@ -46,7 +49,7 @@ class ConfigError(FtHsdpError):
 
 
 class LighthouseUnreachable(FtHsdpError):
-    """The lighthouse did not answer before this process ever joined."""
+    """No lighthouse answered. A process that never joined its job ends with it."""
 
     exit_code = EXIT_UNREACHABLE
 
@@ -66,7 +69,9 @@ class BrokenHardware(FtHsdpError):
 class FTARError(FtHsdpError):
     """An all-reduce across replicas failed (FT-HSDP §5).
 
-    `suspect` is the id of the replica that is held responsible, where one is known.
+    Args:
+        message: one line.
+        suspect: id of the replica that is held responsible, if one is known.
     """
 
     def __init__(self, message: str = "", *, suspect: int | None = None) -> None:
@@ -79,7 +84,7 @@ class FTARError(FtHsdpError):
 
 
 class RecoverableError(FTARError):
-    """The ring is gone, the local gradient is not: retry under a larger epoch."""
+    """The ring is lost, the local gradient is not: retry under a larger epoch."""
 
 
 class PeerDead(RecoverableError):
@@ -95,7 +100,7 @@ class RemoteAbort(RecoverableError):
 
 
 class StaleEpoch(RecoverableError):
-    """A newer grant exists, or the members do not stand at the same state."""
+    """A newer grant exists, or the members do not build on the same state."""
 
 
 class ConnectFailed(RecoverableError):
@@ -103,7 +108,7 @@ class ConnectFailed(RecoverableError):
 
 
 class Skipped(RecoverableError):
-    """It stood in the queue behind an all-reduce that failed, and was never begun."""
+    """The all-reduce was queued behind one that failed, and was never begun."""
 
 
 class FatalError(FTARError):
@@ -115,7 +120,7 @@ class ProtocolViolation(FatalError):
 
 
 class DataCorruption(FatalError):
-    """Bytes arrived whose checksum does not hold."""
+    """Bytes arrived with a wrong checksum."""
 
 
 class LocalSystemError(FatalError):
@@ -125,9 +130,11 @@ class LocalSystemError(FatalError):
 
 
 class LocalResourceError(LocalSystemError):
-    """This process, or its machine, has no descriptor, port, thread or memory left; a fresh process may have.
+    """This process, or its machine, has run out of descriptors, ports, threads or memory.
 
-    Never a neighbour's fault: only the rank that meets it ends. `exhausted` makes it.
+    A fresh process may have some.
+
+    It is never a neighbour's fault: only the rank that meets it ends. `exhausted` makes it.
     """
 
     exit_code = EXIT_RETRYABLE
@@ -140,9 +147,13 @@ class InvalidArgument(FatalError):
 
 
 def exhausted(error: BaseException) -> LocalResourceError | None:
-    """What ``error``, or what it was raised from, says that this process has run out of; None: of nothing.
+    """Return what an error says that this process has run out of.
 
-    The message names the resource and its limit.
+    Args:
+        error: any exception; the ones that it was raised from are looked at too.
+
+    Returns:
+        An error whose message names the resource and its limit; None if no resource is the cause.
     """
     for each in _chain(error):
         if isinstance(each, LocalResourceError):
@@ -160,7 +171,7 @@ def exhausted(error: BaseException) -> LocalResourceError | None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """``error``, what it consists of, and what each was raised from."""
+    """Yield `error`, the members of groups, and what each was raised from."""
     waiting, seen = [error], set[int]()
     while waiting:
         each = waiting.pop(0)
@@ -195,11 +206,11 @@ _RESOURCES: dict[int, Callable[[], str]] = {
 
 
 def _line(text: str) -> str:
-    """`text` on one line: every run of white space becomes one blank."""
+    """Return `text` on one line: every run of white space becomes one blank."""
     return " ".join(text.split())
 
 
 def _short(value: object) -> str:
-    """`value` as the user wrote it, on one line and of bounded length."""
+    """Return `value` as the user wrote it, on one line and of bounded length."""
     text = _line(repr(value))
     return text if len(text) <= _SHOWN else text[: _SHOWN - 3] + "..."

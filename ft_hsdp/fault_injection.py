@@ -1,14 +1,13 @@
-"""Failpoints: named places at which a process can be made to fail, for tests. Off unless they are configured.
+"""Failures on purpose, for tests and chaos: failpoints in the code, and faults that an operator orders.
 
-``debug.failpoints`` maps a name to which replicas, which rank and which incarnation fail there, at which step.
-Each fires once in a process, the first time that the place is reached at that step or a later one.
+Failpoints are named places at which a process can be made to fail. `debug.failpoints` says which replicas, which
+rank and which incarnation fail there, at which step. Each fires once in a process, when the place is first reached
+at that step or a later one. They are off unless they are configured.
 
-Faults: what a process does wrong on purpose while an order says so. Off unless the configuration asks for it.
-
-Who injects a fault puts a file into the run's folder ``faults``, and removes it to lift the fault. A process that
-`watch`es the folder carries out what is meant for it: its disk is full or slow, its wall clock is wrong, or no
-packet passes between it and a peer. Disk and clock are faked below our code, in the functions that it calls; a
-partition is asked for where messages are sent.
+Faults are what a process does wrong while an order says so: its disk is full or slow, its wall clock is wrong, or
+no packet passes between it and a peer. An order is a file in the run's folder `faults`; removing the file lifts
+the fault. A process that `watch`es the folder carries out the orders for it. Disk and clock are faked below
+ft_hsdp's code, in the functions that it calls; code that sends messages asks for a partition.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ PLACES = {
     "reduce-begin": "the first bucket is about to enter the ring",
     "reduce-copy": "an own chunk is about to be sent",
     "reduce-scatter": "a partial sum is about to be made (reduce-scatter)",
-    "reduce-boundary": "a shard's final sum is about to be made, which nobody has yet",
+    "reduce-boundary": "a shard's final sum is about to be made, which no member has yet",
     "reduce-gather": "a final sum of another member is about to be stored (all-gather)",
     "vote": "the rank is about to vote",
     "token-first": "the leader is about to pass the token on in pass 1",
-    "token-second": "the verdict is decided here, and nobody else has heard of it from here",
+    "token-second": "the verdict is decided here, and not passed on yet",
     "apply-begin": "the commit is logged, nothing is applied yet",
     "apply-middle": "the weights are updated, ledger and name are not",
     "apply-end": "the step is applied, and no snapshot of it is taken",
@@ -58,40 +57,40 @@ PLACES = {
 
 
 class Failpoint(Protocol):
-    """Who fails at a place, at ``step`` or the first time after it; ``life`` counts the replica's restarts."""
+    """Which process fails at a place, and when."""
 
     @property
     def replicas(self) -> Collection[int]:
-        """Their ids."""
+        """Ids of the replicas that fail."""
 
     @property
     def rank(self) -> int:
-        """The rank in each."""
+        """The rank that fails in each."""
 
     @property
     def life(self) -> int:
-        """The number of restarts before the incarnation that fails."""
+        """Number of restarts before the incarnation that fails."""
 
     @property
     def step(self) -> int:
-        """The first step."""
+        """It fails at this step, or the first time after it."""
 
     @property
     def signal(self) -> str:
-        """KILL or STOP."""
+        """The signal that it sends itself: KILL or STOP."""
 
 
 _armed: dict[str, Failpoint] = {}
 
 
 def arm(points: Mapping[str, Failpoint], replica: int, rank: int, life: int) -> None:
-    """Arm what is meant for this process."""
+    """Arm the failpoints for this process, in place of all others."""
     _armed.clear()
     _armed.update({n: p for n, p in points.items() if replica in p.replicas and (p.rank, p.life) == (rank, life)})
 
 
 def hit(place: str, step: int) -> bool:
-    """Whether ``place`` fails now, at ``step``."""
+    """Return whether `place` fails now, at `step`; it does so once."""
     if not _armed:
         return False
     point = _armed.get(place)
@@ -102,7 +101,7 @@ def hit(place: str, step: int) -> bool:
 
 
 def reach(place: str, step: int) -> None:
-    """End, or stop, this process if ``place`` fails now."""
+    """End, or stop, this process if `place` fails now."""
     if not _armed:
         return
     point = _armed.get(place)
@@ -112,7 +111,7 @@ def reach(place: str, step: int) -> None:
 
 
 HOOKED = ("disk_full", "slow_disk", "partition", "clock")
-"""The kinds that a process has to carry out itself."""
+"""The kinds of faults that a process has to carry out itself."""
 FOLDER = "faults"
 LIGHTHOUSE = "lighthouse"
 SUPERVISOR = "supervisor"
@@ -124,24 +123,19 @@ Peer = int | str
 
 @dataclass(frozen=True, slots=True)
 class FaultOrder:
-    """One fault. ``replica`` and ``rank``: who is hit (None: each rank); ``supervisor``: the supervisor is hit.
+    """One fault."""
 
-    ``edge``: of a partition, between whom nothing passes; ``reject``: connections are refused, not left waiting.
-    ``seconds``: by how much the clock is wrong, or how long a write takes; ``until``: monotonic seconds at which
-    it ends if nobody lifts it, None: never.
-    """
-
-    kind: str
-    replica: int | None = None
-    rank: int | None = None
-    supervisor: bool = False
-    edge: tuple[Peer, Peer] | None = None
-    reject: bool = False
-    seconds: float = 0.0
-    until: float | None = None
+    kind: str  # as in `chaos.kind`
+    replica: int | None = None  # replica that is hit
+    rank: int | None = None  # rank of it that is hit; None: each
+    supervisor: bool = False  # the supervisor is hit
+    edge: tuple[Peer, Peer] | None = None  # with partition: between which two nothing passes
+    reject: bool = False  # with partition: connections are refused, not left waiting
+    seconds: float = 0.0  # by how much the clock is wrong, or how long a write takes
+    until: float | None = None  # monotonic seconds at which it ends if it is not lifted before; None: never
 
     def hits(self, replica: int | None, rank: int | None) -> bool:
-        """Whether it is meant for a rank, or, with None, for the supervisor."""
+        """Whether it is for this rank, or, with None, for the supervisor."""
         if replica is None:
             return self.supervisor
         if self.edge is not None:
@@ -154,7 +148,7 @@ _watched: set[Path] = set()
 
 
 def cut(peer: Peer | None) -> bool:
-    """Whether nothing reaches ``peer`` at the moment."""
+    """Whether nothing reaches `peer` at the moment."""
     return peer in _cut
 
 
@@ -163,11 +157,11 @@ def _never() -> bool:
 
 
 async def passes(peer: Peer, most_s: float = float("inf"), given_up: Callable[[], bool] = _never) -> None:
-    """Wait until what is sent to ``peer`` passes, or until ``given_up()``.
+    """Wait until what is sent to `peer` passes, or until `given_up()`.
 
     Raises:
         ConnectionRefusedError: the partition refuses connections.
-        TimeoutError: not within ``most_s`` seconds.
+        TimeoutError: not within `most_s` seconds.
     """
     end = time.monotonic() + most_s
     while _refusing(peer) and not given_up():
@@ -177,7 +171,7 @@ async def passes(peer: Peer, most_s: float = float("inf"), given_up: Callable[[]
 
 
 def hold(peer: Peer, given_up: Callable[[], bool]) -> None:
-    """Like `passes`, but blocks, and returns once ``given_up()``."""
+    """Block until what is sent to `peer` passes, or until `given_up()`."""
     while _refusing(peer) and not given_up():
         time.sleep(LOOK_S)
 
@@ -191,7 +185,7 @@ def _refusing(peer: Peer) -> bool:
 
 
 def watch(run: Path, replica: int | None, rank: int | None) -> None:
-    """Carry out from now on what is ordered for this rank of the job in ``run``, or, with None, its supervisor."""
+    """Carry out from now on the orders for this rank of the job in `run`, or, with None, for its supervisor."""
     folder = run.resolve() / FOLDER
     if folder in _watched:
         return
@@ -213,7 +207,7 @@ def _watch(folder: Path, replica: int | None, rank: int | None) -> None:
 
 
 def _orders(folder: Path) -> Iterator[FaultOrder]:
-    """What is ordered at the moment; a file that is not whole is none yet."""
+    """Yield the orders in force. A file that is not whole is no order yet."""
     now = time.monotonic()
     with contextlib.suppress(OSError):
         for name in sorted(os.listdir(folder)):
@@ -225,7 +219,7 @@ def _orders(folder: Path) -> Iterator[FaultOrder]:
 
 
 def _read(file: Path) -> bytes:
-    """What is in a file, by calls that no fault fakes."""
+    """Return the content of a file, by calls that no fault fakes."""
     descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(descriptor, 65536)
@@ -234,14 +228,19 @@ def _read(file: Path) -> bytes:
 
 
 def parse(text: bytes) -> FaultOrder:
-    """An order from its file. Raises ValueError, TypeError where it is none."""
+    """Return an order from the content of its file.
+
+    Raises:
+        ValueError: it is none.
+        TypeError: it is none.
+    """
     said: dict[str, Any] = json.loads(text)
     edge = said.pop("edge", None)
     return FaultOrder(**said, edge=None if edge is None else (edge[0], edge[1]))
 
 
 def enforce(orders: Iterable[FaultOrder], run: Path, replica: int | None, faked: contextlib.ExitStack) -> None:
-    """Put these faults into force, in place of all others, until ``faked`` is closed."""
+    """Put these faults into force, in place of all others, until `faked` is closed."""
     global _cut
     partitions = [(o.edge, o.reject) for o in orders if o.kind == "partition" and o.edge is not None]
     _cut = {peer: reject for edge, reject in partitions for peer in edge if peer != replica}
@@ -255,14 +254,14 @@ def enforce(orders: Iterable[FaultOrder], run: Path, replica: int | None, faked:
 
 
 def _late(seconds: float | None) -> None:
-    """What comes before a write: a pause, or, with None, ENOSPC instead of it."""
+    """Delay a write, or, with None, fail with ENOSPC instead."""
     if seconds is None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     time.sleep(seconds)
 
 
 def _room(descriptor: int) -> int:
-    """How many bytes the next write finds in blocks that the file has: those a full disk takes."""
+    """Return how many bytes the next write finds in blocks that the file has: a full disk takes those."""
     told = os.fstat(descriptor)
     appends = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_APPEND
     at = told.st_size if appends else os.lseek(descriptor, 0, os.SEEK_CUR)
@@ -271,7 +270,7 @@ def _room(descriptor: int) -> int:
 
 @contextlib.contextmanager
 def _disk(run: Path, seconds: float | None) -> Iterator[None]:
-    """Each write below ``run`` takes ``seconds``; with None, the disk has no free block, and takes no new file."""
+    """Make each write below `run` take `seconds`; with None, the disk has no free block and takes no new file."""
     inside = f"{run}{os.sep}"
     write, plain, system = os.write, io.open, os.open
 
@@ -327,7 +326,7 @@ class _Stream:
     seconds: float | None
 
     def write(self, text: str) -> int:
-        """What is printed fails, or is late, like any other write."""
+        """Print late, or fail, as any other write does."""
         _late(self.seconds)
         return int(type(self.below).write(self.below, text))
 
@@ -341,7 +340,7 @@ def _descriptor(stream: Any) -> int:
 
 @contextlib.contextmanager
 def _clock(seconds: float) -> Iterator[None]:
-    """The wall clock of this process is wrong by ``seconds``."""
+    """Make the wall clock of this process wrong by `seconds`."""
     right, right_ns, ahead = time.time, time.time_ns, int(seconds * 1e9)
     jumped, jumped_ns = lambda: right() + seconds, lambda: right_ns() + ahead
     with _replaced(time, "time", jumped), _replaced(time, "time_ns", jumped_ns):
@@ -350,7 +349,7 @@ def _clock(seconds: float) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _replaced(where: Any, name: str, fake: Any) -> Iterator[None]:
-    """``where.name`` is ``fake`` meanwhile."""
+    """Replace `where.name` by `fake` meanwhile."""
     own = getattr(where, name)
     setattr(where, name, fake)
     try:

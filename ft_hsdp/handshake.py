@@ -1,20 +1,19 @@
-"""Handshake: how the two ends of a connection prove to each other that they know the job's token.
+"""How the two ends of a connection prove to each other that they know the job's token.
 
-All listeners of a job begin every connection with it: ring doors, hubs, the ranks' stores, state servers, the
-agents' local sockets.
-Three frames of fixed size pass before the first message:
+All listeners of a job begin every connection with it: those of rings, hubs, the ranks' stores, state servers, and
+the agents' local sockets. Three frames of fixed size pass before the first message:
 
     listener -> caller    MAGIC, 32 random bytes
     caller -> listener    MAGIC, the purpose (1 byte), 32 random bytes, HMAC("caller")
     listener -> caller    HMAC("listener")
 
-Both MACs are HMAC-SHA256 over both nonces, under a key that is derived from the token and the purpose. What was
-recorded is therefore of no use on another connection, or for another purpose, and the token never crosses the
-network. A connection that does not go on like that is closed without a word.
+Both MACs are HMAC-SHA256 over both nonces, under a key that is derived from the token and the purpose. A recording
+is therefore useless on another connection or for another purpose, and the token never crosses the network. A
+connection that does not go on like that is closed without an answer.
 
 `CallerGate` is the listener's side. It bounds strangers (connections that have not proved the token) in number,
 bytes and time. `dial`, `call` and `call_blocking` are the caller's. The *session* is a secret of both ends of one
-connection: what has to be bound to it, such as a certificate, is bound by a MAC under that key.
+connection: a MAC under that key binds other things to the connection, such as a certificate.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from ft_hsdp.errors import LocalResourceError, ProtocolViolation, exhausted
 
 
 class Purpose(IntEnum):
-    """What a connection is for; a proof for one is no proof for another."""
+    """What a connection is for. A proof for one purpose is no proof for another."""
 
     RING = 1
     DATA = 2
@@ -73,18 +72,18 @@ _hello_s = HELLO_S
 
 
 def use(hello_s: float) -> None:
-    """How long listeners of this process wait for a caller's proof, and again for its first message: seconds."""
+    """Set how many seconds this process's listeners wait for a caller's proof, and again for its first message."""
     global _hello_s
     _hello_s = hello_s
 
 
 def hello_s() -> float:
-    """What `use` was told last."""
+    """Return what `use` was told last, in seconds."""
     return _hello_s
 
 
 class HungUp(ConnectionResetError):
-    """The listener closed a new connection before it proved anything: it had no room, or ends."""
+    """The listener closed a new connection before it proved anything: it had no room, or is closing."""
 
 
 @functools.lru_cache(maxsize=64)
@@ -97,7 +96,12 @@ def _mac(key: bytes, role: bytes, challenge: bytes, nonce: bytes) -> bytes:
 
 
 class Caller:
-    """The caller's side of one handshake, without a socket."""
+    """The caller's side of one handshake, without a socket.
+
+    Args:
+        token: the job's token.
+        purpose: of the connection.
+    """
 
     def __init__(self, token: str, purpose: Purpose) -> None:
         self._key = _key(token, purpose)
@@ -106,7 +110,7 @@ class Caller:
         self._challenge = b""
 
     def answer(self, challenge: bytes) -> bytes:
-        """What to say to the listener's first frame.
+        """Return what to send after the listener's first frame.
 
         Raises:
             ProtocolViolation: it is not such a frame.
@@ -118,7 +122,7 @@ class Caller:
         return MAGIC + bytes([self._purpose]) + self._nonce + mac
 
     def session(self, proof: bytes) -> bytes:
-        """The connection's secret, 32 bytes, if the listener's proof is right.
+        """Return the connection's secret, 32 bytes, if the listener's proof is right.
 
         Raises:
             ProtocolViolation: it does not know the token.
@@ -130,15 +134,25 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """A caller that knows the token: what it comes for, the listener's proof for it, the connection's secret."""
+    """A caller that knows the token."""
 
-    purpose: Purpose
-    proof: bytes
-    session: bytes
+    purpose: Purpose  # what it comes for
+    proof: bytes  # the listener's, to be sent to it
+    session: bytes  # the connection's secret
 
 
 def admit(token: str, purposes: Sequence[Purpose], challenge: bytes, answer: bytes) -> Admitted | None:
-    """What a caller's frame proves to who sent ``challenge`` (its nonce); None: nothing."""
+    """Return what a caller's frame proves.
+
+    Args:
+        token: the job's token.
+        purposes: what callers may come for here.
+        challenge: the nonce that the listener sent.
+        answer: the caller's frame.
+
+    Returns:
+        None if it proves nothing.
+    """
     if len(answer) != ANSWER_BYTES or not answer.startswith(MAGIC) or answer[len(MAGIC)] not in purposes:
         return None
     purpose = Purpose(answer[len(MAGIC)])
@@ -150,7 +164,9 @@ def admit(token: str, purposes: Sequence[Purpose], challenge: bytes, answer: byt
 
 
 async def call(sock: socket.socket, token: str, purpose: Purpose) -> bytes:
-    """Be the caller on a connected, non-blocking socket; the connection's secret. Until cancelled.
+    """Do the caller's side on a connected, non-blocking socket, and return the connection's secret.
+
+    Until cancelled.
 
     Raises:
         HungUp: the listener closed the connection first.
@@ -175,10 +191,11 @@ async def call(sock: socket.socket, token: str, purpose: Purpose) -> bytes:
 
 
 def call_blocking(sock: socket.socket, token: str, purpose: Purpose) -> bytes:
-    """The same on a blocking socket, with the timeout that it has.
+    """Do the same as `call` on a blocking socket, with the timeout that it has.
 
     Raises:
-        HungUp, ProtocolViolation: see `call`.
+        HungUp: the listener closed the connection first.
+        ProtocolViolation: what listens there does not know the token.
         OSError: it took too long.
     """
     caller = Caller(token, purpose)
@@ -200,10 +217,19 @@ def call_blocking(sock: socket.socket, token: str, purpose: Purpose) -> bytes:
 
 
 async def secured(sock: socket.socket, session: bytes, purpose: Purpose, *, listening: bool) -> socket.socket:
-    """What a connection becomes behind the handshake, before its first message; both ends call it.
+    """Return what a connection becomes behind the handshake, before its first message. Both ends call it.
 
-    ``sock`` is non-blocking, ``session`` the secret of both ends. One that is to be encrypted is so from here on;
-    a data connection when its two ends call `sealed.agree`.
+    A connection that is to be encrypted is so from here on; a data connection from when its two ends call
+    `record_layer.agree`.
+
+    Args:
+        sock: non-blocking.
+        session: the secret of both ends.
+        purpose: of the connection.
+        listening: whether this is the listener's end.
+
+    Returns:
+        The socket to use in place of `sock`.
 
     Raises:
         OSError: the other end is gone, or does not do the same.
@@ -214,14 +240,22 @@ async def secured(sock: socket.socket, session: bytes, purpose: Purpose, *, list
 
 
 async def dial(where: str, token: str, purpose: Purpose) -> socket.socket:
-    """A non-blocking connection on which both ends have proved the token; until cancelled.
+    """Return a non-blocking connection on which both ends have proved the token; until cancelled.
 
-    ``where`` is "host:port", or a local socket's name behind a zero byte. A listener that hangs up before it has
-    proved anything may be crowded by strangers: it is called again, a few times.
+    A listener that closes it before it has proved anything may be crowded by strangers: it is called again, up to
+    `TRIES` times.
+
+    Args:
+        where: "host:port", or a local socket's name behind a zero byte.
+        token: the job's token.
+        purpose: of the connection.
+
+    Returns:
+        A socket, encrypted if it is to be.
 
     Raises:
-        OSError: it cannot be reached, or lets nobody in.
-        ProtocolViolation: what listens there does not know the token, or ``where`` is no address.
+        OSError: the listener cannot be reached, or closes every connection.
+        ProtocolViolation: what listens there does not know the token, or `where` is no address.
     """
     loop = asyncio.get_running_loop()
     for number in range(1, TRIES + 1):
@@ -242,7 +276,7 @@ async def dial(where: str, token: str, purpose: Purpose) -> socket.socket:
 
 
 def _socket(where: str) -> tuple[socket.socket, Any]:
-    """A new socket that can be connected to ``where``, and what to connect it to."""
+    """Return a new socket that can be connected to `where`, and what to connect it to."""
     if where.startswith("\0"):
         return socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), where
     try:
@@ -264,13 +298,20 @@ class _Stranger:
 
 
 class CallerGate:
-    """Lets callers in at listening sockets, on the running loop: on ``admitted`` they have proved the token.
+    """Lets callers in at listening sockets, on the running loop.
 
-    ``admitted`` gets what was proved and the connection, non-blocking, and owns it from then on; it must not block
-    and not raise. ``failed`` hears that this process could accept nobody, ACCEPT_TRIES times in a row, for want of
-    a resource; the gate goes on trying. A stranger has `hello_s` seconds and ANSWER_BYTES bytes; of more than
-    MAX_STRANGERS, or of more than MAX_STRANGERS_PER_ADDRESS of one address, the oldest makes room. No stranger
-    costs a thread or a task.
+    A stranger has `hello_s` seconds and `ANSWER_BYTES` bytes. Of more than `MAX_STRANGERS`, or of more than
+    `MAX_STRANGERS_PER_ADDRESS` of one address, the oldest makes room. No stranger costs a thread or a task.
+
+    Args:
+        token: the job's token.
+        purposes: what callers may come for.
+        admitted: called with what was proved and the connection, non-blocking, which it owns from then on. It must
+            not
+            block and not raise.
+        failed: called when this process could accept no caller `ACCEPT_TRIES` times in a row, for want of a
+            resource.
+            The gate goes on trying.
     """
 
     def __init__(
@@ -298,14 +339,14 @@ class CallerGate:
         return len(self._strangers)
 
     def watch(self, listener: socket.socket) -> None:
-        """Let callers in at ``listener``, which is bound; it belongs to the gate from now on."""
+        """Let callers in at `listener`, which is bound and belongs to the gate from now on."""
         listener.listen(BACKLOG)
         listener.setblocking(False)
         self._listeners.append(listener)
         asyncio.get_running_loop().add_reader(listener, self._accept, listener)
 
     def close(self) -> None:
-        """Stop listening, and hang up on strangers."""
+        """Stop listening, and close the connections of strangers."""
         loop = asyncio.get_running_loop()
         for listener in self._listeners:
             loop.remove_reader(listener)
@@ -317,7 +358,7 @@ class CallerGate:
             self._timer.cancel()
 
     def _accept(self, listener: socket.socket) -> None:
-        """One caller a turn of the loop: whatever else the loop does has its turn between two of them."""
+        """Accept one caller per turn of the loop, so that other work on the loop has its turn between two."""
         try:
             sock, name = listener.accept()
         except OSError as error:
@@ -335,7 +376,7 @@ class CallerGate:
         except OSError:
             self._drop(stranger)
             return
-        self._read(stranger)  # who speaks before it was spoken to is known at once
+        self._read(stranger)  # a caller that sends before it has read the challenge is seen at once
         if stranger not in self._strangers:
             return
         loop = asyncio.get_running_loop()
@@ -344,14 +385,14 @@ class CallerGate:
             self._timer = loop.call_later(_hello_s, self._expire)
 
     def _make_room(self, origin: str) -> None:
-        """Hang up on the oldest stranger of an address that has its share, and on the oldest of all."""
+        """Close the oldest stranger of an address that has its share, and the oldest of all if too many."""
         if self._origins[origin] >= MAX_STRANGERS_PER_ADDRESS:
             self._drop(next(s for s in self._strangers if s.origin == origin))
         if len(self._strangers) >= MAX_STRANGERS:
             self._drop(next(iter(self._strangers)))
 
     def _lacks(self, lacking: LocalResourceError, listener: socket.socket) -> None:
-        """Strangers give their descriptors back first; then the listener pauses."""
+        """Close the oldest stranger to get its descriptor back; without strangers, pause the listener."""
         if self._strangers:
             self._drop(next(iter(self._strangers)))
             return

@@ -1,7 +1,7 @@
-"""Files that grow by a JSON line a call: logs of what was done, and the journal of events with reasons.
+"""Files that grow by one JSON line per call: logs of what was done, and the journal of events with reasons.
 
-A disk that is full, read-only or broken costs lines, never who writes them: lines that are lost are counted, and
-told once the disk takes lines again. A disk that hangs costs a control loop ``WAIT_S`` once, not its life.
+A disk that is full, read-only or broken costs lines, and never ends the process that writes them: lost lines are
+counted, and reported once the disk takes lines again. A disk that hangs delays a control loop by `WAIT_S` once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ from typing import Any
 WAIT_S = 0.1  # longest wait of a caller for the thread that writes its line
 CLOSE_S = 2.0  # the same at the end
 QUEUE = 4096  # lines that may wait for that thread
-DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE})  # what disks say
+DISK = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
+)  # errors of disks
 RESERVED = 1024  # bytes that `reserve` puts aside
 
 _log = logging.getLogger(__name__)
@@ -32,24 +34,24 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """Lines that are not in a file. since, until: Unix seconds, from the first of them to the end of that."""
+    """Lines that are missing in a file."""
 
-    file: str
-    lines: int
-    since: float
-    until: float
-    why: str
+    file: str  # its name
+    lines: int  # how many
+    since: float  # Unix seconds of the first one
+    until: float  # Unix seconds at which lines were written again
+    why: str  # error of the disk
 
     @property
     def event(self) -> dict[str, object]:
-        """A row of events.jsonl that tells it."""
+        """A row of events.jsonl that reports it."""
         reason = f"{self.file} lacks {self.lines} lines of {self.until - self.since:.1f} s: {self.why}"
         facts = {"file": self.file, "lines": self.lines, "since": self.since}
         return {"t": self.until, "event": "LogLinesLost", "reason": reason, **facts}
 
 
 def finite(value: Any) -> Any:
-    """``value`` as strict JSON can say it: figures that are not finite become None."""
+    """Return `value` as strict JSON can express it: numbers that are not finite become None."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -58,7 +60,10 @@ def finite(value: Any) -> Any:
 
 
 def strict(row: Mapping[str, object]) -> str:
-    """``row`` as one line of strict JSON; where a figure of it was not finite, it says ``"finite": false``."""
+    """Return `row` as one line of strict JSON.
+
+    If a number in it was not finite, the line says `"finite": false`.
+    """
     try:
         return json.dumps(row, separators=(",", ":"), default=str, allow_nan=False)
     except ValueError:
@@ -66,7 +71,7 @@ def strict(row: Mapping[str, object]) -> str:
 
 
 def here() -> dict[str, str]:
-    """This host, and which of its starts this is: {"host", "boot"}."""
+    """Return this host's name, and which of its starts this is: {"host", "boot"}."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -75,12 +80,14 @@ def here() -> dict[str, str]:
 
 
 class LineWriter:
-    """A JSONL file, to which several processes may append. Thread-safe; it blocks as long as the disk does.
+    """A JSONL file to which several processes may append. Thread-safe; it blocks as long as the disk does.
 
-    A line has left the process when `write` returns, whole or not at all: what a short write has left is made a
-    row of its own, ``{"torn":true}``, in place, for which no disk is too full.
+    When `write` returns, the line has left the process, either whole or not at all. A short write leaves a piece,
+    which is overwritten in place as a row of its own, `{"torn":true}`: that needs no space on the disk.
 
-    lost: is told of lines that were lost, once one was written again, and by `close`.
+    Args:
+        path: of the file.
+        lost: called with lines that were lost, once a line was written again, and by `close`.
     """
 
     def __init__(self, path: Path, lost: Callable[[Lost], None] | None = None) -> None:
@@ -96,11 +103,11 @@ class LineWriter:
             self._open()
 
     def write(self, row: Mapping[str, object]) -> bool:
-        """Append one row; whether it is in the file."""
+        """Append one row, and return whether it is in the file."""
         return self.append(strict(row).encode() + b"\n")
 
     def append(self, line: bytes) -> bool:
-        """Append one line, which ends with a newline; whether it is in the file."""
+        """Append one line, which ends with a newline, and return whether it is in the file."""
         with self._lock:
             try:
                 descriptor = self._open()
@@ -120,7 +127,7 @@ class LineWriter:
             self._miss(lines, why)
 
     def close(self) -> None:
-        """Close the file, and tell of what is lost to the end."""
+        """Close the file, and report the lines that were lost up to now."""
         with self._lock:
             descriptor, self._descriptor = self._descriptor, None
             lost = self._settle()
@@ -137,7 +144,7 @@ class LineWriter:
         self._count, self._why = self._count + lines, why
 
     def _settle(self) -> Lost | None:
-        """What was lost since this was asked last."""
+        """Return what was lost since the last call."""
         if not self._count:
             return None
         found = Lost(self.path.name, self._count, self._since, time.time(), self._why)
@@ -146,7 +153,7 @@ class LineWriter:
         return found
 
     def _open(self) -> int:
-        """The descriptor. Raises OSError."""
+        """Return the descriptor. Raise OSError if the file cannot be opened."""
         if self._descriptor is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -156,7 +163,7 @@ class LineWriter:
         return self._descriptor
 
     def _whole(self, descriptor: int, line: bytes) -> bool:
-        """Append a line; False where only a piece of it was written, which is a line of its own then."""
+        """Append a line. Return False if only a piece of it was written, which is a line of its own then."""
         given = b"\n" + line if self._torn else line
         done = os.write(descriptor, given)
         self._torn = False
@@ -166,7 +173,7 @@ class LineWriter:
         if done > 0:
             end = os.lseek(descriptor, 0, os.SEEK_CUR)  # of the piece, whatever others have appended since
             with contextlib.suppress(OSError):
-                over = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)  # to append is all that the other one can
+                over = os.open(self.path, os.O_WRONLY | os.O_CLOEXEC)  # the other descriptor can only append
                 try:
                     self._torn = os.pwrite(over, _filler(done), end - done) != done
                 finally:
@@ -175,10 +182,13 @@ class LineWriter:
 
 
 def replace_json(path: Path, value: object) -> None:
-    """Replace ``path`` by ``value`` as JSON: a reader sees the old file or the new one, whole.
+    """Replace `path` by `value` as JSON: a reader sees the old file or the new one, whole.
 
-    On a full disk the file is overwritten where it stands, which needs no space: a reader may find no JSON then,
-    for a moment. What `reserve` has put aside is used. Raises OSError.
+    On a full disk the file is overwritten where it stands, which needs no space: for a moment a reader may find no
+    JSON. What `reserve` has put aside is used.
+
+    Raises:
+        OSError: it cannot be written.
     """
     data = json.dumps(value, allow_nan=False).encode() + b"\n"
     part = _part(path)
@@ -200,7 +210,7 @@ def replace_json(path: Path, value: object) -> None:
 
 
 def reserve(path: Path) -> None:
-    """Put some space aside for the first `replace_json` of ``path`` by this process, if there is any."""
+    """Put some space aside for this process's first `replace_json` of `path`, if there is any."""
     with contextlib.suppress(OSError):
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(f".{path.name}.*.part"):  # of those before this process
@@ -213,7 +223,7 @@ def _part(path: Path) -> Path:
 
 
 def _overwrite(path: Path, data: bytes, flags: int = 0) -> None:
-    """Have ``path`` hold ``data``, in the blocks that it has as far as they go."""
+    """Write `data` to `path`, in the blocks that the file has as far as they go."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC | flags, 0o666)
     try:
         if os.write(descriptor, data) != len(data):
@@ -224,16 +234,16 @@ def _overwrite(path: Path, data: bytes, flags: int = 0) -> None:
 
 
 def _filler(length: int) -> bytes:
-    """A line of ``length`` bytes that is strict JSON, or empty."""
+    """Return a line of `length` bytes that is strict JSON, or empty."""
     row = b'{"torn":true}' if length > 13 else b"{}" if length > 2 else b""
     return row.ljust(length - 1) + b"\n"
 
 
 class Queued:
-    """`LineWriter` for a control loop: a thread writes them. Thread-safe.
+    """A `LineWriter` for a control loop: a thread writes the lines. Thread-safe.
 
-    A caller waits at most ``WAIT_S`` for its line, and not at all as long as the lines before it are not written.
-    Lines that find no place in the queue are lost.
+    A caller waits at most `WAIT_S` for its line, and not at all while lines before it are overdue. Lines that find
+    no place in the queue are lost.
     """
 
     def __init__(self, path: Path, lost: Callable[[Lost], None] | None = None) -> None:
@@ -255,7 +265,7 @@ class Queued:
             self._queue.append(line)
             self._taken += 1
             mine = self._taken
-            if self._thread is None:  # not before the first line: who forks has no threads
+            if self._thread is None:  # not before the first line: a process that forks must have no threads
                 self._thread = threading.Thread(target=self._run, name="log", daemon=True)
                 self._thread.start()
             self._changed.notify_all()
@@ -265,12 +275,12 @@ class Queued:
             self._late = not self._changed.wait_for(lambda: self._written >= mine, wait_s)
 
     def flush(self, wait_s: float = CLOSE_S) -> bool:
-        """Wait until all lines are written or lost; False after ``wait_s``."""
+        """Wait until all lines are written or lost, and return False after `wait_s` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self._written >= self._taken, wait_s)
 
     def close(self) -> None:
-        """Write what waits, for at most ``CLOSE_S``, and close the file."""
+        """Write what waits, for at most `CLOSE_S`, and close the file."""
         done = self.flush()
         with self._changed:
             self._closed = True
@@ -297,9 +307,14 @@ class Queued:
 
 
 class Journal:
-    """Events: what was decided, and why. ``fixed`` facts (who writes) are in every line.
+    """Events: what was decided, and why.
 
-    A disk that is full or hangs costs lines, never a decision. ``tee`` hears of each row, on its caller's thread.
+    A disk that is full or hangs costs lines, never a decision.
+
+    Args:
+        path: of the file.
+        tee: called with each row, on the thread that writes it.
+        **fixed: facts that are in every line: which process writes.
     """
 
     def __init__(
@@ -320,7 +335,7 @@ class Journal:
         self.note(time.time(), event, reason, **facts)
 
     def note(self, t: float, event: str, reason: str, **facts: object) -> None:
-        """Append an event that happened at ``t``."""
+        """Append an event that happened at `t`, in Unix seconds."""
         self({"t": t, "event": event, **self._fixed, "reason": reason, **facts})
 
     def lost(self, lost: Lost) -> None:
@@ -328,7 +343,7 @@ class Journal:
         self({**self._fixed, **lost.event})
 
     def flush(self, wait_s: float = CLOSE_S) -> None:
-        """Wait until all is written, for at most ``wait_s``."""
+        """Wait until all is written, for at most `wait_s` seconds."""
         self._lines.flush(wait_s)
 
     def close(self) -> None:

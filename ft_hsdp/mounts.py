@@ -1,4 +1,4 @@
-"""Mounts: on which file system a path lies."""
+"""On which file system a path lies."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ LOCKLESS = NETWORK - {"9p", "virtiofs"}  # those mostly join a virtual machine a
 class Mount:
     """One line of /proc/self/mountinfo."""
 
-    place: Path
-    kind: str
-    options: tuple[str, ...]
+    place: Path  # where it is mounted
+    kind: str  # type of the file system
+    options: tuple[str, ...]  # of the mount
 
     @property
     def network(self) -> bool:
-        """Whether other machines may see it, too; FUSE mostly means so, but for overlays."""
+        """Whether other machines may see it too. FUSE mostly means so, except for overlays."""
         return self.kind in NETWORK or (self.kind.startswith("fuse.") and "overlay" not in self.kind)
 
 
 def mount_of(path: Path, mounts: Path = MOUNTS) -> Mount | None:
-    """The file system on which `path` lies, or would; None where that is not known."""
+    """Return the file system on which `path` lies, or would lie; None if that is not known."""
     there = existing(path)
     try:
         found = [_parsed(line) for line in mounts.read_text().splitlines()]
@@ -42,7 +42,7 @@ def mount_of(path: Path, mounts: Path = MOUNTS) -> Mount | None:
 
 
 def existing(path: Path) -> Path:
-    """`path`, or the nearest folder above it that exists."""
+    """Return `path`, or the nearest folder above it that exists."""
     path = path.resolve()
     return next(each for each in (path, *path.parents) if each.exists())
 

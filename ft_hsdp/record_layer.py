@@ -1,12 +1,13 @@
-"""Sealed: encrypts connections between the processes of a job, behind the handshake that proves the token.
+"""Encrypts connections between the processes of a job, behind the handshake that proves the token.
 
 Both ends send a fresh X25519 key, with a MAC under the connection's secret, and derive two keys from what they
-have in common then: who learns the token later cannot read what was recorded. Bytes travel in records: a length,
-and AES-128-GCM of at most RECORD bytes under a counter, which covers the length. A record that was changed,
-repeated, left out or moved ends the connection. After REKEY records a key is replaced by one derived from it.
+have in common then. So a recording stays unreadable if the token becomes known later. Bytes travel in records: a
+length, and AES-128-GCM of at most `RECORD` bytes under a counter, which covers the length. A record that was
+changed, repeated, left out or moved ends the connection. After `REKEY` records a key is replaced by one derived
+from it.
 
 A data connection becomes a `Sealed`. A control connection is spliced: its user has one end of a local pair of
-sockets, and two tasks carry what passes between the other end and the network.
+sockets, and two tasks carry the bytes between the other end and the network.
 """
 
 from __future__ import annotations
@@ -39,13 +40,16 @@ _mode: Mode = "auto"
 
 
 def use(mode: Mode) -> None:
-    """What this process does from now on: encrypt between hosts (auto), every network connection (on), or none."""
+    """Set what this process encrypts.
+
+    Connections between hosts (auto), all network connections (on), or none (off).
+    """
     global _mode
     _mode = mode
 
 
 def wanted(sock: socket.socket) -> bool:
-    """Whether a connection is to be encrypted. Both ends find the same: both see its two addresses."""
+    """Whether a connection is to be encrypted. Both ends find the same, because both see its two addresses."""
     if _mode == "off" or sock.family == socket.AF_UNIX:
         return False
     return _mode == "on" or not within_host(sock)
@@ -81,14 +85,14 @@ class Direction:
         return self._count.to_bytes(12, "big")
 
     def seal_into(self, data: memoryview, record: memoryview) -> int:
-        """Write the record of ``data``, at most RECORD bytes, to ``record``; its size."""
+        """Write the record of `data`, at most `RECORD` bytes, to `record`, and return its size."""
         size = HEAD + len(data) + TAG
         record[:HEAD] = head = len(data).to_bytes(HEAD, "big")
         self._cipher.encrypt_into(self._nonce(), data, head, record[HEAD:size])
         return size
 
     def seal(self, data: Data) -> bytes:
-        """The records of ``data``."""
+        """Return the records of `data`."""
         view, records = memoryview(data).cast("B"), []
         for begin in range(0, len(view), RECORD):
             head = len(view[begin : begin + RECORD]).to_bytes(HEAD, "big")
@@ -96,7 +100,7 @@ class Direction:
         return b"".join(records)
 
     def open_into(self, head: bytes, body: memoryview, data: memoryview) -> None:
-        """Write what a record holds to ``data``.
+        """Write the content of a record to `data`.
 
         Raises:
             ConnectionAbortedError: it was changed, or is not the next one.
@@ -108,7 +112,7 @@ class Direction:
 
 
 def length(head: bytes) -> int:
-    """How many bytes a record holds.
+    """Return how many bytes a record contains.
 
     Raises:
         ConnectionAbortedError: no record has so many.
@@ -120,7 +124,13 @@ def length(head: bytes) -> int:
 
 
 class KeyExchange:
-    """The exchange of keys at one end; ``context`` binds what else both ends must mean alike."""
+    """The exchange of keys at one end.
+
+    Args:
+        session: the connection's secret, from the handshake.
+        listening: whether this is the listener's end.
+        context: what else both ends must agree on; different contexts end the connection.
+    """
 
     def __init__(self, session: bytes, listening: bool, context: bytes = b"") -> None:
         self._session = session
@@ -135,7 +145,7 @@ class KeyExchange:
         return hmac.digest(self._session, b"ft_hsdp key of the " + role + public + self._context, "sha256")
 
     def accept(self, offer: bytes) -> tuple[Direction, Direction]:
-        """What this end sends with, and what it receives with.
+        """Return the direction in which this end sends, and the one in which it receives.
 
         Raises:
             ConnectionAbortedError: the offer is not the other end's.
@@ -158,10 +168,12 @@ def _derive(key: bytes, salt: bytes, info: bytes, nbytes: int) -> bytes:
 
 
 class Sealed(socket.socket):
-    """A connection that is plain until `agree` and encrypted from then on; one thread may send while one receives.
+    """A connection that is plain until `agree` and encrypted from then on.
 
-    What waits does so in the kernel, with the deadlines of the socket (SO_RCVTIMEO, SO_SNDTIMEO). After an error
-    the connection can only be closed.
+    One thread may send while another receives.
+
+    Waits are in the kernel, with the deadlines of the socket (SO_RCVTIMEO, SO_SNDTIMEO). After an error the
+    connection can only be closed.
     """
 
     def __init__(self, sock: socket.socket, session: bytes, listening: bool) -> None:
@@ -174,7 +186,10 @@ class Sealed(socket.socket):
         self._in: Direction | None = None
 
     def agree(self, context: bytes = b"") -> None:
-        """Exchange keys; blocks. ``context``: what both ends must mean alike.
+        """Exchange keys. Blocks.
+
+        Args:
+            context: what both ends must agree on.
 
         Raises:
             OSError: the other end is gone, too late, or does not do the same.
@@ -200,7 +215,7 @@ class Sealed(socket.socket):
     # Sending.
 
     def sendall(self, data: Any, flags: int = 0, /) -> None:
-        """As a socket's."""
+        """Send all bytes, as a socket does."""
         if self._out is None:
             return super().sendall(data, flags)
         view = memoryview(data).cast("B")
@@ -210,14 +225,14 @@ class Sealed(socket.socket):
         return None
 
     def send(self, data: Any, flags: int = 0, /) -> int:
-        """All of it: a part of a record is of no use."""
+        """Send all bytes: a part of a record is useless to the other end."""
         if self._out is None:
             return super().send(data, flags)
         self.sendall(data, flags & ~socket.MSG_DONTWAIT)
         return memoryview(data).nbytes
 
     def sendmsg(self, buffers: Any, ancdata: Any = (), flags: int = 0, /, *more: Any) -> int:
-        """All of them."""
+        """Send all buffers."""
         if self._out is None:
             return super().sendmsg(buffers, ancdata, flags, *more)
         return sum(self.send(buffer, flags) for buffer in buffers)
@@ -225,14 +240,14 @@ class Sealed(socket.socket):
     # Receiving.
 
     def recv(self, bufsize: int, flags: int = 0, /) -> bytes:
-        """As a socket's."""
+        """Receive up to `bufsize` bytes, as a socket does."""
         if self._in is None:
             return super().recv(bufsize, flags)
         data = bytearray(bufsize)
         return bytes(data[: self.recv_into(data, 0, flags)])
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0, /) -> int:
-        """As a socket's, with MSG_WAITALL and MSG_DONTWAIT."""
+        """Receive into a buffer, as a socket does; MSG_WAITALL and MSG_DONTWAIT are kept."""
         if self._in is None:
             return super().recv_into(buffer, nbytes, flags)
         view = memoryview(buffer).cast("B")
@@ -262,7 +277,10 @@ class Sealed(socket.socket):
         return n
 
     def _fetch(self, flags: int) -> bool:
-        """Have the next record in ``_body``; what has come of it stays if it is not whole. False: the end."""
+        """Read the next record into `_body`; an incomplete one stays there for the next call.
+
+        Return False at the end.
+        """
         while True:
             need = HEAD if self._got < HEAD else HEAD + length(bytes(self._body[:HEAD])) + TAG
             if self._got == need:
@@ -276,12 +294,20 @@ class Sealed(socket.socket):
 
 
 def sealable(sock: socket.socket, session: bytes, *, listening: bool) -> socket.socket:
-    """A connection that can be encrypted, if it is to be; it replaces ``sock``."""
+    """Return a connection that can be encrypted, if it is to be; it replaces `sock`."""
     return Sealed(sock, session, listening) if wanted(sock) else sock
 
 
 def agree(socks: Sequence[socket.socket], context: bytes = b"") -> None:
-    """Encrypt those that are to be; blocks. Raises OSError."""
+    """Encrypt those connections that are to be. Blocks.
+
+    Args:
+        socks: from `sealable`, in the order of the other end's.
+        context: what both ends must agree on.
+
+    Raises:
+        OSError: the other end of one is gone, too late, or does not do the same.
+    """
     for number, sock in enumerate(socks):
         if isinstance(sock, Sealed):
             sock.agree(context + b"/%d" % number)
@@ -294,7 +320,9 @@ class Spliced(socket.socket):
 
 
 async def spliced(sock: socket.socket, session: bytes, *, listening: bool) -> socket.socket:
-    """The connection, or, if it is to be encrypted, a local one whose bytes pass through it; until cancelled.
+    """Return the connection, or, if it is to be encrypted, a local one whose bytes pass through it.
+
+    Until cancelled.
 
     Raises:
         OSError: the other end is gone, or does not do the same.
@@ -321,7 +349,7 @@ _splices: set[asyncio.Task[None]] = set()
 
 
 async def _splice(sock: socket.socket, far: socket.socket, out: Direction, into: Direction) -> None:
-    """Carry bytes both ways until both have ended."""
+    """Carry bytes in both directions until both have ended."""
     try:
         await asyncio.gather(_outward(sock, far, out), _inward(sock, far, into))
     finally:

@@ -1,6 +1,6 @@
-"""Secrets: a job's tokens, and the operator's key, which signs checkpoints and outlives runs.
+"""A job's tokens, and the operator's key, which signs checkpoints and outlives runs.
 
-They stand in files that only their owner reads, or in the environment.
+They stand in files that only their owner can read, or in the environment.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _ALLOWED = "a file of one token, or of two: the current one and another that is 
 
 
 def read(file: Path, variable: str) -> tuple[str, ...]:
-    """The tokens in ``file``, the current one first; else the one in the environment's ``variable``; else none.
+    """Return the tokens in `file`, the current one first; else the one in the environment's `variable`; else none.
 
     Raises:
-        ConfigError: what is there cannot be used; the line names the file and never shows what is in it.
+        ConfigError: what is there cannot be used. The line names the file and never shows its content.
     """
     try:
         lines = tuple(file.read_text(encoding="ascii").split())
@@ -43,7 +43,12 @@ def read(file: Path, variable: str) -> tuple[str, ...]:
 
 
 def current(file: Path) -> str:
-    """The token in ``file`` that is to be used. Raises OSError, or ConfigError for a file without one."""
+    """Return the token in `file` that is to be used.
+
+    Raises:
+        OSError: the file cannot be read.
+        ConfigError: it has no token.
+    """
     lines = file.read_text(encoding="ascii", errors="replace").split()
     if not lines:
         raise ConfigError(file.name, str(file), f"{_ALLOWED} (it is empty)")
@@ -51,10 +56,12 @@ def current(file: Path) -> str:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Put a file with ``text`` at ``path`` that only its owner can read.
+    """Put a file with `text` at `path` that only its owner can read.
 
     It is made under a fresh name and renamed: what stood there, a link included, is replaced and never written to.
-    Raises OSError.
+
+    Raises:
+        OSError: it cannot be written.
     """
     part = _fresh(path, text)
     try:
@@ -65,9 +72,14 @@ def write_private(path: Path, text: str) -> None:
 
 
 def checkpoint_key(file: str | None) -> bytes:
-    """The key that signs checkpoints: in the environment, else in ``file``, else in the user's state folder.
+    """Return the key that signs checkpoints.
 
-    A file that is missing is made. Raises ConfigError where it cannot be, or holds no key.
+    From the environment, else from `file`, else from the user's state folder.
+
+    A file that is missing is made.
+
+    Raises:
+        ConfigError: it cannot be made, or has no key.
     """
     given = os.environ.get(KEY_VARIABLE, "").strip()
     if given:
@@ -94,7 +106,10 @@ def checkpoint_key(file: str | None) -> bytes:
 
 
 def run_key(run: Path, file: str | None) -> bytes:
-    """The key that signs the checkpoints of the job in ``run``: the copy there, else as `checkpoint_key`."""
+    """Return the key that signs the checkpoints of the job in `run`.
+
+    The copy there, else that of `checkpoint_key`.
+    """
     try:
         return current(run / RUN_KEY).encode()
     except OSError:
@@ -102,13 +117,13 @@ def run_key(run: Path, file: str | None) -> bytes:
 
 
 def key_file() -> Path:
-    """Where the checkpoint key of this user is without ``checkpoint.key``."""
+    """Return where this user's checkpoint key is if `checkpoint.key` is not given."""
     state = os.environ.get("XDG_STATE_HOME", "")
     return (Path(state) if state else Path.home() / ".local" / "state") / "ft_hsdp" / _KEY
 
 
 def _fresh(path: Path, text: str) -> Path:
-    """A new private file beside ``path``."""
+    """Return a new private file beside `path`."""
     part = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with os.fdopen(handle, "w") as file:

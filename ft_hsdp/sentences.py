@@ -1,4 +1,4 @@
-"""Sentences: every event and every kind of failure in plain words, for page, terminal and `explain`. Pure."""
+"""Every event and every kind of failure in plain words, for the page, the terminal and `explain`. Pure."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "LighthouseElected": lambda e: f"the lighthouse at {e['url']} leads from now on",
     "LighthouseDeposed": lambda e: f"the lighthouse at {e['url']} does not lead any more",
 }
-"""What each event says; every name that our processes write is here."""
+"""The sentence of each event; every event name that ft_hsdp writes is here."""
 
 _FAULTS = {
     "SIGSTOP": "was stopped by SIGSTOP",
@@ -176,11 +176,11 @@ _FAULTS = {
     "flip": "had a flipped byte in a copy of its state",
     "clock": "had a wrong clock",
 }
-"""What became of a replica, by the kind of its failure; see `fault`."""
+"""What happened to a replica, by the kind of its failure."""
 
 
 def fault(kind: str) -> str:
-    """What became of a replica whose failure is of ``kind``: "was killed by SIGKILL"."""
+    """Return what happened to a replica whose failure is of `kind`, such as "was killed by SIGKILL"."""
     if kind in _FAULTS:
         return _FAULTS[kind]
     if kind.startswith(("SIG", "signal ")):
@@ -189,7 +189,15 @@ def fault(kind: str) -> str:
 
 
 def tell(event: Row, *, reason: bool = True) -> str:
-    """One sentence on one event; of one that is not known, its name."""
+    """Return one sentence on an event.
+
+    Args:
+        event: a row of events.jsonl.
+        reason: whether the event's reason is added.
+
+    Returns:
+        The sentence; for an unknown event, or one that lacks facts, its name.
+    """
     try:
         text = SENTENCES[event["event"]](event)
     except (

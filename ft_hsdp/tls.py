@@ -1,8 +1,8 @@
-"""TLS between the lighthouse and those who talk to it: contexts for both sides, from the section ``network``.
+"""TLS between the lighthouse and its clients: contexts for both sides, from the section `network`.
 
-With ``network.tls_ca`` both sides show certificates of that authority. Without it only the lighthouse does, and
-its clients trust ``network.tls_certificate`` itself. The files are tried out before anybody relies on them: a
-handshake in memory finds what has expired or does not fit.
+With `network.tls_ca` both sides show certificates of that authority. Without it only the lighthouse does, and its
+clients trust `network.tls_certificate` itself. The files are tested before they are used: a handshake in memory
+finds what has expired or does not fit.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ _FILE = "a PEM file that this user may read"
 
 
 def server(network: NetworkConfig) -> ssl.SSLContext | None:
-    """The lighthouse's context; None: it speaks HTTP. With ``tls_ca`` clients must show certificates.
+    """Return the lighthouse's context; None: it speaks HTTP. With `tls_ca` clients must show certificates.
 
     Raises:
         ConfigError: a file is missing, unreadable or no PEM; key and certificate are no pair; the certificate has
-            expired, or is not the authority's.
+            expired,
+            or is not the authority's.
     """
     if network.tls_certificate is None or network.tls_key is None:
         return None
@@ -40,9 +41,12 @@ def server(network: NetworkConfig) -> ssl.SSLContext | None:
 
 
 def client(network: NetworkConfig) -> ssl.SSLContext | None:
-    """The context of whoever talks to the lighthouse; None: HTTP, or HTTPS with what this machine trusts.
+    """Return the context of a client of the lighthouse; None: HTTP, or HTTPS with what this machine trusts.
 
-    The name or address in the lighthouse's URL must stand in its certificate. Raises ConfigError as `server` does.
+    The name or address in the lighthouse's URL must stand in its certificate.
+
+    Raises:
+        ConfigError: as of `server`.
     """
     if network.tls_certificate is None and network.tls_ca is None:
         return None
@@ -61,15 +65,16 @@ def client(network: NetworkConfig) -> ssl.SSLContext | None:
 
 
 def trusted(network: NetworkConfig) -> Trusted:
-    """`client` as httpx's ``verify`` takes it."""
+    """Return `client` as httpx's `verify` takes it."""
     found = client(network)
     return True if found is None else found
 
 
 def check(network: NetworkConfig) -> str:
-    """What a preflight says of it; also whether the certificate has the name that local clients ask for.
+    """Return what `doctor` says of the certificates; it checks the name that local clients ask for, too.
 
-    Raises ConfigError as `server` and `client` do.
+    Raises:
+        ConfigError: as of `server` and `client`.
     """
     context = server(network)
     client(network)
@@ -84,7 +89,7 @@ def check(network: NetworkConfig) -> str:
 
 
 def reached(host: str) -> str:
-    """The name or address by which processes of this machine reach a lighthouse that listens on ``host``."""
+    """Return the name or address by which this machine's processes reach a lighthouse that listens on `host`."""
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -95,7 +100,7 @@ def reached(host: str) -> str:
 
 
 def _trusting(network: NetworkConfig) -> ssl.SSLContext:
-    """A client's context that trusts the authority, or else the lighthouse's certificate itself."""
+    """Return a client's context that trusts the authority, or else the lighthouse's certificate itself."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     if network.tls_ca is not None:
         _trust(context, "network.tls_ca", network.tls_ca)
@@ -106,7 +111,7 @@ def _trusting(network: NetworkConfig) -> ssl.SSLContext:
 
 
 def _pair(kind: int, prefix: str, certificate: str, key: str) -> ssl.SSLContext:
-    """A context that shows the certificate."""
+    """Return a context that shows the certificate."""
     _readable(f"network.{prefix}_certificate", certificate)
     _readable(f"network.{prefix}_key", key)
     context = ssl.SSLContext(kind)
@@ -153,7 +158,10 @@ def _readable(key: str, path: str) -> None:
 
 
 def _try(key: str, path: str, server: ssl.SSLContext, client: ssl.SSLContext, host: str | None) -> str:
-    """A handshake in memory; until when the lighthouse's certificate is valid. Raises ConfigError on ``key``."""
+    """Do a handshake in memory, and return until when the server's certificate is valid.
+
+    Raise ConfigError on `key`.
+    """
     to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
     ends = (
         client.wrap_bio(to_client, to_server, server_hostname=host),
