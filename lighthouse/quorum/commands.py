@@ -121,6 +121,7 @@ def _runs(s: LighthouseState, r: int) -> bool:
 
 
 def _evict(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan | Impossible:
+    """Return the plan to kill the present incarnation of replica ``r``."""
     incarnation = s.views[r].incarnation
     if not _runs(s, r) or incarnation is None:
         return Impossible(409, f"replica {r} does not run")
@@ -133,6 +134,7 @@ def _evict(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan | 
 
 
 def _drain(s: LighthouseState, r: int, supervised: Supervised, force: bool) -> CommandPlan | Impossible:
+    """Return the plan to send replica ``r`` away at the next step boundary."""
     if r in s.drained:
         return CommandPlan(f"replica {r} is drained already")
     able, needed = _able(s), s.policy.min_replicas
@@ -179,6 +181,7 @@ def _left(s: LighthouseState, gone: set[int]) -> int:
 
 
 def _scale(s: LighthouseState, target: int, supervised: Supervised, force: bool) -> CommandPlan | Impossible:
+    """Return the plan to go on with ``target`` replicas."""
     slots = s.policy.slots
     if not 1 <= target <= slots:
         return Impossible(409, f"the job cannot have {target} replicas; max_replicas allows 1 to {slots}")
@@ -204,6 +207,7 @@ def _scale(s: LighthouseState, target: int, supervised: Supervised, force: bool)
 
 
 def _undrain(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan | Impossible:
+    """Return the plan to let replica ``r`` take part again."""
     if r not in s.drained:
         beyond = f"; the job is scaled to {s.target} replicas" if r >= s.target else ""
         return CommandPlan(f"replica {r} is not drained{beyond}")
@@ -212,6 +216,7 @@ def _undrain(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan 
 
 
 def _checkpoint(s: LighthouseState) -> CommandPlan | Impossible:
+    """Return the plan to have one replica write the next state."""
     if s.grant is None:
         return Impossible(409, "nothing has been granted yet: there is nothing to write")
     if s.head is not None and s.head.step >= s.policy.steps:

@@ -33,13 +33,21 @@ def run_of(incarnation: str) -> tuple[str, int]:
     """Return the run that an incarnation belongs to, and how often its replica had been restarted in that run.
 
     Runs of different replicas may have one name. A text that is no name of an incarnation is a run of its own.
+
+    Args:
+        incarnation: Its name, REPLICA-RUN-RESTARTS.
     """
     name = IncarnationId.parse(incarnation)
     return (incarnation, 0) if name is None else (name.run_id, name.restarts)
 
 
 def outlived(who: Incarnation, others: Iterable[Incarnation]) -> bool:
-    """Return whether one of ``others`` is a later incarnation of the same run: then ``who`` has exited."""
+    """Return whether one of ``others`` is a later incarnation of the same run: then ``who`` has exited.
+
+    Args:
+        who: The incarnation in question.
+        others: Incarnations that are known, of any replica.
+    """
     run, restarts = run_of(who[1])
     lives = (run_of(incarnation) for replica, incarnation in others if replica == who[0])
     return any(theirs == run and number > restarts for theirs, number in lives)

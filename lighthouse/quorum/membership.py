@@ -200,18 +200,21 @@ def _grant_or_wait(
         for r, v in enumerate(s.views)
         if await_returns and r not in reports and not v.lost and not _never_started(s, r)
     ]
+    # A state that may be committed, but whose base no asking replica holds.
     doubts = [r.doubt for r in reports.values() if r.doubt and state_id.newer(r.doubt, base.state)]
     if doubts and unheard:
         return _wait(s, f"{doubts[0]} may be committed; replica {unheard[0]} may hold it")
     doubts = [d for d in doubts if not rules.cannot_commit(d, base.voids)]
     if doubts and may_return:
         return _wait(s, f"{doubts[0]} may be committed; replica {may_return[0]} may come back with it")
+    # A committed state that no asking replica holds.
     if s.head is not None and state_id.newer(s.head, base.state):
         above = f"head {s.head} is above {base.state}"
         if unheard:
             return _wait(s, f"{above}; replica {unheard[0]} may hold it")
         if may_return:
             return _wait(s, f"{above}; replica {may_return[0]} may come back with it")
+        # One lost step is repeated from its base. More than one is the policy's to decide.
         lost = s.head.step - base.state.step
         given_up = s.policy.on_lost_head == "rollback" or (s.rewinding and base.state.step > 0)
         if not rules.follows(s.head, base.state, s.epochs) and not given_up:
@@ -242,6 +245,7 @@ def _grant_or_wait(
     inside = tuple(m for m in members if m.replica not in s.edges.excluded())
     if sum(m.role == "contribute" for m in inside) >= max(1, s.policy.min_replicas):
         members = inside
+    # Too few replicas hold the base: those that are behind fetch it without a ring.
     able = sum(m.role == "contribute" for m in members)
     if able < s.policy.min_replicas:
         why = f"{able} replicas hold {base.state}, min_replicas is {s.policy.min_replicas}"

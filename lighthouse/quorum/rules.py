@@ -8,7 +8,7 @@ each rule). FT-HSDP §4.3 calls the replicas with the highest step number health
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from ft_hsdp.core import state_id
@@ -107,7 +107,12 @@ def cannot_commit(state: StateId, voids: Iterable[AttemptId]) -> bool:
 
 
 def ahead(report: Report, state: StateId) -> bool:
-    """Return whether a reporter holds, is prepared for or has voted for a state above ``state``."""
+    """Return whether a reporter holds, is prepared for or has voted for a state above ``state``.
+
+    Args:
+        report: What a replica reported.
+        state: The state that a membership would build on.
+    """
     prepared = report.prepared
     if report.doubt is not None and state_id.newer(report.doubt, state):
         return True
@@ -180,18 +185,24 @@ def merged(epochs: Iterable[Epoch], exited: frozenset[Incarnation]) -> tuple[Epo
 
 
 def role(report: Report, base: Base) -> Role:
-    """Return "contribute" if the reporter holds the base or exactly the record that leads to it, else "behind"."""
+    """Return "contribute" if the reporter holds the base or exactly the record that leads to it, else "behind".
+
+    Args:
+        report: What a replica reported.
+        base: The state to build on.
+    """
     leads = report.prepared is not None and state_id.same(report.prepared.state_id, base.state)
     return "contribute" if leads or state_id.same(report.state, base.state) else "behind"
 
 
-def roles(reports: Mapping[int, Report], base: Base) -> dict[int, Role]:
-    """Return the role of each reporter, by replica."""
-    return {r: role(report, base) for r, report in sorted(reports.items())}
-
-
 def describe(members: Iterable[Member], base: StateId, why: str) -> str:
-    """Return a line for humans: who contributes on what, who is behind, and why the membership changed."""
+    """Return a line for humans: who contributes on what, who is behind, and why the membership changed.
+
+    Args:
+        members: In any order.
+        base: The state that they build on.
+        why: Why the membership changed.
+    """
     ordered = sorted(members, key=lambda m: m.replica)
     able = [str(m.replica) for m in ordered if m.role == "contribute"]
     behind = [str(m.replica) for m in ordered if m.role == "behind"]

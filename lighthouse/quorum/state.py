@@ -80,13 +80,11 @@ class LighthouseState:
     policy: Policy
     term: int  # one life of the lighthouse; it grows with each
     views: tuple[View, ...]  # by replica id
-
-    # The replicas that the operator wants.
-    target: int  # how many: those with lower ids
-    fresh: bool = True  # there is no grant since the store was empty or found to be an older copy
+    target: int  # how many replicas the operator wants: those with lower ids
 
     # What has been committed and granted.
-    head: StateId | None = None  # the highest committed state ever reported; None: none beyond the initial one
+    fresh: bool = True  # no grant yet, or none since the store was found to be an older copy
+    head: StateId | None = None  # the highest committed state reported, unless it was lost; None: step 0
     epoch: int = 0  # the highest epoch that was granted or reported; the next grant is above it
     epochs: tuple[Epoch, ...] = ()  # granted epochs whose members may know a state above the head
     exited: frozenset[Incarnation] = frozenset()  # known to have exited; `incarnations` bounds the set
@@ -245,7 +243,12 @@ def raise_head(s: LighthouseState, state: StateId) -> LighthouseState:
 
 
 def store_behind(s: LighthouseState, report: Report) -> bool:
-    """Return whether a replica knows a newer membership or term than the store, which is an older copy then."""
+    """Return whether a replica knows a newer membership or term than the store, which is an older copy then.
+
+    Args:
+        s: What the lighthouse knows; without a grant the answer is no.
+        report: What a replica reported.
+    """
     grant = s.grant
     return grant is not None and (max(report.epoch, report.after) > grant.epoch or report.max_term > s.term)
 
@@ -283,7 +286,12 @@ def begin_anew(s: LighthouseState, report: Report) -> tuple[LighthouseState, Not
 
 
 def member(request: OpenRequest, base: Base) -> Member:
-    """Return the entry of an asking replica in a grant on ``base``."""
+    """Return the entry of an asking replica in a grant on ``base``.
+
+    Args:
+        request: Its open request, with the addresses of its ranks.
+        base: The state that the grant builds on; it decides the role.
+    """
     report = request.report
     role = rules.role(report, base)
     return Member(report.replica, report.incarnation, role, request.ring, request.state, report.number)
@@ -361,7 +369,7 @@ def answer(s: LighthouseState, answers: Mapping[int, Answer]) -> Step:
 
 
 def alive(s: LighthouseState, incarnation: Incarnation) -> bool:
-    """Return whether this incarnation is not known to have exited."""
+    """Return whether this incarnation is not known to have exited. Silence does not count."""
     return incarnation not in s.exited
 
 
@@ -371,12 +379,21 @@ def wanted(s: LighthouseState, replica: int) -> bool:
 
 
 def total(s: LighthouseState, members: int) -> int:
-    """Return how many replicas the contributors are a share of: the target, or ``members`` if those are more."""
+    """Return how many replicas the contributors are a share of: the target, or ``members`` if those are more.
+
+    Args:
+        s: What the lighthouse knows.
+        members: How many members the membership has.
+    """
     return max(s.target, members)
 
 
 def away(s: LighthouseState, replica: int) -> bool:
-    """Return whether ``replica`` is not wanted and has left: it is not started again until it is wanted."""
+    """Return whether ``replica`` is not wanted and has left.
+
+    Its supervisor does not start it again until it is wanted, so neither a round nor the end of training waits for
+    it.
+    """
     view = s.views[replica]
     left = s.grant is not None and s.grant.member(replica, view.incarnation or "") is None
     return not wanted(s, replica) and view.ask is None and (view.down is not False or left)
@@ -415,6 +432,11 @@ def answer_settled(s: LighthouseState) -> Step:
 
 
 def continue_grant(s: LighthouseState, report: Report) -> Continue:
-    """Return the answer that the current grant stands for the step that one of its members asks for."""
+    """Return the answer that the current grant stands for the step that one of its members asks for.
+
+    Args:
+        s: What the lighthouse knows; it has a grant.
+        report: Of the member that asks.
+    """
     assert s.grant is not None
     return Continue(s.grant.epoch, report.step, not wanted(s, report.replica), s.checkpoint)
