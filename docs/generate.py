@@ -297,7 +297,7 @@ def states() -> str:
         for (a, b), names in merged.items()
     ]
     groups: list[tuple[object, ...]] = [
-        (f"`{s.name}`", s.value, ", ".join(sorted(n.name for n in lifecycle.WAYS[s])) or "none")
+        (f"`{s.name}`", s.value, ", ".join(sorted(n.name for n in lifecycle.TRANSITIONS[s])) or "none")
         for s in lifecycle.GroupState
     ]
     tree = ast.parse(inspect.getsource(slots))
