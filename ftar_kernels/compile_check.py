@@ -1,7 +1,8 @@
-"""Compile check: what the kernels become on sm_90, without a GPU. `python -m ftar_kernels.compile_check`.
+"""Checks what the kernels compile to on sm_90, without a GPU. Run it as `python -m ftar_kernels.compile_check`.
 
-At most 64 registers a thread and nothing in local memory (512 threads leave room for one more such program on an
-SM, beside which others compute), accesses of 16 bytes, the acquire of a wait and the release of an answer.
+It allows at most 64 registers a thread and nothing in local memory: then 512 threads leave room on the SM for one
+more such program, beside which other kernels run. It also asks for accesses of 16 bytes, the acquire of a wait and
+the release of an answer.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What a kernel for one type became; accesses are instructions, not executions."""
+    """What a kernel compiled to for one type; accesses are counted as instructions, not as executions."""
 
     name: str
     dtype: str
@@ -48,7 +49,7 @@ class Figures:
     votes: int
 
     def problems(self) -> list[str]:
-        """What is wrong with it; nothing if all is well."""
+        """Return what is wrong with the kernel; an empty list if nothing is."""
         waits = self.name.startswith("persistent")
         found = [
             (self.registers > REGISTERS, f"{self.registers} registers, {REGISTERS} are allowed"),
@@ -64,7 +65,7 @@ class Figures:
 
 
 def compile_kernel(fn: Any, dtype: torch.dtype, stages: int, **constants: Any) -> Figures:
-    """Compile ``fn`` for buffers of ``dtype`` on sm_90 and count."""
+    """Compile `fn` for buffers of `dtype` on sm_90, and count what it consists of."""
     constants |= {"STAGES": stages, **shape(dtype)}
     types = {
         "words": "*i32",
@@ -122,7 +123,7 @@ def _cuobjdump(cubin: bytes, option: str) -> str:
 
 
 def figures() -> list[Figures]:
-    """All kernels as they are used, and the persistent one with staged loads.
+    """Compile all kernels as they are used, and the persistent one with staged loads as well.
 
     Raises:
         RuntimeError: the kernels were made for the interpreter.
@@ -141,7 +142,7 @@ def figures() -> list[Figures]:
 
 
 def table(rows: list[Figures]) -> str:
-    """The figures as lines of Markdown."""
+    """Return the figures as a Markdown table."""
     head = ["kernel", "type", "stages", "registers", "stack", "loads", "async", "stores", "acquires", "releases"]
     lines = [head, ["---"] * len(head)]
     lines += [
@@ -153,7 +154,7 @@ def table(rows: list[Figures]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the figures, as JSON with ``--json``; 1 if something is wrong."""
+    """Print the figures, as JSON with `--json`; return 1 if something is wrong."""
     rows = figures()
     problems = [text for row in rows for text in row.problems()]
     if "--json" in arguments:

@@ -1,9 +1,8 @@
-"""Flags: how the CPU and a kernel talk over one page of pinned host memory.
+"""The page of pinned host memory by which the CPU and a kernel talk.
 
-Every word has a single writer and only grows while an operation runs: the CPU posts commands, each program
-reports how many it has finished. Words of different writers lie on cache lines of their own. The commands
-themselves lie behind the words, ``depth`` of them, used again in turn. The host side relies on x86-64, where
-stores become visible in order.
+Each word has one writer and only grows while an all-reduce runs: the CPU posts commands, each program of the
+kernel reports how many it has finished. Words of different writers are on different cache lines. The commands
+follow the words: a ring of `depth` entries. The host side relies on x86-64, where stores become visible in order.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ from ft_hsdp.core.ring import OperationKind
 LINE = 32  # 4-byte words of a line: 128 bytes, two cache lines, which the hardware may fetch as a pair
 FIELDS = 8  # 8-byte words of a command: mode, base, shift, end, recv, send, two unused
 ABORT = 0  # the line of the abort word; the posts of all programs follow, then what they have done
-MOST = 2**31 - 1  # woken by this, a waiter finds the abort word set
+MOST = 2**31 - 1  # posted by an abort: a program that this value wakes finds the abort word set
 
-# What a program leaves behind its count of finished commands when it ends.
-STATUS = 1
+STATUS = 1  # word behind a program's count of finished commands: its `Status` when it ends
 
 # What a command reads and what it writes: bits of its mode. persistent.py repeats them as compile-time constants.
 FROM_RECV = 1
@@ -60,7 +58,7 @@ class Command:
 
 
 class Status(IntEnum):
-    """How a program stands."""
+    """The state of a program of a kernel."""
 
     RUNNING = 0
     DONE = 1
@@ -69,11 +67,18 @@ class Status(IntEnum):
 
 
 class FlagPage:
-    """The page of one plane: ``programs`` of a kernel, room for ``depth`` commands at once.
+    """The page of one plane.
 
-    ``memory`` is a flat uint8 tensor of ``nbytes(programs, depth)``, aligned to 128 bytes, pinned if a GPU is to
-    see it. The engine's thread is the only one that posts; ``abort`` may come from any thread, any number of
-    times.
+    The engine's thread alone posts; `abort` may come from any thread, any number of times.
+
+    Args:
+        memory: flat uint8 tensor of `nbytes(programs, depth)` bytes, aligned to 128 bytes; pinned if a GPU reads
+            it.
+        programs: number of programs of the kernel.
+        depth: how many commands may be posted and not finished; a power of two.
+
+    Raises:
+        ValueError: `depth` is not a power of two.
     """
 
     def __init__(self, memory: Tensor, programs: int, depth: int) -> None:
@@ -91,33 +96,38 @@ class FlagPage:
 
     @staticmethod
     def nbytes(programs: int, depth: int) -> int:
-        """Bytes of a page."""
+        """Return the size of a page in bytes."""
         return 4 * LINE * (1 + 2 * programs) + 8 * FIELDS * depth
 
     @staticmethod
     def post_line(program: int) -> int:
-        """The line that the CPU writes for ``program``."""
+        """Return the number of the line that the CPU writes for `program`."""
         return 1 + program
 
     def done_line(self, program: int) -> int:
-        """The line that ``program`` writes."""
+        """Return the number of the line that `program` writes."""
         return 1 + self.programs + program
 
     def address(self, line: int, word: int = 0) -> int:
-        """Where a word is, as a stream operation wants to know it."""
+        """Return the address of a word, as a stream operation needs it."""
         return self.words.data_ptr() + 4 * (LINE * line + word)
 
     def reset(self) -> None:
-        """All words to 0, before a kernel starts and after the last one has ended."""
+        """Set all words to 0. Only before a kernel starts, or after the last one has ended."""
         ctypes.memset(self._words, 0, ctypes.sizeof(self._words))
         self.posted = 0
 
     def post(self, command: Command, contributes: bool, vector: int) -> None:
-        """Give the next command to all programs. ``vector`` is how many elements one access of 16 bytes has.
+        """Post the next command to all programs. Does not wait.
+
+        Args:
+            command: what to do with one chunk.
+            contributes: whether this member adds its local gradient.
+            vector: number of elements in one access of 16 bytes.
 
         Raises:
-            ValueError: the command's places do not begin alike within 16 bytes.
-            BufferError: ``depth`` commands are not finished yet.
+            ValueError: the places of the command do not begin alike within 16 bytes.
+            BufferError: `depth` commands are posted and not finished.
         """
         if self.posted - self.done() >= self.depth:
             raise BufferError(f"{self.depth} commands are posted already")
@@ -140,11 +150,11 @@ class FlagPage:
             self.abort()
 
     def done(self) -> int:
-        """Commands that all programs have finished."""
+        """Return how many commands all programs have finished."""
         return min(self._words[LINE * self.done_line(program)] for program in range(self.programs))
 
     def status(self, program: int) -> Status:
-        """How ``program`` stands."""
+        """Return the state of `program`."""
         return Status(self._words[LINE * self.done_line(program) + STATUS])
 
     @property
@@ -153,7 +163,7 @@ class FlagPage:
         return self._words[ABORT] != 0
 
     def abort(self) -> None:
-        """Set the abort word, then wake everybody who waits."""
+        """Set the abort word, then wake all programs that wait. Any thread."""
         self._words[ABORT] = 1
         for program in range(self.programs):
             self._words[LINE * self.post_line(program)] = MOST

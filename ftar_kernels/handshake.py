@@ -1,12 +1,13 @@
-"""Handshake: how a program of a kernel waits for the CPU and answers it.
+"""How a program of a kernel waits for the CPU and answers it.
 
-A wait is one block of inline assembly. Thread 0 alone polls, and its verdict reaches the others in the barrier
-itself (bar.red), so that every thread of the program takes the same way: a scalar that each thread had read for
-itself could differ between warps, and some would leave a loop with a barrier in it before the others. The poll
-is relaxed and one acquire follows it: an acquire empties the L1 cache of its SM, which others use. The acquired
-value is compared again, for ptxas leaves out an acquire whose value nobody uses.
+A wait is one block of inline assembly. Only thread 0 polls, and the barrier itself (bar.red) carries its verdict
+to the other threads, so that all threads of a program take the same branch. If each thread read the word for
+itself, warps could differ, and some would leave a loop that contains a barrier before the others. The poll is
+relaxed and followed by one acquire, since an acquire empties the L1 cache of its SM, which other programs use. The
+acquired value is compared again, because ptxas removes an acquire whose value is not used.
 
-The interpreter has no assembly; there the same functions poll with plain loads, and time is the host's.
+The interpreter has no assembly. There the same functions poll with plain loads, and the host's clock measures the
+time.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ _POST = tl.constexpr("""
 
 
 def _now_ns() -> int:
-    """The interpreter's clock; whoever polls lets other threads go on."""
+    """Return the interpreter's clock after a short sleep, which lets other threads run."""
     time.sleep(PAUSE_S)
     return time.monotonic_ns()
 
@@ -80,7 +81,7 @@ if INTERPRETED:
     def wait(
         word: tl.tensor, abort: tl.tensor, status: tl.tensor, want: tl.tensor, timeout_ns: tl.tensor
     ) -> tl.tensor:
-        """See the compiled twin."""
+        """Wait as the compiled function of the same name does, with plain loads."""
         end = _now_ns() + timeout_ns.to(tl.int64)
         stop = 0
         while (tl.load(word, volatile=True) < want) & (stop == 0):
@@ -95,7 +96,7 @@ if INTERPRETED:
 
     @triton.jit
     def post(word: tl.tensor, value: tl.tensor) -> None:
-        """See the compiled twin."""
+        """Store `value` as the compiled function of the same name does."""
         tl.store(word, value)
 
 else:
@@ -104,9 +105,9 @@ else:
     def wait(
         word: tl.tensor, abort: tl.tensor, status: tl.tensor, want: tl.tensor, timeout_ns: tl.tensor
     ) -> tl.tensor:
-        """Wait until ``word`` >= ``want``; the same for all threads: 0, or 1 if the program must end.
+        """Wait until `word` >= `want`. Return 0, or 1 if the program must end; the same in all threads.
 
-        It ends at an abort or after ``timeout_ns`` of waiting, and says so in ``status`` (flags.Status).
+        The program must end after an abort or after `timeout_ns` of waiting; `status` (flags.Status) tells which.
         """
         return tl.inline_asm_elementwise(
             _WAIT,
@@ -119,5 +120,5 @@ else:
 
     @triton.jit
     def post(word: tl.tensor, value: tl.tensor) -> None:
-        """What all threads of the program have written is visible to whoever sees ``value`` in ``word``."""
+        """Store `value` in `word`; a reader that sees it also sees all earlier writes of the program."""
         tl.inline_asm_elementwise(_POST, "=r,l,r,~{memory}", [word, value], dtype=tl.int32, is_pure=False, pack=1)

@@ -1,8 +1,8 @@
-"""Persistent: one kernel for an all-reduce (FT-HSDP §4.2). It takes the CPU's commands in turn until all are done.
+"""One kernel for a whole all-reduce (FT-HSDP §4.2): it executes the CPU's commands in turn until all are done.
 
-Two programs of 512 threads, each with its share of every chunk. A wait ends by a command, by the abort word or
-after a time; then the program says in its status word why it ended. The CPU decides about failures: the time is
-a backstop.
+Two programs of 512 threads each take a part of every chunk. A wait ends with a command, with the abort word or
+after a time; then the program writes the reason into its status word. The CPU decides about failures, and the time
+is a backstop.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import triton.language as tl
 from ftar_kernels.handshake import post, wait
 from ftar_kernels.reduce_copy import chunk
 
-# Globals that a kernel reads must be compile-time constants; their meaning is in flags.py.
+# Globals that a kernel reads must be compile-time constants; flags.py explains their values.
 _LINE = tl.constexpr(32)
 _FIELDS = tl.constexpr(8)
 _DONE = tl.constexpr(1)
@@ -35,7 +35,7 @@ def execute(
     EDGE: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """This program's part of the command at ``entry``."""
+    """Process this program's part of the command at `entry`."""
     mode = tl.load(entry, volatile=True)
     base = tl.load(entry + 1, volatile=True) // VECTOR * VECTOR
     shift = tl.load(entry + 2, volatile=True).to(tl.int32)
@@ -77,7 +77,7 @@ def persistent_kernel(
     EDGE: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """``count`` commands in turn. ``words`` and ``commands`` are a FlagPage's."""
+    """Execute `count` commands in turn. `words` and `commands` are those of a FlagPage."""
     program = tl.program_id(0)
     posted = words + _LINE * (1 + program)
     done = words + _LINE * (1 + tl.num_programs(0) + program)
@@ -108,6 +108,6 @@ def command_kernel(
     EDGE: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Command ``index`` alone, for a stream that has waited for it; nothing if the abort word is set."""
+    """Execute command `index` alone, in a stream that has waited for it. Do nothing if the abort word is set."""
     if tl.load(words, volatile=True) == 0:
         execute(local, out, send, recv, commands + _FIELDS * (index % DEPTH), VECTOR, BLOCK, EDGE, STAGES)

@@ -1,8 +1,7 @@
-"""Plane: what a ring's engine drives. It posts commands, learns which are finished, and never waits for the
-device.
+"""What the ring's engine drives: it posts commands, asks which are finished, and never waits for the device.
 
-The buffers, the flags and the stream live as long as the plane. The engine's thread owns a plane; ``abort``
-alone may come from other threads.
+The buffers, the flags and the stream live as long as the plane. The engine's thread owns a plane; only `abort` may
+come from other threads.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ Via = Literal["persistent", "streamops"]
 
 
 class PlaneError(RuntimeError):
-    """The operation on this plane did not come to its end."""
+    """The all-reduce on this plane did not finish."""
 
 
 class Aborted(PlaneError):
@@ -44,13 +43,22 @@ class Stuck(PlaneError):
 
 
 class StagedPlane:
-    """Copies and adds on ``device`` between GPU tensors and the staging buffers of one ring.
+    """Copies and adds on a device, between GPU tensors and the staging buffers of one ring.
 
-    ``recv`` and ``send`` are flat uint8 tensors that both the CPU and the device reach (`staging`), aligned to
-    16 bytes. ``programs`` is the number of SMs that are used, ``depth`` how many commands may be posted at once,
-    a power of two; ``timeout_s`` ends the wait of a persistent kernel and belongs above every timeout of the
-    CPU; ``grace_s`` is how long the device may take to end what was finished or aborted. On a CPU device the
-    kernels are interpreted (TRITON_INTERPRET=1), one program only.
+    Args:
+        device: a CUDA device. On a CPU device the kernels are interpreted (TRITON_INTERPRET=1), with one program
+            only.
+        recv: receive buffer, a flat uint8 tensor aligned to 16 bytes that both CPU and device reach (`staging`).
+        send: send buffer, likewise; may be the same tensor.
+        via: "persistent" for one kernel, "streamops" for a chain of kernels.
+        programs: number of SMs that are used.
+        depth: how many commands may be posted and not finished; a power of two.
+        timeout_s: how long a persistent kernel waits for the CPU; choose it above every timeout of the CPU.
+        grace_s: how long the device may take to end what was finished or aborted.
+        stages: pipeline stages of the kernels' loads.
+
+    Raises:
+        Unsupported: `via` is "streamops" and the driver or the device cannot do it.
     """
 
     def __init__(
@@ -75,7 +83,7 @@ class StagedPlane:
         self.stages = stages
         self.timeout_ns = int(timeout_s * 1e9)
         self.grace_s = grace_s
-        # The words of a chain are written by the stream, not by programs: one pair of them.
+        # The stream, not the programs, writes the words of a chain: one pair is enough.
         pairs = programs if via == "persistent" else 1
         self.page = FlagPage(host_buffer(FlagPage.nbytes(pairs, depth), device), pairs, depth)
         self.stream: DeviceStream | HostStream = DeviceStream(device) if device.type == "cuda" else HostStream()
@@ -84,7 +92,10 @@ class StagedPlane:
         self._job: StagedJob | None = None
 
     def warm_up(self, dtypes: tuple[torch.dtype, ...] = (torch.float32, torch.bfloat16)) -> None:
-        """Compile and load the kernels. A kernel that is loaded while another spins waits for it for ever."""
+        """Compile and load the kernels.
+
+        Blocks. A kernel that is loaded while another one spins would wait for it forever.
+        """
         for dtype in dtypes:
             empty = torch.zeros(16, dtype=dtype, device=self.device)
             job = self.open(empty, empty, 1)
@@ -99,13 +110,16 @@ class StagedPlane:
     def open(
         self, local: Tensor | None, out: Tensor, count: int, after: torch.cuda.Event | None = None
     ) -> StagedJob:
-        """An all-reduce of ``count`` commands from ``local`` (None: relay) into ``out``, flat tensors on the
-        device.
+        """Begin an all-reduce of `count` commands. Does not wait for the device.
 
-        It starts after ``after``, or after what the caller's current stream holds.
+        Args:
+            local: flat tensor on the device with this member's values; None: relay.
+            out: flat tensor on the device, of the same size and type, that receives the sum.
+            count: how many commands will be posted.
+            after: event that completes `local`; None: what the caller's current stream holds.
 
         Raises:
-            ValueError: a tensor does not suit the kernels.
+            ValueError: the kernels cannot take a tensor.
         """
         assert self._job is None, "one all-reduce at a time"
         for tensor in (out, self.recv.view(out.dtype), self.send.view(out.dtype)):
@@ -120,11 +134,11 @@ class StagedPlane:
         return self._job
 
     def abort(self) -> None:
-        """End the running operation at once; its output is undefined. Any thread, any number of times."""
+        """End the running all-reduce at once; its output is undefined. Any thread, any number of times."""
         self.page.abort()
 
     def close(self) -> None:
-        """End what runs and let go of the stream.
+        """Abort a running all-reduce and close the stream; blocks until the device has ended.
 
         Raises:
             Stuck: the device does not end.
@@ -134,13 +148,13 @@ class StagedPlane:
         self.stream.close()
 
     def release(self, job: StagedJob) -> None:
-        """``job`` has ended on the device."""
+        """Forget `job`, which has ended on the device."""
         assert self._job is job
         self._job = None
 
 
 class StagedJob:
-    """One all-reduce on a plane; made by ``StagedPlane.open``."""
+    """One all-reduce on a plane; `StagedPlane.open` makes it."""
 
     def __init__(self, plane: StagedPlane, local: Tensor | None, out: Tensor, count: int) -> None:
         self._plane = plane
@@ -154,19 +168,19 @@ class StagedJob:
         self._vector = vector(out.dtype)
         self._posted: deque[Command] = deque()
         self._finished = 0
-        self._enqueued = 0
-        self._heard = time.monotonic()
+        self._enqueued = 0  # commands in the stream's chain
+        self._heard = time.monotonic()  # when the device was last seen to work
         if plane.via == "persistent":
             self._stream.launch(self._launch_persistent)
         else:
             self._enqueue(plane.depth)
 
     def post(self, command: Command) -> None:
-        """Hand over one chunk; returns at once.
+        """Post one command. Does not wait.
 
         Raises:
-            ValueError: the chunk does not lie in the buffers.
-            BufferError: the plane's depth of commands is not finished yet.
+            ValueError: the chunk is not in the buffers, or more commands are posted than were announced.
+            BufferError: `depth` commands of the plane are not finished.
         """
         size = command.stop - command.start
         if not 0 <= command.start <= command.stop <= self._out.numel():
@@ -182,10 +196,11 @@ class StagedJob:
             self._enqueue(self._page.posted + self._plane.depth)
 
     def completed(self) -> list[Command]:
-        """What has been finished since the last call, in the order of posting.
+        """Return the commands that were finished since the last call, in the order of posting. Does not wait.
 
         Raises:
-            Aborted, TimedOut: nothing more will be finished.
+            Aborted: the plane was aborted.
+            TimedOut: a program has waited too long for the CPU.
             RuntimeError: the device has failed.
         """
         if self._page.aborted:
@@ -203,7 +218,10 @@ class StagedJob:
         return []
 
     def close(self, *, failed: bool) -> None:
-        """The all-reduce is over: all is finished, or it ``failed`` and is aborted. Waits for the device to end.
+        """End the all-reduce; block until the device has ended it.
+
+        Args:
+            failed: abort what is not finished. False: all commands are finished.
 
         Raises:
             Stuck: the device does not end.
@@ -229,7 +247,7 @@ class StagedJob:
         return {self._page.status(program) for program in range(self._page.programs)}
 
     def _enqueue(self, until: int) -> None:
-        """Lengthen the chain. It ends ``depth`` commands ahead, for a full stream would block its caller."""
+        """Extend the chain, but at most `depth` commands ahead: a full stream would block the caller."""
         posted, done = self._page.address(self._page.post_line(0)), self._page.address(self._page.done_line(0))
         while self._enqueued < min(until, self._count):
             index = self._enqueued

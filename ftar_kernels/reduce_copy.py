@@ -1,9 +1,9 @@
-"""Reduce-copy: one pass over a chunk from one or two sources to one or two destinations (FT-HSDP §4.2).
+"""The kernel that copies or adds a chunk in one pass: one or two sources, one or two destinations (FT-HSDP §4.2).
 
-The storing reduction writes the sum to the send buffer and to the output while it is still in registers.
-Accesses are of 16 bytes wherever both ends begin alike; the few elements before the first and behind the last
-such block go one by one. Every buffer is a direct argument: the compiler only vectorizes pointers whose
-alignment it knows.
+The storing reduction writes the sum to the send buffer and to the output while it is still in registers. Accesses
+are of 16 bytes where source and destination begin alike; the few elements before the first such block and behind
+the last one are moved one by one. Each buffer is an argument of its own, since the compiler vectorizes only
+pointers whose alignment it knows.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int
 
 
 def vector(dtype: torch.dtype) -> int:
-    """Elements of one 16-byte access."""
+    """Return the number of elements in one access of 16 bytes."""
     return 16 // dtype.itemsize
 
 
 def shape(dtype: torch.dtype) -> dict[str, int]:
-    """The compile-time sizes of the kernels for ``dtype``."""
+    """Return the compile-time sizes of the kernels for `dtype`."""
     return {"VECTOR": vector(dtype), "BLOCK": BLOCK_BYTES // dtype.itemsize, "EDGE": EDGE}
 
 
 @triton.jit
 def add(a: tl.tensor, b: tl.tensor) -> tl.tensor:
-    """a + b, in float32 for the half-sized types."""
+    """Return a + b; the 16-bit types are added in float32."""
     if (a.dtype == tl.bfloat16) | (a.dtype == tl.float16):
         total = (a.to(tl.float32) + b.to(tl.float32)).to(a.dtype)
     else:
@@ -56,11 +56,10 @@ def chunk(
     EDGE: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """This program's part of elements [shift, end): a (+ b) to dst1 (and dst2); zeros instead of a if not
-    ``some``.
+    """Process this program's part of elements [shift, end): write a (+ b) to dst1 (and dst2).
 
-    All pointers are aligned to 16 bytes. ``a`` may be written by others while the kernel lives, so it is read
-    past L1.
+    Without `some`, zeros take the place of a. All pointers are aligned to 16 bytes. The host or another device may
+    write `a` while the kernel runs, so it is read past the L1 cache.
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -105,17 +104,25 @@ def kernel(
     EDGE: tl.constexpr,
     STAGES: tl.constexpr,
 ) -> None:
-    """Whole buffers of ``size`` elements, shared by all programs."""
+    """Process whole buffers of `size` elements, shared by all programs."""
     chunk(a, b, dst1, dst2, True, 0, size, REDUCES, TWO, VECTOR, BLOCK, EDGE, STAGES)
 
 
 def reduce_copy(
     a: Tensor, b: Tensor, dst1: Tensor, dst2: Tensor | None = None, *, programs: int = PROGRAMS, stages: int = 1
 ) -> None:
-    """a + b into one or two destinations; flat tensors of one type and size, aligned to 16 bytes.
+    """Write a + b to one or two destinations; queued on the current stream.
+
+    Args:
+        a: flat tensor, aligned to 16 bytes.
+        b: the same type and size.
+        dst1: the same type and size.
+        dst2: likewise; None: one destination only.
+        programs: number of programs (SMs).
+        stages: pipeline stages of the loads.
 
     Raises:
-        ValueError: the tensors do not fit each other.
+        ValueError: the tensors differ in type or size, or the kernels cannot take them.
     """
     _launch(a, b, dst1, dst2, programs, stages, reduces=True)
 
@@ -123,10 +130,17 @@ def reduce_copy(
 def copy(
     src: Tensor, dst1: Tensor, dst2: Tensor | None = None, *, programs: int = PROGRAMS, stages: int = 1
 ) -> None:
-    """``src`` into one or two destinations; flat tensors of one type and size, aligned to 16 bytes.
+    """Copy `src` to one or two destinations; queued on the current stream.
+
+    Args:
+        src: flat tensor, aligned to 16 bytes.
+        dst1: the same type and size.
+        dst2: likewise; None: one destination only.
+        programs: number of programs (SMs).
+        stages: pipeline stages of the loads.
 
     Raises:
-        ValueError: the tensors do not fit each other.
+        ValueError: the tensors differ in type or size, or the kernels cannot take them.
     """
     _launch(src, src, dst1, dst2, programs, stages, reduces=False)
 
@@ -146,10 +160,10 @@ def _launch(
 
 
 def check(tensor: Tensor, dtype: torch.dtype) -> None:
-    """Whether the kernels take ``tensor``.
+    """Check that the kernels can take `tensor`.
 
     Raises:
-        ValueError: it is not flat and contiguous, of another or an unknown type, or not aligned to 16 bytes.
+        ValueError: it is not flat and contiguous, has another or an unknown type, or is not aligned to 16 bytes.
     """
     if dtype not in DTYPES or tensor.dtype != dtype:
         raise ValueError(f"a buffer of {tensor.dtype} where {dtype} is expected; known are {DTYPES}")

@@ -1,4 +1,4 @@
-"""Reference: what the kernels must compute, in torch. It is the oracle of the checks and works on any device.
+"""What the kernels must compute, in torch: the reference of the checks, on any device.
 
 Sums of bfloat16 and float16 are formed in float32 and rounded to nearest even at every hop of the ring, as the
 wire carries them. Copies keep every bit.
@@ -18,20 +18,20 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def copy(src: Tensor, dst1: Tensor, dst2: Tensor | None = None) -> None:
-    """``src`` into one or two destinations of its shape and type."""
+    """Copy `src` to one or two destinations of its shape and type."""
     dst1.copy_(src)
     if dst2 is not None:
         dst2.copy_(src)
 
 
 def reduce_copy(a: Tensor, b: Tensor, dst1: Tensor, dst2: Tensor | None = None) -> None:
-    """a + b into one or two destinations of the same shape and type."""
+    """Write a + b to one or two destinations of the same shape and type."""
     total = (a.float() + b.float()).to(a.dtype) if a.dtype in HALVES else a + b
     copy(total, dst1, dst2)
 
 
 def run(command: Command, local: Tensor | None, out: Tensor, recv: Tensor, send: Tensor) -> None:
-    """One command on flat tensors of one type: what a plane's device does with it."""
+    """Execute one command on flat tensors of one type, as the device of a plane does."""
     size = command.stop - command.start
     own = local[command.start : command.stop] if local is not None else None
     came = recv[command.recv : command.recv + size] if command.recv is not None else None
@@ -50,10 +50,13 @@ def run(command: Command, local: Tensor | None, out: Tensor, recv: Tensor, send:
 
 
 def ring_all_reduce(inputs: Sequence[Tensor | None], like: Tensor, chunk: int, slots: int) -> list[Tensor]:
-    """What every member of a ring ends with (FT-HSDP §4.2), chunk by chunk through staged buffers.
+    """Return what each member of a ring ends with (FT-HSDP §4.2), computed chunk by chunk through staged buffers.
 
-    ``inputs`` are flat, one for each position, None for a member that relays; ``like`` gives size, type and
-    device.
+    Args:
+        inputs: flat tensors, one for each position; None for a member that relays.
+        like: gives size, type and device.
+        chunk: elements of a chunk.
+        slots: chunks in flight to a neighbour at once.
     """
     members = len(inputs)
     plan = RingPlan(like.numel(), members, chunk, slots)

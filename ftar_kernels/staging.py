@@ -1,4 +1,4 @@
-"""Staging: host memory that a GPU reads and writes in place, private or shared between processes."""
+"""Host memory that a GPU reads and writes in place, private or shared between processes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def host_buffer(nbytes: int, device: torch.device) -> Tensor:
-    """Zeroed bytes in host memory, aligned to 128; pinned if ``device`` is a GPU."""
+    """Return `nbytes` zeroed bytes of host memory, aligned to 128; pinned if `device` is a GPU."""
     if device.type == "cuda":
         return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
     memory = torch.zeros(nbytes + 128, dtype=torch.uint8)
@@ -19,7 +19,14 @@ def host_buffer(nbytes: int, device: torch.device) -> Tensor:
 
 
 class PinnedSegment:
-    """A memfd, mapped and pinned. Another process opens it by its descriptor; each pins its own mapping."""
+    """A memfd that is mapped and pinned.
+
+    Another process opens it by its descriptor; each process pins its own mapping.
+
+    Args:
+        nbytes: size of the segment.
+        fd: descriptor of an existing segment; None: make one.
+    """
 
     def __init__(self, nbytes: int, fd: int | None = None) -> None:
         self.fd = os.memfd_create("ftar_kernels", os.MFD_CLOEXEC) if fd is None else fd
@@ -32,13 +39,13 @@ class PinnedSegment:
         """Register the mapping with CUDA (cudaHostRegister).
 
         Raises:
-            RuntimeError: CUDA refuses.
+            RuntimeError: CUDA refuses it.
         """
         torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(self.bytes.data_ptr(), self.bytes.numel(), 0))
         self._pinned = True
 
     def close(self) -> None:
-        """Unpin. The memory goes with the last tensor in it."""
+        """Unregister the mapping and close the descriptor. The memory is freed with the last tensor in it."""
         if self._pinned:
             self._pinned = False
             torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self.bytes.data_ptr()))

@@ -1,8 +1,8 @@
-"""Stream operations: an all-reduce as a chain that is enqueued ahead of time, in which a wait holds no SM.
+"""An all-reduce as a chain of kernels that is enqueued ahead of time; its waits hold no SM.
 
-For each command: wait until the posted word has grown (cuStreamWaitValue32), run the command, write the done
-word (cuStreamWriteValue32). A wait in a stream has no deadline: only the host's abort ends it, by the largest
-value in the posted word, and a command then finds the abort word set and does nothing.
+For each command the stream waits until the posted word has grown (cuStreamWaitValue32), runs the command, and
+writes the done word (cuStreamWriteValue32). A wait in a stream has no deadline. Only an abort by the host ends it:
+it posts the largest value, and the command then finds the abort word set and does nothing.
 """
 
 from __future__ import annotations
@@ -27,54 +27,58 @@ class Unsupported(RuntimeError):
 
 
 class Stream(Protocol):
-    """What a plane enqueues on; everything runs in order."""
+    """What a plane enqueues work on; everything runs in order."""
 
     def launch(self, call: Callable[[], None]) -> None:
-        """Run a kernel: ``call`` launches it."""
+        """Enqueue a kernel; `call` launches it."""
         ...
 
     def wait_value(self, address: int, value: int) -> None:
-        """Go on once the int32 at ``address`` in host memory is at least ``value``."""
+        """Enqueue a wait until the int32 at `address` in host memory is at least `value`."""
         ...
 
     def write_value(self, address: int, value: int) -> None:
-        """Store an int32; what ran before is visible to whoever sees it."""
+        """Enqueue a store of an int32; a reader that sees it also sees what ran before."""
         ...
 
     def check(self) -> None:
-        """Raise what has gone wrong on the device, if anything has."""
+        """Raise the error of the device, if it has failed.
+
+        Raises:
+            RuntimeError: a kernel or the device has failed.
+        """
         ...
 
     def close(self) -> None:
-        """Nothing more will be enqueued."""
+        """Enqueue nothing more."""
         ...
 
 
 class DeviceStream:
-    """A CUDA stream of high priority, so that a waiting program is not behind a queue of others."""
+    """A CUDA stream of high priority, so that its kernels do not queue behind others."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device, priority=-1)
         self._driver = ctypes.CDLL("libcuda.so.1")
 
     def after(self, event: torch.cuda.Event | None) -> None:
-        """What is enqueued from now on runs after ``event``, or after the caller's current stream."""
+        """Let all later work run after `event`; None: after the caller's current stream."""
         if event is None:
             self.stream.wait_stream(torch.cuda.current_stream(self.stream.device))
         else:
             self.stream.wait_event(event)
 
     def launch(self, call: Callable[[], None]) -> None:
-        """Run a kernel: ``call`` launches it."""
+        """Enqueue a kernel; `call` launches it."""
         with torch.cuda.device(self.stream.device), torch.cuda.stream(self.stream):
             call()
 
     def wait_value(self, address: int, value: int) -> None:
-        """Go on once the int32 at ``address`` in pinned memory is at least ``value``."""
+        """Enqueue a wait until the int32 at `address` in pinned memory is at least `value`."""
         self._call("cuStreamWaitValue32", address, value, _GEQ)
 
     def write_value(self, address: int, value: int) -> None:
-        """Store an int32 in pinned memory."""
+        """Enqueue a store of an int32 in pinned memory."""
         self._call("cuStreamWriteValue32", address, value, 0)
 
     def _call(self, name: str, address: int, value: int, flags: int) -> None:
@@ -92,7 +96,7 @@ class DeviceStream:
             raise Unsupported(f"{name} failed with CUDA driver error {error}")
 
     def probe(self) -> None:
-        """Try both operations on a pinned word.
+        """Try both stream operations on a pinned word. Blocks.
 
         Raises:
             Unsupported: they do not work here.
@@ -105,17 +109,21 @@ class DeviceStream:
             raise Unsupported("a stream's write did not reach pinned host memory")
 
     def check(self) -> None:
-        """Raise what has gone wrong on the device, if anything has."""
+        """Raise the error of the device, if it has failed.
+
+        Raises:
+            RuntimeError: a kernel or the device has failed.
+        """
         self.stream.query()
 
     def close(self) -> None:
-        """Nothing more will be enqueued."""
+        """Enqueue nothing more."""
 
 
 class HostStream:
-    """The twin for interpreted kernels: a thread that runs what is enqueued, in order.
+    """The counterpart for interpreted kernels: a thread that runs what is enqueued, in order.
 
-    The interpreter patches triton's modules while a kernel runs, so one kernel runs at a time in a process.
+    The interpreter patches triton's modules while a kernel runs, so only one kernel at a time runs in a process.
     """
 
     _interpreter = threading.Lock()
@@ -135,10 +143,10 @@ class HostStream:
                 self._error = error
 
     def after(self, event: torch.cuda.Event | None) -> None:
-        """Host tensors are ready."""
+        """Do nothing: host tensors are ready."""
 
     def launch(self, call: Callable[[], None]) -> None:
-        """Run a kernel: ``call`` launches it."""
+        """Enqueue a kernel; `call` launches it."""
 
         def locked() -> None:
             with self._interpreter:
@@ -147,7 +155,7 @@ class HostStream:
         self._queue.put(locked)
 
     def wait_value(self, address: int, value: int) -> None:
-        """Go on once the int32 at ``address`` is at least ``value``."""
+        """Enqueue a wait until the int32 at `address` is at least `value`."""
         word = ctypes.c_int32.from_address(address)
 
         def poll() -> None:
@@ -157,7 +165,7 @@ class HostStream:
         self._queue.put(poll)
 
     def write_value(self, address: int, value: int) -> None:
-        """Store an int32."""
+        """Enqueue a store of an int32."""
 
         def write() -> None:
             ctypes.c_int32.from_address(address).value = value
@@ -165,12 +173,12 @@ class HostStream:
         self._queue.put(write)
 
     def check(self) -> None:
-        """Raise what has gone wrong in a kernel, if anything has."""
+        """Raise the error of a kernel, if one has failed."""
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """Nothing more will be enqueued; waits end."""
+        """End all waits and the thread; blocks until the thread has ended."""
         self._closed.set()
         self._queue.put(None)
         self._thread.join(timeout=10)

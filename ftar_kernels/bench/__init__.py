@@ -1,1 +1,19 @@
-"""The bench of the kernels: `python -m ftar_kernels.bench`. It checks first and measures afterwards."""
+"""The bench of the kernels: `python -m ftar_kernels.bench` checks them first and measures them afterwards.
+
+Without a GPU it runs the compile check and the interpreter's checks only. Each section runs in a process of its
+own under a time limit, so that a kernel that hangs spoils no other section.
+
+Read the modules in this order:
+
+    sections    the parts of the bench by name
+    checks      kernels, commands and rings against the reference, on fresh random data
+    limits      latency of a command, of an abort and of a deadline
+    speed       bandwidth of the kernels, alone and beside a matmul
+    ring        a ring of members through host memory, driven by threads or processes
+    processes   rings of processes, one of which may be killed; worker: one such process
+    nccl        NCCL's own all-reduce on the same device, for comparison
+
+The package imports ftar_kernels and torch only.
+
+    python -m ftar_kernels.bench --only interpreted --json results.json
+"""

@@ -1,4 +1,4 @@
-"""`python -m ftar_kernels.bench [--json FILE] [--only SECTION ...]`: the one script for a GPU.
+"""`python -m ftar_kernels.bench [--json FILE] [--only SECTION ...]`: checks and measures the kernels.
 
 Each section runs in a process of its own under a limit. Without a GPU the compile check and the interpreter's
 checks run. The exit code is 1 if a check failed.
@@ -25,7 +25,7 @@ LIMIT_S = 420
 
 
 def run(name: str) -> dict[str, Any]:
-    """One section in a process of its own; what went wrong is in the result."""
+    """Run one section in a process of its own; an error becomes a part of the result."""
     environment = dict(os.environ)
     if name in sections.INTERPRETED:
         environment["TRITON_INTERPRET"] = "1"
@@ -50,7 +50,7 @@ def run(name: str) -> dict[str, Any]:
 
 
 def lines(name: str, result: dict[str, Any]) -> str:
-    """A section's result for people."""
+    """Format the result of a section for the terminal."""
     text = f"{name}: {'ok' if result['ok'] else 'FAILED'}"
     rows = result.get("rows", [])
     text += "".join(f"  {k} {_short(v)}" for k, v in result.items() if k not in ("ok", "rows")) + "\n"
@@ -68,7 +68,7 @@ def _short(value: Any) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Run all sections, or those of ``--only``; print a table; 1 if one failed."""
+    """Run all sections, or those of `--only`, and print their results; return 1 if one failed."""
     names = [*sections.ANYWHERE, *sections.ON_GPU]
     parser = argparse.ArgumentParser("python -m ftar_kernels.bench", description="Check and measure the kernels.")
     parser.add_argument("--json", metavar="FILE", help="write the results there")

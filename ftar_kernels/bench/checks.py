@@ -1,4 +1,4 @@
-"""Checks: kernels, commands and rings against the reference, on fresh random data, on a GPU or interpreted."""
+"""Checks kernels, commands and rings against the reference, on fresh random data, on a GPU or interpreted."""
 
 from __future__ import annotations
 
@@ -27,20 +27,25 @@ PLANES: tuple[Via, ...] = ("persistent", "streamops")
 
 
 def programs() -> int:
-    """How many programs a plane has here: interpreted ones run one after the other, so they cannot wait."""
+    """Return how many programs a plane has here.
+
+    Interpreted programs run one after the other, so they cannot wait for each other: one only.
+    """
     return 1 if INTERPRETED else 2
 
 
 def empty(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A flat tensor aligned to 16 bytes."""
+    """Return a flat uninitialized tensor aligned to 16 bytes."""
     if device.type == "cuda":
         return torch.empty(elements, dtype=dtype, device=device)
     return host_buffer(elements * dtype.itemsize, device).view(dtype)
 
 
 def fresh(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Random numbers. The interpreter rounds halves of a bfloat16 away from zero, so there they are small
-    integers."""
+    """Return a flat tensor of random numbers.
+
+    The interpreter rounds halves of a bfloat16 away from zero, so there they are small integers.
+    """
     if dtype.is_floating_point and not (INTERPRETED and dtype == torch.bfloat16):
         numbers = torch.randn(elements) * 4
     else:
@@ -52,7 +57,7 @@ def fresh(elements: int, dtype: torch.dtype, device: torch.device) -> Tensor:
 
 @contextmanager
 def watchdog(seconds: float, *planes: StagedPlane) -> Iterator[None]:
-    """Abort the planes if the block takes longer than this: nothing on the device waits for ever."""
+    """Abort the planes if the block takes longer than `seconds`, so that nothing on the device waits forever."""
 
     def bark() -> None:
         for plane in planes:
@@ -68,7 +73,7 @@ def watchdog(seconds: float, *planes: StagedPlane) -> Iterator[None]:
 
 
 def kernels(device: torch.device) -> dict[str, Any]:
-    """Reduce-copy and copy to one and two destinations, all types and ragged sizes."""
+    """Check reduce-copy and copy to one and two destinations, for all types and odd sizes."""
     wrong = []
     cases = 0
     for dtype in DTYPES:
@@ -92,7 +97,11 @@ def kernels(device: torch.device) -> dict[str, Any]:
 
 
 def drain(job: Any, count: int, seconds: float = 30.0) -> list[Command]:
-    """Wait until ``count`` commands of ``job`` are finished."""
+    """Wait until `count` commands of `job` are finished, and return them.
+
+    Raises:
+        TimeoutError: they are not finished after `seconds`.
+    """
     done: list[Command] = []
     deadline = time.monotonic() + seconds
     while len(done) < count:
@@ -111,7 +120,7 @@ def _random_command(kind: OperationKind, elements: int, lanes: int, receives: bo
 
 
 def commands(device: torch.device, via: Via, elements: int = 3000, repeat: int = 2) -> dict[str, Any]:
-    """Every kind of command, with and without an arrival, contributing and relaying, at odd places."""
+    """Check every kind of command, with and without a received chunk, contributing and relaying, at odd places."""
     wrong = []
     cases = 0
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -148,7 +157,10 @@ def ring(
     device: torch.device, via: Via, members: int, elements: int, chunk_bytes: int, slots: int,
     dtype: torch.dtype = torch.float32, repeat: int = 1, relay: int | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """``repeat`` all-reduces of ``members`` threads of this process; the bytes of all must be the reference's."""
+    """Run `repeat` all-reduces of `members` threads of this process.
+
+    All members must end with the bytes of the reference.
+    """
     layout = RingMemoryLayout(members, chunk_bytes, slots)
     memory = host_buffer(layout.nbytes, device)
     nbytes = max(elements * dtype.itemsize, 16)

@@ -1,4 +1,4 @@
-"""Limits: how quickly a plane answers, how quickly it ends when it is aborted, how exact its deadline is."""
+"""Measures how quickly a plane answers, how quickly it ends after an abort, and how exact its deadline is."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _summary(times: list[float]) -> dict[str, float]:
 
 
 def round_trip(device: torch.device, via: Via, repeat: int) -> dict[str, float]:
-    """From the post of a command without elements to the host's knowledge that it is finished."""
+    """Measure the time from posting an empty command until the host knows that it is finished."""
     plane = _plane(device, via)
     tensor = empty(16, torch.float32, device)
     times = []
@@ -45,7 +45,7 @@ def round_trip(device: torch.device, via: Via, repeat: int) -> dict[str, float]:
 
 
 def abort(device: torch.device, via: Via, repeat: int) -> dict[str, float]:
-    """From an abort to the end of the kernel, or of the chain, that was waiting."""
+    """Measure the time from an abort to the end of the kernel, or of the chain, that waited."""
     plane = _plane(device, via)
     tensor = empty(16, torch.float32, device)
     times = []
@@ -62,7 +62,11 @@ def abort(device: torch.device, via: Via, repeat: int) -> dict[str, float]:
 
 
 def deadline(device: torch.device, timeout_s: float) -> dict[str, float]:
-    """How long a persistent kernel really waits for a command that never comes."""
+    """Measure how long a persistent kernel waits for a command that never comes.
+
+    Raises:
+        RuntimeError: the kernel ended for another reason.
+    """
     plane = _plane(device, "persistent")
     plane.timeout_ns = int(timeout_s * 1e9)
     tensor = empty(16, torch.float32, device)
@@ -81,7 +85,7 @@ def deadline(device: torch.device, timeout_s: float) -> dict[str, float]:
 
 
 def run(device: torch.device, repeat: int = 200) -> dict[str, Any]:
-    """All of them."""
+    """Run all three measurements."""
     return {
         "ok": True,
         "round_trip": {via: round_trip(device, via, repeat) for via in PLANES},

@@ -1,4 +1,4 @@
-"""NCCL: its own all-reduce between two ranks on the one device, where this NCCL allows that. GPU only."""
+"""Measures NCCL's all-reduce between two ranks on one device, where this NCCL allows that. GPU only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SHARES_SINCE = (2, 30)
+SHARES_SINCE = (2, 30)  # the NCCL version that first allows two ranks on one device
 MIB = 2**20
 
 
 def run() -> dict[str, Any]:
-    """Milliseconds of a 64 MiB fp32 all-reduce between two ranks, or why there are none."""
+    """Return the milliseconds of a 64 MiB fp32 all-reduce between two ranks, or a note why there are none."""
     version = torch.cuda.nccl.version()
     if version < SHARES_SINCE:
         return {"ok": True, "note": f"NCCL {'.'.join(map(str, version))} does not put two ranks on one device"}
@@ -48,7 +48,7 @@ def run() -> dict[str, Any]:
 
 
 def main(rank: int, port: int) -> None:
-    """One rank."""
+    """Run one rank and print the median time in milliseconds."""
     store = dist.TCPStore("127.0.0.1", port, 2, rank == 0, timeout=timedelta(seconds=60))
     dist.init_process_group("nccl", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=60))
     tensor = torch.randn(16 * MIB, device="cuda")

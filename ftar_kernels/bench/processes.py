@@ -1,5 +1,7 @@
-"""Processes: rings whose members are processes that stage through shared pinned memory, one of them killed or
-none."""
+"""Rings whose members are processes that stage through shared pinned memory.
+
+One of the members may be killed.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ RUN_S = 60.0
 
 
 class SegmentTeam:
-    """``members`` workers on one segment."""
+    """Worker processes that share one pinned segment."""
 
     def __init__(
         self, device: str, via: Via, members: int, elements: int, chunk_bytes: int, slots: int, repeat: int
@@ -54,10 +56,10 @@ class SegmentTeam:
         self.heard.put((position, {"gone": True}))
 
     def collect(self, key: str, of: set[int], seconds: float) -> dict[int, dict[str, Any]]:
-        """Each worker's first line with ``key``.
+        """Return the first line with `key` of each worker in `of`; block until all have come.
 
         Raises:
-            RuntimeError: one of them has ended without it, or it took too long.
+            RuntimeError: a worker has ended without it, or it took longer than `seconds`.
         """
         found: dict[int, dict[str, Any]] = {}
         deadline = time.monotonic() + seconds
@@ -73,14 +75,14 @@ class SegmentTeam:
         return found
 
     def go(self) -> None:
-        """Let all begin."""
+        """Let all workers begin."""
         for worker in self.workers:
             assert worker.stdin is not None
             worker.stdin.write("go\n")
             worker.stdin.flush()
 
     def kill(self, position: int) -> float:
-        """SIGKILL one, and mark it dead for all, as a control plane would; the time of it."""
+        """Kill one worker and mark it dead for all, as a control plane would; return when (monotonic seconds)."""
         self.workers[position].kill()
         now = time.monotonic()
         for i in range(self.layout.members):
@@ -88,7 +90,7 @@ class SegmentTeam:
         return now
 
     def close(self) -> None:
-        """End what still runs."""
+        """Kill the workers that still run, and free the segment."""
         for worker in self.workers:
             worker.kill()
             worker.wait()
@@ -101,7 +103,7 @@ class SegmentTeam:
 def ring(
     device: str, via: Via, members: int, elements: int, chunk_bytes: int, slots: int, repeat: int
 ) -> dict[str, Any]:
-    """``repeat`` all-reduces of fresh data, each checked by every member."""
+    """Run `repeat` all-reduces of fresh data, each checked by all members."""
     team = SegmentTeam(device, via, members, elements, chunk_bytes, slots, repeat)
     try:
         everyone = set(range(members))
@@ -117,7 +119,7 @@ def ring(
 
 
 def kill(device: str, via: Via, members: int, elements: int, chunk_bytes: int, slots: int) -> dict[str, Any]:
-    """One member is killed in the middle of the work; how long until all others have ended their kernels."""
+    """Kill one member during the work, and measure how long until all others have ended their kernels."""
     team = SegmentTeam(device, via, members, elements, chunk_bytes, slots, 10**6)
     try:
         everyone = set(range(members))

@@ -1,7 +1,7 @@
-"""Ring: members that exchange chunks through host memory, driven by a small engine: threads or processes.
+"""A ring of members that exchange chunks through host memory, as threads or processes.
 
-The receive slots of all members lie in one piece of memory. A sender copies into its right neighbour's slots and
-counts; the neighbour counts what it has used. Each word has one writer.
+The receive slots of all members are in one piece of memory. A sender copies into its right neighbour's slots and
+counts what it has sent; the neighbour counts what it has used. Each word has one writer.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ POLL_S = 2e-5
 
 
 class Broken(RuntimeError):
-    """The ring came to no end: a member is dead or silent."""
+    """The ring did not finish: a member is dead or silent."""
 
 
 @dataclass(frozen=True, slots=True)
 class RingMemoryLayout:
-    """Where things lie in the memory of a ring: for each member a page of words, then its receive slots."""
+    """The memory of a ring: for each member a page of words, then its receive slots."""
 
     members: int
     chunk_bytes: int
@@ -40,7 +40,7 @@ class RingMemoryLayout:
 
     @property
     def stride(self) -> int:
-        """Bytes from one slot to the next: a chunk, and room to begin as the message does."""
+        """Bytes from one slot to the next: a chunk, and room to begin at the same offset as in the message."""
         return -(-(self.chunk_bytes + 16) // 128) * 128
 
     @property
@@ -50,21 +50,21 @@ class RingMemoryLayout:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all."""
+        """Bytes of all members together."""
         return self.members * self.each
 
     def words(self, memory: Tensor, member: int) -> ctypes.Array[ctypes.c_int64]:
-        """The words of the edge into ``member``."""
+        """Return the words of the edge into `member`."""
         return (ctypes.c_int64 * (PAGE // 8)).from_address(memory.data_ptr() + member * self.each)
 
     def recv(self, memory: Tensor, member: int) -> Tensor:
-        """The receive slots of ``member``."""
+        """Return the receive slots of `member`."""
         begin = member * self.each + PAGE
         return memory[begin : begin + self.slots * self.stride]
 
 
 class KernelRingMember:
-    """One member of a ring on ``memory``, with its own plane. Its send buffer mirrors the largest message."""
+    """One member of a ring on `memory`, with a plane of its own. Its send buffer mirrors the largest message."""
 
     def __init__(
         self, memory: Tensor, layout: RingMemoryLayout, position: int, device: torch.device, message_bytes: int,
@@ -86,10 +86,10 @@ class KernelRingMember:
         )  # fmt: skip
 
     def all_reduce(self, local: Tensor | None, out: Tensor) -> None:
-        """Sum the ``local`` of all members that have one into every ``out`` (FT-HSDP §4.2).
+        """Sum the `local` of all members that have one into every `out` (FT-HSDP §4.2). Blocks.
 
         Raises:
-            Broken: a member is marked dead, or nothing has moved for ``timeout_s``.
+            Broken: a member is marked dead, or nothing has moved for `timeout_s`.
         """
         chunk = self.layout.chunk_bytes // out.itemsize
         plan = RingPlan(out.numel(), self.layout.members, chunk, self.layout.slots)
@@ -112,7 +112,9 @@ class KernelRingMember:
         posted: deque[tuple[int, int, bool]] = deque()  # operation, round, whether the outcome is empty
         outbox: deque[tuple[int, int, int, int, bool]] = deque()
         own = finished = 0
-        last = self._left_sent + plan.rounds * (len(order) - 1)  # behind it is the neighbour's next all-reduce
+        last = self._left_sent + plan.rounds * (
+            len(order) - 1
+        )  # frames after it belong to the neighbour's next all-reduce
         may = plan.rounds if plan.members == 1 else min(plan.slots, plan.rounds)
         moved = time.monotonic()
         while finished < commands or outbox:
@@ -164,5 +166,5 @@ class KernelRingMember:
         self._in[WORDS * DEAD] = self._out[WORDS * DEAD] = 1
 
     def close(self) -> None:
-        """Let go of the device."""
+        """Close the plane; blocks until the device has ended."""
         self.plane.close()

@@ -1,4 +1,4 @@
-"""Sections: the parts of the bench by name. Each runs in a process of its own, so that none can spoil another."""
+"""The parts of the bench by name. Each runs in a process of its own, so that none disturbs another."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _all_ok(rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def compiled() -> dict[str, Any]:
-    """The compile check."""
+    """Run the compile check."""
     rows = figures()
     problems = [text for row in rows for text in row.problems()]
     best = {row.dtype: row.registers for row in rows if row.name == "persistent_kernel" and row.stages == 1}
@@ -31,20 +31,20 @@ def compiled() -> dict[str, Any]:
 
 
 def interpreted() -> dict[str, Any]:
-    """What can be checked without a GPU: small, and with one program."""
+    """Check what can be checked without a GPU: small sizes, one program."""
     rows = [checks.kernels(CPU), *(checks.commands(CPU, via, repeat=1) for via in checks.PLANES)]
     rows.append(checks.ring(CPU, "streamops", 3, 5003, 1024, 2, relay=1))
     return _all_ok([*rows, limits.run(CPU, 20)])
 
 
 def interpreted_processes() -> dict[str, Any]:
-    """A ring of two processes without a GPU, and one of which a member is killed."""
+    """Check a ring of two processes without a GPU, and one of which a member is killed."""
     ring = processes.ring("cpu", "persistent", 2, 1501, 1024, 2, 2)
     return _all_ok([ring, processes.kill("cpu", "streamops", 2, 1501, 1024, 2)])
 
 
 def correct() -> dict[str, Any]:
-    """Kernels and commands on the GPU."""
+    """Check kernels and commands on the GPU."""
     device = _device()
     rows = [checks.kernels(device)]
     for via in checks.PLANES:
@@ -53,7 +53,7 @@ def correct() -> dict[str, Any]:
 
 
 def threads() -> dict[str, Any]:
-    """Rings of 2 and 4 threads, each with a stream of its own."""
+    """Check rings of 2 and 4 threads, each with a stream of its own."""
     rows = []
     for via in checks.PLANES:
         for members in (2, 4):
@@ -63,7 +63,7 @@ def threads() -> dict[str, Any]:
 
 
 def staged() -> dict[str, Any]:
-    """Rings of 2 and 4 processes; then with one of them killed."""
+    """Check rings of 2 and 4 processes, then with one of them killed."""
     rows = []
     for via in checks.PLANES:
         for members in (2, 4):
@@ -73,17 +73,17 @@ def staged() -> dict[str, Any]:
 
 
 def flags() -> dict[str, Any]:
-    """Round trip, abort and deadline on the GPU."""
+    """Measure round trip, abort and deadline on the GPU."""
     return limits.run(_device())
 
 
 def bandwidth() -> dict[str, Any]:
-    """Bytes moved on the GPU."""
+    """Measure how fast the kernels move bytes on the GPU."""
     return speed.bandwidth(_device())
 
 
 def matmul() -> dict[str, Any]:
-    """The matmul beside a plane."""
+    """Measure a matmul beside a plane."""
     return speed.matmul(_device())
 
 

@@ -1,4 +1,4 @@
-"""Speed: bytes that the kernels move, alone and beside a matmul that wants the same device. GPU only."""
+"""Measures the kernels' bandwidth, alone and beside a matmul on the same device. GPU only."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CHUNK = 8 * MIB
 
 
 def timed(calls: dict[str, Callable[[], object]], repeat: int = REPEAT) -> dict[str, float]:
-    """Median seconds of each call on the device, all of them in turn."""
+    """Return the median seconds of each call on the device; the calls take turns."""
     for call in calls.values():
         call()
     found: dict[str, list[float]] = {name: [] for name in calls}
@@ -40,8 +40,10 @@ def timed(calls: dict[str, Callable[[], object]], repeat: int = REPEAT) -> dict[
 
 
 def bandwidth(device: torch.device) -> dict[str, Any]:
-    """GB/s of chunks (bytes of one buffer over time), by number of programs and staged loads, beside torch's
-    own."""
+    """Measure the GB/s of chunks (bytes of one buffer over time), beside torch's own kernels.
+
+    It varies the number of programs and of staged loads.
+    """
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     rows = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -81,7 +83,7 @@ def _copy(a: Tensor, c: Tensor, programs: int, stages: int) -> Callable[[], obje
 
 
 class Load:
-    """A plane that is kept in an operation by a thread: idle, or busy with storing reductions of 8 MiB chunks."""
+    """A plane that a thread keeps in an all-reduce: idle, or busy with storing reductions of 8 MiB chunks."""
 
     def __init__(self, device: torch.device, via: Via, programs: int, busy: bool) -> None:
         buffers = [torch.empty(CHUNK + 64, dtype=torch.uint8, device=device) for _ in range(2)]
@@ -121,7 +123,10 @@ class Load:
 
 
 def matmul(device: torch.device, n: int = 8192, inner: int = 10) -> dict[str, Any]:
-    """How much slower a bf16 matmul is beside a plane that waits or works, in turn with the matmul alone."""
+    """Measure how much a bf16 matmul slows down beside a plane that waits or works.
+
+    The matmul alone and beside the plane take turns.
+    """
     a, b = (torch.randn(n, n, device=device, dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
 

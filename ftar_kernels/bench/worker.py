@@ -1,4 +1,4 @@
-"""Worker: one member of a ring as a process of its own; `processes` starts it and tells it what to do as JSON."""
+"""One member of a ring as a process of its own; `processes` starts it and passes its task as JSON."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from ftar_kernels.staging import PinnedSegment
 
 
 def say(**what: Any) -> None:
-    """One line for the parent."""
+    """Write one line of JSON for the parent."""
     sys.stdout.write(json.dumps(what) + "\n")
     sys.stdout.flush()
 
 
 def main(task: dict[str, Any]) -> None:
-    """All-reduces on fresh data until the parent has what it wants, or the ring breaks."""
+    """Run all-reduces on fresh data until `repeat` are done or the ring breaks."""
     torch.set_num_threads(1)
     device = torch.device(task["device"])
     position, members, elements = task["position"], task["members"], task["elements"]
