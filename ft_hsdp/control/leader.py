@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import functools
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from ft_hsdp import fault_injection, protocol
 from ft_hsdp.control.lighthouse_client import LighthouseClient
@@ -62,13 +62,17 @@ class LeaderSettings:
     write_again_s: float = 60.0
 
 
-@dataclass(frozen=True, slots=True)
-class LeaderOutlets:
-    """What the leader calls to act on the outside."""
+class RankBus(Protocol):
+    """What the leader needs of the rank it runs on: `train.runtime.RankRuntime` of rank 0."""
 
-    order: Callable[[object], None]  # gives an order to all ranks, this one included
-    token: Callable[[CommitToken], None]  # sends the commit token to the right neighbour of rank 0
-    end: Callable[[str, int], None]  # ends this process at once, and with it the replica: reason, exit code
+    def broadcast(self, order: object) -> None:
+        """Give an order to all ranks of this replica, rank 0 included."""
+
+    def send_token(self, token: CommitToken) -> None:
+        """Pass the commit token to the right neighbour in the ring of rank 0."""
+
+    def end(self, reason: str, code: int) -> None:
+        """End this process at once, whatever its ranks do, and with it the replica."""
 
 
 class Leader:
@@ -89,14 +93,14 @@ class Leader:
         about: protocol.QuorumRequest,
         client: LighthouseClient,
         settings: LeaderSettings,
-        outlets: LeaderOutlets,
+        bus: RankBus,
         journal: Journal,
     ) -> None:
         self.replica = replica
         self._about = about
         self._client = client
         self._settings = settings
-        self._outlets = outlets
+        self._bus = bus
         self._journal = journal
         self._request: asyncio.Task[None] | None = None  # asks the lighthouse until it answers
         # The newest request that was sent, and when.
@@ -121,7 +125,7 @@ class Leader:
         self._all_stopped = asyncio.Event()  # set with each rank that leaves a ring
         self.concluded = (
             asyncio.Event()
-        )  # set from outside once the final state is in the logs; then it is reported
+        )  # set from outside when the final state is in the logs; then it is reported
         self._decisions = Decisions(journal)
 
     def start(self) -> None:
@@ -204,32 +208,32 @@ class Leader:
                 self._send(replace(self._about, report=report), pause)
             case effects.SendToken(token):
                 fault_injection.reach("token-second" if token.verdict else "token-first", token.fence.step)
-                self._outlets.token(token)
+                self._bus.send_token(token)
             case effects.Reduce(fence):
                 self._tally = VoteTally(fence, self._settings.ranks)
-                self._outlets.order(effect)
+                self._bus.broadcast(effect)
             case effects.StopRing(epoch):
                 recent = {e: ranks for e, ranks in self._stopped.items() if e > epoch - KEPT_EPOCHS}
                 self._stopped = {**recent, epoch: recent.get(epoch, set())}
-                self._outlets.order(effect)
+                self._bus.broadcast(effect)
             case effects.Fetch():
                 self._fetched = {}
-                self._outlets.order(effect)
+                self._bus.broadcast(effect)
             case effects.InstallSnapshot(base):
-                self._outlets.order(Settled(base, all(self._fetched.values())))
-                self._outlets.order(effect)
+                self._bus.broadcast(Settled(base, all(self._fetched.values())))
+                self._bus.broadcast(effect)
             case effects.BufferUpdate():
                 self._settled = None
-                self._outlets.order(effect)
+                self._bus.broadcast(effect)
             case effects.Commit(record) if self._settled is not None and self._settled[0] == record.fence:
-                self._outlets.order(self._settled[1])
-                self._outlets.order(effect)
+                self._bus.broadcast(self._settled[1])
+                self._bus.broadcast(effect)
             case effects.WriteCheckpoint(state):
                 self._written = (state, set())
-                self._outlets.order(effect)
+                self._bus.broadcast(effect)
                 asyncio.get_running_loop().call_later(self._settings.write_s, self._write_overdue, state)
             case _:
-                self._outlets.order(effect)
+                self._bus.broadcast(effect)
 
     def _vote(self, vote: Vote) -> None:
         """Count a rank's vote. When all are in, the replica holds the reduced gradient."""
@@ -253,7 +257,7 @@ class Leader:
         fence, digest = self._tally.fence, self._tally.state_digest
         self._settled, self._tally = (fence, Settled(self.replica.state, self._tally.kept)), None
         if record is None:
-            self._outlets.order(
+            self._bus.broadcast(
                 effects.Exit(75, f"the ranks of this replica saw different contributors at {fence}")
             )
             return
@@ -272,7 +276,7 @@ class Leader:
         if tally is None or tally.fence != fence or not tally.votes:
             return
         late = sorted(set(range(self._settings.ranks)) - {vote.rank for vote in tally.votes})
-        self._outlets.end(f"ranks {late} have not voted on {_named(fence)} within {waited_s:g} s", EXIT_RETRYABLE)
+        self._bus.end(f"ranks {late} have not voted on {_named(fence)} within {waited_s:g} s", EXIT_RETRYABLE)
 
     def _release(self, reduced: events.Reduced) -> None:
         """Count the vote that was held back for a fetch.
@@ -353,7 +357,7 @@ class Leader:
                 late = sorted(set(range(self._settings.ranks)) - gone)
                 limit_s = self._settings.token_timeout_s
                 why = f"ranks {late} have not left the ring of epoch {report.after} within {limit_s:g} s"
-                self._outlets.end(why, EXIT_RETRYABLE)
+                self._bus.end(why, EXIT_RETRYABLE)
         if report.state.step >= self.replica.steps:
             await self.concluded.wait()
         loop = asyncio.get_running_loop()
@@ -392,12 +396,12 @@ class Leader:
         """
         why = str(error)
         if (local := exhausted(error)) is not None:  # this process has run out of something: it cannot call
-            self._outlets.end(str(local), EXIT_RETRYABLE)
+            self._bus.end(str(local), EXIT_RETRYABLE)
             return
         silent = time.monotonic() - self._answered_at
         limit_s = self._settings.join_timeout_s
         if not self._joined and limit_s is not None and silent > limit_s:
-            self._outlets.order(effects.Exit(EXIT_UNREACHABLE, f"{why} for {silent:.0f} s"))
+            self._bus.broadcast(effects.Exit(EXIT_UNREACHABLE, f"{why} for {silent:.0f} s"))
             return
         if not self._joined and not self._wait_noted and silent > self._settings.reach_s:
             self._wait_noted = True

@@ -1,8 +1,8 @@
-"""Calling: how a process learns which incarnation of which replica it is: at once, or as a spare when needed.
+"""What a rank is: where it runs (`RankPlace`), and of which incarnation it is (`RankIdentity`).
 
-All that does not depend on it is done before: a spare waits with its model built, sharded and warmed up.
-
-Life: which incarnation of which replica a rank is, once it was told.
+The place is known when the process starts. The incarnation may be assigned later: a spare builds, shards and warms
+up its model first, and is assigned to a replica when one needs it. `IncarnationSource` is where it hears of that:
+torchrun's environment (`FromEnvironment`) or the supervisor (`launch.backend.zygote.CallLine`).
 """
 
 from __future__ import annotations
@@ -23,72 +23,82 @@ from ft_hsdp.state.agent.launcher import Starter
 
 @dataclass(frozen=True, slots=True)
 class RankPlace:
-    """Where this rank is: in a replica of ``ranks``, at ``leader_host``, in the job of ``run``.
+    """Where a rank runs, and how it reaches its job."""
 
-    ``starts_agent``: it is the first of its host, and starts the state agent there. ``listed``: the file that the
-    lighthouses' addresses are from, if it is one. ``parent``: who started this rank, if that is to be watched.
-    """
-
-    rank: int
-    ranks: int
-    run: Path
-    lighthouses: tuple[str, ...]
-    token: str
-    leader_host: str
-    starts_agent: bool
-    listed: Path | None = None
-    parent: int | None = None
+    rank: int  # within its replica
+    ranks: int  # of its replica
+    run: Path  # directory of the run
+    lighthouses: tuple[str, ...]  # URLs
+    token: str  # of the job
+    leader_host: str  # where rank 0 of the replica runs
+    starts_agent: bool  # it is the first rank of its host, and starts the state agent there
+    listed: Path | None = None  # the file from which the lighthouses' URLs are, if they are from one
+    parent: int | None = None  # pid of the process that started this rank, if this rank has to watch it
 
 
-class Calling(Protocol):
-    """Where a process is told."""
+class IncarnationSource(Protocol):
+    """Where a process hears which incarnation it belongs to."""
 
-    def heard(self) -> IncarnationId | None:
-        """What it was told, if it was; does not wait."""
+    def poll(self) -> IncarnationId | None:
+        """Return the incarnation if it is assigned; does not block."""
 
     def wait(self) -> IncarnationId:
-        """Say that all is warm, and wait to be told: for as long as it takes, for nothing else is to be done."""
+        """Say that this process is warm, and return the incarnation.
+
+        Blocks until it is assigned, for as long as that takes: there is nothing else to do.
+        """
 
 
 @dataclass(frozen=True, slots=True)
 class FromEnvironment:
-    """Somebody else's launcher: the replica is an argument, the rest stands in torchrun's variables."""
+    """The source under another launcher: the replica is an argument, the rest is in torchrun's variables."""
 
     replica: int
 
-    def heard(self) -> IncarnationId:
-        """Known from the start."""
+    def poll(self) -> IncarnationId:
+        """Return the incarnation, which is known from the start."""
         run_id = os.environ.get("TORCHELASTIC_RUN_ID", "run")
         return IncarnationId(self.replica, run_id, int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
 
-    wait = heard
+    wait = poll
 
 
 @dataclass(frozen=True, slots=True)
 class RankIdentity:
-    """``predecessors``: the incarnations before it; ``began``: when the rank was told, in Unix seconds.
-
-    ``starter``: on the rank that starts the state agent of its host.
-    """
+    """Which incarnation of which replica a rank belongs to, once that is assigned."""
 
     replica: int
-    incarnation: str
-    predecessors: tuple[str, ...]
-    starter: Starter | None
-    began: float
+    incarnation: str  # its name
+    predecessors: tuple[str, ...]  # names of the incarnations of the same run before it
+    starter: Starter | None  # on the rank that starts the state agent of its host
+    began: float  # when it was assigned, Unix seconds
 
 
-def begin(config: Config, place: RankPlace, call: IncarnationId) -> RankIdentity:
-    """Become what was called: from now on this rank fails where that incarnation is to, and has a state agent."""
-    fault_injection.arm(config.debug.failpoints, call.replica, place.rank, call.restarts)
+def begin(config: Config, place: RankPlace, incarnation: IncarnationId) -> RankIdentity:
+    """Make this process a rank of ``incarnation``.
+
+    Arms the failpoints of that incarnation, and starts the state agent of this host without waiting for it, if
+    that is this rank's task and there is none.
+
+    Args:
+        config: The job's configuration.
+        place: Where this rank runs.
+        incarnation: The assigned one.
+
+    Returns:
+        What the rank is from now on.
+    """
+    replica = incarnation.replica
+    fault_injection.arm(config.debug.failpoints, replica, place.rank, incarnation.restarts)
     if config.takes_faults:
-        fault_injection.watch(place.run, call.replica, place.rank)
-    starter = _starter(config, place, call.replica) if place.starts_agent else None
-    return RankIdentity(call.replica, str(call), tuple(map(str, call.predecessors)), starter, time.time())
+        fault_injection.watch(place.run, replica, place.rank)
+    starter = _start_agent(config, place, replica) if place.starts_agent else None
+    predecessors = tuple(str(each) for each in incarnation.predecessors)
+    return RankIdentity(replica, str(incarnation), predecessors, starter, time.time())
 
 
-def _starter(config: Config, place: RankPlace, replica: int) -> Starter:
-    """Start the state agent of this host, if there is none; it lives as long as whoever started this rank."""
+def _start_agent(config: Config, place: RankPlace, replica: int) -> Starter:
+    """Start the state agent of this host if there is none; it ends with the process that started this rank."""
     host = own_address(config.network.state_interface or config.network.host, place.lighthouses[0])
     log = place.run / "replicas" / str(replica) / f"agent-{socket.gethostname()}.log"
     starter = Starter(place.token, replica, host, os.getppid(), log, config.timeouts.linger_s, config.network.tls)

@@ -1,4 +1,4 @@
-"""Job: a user's own FSDP2 loop, made fault-tolerant.
+"""The public API of training: a user's own FSDP2 loop, made fault-tolerant.
 
     job = ft_hsdp.join(config, replica=0)
     model = job.shard(model)
@@ -7,7 +7,11 @@
         model(batch).backward()
         optim.step()
 
-Retry, catch-up and commit happen inside ``batches`` and ``step`` (FT-HSDP §4.1, §4.3).
+`Job` is one rank's part in the job. Retry, catch-up and commit happen inside ``batches`` and ``step`` (FT-HSDP
+§4.1, §4.3): there the main thread takes orders from its `Mailbox` and carries them out, in the order in which the
+leader gave them to all ranks of the replica. Everything else runs on the control loop (`train.runtime`).
+
+All methods are for the main thread, except `Job.leave`.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ from ft_hsdp import fault_injection, secret
 from ft_hsdp.config import Config, config_hash, resume_hash
 from ft_hsdp.control.rank_store import RankStore
 from ft_hsdp.core import checkpoint, state_id
+from ft_hsdp.core.effects import DropGradient, Exit, RunBatch, WriteCheckpoint
 from ft_hsdp.core.ledger import BatchAssigner
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.state.checkpoint import catalog
@@ -37,36 +42,37 @@ from ft_hsdp.train.checkpointing import Checkpoints, CheckpointSaver, restore
 from ft_hsdp.train.data import Prefetcher, Source
 from ft_hsdp.train.device import stream
 from ft_hsdp.train.fsdp import FP32, Sharded
-from ft_hsdp.train.gradients import Feeding
-from ft_hsdp.train.identity import Calling, RankIdentity, RankPlace, begin
+from ft_hsdp.train.gradients import Feeding, Reducer
+from ft_hsdp.train.identity import IncarnationSource, RankIdentity, RankPlace, begin
 from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.optimizer import Groups, Schedule, create_state
-from ft_hsdp.train.orders import ApplyOrder, DropOrder, EndOrder, LoadOrder, Mailbox, RunBatchOrder, SaveOrder
-from ft_hsdp.train.runtime import RankGround, RankRuntime
+from ft_hsdp.train.orders import ApplyOrder, LoadOrder, Mailbox
+from ft_hsdp.train.runtime import RankRuntime
 from ft_hsdp.train.step_log import StepLog, Timing, exposed
 
 Batch = TypeVar("Batch")
 
 
 class Ended(FtHsdpError):
-    """The job ends this replica; ``exit_code`` says how."""
+    """Raised in the user's loop when the job ends this replica before the end of training."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
-        self.exit_code = code
+        self.exit_code = code  # that the process is to end with
 
 
 class Optimizer:
-    """What ``job.optimizer`` returns: ``step`` ends when the step is committed or given up by this replica."""
+    """The optimizer that `Job.optimizer` returns; use it in place of the wrapped one."""
 
     def __init__(self, job: Job) -> None:
         self._job = job
 
     @property
     def clip(self) -> float | None:
-        """Largest norm of the reduced gradient; None does not clip. Set it before the first batch, on all ranks.
+        """The largest norm of the reduced gradient; None does not clip.
 
-        Gradients are not reduced yet after backward, so clipping has to happen inside ``step``.
+        Set it before the first batch, on all ranks. Gradients are not reduced yet after backward, so clipping has
+        to happen inside ``step``.
         """
         return self._job._clip
 
@@ -75,71 +81,90 @@ class Optimizer:
         self._job._clip = norm
 
     def step(self) -> bool:
-        """Reduce, vote, commit and apply; True if this replica's gradient is in the committed step.
+        """Reduce, vote, commit and apply one step (FT-HSDP §4.1).
 
-        With accumulation, all but the last micro-batch of a step return at once.
+        Blocks until the step is committed, with or without this replica's gradient, until this replica is left
+        behind, or until the job ends it. With accumulation, all but the last micro-batch of a step return at once.
+
+        Returns:
+            True if the gradient of this replica is in the committed step.
 
         Raises:
-            Ended: the job ends this replica.
+            ConfigError: The optimizer was changed so that its state would not be part of the committed one.
         """
         return self._job._step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing to do: gradients go with the step."""
+        """Do nothing: the gradients are dropped when the step is committed."""
 
 
 class Job:
-    """One rank's part in the job; made by ``join``."""
+    """One rank's part in the job; `ft_hsdp.join` makes it.
+
+    The order of calls is `shard`, `optimizer`, optionally `warm_up`, then `batches`.
+    """
 
     def __init__(
         self,
         config: Config,
         place: RankPlace,
-        calling: Calling,
-        life: RankIdentity | None,
+        source: IncarnationSource,
+        identity: RankIdentity | None,
         device: torch.device,
         store: RankStore | None = None,
     ) -> None:
+        """Make the part of one rank.
+
+        Args:
+            config: The job's configuration.
+            place: Where this rank runs.
+            source: Where a spare hears of its incarnation.
+            identity: Which incarnation this rank is of; None for a spare that has not been assigned one yet.
+            device: Where the model's shards are.
+            store: The process group's store, to be closed with it; None if it is torch's own.
+        """
         self.config = config
         self.device = device
         self.rank = place.rank
-        self.ranks = place.ranks
+        self.ranks = place.ranks  # of this replica
+        self.built_in = False  # whether the trainer of this package runs it, so that a replay can repeat it
         self._place = place
-        self._calling = calling
-        self._life = life  # None: this process is a spare that was not called yet
-        self._store = store  # of the process group; None: that is torch's own
+        self._source = source
+        self._identity = identity
+        self._store = store
         self._mailbox = Mailbox()
-        self._loss: list[float] = []
+        self._assigner = BatchAssigner(config.data.assignment, config.slots)
+        # Made by `shard`, `optimizer` and `batches`, in this order.
+        self._sharded: Sharded
+        self._groups: Groups | None = None
+        self._live_state: LiveState
+        self._runtime: RankRuntime | None = None
+        self._reducer: Reducer | None = None
+        self._saver: CheckpointSaver | None = None
+        self._log: StepLog | None = None  # on rank 0
+        # The step under way.
+        self._feeding: Feeding | None = None
+        self._losses: list[float] = []  # one for each micro-batch
         self._micro = 0
         self._accumulate = 1
         self._clip: float | None = None
-        self._feeding: Feeding | None = None
-        self._since = time.monotonic()
-        self._tokens = 0
-        self._dealer = BatchAssigner(config.data.assignment, config.slots)
-        self._sharded: Sharded
-        self._groups: Groups | None = None
-        self._held: LiveState
-        self._ground: RankGround | None = None
-        self._wiring: RankRuntime | None = None
-        self._saver: CheckpointSaver | None = None
-        self._log: StepLog | None = None
+        self._tokens = 0  # of the step, over the ranks of this replica
+        self._since = time.monotonic()  # the last commit
         self._leaves = False
-        self._committed = False  # in this life
-        self.built_in = False  # whether the trainer of this package runs it, so that a replay can repeat it
+        self._committed = False  # whether this incarnation has applied a step
 
     # The user's few lines.
 
     @property
     def replica(self) -> int:
-        """Which replica this rank is of.
+        """The id of the replica to which this rank belongs.
 
         Raises:
-            RuntimeError: nobody knows it yet: this process is a spare, and is told when its first batch is due.
+            RuntimeError: This process is a spare, which is assigned to a replica only when its first batch is due.
         """
-        if self._life is None:
+        if self._identity is None:
             raise RuntimeError("job.replica is not known before the first batch: this process is a spare")
-        return self._life.replica
+        return self._identity.replica
 
     def shard(
         self,
@@ -149,10 +174,21 @@ class Job:
     ) -> nn.Module:
         """Shard ``model`` in place with FSDP2 over this replica's ranks, on the device of the configuration.
 
-        ``parts`` are sharded each for itself, in forward order; None takes ``model.shards()`` if there is one,
-        else every module in its ModuleLists. The embedding and the output should be parts of their own, or their
-        gradients go last and are not hidden behind backward. ``policy`` may compute in bf16; the parameters'
-        shards and the sums of gradients are fp32.
+        A collective of the replica's ranks.
+
+        Args:
+            model: With the same initial weights on all ranks and replicas; its parameters are fp32.
+            parts: Modules that are sharded each for itself, in forward order; one bucket of gradients each. None
+                takes ``model.shards()`` if there is one, else every module in its ModuleLists. The embedding and
+                the output should be parts of their own, or their gradients go last and are not hidden behind
+                backward.
+            policy: May compute in bf16; the parameters' shards and the sums of gradients stay fp32.
+
+        Returns:
+            ``model``.
+
+        Raises:
+            InvalidArgument: A parameter is not fp32.
         """
         if parts is None:
             shards = getattr(model, "shards", None)
@@ -171,12 +207,15 @@ class Job:
         Its state is made now, as torch would make it in the first step; a state that was loaded before stays.
 
         Args:
-            optimizer: made after ``shard``, from the sharded model's parameters.
+            optimizer: Made after ``shard``, from the sharded model's parameters.
             schedule: ``schedule(step)`` (from 1) is a factor on the learning rate; None keeps it constant. A torch
                 scheduler is refused: its state would not be part of the committed one.
 
+        Returns:
+            The optimizer for the loop.
+
         Raises:
-            ConfigError: there is one already, a torch scheduler is attached, a parameter is not the sharded
+            ConfigError: There is one already, a torch scheduler is attached, a parameter is not the sharded
                 model's, or the optimizer's state cannot be made before its first step.
         """
         name = type(optimizer).__name__
@@ -192,253 +231,291 @@ class Job:
         groups.check()
         create_state(optimizer)
         offload = self.config.optim.offload
-        self._held = LiveState(self._sharded, groups, self._dealer.begin(), self.rank, self.ranks, offload)
+        ledger = self._assigner.begin()
+        self._live_state = LiveState(self._sharded, groups, ledger, self.rank, self.ranks, offload)
         return Optimizer(self)
 
     def warm_up(self, once: Callable[[], None]) -> None:
-        """Run ``once`` (a forward and backward on any batch) before check-in; its gradient is thrown away."""
+        """Run ``once`` before check-in, so that the first step is as fast as the later ones.
+
+        Args:
+            once: A forward and backward on any batch; its gradient is thrown away.
+        """
         once()
         self._sharded.clear()
-        self._loss.clear()
+        self._losses.clear()
 
     def batches(self, source: Source[Batch], accumulate: int = 1) -> Iterator[Batch]:
-        """The batches that this replica has to feed, each exactly once; ends with training.
+        """Yield the batches that this replica has to train, each exactly once; end when training has ended.
 
-        Checks in first; a spare waits here to be called. A replica that is behind catches up inside, so only a
-        contributor gets a batch. torch's generator is seeded from the batch's place before each micro-batch (for
-        dropout and the like).
+        The first ``next`` joins the job. A spare blocks there until a replica needs it. A replica that is behind
+        catches up inside, so only a contributor gets a batch. torch's generator is seeded from the batch's place
+        before each micro-batch, for dropout and the like.
+
+        Args:
+            source: The data.
+            accumulate: Micro-batches for each step; each is yielded by itself.
+
+        Yields:
+            One micro-batch of this rank, on the job's device.
+
+        Raises:
+            Ended: The job ends this replica.
+            ConfigError: The optimizer or the checkpoints cannot be used.
+            AgentGone: This host has no state agent, and none could be started.
         """
         self._accumulate = accumulate
         if self._groups is not None:
             self._groups.check()
         prefetcher = Prefetcher(source, self.rank, accumulate)
-        prefetcher.guess(*self._dealer.assign(self._held.ledger, 0 if self._life is None else self.replica))
+        ledger = self._live_state.ledger
+        prefetcher.guess(*self._assigner.assign(ledger, 0 if self._identity is None else self.replica))
         try:
-            self._check_in(lambda: prefetcher.guess(*self._dealer.assign(self._held.ledger, self.replica)))
+            self._check_in(prefetcher)
             while True:
                 match self._mailbox.get():
-                    case RunBatchOrder(step):
+                    case RunBatch(step):
                         yield from self._feed(prefetcher, step)
-                    case EndOrder(code, reason):
+                    case Exit(code, reason):
                         self.close()
                         if code != EXIT_OK:
                             raise Ended(code, reason)
                         return
-                    case letter:
-                        self._do(letter)
+                    case order:
+                        self._do(order)
         finally:
             prefetcher.close()
 
     def leave(self) -> None:
-        """Leave the job at the next commit, without disturbing it."""
+        """Leave the job at the next commit, without disturbing it.
+
+        Does not block. From any thread, and from a signal handler.
+        """
         self._leaves = True
-        if self._wiring is not None:
-            self._wiring.leave()
+        if self._runtime is not None:
+            self._runtime.leave()
 
     @property
     def over(self) -> bool:
         """Whether this rank holds the final state."""
-        return self._held.state is not None and self._held.state.step >= self.config.train.steps
+        state = self._live_state.state
+        return state is not None and state.step >= self.config.train.steps
 
     def close(self) -> None:
-        """Leave the process group and end all threads."""
+        """Leave the process group and end all threads. Blocks for at most `timeouts.save_s` and a little."""
         if self._saver is not None:
             self._saver.close(self.config.timeouts.save_s)
             self._saver = None
         log, self._log = self._log, None
         if log is not None:
             log.close()
-        wiring, self._wiring = self._wiring, None  # a signal may come at any time
-        if wiring is not None:
-            wiring.close()
-        ground, self._ground = self._ground, None
-        if ground is not None:
-            ground.close()
+        runtime, self._runtime = self._runtime, None  # a signal may come at any time
+        if runtime is not None:
+            runtime.close()
         if dist.is_initialized():
             dist.destroy_process_group()
         if self._store is not None:
             self._store.close()
 
-    # Inside.
+    # Joining the job.
 
-    def _check_in(self, prefetch: Callable[[], None]) -> None:
-        """Do all that can be done by any rank, wait to know which one this is, and join the job as that."""
-        held, config = self._held, self.config
-        weights, layout = held.weights_digest(), held.layout.fingerprint
-        ground = RankGround(config, self._place, self.device, self._sharded.sizes, weights, layout)
-        self._ground = ground
-        held.state = state_id.initial(config_hash(config), state_id.digest(ground.common.weights))
+    def _check_in(self, prefetcher: Prefetcher[Any]) -> None:
+        """Do all that any rank can do, wait for the incarnation if this is a spare, and join the job as that."""
+        live_state, config = self._live_state, self.config
+        runtime = RankRuntime(config, self._place, self.device, self._sharded.sizes, live_state, self._mailbox)
+        self._runtime = runtime
+        live_state.state = state_id.initial(config_hash(config), state_id.digest(runtime.facts.weights))
         warm = time.time()
-        if self._life is None:
-            self._life = begin(config, self._place, self._calling.wait())
-            warm = self._life.began
-        wiring = self._wiring = RankRuntime(config, ground, self._life, held, self._mailbox)
+        if self._identity is None:
+            self._identity = begin(config, self._place, self._source.wait())
+            warm = self._identity.began
+        runtime.start(self._identity)
+        self._reducer = runtime.reducer
         if self.rank == 0:
-            wiring.journal.note(self._life.began, "ReplicaBooted", "its processes know which replica they are")
-            wiring.journal.note(warm, "ReplicaWarmed", "model, optimizer and process group are ready")
+            runtime.journal.note(
+                self._identity.began, "ReplicaBooted", "its processes know which replica they are"
+            )
+            runtime.journal.note(warm, "ReplicaWarmed", "model, optimizer and process group are ready")
             folder = self._place.run / "replicas" / str(self.replica)
-            self._log = StepLog(folder, self._life.incarnation, wiring.reporter.commit, wiring.journal.lost)
-        checkpoints = self._checkpoints(ground.ranks)
+            incarnation, lost = self._identity.incarnation, runtime.journal.lost
+            self._log = StepLog(folder, incarnation, runtime.reporter.commit, lost)
+        checkpoints = self._checkpoints(runtime.ranks)
         current = config.state.snapshot == "every_step"
-        restore(held, wiring.keeper, ground.ranks, checkpoints, current, wiring.journal)
-        prefetch()
-        wiring.keeper.mark_current(held.state)
-        wiring.check_in(held.state, self._missed(checkpoints.folder, held.state.step))
+        restore(live_state, runtime.snapshots, runtime.ranks, checkpoints, current, runtime.journal)
+        prefetcher.guess(*self._assigner.assign(live_state.ledger, self.replica))
+        runtime.snapshots.mark_current(live_state.state)
+        runtime.check_in(live_state.state, self._missed(checkpoints.folder, live_state.state.step))
         if self._leaves:
-            wiring.leave()
+            runtime.leave()
         self._conclude_at_end()
 
     def _checkpoints(self, ranks: ReplicaGroup) -> Checkpoints:
-        """Where the job's checkpoints are; from now on this rank can write them, also if none is ever due."""
-        assert self._wiring is not None
-        assert self._life is not None
-        config, held, place = self.config, self._held, self._place
+        """Return where the job's checkpoints are, and make the saver: any rank may be asked to write."""
+        assert self._runtime is not None
+        assert self._identity is not None
+        config, live_state, place = self.config, self._live_state, self._place
         folder = Path(config.checkpoint.dir) if config.checkpoint.dir else place.run / "checkpoints"
-        about = CheckpointOrigin(
-            self._life.incarnation, config.slots, resume_hash(config), config.model_dump(mode="json")
+        origin = CheckpointOrigin(
+            self._identity.incarnation, config.slots, resume_hash(config), config.model_dump(mode="json")
         )
         # Rank 0 alone signs and authenticates; it tells the others what it chose.
         key = secret.run_key(place.run, config.checkpoint.key) if self.rank == 0 else b""
         checkpointer = Checkpointer(
-            folder, config.checkpoint.keep, key, about, held.layout, held.params, held.optim, ranks
+            folder,
+            config.checkpoint.keep,
+            key,
+            origin,
+            live_state.layout,
+            live_state.params,
+            live_state.optim,
+            ranks,
         )
-        self._saver = CheckpointSaver(checkpointer, self._wiring.keeper, self.rank, self._wiring.tell)
-        shards = self._dealer.shards
-        asked = None if config.checkpoint.trust else key
+        self._saver = CheckpointSaver(checkpointer, self._runtime.snapshots, self.rank, self._runtime.report)
+        shards = self._assigner.shards
+        required = None if config.checkpoint.trust else key
         return Checkpoints(
-            folder, resume_hash(config), config.slots, lambda ledger: ledger.resharded(shards), asked
+            folder, resume_hash(config), config.slots, lambda ledger: ledger.resharded(shards), required
         )
 
     def _missed(self, folder: Path, step: int) -> int:
-        """From which step on this replica demands a checkpoint: nobody has written the newest one due; 0: none."""
+        """Return from which step on this replica demands a checkpoint; 0: it demands none.
+
+        It demands one if no replica has written the newest one that was due, and none writes it now.
+        """
         due = checkpoint.newest_due(step, self.config.checkpoint.every, self.config.train.steps)
         if self.rank != 0 or not due or not catalog.missed(folder, due):
             return 0
-        assert self._wiring is not None
+        assert self._runtime is not None
         reason = (
             f"that of step {due} was due, and nobody has written or writes it: the next state is written instead"
         )
-        self._wiring.journal.event("CheckpointMissing", reason, step=due)
+        self._runtime.journal.event("CheckpointMissing", reason, step=due)
         return step + 1
+
+    # One step.
 
     def _saw_loss(self, module: nn.Module, args: Any, output: Any) -> None:
         if isinstance(output, torch.Tensor) and output.dim() == 0:
-            self._loss.append(float(output.detach()))
+            self._losses.append(float(output.detach()))
 
     def _ready(self, bucket: int, flat: torch.Tensor) -> None:
-        if self._wiring is not None:
-            loss = sum(self._loss) / len(self._loss) if self._loss else float("nan")
-            self._wiring.reducer.ready(bucket, flat, loss)
-            self._wiring.moved()
+        """Take the local gradient of a bucket to the reducer; FSDP2 calls it inside backward."""
+        if self._reducer is not None and self._runtime is not None:
+            loss = sum(self._losses) / len(self._losses) if self._losses else float("nan")
+            self._reducer.ready(bucket, flat, loss)
+            self._runtime.moved()
 
     def _feed(self, prefetcher: Prefetcher[Batch], step: int) -> Iterator[Batch]:
         """Yield the micro-batches of this replica's next batch."""
-        assert self._wiring is not None
-        ledger = self._held.ledger
-        shard, index = self._dealer.assign(ledger, self.replica)
+        assert self._runtime is not None
+        assert self._reducer is not None
+        ledger = self._live_state.ledger
+        shard, index = self._assigner.assign(ledger, self.replica)
         self._feeding = Feeding(step, shard, index)
-        self._loss.clear()
-        self._wiring.reducer.open(self._feeding)
+        self._losses.clear()
+        self._reducer.open(self._feeding)
         if self._log is not None:
             self._log.fed(step, shard, index)
-        after = self._dealer.predict(ledger, self.replica)
+        after = self._assigner.predict(ledger, self.replica)
         for micro, batch in enumerate(prefetcher.batches(shard, index, after)):
             self._micro = micro
             self._sharded.sync(micro == self._accumulate - 1)
             if self._log is not None:
                 self._tokens = _tokens(batch) * self.ranks * self._accumulate
-            number = index * self._dealer.shards + shard
+            number = index * self._assigner.shards + shard
             torch.manual_seed(stream(self.config.train.seed, "batch", number, self.rank, micro))
-            self._wiring.moved()
+            self._runtime.moved()
             yield devices.move(batch, self.device)
 
     def _step(self) -> bool:
-        """After backward: wait for the outcome of the step that was fed."""
+        """After backward, carry orders out until the step that was fed is committed or given up."""
         if self._micro < self._accumulate - 1:
             return False
         assert self._feeding is not None
         if self._groups is not None:
             self._groups.check()
-        step, waited = self._feeding.step, time.monotonic()
+        step, began = self._feeding.step, time.monotonic()
         while True:
-            letter = self._mailbox.get()
-            if isinstance(letter, RunBatchOrder):
-                raise RuntimeError(f"told to feed step {letter.step} while step {step} is open")
-            if isinstance(letter, EndOrder):
-                self._mailbox.put(letter)
+            order = self._mailbox.get()
+            if isinstance(order, RunBatch):
+                raise RuntimeError(f"told to feed step {order.step} while step {step} is open")
+            if isinstance(order, Exit):
+                self._mailbox.put(order)  # for `batches`, which ends the loop
                 return False
-            self._do(letter, time.monotonic() - waited)
-            if isinstance(letter, DropOrder):
+            self._do(order, time.monotonic() - began)
+            if isinstance(order, DropGradient):
                 return False
-            if isinstance(letter, ApplyOrder) and letter.record.step == step:
-                return self.replica in letter.record.contributors
+            if isinstance(order, ApplyOrder) and order.record.step == step:
+                return self.replica in order.record.contributors
 
-    def _do(self, letter: ApplyOrder | DropOrder | LoadOrder | SaveOrder, waited: float = 0.0) -> None:
-        match letter:
+    def _do(self, order: ApplyOrder | DropGradient | LoadOrder | WriteCheckpoint, waited_s: float = 0.0) -> None:
+        """Carry out an order; ``waited_s`` is how long `step` has waited for it."""
+        assert self._runtime is not None
+        match order:
             case ApplyOrder():
-                self._apply(letter, waited)
-            case DropOrder():
-                assert self._wiring is not None
-                self._wiring.reducer.open(None)
+                self._apply(order, waited_s)
+            case DropGradient():
+                assert self._reducer is not None
+                self._reducer.open(None)
                 self._sharded.clear()
             case LoadOrder(manifest, packed):
-                assert self._wiring is not None
-                self._held.load(manifest, packed)
-                self._wiring.keeper.mark_current(manifest.state)
+                self._live_state.load(manifest, packed)
+                self._runtime.snapshots.mark_current(manifest.state)
                 self._conclude_at_end()
-            case SaveOrder(state):
+            case WriteCheckpoint(state):
                 assert self._saver is not None
                 self._saver.save(state)
-        assert self._wiring is not None
-        self._wiring.moved()
+        self._runtime.moved()
 
-    def _apply(self, letter: ApplyOrder, waited: float) -> None:
-        """Nothing may fail here: what does ends the rank, and with it the replica."""
-        assert self._wiring is not None
-        record, reducer = letter.record, self._wiring.reducer
-        reducer.open(None)
+    def _apply(self, order: ApplyOrder, waited_s: float) -> None:
+        """Apply a committed step. Nothing may fail here: an error ends the rank, and with it the replica."""
+        assert self._runtime is not None
+        assert self._reducer is not None
+        record, live_state = order.record, self._live_state
+        self._reducer.open(None)
         now = time.monotonic()
-        if self._log is not None:  # before it is applied: whoever serves a state has logged what led to it
-            traffic = reducer.traffic
-            waits = exposed(now, waited, traffic.ended, traffic.held_up)
-            if self._held.offload is not None:
-                waits["offload"] = self._held.offload.lap()  # of the update before
+        if self._log is not None:  # before it is applied: a replica that serves a state has logged what led to it
+            traffic = self._reducer.traffic
+            waits = exposed(now, waited_s, traffic.ended, traffic.held_up)
+            if live_state.offload is not None:
+                waits["offload"] = live_state.offload.lap()  # of the update before
             timing = Timing(now - self._since, waits, traffic.bytes_sent, traffic.seconds)
             tokens = self._tokens * len(record.contributors)
             mine = self.replica in record.contributors
-            ledger, given_up = record.ledger(self._held.ledger), record.given_up(self._held.ledger)
-            self._log.committed(record, self._held.rate(record), tokens, timing, mine, ledger, given_up)
+            ledger, given_up = record.ledger(live_state.ledger), record.given_up(live_state.ledger)
+            self._log.committed(record, live_state.rate(record), tokens, timing, mine, ledger, given_up)
             for shard, index in given_up:
                 reason = f"its gradient was not finite in {record.retries} steps (train.poison_retries)"
                 facts = {"step": record.step, "shard": shard, "index": index}
-                self._wiring.journal.event("BatchGivenUp", reason, **facts)
+                self._runtime.journal.event("BatchGivenUp", reason, **facts)
             if not self._committed:
                 how = "contributes to it" if mine else "was behind"
-                self._wiring.journal.event("FirstStepCommitted", f"this replica {how}", step=record.step)
+                self._runtime.journal.event("FirstStepCommitted", f"this replica {how}", step=record.step)
                 self._committed = True
         fault_injection.reach("apply-begin", record.step)
-        self._held.apply(record, letter.reduced, self._clip, self._accumulate)
+        live_state.apply(record, order.reduced, self._clip, self._accumulate)
         fault_injection.reach("apply-end", record.step)
-        self._wiring.keeper.mark_current(record.state_id)
-        reducer.give_back(letter.reduced)
+        self._runtime.snapshots.mark_current(record.state_id)
+        self._reducer.give_back(order.reduced)
         self._since = now
         self._conclude_at_end()
 
     def _conclude_at_end(self) -> None:
-        """If the final state is here: serve it, write its digest down, then say so. A collective."""
-        assert self._wiring is not None
-        assert self._held.state is not None
-        if self._held.state.step < self.config.train.steps:
+        """If the final state is here, serve it, write its digest down, then report that. A collective."""
+        assert self._runtime is not None
+        state = self._live_state.state
+        assert state is not None
+        if state.step < self.config.train.steps:
             return
-        self._wiring.keeper.request(self._held.state, self.config.timeouts.final_wait_s)
-        digest = self._held.digest()
+        self._runtime.snapshots.request(state, self.config.timeouts.final_wait_s)
+        digest = self._live_state.digest()
         if self._log is not None:
-            self._log.final(self._held.state, digest, self.built_in, config_hash(self.config))
-        self._wiring.concluded()
+            self._log.final(state, digest, self.built_in, config_hash(self.config))
+        self._runtime.concluded()
 
 
 def _tokens(batch: Any) -> int:
-    """Tokens in one rank's micro-batch: the elements of its first tensor."""
+    """Return the number of tokens in one rank's micro-batch: the elements of its first tensor."""
     first = batch[0] if isinstance(batch, tuple | list) else batch
     return int(first.numel()) if isinstance(first, torch.Tensor) else 0
 

@@ -1,4 +1,8 @@
-"""Joining: how a process becomes one rank of a replica, from torchrun's environment and the files of the run."""
+"""How a process becomes one rank of a replica: from torchrun's environment and the files of the run.
+
+`join` chooses the device, starts the state agent of its host, and forms the process group on which FSDP2 shards
+the model. Nothing here talks to the lighthouse: the job is joined in `Job.batches`, when all is warm.
+"""
 
 from __future__ import annotations
 
@@ -21,25 +25,37 @@ from ft_hsdp.control.rank_store import RankStore, connect, serve
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.state.agent.launcher import TOKEN_VARIABLE
 from ft_hsdp.train import device as devices
-from ft_hsdp.train.identity import Calling, FromEnvironment, RankPlace, begin
+from ft_hsdp.train.identity import FromEnvironment, IncarnationSource, RankPlace, begin
 from ft_hsdp.train.job import Job
 
 
 def join(
-    config: Config | str | Path, replica: int | Calling, run: Path | None = None, lighthouse: str | None = None
+    config: Config | str | Path,
+    replica: int | IncarnationSource,
+    run: Path | None = None,
+    lighthouse: str | None = None,
 ) -> Job:
-    """Join a job as one rank of ``replica``; the rank comes from torchrun's environment.
+    """Make this process one rank of a replica.
 
-    ``run`` is the run directory, ``lighthouse`` its URL[,URL]; both follow from the configuration on one machine.
-    What ft_hsdp's own launcher starts is called instead: a spare hears of its replica when it is needed.
+    Reads the rank, the number of ranks and the address of rank 0 from torchrun's environment. A collective: blocks
+    until all ranks of the replica are there, at most `timeouts.ranks_s`. Also sets torch's number of threads.
+
+    Args:
+        config: The job's configuration, or its file; the same for all replicas.
+        replica: The replica's id, from 0. ft_hsdp's own launcher passes the source from which a spare hears of it.
+        run: The run's directory; None takes the one that the configuration names.
+        lighthouse: The lighthouse's URL, or several with commas between; None reads them from the run's directory.
+
+    Returns:
+        The rank's part in the job. It joins the job with the first batch.
 
     Raises:
-        ConfigError: the configuration cannot be used, or the run does not exist.
-        Retryable: the other ranks of the replica did not come.
+        ConfigError: The configuration cannot be used, or the run does not exist.
+        Retryable: The other ranks of the replica did not come in time, or rank 0 cannot listen.
     """
     if not isinstance(config, Config):
         config = load(Path(config))
-    calling = FromEnvironment(replica) if isinstance(replica, int) else replica
+    source = FromEnvironment(replica) if isinstance(replica, int) else replica
     if isinstance(replica, int) and not 0 <= replica < config.slots:
         raise ConfigError(
             "replica", replica, f"0 to {config.slots - 1} (there are {config.slots} replicas at most)"
@@ -62,26 +78,28 @@ def join(
     torch.set_num_threads(config.train.threads)
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     first = os.environ.get("LOCAL_RANK", str(rank)) == "0"
-    parent = os.getppid() if isinstance(calling, FromEnvironment) else None  # ours are killed with their parent
+    parent = os.getppid() if isinstance(source, FromEnvironment) else None  # ours are killed with their parent
     place = RankPlace(rank, ranks, run, urls, token, host, first, None if lighthouse else file, parent)
-    call = calling.heard()
-    life = None if call is None else begin(config, place, call)  # the state agent starts meanwhile
-    incarnation = "" if life is None else life.incarnation
+    assigned = source.poll()
+    identity = None if assigned is None else begin(config, place, assigned)  # the state agent starts meanwhile
+    incarnation = "" if identity is None else identity.incarnation
     store = _connect_ranks(rank, ranks, incarnation, devices.backend(device), config, token)
-    return Job(config, place, calling, life, device, store)
+    return Job(config, place, source, identity, device, store)
 
 
-def _connect_ranks(rank: int, ranks: int, life: str, backend: str, config: Config, token: str) -> RankStore | None:
-    """Form the process group of a replica, whose incarnation is ``life``; its store, if we have to close that.
+def _connect_ranks(
+    rank: int, ranks: int, incarnation: str, backend: str, config: Config, token: str
+) -> RankStore | None:
+    """Form the process group of a replica; return its store, if `Job.close` has to close that.
 
     The ranks meet within timeouts.ranks_s. Later a rank may wait for another in a collective for twice
     ftar.timeout_s, and at least as long: where there are other replicas, they have said before who hangs.
 
-    torchrun's agent keeps one store over all restarts of its workers: without a prefix the ranks of this life
-    would find the addresses of the last one there.
+    torchrun's agent keeps one store over all restarts of its workers: without the incarnation as a prefix the
+    ranks would find the addresses of the incarnation before there.
 
     Raises:
-        Retryable: the ranks have not met.
+        Retryable: The ranks have not met.
     """
     meeting = timedelta(seconds=config.timeouts.ranks_s)
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -92,25 +110,27 @@ def _connect_ranks(rank: int, ranks: int, life: str, backend: str, config: Confi
     ours: RankStore | None = None
     store: dist.Store
     if agents or backend != "gloo":
-        door = _listener(host, port).detach() if rank == 0 and not agents else None
-        store = dist.TCPStore(host, port, ranks, door is not None, meeting, master_listen_fd=door)
+        listener = _listener(host, port).detach() if rank == 0 and not agents else None
+        store = dist.TCPStore(host, port, ranks, listener is not None, meeting, master_listen_fd=listener)
     elif rank == 0:
         store = ours = serve(ranks, token, _listener(host, port) if ranks > 1 else None, config.timeouts.ranks_s)
     else:
         store = ours = connect(rank, token, host, port, config.timeouts.ranks_s)
-    named = dist.PrefixStore(life, store)
-    dist.init_process_group(backend, store=named, rank=rank, world_size=ranks, timeout=meeting)
+    prefixed = dist.PrefixStore(incarnation, store)
+    dist.init_process_group(backend, store=prefixed, rank=rank, world_size=ranks, timeout=meeting)
     later_s = max(2 * config.ftar.timeout_s, config.timeouts.ranks_s)
     _set_pg_timeout(timedelta(seconds=later_s), dist.group.WORLD)
     return ours
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """A socket that listens at ``host`` alone; everywhere if that is a name, which may mean another address here
-    than where the other ranks are.
+    """Return a socket that listens at ``host`` alone.
+
+    If that is a name, it listens everywhere: the name may mean another address here than where the other ranks
+    are.
 
     Raises:
-        Retryable: it cannot.
+        Retryable: It cannot listen there.
     """
     try:
         ipaddress.ip_address(host)
@@ -128,7 +148,7 @@ def _listener(host: str, port: int) -> socket.socket:
 
 
 def _interface(host: str) -> str | None:
-    """The interface from which this host reaches ``host``; gloo listens on its address. None: not known."""
+    """Return the interface from which this host reaches ``host``; gloo listens on its address. None: not known."""
     try:
         family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as sock:

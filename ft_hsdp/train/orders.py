@@ -1,10 +1,11 @@
-"""Mailbox: what the control loop has decided and the main thread has to do, in one order on all ranks.
+"""The leader's orders on one rank: carried out on the control loop, or passed on to the main thread.
 
-All ranks of a replica get the same letters in the same order, so that the collectives that follow match.
-
-RankAgent: carries out the leader's orders on one rank, on the control loop.
-
-Joins what does not know each other: the ring (ftar), the states (state) and the main thread (mailbox).
+Each order is an effect of the core (`core.effects`), or `Settled`. All ranks of a replica get the same orders in
+the same order. `OrderHandler` does at once what concerns the ring, the reducer, snapshots and fetches. What
+changes the model, or runs it, goes into the `Mailbox`, from which the main thread takes it; the order is kept
+there too, so that the collectives of the ranks match. Two effects need data that only this rank has, and become
+orders of their own: `Commit` becomes `ApplyOrder` with the reduced shards, `InstallSnapshot` becomes `LoadOrder`
+with the fetched shard.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import FtHsdpError
 from ft_hsdp.ftar.group import Group
 from ft_hsdp.jsonl import Journal
-from ft_hsdp.protocol import RankBroken, RankFetched, RankFetchFailed, RankShown, RankStopped, RingAbort, Settled
+from ft_hsdp.protocol import RankFetched, RankFetchFailed, RankStopped, Settled
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import fetch
 from ft_hsdp.state.transfer.fetch import Donor, FetchedShard, FetchRequest
@@ -34,235 +35,203 @@ from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, ShardManifest
 from ft_hsdp.train.gradients import Reducer
 from ft_hsdp.train.snapshots import SnapshotWriter
 
-
-@dataclass(frozen=True, slots=True)
-class RunBatchOrder:
-    """Run forward and backward of the next batch, for ``step``."""
-
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
-class ApplyOrder:
-    """Apply a committed step from its reduced shards, one flat fp32 tensor for each bucket."""
-
-    record: CommitRecord
-    reduced: list[torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class DropOrder:
-    """The local gradient is of no use: this replica was left behind."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOrder:
-    """Swap a fetched and verified shard in: its manifest, and the packed bytes, uint8."""
-
-    manifest: ShardManifest
-    packed: Bytes
-
-
-@dataclass(frozen=True, slots=True)
-class SaveOrder:
-    """Have ``state``, which was just reached, written to durable storage."""
-
-    state: StateId
-
-
-@dataclass(frozen=True, slots=True)
-class EndOrder:
-    """Leave the job with ``code``."""
-
-    code: int
-    reason: str
-
-
-Letter = RunBatchOrder | ApplyOrder | DropOrder | LoadOrder | SaveOrder | EndOrder
-
-
-class Mailbox:
-    """A queue from the control loop to the main thread."""
-
-    def __init__(self) -> None:
-        self._letters: deque[Letter] = deque()
-        self._arrived = threading.Condition()
-        self.waited_for = False  # whether the main thread waits for a letter: then it has nothing else to do
-
-    def put(self, letter: Letter) -> None:
-        """Leave a letter."""
-        with self._arrived:
-            self._letters.append(letter)
-            self._arrived.notify()
-
-    def get(self) -> Letter:
-        """Wait for the next letter. The wait is bounded by the leader: if it is lost, the process ends."""
-        with self._arrived:
-            self.waited_for = True
-            while not self._letters:
-                self._arrived.wait()
-            self.waited_for = False
-            return self._letters.popleft()
-
-
 AGAIN_S = 0.5  # from the start of a fetch to the report that it failed, at least
 
 
 @dataclass(frozen=True, slots=True)
+class ApplyOrder:
+    """Apply a committed step; the reduced shards go back to the reducer afterwards."""
+
+    record: CommitRecord
+    reduced: list[torch.Tensor]  # a flat fp32 shard for each bucket
+
+
+@dataclass(frozen=True, slots=True)
+class LoadOrder:
+    """Swap a fetched and verified shard in."""
+
+    manifest: ShardManifest
+    packed: Bytes  # uint8
+
+
+Order = effects.RunBatch | effects.DropGradient | effects.WriteCheckpoint | effects.Exit | ApplyOrder | LoadOrder
+"""What the main thread may have to do."""
+
+
+class Mailbox:
+    """A queue of orders from the control loop to the main thread."""
+
+    def __init__(self) -> None:
+        self._orders: deque[Order] = deque()
+        self._arrived = threading.Condition()
+        self.waited_for = False  # whether the main thread waits for an order: then it has nothing else to do
+
+    def put(self, order: Order) -> None:
+        """Append an order; does not block. From any thread."""
+        with self._arrived:
+            self._orders.append(order)
+            self._arrived.notify()
+
+    def get(self) -> Order:
+        """Return the next order; blocks until there is one.
+
+        The leader bounds the wait: if the leader is lost, the process ends.
+        """
+        with self._arrived:
+            self.waited_for = True
+            while not self._orders:
+                self._arrived.wait()
+            self.waited_for = False
+            return self._orders.popleft()
+
+
+@dataclass(frozen=True, slots=True)
 class Fetching:
-    """What a fetch needs besides the base and the donors."""
+    """What every fetch of this rank has in common."""
 
-    ranks: int
-    layout: str
-    nbytes: int
-    token: str
-    deadline_s: float
+    ranks: int  # of a replica
+    layout: str  # fingerprint of the shard's layout
+    nbytes: int  # of the packed shard
+    token: str  # of the job
+    deadline_s: float  # for a whole fetch
 
 
-class RankAgent:
-    """One rank of a replica. ``report`` tells the leader something, ``end`` ends this process and says why."""
+class OrderHandler:
+    """Carries out the leader's orders on one rank. Made and used on the control loop."""
 
     def __init__(
         self,
         replica: int,
         rank: int,
         fetching: Fetching,
+        group: Group,
+        reducer: Reducer,
+        snapshots: SnapshotWriter,
         mailbox: Mailbox,
         journal: Journal,
         report: Callable[[object], None],
-        keeper: SnapshotWriter,
-        end: Callable[[str], None],
     ) -> None:
+        """Make the handler of a rank.
+
+        Args:
+            replica: This rank's replica.
+            rank: Its index there.
+            fetching: What all its fetches have in common.
+            group: Its ring.
+            reducer: Reduces its gradient.
+            snapshots: Copies its states into host memory.
+            mailbox: Where the main thread takes its orders from.
+            journal: Its events.
+            report: Gives the leader a message; called on the control loop.
+        """
         self._replica = replica
         self._rank = rank
         self._fetching = fetching
+        self._group = group
+        self._reducer = reducer
+        self._snapshots = snapshots
         self._mailbox = mailbox
         self._journal = journal
         self._report = report
-        self._keeper = keeper
-        self._end = end
-        self._staged: LoadOrder | None = None
-        self._logged: dict[int, list[torch.Tensor]] = {}
-        self._cancel = threading.Event()
-        self._fetcher: threading.Thread | None = None
-        self.loop = asyncio.get_running_loop()
-        self.group: Group
-        self.reducer: Reducer
+        self._loop = asyncio.get_running_loop()
+        self._fetched_shard: LoadOrder | None = None  # until the leader has it installed
+        self._buffered: dict[int, list[torch.Tensor]] = {}  # by step: reduced shards whose base is not here yet
+        self._cancel = threading.Event()  # set: the newest fetch is cancelled
+        self._fetch_thread: threading.Thread | None = None
 
-    def order(self, order: object) -> None:
-        """Carry out one of the leader's orders."""
+    def handle(self, order: object) -> None:
+        """Carry out one order of the leader; does not block."""
         match order:
             case effects.Configure(grant):
                 self._configure(grant)
             case effects.StopRing(epoch, reason):
-                self.reducer.cancel()
-                self.group.stop(epoch, reason)
+                self._reducer.cancel()
+                self._group.stop(epoch, reason)
                 self._report(RankStopped(self._rank, epoch))
             case effects.Reduce():
-                self.reducer.begin(order)
+                self._reducer.begin(order)
             case Settled(state, everywhere):
-                self._keeper.mark_settled(state, everywhere)
+                self._snapshots.mark_settled(state, everywhere)
             case effects.Commit(record):
-                reduced = self._logged.pop(record.step, None) or self.reducer.take()
+                reduced = self._buffered.pop(record.step, None) or self._reducer.take()
                 self._mailbox.put(ApplyOrder(record, reduced))
             case effects.BufferUpdate(record):
-                self._logged[record.step] = self.reducer.take()
-            case effects.DropGradient(reason):
-                self._logged.clear()
-                self._mailbox.put(DropOrder(reason))
-            case effects.RunBatch(step):
-                self._mailbox.put(RunBatchOrder(step))
+                self._buffered[record.step] = self._reducer.take()
+            case effects.DropGradient():
+                self._buffered.clear()
+                self._mailbox.put(order)
+            case effects.RunBatch() | effects.WriteCheckpoint():
+                self._mailbox.put(order)
             case effects.Fetch(base, donors):
                 self._fetch(base, donors)
             case effects.Keep(state):
-                self._keeper.request(state, self._fetching.deadline_s)
+                self._snapshots.request(state, self._fetching.deadline_s)
             case effects.InstallSnapshot():
-                assert self._staged is not None
-                self._mailbox.put(self._staged)
-                self._staged = None
-            case effects.WriteCheckpoint(state):
-                self._mailbox.put(SaveOrder(state))
+                assert self._fetched_shard is not None
+                self._mailbox.put(self._fetched_shard)
+                self._fetched_shard = None
             case effects.DropSnapshots():
-                self._keeper.forget()
-            case effects.Exit(code, reason):
+                self._snapshots.forget()
+            case effects.Exit():
                 self._cancel.set()
-                self._mailbox.put(EndOrder(code, reason))
-
-    # What the ring reports.
-
-    def connected(self, epoch: int) -> None:
-        """The ring of ``epoch`` is formed."""
-        self._journal.event("RingConnected", "both neighbours are in this epoch", epoch=epoch)
-
-    def broken(self, abort: RingAbort) -> None:
-        """The ring is over. If others have waited for this rank's trainer in vain, only a new process helps."""
-        if abort.stuck and abort.suspect == self._replica:
-            self._end(f"the trainer hangs: {abort.cause}")
-            return
-        self._report(RankBroken(self._rank, abort.epoch, abort.cause, abort.suspect, abort.planned, abort.accuser))
-
-    def shown(self, grant: Grant) -> None:
-        """A neighbour showed a newer grant."""
-        self._report(RankShown(self._rank, grant))
+                self._mailbox.put(order)
 
     def _configure(self, grant: Grant) -> None:
-        """Form the ring; make the base fetchable for those who are behind."""
+        """Form the ring of ``grant``; if this rank may be a donor, have the base ready for those behind."""
         mine = next(m for m in grant.members if m.replica == self._replica)
         if mine.role == "contribute" and any(m.role == "behind" for m in grant.members):
-            self._keeper.request(grant.base, self._fetching.deadline_s)
+            self._snapshots.request(grant.base, self._fetching.deadline_s)
         else:
-            self._keeper.release()
-        self.group.configure(grant)
-
-    # Fetching, on a thread of its own.
+            self._snapshots.release()
+        self._group.configure(grant)
 
     def _fetch(self, base: StateId, donors: Sequence[Member]) -> None:
+        """Start to fetch this rank's shard of ``base``, in place of any fetch before."""
         self._cancel.set()
         self._cancel = threading.Event()
-        self._staged = None
+        self._fetched_shard = None
         chosen = [Donor(m.replica, m.state[self._rank]) for m in donors if m.replica != self._replica]
         sources = [d.replica for d in chosen]
         self._journal.event("FetchStarted", f"left behind {base}", step=base.step, donors=sources)
-        arguments = (base, chosen, self._cancel, self._fetcher)
-        self._fetcher = threading.Thread(target=self._fetching_thread, args=arguments, name="fetch", daemon=True)
-        self._fetcher.start()
+        arguments = (base, chosen, self._cancel, self._fetch_thread)
+        self._fetch_thread = threading.Thread(target=self._run_fetch, args=arguments, name="fetch", daemon=True)
+        self._fetch_thread.start()
 
-    def _fetching_thread(
+    def _run_fetch(
         self, base: StateId, donors: Sequence[Donor], cancel: threading.Event, before: threading.Thread | None
     ) -> None:
+        """Fetch, on a thread of its own, and report how it ended: every way out reports, unless cancelled."""
         f, began = self._fetching, time.monotonic()
         expected = ExpectedShard(base, self._rank, f.ranks, f.layout, f.nbytes)
         try:
             if before is not None:
                 before.join()  # it was cancelled, and the memory it wrote into is given out again
-            kept = self._keeper.allocate(base)
-            packed = np.empty(f.nbytes, dtype=np.uint8) if kept is None else kept
+            slot = self._snapshots.allocate(base)
+            packed = np.empty(f.nbytes, dtype=np.uint8) if slot is None else slot
             request = FetchRequest.exactly(expected, packed.data)
             got = fetch.fetch(donors, request, f.token, f.deadline_s, cancel, self._rejected)
-            if kept is not None:
-                self._keeper.complete(got.manifest)
+            if slot is not None:
+                self._snapshots.complete(got.manifest)
         except fetch.Cancelled:
             return
-        except Exception as error:  # also no memory: a fetch that ends without a word is waited for without an end
+        except Exception as error:  # of any kind, no memory included: the leader waits for a report without an end
             why = str(error) if isinstance(error, FtHsdpError | OSError | fetch.NotFetched) else repr(error)
-            cancel.wait(began + AGAIN_S - time.monotonic())  # who is asked again at once would do nothing else
+            cancel.wait(began + AGAIN_S - time.monotonic())  # or failing and asking again would take all the time
             failed = RankFetchFailed(self._rank, base, why or type(error).__name__)
-            self._call(cancel, lambda: self._report(failed))
+            self._on_loop(cancel, lambda: self._report(failed))
             return
-        self._call(cancel, lambda: self._fetched(base, got, packed))
+        self._on_loop(cancel, lambda: self._fetched(base, got, packed))
 
-    def _call(self, cancel: threading.Event, then: Callable[[], None]) -> None:
-        """Go on on the control loop, unless the fetch is of no more use."""
-        self.loop.call_soon_threadsafe(lambda: None if cancel.is_set() else then())
+    def _on_loop(self, cancel: threading.Event, then: Callable[[], None]) -> None:
+        """Call ``then`` on the control loop, unless the fetch is cancelled by then."""
+        self._loop.call_soon_threadsafe(lambda: None if cancel.is_set() else then())
 
     def _fetched(self, base: StateId, got: FetchedShard, packed: Bytes) -> None:
-        self._staged = LoadOrder(got.manifest, packed)
+        self._fetched_shard = LoadOrder(got.manifest, packed)
         facts = {"seconds": got.seconds, "bytes": self._fetching.nbytes, "step": base.step, "given": got.given}
         most = max(got.given, key=lambda replica: got.given[replica], default=None)
         self._journal.event("FetchCompleted", "verified", donor=most, **facts)
-        self._report(RankFetched(self._rank, base, self._keeper.keeps(base)))
+        self._report(RankFetched(self._rank, base, self._snapshots.keeps(base)))
 
     def _rejected(self, donor: Donor, why: str) -> None:
         self._journal.event("FetchRejected", why, donor=donor.replica)

@@ -1,11 +1,17 @@
-"""Ground: what a rank has before it knows which replica it is, and keeps whichever it becomes.
+"""The runtime of one rank: its control loop, and the connections that live on it.
 
-Its memory and data plane, the control loop on a thread of its own, the group on which the ranks talk, the leader's
-line to the lighthouse and the port at which its other ranks find it.
+A rank has two threads of its own that matter. The main thread runs the user's loop: forward, backward, and the
+orders that it takes from the `Mailbox`. The control loop, an asyncio loop on a thread of its own, does everything
+that must not wait for the main thread: it answers the leader, forms and leaves rings, sends signs of life and, on
+rank 0, runs the leader and asks the lighthouse. So a ring breaks and a leader answers while the main thread
+computes.
 
-Wiring: the control loop of one rank, and everything that lives on it.
-
-The loop runs on its own thread, so a leader answers and a ring breaks while the main thread computes.
+`RankRuntime` is made once for each rank, in two stages, both on the main thread. The constructor makes what does
+not depend on the replica: memory, data plane, loop, the way to the lighthouse and to the other ranks. A spare has
+all that ready. `start` adds what belongs to one incarnation: journal, snapshots, ring and reducer. `check_in`
+joins the job. The way of one order is `Leader` -> `RankRuntime.broadcast` -> (other ranks: `RankHub` ->
+`RankLine`) -> `OrderHandler.handle` -> `Mailbox` or `Reducer`; the way of a vote is `Reducer` ->
+`RankRuntime.send_vote` -> `Leader.received`.
 """
 
 from __future__ import annotations
@@ -18,7 +24,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,15 +35,15 @@ from ft_hsdp.config import Config, agreed, config_hash
 from ft_hsdp.control import exit_watch, watchdog
 from ft_hsdp.control import leader as control
 from ft_hsdp.control.exit_watch import process_space
-from ft_hsdp.control.leader import Leader, LeaderOutlets, LeaderSettings
+from ft_hsdp.control.leader import Leader, LeaderSettings
 from ft_hsdp.control.lighthouse_client import LighthouseClient, own_address
 from ft_hsdp.control.rank_channel import RankHub, RankLine
 from ft_hsdp.control.telemetry import Reporter
 from ft_hsdp.control.watchdog import Limits, Watchdog
 from ft_hsdp.core import state_id
-from ft_hsdp.core.commit import Vote
+from ft_hsdp.core.commit import CommitToken, Vote
 from ft_hsdp.core.effects import Exit
-from ft_hsdp.core.grant import Report
+from ft_hsdp.core.grant import Grant, Report
 from ft_hsdp.core.replica_state import ReplicaPolicy
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import (
@@ -50,36 +56,47 @@ from ft_hsdp.errors import (
 from ft_hsdp.ftar.group import Group, GroupEvents
 from ft_hsdp.ftar.listener import MemberIdentity
 from ft_hsdp.ftar.memory import Arena
-from ft_hsdp.ftar.settings import Settings as Ring
+from ft_hsdp.ftar.settings import Settings as RingSettings
 from ft_hsdp.jsonl import Journal
-from ft_hsdp.protocol import RankAlive, RankBeat, RankHello, RankLeaves, Telemetry
+from ft_hsdp.protocol import (
+    RankAlive,
+    RankBeat,
+    RankBroken,
+    RankHello,
+    RankLeaves,
+    RankShown,
+    RingAbort,
+    Telemetry,
+)
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train.device import numerics
 from ft_hsdp.train.gradients import Reducer
 from ft_hsdp.train.identity import RankIdentity, RankPlace
 from ft_hsdp.train.live_state import LiveState
-from ft_hsdp.train.orders import Fetching, Mailbox, RankAgent
+from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
 from ft_hsdp.train.snapshots import AgentHome, SnapshotWriter
 
 if TYPE_CHECKING:
     from ft_hsdp.ftar.dataplane.gpu import GpuPlane
 
+WRITES = 2  # x timeouts.load_s: for a checkpoint; ranks that wait for each other have given up by then
+SILENT = 1.5  # x timeouts.evict_s: an order of the lighthouse, which knows more, comes first
+
 
 @dataclass(frozen=True, slots=True)
-class Common:
-    """What all ranks of a replica know: their leader's port, the digest of each one's shard and layout, and their
-    pids, if all run on one machine."""
+class ReplicaFacts:
+    """What the ranks of a replica tell each other when they start; the same on all of them, by rank."""
 
-    port: int
-    weights: tuple[str, ...]
-    layouts: tuple[str, ...]
-    pids: tuple[int, ...] = ()
+    port: int  # of the leader, on rank 0's host
+    weights: tuple[str, ...]  # digests of the initial shards
+    layouts: tuple[str, ...]  # digests of the layouts
+    pids: tuple[int, ...] = ()  # of all ranks, if they share one machine
 
 
-def ring_settings(config: Config) -> Ring:
-    """How the rings of this job are to be."""
+def ring_settings(config: Config) -> RingSettings:
+    """Return the settings of this job's rings."""
     ftar, timeouts = config.ftar, config.timeouts
-    return Ring(
+    return RingSettings(
         ftar.transport,
         ftar.chunk_bytes,
         ftar.chunks,
@@ -91,8 +108,11 @@ def ring_settings(config: Config) -> Ring:
     )
 
 
-def device_plane(device: torch.device, arena: Arena, settings: Ring, largest: int) -> GpuPlane | None:
-    """A data plane for fp32 messages of up to ``largest`` elements on ``device``; None: the CPU's will do.
+def device_plane(device: torch.device, arena: Arena, settings: RingSettings, largest: int) -> GpuPlane | None:
+    """Return a data plane for fp32 messages of up to ``largest`` elements on ``device``.
+
+    Returns:
+        The plane, or None for a CPU: the group then uses the CPU's own.
 
     Raises:
         LocalSystemError: the device is at fault.
@@ -106,10 +126,10 @@ def device_plane(device: torch.device, arena: Arena, settings: Ring, largest: in
     return plane
 
 
-class RankGround:
-    """One rank's. Made by the main threads of all ranks of a replica together, closed by them.
+class RankRuntime:
+    """The connections of one rank: made, started and closed by its main thread.
 
-    ``weights``, ``layout``: digests of this rank's initial shard and of its layout; ``sizes``: of its buckets.
+    On rank 0 it is the `control.leader.RankBus` of the leader.
     """
 
     def __init__(
@@ -118,191 +138,289 @@ class RankGround:
         place: RankPlace,
         device: torch.device,
         sizes: Sequence[int],
-        weights: str,
-        layout: str,
+        live_state: LiveState,
+        mailbox: Mailbox,
     ) -> None:
-        self.place = place
-        self.device = device
-        self.sizes = tuple(sizes)
-        self.arena = Arena()
-        self.plane = device_plane(device, self.arena, ring_settings(config), max(sizes))
-        self.crashed: Callable[[dict[str, Any]], None] = _crash
-        self.received: Callable[[object], None] = lambda message: None
-        self.lost: Callable[[int], None] = lambda rank: None
-        self.loop = asyncio.new_event_loop()
-        self.loop.set_exception_handler(lambda loop, context: self.crashed(context))
-        self._thread = threading.Thread(target=self.loop.run_forever, name="control", daemon=True)
+        """Make all that does not depend on the replica. A collective: blocks until all ranks of it are here.
+
+        Args:
+            config: The job's configuration.
+            place: Where this rank runs.
+            device: Of the model's shards.
+            sizes: Elements of each gradient bucket.
+            live_state: The state that this rank holds; only read here.
+            mailbox: Where the main thread takes its orders from.
+
+        Raises:
+            LocalSystemError: The device is at fault.
+            FtHsdpError: The other ranks did not come within `timeouts.ranks_s`.
+        """
+        self._config = config
+        self._place = place
+        self._device = device
+        self._sizes = tuple(sizes)
+        self._live_state = live_state
+        self._mailbox = mailbox
+        self._ending = False  # from now on connections may close
+        self._started = False  # `start` is done
+        self._progress = 0  # what the main thread has got done: see `moved`
+        self._arena = Arena()
+        self._plane = device_plane(device, self._arena, ring_settings(config), max(sizes))
+        self._loop = asyncio.new_event_loop()
+        self._loop.set_exception_handler(lambda loop, context: self._crash(context))
+        self._thread = threading.Thread(target=self._loop.run_forever, name="control", daemon=True)
         self._thread.start()
-        self.client: LighthouseClient | None = None
-        self.hub: RankHub | None = None
-        self._greeting: asyncio.Task[None] | None = None
-        port = self.call(self._lead(config)) if place.rank == 0 else 0
+        self._client: LighthouseClient | None = None  # rank 0
+        self._hub: RankHub | None = None  # rank 0
+        self._greeting: asyncio.Task[None] | None = None  # rank 0
+        self._leader: Leader | None = None  # rank 0, once all ranks have checked in
+        self._line: RankLine | None = None  # the other ranks, once they have checked in
+        self._watchdog: Watchdog | None = None
+        self._burial: asyncio.Task[None] | None = None
+        # Set by `start`.
+        self._identity: RankIdentity
+        self._journal: Journal | None = None
+        self.reporter: Reporter
+        self.snapshots: SnapshotWriter
+        self.reducer: Reducer
+        self._group: Group
+        self._orders: OrderHandler
+
+        port = self._call(self._listen()) if place.rank == 0 else 0
         self.ranks = ReplicaGroup(config.timeouts.ranks_s)
-        mine = [port, weights, layout, os.getpid(), process_space()]
-        told = [json.loads(each) for each in self.ranks.gather(json.dumps(mine).encode())]
-        ports, all_weights, all_layouts, pids, spaces = zip(*told, strict=True)
-        self.common = Common(ports[0], all_weights, all_layouts, pids if len(set(spaces)) == 1 else ())
+        mine = [port, live_state.weights_digest(), live_state.layout.fingerprint, os.getpid(), process_space()]
+        gathered = [json.loads(each) for each in self.ranks.gather(json.dumps(mine).encode())]
+        ports, weights, layouts, pids, spaces = zip(*gathered, strict=True)
+        self.facts = ReplicaFacts(ports[0], weights, layouts, pids if len(set(spaces)) == 1 else ())
         self.ranks.wait_for(config.timeouts.load_s)
 
-    def call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run something on the loop and wait for it; each has its own deadline."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
-
-    def close(self) -> None:
-        """End the thread; nothing on the loop is under way any more."""
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
-        if self.plane is not None:
-            self.plane.close()
-
-    async def _lead(self, config: Config) -> int:
-        """Rank 0 talks to the lighthouse, and waits for its other ranks; the port to give them."""
-        place = self.place
+    async def _listen(self) -> int:
+        """On rank 0: call the lighthouse, and return the port where the other ranks find their leader."""
+        config, place = self._config, self._place
         context, ask_s = tls.client(config.network), config.timeouts.ask_s
-        self.client = LighthouseClient(place.lighthouses, place.token, context, place.listed, ask_s)
-        self.hub = RankHub(
-            place.ranks, place.token, lambda message: self.received(message), lambda rank: self.lost(rank)
-        )
-        self._greeting = self.loop.create_task(self.client.greet())
-        return await self.hub.listen(place.leader_host)
+        self._client = LighthouseClient(place.lighthouses, place.token, context, place.listed, ask_s)
+        self._hub = RankHub(place.ranks, place.token, self._report, self._rank_lost)
+        self._greeting = self._loop.create_task(self._client.greet())
+        return await self._hub.listen(place.leader_host)
 
+    def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run ``coroutine`` on the control loop and wait for it; each has its own deadline."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()
 
-def _crash(context: dict[str, Any]) -> None:
-    """Nothing on the loop may fail before the rank is wired: if it does, the rank ends."""
-    error = context.get("exception")
-    if isinstance(error, ConnectionError):
-        return
-    sys.stderr.write(f"control loop: {context.get('message')}\n")
-    if error is not None:
-        traceback.print_exception(error)
-    sys.stderr.flush()
-    os._exit(EXIT_RETRYABLE)
+    # The main thread.
 
+    def start(self, identity: RankIdentity) -> None:
+        """Become a rank of one incarnation: open its journal and snapshots, and listen for its neighbours.
 
-WRITES = 2  # x timeouts.load_s: for a checkpoint; ranks that wait for each other have given up by then
-SILENT = 1.5  # x timeouts.evict_s: an order of the lighthouse, which knows more, comes first
+        Blocks for at most `timeouts.agent_s`.
 
-
-class RankRuntime:
-    """One rank's connections, once it knows its incarnation. Made by the main thread, closed by it."""
-
-    def __init__(
-        self, config: Config, ground: RankGround, life: RankIdentity, held: LiveState, mailbox: Mailbox
-    ) -> None:
-        place = ground.place
-        self._config = config
-        self._ground = ground
-        self._place = place
-        self._life = life
-        self._held = held
-        self._mailbox = mailbox
-        self._ending = False
-        self._progress = 0
-        self._line: RankLine | None = None
-        self._leader: Leader | None = None
-        self.reporter = Reporter(life.incarnation, self._tell_lighthouse, self._beat)
+        Raises:
+            AgentGone: This host has no state agent, and none could be started.
+        """
+        config, place, timeouts = self._config, self._place, self._config.timeouts
+        self._identity = identity
+        self.reporter = Reporter(identity.incarnation, self._tell_lighthouse, self._beat)
         self._journal = Journal(
-            place.run / "replicas" / str(life.replica) / "events.jsonl",
+            place.run / "replicas" / str(identity.replica) / "events.jsonl",
             self.reporter.event,
             source="replica",
-            replica=life.replica,
+            replica=identity.replica,
             rank=place.rank,
-            incarnation=life.incarnation,
+            incarnation=identity.incarnation,
         )
-        self._loop = ground.loop
-        ground.crashed, ground.received, ground.lost = self._crash, self._report, self._rank_lost
-        home = AgentHome(place.token, life.replica, place.rank, place.ranks, life.starter)
-        every_step = config.state.snapshot == "every_step"
-        timeouts = config.timeouts
-        self.keeper = SnapshotWriter(
-            held, home, every_step, timeouts.agent_s, self._journal, self._failed, timeouts.agent_answer_s
+        self.snapshots = SnapshotWriter(
+            self._live_state,
+            AgentHome(place.token, identity.replica, place.rank, place.ranks, identity.starter),
+            config.state.snapshot == "every_step",
+            timeouts.agent_s,
+            self._journal,
+            self._snapshots_failed,
+            timeouts.agent_answer_s,
         )
-        self._ring_layout = state_id.digest(ground.sizes, config.ftar.chunk_bytes, config.ftar.chunks, place.ranks)
-        self._agent: RankAgent
-        self._vigil: Watchdog | None = None
-        self._burying: asyncio.Task[None] | None = None
-        self._call(self._open())
+        self._call(self._open(identity))
+        self._started = True
+
+    def check_in(self, state: StateId, wanted: int = 0) -> None:
+        """Join the job with ``state``. Blocks until all ranks of the replica have checked in.
+
+        Args:
+            state: What this rank holds.
+            wanted: Demand a checkpoint of a state of so many steps or more; 0: demand none.
+
+        Raises:
+            TimeoutError: Some rank did not check in within `timeouts.ranks_s`.
+        """
+        self._call(self._check_in(state, wanted))
+
+    def moved(self) -> None:
+        """Note that the main thread got on: it fed a batch, brought a bucket or changed the state."""
+        self._progress += 1
+
+    def concluded(self) -> None:
+        """Let the leader tell the lighthouse that the replica has ended: the final state is written down."""
+        if self._leader is not None:
+            self._loop.call_soon_threadsafe(self._leader.concluded.set)
+
+    def leave(self) -> None:
+        """Leave the job at the next commit. From any thread; before check-in it has no effect and is repeated."""
+        self.report(RankLeaves(self._place.rank))
+
+    def report(self, message: object) -> None:
+        """Send ``message`` to the leader; from any thread, does not block."""
+        self._loop.call_soon_threadsafe(self._report, message)
+
+    def close(self) -> None:
+        """Close all connections and end all threads. Blocks for about a second at most."""
+        self._ending = True
+        self._call(self._close())
+        if self._started:
+            self.snapshots.close()
+        if self._journal is not None:
+            self._journal.close()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        if self._plane is not None:
+            self._plane.close()
 
     @property
     def journal(self) -> Journal:
-        """This rank's events."""
+        """This rank's events; there from `start` on."""
+        assert self._journal is not None
         return self._journal
 
-    @property
-    def reducer(self) -> Reducer:
-        """The exchange of this rank's gradient."""
-        return self._agent.reducer
+    # FTAR's thread: what the reducer calls.
 
-    def _call(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self._ground.call(coroutine)
+    def send_vote(self, vote: Vote) -> None:
+        """Send a vote to the leader when this rank's snapshot of the state before is complete or left out."""
+        fault_injection.reach("vote", vote.fence.step)
+        kept = self.snapshots.keeps
+        self.snapshots.after(lambda: self.report(replace(vote, kept=kept(self._live_state.state))))
 
-    def _crash(self, context: dict[str, Any]) -> None:
-        """Nothing on the loop may fail: if it does, the rank stops, and with it the replica."""
-        error = context.get("exception")
-        if isinstance(error, ConnectionError) or self._ending:
-            return
-        if isinstance(error, LocalResourceError):
-            sys.stderr.write(f"{error}\n")
-            self._die(str(error), error.exit_code)
-        sys.stderr.write(f"control loop: {context.get('message')}\n")
-        if error is not None:
-            traceback.print_exception(error)
-        self._die("the control loop failed", error.exit_code if isinstance(error, FTARError) else EXIT_RETRYABLE)
+    def _slice_digest(self, lineage: str) -> str:
+        """Return the digest that goes with a vote; a rank whose own memory has changed ends before it votes."""
+        try:
+            return self._live_state.slice_digest(lineage)
+        except DataCorruption as error:
+            self.journal.event("StateCorrupt", str(error))
+            self.end(str(error))
+            raise
 
-    def _die(self, why: str, code: int = EXIT_RETRYABLE) -> None:
-        """End this rank at once: a pending collective inside the replica cannot be cancelled."""
+    # The control loop: the leader's orders. `broadcast`, `send_token` and `end` are the leader's `RankBus`.
+
+    def broadcast(self, order: object) -> None:
+        """Give an order of the leader to all ranks of this replica, this one included. On rank 0."""
+        assert self._hub is not None
+        self._hub.broadcast(order)
+        self._take(order)
+
+    def send_token(self, token: CommitToken) -> None:
+        """Pass the commit token to the right neighbour of this rank's ring. On rank 0."""
+        self._group.send_token(token)
+
+    def end(self, reason: str, code: int = EXIT_RETRYABLE) -> None:
+        """End this process at once, and with it the replica, unless the rank is ending anyway. From any thread.
+
+        It does not return: a collective inside the replica that is under way cannot be cancelled.
+        """
         if self._ending:
             return
-        self._journal.event("RankEnded", why, code=code)
+        if self._journal is not None:
+            self._journal.event("RankEnded", reason, code=code)
         with contextlib.suppress(OSError):
             sys.stderr.flush()
         os._exit(code)
 
-    async def _open(self) -> None:
-        config, place, life, ground = self._config, self._place, self._life, self._ground
-        self.reporter.start()
-        if life.predecessors and place.rank == 0:
-            self._burying = self._loop.create_task(self._bury_predecessors())
-        fetching = Fetching(
-            place.ranks,
-            self._held.layout.fingerprint,
-            self._held.layout.nbytes,
-            place.token,
-            config.ftar.timeout_s,
-        )
-        agent = RankAgent(
-            life.replica, place.rank, fetching, self._mailbox, self._journal, self._report, self.keeper, self._die
-        )
-        identity = MemberIdentity(life.replica, place.rank, self._ring_layout, place.token)
-        settings = ring_settings(config)
-        events = GroupEvents(agent.connected, agent.broken, agent.shown, self._token)
-        agent.group = Group(identity, settings, events, ground.plane, ground.arena)
-        self._ring_address = agent.group.listen(own_address(config.network.host, place.lighthouses[0]))
-        agent.reducer = Reducer(
-            agent.group, ground.sizes, life.replica, place.rank, self._voted, ground.device, self._checked
-        )
-        self._agent = agent
+    def _take(self, order: object) -> None:
+        """Carry out what the leader sends: an order, or its sign of life."""
+        if isinstance(order, RankAlive):
+            self._heard(order)
+            return
+        if isinstance(order, Exit):
+            self._ending = True
+        self._orders.handle(order)
+
+    # The control loop: what goes to the leader and to the lighthouse.
 
     def _report(self, message: object) -> None:
-        """To the leader: a call on rank 0, a message elsewhere."""
+        """Give the leader a message: a call on rank 0, where this is also what the other ranks' messages reach."""
         if isinstance(message, RankAlive):
             self._heard(message)
         elif isinstance(message, Telemetry):
-            self.reporter.relay(message)
+            if self._journal is not None:  # then there is a reporter
+                self.reporter.relay(message)
         elif self._leader is not None:
             self._leader.received(message)
         elif self._line is not None:
             self._line.send(message)
 
+    async def _tell_lighthouse(self, telemetry: Telemetry) -> None:
+        """Send telemetry: rank 0 to the lighthouse, the other ranks to rank 0."""
+        if self._client is not None:
+            await self._client.tell(telemetry)
+        elif self._line is not None:
+            self._line.tell(telemetry)
+        else:
+            raise LighthouseUnreachable("this rank has not found its leader yet")
+
+    def _beat(self) -> RankBeat:
+        """Return this rank's sign of life for the lighthouse."""
+        return RankBeat(self._place.rank, os.getpid(), socket.gethostname(), self._progress)
+
+    # The control loop: what the ring reports.
+
+    def _ring_connected(self, epoch: int) -> None:
+        self.journal.event("RingConnected", "both neighbours are in this epoch", epoch=epoch)
+
+    def _ring_broken(self, abort: RingAbort) -> None:
+        """Report a broken ring; end the rank if its own trainer hangs: only a new process helps."""
+        if abort.stuck and abort.suspect == self._identity.replica:
+            self.end(f"the trainer hangs: {abort.cause}")
+            return
+        rank = self._place.rank
+        self._report(RankBroken(rank, abort.epoch, abort.cause, abort.suspect, abort.planned, abort.accuser))
+
+    def _grant_shown(self, grant: Grant) -> None:
+        """Report the newer grant that a neighbour showed."""
+        self._report(RankShown(self._place.rank, grant))
+
+    def _token_came(self, token: CommitToken) -> None:
+        if self._leader is not None:
+            self._leader.token(token)
+
+    # The control loop: failures.
+
+    def _crash(self, context: dict[str, Any]) -> None:
+        """End the rank: nothing on the loop may fail, except a connection."""
+        error = context.get("exception")
+        if isinstance(error, ConnectionError) or self._ending:
+            return
+        if isinstance(error, LocalResourceError):
+            sys.stderr.write(f"{error}\n")
+            self.end(str(error), error.exit_code)
+        sys.stderr.write(f"control loop: {context.get('message')}\n")
+        if error is not None:
+            traceback.print_exception(error)
+        self.end("the control loop failed", error.exit_code if isinstance(error, FTARError) else EXIT_RETRYABLE)
+
+    def _snapshots_failed(self, error: BaseException) -> None:
+        """Take an error of the snapshots' thread to the loop."""
+        self._loop.call_soon_threadsafe(self._crash, {"message": "a snapshot failed", "exception": error})
+
+    def _rank_lost(self, rank: int) -> None:
+        self.end(f"rank {rank} of this replica is gone")
+
+    def _leader_lost(self) -> None:
+        self.end("the leader of this replica is gone")
+
     def _heard(self, message: RankAlive) -> None:
-        if self._vigil is not None:
-            self._vigil.heard(message.rank)
+        if self._watchdog is not None:
+            self._watchdog.heard(message.rank)
 
     def _watch(self) -> Watchdog:
-        """From now on this rank and whoever started it are watched, and its siblings hear of it."""
+        """Watch this rank and its parent from now on, and tell the other ranks that it lives."""
         place, timeouts = self._place, self._config.timeouts
-        alive, hub, line = RankAlive(place.rank), self._ground.hub, self._line
+        alive, hub, line = RankAlive(place.rank), self._hub, self._line
 
         def say() -> None:
             if hub is not None:
@@ -311,177 +429,139 @@ class RankRuntime:
                 line.send(alive)
 
         limits = Limits(SILENT * timeouts.evict_s, timeouts.step_s, timeouts.stop_s)
-        outlets = watchdog.WatchdogOutlets(say, self._got_on, self.leave, self._die)
-        self._vigil = Watchdog(limits, outlets, place.parent)
-        return self._vigil
+        outlets = watchdog.WatchdogOutlets(say, self._main_progress, self.leave, self.end)
+        self._watchdog = Watchdog(limits, outlets, place.parent)
+        return self._watchdog
 
-    def _got_on(self) -> int | None:
-        """How far the main thread has come; None while it waits for an order."""
+    def _main_progress(self) -> int | None:
+        """Return how far the main thread has come; None while it waits for an order."""
         return None if self._mailbox.waited_for else self._progress
 
-    def tell(self, message: object) -> None:
-        """Report to the leader, from any thread."""
-        self._loop.call_soon_threadsafe(self._report, message)
+    # The control loop: start, check-in and end.
 
-    def moved(self) -> None:
-        """The main thread got on: it fed a batch, brought a bucket, changed the state. For that thread alone."""
-        self._progress += 1
-
-    def _beat(self) -> RankBeat:
-        """This rank's sign of life."""
-        return RankBeat(self._place.rank, os.getpid(), socket.gethostname(), self._progress)
-
-    async def _tell_lighthouse(self, telemetry: Telemetry) -> None:
-        """The leader tells the lighthouse, the other ranks tell their leader."""
-        if self._ground.client is not None:
-            await self._ground.client.tell(telemetry)
-        elif self._line is not None:
-            self._line.tell(telemetry)
-        else:
-            raise LighthouseUnreachable("this rank has not found its leader yet")
-
-    def _voted(self, vote: Vote) -> None:
-        """A vote goes out when this rank's snapshot of the state before is complete."""
-        fault_injection.reach("vote", vote.fence.step)
-        self.keeper.after(lambda: self.tell(replace(vote, kept=self.keeper.keeps(self._held.state))))
-
-    def _checked(self, lineage_held: str) -> str:
-        """The digest that goes with a vote; a rank whose own memory has changed ends before it votes."""
-        try:
-            return self._held.slice_digest(lineage_held)
-        except DataCorruption as error:
-            self._journal.event("StateCorrupt", str(error))
-            self._die(str(error))
-            raise
-
-    def _failed(self, error: BaseException) -> None:
-        self._loop.call_soon_threadsafe(self._crash, {"message": "the keeper failed", "exception": error})
-
-    def _token(self, token: Any) -> None:
-        if self._leader is not None:
-            self._leader.token(token)
-
-    # Check-in.
-
-    def _rank_lost(self, rank: int) -> None:
-        self._die(f"rank {rank} of this replica is gone")
-
-    def check_in(self, state: StateId, wanted: int = 0) -> None:
-        """All is warm: join with ``state``, and demand a checkpoint from step ``wanted`` on (0: demand none)."""
-        self._call(self._check_in(state, wanted))
+    async def _open(self, identity: RankIdentity) -> None:
+        """Make the ring's listener, the reducer and the handler of orders."""
+        config, place, layout = self._config, self._place, self._live_state.layout
+        self.reporter.start()
+        if identity.predecessors and place.rank == 0:
+            self._burial = self._loop.create_task(self._bury_predecessors())
+        ring_layout = state_id.digest(self._sizes, config.ftar.chunk_bytes, config.ftar.chunks, place.ranks)
+        group = self._group = Group(
+            MemberIdentity(identity.replica, place.rank, ring_layout, place.token),
+            ring_settings(config),
+            GroupEvents(self._ring_connected, self._ring_broken, self._grant_shown, self._token_came),
+            self._plane,
+            self._arena,
+        )
+        self._ring_address = group.listen(own_address(config.network.host, place.lighthouses[0]))
+        self.reducer = Reducer(
+            group,
+            self._sizes,
+            identity.replica,
+            place.rank,
+            self.send_vote,
+            self._device,
+            self._slice_digest,
+        )
+        self._orders = OrderHandler(
+            identity.replica,
+            place.rank,
+            Fetching(place.ranks, layout.fingerprint, layout.nbytes, place.token, config.ftar.timeout_s),
+            group,
+            self.reducer,
+            self.snapshots,
+            self._mailbox,
+            self.journal,
+            self._report,
+        )
 
     async def _check_in(self, state: StateId, wanted: int) -> None:
-        place, hub, port = self._place, self._ground.hub, self._ground.common.port
-        state_address = self.keeper.address
-        hello = RankHello(place.rank, self._ring_address, state_address)
+        place, hub, timeouts = self._place, self._hub, self._config.timeouts
+        hello = RankHello(place.rank, self._ring_address, self.snapshots.address)
         if hub is None:
-            line = RankLine(place.token, self._ordered, lambda: self._die("the leader of this replica is gone"))
-            async with asyncio.timeout(self._config.timeouts.ranks_s):
-                await line.connect(place.leader_host, port, hello)
+            line = RankLine(place.token, self._take, self._leader_lost)
+            async with asyncio.timeout(timeouts.ranks_s):
+                await line.connect(place.leader_host, self.facts.port, hello)
             self._line = line
             self._watch().expect([0])
             return
         watch = self._watch()  # those that are here early hear of their leader
-        await hub.all_here(self._config.timeouts.ranks_s)
+        await hub.all_here(timeouts.ranks_s)
         watch.expect(range(1, place.ranks))
         self._have_exits_reported()
         hellos = [hello, *(hub.hellos[r] for r in range(1, place.ranks))]
-        self._leader = self._lead(hellos, state, wanted)
-        if self._burying is not None:
-            await self._burying
+        self._leader = self._make_leader(hellos, state, wanted)
+        if self._burial is not None:
+            await self._burial
         self._leader.start()
 
-    def _lead(self, hellos: list[RankHello], state: StateId, wanted: int) -> Leader:
-        config, life, client = self._config, self._life, self._ground.client
-        assert client is not None
-        quorum = config.quorum
-        every, keeps = config.checkpoint.every, config.checkpoint.every > 0 or config.checkpoint.dir is not None
-        train = config.train
-        rules = ReplicaPolicy(every, quorum.catchup_log_steps, train.poison, keeps, train.poison_retries)
-        replica = control.initial(life.replica, life.incarnation, config.train.steps, state, rules, wanted)
-        about = protocol.QuorumRequest(
-            Report(life.replica, life.incarnation, state, 1),
+    def _make_leader(self, hellos: list[RankHello], state: StateId, wanted: int) -> Leader:
+        """Return the leader of this replica; ``hellos`` of its ranks, in their order."""
+        config, identity = self._config, self._identity
+        assert self._client is not None
+        train, every = config.train, config.checkpoint.every
+        keeps = every > 0 or config.checkpoint.dir is not None
+        policy = ReplicaPolicy(every, config.quorum.catchup_log_steps, train.poison, keeps, train.poison_retries)
+        request = protocol.QuorumRequest(
+            Report(identity.replica, identity.incarnation, state, 1),
             tuple(h.ring for h in hellos),
             tuple(h.state for h in hellos),
             config_hash(config),
-            state_id.digest(self._ground.common.layouts),
-            numerics(self._ground.device),
+            state_id.digest(self.facts.layouts),
+            numerics(self._device),
             agreed(config),
         )
-        outlets = LeaderOutlets(self._order_all, lambda token: self._agent.group.send_token(token), self._die)
-        settings = leading(config, again=bool(life.predecessors))
-        return Leader(replica, about, client, settings, outlets, self._journal)
+        return Leader(
+            control.initial(identity.replica, identity.incarnation, train.steps, state, policy, wanted),
+            request,
+            self._client,
+            leader_settings(config, restarted=bool(identity.predecessors)),
+            self,
+            self.journal,
+        )
 
     def _have_exits_reported(self) -> None:
-        """Somebody else's launcher tells nobody that this replica's ranks are gone: a process of ours does."""
-        place, pids = self._place, self._ground.common.pids
+        """Start a process that tells the lighthouse when all ranks of this replica are gone.
+
+        Under our own supervisor that is its task; another launcher tells nobody.
+        """
+        place, pids = self._place, self.facts.pids
         if place.parent is None or not pids:
             return
-        listed = None if place.listed is None else str(place.listed)
         watched = exit_watch.Watched(
-            self._life.incarnation,
+            self._identity.incarnation,
             pids,
             place.lighthouses,
             place.token,
-            listed,
+            None if place.listed is None else str(place.listed),
             self._config.network,
             self._config.timeouts.reach_s,
         )
-        self._exit_watch = exit_watch.start(
-            watched, place.run / "replicas" / str(self._life.replica) / "exit-watch.log"
-        )
+        log = place.run / "replicas" / str(self._identity.replica) / "exit-watch.log"
+        self._exit_watch = exit_watch.start(watched, log)
 
     async def _bury_predecessors(self) -> None:
-        """Whoever restarted this replica ended its earlier incarnations first: say so to the lighthouse."""
-        running: dict[int, str | None] = {self._life.replica: self._life.incarnation}
-        assert self._ground.client is not None
+        """Tell the lighthouse that the earlier incarnations have exited: a restart ends them first."""
+        identity = self._identity
+        running: dict[int, str | None] = {identity.replica: identity.incarnation}
+        assert self._client is not None
         with contextlib.suppress(LighthouseUnreachable):  # the first ask will find out
-            await self._ground.client.report(protocol.ProcessReport(running, self._life.predecessors))
-
-    def _order_all(self, order: object) -> None:
-        assert self._ground.hub is not None
-        self._ground.hub.broadcast(order)
-        self._ordered(order)
-
-    def _ordered(self, order: object) -> None:
-        if isinstance(order, RankAlive):
-            self._heard(order)
-            return
-        if isinstance(order, Exit):
-            self._ending = True  # from now on connections may close
-        self._agent.order(order)
-
-    # Later.
-
-    def concluded(self) -> None:
-        """The final state is written down: the leader may say so."""
-        if self._leader is not None:
-            self._loop.call_soon_threadsafe(self._leader.concluded.set)
-
-    def leave(self) -> None:
-        """Leave the job at the next commit; whoever has not checked in says so again then."""
-        self.tell(RankLeaves(self._place.rank))
-
-    def close(self) -> None:
-        """Hang up and end the threads."""
-        self._ending = True
-        self._call(self._close())
-        self.keeper.close()
-        self._journal.close()
+            await self._client.report(protocol.ProcessReport(running, identity.predecessors))
 
     async def _close(self) -> None:
-        if self._vigil is not None:
-            self._vigil.stop()
-        await self._agent.group.close()
-        await self.reporter.close()
+        if self._watchdog is not None:
+            self._watchdog.stop()
+        if self._started:
+            await self._group.close()
+            await self.reporter.close()
         if self._leader is not None:
             self._leader.close()
-        if self._ground.client is not None:
-            await self._ground.client.close()
+        if self._client is not None:
+            await self._client.close()
         if self._line is not None:
             self._line.close()
-        if self._ground.hub is not None:
-            self._ground.hub.close()
+        if self._hub is not None:
+            self._hub.close()
         await asyncio.sleep(0)
         tasks = [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
         _, pending = await asyncio.wait(tasks, timeout=1.0) if tasks else ((), ())
@@ -490,10 +570,13 @@ class RankRuntime:
         await asyncio.gather(*pending, return_exceptions=True)
 
 
-def leading(config: Config, *, again: bool) -> LeaderSettings:
-    """What a leader needs to know of ``config``; ``again``: its replica was started again.
+def leader_settings(config: Config, *, restarted: bool) -> LeaderSettings:
+    """Return what a leader needs to know of ``config``.
 
-    Then the job is under way, and its lighthouse is waited for as long as it takes.
+    Args:
+        config: The job's configuration.
+        restarted: Whether the replica was started again. Then the job is under way, and the leader waits for the
+            lighthouse as long as it takes.
     """
     timeouts = config.timeouts
     return LeaderSettings(
@@ -502,7 +585,7 @@ def leading(config: Config, *, again: bool) -> LeaderSettings:
         chunk_bytes=config.ftar.chunk_bytes or 0,
         lease_s=config.quorum.lease_s,
         answer_wait_s=timeouts.answer_wait_s,
-        join_timeout_s=None if again else timeouts.reach_s,
+        join_timeout_s=None if restarted else timeouts.reach_s,
         token_timeout_s=config.ftar.timeout_s,
         catchup_wait_s=config.quorum.catchup_wait_s,
         reach_s=timeouts.reach_s,

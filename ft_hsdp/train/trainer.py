@@ -16,7 +16,7 @@ from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, FtHsdpError
 from ft_hsdp.train.data import Batches
 from ft_hsdp.train.device import move
 from ft_hsdp.train.fsdp import FP32
-from ft_hsdp.train.identity import Calling
+from ft_hsdp.train.identity import IncarnationSource
 from ft_hsdp.train.join import join
 from ft_hsdp.train.model import ModelArgs, Transformer
 from ft_hsdp.train.tokens import VOCABULARY, Tokens, prepare
@@ -64,7 +64,7 @@ def factor(config: Config, step: int) -> float:
     return lr.scheduled(c.schedule, 1.0, step, config.train.steps, c.warmup, c.min_ratio)
 
 
-def train(config: Config, replica: int | Calling, run: Path) -> int:
+def train(config: Config, replica: int | IncarnationSource, run: Path) -> int:
     """Train until the job ends, or until SIGTERM: then the replica leaves at the next commit. The exit code."""
     data = dataset(config)
     job = join(config, replica, run)
@@ -87,7 +87,7 @@ def train(config: Config, replica: int | Calling, run: Path) -> int:
     return EXIT_LEFT if told and not job.over else EXIT_OK
 
 
-def main(config: Config, replica: int | Calling, run: Path) -> int:
+def main(config: Config, replica: int | IncarnationSource, run: Path) -> int:
     """Run one rank, of a replica that is known or that it is told; the exit code."""
     try:
         return train(config, replica, run)

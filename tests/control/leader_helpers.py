@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ft_hsdp.control import leader as control
-from ft_hsdp.control.leader import Leader, LeaderOutlets, LeaderSettings
+from ft_hsdp.control.leader import Leader, LeaderSettings
 from ft_hsdp.core.commit import AttemptId, CommitToken, Contribution, Vote
 from ft_hsdp.core.grant import Answer, Grant, Member, Report
 from ft_hsdp.core.replica_state import DEFAULT, ReplicaPolicy
@@ -66,7 +66,7 @@ class Down(Lighthouse):
 
 
 class Scene:
-    """A leader among fakes."""
+    """A leader among fakes, and the bus to its ranks."""
 
     def __init__(
         self, folder: Path, lighthouse: Lighthouse | None = None, rules: ReplicaPolicy = DEFAULT, **settings: Any
@@ -83,11 +83,18 @@ class Scene:
             about,
             self.lighthouse,  # type: ignore[arg-type]
             replace(SETTINGS, **settings),
-            LeaderOutlets(
-                self.orders.append, self.tokens.append, lambda why, code: self.ended.append((why, code))
-            ),
+            self,
             self._told,
         )
+
+    def broadcast(self, order: object) -> None:
+        self.orders.append(order)
+
+    def send_token(self, token: CommitToken) -> None:
+        self.tokens.append(token)
+
+    def end(self, reason: str, code: int) -> None:
+        self.ended.append((reason, code))
 
     def events(self, name: str) -> list[dict[str, Any]]:
         self._told.flush()

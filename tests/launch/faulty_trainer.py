@@ -16,7 +16,7 @@ import ft_hsdp
 from ft_hsdp.bench.waiting import Waiting
 from ft_hsdp.config import Config
 from ft_hsdp.errors import FtHsdpError
-from ft_hsdp.train.identity import Calling
+from ft_hsdp.train.identity import IncarnationSource
 from ft_hsdp.train.trainer import build_optimizer
 
 VICTIM = 1  # the replica that fails, where only one does
@@ -37,7 +37,7 @@ class Data:
         return torch.full((1,), float("inf") if self._poisoned and (shard, index) == POISON else 1.0)
 
 
-def hanging(config: Config, replica: Calling, run: Path) -> int:
+def hanging(config: Config, replica: IncarnationSource, run: Path) -> int:
     """Hangs once, in the first life of the victim."""
 
     def hang(number: int, batch: int) -> None:
@@ -47,7 +47,7 @@ def hanging(config: Config, replica: Calling, run: Path) -> int:
     return _train(config, replica, run, hang)
 
 
-def full(config: Config, replica: Calling, run: Path) -> int:
+def full(config: Config, replica: IncarnationSource, run: Path) -> int:
     """Has no descriptor left, in the first life of the victim."""
 
     def use_up(number: int, batch: int) -> None:
@@ -60,9 +60,9 @@ def full(config: Config, replica: Calling, run: Path) -> int:
     return _train(config, replica, run, use_up)
 
 
-def lone(config: Config, replica: Calling, run: Path) -> int:
+def lone(config: Config, replica: IncarnationSource, run: Path) -> int:
     """A replica of two ranks that hangs in each of its first lives, each time in another way."""
-    call = replica.heard()
+    call = replica.poll()
     life = -1 if call is None else call.restarts
     rank = int(os.environ["RANK"])
     if life == 0 and rank == 1:
@@ -79,7 +79,7 @@ def lone(config: Config, replica: Calling, run: Path) -> int:
     return _train(config, replica, run, hang)
 
 
-def poisoned(config: Config, replica: Calling, run: Path) -> int:
+def poisoned(config: Config, replica: IncarnationSource, run: Path) -> int:
     """One of the batches never has a finite gradient."""
     return _train(config, replica, run, lambda *_: None, Data(poisoned=True))
 
@@ -92,7 +92,7 @@ def _first(run: Path) -> bool:
     return first
 
 
-def _train(config: Config, replica: Calling, run: Path, fault: Fault, data: Data | None = None) -> int:
+def _train(config: Config, replica: IncarnationSource, run: Path, fault: Fault, data: Data | None = None) -> int:
     try:
         job = ft_hsdp.join(config, replica, run)
         model = job.shard(Waiting(2, 256, 0.02))

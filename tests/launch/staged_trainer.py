@@ -11,10 +11,10 @@ from ft_hsdp.config import Config
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.train import runtime, trainer
-from ft_hsdp.train.identity import Calling
+from ft_hsdp.train.identity import IncarnationSource
 
 
-def main(config: Config, replica: Calling, run: Path) -> int:
+def main(config: Config, replica: IncarnationSource, run: Path) -> int:
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
     from ft_hsdp.ftar.dataplane.gpu import GpuPlane
 

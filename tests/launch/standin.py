@@ -17,7 +17,7 @@ from typing import Any
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import RunDir, write_json
-from ft_hsdp.train.identity import Calling
+from ft_hsdp.train.identity import IncarnationSource
 
 
 def before_a_call(plan: dict[str, list[Any]], run: Path) -> None:
@@ -38,9 +38,9 @@ def wait_for(file: Path) -> None:
         time.sleep(0.005)
 
 
-def main(config: Config, calling: Calling, run: Path) -> int:
+def main(config: Config, calling: IncarnationSource, run: Path) -> int:
     plan = json.loads((run / "plan.json").read_text()) if (run / "plan.json").exists() else {}
-    if calling.heard() is None:
+    if calling.poll() is None:
         before_a_call(plan.get("spare", {}), run)
     replica, restart = calling.wait().replica, os.environ["TORCHELASTIC_RESTART_COUNT"]
     action = plan.get(str(replica), {}).get(restart, {}).get(os.environ["RANK"], ["wait"])

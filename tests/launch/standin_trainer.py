@@ -12,7 +12,7 @@ from launch_rows import commit
 from ft_hsdp.config import Config
 from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl, write_json
-from ft_hsdp.train.identity import Calling
+from ft_hsdp.train.identity import IncarnationSource
 
 STEP_S = 0.03
 
@@ -25,7 +25,7 @@ def _healthy(run: RunDir, replica: int) -> bool:
     return listed["restarts"] == 0 or bool(read_jsonl(run.replica_events(replica)))
 
 
-def main(config: Config, calling: Calling, path: Path) -> int:
+def main(config: Config, calling: IncarnationSource, path: Path) -> int:
     run = RunDir(path)
     call = calling.wait()
     replica, restart = call.replica, call.restarts

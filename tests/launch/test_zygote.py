@@ -24,7 +24,7 @@ def test_a_rank_with_many_open_files_looks_whether_it_was_called(
         if told:
             call = {"replica": 1, "run_id": "a", "restarts": 2, "log": str(tmp_path / "log")}
             theirs.sendall(json.dumps(call).encode() + b"\n")
-        found = line.heard()
+        found = line.poll()
     assert (found is not None) == told
     assert logs == ([tmp_path / "log"] if told else [])
     assert found is None or (found.replica, found.restarts) == (1, 2)
@@ -34,5 +34,5 @@ def test_a_rank_whose_supervisor_is_gone_ends() -> None:
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours, pytest.raises(SystemExit) as ended:
-        zygote.CallLine(ours).heard()
+        zygote.CallLine(ours).poll()
     assert ended.value.code == 75

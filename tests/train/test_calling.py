@@ -10,7 +10,7 @@ def test_under_torchrun_everything_is_known_from_the_start(monkeypatch: pytest.M
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "abc")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
     calling = FromEnvironment(3)
-    assert calling.heard() == calling.wait() == IncarnationId(3, "abc", 2)
+    assert calling.poll() == calling.wait() == IncarnationId(3, "abc", 2)
     assert str(calling.wait()) == "3-abc-2"
 
 

@@ -82,10 +82,10 @@ def test_a_tensor_on_the_cpu_is_complete_and_on_the_host() -> None:
 def test_a_broken_device_ends_the_rank_as_broken_hardware(
     error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wiring = object.__new__(RankRuntime)
-    wiring._ending = False
+    runtime = object.__new__(RankRuntime)
+    runtime._ending = False
     ended: list[int] = []
-    monkeypatch.setattr(wiring, "_die", lambda why, code: ended.append(code))
-    wiring._crash({"message": "an all-reduce cannot go on", "exception": error})
+    monkeypatch.setattr(runtime, "end", lambda why, code: ended.append(code))
+    runtime._crash({"message": "an all-reduce cannot go on", "exception": error})
     assert ended == [code]
     assert "cannot go on" in capsys.readouterr().err

@@ -15,8 +15,8 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankFetchFailed
 from ft_hsdp.state.transfer import fetch
-from ft_hsdp.train import orders as agents
-from ft_hsdp.train.orders import Fetching, Mailbox, RankAgent
+from ft_hsdp.train import orders
+from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
 
 BASE = StateId(1, 5, "c" * 32)
 
@@ -27,35 +27,36 @@ BASE = StateId(1, 5, "c" * 32)
 def test_whatever_ends_a_fetch_is_reported(tmp_path: Path, error: Exception) -> None:
     async def body() -> None:
         told: asyncio.Queue[object] = asyncio.Queue()
-        keeper: Any = mock.Mock()
-        keeper.allocate.side_effect = error
-        one = RankAgent(
+        snapshots: Any = mock.Mock()
+        snapshots.allocate.side_effect = error
+        one = OrderHandler(
             0,
             0,
             Fetching(1, "layout", 64, "token", 1.0),
+            mock.Mock(),
+            mock.Mock(),
+            snapshots,
             Mailbox(),
             Journal(tmp_path / "events.jsonl"),
             told.put_nowait,
-            keeper,
-            lambda why: None,
         )
-        one.order(Fetch(BASE, (Member(1, "1-x-0", "contribute", ("",), ("127.0.0.1:1",)),)))
+        one.handle(Fetch(BASE, (Member(1, "1-x-0", "contribute", ("",), ("127.0.0.1:1",)),)))
         async with asyncio.timeout(10):
             failed = await told.get()
         assert isinstance(failed, RankFetchFailed)
         assert failed.base == BASE
         assert failed.reason
 
-    with mock.patch.object(agents, "AGAIN_S", 0.0):
+    with mock.patch.object(orders, "AGAIN_S", 0.0):
         asyncio.run(body())
 
 
 def test_what_others_fetch_without_a_ring_is_copied_and_kept(tmp_path: Path) -> None:
     async def body() -> None:
-        keeper: Any = mock.Mock()
+        snapshots: Any = mock.Mock()
         fetching, journal = Fetching(1, "layout", 64, "token", 7.0), Journal(tmp_path / "events.jsonl")
-        one = RankAgent(0, 0, fetching, Mailbox(), journal, lambda _: None, keeper, lambda why: None)
-        one.order(Keep(BASE))
-        keeper.request.assert_called_once_with(BASE, 7.0)
+        one = OrderHandler(0, 0, fetching, mock.Mock(), mock.Mock(), snapshots, Mailbox(), journal, lambda _: None)
+        one.handle(Keep(BASE))
+        snapshots.request.assert_called_once_with(BASE, 7.0)
 
     asyncio.run(body())

@@ -72,5 +72,5 @@ def test_state_that_was_loaded_is_what_the_job_holds(job: Job) -> None:
     adam.zero_grad()
     job.optimizer(adam)
     live = [v for state in adam.state.values() for v in state.values()]
-    assert {id(t) for t in live} == {id(t) for t in job._held.optim.values()}
+    assert {id(t) for t in live} == {id(t) for t in job._live_state.optim.values()}
     assert all(float(state["step"]) == 1 for state in adam.state.values())

@@ -19,7 +19,7 @@ from ft_hsdp.bench.recovery.scene import FILE, RecoveryScene
 from ft_hsdp.bench.waiting import Nothing, Waiting
 from ft_hsdp.config import Config
 from ft_hsdp.errors import EXIT_LEFT, FtHsdpError
-from ft_hsdp.train.identity import Calling
+from ft_hsdp.train.identity import IncarnationSource
 from ft_hsdp.train.trainer import build_optimizer
 
 WORDS = 257  # bytes, and the end of a text
@@ -58,7 +58,7 @@ def make_data(scene: RecoveryScene) -> Data:
     return Words() if scene.transformer else Nothing()
 
 
-def main(config: Config, replica: int | Calling, run: Path) -> int:
+def main(config: Config, replica: int | IncarnationSource, run: Path) -> int:
     """Run one rank until it is told to leave; the exit code."""
     scene = RecoveryScene(**json.loads((Path(config.job.runs_dir) / FILE).read_text()))
     try:

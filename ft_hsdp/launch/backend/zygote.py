@@ -36,9 +36,9 @@ from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import EXIT_RETRYABLE, FtHsdpError
 from ft_hsdp.launch.backend.processes import die_with, forgiving
 from ft_hsdp.launch.run.directory import open_log
-from ft_hsdp.train.identity import Calling
+from ft_hsdp.train.identity import IncarnationSource
 
-Entry = Callable[[configuration.Config, Calling, Path], int]
+Entry = Callable[[configuration.Config, IncarnationSource, Path], int]
 _LARGEST = 1 << 20  # bytes of one request
 
 
@@ -49,8 +49,8 @@ class CallLine:
         self._sock = sock
         self._call: IncarnationId | None = None
 
-    def heard(self) -> IncarnationId | None:
-        """What the rank was told, if it was."""
+    def poll(self) -> IncarnationId | None:
+        """Return the incarnation if the supervisor has assigned one; does not block."""
         if self._call is None:
             poll = select.poll()  # select knows descriptors below 1024 only
             poll.register(self._sock, select.POLLIN)
@@ -60,7 +60,7 @@ class CallLine:
 
     def wait(self) -> IncarnationId:
         """Say that all is warm, and wait."""
-        if self.heard() is None:
+        if self.poll() is None:
             with contextlib.suppress(OSError):  # nobody is there any more: taking says so
                 self._sock.sendall(b"\n")
             self.take()
