@@ -12,10 +12,10 @@ Read in this order:
 - `failures`: which incarnations failed, who noticed when, and how the replica came back;
 - `goodput`: how much of the time trained the model, and where the rest went.
 
-All of it is pure: rows come in, figures go out. It imports no library, no file, no clock, and nothing else of this
-product, so that the lighthouse, which may import neither the launcher nor torch, and the launcher can both use it
-(the import contracts in pyproject.toml hold this). Rows may come late and out of order: each fold keeps facts as
-they come and computes a figure when it is asked for. Memory does not grow with the length of a run, except where a
+All of it is pure: rows come in, figures go out. It imports no library, no file, no clock, and of this product only
+`ft_hsdp.core`. So the launcher can use it, and the lighthouse, which imports neither the launcher nor torch (the
+import contracts in pyproject.toml hold this). Rows may come late and out of order: each fold keeps facts as they
+come and computes a figure when it is asked for. Memory does not grow with the length of a run, except where a
 caller asks for all failures.
 
 Example:

@@ -68,12 +68,8 @@ def others(rows: dict[int, list[dict[str, Any]]] = ROWS) -> dict[int, list[dict[
     return {0: rows[0], 1: rows[1]}
 
 
-def gone(row: Any) -> bool:
-    return 2 not in row["contributors"]
-
-
 def test_a_stall_is_that_of_the_last_survivor() -> None:
-    found = stall(KILL, others(), gone, 1.0)
+    found = stall(KILL, others(), 1.0)
     assert found is not None
     assert found.last == 1
     assert (found.next_s, found.less_one_s) == pytest.approx((1.35, 0.35))
@@ -82,10 +78,10 @@ def test_a_stall_is_that_of_the_last_survivor() -> None:
 
 def test_a_step_that_was_committed_with_the_victim_is_not_the_next_one() -> None:
     rows = {0: [*ROWS[0][:2], commit(12.3, 3, WHOLE), commit(14.3, 4, [0, 1])]}
-    found = stall(KILL, rows, gone, 1.0)
+    found = stall(KILL, rows, 1.0)
     assert found is not None
     assert (found.next_s, found.stall_s) == pytest.approx((2.05, 0.3))  # two steps in 2.3 s
-    assert stall(KILL, {0: ROWS[0][:2]}, gone, 1.0) is None
+    assert stall(KILL, {0: ROWS[0][:2]}, 1.0) is None
 
 
 def test_phases_add_up() -> None:

@@ -54,18 +54,14 @@ EVENTS = [
 STAGES = stages_in(EVENTS)
 
 
-def contributes(row: Any) -> bool:
-    return bool(row["role"] == "contribute")
-
-
 def test_a_victim_is_back_with_the_first_commit_of_its_next_life() -> None:
-    found = back(KILL, ROWS, STAGES, 0.4, contributes)
+    found = back(KILL, ROWS, STAGES, 0.4)
     assert found is not None
     assert (found.commit_s, found.less_one_s, found.contribute_s) == pytest.approx((1.5, 1.1, 2.0))
     assert found.how == "from a spare"
     assert found.phases == pytest.approx(PARTS)
-    assert back(KILL, ROWS[:3], STAGES, 0.4, contributes) is None  # it never contributed again
-    assert back(KILL, ROWS[:2], STAGES, 0.4, contributes) is None
+    assert back(KILL, ROWS[:3], STAGES, 0.4) is None  # it never contributed again
+    assert back(KILL, ROWS[:2], STAGES, 0.4) is None
 
 
 def test_phases_add_up_whatever_was_seen() -> None:
@@ -139,7 +135,7 @@ def test_a_life_before_the_one_that_was_killed_is_no_return(monkeypatch: pytest.
         RecoveryScene(replicas=2), torchft_under_test.Setting((), "quick", 1)
     )
     one._tailers = {}
-    row = {"t": 1.0, "step": 1, "participants": 2, "incarnation": "0"}
+    row = {"t": 1.0, "step": 1, "role": "contribute", "incarnation": "0"}
     one.rows[1] = [row, {**row, "t": 2.0, "incarnation": "1"}]
     kill = Kill(3.0, 1, 0, "1")
     with pytest.raises(Retryable, match="contributes again"):

@@ -11,8 +11,8 @@ import shutil
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
+from ft_hsdp.bench.scope import Scope
 from ft_hsdp.errors import Retryable
 
 COMMANDS = ("ip", "tc")
@@ -36,7 +36,7 @@ def unfit() -> str:
     return ""
 
 
-class Network:
+class Network(Scope):
     """A context: on entry there are `replicas` namespaces and their links, on exit nothing is left of them.
 
     rate: of each link, each way, as tc says it ("1gbit"); congestion: control of all TCP in it, "" leaves the
@@ -52,21 +52,13 @@ class Network:
         self.hub = f"{self._prefix}-hub"
         self.replicas = tuple(f"{self._prefix}-{replica}" for replica in range(replicas))
 
-    def __enter__(self) -> Network:
-        with ExitStack() as stack:
-            self._space(self.hub, stack)
-            _run("ip", "-n", self.hub, "link", "add", BRIDGE, "type", "bridge")
-            self._up(self.hub, BRIDGE, self.host())
-            for number, space in enumerate(self.replicas):
-                self._space(space, stack)
-                self._plug(number, space)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+    def _begin(self, stack: ExitStack, folder: Path) -> None:
+        self._space(self.hub, stack)
+        _run("ip", "-n", self.hub, "link", "add", BRIDGE, "type", "bridge")
+        self._up(self.hub, BRIDGE, self.host())
+        for number, space in enumerate(self.replicas):
+            self._space(space, stack)
+            self._plug(number, space)
 
     def host(self, replica: int | None = None) -> str:
         """The address of a replica; of the hub, which hangs on the switch without a limit, if None."""

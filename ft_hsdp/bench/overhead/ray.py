@@ -8,12 +8,10 @@ from __future__ import annotations
 import contextlib
 import secrets
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 import psutil
 
@@ -23,6 +21,7 @@ from ft_hsdp.bench.options import ProgressLog, ResultRow
 from ft_hsdp.bench.recovery.job_under_test import JobUnderTest
 from ft_hsdp.bench.recovery.scene import RecoveryScene
 from ft_hsdp.bench.results import ratio_interval, spread
+from ft_hsdp.bench.scope import Scope
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.processes import environment, free_port, last_line, tied
 
@@ -33,53 +32,45 @@ STORE_BYTES = 80 << 20  # of its object store, the least: no rank uses it
 STARTED = "Ray runtime started"
 
 
-class BenchCluster:
+class BenchCluster(Scope):
     """A context: on entry a head node with all that Ray starts beside it, with a token; on exit nothing is left.
 
     address: for `submit`; env: what whoever connects needs in its environment.
     """
 
+    prefix = "ray-"  # not longer: the path of a socket in the folder has at most 107 bytes
+
     def __init__(self) -> None:
         self.address = f"127.0.0.1:{free_port()}"
         self.env: Mapping[str, str] = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
 
-    def __enter__(self) -> BenchCluster:
-        with ExitStack() as stack:
-            # Not longer: the path of a socket in it has at most 107 bytes.
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-")))
-            command = [
-                *tied("ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
-                f"--port={self.address.rpartition(':')[2]}",
-                f"--ray-client-server-port={free_port()}",
-                f"--dashboard-port={free_port()}",
-                f"--dashboard-agent-listen-port={free_port()}",
-                f"--object-store-memory={STORE_BYTES}",
-                f"--temp-dir={folder}",
-            ]
-            log = folder / "start.log"
-            with log.open("wb") as file:
-                self._process = subprocess.Popen(
-                    command,
-                    env={**environment(), **self.env, "TMPDIR": str(folder)},  # where its processes leave theirs
-                    stdin=subprocess.DEVNULL,
-                    stdout=file,
-                    stderr=file,
-                )
-            stack.callback(self._end)
-            deadline = time.monotonic() + START_S
-            while STARTED not in log.read_text(errors="replace"):
-                if self._process.poll() is not None:
-                    raise Retryable(f"bench: the Ray cluster ended: {last_line(log)}")
-                if time.monotonic() > deadline:
-                    raise Retryable(f"bench: the Ray cluster does not run after {START_S:g} s: {last_line(log)}")
-                time.sleep(0.05)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+    def _begin(self, stack: ExitStack, folder: Path) -> None:
+        command = [
+            *tied("ray.scripts.scripts", "start", "--head", "--block", "--disable-usage-stats"),
+            f"--port={self.address.rpartition(':')[2]}",
+            f"--ray-client-server-port={free_port()}",
+            f"--dashboard-port={free_port()}",
+            f"--dashboard-agent-listen-port={free_port()}",
+            f"--object-store-memory={STORE_BYTES}",
+            f"--temp-dir={folder}",
+        ]
+        log = folder / "start.log"
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                command,
+                env={**environment(), **self.env, "TMPDIR": str(folder)},  # where its processes leave theirs
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+            )
+        stack.callback(self._end)
+        deadline = time.monotonic() + START_S
+        while STARTED not in log.read_text(errors="replace"):
+            if self._process.poll() is not None:
+                raise Retryable(f"bench: the Ray cluster ended: {last_line(log)}")
+            if time.monotonic() > deadline:
+                raise Retryable(f"bench: the Ray cluster does not run after {START_S:g} s: {last_line(log)}")
+            time.sleep(0.05)
 
     def _end(self) -> None:
         """Have it end its processes; those that it leaves behind are killed."""

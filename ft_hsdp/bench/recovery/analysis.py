@@ -60,21 +60,28 @@ class Stall:
     last: int  # the survivor that was last
 
 
-def stall(
-    kill: Kill, rows: Mapping[int, Sequence[Row]], gone: Callable[[Row], bool], step_s: float
-) -> Stall | None:
+def gone(row: Row, kill: Kill) -> bool:
+    """Return whether a commit is one without the victim of ``kill``."""
+    return kill.replica not in row["contributors"]
+
+
+def contributes(row: Row) -> bool:
+    """Return whether the replica that logged a commit contributed to it."""
+    return bool(row["role"] == "contribute")
+
+
+def stall(kill: Kill, rows: Mapping[int, Sequence[Row]], step_s: float) -> Stall | None:
     """Return what ``kill`` cost the survivors; None where one of them logged too little.
 
     Args:
         kill: the kill.
         rows: the commits that each survivor logged.
-        gone: whether a commit is one without the victim.
         step_s: a fault-free step.
     """
     ends: list[Stall] = []
     for survivor, mine in rows.items():
         before = [row for row in mine if row["t"] <= kill.t]
-        after = next((row for row in mine if row["t"] > kill.t and gone(row)), None)
+        after = next((row for row in mine if row["t"] > kill.t and gone(row, kill)), None)
         if not before or after is None:
             return None
         next_s, steps = after["t"] - kill.t, after["step"] - before[-1]["step"]
@@ -104,7 +111,7 @@ def phases(
         rows: the commits that it logged.
         events: all events of the run.
     """
-    after = next((r for r in rows if r["t"] > kill.t and kill.replica not in r["contributors"]), None)
+    after = next((r for r in rows if r["t"] > kill.t and gone(r, kill)), None)
     if after is None or failure.noticed is None:
         return None
     own = [e for e in events if e.get("replica") == last and kill.t <= e["t"] <= after["t"]]
@@ -212,9 +219,7 @@ def stages_in(events: Iterable[Row]) -> Stages:
     return stages
 
 
-def back(
-    kill: Kill, rows: Sequence[Row], stages: Stages, step_s: float, contributes: Callable[[Row], bool]
-) -> Back | None:
+def back(kill: Kill, rows: Sequence[Row], stages: Stages, step_s: float) -> Back | None:
     """Return how the victim of ``kill`` came back; None where it did not. ``rows``: its own commits."""
     after = [row for row in rows if row["t"] > kill.t and row["incarnation"] != kill.incarnation]
     full = next((row for row in after if contributes(row)), None)

@@ -6,19 +6,17 @@ import json
 import random
 import signal
 import subprocess
-import tempfile
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
 
 from ft_hsdp.analysis.goodput import fault_free_step
-from ft_hsdp.bench.recovery.analysis import Kill
+from ft_hsdp.bench.recovery.analysis import Kill, contributes, gone
 from ft_hsdp.bench.recovery.scene import FILE, RecoveryScene
+from ft_hsdp.bench.scope import Scope
 from ft_hsdp.config import Config, dump, parse
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.processes import environment, last_line, tied
@@ -52,31 +50,15 @@ def config(scene: RecoveryScene, runs: Path) -> Config:
     )
 
 
-class UnderTest(ABC):
+class UnderTest(Scope):
     """A context: on entry a job of one contender starts, on exit it ends.
 
-    ``rows`` has the commits of each replica, as far as `look` has read them.
+    ``rows`` has the commits of each replica, as far as `look` has read them, with the keys of commits.jsonl.
     """
 
     def __init__(self, scene: RecoveryScene) -> None:
         self.scene = scene
         self.rows: dict[int, list[Row]] = {replica: [] for replica in range(scene.replicas)}
-        self._stack = ExitStack()
-
-    def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            self._begin(stack, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-hsdp-bench-"))))
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
-
-    @abstractmethod
-    def _begin(self, stack: ExitStack, folder: Path) -> None:
-        """Start the job, and register on ``stack`` what ends it. ``folder`` is removed at the end."""
 
     @abstractmethod
     def look(self) -> None:
@@ -86,21 +68,13 @@ class UnderTest(ABC):
     def _processes(self) -> list[tuple[str, subprocess.Popen[bytes], Path]]:
         """Return the processes that have to run: what each is, and its log."""
 
-    @abstractmethod
-    def everybody(self, row: Mapping[str, Any]) -> bool:
-        """Return whether all replicas contributed to a commit."""
-
-    @abstractmethod
-    def without(self, kill: Kill, row: Mapping[str, Any]) -> bool:
-        """Return whether a commit after ``kill`` is one without its victim."""
-
-    @abstractmethod
-    def contributes(self, row: Mapping[str, Any]) -> bool:
-        """Return whether the replica that logged a commit contributed to it."""
-
-    @abstractmethod
     def step_s(self) -> float:
         """Return the median fault-free step so far, in seconds."""
+        return fault_free_step(row for rows in self.rows.values() for row in rows)
+
+    def everybody(self, row: Row) -> bool:
+        """Return whether all replicas contributed to a commit."""
+        return len(row["contributors"]) == len(self.rows)
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for a condition on `rows`. Raises Retryable if the job ends or takes too long."""
@@ -130,16 +104,16 @@ class UnderTest(ABC):
         """Wait until each survivor has committed a step without the victim."""
         others = [rows for replica, rows in self.rows.items() if replica != kill.replica]
 
-        def gone(row: Row) -> bool:
-            return bool(row["t"] > kill.t) and self.without(kill, row)
+        def without(row: Row) -> bool:
+            return bool(row["t"] > kill.t and gone(row, kill))
 
-        self.until(lambda: all(any(map(gone, rows[-20:])) for rows in others), "the survivors commit")
+        self.until(lambda: all(any(map(without, rows[-20:])) for rows in others), "the survivors commit")
 
     def back(self, kill: Kill) -> None:
         """Wait until the victim, started again, has contributed to a step."""
 
         def there(row: Row) -> bool:
-            return row["t"] > kill.t and row["incarnation"] != kill.incarnation and self.contributes(row)
+            return row["t"] > kill.t and row["incarnation"] != kill.incarnation and contributes(row)
 
         self.until(lambda: any(map(there, self.rows[kill.replica][-20:])), "the replica contributes again")
 
@@ -218,22 +192,6 @@ class JobUnderTest(UnderTest):
 
     def _processes(self) -> list[tuple[str, subprocess.Popen[bytes], Path]]:
         return [("the job", self._process, self._log)]
-
-    def everybody(self, row: Mapping[str, Any]) -> bool:
-        """Return whether all replicas contributed to a commit."""
-        return len(row["contributors"]) == len(self.rows)
-
-    def without(self, kill: Kill, row: Mapping[str, Any]) -> bool:
-        """Return whether a commit is one without the victim."""
-        return kill.replica not in row["contributors"]
-
-    def contributes(self, row: Mapping[str, Any]) -> bool:
-        """Return whether the replica that logged a commit contributed to it."""
-        return bool(row["role"] == "contribute")
-
-    def step_s(self) -> float:
-        """Return the median fault-free step so far, in seconds."""
-        return fault_free_step(row for rows in self.rows.values() for row in rows)
 
     def kill(self, replica: int, rank: int) -> Kill:
         """SIGKILL one rank."""

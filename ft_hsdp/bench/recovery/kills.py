@@ -81,7 +81,7 @@ def reckon(
     stalls, parts, returns = [], [], []
     for kill in made:
         others = {replica: each for replica, each in rows.items() if replica != kill.replica}
-        cost = stall(kill, others, lambda row, kill=kill: kill.replica not in row["contributors"], step_s)  # type: ignore[misc]
+        cost = stall(kill, others, step_s)
         if cost is None:
             raise Retryable(f"bench: a survivor of replica {kill.replica} did not log its next commit")
         stalls.append(cost)

@@ -117,7 +117,7 @@ def torchft(scene: RecoveryScene, count: int, chance: random.Random) -> Turn:
 
 def _turn(job: UnderTest, made: Sequence[Kill], stages: Stages) -> Turn:
     step_s = job.step_s()
-    found = [back(kill, job.rows[kill.replica], stages, step_s, job.contributes) for kill in made]
+    found = [back(kill, job.rows[kill.replica], stages, step_s) for kill in made]
     backs = tuple(each for each in found if each is not None)
     if len(backs) < len(found):
         raise Retryable("bench: a replica that was killed did not log what it did afterwards")

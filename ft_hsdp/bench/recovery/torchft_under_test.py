@@ -18,7 +18,7 @@ from statistics import median
 
 from ft_hsdp.bench.contenders.roster import version
 from ft_hsdp.bench.options import ProgressLog, ResultRow
-from ft_hsdp.bench.recovery.analysis import Kill, Row, span, stall
+from ft_hsdp.bench.recovery.analysis import Kill, span, stall
 from ft_hsdp.bench.recovery.job_under_test import SEED, UnderTest, hunt
 from ft_hsdp.bench.recovery.scene import RecoveryScene
 from ft_hsdp.bench.results import milliseconds
@@ -99,25 +99,18 @@ class TorchftUnderTest(UnderTest):
         """Read what was committed since the last call."""
         for n, tailer in self._tailers.items():
             for row in tailer.poll():
-                if "step" in row:
-                    self.rows[n].append(row)
+                if "step" in row:  # which replicas took part is logged only by their number
+                    whole = row["participants"] == len(self.rows)
+                    facts = {
+                        "contributors": list(self.rows) if whole else [],
+                        "role": "contribute" if whole else "",
+                    }
+                    self.rows[n].append({**row, **facts})
                 else:
                     self.loaded[n, row["incarnation"]] = row["t"]
 
     def _processes(self) -> list[tuple[str, subprocess.Popen[bytes], Path]]:
         return [(f"torchft's replica {n}", process, self._log(n)) for n, process in self._running.items()]
-
-    def everybody(self, row: Row) -> bool:
-        """Return whether all replicas took part in a step."""
-        return bool(row["participants"] == len(self.rows))
-
-    def without(self, kill: Kill, row: Row) -> bool:
-        """Return whether fewer than all took part: torchft does not log which."""
-        return not self.everybody(row)
-
-    def contributes(self, row: Row) -> bool:
-        """Return whether all took part, and so this replica did."""
-        return self.everybody(row)
 
     def step_s(self) -> float:
         """The median time between two commits of one replica with everybody."""
@@ -125,8 +118,7 @@ class TorchftUnderTest(UnderTest):
             after["t"] - before["t"]
             for rows in self.rows.values()
             for before, after in pairwise(rows)
-            if before["participants"] == after["participants"] == len(self.rows)
-            and after["step"] == before["step"] + 1
+            if self.everybody(before) and self.everybody(after) and after["step"] == before["step"] + 1
         ]
         return median(spans)
 
@@ -203,7 +195,7 @@ def _hunt(job: TorchftUnderTest, count: int, number: signal.Signals) -> ResultRo
     found = []
     for kill in made:
         others = {n: each for n, each in job.rows.items() if n != kill.replica}
-        cost = stall(kill, others, lambda row: not job.everybody(row), step_s)
+        cost = stall(kill, others, step_s)
         if cost is not None:
             found.append(cost)
     return {

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import secrets
-import tempfile
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 
 from ft_hsdp.bench.contenders.base import WorkerSeat
 from ft_hsdp.bench.contenders.roster import MPIRUN, Contender
 from ft_hsdp.bench.results import check_memory
+from ft_hsdp.bench.scope import Scope
 from ft_hsdp.bench.workers.link import Forks, WorkerLink, collect
 from ft_hsdp.bench.workers.team import Team, start_mpi
 
 STORE = Contender("ft_hsdp.bench.contenders.allreduce:StoreHost", "the store")
 
 
-class WorkerArena:
+class WorkerArena(Scope):
     """A context: on entry every contender has `members` workers in one ring; on exit nothing is left running.
 
     teams: by name; bystander: a process outside all rings. Raises Retryable if a worker cannot be set up.
@@ -31,29 +30,20 @@ class WorkerArena:
         self._token = secrets.token_hex(32)
         self._store = ""
 
-    def __enter__(self) -> WorkerArena:
-        with ExitStack() as stack:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-hsdp-bench-")))
-            entries = [STORE.entry, *(c.entry for c in self.contenders.values() if c.entry != MPIRUN)]
-            self._forks = Forks(sorted({entry.partition(":")[0] for entry in entries}), folder)
-            stack.callback(self._forks.close)
-            self.bystander = Team(
-                "bystander", [self._forks.fork("bystander", STORE.entry, self._seat("store", STORE, 0))]
-            )
-            stack.callback(self.bystander.close)
-            _greet(self.bystander.links)
-            self._store = self.bystander.links[0].address
-            for name, contender in self.contenders.items():
-                self._start(name, contender, folder, stack)
-            for team in self.teams.values():
-                team.join()
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+    def _begin(self, stack: ExitStack, folder: Path) -> None:
+        entries = [STORE.entry, *(c.entry for c in self.contenders.values() if c.entry != MPIRUN)]
+        self._forks = Forks(sorted({entry.partition(":")[0] for entry in entries}), folder)
+        stack.callback(self._forks.close)
+        self.bystander = Team(
+            "bystander", [self._forks.fork("bystander", STORE.entry, self._seat("store", STORE, 0))]
+        )
+        stack.callback(self.bystander.close)
+        _greet(self.bystander.links)
+        self._store = self.bystander.links[0].address
+        for name, contender in self.contenders.items():
+            self._start(name, contender, folder, stack)
+        for team in self.teams.values():
+            team.join()
 
     def prepare(self, size: int) -> None:
         """Allocate `size` bytes everywhere; see that every sum is right. Raises ConfigError, DataCorruption."""
