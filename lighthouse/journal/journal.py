@@ -1,6 +1,6 @@
-"""The chronicle: takes every row, numbers it, keeps it, folds it into the picture, and tells it to who follows.
+"""The journal of a job: takes every row, numbers it, stores it, folds it into the overview, and passes it on.
 
-Nothing is decided from it. A disk that is full or slow costs rows, never a decision.
+The lighthouse decides nothing from it. A disk that is full or slow costs rows, never a decision.
 """
 
 from __future__ import annotations
@@ -25,40 +25,39 @@ from lighthouse.overview.overview import Json, Overview
 from lighthouse.overview.replicas import RUN
 from lighthouse.overview.rows import JobInfo, JournalEntry, Row
 
-FLUSH_S = 0.25  # longest time until a worker's row is kept
-MAX_PENDING = 4096  # rows that wait for that
-SLICE = 200  # rows that are folded before the event loop has its turn
-KNOWN = 4096  # commits that are recognized when another replica tells of them, too
-PASTS = 4  # pictures of earlier times that are remembered
+FLUSH_S = 0.25  # longest time until a worker's row is stored
+MAX_PENDING = 4096  # rows that wait to be stored; more are stored at once
+SLICE = 200  # rows that are folded before other tasks of the event loop run
+KNOWN = 4096  # newest commits that are recognized when another replica reports them too
+PASTS = 4  # overviews of earlier times that are kept
 MAX_SAID = 300  # characters of the sentence on an event
-COMPLAIN_S = 10.0  # between two lines about rows that were lost
+COMPLAIN_S = 10.0  # between two log lines about lost rows
 
 _log = logging.getLogger(__name__)
 
 
 class Sink(Protocol):
-    """Where rows go, too. What it raises is logged, and costs it that row."""
+    """Another receiver of rows. If it raises, the error is logged and this sink misses the row."""
 
     def event(self, seq: int, row: Mapping[str, Any]) -> None:
-        """An event."""
+        """Take an event."""
 
     def commit(self, seq: int, row: Mapping[str, Any]) -> None:
-        """A commit: once per step and lineage, as the first replica told it."""
+        """Take a commit: once per step and lineage, as the first replica reported it."""
 
     def close(self) -> None:
-        """No more rows come."""
+        """Release everything; no more rows come."""
 
 
 class JobJournal:
-    """What a lighthouse remembers, to be used from one event loop; only `events` may be called from other threads.
+    """All rows of a job, and the overview folded from them.
 
-    clock: Unix seconds; monotonic: seconds that never jump; gap: numbers that are left out, because another
-    lighthouse may have given them to rows that are lost.
+    It belongs to one event loop; other threads may call only `events`.
     """
 
     def __init__(
         self,
-        archive: Database,
+        database: Database,
         about: JobInfo,
         sinks: Sequence[Sink] = (),
         clock: Callable[[], float] = time.time,
@@ -66,45 +65,56 @@ class JobJournal:
         *,
         gap: int = 0,
     ) -> None:
+        """Open the journal in ``database``.
+
+        Args:
+            database: where rows are stored.
+            about: the job.
+            sinks: more receivers of rows.
+            clock: Unix seconds.
+            monotonic: seconds that never jump.
+            gap: numbers to leave out, because another lighthouse may have given them to rows that are lost.
+        """
         self.about = about
-        self._archive = archive
+        self._database = database
         self._sinks = sinks
         self._clock = clock
         self._monotonic = monotonic
         self._pending: list[JournalEntry] = []
-        self._followers = Subscribers(archive)
-        self._last = archive.last + gap
-        self._picture = Overview(about)
-        self._caught_up = archive.last == 0
-        self._known = OrderedDict((_name(e.row), None) for e in archive.commits(MAX_READ))
+        self._subscribers = Subscribers(database)
+        self._last = database.last + gap
+        self._overview = Overview(about)
+        self._caught_up = database.last == 0
+        self._known = OrderedDict((_name(e.row), None) for e in database.commits(MAX_READ))
         self._stragglers = Stragglers(about.slots)
         self._vitals = Vitals()
         self._dropped: dict[str, int] = {}
-        self._pasts: OrderedDict[float, Overview] = OrderedDict()
+        self._past_overviews: OrderedDict[float, Overview] = OrderedDict()
         self._past = asyncio.Lock()
         self._timer: asyncio.TimerHandle | None = None
-        self._kept: asyncio.Future[None] | None = None  # done once the rows that wait now are kept
+        self._kept: asyncio.Future[None] | None = None  # done once the pending rows are stored
         self._warming: asyncio.Task[None] | None = None
         self._lost = 0
         self._complained = -math.inf
         self._closed = False
 
     def begin(self) -> None:
-        """Begin to fold what was there before, on the running event loop."""
+        """Start to fold the rows that are stored already, as a task of the running event loop."""
         self._warming = asyncio.get_running_loop().create_task(self._warm())
 
     # Rows come in.
 
     def note(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Take the lighthouse's own events; durable when this returns, if the disk takes them."""
+        """Store the lighthouse's own events; blocks until they are on disk, unless the disk fails."""
         if not self._closed:
             self._number("event", [row_checks.plain(row) for row in rows])
             self._flush(durable=True)
 
     def take(self, telemetry: Telemetry) -> None:
-        """Take what a worker tells, all of it or nothing; it is in the archive when `kept` returns.
+        """Take a worker's telemetry, all of it or nothing; it is in the database when `kept` returns.
 
-        Raises ProtocolViolation.
+        Raises:
+            ProtocolViolation: a row may not be stored (`row_checks`).
         """
         now = self._clock()
         who = row_checks.sender(telemetry.source, self.about)
@@ -129,7 +139,7 @@ class JobJournal:
         self._arm()
 
     async def kept(self) -> None:
-        """Wait, at most about `FLUSH_S`, until what was taken is kept: a worker is told so only then."""
+        """Wait, at most about `FLUSH_S`, until all taken rows are stored; a worker gets its answer only then."""
         if self._pending:
             if self._kept is None:
                 self._kept = asyncio.get_running_loop().create_future()
@@ -138,16 +148,16 @@ class JobJournal:
     # Rows come out.
 
     async def ready(self, at: float | None = None) -> None:
-        """Fold what is still to be folded for `picture`, without keeping the event loop from its other work."""
+        """Fold the rows that `overview` needs, and let other tasks of the event loop run meanwhile."""
         while not self._caught_up:
             self._catch_up(SLICE)
             await asyncio.sleep(0)
-        if at is not None and at < self._picture.timeline.newest:
+        if at is not None and at < self._overview.timeline.newest:
             async with self._past:
                 for _ in self._folding(at):
                     await asyncio.sleep(0)
 
-    def picture(
+    def overview(
         self,
         *,
         at: float | None = None,
@@ -155,20 +165,27 @@ class JobJournal:
         end: float | None = None,
         points: int = 600,
     ) -> Json:
-        """GET /v1/overview: now, or as it was at time ``at``; curves and lanes from ``start`` to ``end``.
+        """Return the answer to GET /v1/overview. Blocks while it folds what `ready` has not folded.
 
-        Times are Unix seconds. What `ready` has not folded is folded here. Raises DatabaseFailed.
+        Args:
+            at: a time of the past to show; None: now.
+            start: from here on curves and lanes are shown; None: from the start of the job.
+            end: up to here; None: up to now.
+            points: of a curve, at most.
+
+        Raises:
+            DatabaseFailed: rows cannot be read.
         """
         while not self._caught_up:
             self._catch_up(MAX_READ)
-        newest = self._picture.timeline.newest
+        newest = self._overview.timeline.newest
         if at is not None and at < newest:
             for _ in self._folding(at):
                 pass
-            return self._with_ranks(self._pasts[at].show(at, start, end, points), live=False)
+            return self._with_ranks(self._past_overviews[at].show(at, start, end, points), live=False)
         self._watch()
         now = self._clock() if self.about.live else newest
-        return self._with_ranks(self._picture.show(now, start, end, points), live=True)
+        return self._with_ranks(self._overview.show(now, start, end, points), live=True)
 
     def events(
         self,
@@ -180,42 +197,47 @@ class JobJournal:
         event: str | None = None,
         text: str | None = None,
     ) -> Json:
-        """GET /v1/events: a page of the log, in order, and the numbers of its first and last row (0: it is empty).
+        """Return the answer to GET /v1/events: a page of the log in order, with its first and last number (0: none).
 
-        From any thread. Raises DatabaseFailed.
+        Any thread may call it; it blocks on the disk. The arguments are those of `Database.events`.
+
+        Raises:
+            DatabaseFailed: rows cannot be read.
         """
-        found = self._archive.events(
+        found = self._database.events(
             after=after, before=before, limit=limit, replica=replica, event=event, text=text
         )
         rows = [_told(entry) for entry in found]
         return {"events": rows, "first": rows[0]["seq"] if rows else 0, "last": rows[-1]["seq"] if rows else 0}
 
     def follow(self, after: int | None = None) -> AsyncIterator[tuple[int, str, Row]]:
-        """The rows above number ``after``, those in the archive first, then each as it comes; None: only those.
+        """Yield the rows above number ``after``: stored rows first, then new ones as they come (None: only new ones).
 
-        Raises TooMany, DatabaseFailed.
+        Raises:
+            TooMany: there are too many subscribers.
+            DatabaseFailed: rows cannot be read.
         """
-        return self._followers.follow(after)
+        return self._subscribers.follow(after)
 
     @property
     def crowded(self) -> bool:
-        """Whether no more may follow."""
-        return self._followers.full
+        """Whether there is no room for another subscriber."""
+        return self._subscribers.full
 
     def beat(self, replica: int) -> tuple[float, tuple[RankBeat, ...]]:
-        """The newest beat of each rank of a replica, and how old the oldest of them is, in seconds; inf: none."""
+        """Return the age in seconds of the oldest newest beat of a replica's ranks (inf: none), and these beats."""
         found = self._vitals.newest(replica, self._monotonic())
         return max((age for _, age in found), default=math.inf), tuple(beat for beat, _ in found)
 
     def close(self) -> None:
-        """Keep what waits, end the followers and the sinks; the archive stays open. More rows are not taken."""
+        """Store pending rows, end subscribers and sinks; the database stays open. Later rows are dropped."""
         if self._closed:
             return
         self._flush()
         self._closed = True
         if self._warming is not None:
             self._warming.cancel()
-        self._followers.close()
+        self._subscribers.close()
         for sink in self._sinks:
             try:
                 sink.close()
@@ -227,28 +249,28 @@ class JobJournal:
     async def _warm(self) -> None:
         try:
             await self.ready()
-        except DatabaseFailed as error:  # whoever asks for the picture hears of it, too
+        except DatabaseFailed as error:  # a request for the overview fails with the same error
             _log.error("%s", error)
 
     def _number(self, kind: Any, rows: Iterable[Row]) -> None:
-        """Give rows their numbers; they are kept with the next flush."""
-        self._last = max(self._last, self._archive.last)
+        """Give rows their numbers; the next flush stores them."""
+        self._last = max(self._last, self._database.last)
         for row in rows:
             self._last += 1
             self._pending.append(JournalEntry(self._last, kind, row))
 
     def _arm(self) -> None:
-        """Have the rows that wait kept in time."""
+        """Schedule the flush of the pending rows."""
         if len(self._pending) >= MAX_PENDING:
             self._flush()
         elif self._pending and self._timer is None:
             try:
                 self._timer = asyncio.get_running_loop().call_later(FLUSH_S, self._flush)
-            except RuntimeError:  # no event loop: nobody to wait for
+            except RuntimeError:  # no event loop, so no flush can be scheduled
                 self._flush()
 
     def _flush(self, durable: bool = False) -> None:
-        """Keep the rows that wait, then let them be known."""
+        """Store the pending rows, then pass them to subscribers, overview and sinks."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -256,23 +278,23 @@ class JobJournal:
         if not entries:
             return
         try:
-            self._archive.append(entries, durable=durable)
+            self._database.append(entries, durable=durable)
         except DatabaseFailed as error:
             self._complain(len(entries), error)
         if self._kept is not None:
             self._kept.set_result(None)
             self._kept = None
-        self._followers.publish(entries)
+        self._subscribers.publish(entries)
         for entry in entries:
             if self._caught_up:
-                self._picture.add(entry)
+                self._overview.add(entry)
             self._sink(entry)
 
     def _complain(self, rows: int, error: DatabaseFailed) -> None:
         self._lost += rows
         if self._monotonic() - self._complained > COMPLAIN_S:
             self._complained = self._monotonic()
-            _log.error("%d rows are not kept: %s", self._lost, error)
+            _log.error("%d rows are not stored: %s", self._lost, error)
             self._lost = 0
 
     def _sink(self, entry: JournalEntry) -> None:
@@ -283,34 +305,34 @@ class JobJournal:
                 _log.exception("a sink did not take row %d", entry.seq)
 
     def _catch_up(self, rows: int) -> None:
-        """Fold the next rows that were there before this lighthouse, and those that came since."""
-        found = self._archive.read(self._picture.seq, rows)
+        """Fold the next stored rows, at most ``rows``; the overview has caught up once fewer are left."""
+        found = self._database.read(self._overview.seq, rows)
         for entry in found:
-            self._picture.add(entry)
+            self._overview.add(entry)
         self._caught_up = len(found) < rows
 
     def _folding(self, at: float) -> Iterable[None]:
-        """Make the picture of an earlier time, in slices; the nearest one before it that is known saves work."""
-        if at in self._pasts:
-            self._pasts.move_to_end(at)
+        """Build the overview of an earlier time, in slices, from the nearest earlier one that is kept."""
+        if at in self._past_overviews:
+            self._past_overviews.move_to_end(at)
             return
-        begun = max((t for t in self._pasts if t <= at), default=None)
-        picture = Overview(self.about) if begun is None else copy.deepcopy(self._pasts[begun])
+        begun = max((t for t in self._past_overviews if t <= at), default=None)
+        overview = Overview(self.about) if begun is None else copy.deepcopy(self._past_overviews[begun])
         seq = 0
         while True:
-            found = self._archive.read(seq, SLICE, since=begun, until=at)
+            found = self._database.read(seq, SLICE, since=begun, until=at)
             for entry in found:
-                picture.add(entry)
+                overview.add(entry)
             if len(found) < SLICE:
                 break
             seq = found[-1].seq
             yield
-        self._pasts[at] = picture
-        while len(self._pasts) > PASTS:
-            self._pasts.popitem(last=False)
+        self._past_overviews[at] = overview
+        while len(self._past_overviews) > PASTS:
+            self._past_overviews.popitem(last=False)
 
     def _first(self, row: Row) -> bool:
-        """Whether no other replica has told of this commit yet."""
+        """Return whether this is the first report of this commit by any replica."""
         name = _name(row)
         if name in self._known:
             return False
@@ -320,13 +342,13 @@ class JobJournal:
         return True
 
     def _before(self, row: Row) -> None:
-        """What an event means for those who watch replicas live."""
+        """Reset the live watch of a replica that starts or exits."""
         if row["event"] in ("ReplicaStarted", "ReplicaExited") and row.get("replica") is not None:
             self._stragglers.forget(row["replica"])
             self._vitals.forget(row["replica"])
 
     def _missed(self, telemetry: Telemetry, now: float) -> list[Row]:
-        """An event for rows that their sender had to drop; it counts them from its start."""
+        """Return an event if the sender had to drop rows; ``telemetry.dropped`` counts them since its start."""
         source, dropped = telemetry.source, telemetry.dropped
         more = dropped - self._dropped.get(source, 0)
         if more > 0 or source in self._dropped:
@@ -342,22 +364,22 @@ class JobJournal:
         return [{"t": now, "event": "RowsDropped", "source": "lighthouse", "reason": reason, **facts}]
 
     def _watch(self) -> None:
-        """Note which replicas have stalled, or go on."""
+        """Record which replicas have stalled, and which go on."""
         if self._caught_up and self.about.live:
-            active = [lane.replica for lane in self._picture.timeline.lanes.all if lane.state in RUN]
-            found = self._vitals.judge(active, self._picture.goodput.steps.typical, self._monotonic())
+            active = [lane.replica for lane in self._overview.timeline.lanes.all if lane.state in RUN]
+            found = self._vitals.judge(active, self._overview.goodput.steps.typical, self._monotonic())
             self._tell((c.event, {"replica": c.replica, "rank": c.rank, "reason": c.reason}) for c in found)
 
     def _tell(self, events: Iterable[tuple[str, Row]]) -> None:
-        """Note what this chronicle itself has seen."""
+        """Record events that the journal itself has found."""
         for event, facts in events:
             self._number("event", [{"t": self._clock(), "event": event, "source": "lighthouse", **facts}])
             self._arm()
 
-    def _with_ranks(self, picture: Json, *, live: bool) -> Json:
-        """Add what is known of single replicas and ranks now."""
+    def _with_ranks(self, overview: Json, *, live: bool) -> Json:
+        """Add the current figures of single replicas and ranks."""
         now = self._monotonic()
-        for row in picture["replicas"]:
+        for row in overview["replicas"]:
             replica = row["replica"]
             row["step_s"] = self._stragglers.step_s.get(replica) if live else None
             row["busy_s"] = self._stragglers.busy_s.get(replica) if live else None
@@ -365,7 +387,7 @@ class JobJournal:
                 {"rank": b.rank, "pid": b.pid, "host": b.host, "progress": b.progress, "age_s": age}
                 for b, age in (self._vitals.newest(replica, now) if live else ())
             ]
-        return picture
+        return overview
 
 
 def _name(commit: Mapping[str, Any]) -> tuple[int, str]:
@@ -376,12 +398,12 @@ _HEAD = ("t", "event", "source", "replica", "rank", "incarnation", "reason")
 
 
 def _told(entry: JournalEntry) -> Json:
-    """An event as GET /v1/events shows it."""
+    """Return an event as GET /v1/events shows it."""
     row = entry.row
     facts = {key: value for key, value in row.items() if key not in _HEAD}
     return {"seq": entry.seq, **{key: row.get(key) for key in _HEAD}, "said": said(row), "facts": facts}
 
 
 def said(row: Row) -> str:
-    """An event as one plain sentence of bounded length, without its reason."""
+    """Return an event as one plain sentence of bounded length, without its reason."""
     return tell(row, reason=False)[:MAX_SAID]
