@@ -135,7 +135,7 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
         """The job as the page shows it."""
         try:
             await journal.ready(at)
-            shown = journal.picture(at=at, start=start, end=end, points=points)
+            shown = journal.overview(at=at, start=start, end=end, points=points)
         except DatabaseFailed as error:
             raise _unreadable(error) from None
         if service is not None and at is None:

@@ -46,7 +46,7 @@ class Shown(Protocol):
     async def ready(self) -> None:
         """Fold the rows that are still to be folded."""
 
-    def picture(self, *, points: int = 600) -> dict[str, Any]:
+    def overview(self, *, points: int = 600) -> dict[str, Any]:
         """Return all that the page shows."""
 
     def events(self, *, limit: int = 200, event: str | None = None) -> dict[str, Any]:
@@ -178,7 +178,7 @@ class Scraped(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics of this moment."""
-        overview = self._journal.picture(points=2)
+        overview = self._journal.overview(points=2)
         self._meter.settle(overview["failures"])
         yield from self._meter.registry.collect()
         yield from _job(overview)

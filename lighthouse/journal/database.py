@@ -1,4 +1,4 @@
-"""The archive: every row that the lighthouse was told or wrote, numbered, in one SQLite table."""
+"""The database of the journal: every row that the lighthouse received or wrote, numbered, in one SQLite table."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from lighthouse.store import full
 FORMAT = 1
 APPLICATION = 0x66746864  # "fthd": tells this file from any other SQLite database
 LOCK_WAIT_S = 2.0  # longest wait of one transaction for a reader
-MAX_READ = 1000  # rows that one call gives at most
-PRUNED = 1000  # rows that one append removes at most
+MAX_READ = 1000  # rows that one call returns at most
+PRUNED = 1000  # old rows that one append removes at most
 
 _Way = tuple[sqlite3.Connection, threading.Lock]
 
@@ -33,37 +33,42 @@ _SCHEMA = (
 
 
 class DatabaseFailed(Retryable):
-    """The archive did not take rows, or could not give them."""
+    """The database did not store rows, or could not read them."""
 
 
 class Database(Protocol):
-    """Where rows are kept by their numbers. Reading is allowed from any thread."""
+    """Stores rows under their numbers. Any thread may read; all calls block on the disk."""
 
     @property
     def first(self) -> int:
-        """The lowest number that is kept; 0 in an empty archive."""
+        """Return the lowest number that is stored; 0 in an empty database."""
 
     @property
     def last(self) -> int:
-        """The highest number that was ever given; 0 in an empty archive."""
+        """Return the highest number that was ever stored; 0 in an empty database."""
 
     def append(self, entries: Sequence[JournalEntry], *, durable: bool = False) -> None:
-        """Keep these rows under their own numbers, all or none; a number that is kept already is left as it is.
+        """Store these rows under their own numbers, all or none. A row whose number is stored already is ignored.
 
-        durable: they outlive a loss of power when this returns, otherwise a death of this process.
-        Raises DatabaseFailed.
+        Args:
+            entries: the rows, in the order of their numbers.
+            durable: on return the rows survive a loss of power; else only the death of this process.
+
+        Raises:
+            DatabaseFailed: no row was stored.
         """
 
     def read(
         self, after: int, limit: int, *, since: float | None = None, until: float | None = None
     ) -> list[JournalEntry]:
-        """Up to ``limit`` rows above number ``after``, in order; ``since`` < t <= ``until`` (Unix seconds).
+        """Return up to ``limit`` rows above number ``after``, in order; ``since`` < t <= ``until`` (Unix seconds).
 
-        Raises DatabaseFailed.
+        Raises:
+            DatabaseFailed: they cannot be read.
         """
 
     def commits(self, limit: int) -> list[JournalEntry]:
-        """The newest commits, in order. Raises DatabaseFailed."""
+        """Return the newest ``limit`` commits, in order. Raises DatabaseFailed."""
 
     def events(
         self,
@@ -75,24 +80,34 @@ class Database(Protocol):
         event: str | None = None,
         text: str | None = None,
     ) -> list[JournalEntry]:
-        """Up to ``limit`` events with numbers between ``after`` and ``before``, in order: the first ones where
-        ``after`` is given, else the newest. ``text`` stands somewhere in the row, whatever its case.
+        """Return up to ``limit`` events in order: the first ones above ``after`` if it is given, else the newest.
 
-        Raises DatabaseFailed.
+        Args:
+            after: only events with a higher number.
+            before: only events with a lower number.
+            limit: how many, at most.
+            replica: only events of this replica.
+            event: only events of this name.
+            text: only rows that contain it, in any case.
+
+        Raises:
+            DatabaseFailed: they cannot be read.
         """
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
 
 
 class SqliteDatabase:
-    """An `Database` in the file ``path`` that keeps the newest ``keep`` rows, give or take those of one append.
-
-    Raises ConfigError, one line with exit code 64, for a file that is damaged, foreign or cannot be written, and
-    DatabaseFailed where the disk is full.
-    """
+    """A `Database` in a file that keeps about the newest ``keep`` rows."""
 
     def __init__(self, path: Path | str, keep: int = 1_000_000) -> None:
+        """Open the file, or create it.
+
+        Raises:
+            ConfigError: the file is damaged, belongs to another program or cannot be written (exit code 64).
+            DatabaseFailed: the disk is full.
+        """
         self._path = path
         self._keep = keep
         self._full: bool | None = None  # what "synchronous" is set to
@@ -100,22 +115,22 @@ class SqliteDatabase:
         self._writer = self._open()
         self._writing = threading.Lock()
         self._reader = self._searcher = (self._writer, self._writing)
-        if path != ":memory:":  # a long search must keep nobody waiting
+        if path != ":memory:":  # a long search must not delay other readers and writers
             self._reader = (self._connect(), threading.Lock())
             self._searcher = (self._connect(), threading.Lock())
 
     @property
     def first(self) -> int:
-        """See `Database`."""
+        """Return the lowest number that is stored."""
         return self._first
 
     @property
     def last(self) -> int:
-        """See `Database`."""
+        """Return the highest number that was ever stored."""
         return self._last
 
     def append(self, entries: Sequence[JournalEntry], *, durable: bool = False) -> None:
-        """See `Database`."""
+        """Store these rows in one transaction, and remove the oldest rows beyond the limit."""
         if not entries:
             return
         values = [_columns(entry) for entry in entries]
@@ -137,7 +152,7 @@ class SqliteDatabase:
     def read(
         self, after: int, limit: int, *, since: float | None = None, until: float | None = None
     ) -> list[JournalEntry]:
-        """See `Database`."""
+        """Read rows over the connection that is only for reading."""
         wanted = "seq > ?"
         values: list[float] = [after]
         if since is not None:
@@ -147,7 +162,7 @@ class SqliteDatabase:
         return self._select(f"{wanted} ORDER BY seq LIMIT ?", [*values, min(limit, MAX_READ)], self._reader)
 
     def commits(self, limit: int) -> list[JournalEntry]:
-        """See `Database`."""
+        """Read the newest commits, in order."""
         return self._select("kind = 'commit' ORDER BY seq DESC LIMIT ?", [min(limit, MAX_READ)], self._reader)[
             ::-1
         ]
@@ -162,7 +177,7 @@ class SqliteDatabase:
         event: str | None = None,
         text: str | None = None,
     ) -> list[JournalEntry]:
-        """See `Database`."""
+        """Search events over a connection of its own."""
         given = {
             "seq > ?": after,
             "seq < ?": before,
@@ -178,13 +193,13 @@ class SqliteDatabase:
         return found[::-1] if after is None else found
 
     def close(self) -> None:
-        """See `Database`."""
+        """Close all connections."""
         for db, lock in (self._reader, self._searcher, (self._writer, self._writing)):
             with lock:
                 db.close()
 
     def _select(self, wanted: str, values: Sequence[object], way: _Way) -> list[JournalEntry]:
-        """The rows that fulfil ``wanted``."""
+        """Return the rows that match the condition ``wanted``, read over one connection."""
         query = f"SELECT seq, kind, body FROM rows WHERE {wanted}"  # noqa: S608 - parts of this file alone
         db, lock = way
         with lock:
@@ -199,7 +214,7 @@ class SqliteDatabase:
             raise DatabaseFailed(f"lighthouse journal {self._path}: a row is damaged ({error})") from error
 
     def _prune(self, lowest: int, highest: int) -> int:
-        """Remove a piece of what is too much, inside a transaction; the lowest number that is left."""
+        """Remove some of the rows beyond ``keep``, inside a transaction; return the lowest number that is left."""
         first = min(self._first or lowest, lowest)
         spare = max(self._last, highest) - self._keep
         if spare < first:
@@ -209,7 +224,7 @@ class SqliteDatabase:
         return end + 1
 
     def _open(self) -> sqlite3.Connection:
-        """The connection that writes, to a file that is ours."""
+        """Open the connection that writes, after checking that the file is a journal."""
         try:
             if isinstance(self._path, Path):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
@@ -242,7 +257,7 @@ class SqliteDatabase:
         return sqlite3.connect(self._path, timeout=LOCK_WAIT_S, isolation_level=None, check_same_thread=False)
 
     def _prepare(self, db: sqlite3.Connection) -> None:
-        """Check whose file it is, and make its table. A whole check would take seconds: the file may be large."""
+        """Check that the file is a journal, and create its table; a check of every row would take seconds."""
         kind, form = (db.execute(f"PRAGMA {name}").fetchone()[0] for name in ("application_id", "user_version"))
         tables = {name for (name,) in db.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
         if tables and kind != APPLICATION:
@@ -259,7 +274,7 @@ class SqliteDatabase:
             db.execute("COMMIT")
 
     def _failed(self, error: sqlite3.Error) -> FtHsdpError:
-        """What opening the file raises."""
+        """Return the error that opening the file raises."""
         if full(error):
             return DatabaseFailed(f"lighthouse journal {self._path}: {error}")
         return self._unusable(str(error))
@@ -269,7 +284,7 @@ class SqliteDatabase:
 
 
 class MemoryDatabase(SqliteDatabase):
-    """An archive that dies with its process: for tests, and for the pages of finished runs."""
+    """A database in memory: for tests, and for the pages of finished runs."""
 
     def __init__(self, keep: int = 1_000_000_000) -> None:
         super().__init__(":memory:", keep)
@@ -282,7 +297,7 @@ def _columns(entry: JournalEntry) -> tuple[object, ...]:
 
 
 def _pattern(text: str) -> str:
-    """What LIKE needs to find ``text`` as it stands in JSON."""
+    """Return the LIKE pattern that finds ``text`` as it is written in JSON."""
     quoted = json.dumps(text.encode("utf-8", "replace").decode(), ensure_ascii=False)[1:-1]
     for special in "\\%_":
         quoted = quoted.replace(special, "\\" + special)

@@ -197,7 +197,7 @@ class JobJournal:
         event: str | None = None,
         text: str | None = None,
     ) -> Json:
-        """Return the answer to GET /v1/events: a page of the log in order, with its first and last number (0: none).
+        """Return the answer to GET /v1/events: a page of the log in order, its first and last number (0: none).
 
         Any thread may call it; it blocks on the disk. The arguments are those of `Database.events`.
 
@@ -211,7 +211,7 @@ class JobJournal:
         return {"events": rows, "first": rows[0]["seq"] if rows else 0, "last": rows[-1]["seq"] if rows else 0}
 
     def follow(self, after: int | None = None) -> AsyncIterator[tuple[int, str, Row]]:
-        """Yield the rows above number ``after``: stored rows first, then new ones as they come (None: only new ones).
+        """Yield the rows above number ``after``, stored rows first, then each as it comes; None: only new ones.
 
         Raises:
             TooMany: there are too many subscribers.
@@ -225,7 +225,7 @@ class JobJournal:
         return self._subscribers.full
 
     def beat(self, replica: int) -> tuple[float, tuple[RankBeat, ...]]:
-        """Return the age in seconds of the oldest newest beat of a replica's ranks (inf: none), and these beats."""
+        """Return the age in seconds of a replica's oldest beat (inf: none), and the newest beat of each rank."""
         found = self._vitals.newest(replica, self._monotonic())
         return max((age for _, age in found), default=math.inf), tuple(beat for beat, _ in found)
 

@@ -1,4 +1,4 @@
-"""Intake: what a worker may tell the chronicle, checked and cut to size. Pure: `now` comes in."""
+"""Checks of the rows that a worker sends: which are accepted, and cut to which size. Pure: `now` comes in."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LINEAGE = re.compile(r"[0-9a-f]{1,64}")
 _OWN = frozenset({"lighthouse", "admin"})  # sources that a worker never is
 _SUPERVISED = frozenset({"supervisor", "chaos"})
 _NUMBERS = ("loss", "lr", "lr_scale", "norm", "ftar_bytes", "ftar_s", "tokens")
-# Only the lighthouse knows these things; the picture believes them.
+# Only the lighthouse may send these events: the overview believes them.
 _DECISIONS = frozenset(
     {
         "EdgeBroken",
@@ -57,14 +57,14 @@ _DECISIONS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class RowSender:
-    """Who tells: a replica's incarnation, or a supervisor (replica None)."""
+    """The sender of telemetry: a replica's incarnation, or a supervisor (replica None)."""
 
     replica: int | None
     incarnation: str | None
 
 
 def sender(source: str, about: JobInfo) -> RowSender:
-    """Whom a message's ``source`` names. Raises ProtocolViolation for nobody of this job."""
+    """Return the sender that ``source`` names. Raises ProtocolViolation if it is not of this job."""
     if source == "supervisor":
         return RowSender(None, None)
     name = IncarnationId.parse(source)
@@ -74,9 +74,18 @@ def sender(source: str, about: JobInfo) -> RowSender:
 
 
 def event(raw: Mapping[str, Any], who: RowSender, about: JobInfo, now: float) -> Row:
-    """An event row as it may be kept. A replica speaks for itself only.
+    """Return an event row as it may be stored.
 
-    Raises ProtocolViolation: it is none, is too large, or says what only the lighthouse can know.
+    A replica's events are stored under its own number and incarnation, whatever the row says.
+
+    Args:
+        raw: the row as it was sent.
+        who: its sender.
+        about: the job.
+        now: Unix seconds; replaces a time that is more than a day off.
+
+    Raises:
+        ProtocolViolation: it is not an event, is too large, or is one that only the lighthouse may send.
     """
     name = raw.get("event")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
@@ -106,7 +115,7 @@ def event(raw: Mapping[str, Any], who: RowSender, about: JobInfo, now: float) ->
 
 
 def commit(raw: Mapping[str, Any], about: JobInfo, now: float) -> Row:
-    """A commit row as it may be kept: what the picture needs of it. Raises ProtocolViolation."""
+    """Return a commit row as it may be stored: only what the overview needs. Raises ProtocolViolation."""
     lineage, role, contributors = raw.get("lineage"), raw.get("role"), raw.get("contributors")
     if not isinstance(lineage, str) or not _LINEAGE.fullmatch(lineage):
         raise ProtocolViolation(f"commit: lineage {str(lineage)[:80]!r} is not 1 to 64 hex digits")
@@ -136,9 +145,10 @@ def commit(raw: Mapping[str, Any], about: JobInfo, now: float) -> Row:
 
 
 def plain(raw: Mapping[str, Any]) -> Row:
-    """A copy that strict JSON can hold: NaN and infinities are None, text is valid Unicode.
+    """Return a copy that strict JSON can hold: NaN and infinities become None, text valid Unicode.
 
-    Raises ProtocolViolation for what no JSON document holds, or for one that is nested too deeply.
+    Raises:
+        ProtocolViolation: a value has a type that JSON does not know, or is nested more than `MAX_DEPTH` deep.
     """
     copied = _plain(raw, MAX_DEPTH)
     assert isinstance(copied, dict)
@@ -146,7 +156,7 @@ def plain(raw: Mapping[str, Any]) -> Row:
 
 
 def sized(row: Row) -> Row:
-    """``row``, if it is not too large. Raises ProtocolViolation."""
+    """Return ``row`` if it is not too large. Raises ProtocolViolation."""
     size = len(json.dumps(row, separators=(",", ":"), allow_nan=False))
     if size > MAX_ROW:
         raise ProtocolViolation(f"event {row['event']}: {size} bytes; allowed: {MAX_ROW}")
@@ -207,7 +217,7 @@ def _waits(value: object) -> dict[str, float]:
 
 
 def beats(ranks: Sequence[RankBeat], who: RowSender, about: JobInfo) -> list[RankBeat]:
-    """Signs of life as they may be kept. Raises ProtocolViolation."""
+    """Return the beats of ranks as they may be stored. Raises ProtocolViolation."""
     if ranks and who.replica is None:
         raise ProtocolViolation("beats come from replicas")
     if len(ranks) > about.ranks:

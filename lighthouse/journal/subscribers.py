@@ -1,4 +1,8 @@
-"""Followers: whoever reads rows as they come. One buffer for all; who falls behind it reads from the archive."""
+"""Subscribers: readers that get every row as it comes.
+
+One buffer serves all of them. A subscriber that is slower than the buffer reads from the database, so a slow one
+costs no memory.
+"""
 
 from __future__ import annotations
 
@@ -12,34 +16,34 @@ from lighthouse.journal.database import Database
 from lighthouse.overview.rows import JournalEntry
 
 KEPT = 2048  # newest rows in memory
-PAGE = 500  # rows that are read from the archive at once
+PAGE = 500  # rows that one read takes from the database
 
 Row = dict[str, Any]
 
 
 class Subscribers:
-    """Gives every follower all rows, in order, each once."""
+    """Gives every subscriber all rows, in order, each once. It belongs to one event loop."""
 
-    def __init__(self, archive: Database) -> None:
-        self._archive = archive
+    def __init__(self, database: Database) -> None:
+        self._database = database
         self._kept: list[JournalEntry] = []
-        self._gone = archive.last  # number of the newest row that is not in memory
+        self._gone = database.last  # number of the newest row that is not in memory
         self._new = asyncio.Event()
         self._open = 0
         self._closed = False
 
     @property
     def last(self) -> int:
-        """The number of the newest row."""
+        """Return the number of the newest row."""
         return self._kept[-1].seq if self._kept else self._gone
 
     @property
     def full(self) -> bool:
-        """Whether no more may follow."""
+        """Return whether there is no room for another subscriber."""
         return self._open >= STREAMS
 
     def publish(self, entries: Sequence[JournalEntry]) -> None:
-        """Rows that are in the archive, or that it lost."""
+        """Pass on rows that were stored, or that the database failed to store."""
         self._kept.extend(entries)
         if len(self._kept) > 2 * KEPT:
             self._gone = self._kept[-KEPT - 1].seq
@@ -47,14 +51,16 @@ class Subscribers:
         self._wake()
 
     def close(self) -> None:
-        """Every follower ends."""
+        """End every subscription."""
         self._closed = True
         self._wake()
 
     async def follow(self, after: int | None) -> AsyncIterator[tuple[int, str, Row]]:
-        """The rows above number ``after`` (None: those to come), until `close`.
+        """Yield the rows above number ``after`` until `close`; None: only rows that are still to come.
 
-        Raises TooMany: there are too many followers. DatabaseFailed: what is asked for cannot be read.
+        Raises:
+            TooMany: there are too many subscribers.
+            DatabaseFailed: rows cannot be read.
         """
         if self.full:
             raise TooMany("followers", 5.0)
@@ -73,9 +79,9 @@ class Subscribers:
             self._open -= 1
 
     def _after(self, seq: int) -> list[JournalEntry]:
-        """A piece of what follows a number; empty at the end."""
+        """Return the next rows above a number, at most `PAGE`; none at the end."""
         if seq < self._gone:
-            page = self._archive.read(seq, PAGE)
+            page = self._database.read(seq, PAGE)
             if page and page[0].seq <= self._gone:
                 return [entry for entry in page if entry.seq <= self._gone]
         start = bisect_right(self._kept, seq, key=lambda entry: entry.seq)

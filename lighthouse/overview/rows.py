@@ -1,4 +1,4 @@
-"""A row of the journal, and what does not change about the job that it tells of."""
+"""A row of the journal, and the fixed facts of its job."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Row = dict[str, Any]
 
 
 class JournalEntry(NamedTuple):
-    """A row and its number; an event has "t" (Unix seconds) and "event", a commit "t" and "step"."""
+    """A row and its number. An event has "t" (Unix seconds) and "event", a commit has "t" and "step"."""
 
     seq: int
     kind: Kind
@@ -19,14 +19,11 @@ class JournalEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class JobInfo:
-    """What does not change about a job: its name, ranks of each replica, steps to go, and whether it runs.
-
-    Ids of replicas are below ``slots``; it begins with ``replicas`` of them (None: all).
-    """
+    """What does not change about a job."""
 
     name: str
-    slots: int
-    ranks: int
-    steps: int
-    live: bool = True
-    replicas: int | None = None
+    slots: int  # ids of replicas are below it
+    ranks: int  # of each replica
+    steps: int  # to train
+    live: bool = True  # False: a finished run is shown
+    replicas: int | None = None  # with which the job begins; None: all slots

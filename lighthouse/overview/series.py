@@ -1,6 +1,7 @@
-"""Series: curves of a job in bounded memory, thinned out to what a page can draw. Pure.
+"""Curves of a job in bounded memory, thinned out to what a page can draw. Pure.
 
-The newest commits are kept as they are; older ones in buckets of 4, 16, 64 ... commits, as many of each size.
+The newest commits are kept one by one, older ones summed up in buckets of 4, 16, 64 ... commits, `KEPT` buckets of
+each size at least.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Any
 
-KEPT = 8192  # records of each level; up to twice as many before the oldest are let go
+KEPT = 8192  # records of each level, at least; the oldest are dropped once there are twice as many
 FANOUT = 4
 LEVELS = 9  # the last one spans 8192 x 4^8 commits
 FIELDS = ("t", "step", "loss", "step_s", "gbps", "healthy", "lr_scale", "useful", "gap")
@@ -21,23 +22,26 @@ _T, _STEP, _LOSS, _STEP_S, _GBPS, _HEALTHY, _LR, _USEFUL, _GAP = range(WIDTH)
 
 
 class Series:
-    """Records of commits: t (Unix seconds), step, loss (NaN: none), step_s, FTAR's GB/s, contributors, lr_scale,
-    and the useful and whole seconds that `Goodput.commit` gives."""
+    """Records of commits.
+
+    A record has t (Unix seconds), step, loss (NaN: none), step_s, GB/s of FTAR, the number of contributors,
+    lr_scale, and the useful and the whole seconds that `Goodput.commit` returns.
+    """
 
     def __init__(self) -> None:
         self._levels = [array("d")]
         self._fed = [0]  # of each level: how many of its values are in the next one
-        self._short: set[int] = set()  # levels that have let go of something
+        self._short: set[int] = set()  # levels that have dropped records
 
     def add(self, record: Sequence[float]) -> None:
-        """Take a commit; amortized constant."""
+        """Take the record of a commit, in amortized constant time."""
         level = self._levels[0]
         level.extend(record)
         if len(level) - self._fed[0] >= FANOUT * WIDTH:
             self._carry(0)
 
     def _carry(self, n: int) -> None:
-        """Sum up the newest records of level ``n`` in the next one, and forget its oldest."""
+        """Sum up the newest records of level ``n`` in the next one, and drop its oldest."""
         while True:
             level, fed = self._levels[n], self._fed[n]
             if len(level) - fed < FANOUT * WIDTH:
@@ -57,9 +61,10 @@ class Series:
                 return
 
     def between(self, start: float, end: float, points: int) -> dict[str, list[Any]]:
-        """At most ``points`` buckets of equal time from ``start`` to ``end`` (Unix seconds), empty ones left out.
+        """Return at most ``points`` buckets of equal length from ``start`` to ``end`` (Unix seconds), as columns.
 
-        step_s is the longest of a bucket, healthy the fewest, the others are means; t and step are the last.
+        Empty buckets are left out. step_s is the longest of a bucket, healthy the fewest, t and step are the last;
+        the others are means.
         """
         buckets: dict[int, list[float]] = {}
         records = self._records(start, end, points)
@@ -74,7 +79,7 @@ class Series:
         return _columns(rows)
 
     def _records(self, start: float, end: float, points: int) -> array[float]:
-        """Those between two times: of the coarsest level that has enough, among those that go back so far."""
+        """Return the records between two times, of the coarsest level that reaches ``start`` and has enough."""
         n = next((n for n, level in enumerate(self._levels) if self._reaches(n, start)), len(self._levels) - 1)
         while n + 1 < len(self._levels) and self._count(n + 1, start, end) >= points:
             n += 1
@@ -95,7 +100,7 @@ class Series:
 
 
 def _at(level: array[float], t: float, after: bool = False) -> int:
-    """The number of the first record at or after ``t``; strictly after it on demand."""
+    """Return the index of the first record at or after ``t``, or strictly after it if ``after``."""
     low, high = 0, len(level) // WIDTH
     while low < high:
         middle = (low + high) // 2
@@ -108,7 +113,7 @@ def _at(level: array[float], t: float, after: bool = False) -> int:
 
 
 def _sum(records: array[float]) -> list[float]:
-    """Several records as one."""
+    """Return several records as one."""
     losses = [x for x in records[_LOSS::WIDTH] if not math.isnan(x)]
     n = len(records) // WIDTH
     return [
@@ -125,7 +130,7 @@ def _sum(records: array[float]) -> list[float]:
 
 
 def _columns(rows: Sequence[Sequence[float]]) -> dict[str, list[Any]]:
-    """Records as the page wants them."""
+    """Return records as the columns that the page draws."""
     out: dict[str, list[Any]] = {name: [row[n] for row in rows] for n, name in enumerate(COLUMNS[:-1])}
     out["loss"] = [None if math.isnan(x) else x for x in out["loss"]]
     out["step"] = [int(x) for x in out["step"]]

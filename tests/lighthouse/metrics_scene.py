@@ -84,7 +84,7 @@ class Chronicle:
     async def ready(self) -> None:
         pass
 
-    def picture(self, *, points: int = 600) -> dict[str, Any]:
+    def overview(self, *, points: int = 600) -> dict[str, Any]:
         return self.shown
 
     def events(self, **asked: Any) -> dict[str, Any]:

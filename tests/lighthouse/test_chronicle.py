@@ -115,7 +115,7 @@ def tell(chronicle, source="0-a-0", **what):
 
 def kept(chronicle):
     """The rows of its archive."""
-    return [entry.row for entry in chronicle._archive.read(0, 1000)]
+    return [entry.row for entry in chronicle._database.read(0, 1000)]
 
 
 # What comes in.
@@ -128,7 +128,7 @@ def test_own_rows_are_kept_when_note_returns_and_in_order_with_the_others():
     assert kept(chronicle) == []
     chronicle.note([event("EpochGranted", source="lighthouse"), event("Waiting", source="lighthouse")])
     assert [row["event"] for row in kept(chronicle)] == ["CheckedIn", "EpochGranted", "Waiting"]
-    assert [entry.seq for entry in chronicle._archive.read(0, 10)] == [1, 2, 3]
+    assert [entry.seq for entry in chronicle._database.read(0, 10)] == [1, 2, 3]
 
 
 def test_rows_of_workers_are_kept_soon():
@@ -176,7 +176,7 @@ def test_a_commit_is_kept_once_whoever_tells_of_it():
 def test_a_restart_knows_the_commits_that_are_kept():
     first = make()
     tell(first, commits=tuple(commit(n) for n in range(1, 50)))
-    again = make(first._archive)
+    again = make(first._database)
     tell(again, "1-a-0", commits=tuple(commit(n, 1) for n in range(40, 60)))
     assert [r["step"] for r in kept(again)] == list(range(1, 60))
 
@@ -253,7 +253,7 @@ def test_times_texts_and_numbers_are_cut_to_what_a_page_can_show():
     assert (found[2]["seen"], found[2]["more"]) == (None, {"x": [None, "1" + "0" * 30]})
     assert (found[3]["reason"], found[3]["text"]) == ("", "?")
     assert (found[4]["loss"], found[4]["lr"], found[4]["norm"]) == (None, None, None)
-    json.dumps(chronicle.picture(), allow_nan=False)
+    json.dumps(chronicle.overview(), allow_nan=False)
 
 
 JSON = st.recursive(
@@ -299,7 +299,7 @@ def test_whatever_workers_send_is_refused_or_shown(events, commits):
         except ProtocolViolation as error:
             said.append(str(error))
     assert not any("\n" in line for line in said)
-    json.dumps(chronicle.picture(), allow_nan=False)
+    json.dumps(chronicle.overview(), allow_nan=False)
     json.dumps(chronicle.events(limit=1000), allow_nan=False)
 
 
@@ -329,9 +329,9 @@ def test_a_disk_that_is_full_costs_rows_and_nothing_else(caplog):
     archive.full = False
     chronicle.note([event("JobFinished")])
     assert [(e.seq, e.row["event"]) for e in archive.read(0, 100)] == [(1, "CheckedIn"), (52, "JobFinished")]
-    assert chronicle.picture()["lighthouse"]["epoch"] == 49, "the picture knows them as long as it lives"
+    assert chronicle.overview()["lighthouse"]["epoch"] == 49, "the overview has them, although the disk has not"
     assert len(sink.rows) == 52
-    assert len([r for r in caplog.records if "not kept" in r.message]) == 1
+    assert len([r for r in caplog.records if "not stored" in r.message]) == 1
 
 
 def test_a_sink_that_fails_harms_nobody(caplog):
@@ -369,7 +369,7 @@ def test_the_picture_has_what_only_the_living_know():
     for replica in range(3):
         tell(chronicle, f"{replica}-a-0", ranks=(RankBeat(1, 42, "node7", 24),))
     clock.seconds += 0.5
-    picture = chronicle.picture()
+    picture = chronicle.overview()
     one = picture["replicas"][1]
     assert one["straggler"]
     assert not picture["replicas"][0]["straggler"]
@@ -398,7 +398,7 @@ def test_a_replica_that_is_silent_or_stuck_is_stalled_until_it_goes_on():
 
     beat(1)
     clock.seconds += SILENT_S + 1
-    assert [r["state"] for r in chronicle.picture()["replicas"]] == ["stalled", "stalled", "training"]
+    assert [r["state"] for r in chronicle.overview()["replicas"]] == ["stalled", "stalled", "training"]
     found = [(r["event"], r["replica"], r.get("rank")) for r in kept(chronicle)[1:]]
     assert found == [("ReplicaStalled", 0, 0), ("ReplicaStalled", 1, 0)]
     beat(2)
@@ -422,18 +422,18 @@ def test_an_earlier_picture_is_that_of_the_rows_up_to_then():
     archive.append(entries)
     about = JobInfo("day", 3, 2, 10_000, live=False)
     chronicle = make(archive, about=about)
-    newest = chronicle.picture()
+    newest = chronicle.overview()
     assert newest["now"] == max(e.row["t"] for e in entries)
     for at in [day.START + t for t in (1200, 600, 1800, 600, 1201)]:
         fresh = MemoryDatabase()
         fresh.append([e for e in entries if e.row["t"] <= at])
-        want = make(fresh, about=about).picture()
-        found = chronicle.picture(at=at)
+        want = make(fresh, about=about).overview()
+        found = chronicle.overview(at=at)
         for key in ("head", "effective", "epochs", "failures", "lanes"):
             assert found[key] == want[key], key
         assert found["now"] == at
-    assert len(chronicle._pasts) <= 4
-    assert chronicle.picture(at=day.START + 1e6) == newest
+    assert len(chronicle._past_overviews) <= 4
+    assert chronicle.overview(at=day.START + 1e6) == newest
 
 
 def test_events_are_told_with_facts_apart():
@@ -509,7 +509,7 @@ def test_a_follower_that_falls_behind_reads_from_the_archive_and_loses_nothing()
         assert (await anext(slow))[0] == 1
         rows = 3 * subscribers.KEPT
         chronicle.note([event(f"E{n}") for n in range(rows)])
-        assert len(chronicle._followers._kept) <= 2 * subscribers.KEPT
+        assert len(chronicle._subscribers._kept) <= 2 * subscribers.KEPT
         chronicle.note([event("Last")])
         assert await collect(slow, rows + 1) == list(range(2, rows + 3))
 
@@ -582,7 +582,7 @@ def test_a_day_of_20_replicas_is_back_and_shown(written_day):
             await asyncio.sleep(0)
             turns, longest, last = turns + 1, max(longest, time.perf_counter() - last), time.perf_counter()
         folded = time.perf_counter()
-        picture = chronicle.picture()
+        picture = chronicle.overview()
         shown = time.perf_counter()
         page = chronicle.events(limit=200, text="SIGKILL", replica=3)
         searched = time.perf_counter()
@@ -625,7 +625,7 @@ def test_rows_that_come_while_the_past_is_folded_are_in_the_picture(tmp_path):
         tell(chronicle, "3-a-0", events=(event("CheckedIn", t=NOW + 86_500),))
         chronicle._flush()
         await chronicle.ready()
-        picture = chronicle.picture()
+        picture = chronicle.overview()
         assert picture["seq"] == archive.last
         assert [e["epoch"] for e in picture["epochs"]][-20:] == list(range(900, 920))
         chronicle.close()
@@ -640,7 +640,7 @@ def test_memory_stays_bounded_over_many_rows():
         step = 1 + n % 100
         tell(chronicle, commits=(commit(step, lineage=f"{n:x}", epoch=n // 100),))
     assert len(chronicle._known) == module.KNOWN
-    assert len(chronicle._followers._kept) <= 2 * subscribers.KEPT
+    assert len(chronicle._subscribers._kept) <= 2 * subscribers.KEPT
     assert chronicle._pending == []
 
 
@@ -650,7 +650,7 @@ def test_a_flood_of_one_message_does_not_wait_in_memory():
         for n in range(30):
             tell(chronicle, events=tuple(event(f"E{i}") for i in range(200)))
             assert len(chronicle._pending) < module.MAX_PENDING + 200, n
-        assert chronicle._archive.last >= module.MAX_PENDING
+        assert chronicle._database.last >= module.MAX_PENDING
 
     run_async(main())
 

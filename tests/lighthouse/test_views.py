@@ -336,10 +336,10 @@ def test_streams_end_with_the_chronicle_and_hold_nothing_when_their_reader_is_go
             for _ in range(3):
                 async with http.stream("GET", f"{url}/v1/stream"):
                     pass
-            await until(lambda: not site.chronicle._followers._open)
+            await until(lambda: not site.chronicle._subscribers._open)
             async with http.stream("GET", f"{url}/v1/stream") as response:
                 reader = asyncio.create_task(read(response, 1))
-                await until(lambda: site.chronicle._followers._open)
+                await until(lambda: site.chronicle._subscribers._open)
                 site.chronicle.close()
                 assert await reader == []
 
@@ -373,7 +373,7 @@ def test_a_silent_stream_is_kept_alive(monkeypatch):
 
 def test_too_many_streams_are_429(monkeypatch):
     site = Site()
-    site.chronicle._followers._open = STREAMS
+    site.chronicle._subscribers._open = STREAMS
     answer = call("GET", "/v1/stream", site)
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "5"
