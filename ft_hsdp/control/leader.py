@@ -83,7 +83,7 @@ class Leader:
         about: what every request to the lighthouse repeats; its report is replaced each time.
         client: the line to the lighthouse.
         settings: from the configuration.
-        outlets: where effects go.
+        bus: where effects go.
         journal: where decisions are written.
     """
 

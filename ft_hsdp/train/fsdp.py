@@ -1,8 +1,9 @@
-"""HSDP: FSDP2 inside a replica, and the buckets in which its gradient shards go to FTAR.
+"""FSDP2 inside a replica, and the buckets in which its gradient shards go to FTAR (FT-HSDP §4.1).
 
 FSDP2's all-reduce hook gives one flat, padded, reduced shard for each sharded module. The hook only keeps it: the
 bucket is ready when the last of its parameters has its gradient, which is after FSDP2's own division. Order and
-sizes of the buckets are static, because a relay runs no backward.
+sizes of the buckets are static, because a replica that is behind
+takes part in every all-reduce without running backward.
 """
 
 from __future__ import annotations
@@ -24,27 +25,24 @@ FP32 = MixedPrecisionPolicy()
 
 @dataclass(slots=True)
 class Bucket:
-    """The parameters of one sharded module; ``numel`` is the size of its flat gradient shard, with padding."""
+    """The gradient of one sharded module: what is all-reduced at once."""
 
     index: int
     params: list[DTensor]
-    places: list[int]
-    numel: int
-    flat: torch.Tensor | None = None
-    missing: int = field(default=0)
+    places: list[int]  # where each parameter's shard begins in the flat one
+    numel: int  # of the flat gradient shard, with padding
+    flat: torch.Tensor | None = None  # this step's, once FSDP2 has reduced it inside the replica
+    missing: int = field(default=0)  # parameters whose gradient is not divided yet
 
 
 def padded(param: DTensor, ranks: int) -> int:
-    """Elements of a parameter's shard in FSDP2's flat gradient: dimension 0 is padded to a multiple of ranks."""
+    """Return a shard's elements in FSDP2's flat gradient: dimension 0 is padded to a multiple of ``ranks``."""
     rows = param.shape[0] if param.dim() else 1
     return -(-rows // ranks) * (param.numel() // rows if rows else 0)
 
 
 class Sharded:
-    """A model under FSDP2 whose gradient shards are handed to ``ready(bucket index, flat shard)``.
-
-    Parameters' shards and sums are fp32; ``policy`` may say that forward and backward are not.
-    """
+    """A model under FSDP2 that hands its gradient shards on, bucket by bucket, as backward makes them."""
 
     def __init__(
         self,
@@ -54,6 +52,18 @@ class Sharded:
         ready: Callable[[int, torch.Tensor], None],
         policy: MixedPrecisionPolicy = FP32,
     ) -> None:
+        """Shard ``model`` in place. A collective of the ranks of ``mesh``.
+
+        Args:
+            model: Its parameters are fp32, and stay so; so are sums of gradients.
+            parts: Modules that are sharded each for itself, in forward order; what is left is one more bucket.
+            mesh: One-dimensional, over the ranks of the replica.
+            ready: Takes a bucket's index and flat gradient shard, fp32 [numel]; called inside backward.
+            policy: Types of forward and backward.
+
+        Raises:
+            InvalidArgument: Gradients would not be reduced in fp32, or a parameter is not fp32.
+        """
         if policy.param_dtype is not None and policy.reduce_dtype != torch.float32:
             raise InvalidArgument(f"gradients are reduced in {policy.reduce_dtype}; allowed: torch.float32")
         self.model = model
@@ -112,7 +122,7 @@ class Sharded:
         return count
 
     def assign(self, reduced: Sequence[torch.Tensor]) -> None:
-        """Give every parameter a new gradient that is a view into the reduced flat shards."""
+        """Make each parameter's gradient a view into the reduced flat shards, one for each bucket."""
         for bucket, flat in zip(self.buckets, reduced, strict=True):
             for param, place in zip(bucket.params, bucket.places, strict=True):
                 shard = param._local_tensor
@@ -127,14 +137,14 @@ class Sharded:
                 )
 
     def clear(self) -> None:
-        """Forget gradients and flat shards."""
+        """Drop all gradients and flat shards."""
         for bucket in self.buckets:
             bucket.flat = None
             for param in bucket.params:
                 param.grad = None
 
     def sync(self, last: bool) -> None:
-        """Reduce gradients inside the replica only in the last micro-batch of a step."""
+        """Have FSDP2 reduce gradients inside the replica in the ``last`` micro-batch of a step only."""
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(last)
         self.model.set_is_last_backward(last)

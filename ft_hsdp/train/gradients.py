@@ -1,7 +1,12 @@
-"""Reducer: takes the buckets of one rank through FTAR, once for each attempt, and votes when all are reduced.
+"""The reduction of one rank's gradient: each attempt takes its buckets through FTAR, then it votes.
 
-The main thread brings local gradients as backward makes them; the control loop says which attempt is under way. A
-retry goes over the same local gradients: forward and backward are never repeated for it.
+Three threads meet in `Reducer`, under one lock. The main thread brings local gradients as backward makes them
+(`open`, `ready`); the control loop says which attempt is under way (`begin`, `cancel`); FTAR's thread ends each
+all-reduce, and with the last one sends the vote. An attempt that broke is repeated with the same local gradients:
+forward and backward are never repeated for it (FT-HSDP §4.1).
+
+The way of a bucket: FSDP2's hook -> `Reducer.ready` -> `Group.all_reduce` -> `Vote` -> (the commit) ->
+`Reducer.take` -> `LiveState.apply` -> `Reducer.give_back`.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ SURE_NORM = 1e18  # its square is far below LARGEST
 
 @dataclass(frozen=True, slots=True)
 class Feeding:
-    """What the main thread is at: batch ``index`` of data shard ``shard``, for ``step``."""
+    """The batch that the main thread runs: batch ``index`` of data shard ``shard``, for ``step``."""
 
     step: int
     shard: int
@@ -42,33 +47,25 @@ class Feeding:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes sent and seconds spent for the newest attempt that ended well, and when its ring was done.
-
-    ``held_up``: seconds for which gradients of its step were here, and no order to reduce them.
-    """
+    """What the newest attempt that ended well has cost."""
 
     bytes_sent: int = 0
-    seconds: float = 0.0
-    ended: float = 0.0
-    held_up: float = 0.0
+    seconds: float = 0.0  # from its first all-reduce to the end of its last one
+    ended: float = 0.0  # when that was, on the monotonic clock
+    held_up: float = 0.0  # seconds for which gradients of its step were here, and no order to reduce them
 
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """The local gradient of a bucket; complete once ``after`` is (None: it is)."""
+    """The local gradient of a bucket."""
 
-    flat: torch.Tensor
-    poisoned: bool
-    after: torch.cuda.Event | None
+    flat: torch.Tensor  # fp32 [numel]
+    poisoned: bool  # it is not usable: it does not count, and the vote says so
+    after: torch.cuda.Event | None  # when it is complete; None: it is
 
 
 class Reducer:
-    """The exchange of one rank's gradient. ``voted`` is called, on FTAR's thread, when all buckets are done.
-
-    Gradients and sums are on ``device``. ``checked``, called there too, takes the lineage that an attempt is on
-    and gives the digest of the slice of this rank's state that is compared (core/divergence.py), "" if this rank
-    does not hold that state.
-    """
+    """Reduces one rank's gradient over all replicas, bucket by bucket."""
 
     def __init__(
         self,
@@ -80,6 +77,20 @@ class Reducer:
         device: torch.device = CPU,
         checked: Callable[[str], str] = lambda prev: "",
     ) -> None:
+        """Make the reducer of a rank.
+
+        Args:
+            group: The rank's ring.
+            sizes: Elements of each bucket.
+            replica: The rank's replica.
+            rank: Its index there.
+            voted: Takes the vote when all buckets of an attempt are reduced; called on FTAR's thread.
+            device: Of gradients and sums.
+            checked: Takes the lineage that an attempt builds on, and returns the digest of the slice of this
+            rank's
+                state that is compared with other replicas' (`core.state_id`), "" if this rank does not hold that
+                state; called on FTAR's thread.
+        """
         self._group = group
         self._sizes = tuple(sizes)
         self._replica = replica
@@ -88,15 +99,15 @@ class Reducer:
         self._checked = checked
         self._lock = threading.RLock()  # a work may be done before its callback is set
         self._device = device
-        self._locals: dict[int, Local] = {}
+        self._locals: dict[int, Local] = {}  # by bucket
         self._feeding: Feeding | None = None
         self._loss = 0.0
-        self._order: Reduce | None = None
-        self._submitted = 0
+        self._order: Reduce | None = None  # the attempt under way
+        self._submitted = 0  # buckets of it
         self._results: list[AllReduceResult] = []
-        self._out: list[torch.Tensor] | None = None
-        self._spare: list[list[torch.Tensor]] = []
-        self._began = 0.0
+        self._out: list[torch.Tensor] | None = None  # the sums, one for each bucket
+        self._spare: list[list[torch.Tensor]] = []  # memory for sums that was given back
+        self._began = 0.0  # the first all-reduce of the attempt
         self._idle_since: float | None = None  # the first bucket is here, the order is not
         self._held_up = 0.0
         self.traffic = Traffic()
@@ -104,14 +115,23 @@ class Reducer:
     # The main thread.
 
     def open(self, feeding: Feeding | None) -> None:
-        """A new batch begins (or none): the local gradients of the last one are forgotten."""
+        """Forget the local gradients of the last batch; ``feeding`` is the new one, None if there is none."""
         with self._lock:
             self._feeding = feeding
             self._locals.clear()
             self._idle_since, self._held_up = None, 0.0
 
     def ready(self, bucket: int, flat: torch.Tensor, loss: float) -> None:
-        """The local gradient of a bucket is there: flat fp32 [numel], read only from now on."""
+        """Take the local gradient of a bucket; does not block.
+
+        Args:
+            bucket: Its index.
+            flat: The rank's shard of it, fp32 [numel]; not to be written from now on, until it is reduced.
+            loss: Of the batch so far; it goes into the commit record.
+
+        Raises:
+            ValueError: The shard has another size than planned.
+        """
         if self._feeding is None:
             return
         if flat.numel() != self._sizes[bucket]:
@@ -125,14 +145,14 @@ class Reducer:
             self._pump()
 
     def give_back(self, out: list[torch.Tensor]) -> None:
-        """Reduced shards that were applied can be written again."""
+        """Give back the memory of sums that were applied."""
         with self._lock:
             self._spare.append(out)
 
     # The control loop.
 
     def begin(self, order: Reduce) -> None:
-        """A new attempt: reduce all buckets in order, from the start."""
+        """Begin an attempt: reduce all buckets in order, from the first one."""
         with self._lock:
             self._order = order
             self._submitted = 0
@@ -141,22 +161,22 @@ class Reducer:
             self._pump()
 
     def cancel(self) -> None:
-        """The ring is gone; what was reduced is kept until the next attempt, for it may be in doubt."""
+        """End the attempt: the ring is gone. The sums are kept until the next one: the step may be in doubt."""
         with self._lock:
             self._order = None
             self._time()
 
     def take(self) -> list[torch.Tensor]:
-        """The reduced shards of the newest attempt; they are the caller's until given back."""
+        """Return the sums of the newest attempt, fp32 [numel] each; the caller owns them until `give_back`."""
         with self._lock:
             assert self._out is not None
             out, self._out = self._out, None
             return out
 
-    # Both, under the lock.
+    # Any of them, under the lock.
 
     def _time(self) -> None:
-        """Measure for how long the gradients of a step wait for an order."""
+        """Measure how long the gradients of a step wait for an order."""
         feeding, order = self._feeding, self._order
         idle = feeding is not None and 0 in self._locals and (order is None or order.fence.step != feeding.step)
         if idle and self._idle_since is None:
@@ -166,7 +186,7 @@ class Reducer:
             self._idle_since = None
 
     def _pump(self) -> None:
-        """Submit what can go, in the order of the buckets."""
+        """Submit all buckets that are ready, in their order."""
         order = self._order
         while order is not None and self._submitted < len(self._sizes):
             bucket = self._submitted
@@ -190,7 +210,7 @@ class Reducer:
         return torch.empty(numel, device=self._device)
 
     def _mine(self, order: Reduce, bucket: int) -> tuple[Entry | None, Local | None]:
-        """This rank's entry and local gradient for a bucket; None while it is not there yet."""
+        """Return this rank's entry and local gradient for a bucket; None twice while the gradient is not there."""
         if order.role == "behind":
             return Entry(self._replica, 0, self._replica, 0, 0.0), None
         feeding = self._feeding
@@ -239,7 +259,7 @@ class Reducer:
 
 
 def contributions(results: Sequence[AllReduceResult]) -> tuple[Contribution, ...]:
-    """Who put what into the sum; no one if the buckets disagree, so that the vote cannot pass."""
+    """Return who put what into the sums; () if the buckets disagree, so that the vote cannot pass."""
     said = {
         tuple(
             (e.replica, e.weight, e.shard, e.index) for e in sorted(r.entries, key=lambda e: e.replica) if e.weight
@@ -253,7 +273,7 @@ def contributions(results: Sequence[AllReduceResult]) -> tuple[Contribution, ...
 
 
 def usable(flat: torch.Tensor) -> bool:
-    """Whether a gradient is finite, and its squares, which an optimizer keeps, are in fp32.
+    """Return whether a gradient is finite, and so are its squares in fp32, which an optimizer keeps.
 
     A norm in fp32 is enough far below the limit; near it, devices differ in when it overflows, and fp64 decides.
     """
@@ -264,11 +284,11 @@ def usable(flat: torch.Tensor) -> bool:
 
 
 def checksum(tensor: torch.Tensor) -> str:
-    """xxh3-128 of a CPU tensor's bytes."""
+    """Return the xxh3-128 of a CPU tensor's bytes, in hex."""
     array: Any = tensor.numpy()
     return xxhash.xxh3_128_hexdigest(memoryview(array).cast("B"))
 
 
 def sum_of_squares(shards: Sequence[torch.Tensor]) -> float:
-    """The sum of squares of a rank's shards in fp64, bucket by bucket in order."""
+    """Return the sum of squares of a rank's shards, in fp64, added bucket by bucket."""
     return sum(float(torch.linalg.vector_norm(s, dtype=torch.float64)) ** 2 for s in shards)

@@ -1,9 +1,17 @@
-"""Keeper: copies a rank's committed states into the memory of its host's state agent, on a thread of its own.
+"""Snapshots: copies of a rank's committed states in the memory of its host's state agent.
 
-What it is told is done in order. A rank votes on a step when its snapshot of the state before is complete or left
-out (`after`), and its vote says which. If all ranks have it, the commit of the step settles it, and older ones may
-go; else the newest settled one stays. Whoever reads snapshots cannot hold up training, and without an agent
-training goes on without them.
+They outlive the rank, so a restarted one finds its state again, and other replicas fetch from them.
+`SnapshotWriter` makes them on a thread of its own, while the main thread computes the next step (FT-HSDP §4.3).
+It carries out its orders in the order in which they came:
+
+    main thread     mark_current(state)      the update is applied: copy it, if each step is kept or a fetch needs
+    it FTAR's thread   after(send the vote)     a rank votes when the copy of the state before is complete or left
+    out control loop    mark_settled(state)      all ranks have a copy of it: the agent may drop older ones
+                    request, release         replicas that are behind will fetch a state, or none will
+    fetch thread    allocate, complete       a fetched shard is put into the agent's memory, not copied there
+
+Readers of snapshots cannot hold up training, and training goes on without an agent: an agent that is lost is
+looked for on another thread.
 """
 
 from __future__ import annotations
@@ -29,8 +37,8 @@ from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
 from ft_hsdp.train.live_state import LiveState
 
-ANSWER_S = 2.0  # the longest that an agent may hold up a vote, once, where nobody says otherwise, and
-FRESH_BYTES_PER_S = 1e9  # what it takes it longer to get new memory
+ANSWER_S = 2.0  # default of the longest that an agent may hold up a vote, once, and
+FRESH_BYTES_PER_S = 1e9  # the time that it may take longer, to get new memory
 AGAIN_S = 1.0  # between two attempts to find an agent
 
 T = TypeVar("T")
@@ -38,26 +46,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class AgentHome:
-    """Whose snapshots are kept; ``starter`` is there on the rank of each host that starts the agent."""
+    """Whose snapshots an agent keeps, and how it is reached."""
 
-    token: str
+    token: str  # of the job
     replica: int
     rank: int
     ranks: int
-    starter: Starter | None
+    starter: Starter | None  # on the rank of each host that starts the agent
 
 
 class SnapshotWriter:
-    """The snapshots of ``held``, of each step or of those that are wanted.
-
-    ``failed`` is told what must not happen. An agent that does not answer within ``answer_s`` is done without; one
-    that answers within ``join_s``, or another one in its place, is looked for on a thread of its own. Raises
-    AgentGone if there is no agent at the start.
-    """
+    """Writes, keeps and finds the snapshots of one rank."""
 
     def __init__(
         self,
-        held: LiveState,
+        live_state: LiveState,
         home: AgentHome,
         every_step: bool,
         join_s: float,
@@ -65,72 +68,99 @@ class SnapshotWriter:
         failed: Callable[[BaseException], None],
         answer_s: float = ANSWER_S,
     ) -> None:
-        self._held = held
+        """Connect to this host's agent. Blocks for at most ``join_s``.
+
+        Args:
+            live_state: The state that is copied.
+            home: Whose snapshots these are.
+            every_step: Whether each state is copied, or only those that are requested.
+            join_s: How long an agent may take to answer at first, in seconds; also one that is found again.
+            journal: This rank's events.
+            failed: Takes an error that must not happen; called on the writer's thread.
+            answer_s: How long an agent may take for an order, in seconds, before training goes on without it.
+
+        Raises:
+            AgentGone: There is no agent.
+        """
+        self._live_state = live_state
         self._home = home
         self._every_step = every_step
         self._journal = journal
         self._failed = failed
-        self._wanted: StateId | None = None
+        self._wanted: StateId | None = None  # the state that was requested
         self._filling: StateId | None = None  # a fetch writes into memory that only it may end with
-        self._staged: StateId | None = None
-        self._order = threading.Lock()
-        self._last: Future[Any] | None = None
+        self._staged: StateId | None = None  # the newest whole snapshot
+        self._order = threading.Lock()  # of what is submitted
+        self._last: Future[Any] | None = None  # what was submitted last
         self._join_s = join_s
         self._answer_s = answer_s
         self._closing = threading.Event()
         self._seeking: threading.Thread | None = None
-        self._agent: StateAgent | None = self._first()
-        self.address = self._agent.address
-        self._thread = ThreadPoolExecutor(1, "keeper")
+        self._agent: StateAgent | None = self._first()  # None: it is lost, and looked for
+        self.address = self._agent.address  # where others fetch, host:port
+        self._thread = ThreadPoolExecutor(1, "snapshots")
 
     # Before check-in.
 
     def list(self) -> tuple[Kept, ...]:
-        """The snapshots that an earlier incarnation of this rank left behind, newest first."""
+        """Return the snapshots that an earlier incarnation of this rank left behind, newest first. Blocks."""
         return self._submit(lambda agent: agent.list()).result() or ()
 
     def acquire(self, state: StateId) -> tuple[ShardManifest, Bytes] | None:
-        """One of them, read-only; it does not change until `release_taken`."""
+        """Return one of them, read-only; None if it is gone or damaged. Blocks.
+
+        It does not change until `release_taken`.
+        """
         found = self._submit(lambda agent: agent.acquire(state)).result()
         return None if found is None else (shard_manifest.decode(found[1]), found[0])
 
     def release_taken(self) -> None:
-        """What was taken was used."""
+        """Let the agent reuse the memory of what was acquired."""
         self._submit(lambda agent: agent.unpin())
 
-    # The main thread, or whoever votes.
+    # The main thread, and the thread that votes.
 
     def keeps(self, state: StateId | None) -> bool:
-        """Whether the agent has a whole snapshot of ``state``; asked when all that was ordered is done."""
+        """Return whether the agent has a whole snapshot of ``state``; asked when all orders are carried out."""
         return state is not None and self._staged == state
 
     def mark_current(self, state: StateId) -> None:
-        """``state`` is what is held now."""
+        """Note that the live state is ``state`` now, and copy it if it is to be kept. Does not block."""
         if self._every_step or self._wanted == state:
             self._submit(self._copy, state)
 
     # The control loop.
 
     def mark_settled(self, state: StateId, everywhere: bool) -> None:
-        """All ranks of the replica have a snapshot of ``state``, or (not ``everywhere``) some have left it out."""
+        """Tell the agent that the commit after ``state`` is made, so that it may drop older snapshots.
+
+        Args:
+            state: What the ranks have voted on top of.
+            everywhere: Whether all ranks of the replica have a snapshot of it. If some have left it out, the
+            newest
+                one that all have stays.
+        """
         self._submit(lambda agent: agent.mark_settled(state, everywhere))
 
     def request(self, state: StateId, seconds: float) -> None:
-        """Members that are behind will fetch ``state`` within ``seconds``: have it, now or when it is reached."""
+        """Keep a snapshot of ``state`` for ``seconds``, for members behind; made now, or when it is reached."""
         self._wanted, self._filling = state, None
         self._submit(lambda agent: agent.pin(state, seconds))
-        if self._held.state == state:
+        if self._live_state.state == state:
             self._submit(self._copy, state)
 
     def release(self) -> None:
-        """Nobody fetches."""
+        """Let the requested snapshot go: no member is behind any more."""
         self._filling = None
         if self._wanted is not None:
             self._wanted = None
             self._submit(lambda agent: agent.unpin())
 
     def forget(self) -> None:
-        """Drop all snapshots of this rank: what they hold is wrong. An agent that cannot is killed."""
+        """Drop all snapshots of this rank, because they are wrong.
+
+        Blocks for about ``answer_s`` at most; an agent that does not answer by then is killed.
+        """
         forgotten = None
         with contextlib.suppress(TimeoutError):
             forgotten = self._submit(lambda agent: (agent.forget(), True)).result(self._answer_s)
@@ -140,7 +170,7 @@ class SnapshotWriter:
                 self._renew(self._home.starter, int(self.address.rpartition(":")[2]))
 
     def after(self, then: Callable[[], None]) -> None:
-        """Call ``then`` when all that was ordered is done: at once, or on the keeper's thread."""
+        """Call ``then`` when all orders so far are carried out: at once, or on the writer's thread."""
         with self._order:
             last = self._last
         if last is None or last.done():
@@ -149,15 +179,21 @@ class SnapshotWriter:
             last.add_done_callback(lambda _: then())
 
     def save(self, state: StateId, then: Callable[[ShardManifest | None, Bytes | None], None]) -> None:
-        """Give ``then`` a copy of ``state``, which is held now, on the keeper's thread; None: no memory for it."""
+        """Copy the live state for a checkpoint, beside the agent's memory. Does not block.
+
+        Args:
+            state: The live state now.
+            then: Called on the writer's thread with the manifest and the packed bytes, uint8; with None twice if
+                there is no memory for the copy.
+        """
 
         def copy() -> None:
             try:
-                memory = np.empty(self._held.layout.nbytes, dtype=np.uint8)
+                memory = np.empty(self._live_state.layout.nbytes, dtype=np.uint8)
             except MemoryError:
                 then(None, None)
                 return
-            manifest = self._held.pack(state, memory)
+            manifest = self._live_state.pack(state, memory)
             assert manifest is not None, "the next vote waits for this copy"
             then(manifest, memory)
 
@@ -166,16 +202,16 @@ class SnapshotWriter:
     # A fetch.
 
     def allocate(self, state: StateId) -> Bytes | None:
-        """Memory of the agent for a snapshot that comes from elsewhere; None if there is none."""
+        """Return memory of the agent, uint8, for a fetched shard of ``state``; None if there is none. Blocks."""
         self._filling = state
         return self._submit(lambda agent: agent.stage(state)).result()
 
     def complete(self, manifest: ShardManifest) -> None:
-        """That memory holds the whole snapshot, verified."""
+        """Note that the allocated memory holds the whole shard, verified. Blocks."""
         self._submit(lambda agent: self._mark_staged(agent, manifest)).result()
 
     def close(self) -> None:
-        """Finish what was ordered and hang up; the agent keeps what is complete."""
+        """Carry out all orders and disconnect; the agent keeps what is complete. Blocks."""
         self._closing.set()
         self._thread.shutdown(wait=True)
         with self._order:
@@ -183,7 +219,7 @@ class SnapshotWriter:
         if agent is not None:
             agent.close()
 
-    # On the keeper's thread.
+    # On the writer's thread.
 
     def _submit(self, job: Callable[..., T], *arguments: object) -> Future[T | None]:
         with self._order:
@@ -191,7 +227,7 @@ class SnapshotWriter:
         return future
 
     def _submit_alone(self, job: Callable[[], None]) -> None:
-        """An order that needs no agent."""
+        """Submit an order that needs no agent."""
 
         def run() -> None:
             try:
@@ -203,25 +239,25 @@ class SnapshotWriter:
             self._last = self._thread.submit(run)
 
     def _do(self, job: Callable[..., T], *arguments: object) -> T | None:
-        """Carry out one order, if there is an agent; nobody is looked for here, for the vote waits for this."""
+        """Carry out one order, if there is an agent. A lost one is not looked for here: a vote waits for this."""
         agent = self._agent
         if agent is None:
             return None
         try:
             result = job(agent, *arguments)
-            self._lament(agent)
+            self._report_damage(agent)
             return result
         except AgentGone as error:
             self._journal.event("StateAgentLost", str(error))
             self._agent = self._staged = None
-            self._seeking = threading.Thread(target=self._seek, name="keeper-seeks", daemon=True)
+            self._seeking = threading.Thread(target=self._seek, name="snapshots-seek", daemon=True)
             self._seeking.start()
         except BaseException as error:
             self._failed(error)
         return None
 
-    def _lament(self, agent: StateAgent) -> None:
-        """Say which copies were found damaged, and make another one of what is held."""
+    def _report_damage(self, agent: StateAgent) -> None:
+        """Report the snapshots that the agent found damaged, and make another one of the live state."""
         damaged, agent.damaged = agent.damaged, []
         for found in damaged:
             state = found.state
@@ -229,7 +265,7 @@ class SnapshotWriter:
             self._journal.event("SnapshotCorrupt", reason, step=state.step)
             if self._staged == state:
                 self._staged = None
-            if self._held.state == state and (self._every_step or self._wanted == state):
+            if self._live_state.state == state and (self._every_step or self._wanted == state):
                 self._copy(agent, state)
 
     def _copy(self, agent: StateAgent, state: StateId) -> None:
@@ -239,7 +275,7 @@ class SnapshotWriter:
         if memory is None:
             self._journal.event("SnapshotSkipped", agent.busy, step=state.step)
             return
-        manifest = self._held.pack(state, memory)
+        manifest = self._live_state.pack(state, memory)
         if manifest is not None:
             fault_injection.reach("snapshot", state.step)
             self._mark_staged(agent, manifest)
@@ -252,13 +288,17 @@ class SnapshotWriter:
         fault_injection.reach("snapshot-kept", manifest.state.step)
 
     def _connect(self, deadline_s: float) -> StateAgent:
-        home, nbytes = self._home, self._held.layout.nbytes
+        home, nbytes = self._home, self._live_state.layout.nbytes
         agent = StateAgent.connect(home.token, home.replica, home.rank, home.ranks, nbytes, deadline_s)
         agent.deadline_s = self._answer_s + nbytes / FRESH_BYTES_PER_S
         return agent
 
     def _first(self) -> StateAgent:
-        """The agent at the start. Who starts it gives one that is there half the time: it may be frozen."""
+        """Return the agent at the start.
+
+        An agent that was there before may be frozen: it gets half the time, then the rank that may start one
+        replaces it.
+        """
         starter = self._home.starter
         if starter is None:
             return self._connect(self._join_s)
@@ -276,7 +316,7 @@ class SnapshotWriter:
     # On the thread that looks for an agent.
 
     def _seek(self) -> None:
-        """Wait for the agent, or for another one, which listens where the one before did."""
+        """Look for the agent, or for one in its place at the same address, until one answers."""
         while not self._closing.wait(AGAIN_S):
             starter, port = self._home.starter, int(self.address.rpartition(":")[2])
             try:
