@@ -1,4 +1,4 @@
-"""Explore: visit every state of a bounded world, breadth first, and print the shortest way to a violation."""
+"""Visits every state of a bounded world, breadth first, and prints the shortest way to a violation."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from ft_hsdp.sim.world import Bounds, World
 
 @dataclass(frozen=True, slots=True)
 class Exploration:
-    """What an exploration found. ``exhausted`` says that no state was left out."""
+    """What an exploration found."""
 
-    states: int
-    transitions: int
+    states: int  # worlds that were visited
+    transitions: int  # moves that were tried
     seconds: float
-    exhausted: bool
-    violation: str = ""
-    transcript: tuple[str, ...] = ()
+    exhausted: bool  # no world was left out
+    violation: str = ""  # what does not hold; "": nothing was found
+    transcript: tuple[str, ...] = ()  # the labels of the moves to it
 
     def __str__(self) -> str:
         head = f"{self.states:,} states, {self.transitions:,} transitions, {self.seconds:.1f} s"
@@ -34,11 +34,18 @@ class Exploration:
 
 
 def explore(bounds: Bounds, limit_s: float = 110.0, liveness: bool = True) -> Exploration:
-    """Visit all worlds within ``bounds``, or as many as ``limit_s`` seconds allow.
+    """Visit all worlds within `bounds`, or as many as `limit_s` seconds allow.
 
-    A world in which nothing can happen must be one in which everybody ended at one final state, and from every
-    world such an end must be within reach: else its members could go round in a circle for ever. Without
-    ``liveness`` neither is looked at, so that a violation of safety behind it is found.
+    A world in which nothing can happen must be one in which all replicas ended at one final state, and from every
+    world such an end must be within reach: otherwise its members could go round in a circle for ever.
+
+    Args:
+        bounds: what may go wrong.
+        limit_s: seconds after which the search stops early.
+        liveness: False: neither of the two is checked, so that a violation of safety behind one is found.
+
+    Returns:
+        What was found.
     """
     model, graph, began = Model(bounds), _Graph(), time.monotonic()
     frontier = [graph.add(model.initial(), 0, "")]
@@ -69,35 +76,37 @@ def explore(bounds: Bounds, limit_s: float = 110.0, liveness: bool = True) -> Ex
             if not moved and (ended or model.finished(world)):
                 graph.ends.append(here)
             elif liveness and not (ways or moved):
-                return result(False, "stuck: nothing can happen and not everybody has the final state", here)
+                return result(False, "stuck: nothing can happen and not all replicas have the final state", here)
             if time.monotonic() - began > limit_s:
                 return result(False)
         frontier = following
     trapped = graph.trapped() if liveness else None
     if trapped is not None:
-        return result(False, "trapped: whatever happens from here on, not everybody gets the final state", trapped)
+        return result(
+            False, "trapped: whatever happens from here on, not all replicas get the final state", trapped
+        )
     return result(True)
 
 
 class _Graph:
-    """The worlds by number, how each was reached first, and every way between two."""
+    """The worlds by number, how each was reached first, and every move between two."""
 
     def __init__(self) -> None:
         self.worlds: list[World] = []
         self.ids: dict[World, int] = {}
-        self.ends: list[int] = []  # everybody has ended well
+        self.ends: list[int] = []  # worlds in which all have ended well
         self.ways = array("Q")  # from << 32 | to
         self._from: list[tuple[int, str]] = []
 
     def add(self, world: World, before: int, label: str) -> int:
-        """The number of a world that is new."""
+        """Add a new world and return its number."""
         number = self.ids[world] = len(self.worlds)
         self.worlds.append(world)
         self._from.append((before, label))
         return number
 
     def path(self, last: int, label: str) -> tuple[str, ...]:
-        """What happened up to world ``last``, and then ``label``."""
+        """Return what happened up to world `last`, and then `label`."""
         lines = [label] if label else []
         while last:
             last, how = self._from[last]
@@ -105,7 +114,7 @@ class _Graph:
         return tuple(reversed(lines))
 
     def trapped(self) -> int | None:
-        """The first world from which no end can be reached, if there is one."""
+        """Return the first world from which no end can be reached; None if there is none."""
         back = sorted((way & 0xFFFFFFFF) << 32 | way >> 32 for way in self.ways)
         saved = bytearray(len(self.worlds))
         todo = list(self.ends)

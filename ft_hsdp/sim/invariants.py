@@ -1,11 +1,12 @@
-"""Invariants: what must hold in every world that can be reached; each one raises Violation where it does not.
+"""What must hold in every world that can be reached. Each function raises Violation where it does not.
 
-They look at the ``content`` of replicas, which no core knows, so an identity that lies is found out.
+They look at the content of replicas, which no core knows, so an identity that lies is found.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
+from typing import NoReturn
 
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitRecord
@@ -22,7 +23,7 @@ class Violation(Exception):
 
 
 def exactly_once(r: int, before: Content, batches: Iterable[tuple[int, int]], holes: int) -> None:
-    """Replica ``r`` may apply ``batches`` only if none is inside its state and at most ``holes`` are left out."""
+    """Check that no batch counts twice and at most `holes` are left out when replica `r` applies `batches`."""
     inside = {(shard, index) for step in before for shard, index, _ in step}
     for shard, index in sorted(batches):
         if (shard, index) in inside:
@@ -35,7 +36,7 @@ def exactly_once(r: int, before: Content, batches: Iterable[tuple[int, int]], ho
 
 
 def agreement(r: int, state: StateId, contents: Sequence[Content], replicas: Sequence[Replica | None]) -> None:
-    """Whoever calls its state by the name that replica ``r`` gives to its own must hold the same content."""
+    """Check that all replicas which name their state as replica `r` names its own have the same content."""
     mine = contents[r]
     for other, (peer, content) in enumerate(zip(replicas, contents, strict=True)):
         if peer is None or other == r or not state_id.same(peer.state, state):
@@ -48,7 +49,7 @@ def agreement(r: int, state: StateId, contents: Sequence[Content], replicas: Seq
 
 
 def nothing_lost(record: CommitRecord, content: Content, lost: Content, epoch: int) -> None:
-    """A commit must build on ``lost``, which a member of its epoch had committed in ``epoch``."""
+    """Check that a commit builds on `lost`, which a member of its epoch had committed in `epoch`."""
     if content[: len(lost)] != lost:
         raise Violation(
             f"lost commit: epoch {record.epoch} commits step {record.step} without step {len(lost)} of "
@@ -57,7 +58,7 @@ def nothing_lost(record: CommitRecord, content: Content, lost: Content, epoch: i
 
 
 def one_history(r: int, contents: Sequence[Content], replicas: Sequence[Replica | None]) -> None:
-    """What replica ``r`` has just committed fits into one line with what every living one has applied."""
+    """Check that what replica `r` has just committed and what each living replica has applied are one history."""
     mine = contents[r]
     for other, (peer, content) in enumerate(zip(replicas, contents, strict=True)):
         common = min(len(mine), len(content))
@@ -69,7 +70,7 @@ def one_history(r: int, contents: Sequence[Content], replicas: Sequence[Replica 
 
 
 def leaves_in_sight(r: int, replicas: Sequence[Replica | None]) -> None:
-    """Whoever leaves with the commit that replica ``r`` has just applied said so before: nobody waits for it."""
+    """Check that each replica that leaves with the commit of `r` said so before, so that none waits for it."""
     me = replicas[r]
     ring = [p for p in replicas if me and p and p.intact and p.grant == me.grant and p.ring_state == me.ring_state]
     for gone in ring:
@@ -81,7 +82,7 @@ def leaves_in_sight(r: int, replicas: Sequence[Replica | None]) -> None:
 
 
 def one_future(r: int, content: Content, other: int, kept: Iterable[Content]) -> None:
-    """What replica ``r`` has just committed fits into one line with all that ``other`` may come back with."""
+    """Check that what replica `r` has just committed and what `other` may come back with are one history."""
     for found in kept:
         common = min(len(content), len(found))
         if content[:common] != found[:common]:
@@ -92,23 +93,27 @@ def one_future(r: int, content: Content, other: int, kept: Iterable[Content]) ->
 
 
 def on_sound_states(r: int, record: CommitRecord, flips: Iterable[Flip]) -> None:
-    """Nothing that builds on a corrupt state is committed, by its replica or by others; alone, nobody can tell."""
+    """Check that nothing that builds on a corrupt state is committed. A ring of one cannot find out."""
     for flip in flips:
         if flip.replica in {r, *record.contributors} and record.step > flip.step and len(record.ring) > 1:
             raise Violation(f"corrupt: replica {r} commits step {record.step} on the corrupt {flip.replica}")
 
 
 def enough(r: int, record: CommitRecord, min_replicas: int) -> None:
-    """Replica ``r`` commits nothing that fewer than ``min_replicas`` have contributed to."""
+    """Check that replica `r` commits nothing to which fewer than `min_replicas` have contributed."""
     if len(record.contributors) < min_replicas:
         raise Violation(f"too few: replica {r} commits step {record.step} of replicas {list(record.contributors)}")
 
 
 def waits_for_something(r: int, me: Replica, asks: bool) -> None:
-    """A living replica that has not ended has an open request, an answer on its way, a fetch, or a ring.
+    """Check that a living replica has an open request, an answer on its way, a fetch or a ring, or has ended.
 
-    Each of these ends by itself: asks are repeated, fetches have a deadline, and a ring sees its own failure.
-    ``asks``: there is an open ask of it, or an answer to it is on its way.
+    Each of these ends by itself: requests are repeated, fetches have a deadline, and a ring sees its own failure.
+
+    Args:
+        r: place of the replica.
+        me: its core.
+        asks: there is an open request of it, or an answer to it is on its way.
     """
     ring = me.intact and me.phase in (Phase.REDUCING, Phase.VOTED, Phase.LEAVING)
     if not (me.phase is Phase.DONE or asks or ring or me.fetching is not None or me.writing is not None):
@@ -116,24 +121,27 @@ def waits_for_something(r: int, me: Replica, asks: bool) -> None:
 
 
 def no_storm(epoch: int, head: StateId | None) -> None:
-    """Epochs do not follow each other for ever without a step."""
+    """Check that epochs do not follow each other for ever without a step."""
     if epoch - (head.commit_epoch if head is not None else 0) > EPOCHS_WITHOUT_A_STEP:
         raise Violation(f"storm: {EPOCHS_WITHOUT_A_STEP} epochs in a row, and none of them makes a step")
 
 
-def blames_nobody(r: int, other: int) -> None:
-    """Replica ``other`` waits in a ring for replica ``r``, which lives, and does not come: it would be ended."""
+def blames_nobody(r: int, other: int) -> NoReturn:
+    """Fail.
+
+    Replica `other` waits in a ring for replica `r`, which lives and does not come, so `r` would be ended.
+    """
     raise Violation(f"blamed: replica {r} waits for the lighthouse, replica {other} holds it to hang")
 
 
 def head_stays(before: StateId | None, after: StateId | None, audited: bool) -> None:
-    """The lighthouse's head never goes back, unless it says so."""
+    """Check that the lighthouse's head never goes back, unless the lighthouse says so."""
     if before is not None and after is not None and state_id.newer(before, after) and not audited:
         raise Violation(f"the head went back from {before} to {after} silently")
 
 
 def truly_lost(head: StateId | None, replicas: Sequence[Replica | None], kept: Sequence[tuple[Kept, ...]]) -> None:
-    """The lighthouse gives the head up only if no living replica holds it, and none can come back with it."""
+    """Check that the lighthouse gives the head up only if no replica holds it or can come back with it."""
     for r, peer in enumerate(replicas):
         if peer is None and any(head == snapshot.state for snapshot in kept[r]):
             raise Violation(f"given up: replica {r} may come back with the head {head}")
@@ -144,9 +152,9 @@ def truly_lost(head: StateId | None, replicas: Sequence[Replica | None], kept: S
 def younger_counts(
     younger: tuple[int, str], before: Grant | None, after: Grant | None, answers: Iterable[Answer]
 ) -> None:
-    """Of two lives of one replica the one that was admitted later counts: no new grant names the older one.
+    """Check that of two lives of one replica the one that was admitted later counts.
 
-    Nor is the ``younger`` one, which gets ``answers`` now, sent away because of it.
+    No new grant names the older one, and `younger`, which gets `answers` now, is not sent away because of it.
     """
     if after is not None and after is not before and after != before:
         older = [m for m in after.members if m.replica == younger[0] and m.incarnation != younger[1]]
@@ -162,7 +170,7 @@ def younger_counts(
 def ended_together(
     contents: Sequence[Content], replicas: Sequence[Replica | None], late: Container[int], steps: int
 ) -> bool:
-    """Whether everybody ended at one final state; who came back after the end (``late``) is excused."""
+    """Whether all replicas ended at one final state; those that came back after the end (`late`) are excused."""
     ends = {
         (me.state, content) if me is not None and me.phase is Phase.DONE else None
         for r, (me, content) in enumerate(zip(replicas, contents, strict=True))

@@ -1,7 +1,7 @@
-"""Model: how a world changes when one of its cores takes an event and the effects happen.
+"""How a world changes when one of its cores takes an event and the effects happen.
 
-Cores are the production ones. The safety properties are checked where they could break: at each commit, at
-each fetch and at each word of the lighthouse.
+The cores are the production ones. Safety properties are checked where they could break: at each commit, at each
+fetch and at each word of the lighthouse.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ GRACE_S, EVICT_S = 1.0, 10.0
 
 
 class Model:
-    """Worlds under ``bounds``, and the transitions of their cores, each computed once."""
+    """The worlds under `bounds`, and the transitions of their cores, each computed once."""
 
     def __init__(self, bounds: Bounds) -> None:
         self.bounds = bounds
@@ -60,7 +60,7 @@ class Model:
         self._wait: set[tuple[int, bool]] = set()
 
     def initial(self) -> World:
-        """All replicas are warm and have asked; the lighthouse is empty."""
+        """Return the world in which all replicas are warm and have asked; the lighthouse is empty."""
         b = self.bounds
         policy = quorum.Policy(
             b.replicas, b.steps, min_replicas=b.min_replicas, silence_grace_s=GRACE_S, evict_s=EVICT_S
@@ -75,15 +75,18 @@ class Model:
     # What is there.
 
     def replica(self, w: World, r: int) -> Replica | None:
-        """The core of replica ``r``, None while it is dead."""
+        """Return the core of replica `r`; None while it is dead."""
         return None if w.replicas[r] < 0 else self.cores.items[w.replicas[r]]
 
     def lighthouse(self, w: World) -> quorum.LighthouseState:
-        """The core of the lighthouse."""
+        """Return the core of the lighthouse."""
         return self.quorums.items[w.lighthouse]
 
     def sum(self, w: World, me: Replica) -> CommitRecord | None:
-        """The reduced gradient of ``me``'s attempt, once every member has brought its own."""
+        """Return the reduced gradient of the attempt of `me`, once every member has brought its own.
+
+        None before.
+        """
         assert me.grant is not None
         all_entries = dict(w.rings).get(me.fence, ())
         ours = [e for e in all_entries if e.term == me.grant.term]  # a ring forms among those of one grant only
@@ -103,14 +106,14 @@ class Model:
         return any(isinstance(a, Refused) and a.reason == self.lighthouse(w).halted for a in w.answers)
 
     def finished(self, w: World) -> bool:
-        """Whether everybody ended at one final state, or the job was given up."""
+        """Whether all replicas ended at one final state, or the job was given up."""
         corrupt = any(self._flipped(w, r) for r in range(len(w.replicas)))
         return self.halted(w) or (
             not corrupt and invariants.ended_together(self._held(w), self._replicas(w), w.late, self.bounds.steps)
         )
 
     def look(self, w: World) -> World:
-        """``w``, in which nobody waits for nothing; Violation if somebody does."""
+        """Return `w` after a check that no replica waits for nothing; raise Violation if one does."""
         for r, core_id in enumerate(w.replicas):
             asks = w.asked[r] is not None or w.answers[r] is not None
             if core_id < 0 or (core_id, asks) in self._wait:
@@ -129,7 +132,7 @@ class Model:
         return [self._contents.items[c] for c in w.content]
 
     def _over(self, w: World) -> bool:
-        """Whether the job has ended: somebody has been told so, or is about to be."""
+        """Whether the job has ended: a replica has been told so, or is about to be."""
         told = any(isinstance(a, Finish) for a in w.answers)
         ended = any(m and m.phase is Phase.DONE and m.state.step == self.bounds.steps for m in self._replicas(w))
         return self.lighthouse(w).finished or told or ended
@@ -137,7 +140,7 @@ class Model:
     # What happens to a replica.
 
     def tell(self, w: World, r: int, event: events.Event) -> World:
-        """Replica ``r`` takes an event; its effects happen."""
+        """Return the world after replica `r` takes an event and its effects happen."""
         if w.replicas[r] < 0:
             return w
         after, due = self.cores.after(w.replicas[r], event)
@@ -147,42 +150,45 @@ class Model:
         return w
 
     def hand_over(self, w: World, to: int, token: CommitToken) -> World:
-        """A token arrives. Without it nothing follows from holding the sum, so both are one action here."""
+        """Return the world after a token arrives.
+
+        Holding the sum has no effect without it, so both are one action here.
+        """
         w = self.tell(w, to, events.TokenArrived(token))
         me = self.replica(w, to)
         return w if me is None or self.waits(me) else self.vote(w, to)
 
     def waits(self, me: Replica) -> bool:
-        """Whether ``me`` holds its vote back until its fetch is done."""
+        """Whether `me` holds its vote back until its fetch is done."""
         return self.bounds.patient and me.fetching is not None
 
     def vote(self, w: World, r: int) -> World:
-        """Replica ``r`` votes, if it holds a token and the sum."""
+        """Return the world after replica `r` votes, if it holds a token and the sum."""
         me = self.replica(w, r)
         if me is not None and me.phase is Phase.REDUCING and me.token and (record := self.sum(w, me)):
             w = self.reduced(w, r, record)
         return w
 
     def reduced(self, w: World, r: int, record: CommitRecord) -> World:
-        """Replica ``r`` holds the sum, and votes; what is compared of its state is all of it."""
+        """Return the world after replica `r` holds the sum and votes. All of its state is compared at once."""
         digest = ("corrupt" if self._flipped(w, r) else "sound") if self.bounds.flips else ""
         return self.tell(w, r, events.Reduced(record.fence, record, digest))
 
     def answer(self, w: World, r: int) -> World:
-        """The answer that is on its way to replica ``r`` arrives."""
+        """Return the world after the answer that is on its way to replica `r` arrives."""
         answer = w.answers[r]
         assert answer is not None
         return self.tell(w._replace(answers=put(w.answers, r, None)), r, events.Answered(answer))
 
     def fetch(self, w: World, r: int, base: state_id.StateId, donor: int) -> World:
-        """Replica ``r`` gets ``base`` from ``donor``."""
+        """Return the world after replica `r` gets `base` from `donor`."""
         content = self._contents.items[w.content[donor]][: base.step]
         w = self._hold(w, r, base, content)
         invariants.agreement(r, base, self._held(w), self._replicas(w))
         return self.vote(self.tell(w, r, events.Fetched(base)), r)
 
     def flip(self, w: World, r: int) -> World:
-        """The state of replica ``r`` changes silently."""
+        """Return the world after the state of replica `r` changes silently."""
         flip = Flip(r, w.lives[r], len(self._contents.items[w.content[r]]))
         return w._replace(flipped=w.flipped | {flip}, flips=w.flips - 1)
 
@@ -190,7 +196,10 @@ class Model:
         return any((f.replica, f.life) == (r, w.lives[r]) for f in w.flipped)
 
     def die(self, w: World, r: int) -> World:
-        """Replica ``r`` is gone with all that it held, but its snapshots; nobody has been told."""
+        """Return the world after replica `r` is gone with all that it held except its snapshots.
+
+        No other is told.
+        """
         me = self.replica(w, r)
         assert me is not None
         return w._replace(
@@ -204,7 +213,7 @@ class Model:
         )
 
     def restart(self, w: World, r: int, found: Kept | None = None) -> World:
-        """Replica ``r`` is started again, from its initial weights or from a snapshot that it has ``found``."""
+        """Return the world after replica `r` starts again from initial weights or the snapshot that it `found`."""
         life = w.lives[r] + 1
         late = w.late | {r} if self._over(w) else w.late
         w = w._replace(lives=put(w.lives, r, life), late=late)
@@ -217,7 +226,10 @@ class Model:
         return self.tell(self.oversee(w, r), r, events.Started())
 
     def double(self, w: World, r: int) -> World:
-        """A second supervisor starts replica ``r`` beside its life, which the first one starts no more."""
+        """Return the world after a second supervisor starts replica `r` beside its life.
+
+        The first one starts it no more.
+        """
         old = replica_at(w, r)
         w = w._replace(
             replicas=(*w.replicas, self._born(old, named(old, 0, SECOND_RUN))),
@@ -235,7 +247,7 @@ class Model:
         return self.tell(self.oversee(w, place), place, events.Started())
 
     def oversee(self, w: World, r: int) -> World:
-        """The supervisor at a place says what runs there, and which of its lives have exited."""
+        """Return the world after the supervisor at a place reports what runs there and what has exited."""
         me = (replica_at(w, r), name_at(w, r))
         exited = self.lighthouse(w).exited
         if w.second >= 0:
@@ -247,7 +259,7 @@ class Model:
         return self.cores.id(Replica(r, incarnation, self.bounds.steps, state, state))
 
     def _hold(self, w: World, r: int, state: state_id.StateId, content: Content) -> World:
-        """Replica ``r`` holds ``state`` from now on, and keeps a snapshot of it."""
+        """Return the world in which replica `r` holds `state` and keeps a snapshot of it."""
         id_ = self._contents.id(content)
         w = w._replace(content=put(w.content, r, id_))
         if not self.bounds.recovery:
@@ -255,7 +267,7 @@ class Model:
         return w._replace(kept=put(w.kept, r, (Kept(state, id_), *w.kept[r])[:2]))
 
     def _held_again(self, w: World, r: int, found: Kept) -> frozenset[CommitSeen]:
-        """The commits that must not get lost, held by the new life of replica ``r`` too."""
+        """Return the commits that must not get lost; the new life of replica `r` holds them too."""
         me = (replica_at(w, r), name_at(w, r))
         return frozenset(
             d._replace(holders=d.holders | {me}) if d.content == found.content else d for d in w.commits
@@ -283,19 +295,19 @@ class Model:
                 return w
 
     def _leaves(self, w: World, r: int) -> bool:
-        """Whether replica ``r`` ends before the job does, because it was drained or told to end."""
+        """Whether replica `r` ends before the job does, because it was drained or told to end."""
         me = self.replica(w, r)
         if me is None or me.state.step >= self.bounds.steps:
             return False
         return me.departing or me.me in self.lighthouse(w).drained
 
     def drain(self, w: World, r: int) -> World:
-        """An operator drains replica ``r``."""
+        """Return the world after an operator drains replica `r`."""
         w = self.consult(w._replace(drains=w.drains - 1), quorum.Commanded("drain", r, "maintenance", 0.0))
         return w._replace(late=w.late | {r}) if w.replicas[r] < 0 else w
 
     def deliver(self, w: World, r: int) -> World:
-        """The ask of replica ``r`` reaches the lighthouse; only answers travel slowly."""
+        """Return the world after the request of replica `r` reaches the lighthouse; only answers travel slowly."""
         ask = w.asked[r]
         assert ask is not None
         if r in w.exiled:  # it is sent again and again, and arrives when it can
@@ -336,7 +348,7 @@ class Model:
 
     @staticmethod
     def _of_another_grant(me: Replica, peer: Replica) -> bool:
-        """Whether ``peer`` has another grant of the same epoch: then no connection between the two comes about."""
+        """Whether `peer` has another grant of the same epoch: then the two cannot connect."""
         mine, theirs = me.grant, peer.grant
         return mine is not None and theirs is not None and mine.epoch == theirs.epoch and mine != theirs
 
@@ -346,7 +358,10 @@ class Model:
         return me is None or me.grant is None or me.grant.epoch > item[1].fence.epoch or not me.intact
 
     def _commit(self, w: World, r: int, record: CommitRecord, decided: bool) -> World:
-        """Replica ``r`` applies a record that was ``decided`` by a token, so that all have it, or by a grant."""
+        """Return the world after replica `r` applies a record.
+
+        `decided`: a token decided on it, so that all members have it; otherwise a grant did.
+        """
         before = self._contents.items[w.content[r]]
         invariants.on_sound_states(r, record, [f for f in w.flipped if f.life == w.lives[f.replica]])
         invariants.enough(r, record, self.bounds.min_replicas)
@@ -380,7 +395,7 @@ class Model:
         return w._replace(commits=frozenset(alive | {done}))
 
     def _has(self, w: World, member: tuple[int, str], state: state_id.StateId) -> bool:
-        """Whether an incarnation holds ``state`` or is prepared for it."""
+        """Whether an incarnation holds `state` or is prepared for it."""
         place = place_of(w, member)
         me = None if place is None else self.replica(w, place)
         if me is None:
@@ -394,7 +409,7 @@ class Model:
     # What the lighthouse does.
 
     def consult(self, w: World, event: quorum.Event) -> World:
-        """The lighthouse takes an event; its answers start to travel."""
+        """Return the world after the lighthouse takes an event; its answers start to travel."""
         try:
             reached, due = self.quorums.after(w.lighthouse, event)
         except AssertionError as error:
@@ -426,11 +441,14 @@ class Model:
         return w
 
     def put_back(self, w: World) -> World:
-        """The lighthouse comes back with the copy of its store that was put aside."""
+        """Return the world after the lighthouse comes back with the copy of its store that was put aside."""
         return self.reopen(w._replace(lighthouse=w.copy, copy=-1), False)
 
     def reopen(self, w: World, wiped: bool) -> World:
-        """The lighthouse comes back with what was durable, or ``wiped``; open asks are sent again."""
+        """Return the world after the lighthouse comes back with what was durable, or `wiped`.
+
+        Open requests are sent again.
+        """
         s = self.lighthouse(w)
         if wiped:
             state = quorum.LighthouseState.empty(s.policy, s.term + 1)

@@ -1,8 +1,9 @@
-"""Moves: everything that may happen next in a world, each with a sentence for humans."""
+"""Everything that may happen next in a world, each with a sentence for humans."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from ft_hsdp.core import events, state_id
 from ft_hsdp.core.commit import AttemptId
@@ -18,7 +19,7 @@ Move = tuple[str, Callable[[], World]]
 
 
 def successors(model: Model, w: World) -> Iterator[Move]:
-    """Everything that can happen in ``w``: a label, and how to get the world after it."""
+    """Yield everything that can happen in `w`: a label, and a function that returns the world after it."""
     if model.halted(w):
         return
     for r in range(len(w.replicas)):
@@ -26,11 +27,11 @@ def successors(model: Model, w: World) -> Iterator[Move]:
         if me is not None:
             yield from _of_replica(model, w, r, me)
         elif (id_, name_at(w, r)) not in w.exits and r != w.second and id_ not in model.lighthouse(w).drained:
-            yield f"{_who(w, r)} restarts", lambda r=r: model.restart(w, r)  # type: ignore[misc]
+            yield f"{_who(w, r)} restarts", partial(model.restart, w, r)
             for found in w.kept[r]:
                 yield (
                     f"{_who(w, r)} restarts and finds {found.state}",
-                    lambda r=r, found=found: model.restart(w, r, found),  # type: ignore[misc]
+                    partial(model.restart, w, r, found),
                 )
     yield from _of_two_lives(model, w)
     yield from _of_messages(model, w)
@@ -39,32 +40,31 @@ def successors(model: Model, w: World) -> Iterator[Move]:
         order = quorum.Commanded("drain", r, "", 0.0)
         plan = commands.plan(model.lighthouse(w), order, commands.Supervised())
         if isinstance(plan, commands.CommandPlan) and plan.event:
-            yield f"an operator drains replica {r}", lambda r=r: model.drain(w, r)  # type: ignore[misc]
+            yield f"an operator drains replica {r}", partial(model.drain, w, r)
 
 
 def patience(model: Model, w: World) -> Iterator[Move]:
-    """What the mere passing of time brings when nothing else can happen."""
+    """Yield what the passing of time brings when nothing else can happen."""
     s = model.lighthouse(w)
     for r in range(len(w.replicas)):
         me = model.replica(w, r)
         if me is not None and me.phase is Phase.ASKING and me.intact:
             yield (
                 f"{_who(w, r)} gets no answer in time",
-                lambda r=r: model.tell(w, r, events.Unanswered()),  # type: ignore[misc]
+                partial(model.tell, w, r, events.Unanswered()),
             )
         if me is not None and me.phase is Phase.REDUCING and model.waits(me):
-            yield f"{_who(w, r)} waits no longer for its fetch", lambda r=r: model.vote(w, r)  # type: ignore[misc]
+            yield f"{_who(w, r)} waits no longer for its fetch", partial(model.vote, w, r)
     if s.since is not None and not s.finished:
-        yield "the grace of the silent ends", lambda: model.consult(w, quorum.Ticked(GRACE_S))
-        yield "the silent are evicted", lambda: model.consult(w, quorum.Ticked(EVICT_S))
+        yield "the grace of the silent ends", partial(model.consult, w, quorum.Ticked(GRACE_S))
+        yield "the silent are evicted", partial(model.consult, w, quorum.Ticked(EVICT_S))
     for r in sorted(w.exiled):
-        back = w._replace(exiled=w.exiled - {r})
-        yield f"{_who(w, r)} reaches the lighthouse again", lambda back=back: back  # type: ignore[misc]
+        yield f"{_who(w, r)} reaches the lighthouse again", partial(w._replace, exiled=w.exiled - {r})
         yield from _lease_ends(model, w, r)
 
 
 def _lease_ends(model: Model, w: World, r: int) -> Iterator[Move]:
-    """What becomes of a replica that no lighthouse answers beyond its lease, and of those that wait for it."""
+    """Yield what happens to a replica whose lease ends without an answer, and to those that wait for it."""
     me = model.replica(w, r)
     if me is None or me.phase is not Phase.ASKING or not me.intact:
         return
@@ -74,60 +74,63 @@ def _lease_ends(model: Model, w: World, r: int) -> Iterator[Move]:
         peer = model.replica(w, other)
         waits = peer is not None and peer.intact and peer.phase is Phase.REDUCING and peer.grant == me.grant
         if after == w and waits:
-            yield f"{_who(w, other)} waits in vain", lambda other=other: invariants.blames_nobody(r, other)  # type: ignore[misc]
+            yield f"{_who(w, other)} waits in vain", partial(invariants.blames_nobody, r, other)
 
 
 def _of_replica(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
     answer, ask = w.answers[r], w.asked[r]
     if ask is not None and ask.pause and r not in w.exiled:
-        yield f"{_who(w, r)} asks again", lambda: model.deliver(w, r)
+        yield f"{_who(w, r)} asks again", partial(model.deliver, w, r)
     if answer is not None:
-        yield f"{_who(w, r)} gets {_short(answer)}", lambda: model.answer(w, r)
+        yield f"{_who(w, r)} gets {_short(answer)}", partial(model.answer, w, r)
     if w.lapses and me.phase is Phase.ASKING and me.intact:
         fewer = w._replace(lapses=w.lapses - 1)
-        yield f"{_who(w, r)} gets no answer in time", lambda: model.tell(fewer, r, events.Unanswered())
+        yield f"{_who(w, r)} gets no answer in time", partial(model.tell, fewer, r, events.Unanswered())
     first = me.grant is not None and me.grant.ring[0] == me.me
     if me.phase is Phase.REDUCING and first and not model.waits(me) and (record := model.sum(w, me)) is not None:
         yield (
             f"{_who(w, r)} holds the sum of {_fence(me.fence)}: replicas {list(record.contributors)}",
-            lambda: model.reduced(w, r, record),
+            partial(model.reduced, w, r, record),
         )
     voting = me.phase in (Phase.ASKING, Phase.REDUCING) and me.intact and me.verified
     if w.flips and voting and me.state.step < me.steps:
-        yield f"{_who(w, r)} has its state corrupted", lambda: model.flip(w, r)
+        yield f"{_who(w, r)} has its state corrupted", partial(model.flip, w, r)
     if me.grant is not None and me.intact:
         broken = events.RingBroken(me.grant.epoch)
         if _torn(model, w, r, me):
-            yield f"{_who(w, r)} sees the ring of epoch {broken.epoch} break", lambda: model.tell(w, r, broken)
+            yield f"{_who(w, r)} sees the ring of epoch {broken.epoch} break", partial(model.tell, w, r, broken)
         elif w.breaks:
             yield (
                 f"a link of {_who(w, r)} in epoch {broken.epoch} breaks",
-                lambda: model.tell(w._replace(breaks=w.breaks - 1), r, broken),
+                partial(model.tell, w._replace(breaks=w.breaks - 1), r, broken),
             )
     yield from _of_links(model, w, r, me)
     if me.phase is Phase.LEAVING:
-        yield f"{_who(w, r)} leaves before the others do", lambda: model.tell(w, r, events.LeaveOverdue())
+        yield f"{_who(w, r)} leaves before the others do", partial(model.tell, w, r, events.LeaveOverdue())
     if me.fetching is not None:
         yield from _fetches(model, w, r, me, me.fetching)
     for shown in _shown(model, w, r, me):
         yield (
             f"{_who(w, r)} is shown epoch {shown.epoch} by a member",
-            lambda shown=shown: model.tell(w, r, events.GrantShown(shown)),  # type: ignore[misc]
+            partial(model.tell, w, r, events.GrantShown(shown)),
         )
     if w.leaves and me.phase is not Phase.DONE and not me.departing:
         told = w._replace(leaves=w.leaves - 1)
-        yield f"{_who(w, r)} is told to end", lambda: model.tell(told, r, events.LeaveRequested())
+        yield f"{_who(w, r)} is told to end", partial(model.tell, told, r, events.LeaveRequested())
     if w.deaths and me.phase is not Phase.DONE:
-        yield f"{_who(w, r)} is killed", lambda: model.die(w._replace(deaths=w.deaths - 1), r)
+        yield f"{_who(w, r)} is killed", partial(model.die, w._replace(deaths=w.deaths - 1), r)
 
 
 def _of_links(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
-    """Neighbours that cannot connect, a process that cannot connect at all, a lighthouse out of reach."""
+    """Yield what broken links bring.
+
+    Neighbours that cannot connect, a process that cannot, a lighthouse out of reach.
+    """
     for a, b in edges(me.grant) if me.grant is not None and me.intact and me.phase is Phase.REDUCING else ():
         if me.me in (a.replica, b.replica) and severed(model.bounds, w, (a, b)) and me.incarnation not in w.short:
             other = b.replica if me.me == a.replica else a.replica
             lost = events.RingBroken(me.grant.epoch if me.grant else 0, other, me.me)
-            yield f"{_who(w, r)} cannot connect to replica {other}", lambda lost=lost: model.tell(w, r, lost)  # type: ignore[misc]
+            yield f"{_who(w, r)} cannot connect to replica {other}", partial(model.tell, w, r, lost)
     if me.incarnation in w.short:
         yield from _exhausted(model, w, r, me)
     elif w.shortages and me.phase is not Phase.DONE:
@@ -145,24 +148,27 @@ def _of_links(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
 
 
 def _exhausted(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
-    """A process that cannot connect ends itself, when it needs to: it blames nobody."""
+    """Yield the end of a process that cannot connect: it ends itself when it needs to, and blames no neighbour."""
     if me.phase is Phase.REDUCING:
-        yield f"{_who(w, r)} ends itself", lambda: model.die(w, r)
+        yield f"{_who(w, r)} ends itself", partial(model.die, w, r)
 
 
 def _of_two_lives(model: Model, w: World) -> Iterator[Move]:
-    """A second supervisor starts; both report again and again; whose ask was dropped asks again."""
+    """Yield what a second supervisor brings.
+
+    It starts a life, both report again and again, a dropped request is repeated.
+    """
     if w.doubles:
         for r in range(len(w.replicas)):
             if model.replica(w, r) is not None:
-                yield f"replica {r} is started by a second supervisor", lambda r=r: model.double(w, r)  # type: ignore[misc]
+                yield f"replica {r} is started by a second supervisor", partial(model.double, w, r)
     for r in (w.second, len(w.replicas) - 1) if w.second >= 0 else ():
         if model.replica(w, r) is None:
             continue
-        yield f"{_who(w, r)} is reported to run", lambda r=r: model.oversee(w, r)  # type: ignore[misc]
+        yield f"{_who(w, r)} is reported to run", partial(model.oversee, w, r)
         ask, known = w.asked[r], model.lighthouse(w).views[w.second].ask
         if ask is not None and not ask.pause and (known is None or known.id != r):
-            yield f"{_who(w, r)} asks again", lambda r=r: model.deliver(w, r)  # type: ignore[misc]
+            yield f"{_who(w, r)} asks again", partial(model.deliver, w, r)
 
 
 def _of_messages(model: Model, w: World) -> Iterator[Move]:
@@ -172,14 +178,14 @@ def _of_messages(model: Model, w: World) -> Iterator[Move]:
         word = f"{'verdict' if token.verdict else 'pass 1'} {'yes' if token.yes else 'no'}"
         yield (
             f"{_who(w, to)} gets the token of {_fence(token.fence)}: {word}",
-            lambda to=to, token=token, rest=rest: model.hand_over(rest, to, token),  # type: ignore[misc]
+            partial(model.hand_over, rest, to, token),
         )
     for gone in w.exits:
         others = w._replace(exits=tuple(e for e in w.exits if e != gone))
         seen = quorum.ProcessesReported(Running({gone[0]: None}), frozenset({gone}), frozenset(), 0.0)
         yield (
             f"the lighthouse learns that incarnation {gone[1]} has exited",
-            lambda others=others, seen=seen: model.consult(others, seen),  # type: ignore[misc]
+            partial(model.consult, others, seen),
         )
 
 
@@ -187,32 +193,32 @@ def _of_lighthouse(model: Model, w: World) -> Iterator[Move]:
     s = model.lighthouse(w)
     if w.pauses and s.since is not None and not s.finished:
         fewer = w._replace(pauses=w.pauses - 1)
-        yield "the grace of the silent ends", lambda: model.consult(fewer, quorum.Ticked(GRACE_S))
-        yield "the silent are evicted", lambda: model.consult(fewer, quorum.Ticked(EVICT_S))
+        yield "the grace of the silent ends", partial(model.consult, fewer, quorum.Ticked(GRACE_S))
+        yield "the silent are evicted", partial(model.consult, fewer, quorum.Ticked(EVICT_S))
     if w.copies and w.copy < 0:
         put_aside = w._replace(copies=w.copies - 1, copy=w.lighthouse)
         yield "the lighthouse has its store copied", lambda: put_aside
     if w.copy >= 0:
-        yield "the lighthouse restarts with the older copy", lambda: model.put_back(w)
+        yield "the lighthouse restarts with the older copy", partial(model.put_back, w)
     if w.restarts:
-        yield "the lighthouse restarts", lambda: model.reopen(w._replace(restarts=w.restarts - 1), False)
+        yield "the lighthouse restarts", partial(model.reopen, w._replace(restarts=w.restarts - 1), False)
     if w.wipes:
         yield (
             "the lighthouse restarts with an empty store",
-            lambda: model.reopen(w._replace(wipes=w.wipes - 1), True),
+            partial(model.reopen, w._replace(wipes=w.wipes - 1), True),
         )
 
 
 def _fetches(model: Model, w: World, r: int, me: Replica, base: state_id.StateId) -> Iterator[Move]:
     donor = _donor(model, w, r, me)
     if donor is not None:
-        yield f"{_who(w, r)} has fetched {base} from {donor}", lambda: model.fetch(w, r, base, donor)
+        yield f"{_who(w, r)} has fetched {base} from {donor}", partial(model.fetch, w, r, base, donor)
     elif me.phase in (Phase.FETCHING, Phase.FINAL) and w.asked[r] is None and w.answers[r] is None:
-        yield f"{_who(w, r)} finds no donor", lambda: model.tell(w, r, events.FetchFailed(base, "gone"))
+        yield f"{_who(w, r)} finds no donor", partial(model.tell, w, r, events.FetchFailed(base, "gone"))
 
 
 def _torn(model: Model, w: World, r: int, me: Replica) -> bool:
-    """Whether a member of ``r``'s epoch is gone from it, or builds on another lineage."""
+    """Whether a member of the epoch of replica `r` is gone from it, or builds on another lineage."""
     assert me.grant is not None
     for member in me.grant.members:
         if member.replica == me.me:
@@ -231,7 +237,7 @@ def _torn(model: Model, w: World, r: int, me: Replica) -> bool:
 
 
 def _donor(model: Model, w: World, r: int, me: Replica) -> int | None:
-    """A live replica that holds, or pinned a snapshot of, the state that ``me`` fetches."""
+    """Return a live replica that holds, or pinned a snapshot of, the state that `me` fetches."""
     base = me.fetching
     for d in range(len(w.replicas)):
         peer = model.replica(w, d)
@@ -252,7 +258,7 @@ def _donor(model: Model, w: World, r: int, me: Replica) -> int | None:
 
 
 def _shown(model: Model, w: World, r: int, me: Replica) -> Iterator[Grant]:
-    """Newer grants that a member may show to ``r``, other than the one already on its way."""
+    """Yield newer grants that a member may show to `r`, other than the one already on its way."""
     seen: set[int] = set()
     for other in range(len(w.replicas)):
         peer = model.replica(w, other)

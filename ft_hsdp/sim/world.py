@@ -1,9 +1,8 @@
-"""World: one state of a lighthouse and N replicas, joined by messages that may be late or lost.
+"""One state of a lighthouse and N replicas, joined by messages that may be late or lost.
 
-A world is a small tuple of interned ids, so that hashing a state and repeating a transition cost almost
-nothing. Gradients are replaced by their meaning: the ``content`` of a replica is the list of steps it has
-applied, each the set of (data shard, batch, contributor) inside it. Two replicas that claim one StateId must
-hold one content.
+A world is a small tuple of interned ids, so hashing a state and repeating a transition cost almost nothing.
+Gradients are replaced by their meaning: the *content* of a replica is the list of steps that it has applied, each
+the set of (data shard, batch, contributor) inside it. Two replicas that claim one StateId must have one content.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class Interned(Generic[T]):
         self._ids: dict[T, int] = {}
 
     def id(self, item: T) -> int:
-        """The id of ``item``; equal items share one."""
+        """Return the id of `item`; equal items share one."""
         found = self._ids.get(item)
         if found is None:
             found = self._ids[item] = len(self.items)
@@ -45,7 +44,7 @@ class Interned(Generic[T]):
 
 
 class Cores(Interned[T], Generic[T, E, F]):
-    """States of one kind of core by small ids, and its transitions, each computed once.
+    """The states of one kind of core by small ids, and its transitions, each computed once.
 
     T, E, F: its states, events and effects.
     """
@@ -56,7 +55,7 @@ class Cores(Interned[T], Generic[T, E, F]):
         self._known: dict[tuple[int, E], tuple[int, tuple[F, ...]]] = {}
 
     def after(self, state: int, event: E) -> tuple[int, tuple[F, ...]]:
-        """The id of the state after an event in the state of this id, and the effects."""
+        """Return the id of the state after an event, and the effects."""
         found = self._known.get((state, event))
         if found is None:
             reached, due = self._transition(self.items[state], event)
@@ -66,105 +65,86 @@ class Cores(Interned[T], Generic[T, E, F]):
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What may go wrong, and how often.
+    """What may go wrong, and how often."""
 
-    ``deaths`` are killed replicas, ``pauses`` ends of the lighthouse's patience with a silent one,
-    ``restarts`` and ``wipes`` those of the lighthouse with and without its store, ``breaks`` links that break
-    with nobody dead, ``lapses`` answers that come too late. With ``late_tokens`` a token outlives its ring. With
-    ``recovery`` a replica may find one of its two newest states again when it is restarted. ``flips`` are states
-    that change silently in their replica's memory. With ``patient`` a step waits for the fetch of one behind.
-    ``drains`` are replicas that an operator sends away for good, ``leaves`` are told to end and are started again.
-    ``doubles`` is 1 if a second supervisor may start a replica beside the life that there is.
-    ``copies`` are copies of the lighthouse's store, of which the newest is put back once. ``cut`` are two replicas
-    that can never connect to each other. ``shortages`` are replicas that have no descriptor, port or memory left
-    to connect with, ``exiles`` are replicas that cannot reach the lighthouse for longer than their lease.
-    ``min_replicas`` contribute to each step, or none is made.
-    """
-
-    replicas: int = 3
-    steps: int = 2
-    deaths: int = 1
-    pauses: int = 1
-    restarts: int = 1
-    wipes: int = 0
-    breaks: int = 0
-    lapses: int = 0
-    late_tokens: bool = False
+    replicas: int = 3  # replicas of the job
+    steps: int = 2  # steps of the job
+    deaths: int = 1  # replicas that are killed
+    pauses: int = 1  # times that the lighthouse loses its patience with a silent replica
+    restarts: int = 1  # restarts of the lighthouse with its store
+    wipes: int = 0  # restarts of the lighthouse with an empty store
+    breaks: int = 0  # links that break although both ends live
+    lapses: int = 0  # answers of the lighthouse that come too late
+    late_tokens: bool = False  # a token outlives its ring
+    # batches are taken from the replicated ledger; False: each replica counts its own
     replicated_cursors: bool = True
-    recovery: bool = False
-    flips: int = 0
-    patient: bool = False
-    drains: int = 0
-    leaves: int = 0
-    doubles: int = 0
-    copies: int = 0
-    cut: tuple[int, int] | None = None
-    shortages: int = 0
-    exiles: int = 0
-    min_replicas: int = 1
-    assignment: Assignment = "per_replica"
+    recovery: bool = False  # a replica that is restarted may find one of its two newest states
+    flips: int = 0  # states that change silently in their replica's memory
+    patient: bool = False  # a step waits for the fetch of a replica that is behind
+    drains: int = 0  # replicas that an operator sends away for good
+    leaves: int = 0  # replicas that are told to end, and are started again
+    doubles: int = 0  # 1: a second supervisor may start a replica beside the incarnation that runs
+    copies: int = 0  # copies of the lighthouse's store; the newest is put back once
+    cut: tuple[int, int] | None = None  # two replicas that can never connect to each other
+    shortages: int = 0  # replicas that have no descriptor, port or memory left to connect with
+    exiles: int = 0  # replicas that cannot reach the lighthouse for longer than their lease
+    min_replicas: int = 1  # fewer contributors make no step
+    assignment: Assignment = "per_replica"  # which batches each replica takes
 
 
 class WorldEntry(NamedTuple):
-    """What one incarnation brought into a ring: its grant's term, its weight, its batch, what it builds on."""
+    """What one incarnation brought into a ring."""
 
     replica: int
     incarnation: str
-    term: int
-    weight: int
+    term: int  # of its grant
+    weight: int  # 0: it relays
     shard: int
-    batch: int
-    prev: str
+    batch: int  # index in the data shard
+    prev: str  # lineage that it builds on
 
 
 class Kept(NamedTuple):
-    """A snapshot: the name of a state, and its content."""
+    """A snapshot."""
 
-    state: StateId
-    content: int
+    state: StateId  # its name
+    content: int  # id of its content
 
 
 class Flip(NamedTuple):
-    """The state of one life of a replica is corrupt since it had ``step`` steps."""
+    """The state of one incarnation of a replica is corrupt."""
 
     replica: int
     life: int
-    step: int
+    step: int  # number of steps that the state had when it was corrupted
 
 
 class CommitSeen(NamedTuple):
-    """A commit that happened: its content and the members that hold or could apply it."""
+    """A commit that happened."""
 
-    content: int
+    content: int  # id of the content after it
     epoch: int
-    holders: frozenset[tuple[int, str]]
+    holders: frozenset[tuple[int, str]]  # members that hold it or could apply it
 
 
 class World(NamedTuple):
-    """One state of the world: a place for each replica, and one more for a second life of ``second`` (-1: none).
+    """One state of the world. Tuples have a place for each replica, and one more for a second life of `second`."""
 
-    Core ids of -1 are dead; ``asked`` are open asks, ``answers`` in flight; ``exits`` are not reported
-    yet; ``late`` are replicas that were started again when the job was over, or drained; ``kept`` are the states,
-    newest first, that outlive a replica's death on its machine; ``flipped`` are lives whose state is corrupt;
-    ``copy`` is the state of the lighthouse of which a copy was put aside (-1: none); ``short`` are incarnations
-    that cannot connect, ``exiled`` are places from which the lighthouse cannot be reached.
-    """
-
-    replicas: tuple[int, ...]
-    content: tuple[int, ...]
-    kept: tuple[tuple[Kept, ...], ...]
-    local: tuple[int, ...]
-    lighthouse: int
-    asked: tuple[RequestGrant | None, ...]
-    answers: tuple[Answer | None, ...]
-    tokens: tuple[tuple[int, CommitToken], ...]
-    rings: tuple[tuple[AttemptId, tuple[WorldEntry, ...]], ...]
-    exits: tuple[tuple[int, str], ...]
-    lives: tuple[int, ...]
-    late: frozenset[int]
-    commits: frozenset[CommitSeen]
-    flipped: frozenset[Flip]
-    deaths: int
+    replicas: tuple[int, ...]  # ids of their cores; -1: dead
+    content: tuple[int, ...]  # ids of what they have applied
+    kept: tuple[tuple[Kept, ...], ...]  # snapshots, newest first, that outlive a replica's death on its machine
+    local: tuple[int, ...]  # how many batches each has taken, without `replicated_cursors`
+    lighthouse: int  # id of its core
+    asked: tuple[RequestGrant | None, ...]  # open requests
+    answers: tuple[Answer | None, ...]  # answers on their way
+    tokens: tuple[tuple[int, CommitToken], ...]  # (place, token) on their way
+    rings: tuple[tuple[AttemptId, tuple[WorldEntry, ...]], ...]  # what was brought into the ring of each attempt
+    exits: tuple[tuple[int, str], ...]  # incarnations that have exited without the lighthouse knowing it
+    lives: tuple[int, ...]  # number of restarts
+    late: frozenset[int]  # replicas that were started again when the job was over, or drained
+    commits: frozenset[CommitSeen]  # commits that must not get lost
+    flipped: frozenset[Flip]  # incarnations whose state is corrupt
+    deaths: int  # this and the following counters: how often it may still happen
     pauses: int
     restarts: int
     wipes: int
@@ -174,19 +154,23 @@ class World(NamedTuple):
     drains: int = 0
     leaves: int = 0
     doubles: int = 0
-    second: int = -1
+    second: int = -1  # the replica of which there is a second life; -1: none
     copies: int = 0
-    copy: int = -1
+    copy: int = -1  # id of the lighthouse's core of which a copy was put aside; -1: none
     shortages: int = 0
-    short: frozenset[str] = frozenset()
+    short: frozenset[str] = frozenset()  # incarnations that cannot connect
     exiles: int = 0
-    exiled: frozenset[int] = frozenset()
+    exiled: frozenset[int] = frozenset()  # places from which the lighthouse cannot be reached
 
 
 def first(b: Bounds, replicas: tuple[int, ...], content: int, lighthouse: int) -> World:
-    """The world in which nothing has happened.
+    """Return the world in which nothing has happened.
 
-    replicas: ids of their cores; content: id of the content of nothing; lighthouse: id of its core.
+    Args:
+        b: the bounds.
+        replicas: ids of their cores.
+        content: id of the empty content.
+        lighthouse: id of its core.
     """
     return World(
         replicas=replicas,
@@ -220,13 +204,13 @@ def first(b: Bounds, replicas: tuple[int, ...], content: int, lighthouse: int) -
 
 
 def put(row: tuple[Any, ...], i: int, value: Any) -> tuple[Any, ...]:
-    """``row`` with its item ``i`` replaced."""
+    """Return `row` with its item `i` replaced."""
     return (*row[:i], value, *row[i + 1 :])
 
 
 @cache
 def ledger(content: Content, shards: int) -> Ledger:
-    """The ledger after ``content``."""
+    """Return the ledger after `content`."""
     if not content:
         return Ledger.empty(shards)
     *before, newest = content
@@ -235,7 +219,7 @@ def ledger(content: Content, shards: int) -> Ledger:
 
 
 def named(replica: int, life: int, run: str = RUN) -> str:
-    """The name of one life of a replica."""
+    """Return the name of one incarnation of a replica."""
     return str(IncarnationId(replica, run, life))
 
 
@@ -248,18 +232,18 @@ def same_run(one: tuple[int, str], other: tuple[int, str]) -> bool:
 
 
 def replica_at(w: World, place: int) -> int:
-    """The id of the replica that has this place."""
+    """Return the id of the replica that has this place."""
     return w.second if place == len(w.replicas) - 1 and w.second >= 0 else place
 
 
 def name_at(w: World, place: int) -> str:
-    """The newest incarnation at this place; a second supervisor's run has another name."""
+    """Return the newest incarnation at this place; a second supervisor's run has another name."""
     r = replica_at(w, place)
     return named(r, w.lives[place], RUN if r == place else SECOND_RUN)
 
 
 def place_of(w: World, member: tuple[int, str]) -> int | None:
-    """Where an incarnation lives, or was the newest one that did."""
+    """Return where an incarnation lives, or was the newest one that did; None if it is older."""
     last = len(w.replicas) - 1
     return next(
         (p for p in {member[0], last} if replica_at(w, p) == member[0] and name_at(w, p) == member[1]), None
@@ -267,7 +251,7 @@ def place_of(w: World, member: tuple[int, str]) -> int | None:
 
 
 def edges(grant: Grant) -> list[tuple[Member, Member]]:
-    """The edges of a ring, each from a member to its right neighbour."""
+    """Return the edges of a ring, each from a member to its right neighbour."""
     members = grant.members
     return list(zip(members, (*members[1:], members[0]), strict=True)) if len(members) > 1 else []
 
