@@ -93,7 +93,7 @@ def _copy(source: Any, target: Any, sums: shard_manifest.RunningChecksums) -> No
     """Copy and sum up, a piece at a time, so that it is in the CPU's cache for the second."""
     begin = 0
     while begin < len(source):
-        piece = source[begin : begin + min(sums.room, PIECE)]
+        piece = source[begin : begin + min(sums.remaining, PIECE)]
         np.copyto(target[begin : begin + len(piece)], piece)
         sums.add(piece.data)
         begin += len(piece)

@@ -219,7 +219,7 @@ def test_what_is_sent_is_a_copy_and_may_change_at_once(transport: StateTransport
 def test_nothing_without_the_token_and_no_other_metadata(transport: StateTransport[Any]) -> None:
     transport.send_checkpoint([1], 1, {"a": 1}, SOON)
     told = json.loads(transport.metadata())
-    with pytest.raises(TimeoutError, match="lets nobody in who calls from here with this token"):
+    with pytest.raises(TimeoutError, match="refuses connections from here with this token"):
         transport.recv_checkpoint(0, json.dumps({**told, "token": "0"}), 1, timedelta(seconds=0.2))
     for junk in ("", "http://localhost:1/checkpoint/", "{}", "[]", '{"addresses": [], "token": "x"}'):
         with pytest.raises(DataCorruption, match="metadata"):

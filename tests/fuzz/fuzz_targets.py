@@ -201,7 +201,7 @@ class _Handler(server._Handler):
         self.connection: Any = _Sink()
         self.rfile = io.BytesIO(self.request)
         self.wfile: Any = io.BytesIO()
-        self.reader: Any = SimpleNamespace(now=lambda taking: None, taken=0)
+        self.reader: Any = SimpleNamespace(now=lambda responding: None, taken=0)
 
 
 SHELF = InMemorySnapshots()
@@ -210,7 +210,7 @@ SHELF.put(shard_manifest.ShardManifest(BASE, 0, 1, "0" * 32, 0, (), (), ()), Sna
 
 def _request(data: bytes) -> None:
     """Requests to a state server."""
-    where: Any = SimpleNamespace(shelf=SHELF)
+    where: Any = SimpleNamespace(source=SHELF)
     _Handler(data, ("x", 1), where)  # type: ignore[arg-type]
 
 

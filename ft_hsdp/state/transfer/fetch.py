@@ -1,15 +1,15 @@
-"""ChunkQueue: the queue of what is still to be fetched, and what is verified. Not thread-safe.
+"""Fetches a rank's shard of a committed state from healthy replicas (FT-HSDP §4.3, §4.4).
 
-ManifestVotes: which manifest the donors of one state agree on. Pure.
+Donors that hold the same state hold the same bits, so their manifests have the same digest. Each donor sends its
+manifest; the digest of a strict majority decides what is fetched, and a donor with another digest is broken. The
+chunks are striped over the donors of the majority. What a donor does not deliver, because it is slow, wrong or
+gone, the others deliver.
 
-Donors that hold the same state hold the same bits (FT-HSDP §4.4), so their manifests have one digest. A donor
-whose digest is another one is broken, and a vote tells which one, as long as there is a strict majority.
+Everything is written into memory that nothing uses yet, and verified there. The live state is not touched.
 
-Fetch: a rank that is behind takes its shard of a committed state from healthy replicas (FT-HSDP §4.3, §4.4).
-
-Every donor says what its manifest is; only what they agree on is fetched, striped over all who have it. Everything
-goes into memory that nothing uses yet and is verified there; the live state is not touched. What a donor leaves
-undone, because it is slow, wrong or gone, the others do.
+`fetch` is the entry point. One thread per donor receives chunks, one verifies them, and the calling thread keeps
+the deadlines. `ManifestVotes` counts the digests and `ChunkQueue` hands out the chunks; both are plain data
+structures that are used under the fetch's lock.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ MAX_RUN = 16  # chunks of one request
 
 
 class ChunkQueue:
-    """``count`` chunks, handed out in runs that get shorter towards the end, so that all donors end together."""
+    """The numbers 0 to ``count`` - 1 of the chunks that are still to be fetched. Not thread-safe.
+
+    They are handed out in runs that get shorter towards the end, so that all ``takers`` finish at about the same
+    time.
+    """
 
     def __init__(self, count: int, takers: int) -> None:
         self._left = list(range(count - 1, -1, -1))  # the next one at the end
@@ -43,11 +47,11 @@ class ChunkQueue:
 
     @property
     def done(self) -> bool:
-        """Whether all are verified."""
+        """Whether all chunks are verified."""
         return self._unverified == 0
 
     def take(self) -> range:
-        """The next run of consecutive chunks; empty if there is none now."""
+        """Remove and return the next run of consecutive chunks. Empty if none is left now."""
         if not self._left:
             return range(0)
         most = max(1, min(MAX_RUN, len(self._left) // (2 * self._takers)))
@@ -58,16 +62,19 @@ class ChunkQueue:
         return range(first, end)
 
     def put_back(self, chunks: Iterable[int]) -> None:
-        """These have to be fetched again: next of all."""
+        """Return chunks that have to be fetched again. They are handed out next."""
         self._left += sorted(chunks, reverse=True)
 
     def verified(self) -> None:
-        """One more is here and right."""
+        """Count one chunk that arrived and has its checksum."""
         self._unverified -= 1
 
 
 class ManifestVotes:
-    """The votes of ``donors`` (replica ids). One that does not have the state (yet) does not vote."""
+    """Counts which digest the manifests of ``donors`` (replica ids) have. Pure. Not thread-safe.
+
+    A donor that does not have the state has no vote until it has.
+    """
 
     def __init__(self, donors: Iterable[int]) -> None:
         self._unheard = set(donors)
@@ -75,30 +82,33 @@ class ManifestVotes:
         self._votes: dict[int, str] = {}
 
     def vote(self, donor: int, digest: str) -> None:
-        """``donor`` has the state, with this digest."""
+        """Record that ``donor`` has the state, with this digest."""
         self._forget(donor)
         self._votes[donor] = digest
 
     def absent(self, donor: int) -> None:
-        """``donor`` does not have it now; it may vote later."""
+        """Record that ``donor`` does not have the state now. It may vote later."""
         self._forget(donor)
         self._absent.add(donor)
 
     def failed(self, donor: int) -> None:
-        """``donor`` is out of it. What it has voted stands: it was one of those that were asked."""
+        """Expect no vote from ``donor`` any more. A vote that it has cast still counts: it was asked."""
         self._unheard.discard(donor)
         self._absent.discard(donor)
 
     @property
     def unheard(self) -> frozenset[int]:
-        """Those that have not said anything."""
+        """The donors that have not answered."""
         return frozenset(self._unheard)
 
     def verdict(self, *, patient: bool) -> str | None:
-        """The digest of a strict majority of the votes; None: there is none, or ``patient`` and some are unheard.
+        """Return the digest of a strict majority of the votes, or None if there is none yet.
+
+        Args:
+            patient: Return None as long as a donor has not answered.
 
         Raises:
-            DataCorruption: the donors disagree and nobody is left who could decide.
+            DataCorruption: The donors disagree, and no donor is left whose vote could decide.
         """
         if not self._votes or (patient and self._unheard):
             return None
@@ -110,15 +120,15 @@ class ManifestVotes:
         raise DataCorruption(self.disagreement())
 
     def voted(self, donor: int) -> str | None:
-        """The digest that ``donor`` has, if it has said so."""
+        """Return the digest that ``donor`` voted for, or None."""
         return self._votes.get(donor)
 
     def minority(self, digest: str) -> list[int]:
-        """Who voted for something else than ``digest``."""
+        """Return the donors that voted for another digest than ``digest``, sorted."""
         return sorted(donor for donor, voted in self._votes.items() if voted != digest)
 
     def disagreement(self) -> str:
-        """Who voted for what, in one line."""
+        """Return one line that says which donor has which digest."""
         said = ", ".join(f"replica {donor} has {voted[:12]}" for donor, voted in sorted(self._votes.items()))
         return f"the donors' manifests differ and there is no majority: {said}"
 
@@ -127,45 +137,49 @@ class ManifestVotes:
         self._absent.discard(donor)
 
 
-PATIENCE_S = 1.0  # for the first word of every donor; a donor that is later still objects, or joins
-CHUNK_S = 5.0  # in which the next chunk has to come
-RETRY_S = 0.02
-MAX_REGRET = 64 << 10  # bytes of an answer that says no
-TICK_S = 0.05  # how closely deadlines and cancel are kept
+PATIENCE_S = 1.0  # to wait for the vote of every donor; a later vote still counts
+CHUNK_S = 5.0  # after which a donor that sends no chunk has failed
+RETRY_S = 0.02  # between two questions to a donor that does not have the state yet
+MAX_REGRET = 64 << 10  # bytes in the body of an answer that is no success
+TICK_S = 0.05  # the precision of deadlines and of cancel
 
 
 class Cancelled(Exception):
-    """The fetch is of no more use."""
+    """The caller set ``cancel``."""
 
 
 class NotFetched(Exception):
-    """No donor could serve the state; the message says what each one did."""
+    """No donor could serve the state. The message says what each one did."""
 
 
 @dataclass(frozen=True, slots=True)
 class Donor:
-    """A replica that holds the state, and where this rank's shard is served ("host:port")."""
+    """A replica that has the state, or will have it soon."""
 
     replica: int
-    address: str
+    address: str  # "host:port" at which it serves this rank's shard
 
 
 @dataclass(frozen=True, slots=True)
 class FetchRequest:
-    """What is fetched: the shard of ``rank`` of ``state``.
-
-    ``check`` raises DataCorruption if a donor's manifest is not of what is wanted; ``memory`` gives the memory for
-    the manifest that the donors agreed on: uint8 [nbytes], best pre-faulted, and not used by anyone else.
-    """
+    """The shard to fetch, and the memory for it."""
 
     state: StateId
     rank: int
+    # Raises DataCorruption if a donor's manifest is not of the wanted shard. Called on the donors' threads.
     check: Callable[[ShardManifest], None]
+    # Returns memory for the manifest that the donors agreed on: uint8 [nbytes], best pre-faulted, used by nothing
+    # else until `fetch` ends. Called once, on the thread that calls `fetch`, while its lock is held.
     memory: Callable[[ShardManifest], memoryview]
 
     @staticmethod
     def exactly(expected: ExpectedShard, into: memoryview) -> FetchRequest:
-        """A shard that is known from the own model, into memory of its size."""
+        """Return a request for a shard that is known from this rank's own model.
+
+        Args:
+            expected: What every donor's manifest must say.
+            into: Writable memory of ``expected.nbytes`` bytes.
+        """
         return FetchRequest(
             expected.state, expected.rank, lambda m: shard_manifest.expect(m, expected), lambda _: into
         )
@@ -173,11 +187,11 @@ class FetchRequest:
 
 @dataclass(frozen=True, slots=True)
 class FetchedShard:
-    """A verified shard: its manifest, what it took in seconds, and the bytes that each donor (replica id) gave."""
+    """A shard whose bytes are all verified."""
 
     manifest: ShardManifest
-    seconds: float
-    given: dict[int, int]
+    seconds: float  # from the call to the last verified chunk
+    given: dict[int, int]  # verified bytes by donor (replica id)
 
 
 def fetch(
@@ -188,26 +202,37 @@ def fetch(
     cancel: threading.Event,
     rejected: Callable[[Donor, str], None],
 ) -> FetchedShard:
-    """Fetch and verify one shard; donors that do not have it yet are asked again until the deadline.
+    """Fetch and verify one shard. Blocks.
 
-    When it returns or raises, nobody writes into the memory any more. ``rejected`` is told, on any thread, about
-    each donor that failed.
+    A donor that does not have the state yet is asked again until the deadline. When the function returns or
+    raises, no thread writes into the memory any more.
+
+    Args:
+        donors: The replicas to ask; all are used at once.
+        request: The shard, and the memory for it.
+        token: The job's token, which the donors check.
+        deadline_s: Seconds from the call until it gives up.
+        cancel: Set by another thread to end the fetch early.
+        rejected: Called once for each donor that failed, with the reason, on any thread.
+
+    Returns:
+        The manifest of the verified shard, whose bytes are in ``request.memory``.
 
     Raises:
         Cancelled: ``cancel`` was set.
-        DataCorruption: the donors hold different bits of that state, and there is no majority.
-        NotFetched: the deadline passed, or every donor failed.
+        DataCorruption: The donors have different bits of that state, and there is no majority.
+        NotFetched: The deadline passed, or every donor failed.
     """
     began = time.monotonic()
-    job = _Job(donors, request, token, rejected)
-    with job.running():
-        job.supervise(began, deadline_s, cancel)
-    assert job.manifest is not None
-    return FetchedShard(job.manifest, time.monotonic() - began, job.given)
+    work = _Fetch(donors, request, token, rejected)
+    with work.threads():
+        work.supervise(began, deadline_s, cancel)
+    assert work.manifest is not None
+    return FetchedShard(work.manifest, time.monotonic() - began, work.given)
 
 
-class _Job:
-    """One fetch: a thread for each donor, one that verifies, and the caller's, which supervises."""
+class _Fetch:
+    """The state of one `fetch`: a thread for each donor, one that verifies, and the caller's, which supervises."""
 
     def __init__(
         self, donors: Sequence[Donor], request: FetchRequest, token: str, rejected: Callable[[Donor, str], None]
@@ -217,22 +242,25 @@ class _Job:
         self._request = request
         self._rejected = rejected
         self._donors = {d.replica: d for d in donors}
-        self._lines = {d.replica: DonorConnection(d.address, token) for d in donors}
+        self._connections = {d.replica: DonorConnection(d.address, token) for d in donors}
         self._failures: dict[int, str] = {}
-        self._shut: set[int] = set()  # donors that hang up on every call
-        self._due = dict.fromkeys(self._donors, math.inf)  # its size never changes, so it needs no lock
-        self._tally = ManifestVotes(self._donors)
+        self._refusing: set[int] = set()  # donors that hung up on the last call
+        # When the next chunk of each donor has to be here. The size never changes, so it needs no lock.
+        self._due = dict.fromkeys(self._donors, math.inf)
+        self._votes = ManifestVotes(self._donors)
         self._manifests: dict[str, ShardManifest] = {}
         self._digest = ""
         self._memory = memoryview(b"")
         self._chunks = ChunkQueue(0, 0)
         self._arrived: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
-        self._change = threading.Condition()
+        self._change = (
+            threading.Condition()
+        )  # its lock guards what the threads share, but ``_due`` and ``_refusing``
         self._over = False
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """The threads, all of which have ended afterwards."""
+    def threads(self) -> Iterator[None]:
+        """Run the threads. All of them have ended when the context ends."""
         threads = [threading.Thread(target=self._serve, args=(d,), name="fetch-donor") for d in self._donors]
         verifier = threading.Thread(target=self._verify, name="fetch-verify")
         for thread in (*threads, verifier):
@@ -244,50 +272,53 @@ class _Job:
             with self._change:
                 self._over = True
                 self._change.notify_all()
-            for line in self._lines.values():
-                line.hang_up()
+            for connection in self._connections.values():
+                connection.hang_up()
             for thread in threads:
                 thread.join()
             self._arrived.put(None)
             verifier.join()
 
     def supervise(self, began: float, deadline_s: float, cancel: threading.Event) -> None:
-        """Return when everything is verified; raise as `fetch` does."""
+        """Return when everything is verified. Raises what `fetch` raises."""
         with self._change:
             while not (self._decide(patient=time.monotonic() - began < PATIENCE_S) and self._chunks.done):
                 now = time.monotonic()
                 if cancel.is_set():
                     raise Cancelled
                 if len(self._failures) == len(self._donors):
-                    raise NotFetched(self._why() or "nobody to ask")
+                    raise NotFetched(self._why() or "there are no donors")
                 if now - began > deadline_s:
                     if len(self._manifests) > 1:
-                        raise DataCorruption(self._tally.disagreement())
+                        raise DataCorruption(self._votes.disagreement())
                     raise NotFetched(self._why() or self._late(deadline_s))
                 for donor, due in self._due.items():
                     if now > due:
                         self._fail(donor, f"no chunk within {CHUNK_S:g} s")
                 self._change.wait(TICK_S)
-            for donor in self._tally.unheard:
+            for donor in self._votes.unheard:
                 self._fail(donor, f"no answer within {time.monotonic() - began:.1f} s")
 
     def _why(self) -> str:
         return "; ".join(f"replica {donor}: {why}" for donor, why in self._failures.items())
 
     def _late(self, deadline_s: float) -> str:
-        shut = ", ".join(str(donor) for donor in self._shut)
-        why = f": replica {shut} lets nobody in who calls from here with this token" if shut else ""
+        refusing = ", ".join(str(donor) for donor in self._refusing)
+        why = f": replica {refusing} refuses connections from here with this token" if refusing else ""
         return f"no donor had it within {deadline_s:g} s{why}"
 
     def _decide(self, *, patient: bool) -> bool:
-        """Whether the donors agree on what is fetched; the first time that they agree, begin."""
-        digest = self._tally.verdict(patient=patient and self.manifest is None)
+        """Return whether the donors agree on what is fetched; on first agreement, queue the chunks.
+
+        Call it with the lock held.
+        """
+        digest = self._votes.verdict(patient=patient and self.manifest is None)
         if digest is None:
             return False
-        if self.manifest is not None and digest != self._digest:  # those that came late are more
-            raise DataCorruption(self._tally.disagreement())
-        for donor in self._tally.minority(digest):
-            self._fail(donor, f"its manifest {str(self._tally.voted(donor))[:12]} is not that of the others")
+        if self.manifest is not None and digest != self._digest:  # donors that voted later are the majority now
+            raise DataCorruption(self._votes.disagreement())
+        for donor in self._votes.minority(digest):
+            self._fail(donor, f"its manifest {str(self._votes.voted(donor))[:12]} is not that of the others")
         if self.manifest is None:
             manifest = self._manifests[digest]
             self._memory = self._request.memory(manifest)
@@ -297,69 +328,69 @@ class _Job:
         return True
 
     def _fail(self, donor: int, why: str) -> None:
-        """A donor is out of it. With the lock held."""
+        """Give up a donor, and tell the caller why. Call it with the lock held."""
         if donor in self._failures or self._over:
             return
         self._failures[donor] = why
-        self._tally.failed(donor)
-        self._lines[donor].hang_up()
+        self._votes.failed(donor)
+        self._connections[donor].hang_up()
         self._change.notify_all()
         self._rejected(self._donors[donor], why)
 
     # A donor's thread.
 
     def _serve(self, donor: int) -> None:
-        line = self._lines[donor]
+        connection = self._connections[donor]
         try:
-            if self._vote(donor, line) and self._agreed(donor):
+            if self._vote(donor, connection) and self._agreed(donor):
                 while run := self._next():
-                    self._receive(donor, line, run)
+                    self._receive(donor, connection, run)
         except (OSError, ValueError, DataCorruption) as error:
             with self._change:
                 self._fail(donor, str(error) or type(error).__name__)
         finally:
-            line.close()
+            connection.close()
 
-    def _vote(self, donor: int, line: DonorConnection) -> bool:
-        """Ask until it has the state; False: it is over."""
+    def _vote(self, donor: int, connection: DonorConnection) -> bool:
+        """Ask the donor for its manifest until it has the state. Returns False if the fetch is over."""
         request = self._request
         while True:
             fault_injection.hold(donor, lambda: self._over)
             try:
-                answer = line.ask(path(request.state, request.rank, "manifest"))
-                self._shut.discard(donor)
+                answer = connection.ask(path(request.state, request.rank, "manifest"))
+                self._refusing.discard(donor)
             except DonorBusy:
                 answer = None
-                self._shut.add(donor)
+                self._refusing.add(donor)
             if answer is not None and answer.status == 200:
                 break
             if answer is not None and answer.status != 404:
                 raise DataCorruption(f"answered {answer.status}")
             if answer is not None:
-                line.read(answer.length, MAX_REGRET)
+                connection.read(answer.length, MAX_REGRET)
             with self._change:
-                self._tally.absent(donor)
+                self._votes.absent(donor)
                 self._change.notify_all()
                 if self._change.wait_for(lambda: self._over, RETRY_S):
                     return False
-        encoded = line.read(answer.length, shard_manifest.MAX_MANIFEST)
+        encoded = connection.read(answer.length, shard_manifest.MAX_MANIFEST)
         manifest = shard_manifest.decode(encoded)
         request.check(manifest)
         with self._change:
             digest = shard_manifest.digest(encoded)
             self._manifests.setdefault(digest, manifest)
-            self._tally.vote(donor, digest)
+            self._votes.vote(donor, digest)
             self._change.notify_all()
         return True
 
     def _agreed(self, donor: int) -> bool:
-        """Wait for the verdict; whether this donor is part of it."""
+        """Wait until the donors agree, and return whether this donor is one of the majority."""
         with self._change:
             self._change.wait_for(lambda: self._over or donor in self._failures or self.manifest is not None)
-            return self._tally.voted(donor) == self._digest
+            return self._votes.voted(donor) == self._digest
 
     def _next(self) -> range:
-        """The next run of chunks; empty when it is over."""
+        """Wait for the next run of chunks. Empty: the fetch is over."""
         with self._change:
             while not self._over:
                 if run := self._chunks.take():
@@ -367,8 +398,8 @@ class _Job:
                 self._change.wait()
             return range(0)
 
-    def _receive(self, donor: int, line: DonorConnection, run: range) -> None:
-        """Fill these chunks from one request; what is not received is put back."""
+    def _receive(self, donor: int, connection: DonorConnection, run: range) -> None:
+        """Request this run of chunks and fill them. Those that do not arrive are put back."""
         left = list(run)
         begin, end = (
             run.start * shard_manifest.CHUNK_BYTES,
@@ -377,12 +408,12 @@ class _Job:
         try:
             self._due[donor] = time.monotonic() + CHUNK_S
             fault_injection.hold(donor, lambda: self._over)
-            answer = line.ask(path(self._request.state, self._request.rank, "data"), (begin, end))
+            answer = connection.ask(path(self._request.state, self._request.rank, "data"), (begin, end))
             said = (answer.status, answer.headers.get("content-range"), answer.headers.get("etag"), answer.length)
             if said != (206, f"bytes {begin}-{end - 1}/{len(self._memory)}", f'"{self._digest}"', end - begin):
                 raise DataCorruption(f"answered {said[0]} with range {said[1]} of {str(said[2])[:14]}")
             for index in run:
-                line.read_into(self._chunk(index))
+                connection.read_into(self._chunk(index))
                 fault_injection.reach("fetch", self._request.state.step)
                 self._due[donor] = time.monotonic() + CHUNK_S
                 self._arrived.put((donor, index))

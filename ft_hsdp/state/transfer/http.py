@@ -1,7 +1,8 @@
-"""Line: one connection to a donor's state server; as little HTTP/1.1 as is needed, into memory that is given.
+"""One connection to a donor's state server, with only as much HTTP/1.1 as is needed.
 
-Its socket blocks without timeouts, so that the kernel fills large pieces in one call (MSG_WAITALL); whoever will
-not wait any longer calls `hang_up` from another thread.
+Bodies are received into memory that the caller provides. The socket blocks without timeouts, so that the kernel
+fills large pieces in one call (MSG_WAITALL). A thread that will not wait any longer calls
+`DonorConnection.hang_up`.
 """
 
 from __future__ import annotations
@@ -18,44 +19,55 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption, ProtocolViolation
 from ft_hsdp.handshake import Purpose
 
-MAX_HEAD = 16 << 10
-CONNECT_TIMEOUT = struct.pack("@ll", 5, 0)  # struct timeval
+MAX_HEAD = 16 << 10  # bytes of status line and headers
+CONNECT_TIMEOUT = struct.pack("@ll", 5, 0)  # struct timeval: 5 s
 _STATUS = re.compile(rb"HTTP/1\.1 (\d{3}) [^\r\n]*")
 _DECIMAL = re.compile(r"\d{1,18}")
 
 
 class DonorBusy(ConnectionError):
-    """The donor hung up on a new connection without a word: it has no place for one more reader, or is ending."""
+    """The donor hung up before it answered: it has no place for another reader, or it is shutting down."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """Status and headers (lower case) of an answer, and the bytes that follow."""
+    """The head of an answer."""
 
     status: int
-    headers: dict[str, str]
-    length: int
+    headers: dict[str, str]  # by name in lower case
+    length: int  # bytes of the body, which follow on the connection
 
 
 class DonorConnection:
-    """A connection to ``address`` ("host:port"), made when it is first needed."""
+    """A connection to the state server of one donor. It is made by the first `ask`.
+
+    One thread uses it; only `hang_up` may be called from another one.
+
+    Args:
+        address: "host:port" of the state server.
+        token: The job's token, which both ends prove.
+    """
 
     def __init__(self, address: str, token: str) -> None:
         self._address = address
         self._token = token
         self._lock = threading.Lock()
         self._sock: socket.socket | None = None
-        self._early = b""  # what came together with a head
-        self._answered = False
-        self._over = False
+        self._early = b""  # bytes of the body that came together with the head
+        self._answered = False  # this connection has been answered once
+        self._over = False  # `hang_up` was called
 
     def ask(self, path: str, span: tuple[int, int] | None = None) -> Answer:
-        """GET ``path``, all of it or the bytes [begin, end) of ``span``. Everything before must have been read.
+        """Send ``GET path`` and return the head of the answer. Blocks. The body before must have been read.
+
+        Args:
+            path: From `path`.
+            span: The bytes [begin, end) to ask for; None for all.
 
         Raises:
-            Unanswered: it hung up before its first word.
-            OSError: not connected, or not any more.
-            DataCorruption: the answer is no HTTP.
+            DonorBusy: The donor hung up before its first answer on this connection.
+            OSError: There is no connection, or it broke.
+            DataCorruption: The answer is not HTTP, or the other end does not know the token.
         """
         sock = self._sock or self._connect()
         lines = [f"GET {path} HTTP/1.1", f"Host: {self._address}"]
@@ -73,10 +85,11 @@ class DonorConnection:
         return answer
 
     def read(self, length: int, most: int) -> bytes:
-        """The ``length`` bytes that follow.
+        """Return the ``length`` bytes that follow. Blocks.
 
         Raises:
-            DataCorruption: they are more than ``most``, or fewer came.
+            DataCorruption: ``length`` is above ``most``.
+            OSError: The connection broke before all came.
         """
         if length > most:
             raise DataCorruption(f"answered with {length} bytes; allowed: {most}")
@@ -85,10 +98,10 @@ class DonorConnection:
         return bytes(data)
 
     def read_into(self, view: memoryview) -> None:
-        """Fill ``view`` with the bytes that follow.
+        """Fill ``view`` with the bytes that follow. Blocks.
 
         Raises:
-            ConnectionError: fewer came.
+            OSError: The connection broke before ``view`` was full.
         """
         assert self._sock is not None
         got = min(len(self._early), len(view))
@@ -101,7 +114,7 @@ class DonorConnection:
             got += n
 
     def hang_up(self) -> None:
-        """End it for good, from any thread: what waits in it raises OSError, and so does all that comes later."""
+        """End the connection for good, from any thread. Calls that wait, and all later ones, raise OSError."""
         with self._lock:
             self._over = True
             if self._sock is not None:
@@ -109,7 +122,7 @@ class DonorConnection:
                     self._sock.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Close the connection; the next question makes a new one. By the thread that uses it."""
+        """Close the connection. The next `ask` makes a new one, unless `hang_up` was called."""
         with self._lock:
             if self._sock is not None:
                 self._sock.close()
@@ -126,7 +139,7 @@ class DonorConnection:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, CONNECT_TIMEOUT)
         sock.connect((host, port))
         with self._lock:
-            if self._over:  # while it was not yet a connection that could be shut down
+            if self._over:  # before there was a connection that `hang_up` could shut down
                 raise ConnectionError("hung up")
         address.tune(sock)
         try:
@@ -168,5 +181,9 @@ def _begins_well(data: bytes) -> bool:
 
 
 def path(state: StateId, rank: int, what: str) -> str:
-    """Where a server has ``what`` ("manifest" or "data") of a rank's shard of a state."""
+    """Return the path at which a state server has a part of a rank's shard of a state.
+
+    Args:
+        what: "manifest" or "data".
+    """
     return f"/v1/state/{state.commit_epoch}/{state.step}/{state.lineage}/{rank}/{what}"

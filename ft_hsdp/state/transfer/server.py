@@ -1,12 +1,15 @@
-"""Server: offers complete snapshots over HTTP/1.1, on threads that share nothing with training (FT-HSDP §4.4).
+"""Serves complete snapshots to other replicas over HTTP/1.1, on threads of its own (FT-HSDP §4.4).
 
-    GET /v1/state/EPOCH/STEP/LINEAGE/RANK/manifest   wire.encode of the manifest
+    GET /v1/state/EPOCH/STEP/LINEAGE/RANK/manifest   the encoded manifest (`shard_manifest.encode`)
     GET /v1/state/EPOCH/STEP/LINEAGE/RANK/data       the packed bytes, or one range of them (bytes=A-B, bytes=A-)
 
-on connections whose both ends have proved the job's token (`handshake`): strangers get no word of HTTP, no thread
-and no place. 404: not here (yet). 416: another kind of range, or one that is not inside. ETag is the manifest's
-digest. Who gets no place is hung up on and asks again. A reader that is slow, silent or malicious loses its place
-and costs a training step nothing: bytes go from the segment to the socket by sendfile.
+404: the snapshot is not here (yet). 416: another kind of range, or one that is not inside. The ETag is the digest
+of the manifest.
+
+Both ends of a connection prove the job's token first (`handshake`); a stranger gets no HTTP, no thread and no
+place. The number of readers is limited; one that finds no place is disconnected and asks again. A reader that is
+slow, silent or malicious loses its place. None of them delays a training step: the bytes go from the shared memory
+to the socket by sendfile.
 """
 
 from __future__ import annotations
@@ -32,48 +35,48 @@ from ft_hsdp.state.transfer.source import ServedSnapshot, SnapshotSource
 PATH = re.compile(r"/v1/state/(\d{1,18})/(\d{1,18})/([0-9a-f]{32})/(\d{1,9})/(manifest|data)")
 RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
 MAX_READERS = 32
-MAX_READERS_PER_PEER = 16  # one address may be a whole host of ranks, but never takes all places
-IDLE_S = 10.0  # for a whole request to come
-WINDOW_S = 10.0  # in which a reader takes at least
-WINDOW_BYTES = 10 << 20
-TICK_S = 0.25  # of the watchman
-SLICE = 1 << 20  # bytes of one sendfile: how closely a reader's progress is known
-CLOSE_S = 5.0
+MAX_READERS_PER_PEER = 16  # one address may be a whole host of ranks, but must not occupy all places
+IDLE_S = 10.0  # in which a whole request has to come
+WINDOW_S = 10.0  # in which a reader has to take at least
+WINDOW_BYTES = 10 << 20  # bytes
+TICK_S = 0.25  # between two looks at the readers' progress
+SLICE = 1 << 20  # bytes of one sendfile: the precision of a reader's progress
+CLOSE_S = 5.0  # to wait for the readers' threads at the end
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False, slots=True)
 class _Reader:
-    """One connection: since when it asks or takes, and what it has taken since."""
+    """The progress of one connection."""
 
     sock: socket.socket
-    taking: bool = False
-    since: float = field(default_factory=time.monotonic)
-    taken: int = 0
+    responding: bool = False  # an answer is being sent; False: a request is awaited
+    since: float = field(default_factory=time.monotonic)  # when that began, or the current window did
+    taken: int = 0  # bytes of bodies that were sent since then
 
-    def now(self, *, taking: bool) -> None:
-        """It begins to ask or to take."""
-        self.taking, self.since, self.taken = taking, time.monotonic(), 0
+    def now(self, *, responding: bool) -> None:
+        """Record that the server begins to send an answer, or to wait for a request."""
+        self.responding, self.since, self.taken = responding, time.monotonic(), 0
 
     def too_slow(self, now: float) -> bool:
-        """Whether it has to make room."""
-        if not self.taking:
+        """Return whether to disconnect the reader. Begins a new window if it was fast enough in the last one."""
+        if not self.responding:
             return now - self.since > IDLE_S
         if now - self.since <= WINDOW_S:
             return False
         slow = self.taken < WINDOW_BYTES
-        self.now(taking=True)
+        self.now(responding=True)
         return slow
 
     def hang_up(self) -> None:
-        """Its thread wakes up with an error or an end of file, whatever it waits for."""
+        """Shut the connection down: its thread wakes up with an error or at the end of the stream."""
         with contextlib.suppress(OSError):
             self.sock.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """The thread of one reader."""
+    """Answers the requests of one reader, on a thread of its own."""
 
     server: _Readers  # type: ignore[assignment]  # what a handler needs of one
     protocol_version = "HTTP/1.1"
@@ -81,23 +84,23 @@ class _Handler(BaseHTTPRequestHandler):
     sys_version = ""
 
     def setup(self) -> None:
-        """Blocking sockets, without timeouts: the watchman hangs up where it takes too long."""
+        """Use blocking sockets without timeouts; `_Readers.watch` disconnects a reader that takes too long."""
         super().setup()
         address.tune(self.connection)
-        self.reader = self.server.places[self.connection]
+        self.reader = self.server.readers[self.connection]
 
     def do_GET(self) -> None:
         """Answer with a manifest or with packed bytes."""
-        self.reader.now(taking=True)
+        self.reader.now(responding=True)
         match = PATH.fullmatch(self.path)
         if match is None:
             self._head(404, 0)
         else:
             self._serve(StateId(int(match[1]), int(match[2]), match[3]), int(match[4]), match[5] == "data")
-        self.reader.now(taking=False)
+        self.reader.now(responding=False)
 
     def _serve(self, state: StateId, rank: int, data: bool) -> None:
-        served = self.server.shelf.borrow(state, rank)
+        served = self.server.source.borrow(state, rank)
         if served is None:
             return self._head(404, 0)
         try:
@@ -107,7 +110,7 @@ class _Handler(BaseHTTPRequestHandler):
             self.wfile.write(served.manifest)
             return None
         finally:
-            self.server.shelf.give_back(served)
+            self.server.source.give_back(served)
 
     def _data(self, served: ServedSnapshot) -> None:
         wanted, total = self.headers.get("Range"), served.nbytes
@@ -133,7 +136,7 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
     def _encrypted(self, served: ServedSnapshot, begin: int, end: int) -> None:
-        """Encrypt from the segment's pages. They are not copied, and the kernel maps all of the range at once."""
+        """Encrypt a range directly from the pages of the segment, which are mapped at once and not copied."""
         base = begin - begin % mmap.ALLOCATIONGRANULARITY
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         pages = mmap.mmap(served.fd, end - base, flags=flags, prot=mmap.PROT_READ, offset=base)
@@ -151,20 +154,20 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
-        """Nothing: fetches are events of the replica that fetches."""
+        """Log nothing: the replica that fetches reports its fetches as events."""
 
 
 class _Readers:
-    """Those who have proved the token: a place and a thread for each."""
+    """The connections that have proved the token, with a place and a thread for each."""
 
-    def __init__(self, shelf: SnapshotSource) -> None:
-        self.shelf = shelf
-        self.places: dict[socket.socket, _Reader] = {}
+    def __init__(self, source: SnapshotSource) -> None:
+        self.source = source
+        self.readers: dict[socket.socket, _Reader] = {}
         self._peers: Counter[str] = Counter()
         self._change = threading.Condition()
 
-    def take(self, sock: socket.socket, session: bytes) -> None:
-        """Give a reader a place and a thread, unless there is none left."""
+    def accept(self, sock: socket.socket, session: bytes) -> None:
+        """Give a connection a place and a thread, or close it if no place is left."""
         try:
             peer = str(sock.getpeername()[0])
         except OSError:  # gone already
@@ -172,9 +175,9 @@ class _Readers:
             return
         sock = record_layer.sealable(sock, session, listening=True)
         with self._change:
-            full = len(self.places) >= MAX_READERS or self._peers[peer] >= MAX_READERS_PER_PEER
+            full = len(self.readers) >= MAX_READERS or self._peers[peer] >= MAX_READERS_PER_PEER
             if not full:
-                self.places[sock] = _Reader(sock)
+                self.readers[sock] = _Reader(sock)
                 self._peers[peer] += 1
         if full:
             sock.close()
@@ -191,7 +194,7 @@ class _Readers:
             sock.setblocking(True)
             record_layer.agree([sock])
             _Handler(sock, peer, self)  # type: ignore[arg-type]
-        except OSError:  # it went away or was hung up on: its own affair
+        except OSError:  # the reader went away or was disconnected
             pass
         finally:
             self._give_back(sock, peer)
@@ -199,34 +202,47 @@ class _Readers:
     def _give_back(self, sock: socket.socket, peer: str) -> None:
         sock.close()
         with self._change:
-            del self.places[sock]
+            del self.readers[sock]
             self._peers -= Counter([peer])
             self._change.notify_all()
 
     def watch(self) -> None:
-        """Hang up on those who are too slow."""
+        """Disconnect the readers that are too slow."""
         with self._change:
             now = time.monotonic()
-            for reader in self.places.values():
+            for reader in self.readers.values():
                 if reader.too_slow(now):
                     reader.hang_up()
 
     def leave(self) -> None:
-        """Hang up on all, and wait until they have given back what they borrowed."""
+        """Disconnect all readers, and wait for at most CLOSE_S until they have given back what they borrowed."""
         with self._change:
-            for reader in self.places.values():
+            for reader in self.readers.values():
                 reader.hang_up()
-            self._change.wait_for(lambda: not self.places, CLOSE_S)
+            self._change.wait_for(lambda: not self.readers, CLOSE_S)
 
 
 class StateServer:
-    """Serves a shelf at ``host`` and ``port`` (0: a free one) until closed; ``address`` is "host:port"."""
+    """Serves the snapshots of ``source`` until closed. It has a thread of its own, which runs an event loop.
 
-    def __init__(self, host: str, port: int, shelf: SnapshotSource, token: str) -> None:
+    Args:
+        host: The address to listen at.
+        port: The port; 0 for any.
+        source: Where the snapshots are. Called from the readers' threads.
+        token: The job's token, which readers must prove.
+
+    Attributes:
+        address: "host:port" at which it listens.
+
+    Raises:
+        OSError: The address cannot be used.
+    """
+
+    def __init__(self, host: str, port: int, source: SnapshotSource, token: str) -> None:
         listener = address.bound(host, port)
         listener.listen(handshake.BACKLOG)
         self.address = address.join(host, listener.getsockname()[1])
-        self._readers = _Readers(shelf)
+        self._readers = _Readers(source)
         self._loop = asyncio.new_event_loop()
         self._closed = asyncio.Event()
         serving = self._serve(listener, token)
@@ -236,8 +252,8 @@ class StateServer:
         self._thread.start()
 
     async def _serve(self, listener: socket.socket, token: str) -> None:
-        """Let readers in, and watch them."""
-        gate = CallerGate(token, (Purpose.STATE,), lambda proved, sock: self._readers.take(sock, proved.session))
+        """Accept readers, and watch their progress, until closed."""
+        gate = CallerGate(token, (Purpose.STATE,), lambda proved, sock: self._readers.accept(sock, proved.session))
         gate.watch(listener)
         while not self._closed.is_set():
             with contextlib.suppress(TimeoutError):
@@ -247,7 +263,7 @@ class StateServer:
         gate.close()
 
     def close(self) -> None:
-        """Stop serving; nothing is borrowed afterwards."""
+        """Stop serving. Blocks for CLOSE_S at most. Nothing is borrowed afterwards."""
         if self._loop.is_closed():
             return
         self._loop.call_soon_threadsafe(self._closed.set)

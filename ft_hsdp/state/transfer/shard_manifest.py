@@ -1,7 +1,7 @@
-"""Wire: the manifest of a packed shard, and the checks on both. No pickle: JSON and raw bytes.
+"""The manifest of a packed shard, and the checks of manifest and bytes. JSON and raw bytes; nothing is unpickled.
 
-On the wire a manifest is its digest, a newline, and canonical JSON. The digest is blake3 over that JSON, so
-replicas that hold the same bits of the same state serve the same digest, and one that does not differs in it.
+An encoded manifest is its digest, a newline, and canonical JSON. The digest is blake3 over that JSON. So replicas
+that hold the same bits of the same state serve the same digest, and a replica that does not serves another one.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 
-CHUNK_BYTES = 4 << 20
-MAX_MANIFEST = 16 << 20
-DIGEST_HEX = 64
+CHUNK_BYTES = 4 << 20  # bytes that have a checksum of their own
+MAX_MANIFEST = 16 << 20  # bytes
+DIGEST_HEX = 64  # characters
 
 _Size = Annotated[int, Field(strict=True, ge=0, le=2**62)]
 _Shape = Annotated[tuple[_Size, ...], Field(max_length=32)]
@@ -32,20 +32,19 @@ _Name = Annotated[str, StringConstraints(max_length=1024)]
 _Sum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 _Hash = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{32}$")]
 
-Json: TypeAlias = Any
-"""None, bool, int, float, str, and lists and dicts of them."""
+Json: TypeAlias = Any  # None, bool, int, float, str, and lists and dicts of them
 
 
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class PackedTensor:
-    """One tensor of a shard: dtype name, local and global shape, place in the packed bytes (offset, size)."""
+    """One tensor of a shard, and where it lies in the packed bytes."""
 
     name: _Name
-    kind: _Word
-    dtype: _Word
-    shape: _Shape
-    global_shape: _Shape
+    kind: _Word  # "param" or "optim"; "tensor" where torchft packs
+    dtype: _Word  # the name without "torch."
+    shape: _Shape  # of this rank's shard
+    global_shape: _Shape  # of the whole tensor
     offset: _Size
     nbytes: _Size
 
@@ -53,32 +52,31 @@ class PackedTensor:
 @with_config(ConfigDict(extra="forbid"))
 @dataclass(frozen=True, slots=True)
 class ShardManifest:
-    """What a packed shard is: of which state and rank of how many, what lies where in it, with which checksums.
+    """Describes the packed shard of one rank of one state.
 
-    ``layout`` is the fingerprint of ``tensors``; ``cursors``, ``holes``, ``takers`` and ``spoilt`` are the ledger,
-    ``hyper`` the optimizer's parameter groups before lr_scale; ``checksums`` are xxh3-64 of each chunk of
-    CHUNK_BYTES, made from the live tensors while they are packed; () as long as nobody computed them (see `seal`).
+    ``cursors``, ``holes``, ``takers`` and ``spoilt`` are its ledger.
     """
 
     state: StateId
     rank: _Size
-    ranks: _Size
-    layout: _Hash
-    nbytes: _Size
+    ranks: _Size  # of the replica
+    layout: _Hash  # the fingerprint of ``tensors``
+    nbytes: _Size  # of the packed shard
     tensors: tuple[PackedTensor, ...]
     cursors: tuple[_Size, ...]
-    hyper: tuple[dict[str, Json], ...]
+    hyper: tuple[dict[str, Json], ...]  # the optimizer's parameter groups before lr_scale
     holes: tuple[tuple[_Size, _Size], ...] = ()
     takers: tuple[_Size, ...] = ()
+    # xxh3-64 of each chunk of CHUNK_BYTES, made from the live tensors while they are packed; () until `seal`.
     checksums: tuple[_Sum, ...] = ()
     spoilt: tuple[tuple[_Size, _Size, _Size], ...] = ()
 
     @property
     def ledger(self) -> Ledger:
-        """What was trained.
+        """The ledger of what was trained.
 
         Raises:
-            ValueError: no ledger can be like that.
+            ValueError: The fields are not those of a valid ledger.
         """
         return Ledger(self.cursors, self.holes, self.takers, self.spoilt)
 
@@ -89,32 +87,32 @@ _CHECKER = bounded.checker(ShardManifest)
 
 @dataclass(frozen=True, slots=True)
 class ExpectedShard:
-    """What a receiver knows of a shard before it asks: from its own model, never from a peer."""
+    """What a receiver demands of a shard. It knows this from its own model, never from a peer."""
 
     state: StateId
     rank: int
     ranks: int
-    layout: str
+    layout: str  # the fingerprint of its tensors
     nbytes: int
 
 
 def fingerprint(tensors: Sequence[PackedTensor]) -> str:
-    """Hash of all names, types, shapes and places, 32 hex digits: what a fetched shard must have."""
+    """Return a hash of all names, types, shapes and offsets, 32 hex digits."""
     return state_id.digest([(t.name, t.kind, t.dtype, t.shape, t.global_shape, t.offset) for t in tensors])
 
 
 def checksum(chunk: memoryview) -> str:
-    """xxh3-64 of one chunk, 16 hex digits. Other threads run meanwhile."""
+    """Return the xxh3-64 of one chunk, 16 hex digits. Releases the GIL."""
     return xxhash.xxh3_64_hexdigest(chunk)
 
 
 def checksums(data: memoryview) -> tuple[str, ...]:
-    """The checksum of each chunk of ``data``."""
+    """Return the checksum of each chunk of ``data``."""
     return tuple(checksum(data[i : i + CHUNK_BYTES]) for i in range(0, len(data), CHUNK_BYTES))
 
 
 class RunningChecksums:
-    """The same of bytes that come piece by piece, in order."""
+    """Computes `checksums` of bytes that come piece by piece, in order."""
 
     def __init__(self) -> None:
         self._hash = xxhash.xxh3_64()
@@ -122,19 +120,19 @@ class RunningChecksums:
         self._done: list[str] = []
 
     @property
-    def room(self) -> int:
-        """How long the next piece may be: to the end of its chunk."""
+    def remaining(self) -> int:
+        """The number of bytes until the current chunk ends: the next piece may not be longer."""
         return self._room
 
     def add(self, piece: memoryview) -> None:
-        """The next bytes, at most ``room``. Other threads run meanwhile."""
+        """Add the next bytes, ``remaining`` at most. Releases the GIL."""
         self._hash.update(piece)
         self._room -= len(piece)
         if self._room == 0:
             self._end()
 
     def end(self) -> tuple[str, ...]:
-        """The checksum of each chunk; nothing comes any more."""
+        """Return the checksum of each chunk, after the last piece."""
         if self._room < CHUNK_BYTES:
             self._end()
         return tuple(self._done)
@@ -146,21 +144,25 @@ class RunningChecksums:
 
 
 def damaged(manifest: ShardManifest, data: memoryview) -> tuple[int, ...]:
-    """The numbers of the chunks of ``data`` that do not have their checksum."""
+    """Return the numbers of the chunks of ``data`` whose checksum differs from the manifest's.
+
+    Raises:
+        ValueError: ``data`` has another number of chunks than the manifest.
+    """
     pairs = zip(checksums(data), manifest.checksums, strict=True)
     return tuple(number for number, (found, wanted) in enumerate(pairs) if found != wanted)
 
 
 def seal(header: ShardManifest, data: memoryview) -> ShardManifest:
-    """The manifest of ``data``, from one that lacks the checksums."""
+    """Return ``header`` with the checksums of ``data``."""
     return replace(header, checksums=checksums(data))
 
 
 def encode(manifest: ShardManifest) -> bytes:
-    """A manifest as it is served.
+    """Return a manifest as bytes: its digest, a newline, and canonical JSON.
 
     Raises:
-        ValueError: it is longer than MAX_MANIFEST bytes.
+        ValueError: It would be longer than MAX_MANIFEST bytes.
     """
     document = _MANIFEST.dump_python(manifest, mode="json", warnings=False)
     body = json.dumps(document, sort_keys=True, separators=(",", ":")).encode()
@@ -171,15 +173,15 @@ def encode(manifest: ShardManifest) -> bytes:
 
 
 def digest(encoded: bytes) -> str:
-    """The digest that an encoded manifest begins with, 64 hex digits."""
+    """Return the digest that an encoded manifest begins with, 64 hex digits. It is not verified."""
     return encoded[:DIGEST_HEX].decode("ascii")
 
 
 def decode(data: bytes) -> ShardManifest:
-    """The manifest in ``data``.
+    """Decode and validate a manifest with all its checksums. Its cost is linear in the length of ``data``.
 
     Raises:
-        DataCorruption: too large, its digest does not fit the rest, or it is not valid.
+        DataCorruption: It is too long, its digest does not fit, it is not valid, or it lacks checksums.
     """
     manifest = decode_header(data)
     chunks = -(-manifest.nbytes // CHUNK_BYTES)
@@ -189,7 +191,11 @@ def decode(data: bytes) -> ShardManifest:
 
 
 def decode_header(data: bytes) -> ShardManifest:
-    """The same for one whose checksums nobody has computed yet: `seal` does."""
+    """Decode and validate a manifest that may lack its checksums, as one that `seal` has yet to complete does.
+
+    Raises:
+        DataCorruption: It is too long, its digest does not fit, or it is not valid.
+    """
     if len(data) > MAX_MANIFEST:
         raise DataCorruption(f"manifest of {len(data)} bytes; allowed: {MAX_MANIFEST}")
     body = data[DIGEST_HEX + 1 :]
@@ -207,10 +213,10 @@ def decode_header(data: bytes) -> ShardManifest:
 
 
 def expect(manifest: ShardManifest, expected: ExpectedShard) -> None:
-    """Check that a manifest is of what was asked for, before anything is allocated or received.
+    """Check that a manifest is of the expected shard, before anything is allocated or received.
 
     Raises:
-        DataCorruption: it is of another state, rank, layout or size.
+        DataCorruption: It is of another state, rank, layout or size.
     """
     for name in ("state", "rank", "ranks", "layout", "nbytes"):
         claimed, wanted = getattr(manifest, name), getattr(expected, name)
@@ -225,7 +231,7 @@ def _digest(body: bytes) -> str:
 
 
 def _consistent(manifest: ShardManifest) -> None:
-    """Its tensors lie in order within its bytes."""
+    """Check that the tensors lie in order, without overlap, within the shard's bytes."""
     end = 0
     for tensor in manifest.tensors:
         if tensor.offset < end or tensor.offset + tensor.nbytes > manifest.nbytes:

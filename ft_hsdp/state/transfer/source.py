@@ -1,6 +1,6 @@
-"""Shelf: where the state server finds complete snapshots; the agent and the in-memory shelf are two of them.
+"""Where a state server finds complete snapshots: the protocol, and an implementation in this process's memory.
 
-InMemorySnapshots: snapshots that a process keeps for itself, where no state agent does.
+The other implementation is the state agent's `SnapshotStore`.
 """
 
 from __future__ import annotations
@@ -20,40 +20,40 @@ from ft_hsdp.state.transfer.shard_manifest import ShardManifest
 
 @dataclass(frozen=True, slots=True)
 class ServedSnapshot:
-    """A complete snapshot of one rank, borrowed.
+    """A complete snapshot of one rank, borrowed from a `SnapshotSource`."""
 
-    ``fd`` is a memfd of at least ``nbytes`` bytes that keep their content while it is borrowed; ``manifest`` is
-    wire.encode of its manifest, checksums and digest included; ``digest`` is the manifest's, 64 hex digits.
-    """
-
-    fd: int
+    fd: int  # a memfd of at least ``nbytes`` bytes, which do not change while it is borrowed
     nbytes: int
-    manifest: bytes
-    digest: str
+    manifest: bytes  # from `shard_manifest.encode`, with checksums
+    digest: str  # of the manifest, 64 hex digits
 
 
 class SnapshotSource(Protocol):
     """Complete snapshots by state and rank. Thread-safe."""
 
     def borrow(self, state: StateId, rank: int) -> ServedSnapshot | None:
-        """The snapshot of ``state`` and ``rank``, until it is given back; None: it is not here (yet).
+        """Return the snapshot of ``state`` and ``rank``, or None if it is not here (yet).
 
-        Waits for checksums that are being computed at most.
+        Blocks while its checksums are being computed. Its bytes do not change until `give_back`.
         """
         ...
 
     def give_back(self, served: ServedSnapshot) -> None:
-        """End a borrow; once for each."""
+        """End a borrow. Call it once for each."""
         ...
 
 
 class SnapshotBuffer:
-    """Pre-faulted memory for one snapshot: ``bytes`` is uint8 [nbytes], ``fd`` what sendfile reads.
+    """Pre-faulted shared memory for one snapshot of ``nbytes`` bytes.
 
-    ``fd`` is closed when the room is dropped; arrays made of ``bytes`` stay valid.
+    ``fd`` is closed when the buffer is garbage-collected; arrays made of ``bytes`` stay valid.
+
+    Attributes:
+        fd: The memfd, from which sendfile reads.
+        bytes: The same memory as uint8 [nbytes], writable.
 
     Raises:
-        OSError: there is no memory or descriptor for it.
+        OSError: There is no memory or file descriptor for it.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -63,13 +63,13 @@ class SnapshotBuffer:
 
     @property
     def memory(self) -> memoryview:
-        """The same bytes."""
+        """The bytes as a memoryview."""
         array: Any = self.bytes
         return memoryview(array)
 
 
 class InMemorySnapshots:
-    """A Shelf of complete snapshots in rooms. Thread-safe."""
+    """A `SnapshotSource` of snapshots that this process keeps itself. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -77,19 +77,23 @@ class InMemorySnapshots:
         self._lent: list[tuple[ServedSnapshot, SnapshotBuffer]] = []
 
     def put(self, manifest: ShardManifest, room: SnapshotBuffer) -> None:
-        """Offer a snapshot; nobody may write into its room any more."""
+        """Offer a snapshot. Its buffer must not be written any more.
+
+        Raises:
+            ValueError: The encoded manifest is longer than MAX_MANIFEST bytes.
+        """
         encoded = shard_manifest.encode(manifest)
         served = ServedSnapshot(room.fd, manifest.nbytes, encoded, shard_manifest.digest(encoded))
         with self._lock:
             self._held[manifest.state, manifest.rank] = served, room
 
     def drop(self, state: StateId, rank: int) -> None:
-        """Offer it no longer; who has borrowed it keeps it."""
+        """Stop offering a snapshot. Who has borrowed it keeps it."""
         with self._lock:
             self._held.pop((state, rank), None)
 
     def borrow(self, state: StateId, rank: int) -> ServedSnapshot | None:
-        """See Shelf."""
+        """Return the snapshot of ``state`` and ``rank``, or None if it is not offered. Does not block."""
         with self._lock:
             held = self._held.get((state, rank))
             if held is None:
@@ -98,7 +102,7 @@ class InMemorySnapshots:
             return held[0]
 
     def give_back(self, served: ServedSnapshot) -> None:
-        """See Shelf."""
+        """End a borrow. Call it once for each."""
         with self._lock:
             place = next(i for i, (lent, _) in enumerate(self._lent) if lent is served)
             self._lent.pop(place)
