@@ -32,7 +32,7 @@ TO_OUT = 8
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One chunk for the device: what operation ``kind`` does with elements [start, stop) of the message."""
+    """One chunk for the device: what operation `kind` does with elements [start, stop) of the message."""
 
     kind: OperationKind
     start: int
@@ -41,7 +41,7 @@ class Command:
     send: int | None = None  # the chunk's first element in the send buffer; None: nothing is sent
 
     def mode(self, contributes: bool) -> int:
-        """Return what the device reads and writes, as FROM_ and TO_ bits; 0 if there is nothing to do.
+        """Return which buffers the device reads and writes, as FROM_ and TO_ bits; 0 if there is nothing to do.
 
         A member that does not contribute relays. A final sum to which no member has contributed is zeros.
         """

@@ -50,7 +50,7 @@ class Stream(Protocol):
         ...
 
     def close(self) -> None:
-        """Enqueue nothing more."""
+        """Enqueue nothing more on this stream."""
         ...
 
 
@@ -117,7 +117,7 @@ class DeviceStream:
         self.stream.query()
 
     def close(self) -> None:
-        """Enqueue nothing more."""
+        """Enqueue nothing more on this stream."""
 
 
 class HostStream:

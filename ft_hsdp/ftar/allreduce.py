@@ -179,12 +179,12 @@ class Exchange:
             assert self._sender is not None
             head = self._framing.header(step.operation, step.round, step.empty)
             self._sender.send(
-                head + self._news(step.operation.number, step.round),
+                head + self._packed_entries(step.operation.number, step.round),
                 None if step.empty else item.payload,
                 self._small,
             )
 
-    def _news(self, number: int, round_: int) -> bytes:
+    def _packed_entries(self, number: int, round_: int) -> bytes:
         """Return the packed entries that go with the chunk that operation `number` sends.
 
         They are those of all members that the sum has passed, and travel with the first chunk of each operation of

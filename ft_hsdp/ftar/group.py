@@ -44,7 +44,7 @@ from ft_hsdp.ftar.lifecycle import GroupState
 from ft_hsdp.ftar.listener import Listener, MemberIdentity
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.peer import Peer
-from ft_hsdp.ftar.rendezvous import MemberContext, Refusal, Rendezvous, SpareEdges
+from ft_hsdp.ftar.rendezvous import MemberContext, Rendezvous, SpareEdges
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.shm import host_id
 from ft_hsdp.protocol import RingAbort, RingBarrier, RingHello, RingWelcome
@@ -237,9 +237,6 @@ class Group:
         if len(grant.members) > 1:
             try:
                 await rendezvous.form(self._spares.to(rendezvous.member_at(+1)))
-            except Refusal as refusal:
-                self._aborted(rendezvous, refusal.abort)
-                return
             except LocalResourceError as error:
                 self._exhausted(error)
                 return
@@ -251,15 +248,8 @@ class Group:
             receiver, sender = rendezvous.left.receiver, rendezvous.right.sender
         if self._over or self._current is not rendezvous:
             return
-        self._ring = Ring(
-            grant.epoch,
-            grant.ring,
-            rendezvous.position,
-            receiver,
-            sender,
-            self._plane,
-            self._settings,
-        )
+        position, settings = rendezvous.position, self._settings
+        self._ring = Ring(grant.epoch, grant.ring, position, receiver, sender, self._plane, settings)
         self._enter(GroupState.READY)
         if self._heartbeat is not None:
             self._heartbeat.ring_formed(self._ring)

@@ -184,12 +184,12 @@ class Heartbeat:
         self._sentinel.tick(max(0.0, late_s), began)
         self._timer = self._loop.call_later(self._settings.beat_s, self._tick)
         now = began - self._stood_still
-        self._say()
+        self._send()
         error = self._lost(now) or self._stuck(now)
         if error is not None:
             self._broken(error)
 
-    def _say(self) -> None:
+    def _send(self) -> None:
         """Send one heartbeat to each neighbour."""
         ring = self._ring
         entered, sent = (ring.entered, ring.sent) if ring is not None else (0, 0)
@@ -213,21 +213,21 @@ class Heartbeat:
             heard_at = peer.heard_at - self._stood_still
             if heard_at > detector.heard_at:
                 detector.heard(heard_at)
-            if detector.lost(now) and self._believed(peer, detector, now):
+            if detector.lost(now) and self._confirmed(peer, detector, now):
                 who = peer.member.replica if peer.member is not None else None
                 return PeerDead(f"replica {who}: no sign of life for {detector.silence(now):.2f} s", suspect=who)
         return None
 
-    def _believed(self, peer: Peer, detector: PhiAccrual, now: float) -> bool:
+    def _confirmed(self, peer: Peer, detector: PhiAccrual, now: float) -> bool:
         """Return whether a silence that is too long on a quiet host is too long on these two hosts as well.
 
         A stopped process is lost whatever the load; otherwise the larger stall of both hosts is added.
         """
-        said = peer.newest
-        if peer.same_host and said.pid not in (0, os.getpid()) and is_stopped(said.pid):
+        newest = peer.newest
+        if peer.same_host and newest.pid not in (0, os.getpid()) and is_stopped(newest.pid):
             return True  # no load explains a stopped process
         here_s = self._sentinel.stall_s(time.monotonic())
-        return detector.lost(now, max(here_s, said.stall_ms / 1000))
+        return detector.lost(now, max(here_s, newest.stall_ms / 1000))
 
     def _stuck(self, now: float) -> FTARError | None:
         """Return the error for a left neighbour that lives, sends no chunk, and does not wait itself."""

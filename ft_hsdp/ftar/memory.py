@@ -168,5 +168,5 @@ class MappedSegments:
         return whole[offset : offset + nbytes].view(dtype)
 
     def close(self) -> None:
-        """Unmap all segments."""
+        """Unmap all segments of the neighbour."""
         self._maps.clear()

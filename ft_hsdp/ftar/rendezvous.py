@@ -29,7 +29,7 @@ from ft_hsdp.ftar.transport.kind import Edge, TransportKind
 from ft_hsdp.ftar.transport.shm import Shm
 from ft_hsdp.ftar.transport.tcp import Tcp
 from ft_hsdp.handshake import Purpose
-from ft_hsdp.protocol import RingAbort, RingBarrier, RingHello, RingWelcome
+from ft_hsdp.protocol import RingBarrier, RingHello, RingWelcome
 
 KINDS: dict[str, TransportKind] = {"tcp": Tcp(), "shm": Shm(), "c10d": C10d()}
 
@@ -49,14 +49,6 @@ def choose(mine: Sequence[str], theirs: Sequence[str], same_host: bool) -> str |
 
 
 ROUND = 1.5  # x the time to connect: how long the barrier may take, while other members still connect
-
-
-class Refusal(StaleEpoch):
-    """The right neighbour refused the grant; `abort` tells the cause and may carry a newer grant."""
-
-    def __init__(self, abort: RingAbort) -> None:
-        super().__init__(abort.cause)
-        self.abort = abort
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +100,12 @@ class Rendezvous:
     async def form(self, spare: Peer | None) -> None:
         """Connect to both neighbours and pass the barrier; wait until that is done.
 
+        A neighbour that refuses the grant answers with RingAbort. The group handles it, and cancels this.
+
         Args:
             spare: the edge to the right neighbour that the epoch before has left; None: connect anew.
 
         Raises:
-            Refusal: the right neighbour knows a newer grant.
             ConnectFailed: the deadline passed or a connection failed. `suspect` is the neighbour that did not
                 answer; None if both did, since then another member holds the barrier up.
             LocalResourceError: this process has no descriptor, port or memory left.
@@ -201,7 +194,7 @@ class Rendezvous:
             self._laps.put_nowait(message)
 
     def lost(self, peer: Peer) -> bool:
-        """Return whether the connection of `peer`, which has ended, is an edge of this ring."""
+        """Return whether `peer` is an edge of this ring, so that its end breaks the ring."""
         return peer in self.edges
 
     def retries(self, peer: Peer) -> bool:
@@ -214,11 +207,11 @@ class Rendezvous:
         self._welcome.put_nowait(None)
         return True
 
-    async def called(self, said: RingHello, peer: Peer) -> None:
+    async def called(self, greeting: RingHello, peer: Peer) -> None:
         """Answer the left neighbour's HELLO, and accept its edge.
 
         Args:
-            said: its HELLO, which `Listener.check` has verified.
+            greeting: its HELLO, which `Listener.check` has verified.
             peer: the connection on which it came.
 
         Raises:
@@ -227,34 +220,44 @@ class Rendezvous:
             TimeoutError: the data connection did not come in time.
         """
         context = self._context
-        if self.left is not None or said.replica != self.member_at(-1).replica or said.grant.mac != self.grant.mac:
+        if (
+            self.left is not None
+            or greeting.replica != self.member_at(-1).replica
+            or greeting.grant.mac != self.grant.mac
+        ):
             raise ProtocolViolation("a second left neighbour, or another grant for the same epoch")
         if peer.gone:
             raise ConnectionResetError("closed its connection")
         self.left = peer
         peer.member = self.member_at(-1)
-        if peer.receiver is not None and peer.receiver.frames == said.kept:
+        if peer.receiver is not None and peer.receiver.frames == greeting.kept:
             await peer.send(RingWelcome(self.grant.epoch, True))
         else:
-            await self._admit(said, peer, context)
+            await self._admit(greeting, peer, context)
         peer.listen()
         self._called.set()
 
-    async def _admit(self, said: RingHello, peer: Peer, context: MemberContext) -> None:
+    async def _admit(self, greeting: RingHello, peer: Peer, context: MemberContext) -> None:
         """Choose the transport of an edge, answer WELCOME, and accept the data connection."""
         if peer.receiver is not None:
             old, peer.receiver = peer.receiver, None
             old.close()
             await asyncio.to_thread(old.dispose)
-        transport = choose(context.settings.offers, said.offers, said.host == context.host)
+        transport = choose(context.settings.offers, greeting.offers, greeting.host == context.host)
         if transport is None:
-            raise ProtocolViolation(f"no transport of {', '.join(said.offers)} is possible here")
+            raise ProtocolViolation(f"no transport of {', '.join(greeting.offers)} is possible here")
         kind = KINDS[transport]
         ticket, calls = context.listener.expect()
         host, _ = address.split(self.grant.members[self.position].ring[context.identity.rank])
         offered = kind.offer(context.listener, host)
         edge = Edge(
-            self.grant.epoch, said.replica, context.settings.patient, context.identity.token, "", offered, ticket
+            self.grant.epoch,
+            greeting.replica,
+            context.settings.patient,
+            context.identity.token,
+            "",
+            offered,
+            ticket,
         )
         try:
             async with asyncio.timeout(context.settings.connect_timeout_s):

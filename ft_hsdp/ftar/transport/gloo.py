@@ -186,7 +186,7 @@ class GlooPair:
                 )
             )
         except RuntimeError as error:
-            raise self._meaning(error) from error
+            raise self._classified(error) from error
 
     def finish(self) -> None:
         """Block until the oldest unfinished message is finished.
@@ -198,10 +198,10 @@ class GlooPair:
         try:
             self._works[0].wait(self._deadline)
         except RuntimeError as error:
-            raise self._meaning(error) from error
+            raise self._classified(error) from error
         self._works.popleft()
 
-    def _meaning(self, error: RuntimeError) -> FTARError:
+    def _classified(self, error: RuntimeError) -> FTARError:
         return PeerDead("the ring was closed") if self._cutter is not None else classify(error, self._member)
 
     def cut(self) -> None:

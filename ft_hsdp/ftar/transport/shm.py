@@ -101,12 +101,12 @@ class ReferenceEncoder:
             if segment.number in self._given:
                 return EncodedPayload(_REFERENCE.pack(MAPPED, segment.number, offset))
             reference = _REFERENCE.pack(GIVEN, segment.number, offset)
-            return EncodedPayload(reference, (self._news(segment.number),), (segment.fd,))
+            return EncodedPayload(reference, (self._segment_changes(segment.number),), (segment.fd,))
         if self._direct:
             return EncodedPayload(_REFERENCE.pack(REMOTE, 0, payload.data_ptr()))
         return EncodedPayload(_REFERENCE.pack(INLINE, 0, 0), (bytes_of(payload),))
 
-    def _news(self, number: int) -> bytes:
+    def _segment_changes(self, number: int) -> bytes:
         """Return which segment is new, and which ones are gone, so that the receiver unmaps them."""
         gone = self._given - self._arena.numbers
         self._given = (self._given - gone) | {number}
@@ -164,10 +164,10 @@ class ReferenceDecoder:
 
     def _learn(self, number: int, read: Read) -> None:
         """Map the new segment whose descriptor has come, and unmap those that are gone."""
-        (count,) = _NUMBER.unpack(_some(read, _NUMBER.size))
+        (count,) = _NUMBER.unpack(_read_bytes(read, _NUMBER.size))
         if not self._fresh or count > len(self._mapped):
             raise ValueError(f"segment {number} without a descriptor, or more gone than there were")
-        for (gone,) in _NUMBER.iter_unpack(_some(read, count * _NUMBER.size)):
+        for (gone,) in _NUMBER.iter_unpack(_read_bytes(read, count * _NUMBER.size)):
             self._mapped.forget(gone)
         self._mapped.add(number, self._fresh.pop(0))
 
@@ -190,7 +190,7 @@ class ReferenceDecoder:
         self._mapped.close()
 
 
-def _some(read: Read, count: int) -> bytes:
+def _read_bytes(read: Read, count: int) -> bytes:
     data = bytearray(count)
     read(memoryview(data))
     return bytes(data)
