@@ -166,24 +166,24 @@ class Engines:
 async def edges(
     transport: str, names: Sequence[int], settings: Settings, arenas: Sequence[Arena]
 ) -> list[tuple[Sender, Receiver]]:
-    """The outlet of each member, and the inlet of its right neighbour."""
+    """The sender of each member, and the receiver of its right neighbour."""
     kind, n = KINDS[transport], len(names)
-    doors = [Listener(MemberIdentity(name, 0, "layout", TOKEN), lambda *_: None) for name in names]
-    addresses = [door.open("127.0.0.1") for door in doors]
+    listeners = [Listener(MemberIdentity(name, 0, "layout", TOKEN), lambda *_: None) for name in names]
+    addresses = [listener.open("127.0.0.1") for listener in listeners]
     try:
         made = []
         for i, name in enumerate(names):
             j = (i + 1) % n
-            ticket, calls = doors[j].expect()
-            offer = kind.offer(doors[j], "127.0.0.1")
+            ticket, calls = listeners[j].expect()
+            offer = kind.offer(listeners[j], "127.0.0.1")
             there = Edge(KEY.epoch, names[j], settings, TOKEN, addresses[j], offer, ticket)
             here = Edge(KEY.epoch, name, settings, TOKEN, "", offer, ticket)
             made.append(asyncio.gather(kind.dial(there, arenas[i]), kind.accept(here, calls)))
         async with asyncio.timeout(DEADLINE_S):
             return [(sender, receiver) for sender, receiver in await asyncio.gather(*made)]
     finally:
-        for door in doors:
-            door.close()
+        for listener in listeners:
+            listener.close()
         await asyncio.sleep(0)
 
 

@@ -1,7 +1,7 @@
 """Simulated transport: edges on one thread and a virtual clock, for tests of all that can go wrong (see `world`).
 
 An edge delivers in order, each chunk after a delay of its own, so that edges overtake each other but never
-themselves. It can be lost, or fall silent. The window is that of the real transports: an outlet has at most its
+themselves. It can be lost, or fall silent. The window is that of the real transports: a sender has at most its
 slots of chunks unanswered, and answers are held back and come together.
 """
 

@@ -94,10 +94,10 @@ class Storm:
         """Give it a communicator and perhaps a proxy."""
         settings = self.chance.choice(self.settings)
         member.tell(do="open", settings=asdict(settings), token=TOKEN)
-        member.door = self.hear(member, "opened")["opened"]
+        member.listening = self.hear(member, "opened")["opened"]
         if self.chance.random() < 0.6:
-            member.proxy = self.proxies.add(member.door, settings.transport != "c10d")
-        member.address = member.proxy.address if member.proxy else member.door
+            member.proxy = self.proxies.add(member.listening, settings.transport != "c10d")
+        member.address = member.proxy.address if member.proxy else member.listening
 
     def unproxy(self, member: Member) -> None:
         """End its proxy."""

@@ -280,7 +280,7 @@ def _forms_or_not(storm: Storm, epoch: int) -> None:
 
 @contextmanager
 def _call(member: Member) -> Iterator[socket.socket]:
-    host, _, port = member.door.rpartition(":")
+    host, _, port = member.listening.rpartition(":")
     with socket.create_connection((host, int(port)), timeout=5) as sock:
         yield sock
 

@@ -27,7 +27,7 @@ class Member:
         self.pidfd = pidfd
         self.log = log
         self.said: list[Message] = []
-        self.door = ""
+        self.listening = ""
         self.address = ""
         self.proxy: Proxy | None = None
         self.stopped = False

@@ -1,5 +1,5 @@
-"""A proxy in front of a member's door that can do to connections what networks do: cut, stall, delay, half-close,
-flip a bit. All proxies of a storm share one thread."""
+"""A proxy in front of the address of a member that can do to connections what networks do: cut, stall, delay,
+half-close, flip a bit. All proxies of a storm share one thread."""
 
 from __future__ import annotations
 

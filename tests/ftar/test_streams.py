@@ -50,7 +50,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     b.close()
 
 
-def test_an_inlet_looks_at_descriptors_above_1023(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_a_receiver_looks_at_descriptors_above_1023(pair: tuple[socket.socket, socket.socket]) -> None:
     """select would raise ValueError: a trainer with many open files died at its first all-reduce."""
     with raised(pair[0]) as high:
         lane = ReceiveLane(high, 0, 8, 1, InlineCodec())
@@ -135,7 +135,7 @@ def test_a_lane_waits_for_its_slots(pair: tuple[socket.socket, socket.socket]) -
     end.dispose()
 
 
-def test_closing_an_outlet_ends_a_flush(pair: tuple[socket.socket, socket.socket]) -> None:
+def test_closing_a_sender_ends_a_flush(pair: tuple[socket.socket, socket.socket]) -> None:
     end = sender(wire.blocking(pair[0], 60), slots=1)
     end.begin(lambda error: None)
     for _ in range(3):
@@ -217,7 +217,7 @@ def referred(
     descriptors: list[int],
     within: contextlib.AbstractContextManager[object] | None = None,
 ) -> tuple[type[BaseException], str]:
-    """What an inlet says to a frame with this label."""
+    """What a receiver makes of a frame with this label."""
     ours, theirs = pair
     receiver = StreamReceiver([theirs], 4, 6, ReferenceDecoder(os.getpid()), "rx-test")
     with rig(FLAVOURS[-1], 2) as ring:
@@ -247,7 +247,7 @@ def test_a_segment_that_is_not_sealed_is_refused(pair: tuple[socket.socket, sock
     assert ("no 16 bytes at 0 of segment 1" if sealed else "not sealed") in text
     os.close(fd)
     gc.collect()
-    assert len(os.listdir("/proc/self/fd")) == before - 1, "the inlet's socket, and nothing else, is closed"
+    assert len(os.listdir("/proc/self/fd")) == before - 1, "the receiver's socket, and nothing else, is closed"
 
 
 @pytest.mark.parametrize("way", [shm.MAPPED, shm.GIVEN, shm.NOTHING, 77])

@@ -39,39 +39,39 @@ class Scripted(Ring):
 
 
 class Scene:
-    """A runner, and what it told its group."""
+    """An executor, and what it told its group."""
 
     def __init__(self) -> None:
         self.log: list[str] = []
         self.failed: list[tuple[int, FTARError]] = []
         self.crashed: list[Exception] = []
-        self.runner = Executor(
+        self.executor = Executor(
             1.0, lambda e, x: self.failed.append((e, x)), lambda *_: None, lambda _, x: self.crashed.append(x)
         )
 
     def ring(self, epoch: int) -> Scripted:
         made = Scripted(epoch, self.log)
-        self.runner.expect(epoch)
-        self.runner.run_on(made)
+        self.executor.expect(epoch)
+        self.executor.run_on(made)
         return made
 
     def queue(self, epoch: int) -> Work:
         key = Key(epoch, 1, 0, 0, KEY.prev)
-        return self.runner.queue(AllReduceOrder(key, torch.ones(3), torch.empty(3), entry(0)))
+        return self.executor.queue(AllReduceOrder(key, torch.ones(3), torch.empty(3), entry(0)))
 
 
 @pytest.fixture
 def scene() -> Iterator[Scene]:
     made = Scene()
     yield made
-    made.runner.close()
+    made.executor.close()
 
 
 def test_an_abandoned_ring_lets_go_of_memory_before_the_next_one_is_used(scene: Scene) -> None:
     """Its threads may still write into an output that is used again by the next epoch."""
     scene.ring(1)
     scene.queue(1).result(20)
-    scene.runner.over(1, StaleEpoch("a newer epoch"))
+    scene.executor.over(1, StaleEpoch("a newer epoch"))
     scene.ring(2)
     scene.queue(2).result(20)
     assert scene.log[0] == "reduce 1"
@@ -84,7 +84,7 @@ def test_it_lets_go_even_if_the_next_work_was_queued_before_its_end(scene: Scene
     works = [scene.queue(1), scene.queue(2)]
     while not scene.log:
         time.sleep(0.001)
-    scene.runner.over(1, StaleEpoch("a newer epoch"))
+    scene.executor.over(1, StaleEpoch("a newer epoch"))
     scene.ring(2)
     first.go.set()
     for work in works:
@@ -95,8 +95,8 @@ def test_it_lets_go_even_if_the_next_work_was_queued_before_its_end(scene: Scene
 def test_a_ring_that_nobody_uses_any_more_is_let_go_of_without_a_next_work(scene: Scene) -> None:
     scene.ring(1)
     scene.queue(1).result(20)
-    scene.runner.over(1, StaleEpoch("over"))
-    scene.runner.close()
+    scene.executor.over(1, StaleEpoch("over"))
+    scene.executor.close()
     assert "dispose 1" in scene.log
 
 
@@ -107,7 +107,7 @@ def test_what_stands_behind_a_failure_is_skipped(scene: Scene) -> None:
     works = [scene.queue(1) for _ in range(3)]
     while "reduce 1" not in scene.log:
         time.sleep(0.001)
-    scene.runner.over(1, RemoteAbort("replica 4 is gone", suspect=4))
+    scene.executor.over(1, RemoteAbort("replica 4 is gone", suspect=4))
     ring.go.set()
     errors = [w.exception(20) for w in works]
     assert [type(e) for e in errors] == [RemoteAbort, Skipped, Skipped], "what the group knows counts more"
@@ -119,7 +119,7 @@ def test_what_stands_behind_a_failure_is_skipped(scene: Scene) -> None:
 
 
 def test_works_wait_for_their_ring(scene: Scene) -> None:
-    scene.runner.expect(1)
+    scene.executor.expect(1)
     work = scene.queue(1)
     with pytest.raises(TimeoutError):
         work.result(0.05)
@@ -128,13 +128,13 @@ def test_works_wait_for_their_ring(scene: Scene) -> None:
 
 
 def test_works_of_a_ring_that_is_not_formed(scene: Scene) -> None:
-    scene.runner.expect(1)
+    scene.executor.expect(1)
     work, late = scene.queue(1), scene.queue(0)
-    scene.runner.over(1, RemoteAbort("gave it up", suspect=2))
+    scene.executor.over(1, RemoteAbort("gave it up", suspect=2))
     assert isinstance(work.exception(20), RemoteAbort)
     assert isinstance(late.exception(20), StaleEpoch)
-    scene.runner._patience_s = 0.05
-    scene.runner.expect(2)
+    scene.executor._patience_s = 0.05
+    scene.executor.expect(2)
     assert isinstance(scene.queue(2).exception(20), PeerDead), "it does not wait for ever"
 
 

@@ -214,7 +214,7 @@ def test_which_transport_an_edge_gets(
 
 
 def test_a_host_that_only_claims_to_be_ours_gets_no_edge() -> None:
-    """Whoever says that it is on this machine has to come through the local door."""
+    """Whoever says that it is on this machine has to come through the local listener."""
 
     async def body() -> None:
         async with Ring(0, 1, transport="shm", connect_s=0.5) as ring:
