@@ -39,6 +39,7 @@ proof: $(TOOLS)
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --preview --select DOC501 ft_hsdp/core ft_hsdp/protocol.py  # each raised exception is documented
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 

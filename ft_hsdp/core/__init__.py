@@ -8,6 +8,7 @@ the model checker (`ft_hsdp.sim`), in `replay`, and in the transcripts of tests/
 Read the modules in this order:
 
 - `state_id`: the name of a committed state: commit epoch, step and a hash over its history.
+- `incarnation`: the name of one life of a replica.
 - `ledger`: which batches are inside a state, and which batch each replica takes next.
 - `commit`: the record of a step, the commit token that decides it, the votes of the ranks.
 - `grant`: what the lighthouse grants, what a replica reports to it, and the other answers.

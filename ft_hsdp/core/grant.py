@@ -46,7 +46,15 @@ class Grant:
         return tuple(m.replica for m in self.members)
 
     def member(self, replica: int, incarnation: str) -> Member | None:
-        """Return the entry of this incarnation of `replica`; None if the grant does not name it."""
+        """Return the entry of one incarnation.
+
+        Args:
+            replica: replica id.
+            incarnation: this life of the replica.
+
+        Returns:
+            None if the grant does not name it, or names another incarnation of the replica.
+        """
         return next((m for m in self.members if m.replica == replica and m.incarnation == incarnation), None)
 
     @property

@@ -76,14 +76,16 @@ def break_ring(
     """Leave the ring of `epoch`, keep what is in doubt, and ask for a larger epoch.
 
     A replica that has not passed on a yes never will, so its attempt is void: no member can have committed it.
-    Nothing happens if the ring of `epoch` does not stand here.
 
     Args:
         s: the replica.
-        epoch: the epoch of the ring that broke.
+        epoch: the epoch of the ring that broke. Nothing happens if its ring does not stand here.
         why: the reason that the other members are told.
         suspect: the replica that is held responsible, if there is one.
         accuser: the neighbour of the suspect that blames it.
+
+    Returns:
+        The replica without a ring, `StopRing`, and a request unless it holds the final state.
     """
     if s.grant is None or s.grant.epoch != epoch or not s.intact:
         return s, ()
@@ -113,6 +115,9 @@ def ask_again(s: Replica, why: str) -> Step:
     Args:
         s: the replica.
         why: the reason that the other members are told.
+
+    Returns:
+        The replica without a ring, and a request that is sent after a pause.
     """
     epoch = s.seen[1]
     left = (StopRing(epoch, why),) if s.intact else ()
@@ -121,7 +126,14 @@ def ask_again(s: Replica, why: str) -> Step:
 
 
 def run_batch(s: Replica) -> Step:
-    """Start on the next batch, unless its gradient is computed or being computed already."""
+    """Start on the next batch, unless its gradient is computed or being computed already.
+
+    Args:
+        s: the replica.
+
+    Returns:
+        The replica, and `RunBatch` if the batch is new.
+    """
     if s.fed_state is not None and state_id.same(s.fed_state, s.state):
         return s, ()
     return replace(s, fed_state=s.state), (RunBatch(s.state.step + 1),)
@@ -140,6 +152,9 @@ def reduced(s: Replica, fence: AttemptId, record: CommitRecord, digest: str) -> 
         fence: the attempt that was reduced; the event is ignored if it is not the current one.
         record: the record of that attempt.
         digest: hash of the compared slice of the base state; "" if this replica does not hold it.
+
+    Returns:
+        The replica in phase VOTED, and `SendToken` if it passes the token on.
     """
     if s.phase is not Phase.REDUCING or not fenced(s.fence, fence):
         return s, ()
@@ -184,6 +199,9 @@ def token_arrived(s: Replica, token: CommitToken) -> Step:
     Args:
         s: the replica.
         token: the token; it is ignored if it is about another attempt.
+
+    Returns:
+        The replica, and what follows from the vote or the verdict.
     """
     if s.phase not in (Phase.REDUCING, Phase.VOTED) or not fenced(s.fence, token.fence):
         return s, ()
@@ -279,9 +297,13 @@ def _decide(s: Replica, token: CommitToken, passed: tuple[Effect, ...]) -> Step:
 
 
 def leave_job(s: Replica) -> Step:
-    """Leave the ring, if it stands, and end.
+    """Leave the ring, if it stands, and end; but write the checkpoint of the last state first.
 
-    But write the checkpoint of the last state first, if this replica writes it.
+    Args:
+        s: the replica.
+
+    Returns:
+        The replica, and `Exit` unless it still writes the checkpoint of its state.
     """
     left = (StopRing(s.grant.epoch, f"replica {s.me} leaves"),) if s.grant is not None and s.intact else ()
     s = replace(s, intact=False)
