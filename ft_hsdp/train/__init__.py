@@ -1,1 +1,30 @@
-"""The trainer: data, model, FSDP2 hooks, optimizer, and the job that joins them."""
+"""Training: what runs inside a rank. A user's FSDP2 loop is made fault-tolerant by `Job`.
+
+A rank has a main thread, which runs the user's loop, and a control loop on a thread of its own, which runs
+everything that must not wait for it. They meet in the `Mailbox`: the control loop puts in what the leader of the
+replica has ordered, and the main thread carries it out inside ``job.batches`` and ``optimizer.step``.
+
+Read the modules in this order:
+
+    trainer        the loop that comes with ft_hsdp, an example of the public API
+    join           how a process becomes one rank of a replica
+    job            the public API, and the main thread: feed, step, apply
+    identity       where a rank runs, and of which incarnation it is
+    runtime        the control loop: leader, lighthouse, ring, signs of life
+    orders         the leader's orders: carried out at once, or put into the mailbox
+    gradients      a rank's gradient through FTAR, attempt by attempt, and its vote
+    fsdp           FSDP2 inside the replica, and its buckets
+    live_state     the committed state that the rank holds: apply, load, copy
+    optimizer      the user's optimizer inside that state
+    snapshots      copies of each state in the memory of the host's state agent
+    checkpointing  with which state a rank begins, and checkpoints
+    data, tokens   batches as pure functions of their place
+    step_log       the replica's files in the run's directory
+    model, device  the built-in model; CPU or GPU, and seeds
+
+One step on one rank: ``job._feed`` yields a batch; backward calls ``job._ready`` for each bucket, which goes to
+``Reducer.ready``, and from there to FTAR; the last bucket sends the vote; the leaders agree, and their order
+`Commit` becomes an `ApplyOrder` in the mailbox; ``job._apply`` changes the live state and has it copied.
+
+This package stands on `ftar`, `state` and `control`, and may not import `launch`: a rank runs under any launcher.
+"""

@@ -1,8 +1,11 @@
-"""Restore: with which state a replica comes to its job: what its agents kept, a checkpoint, or its initial one.
+"""With which state a replica joins its job, and how a rank takes part in a checkpoint.
 
-The ranks choose together, so that all of them hold one state.
+`restore` brings the live state to the newest one that is found: a snapshot that the state agents kept over the
+death of the ranks, a checkpoint, or else the initial state. The ranks choose together, so that all of them hold
+one state.
 
-Saver: has a state that was just reached written to durable storage, beside training.
+`CheckpointSaver` copies a state that was just reached and has it written to durable storage beside training; the
+files are those of `state.checkpoint`.
 """
 
 from __future__ import annotations
@@ -35,79 +38,88 @@ from ft_hsdp.train.snapshots import SnapshotWriter
 
 @dataclass(frozen=True, slots=True)
 class Checkpoints:
-    """Where durable checkpoints are, of which configuration they have to be, and how their ledgers are read.
-
-    ``key``: what they have to be signed with; None: whoever wrote them is trusted.
-    """
+    """The job's checkpoints, and which of them can be used."""
 
     folder: Path
-    config_hash: str
+    config_hash: str  # of the keys of the configuration that a checkpoint must have been made with
     replicas: int
-    resharded: Callable[[Ledger], Ledger]
-    key: bytes | None
+    resharded: Callable[[Ledger], Ledger]  # reads the ledger of a checkpoint of another number of replicas
+    key: bytes | None  # with which they have to be signed; None: any are trusted
 
 
 def restore(
-    held: LiveState,
-    keeper: SnapshotWriter,
+    live_state: LiveState,
+    snapshots: SnapshotWriter,
     ranks: ReplicaGroup,
     checkpoints: Checkpoints,
     current: bool,
     journal: Journal,
 ) -> None:
-    """Bring ``held``, which has its initial state, to the newest that is found. A collective of all ranks.
+    """Bring the live state, which is the initial one, to the newest that is found. A collective of all ranks.
 
-    ``current``: the agents keep every step, so what they have is never older than a checkpoint. A copy that is
-    damaged on one rank, or gone with its agent since, is passed over by all of them: the next older one is taken,
-    and when there is none, a checkpoint.
+    A snapshot that is damaged on one rank, or gone with its agent since, is passed over by all of them: the next
+    older one is taken, and when there is none, a checkpoint.
+
+    Args:
+        live_state: With its initial state.
+        snapshots: What this host's agent has.
+        ranks: Of this replica.
+        checkpoints: What durable storage has.
+        current: Whether the agents keep every step; then what they have is never older than a checkpoint.
+        journal: This rank's events.
 
     Raises:
-        ConfigError: there are checkpoints, but none that can be used.
+        ConfigError: There are checkpoints, but none that can be used.
     """
     tried: set[StateId] = set()
-    kept = _newest(keeper, ranks, tried)
+    kept = _newest(snapshots, ranks, tried)
     resumed = kept is None or not current
     if resumed:
-        _resume(held, ranks, checkpoints, journal)
-    while kept is not None and _newer(kept, held):
-        if _load(held, keeper, ranks, kept):
+        _resume(live_state, ranks, checkpoints, journal)
+    while kept is not None and _newer(kept, live_state):
+        if _load(live_state, snapshots, ranks, kept):
             if ranks.rank == 0:
                 reason = "the state agent of this host kept it"
                 journal.event("StateRestored", reason, step=kept.step, origin="agent")
             return
         tried.add(kept)
-        kept = _newest(keeper, ranks, tried)
+        kept = _newest(snapshots, ranks, tried)
     if not resumed:
-        _resume(held, ranks, checkpoints, journal)
+        _resume(live_state, ranks, checkpoints, journal)
 
 
-def _newest(keeper: SnapshotWriter, ranks: ReplicaGroup, tried: set[StateId]) -> StateId | None:
-    """The newest state that every rank's agent holds, and that was not tried before."""
-    recalls = [_decode(each) for each in ranks.gather(_encode(keeper.list()))]
+def _newest(snapshots: SnapshotWriter, ranks: ReplicaGroup, tried: set[StateId]) -> StateId | None:
+    """Return the newest state that every rank's agent has and that was not tried before; None if there is none."""
+    recalls = [_decode(each) for each in ranks.gather(_encode(snapshots.list()))]
     return newest_common([[kept for kept in recall if kept.state not in tried] for recall in recalls])
 
 
-def _newer(kept: StateId, held: LiveState) -> bool:
-    assert held.state is not None
-    return (kept.commit_epoch, kept.step) > (held.state.commit_epoch, held.state.step)
+def _newer(kept: StateId, live_state: LiveState) -> bool:
+    assert live_state.state is not None
+    return (kept.commit_epoch, kept.step) > (live_state.state.commit_epoch, live_state.state.step)
 
 
-def _load(held: LiveState, keeper: SnapshotWriter, ranks: ReplicaGroup, kept: StateId) -> bool:
-    """Take ``kept`` over, if every rank's copy of it is whole and fits."""
-    found = keeper.acquire(kept)
-    fits = found is not None and found[0].layout == held.layout.fingerprint
+def _load(live_state: LiveState, snapshots: SnapshotWriter, ranks: ReplicaGroup, kept: StateId) -> bool:
+    """Load ``kept`` if every rank's snapshot of it is whole and fits; return whether that was done."""
+    found = snapshots.acquire(kept)
+    fits = found is not None and found[0].layout == live_state.layout.fingerprint
     everywhere = min(ranks.gather(b"\1" if fits else b"\0")) == b"\1"
     if everywhere:
         assert found is not None
-        held.load(*found)
-    keeper.release_taken()
+        live_state.load(*found)
+    snapshots.release_taken()
     return everywhere
 
 
-def _resume(held: LiveState, ranks: ReplicaGroup, checkpoints: Checkpoints, journal: Journal) -> None:
-    with held.here():
+def _resume(live_state: LiveState, ranks: ReplicaGroup, checkpoints: Checkpoints, journal: Journal) -> None:
+    with live_state.here():
         found = resume(
-            checkpoints.folder, checkpoints.config_hash, held.params, held.optim, ranks, checkpoints.key
+            checkpoints.folder,
+            checkpoints.config_hash,
+            live_state.params,
+            live_state.optim,
+            ranks,
+            checkpoints.key,
         )
     if found is None:
         return
@@ -117,7 +129,7 @@ def _resume(held: LiveState, ranks: ReplicaGroup, checkpoints: Checkpoints, jour
         raise ConfigError(
             "replicas", checkpoints.replicas, f"the number that the checkpoint has ({error})"
         ) from None
-    held.resumed(found.state, ledger, found.hyper)
+    live_state.resumed(found.state, ledger, found.hyper)
     if ranks.rank == 0:
         for passed in found.skipped:
             journal.event("CheckpointPassedOver", passed.reason, checkpoint=passed.name)
@@ -134,25 +146,33 @@ def _decode(said: bytes) -> list[Kept]:
 
 
 class CheckpointSaver:
-    """One rank's part in the checkpoints that its replica writes; ``tell`` reports the outcome to the leader."""
+    """One rank's part in the checkpoints that its replica writes."""
 
     def __init__(
-        self, checkpointer: Checkpointer, keeper: SnapshotWriter, rank: int, tell: Callable[[object], None]
+        self, checkpointer: Checkpointer, snapshots: SnapshotWriter, rank: int, report: Callable[[object], None]
     ) -> None:
+        """Make the saver of a rank.
+
+        Args:
+            checkpointer: Writes to durable storage, on a thread of its own.
+            snapshots: Copies the live state.
+            rank: This rank.
+            report: Takes the outcome to the leader, from any thread.
+        """
         self._checkpointer = checkpointer
-        self._keeper = keeper
+        self._snapshots = snapshots
         self._rank = rank
-        self._tell = tell
+        self._report = report
 
     def save(self, state: StateId) -> None:
-        """Copy ``state``, which is held now, and have it written; all ranks save the same states in order."""
-        self._keeper.save(state, lambda manifest, packed: self._write(state, manifest, packed))
+        """Copy the live state, which is ``state``, and have it written; does not block. Called on all ranks."""
+        self._snapshots.save(state, lambda manifest, packed: self._write(state, manifest, packed))
 
     def close(self, deadline_s: float) -> None:
-        """Finish what was begun, within ``deadline_s`` seconds."""
+        """Finish what was begun; blocks for ``deadline_s`` seconds at most."""
         until = time.monotonic() + deadline_s
         copied = threading.Event()
-        self._keeper.after(copied.set)
+        self._snapshots.after(copied.set)
         copied.wait(deadline_s)
         self._checkpointer.close(max(0.0, until - time.monotonic()))
 
@@ -167,6 +187,6 @@ class CheckpointSaver:
     def _done(self, future: Future[Outcome]) -> None:
         outcome = future.result()
         if isinstance(outcome, CheckpointNotPublished):
-            self._tell(RankCheckpointFailed(self._rank, outcome.state, outcome.reason))
+            self._report(RankCheckpointFailed(self._rank, outcome.state, outcome.reason))
         else:
-            self._tell(RankCheckpointed(self._rank, outcome.state))
+            self._report(RankCheckpointed(self._rank, outcome.state))

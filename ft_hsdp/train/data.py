@@ -1,14 +1,12 @@
-"""A keyed permutation of 0..n-1 that needs no table.
+"""Data: batches as a pure function of their place, and their prefetch.
 
-Batches: a pure function of (seed, data shard, index, rank, micro-batch) over memory-mapped tokens.
+A place is (data shard, index, rank, micro-batch). Nothing here has a cursor: which index of which data shard is
+next stands in the committed state (FT-HSDP §4.1), so a replica that recovers reads exactly what it would have
+read.
 
-Nothing here has a cursor. Which index of which data shard is next stands in the committed state
-(FT-HSDP §4.1), so a replica that recovers reads exactly what it would have read.
-
-Prefetch: batches are read before they are asked for, on a thread of their own.
-
-Which batch comes next is known for certain only when its step begins; before that it is a guess. A guess that was
-wrong costs a read, nothing else: batches are pure functions of their place.
+`Batches` reads memory-mapped tokens in a random order, drawn by `Permutation` without a table. `Prefetcher` reads
+batches before they are asked for, on a thread of its own. Which batch comes next is known for certain only when
+its step begins; before that it is a guess. A wrong guess costs a read and nothing else.
 """
 
 from __future__ import annotations
@@ -36,11 +34,12 @@ _MASK = 2**64 - 1
 class Permutation:
     """A bijection on range(n), drawn by (seed, turn): a Feistel network with cycle walking.
 
-    Memory does not grow with n, and a place costs a few microseconds. Pure: the same arguments
-    give the same permutation on every machine.
+    Memory does not grow with n, and a place costs a few microseconds. The same arguments give the same
+    permutation on every machine.
     """
 
     def __init__(self, n: int, seed: int, turn: int) -> None:
+        """Draw the permutation ``turn`` of ``seed``; ValueError if n is less than 1."""
         if n < 1:
             raise ValueError(f"a permutation of {n} things: n must be at least 1")
         self.n = n
@@ -55,7 +54,7 @@ class Permutation:
         return self.n
 
     def __getitem__(self, place: int) -> int:
-        """Where `place` goes; IndexError outside 0..n-1."""
+        """Return where ``place`` goes; IndexError outside 0..n-1."""
         if not 0 <= place < self.n:
             raise IndexError(f"{place} is not in 0..{self.n - 1}")
         # The network permutes 0..4^half-1, a domain below 4n+4; walking its cycle until the value
@@ -82,14 +81,10 @@ def _mix(x: int) -> int:
 class Batches:
     """The batches of every data shard.
 
-    The tokens are cut into windows of `seq_len` inputs that do not overlap. The windows of one pass
-    are dealt in a random order, another for each pass: as long as all shards stand at one index, no
-    window is dealt twice in a pass, and all are dealt.
-
-    rows: sequences per rank and micro-batch; shards: data shards of the job (core/deal.py); ranks: ranks
-    per replica; accumulate: micro-batches per step. Batch `index` of data shard `shard` is batch
-    `index * shards + shard` of the whole data, whatever the number of shards.
-    Raises ConfigError on data.path if the text is too small for one batch of each shard.
+    The tokens are cut into windows of ``seq_len`` inputs that do not overlap. The windows of one pass are dealt
+    in a random order, another for each pass: as long as all shards stand at one index, no window is dealt twice
+    in a pass, and all are dealt. Batch ``index`` of data shard ``shard`` is batch ``index * shards + shard`` of
+    the whole data, whatever the number of shards.
     """
 
     def __init__(
@@ -103,6 +98,21 @@ class Batches:
         ranks: int = 1,
         accumulate: int = 1,
     ) -> None:
+        """Cut the tokens into batches.
+
+        Args:
+            tokens: The text of all passes.
+            seq_len: Inputs of a sequence.
+            rows: Sequences for each rank and micro-batch.
+            seed: Of the random order.
+            shards: Data shards of the job (`core.ledger.BatchAssigner`).
+            ranks: Ranks of a replica.
+            accumulate: Micro-batches of a step.
+
+        Raises:
+            ConfigError: On data.path: the text is too small for one batch of each shard.
+            ValueError: A number is less than 1.
+        """
         for name, value in {
             "seq_len": seq_len,
             "rows": rows,
@@ -130,7 +140,7 @@ class Batches:
         self._order = lru_cache(maxsize=4)(lambda turn: Permutation(self.windows, seed, turn))
 
     def windows_of(self, shard: int, index: int, rank: int, micro: int = 0) -> list[tuple[int, int]]:
-        """(pass, window) of each row of a batch. Raises ValueError outside the job's layout."""
+        """Return (pass, window) of each row of a batch; ValueError outside the job's layout."""
         for name, value, end in (
             ("shard", shard, self.shards),
             ("rank", rank, self.ranks),
@@ -145,7 +155,7 @@ class Batches:
         return [(p // self.windows, self._order(p // self.windows)[p % self.windows]) for p in places]
 
     def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, int64 [rows, seq_len] each; targets are the inputs one token later."""
+        """Return inputs and targets, int64 [rows, seq_len] each; targets are the inputs one token later."""
         picked = np.empty((self.rows, self.seq_len + 1), dtype=np.int64)
         for row, (_, window) in enumerate(self.windows_of(shard, index, rank, micro)):
             start = window * self.seq_len
@@ -161,10 +171,10 @@ CLOSE_S = 1.0
 
 
 class Source(Protocol[Out]):
-    """Data whose batches are a pure function of their place: any replica may be asked for any of them again."""
+    """Data whose batches are a pure function of their place: any rank may be asked for any of them, and again."""
 
     def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> Out:
-        """Batch ``index`` of data shard ``shard``: the part of rank ``rank``, micro-batch ``micro``."""
+        """Return micro-batch ``micro`` of rank ``rank`` in batch ``index`` of data shard ``shard``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,12 +187,14 @@ class Place:
 
 
 class Prefetcher(Generic[Batch]):
-    """Reads one rank's part of ``source``, one micro-batch ahead. Only its thread calls the source.
+    """Reads one rank's part of the data, one micro-batch ahead, on a thread of its own.
 
-    What the source raises is raised where the batch is asked for; a failed read of a wrong guess is forgotten.
+    Only that thread calls the source. An error of the source is raised where the batch is asked for; one in the
+    read of a wrong guess is forgotten.
     """
 
     def __init__(self, source: Source[Batch], rank: int, accumulate: int) -> None:
+        """Read micro-batches of ``rank``, ``accumulate`` for each batch."""
         self._source = source
         self._rank = rank
         self._accumulate = accumulate
@@ -193,14 +205,19 @@ class Prefetcher(Generic[Batch]):
         self._thread.start()
 
     def guess(self, shard: int, index: int) -> None:
-        """This batch will probably be the next one: begin to read it."""
+        """Begin to read this batch, which will probably be the next one. Does not block."""
         self._order(Place(shard, index, 0))
 
     def batches(self, shard: int, index: int, following: tuple[int, int]) -> Iterator[Batch]:
-        """The micro-batches of a batch, in order; ``following`` (shard, index) is the guess for the one after it.
+        """Yield the micro-batches of a batch, in order. Blocks while one is read.
+
+        Args:
+            shard: The batch's data shard.
+            index: Its index there.
+            following: (shard, index) of the batch that will probably come after it.
 
         Raises:
-            RuntimeError: closed.
+            RuntimeError: The prefetcher is closed.
         """
         for micro in range(self._accumulate):
             batch = self._order(Place(shard, index, micro)).result()
@@ -209,7 +226,7 @@ class Prefetcher(Generic[Batch]):
             yield batch
 
     def close(self) -> None:
-        """End the thread; a read that hangs is left alone."""
+        """End the thread; waits for a read that hangs for a second only."""
         self._closed = True
         if self._ahead is not None:
             self._ahead[1].cancel()
@@ -217,7 +234,7 @@ class Prefetcher(Generic[Batch]):
         self._thread.join(CLOSE_S)
 
     def _order(self, place: Place) -> Future[Batch]:
-        """The read of ``place``, begun now unless it is the one that is ahead; another one ahead is given up."""
+        """Return the read of ``place``: the one that is ahead, or one begun now, in place of another one ahead."""
         if self._closed:
             raise RuntimeError("the prefetcher is closed")
         if self._ahead is not None:

@@ -1,11 +1,11 @@
-"""Streams of random numbers: a seed for each use, derived from the job's, so that no generator is part of a state.
+"""Where a rank computes, and where its random numbers come from.
 
-Whatever is random about a batch depends on its place in the data alone: a replica that feeds it again, or another
-one that feeds it instead, draws the same numbers.
+All that differs between a CPU and a GPU in training is here, except the data plane of FTAR. What replicas agree
+upon (checksums, digests, snapshots) is made on the host on every device.
 
-Device: where a rank computes. All that differs between a CPU and a GPU in training, but the data plane of FTAR.
-
-What replicas agree upon (checksums, digests, snapshots) is made on the host on every device.
+`stream` derives a seed for each use from the job's, so that no generator is part of a state. What is random about
+a batch depends on its place in the data alone: a replica that runs it again, or another one that runs it instead,
+draws the same numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ft_hsdp.errors import ConfigError
 
 
 def stream(seed: int, use: str, *place: object) -> int:
-    """The 63-bit seed of ``use`` (at most 8 letters) at ``place``."""
+    """Return the 63-bit seed of ``use`` (at most 8 letters) at ``place``."""
     text = "/".join(map(str, (seed, *place)))
     digest = hashlib.blake2b(text.encode(), digest_size=8, person=f"ft_hsdp.{use}".encode()).digest()
     return int.from_bytes(digest, "little") >> 1
@@ -36,10 +36,10 @@ _CUDA = {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}
 
 
 def describe(name: str, ranks: int) -> str:
-    """What ``train.device`` stands for on this machine, for replicas of ``ranks`` here.
+    """Return in words what ``train.device`` stands for on this machine, with ``ranks`` of a replica here.
 
     Raises:
-        ConfigError: there are too few such devices here, or no kernels for them.
+        ConfigError: There are too few such devices here, or no kernels for them.
     """
     if name == "cpu":
         return name
@@ -55,10 +55,10 @@ def describe(name: str, ranks: int) -> str:
 
 
 def choose(name: str, local_rank: int) -> torch.device:
-    """The device of the rank that is ``local_rank`` on its machine; from now on this thread's current one.
+    """Return the device of the rank that is ``local_rank`` on its machine; it becomes this thread's current one.
 
     Raises:
-        ConfigError: there is no such device here.
+        ConfigError: There is no such device here.
     """
     if name == "cpu":
         return torch.device("cpu")
@@ -72,7 +72,7 @@ def choose(name: str, local_rank: int) -> torch.device:
 
 
 def numerics(device: torch.device) -> str:
-    """What the bits of a sum depend on besides its operands: build, instruction set or GPU, threads."""
+    """Return what the bits of a sum depend on besides its operands: build, instruction set or GPU, threads."""
     if device.type == "cpu":
         unit = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     else:
@@ -81,12 +81,12 @@ def numerics(device: torch.device) -> str:
 
 
 def backend(device: torch.device) -> str:
-    """torch.distributed's backend inside a replica; what is no model's tensor stays on the CPU."""
+    """Return torch.distributed's backend inside a replica; tensors outside the model stay on the CPU."""
     return "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """``batch`` with its tensors on ``device``: a tensor, or tuples, lists and mappings of them."""
+    """Return ``batch`` with its tensors on ``device``: a tensor, or tuples, lists and mappings of them."""
     if device.type == "cpu":
         return batch
     if isinstance(batch, Tensor):
@@ -101,12 +101,12 @@ def move(batch: Any, device: torch.device) -> Any:
 
 
 def written(tensor: Tensor) -> torch.cuda.Event | None:
-    """What to wait for before ``tensor`` is read elsewhere: all that the current stream holds; None on a CPU."""
+    """Return what to wait for before another stream reads ``tensor``: the current stream's work; None on a CPU."""
     return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
 
 
 def on_host(tensor: Tensor) -> Tensor:
-    """A complete tensor, or its copy in host memory; it does not wait for the computation that is under way."""
+    """Return a complete tensor in host memory, copied if need be; does not wait for the computation under way."""
     if not tensor.is_cuda:
         return tensor
     with torch.cuda.stream(_copies(tensor.device)):

@@ -1,13 +1,12 @@
-"""Offload: optimizer tensors live in host memory and visit the device for the update only (FT-HSDP §5).
+"""The live state of one rank: parameters, optimizer tensors, hyper-parameters and ledger.
 
-The tensors stay the same objects; between updates their storage on the device is empty, and the bytes are in
-pinned host memory, from where snapshots are copied.
+`LiveState` is the only place that changes them. They move together from one committed state to the next: `apply`
+adds a committed step, `load` swaps a fetched shard in, `resumed` follows a load from a checkpoint. Snapshots are
+copied from here (`pack`) while forward and backward run, which only read what a snapshot reads; an update waits
+for a copy that is under way.
 
-Held: the live state of one rank, and the only place that changes it.
-
-Parameters, optimizer tensors, hyper-parameters and ledger move together from one committed state to the next.
-Snapshots are copied from here while forward and backward run, which only read what a snapshot reads; an update
-waits for a copy that is under way.
+`Offload` keeps the optimizer's tensors in host memory, from which they visit the device for the update only
+(FT-HSDP §5).
 """
 
 from __future__ import annotations
@@ -42,16 +41,21 @@ from ft_hsdp.train.optimizer import Groups, finish, tensors
 
 @dataclass(slots=True)
 class Moved:
-    """Bytes moved between host and device, and the seconds that it took."""
+    """How much was moved between host and device so far, and how long that took."""
 
     nbytes: int = 0
     seconds: float = 0.0
 
 
 class Offload:
-    """The host copies of ``tensors`` (DTensors or plain), which leave the device at once."""
+    """Keeps tensors in pinned host memory; they are on the device between `visit` and `leave` only.
+
+    The tensors stay the same objects; meanwhile their storage on the device is empty. Snapshots are copied from
+    the host's memory.
+    """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take ``tensors``, DTensors or plain ones, off the device at once."""
         self._device = [local(t) for t in tensors]
         self.host = [torch.empty(t.shape, dtype=t.dtype, pin_memory=t.is_cuda) for t in self._device]
         self._nbytes = sum(t.numel() * t.element_size() for t in self._device)
@@ -60,7 +64,7 @@ class Offload:
         self.leave()
 
     def leave(self) -> None:
-        """From the device to the host; the device's memory is free when it has been copied."""
+        """Move the tensors from the device to the host, and free the device's memory. Blocks."""
         since = time.monotonic()
         for device, host in zip(self._device, self.host, strict=True):
             host.copy_(device, non_blocking=True)
@@ -70,7 +74,7 @@ class Offload:
         self._count(since)
 
     def visit(self) -> None:
-        """From the host to the device, for an update."""
+        """Move the tensors from the host to the device, for an update. Blocks."""
         since = time.monotonic()
         for device, host in zip(self._device, self.host, strict=True):
             device.untyped_storage().resize_(device.numel() * device.element_size())
@@ -79,7 +83,7 @@ class Offload:
         self._count(since)
 
     def lap(self) -> float:
-        """Seconds spent on moving since the last call."""
+        """Return the seconds spent on moving since the last call."""
         since, self._reported = self._reported, self.moved.seconds
         return self._reported - since
 
@@ -92,14 +96,21 @@ class Offload:
 
 
 class LiveState:
-    """The committed state that this rank holds, of ``ranks``; ``state`` is set at check-in.
-
-    ``offload``: the optimizer's tensors are in host memory but for updates.
-    """
+    """The committed state that this rank holds."""
 
     def __init__(
         self, sharded: Sharded, groups: Groups, ledger: Ledger, rank: int, ranks: int, offload: bool = False
     ) -> None:
+        """Take over a model and its optimizer.
+
+        Args:
+            sharded: The model under FSDP2.
+            groups: The optimizer's parameter groups; its state exists.
+            ledger: The batches that are inside the state.
+            rank: This rank.
+            ranks: How many ranks the replica has.
+            offload: Whether the optimizer's tensors are in host memory between updates.
+        """
         self._sharded = sharded
         self._groups = groups
         self._rank = rank
@@ -111,9 +122,9 @@ class LiveState:
         kept = self.offload.host if self.offload is not None else list(self._optim.values())
         self._live: list[torch.Tensor] = [*sharded.params.values(), *kept]
         self.ledger = ledger
-        self.state: StateId | None = None
+        self.state: StateId | None = None  # its name; set before check-in
         self._recorded = "", ""  # lineage of the state that was packed last, and the digest of its slice then
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # held by what changes or copies the state
 
     @property
     def params(self) -> Mapping[str, torch.Tensor]:
@@ -127,7 +138,7 @@ class LiveState:
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
-        """The optimizer's tensors are on the device."""
+        """Have the optimizer's tensors on the device within a ``with`` block."""
         if self.offload is None:
             yield
             return
@@ -138,7 +149,7 @@ class LiveState:
             self.offload.leave()
 
     def weights_digest(self) -> str:
-        """xxh3-128 of this rank's packed shard."""
+        """Return the xxh3-128 of this rank's packed shard, in hex."""
         packed = np.empty(self.layout.nbytes, dtype=np.uint8)
         layout.pack(self.layout, self._live, torch.from_numpy(packed))
         return xxhash.xxh3_128_hexdigest(packed.data)
@@ -146,10 +157,18 @@ class LiveState:
     def apply(
         self, record: CommitRecord, reduced: Sequence[torch.Tensor], clip: float | None, accumulate: int
     ) -> None:
-        """Apply a committed step; of one that is skipped, the ledger and the name only.
+        """Apply a committed step; of one that is skipped, the ledger and the name only. On the main thread.
+
+        Blocks while a snapshot is copied.
+
+        Args:
+            record: The commit; every replica applies the same one.
+            reduced: Sums over the contributors, one flat fp32 shard for each bucket; changed in place.
+            clip: Largest norm of the gradient; None does not clip.
+            accumulate: Micro-batches whose gradients were added up.
 
         Raises:
-            RuntimeError: the record does not build on the state that is held.
+            RuntimeError: The record does not build on the state that is held.
         """
         with self._lock:
             if self.state is None or record.prev != self.state.lineage:
@@ -167,11 +186,19 @@ class LiveState:
                 layout.as_bytes(layout.local(self._live[0]))[0] ^= 1
 
     def rate(self, record: CommitRecord) -> float:
-        """The learning rate that ``record`` gives the first parameter group."""
+        """Return the learning rate that ``record`` gives the first parameter group."""
         return self._groups.rates(record)[0]
 
     def load(self, manifest: ShardManifest, packed: Bytes) -> None:
-        """Swap a verified shard in: ``packed`` is uint8 [layout.nbytes]."""
+        """Swap a verified shard in. Blocks while a snapshot is copied.
+
+        Args:
+            manifest: Of a state with this rank's layout.
+            packed: Its bytes, uint8 [layout.nbytes].
+
+        Raises:
+            ValueError: The hyper-parameters are of another optimizer.
+        """
         with self._lock:
             self._groups.adopt(manifest.hyper)
             with warnings.catch_warnings():
@@ -181,7 +208,7 @@ class LiveState:
             self._become(manifest.state, manifest.ledger)
 
     def resumed(self, state: StateId, ledger: Ledger, hyper: Sequence[dict[str, Any]]) -> None:
-        """The live tensors were filled with ``state``."""
+        """Note that the live tensors were filled with ``state``, from a checkpoint."""
         with self._lock:
             self._groups.adopt(hyper)
             self._become(state, ledger)
@@ -192,9 +219,15 @@ class LiveState:
         self.state = state
 
     def pack(self, state: StateId, into: Bytes) -> ShardManifest | None:
-        """Copy the shard into ``into``, uint8 [layout.nbytes]: its manifest, with checksums of the live tensors.
+        """Copy the shard. Called on the snapshots' thread; blocks during an update.
 
-        None, and nothing is copied, if it is not ``state`` that is held.
+        Args:
+            state: The state that is to be copied.
+            into: Where to, uint8 [layout.nbytes].
+
+        Returns:
+            The manifest, with checksums of the live tensors; None if the live state is another one by now. Then
+            nothing is copied.
         """
         with self._lock:
             if state != self.state:
@@ -220,13 +253,19 @@ class LiveState:
             )
 
     def slice_digest(self, lineage_held: str) -> str:
-        """xxh3-128 of the slice of the state that is compared after its step; "" if another state is held.
+        """Return the digest of the slice of the state that the replicas compare with the next vote.
 
         For use between two updates: an update must not run meanwhile.
 
+        Args:
+            lineage_held: The lineage of the state that is expected.
+
+        Returns:
+            The xxh3-128 in hex; "" if another state is held.
+
         Raises:
-            DataCorruption: it is not what it was when this state was packed. Only `apply` and `load` change a
-                state, so the memory is at fault, or a program that writes into parameters by itself.
+            DataCorruption: The slice is not what it was when this state was packed. Only `apply` and `load` change
+                a state, so the memory is at fault, or a program that writes into parameters by itself.
         """
         state = self.state
         if state is None or state.lineage != lineage_held:
@@ -246,7 +285,7 @@ class LiveState:
         return hashed.hexdigest()
 
     def digest(self) -> str:
-        """The digest of the whole state. A collective of all ranks of the replica."""
+        """Return the digest of the whole state. A collective of all ranks of the replica."""
         with self.here():
             return state_digest(self._sharded.params, self._optim, self._groups.hyper())
 
@@ -254,7 +293,7 @@ class LiveState:
 def state_digest(
     params: Mapping[str, torch.Tensor], optim: Mapping[str, torch.Tensor], hyper: Sequence[dict[str, Any]]
 ) -> str:
-    """blake3 of a state, independent of its sharding; a collective if there are DTensors.
+    """Return the blake3 of a state in hex, independent of its sharding; a collective if there are DTensors.
 
     Over the sorted names of (name, dtype, global shape, blake3 of the full row-major bytes) of parameters,
     then of optimizer tensors, then canonical JSON of the hyper-parameters before lr_scale.

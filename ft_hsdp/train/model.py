@@ -23,25 +23,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelArgs:
-    """Shape of a transformer. `vocabulary` counts tokens, `seq_len` is the longest sequence.
+    """Shape of a transformer."""
 
-    `recompute`: blocks keep their input only and run forward again in backward.
-    """
-
-    vocabulary: int
+    vocabulary: int  # tokens
     dim: int
     layers: int
     heads: int
     kv_heads: int
     ffn_dim: int
-    seq_len: int
+    seq_len: int  # of the longest sequence
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
-    recompute: bool = False
+    recompute: bool = False  # blocks keep their input only, and run forward again in backward
 
     @classmethod
     def of(cls, config: ModelConfig, vocabulary: int, seq_len: int, recompute: bool = False) -> ModelArgs:
-        """The shape that `config` asks for."""
+        """Return the shape that ``config`` asks for."""
         return cls(
             vocabulary=vocabulary,
             dim=config.dim,
@@ -74,11 +71,21 @@ class Transformer(nn.Module):
         self.reset(seed)
 
     def shards(self) -> list[nn.Module]:
-        """The modules to shard, each for itself, in the order of the forward pass."""
+        """Return the modules to shard, each for itself, in the order of the forward pass."""
         return [self.embed, *self.layers, self.output]
 
     def logits(self, inputs: Tensor) -> Tensor:
-        """inputs int64 [batch, seq] -> [batch, seq, vocabulary]. ValueError if seq is too long."""
+        """Return the logits of the next token.
+
+        Args:
+            inputs: int64 [batch, seq].
+
+        Returns:
+            [batch, seq, vocabulary].
+
+        Raises:
+            ValueError: The sequences are too long.
+        """
         length = inputs.shape[1]
         if length > self.args.seq_len:
             raise ValueError(f"a sequence of {length} tokens; the model takes at most {self.args.seq_len}")
@@ -89,7 +96,7 @@ class Transformer(nn.Module):
         return out
 
     def forward(self, batch: tuple[Tensor, Tensor]) -> Tensor:
-        """(inputs, targets), int64 [batch, seq] each -> mean cross-entropy in nats, a scalar."""
+        """Return the mean cross-entropy in nats, a scalar, of (inputs, targets), int64 [batch, seq] each."""
         inputs, targets = batch
         return functional.cross_entropy(self.logits(inputs).flatten(0, 1).float(), targets.flatten())
 
@@ -142,7 +149,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(args.dim, args.dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """As `Block.forward`."""
+        """x [batch, seq, dim]; cos, sin [seq, head_dim / 2] -> [batch, seq, dim]."""
         q = rotate(self._split(self.query(x)), cos, sin)
         k = rotate(self._split(self.key(x)), cos, sin)
         v = self._split(self.value(x))
@@ -156,7 +163,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """SwiGLU."""
+    """The feed-forward layer: SwiGLU."""
 
     def __init__(self, args: ModelArgs) -> None:
         super().__init__()
@@ -165,7 +172,7 @@ class FeedForward(nn.Module):
         self.down = nn.Linear(args.ffn_dim, args.dim, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[batch, seq, dim] -> the same."""
+        """[batch, seq, dim] -> the same shape."""
         out: Tensor = self.down(functional.silu(self.gate(x)) * self.up(x))
         return out
 

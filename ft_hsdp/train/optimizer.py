@@ -1,14 +1,13 @@
-"""Initial optimizer state: the tensors of an optimizer, made before its first step.
+"""The user's optimizer inside the committed state: its tensors, and its update.
 
-A state can be fetched, copied and compared only if all its tensors exist. torch makes most of them in the first
-step, so `create` makes them earlier, with the values that torch would have given them. Whether an optimizer allows
-this is not looked up in a list: it is tried out on small tensors, and an optimizer that would train differently is
-refused by name.
+`create_state` makes the optimizer's tensors before its first step. A state can be fetched, copied and compared
+only if all its tensors exist, and torch makes most of them in the first step. They get the values that torch
+would have given them. Whether an optimizer allows this is not looked up in a list: it is tried out on small
+tensors, and an optimizer that would train differently is refused by name.
 
-Optimizer: applies committed steps. What is applied follows from the commit record alone.
-
-The user's optimizer does the update; divisor, clipping and learning rate come from the record, so every replica
-does the same. The stored learning rate is the one before lr_scale.
+`finish` and `Groups.step` apply a committed step. The user's optimizer does the update; divisor, clipping and
+learning rate come from the commit record alone, so every replica does the same. The stored learning rate is the
+one before lr_scale.
 """
 
 from __future__ import annotations
@@ -38,8 +37,11 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
     No parameter and no learning rate changes. Needs as much memory as the gradients, for a moment.
 
+    Args:
+        optimizer: The user's; any class whose state are tensors.
+
     Raises:
-        ConfigError: it would not train as it does without this, or what it keeps are not tensors alone.
+        ConfigError: It would train differently with a state from here, or its state are not tensors alone.
     """
     plan = [(*each, sorted(_try_out(optimizer, trial))) for each, trial in _trials(optimizer)]
     loaded = {id(p) for p, state in optimizer.state.items() if state}
@@ -56,7 +58,7 @@ def create_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _check_loaded(optimizer: torch.optim.Optimizer, state: dict[str, Any], keys: list[str]) -> None:
-    """A state that was loaded has the tensors that a step makes; None stands for one that was not made yet."""
+    """Check that a loaded state has the tensors that a step makes; None stands for one that was not made yet."""
     if sorted(k for k in state if isinstance(state[k], torch.Tensor) or (k in keys and state[k] is None)) != keys:
         found = ", ".join(sorted(state))
         raise _refused(
@@ -69,7 +71,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _trials(optimizer: torch.optim.Optimizer) -> Iterator[tuple[tuple[dict[str, Any], int], dict[str, Any]]]:
-    """For each group and each number of dimensions in it: a group of the same kind with one small parameter."""
+    """Yield, for each group and each number of dimensions in it, a group of that kind with one small parameter."""
     for group in optimizer.param_groups:
         for dims in sorted({p.dim() for p in group["params"]}):
             like = next(p for p in group["params"] if p.dim() == dims)
@@ -79,7 +81,7 @@ def _trials(optimizer: torch.optim.Optimizer) -> Iterator[tuple[tuple[dict[str, 
 
 
 def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
-    """An optimizer of the same kind for one small parameter, without state and without the user's hooks."""
+    """Return an optimizer of the same kind for one small parameter, without state and the user's hooks."""
     made: torch.optim.Optimizer = object.__new__(type(optimizer))
     made.__dict__.update({k: v for k, v in optimizer.__dict__.items() if k != "step"})
     made.__dict__.update({name: OrderedDict() for name in _HOOKS})
@@ -89,10 +91,10 @@ def _trial(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.opt
 
 
 def _try_out(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str]:
-    """Train a small parameter twice, with a state from torch and with one from here: the names of its tensors.
+    """Train a small parameter twice, with a state from torch and with one from here; return its tensors' names.
 
     Raises:
-        ConfigError: the two differ.
+        ConfigError: The two differ.
     """
     natural, ours = _trial(optimizer, group), _trial(optimizer, group)
     (theirs,), (mine,) = natural.param_groups[0]["params"], ours.param_groups[0]["params"]
@@ -129,7 +131,7 @@ def _try_out(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> set[str
 
 
 def _eager(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> dict[str, Any]:
-    """What the optimizer's constructor puts into the state of a small parameter; {} if nothing can be said."""
+    """Return what the optimizer's constructor puts into a small parameter's state; {} if it cannot be tried."""
     if not hasattr(optimizer, "_init_group"):
         return {}
     arguments = {k: v for k, v in group.items() if k in optimizer.defaults and k != "params"}
@@ -148,7 +150,7 @@ def _fill(param: torch.Tensor, state: dict[str, Any], keys: list[str]) -> None:
 
 
 def _create(optimizer: torch.optim.Optimizer) -> None:
-    """Have the optimizer make its state, without an update."""
+    """Have the optimizer make its state without an update."""
     with _undisturbed(optimizer):
         if hasattr(optimizer, "_init_group"):
             _stop_after_creation(optimizer)
@@ -158,7 +160,7 @@ def _create(optimizer: torch.optim.Optimizer) -> None:
 
 @contextlib.contextmanager
 def _undisturbed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Every parameter has a gradient of zero, and the user's hooks hear nothing; afterwards all is as before."""
+    """Give every parameter a gradient of zero and take the user's hooks away, within a ``with`` block."""
     hooks = {name: optimizer.__dict__[name] for name in _HOOKS if name in optimizer.__dict__}
     optimizer.__dict__.update({name: OrderedDict() for name in hooks})
     for param in _parameters(optimizer):
@@ -172,7 +174,7 @@ def _undisturbed(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _stop_after_creation(optimizer: torch.optim.Optimizer) -> None:
-    """torch's own optimizers make the state of a group in `_init_group`, before they update anything."""
+    """Stop each group's step after `_init_group`, in which torch's own optimizers make its state."""
     original: Any = optimizer._init_group  # type: ignore[attr-defined]
 
     def create_only(*args: Any, **kwargs: Any) -> None:
@@ -192,7 +194,7 @@ def _stop_after_creation(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step_without_effect(optimizer: torch.optim.Optimizer) -> None:
-    """Other optimizers make one step with gradients and a learning rate of zero; what it leaves is set to zero."""
+    """Make one step of another optimizer with a learning rate of zero; then set its state to zero."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -219,9 +221,15 @@ CLIP_EPS = 1e-6
 
 
 def finish(record: CommitRecord, reduced: Sequence[torch.Tensor], clip: float | None, accumulate: int) -> None:
-    """Turn the raw sums into the gradient, in place: divide by the contributors' weights, clip by the norm.
+    """Turn the sums into the gradient, in place: divide by the contributors' weights, then clip by the norm.
 
     The norm in the record was summed in rank order over the replica, so that every replica clips alike.
+
+    Args:
+        record: The commit.
+        reduced: A flat fp32 sum for each bucket.
+        clip: Largest norm; None does not clip.
+        accumulate: Micro-batches whose gradients were added up.
     """
     for flat in reduced:
         flat.div_(record.divisor * accumulate)
@@ -249,10 +257,10 @@ class Groups:
         optimizer.register_load_state_dict_pre_hook(_refuse_to_load)
 
     def check(self) -> None:
-        """Make sure that nobody else sets learning rates: a replica that returns would not have theirs.
+        """Check that only the schedule sets learning rates: a replica that returns would not have any others.
 
         Raises:
-            ConfigError: a torch scheduler is attached to the optimizer, or a group's learning rate was changed.
+            ConfigError: A torch scheduler is attached to the optimizer, or a group's learning rate was changed.
         """
         if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):
             raise ConfigError("job.optimizer", "an optimizer with a torch learning rate scheduler", _SCHEDULE)
@@ -261,7 +269,7 @@ class Groups:
             raise ConfigError("job.optimizer", f"learning rates {rates} instead of {self._base}", _SCHEDULE)
 
     def rates(self, record: CommitRecord) -> list[float]:
-        """The learning rate that ``record`` gives each group."""
+        """Return the learning rate that ``record`` gives each group."""
         factor = self._schedule(record.step) if self._schedule is not None else 1.0
         return [base * factor * record.lr_scale for base in self._base]
 
@@ -274,14 +282,14 @@ class Groups:
             group["lr"] = base
 
     def hyper(self) -> tuple[dict[str, Any], ...]:
-        """The hyper-parameters of each group before lr_scale, as JSON."""
+        """Return the hyper-parameters of each group before lr_scale, as JSON."""
         return tuple({k: _json(v) for k, v in g.items() if k != "params"} for g in self.optimizer.param_groups)
 
     def adopt(self, hyper: Sequence[dict[str, Any]]) -> None:
         """Take the hyper-parameters of a fetched state.
 
         Raises:
-            ValueError: they are of another optimizer.
+            ValueError: They are of another optimizer.
         """
         if len(hyper) != len(self.optimizer.param_groups):
             raise ValueError(f"{len(hyper)} parameter groups, expected {len(self.optimizer.param_groups)}")
@@ -302,7 +310,7 @@ def _json(value: Any) -> Any:
 
 
 def tensors(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[str, torch.Tensor | DTensor]:
-    """The optimizer's tensors by "parameter.key"; ``names`` maps id(parameter) to its name."""
+    """Return the optimizer's tensors by "parameter.key"; ``names`` maps id(parameter) to its name."""
     found: dict[str, torch.Tensor | DTensor] = {}
     for group in optimizer.param_groups:
         for param in group["params"]:

@@ -1,17 +1,17 @@
 """Snapshots: copies of a rank's committed states in the memory of its host's state agent.
 
-They outlive the rank, so a restarted one finds its state again, and other replicas fetch from them.
-`SnapshotWriter` makes them on a thread of its own, while the main thread computes the next step (FT-HSDP §4.3).
-It carries out its orders in the order in which they came:
+They outlive the rank, so a restarted one finds its state again, and other replicas fetch them. `SnapshotWriter`
+makes them on a thread of its own, while the main thread computes the next step (FT-HSDP §4.3). It carries out its
+orders in the order in which they came:
 
-    main thread     mark_current(state)      the update is applied: copy it, if each step is kept or a fetch needs
-    it FTAR's thread   after(send the vote)     a rank votes when the copy of the state before is complete or left
-    out control loop    mark_settled(state)      all ranks have a copy of it: the agent may drop older ones
-                    request, release         replicas that are behind will fetch a state, or none will
-    fetch thread    allocate, complete       a fetched shard is put into the agent's memory, not copied there
+    main thread    mark_current       an update is applied: copy the state, if each one is kept or a fetch needs it
+    FTAR's thread  after              vote when the copy of the state before is complete or left out
+    control loop   mark_settled       all ranks have a copy of the state before: older ones may go
+                   request, release   replicas that are behind will fetch a state, or none will
+    fetch thread   allocate, complete a fetched shard goes into the agent's memory itself
 
-Readers of snapshots cannot hold up training, and training goes on without an agent: an agent that is lost is
-looked for on another thread.
+Readers of snapshots cannot hold up training, and training goes on without an agent: one that is lost is looked for
+on another thread.
 """
 
 from __future__ import annotations
@@ -132,13 +132,12 @@ class SnapshotWriter:
     # The control loop.
 
     def mark_settled(self, state: StateId, everywhere: bool) -> None:
-        """Tell the agent that the commit after ``state`` is made, so that it may drop older snapshots.
+        """Note which ranks of the replica have a snapshot of ``state``; comes with the next commit.
 
         Args:
-            state: What the ranks have voted on top of.
-            everywhere: Whether all ranks of the replica have a snapshot of it. If some have left it out, the
-            newest
-                one that all have stays.
+            state: The state on top of which the ranks have voted.
+            everywhere: Whether all of them have a snapshot of it: then older ones may go. If some have left it
+                out, the newest one that all have stays.
         """
         self._submit(lambda agent: agent.mark_settled(state, everywhere))
 

@@ -1,4 +1,4 @@
-"""StepLog: what the leader writes down: batches that were fed, steps that were committed, the final state."""
+"""The files of one replica in the run's directory: batches fed, steps committed, the final state."""
 
 from __future__ import annotations
 
@@ -15,27 +15,38 @@ from ft_hsdp.jsonl import LineWriter, Lost, replace_json, reserve
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds and bytes of one step as this replica saw it; ``waits`` are the exposed ones, by cause."""
+    """How long one step took, as this replica saw it."""
 
-    step_s: float
-    waits: dict[str, float]
-    ftar_bytes: int
-    ftar_s: float
+    step_s: float  # since the commit before
+    waits: dict[str, float]  # seconds in which the main thread waited, by cause
+    ftar_bytes: int  # sent
+    ftar_s: float  # of its all-reduces, hidden or not
 
 
 def exposed(now: float, waited: float, reduced: float, held_up: float) -> dict[str, float]:
-    """The last ``waited`` seconds before ``now``, by cause: FTAR went on after backward until ``reduced``, then
-    the replicas agreed. FTAR ended so late because it was ``held_up`` for the lighthouse's answer: that is not its
-    own, as far as it showed."""
+    """Divide the time that the main thread waited for a commit by its causes.
+
+    FTAR goes on after backward until ``reduced``; then the replicas agree. As far as FTAR ended late because it
+    had waited for the lighthouse's answer, the wait is the quorum's.
+
+    Args:
+        now: When the commit came, on the monotonic clock.
+        waited: Seconds that the main thread waited for it.
+        reduced: When the last all-reduce ended, on the same clock.
+        held_up: Seconds for which gradients waited for an order.
+
+    Returns:
+        Seconds of "quorum", "ftar" and "commit", which add up to ``waited``.
+    """
     late = min(max(reduced - (now - waited), 0.0), waited)
     quorum = min(held_up, late)
     return {"quorum": quorum, "ftar": late - quorum, "commit": waited - late}
 
 
 class StepLog:
-    """The files of one replica in the run directory; rank 0 writes them. ``tee`` hears of each commit.
+    """Writes fed.jsonl, commits.jsonl and final.json; on rank 0.
 
-    A disk that takes no line costs that line, which ``lost`` hears of later, and never a step.
+    A disk that takes no line costs that line, and never a step.
     """
 
     def __init__(
@@ -45,6 +56,14 @@ class StepLog:
         tee: Callable[[Mapping[str, object]], None] | None = None,
         lost: Callable[[Lost], None] | None = None,
     ) -> None:
+        """Open the files.
+
+        Args:
+            folder: Of the replica.
+            incarnation: Its name; stands in each row.
+            tee: Takes the row of each commit.
+            lost: Takes what a disk did not take, later.
+        """
         self._incarnation = incarnation
         self._tee = tee
         self._lost = lost
@@ -54,7 +73,7 @@ class StepLog:
         reserve(self._final)
 
     def fed(self, step: int, shard: int, index: int) -> None:
-        """A batch is about to be fed to the model."""
+        """Note that a batch is about to be fed to the model."""
         self._fed.write(
             {"t": time.time(), "step": step, "shard": shard, "index": index, "incarnation": self._incarnation}
         )
@@ -69,9 +88,16 @@ class StepLog:
         ledger: Ledger,
         given_up: Sequence[tuple[int, int]] = (),
     ) -> None:
-        """A step was committed and applied here; ``ledger`` is the one after it.
+        """Note that a step is committed, before it is applied here.
 
-        ``given_up``: the batches that the step has spent although nobody has trained them.
+        Args:
+            record: The commit.
+            lr: Learning rate of the first parameter group.
+            tokens: Of all contributors.
+            timing: Of this replica.
+            contributed: Whether this replica's gradient is in it.
+            ledger: The one after the step.
+            given_up: (shard, index) of batches that the step has spent although no replica has trained them.
         """
         state = record.state_id
         row = {
@@ -110,9 +136,13 @@ class StepLog:
             self._tee(row)
 
     def final(self, state: StateId, digest: str, built_in: bool, config: str) -> None:
-        """The replica holds the final state; ``built_in``: the trainer of this package has trained it.
+        """Note the final state.
 
-        ``config``: the hash of the configuration that it was trained by.
+        Args:
+            state: Its name.
+            digest: Of its whole content.
+            built_in: Whether the trainer of this package has trained it.
+            config: Hash of the configuration that it was trained by.
         """
         loop = "built-in" if built_in else "own"
         who = {"incarnation": self._incarnation, "loop": loop, "config_hash": config}
@@ -125,6 +155,6 @@ class StepLog:
                 self._lost(Lost(self._final.name, 1, now, now, error.strerror or str(error)))
 
     def close(self) -> None:
-        """Close the files; what is lost to the end is told."""
+        """Close the files; lines that were lost until now are reported."""
         self._fed.close()
         self._commits.close()

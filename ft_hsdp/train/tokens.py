@@ -1,4 +1,4 @@
-"""Text to a file of tokens, once; then memory-mapped. Needs no torch."""
+"""Tokens: text is turned into a file of tokens once, which is then memory-mapped. Needs no torch."""
 
 from __future__ import annotations
 
@@ -43,18 +43,26 @@ class Tokens:
 
     @classmethod
     def open(cls, path: Path) -> Tokens:
-        """Map the file that `prepare` made."""
+        """Map the file that `prepare` made into memory."""
         return cls(np.memmap(path, dtype=_DTYPE, mode="r"))
 
 
 def prepare(path: str, tokenizer: str, max_bytes: int, cache: Path) -> Path:
-    """The token file of the text at `path`; made once, shared by all processes that ask.
+    """Return the token file of a text; it is made once, and all processes that ask share it.
 
-    path: "stdlib", a file, or a folder (read recursively, in the order of the names); `.jsonl` has a
-    field "text" per line, `.parquet` a column "text", anything else is one document of bytes.
-    max_bytes: text beyond it is not read.
-    Raises ConfigError on data.path where there is no usable text, Retryable where another process
-    holds the lock too long or the cache cannot be written.
+    Blocks while the file is made, here or by another process.
+
+    Args:
+        path: "stdlib", a file, or a folder, which is read recursively in the order of the names. `.jsonl` has a
+        field
+            "text" in each line, `.parquet` a column "text"; any other file is one document of bytes.
+        tokenizer: One of `VOCABULARY`.
+        max_bytes: Text beyond it is not read.
+        cache: Folder of token files.
+
+    Raises:
+        ConfigError: On data.path: there is no usable text.
+        Retryable: Another process holds the lock for too long, or the cache cannot be written.
     """
     if tokenizer not in VOCABULARY:
         raise ConfigError("data.tokenizer", tokenizer, ", ".join(VOCABULARY))
@@ -73,9 +81,10 @@ def prepare(path: str, tokenizer: str, max_bytes: int, cache: Path) -> Path:
 
 
 def count(path: str, tokenizer: str, max_bytes: int, enough: int) -> int:
-    """How many tokens `prepare` would make, without making them; nobody counts on beyond `enough`.
+    """Return how many tokens `prepare` would make, without making them; counts no further than ``enough``.
 
-    Raises ConfigError as `prepare` does.
+    Raises:
+        ConfigError: As `prepare` does.
     """
     if tokenizer not in VOCABULARY:
         raise ConfigError("data.tokenizer", tokenizer, ", ".join(VOCABULARY))

@@ -1,4 +1,4 @@
-"""The trainer that comes with ft_hsdp: the first user of its public API."""
+"""The trainer that comes with ft_hsdp, and an example of its public API: `train` is a user's loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from ft_hsdp.train.tokens import VOCABULARY, Tokens, prepare
 
 
 def dataset(config: Config) -> Batches:
-    """The batches of the job, over the tokens that the launcher prepared."""
+    """Return the batches of the job, over the tokens that the launcher prepared."""
     cache = Path(config.job.runs_dir) / ".cache"
     tokens = Tokens.open(prepare(config.data.path, config.data.tokenizer, config.data.max_bytes, cache))
     t = config.train
@@ -39,33 +39,37 @@ def dataset(config: Config) -> Batches:
 
 
 def build(config: Config) -> Transformer:
-    """The model of the job with its initial weights: a function of the configuration alone."""
+    """Return the model with its initial weights, a function of the configuration alone."""
     t = config.train
     args = ModelArgs.of(config.model, VOCABULARY[config.data.tokenizer], t.seq_len, t.recompute)
     return Transformer(args, t.seed)
 
 
 def policy(config: Config) -> MixedPrecisionPolicy:
-    """The types of forward and backward: bf16 where that is asked for, positions excepted."""
+    """Return the types of forward and backward: bf16 if the configuration says so, but not for positions."""
     if config.train.precision == "float32":
         return FP32
     return MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
 
 
 def build_optimizer(config: Config, params: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-    """AdamW, never fused: its fused form depends on the sharding."""
+    """Return AdamW, never fused: the results of its fused form depend on the sharding."""
     o = config.optim
     return torch.optim.AdamW(params, lr=o.lr, betas=o.betas, eps=o.eps, weight_decay=o.weight_decay)
 
 
 def factor(config: Config, step: int) -> float:
-    """The schedule's factor on the learning rate of ``step`` (from 1)."""
+    """Return the schedule's factor on the learning rate of ``step`` (from 1)."""
     c = config.lr
     return lr.scheduled(c.schedule, 1.0, step, config.train.steps, c.warmup, c.min_ratio)
 
 
 def train(config: Config, replica: int | IncarnationSource, run: Path) -> int:
-    """Train until the job ends, or until SIGTERM: then the replica leaves at the next commit. The exit code."""
+    """Train until the job ends, or until SIGTERM: then the replica leaves at the next commit.
+
+    Returns:
+        The exit code.
+    """
     data = dataset(config)
     job = join(config, replica, run)
     job.built_in = True
@@ -88,7 +92,7 @@ def train(config: Config, replica: int | IncarnationSource, run: Path) -> int:
 
 
 def main(config: Config, replica: int | IncarnationSource, run: Path) -> int:
-    """Run one rank, of a replica that is known or that it is told; the exit code."""
+    """Run one rank, of a replica that is known or will be assigned; return the exit code."""
     try:
         return train(config, replica, run)
     except FtHsdpError as error:
