@@ -179,7 +179,7 @@ async def call(sock: socket.socket, token: str, purpose: Purpose) -> bytes:
         while len(data) < count:
             part = await loop.sock_recv(sock, count - len(data))
             if not part:
-                raise HungUp("hung up before it let anybody in")
+                raise HungUp("it closed the connection before the handshake")
             data += part
         return data
 
@@ -205,7 +205,7 @@ def call_blocking(sock: socket.socket, token: str, purpose: Purpose) -> bytes:
         while len(data) < count:
             part = sock.recv(count - len(data))
             if not part:
-                raise HungUp("hung up before it let anybody in")
+                raise HungUp("it closed the connection before the handshake")
             data += part
         return data
 

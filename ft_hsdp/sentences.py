@@ -67,7 +67,7 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "CheckedIn": lambda e: f"replica {e['replica']} checked in",
     "RingBroken": lambda e: (
         f"replica {e['replica']} saw its ring break, and suspects "
-        + ("nobody" if e.get("suspect") is None else f"replica {e['suspect']}")
+        + ("no replica" if e.get("suspect") is None else f"replica {e['suspect']}")
     ),
     "StepRetried": lambda e: f"replica {e['replica']} repeats the ring of step {e.get('step', '?')}",
     "LeftBehind": lambda e: f"replica {e['replica']} is behind",
@@ -90,7 +90,7 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     ),
     "LighthouseAwaited": lambda e: f"replica {e['replica']} waits for a lighthouse, to join again",
     "BatchGivenUp": lambda e: (
-        f"batch {e.get('index')} of data shard {e.get('shard')} is given up, nobody will train it"
+        f"batch {e.get('index')} of data shard {e.get('shard')} is given up and will not be trained"
     ),
     "DoubtResolved": lambda e: f"replica {e['replica']} applies step {e.get('step', '?')}, which was in doubt",
     "GrantRefused": lambda e: f"replica {e['replica']} refuses a grant",
@@ -129,14 +129,14 @@ SENTENCES: dict[str, Callable[[Row], str]] = {
     "StateDiverged": lambda e: (
         f"the state of replica {_ids(e['replicas'])} differs from that of the others"
         if e.get("majority")
-        else f"the states of replicas {_ids(e['replicas'])} differ, and nobody can tell which is right"
+        else f"the states of replicas {_ids(e['replicas'])} differ, and no majority says which is right"
     ),
     "StateRestored": lambda e: f"replica {e['replica']} goes on from its state of step {e.get('step', '?')}",
     "CheckpointStarted": lambda e: f"replica {e['replica']} writes a checkpoint of step {e.get('step', '?')}",
     "CheckpointWritten": lambda e: f"the checkpoint of step {e.get('step', '?')} is written",
     "CheckpointFailed": lambda e: f"the checkpoint of step {e.get('step', '?')} failed",
     "CheckpointWriterLost": lambda e: f"replica {_ids(e['replicas'])} was lost while it wrote a checkpoint",
-    "CheckpointMissing": lambda e: f"nobody has written the checkpoint of step {e.get('step', '?')}",
+    "CheckpointMissing": lambda e: f"no replica has written the checkpoint of step {e.get('step', '?')}",
     "CheckpointPassedOver": lambda e: f"the checkpoint {e['checkpoint']} is passed over",
     "SnapshotSkipped": lambda e: f"{_who(e)} keeps no copy of its state of step {e.get('step', '?')}",
     "SnapshotsNotForgotten": lambda e: f"{_who(e)} could not have its wrong copies dropped",

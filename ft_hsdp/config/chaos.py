@@ -200,7 +200,7 @@ class ChaosConfig(Section):
         if self.for_s > 0 and sends and self.signal != "STOP":
             yield "for_s", self.for_s, f"0 with signal {self.signal}: only a STOP can be continued"
         if self.for_s > 0 and kind == "flip":
-            yield "for_s", self.for_s, "0 with kind flip: nobody flips it back"
+            yield "for_s", self.for_s, "0 with kind flip: a flipped byte stays flipped"
 
 
 class FailpointConfig(Section):

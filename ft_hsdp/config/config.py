@@ -156,7 +156,9 @@ BOUNDS = (
     ),
     Bound("timeouts.silence_grace_s", "timeouts.evict_s", "a silent replica must be left out before it is killed"),
     Bound("timeouts.answer_wait_s", "quorum.lease_s", "the lease must outlast the waits under it"),
-    Bound("timeouts.answer_wait_s", "timeouts.ask_s", "an ask must be open for as long as its answer is awaited"),
+    Bound(
+        "timeouts.answer_wait_s", "timeouts.ask_s", "a request must be open for as long as its answer is awaited"
+    ),
     Bound("timeouts.hello_s", "timeouts.ranks_s", "the ranks of a replica greet while they wait for each other"),
     Bound("timeouts.evict_s", "quorum.lease_s", "the lease must outlast the waits under it"),
     Bound("quorum.catchup_wait_s", "ftar.timeout_s", "the others would give up the ring meanwhile", below=True),

@@ -101,7 +101,7 @@ class LighthouseConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.count > 1 and not self.etcd:
-            raise refuse("count", self.count, "1 without lighthouse.etcd: somebody must elect the leader")
+            raise refuse("count", self.count, "1 without lighthouse.etcd: etcd elects the leader")
         return self
 
 

@@ -132,5 +132,9 @@ class CheckpointConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.key is not None and self.dir is not None and PurePath(self.key).is_relative_to(self.dir):
-            raise refuse("key", self.key, "a file outside checkpoint.dir: who can write there could sign, too")
+            raise refuse(
+                "key",
+                self.key,
+                "a file outside checkpoint.dir: with it there, write access to the folder would be enough to sign",
+            )
         return self

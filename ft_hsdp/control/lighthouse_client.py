@@ -247,7 +247,7 @@ def _fact(response: httpx.Response, key: str) -> Any:
 
 
 ASK_S = 20.0
-MARGIN_S = 10.0  # for which an answer may be on its way, beside the time that the lighthouse keeps an ask
+MARGIN_S = 10.0  # for the way of an answer, on top of the time for which the lighthouse keeps a request open
 
 
 class NotTaken(LighthouseUnreachable):

@@ -77,7 +77,7 @@ class Decisions:
                     reason = "this replica writes it for all"
                     self._journal.event("CheckpointStarted", reason, step=state.step)
                 case effects.Commit(record) if isinstance(event, events.Answered | events.GrantShown):
-                    reason = "the lighthouse has everybody build on the record that was in doubt"
+                    reason = "the lighthouse lets all replicas build on the record that was in doubt"
                     self._journal.event("DoubtResolved", reason, **_fence(record.fence))
                 case effects.StopRing(_, reason) if reason.startswith("stale"):
                     self._journal.event("GrantRefused", reason, state=str(before.state))

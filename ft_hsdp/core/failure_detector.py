@@ -94,7 +94,7 @@ class PhiAccrual:
 HALF_LIFE_S = 10.0  # after which half of a stall that was seen still counts
 MOST_S = 5.0  # more is never added: then a dead process looks alive for too long
 LATE_FACTOR = 2.0  # the next stall may be so much longer than the longest of late
-CROWD = 2.0  # runnable processes per core from which on a fair scheduler starves somebody now and then
+CROWD = 2.0  # runnable processes per core above which a fair scheduler starves one now and then
 PER_CROWDED_S = 0.25  # for each one more
 PER_STOLEN_S = 5.0  # for a host all of whose CPU time is stolen
 

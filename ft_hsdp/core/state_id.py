@@ -150,8 +150,8 @@ def describe(digests: Digests, state: StateId) -> str:
     if few:
         rest = sorted(replica for replica, _ in digests if replica not in few)
         return f"replicas {_list(few)} differ {where} from replicas {_list(rest)}, which agree"
-    everybody = sorted(replica for replica, _ in digests)
-    return f"replicas {_list(everybody)} hold different states {where}; nobody can tell which is right"
+    all_of_them = sorted(replica for replica, _ in digests)
+    return f"replicas {_list(all_of_them)} hold different states {where}; no majority says which is right"
 
 
 def _list(replicas: list[int] | tuple[int, ...]) -> str:

@@ -176,7 +176,7 @@ def _vote(s: Replica) -> tuple[bool, str]:
     if s.record.poisoned and not _skips(s, s.record):
         return False, f"gradient of replicas {list(s.record.poisoned)} is not finite"
     if not s.record.contributions:
-        return False, "nobody contributed"
+        return False, "no replica contributed"
     if s.record.doubled:
         return False, f"replicas {list(s.record.doubled)} brought batches that others bring"
     return True, ""
