@@ -65,7 +65,7 @@ fuzz: $(TOOLS)
 
 # The documentation site. It needs no network and no GPU; a warning is an error.
 docs: $(TOOLS)
-	$(BIN)/python -m sphinx -W --keep-going -q -b html docs docs/_build
+	$(BIN)/python -m sphinx -E -a -W --keep-going -q -b html docs docs/_build
 	@echo "open docs/_build/index.html"
 
 # FTAR beside gloo, torchft and OpenMPI. Use a machine on which nothing else runs.
