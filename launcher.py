@@ -1,4 +1,4 @@
-"""`python launcher.py ...` is `ft-hsdp ...`."""
+"""The command line from a checkout: `python launcher.py COMMAND ...`, installed as `ft-hsdp`."""
 
 from ft_hsdp.launch.cli import main
 

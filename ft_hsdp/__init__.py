@@ -1,8 +1,34 @@
-"""Fault-tolerant hybrid-sharded data-parallel training.
+"""Fault-tolerant hybrid-sharded data-parallel training: one model on N replicas that come and go (FT-HSDP).
 
-    job = ft_hsdp.join(config)
+Each replica shards the model over its ranks with FSDP2; the replicas all-reduce their gradients over FTAR, a ring
+that survives the loss of a member. A replica that fails leaves the ring, the others repeat the step without it,
+and it comes back with the state of a living one. A user's loop stays its own:
 
-Importing this package imports no torch: what needs it is loaded on first use.
+    job = ft_hsdp.join(config, replica=0)
+    model = job.shard(model)
+    optim = job.optimizer(torch.optim.AdamW(model.parameters()))
+    for batch in job.batches(dataset):
+        model(batch).backward()
+        optim.step()
+
+Read the packages in this order; each has an essay of its own:
+
+    core      every decision of a replica, as pure functions
+    protocol  what travels between processes
+    control   the leader of a replica, its ranks, and the lighthouse's client
+    ftar      the fault-tolerant all-reduce
+    state     snapshots in host memory, their transfer, and checkpoints
+    train     what runs inside a rank: `Job`
+    launch    the processes of a job, and the command line
+    analysis  what a run's events say about failures and commits
+    config    the configuration; errors: errors with their exit codes
+    sim       the model checker: all orders of events on the production code of `core`
+    compat    torchft's interfaces on top of ours; bench: measurements
+
+The lighthouse, which decides who takes part in a step, is the package `lighthouse` beside this one.
+
+Importing this package imports no torch and no other module of it: a name is loaded on first use. Tools, the state
+agent and the lighthouse start fast because of that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Inflict: carries out one injection on the processes that a run has on this machine, and lifts it again.
+"""Injection: carries out one failure on the processes that a run has on this machine, and lifts it again.
 
-Pids come from the run's own files, or are those of helpers that print into its folder; each is checked to be its.
+Pids come from the run's own files, or are those of helpers that print into its folder. Each is checked to belong
+to the run before it is touched.
 """
 
 from __future__ import annotations

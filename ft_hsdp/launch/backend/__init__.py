@@ -1,1 +1,22 @@
-"""backend."""
+"""Backends: where the ranks of a job run, and how they are started.
+
+A `Backend` starts all ranks of one incarnation (`ReplicaSpec`) and reports each exit once to a `ProcessWatch`. A
+supervisor decides when; a backend only does it. This package has the backend of one machine; `launch.ray` has that
+of a cluster.
+
+Read the modules in this order:
+
+    base        the protocols, and `WorkerGroup`: the processes of one replica, or of a spare
+    local       the backend of this machine
+    spares      groups that are warm, and wait for a replica that needs them
+    forkserver  the supervisor's side of the fork server
+    zygote      the fork server: the preloaded process from which ranks are forked
+    children    ranks as children of the supervisor: signals, exits, adoption
+    processes   how any process is started so that it does not outlive its parent
+
+The way of a start: `LocalBackend.start` -> `SparePool.take`, or `ForkServer.spawn` -> (socket) `zygote` -> fork ->
+the rank waits on its `CallLine` -> it is assigned to a replica -> `train.trainer.main`.
+
+Only `zygote`, which runs in a process of its own, imports `train`. It loads torch before
+it forks; the supervisor must not import `train`, or it would be as large as a rank.
+"""

@@ -1,9 +1,9 @@
-"""Engine: where the ranks of a job run, and who starts them: this machine's fork server, or a Ray cluster.
+"""What a backend is: it runs the ranks of a job, on this machine or on a Ray cluster.
 
-A supervisor decides when a replica is started and ended; an engine only does it. What is true of all engines: the
-ranks of one incarnation are started together, each exit is told once, and nothing outlives `close`.
+A supervisor decides when a replica is started and ended; a backend only does it. All backends promise that the
+ranks of one incarnation are started together, that each exit is reported once, and that nothing outlives `close`.
 
-Crew: the processes of one gang, which may be told later than they are started whose they are.
+`WorkerGroup` is the processes of one incarnation, or of a spare, which is assigned to an incarnation later.
 """
 
 from __future__ import annotations

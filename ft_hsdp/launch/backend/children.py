@@ -1,8 +1,8 @@
-"""Children: ranks of which this process is the parent although a fork server forked them.
+"""Ranks as children of the supervisor, although a fork server forked them.
 
 The fork server forks twice and the process between ends at once, so the kernel gives the rank to its nearest
-ancestor that adopts: this process. It hears of the rank's exit, signals it and reaps it whatever becomes of the
-fork server, and the rank dies with it alone.
+ancestor that adopts: the supervisor. It hears of the rank's exit, signals it and reaps it whatever becomes of the
+fork server, and the rank dies with the supervisor alone.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The engine of one machine: ranks are forked from a preloaded process, and start in a fraction of a second.
+"""The backend of one machine: ranks are forked from a preloaded process, and start in a fraction of a second.
 
 All start alike: ranks of a replica are told at once which incarnation they are, those of a spare when needed.
 """

@@ -1,7 +1,7 @@
-"""The spares of an engine: gangs that are warm, and wait to be told which incarnation of which replica they are.
+"""Spares: groups of ranks that are warm, and wait to be told which incarnation of which replica they are.
 
-One is made at a time, and only while it is quiet: its start would take the CPUs of those who repeat a step or
-catch up. A spare that ends is replaced, after a pause that grows where that happens again and again.
+One is made at a time, and only while no replica starts, repeats a step or catches up: its start would take the
+CPUs from them. A spare that ends is replaced, after a pause that grows while spares keep ending.
 """
 
 from __future__ import annotations

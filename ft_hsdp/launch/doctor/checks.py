@@ -1,4 +1,4 @@
-"""The examination: all checks at once, each in a thread that may block, within one deadline.
+"""All checks at once, each in a thread that may block, within one deadline.
 
 A name server that does not answer, or a file system that is gone, costs its own check only.
 """

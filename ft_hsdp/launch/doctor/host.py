@@ -1,7 +1,4 @@
-"""Limits: processors, open files, threads, and memory that may be pinned.
-
-Memory: enough for all ranks and their snapshots, in segments that can be sealed.
-"""
+"""Checks of this machine: processors, open files, threads, and memory for all ranks and snapshots."""
 
 from __future__ import annotations
 

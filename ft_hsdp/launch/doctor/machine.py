@@ -1,6 +1,7 @@
-"""Sizes: of the model, and of what the job holds; for people in GiB.
+"""The sizes of a job, and what this container may use.
 
-Control groups: what this container may use, of either version, on all levels above this process.
+Sizes are those of the model and of what the job holds in memory. Control groups of either version are read on all
+levels above this process.
 """
 
 from __future__ import annotations

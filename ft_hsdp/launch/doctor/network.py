@@ -1,12 +1,9 @@
-"""Names: what this machine is called, whether that leads back to it, and where the lighthouse listens.
+"""Checks of the network: names, ports, services elsewhere, and the clock.
 
-Ports: the lighthouse's own, as many listening sockets as the job needs, and the state interface.
-
-Services that are elsewhere: the lighthouse, and etcd.
-
-The clock: beside the lighthouse's, or by what the kernel says of it.
-
-Nothing in training reads the time of day; rows of events and metrics carry it, and TLS believes it.
+Names: what this machine is called, whether that leads back to it, and where the lighthouse listens. Ports: the
+lighthouse's own, as many listening sockets as the job needs, and the state interface. Services: the lighthouse
+and etcd, if they run elsewhere. The clock is compared with the lighthouse's, or with what the kernel says of it:
+nothing in training reads the time of day, but rows of events and metrics carry it, and TLS depends on it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What is examined, and what a check finds.
+"""What is examined, what a check finds, and how a check asks a process of its own.
 
-Children: what may hang or must not stay in this process is asked of a module that runs in one of its own.
+What may hang, or must not stay in this process, is asked of a module that runs as a child.
 """
 
 from __future__ import annotations

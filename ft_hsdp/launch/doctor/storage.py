@@ -1,7 +1,4 @@
-"""Versions: of what is installed, against what this package asks for.
-
-Storage: the run's folder, the text, room on disks, and where checkpoints lie.
-"""
+"""Checks of storage and versions: what is installed, the run's folder, the text, room on disks, checkpoints."""
 
 from __future__ import annotations
 

@@ -1,1 +1,22 @@
-"""A job on a Ray cluster: `submit`. Only this package imports Ray, and only these commands import this package."""
+"""Ray: a job on a Ray cluster, for `submit` and `status --ray-address`.
+
+The driver is the supervisor of the job, as `up` is on one machine, with another `Backend`: a replica has a slot,
+which is a placement group with one actor for each rank. The actor forks the rank from a preloaded process on its
+node, so a restart on the same node is as fast as on one machine.
+
+Read the modules in this order:
+
+    submit      the commands: from inside the cluster, or through its Jobs API
+    backend     `RayBackend`: which slot a replica starts in, and with which environment
+    slot        a slot: placement group and actors; it is lost as a whole
+    placement   what a replica asks of a cluster, and what the cluster has; pure
+    actor       `RankActor`: one rank at a time, on its node
+    logs        what ranks write on their nodes, taken to the run's directory of the driver
+    lighthouse  the lighthouse as a named actor that Ray starts again
+    cluster     the connection to the cluster
+
+The way of a start: `RayBackend.start` -> `ReplicaSlots` -> `RankActor.start` -> `ForkServer.spawn` on the node.
+
+Only this package imports Ray, and only the commands that need it import this package: Ray is an optional
+dependency.
+"""

@@ -1,8 +1,9 @@
-"""RankActor: one rank at a time, on the node of its bundle. It starts the rank as a child, as `up` does.
+"""The actor of one rank: it runs one rank at a time, on the node of its bundle, as a child of its own.
 
-An actor is of the job: whose rank it starts it hears with each start, or, of a spare's, when that is called. The
-rank is forked from a preloaded process, so that a restart on the same node is as fast as on one machine; both die
-with the actor. What the rank writes stands in a private folder of the node, and is fetched by the driver.
+An actor belongs to the job, not to a replica: it is told which rank it starts with each start, or, for a spare,
+when the spare is needed. The rank is forked from a preloaded process, so that a restart on the same node is as
+fast as on one machine; both die with the actor. What the rank writes lies in a private folder of the node, and
+the driver fetches it (`logs`).
 """
 
 from __future__ import annotations

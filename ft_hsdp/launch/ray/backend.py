@@ -1,7 +1,7 @@
-"""Starting: what each rank of a crew is started with, in the berth that it has.
+"""The backend of a Ray cluster: it starts the ranks of a replica, or of a spare, in the slot given to them.
 
-RayBackend: the engine of a cluster. A replica keeps its berth until an actor or a node of it dies, or until it
-takes a spare's: a berth whose ranks are warm.
+A replica keeps its slot until one of its actors or nodes dies, or until it takes over the slot of a spare, whose
+ranks are warm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Cluster: the connection of this process to a Ray cluster, as a driver of it."""
+"""The connection of this process to a Ray cluster, as a driver of it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""Outbox: what the files of an actor's run directory have gained, on its node; the driver takes it from here.
+"""The files that ranks write on their nodes, taken to the run's directory of the driver.
 
-Inbox: the run directory on the driver's node, to which is added what the outboxes of the job's actors hold.
+`LogSender` runs in each actor: it keeps what its node's files have gained until the driver has taken it.
+`LogReceiver` runs in the driver, and appends what it takes to the files of the same names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Berth: the place of one gang in a cluster: a placement group and the actors in it. It is lost as a whole.
+"""Slots: the places in a cluster where the ranks of one replica, or of one spare, run.
 
-Berths: who has which place in the cluster: a replica, a spare, or nobody for the moment.
+A `ReplicaSlot` is a placement group and the actors in it; it is lost as a whole. `ReplicaSlots` knows which slot
+belongs to a replica, to a spare, or to neither for the moment.
 """
 
 from __future__ import annotations

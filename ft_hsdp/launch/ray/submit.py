@@ -1,8 +1,8 @@
-"""`status --ray-address`: what a job does, asked of its lighthouse's actor from any node of the cluster.
+"""The commands for a Ray cluster: `submit`, and `status --ray-address`.
 
-Jobs: `submit` from outside a cluster, through its Jobs API: the job's driver then runs on a node of it.
-
-`submit`: the job of `up` on a Ray cluster. This process is the job's supervisor, and a driver of it.
+`submit` on a node of the cluster runs the job of `up` there: this process is the job's supervisor, and a driver of
+the cluster. From outside, `submit` goes through the cluster's Jobs API: the driver then runs on a node of it.
+`status` asks the job's lighthouse, which is a named actor, from any node of the cluster.
 """
 
 from __future__ import annotations

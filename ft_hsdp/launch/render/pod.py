@@ -1,6 +1,6 @@
-"""The job's name as Kubernetes allows it: a DNS label (RFC 1035) with room for what is added to it.
+"""What all pods of a rendered job share: the job's name, their rights, their files, and the secrets' source.
 
-What all pods of a rendered job share: their rights, their files, and where the secrets come from.
+The name is a DNS label (RFC 1035), as Kubernetes demands, with room for what is added to it.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The site: what a scheduler is asked for, and where; none of it changes what is trained.
+"""What a scheduler is asked for, and the configuration that a rendered file carries.
 
-The configuration that a rendered file carries: the user's, fit for pieces that start on several machines.
+The site's settings come from the command line; none of them changes what is trained. The configuration is the
+user's, made fit for pieces that start on several machines.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The lighthouse's page for a run that is over: its logs in a chronicle in memory, its time under a slider."""
+"""The lighthouse's page for a run that is over: its logs in a journal in memory, its time under a slider."""
 
 from __future__ import annotations
 
