@@ -49,14 +49,15 @@ class Config(Section):
         None,
         ge=1,
         le=MAX_REPLICAS,
-        description="up to which `scale` may grow the job; null: replicas. There are as many data shards",
+        description="most replicas to which `scale` may grow the job, and the number of data shards; null: "
+        "replicas",
     )
     spares: Int = Field(
         0,
         ge=0,
         le=MAX_REPLICAS * MAX_RANKS,
-        description="warm processes in reserve, a multiple of ranks_per_replica: a lost replica is replaced as a "
-        "whole; each holds a model",
+        description="warm processes in reserve, each with a model; a multiple of ranks_per_replica, because a "
+        "lost replica is replaced as a whole",
     )
     train: TrainConfig = Field(default_factory=TrainConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)

@@ -54,7 +54,8 @@ class FtarConfig(Section):
         60.0,
         gt=0,
         le=DAY_S,
-        description="longest wait for a neighbour that lives: who does not reduce for so long is started again",
+        description="longest wait for a neighbour that lives; a replica that does not reduce for so long is "
+        "started again",
     )
     dtype: Literal["float32"] = Field("float32", description="type in which gradients are summed")
 
@@ -66,7 +67,8 @@ class QuorumConfig(Section):
         1,
         ge=1,
         le=MAX_REPLICAS,
-        description="contributors below which training waits; those behind fetch the newest state meanwhile",
+        description="with fewer contributors training waits; replicas that are behind fetch the newest state "
+        "meanwhile",
     )
     lease_s: Number = Field(
         600.0, gt=0, le=DAY_S, description="how long the last grant holds without a lighthouse"
@@ -75,7 +77,7 @@ class QuorumConfig(Section):
         0.0,
         ge=0,
         le=DAY_S,
-        description="how long a step waits, once, for a replica that fetches; 0: nobody waits, it joins later",
+        description="how long a step waits, once, for a replica that fetches; 0: no step waits, it joins later",
     )
     catchup_log_steps: Int = Field(
         64,
@@ -85,14 +87,14 @@ class QuorumConfig(Section):
     )
     on_divergence: Literal["halt", "checkpoint"] = Field(
         "halt",
-        description="what to do when replicas hold different states and nobody can tell which is right: end the "
-        "job with 75, or have all begin again from the newest checkpoint",
+        description="what to do when replicas hold different states and no majority says which is right: end the "
+        "job with 75, or let all begin again from the newest checkpoint",
     )
     on_lost_head: Literal["wait", "halt", "rollback"] = Field(
         "halt",
         description="what to do when every holder of the newest committed state has exited: wait for an operator, "
-        "end the job with 75, or go back to the newest state that is left (initial weights, if nothing is); one "
-        "step alone is always given up",
+        "end the job with 75, or go back to the newest state that is left (initial weights, if nothing is); a "
+        "single step is always given up",
     )
 
 
@@ -125,8 +127,8 @@ class CheckpointConfig(Section):
     )
     trust: bool = Field(
         False,
-        description="resume from a checkpoint that was not signed with the key, or by somebody else: whoever can "
-        "write the folder then decides what is trained on",
+        description="resume from a checkpoint that was not signed with the key, or with another one: every "
+        "process that can write the folder then decides what is trained on",
     )
 
     @model_validator(mode="after")

@@ -14,7 +14,7 @@ from ft_hsdp.config.base import DAY_S, Int, Number, Section, refuse
 
 
 class TimeoutsConfig(Section):
-    """Seconds, from the shortest wait to the longest: whoever waits for others outlasts what they wait for."""
+    """Seconds, from the shortest wait to the longest. A process that waits for others waits longer."""
 
     beat_s: Number = Field(
         0.05,
@@ -27,20 +27,20 @@ class TimeoutsConfig(Section):
         0.2,
         ge=0,
         le=DAY_S,
-        description="time for a suspect (its connection or its beats ended) to ask; a lost replica costs the "
-        "others so much where nobody reports its exit",
+        description="time for a suspect (its connection or its heartbeats ended) to ask; a lost replica costs "
+        "the others so much if its exit is not reported",
     )
     silence_s: Number = Field(
         0.5,
         gt=0,
         le=DAY_S,
-        description="shortest silence that makes a neighbour a suspect; noisy beats make it longer",
+        description="shortest silence that makes a neighbour a suspect; irregular heartbeats make it longer",
     )
     silence_grace_s: Number = Field(
         1.0,
         ge=0,
         le=DAY_S,
-        description="time for a member that nobody suspects to ask, once its ring is broken: it may be slow only",
+        description="time for a member that is not suspected to ask, once its ring is broken: it may only be slow",
     )
     answer_wait_s: Number = Field(
         1.0,
@@ -65,8 +65,8 @@ class TimeoutsConfig(Section):
         1.0,
         ge=0,
         le=DAY_S,
-        description="how long a supervisor waits for the lighthouse's word on a replica that ended early: it may "
-        "have been told to",
+        description="how long a supervisor waits for the lighthouse to say whether a replica that ended early "
+        "was told to",
     )
     leave_s: Number = Field(
         2.0,
@@ -85,8 +85,8 @@ class TimeoutsConfig(Section):
         5.0,
         gt=0,
         le=DAY_S,
-        description="time for who connects to prove the job's token, and again to say what for; then it is "
-        "hung up on; links with long round trips take longer",
+        description="time for a caller to prove the job's token, and again to send its first message; then its "
+        "connection is closed; links with long round trips take longer",
     )
     supervisor_lease_s: Number = Field(
         5.0,
@@ -135,14 +135,14 @@ class TimeoutsConfig(Section):
         20.0,
         gt=0,
         le=DAY_S,
-        description="how long the lighthouse keeps an ask that it cannot answer yet; then it is asked anew; "
-        "shorter than what proxies on the way allow a request that is silent",
+        description="how long the lighthouse keeps a request that it cannot answer yet; then the replica asks "
+        "again; shorter than the time for which proxies on the way allow a silent request",
     )
     together_s: Number = Field(
         30.0,
         gt=0,
         le=DAY_S,
-        description="after one rank of a replica is done, how long the others have until they are killed",
+        description="how long the other ranks of a replica have, once one of them is done, until they are killed",
     )
     gone_s: Number = Field(
         30.0,
@@ -206,14 +206,15 @@ class TimeoutsConfig(Section):
         120.0,
         gt=0,
         le=DAY_S,
-        description="how long finished replicas serve the final state to the others; who is later ends without it",
+        description="how long finished replicas serve the final state to the others; a replica that comes later "
+        "ends without it",
     )
     return_wait_s: Number = Field(
         120.0,
         ge=0,
         le=DAY_S,
-        description="how long a step is not given up while a replica that may come back with it is started again; "
-        "0: it is given up at once",
+        description="how long a step is kept while a replica that may come back with it is started again; 0: it "
+        "is given up at once",
     )
     start_s: Number = Field(
         600.0,
@@ -233,13 +234,13 @@ class TimeoutsConfig(Section):
         600.0,
         gt=0,
         le=DAY_S,
-        description="how long a host's state agent keeps its copies without a rank; its memory is free then",
+        description="how long a host's state agent keeps its copies without a rank; then it frees the memory",
     )
     step_s: Number = Field(
         1800.0,
         gt=0,
         le=DAY_S,
-        description="how long a trainer may not get on, by no micro-batch and no gradient, before its rank ends "
+        description="how long a trainer may make no progress (no micro-batch, no gradient) before its rank ends "
         "itself; longer than a compilation or an evaluation",
     )
     start_wait_s: Number | None = Field(
@@ -257,20 +258,21 @@ class RestartConfig(Section):
         20,
         ge=0,
         le=10**6,
-        description="restarts per replica before it is given up: what fails so often needs an operator",
+        description="restarts per replica without progress before it is given up: what fails so often needs an "
+        "operator",
     )
     backoff_s: Number = Field(
         0.0,
         ge=0,
         le=DAY_S,
-        description="wait before a second restart; doubles with each that brought no step: a machine in trouble "
-        "gets time",
+        description="wait before a second restart; doubles with each one that brought no step, to give a machine "
+        "time to recover",
     )
     backoff_max_s: Number = Field(
         30.0,
         ge=0,
         le=DAY_S,
-        description="longest wait before a restart; a machine that was mended is found within it",
+        description="longest wait before a restart; a machine that was repaired is found within it",
     )
     hold_s: Number = Field(
         2.0,

@@ -32,7 +32,8 @@ class TrainConfig(Section):
         3,
         ge=1,
         le=10**6,
-        description="a batch is given up after so many steps that went without it, its gradient not being finite",
+        description="a batch is given up after so many steps that went without it because its gradient was not "
+        "finite",
     )
     recompute: bool = Field(
         False, description="keep a block's input only and run its forward again in backward, to save memory"
@@ -91,7 +92,7 @@ class DataConfig(Section):
         description="a file or folder of text, JSONL (field text) or Parquet (column text); "
         "stdlib means the Python sources of the interpreter's standard library",
     )
-    tokenizer: Literal["byte"] = Field("byte", description="byte: one token a byte, and one between documents")
+    tokenizer: Literal["byte"] = Field("byte", description="byte: one token per byte, and one between documents")
     assignment: Literal["per_replica", "global"] = Field(
         "per_replica",
         description="per_replica: each replica trains a data shard of its own; global: all take from one "
@@ -109,7 +110,7 @@ class OptimConfig(Section):
     weight_decay: Number = Field(0.1, ge=0, le=10, description="decoupled weight decay")
     clip: Number | None = Field(1.0, gt=0, description="largest norm of the reduced gradient; null does not clip")
     offload: bool = Field(
-        False, description="the optimizer's tensors are in host memory, but for the update (FT-HSDP §5)"
+        False, description="the optimizer's tensors are in host memory except during the update (FT-HSDP §5)"
     )
 
 
@@ -117,7 +118,7 @@ class LrConfig(Section):
     """How the learning rate moves."""
 
     schedule: Literal["constant", "cosine", "linear"] = Field(
-        "constant", description="course from optim.lr down to min_ratio of it, over train.steps"
+        "constant", description="shape of the way from optim.lr down to min_ratio of it, over train.steps"
     )
     warmup: Int = Field(0, ge=0, le=10**9, description="steps of linear rise before the schedule")
     min_ratio: Number = Field(0.1, ge=0, le=1, description="end of the schedule, as a part of optim.lr")
