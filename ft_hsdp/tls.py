@@ -15,7 +15,7 @@ from ft_hsdp.config.network import NetworkConfig
 from ft_hsdp.errors import ConfigError
 
 Trusted = ssl.SSLContext | bool
-"""What httpx takes for ``verify``."""
+"""What httpx takes for `verify`."""
 
 _FILE = "a PEM file that this user may read"
 

@@ -1,7 +1,7 @@
 """The name of an incarnation: one life of a replica, from the start of its processes until all of them are gone.
 
 Each start of a replica is a new incarnation, with a name that no other one has: REPLICA-RUN-RESTARTS, such as
-``2-5eed0a1b-3``. RUN names the supervisor (or torchrun's job) that started it. A supervisor starts the next
+`2-5eed0a1b-3`. RUN names the supervisor (or torchrun's job) that started it. A supervisor starts the next
 incarnation only when all processes of the one before have exited, so within one run a greater number of restarts
 means a later life. Runs have no order among themselves; the lighthouse orders those (lighthouse/quorum).
 
@@ -21,7 +21,7 @@ _NAME = re.compile(PATTERN)
 
 @dataclass(frozen=True, slots=True)
 class IncarnationId:
-    """Which life of which replica; ``str`` gives its name."""
+    """Which life of which replica; `str` gives its name."""
 
     replica: int
     run_id: str  # TORCHELASTIC_RUN_ID of its ranks: the supervisor's name, or "run" in a job without one
@@ -35,7 +35,7 @@ class IncarnationId:
     def parse(cls, text: str) -> IncarnationId | None:
         """Return the incarnation of this name; None if it is not a name.
 
-        The number of restarts may be missing: ``0-abc`` is read as ``0-abc-0``. So keep the text where it is
+        The number of restarts may be missing: `0-abc` is read as `0-abc-0`. So keep the text where it is
         compared or sent on.
         """
         if _NAME.fullmatch(text) is None:

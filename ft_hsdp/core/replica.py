@@ -222,23 +222,23 @@ def _adopt(s: Replica, grant: Grant) -> Step:
     if mine is None:
         return break_ring(s, s.grant.epoch) if s.grant and s.intact else (s, ())
     s = s if mine.number <= s.number else replace(s, number=mine.number)
-    leaves = (StopRing(s.grant.epoch, grant.reason),) if s.grant and s.intact else ()
-    held = s.prepared
-    doubtful = held is not None and not void(held.fence, grant.void)
-    resolved = held is not None and state_id.same(held.state_id, grant.base)
+    stopped = (StopRing(s.grant.epoch, grant.reason),) if s.grant and s.intact else ()
+    prepared = s.prepared
+    may_commit = prepared is not None and not void(prepared.fence, grant.void)
+    resolved = prepared is not None and state_id.same(prepared.state_id, grant.base)
     if not resolved and (
         state_id.newer(s.state, grant.base)
-        or (held is not None and doubtful and state_id.newer(held.state_id, grant.base))
+        or (prepared is not None and may_commit and state_id.newer(prepared.state_id, grant.base))
     ):
         s = replace(s, seen=(grant.term, grant.epoch), intact=False, ring_suspects=(), edge=None)
         s, asked = ask(s, superseded_epoch=grant.epoch)
-        return s, (*leaves, StopRing(grant.epoch, "stale grant: a member holds a newer state"), *asked)
-    state = held.state_id if resolved and held else s.state
+        return s, (*stopped, StopRing(grant.epoch, "stale grant: a member holds a newer state"), *asked)
+    state = prepared.state_id if resolved and prepared else s.state
     s = checkpoint.grant_adopted(s, grant)
-    effects: list[tuple[Effect, ...]] = [leaves]
-    if resolved and held:
+    effects: list[tuple[Effect, ...]] = [stopped]
+    if resolved and prepared:
         s, written = checkpoint.write(s, grant.base, grant.donors)
-        effects.append((Commit(held), *written))
+        effects.append((Commit(prepared), *written))
     behind = not state_id.same(state, grant.base)
     if behind:
         effects.append((DropGradient(f"left behind: holds {state}, epoch {grant.epoch} builds on {grant.base}"),))
@@ -306,14 +306,14 @@ def _catch_up(s: Replica, answer: CatchUp) -> Step:
     The record is kept until the base is here: if all replicas that hold the base are lost, it is the newest state
     left.
     """
-    base, held, final = answer.base, s.prepared, answer.base.step >= s.steps
+    base, prepared, final = answer.base, s.prepared, answer.base.step >= s.steps
     effects: tuple[Effect, ...] = ()
     if s.grant and s.intact:
         effects = (StopRing(s.grant.epoch, answer.reason),)
     s = replace(s, intact=False, ring_state=base, up_to_date=(), leaving=(), lagging=())
-    if held is not None and state_id.same(held.state_id, base):
+    if prepared is not None and state_id.same(prepared.state_id, base):
         s, written = checkpoint.write(s, base, answer.donors)
-        effects = (*effects, Commit(held), *written)
+        effects = (*effects, Commit(prepared), *written)
         s = replace(s, state=base, record=None, forwarded=False)
     if s.verified:
         kept = () if final else (Keep(base),)  # the final state is kept anyway, and for longer

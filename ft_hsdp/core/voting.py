@@ -140,8 +140,9 @@ def run_batch(s: Replica) -> Step:
 
 
 LEFT = "left on request"
-MAX_ATTEMPTS = 3
-MAX_SKIPS = 8  # steps in a row without a finite sum; fewer than refill the budget of restarts
+MAX_ATTEMPTS = 3  # at one step in one epoch; then a larger epoch is asked for
+# Steps in a row without a finite sum, after which the replica ends; fewer than refill the budget of restarts.
+MAX_SKIPS = 8
 
 
 def reduced(s: Replica, fence: AttemptId, record: CommitRecord, digest: str) -> Step:
@@ -208,8 +209,8 @@ def token_arrived(s: Replica, token: CommitToken) -> Step:
     if token.verdict and s.record is None:
         return s, ()
     if token.verdict:
-        passed = () if _position(s) == _size(s) - 1 else (SendToken(token),)
-        return _decide(s, token, passed)
+        forward = () if _position(s) == _size(s) - 1 else (SendToken(token),)
+        return _decide(s, token, forward)
     if s.phase is Phase.REDUCING:
         return replace(s, token=token), ()
     if _position(s) == 0:
@@ -244,22 +245,22 @@ def _pass_on(s: Replica, token: CommitToken) -> Step:
     return s, (SendToken(token),)
 
 
-def _decide(s: Replica, token: CommitToken, passed: tuple[Effect, ...]) -> Step:
+def _decide(s: Replica, token: CommitToken, forward: tuple[Effect, ...]) -> Step:
     """Act on the verdict. Yes: apply the record, or buffer it if its base is not here. No: retry."""
     assert s.record is not None
     if state_id.differ(token.digests):
-        return _diverged(s, token, passed)
+        return _diverged(s, token, forward)
     if not token.yes:
-        return _retry(s, token, passed)
+        return _retry(s, token, forward)
     record, s = s.record, checkpoint.token_decided(s, token)
     applied: tuple[Effect, ...] = (Commit(record),)
-    stay = tuple(r for r in token.equal if r not in token.leaving)
-    # Who was asked to leave after its vote stays for another step: the others must know before they go on. Who is
-    # not wanted stays as the last that holds the state.
-    leaves = s.me in token.leaving and (s.departing or bool(stay))
+    staying = tuple(r for r in token.equal if r not in token.leaving)
+    # A replica that was told to leave after its vote stays for another step: the others must know before they
+    # go on. A dismissed one stays if it is the last that holds the state.
+    leaves = s.me in token.leaving and (s.departing or bool(staying))
     assert s.grant is not None
-    able = [m for m in s.grant.members if m.replica in (stay or token.equal)]
-    last = s.policy.keep_last and s.departing and not stay
+    able = [m for m in s.grant.members if m.replica in (staying or token.equal)]
+    last = s.policy.keep_last and s.departing and not staying
     s, written = checkpoint.write(s, record.state_id, able, token.unwritable, token.checkpoint > 0 or last)
     if s.verified:
         applied = (*applied, *written)
@@ -284,16 +285,16 @@ def _decide(s: Replica, token: CommitToken, passed: tuple[Effect, ...]) -> Step:
     if leaves:
         gone: tuple[Effect, ...] = ()
         s = replace(s, phase=Phase.LEAVING)
-        if not stay and _position(s) == _size(s) - 1:  # all leave, and the last to hear the verdict begins
+        if not staying and _position(s) == _size(s) - 1:  # all leave; the last one to hear the verdict goes first
             s, gone = leave_job(s)
-        return s, (*passed, *applied, *gone)
+        return s, (*forward, *applied, *gone)
     if s.skips_in_a_row >= MAX_SKIPS:
         left = StopRing(s.fence.epoch, f"replica {s.me} leaves")
         end = Exit(75, f"{s.skips_in_a_row} steps in a row had no finite gradient")
-        return replace(s, phase=Phase.DONE), (*passed, *applied, left, end)
+        return replace(s, phase=Phase.DONE), (*forward, *applied, left, end)
     s, fed = run_batch(s) if s.verified and s.ring_state.step < s.steps else (s, ())
     s, asked = ask(s)
-    return s, (*passed, *applied, *asked, *fed)
+    return s, (*forward, *applied, *asked, *fed)
 
 
 def leave_job(s: Replica) -> Step:
@@ -325,24 +326,24 @@ def _buffer(s: Replica, record: CommitRecord) -> Step:
     return replace(s, log=(), fetching=None), (DropGradient(why),)
 
 
-def _diverged(s: Replica, token: CommitToken, passed: tuple[Effect, ...]) -> Step:
+def _diverged(s: Replica, token: CommitToken, forward: tuple[Effect, ...]) -> Step:
     """Handle members that hold different states under one name: commit nothing on them.
 
     A minority ends. The majority stays in the ring until that has happened: a member that left at once could keep
     the minority from hearing the verdict. Without a majority all leave the ring, and the lighthouse halts the job.
     """
-    few, why = state_id.minority(token.digests), state_id.describe(token.digests, s.ring_state)
-    s = replace(s, record=None, forwarded=False, minority=few)
-    if not few:
+    minority, why = state_id.minority(token.digests), state_id.describe(token.digests, s.ring_state)
+    s = replace(s, record=None, forwarded=False, minority=minority)
+    if not minority:
         s = replace(s, diverged=tuple(sorted(r for r, _ in token.digests)))
         s, effects = break_ring(s, s.fence.epoch, why)
-        return s, (*passed, *effects)
-    if s.me not in few:
-        return s, passed
-    return replace(s, phase=Phase.DONE), (*passed, StopRing(s.fence.epoch, why), DropSnapshots(), Exit(75, why))
+        return s, (*forward, *effects)
+    if s.me not in minority:
+        return s, forward
+    return replace(s, phase=Phase.DONE), (*forward, StopRing(s.fence.epoch, why), DropSnapshots(), Exit(75, why))
 
 
-def _retry(s: Replica, token: CommitToken, passed: tuple[Effect, ...]) -> Step:
+def _retry(s: Replica, token: CommitToken, forward: tuple[Effect, ...]) -> Step:
     """Reduce once more after a no.
 
     On the same ring without the poisoned or doubled, at last under a larger epoch.
@@ -362,10 +363,10 @@ def _retry(s: Replica, token: CommitToken, passed: tuple[Effect, ...]) -> Step:
             forwarded=False,
             token=None,
         )
-        return s, (*passed, Reduce(s.fence, s.role, s.ring_state.lineage))
+        return s, (*forward, Reduce(s.fence, s.role, s.ring_state.lineage))
     s = replace(s, forwarded=False)
     s, effects = break_ring(s, s.fence.epoch)
-    return s, (*passed, *effects)
+    return s, (*forward, *effects)
 
 
 def _position(s: Replica) -> int:
