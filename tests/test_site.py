@@ -72,3 +72,16 @@ def test_a_docstring_becomes_markdown(generate: ModuleType) -> None:
     code = ["```text", "call(1)", "", "call(2)", "```"]
     prose = ["First \\<line>, `a<b>`.", "", "- `x`: one", "    more", "", "Example:", ""]
     assert generate.markdown(text).splitlines() == [*prose, *code, "", "After."]
+
+
+def test_the_readme_is_one_page_and_its_links_and_folders_exist() -> None:
+    readme = (DOCS.parent / "README.md").read_text()
+    assert len(readme.split()) <= 1400
+    assert len(readme.splitlines()) <= 250
+    links = re.findall(r"\]\((?!http)([^)#]+)\)", readme)
+    assert len(links) > 20
+    assert [link for link in links if not (DOCS.parent / link).exists()] == []
+    folders = re.findall(r"^([\w/]+)/ ", readme, re.MULTILINE)
+    assert [folder for folder in folders if not (DOCS.parent / folder).is_dir()] == []
+    packages = {f.parent.name for f in (DOCS.parent / "ft_hsdp").glob("*/__init__.py")}
+    assert packages <= {folder.removeprefix("ft_hsdp/") for folder in folders}, "a package is not listed"
