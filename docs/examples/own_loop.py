@@ -1,4 +1,4 @@
-"""A training loop of one's own, made fault-tolerant: a classifier of spirals under FSDP2.
+"""A training loop of your own, made fault-tolerant: a classifier of spirals under FSDP2.
 
     torchrun --standalone --nproc-per-node=2 --max-restarts=20 docs/examples/own_loop.py CONFIG --replica 0
 
