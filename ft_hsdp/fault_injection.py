@@ -123,7 +123,7 @@ Peer = int | str
 
 @dataclass(frozen=True, slots=True)
 class FaultOrder:
-    """One fault."""
+    """One fault that a process carries out."""
 
     kind: str  # as in `chaos.kind`
     replica: int | None = None  # replica that is hit

@@ -465,7 +465,7 @@ class CallerGate:
 
 
 def _origin(sock: socket.socket, name: object) -> str:
-    """Who calls, as far as places are shared out: an IPv4 address, the /64 of an IPv6 one, or the local user."""
+    """Return to whose share a caller counts: an IPv4 address, the /64 of an IPv6 one, or the local user."""
     if isinstance(name, tuple):
         host = str(name[0]).partition("%")[0]
         if sock.family == socket.AF_INET6 and not host.startswith("::ffff:"):

@@ -256,7 +256,7 @@ class Queued:
         self._thread: threading.Thread | None = None
 
     def write(self, row: Mapping[str, object]) -> None:
-        """Append one row."""
+        """Append one row to the file."""
         line = strict(row).encode() + b"\n"
         with self._changed:
             if self._closed or len(self._queue) >= QUEUE:
@@ -347,5 +347,5 @@ class Journal:
         self._lines.flush(wait_s)
 
     def close(self) -> None:
-        """Close the file."""
+        """Write what waits, for at most `CLOSE_S`, and close the file."""
         self._lines.close()

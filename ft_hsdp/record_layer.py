@@ -232,7 +232,7 @@ class Sealed(socket.socket):
         return memoryview(data).nbytes
 
     def sendmsg(self, buffers: Any, ancdata: Any = (), flags: int = 0, /, *more: Any) -> int:
-        """Send all buffers."""
+        """Send all buffers, each completely."""
         if self._out is None:
             return super().sendmsg(buffers, ancdata, flags, *more)
         return sum(self.send(buffer, flags) for buffer in buffers)

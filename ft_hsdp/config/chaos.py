@@ -214,7 +214,7 @@ class FailpointConfig(Section):
 
 
 class DebugConfig(Section):
-    """For tests."""
+    """Failures for tests of ft_hsdp itself."""
 
     faults: bool = Field(
         False,

@@ -16,7 +16,7 @@ def _switch(value: object) -> object:
 
 
 class NetworkConfig(Section):
-    """Addresses."""
+    """Addresses, certificates and encryption of connections."""
 
     host: str = Field("127.0.0.1", min_length=1, max_length=255, description="address the lighthouse listens on")
     port: Int = Field(0, ge=0, le=65535, description="port of the lighthouse; 0 takes a free one")
@@ -112,7 +112,7 @@ _OWN_KEYS = ("CPU", "GPU")
 
 
 class RayConfig(Section):
-    """What `submit` asks of a cluster: one placement group per replica, one bundle per rank."""
+    """What `submit` requests from a Ray cluster: one placement group per replica, one bundle per rank."""
 
     cpus_per_rank: Amount = Field(1.0, description="CPUs that the cluster sets aside for a rank")
     gpus_per_rank: Amount = Field(0.0, description="GPUs of a rank; 1 with train.device cuda")

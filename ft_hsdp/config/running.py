@@ -109,7 +109,7 @@ class StateConfig(Section):
 
 
 class CheckpointConfig(Section):
-    """Durable checkpoints."""
+    """When and where durable checkpoints are written."""
 
     every: Int = Field(0, ge=0, le=10**9, description="steps between durable checkpoints; 0 makes none")
     dir: str | None = Field(

@@ -44,7 +44,7 @@ class TrainConfig(Section):
 
 
 class ModelConfig(Section):
-    """A Llama-style transformer."""
+    """The model, a Llama-style transformer."""
 
     dim: Int = Field(192, ge=2, le=65536, description="width of the residual stream")
     layers: Int = Field(6, ge=1, le=1024, description="transformer blocks")
@@ -102,7 +102,7 @@ class DataConfig(Section):
 
 
 class OptimConfig(Section):
-    """AdamW."""
+    """The optimizer, which is AdamW."""
 
     lr: Number = Field(1e-3, gt=0, le=10, description="learning rate before schedule and intervention")
     betas: tuple[Beta, Beta] = Field((0.9, 0.95), description="decay of the first and second moment")

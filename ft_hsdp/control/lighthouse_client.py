@@ -185,7 +185,7 @@ class Lighthouses:
             await self._client.get(f"{self.url}/healthz", timeout=PROBE_S)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close all connections to lighthouses."""
         await self._client.aclose()
 
     def _look_again(self) -> None:
@@ -345,5 +345,5 @@ class LighthouseClient:
             raise LighthouseUnreachable(f"lighthouse: {error}") from error
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close all connections to lighthouses."""
         await self._lighthouses.close()

@@ -155,7 +155,7 @@ class RankHub:
         self._writers[rank].transport.abort()
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close the connections to all ranks."""
         for writer in self._writers.values():
             writer.close()
         self._gate.close()
@@ -249,7 +249,7 @@ class RankLine:
         self.send(telemetry)
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection to rank 0."""
         self._task.cancel()
         self._writer.close()
 

@@ -90,7 +90,7 @@ class _RemoteTable:
             del self._waiting[call.number]
 
     def close(self) -> None:
-        """Close the connection."""
+        """Close the connection to rank 0."""
         self._gone = True
         if self._here:
             self._line.close()

@@ -68,7 +68,7 @@ class Watchdog:
             self._heard[rank] = time.monotonic()
 
     def stop(self) -> None:
-        """Stop watching."""
+        """Stop watching everything at once."""
         self._timer.cancel()
 
     def _tick(self) -> None:

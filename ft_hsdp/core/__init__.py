@@ -3,7 +3,7 @@
 A replica is one whole model, sharded over its ranks; rank 0 leads it. The leader holds a frozen `Replica`. Each
 thing that happens to it is an event, and `replica.transition(replica, event)` returns the next `Replica` and
 a tuple of effects: what the leader has to do now. The same code runs in production (`ft_hsdp.control.leader`), in
-the model checker (`ft_hsdp.sim`), in `replay`, and in the transcripts of tests/core.
+the model checker (`ft_hsdp.sim`), and in the transcripts of tests/core.
 
 Read the modules in this order:
 
@@ -22,7 +22,7 @@ Read the modules in this order:
 
 This package imports nothing but itself and the standard library, and of that no clock, no randomness and no I/O:
 `pyproject.toml` enforces it. Time enters as an argument or as an event. Two leaders that see the same events
-therefore decide the same, and a failure can be replayed from a log of events.
+therefore decide the same, and what the model checker finds holds in production.
 
 Example: a replica that has just started asks the lighthouse for its first step:
 

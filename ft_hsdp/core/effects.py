@@ -122,7 +122,7 @@ class DropSnapshots:
 
 @dataclass(frozen=True, slots=True)
 class Exit:
-    """The replica ends."""
+    """All processes of the replica end."""
 
     code: int  # exit code of its processes (`ft_hsdp.errors`)
     reason: str  # one line for the journal

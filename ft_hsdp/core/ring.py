@@ -133,7 +133,7 @@ class Span:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements in the span."""
         return self.stop - self.start
 
 

@@ -105,7 +105,7 @@ class WorldEntry(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """A snapshot."""
+    """A snapshot that one replica keeps."""
 
     state: StateId  # its name
     content: int  # id of its content
