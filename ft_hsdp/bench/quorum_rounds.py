@@ -11,9 +11,7 @@ The two lighthouses of `bench quorum`: a process of each, and members that ask i
 
 from __future__ import annotations
 
-import subprocess
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,15 +28,16 @@ from ft_hsdp.bench.goals import GoalVerdict, begin_result, finish_result, most
 from ft_hsdp.bench.options import ProgressLog, ResultRow, count_of
 from ft_hsdp.bench.quorum_client import ClientHerd, Grpc, Http1, counted, encoded_text, number
 from ft_hsdp.bench.results import interleave, milliseconds, ratio, spread
+from ft_hsdp.bench.scope import listening, spawn
 from ft_hsdp.config import config_hash, parse
 from ft_hsdp.config.running import MAX_REPLICAS
 from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Continue, Grant, Report
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, Retryable
-from ft_hsdp.launch.backend.processes import environment, last_line, tied
+from ft_hsdp.launch.backend.processes import tied
 from ft_hsdp.launch.lighthouse_process import furnish
-from ft_hsdp.launch.run.directory import Row, RunDir, read_json
+from ft_hsdp.launch.run.directory import RunDir
 
 MEMBERS = (3, 12, 64)
 
@@ -99,7 +98,6 @@ def show(result: Mapping[str, Any], stream: TextIO) -> None:
     tables.end_tables(result, verdicts(result["rounds"]), console)
 
 
-START_S = 30.0
 STEPS = 10**9
 TIMES_MS = (5000, 60_000)  # torchft's own: of a heartbeat, to join
 
@@ -108,22 +106,9 @@ class QuorumContender:
     """A lighthouse and its members. `process` serves; `ask` has all of them ask at once."""
 
     def __init__(self, stack: ExitStack, command: list[str], file: Path, log: Path) -> None:
-        with log.open("ab") as out:
-            self.process = subprocess.Popen(
-                command, env=environment(), stdin=subprocess.DEVNULL, stdout=out, stderr=out
-            )
-        stack.callback(self._end)
-        self.url = urlsplit(self._listening(file, log)["url"])
+        self.process = spawn(stack, command, log)
+        self.url = urlsplit(listening(self.process, file, log, "a lighthouse")["url"])
         self._watched = psutil.Process(self.process.pid)
-
-    def _listening(self, file: Path, log: Path) -> Row:
-        """What `file` says once the server listens. Raises Retryable."""
-        deadline = time.monotonic() + START_S
-        while (named := read_json(file)) is None:
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise Retryable(f"a lighthouse does not listen: {last_line(log) or 'it says nothing'}")
-            time.sleep(0.02)
-        return dict(named)
 
     @property
     def address(self) -> tuple[str, int]:
@@ -134,10 +119,6 @@ class QuorumContender:
         """CPU seconds that the server has used."""
         times = self._watched.cpu_times()
         return float(times.user + times.system)
-
-    def _end(self) -> None:
-        self.process.kill()
-        self.process.wait()
 
 
 class Torchft(QuorumContender):

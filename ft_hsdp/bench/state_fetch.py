@@ -10,8 +10,6 @@ The result of `bench fetch` as tables.
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -29,9 +27,9 @@ from ft_hsdp.bench.contenders.roster import version
 from ft_hsdp.bench.goals import GoalVerdict, begin_result, finish_result, least, most
 from ft_hsdp.bench.options import GIB, KIB, ProgressLog, ResultRow, count_of, measures_of, size_name, sizes_of
 from ft_hsdp.bench.results import interleave, ratio, spread
+from ft_hsdp.bench.scope import spawn_worker
 from ft_hsdp.bench.workers.link import WorkerLink, ask, collect
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.backend.processes import environment, tied
 
 MEASURES = ("large", "small")
 SIZES = (GIB,)
@@ -110,6 +108,7 @@ def _row(row: Mapping[str, Any], console: Console) -> None:
 
 LARGE_TENSORS = 16
 SMALL = FetchSeat(2000, 4 * KIB)
+WORKER = "ft_hsdp.bench.workers.fetch_worker"
 CHUNKED = 4  # of torchft's transport, beside one piece
 
 
@@ -217,32 +216,11 @@ def _start(
     name: str, entry: str, seat: FetchSeat, where: str | None, folder: Path, stack: ExitStack
 ) -> WorkerLink:
     """A process; `stack` ends it."""
-    log = folder / f"{name.replace(' ', '-')}.log"
-    told = [] if where is None else [where]
-    ours, theirs = socket.socketpair()
-    with theirs, log.open("ab") as file:
-        process = subprocess.Popen(
-            tied(
-                "ft_hsdp.bench.workers.fetch_worker", str(theirs.fileno()), entry, json.dumps(asdict(seat)), *told
-            ),
-            env=environment(),
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-        )
-    stack.callback(_end, process)
-    link = WorkerLink(name, ours, log)
-    stack.callback(link.close)
-    return link
+    told = [entry, json.dumps(asdict(seat)), *([] if where is None else [where])]
+    return spawn_worker(stack, name, WORKER, told, folder / f"{name.replace(' ', '-')}.log")
 
 
 def _greet(links: Mapping[str, WorkerLink]) -> None:
     """Wait until all are ready. Raises Retryable."""
     for link, answer in zip(links.values(), collect(list(links.values())), strict=True):
         link.greet(answer)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()

@@ -27,7 +27,6 @@ from ft_hsdp.launch.run.directory import read_json
 
 SCENE = RecoveryScene(replicas=3, ranks=2, wait_s=0.03)
 STEPS = 40  # of each window
-AFTER_CHANGE = 2  # steps that do not count
 PROBE_S = 0.5
 MIB = 1 << 20
 RATIO, BROKEN, GROWTH_MIB = 1.10, 0, 32.0
@@ -137,10 +136,7 @@ def _greets(where: str) -> bool:
 def _window(herd: JobUnderTest, targets: list[str], steps: int) -> tuple[list[float], Flood]:
     """Seconds of each of the next steps of replica 0 while strangers call."""
     with Flood(targets) as flood:
-        herd.look()
-        begin = len(herd.rows[0]) + AFTER_CHANGE
-        herd.until(lambda: len(herd.rows[0]) >= begin + steps, f"{steps} more steps")
-    return [row["step_s"] for row in herd.rows[0][begin : begin + steps]], flood
+        return herd.window(steps), flood
 
 
 def _memory(herd: JobUnderTest) -> dict[int, int]:

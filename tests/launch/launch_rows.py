@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ft_hsdp.analysis.failures import fold
+from ft_hsdp.config import Config
+from ft_hsdp.launch.run.audit import BatchAudit
 from ft_hsdp.launch.run.directory import Row
+from ft_hsdp.launch.run.summary import RunTally, Summary
 
 
 def commit(
@@ -69,3 +72,44 @@ def failures(rows: Sequence[Row], events: Sequence[Row], typical: float) -> list
     """The failures of a run, whose fault-free step takes `typical` seconds, as its summary tells them."""
     found = fold(8, events, rows)
     return [found.account(failure, typical) for failure in found.losses()]
+
+
+def summarize(
+    config: Config,
+    rows: Iterable[Row],
+    fed: Mapping[int, Iterable[Row]],
+    finals: Mapping[int, Row],
+    events: Iterable[Row],
+    lost: Iterable[int] = (),
+) -> Summary:
+    """The summary of a run whose rows are in memory: canonical commits by step, lines per replica, all events."""
+    tally = RunTally(config)
+    for replica, lines in fed.items():
+        for line in lines:
+            tally.fed(replica, line)
+    for event in sorted(events, key=lambda e: e["t"]):
+        tally.event(event)
+    for row in rows:
+        tally.commit(row)
+    return tally.summary(finals, lost)
+
+
+def batches(
+    rows: Iterable[Row],
+    fed: Mapping[int, Sequence[Row]],
+    cut: Sequence[str] = (),
+    losses: Sequence[tuple[float, float]] = (),
+) -> dict[str, int]:
+    """The audit of rows that are all in memory. cut: incarnations whose machine took their last lines along;
+    losses: when a disk took no lines, (from, to) in Unix seconds."""
+    audit = BatchAudit()
+    for name in cut:
+        audit.event({"event": "LogCut", "rank": 0, "incarnation": name})
+    for since, until in losses:
+        audit.lost(since, until)
+    for replica, lines in fed.items():
+        for line in lines:
+            audit.fed(replica, line)
+    for row in rows:
+        audit.commit(row)
+    return audit.result()

@@ -5,10 +5,9 @@ import re
 from typing import Any
 
 import pytest
-from launch_rows import commit, event, fed
+from launch_rows import commit, event, fed, summarize
 
 from ft_hsdp.config import parse
-from ft_hsdp.launch.run.summary import summarize
 from ft_hsdp.launch.run.terminal import Terminal, step_line, summary_lines
 from ft_hsdp.sentences import tell
 

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from launch_rows import commit, event
+from launch_rows import batches, commit, event, summarize
 
 from ft_hsdp.config import parse
-from ft_hsdp.launch.run.audit import batches
 from ft_hsdp.launch.run.directory import Row
-from ft_hsdp.launch.run.summary import summarize
 from ft_hsdp.launch.run.terminal import summary_lines
 
 STEPS = 10

@@ -6,27 +6,27 @@ The processes of one contender, each where its replica is.
 from __future__ import annotations
 
 import json
-import socket
-import subprocess
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 import psutil
 
 from ft_hsdp.bench.hsdp.scene import HsdpScene, HsdpSeat, config
+from ft_hsdp.bench.scope import listening, spawn, spawn_worker
 from ft_hsdp.bench.workers.link import WorkerLink, ask, collect
 from ft_hsdp.bench.workers.team import LEAD_S
 from ft_hsdp.config import dump
-from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.backend.processes import TOKEN_VARIABLE, environment, free_port, last_line, tied
+from ft_hsdp.launch.backend.processes import TOKEN_VARIABLE, free_port, tied
 from ft_hsdp.launch.lighthouse_process import furnish
-from ft_hsdp.launch.run.directory import RunDir, read_json
+from ft_hsdp.launch.run.directory import RunDir
 
 LOOPBACK = "127.0.0.1"
+WORKER = "ft_hsdp.bench.hsdp.worker"
 
 
 class CrewPlace(Protocol):
@@ -127,7 +127,9 @@ def start(
                 scene.waiting,
             )
             log = folder / f"{name.replace(' ', '-')}-{replica}-{rank}.log"
-            links.append(_worker(f"{name} replica {replica} rank {rank}", seat, place, log, stack))
+            within = partial(_inside, place, place.replicas[replica])
+            worker = f"{name} replica {replica} rank {rank}"
+            links.append(spawn_worker(stack, worker, WORKER, [json.dumps(asdict(seat))], log, within))
     return Crew(name, links)
 
 
@@ -136,50 +138,18 @@ def lighthouse(place: CrewPlace, scene: HsdpScene, folder: Path, stack: ExitStac
     run = RunDir(folder / "runs" / "link")
     furnish(run, config(scene, place.host(), run.path.parent))
     command = place.inside(place.hub, *tied("lighthouse", "--run", str(run.path)))
-    with run.lighthouse_log.open("ab") as log:
-        process = subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL, stdout=log, stderr=log)
-    stack.callback(_end, process)
-    deadline = time.monotonic() + START_S
-    while read_json(run.lighthouse) is None:
-        if process.poll() is not None or time.monotonic() > deadline:
-            raise Retryable(f"bench: the lighthouse does not listen: {last_line(run.lighthouse_log)}")
-        time.sleep(0.05)
+    process = spawn(stack, command, run.lighthouse_log)
+    listening(process, run.lighthouse, run.lighthouse_log, "the lighthouse")
     return run
 
 
 def _agent(replica: int, host: str, run: RunDir, place: CrewPlace, stack: ExitStack) -> None:
     """The state agent of a replica, which waits for its ranks."""
     command = tied("ft_hsdp.state.agent.server", "--replica", str(replica), "--host", host)
-    env = {**environment(), TOKEN_VARIABLE: run.token.read_text().strip()}
-    with (run.path.parent / f"agent-{replica}.log").open("ab") as log:
-        process = subprocess.Popen(
-            place.inside(place.replicas[replica], *command),
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-        )
-    stack.callback(_end, process)
+    log = run.path.parent / f"agent-{replica}.log"
+    token = run.token.read_text().strip()
+    spawn(stack, place.inside(place.replicas[replica], *command), log, {TOKEN_VARIABLE: token})
 
 
-def _worker(name: str, seat: HsdpSeat, place: CrewPlace, log: Path, stack: ExitStack) -> WorkerLink:
-    ours, theirs = socket.socketpair()
-    with theirs, log.open("ab") as file:
-        module = tied("ft_hsdp.bench.hsdp.worker", str(theirs.fileno()), json.dumps(asdict(seat)))
-        process = subprocess.Popen(
-            place.inside(place.replicas[seat.replica], *module),
-            env=environment(),
-            pass_fds=(theirs.fileno(),),
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-        )
-    stack.callback(_end, process)
-    link = WorkerLink(name, ours, log)
-    stack.callback(link.close)
-    return link
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
+def _inside(place: CrewPlace, space: str, command: list[str]) -> list[str]:
+    return place.inside(space, *command)

@@ -16,10 +16,10 @@ from pathlib import Path
 from ft_hsdp.analysis.goodput import fault_free_step
 from ft_hsdp.bench.recovery.analysis import Kill, contributes, gone
 from ft_hsdp.bench.recovery.scene import FILE, RecoveryScene
-from ft_hsdp.bench.scope import Scope
+from ft_hsdp.bench.scope import Scope, spawn
 from ft_hsdp.config import Config, dump, parse
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.backend.processes import environment, last_line, tied
+from ft_hsdp.launch.backend.processes import last_line, tied
 from ft_hsdp.launch.injection import by_hand, described
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, read_json
 from ft_hsdp.launch.run.recorder import events_of
@@ -31,6 +31,7 @@ QUIET_STEPS = 5  # to which all contribute before the next signal
 SEED = 7  # of victims and moments
 PATIENCE_S = 120.0  # longest wait for anything
 STOP_S = 60.0  # longest time for the job to end when it is told to
+AFTER_CHANGE = 2  # steps at the begin of a window that do not count
 TICK_S = 0.005  # between two looks at the logs
 
 
@@ -174,21 +175,21 @@ class JobUnderTest(UnderTest):
         self.run = RunDir(runs / made.job.name)
         self._tailers = {replica: Tailer(self.run.commits(replica)) for replica in self.rows}
         self._log = folder / "job.log"
-        with self._log.open("wb") as log:
-            module, *arguments = self._command
-            self._process = subprocess.Popen(
-                tied(module, str(file), *arguments),
-                env={**environment(), **self._env},
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-            )
+        module, *arguments = self._command
+        self._process = spawn(stack, tied(module, str(file), *arguments), self._log, self._env)
         stack.callback(self._end)
 
     def look(self) -> None:
         """Read what was committed since the last call."""
         for replica, tailer in self._tailers.items():
             self.rows[replica] += tailer.poll()
+
+    def window(self, steps: int) -> list[float]:
+        """Wait for some steps more; return the seconds that each of them took replica 0."""
+        self.look()
+        begin = len(self.rows[0]) + AFTER_CHANGE
+        self.until(lambda: len(self.rows[0]) >= begin + steps, f"{steps} more steps")
+        return [row["step_s"] for row in self.rows[0][begin : begin + steps]]
 
     def _processes(self) -> list[tuple[str, subprocess.Popen[bytes], Path]]:
         return [("the job", self._process, self._log)]

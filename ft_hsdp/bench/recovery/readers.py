@@ -135,7 +135,6 @@ class _Reader:
 
 SCENE = RecoveryScene(replicas=2, elements=1 << 20)  # a state of 25 MB, which no buffer of the kernel swallows
 WINDOW_STEPS = 40
-AFTER_CHANGE = 2  # steps that do not count
 PROBE_S = 0.5
 
 
@@ -162,10 +161,10 @@ def readers(
         for number in range(rounds):
             for name in ("with", "without") if number % 2 else ("without", "with"):
                 if name == "without":
-                    took[name] += _window(herd, steps)
+                    took[name] += herd.window(steps)
                     continue
                 with Crowd(servers, token, wanted) as crowd:
-                    took[name] += _window(herd, steps)
+                    took[name] += herd.window(steps)
                 seen += crowd.seen
     found = {name: spread(seconds) for name, seconds in took.items()}
     log.say(f"readers: a step takes {found['with']['p50_ms']:.4g} ms, {found['without']['p50_ms']:.4g} without")
@@ -182,14 +181,6 @@ def readers(
             "times": ratio_interval(took["with"], took["without"]),
         }
     ]
-
-
-def _window(herd: JobUnderTest, steps: int) -> list[float]:
-    """Seconds of each of the next steps of replica 0."""
-    herd.look()
-    begin = len(herd.rows[0]) + AFTER_CHANGE
-    herd.until(lambda: len(herd.rows[0]) >= begin + steps, f"{steps} more steps")
-    return [row["step_s"] for row in herd.rows[0][begin : begin + steps]]
 
 
 def _worth_reading(herd: JobUnderTest) -> Callable[[], str]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 
 from ft_hsdp.core.incarnation import IncarnationId
@@ -205,27 +205,6 @@ class BatchAudit:
     def _dark(self, since: float, until: float) -> bool:
         """Whether a disk took no lines at some time in between."""
         return any(since - SLACK_S <= b and a <= until + SLACK_S for a, b in self._losses)
-
-
-def batches(
-    rows: Iterable[Row],
-    fed: Mapping[int, Sequence[Row]],
-    cut: Sequence[str] = (),
-    losses: Sequence[tuple[float, float]] = (),
-) -> dict[str, int]:
-    """The audit of rows that are all in memory. cut: incarnations whose machine took their last lines along;
-    losses: when a disk took no lines, (from, to) in Unix seconds."""
-    audit = BatchAudit()
-    for name in cut:
-        audit.event({"event": "LogCut", "rank": 0, "incarnation": name})
-    for since, until in losses:
-        audit.lost(since, until)
-    for replica, lines in fed.items():
-        for line in lines:
-            audit.fed(replica, line)
-    for row in rows:
-        audit.commit(row)
-    return audit.result()
 
 
 def _brief(row: Row) -> Row:

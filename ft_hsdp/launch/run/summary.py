@@ -159,23 +159,3 @@ class TenthMeans:
 
 def _joined(a: tuple[float, int, int], b: tuple[float, int, int]) -> tuple[float, int, int]:
     return a[0] + b[0], a[1] + b[1], a[2] + b[2]
-
-
-def summarize(
-    config: Config,
-    rows: Iterable[Row],
-    fed: Mapping[int, Iterable[Row]],
-    finals: Mapping[int, Row],
-    events: Iterable[Row],
-    lost: Iterable[int] = (),
-) -> Summary:
-    """The summary of a run whose rows are in memory: canonical commits by step, lines per replica, all events."""
-    tally = RunTally(config)
-    for replica, lines in fed.items():
-        for line in lines:
-            tally.fed(replica, line)
-    for event in sorted(events, key=lambda e: e["t"]):
-        tally.event(event)
-    for row in rows:
-        tally.commit(row)
-    return tally.summary(finals, lost)
