@@ -1,6 +1,6 @@
-"""From the commit logs of all replicas to one line per step of the history that lasted.
+"""Which commits lasted: from the commit logs of all replicas to one row per step. Pure.
 
-A replica may log a step that is rolled back later, so a step counts only once a later one stands on it.
+A replica may log a step that is rolled back later. So a step is canonical only once a later step builds on it.
 """
 
 from __future__ import annotations
@@ -40,37 +40,37 @@ COUNTED = frozenset(_SHOWN) - {"given_up"} | {
 Rewind = tuple[int, int]
 """An epoch and its first step: what earlier epochs committed from that step on did not last."""
 
-PATIENCE = 3  # steps after which a row that nobody wrote is no longer waited for
+PATIENCE = 3  # steps after which a missing row is no longer waited for
 
 
 def metrics_row(row: Row) -> Row:
-    """The line of metrics.jsonl for a canonical commit row."""
+    """Return the line of metrics.jsonl for a canonical commit."""
     return {key: row.get(key) for key in _SHOWN}
 
 
 class CommitMerger:
-    """Takes commit rows in any order, gives canonical ones in the order of their steps, and forgets them.
+    """Takes commits of all replicas in any order, and returns the canonical ones by step; then it forgets them.
 
-    Rows of contributors count, first seen first. One of a replica that was behind stands in only where no
-    contributor's row was written (all their leaders died between applying a step and logging it).
+    Of several rows of one commit the first that a contributor logged counts. A row of a replica that was behind
+    counts only if no contributor logged one (all their leaders died between applying a step and logging it).
 
-    Where a job goes back by several steps, steps are undone that were told. A row says so: its step was told, and
-    its epoch is later than that of the last row that was. Then `undone` is true, and `rewinds` has what another
-    merger needs to tell the history that lasts, from the first row on.
+    A job may go back by several steps, so that steps which were returned are undone. A row shows it: its step was
+    returned already, and its epoch is later than that of the last returned row. Then `undone` is true, and another
+    merger that is made with `rewinds` returns the history that lasted, from the first row on.
     """
 
     def __init__(self, rewinds: Iterable[Rewind] = ()) -> None:
-        self.bad = 0  # rows that are no commits
+        self.bad = 0  # rows that are not commits
         self.rewinds = tuple(rewinds)
         self.undone = False
-        self._last: Row | None = None  # the newest canonical one
-        self._rows: dict[str, Row] = {}  # lineage -> row, above that one
-        self._at: dict[int, list[str]] = {}  # step -> lineages, as seen
-        self._built_on: dict[str, Row] = {}  # lineage -> the row that follows it
+        self._last: Row | None = None  # the newest canonical row
+        self._rows: dict[str, Row] = {}  # lineage -> row, of steps above that
+        self._at: dict[int, list[str]] = {}  # step -> lineages, in the order of their rows
+        self._built_on: dict[str, Row] = {}  # lineage -> the row that builds on it
         self._top: int | None = None  # the highest step
 
     def add(self, rows: Iterable[Row]) -> None:
-        """Take rows from any replica; all that the logs hold at one time, before `confirmed` is asked."""
+        """Take rows of any replicas. Add all that the logs hold now before you call `confirmed`."""
         for row in rows:
             if not (row.keys() >= _NEEDED and isinstance(row["step"], int) and isinstance(row["lineage"], str)):
                 self.bad += 1
@@ -93,7 +93,7 @@ class CommitMerger:
                 self._rows[lineage] = row
 
     def _told_before(self, row: Row) -> None:
-        """A row of a step that is told: of another replica, or of a history that took the told one's place."""
+        """Take a row of a step that was returned: of another replica, or of a history that replaced it."""
         assert self._last is not None
         if row["epoch"] <= self._last["epoch"]:
             return
@@ -103,7 +103,7 @@ class CommitMerger:
 
     @property
     def newest(self) -> Row | None:
-        """The newest row of all, confirmed or not."""
+        """Return the newest row, canonical or not; None of nothing."""
         if self._top is None or self._top not in self._at:
             return self._last
         return max(self._rows_at(self._top), key=_rank)
@@ -113,7 +113,7 @@ class CommitMerger:
         return -1 if self._last is None else int(self._last["step"])
 
     def confirmed(self) -> list[Row]:
-        """The rows that became canonical since the last call: each has a successor."""
+        """Return the rows that became canonical since the last call: another row builds on each."""
         new = []
         while (row := self._next()) is not None:
             new.append(row)
@@ -121,7 +121,7 @@ class CommitMerger:
         return new
 
     def finish(self, final_lineage: str | None = None) -> list[Row]:
-        """The rows up to `final_lineage` that were still open; without one, up to the newest row."""
+        """Return the remaining rows up to ``final_lineage``, or up to the newest row if that is unknown."""
         new = self.confirmed()
         end = self._rows.get(final_lineage or "") or self.newest
         path: list[Row] = []
@@ -134,18 +134,18 @@ class CommitMerger:
         return new + path
 
     def _forget(self, row: Row) -> None:
-        """A row is told, and with it all below."""
+        """Forget a row that is returned, and all rows below it."""
         for step in [step for step in self._at if step <= row["step"]] if self._gapped(row) else [row["step"]]:
             for lineage in self._at.pop(step, ()):
                 self._built_on.pop(self._rows.pop(lineage)["prev"], None)
         self._last = row
 
     def _gapped(self, row: Row) -> bool:
-        """Whether rows of steps between the last canonical one and this one may be kept."""
+        """Return whether there may be rows of steps between the last canonical one and this one."""
         return self._last is None or row["step"] != self._last["step"] + 1
 
     def _next(self) -> Row | None:
-        """The row after the last canonical one, if a successor confirms it."""
+        """Return the row after the last canonical one, if another row builds on it."""
         if self._top is None or not self._at:
             return None
         step = min(self._at) if self._last is None else self._step + 1
@@ -159,14 +159,14 @@ class CommitMerger:
             rivals = self._rows_at(step)
             if self._last is not None:
                 mine = [row for row in rivals if row["prev"] == self._last["lineage"]]
-                rivals = mine or (rivals if overdue else [])  # what was told has been rolled back
+                rivals = mine or (rivals if overdue else [])  # what was returned has been rolled back
         sure = [row for row in rivals if row["lineage"] in self._built_on]
         if not sure and overdue and step + 1 not in self._at:
-            return max(rivals, key=_rank, default=None)  # its successor was logged by nobody
+            return max(rivals, key=_rank, default=None)  # no replica logged its successor
         return max(sure, key=lambda row: _rank(self._built_on[row["lineage"]]), default=None)
 
     def _below(self, step: int) -> Row | None:
-        """Where a row is missing: the newest one below `step`."""
+        """Return the newest row below ``step``, where a row is missing."""
         lower = max((s for s in self._at if s < step), default=None)
         return None if lower is None else max(self._rows_at(lower), key=_rank)
 
@@ -175,7 +175,7 @@ class CommitMerger:
 
 
 def _rank(row: Row) -> tuple[int, int]:
-    """Which of two rows for one step is later: by (epoch, attempt)."""
+    """Return what orders two rows of one step: (epoch, attempt)."""
     return row["epoch"], row["attempt"]
 
 

@@ -1,7 +1,9 @@
-"""Failures: one per incarnation that was hurt or lost, and the phases of coming back. Pure.
+"""Failures of a run: one per incarnation that was hurt or lost, and the phases of its replica's return. Pure.
 
-Rows come late and out of order, so facts are kept as they come, and the phases are read off them when asked for.
-What is a failure, when it was seen and when it is over is as in summary.json (ft_hsdp/launch/failures.py).
+Rows come late and out of order, so `Failures` keeps facts as they come, and computes phases when it is asked. A
+failure begins with its injection, else with the first evidence: a broken ring whose survivors suspect the
+replica, an exclusion by the lighthouse, or the exit of its process. It is over when the replica contributes to a
+commit again. A planned end (done, stopped, or left without an injection) is not a failure.
 """
 
 from __future__ import annotations
@@ -17,10 +19,10 @@ from ft_hsdp.analysis.incarnations import IncarnationRecord
 
 MAX_FAILURES = 512
 MAX_EPOCHS = 4096
-LIVES = 4  # incarnations of a replica that are remembered
+LIVES = 4  # newest incarnations of a replica that are kept
 AFTERMATH_S = 10.0  # a ring that breaks later than this after a failure broke for another reason
-COMMITS = 64  # times of commits that are remembered, for failures that are told late
-EARLY_S = 0.05  # rows of one host may differ by this
+COMMITS = 64  # newest commits whose times are kept, for failures that are reported late
+EARLY_S = 0.05  # clocks of processes on one host may differ by this
 LIMIT = 2**16  # ranks of a replica
 _LIVED = frozenset(
     {"ReplicaStarted", "ReplicaBooted", "ReplicaWarmed", "CheckedIn", "FetchStarted", "FetchCompleted", "Rejoined"}
@@ -30,43 +32,43 @@ _LIVED = frozenset(
 
 @dataclass(slots=True)
 class EpochSpan:
-    """A membership that was granted at ``t``; ``resumed`` is when its first step was committed."""
+    """A membership that the lighthouse granted. Times are in Unix seconds."""
 
-    t: float
+    t: float  # of the grant
     epoch: int
     members: tuple[int, ...]
     contributors: frozenset[int]
     reason: str
-    seq: int
-    resumed: float | None = None
+    seq: int  # of the grant's row in the journal
+    resumed: float | None = None  # when its first step was committed
 
 
 @dataclass(slots=True)
 class Failure:
-    """An incarnation that failed; ``evidence``: when first seen; ``gap_s``: from the commit before to the next."""
+    """An incarnation that failed. Times are in Unix seconds; None: not known."""
 
-    seq: int
+    seq: int  # of the row that first reported it
     replica: int
     rank: int | None
-    kind: str
-    cause: str
-    life: IncarnationRecord
+    kind: str  # a signal, "exit 1", "silent", "ring broken", or the kind of an injection
+    cause: str  # the reason in that row
+    life: IncarnationRecord  # that failed
     injected: float | None = None
-    evidence: float | None = None
+    evidence: float | None = None  # the first sign of it
     broke: int | None = None  # the epoch whose ring it broke
-    next: IncarnationRecord | None = None
-    rejoined: float | None = None
-    gap_s: float | None = None
-    hopeless: bool = False
+    next: IncarnationRecord | None = None  # that follows it
+    rejoined: float | None = None  # when the replica contributed again
+    gap_s: float | None = None  # from the commit before it to the commit after it
+    hopeless: bool = False  # the replica is given up
     noticed: float | None = None  # when another replica, or the lighthouse, first noticed
     lost: bool = False  # its incarnation has ended
 
     @property
     def detected(self) -> tuple[float, float] | None:
-        """From when to when it was there and nobody knew; None where that was not measured.
+        """Return when the failure began and when others noticed it; None if that was not measured.
 
-        It is measured from an injection, or from the end of the process, as its supervisor saw it, to the first
-        notice of others. A process that others missed before its end has hung for nobody knows how long.
+        It begins with the injection, or with the end of the process as its supervisor saw it. If others noticed it
+        before the process ended, the process hung before, and the time from which it hung is not known.
         """
         if self.injected is not None:
             return None if self.evidence is None else (self.injected, max(self.injected, self.evidence))
@@ -76,13 +78,13 @@ class Failure:
 
     @property
     def t(self) -> float:
-        """When it happened: the injection, else the first evidence."""
+        """Return when it happened: the time of the injection, else of the first evidence."""
         if self.injected is not None:
             return self.injected
         return self.evidence if self.evidence is not None else 0.0
 
     def seen(self, t: float) -> None:
-        """Somebody noticed it at ``t``."""
+        """Take evidence of it at ``t``; evidence from before the injection is ignored."""
         if self.injected is None or t >= self.injected - EARLY_S:
             self.evidence = t if self.evidence is None else min(self.evidence, t)
 
@@ -94,9 +96,15 @@ class _Replica:
 
 
 class Failures:
-    """All failures of a job, and its epochs; of failures the newest ``most``, None: all of them."""
+    """All failures of a job, and its epochs."""
 
     def __init__(self, slots: int, most: int | None = MAX_FAILURES) -> None:
+        """Begin without rows.
+
+        Args:
+            slots: ids of replicas are below it; rows of others are ignored.
+            most: how many failures are kept, the newest ones; None: all.
+        """
         self._most = most
         self.epochs: dict[int, EpochSpan] = {}
         self._numbers: list[int] = []  # of the epochs, in order
@@ -108,7 +116,7 @@ class Failures:
         self._resumed: dict[int, float] = {}  # newest epochs, when a first step was committed in them
 
     def event(self, seq: int, name: str, row: Mapping[str, Any]) -> None:
-        """Take any event."""
+        """Take an event; ``seq`` is its number, ``name`` its row's "event". Other events change nothing."""
         replica: Any = row.get("replica")
         t = row["t"]
         if name == "EpochGranted":
@@ -153,7 +161,7 @@ class Failures:
             self._fresh = [f for f in self._fresh if f.t >= oldest]
 
     def _contributes(self, replica: int, t: float) -> None:
-        """A replica contributed to a commit at ``t``: what was lost of it before is over."""
+        """Close the failures of a replica that contributed to a commit at ``t`` with a later incarnation."""
         mine = self._replicas[replica]
         if not mine.open:
             return
@@ -164,15 +172,19 @@ class Failures:
                 mine.open.remove(failure)
 
     def losses(self) -> list[Failure]:
-        """One for each incarnation that was lost, by time."""
+        """Return a failure for each incarnation that was lost, by time."""
         found = [f for f in self.all if f.lost and f.evidence is not None]
         return sorted(found, key=lambda f: f.t)
 
     def account(self, failure: Failure, typical: float) -> dict[str, Any]:
-        """What summary.json, the page and `explain` say of a failure; ``typical``: a fault-free step, in seconds.
+        """Return what summary.json, the page and `explain` say of a failure.
 
-        ``detect_s`` is None where it was not measured, ``rejoin_s`` where the replica has not contributed again;
-        ``stall_s`` is what the others waited.
+        ``detect_s`` is None if it was not measured, ``rejoin_s`` is None as long as the replica has not
+        contributed again; ``stall_s`` is how much longer the others took for the step that was hit.
+
+        Args:
+            failure: one of `all`.
+            typical: a fault-free step, in seconds.
         """
         over, detected = self.over(failure), failure.detected
         return {
@@ -188,14 +200,14 @@ class Failures:
         }
 
     def before(self, failure: Failure) -> int:
-        """The epoch that ran when it happened."""
+        """Return the number of the epoch that ran when it happened; 0: none."""
         if failure.broke is not None:
             return failure.broke
         at = bisect_right(self._numbers, failure.t, key=lambda number: self.epochs[number].t)
         return self._numbers[at - 1] if at else 0
 
     def after(self, failure: Failure) -> EpochSpan | None:
-        """The first epoch without the failed incarnation; None as long as there is none, or none is needed."""
+        """Return the first epoch without the failed incarnation; None: there is none yet, or none is needed."""
         before = self.before(failure)
         ran = self.epochs.get(before)
         if ran is None or failure.replica not in ran.members:
@@ -203,7 +215,7 @@ class Failures:
         return next(self._above(before), None)
 
     def back(self, failure: Failure) -> EpochSpan | None:
-        """The first epoch in which the replica contributes again."""
+        """Return the first epoch in which the replica contributes again; None: there is none yet."""
         life = failure.next or (failure.life if failure.life.exited is None else None)
         if life is None:
             return None
@@ -213,11 +225,11 @@ class Failures:
         return next((e for e in later if failure.replica in e.contributors and e.t >= since), None)
 
     def _above(self, epoch: int) -> Iterator[EpochSpan]:
-        """The epochs after one, in order."""
+        """Yield the epochs after one, in order."""
         return (self.epochs[n] for n in self._numbers[bisect_right(self._numbers, epoch) :])
 
     def phases(self, failure: Failure) -> Iterator[tuple[str, float, float]]:
-        """(name, from, to) of what is over, in Unix seconds."""
+        """Yield name, begin and end (Unix seconds) of each phase that is over. Phases may overlap."""
         after, back, life = self.after(failure), self.back(failure), failure.next
         fetch = life or failure.life
         marks: list[tuple[str, float | None, float | None]] = [
@@ -240,7 +252,7 @@ class Failures:
                 yield name, t0, max(t0, t1)
 
     def over(self, failure: Failure) -> float | None:
-        """When the replica contributed again."""
+        """Return when the replica contributed again; None: it has not yet."""
         back = self.back(failure)
         times = [t for t in (failure.rejoined, back.resumed if back else None) if t is not None]
         return min(times, default=None)
@@ -258,7 +270,7 @@ class Failures:
             del self.epochs[self._numbers.pop(0)]
 
     def _injected(self, seq: int, row: Mapping[str, Any]) -> None:
-        """It counts once somebody notices; the last injection before that is the one."""
+        """Take an injection. It counts once there is evidence; the last injection before that counts."""
         replica, t = row["replica"], row["t"]
         life = self._life(replica, row.get("incarnation"), t)
         failure = self._find(replica, life, t)
@@ -269,7 +281,7 @@ class Failures:
         failure.rank, failure.cause = row.get("rank"), str(row.get("reason", ""))
 
     def _broke(self, seq: int, row: Mapping[str, Any]) -> None:
-        """A survivor's ring broke: it is about the failure of this epoch, or a new one of whom it suspects."""
+        """Take a survivor's broken ring: evidence of this epoch's failure, or of a new one of the suspect."""
         suspect, epoch, t = row.get("suspect"), row.get("epoch"), row["t"]
         newest = self._numbers[-1] if self._numbers else 0
         if not isinstance(epoch, int) or (epoch < newest and t > self.epochs[newest].t + 1.0):
@@ -295,7 +307,7 @@ class Failures:
             failure.noticed = t if failure.noticed is None else min(failure.noticed, t)
 
     def _explains(self, failure: Failure, suspect: int | None, epoch: int, t: float) -> bool:
-        """Whether this failure is why a ring of ``epoch`` broke at ``t``."""
+        """Return whether this failure is why a ring of ``epoch`` broke at ``t``."""
         if suspect is not None and failure.replica != suspect:
             return False
         if failure.broke is not None:
@@ -322,7 +334,7 @@ class Failures:
         self._follow(replica)
 
     def _follow(self, replica: int) -> None:
-        """Find the incarnation that followed a failed one, whichever of them was heard of first."""
+        """Find the incarnation that followed a failed one; their rows may come in any order."""
         mine = self._replicas[replica]
         for failure in mine.open:
             exited = failure.life.exited
@@ -345,7 +357,7 @@ class Failures:
         self._follow(replica)
 
     def _life(self, replica: int, incarnation: str | None, t: float) -> IncarnationRecord:
-        """The incarnation of that name; without one, that which ran at ``t``."""
+        """Return the incarnation of that name; without a name, the one that ran at ``t``."""
         mine = self._replicas[replica]
         if incarnation is None:
             ran = [life for life in mine.lives if (life.started or 0.0) <= t + EARLY_S]
@@ -360,7 +372,7 @@ class Failures:
         return life
 
     def _find(self, replica: int, life: IncarnationRecord, t: float) -> Failure | None:
-        """The newest failure of an incarnation, unless that was over before ``t``: then it is closed."""
+        """Return the newest open failure of an incarnation; one that was over before ``t`` is closed instead."""
         mine = self._replicas[replica]
         found = next((f for f in reversed(mine.open) if f.life is life), None)
         over = None if found is None else self.over(found)
@@ -371,7 +383,7 @@ class Failures:
         return None
 
     def _at(self, seq: int, replica: int, life: IncarnationRecord, kind: str, row: Mapping[str, Any]) -> Failure:
-        """The failure of an incarnation, which may be new."""
+        """Return the open failure of an incarnation, a new one if there is none."""
         failure = self._find(replica, life, row["t"])
         if failure is None:
             rank, cause = row.get("rank"), str(row.get("reason", ""))
@@ -385,7 +397,7 @@ class Failures:
         return failure
 
     def _drop(self, replica: int, incarnation: str | None, evident: bool = False) -> None:
-        """It was none: it healed before anybody saw it, or was meant."""
+        """Remove failures that were none: they healed before there was evidence, or the end was planned."""
         for failure in list(self._replicas[replica].open):
             if failure.life.incarnation == incarnation and (evident or failure.evidence is None):
                 self._replicas[replica].open.remove(failure)
@@ -393,7 +405,7 @@ class Failures:
                 self._fresh = [f for f in self._fresh if f is not failure]
 
     def _gap(self, t: float) -> float | None:
-        """Seconds between the commits before and after ``t``."""
+        """Return the seconds between the commits before and after ``t``; None: they are not known."""
         return next((b - a for a, b in pairwise(self._commits) if a <= t < b), None)
 
 

@@ -1,9 +1,10 @@
 """Goodput: how much of the time trained the model, and where the rest went. Pure; memory does not grow.
 
-`wall_clock` is FT-HSDP's figure (section 6.1) and summary.json's: sum over steps of (median fault-free step x
-contributors / total), over the wall time since the first step. Steps that are done twice count there each time,
-as in the paper; `with_replay` counts them once. `renewal` is what failures alone cost: t / (t + lost), with t the
-training between two failures and lost what one of them takes away, both in seconds at full strength.
+`StepTimes` has the effective training time of FT-HSDP §6.1: the sum over steps of (median fault-free step x
+contributors / total). The page and summary.json divide it by the wall time since the first step. `Goodput` adds
+what only the page shows. Its `wall_clock` counts a step that is done twice each time, as the paper does;
+`with_replay` counts it once. `renewal` is what failures alone cost: t / (t + lost), with t the training between
+two failures and lost what one failure takes away, both in seconds of all replicas.
 """
 
 from __future__ import annotations
@@ -13,38 +14,38 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 CAUSES = ("startup", "detect", "quorum", "reconnect", "fetch", "missing", "replay", "ftar", "commit", "other")
-WAITS = ("quorum", "commit", "ftar")  # the surest first
-MEANT = ("done", "stopped", "left")  # ends of an incarnation that are no failures
+WAITS = ("quorum", "commit", "ftar")  # by how sure each is the cause
+MEANT = ("done", "stopped", "left")  # planned ends of an incarnation
 BY_FAILURES = ("detect", "quorum", "reconnect", "fetch", "missing")
 BINS_PER_OCTAVE = 128  # of the histogram of steps: a median is exact to 0.6 %, or wholly while bins hold one value
-LEARN = 4  # of so many usual steps one says what a usual step waits for
-SMOOTH = 0.1  # its weight
+LEARN = 4  # one in so many usual steps updates the waits of a usual step
+SMOOTH = 0.1  # with this weight
 
 
 class Median:
     """A running median of positive seconds from a histogram with logarithmic bins."""
 
     def __init__(self) -> None:
-        self._bins: dict[int, tuple[int, float]] = {}  # number and sum of what is inside
+        self._bins: dict[int, tuple[int, float]] = {}  # number and sum of the values in each
         self._count = 0
-        self._at = 0  # how many were counted when `_value` was found
+        self._at = 0  # `_count` when `_value` was computed
         self._value = 0.0
 
     def add(self, value: float) -> None:
-        """Count one."""
+        """Take a value."""
         key = int(math.log2(value if value > 1e-6 else 1e-6) * BINS_PER_OCTAVE)
         count, total = self._bins.get(key, (0, 0.0))
         self._bins[key] = (count + 1, total + value)
         self._count += 1
 
     def near(self) -> float:
-        """The median, at most 1 % of the values behind; cheap."""
+        """Return the median of all but the newest 1 % of the values; cheap."""
         if self._count > self._at * 1.01:
             self._value, self._at = self.exact(), self._count
         return self._value
 
     def exact(self) -> float:
-        """The median; 0.0 of nothing."""
+        """Return the median of all values; 0.0 of nothing. It looks at the whole histogram."""
         low, high = (self._count - 1) // 2, self._count // 2
         passed, found = 0, []
         for key in sorted(self._bins):
@@ -77,27 +78,27 @@ class StepTimes:
 
     @property
     def median(self) -> float:
-        """The median step of all replicas that were wanted, in seconds; of any as long as there is none."""
+        """Return the median step in seconds: of those with all wanted replicas, or of any if there are none."""
         return self._whole.exact() or self._any.exact()
 
     @property
     def typical(self) -> float:
-        """The same, at most 1 % of the commits behind; cheap."""
+        """Return the same of all but the newest 1 % of the commits; cheap."""
         return self._whole.near() or self._any.near()
 
     @property
     def startup_s(self) -> float:
-        """What the first step took longer than a median one, in seconds."""
+        """Return how much longer the first step took than a median one, in seconds."""
         return 0.0 if self._first is None else max(0.0, self._first[1] - self.median)
 
     @property
     def wall_s(self) -> float:
-        """Seconds from the start of the first step to the newest commit."""
+        """Return the seconds from the start of the first step to the newest commit."""
         return 0.0 if self._first is None else float(self._last - self._first[0] + self._first[1])
 
     @property
     def trained_s(self) -> float:
-        """Seconds of training of all replicas: the median step, for each step times contributors / total."""
+        """Return the effective training time: the sum of median step x contributors / total, in seconds."""
         return self.median * self.share
 
 
@@ -110,19 +111,22 @@ def fault_free_step(rows: Iterable[Mapping[str, Any]]) -> float:
 
 
 class Goodput:
-    """Takes canonical commits and events, one at a time, in about the order of their times."""
+    """The effective training time of a job, and causes of the lost time.
+
+    It takes canonical commits and events, one at a time, in about the order of their times.
+    """
 
     def __init__(self) -> None:
         self.steps = StepTimes()
         self.commits = 0
         self.failures = 0
-        self._missing = 0.0  # of fewer contributors, at the usual step of then
+        self._missing = 0.0  # lost by absent contributors, at the usual step of that time
         self._share_again = 0.0  # sum of contributors / total of repeated steps
         self._highest = 0
         self._lost: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
-        self._usual: dict[str, float] = {}  # exposed waits of a usual step
+        self._usual: dict[str, float] = {}  # exposed waits of a usual step, in seconds
         self._seen: list[str] = []  # incarnations whose end was counted
-        self._marks: dict[str, float] = {}  # since the last commit: what happened, when first
+        self._marks: dict[str, float] = {}  # what happened since the last commit, and when first
 
     def event(self, row: Mapping[str, Any]) -> None:
         """Take an event."""
@@ -140,7 +144,7 @@ class Goodput:
                 self.failures += 1
 
     def commit(self, row: Mapping[str, Any]) -> tuple[float, float]:
-        """Take a commit; (useful seconds of it at full strength, seconds since the commit before)."""
+        """Take a commit; return its useful seconds of all replicas, and the seconds since the commit before."""
         step = row["step"]
         share, gap = self.steps.add(row)
         self.commits += 1
@@ -151,7 +155,7 @@ class Goodput:
         typical = self.steps.typical
         excess = gap - typical
         if self.commits == 1:
-            pass  # its excess is the startup, to be found when the usual step is known
+            pass  # its excess is the startup, which `effective` computes once the usual step is known
         elif self._marks or excess > 0.1 * typical:
             self._account(excess, row["t"], row["waits"])
         elif self.commits % LEARN == 0:
@@ -162,7 +166,7 @@ class Goodput:
         return typical * share, gap
 
     def effective(self) -> dict[str, Any]:
-        """The picture's "effective"; the lost seconds add up to wall_s - useful_s."""
+        """Return "effective" of the overview; the lost seconds add up to wall_s - useful_s."""
         if not self.commits:
             return {
                 "wall_clock": 0.0,
@@ -183,7 +187,7 @@ class Goodput:
         }
         whole = max(0.0, wall - useful)
         named = sum(lost.values())
-        if named > whole:  # steps that were faster than the median pay for others
+        if named > whole:  # some steps were faster than the median: scale the causes down
             missing = min(lost["missing"], whole)
             rest = (whole - missing) / max(named - lost["missing"], 1e-9)
             lost = {cause: seconds * rest for cause, seconds in lost.items()} | {"missing": missing}
@@ -200,15 +204,18 @@ class Goodput:
         }
 
     def _learn(self, waits: Mapping[str, float]) -> None:
-        """What a usual step waits for."""
+        """Update the waits of a usual step."""
         for cause in WAITS:
             seconds = waits.get(cause, 0.0)
             old = self._usual.get(cause, seconds)
             self._usual[cause] = old + SMOOTH * (seconds - old)
 
     def _account(self, excess: float, t: float, waits: Mapping[str, float]) -> None:
-        """Share out what a step took more than a usual one: to the phases of a change of membership that fell into
-        it, then to waits that were longer than usual. What nothing explains is found at the end."""
+        """Attribute the extra time of a step to causes.
+
+        First to the phases of a change of membership during the step, then to waits that were longer than usual.
+        What remains is "other" (`effective`).
+        """
         for cause, seconds in _phases(self._marks, t):
             put = min(max(excess, 0.0), seconds)
             self._lost[cause] += put
@@ -233,7 +240,7 @@ _MARKS = {
 
 
 def _phases(marks: Mapping[str, float], t: float) -> list[tuple[str, float]]:
-    """(cause, seconds) of the phases before the commit at ``t``, the surest first."""
+    """Return cause and seconds of each phase before the commit at ``t``, by how sure each is."""
     granted, seen, failed = marks.get("granted"), marks.get("seen"), marks.get("failed")
     found = []
     if seen is not None and granted is not None:
