@@ -1,16 +1,17 @@
-"""Stragglers: replicas that need longer than the others for the same step. Pure.
+"""Liveness: replicas that are slower than the others, and replicas that make no progress. Pure.
 
-All replicas commit a step together, so `step_s` tells nothing: who is fast waits for who is slow. What a
-replica does by itself is ``busy_s = step_s - sum(waits)``: data, forward, backward and optimizer. A straggler has
-more than twice the median of the others in 20 of its last 24 steps, and stops being one when that is so in 12 at
-most.
+Stragglers. All replicas commit a step together, so `step_s` does not tell them apart: fast replicas wait for slow
+ones. The own work of a replica is ``busy_s = step_s - sum(waits)``: data, forward, backward and optimizer. A
+straggler has more than twice the median of the others in 20 of its last 24 steps, and stops being one when that
+is so in at most 12.
 
-What this cannot tell: *which rank* of a replica is slow (its ranks wait for each other inside FSDP's collectives,
-where no wait is counted); a slow *link* (both ends, and then the whole ring, wait in ``ftar``, and nobody is
-busier than another); what is slow beside the step, like a fetch. All-reduces that run beside backward are busy
-time of everybody as long as they hold up nobody. With two replicas the faster one is the measure of the slower.
+Limits: it cannot tell *which rank* of a replica is slow (its ranks wait for each other inside FSDP's
+collectives, where no wait is counted); nor a slow *link* (both ends, and then the whole ring, wait in ``ftar``,
+and no replica is busier than another); nor what is slow beside the step, such as a fetch. All-reduces that run
+beside backward count as busy time as long as no replica waits for them. With two replicas the slower one is
+compared with the faster.
 
-Vitals: the newest sign of life of every rank, and which replicas are stalled by them. Pure: `now` comes in.
+Vitals. Ranks send beats; a replica is stalled if a rank's beats stop, or if they show no progress.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ if TYPE_CHECKING:
     from ft_hsdp.protocol import RankBeat
 
 FACTOR = 2.0
-FLOOR_S = 0.05  # less than this is nobody's trouble
+FLOOR_S = 0.05  # a smaller difference is ignored
 WINDOW = 24
 SLOW = 20
 SLOW_NO_MORE = 12
-OPEN_STEPS = 4  # a step is judged once it is so far behind, whoever has not told about it
+OPEN_STEPS = 4  # a step is judged once it is so far behind, even if contributors have not reported it
 
 
 class StragglerVerdict(NamedTuple):
-    """A replica became a straggler, or is none any more."""
+    """A replica became a straggler, or stopped being one."""
 
     event: Literal["StragglerSeen", "StragglerGone"]
     replica: int
@@ -52,14 +53,14 @@ class Stragglers:
         self._judged = 0
 
     def add(self, replica: int, row: Mapping[str, Any]) -> list[StragglerVerdict]:
-        """A step as one of its contributors saw it; what changes by it."""
+        """Take a step as one of its contributors measured it; return what changes."""
         if row["role"] != "contribute":
             return []
         step = row["step"]
         busy = max(0.0, row["step_s"] - sum(row["waits"].values()))
         self.busy_s[replica], self.step_s[replica] = busy, row["step_s"]
         if step + 100 * OPEN_STEPS < self._judged:
-            self._open, self._judged = {}, 0  # the job went back
+            self._open, self._judged = {}, 0  # the job was rolled back
         if step <= self._judged:
             return []
         here = self._open.setdefault(step, {})
@@ -72,7 +73,7 @@ class Stragglers:
         return [verdict for s in sorted(due) for verdict in self._judge(s)]
 
     def forget(self, replica: int) -> None:
-        """The replica has ended: what comes back is another process, perhaps elsewhere."""
+        """Forget a replica whose processes ended; the next ones may run on another machine."""
         self._slow[replica].clear()
         self._named.discard(replica)
         self.busy_s.pop(replica, None)
@@ -100,13 +101,13 @@ class Stragglers:
         return found
 
 
-SILENT_S = 5.0  # beats come about once a second
+SILENT_S = 5.0  # without a beat; ranks beat about once a second
 STUCK_S = 15.0  # without progress; or `STUCK_STEPS` usual steps, if that is longer
 STUCK_STEPS = 8.0
 
 
 class Change(NamedTuple):
-    """A replica is stalled, or goes on."""
+    """A replica stalled, or goes on."""
 
     event: Literal["ReplicaStalled", "ReplicaResumed"]
     replica: int
@@ -122,14 +123,14 @@ class _Rank:
 
 
 class Vitals:
-    """The beats of a job; times in monotonic seconds."""
+    """The newest beat of each rank of a job. Times are in monotonic seconds."""
 
     def __init__(self) -> None:
         self._of: dict[int, dict[int, _Rank]] = {}
         self._stalled: set[int] = set()
 
     def hear(self, replica: int, beats: Iterable[RankBeat], now: float) -> None:
-        """Beats came from the ranks of a replica."""
+        """Take beats of the ranks of a replica."""
         mine = self._of.setdefault(replica, {})
         for beat in beats:
             known = mine.get(beat.rank)
@@ -137,17 +138,23 @@ class Vitals:
             mine[beat.rank] = _Rank(beat, now, known.moved if known is not None and same else now)
 
     def forget(self, replica: int) -> None:
-        """The replica has ended."""
+        """Forget a replica whose processes ended."""
         self._of.pop(replica, None)
         self._stalled.discard(replica)
 
     def newest(self, replica: int, now: float) -> list[tuple[RankBeat, float]]:
-        """The newest beat of each rank that ever spoke, and how old it is in seconds."""
+        """Return the newest beat of each rank that has sent one, and its age in seconds."""
         mine = self._of.get(replica, {})
         return [(mine[rank].beat, max(0.0, now - mine[rank].heard)) for rank in sorted(mine)]
 
     def judge(self, active: Iterable[int], typical: float, now: float) -> list[Change]:
-        """What has changed; ``active``: replicas that should move; ``typical``: a usual step in seconds."""
+        """Return which replicas stalled or went on since the last call.
+
+        Args:
+            active: replicas that should make progress.
+            typical: a fault-free step, in seconds.
+            now: monotonic seconds.
+        """
         found = []
         patience = max(STUCK_S, STUCK_STEPS * typical)
         for replica in active:

@@ -1,6 +1,7 @@
-"""The timeline: what happened to the job, its lighthouse, replicas and epochs, from rows one at a time. Pure.
+"""The overview: all rows of a job, folded one at a time into what its page shows. Pure.
 
-The picture: all rows of a job folded into what its page shows. Pure; memory does not grow with the job.
+`Timeline` has the job, its lighthouse, replicas, epochs and failures, `Overview` adds effective time and curves.
+Memory does not grow with the length of the job.
 """
 
 from __future__ import annotations
@@ -18,19 +19,23 @@ from lighthouse.overview.rows import JobInfo, JournalEntry
 from lighthouse.overview.series import Series
 
 MAX_OUTAGES = 256
-SHOWN_EPOCHS = 1000  # in one picture, newest first
-SHOWN_FAILURES = 200
+SHOWN_EPOCHS = 1000  # newest epochs in one answer
+SHOWN_FAILURES = 200  # newest failures in one answer
 
 Json = dict[str, Any]
 
 
 class Timeline:
-    """Folds rows in amortized constant time each; up to ``slots`` replicas of ``ranks`` ranks.
-
-    A job begins with ``replicas`` of them (None: all).
-    """
+    """What happened to a job, folded in amortized constant time for each row."""
 
     def __init__(self, slots: int, ranks: int, replicas: int | None = None) -> None:
+        """Begin without rows.
+
+        Args:
+            slots: ids of replicas are below it.
+            ranks: of each replica.
+            replicas: with which the job begins; None: all slots.
+        """
         self._replicas = range(slots)
         self.lanes = Lanes(slots, ranks, slots if replicas is None else replicas)
         self.failures = Failures(slots)
@@ -42,11 +47,11 @@ class Timeline:
         self.term = self.epoch = 0
         self.since: float | None = None
         self.outages: list[list[float]] = []  # of the lighthouse: from, to
-        self._out: float | None = None  # it is down since
-        self._ups: list[float] = []  # when it came up
+        self._out: float | None = None  # since when it is down
+        self._ups: list[float] = []  # when it started, newest last
 
     def event(self, seq: int, row: Mapping[str, Any]) -> None:
-        """Take an event."""
+        """Take an event; ``seq`` is its number in the journal."""
         name, t = row["event"], row["t"]
         if self.started is None or t < self.started:
             self.started = t
@@ -75,16 +80,16 @@ class Timeline:
         self.failures.commit(t, row["epoch"], contributors)
 
     def segments(self, start: float, end: float, width: float) -> list[Json]:
-        """The lanes between two times; see `Lane.cut`."""
+        """Return the lanes between two times; states of less than ``width`` seconds are joined (`Lane.cut`)."""
         return [{"replica": lane.replica, "segments": lane.cut(start, end, width)} for lane in self.lanes.shown()]
 
     def epochs(self, start: float, end: float) -> list[Json]:
-        """The memberships granted between two times."""
+        """Return the memberships granted between two times."""
         found = [e for e in self.failures.epochs.values() if start <= e.t <= end]
         return [_epoch(e) for e in found[-SHOWN_EPOCHS:]]
 
     def told(self, start: float, end: float, typical: float) -> list[Json]:
-        """The failures between two times; ``typical``: a fault-free step, in seconds."""
+        """Return the failures between two times; ``typical``: a fault-free step, in seconds."""
         found = [f for f in self.failures.all if f.evidence is not None and start <= f.t <= end]
         return [self._failure(f, typical) for f in sorted(found, key=lambda f: f.t)[-SHOWN_FAILURES:]]
 
@@ -101,7 +106,7 @@ class Timeline:
         }
 
     def _lighthouse(self, name: str, t: float, row: Mapping[str, Any]) -> None:
-        """When it was down: from its exit, or else from the last row before it came up again."""
+        """Record when the lighthouse was down: from its exit, else from the last row before its next start."""
         if name == "LighthouseExited":
             up = next((u for u in self._ups if u >= t), None)
             if up is None:
@@ -136,7 +141,7 @@ def _epoch(epoch: EpochSpan) -> Json:
 
 
 def states(lanes: Collection[Lane]) -> list[Json]:
-    """What the picture says of each replica, as far as the rows tell."""
+    """Return "replicas" of the overview, as far as rows tell."""
     return [
         {
             "replica": lane.replica,
@@ -157,7 +162,7 @@ SPEED = 20  # commits over which the speed is measured
 
 
 class Overview:
-    """Folds rows, one at a time, in amortized constant time."""
+    """All that the page shows of a job, folded in amortized constant time for each row."""
 
     def __init__(self, about: JobInfo) -> None:
         self.about = about
@@ -166,10 +171,10 @@ class Overview:
         self.goodput = Goodput()
         self.series = Series()
         self._head: Mapping[str, Any] | None = None
-        self._recent: deque[tuple[float, float]] = deque(maxlen=SPEED)  # t and tokens
+        self._recent: deque[tuple[float, float]] = deque(maxlen=SPEED)  # t and tokens of the newest commits
 
     def add(self, entry: JournalEntry) -> None:
-        """Take a row that `intake` has let in, or one of the lighthouse's own."""
+        """Take a row that `lighthouse.journal.row_checks` has accepted, or one of the lighthouse's own."""
         self.seq, kind, row = entry
         if kind == "commit":
             self._commit(row)
@@ -178,9 +183,13 @@ class Overview:
             self.goodput.event(row)
 
     def show(self, now: float, start: float | None, end: float | None, points: int) -> Json:
-        """GET /v1/overview, but for what only the running lighthouse knows: beats, and times of single replicas.
+        """Return the answer to GET /v1/overview; the journal adds beats and times of single replicas.
 
-        now, start, end: Unix seconds; points: of a curve, at most.
+        Args:
+            now: Unix seconds.
+            start: from here on lanes and curves are shown; None: from the first row.
+            end: up to here; None: up to now.
+            points: of a curve, at most.
         """
         timeline = self.timeline
         first = timeline.started if timeline.started is not None else now

@@ -1,11 +1,11 @@
-"""Lanes: what each replica was doing when, from event rows and commits that may come a second late. Pure."""
+"""Lanes: which state each replica was in when, from events and commits that may come a second late. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from typing import Any
 
-MAX_SEGMENTS = 4096  # of one lane; the oldest go first, the events stay in the archive
+MAX_SEGMENTS = 4096  # of one lane; the oldest are dropped, their events stay in the database
 RUN = frozenset(
     {"training", "retrying", "behind", "fetching", "stalled"}
 )  # states of one that has a place in a ring
@@ -13,7 +13,7 @@ RUN = frozenset(
 Segment = tuple[float, float | None, str]
 """From, to (None: still) in Unix seconds, and the state."""
 
-# What an event makes of its replica. Those in `_CLAIMS` are disproved by a later contribution.
+# The state that an event puts its replica into. A later contribution disproves it.
 _CLAIMS = {
     "ReplicaWarmed": "warming",
     "StateRestored": "warming",
@@ -29,11 +29,11 @@ _CLAIMS = {
     "Rejoined": "training",
 }
 _ENDS = {"ProcessExited": "down", "ReplicaExited": "down", "ExitReported": "down"}
-_RANKS = frozenset({"FetchCompleted"})  # is true of the replica once each of its ranks has said it
+_RANKS = frozenset({"FetchCompleted"})  # counts once each rank of the replica has sent it
 
 
 class Lane:
-    """One replica. Times are Unix seconds of the hosts that wrote the rows."""
+    """The states of one replica. Times are in Unix seconds, by the clocks of the hosts that wrote the rows."""
 
     def __init__(self, replica: int, ranks: int) -> None:
         self.replica = replica
@@ -44,7 +44,7 @@ class Lane:
         self.incarnation: str | None = None
         self.incarnations = 0
         self.drained = False
-        self.beyond = False  # the job has been scaled to fewer replicas
+        self.beyond = False  # the job was scaled down and does not want this replica
         self.straggler = False
         self.segments: list[Segment] = []
         self._ranks = ranks
@@ -79,14 +79,14 @@ class Lane:
             self.straggler = name == "StragglerSeen"
 
     def scaled(self, beyond: bool, t: float, reason: str) -> None:
-        """The job has another number of replicas, and this one is ``beyond`` it or not."""
+        """Take a new number of wanted replicas; ``beyond``: this one is not wanted."""
         if beyond != self.beyond:
             self.beyond = beyond
             if self.since is not None:
                 self._rest(t, reason)
 
     def contributed(self, t: float, step: int) -> None:
-        """A step to which this replica contributed was committed."""
+        """Take a commit to which this replica contributed."""
         if t > self._proof:
             self._proof = t
         self.step = step
@@ -94,8 +94,11 @@ class Lane:
             self._enter("training", t, "it contributes")
 
     def cut(self, start: float, end: float, width: float) -> list[Segment]:
-        """The segments between two times. Short ones (below ``width`` seconds) are joined: what lasted at least as
-        long wins, then what is worse."""
+        """Return the segments between two times.
+
+        Segments shorter than ``width`` seconds are joined: a longer neighbour absorbs them, a run of short ones
+        shows its worst state.
+        """
         if self.since is None:
             return []
         found = [s for s in self.segments if (s[1] or end) > start and s[0] < end]
@@ -128,7 +131,7 @@ class Lane:
 
     @property
     def _absent(self) -> str:
-        """The state of a replica of which nothing runs."""
+        """Return the state of a replica of which no process runs."""
         return "drained" if self.drained or self.beyond else "down"
 
     def _rest(self, t: float, reason: str) -> None:
@@ -148,7 +151,7 @@ class Lane:
         if state == "stalled" and self.state not in RUN:
             return
         if state == "retrying" and self.state in ("behind", "fetching"):
-            return  # it relays, whatever becomes of the ring
+            return  # it only relays in the ring, and goes on with its fetch
         self._enter(state, t, reason)
 
     def _adopted(self, t: float, role: object, reason: str) -> None:
@@ -159,7 +162,7 @@ class Lane:
             self._enter("training", t, reason)
 
     def _enter(self, state: str, t: float, reason: str) -> None:
-        """The replica is in ``state`` from ``t`` on; a row that comes late counts from the newest change."""
+        """Put the replica into ``state`` from ``t`` on; a late row counts from the newest change."""
         self.reason = reason
         if self.since is None:
             self.state, self.since = state, t
@@ -177,13 +180,13 @@ class Lane:
 
 
 class Lanes:
-    """All replicas that a job can have; ``target`` of them are wanted."""
+    """The lanes of all replicas that a job can have; ``target`` of them are wanted."""
 
     def __init__(self, slots: int, ranks: int, target: int) -> None:
         self.all = [Lane(replica, ranks) for replica in range(slots)]
         self.target = slots
         self.scale(target, 0.0, "")
-        self._others = set(range(slots))  # those that were not training after their newest row
+        self._others = set(range(slots))  # replicas that were not training after their newest row
         self._contributors: Collection[int] = ()
         self.step = 0
         self._t = 0.0
@@ -192,7 +195,7 @@ class Lanes:
         """Take any event."""
         replica = row.get("replica")
         if replica is None:
-            return  # it is about all of them
+            return  # it is about the whole job
         lane = self.all[replica]
         if replica not in self._others:
             self._settle(lane)
@@ -200,7 +203,7 @@ class Lanes:
         self._others.add(replica)
 
     def commit(self, t: float, step: int, contributors: Collection[int]) -> None:
-        """Take a canonical commit; its cost does not depend on the replicas that just go on."""
+        """Take a canonical commit; its cost does not depend on the number of replicas that go on training."""
         if contributors != self._contributors:
             for replica in set(self._contributors) - self._others:
                 self._settle(self.all[replica])
@@ -215,17 +218,17 @@ class Lanes:
                     self._others.discard(replica)
 
     def scale(self, target: int, t: float, reason: str) -> None:
-        """So many replicas are wanted from now on."""
+        """Take a new number of wanted replicas."""
         self.target = target
         for lane in self.all:
             lane.scaled(lane.replica >= target, t, reason)
 
     def shown(self) -> list[Lane]:
-        """The lanes, each up to date, without those that were never of use."""
+        """Return the lanes, up to date, without replicas that were never wanted."""
         return [lane for lane in self.settle() if lane.since is not None or not lane.beyond]
 
     def settle(self) -> list[Lane]:
-        """The lanes, each up to date."""
+        """Return all lanes, up to date."""
         for replica in set(self._contributors) - self._others:
             self._settle(self.all[replica])
         return self.all
@@ -251,8 +254,10 @@ _WORSE = (
 
 
 def _joined(segments: list[Segment], width: float) -> list[Segment]:
-    """Segments of which at most one in a row is shorter than ``width``: a run of short ones becomes its worst one,
-    and one that only retries disappears in what it interrupts."""
+    """Return segments of which at most one in a row is shorter than ``width``.
+
+    A run of short segments becomes one in its worst state; a short "retrying" disappears in the segment before it.
+    """
     out: list[Segment] = []
     short = False  # whether the last one of `out` stands for a run of short ones
     for t0, t1, state in segments:

@@ -1,6 +1,7 @@
-"""Which batches were trained, twice, or never: what the commits list, held against what the replicas logged. Pure.
+"""Audit of batches: which were trained once, twice or never. Pure.
 
-It takes rows one at a time and keeps only the newest of them: batches that are settled are spans of numbers.
+It compares the batches that canonical commits list with the batches that replicas logged when they fed them to the
+model. It takes rows one at a time and keeps only the newest; batches that are settled are spans of numbers.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.launch.run.directory import Row
 
 WINDOW = 1000  # steps for which a line waits for its commit
-SLACK_S = 1.0  # clocks of one job's machines may differ by so much
+SLACK_S = 1.0  # clocks of the machines of a job may differ by this
 
 Feed = tuple[int, int, int, int]
 """replica, step, data shard, index."""
 
 
 class Spans:
-    """A set of whole numbers, small where they follow each other."""
+    """A set of whole numbers, stored as ranges: small if most numbers follow each other."""
 
     def __init__(self) -> None:
         self._from: list[int] = []
@@ -39,7 +40,7 @@ class Spans:
             yield from range(first, end)
 
     def add(self, number: int) -> bool:
-        """Add one; False where it was there before."""
+        """Add a number; return False if it is in the set already."""
         at = bisect_right(self._from, number)
         if at and number < self._to[at - 1]:
             return False
@@ -57,27 +58,27 @@ class Spans:
         return True
 
     def absent(self, first: int, end: int) -> Iterator[int]:
-        """The numbers from ``first`` up to ``end`` that are not in it."""
+        """Yield the numbers from ``first`` up to, but without, ``end`` that are not in the set."""
         for a, b in pairwise([(first, first), *zip(self._from, self._to, strict=True), (end, end)]):
             yield from range(max(first, a[1]), min(end, b[0]))
 
 
 class BatchAudit:
-    """Batches of a run. Rows of one replica's log come in its order, canonical commits in the order of steps.
+    """The batches of a run. It takes each replica's lines in the order of its log, and canonical commits by step.
 
-    A batch is trained when a canonical commit lists it *and* its replica logged, for that very step, that it fed
-    it: so the ledger is checked against what the model really saw. A resumed run begins where the ledger before
-    its first step stands, and what is a hole at the end is left out, not skipped. A batch whose line can have been
-    lost, with its machine or by a disk that took no lines, is `unlogged`: neither trained nor skipped.
+    A batch is trained if a canonical commit lists it *and* its replica logged for that same step that it fed it.
+    So the ledger is checked against what the model really saw. A resumed run begins with the ledger before its
+    first step. A hole in the ledger at the end is left out, not skipped. If the line of a batch may have been
+    lost, with its machine or because a disk was full, the batch is `unlogged`: neither trained nor skipped.
     """
 
     def __init__(self) -> None:
-        self._fed: dict[int, set[Feed]] = {}  # by step: of lines that no commit has asked for yet
+        self._fed: dict[int, set[Feed]] = {}  # by step: lines that wait for their commit
         self._lives: dict[int, dict[int, tuple[int, int]]] = {}  # replica -> restarts -> lowest and highest step
         self._trained: dict[int, Spans] = {}  # by data shard
         self._claimed: dict[int, int] = {}  # data shard -> the highest index that commits list
         self._twice: set[tuple[int, int]] = set()
-        self._open: dict[Feed, tuple[float, float]] = {}  # no line yet: fed after, fed before
+        self._open: dict[Feed, tuple[float, float]] = {}  # commits without a line yet: fed after, fed before
         self._gaps: list[tuple[Row, Row]] = []  # commits between which no replica logged any
         self._given_up: set[tuple[int, int]] = set()
         self._cut: list[str] = []
@@ -87,16 +88,16 @@ class BatchAudit:
 
     @property
     def steps(self) -> int:
-        """The newest step of a canonical commit."""
+        """Return the newest step of a canonical commit; 0: there is none."""
         return self._last["step"] if self._last else 0
 
     @property
     def awaited(self) -> int:
-        """How many batches are listed by a commit, and by no line yet of what was fed."""
+        """Return the number of batches that a commit lists and no line has yet."""
         return len(self._open)
 
     def fed(self, replica: int, line: Row) -> None:
-        """Take a line of what a replica logged before each forward."""
+        """Take a line of a replica's fed.jsonl, which it writes before each forward."""
         feed = (replica, line["step"], line["shard"], line["index"])
         lives, life = self._lives.setdefault(replica, {}), _life(line["incarnation"])[1]
         low, high = lives.get(life, (line["step"], line["step"]))
@@ -107,7 +108,7 @@ class BatchAudit:
             self._fed.setdefault(line["step"], set()).add(feed)
 
     def again(self) -> None:
-        """Forget the commits and what was fed: both are taken again, from the first on. Events stay."""
+        """Forget commits and lines, which are taken again from the first on. Events stay."""
         self._fed, self._lives, self._trained, self._claimed = {}, {}, {}, {}
         self._twice, self._open, self._gaps, self._given_up = set(), {}, [], set()
         self._first = self._last = None
@@ -115,12 +116,12 @@ class BatchAudit:
     def event(self, event: Row) -> None:
         """Take an event."""
         if event["event"] == "LogCut" and event["rank"] == 0:
-            self._cut.append(event["incarnation"])  # rank 0 logs what is fed
+            self._cut.append(event["incarnation"])  # rank 0 writes fed.jsonl
         elif event["event"] == "LogLinesLost":
             self.lost(event["since"] if "since" in event else event["t"], event["t"])
 
     def lost(self, since: float, until: float) -> None:
-        """A disk took no lines from ``since`` to ``until``, in Unix seconds."""
+        """Take a time in which a disk lost lines; ``since`` and ``until`` are in Unix seconds."""
         if self._losses and since <= self._losses[-1][1] + SLACK_S and until >= self._losses[-1][0]:
             since, until = min(since, self._losses[-1][0]), max(until, self._losses.pop()[1])
         self._losses.append((since, until))
@@ -148,9 +149,9 @@ class BatchAudit:
             self._fed = {at: feeds for at, feeds in self._fed.items() if at > step - WINDOW}
 
     def result(self) -> dict[str, int]:
-        """trained, duplicated, skipped; and given_up and unlogged, keys that are there if there is such a batch.
+        """Return the numbers of batches that were trained, duplicated and skipped.
 
-        A batch is given up when nothing finite came of it.
+        The keys given_up (its result was not finite) and unlogged are there only if there is such a batch.
         """
         unlogged: set[tuple[int, int]] = set()
         twice = set(self._twice)
@@ -181,7 +182,7 @@ class BatchAudit:
             self._twice.add(feed[2:])
 
     def _untrained(self, shard: int) -> Iterator[int]:
-        """The batches of a data shard that were not inside the state before the first step, nor trained since."""
+        """Yield the batches of a data shard that were trained neither before the first step nor since."""
         assert self._first is not None
         first, end, trained = self._first, self._claimed[shard] + 1, self._trained.get(shard, Spans())
         if first["step"] == 1:
@@ -193,8 +194,11 @@ class BatchAudit:
         yield from (index for index in trained.absent(first["cursors"][shard], end) if index not in left)
 
     def _cuts(self, replica: int) -> list[tuple[int, float]]:
-        """The steps (after, before) whose lines a replica may have lost: between the last line of an incarnation
-        whose log was cut, or of one before it, and the first line of a later one."""
+        """Return the steps (after, before) between which a replica may have lost lines.
+
+        That is between the last line of an incarnation whose log was cut, or of one before it, and the first
+        line of a later one.
+        """
         lives, found = self._lives.get(replica, {}), []
         for of, life in map(_life, self._cut):
             if of == replica:
@@ -203,7 +207,7 @@ class BatchAudit:
         return found
 
     def _dark(self, since: float, until: float) -> bool:
-        """Whether a disk took no lines at some time in between."""
+        """Return whether a disk lost lines at some time in between."""
         return any(since - SLACK_S <= b and a <= until + SLACK_S for a, b in self._losses)
 
 
@@ -212,7 +216,7 @@ def _brief(row: Row) -> Row:
 
 
 def _between(before: Row, after: Row, shards: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """The batches that were taken between two commits."""
+    """Yield the batches that were taken between two commits."""
     for shard in shards:
         if shard < min(len(before["cursors"]), len(after["cursors"])):
             own = {c["index"] for c in after["contributions"] if c["shard"] == shard}
@@ -227,5 +231,5 @@ def _life(incarnation: str) -> tuple[int, int]:
 
 
 def _holes(row: Row) -> set[tuple[int, int]]:
-    """The batches (data shard, index) that were left out up to a row, to be trained later."""
+    """Return the batches (data shard, index) that were left out up to a row and are to be trained later."""
     return {(shard, index) for shard, index in row["holes"]}

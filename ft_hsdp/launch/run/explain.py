@@ -10,7 +10,7 @@ from ft_hsdp.sentences import fault, tell
 
 
 def table(found: Sequence[IncarnationStart]) -> list[str]:
-    """A line for each start, below a heading."""
+    """Return a table as lines: a heading, and a line for each start."""
     names = ("down", *PARTS, "in all")
     widths = [max(len(name), 6) for name in names]
     wide = max(7, *(len(start.incarnation) for start in found))
@@ -76,11 +76,17 @@ NOTABLE = frozenset(
         "LighthouseElected",
     }
 )
-"""The events that a live view shows."""
+"""The events that the terminal shows of a running job."""
 
 
 def story(events: Iterable[Row], failures: Sequence[Row] = (), lost: Sequence[int] = ()) -> list[str]:
-    """A run as lines: every decision with its reason, how long each start took, each failure in one paragraph."""
+    """Return a run as lines: each decision with its reason, the parts of each start, a paragraph for each failure.
+
+    Args:
+        events: all events, in any order.
+        failures: those of summary.json.
+        lost: replicas that used up their restarts.
+    """
     ordered = sorted(events, key=lambda e: e["t"])
     if not ordered:
         return ["nothing is recorded"]
@@ -96,7 +102,7 @@ def story(events: Iterable[Row], failures: Sequence[Row] = (), lost: Sequence[in
 
 
 def account(failure: Row, start: float) -> str:
-    """One failure of summary.json in words; `start` is the run's first moment."""
+    """Return a failure of summary.json in words; ``start`` is the time of the run's first event."""
     back = failure["rejoin_s"] if failure.get("back", True) else None
     came = f"contributed again after {back:.2f} s" if back is not None else "did not contribute again"
     seen = failure["detect_s"]

@@ -1,4 +1,7 @@
-"""The job in figures: summary.json, from what the replicas logged, a row at a time. Pure; memory does not grow."""
+"""The figures of a run, as in summary.json, from the rows that its processes logged. Pure.
+
+Memory does not grow with the length of the run, except by its failures.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,10 @@ Summary = dict[str, Any]
 
 
 class RunTally:
-    """Folds a run into its summary: canonical commits by step, events about by time, lines of what was fed."""
+    """Folds a run into its summary.
+
+    It takes canonical commits by step, events in about the order of their times, and the lines of fed.jsonl.
+    """
 
     def __init__(self, config: Config) -> None:
         self._replicas = config.replicas
@@ -28,7 +34,7 @@ class RunTally:
         self._events = 0
         self._starts: Counter[int] = Counter()
         self._unplaced: dict[int, bool] = {}
-        self._heard = -1  # the epoch up to which commits are taken again
+        self._heard = -1  # commits up to this epoch are taken a second time
         self._begin()
 
     def _begin(self) -> None:
@@ -41,9 +47,9 @@ class RunTally:
         self._contributed: dict[int, int] = {}  # replica -> its last step
 
     def again(self) -> None:
-        """Steps that were taken have been undone: those that lasted are taken again, from the first on.
+        """Begin again with the first commit, because the job went back and undid steps that were taken.
 
-        Events stay, and so does what commits said of failures: those steps were made at their time.
+        Events stay, and so does what commits told about failures: those steps did happen.
         """
         self._heard = max(self._heard, self._last["epoch"] if self._last else -1)
         self.audit.again()
@@ -62,7 +68,7 @@ class RunTally:
         self._contributed.update(dict.fromkeys(row["contributors"], row["step"]))
 
     def fed(self, replica: int, line: Row) -> None:
-        """Take a line of what a replica logged before each forward, in the order of its log."""
+        """Take a line of a replica's fed.jsonl, which it writes before each forward, in the order of the file."""
         if line.keys() >= {"step", "shard", "index", "incarnation"}:
             self.audit.fed(replica, line)
 
@@ -80,7 +86,12 @@ class RunTally:
             self._unplaced[replica] = name == "ReplicaUnplaced"
 
     def summary(self, finals: Mapping[int, Row], lost: Iterable[int] = ()) -> Summary:
-        """The summary of the run so far. finals: per replica, its final.json; lost: replicas past their budget."""
+        """Return the summary of the run so far.
+
+        Args:
+            finals: final.json of each replica that has ended.
+            lost: replicas that used up their budget of restarts.
+        """
         wall, typical = self._steps.wall_s, self._steps.median
         end = self._last["t"] if self._last else None
         failures = [self._failures.account(f, typical) for f in self._failures.losses()]
@@ -109,16 +120,16 @@ class RunTally:
         return summary
 
     def _replica(self, replica: int, final: Row | None) -> Row:
-        """How one replica ended; without its final state, what it last contributed to."""
+        """Return how one replica ended; without its final state, the step to which it contributed last."""
         end = final or {"step": self._contributed.get(replica, 0), "lineage": "", "digest": ""}
         return {**{key: end[key] for key in ("step", "lineage", "digest")}, "incarnations": self._starts[replica]}
 
 
 class TenthMeans:
-    """Means over the first and the last tenth of values that come one at a time, of which it keeps sums of blocks.
+    """Means over the first and the last tenth of values that come one at a time; it keeps sums of blocks.
 
-    Exact up to `BLOCKS` values; beyond, one block at the border of a tenth counts in part, with its mean. What is
-    not finite counts as a value without weight: a step that was skipped may have no loss.
+    The means are exact up to `BLOCKS` values. Beyond that, a block at the border of a tenth counts in part, with
+    its mean. A value that is not finite has a place but no weight: a step that was skipped may have no loss.
     """
 
     def __init__(self) -> None:
@@ -126,7 +137,7 @@ class TenthMeans:
         self._blocks: list[tuple[float, int, int]] = []  # sum and number of finite values, and number of values
 
     def add(self, value: float | None) -> None:
-        """Take one."""
+        """Take a value; None: there is none."""
         finite = value is not None and math.isfinite(value)
         one = (float(value or 0.0), 1, 1) if finite else (0.0, 0, 1)
         if self._blocks and self._blocks[-1][2] < self._size:
@@ -139,11 +150,11 @@ class TenthMeans:
             self._size *= 2
 
     def of_first(self) -> float:
-        """The mean of the first tenth, of one value at least; 0.0 of nothing."""
+        """Return the mean of the first tenth, of one value at least; 0.0 of nothing."""
         return self._mean(self._blocks)
 
     def of_last(self) -> float:
-        """The mean of the last tenth."""
+        """Return the mean of the last tenth, of one value at least; 0.0 of nothing."""
         return self._mean(self._blocks[::-1])
 
     def _mean(self, blocks: Sequence[tuple[float, int, int]]) -> float:
