@@ -1,8 +1,8 @@
-"""Sinks: the job's curves for TensorBoard and Weights & Biases, each written by a thread of its own.
+"""Exporters: the job's curves for TensorBoard and Weights & Biases, each written by a thread of its own.
 
-A disk that is full or a network that is away costs points of a curve, never a decision: rows are handed over
-without waiting. What is inside a curve is noted beside it: a lighthouse that is started again writes no point
-twice.
+The journal hands rows over without waiting, so a full disk or a lost network costs points of a curve, never a
+decision. A file beside each curve (`WRITTEN`) says up to which row it was written, so that a lighthouse that is
+started again writes no point twice.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ft_hsdp.errors import ConfigError
 from lighthouse.journal.database import Database
 
 SAVE_S = 5.0  # between two writes
-CLOSE_S = 2.0  # how long the last one may take
-WAITING = 20_000  # points that wait for a disk or a network; the oldest make room
-READ = 500  # rows of the journal at once
-YIELD_S = 0.005  # between two such reads: the lighthouse goes first
+CLOSE_S = 2.0  # longest time of the last write
+WAITING = 20_000  # newest points that wait to be written; older ones are dropped
+READ = 500  # rows of the journal that one read takes
+YIELD_S = 0.005  # between two such reads, so that the lighthouse is not delayed
 WRITTEN = "written.json"
 
 _log = logging.getLogger(__name__)
@@ -39,16 +39,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One committed step in figures; ``t`` in Unix seconds, ``seq`` its number in the journal."""
+    """The figures of one committed step."""
 
-    seq: int
+    seq: int  # its number in the journal
     step: int
-    t: float
-    values: dict[str, float]
+    t: float  # Unix seconds
+    values: dict[str, float]  # by the name of the curve
 
     @staticmethod
     def of(seq: int, row: Mapping[str, Any]) -> Point:
-        """The point of a commit row; figures that are missing or not finite are left out."""
+        """Return the point of a commit row, without figures that are missing or not finite."""
         contributors = row.get("contributors")
         healthy = len(contributors) if isinstance(contributors, Sequence) else None
         figures = {
@@ -69,19 +69,25 @@ def _is_number(value: object) -> TypeGuard[float]:
 
 
 def _ratio(amount: Any, seconds: Any, unit: float = 1.0) -> float | None:
-    """``amount`` per second, in units of 1 / ``unit``; None where it cannot be told."""
+    """Return ``amount`` per second, in units of 1 / ``unit``; None if one of them is unknown."""
     if not (_is_number(amount) and _is_number(seconds)) or not seconds > 0:
         return None
     return float(amount / seconds * unit)
 
 
 class CurveSink(ABC):
-    """A curve in ``folder``. ``journal`` gives the points that the process before this one did not write.
+    """A curve that a thread of its own writes.
 
-    The abstract methods are called on one thread, and may raise whatever they like: the points are tried again.
+    The abstract methods are called on that thread. They may raise anything: the same points are tried again later.
     """
 
     def __init__(self, folder: Path, journal: Database | None = None) -> None:
+        """Start the thread.
+
+        Args:
+            folder: where the curve, or its local files, and `WRITTEN` are.
+            journal: has the points that the process before this one did not write; None: there are none.
+        """
         self._folder = folder
         self._journal = journal
         self._until = 0 if journal is None else journal.last
@@ -94,29 +100,29 @@ class CurveSink(ABC):
         self._thread.start()
 
     def event(self, seq: int, row: Mapping[str, Any]) -> None:  # noqa: B027 - a sink takes both
-        """Events are in no curve."""
+        """Ignore an event: curves have commits only."""
 
     def commit(self, seq: int, row: Mapping[str, Any]) -> None:
-        """Add a committed step; waits for nothing."""
+        """Add a committed step. It does not block."""
         with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
             self._waiting.append(Point.of(seq, row))
 
     def close(self) -> None:
-        """Write what waits, for at most two seconds."""
+        """Write the waiting points and end the thread; blocks for at most `CLOSE_S`."""
         self._stop.set()
         self._thread.join(CLOSE_S)
 
     @abstractmethod
     def _open(self, written: Mapping[str, Any]) -> None:
-        """Get ready to write after what ``written`` says is inside."""
+        """Open the curve after the points that ``written``, the content of `WRITTEN`, says it has."""
 
     @abstractmethod
     def _write(self, points: Sequence[Point]) -> dict[str, Any]:
-        """Write points so that they stay; what to note beside their number."""
+        """Write points durably; return what `WRITTEN` has to say beside their number."""
 
     @abstractmethod
     def _shut(self) -> None:
-        """Let go of what `_open` made, in whatever state it is."""
+        """Close what `_open` opened, in any state; errors are ignored."""
 
     def _run(self) -> None:
         over = False
@@ -134,7 +140,7 @@ class CurveSink(ABC):
         self._let_go()
 
     def _advance(self) -> None:
-        """Write all that waits; the library is loaded when there is something to write."""
+        """Write the waiting points. The library is loaded only when there is one."""
         if not (self._opened or self._waiting or self._until):
             return
         if not self._opened:
@@ -148,7 +154,7 @@ class CurveSink(ABC):
             self._batch = []
 
     def _catch_up(self, seq: int) -> None:
-        """Write the commits that were there when this process began, and are not inside."""
+        """Write the commits of the journal from before this process that the curve does not have."""
         while self._journal is not None and seq < self._until:
             rows = self._journal.read(seq, READ)
             if not rows:
@@ -178,7 +184,7 @@ class CurveSink(ABC):
 
 
 class TensorBoardSink(CurveSink):
-    """Scalars by step in files of TensorBoard; a step that is done again replaces those from it on."""
+    """Scalars by step in files of TensorBoard. A step that is done again replaces the points from it on."""
 
     def __init__(self, folder: Path, journal: Database | None = None) -> None:
         self._writer: Any = None
@@ -201,7 +207,7 @@ class TensorBoardSink(CurveSink):
 
     def _write(self, points: Sequence[Point]) -> dict[str, Any]:
         if self._writer is None:
-            self._number += 1  # a file that a dead process began, and did not note, is written anew
+            self._number += 1  # overwrites a file that a dead process began before it noted the number
             self._writer = self._records.RecordWriter(str(self._file))
             self._record(wall_time=points[0].t, file_version="brain.Event:2")
         for point in points:
@@ -226,12 +232,14 @@ class TensorBoardSink(CurveSink):
 
 
 class WandbSink(CurveSink):
-    """A run called ``name`` of a project at Weights & Biases; ``folder`` takes its local files.
-
-    Raises ConfigError, if the package wandb is not installed.
-    """
+    """A run of a project at Weights & Biases."""
 
     def __init__(self, project: str, name: str, folder: Path, journal: Database | None = None) -> None:
+        """Start the thread; ``name`` is that of the run, and ``folder`` takes its local files.
+
+        Raises:
+            ConfigError: the package wandb is not installed.
+        """
         if importlib.util.find_spec("wandb") is None:
             allowed = "null, or first: pip install 'ft_hsdp[wandb]' (the package wandb is not installed)"
             raise ConfigError("lighthouse.wandb", project, allowed)
@@ -267,7 +275,7 @@ class WandbSink(CurveSink):
 
 @contextlib.contextmanager
 def _without_torch() -> Any:
-    """tensorboardX imports torch where it is installed: hundreds of megabytes that nobody here wants."""
+    """Keep tensorboardX from importing torch, which would cost the lighthouse hundreds of megabytes."""
     if "torch" in sys.modules:
         yield
         return

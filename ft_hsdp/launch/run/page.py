@@ -1,4 +1,4 @@
-"""The lighthouse's page for a run that is over: its logs in a journal in memory, its time under a slider."""
+"""The lighthouse's page for a finished run: its logs as a journal in memory, and a slider for the time."""
 
 from __future__ import annotations
 
@@ -25,16 +25,22 @@ BATCH = 5000  # rows
 
 
 def serve_run(run: RunDir, host: str, port: int, opened: Callable[[str], None]) -> None:
-    """Serve the page of ``run`` until Ctrl-C. ``opened`` is told its link, key included, once it listens.
+    """Serve the page of a run until Ctrl-C; blocks. The run is read once, as it is now.
 
-    host: a loopback address; port: 0 for any that is free. The run is read once, as it is now.
-    Raises ConfigError: nothing is recorded, or the address cannot be had.
+    Args:
+        run: the run.
+        host: a loopback address.
+        port: 0 for any that is free.
+        opened: is called with the page's link, key included, once the server listens.
+
+    Raises:
+        ConfigError: nothing is recorded, or the address is not free.
     """
-    archive, about = recorded(run)
-    chronicle = JobJournal(archive, about)
+    database, about = recorded(run)
+    journal = JobJournal(database, about)
     keys = Keys(secrets.token_hex(32))
     app = FastAPI(title=run.name, docs_url=None, redoc_url=None, openapi_url=None)
-    app.include_router(views(chronicle, None, keys))
+    app.include_router(views(journal, None, keys))
     with _listen(host, port) as sock:
         name = f"[{host}]" if sock.family == socket.AF_INET6 else host
         opened(page_link(f"http://{name}:{sock.getsockname()[1]}", keys.worker))
@@ -45,14 +51,15 @@ def serve_run(run: RunDir, host: str, port: int, opened: Callable[[str], None]) 
             with contextlib.suppress(KeyboardInterrupt):
                 server.run(sockets=[sock])
         finally:
-            chronicle.close()
-            archive.close()
+            journal.close()
+            database.close()
 
 
 def recorded(run: RunDir) -> tuple[MemoryDatabase, JobInfo]:
-    """The rows of a run, by time: its events, and one commit per step of the history that lasted.
+    """Return the rows of a run by time, in a database in memory: its events and its canonical commits.
 
-    Raises ConfigError: there are none.
+    Raises:
+        ConfigError: there are none.
     """
     config = load(run.config)
     about = JobInfo(
@@ -70,15 +77,15 @@ def recorded(run: RunDir) -> tuple[MemoryDatabase, JobInfo]:
     if not rows:
         raise ConfigError("RUN", run.name, "a run that has recorded something")
     rows.sort(key=lambda row: row[0])
-    archive = MemoryDatabase()
+    database = MemoryDatabase()
     for first in range(0, len(rows), BATCH):
         batch = enumerate(rows[first : first + BATCH], first + 1)
-        archive.append([JournalEntry(seq, kind, row) for seq, (_, kind, row) in batch])  # type: ignore[arg-type]
-    return archive, about
+        database.append([JournalEntry(seq, kind, row) for seq, (_, kind, row) in batch])  # type: ignore[arg-type]
+    return database, about
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A socket that listens there. Raises ConfigError."""
+    """Return a socket that listens there. Raises ConfigError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)
