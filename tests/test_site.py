@@ -85,3 +85,10 @@ def test_the_readme_is_one_page_and_its_links_and_folders_exist() -> None:
     assert [folder for folder in folders if not (DOCS.parent / folder).is_dir()] == []
     packages = {f.parent.name for f in (DOCS.parent / "ft_hsdp").glob("*/__init__.py")}
     assert packages <= {folder.removeprefix("ft_hsdp/") for folder in folders}, "a package is not listed"
+
+
+def test_the_glossary_is_sorted_and_explains_each_word_once() -> None:
+    terms = re.findall(r"^(.+)\n: ", (DOCS / "glossary.md").read_text(), re.MULTILINE)
+    assert len(terms) > 60
+    assert terms == sorted(terms, key=str.lower)
+    assert len(terms) == len(set(terms))
