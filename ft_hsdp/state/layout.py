@@ -1,7 +1,7 @@
-"""Layout: where each tensor of a rank's shard lies in one packed buffer.
+"""Where each tensor of a rank's shard lies in one packed buffer, and the copies into the buffer and back.
 
-The layout is derived from the own model and optimizer, never from a peer: a state is accepted only if its layout
-is the one that is expected here.
+The layout follows from this rank's own model and optimizer, never from a peer: a state is accepted only if its
+layout is the one that is expected here.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ import torch
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import PackedTensor
 
-ALIGN = 64
-PIECE = 256 << 10  # bytes that are copied and summed up at once
+ALIGN = 64  # bytes; every tensor begins at a multiple
+PIECE = 256 << 10  # bytes that are copied and hashed together, so that they are in the CPU's cache the second time
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The tensors of one rank's shard, in order, and the size of the packed buffer in bytes."""
+    """The tensors of one rank's shard in a packed buffer."""
 
-    tensors: tuple[PackedTensor, ...]
-    nbytes: int
+    tensors: tuple[PackedTensor, ...]  # in order of their offsets
+    nbytes: int  # of the packed buffer
 
     @staticmethod
     def of(params: Mapping[str, torch.Tensor], optim: Mapping[str, torch.Tensor]) -> Layout:
-        """The layout of parameters and optimizer tensors (DTensors or plain), by name."""
+        """Return the layout of parameters and optimizer tensors, by name. They may be DTensors or plain ones."""
         tensors: list[PackedTensor] = []
         offset = 0
         for kind, named in (("param", params), ("optim", optim)):
@@ -45,32 +45,36 @@ class Layout:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of all names, types, local shapes and places: what a fetched shard must have."""
+        """Hash of all names, types, shapes and offsets. A fetched shard must have the same."""
         return shard_manifest.fingerprint(self.tensors)
 
     def within(self, start: int, stop: int) -> tuple[tuple[int, int, int], ...]:
-        """What lies in the packed bytes [start, stop): (tensor, from, to), in bytes of that tensor."""
+        """Return what lies in the packed bytes [start, stop).
+
+        Returns:
+            (index of the tensor, begin, end) for each piece, in bytes of that tensor.
+        """
         cut = ((i, max(start - t.offset, 0), min(stop - t.offset, t.nbytes)) for i, t in enumerate(self.tensors))
         return tuple((i, a, b) for i, a, b in cut if a < b)
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The local shard of a DTensor, or the tensor itself."""
+    """Return the local shard of a DTensor, or the tensor itself, detached."""
     shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
     return shard.detach()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor's memory as uint8 [nbytes]; it must be contiguous."""
+    """Return the tensor's memory as uint8 [nbytes]. A tensor that is not contiguous is copied."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) -> tuple[str, ...]:
-    """Copy local shards, from whatever device, into ``buffer`` uint8 [layout.nbytes]; padding becomes zero.
+    """Copy local shards, from any device, into ``buffer`` uint8 [layout.nbytes]. Padding becomes zero.
 
     Returns:
-        The checksum of each chunk (see wire.Manifest). Of tensors in host memory they are of what the tensors
-        held, not of what came to be in the buffer: a byte that is damaged on its way or in the buffer shows.
+        The checksum of each chunk (`ShardManifest.checksums`). For tensors in host memory it is computed from the
+        tensors, not from the buffer, so a byte that is damaged on its way or in the buffer shows.
     """
     packed: Any = buffer.numpy()
     sums = shard_manifest.RunningChecksums()
@@ -90,7 +94,7 @@ def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) 
 
 
 def _copy(source: Any, target: Any, sums: shard_manifest.RunningChecksums) -> None:
-    """Copy and sum up, a piece at a time, so that it is in the CPU's cache for the second."""
+    """Copy ``source`` to ``target`` piece by piece, and add each piece to ``sums``."""
     begin = 0
     while begin < len(source):
         piece = source[begin : begin + min(sums.remaining, PIECE)]
@@ -100,7 +104,7 @@ def _copy(source: Any, target: Any, sums: shard_manifest.RunningChecksums) -> No
 
 
 def unpack(layout: Layout, buffer: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
-    """Copy the shards in ``buffer`` into the live tensors, on whatever device."""
+    """Copy the shards in ``buffer`` into the live tensors ``targets``, on any device."""
     for place, target in zip(layout.tensors, targets, strict=True):
         if place.nbytes:
             piece = buffer[place.offset : place.offset + place.nbytes]

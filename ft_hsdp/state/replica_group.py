@@ -1,6 +1,6 @@
-"""ReplicaGroup: the ranks of one replica, talking on a gloo group of their own.
+"""Exchanges bytes between the ranks of one replica, on a gloo group of its own.
 
-Training's collectives run beside it. On a group that training uses too, the two would take each other's messages.
+The collectives of training run at the same time. On a shared group the two would receive each other's messages.
 """
 
 from __future__ import annotations
@@ -12,13 +12,19 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-TIMEOUT_S = 600.0
+TIMEOUT_S = 600.0  # the longest wait of a rank for another, whose disk may be slow
 
 
 class ReplicaGroup:
-    """Made once by all ranks at the start, a collective of the default group.
+    """The ranks of one replica. All of them make it at the same point: it is a collective of the default group.
 
-    ``timeout_s`` is the longest wait of a rank for another, whose disk may be slow.
+    Args:
+        timeout_s: The longest wait of a rank for another.
+
+    Attributes:
+        rank: This rank.
+        size: The number of ranks.
+        mesh: The ranks as a one-dimensional CPU mesh.
     """
 
     def __init__(self, timeout_s: float = TIMEOUT_S) -> None:
@@ -31,15 +37,15 @@ class ReplicaGroup:
         self.mesh = DeviceMesh.from_group(group, "cpu")
 
     def wait_for(self, timeout_s: float) -> None:
-        """Let a rank wait for another for ``timeout_s`` from now on."""
+        """Let a rank wait for another for ``timeout_s`` seconds from now on."""
         self.timeout_s = timeout_s
         _set_pg_timeout(timedelta(seconds=timeout_s), self.group)
 
     def gather(self, mine: bytes) -> list[bytes]:
-        """What each rank gave, in rank order, on all of them.
+        """Return the bytes that each rank passed, in rank order, on all ranks. Blocks. A collective.
 
         Raises:
-            RuntimeError: a rank is gone or too late; nothing works on this group any more.
+            RuntimeError: A rank is gone or too late. The group cannot be used any more.
         """
         sizes = [torch.empty(1, dtype=torch.int64) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([len(mine)]), group=self.group)
@@ -49,11 +55,11 @@ class ReplicaGroup:
         dist.all_gather(texts, padded, group=self.group)
         return [text.numpy().tobytes()[: int(size)] for text, size in zip(texts, sizes, strict=True)]
 
-    def hear(self, mine: bytes = b"") -> bytes:
-        """What rank 0 gave, on all ranks; what the others give does not count.
+    def broadcast(self, mine: bytes = b"") -> bytes:
+        """Return the bytes that rank 0 passed, on all ranks. Blocks. A collective.
 
         Raises:
-            RuntimeError: as ``gather``.
+            RuntimeError: A rank is gone or too late. The group cannot be used any more.
         """
         size = torch.tensor([len(mine)])
         dist.broadcast(size, group=self.group, group_src=0)

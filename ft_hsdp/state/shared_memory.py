@@ -1,6 +1,6 @@
-"""Segment: memory that outlives the process that writes it: a memfd, owned by the state agent, mapped by a rank.
+"""Memory that outlives the process that writes it: a memfd that the state agent owns and a rank maps.
 
-GEMINI §5.1 keeps checkpoints in the memory of the host; here a trainer's death does not touch them.
+GEMINI §5.1 keeps checkpoints in the memory of the host; here the death of a trainer does not touch them.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import os
 import numpy as np
 import numpy.typing as npt
 
+# A process that reads a segment which shrinks gets a SIGBUS, so its size is sealed.
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-"""A segment that shrinks is a SIGBUS for whoever reads it."""
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _ZEROS = memoryview(bytes(4 << 20))
@@ -23,15 +23,15 @@ Bytes = npt.NDArray[np.uint8]
 
 
 def create(nbytes: int) -> int:
-    """The descriptor of a new segment of at least ``nbytes`` bytes, all of it in memory already.
+    """Return the file descriptor of a new segment of at least ``nbytes`` bytes, all of it allocated already.
 
     Raises:
-        OSError: there is no memory or descriptor for it, or RLIMIT_FSIZE is below its size.
+        OSError: There is no memory or descriptor for it, or RLIMIT_FSIZE is below its size.
     """
     fd = os.memfd_create("ft_hsdp-state", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
-        # Written, not touched: where there is no memory this fails, while a touch would kill; and no other thread
-        # waits meanwhile, as it would for MAP_POPULATE.
+        # Pages are written by pwrite: without memory it returns an error, while touching a mapping would kill the
+        # process. And no other thread waits meanwhile, as it would for MAP_POPULATE.
         size = max(1, nbytes)
         written = 0
         while written < size:
@@ -44,13 +44,16 @@ def create(nbytes: int) -> int:
 
 
 def attach(fd: int, nbytes: int, *, writable: bool) -> Bytes:
-    """The first ``nbytes`` bytes of a segment, uint8 [nbytes], mapped as long as a view of them lives.
+    """Map the first ``nbytes`` bytes of a segment.
 
-    ``fd`` stays the caller's. Nobody may close the mapping: it goes with the last array.
+    The caller keeps ``fd``. The mapping ends with the last array that views it; do not close it by hand.
+
+    Returns:
+        uint8 [nbytes].
 
     Raises:
-        ValueError: the segment is smaller, or could shrink under a reader.
-        OSError: it cannot be mapped.
+        ValueError: The segment is smaller, or could shrink under a reader.
+        OSError: It cannot be mapped.
     """
     if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & SEALS != SEALS:
         raise ValueError("a segment is not sealed")
@@ -62,12 +65,12 @@ def attach(fd: int, nbytes: int, *, writable: bool) -> Bytes:
 
 
 def protect(data: Bytes, *, writable: bool) -> None:
-    """Have the kernel refuse writes to a whole mapping that `attach` made writable, or allow them again.
+    """Make a whole mapping that `attach` made writable read-only, or writable again.
 
-    Who writes there nevertheless gets a SIGSEGV: it ends, and the bytes stay as they are.
+    A process that writes into a read-only mapping dies of SIGSEGV, and the bytes stay as they are.
 
     Raises:
-        OSError: the kernel does not do it.
+        OSError: The kernel refused.
     """
     if not len(data):
         return

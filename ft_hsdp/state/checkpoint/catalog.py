@@ -1,8 +1,8 @@
-"""Catalogue: which durable checkpoints a folder holds, and which of them are what they say.
+"""Finds, verifies and removes the checkpoints in a folder.
 
-A checkpoint is a folder ``step-STEP-epoch-EPOCH-INCARNATION`` with a manifest. The newest is the one of the
-largest (epoch, step), by name and manifest and never by time: a writer that was thought dead cannot come before a
-later epoch. Whatever a writer left unfinished has another kind of name and is no checkpoint.
+A checkpoint is a folder ``step-STEP-epoch-EPOCH-INCARNATION`` with a manifest. The newest one has the largest
+(epoch, step), by name and manifest, never by time: a writer that was thought dead cannot get ahead of a later
+epoch. Folders that a writer left unfinished have other names and are no checkpoints.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from ft_hsdp.state.checkpoint.checkpoint_manifest import (
     name_of,
 )
 
-KEY = "checkpoint.dir"
-MAX_MANIFEST = 64 << 20
-MAX_READERS = 8
+KEY = "checkpoint.dir"  # the configuration key that errors name
+MAX_MANIFEST = 64 << 20  # bytes
+MAX_READERS = 8  # files that are verified at a time
 _PUBLISHED = re.compile(r"step-(\d{1,19})-epoch-(\d{1,19})-([A-Za-z0-9._-]{1,128})")
 _WRITING, _REMOVING = ".writing-", ".removing-"
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint whose every byte was verified."""
+    """A checkpoint whose bytes are all verified."""
 
     path: Path
     manifest: CheckpointManifest
@@ -45,30 +45,30 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class SkippedCheckpoint:
-    """A checkpoint that was passed over, and why."""
+    """A checkpoint that cannot be used."""
 
-    name: str
+    name: str  # of its folder
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The newest valid checkpoint, if there is one, and the newer ones that were passed over."""
+    """The result of `newest`."""
 
-    checkpoint: Checkpoint | None
-    skipped: tuple[SkippedCheckpoint, ...]
+    checkpoint: Checkpoint | None  # the newest valid one
+    skipped: tuple[SkippedCheckpoint, ...]  # newer ones that are torn or damaged
 
 
 def unfinished(folder: Path, name: str) -> Path:
-    """Where ``name`` is written before it is published."""
+    """Return the path at which checkpoint ``name`` is written before it is published."""
     return folder / f"{_WRITING}{name}"
 
 
 def published(folder: Path) -> list[Path]:
-    """The checkpoints of a folder by their names alone, newest first; none if there is no such folder.
+    """Return the checkpoints of a folder by their names alone, newest first. Empty if there is no such folder.
 
     Raises:
-        ConfigError: it cannot be read, or is no folder.
+        ConfigError: The folder cannot be read.
     """
     found = [(match, path) for path in _entries(folder) if (match := _PUBLISHED.fullmatch(path.name))]
     found.sort(key=lambda each: (int(each[0][2]), int(each[0][1]), each[1].name), reverse=True)
@@ -76,11 +76,17 @@ def published(folder: Path) -> list[Path]:
 
 
 def newest(folder: Path, key: bytes | None, step: int | None = None, but: Collection[str] = ()) -> Found:
-    """The newest checkpoint that is valid, of ``step`` if that is given, leaving out the names in ``but``.
+    """Find and verify the newest valid checkpoint. Reads all of its bytes.
+
+    Args:
+        folder: Where checkpoints are.
+        key: The key that it must be signed with; None to trust every writer.
+        step: Look only at checkpoints of this step.
+        but: Names of checkpoints to leave out.
 
     Raises:
-        ConfigError: the folder cannot be read.
-        Unauthentic: the newest that is not torn was not signed with ``key``; None: whoever wrote it is trusted.
+        ConfigError: The folder cannot be read.
+        Unauthentic: The newest one that is not torn was not signed with ``key``.
     """
     skipped: list[SkippedCheckpoint] = []
     for path in published(folder):
@@ -96,11 +102,15 @@ def newest(folder: Path, key: bytes | None, step: int | None = None, but: Collec
 def verify(path: Path, key: bytes | None) -> Checkpoint:
     """Read every byte of a checkpoint and compare it with the manifest, several files at a time.
 
-    The manifest is authenticated by ``key`` before any file is opened; None: whoever wrote it is trusted.
+    The manifest is authenticated before any file is opened.
+
+    Args:
+        path: The checkpoint's folder.
+        key: The key that it must be signed with; None to trust every writer.
 
     Raises:
-        Unauthentic: it was not signed with ``key``.
-        Unusable: something is missing, torn or changed.
+        Unauthentic: It was not signed with ``key``.
+        Unusable: Something is missing, torn or changed.
     """
     manifest = manifest_of(path)
     if key is not None:
@@ -112,10 +122,10 @@ def verify(path: Path, key: bytes | None) -> Checkpoint:
 
 
 def manifest_of(path: Path) -> CheckpointManifest:
-    """The manifest of a checkpoint, whose files may be damaged.
+    """Read the manifest of a checkpoint. Its files are not looked at.
 
     Raises:
-        Unusable: there is none, or it is not valid, or it is of another checkpoint.
+        Unusable: There is no manifest, it is not valid, or it is of another checkpoint.
     """
     try:
         with (path / MANIFEST).open("rb") as file:
@@ -131,10 +141,10 @@ def manifest_of(path: Path) -> CheckpointManifest:
 
 
 def check_file(path: Path, wanted: File) -> None:
-    """Compare a file with what the manifest says.
+    """Compare a file with its entry in the manifest.
 
     Raises:
-        Unusable: it is not that file.
+        Unusable: The file is missing, or differs in size or hash.
     """
     try:
         nbytes = path.stat().st_size
@@ -147,13 +157,13 @@ def check_file(path: Path, wanted: File) -> None:
 
 
 def retire(folder: Path, keep: int, own: str) -> list[str]:
-    """Remove the checkpoints behind the newest ``keep``; the names of those that went.
+    """Remove the checkpoints behind the newest ``keep``, and return the names of those removed.
 
-    Called by the writer of ``own`` after it was published. Only what is older than ``own`` goes, so a late writer
-    takes nothing away, and what is torn does not count as kept.
+    The writer of ``own`` calls it after publishing. Only checkpoints older than ``own`` are removed, so a late
+    writer removes nothing new; a torn checkpoint does not count as kept.
 
     Raises:
-        OSError: one could not be removed.
+        OSError: One could not be removed.
     """
     names = [path.name for path in published(folder)]
     if own not in names:
@@ -166,14 +176,14 @@ def retire(folder: Path, keep: int, own: str) -> list[str]:
             left -= 1
             continue
         rubbish = folder / f"{_REMOVING}{name}"
-        (folder / name).rename(rubbish)  # at once: a crash leaves rubbish and no torn checkpoint
+        (folder / name).rename(rubbish)  # atomic: a crash leaves rubbish and no torn checkpoint
         shutil.rmtree(rubbish)
         gone.append(name)
     return gone
 
 
 def _seems_whole(path: Path) -> bool:
-    """Whether manifest and sizes fit; contents are verified when they are read."""
+    """Return whether manifest and sizes of files fit. Contents are verified when they are read."""
     try:
         files = manifest_of(path).files
         return all((path / name).stat().st_size == file.nbytes for name, file in files.items())
@@ -182,10 +192,12 @@ def _seems_whole(path: Path) -> bool:
 
 
 def sweep(folder: Path) -> list[str]:
-    """Remove what dead writers left; the names. A writer that lives holds a lock on its manifest.
+    """Remove the unfinished folders of dead writers, and return their names.
+
+    A living writer holds a lock on its manifest.
 
     Raises:
-        ConfigError: the folder cannot be read.
+        ConfigError: The folder cannot be read.
     """
     gone = []
     for path in _entries(folder):
@@ -196,10 +208,10 @@ def sweep(folder: Path) -> list[str]:
 
 
 def missed(folder: Path, due: int) -> bool:
-    """Whether no checkpoint of step ``due`` or a later one is in ``folder``, nor written there by a living writer.
+    """Return whether no checkpoint of step ``due`` or later exists or is being written by a living writer.
 
     Raises:
-        ConfigError: the folder cannot be read.
+        ConfigError: The folder cannot be read.
     """
     names = [path.name for path in published(folder)]
     drafts = [path for path in _entries(folder) if path.name.startswith(_WRITING)]
@@ -209,6 +221,7 @@ def missed(folder: Path, due: int) -> bool:
 
 
 def _locked(manifest: Path) -> bool:
+    """Return whether a living writer holds the lock on this manifest."""
     try:
         with manifest.open("rb+") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""Contents: the manifest of a durable checkpoint. Canonical JSON, so that every changed byte shows.
+"""The manifest of a checkpoint: canonical JSON with an HMAC of the operator's checkpoint key.
 
-It carries an HMAC of the operator's checkpoint key, and it says where in the files every piece of a tensor lies:
-who reads a checkpoint needs nothing else, and unpickles nothing.
+It says where in the files every piece of a tensor lies. A reader needs nothing else, and unpickles nothing.
+Decoding accepts only what `encode` makes, so every changed byte shows.
 """
 
 from __future__ import annotations
@@ -22,46 +22,43 @@ from ft_hsdp.core.state_id import StateId
 
 FORMAT = 2
 MANIFEST = "manifest.json"
-METADATA = ".metadata"
+METADATA = ".metadata"  # DCP's index, for torch's tools; never read here
 _FILE = re.compile(r"\.metadata|__\d{1,9}_\d{1,9}\.distcp")
 
 
 class Unusable(Exception):
-    """A checkpoint that is torn or damaged; the message says why."""
+    """The checkpoint is torn or damaged. The message says why."""
 
 
 class Unauthentic(Exception):
-    """A whole checkpoint that nobody with the checkpoint key wrote; the message names it."""
+    """The checkpoint was not signed with the checkpoint key. The message is its folder's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class File:
-    """A file of a checkpoint: its size in bytes and the blake3 of its content."""
+    """A file of a checkpoint."""
 
     nbytes: int
-    blake3: str
+    blake3: str  # of its content, 64 hex digits
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A tensor of a checkpoint: its kind (param or optim), dtype name and global shape."""
+    """A tensor of a checkpoint."""
 
-    kind: str
+    kind: str  # "param" or "optim"
     name: str
-    dtype: str
-    shape: tuple[int, ...]
+    dtype: str  # the name without "torch."
+    shape: tuple[int, ...]  # of the whole tensor
 
 
 @dataclass(frozen=True, slots=True)
 class TensorPiece:
-    """One block of a tensor, and the bytes [start, start + nbytes) of the file that hold it.
+    """One block of a tensor, in the bytes [start, start + nbytes) of a file."""
 
-    ``tensor`` is its place in the manifest's ``tensors``; ``offsets`` and ``sizes`` say which block it is.
-    """
-
-    tensor: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    tensor: int  # index in the manifest's ``tensors``
+    offsets: tuple[int, ...]  # of the block in the whole tensor
+    sizes: tuple[int, ...]  # of the block
     file: str
     start: int
     nbytes: int
@@ -69,37 +66,32 @@ class TensorPiece:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointManifest:
-    """What a checkpoint is; written last, so that its presence says that everything else is there.
-
-    ``ledger`` and ``hyper`` (the optimizer's groups before lr_scale) belong to the state. ``replicas`` and
-    ``ranks`` are those of the job that wrote it, ``config`` its configuration. ``mac`` is an HMAC
-    over all of this, ``digest`` is blake3 over the rest.
-    """
+    """Describes a checkpoint. It is written last: if it is there, everything else is."""
 
     format: int
     state: StateId
-    incarnation: str
-    replicas: int
-    ranks: int
+    incarnation: str  # the writer's
+    replicas: int  # of the job that wrote it
+    ranks: int  # of each replica of that job
     config_hash: str
-    config: dict[str, Any]
+    config: dict[str, Any]  # of that job, for people to read
     ledger: Ledger
-    hyper: tuple[dict[str, Any], ...]
+    hyper: tuple[dict[str, Any], ...]  # the optimizer's parameter groups before lr_scale
     tensors: tuple[Stored, ...]
-    files: dict[str, File]
+    files: dict[str, File]  # by name
     pieces: tuple[TensorPiece, ...] = ()
-    mac: str = ""
-    digest: str = ""
+    mac: str = ""  # HMAC-SHA256 over the fields above
+    digest: str = ""  # blake3 over all other fields, ``mac`` included
 
 
 _ADAPTER = TypeAdapter(CheckpointManifest)
 
 
 def encode(manifest: CheckpointManifest) -> bytes:
-    """Canonical JSON of a manifest, with its digest.
+    """Return the canonical JSON of a manifest, with its digest.
 
     Raises:
-        ValueError: it holds what JSON cannot.
+        ValueError: A value cannot be written as JSON.
     """
     whole = state_id.canonical(_ADAPTER.dump_python(replace(manifest, digest=""), mode="json")).encode()
     digest = blake3.blake3(whole).hexdigest()
@@ -107,15 +99,19 @@ def encode(manifest: CheckpointManifest) -> bytes:
 
 
 def signed(manifest: CheckpointManifest, key: bytes) -> CheckpointManifest:
-    """The manifest with the HMAC of ``key``. Raises ValueError as ``encode``."""
+    """Return the manifest with the HMAC of ``key``.
+
+    Raises:
+        ValueError: A value cannot be written as JSON.
+    """
     return replace(manifest, mac=_mac(manifest, key))
 
 
 def authenticate(name: str, manifest: CheckpointManifest, key: bytes) -> None:
-    """Check who wrote a manifest; ``name`` is that of its folder.
+    """Check that a manifest was signed with ``key``. ``name`` is its folder's, for the error.
 
     Raises:
-        Unauthentic: it was not signed with ``key``, or it was changed since.
+        Unauthentic: It was not signed with ``key``, or was changed since.
     """
     if not hmac.compare_digest(manifest.mac.encode(), _mac(manifest, key).encode()):
         raise Unauthentic(name)
@@ -127,10 +123,10 @@ def _mac(manifest: CheckpointManifest, key: bytes) -> str:
 
 
 def decode(data: bytes) -> CheckpointManifest:
-    """The manifest in ``data``.
+    """Decode and validate a manifest.
 
     Raises:
-        Unusable: it is not exactly what ``encode`` makes.
+        Unusable: ``data`` is not exactly what `encode` makes.
     """
     try:
         manifest = _ADAPTER.validate_json(data)
@@ -151,15 +147,15 @@ def decode(data: bytes) -> CheckpointManifest:
 
 
 def name_of(state: StateId, incarnation: str) -> str:
-    """The name of the folder that ``incarnation`` publishes ``state`` under."""
+    """Return the name of the folder under which ``incarnation`` publishes ``state``."""
     return f"step-{state.step}-epoch-{state.commit_epoch}-{re.sub(r'[^A-Za-z0-9._-]', '_', incarnation)[:128]}"
 
 
 def describe(path: Path) -> File:
-    """Size and hash of a file.
+    """Return the size and hash of a file. Reads all of it.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: The file cannot be read.
     """
     with path.open("rb") as file:
         content = hashlib.file_digest(file, blake3.blake3)  # type: ignore[arg-type] # has update and hexdigest

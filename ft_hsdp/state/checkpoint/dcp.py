@@ -1,8 +1,8 @@
-"""DCP: tensors of a state in and out of torch.distributed.checkpoint's files.
+"""Writes and reads the tensors of a state in the file format of torch.distributed.checkpoint (DCP).
 
-The ranks agree on the plan in JSON, and the manifest says where every piece lies. DCP's own collectives, which are
-pickles, are not used, and its ``.metadata``, one too, is written for torch's tools and never read here. A
-checkpoint of one number of ranks loads on any other.
+The ranks agree on the plan in JSON, and the manifest says where every piece lies. DCP's own collectives are not
+used, because they pickle. Its ``.metadata``, which is a pickle too, is written for torch's tools and never read
+here. A checkpoint of one number of ranks loads on any other.
 """
 
 from __future__ import annotations
@@ -38,23 +38,30 @@ from ft_hsdp.state.replica_group import ReplicaGroup
 
 
 class Failed(Exception):
-    """DCP did not work on some rank; the message says on which and why, alike on all of them."""
+    """DCP failed on some rank. The message says on which and why, alike on all of them."""
 
 
 def stored(layout: Layout) -> tuple[Stored, ...]:
-    """The tensors of a whole state, as they are in a checkpoint."""
+    """Return the tensors of a whole state as the manifest describes them."""
     return tuple(Stored(t.kind, t.name, t.dtype, t.global_shape) for t in layout.tensors)
 
 
 def key(kind: str, name: str) -> str:
-    """What a tensor is called in a checkpoint."""
+    """Return the name of a tensor in a checkpoint."""
     return f"{kind}.{name}"
 
 
 def views(
     layout: Layout, live: Sequence[torch.Tensor], buffer: torch.Tensor, ranks: ReplicaGroup
 ) -> dict[str, torch.Tensor]:
-    """The packed shard in ``buffer`` uint8 [layout.nbytes] as tensors on the CPU, sharded as ``live`` ones are."""
+    """Return the packed shard in ``buffer`` as CPU tensors by name, sharded as the ``live`` ones. Copies nothing.
+
+    Args:
+        layout: The layout of the shard.
+        live: The live tensors, in the order of the layout, for their sharding only.
+        buffer: uint8 [layout.nbytes].
+        ranks: The ranks of the replica.
+    """
     found: dict[str, torch.Tensor] = {}
     for place, model in zip(layout.tensors, live, strict=True):
         dtype: torch.dtype = getattr(torch, place.dtype)
@@ -74,13 +81,13 @@ def views(
 
 
 class _Writer(checkpoint.FileSystemWriter):
-    """Says what the disk said: torch's own error names its source file and not the reason."""
+    """A file writer whose errors are those of the disk: torch's name its own source file and not the reason."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[Any]:
-        """As the base class.
+        """Write the plan's tensors as the base class does.
 
         Raises:
-            OSError: the disk refused.
+            OSError: Writing failed.
         """
         try:
             return super().write_data(plan, planner)
@@ -96,13 +103,20 @@ class _Writer(checkpoint.FileSystemWriter):
 def save(
     path: Path, tensors: Mapping[str, torch.Tensor], about: tuple[Stored, ...], ranks: ReplicaGroup
 ) -> tuple[TensorPiece, ...]:
-    """Write this rank's tensors into the folder ``path`` and fsync them. A collective of the replica's ranks.
+    """Write this rank's tensors into the folder ``path`` and fsync them. Blocks. A collective of the replica.
 
-    Returns where the pieces of ``about``, the tensors of the whole state, lie now; alike on all ranks.
+    Args:
+        path: A folder that all ranks share.
+        tensors: This rank's tensors, from `views`.
+        about: The tensors of the whole state, from `stored`.
+        ranks: The ranks of the replica.
+
+    Returns:
+        Where each piece of the tensors in ``about`` lies now; alike on all ranks.
 
     Raises:
-        Failed: on some rank; all hear of it.
-        RuntimeError: the ranks lost each other.
+        Failed: Writing failed on some rank. Raised on all of them.
+        RuntimeError: The ranks lost each other.
     """
     # Copying ahead would use a CUDA stream, on whatever device is current in this thread.
     writer = _Writer(path, single_file_per_rank=True, sync_files=True, per_thread_copy_ahead=0)
@@ -120,7 +134,7 @@ def save(
     owner: dict[str, int] = {}
     for rank, names in enumerate(_each(ranks, plan)):
         for name in names:
-            owner.setdefault(name, rank)  # of what several hold, the first one writes
+            owner.setdefault(name, rank)  # a block that several ranks have is written by the first
     numbers = {key(tensor.kind, tensor.name): number for number, tensor in enumerate(about)}
 
     def write() -> list[list[Any]]:
@@ -150,10 +164,15 @@ def save(
 
 
 def load(path: Path, tensors: Mapping[str, torch.Tensor], manifest: CheckpointManifest) -> None:
-    """Fill live tensors in place from a checkpoint whose ``manifest`` was authenticated and files verified.
+    """Fill live tensors in place from a checkpoint that was authenticated and verified. Blocks.
+
+    Args:
+        path: The checkpoint's folder.
+        tensors: The live tensors by their names in a checkpoint (`key`).
+        manifest: The checkpoint's.
 
     Raises:
-        Failed: a file cannot be read, or does not hold what the manifest says.
+        Failed: A file cannot be read, or does not fit the manifest.
     """
     state: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
     reader, planner = checkpoint.FileSystemReader(path), DefaultLoadPlanner(flatten_state_dict=False)
@@ -162,7 +181,7 @@ def load(path: Path, tensors: Mapping[str, torch.Tensor], manifest: CheckpointMa
         planner.set_up_planner(state, metadata, True)
         reader.set_up_storage_reader(metadata, True)
         reader.read_data(planner.create_local_plan(), planner).wait()
-    except Exception as error:  # of whatever kind: torch's reader and planner have many
+    except Exception as error:  # torch's reader and planner raise many kinds
         raise Failed(str(error) or type(error).__name__) from error
 
 
@@ -171,7 +190,7 @@ def _order(piece: TensorPiece) -> tuple[int, tuple[int, ...]]:
 
 
 def _metadata(tensors: Sequence[Stored], pieces: Sequence[TensorPiece], names: set[str]) -> Metadata:
-    """What DCP has to know of the tensors in ``names``; there are tensors in it and nothing else."""
+    """Return DCP's description of the tensors in ``names``, and of nothing else."""
     found: dict[str, Any] = {}
     where: dict[MetadataIndex, _StorageInfo] = {}
     called = [key(tensor.kind, tensor.name) for tensor in tensors]
@@ -188,14 +207,14 @@ def _metadata(tensors: Sequence[Stored], pieces: Sequence[TensorPiece], names: s
 
 
 def _each(ranks: ReplicaGroup, work: Callable[[], list[Any]]) -> list[list[Any]]:
-    """What ``work`` gives on each rank, on all of them.
+    """Return what ``work`` returns on each rank, on all of them.
 
     Raises:
-        Failed: it failed on one.
+        Failed: It failed on one of them.
     """
     try:
         mine = json.dumps({"done": work()})
-    except Exception as error:  # the other ranks have to hear of it
+    except Exception as error:  # the other ranks must learn of it
         mine = json.dumps({"error": str(error) or type(error).__name__})
     told = [json.loads(each) for each in ranks.gather(mine.encode())]
     errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(told) if "error" in each]

@@ -1,7 +1,7 @@
-"""Resume: the newest valid checkpoint into the live tensors of a replica, on whatever number of ranks (S13, S14).
+"""Loads the newest valid checkpoint into the live tensors of a replica, on any number of ranks.
 
-Every byte is verified before anything is read into a tensor; what is torn is passed over with a reason. A folder
-whose checkpoints are all unusable ends the job: to begin anew in it would lose what was trained without a word.
+Every byte is verified before a tensor is written. A checkpoint that is torn is skipped, with a reason. A folder
+whose checkpoints are all unusable ends the job: to start from scratch in it would silently lose what was trained.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from ft_hsdp.state.checkpoint.checkpoint_manifest import CheckpointManifest, Sto
 from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.replica_group import ReplicaGroup
 
+# What the error for `Unauthentic` names as allowed.
 UNSIGNED = "a checkpoint that was signed with this job's checkpoint.key; or checkpoint.trust: true, for once"
 
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """What the tensors hold now, what belongs to it, which newer checkpoints were passed over, and the seconds."""
+    """The state that was loaded into the live tensors."""
 
     state: StateId
     ledger: Ledger
-    hyper: tuple[dict[str, Any], ...]
-    path: Path
-    skipped: tuple[SkippedCheckpoint, ...]
+    hyper: tuple[dict[str, Any], ...]  # the optimizer's parameter groups before lr_scale
+    path: Path  # of the checkpoint
+    skipped: tuple[SkippedCheckpoint, ...]  # newer checkpoints that could not be used
     seconds: float
 
 
@@ -47,13 +48,22 @@ def resume(
     ranks: ReplicaGroup,
     key: bytes | None,
 ) -> Resumed | None:
-    """Fill the replica's live tensors from ``folder``; None if there is no checkpoint. A collective of its ranks.
+    """Load the newest valid checkpoint in ``folder`` into the replica's live tensors. A collective. Blocks.
 
-    ``key`` is what checkpoints have to be signed with; None: whoever wrote them is trusted.
+    Args:
+        folder: Where checkpoints are.
+        config_hash: That of this job; the checkpoint's must be equal.
+        params: The live parameters by name, written in place.
+        optim: The live optimizer tensors by name, written in place.
+        ranks: All ranks of the replica.
+        key: The key that checkpoints must be signed with; None to trust every writer.
+
+    Returns:
+        What was loaded, or None if the folder has no checkpoint.
 
     Raises:
-        ConfigError: checkpoints are there, but none is valid, or the newest is of another job or key.
-        RuntimeError: the ranks lost each other.
+        ConfigError: There are checkpoints, but none is valid, or the newest is of another job or key.
+        RuntimeError: The ranks lost each other.
     """
     began = time.monotonic()
     expected = dcp.stored(Layout.of(params, optim))
@@ -77,7 +87,7 @@ def resume(
 def _choose(
     folder: Path, unread: Mapping[str, SkippedCheckpoint], ranks: ReplicaGroup, key: bytes | None
 ) -> tuple[str, CheckpointManifest | None, tuple[SkippedCheckpoint, ...]]:
-    """Rank 0 verifies and all take what it chose: the folder's name, its manifest, and what was passed over."""
+    """Return the folder's name, the manifest and the skipped checkpoints that rank 0 chose, on all ranks."""
     answer: dict[str, Any] = {}
     if ranks.rank == 0:
         try:
@@ -92,7 +102,7 @@ def _choose(
             if found.checkpoint is not None:
                 text = checkpoint_manifest.encode(found.checkpoint.manifest).decode()
                 answer |= {"name": found.checkpoint.path.name, "manifest": text}
-    answer = json.loads(ranks.hear(json.dumps(answer).encode()))
+    answer = json.loads(ranks.broadcast(json.dumps(answer).encode()))
     if "refused" in answer:
         raise ConfigError(*answer["refused"])
     passed = tuple(SkippedCheckpoint(**each) for each in answer["skipped"])
@@ -102,7 +112,7 @@ def _choose(
 
 
 def _fits(path: Path, manifest: CheckpointManifest, config_hash: str, expected: tuple[Stored, ...]) -> None:
-    """Refuse the checkpoint of another job, on all ranks alike."""
+    """Raise ConfigError, on all ranks alike, if the checkpoint is of another job or model."""
     if manifest.config_hash != config_hash:
         allowed = f"checkpoints of this configuration ({config_hash[:8]}; its own is {manifest.config_hash[:8]})"
         raise ConfigError(KEY, str(path), allowed)
@@ -114,7 +124,7 @@ def _fits(path: Path, manifest: CheckpointManifest, config_hash: str, expected: 
 
 
 def _read(path: Path, manifest: CheckpointManifest, live: Mapping[str, torch.Tensor], ranks: ReplicaGroup) -> str:
-    """Fill the live tensors; why that failed on some rank, alike on all of them, or nothing."""
+    """Fill the live tensors. Returns why that failed on some rank, alike on all ranks; "" if it worked."""
     failure = ""
     try:
         dcp.load(path, live, manifest)

@@ -1,12 +1,11 @@
-"""Draft: a checkpoint's folder until it is published.
+"""Writes checkpoints of immutable snapshots beside training. All ranks of a replica take part.
 
-Its name says that it is none yet. Rank 0 holds a lock on its manifest for as long as it lives: that tells a draft
-that is being written from what a dead writer left.
+Everything is written into a draft, a folder whose name is not that of a checkpoint, the manifest last, and
+fsynced. Then the folder is renamed. So a crash at any moment leaves a whole checkpoint, or a draft that a later
+start removes. Rank 0 holds a lock on the draft's manifest while it lives: that tells a draft that is being written
+from one that a dead writer left.
 
-Durable: the ranks of one replica write checkpoints of immutable snapshots, beside training (S14, W45, W46).
-
-Everything is written into a folder that is no checkpoint, the manifest last, all of it fsynced; then the folder
-gets its name. A crash at any moment leaves a whole checkpoint or rubbish, which a later start removes.
+`Checkpointer` is the thread that writes; its `write` returns at once. `Draft` is the folder until it is published.
 """
 
 from __future__ import annotations
@@ -36,7 +35,10 @@ from ft_hsdp.state.replica_group import ReplicaGroup
 
 
 class Draft:
-    """What will be ``folder / name``. Only rank 0 begins and publishes it; ``discard`` is for all."""
+    """The folder of a checkpoint until it is published as ``folder / name``.
+
+    Only rank 0 calls `begin` and `publish`; every rank calls `discard`.
+    """
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
@@ -48,18 +50,18 @@ class Draft:
         """Make the folder and lock it.
 
         Raises:
-            OSError: the disk refused.
+            OSError: The folder cannot be made.
         """
-        shutil.rmtree(self.path, ignore_errors=True)  # of this incarnation, from an attempt that failed
+        shutil.rmtree(self.path, ignore_errors=True)  # left by an attempt of this incarnation that failed
         self.path.mkdir()
         self._manifest = (self.path / MANIFEST).open("xb")
         fcntl.flock(self._manifest, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def written_by(self, rank: int) -> dict[str, Any]:
-        """Size and hash of each file that DCP wrote on this rank, read back.
+        """Return {name: size and hash} of the files that DCP wrote on ``rank``. Reads all of them.
 
         Raises:
-            OSError: one cannot be read.
+            OSError: A file cannot be read.
         """
         mine = list(self.path.glob(f"__{rank}_*.distcp"))
         if rank == 0:
@@ -67,11 +69,19 @@ class Draft:
         return {path.name: asdict(checkpoint_manifest.describe(path)) for path in mine}
 
     def publish(self, manifest: CheckpointManifest, keep: int, key: bytes) -> dict[str, Any]:
-        """Sign and write the manifest, make everything durable, name the folder, let older checkpoints go.
+        """Sign and write the manifest, make all of it durable, rename the folder, and remove older checkpoints.
+
+        Args:
+            manifest: Without signature and digest.
+            keep: How many checkpoints to keep, this one included.
+            key: Signs the manifest.
+
+        Returns:
+            ``removed``: the names of the older checkpoints that were removed; ``trouble``: why one could not be.
 
         Raises:
-            OSError: the disk refused, or the files of another rank are not here.
-            Unusable: the manifest could not be read back.
+            OSError: Writing failed, or the files of another rank are not in the folder.
+            Unusable: The manifest could not be read back.
         """
         assert self._manifest is not None
         for name, file in manifest.files.items():
@@ -94,7 +104,7 @@ class Draft:
             return {"removed": [], "trouble": str(error)}
 
     def discard(self) -> None:
-        """Remove what was begun here and not published, and let the lock go."""
+        """Remove the draft if it was begun here and not published, and release the lock."""
         if self._manifest is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             self._manifest.close()
@@ -109,56 +119,53 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-_SHOWN = 500  # characters of an error that are worth a reader's time
+_SHOWN = 500  # characters of an error message that are passed on
 
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What belongs to a packed snapshot: its name, its ledger, the hyper-parameters before lr_scale."""
+    """What belongs to a packed snapshot beside its bytes."""
 
     state: StateId
     ledger: Ledger
-    hyper: tuple[dict[str, Any], ...]
+    hyper: tuple[dict[str, Any], ...]  # the optimizer's parameter groups before lr_scale
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOrigin:
-    """Of whom checkpoints are: ``config_hash`` has to fit at a resume, ``config`` is there to be read."""
+    """Who writes the checkpoints."""
 
     incarnation: str
     replicas: int
-    config_hash: str
-    config: dict[str, Any]
+    config_hash: str  # must be the same when a job resumes from the checkpoint
+    config: dict[str, Any]  # for people to read
 
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """A checkpoint is there: its size in bytes, the seconds it took, and the older ones that went.
-
-    ``trouble`` says why an older one could not be removed.
-    """
+    """The checkpoint of ``state`` is complete and durable."""
 
     state: StateId
     path: Path
-    nbytes: int
+    nbytes: int  # of its files
     seconds: float
-    removed: tuple[str, ...]
-    trouble: str
+    removed: tuple[str, ...]  # names of older checkpoints
+    trouble: str  # why an older one could not be removed; "" if all went
 
 
 @dataclass(frozen=True, slots=True)
 class Superseded:
-    """It was not begun when a newer one was due."""
+    """The checkpoint was not begun, because a newer one was requested."""
 
     state: StateId
 
 
 @dataclass(frozen=True, slots=True)
 class CheckpointNotPublished:
-    """Nothing was published; the reason is the same on all ranks, unless they lost each other."""
+    """The checkpoint failed; nothing was published."""
 
     state: StateId
-    reason: str
+    reason: str  # the same on all ranks, unless they lost each other
 
 
 Outcome = Published | Superseded | CheckpointNotPublished
@@ -176,13 +183,26 @@ class _Request:
 
 
 class Checkpointer:
-    """Writes one checkpoint at a time on a thread of its own; training never waits for it.
+    """Writes one checkpoint at a time, on a thread of its own. Training never waits for it.
 
-    All ranks of the replica make one, and call ``write`` for the same states in the same order. At most two
-    snapshots are held: the one that is being written, and the newest that waits. Rank 0 signs with ``key``.
+    Every rank of the replica makes one, and calls `write` for the same states in the same order. At most two
+    snapshots are kept in memory: the one that is being written, and the newest one that waits.
+
+    Args:
+        folder: Where checkpoints are; rank 0 makes it.
+        keep: How many checkpoints to keep.
+        key: The operator's checkpoint key, with which rank 0 signs.
+        about: What the manifest says about the writer.
+        layout: The layout of the snapshots.
+        params: The live parameters by name, for their sharding only.
+        optim: The live optimizer tensors by name, for their sharding only.
+        ranks: The ranks of the replica; used on the checkpoint thread.
+
+    Attributes:
+        swept: The names of the drafts of dead writers that were removed (rank 0).
 
     Raises:
-        ConfigError: the folder cannot be made or read.
+        ConfigError: The folder cannot be made or read.
     """
 
     def __init__(
@@ -206,10 +226,10 @@ class Checkpointer:
         self._changed = threading.Condition()
         self._waiting: list[_Request] = []
         self._current: _Request | None = None
-        self._last = (-1, -1)
-        self._agreeing = False
+        self._last = (-1, -1)  # (epoch, step) of the last request
+        self._agreeing = False  # the ranks are agreeing on which request is next
         self._closing = False
-        self._lost = ""
+        self._lost = ""  # why the ranks lost each other: every later checkpoint fails
         self.swept: tuple[str, ...] = ()
         if ranks.rank == 0:
             try:
@@ -222,12 +242,18 @@ class Checkpointer:
         self._thread.start()
 
     def write(self, buffer: torch.Tensor | None, header: Header) -> Future[Outcome]:
-        """Have a packed snapshot (uint8 [layout.nbytes], not to be changed until the outcome) published.
+        """Request a checkpoint of a packed snapshot. Returns at once; called on any thread.
 
-        None: this rank had no memory for the snapshot. That checkpoint fails, on all ranks.
+        A request that has not begun when a newer one comes is superseded.
 
-        Returns at once. The future never raises: it has an ``Outcome``. What is called when it is done must not
-        block. A state has to be above the one before it.
+        Args:
+            buffer: uint8 [layout.nbytes], which must not change until the outcome. None: this rank had no memory
+                for the snapshot, and the checkpoint fails on all ranks.
+            header: Its state must be above the one of the request before.
+
+        Returns:
+            A future that never raises. Its callbacks run on the checkpoint thread or a caller's; they must not
+            block.
         """
         request = _Request(header, buffer)
         with self._changed:
@@ -235,7 +261,7 @@ class Checkpointer:
             if request.place <= self._last:
                 refusal = f"it is not above the one before, of (epoch, step) {self._last}"
             if refusal:
-                self._settle(request, CheckpointNotPublished(header.state, refusal))
+                self._resolve(request, CheckpointNotPublished(header.state, refusal))
                 return request.future
             self._last = request.place
             self._waiting.append(request)
@@ -244,44 +270,44 @@ class Checkpointer:
         return request.future
 
     def close(self, deadline_s: float = 60.0) -> None:
-        """Finish what was asked for, within ``deadline_s``; what is not done by then has failed."""
+        """Finish the requested checkpoints within ``deadline_s`` seconds; the others fail. Blocks."""
         with self._changed:
             self._closing = True
             self._changed.notify_all()
         self._thread.join(deadline_s)
         with self._changed:
             for request in [*filter(None, [self._current]), *self._waiting]:
-                self._settle(request, CheckpointNotPublished(request.header.state, "the job ended meanwhile"))
+                self._resolve(request, CheckpointNotPublished(request.header.state, "the job ended meanwhile"))
             self._waiting.clear()
 
-    def _settle(self, request: _Request, outcome: Outcome) -> None:
-        """Give the outcome, once, and let the snapshot go."""
+    def _resolve(self, request: _Request, outcome: Outcome) -> None:
+        """Set the outcome of a request, unless it has one, and release its snapshot."""
         with self._changed:
             request.buffer = None
             if not request.future.done():
                 request.future.set_result(outcome)
 
-    # The thread.
-
+    # The checkpoint thread.
     def _run(self) -> None:
         while (request := self._next()) is not None:
             outcome: Outcome
             try:
                 outcome = self._write(request)
-            except Exception as error:  # whatever it was, training goes on
-                self._lost = self._lost or _said(error)
+            except Exception as error:  # training goes on without checkpoints
+                self._lost = self._lost or _message(error)
                 outcome = CheckpointNotPublished(request.header.state, f"the ranks lost each other: {self._lost}")
-            self._settle(request, outcome)
+            self._resolve(request, outcome)
 
     def _trim(self) -> None:
-        """Only the newest waits. While ranks agree, any of them may turn out to be the one."""
+        """Keep only the newest waiting request. While the ranks agree on one, all are kept: any may be chosen."""
         while not self._agreeing and len(self._waiting) > 1:
-            self._settle(old := self._waiting.pop(0), Superseded(old.header.state))
+            self._resolve(old := self._waiting.pop(0), Superseded(old.header.state))
 
     def _next(self) -> _Request | None:
-        """The request that all ranks write next: the newest that any of them has; None at the end.
+        """Return the request that all ranks write next: the newest that any of them has. None at the end.
 
-        ReplicaGroup make the same calls, not at the same time: one may have passed over what another would begin.
+        The ranks request the same states, but not at the same time: without this agreement, one rank could have
+        superseded a request that another one begins.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing)
@@ -292,25 +318,26 @@ class Checkpointer:
         try:
             agreed = newest.place if self._lost else self._newest(newest.place)
         except RuntimeError as error:
-            self._lost = _said(error)
+            self._lost = _message(error)
             agreed = newest.place
         with self._changed:
             self._changed.wait_for(
                 lambda: self._closing or self._waiting[-1].place >= agreed, self._ranks.timeout_s
             )
             while len(self._waiting) > 1 and self._waiting[0].place < agreed:
-                self._settle(old := self._waiting.pop(0), Superseded(old.header.state))
+                self._resolve(old := self._waiting.pop(0), Superseded(old.header.state))
             self._agreeing = False
             self._current = self._waiting.pop(0) if self._waiting else None
             self._trim()
             return self._current
 
     def _newest(self, mine: tuple[int, int]) -> tuple[int, int]:
+        """Return the largest (epoch, step) that any rank passes."""
         epoch, step = max(tuple(json.loads(each)) for each in self._ranks.gather(json.dumps(mine).encode()))
         return int(epoch), int(step)
 
     def _write(self, request: _Request) -> Outcome:
-        """One checkpoint. A collective of the replica's ranks."""
+        """Write one checkpoint. A collective of the replica's ranks."""
         if self._lost:
             raise RuntimeError(self._lost)
         began, header, ranks, buffer = time.monotonic(), request.header, self._ranks, request.buffer
@@ -324,20 +351,22 @@ class Checkpointer:
             return asdict(header.state)
 
         try:
-            begun = self._all(begin)
+            begun = self._on_all_ranks(begin)
             if any(each != begun[0] for each in begun):
                 raise dcp.Failed(f"the ranks were given different states: {begun}")
             assert buffer is not None
             views = dcp.views(self._layout, self._live, buffer, ranks)
             pieces = dcp.save(draft.path, views, dcp.stored(self._layout), ranks)
             files = {
-                n: File(**f) for each in self._all(lambda: draft.written_by(ranks.rank)) for n, f in each.items()
+                n: File(**f)
+                for each in self._on_all_ranks(lambda: draft.written_by(ranks.rank))
+                for n, f in each.items()
             }
             fault_injection.reach("checkpoint-write", header.state.step)
             manifest = self._manifest(header, files, pieces)
-            published = self._first(lambda: draft.publish(manifest, self._keep, self._key))
+            published = self._on_rank_zero(lambda: draft.publish(manifest, self._keep, self._key))
         except dcp.Failed as failed:
-            return CheckpointNotPublished(header.state, _said(failed))
+            return CheckpointNotPublished(header.state, _message(failed))
         finally:
             draft.discard()
         removed, trouble = tuple(published["removed"]), str(published["trouble"])
@@ -362,29 +391,35 @@ class Checkpointer:
             pieces,
         )
 
-    def _all(self, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """What ``work`` gives on each rank, on all of them. ``dcp.Failed`` on all if it fails on one."""
-        told = [json.loads(each) for each in self._ranks.gather(_tried(work))]
+    def _on_all_ranks(self, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return what ``work`` returns on each rank, on all ranks.
+
+        Raises ``dcp.Failed`` on all if it fails on one.
+        """
+        told = [json.loads(each) for each in self._ranks.gather(_attempt(work))]
         errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(told) if "error" in each]
         if errors:
             raise dcp.Failed("; ".join(errors))
         return [each["done"] for each in told]
 
-    def _first(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """What ``work`` gives on rank 0, on all ranks. ``dcp.Failed`` on all if it fails."""
-        told = json.loads(self._ranks.hear(_tried(work) if self._ranks.rank == 0 else b""))
+    def _on_rank_zero(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Return what ``work`` returns on rank 0, on all ranks.
+
+        Raises ``dcp.Failed`` on all if it fails.
+        """
+        told = json.loads(self._ranks.broadcast(_attempt(work) if self._ranks.rank == 0 else b""))
         if "error" in told:
             raise dcp.Failed(f"rank 0: {told['error']}")
         done: dict[str, Any] = told["done"]
         return done
 
 
-def _tried(work: Callable[[], dict[str, Any]]) -> bytes:
+def _attempt(work: Callable[[], dict[str, Any]]) -> bytes:
     try:
         return json.dumps({"done": work()}).encode()
-    except Exception as error:  # the other ranks have to hear of it
-        return json.dumps({"error": _said(error)}).encode()
+    except Exception as error:  # the other ranks must learn of it
+        return json.dumps({"error": _message(error)}).encode()
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return " ".join((str(error) or type(error).__name__).split())[:_SHOWN]
