@@ -28,7 +28,7 @@ from torchft_ranks import Ranks
 
 import ft_hsdp
 from ft_hsdp.compat.torchft import ProcessGroupFTAR
-from ft_hsdp.compat.torchft.work import ALONE
+from ft_hsdp.compat.torchft.work import BUNDLE_BYTES
 
 WITHIN_S = 30.0
 
@@ -70,7 +70,7 @@ def no_gloo(ranks: Ranks) -> None:
     """From here on, a collective of the plain backend is an error."""
     for group in ranks.groups:
         assert group._quorum is not None
-        group._quorum._plain = None
+        group._quorum._gloo = None
 
 
 def test_a_list_of_all_kinds_of_tensors_is_summed_in_place_and_not_by_gloo(three: Ranks) -> None:
@@ -82,7 +82,7 @@ def test_a_list_of_all_kinds_of_tensors_is_summed_in_place_and_not_by_gloo(three
             torch.full((1,), rank + 1, dtype=torch.int64),
             torch.full((4, 6), rank + 1.0).t(),  # not contiguous
             torch.full((2, 3), rank + 1.0, dtype=torch.bfloat16),
-            torch.full((ALONE // 4 + 1,), rank + 1.0),
+            torch.full((BUNDLE_BYTES // 4 + 1,), rank + 1.0),
             torch.full((8, 8), rank + 1.0)[:, 2:5],  # every third value is somebody else's
             torch.empty(0),
             torch.tensor(rank + 1.0),

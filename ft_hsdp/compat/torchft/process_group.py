@@ -1,6 +1,7 @@
-"""Member: this process's communicator, kept through all quorums, with its buffers and edges.
+"""A process group for torchft that sums through FTAR and does everything else through gloo.
 
-ProcessGroupFTAR: stands where torchft's ProcessGroupGloo stood. Sums go through FTAR, all else through gloo.
+`TorchftMember` is this process's communicator. It is kept through all quorums, with its buffers and connections,
+so a new quorum connects only to neighbours that changed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from torch.distributed import DistNetworkError, ReduceOp, Work
 from torch.distributed.distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions, BarrierOptions
 from torchft.process_group import ProcessGroup, create_store_client
 
-from ft_hsdp.compat.torchft.quorum import Quorum, RingAddresses, TorchftRendezvous, gloo, own_address, told_of
+from ft_hsdp.compat.torchft.quorum import (
+    Quorum,
+    RingAddresses,
+    TorchftRendezvous,
+    connect_gloo,
+    own_address,
+    translated,
+)
 from ft_hsdp.errors import FTARError
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.allreduce import DTYPES
@@ -27,26 +35,35 @@ from ft_hsdp.ftar.lifecycle import GroupState
 
 
 class TorchftMember:
-    """A number that no other process has, a secret that the ranks of a ring share, and the communicator of both.
+    """This process as a member of rings, and its communicator.
 
-    torchft's ranks change with every quorum, so the ring knows its members by number.
+    torchft's ranks change with every quorum, so the ring knows its members by a number instead.
     """
 
     def __init__(self, settings: Settings) -> None:
-        self.number = secrets.randbits(48)
-        self.token = secrets.token_hex(16)
-        self.epoch = 0
+        self.number = secrets.randbits(48)  # no other process has it
+        self.token = secrets.token_hex(16)  # the secret that the ranks of a ring share
+        self.epoch = 0  # of the last ring that was agreed on
         self._settings = settings
         self._communicator: Communicator | None = None
 
     @property
     def communicator(self) -> Communicator:
-        """The communicator of the last `admit`."""
+        """The communicator that the last `admit` made."""
         assert self._communicator is not None, "process group not initialized"
         return self._communicator
 
     def admit(self, token: str, host: str, timeout_s: float) -> tuple[int, str]:
-        """Be a member by the secret ``token``; the number and the "host:port" where the others call."""
+        """Make a communicator for the shared secret ``token``, or keep the one that fits.
+
+        Args:
+            token: The secret that the ranks of the ring agreed on.
+            host: The address at which the others call.
+            timeout_s: How long a neighbour may be silent within a sum.
+
+        Returns:
+            The member's number, and the "host:port" at which the others call.
+        """
         settings = dataclasses.replace(
             self._settings,
             timeout_s=timeout_s,
@@ -62,12 +79,12 @@ class TorchftMember:
         return self.number, self._communicator.address
 
     def abort(self, reason: str) -> None:
-        """Give up whatever ring there is."""
+        """Abort the ring, if there is one."""
         if self._communicator is not None:
             self._communicator.abort(reason)
 
     def close(self) -> None:
-        """Leave the ring and end the threads; `admit` begins again."""
+        """Leave the ring and end the threads. `admit` makes a new communicator."""
         old, self._communicator = self._communicator, None
         if old is not None:
             old.close()
@@ -76,10 +93,12 @@ class TorchftMember:
 class ProcessGroupFTAR(ProcessGroup):
     """A process group of torchft that sums with the fault-tolerant all-reduce (FT-HSDP §4.2).
 
-    ``timeout`` is how long `configure` waits for the other ranks, and how long a neighbour may be silent within a
-    sum; ``host`` is the IPv4 address that the others call, by default the one that leads to the store.
+    After an error every call raises it and `errored` returns it, until the next `configure`.
 
-    After an error every call fails and `errored` returns it, until the next `configure`.
+    Args:
+        timeout: How long `configure` waits for the other ranks, and how long a neighbour may be silent in a sum.
+        host: The IPv4 address at which the others call; by default the one that leads to the store.
+        settings: Transport and sizes of the ring; the same on all ranks.
     """
 
     def __init__(
@@ -97,7 +116,8 @@ class ProcessGroupFTAR(ProcessGroup):
         self._cancel = threading.Event()
         self._down = False
         self._lock = threading.Lock()
-        # Who drops the group without a word should not keep its threads; the drop may happen on one of them.
+        # A group that is garbage-collected without `shutdown` must end its threads. A thread of its own closes the
+        # member, because the collection may happen on one of the threads that `close` joins.
         drop = threading.Thread(target=self._member.close, name="ftar-drop", daemon=True)
         weakref.finalize(self, drop.start).atexit = False
 
@@ -112,10 +132,20 @@ class ProcessGroupFTAR(ProcessGroup):
         group_world_size: int | None = None,
         global_ranks: list[int] | None = None,
     ) -> None:
-        """Leave the old ranks, meet new ones at ``store_addr``: "host:port/prefix", a prefix never used before.
+        """Leave the old quorum and connect to the ranks of the new one. Blocks. torchft's Manager calls it.
+
+        Args:
+            store_addr: "host:port/prefix" of torchft's store, with a prefix that was never used before.
+            replica_id: Not used.
+            rank: This rank within the quorum.
+            world_size: The number of ranks in the quorum.
+            quorum_id: Not used: a restarted lighthouse begins again at 1.
+            group_rank: Not used.
+            group_world_size: Not used.
+            global_ranks: Not used.
 
         Raises:
-            RuntimeError: they did not come within the timeout, or the connections failed, or it was aborted.
+            RuntimeError: The ranks did not come within the timeout, the connections failed, or `abort` was called.
         """
         cancel = threading.Event()
         with self._lock:
@@ -124,11 +154,11 @@ class ProcessGroupFTAR(ProcessGroup):
         try:
             store = self._store(store_addr)
             ring = self._form(store, rank, world_size, cancel)
-            plain = gloo(store, rank, world_size, self._timeout)
+            gloo = connect_gloo(store, rank, world_size, self._timeout)
             with self._lock:
                 if cancel.is_set():
                     raise RuntimeError("aborted: while it was configured")
-                self._quorum = Quorum(ring, self._member.communicator, plain)
+                self._quorum = Quorum(ring, self._member.communicator, gloo)
         except BaseException:
             self._member.abort("a rank could not be configured")
             if self._down:
@@ -142,7 +172,7 @@ class ProcessGroupFTAR(ProcessGroup):
             raise RuntimeError(f"Socket Timeout: no store at {address}: {error}") from error
 
     def _form(self, store: Any, rank: int, world_size: int, cancel: threading.Event) -> RingAddresses:
-        """Meet the others, form their ring."""
+        """Meet the other ranks at the store, and form their ring."""
         seconds = self._timeout.total_seconds()
         server = store.underlying_store
         member = self._member
@@ -156,7 +186,7 @@ class ProcessGroupFTAR(ProcessGroup):
             if cancel.is_set():
                 raise RuntimeError("aborted: while it was configured") from error
             ranks = {number: place for place, (number, _) in enumerate(ring.members)}
-            raise RuntimeError(told_of(error, ranks)) from error
+            raise RuntimeError(translated(error, ranks)) from error
         return ring
 
     def _retire(self) -> None:
@@ -165,7 +195,7 @@ class ProcessGroupFTAR(ProcessGroup):
             self._quorum.retire()
         self._quorum = None
 
-    def _standing(self) -> Quorum:
+    def _current(self) -> Quorum:
         quorum = self._quorum
         if quorum is None:
             raise RuntimeError("process group not initialized")
@@ -176,19 +206,24 @@ class ProcessGroupFTAR(ProcessGroup):
     # Sums.
 
     def allreduce(self, tensors: Sequence[Tensor], opts: AllreduceOptions | ReduceOp | ReduceOp.RedOpType) -> Work:
-        """Reduce each of ``tensors`` over the ranks, in place.
+        """Reduce each of ``tensors`` over the ranks, in place. Returns at once.
 
         SUM and AVG of fp64, fp32, bf16, fp16, int64 and int32 go through FTAR, all else through gloo. A contiguous
-        CPU tensor is summed where it is; others are copied to the host and back.
+        CPU tensor that is alone is summed where it is; others are copied to the host and back. After an error the
+        content of the tensors is undefined.
+
+        Args:
+            tensors: Of any shapes and devices; the same shapes and types on all ranks.
+            opts: The operation, or options with a ``reduceOp``.
 
         Raises:
-            RuntimeError: there are no ranks, or an error ended them.
+            RuntimeError: There is no quorum, an error ended it, or AVG was asked of integers.
         """
         op: Any = getattr(opts, "reduceOp", opts)
-        quorum = self._standing()
+        quorum = self._current()
         average = op == ReduceOp.AVG
         if not (average or op == ReduceOp.SUM) or not tensors or not all(map(_summable, tensors)):
-            return _plain_reduction(quorum, tensors, op)
+            return _gloo_reduction(quorum, tensors, op)
         if not average:
             return quorum.sum(tensors, 1)
         if not all(t.is_floating_point() for t in tensors):
@@ -196,20 +231,20 @@ class ProcessGroupFTAR(ProcessGroup):
         return quorum.sum(tensors, quorum.size)
 
     def allreduce_coalesced(self, tensors: Sequence[Tensor], opts: AllreduceCoalescedOptions) -> Work:
-        """The same as `allreduce`: small tensors share a ring operation in both."""
+        """Reduce each of ``tensors`` as `allreduce` does, which also lets small tensors share a ring operation."""
         return self.allreduce(tensors, opts)
 
     # The rest.
 
     def allgather(self, output_tensors: list[list[Tensor]], input_tensor: list[Tensor], opts: Any) -> Work:
-        """See torch.distributed; through gloo, as all that follow."""
-        return self._standing().plainly("allgather", output_tensors, input_tensor, opts)
+        """Gather tensors of all ranks, as in torch.distributed. Through gloo, as all methods that follow."""
+        return self._current().run_gloo("allgather", output_tensors, input_tensor, opts)
 
     def allgather_into_tensor_coalesced(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any
     ) -> Work:
-        """See torch.distributed."""
-        return self._standing().plainly("allgather_into_tensor_coalesced", output_tensors, input_tensors, opts)
+        """Gather tensors of all ranks into one tensor each, through gloo."""
+        return self._current().run_gloo("allgather_into_tensor_coalesced", output_tensors, input_tensors, opts)
 
     def alltoall_base(
         self,
@@ -219,56 +254,60 @@ class ProcessGroupFTAR(ProcessGroup):
         input_split_sizes: list[int],
         opts: Any,
     ) -> Work:
-        """See torch.distributed."""
-        return self._standing().plainly(
+        """Exchange parts of a tensor between all ranks, through gloo."""
+        return self._current().run_gloo(
             "alltoall_base", output_buffer, input_buffer, output_split_sizes, input_split_sizes, opts
         )
 
     def barrier(self, opts: BarrierOptions | None = None) -> Work:
-        """See torch.distributed."""
-        return self._standing().plainly("barrier", opts or BarrierOptions())
+        """Wait for all ranks, through gloo."""
+        return self._current().run_gloo("barrier", opts or BarrierOptions())
 
     def broadcast(self, tensor_list: list[Tensor], opts: Any) -> Work:
-        """See torch.distributed."""
-        return self._standing().plainly("broadcast", tensor_list, opts)
+        """Broadcast tensors from one rank, through gloo."""
+        return self._current().run_gloo("broadcast", tensor_list, opts)
 
     def send(self, tensors: list[Tensor], dst_rank: int, tag: int) -> Work:
-        """See torch.distributed."""
-        return self._standing().plainly("send", tensors, dst_rank, tag)
+        """Send tensors to a rank, through gloo."""
+        return self._current().run_gloo("send", tensors, dst_rank, tag)
 
     def recv(self, tensors: list[Tensor], src_rank: int, tag: int) -> Work:
-        """See torch.distributed."""
-        return self._standing().plainly("recv", tensors, src_rank, tag)
+        """Receive tensors from a rank, through gloo."""
+        return self._current().run_gloo("recv", tensors, src_rank, tag)
 
     def reduce_scatter(self, output_tensors: list[Tensor], input_tensors: list[list[Tensor]], opts: Any) -> Work:
-        """See torch.distributed."""
-        return self._standing().plainly("reduce_scatter", output_tensors, input_tensors, opts)
+        """Reduce lists of tensors and scatter the results, through gloo."""
+        return self._current().run_gloo("reduce_scatter", output_tensors, input_tensors, opts)
 
     def reduce_scatter_tensor_coalesced(
         self, output_tensors: list[Tensor], input_tensors: list[Tensor], opts: Any
     ) -> Work:
-        """See torch.distributed."""
-        return self._standing().plainly("reduce_scatter_tensor_coalesced", output_tensors, input_tensors, opts)
+        """Reduce tensors and scatter the results, through gloo."""
+        return self._current().run_gloo("reduce_scatter_tensor_coalesced", output_tensors, input_tensors, opts)
 
     # The group itself.
 
     def size(self) -> int:
-        """The number of ranks."""
+        """Return the number of ranks in the quorum.
+
+        Raises:
+            RuntimeError: `configure` was not called.
+        """
         if self._quorum is None:
             raise RuntimeError("process group not initialized")
         return self._quorum.size
 
     def getBackendName(self) -> str:
-        """Its name among torch's backends."""
+        """Return the group's name among torch's backends."""
         return "torchft-ftar"
 
     def errored(self) -> RuntimeError | None:
-        """The error that ended the work of these ranks ("aborted: ..."), if one did."""
+        """Return the error that ended the quorum ("aborted: ..."), or None."""
         quorum = self._quorum
         return quorum.error if quorum is not None else None
 
     def abort(self, errored: bool = True) -> None:
-        """End what is under way, also at the other ranks; gloo's calls end there or at their timeout."""
+        """Abort the quorum on all its ranks. Sums fail at once; calls of gloo fail then or at their timeout."""
         with self._lock:
             self._cancel.set()
             if self._quorum is not None:
@@ -277,14 +316,14 @@ class ProcessGroupFTAR(ProcessGroup):
                 self._member.abort("aborted")
 
     def shutdown(self) -> None:
-        """Leave the ranks, end the threads. `configure` begins again."""
+        """Leave the quorum and end the threads. `configure` starts them again."""
         with self._lock:
             self._retire()
             self._down = True
         self._member.close()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """From the next `configure` on."""
+        """Set the timeout, which holds from the next `configure` on."""
         self._timeout = timeout
 
 
@@ -292,8 +331,8 @@ def _summable(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.dtype in DTYPES
 
 
-def _plain_reduction(quorum: Quorum, tensors: Sequence[Tensor], op: Any) -> Work:
-    """Through gloo, whose all-reduce of a list would add its tensors to each other."""
+def _gloo_reduction(quorum: Quorum, tensors: Sequence[Tensor], op: Any) -> Work:
+    """Reduce through gloo. Its plain all-reduce of a list would add the list's tensors to each other."""
     opts = AllreduceOptions() if len(tensors) == 1 else AllreduceCoalescedOptions()
     opts.reduceOp = op
-    return quorum.plainly("allreduce" if len(tensors) == 1 else "allreduce_coalesced", tensors, opts)
+    return quorum.run_gloo("allreduce" if len(tensors) == 1 else "allreduce_coalesced", tensors, opts)

@@ -1,12 +1,12 @@
-"""Plain: the process group beside the ring, for all that is not a sum: torch's own gloo over the same store.
+"""The ranks of one ``configure``: how they find each other, their ring, their gloo group, and their first error.
 
-Rendezvous: how the ranks of one `configure` find each other through torchft's store.
+`TorchftRendezvous` runs over torchft's store in two rounds, in each of which every rank writes one key and reads
+all. In the first round a rank writes the secret of its communicator and the largest epoch that it has claimed. The
+secret of the rank with the largest epoch is kept, because most connections are between ranks that have it; the new
+epoch is one larger. In the second round a rank writes its member number and its address.
 
-Two rounds, in which each rank writes one key and reads all. First: the secret of its communicator and the largest
-epoch that it claimed. The secret of whoever claimed most is kept, for most edges are between its holders; the new
-epoch is one larger than all. Then: the member and its address.
-
-Quorum: what one `configure` made, a ring and a plain backend, and the first error, which ends both.
+`connect_gloo` makes torch's own gloo group over the same store, for everything that is not a sum. `Quorum` holds
+both and the first error of either.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, ProcessGroupGloo, Store, Work
 
-from ft_hsdp.compat.torchft.work import PlainWork, SumWork, bundles
+from ft_hsdp.compat.torchft.work import GlooWork, SumWork, bundles
 from ft_hsdp.errors import FTARError, PeerTimeout, RecoverableError
 from ft_hsdp.ftar import Communicator
 
 
-def gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
-    """Connect ``size`` ranks; waits for all of them.
+def connect_gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup:
+    """Connect ``size`` ranks by gloo. Blocks until all of them are there.
 
     Raises:
-        RuntimeError: they were not there in time.
+        RuntimeError: A rank was not there within ``timeout``.
     """
     group = ProcessGroup(store, rank, size)
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
@@ -45,21 +45,21 @@ def gloo(store: Store, rank: int, size: int, timeout: timedelta) -> ProcessGroup
     return group
 
 
-SHORTEST_S, LONGEST_S = 0.0002, 0.003  # between two looks: a wait of the store itself cannot be cancelled
+SHORTEST_S, LONGEST_S = 0.0002, 0.003  # between two looks at a key: the store's own wait cannot be cancelled
 
 
 @dataclass(frozen=True, slots=True)
 class RingAddresses:
-    """The ring of ``epoch``: (member, "host:port") by rank."""
+    """The members of the ring of ``epoch``."""
 
     epoch: int
-    members: tuple[tuple[int, str], ...]
+    members: tuple[tuple[int, str], ...]  # (member number, "host:port") by rank
 
 
 class TorchftRendezvous:
-    """One `configure` of ``size`` ranks over ``store``, whose prefix nobody used before.
+    """The meeting of ``size`` ranks over ``store``, whose prefix was never used before.
 
-    It takes ``timeout_s`` at most, and ends early when ``cancelled`` is set.
+    It takes ``timeout_s`` seconds at most, and ends early when ``cancelled`` is set.
     """
 
     def __init__(self, store: Store, rank: int, size: int, timeout_s: float, cancelled: threading.Event) -> None:
@@ -71,10 +71,15 @@ class TorchftRendezvous:
         self._cancelled = cancelled
 
     def meet(self, token: str, epoch: int, admit: Callable[[str], tuple[int, str]]) -> RingAddresses:
-        """Agree on secret, epoch and members; ``admit`` gets the secret and says which (member, address) this is.
+        """Agree on secret, epoch and members. Blocks.
+
+        Args:
+            token: The secret of this rank's communicator.
+            epoch: The largest epoch that this rank has claimed.
+            admit: Called with the agreed secret; returns this rank's (member number, "host:port").
 
         Raises:
-            RuntimeError: a rank did not come in time, wrote nonsense, or the rendezvous was cancelled.
+            RuntimeError: A rank did not come in time or wrote something invalid, or the rendezvous was cancelled.
         """
         claims = self._exchange("claim", [epoch, token], (int, str))
         floor = max(claim[0] for claim in claims)
@@ -82,8 +87,8 @@ class TorchftRendezvous:
         places = self._exchange("place", list(admit(secret)), (int, str))
         return RingAddresses(floor + 1, tuple((member, address) for member, address in places))
 
-    def _exchange(self, name: str, mine: list[int | str], shape: tuple[type, type]) -> list[tuple[int, str]]:
-        self._store.set(f"{name}/{self._rank}", json.dumps(mine))
+    def _exchange(self, name: str, value: list[int | str], shape: tuple[type, type]) -> list[tuple[int, str]]:
+        self._store.set(f"{name}/{self._rank}", json.dumps(value))
         return [self._read(f"{name}/{rank}", rank, shape) for rank in range(self._size)]
 
     def _read(self, key: str, rank: int, shape: tuple[type, type]) -> tuple[int, str]:
@@ -96,21 +101,21 @@ class TorchftRendezvous:
                 raise RuntimeError(f"rank {rank} of {self._size} did not come to the store: {late}")
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_S)
-        said = self._store.get(key)
+        raw = self._store.get(key)
         try:
-            value = json.loads(said)
+            value = json.loads(raw)
         except ValueError:
             value = None
         if not isinstance(value, list) or tuple(map(type, value)) != shape:
-            raise RuntimeError(f"rank {rank} wrote {said[:60]!r} under {key}; allowed: a number and a text")
+            raise RuntimeError(f"rank {rank} wrote {raw[:60]!r} under {key}; allowed: a number and a text")
         return value[0], value[1]
 
 
 def own_address(store_host: str, store_port: int) -> str:
-    """The IPv4 address of this machine from which the store is reached, so that others may call it.
+    """Return the IPv4 address from which this machine reaches the store, so that others can call it.
 
     Raises:
-        OSError: the store has no IPv4 address.
+        OSError: The store has no IPv4 address.
     """
     family, kind, _, _, address = socket.getaddrinfo(store_host, store_port, socket.AF_INET, socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as sock:
@@ -118,41 +123,45 @@ def own_address(store_host: str, store_port: int) -> str:
         return str(sock.getsockname()[0])
 
 
-# Those who catch errors of process groups know them by gloo's words.
-WORDS: tuple[tuple[type[FTARError], str], ...] = (
+# torchft and training loops recognize errors of process groups by gloo's words.
+GLOO_WORDS: tuple[tuple[type[FTARError], str], ...] = (
     (PeerTimeout, "Timed out waiting"),
     (RecoverableError, "Connection closed by peer"),
 )
 
 
 class Quorum:
-    """The ranks of ``ring``, which stands in ``communicator``, and their ``plain`` backend."""
+    """The ranks of one ``configure``: their ``ring``, formed in ``communicator``, and their ``gloo`` group."""
 
-    def __init__(self, ring: RingAddresses, communicator: Communicator, plain: ProcessGroup) -> None:
+    def __init__(self, ring: RingAddresses, communicator: Communicator, gloo: ProcessGroup) -> None:
         self.size = len(ring.members)
-        self.error: RuntimeError | None = None
+        self.error: RuntimeError | None = None  # the first one; it ended the quorum
         self._ranks = {number: rank for rank, (number, _) in enumerate(ring.members)}
         self._communicator = communicator
-        self._plain: ProcessGroup | None = plain
+        self._gloo: ProcessGroup | None = gloo
         self._lock = threading.Lock()
         self._over = False
 
     def sum(self, tensors: Sequence[Tensor], divisor: int) -> Work:
-        """Sum each of ``tensors`` over the ranks in place, and divide by ``divisor``."""
+        """Sum each of ``tensors`` over the ranks in place, and divide by ``divisor``. Returns at once."""
         parts = bundles(tensors)
         works = [self._communicator.all_reduce(b.flat, preserve_input=False) for b in parts]
         return SumWork(tensors, parts, works, divisor, self.fail)
 
-    def plainly(self, name: str, *args: Any) -> Work:
-        """The collective ``name`` of the plain backend."""
-        plain = self._plain
-        if plain is None:
+    def run_gloo(self, name: str, *args: Any) -> Work:
+        """Start the collective ``name`` of the gloo group, with these arguments.
+
+        Raises:
+            RuntimeError: The quorum has been retired.
+        """
+        gloo = self._gloo
+        if gloo is None:
             raise RuntimeError("process group not initialized")
-        return PlainWork(getattr(plain, name)(*args), self.fail)
+        return GlooWork(getattr(gloo, name)(*args), self.fail)
 
     def fail(self, error: BaseException) -> RuntimeError:
-        """``error`` in torch's words. The first one ends the quorum, and all ranks hear of it."""
-        told = RuntimeError(told_of(error, self._ranks))
+        """Return ``error`` in torch's words. The first one ends the quorum, and all its ranks learn of it."""
+        told = RuntimeError(translated(error, self._ranks))
         with self._lock:
             if not self._over:
                 self._over = True
@@ -161,18 +170,18 @@ class Quorum:
         return told
 
     def retire(self) -> None:
-        """It is over: what still fails of it concerns nobody. Gloo waits for its threads, and nobody for gloo."""
+        """End the quorum and ignore its later errors. Gloo ends on a thread of its own; nothing waits for it."""
         with self._lock:
             self._over = True
-            plain, self._plain = self._plain, None
-        if plain is not None:
-            threading.Thread(target=plain.abort, name="ftar-gloo-end").start()
+            gloo, self._gloo = self._gloo, None
+        if gloo is not None:
+            threading.Thread(target=gloo.abort, name="ftar-gloo-end").start()
 
 
-def told_of(error: BaseException, ranks: dict[int, int]) -> str:
-    """What ``error`` says, in gloo's words and with ranks for members."""
+def translated(error: BaseException, ranks: dict[int, int]) -> str:
+    """Return the message of ``error`` in gloo's words, with ranks in place of member numbers."""
     text = re.sub(r"\breplica (\d+)", lambda found: f"rank {ranks.get(int(found[1]), '?')}", str(error))
-    words = next((words for kind, words in WORDS if isinstance(error, kind)), None)
+    words = next((words for kind, words in GLOO_WORDS if isinstance(error, kind)), None)
     if words is None:
         return f"{type(error).__name__}: {text}" if isinstance(error, FTARError) else text
     return f"{words}: {text}"

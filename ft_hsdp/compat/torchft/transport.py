@@ -1,16 +1,16 @@
-"""Tree: a state dict as typed JSON and a list of tensors, and back. Nothing is unpickled.
+"""A checkpoint transport for torchft: checksummed, authenticated, and without pickle.
 
-A node is None, a bool, an int, a str, or a list whose first word says what it is:
+The healthy replica sends a copy. Its trainer never waits for a reader, however slow, and may change its state at
+once. The copy can be fetched until the next one is sent, or until `StateTransport.shutdown`.
+
+A state dict travels as typed JSON (`flatten`, `unflatten`) and a list of tensors. A node of the JSON is None, a
+bool, an int, a str, or a list whose first word says what it is:
 
     ["float", hex]   ["list", nodes]   ["tuple", nodes]   ["dict", [[key, node], ...]]   ["tensor", index]
     ["dtensor", index, device type, ranks of the mesh, its names, placements, shape, stride]
 
-Subclasses (OrderedDict, Parameter) arrive as what they are kinds of; an empty shard is a tensor like any other.
-
-StateTransport: stands where torchft's HTTPTransport stood. Checksummed, authenticated, and without pickle.
-
-The healthy replica sends a copy: its trainer never waits for a reader, however slow, and may go on changing its
-state at once. The copy stays fetchable until the next one, or until `shutdown`.
+Subclasses arrive as their base class (an OrderedDict as a dict, a Parameter as a tensor); an empty shard is a
+tensor like any other.
 """
 
 from __future__ import annotations
@@ -50,20 +50,20 @@ Json = Any
 
 
 def flatten(value: object) -> tuple[Json, list[Tensor]]:
-    """The node of a state dict, and its tensors (of DTensors the local shards) on whatever device.
+    """Return the JSON node of a state dict, and its tensors on their devices; of a DTensor the local shard.
 
     Raises:
-        InvalidArgument: there is something in it that cannot be sent; the message says where.
+        InvalidArgument: A value cannot be sent; the message says where it is.
     """
     tensors: list[Tensor] = []
     return _node(value, "state_dict", 0, tensors), tensors
 
 
 def unflatten(node: Json, tensors: Sequence[Tensor]) -> Any:
-    """The state dict of a node.
+    """Return the state dict of a node.
 
     Raises:
-        DataCorruption: it is no node, or names a tensor that is not there.
+        DataCorruption: The node is not valid, or names a tensor that is not there.
     """
     try:
         return _value(node, tensors)
@@ -159,7 +159,7 @@ def _value(node: Json, tensors: Sequence[Tensor]) -> Any:
 def _sharded(
     local: Tensor, device: str, ranks: Json, names: Json, placements: Json, shape: Json, stride: Json
 ) -> DTensor:
-    """A DTensor on a mesh that equals the sender's, but has no process groups."""
+    """Return a DTensor on a mesh that equals the sender's, but has no process groups."""
     dims = None if names is None else tuple(names)
     mesh = DeviceMesh(device, torch.tensor(ranks, dtype=torch.int), mesh_dim_names=dims, _init_backend=False)
     meta = TensorMeta(torch.Size(shape), tuple(stride), local.dtype)
@@ -179,13 +179,13 @@ def _placement(node: Json) -> Placement:
 
 
 T = TypeVar("T")
-LINEAGE = "0" * 32  # torchft names a state by its step alone
+LINEAGE = "0" * 32  # of every state: torchft names a state by its step alone
 DTYPES = {str(d).removeprefix("torch."): d for d in vars(torch).values() if isinstance(d, torch.dtype)}
 
 
 @dataclass(frozen=True, slots=True)
 class _Metadata:
-    """What the other replicas are told, by torchft's manager: where to fetch, and the right to do so."""
+    """What torchft's manager passes to the other replicas: where to fetch, and the right to do so."""
 
     addresses: tuple[str, ...] = Field(min_length=1, max_length=64)
     token: str = Field(max_length=256)
@@ -200,9 +200,10 @@ class StateTransport(CheckpointTransport[T]):
     State dicts may hold tensors, DTensors, str, int, float, bool and None in lists, tuples and dicts.
 
     Args:
-        timeout, num_chunks: what HTTPTransport takes, so that its name can be exchanged for this one. They change
-            nothing: every call brings its own time limit, and how a state is cut follows from its size.
-        host: the address at which the others call; by default the one that leads to torchft's lighthouse.
+        timeout: Taken as HTTPTransport takes it, and not used: every call has its own time limit.
+        num_chunks: Taken as HTTPTransport takes it, and not used: the size of a state decides how it is cut.
+        host: The address at which the others call. Default: the one from which this machine reaches torchft's
+            lighthouse.
 
     Raises:
         InvalidArgument: ``timeout`` is not positive, or ``num_chunks`` is negative.
@@ -213,26 +214,34 @@ class StateTransport(CheckpointTransport[T]):
             raise InvalidArgument(f"timeout: got {timeout}; allowed: more than 0")
         if num_chunks < 0:
             raise InvalidArgument(f"num_chunks: got {num_chunks}; allowed: 0 or more")
-        self._shelf = InMemorySnapshots()
+        self._snapshots = InMemorySnapshots()
         self._token = secrets.token_hex(32)
-        self._server = StateServer(host or _own_host(), 0, self._shelf, self._token)
+        self._server = StateServer(host or _own_host(), 0, self._snapshots, self._token)
         self._offered: StateId | None = None
 
     def metadata(self) -> str:
-        """JSON with the addresses, and the token without which they give nothing."""
+        """Return JSON with the address of the state server, and the token that it demands."""
         return json.dumps({"addresses": [self._server.address], "token": self._token})
 
     def send_checkpoint(self, dst_ranks: list[int], step: int, state_dict: T, timeout: timedelta) -> None:
-        """Offer a copy of ``state_dict`` as that of ``step``, in place of the one before. Waits for nobody.
+        """Offer a copy of ``state_dict`` as the state of ``step``, in place of the one before.
+
+        Blocks for the copy, not for a reader. Needs memory for one state more.
+
+        Args:
+            dst_ranks: Not used: any replica with the token may fetch.
+            step: Names the state.
+            state_dict: May be changed after the call.
+            timeout: Not used.
 
         Raises:
-            InvalidArgument: there is something in it that cannot be sent.
+            InvalidArgument: A value in ``state_dict`` cannot be sent.
         """
         node, tensors = flatten(state_dict)
         places = _places(tensors)
         nbytes = sum(_padded(tensor) for tensor in tensors)
-        room = SnapshotBuffer(nbytes)
-        packed = torch.from_numpy(room.bytes)
+        buffer = SnapshotBuffer(nbytes)
+        packed = torch.from_numpy(buffer.bytes)
         for place, tensor in zip(places, tensors, strict=True):
             if place.nbytes:
                 packed[place.offset : place.offset + place.nbytes].copy_(_bytes(tensor))
@@ -241,22 +250,31 @@ class StateTransport(CheckpointTransport[T]):
             state, 0, 1, shard_manifest.fingerprint(places), nbytes, places, (), ({"tree": node},)
         )
         try:
-            self._shelf.put(shard_manifest.seal(header, room.memory), room)
+            self._snapshots.put(shard_manifest.seal(header, buffer.memory), buffer)
         except ValueError as error:
             raise InvalidArgument(f"the state dict has too much besides tensors: {error}") from error
         if self._offered is not None and self._offered != state:
-            self._shelf.drop(self._offered, 0)
+            self._snapshots.drop(self._offered, 0)
         self._offered = state
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> T:
-        """The state dict of ``step`` from whoever gave ``metadata``; its tensors share one piece of memory.
+        """Fetch the state dict of ``step`` from the replica that gave ``metadata``. Blocks.
+
+        Args:
+            src_rank: Not used: ``metadata`` says where to fetch.
+            metadata: From `metadata` of the sender.
+            step: The state to fetch; it may be offered only later.
+            timeout: How long to try.
+
+        Returns:
+            The state dict. Its tensors are on the CPU and share one piece of memory.
 
         Raises:
-            TimeoutError: it was not offered, or not received, in time.
-            ConnectionError: nobody could serve it.
-            DataCorruption: what was received is not what was sent.
+            TimeoutError: It was not offered, or not received, in time.
+            ConnectionError: Every address failed.
+            DataCorruption: What was received is not what was sent, or ``metadata`` is not valid.
         """
-        told = _told(metadata)
+        offer = _parsed(metadata)
         buffers: list[Tensor] = []
 
         def memory(manifest: ShardManifest) -> memoryview:
@@ -264,13 +282,13 @@ class StateTransport(CheckpointTransport[T]):
             return memoryview(cast(bytes, buffers[0].numpy()))
 
         state = StateId(0, step, LINEAGE)
-        donors = [Donor(i, address) for i, address in enumerate(told.addresses)]
+        donors = [Donor(i, address) for i, address in enumerate(offer.addresses)]
         failures: list[str] = []
         try:
             got = fetch(
                 donors,
                 FetchRequest(state, 0, lambda m: _check(m, state), memory),
-                told.token,
+                offer.token,
                 timeout.total_seconds(),
                 threading.Event(),
                 lambda donor, why: failures.append(f"{donor.address}: {why}"),
@@ -278,23 +296,23 @@ class StateTransport(CheckpointTransport[T]):
         except NotFetched as error:
             if len(failures) == len(donors):
                 raise ConnectionError(f"step {step} was not received: {'; '.join(failures)}") from error
-            raise TimeoutError(f"timed out: step {step} from {', '.join(told.addresses)}: {error}") from error
+            raise TimeoutError(f"timed out: step {step} from {', '.join(offer.addresses)}: {error}") from error
         return cast(T, unflatten(got.manifest.hyper[0]["tree"], _views(buffers[0], got.manifest.tensors)))
 
     def shutdown(self, wait: bool = True) -> None:
-        """Offer nothing any more."""
+        """Stop serving."""
         self._server.close()
 
 
 def _own_host() -> str:
-    """The address that leads to the lighthouse in torchft's variable; without one, that of this host's name."""
+    """Return the address of this host that TORCHFT_LIGHTHOUSE leads to, or else that of the host's name."""
     lighthouse = urlsplit(os.environ.get("TORCHFT_LIGHTHOUSE", ""))
     if lighthouse.hostname:
         return own_address(lighthouse.hostname, lighthouse.port or 0)
     return socket.gethostbyname(socket.gethostname())
 
 
-def _told(metadata: str) -> _Metadata:
+def _parsed(metadata: str) -> _Metadata:
     try:
         return _METADATA.validate_json(metadata)
     except ValidationError as error:
@@ -302,7 +320,7 @@ def _told(metadata: str) -> _Metadata:
 
 
 def _places(tensors: list[Tensor]) -> tuple[shard_manifest.PackedTensor, ...]:
-    """Where each tensor lies in the packed bytes."""
+    """Return where each tensor lies in the packed bytes."""
     places, offset = [], 0
     for index, tensor in enumerate(tensors):
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
@@ -318,7 +336,7 @@ def _padded(tensor: Tensor) -> int:
 
 
 def _views(buffer: Tensor, places: tuple[shard_manifest.PackedTensor, ...]) -> list[Tensor]:
-    """The tensors in ``buffer``, each by one call of torch: there may be thousands."""
+    """Return the tensors in ``buffer``, each by one call of torch: there may be thousands."""
     typed = {name: buffer.view(DTYPES[name]) for name in {place.dtype for place in places}}
     views = []
     for place in places:
@@ -336,7 +354,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _check(manifest: ShardManifest, state: StateId) -> None:
-    """A manifest that this class could have made, before anything is allocated."""
+    """Check that this class could have made the manifest, before anything is allocated."""
     if (manifest.state, manifest.rank, manifest.ranks) != (state, 0, 1):
         raise DataCorruption(f"manifest is of state {manifest.state}, wanted {state}")
     if manifest.nbytes % ALIGN or len(manifest.hyper) != 1 or set(manifest.hyper[0]) != {"tree"}:

@@ -1,9 +1,8 @@
-"""Bundle: the tensors of one call as flat buffers, each of which is one ring operation.
+"""The result of a collective, as torch.distributed expects it, and the bundles of tensors that a sum consists of.
 
-How a list is cut depends on sizes and types alone, which are the same on all ranks; what a rank copies depends on
-its own tensors: one that is contiguous, on the CPU and alone in its bundle is summed where it is.
-
-Work: what a collective of the group returns, as torch.distributed expects it.
+A list of tensors is cut into bundles, flat buffers that take one ring operation each. How it is cut depends on
+sizes and types alone, which are the same on all ranks. What a rank copies depends on its own tensors: one that is
+contiguous, on the CPU and alone in its bundle is summed where it is.
 """
 
 from __future__ import annotations
@@ -21,18 +20,18 @@ from torch.futures import Future
 
 from ft_hsdp.ftar import Work as RingWork
 
-ALONE = 2**20  # bytes up to which a copy costs less than an operation of its own, as measured
+BUNDLE_BYTES = 2**20  # smaller tensors share a bundle: measured, a copy costs less than an operation of its own
 
 
 @dataclass(frozen=True, slots=True)
 class TensorBundle:
-    """``tensors`` of one type, and the contiguous CPU tensor that holds all of their elements in order."""
+    """Tensors of one type that are summed in one ring operation."""
 
     tensors: tuple[Tensor, ...]
-    flat: Tensor
+    flat: Tensor  # contiguous, on the CPU: the elements of all tensors in order; may be the only tensor itself
 
-    def settle(self, divisor: int) -> None:
-        """Divide the sum by ``divisor``, and bring it to where the tensors are."""
+    def finish(self, divisor: int) -> None:
+        """Divide the sum by ``divisor``, and copy it to the tensors. Blocks until it is there."""
         if divisor != 1:
             self.flat.div_(divisor)
         if self.tensors[0] is self.flat:
@@ -45,10 +44,10 @@ class TensorBundle:
 
 
 def bundles(tensors: Sequence[Tensor]) -> list[TensorBundle]:
-    """``tensors`` as bundles: large ones alone, small ones of one type together, in the order of the list."""
+    """Cut ``tensors`` into bundles in their order: large ones alone, small ones of one type together."""
     groups: dict[object, list[Tensor]] = {}
     for i, tensor in enumerate(tensors):
-        groups.setdefault(i if tensor.nbytes >= ALONE else tensor.dtype, []).append(tensor)
+        groups.setdefault(i if tensor.nbytes >= BUNDLE_BYTES else tensor.dtype, []).append(tensor)
     return [TensorBundle(tuple(group), _flat(group)) for group in groups.values()]
 
 
@@ -59,14 +58,21 @@ def _flat(tensors: list[Tensor]) -> Tensor:
     return torch.cat([t.detach().reshape(-1).to("cpu") for t in tensors])
 
 
-Failed = Callable[[BaseException], RuntimeError]
+Failed = Callable[[BaseException], RuntimeError]  # takes an error of the group, returns the one to raise
 
 
 class SumWork(Work):
-    """The sums of ``bundles``, one ring operation each, in order; ``divisor`` is 1 or the number of ranks.
+    """The sums of ``bundles``, one ring operation each, in order.
 
-    ``failed`` is told of an error, once, and says what to raise. The last copy and the division are done on the
-    ring's thread, and so is what a user chains to the future: it must not wait for another sum.
+    The division and the copy back run on the ring's thread. So does what a user chains to the future: it must not
+    wait for another sum.
+
+    Args:
+        tensors: All tensors of the bundles, in the caller's order: the result of the future.
+        bundles: From `bundles`.
+        works: The ring operation of each bundle.
+        divisor: 1, or the number of ranks for an average.
+        failed: Called with an error once.
     """
 
     def __init__(
@@ -85,24 +91,24 @@ class SumWork(Work):
         self._failed = failed
         self._error: RuntimeError | None = None
         begin: Future[None] = Future()
-        # Only an error that is raised in a continuation is one for C++ too, where DDP's reducer waits.
-        self._future = begin.then(self._settle)
+        # DDP's reducer waits in C++, which sees only errors that are raised in a continuation.
+        self._future = begin.then(self._finish)
         works[-1].add_done_callback(lambda _: begin.set_result(None))
 
-    def _settle(self, _: Future[None]) -> list[Tensor]:
+    def _finish(self, _: Future[None]) -> list[Tensor]:
         error = next((e for work in self._works if (e := work.exception()) is not None), None)
         if error is not None:
             self._error = self._failed(error)
             raise self._error
         for bundle in self._bundles:
-            bundle.settle(self._divisor)
+            bundle.finish(self._divisor)
         return self._tensors
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """True when the tensors hold the sums.
+        """Block until the tensors hold the sums, and return True.
 
         Raises:
-            RuntimeError: there are none, and will not be; after ``timeout`` the group is given up.
+            RuntimeError: The sum failed; or ``timeout`` passed, and the quorum was ended for it.
         """
         seconds = timeout.total_seconds() if timeout else None
         if futures.wait(self._works, seconds).not_done:
@@ -114,24 +120,24 @@ class SumWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether it ended, well or not."""
+        """Return whether the sum has ended, with or without an error."""
         return self._future.done()
 
     def get_future(self) -> Future[Any]:
-        """The tensors, or the error."""
+        """Return the future of the tensors."""
         return self._future
 
     def synchronize(self) -> None:
-        """The same as `wait`."""
+        """Block as `wait` does."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """The same as `wait`: the sum comes over the host."""
+        """Block as `wait` does: the sum is made on the host."""
         self.wait()
 
 
-class PlainWork(Work):
-    """A collective of the plain backend, whose error counts as one of the group."""
+class GlooWork(Work):
+    """A collective of gloo. Its error ends the quorum, as one of a sum does."""
 
     def __init__(self, work: Work, failed: Failed) -> None:
         super().__init__()
@@ -139,10 +145,10 @@ class PlainWork(Work):
         self._failed = failed
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """True when it is done.
+        """Block until the collective is done, and return True.
 
         Raises:
-            RuntimeError: it failed.
+            RuntimeError: It failed, or ``timeout`` passed.
         """
         try:
             return self._work.wait(timeout) if timeout else self._work.wait()
@@ -150,11 +156,11 @@ class PlainWork(Work):
             raise self._failed(error) from error
 
     def is_completed(self) -> bool:
-        """Whether it ended, well or not."""
+        """Return whether the collective has ended, with or without an error."""
         return self._work.is_completed()
 
     def get_future(self) -> Future[Any]:
-        """Gloo's own future; where it has none (point to point, reduce-scatter), one that was waited for."""
+        """Return gloo's future. Where it has none (send, recv, reduce-scatter), block and return a done one."""
         try:
             future: Future[Any] = self._work.get_future()
         except RuntimeError:
@@ -162,19 +168,19 @@ class PlainWork(Work):
             future = Future()
             future.set_result(None)
         else:
-            future.add_done_callback(self._look)
+            future.add_done_callback(self._observe)
         return future
 
-    def _look(self, future: Future[Any]) -> None:
+    def _observe(self, future: Future[Any]) -> None:
         try:
             future.wait()
         except RuntimeError as error:
             self._failed(error)
 
     def synchronize(self) -> None:
-        """The same as `wait`."""
+        """Block as `wait` does."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """The same as `wait`: gloo works on the host."""
+        """Block as `wait` does: gloo works on the host."""
         self.wait()

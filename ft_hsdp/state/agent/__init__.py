@@ -1,1 +1,33 @@
-"""agent."""
+"""The state agent: a process on each host that keeps the snapshots of a replica's ranks when the ranks die.
+
+A rank connects to the agent of its replica over a Unix socket. The agent allocates shared memory, and the rank
+writes its snapshots into it; only orders travel over the socket. When the rank dies, the next incarnation lists
+what is there and reads it back. Other replicas fetch the same snapshots over HTTP from the agent, so that a
+fetch costs the trainer nothing (GEMINI §5.1, FT-HSDP §4.4).
+
+The life of a snapshot:
+
+    stage           the rank gets a slot to write into; a slot that nobody reads and that is not needed is reused
+    staged          all bytes are written; the rank's mapping becomes read-only, the agent keeps the manifest
+    mark_settled    all ranks of the replica have staged the state; older snapshots may be overwritten
+    acquire, borrow the rank, or another replica, reads it; its checksums are compared first
+
+Read the modules in this order:
+
+- `slots`: which slot is written next and which snapshots are kept. Pure.
+- `store`: `SnapshotStore`: slots, memory and checksums of all ranks of the host.
+- `messages`: the orders and answers on the socket.
+- `client`: `StateAgent`, a rank's end of the socket.
+- `server`: the agent's end, and the process itself.
+- `launcher`: starts an agent, and replaces one that no longer answers.
+
+`server` and `client` must not import torch, because the agent starts in a fraction of a second without it;
+`pyproject.toml` enforces that. The agent outlives the ranks, so it may be older than the ranks that call it:
+the tags and fields of `messages` do not change.
+
+Example:
+
+    agent = StateAgent.connect(token, replica=0, rank=0, ranks=1, nbytes=layout.nbytes, deadline_s=10.0)
+    newest = agent.list()[0].state
+    memory, header = agent.acquire(newest)
+"""

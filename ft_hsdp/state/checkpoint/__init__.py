@@ -1,1 +1,29 @@
-"""checkpoint."""
+"""Durable checkpoints: the ranks of one replica write a snapshot to a shared folder, and any job size loads it.
+
+A checkpoint is a folder ``step-STEP-epoch-EPOCH-INCARNATION`` with DCP's files and a signed manifest. It is
+written as a draft under another name, fsynced, and renamed, so a crash leaves a whole checkpoint or none. A
+reader verifies the signature and every byte before it writes a tensor, and skips what is torn. Nothing is
+unpickled.
+
+Read the modules in this order:
+
+- `checkpoint_manifest`: what a checkpoint is made of; its canonical encoding, digest and signature.
+- `catalog`: finds, verifies and removes the checkpoints in a folder.
+- `dcp`: tensors to and from the files of torch.distributed.checkpoint, without its pickled collectives.
+- `writer`: `Checkpointer`: the thread that writes and publishes.
+- `load`: `resume`: the newest valid checkpoint into the live tensors.
+
+Writing goes this way, on a thread beside training, as a collective of the replica's ranks:
+
+    Checkpointer.write -> dcp.views -> dcp.save -> Draft.written_by (hashes) -> Draft.publish -> catalog.retire
+
+`ft_hsdp.core.checkpoint` decides which replica writes which step, and `ft_hsdp.train.checkpointing` calls this
+package. It must not import `ft_hsdp.state.agent`: a checkpoint has to be readable where no agent runs, as in
+`ft_hsdp.launch.export`.
+
+Example:
+
+    checkpointer = Checkpointer(folder, keep, key, about, layout, params, optim, ranks)
+    outcome = checkpointer.write(buffer, Header(state, ledger, hyper)).result()   # Published, or why not
+    resumed = resume(folder, config_hash, params, optim, ranks, key)
+"""

@@ -1,1 +1,28 @@
-"""transfer."""
+"""The transfer of a state between replicas: a rank that is behind fetches its shard from others (FT-HSDP §4.4).
+
+A state server runs in the state agent of each host. It serves the packed bytes of a shard and their manifest
+over HTTP. A rank that is behind asks the servers of the same rank in all healthy replicas, demands that a
+majority of their manifests have one digest, and fetches the chunks from all of these at once. Each chunk is
+compared with its checksum before the state is used.
+
+Read the modules in this order:
+
+- `shard_manifest`: the manifest of a packed shard (tensors, ledger, checksums, digest), its encoding and checks.
+- `source`: `SnapshotSource`, where a server finds snapshots, and one in this process's memory.
+- `server`: `StateServer`: HTTP on threads of its own, by sendfile; limits against slow and malicious readers.
+- `http`: `DonorConnection`: the reader's end of one connection.
+- `fetch`: `fetch`: the vote on the manifest, the striping over donors, the verification.
+
+A fetch goes this way:
+
+    fetch -> DonorConnection.ask -> StateServer -> SnapshotSource.borrow -> sendfile -> DonorConnection.read_into
+
+Connections prove the job's token (`ft_hsdp.handshake`) and are encrypted between hosts
+(`ft_hsdp.record_layer`). This package must not import torch, because the state agent uses it.
+
+Example: fetch a shard that this rank's own model describes:
+
+    expected = ExpectedShard(state, rank, ranks, layout.fingerprint, layout.nbytes)
+    request = FetchRequest.exactly(expected, memory)
+    shard = fetch(donors, request, token, deadline_s=30.0, cancel=threading.Event(), rejected=report)
+"""
