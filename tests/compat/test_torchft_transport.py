@@ -235,7 +235,7 @@ def test_gone(transport: StateTransport[Any]) -> None:
 
 def test_a_flipped_bit_is_noticed(transport: StateTransport[Any]) -> None:
     transport.send_checkpoint([1], 1, {"w": torch.ones(1000)}, SOON)
-    ((_, room),) = transport._shelf._held.values()
+    ((_, room),) = transport._snapshots._held.values()
     room.bytes[77] ^= 1
     with pytest.raises(ConnectionError, match="wrong checksum"):
         transport.recv_checkpoint(0, transport.metadata(), 1, SOON)
@@ -254,7 +254,7 @@ def test_a_flipped_bit_is_noticed(transport: StateTransport[Any]) -> None:
 )
 def test_a_donor_that_lies_is_not_believed(lie: dict[str, Any], transport: StateTransport[Any]) -> None:
     transport.send_checkpoint([1], 1, {"w": torch.ones(1)}, SOON)
-    ((served, room),) = transport._shelf._held.values()
+    ((served, room),) = transport._snapshots._held.values()
     honest = shard_manifest.decode(served.manifest)
     tensor = replace(honest.tensors[0], **{k: v for k, v in lie.items() if k != "hyper"})
     tensors = (tensor,)

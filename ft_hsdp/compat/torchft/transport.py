@@ -300,7 +300,7 @@ class StateTransport(CheckpointTransport[T]):
         return cast(T, unflatten(got.manifest.hyper[0]["tree"], _views(buffers[0], got.manifest.tensors)))
 
     def shutdown(self, wait: bool = True) -> None:
-        """Stop serving."""
+        """Stop serving; nothing can be fetched afterwards."""
         self._server.close()
 
 

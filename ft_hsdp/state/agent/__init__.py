@@ -7,7 +7,7 @@ fetch costs the trainer nothing (GEMINI §5.1, FT-HSDP §4.4).
 
 The life of a snapshot:
 
-    stage           the rank gets a slot to write into; a slot that nobody reads and that is not needed is reused
+    stage           the rank gets a slot to write into; one that is not read and not needed is reused
     staged          all bytes are written; the rank's mapping becomes read-only, the agent keeps the manifest
     mark_settled    all ranks of the replica have staged the state; older snapshots may be overwritten
     acquire, borrow the rank, or another replica, reads it; its checksums are compared first

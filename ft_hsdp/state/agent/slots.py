@@ -154,7 +154,7 @@ class SnapshotSlots:
         self._pin = state, until
 
     def unpin(self) -> None:
-        """Remove the pin."""
+        """Remove the pin, if there is one."""
         self._pin = None
 
     def pinned(self, now: float) -> StateId | None:
