@@ -38,9 +38,9 @@ class QuorumRequest:
     state: tuple[str, ...]  # "host:port" of each rank's state listener
     config_hash: str  # hash of the rules on which all replicas of a job agree
     layout: str  # hash of the layouts of all ranks' shards: names, shapes and order of the tensors
-    # what the bits of a sum depend on besides its operands: build, instruction set or GPU, threads
+    # What the bits of a sum depend on besides its operands: build, instruction set or GPU, threads.
     numerics: str = ""
-    # what `config_hash` is over, by dotted key, to name a difference; empty after the first grant
+    # What `config_hash` is over, by dotted key, to name a difference; empty after the first grant.
     rules: dict[str, str] = field(default_factory=dict)
 
 
@@ -59,7 +59,7 @@ class ProcessReport:
     exited: tuple[str, ...] = ()  # incarnations that have exited
     lost: tuple[int, ...] = ()  # replicas that the supervisor has given up
     owner: str = ""  # name of the supervisor; "": a rank that reports for itself
-    # replicas that `owner` wants to run alone, each with the number of its last lease (0: none)
+    # Replicas that `owner` wants to run alone, each with the number of its last lease (0: none).
     leases: dict[int, int] = field(default_factory=dict)
 
 
@@ -82,9 +82,9 @@ class SupervisorReply:
     finished: bool  # whether every replica has the final state
     halted: str = ""  # why the job cannot go on; "": it can
     drained: tuple[int, ...] = ()  # replicas that are to leave, and must not be started
-    # replicas that the supervisor may start, each with the number of its lease
+    # Replicas that the supervisor may start, each with the number of its lease.
     leases: dict[int, int] = field(default_factory=dict)
-    # replicas that it must not start, each with the supervisor that may
+    # Replicas that it must not start, each with the supervisor that may.
     rivals: dict[int, str] = field(default_factory=dict)
     lease_s: float = 0.0  # how long the leases last from the report on, in seconds
 
@@ -178,7 +178,7 @@ class Settled:
     """From a leader to its ranks: which snapshots may be dropped."""
 
     state: StateId  # the base of the step that was voted on, or what was fetched
-    # all ranks have a copy, so older ones may go; otherwise the newest copy that all have must stay
+    # All ranks have a copy, so older ones may go; otherwise the newest copy that all have must stay.
     everywhere: bool
 
 
@@ -221,7 +221,7 @@ class StoreCall:
     keys: tuple[str, ...] = ()
     values: tuple[str, ...] = ()  # base64
     amount: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0  # what "add" adds
-    # how long keys may take to appear, in seconds
+    # How long keys may take to appear, in seconds.
     wait_s: Annotated[float, Field(ge=0, le=1e9, allow_inf_nan=False)] = 0.0
 
 

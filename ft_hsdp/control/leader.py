@@ -53,12 +53,12 @@ class LeaderSettings:
     answer_wait_s: float  # longest wait for an answer before the step goes on without it
     join_timeout_s: float | None  # a first start exits if it has not joined by then; None, for a restart: never
     token_timeout_s: float  # longest wait for the token, and for the ranks to leave a ring
-    # how long a step may wait for this replica's fetch, so that it is equal from the next step
+    # How long a step may wait for this replica's fetch, so that it is equal from the next step.
     catchup_wait_s: float = 0.0
     reach_s: float = 10.0  # how long the lighthouse is looked for before an event says so
     leave_s: float = 2.0  # how long a replica that leaves waits for the others to form a ring without it
     write_s: float = 1200.0  # longest time for a checkpoint
-    # pause after a failed checkpoint until it is tried again, if no replica has written one
+    # Pause after a failed checkpoint until it is tried again, if no replica has written one.
     write_again_s: float = 60.0
 
 

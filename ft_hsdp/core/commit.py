@@ -58,7 +58,7 @@ class CommitRecord:
     lr_scale: float = 1.0  # factor on the learning rate for a step with fewer contributors (FT-HSDP §6.2)
     chunk_bytes: int = 0  # size of a chunk, which with `ring` fixes the order of addition
     poisoned: tuple[int, ...] = ()  # contributors whose gradient is not finite
-    # batches (data shard, index) that the step goes without: not finite in an earlier attempt
+    # Batches (data shard, index) that the step goes without: not finite in an earlier attempt.
     spoiled: tuple[tuple[int, int], ...] = ()
     retries: int = 0  # a spoiled batch that was left out of so many steps is given up
 

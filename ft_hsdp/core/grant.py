@@ -36,7 +36,7 @@ class Grant:
     members: tuple[Member, ...]  # in ring order
     total: int  # replicas of the job
     reason: str = field(compare=False)  # why this membership was formed, for the journal
-    # attempts that are known never to be committed, so a record of them may be dropped
+    # Attempts that are known never to be committed, so a record of them may be dropped.
     void: tuple[AttemptId, ...] = ()
     mac: str = ""  # authenticates the grant when one member shows it to another (`protocol.sign`)
 
@@ -76,7 +76,7 @@ class Report:
     max_term: int = 0  # the highest term that it heard of
     prepared: CommitRecord | None = None  # a record that it holds without knowing the verdict
     void: AttemptId | None = None  # an attempt for which it never votes yes
-    # a state that is committed, or that it voted to commit, and whose base it does not hold
+    # A state that is committed, or that it voted to commit, and whose base it does not hold.
     doubt: StateId | None = None
     equal: tuple[int, ...] = ()  # replicas that hold `state`, by the last commit token
     leaving: tuple[int, ...] = ()  # replicas that leave after it, by the last commit token

@@ -29,10 +29,10 @@ class Ledger:
     """
 
     cursors: tuple[int, ...]  # for each data shard, one more than its highest batch that was trained
-    # batches (data shard, index) below the cursors that were not trained, sorted; they are assigned first
+    # Batches (data shard, index) below the cursors that were not trained, sorted; they are assigned first.
     holes: tuple[tuple[int, int], ...] = ()
     takers: tuple[int, ...] = ()  # contributors of the step that led here, sorted; `BatchAssigner` puts them first
-    # (data shard, index, times), sorted: batches left out so many times because their gradients were not finite
+    # (data shard, index, times), sorted: batches left out so many times because their gradients were not finite.
     spoilt: tuple[tuple[int, int, int], ...] = ()
 
     def __post_init__(self) -> None:

@@ -76,7 +76,7 @@ class Bounds:
     breaks: int = 0  # links that break although both ends live
     lapses: int = 0  # answers of the lighthouse that come too late
     late_tokens: bool = False  # a token outlives its ring
-    # batches are taken from the replicated ledger; False: each replica counts its own
+    # Batches are taken from the replicated ledger; False: each replica counts its own.
     replicated_cursors: bool = True
     recovery: bool = False  # a replica that is restarted may find one of its two newest states
     flips: int = 0  # states that change silently in their replica's memory
