@@ -1,1 +1,24 @@
-"""Figures of the all-reduce beside its anchors, taken in one run. The command line is `launcher.py bench`."""
+"""The benches: `launcher.py bench NAME` measures one part of the product beside others that do the same.
+
+Every figure is taken beside its contenders in one run, in turns (ABAB), because a figure alone depends on the
+machine and on what else runs there. A bench prints tables and the goals, and returns a result that is ready for
+JSON.
+
+Read in this order:
+
+- `command`: the benches by name, from the command line to a result;
+- `options`, `results`, `goals`, `tables`: what all benches share: sizes, medians and intervals, goals, output;
+- `scope`: how a bench starts its processes, waits for them, and ends them;
+- `workers`, `contenders`: processes that all-reduce on command, and what each of them all-reduces with;
+- one module or package for each bench: `allreduce` (bench ftar), `quorum_rounds` with `quorum_client` (bench
+  quorum), `state_fetch` (bench fetch), `recovery`, `overhead` with `hsdp`, `strangers` with `flood`, `encrypted`
+  (bench tls), `driver`.
+
+Only `contenders` may import torchft (an import contract holds this), and no part of the product imports this
+package except `ft_hsdp.launch.cli`, which runs it.
+
+Example:
+    from ft_hsdp.bench.recovery.report import parse, run, show
+    result = run(parse("kill", kills=20, rounds=5, sizes=None), sys.stderr)
+    show(result, sys.stdout)
+"""

@@ -43,21 +43,21 @@ def run(rounds: int, stream: TextIO, scene: RecoveryScene = SCENE, steps: int = 
     took: dict[str, list[float]] = {"sink": [], "job": []}
     calls: dict[str, int] = {"sink": 0, "job": 0}
     refused = 0
-    with JobUnderTest(scene) as herd, _sink() as sink:
-        herd.whole()
-        targets = listeners(herd)
+    with JobUnderTest(scene) as job, _sink() as sink:
+        job.whole()
+        targets = listeners(job)
         where = {"sink": [sink] * len(targets), "job": list(targets)}
-        _window(herd, where["job"], steps)  # what is made once, such as a first snapshot, does not count
-        before, epoch = _memory(herd), herd.rows[0][-1]["epoch"]
+        _window(job, where["job"], steps)  # what is made once, such as a first snapshot, does not count
+        before, epoch = _memory(job), job.rows[0][-1]["epoch"]
         for number in range(rounds):
             for name in ("job", "sink") if number % 2 else ("sink", "job"):
-                seconds, flood = _window(herd, where[name], steps)
+                seconds, flood = _window(job, where[name], steps)
                 took[name] += seconds
                 calls[name] += flood.sent
                 refused += flood.refused if name == "job" else 0
             log.say(f"round {number + 1} of {rounds}: {1e3 * took['job'][-1]:.4g} ms for a step")
-        herd.whole()
-        after, broken = _memory(herd), len({row["epoch"] for row in herd.rows[0]} - set(range(epoch + 1)))
+        job.whole()
+        after, broken = _memory(job), len({row["epoch"] for row in job.rows[0]} - set(range(epoch + 1)))
     grown = {pid: after[pid] - before[pid] for pid in before.keys() & after.keys()}
     result["strangers"] = [
         {
@@ -106,12 +106,12 @@ def show(result: Mapping[str, Any], stream: TextIO) -> None:
     tables.end_tables(result, verdicts(result["strangers"]), console)
 
 
-def listeners(herd: JobUnderTest) -> dict[str, str]:
+def listeners(job: JobUnderTest) -> dict[str, str]:
     """Where the job listens, and what kind each is. Torch's own listeners know no handshake and are left out; a
     replica's hub and store listen only until its ranks are there."""
-    lighthouse = read_json(herd.run.lighthouse)["url"].rpartition("/")[2]
+    lighthouse = read_json(job.run.lighthouse)["url"].rpartition("/")[2]
     found = {lighthouse: LIGHTHOUSE}
-    for process in processes(herd):
+    for process in processes(job):
         agent = any("ft_hsdp.state.agent.server" in word for word in process.cmdline())
         for c in process.net_connections("tcp"):
             where = join(c.laddr.ip, c.laddr.port) if c.status == psutil.CONN_LISTEN else ""
@@ -133,15 +133,15 @@ def _greets(where: str) -> bool:
         return False
 
 
-def _window(herd: JobUnderTest, targets: list[str], steps: int) -> tuple[list[float], Flood]:
+def _window(job: JobUnderTest, targets: list[str], steps: int) -> tuple[list[float], Flood]:
     """Seconds of each of the next steps of replica 0 while strangers call."""
     with Flood(targets) as flood:
-        return herd.window(steps), flood
+        return job.window(steps), flood
 
 
-def _memory(herd: JobUnderTest) -> dict[int, int]:
+def _memory(job: JobUnderTest) -> dict[int, int]:
     """Bytes that each process has for itself; the snapshots, which processes share, do not count."""
-    return {process.pid: process.memory_info().rss - process.memory_info().shared for process in processes(herd)}
+    return {process.pid: process.memory_info().rss - process.memory_info().shared for process in processes(job)}
 
 
 @contextmanager

@@ -131,23 +131,23 @@ def ray(turns: int, log: ProgressLog, scene: RecoveryScene = SCENE, steps: int =
 
 def under_up(scene: RecoveryScene, steps: int) -> float:
     """As `launcher.py up` runs it."""
-    with JobUnderTest(scene) as herd:
-        return _watch(herd, steps)
+    with JobUnderTest(scene) as job:
+        return _watch(job, steps)
 
 
 def under_ray(scene: RecoveryScene, steps: int) -> float:
     """As `launcher.py submit` runs it."""
     with ExitStack() as stack:
         cluster = stack.enter_context(BenchCluster())
-        herd = stack.enter_context(JobUnderTest(scene, (JOB, cluster.address), cluster.env))
-        return _watch(herd, steps)
+        job = stack.enter_context(JobUnderTest(scene, (JOB, cluster.address), cluster.env))
+        return _watch(job, steps)
 
 
-def _watch(herd: JobUnderTest, steps: int) -> float:
-    herd.whole()
-    begin = {replica: len(rows) for replica, rows in herd.rows.items()}
-    herd.until(lambda: all(len(rows) >= begin[n] + steps for n, rows in herd.rows.items()), f"{steps} steps")
-    return fault_free_step([row for n, rows in herd.rows.items() for row in rows[begin[n] :]])
+def _watch(job: JobUnderTest, steps: int) -> float:
+    job.whole()
+    begin = {replica: len(rows) for replica, rows in job.rows.items()}
+    job.until(lambda: all(len(rows) >= begin[n] + steps for n, rows in job.rows.items()), f"{steps} steps")
+    return fault_free_step([row for n, rows in job.rows.items() for row in rows[begin[n] :]])
 
 
 CONTENDERS: Mapping[str, Turn] = {"up": under_up, "ray": under_ray}

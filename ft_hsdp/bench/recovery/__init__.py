@@ -1,1 +1,17 @@
-"""`bench recovery`: what a lost replica costs the others, and how soon it is back."""
+"""`bench recovery`: what a lost replica costs the others, and how soon it is back.
+
+Real jobs train, ranks get SIGKILL or SIGSTOP at random moments, and the figures are read off the logs afterwards:
+failures and starts by `ft_hsdp.analysis`, as for summary.json, and what each survivor waited for by `analysis`.
+
+Read in this order:
+
+- `report`: options, goals, tables, and which measures run;
+- `scene`, `trainee`, `job`: what is trained, and the process that runs the job;
+- `job_under_test`, `torchft_under_test`: a running job of each contender, and the hunt for its ranks;
+- `analysis`: from logs to stalls and returns (pure);
+- `kills`, `returns`: what a kill costs the survivors; how the victim comes back, warm, cold, and with torchft;
+- `readers`: steps beside slow and hostile readers of state;
+- `local`, `local_rank`: a state from the memory of its host beside one from a file.
+
+`scene` and this package import neither torch nor anything else that takes time to import.
+"""

@@ -147,24 +147,24 @@ def readers(
     """
     took: dict[str, list[float]] = {"without": [], "with": []}
     seen: Counter[str] = Counter()
-    with JobUnderTest(scene) as herd:
-        herd.whole()
+    with JobUnderTest(scene) as job:
+        job.whole()
         victim = scene.replicas - 1
-        herd.after(herd.kill(victim, 0))  # so that a replica fetches a state
-        herd.whole()
-        servers = _servers(herd)
+        job.after(job.kill(victim, 0))  # so that a replica fetches a state
+        job.whole()
+        servers = _servers(job)
         if not servers:
             log.note("readers are left out: nobody serves a state")
             return []
-        token = herd.run.token.read_text().strip()
-        wanted = _worth_reading(herd)
+        token = job.run.token.read_text().strip()
+        wanted = _worth_reading(job)
         for number in range(rounds):
             for name in ("with", "without") if number % 2 else ("without", "with"):
                 if name == "without":
-                    took[name] += herd.window(steps)
+                    took[name] += job.window(steps)
                     continue
                 with Crowd(servers, token, wanted) as crowd:
-                    took[name] += herd.window(steps)
+                    took[name] += job.window(steps)
                 seen += crowd.seen
     found = {name: spread(seconds) for name, seconds in took.items()}
     log.say(f"readers: a step takes {found['with']['p50_ms']:.4g} ms, {found['without']['p50_ms']:.4g} without")
@@ -183,34 +183,34 @@ def readers(
     ]
 
 
-def _worth_reading(herd: JobUnderTest) -> Callable[[], str]:
+def _worth_reading(job: JobUnderTest) -> Callable[[], str]:
     """Paths of states that may be served: what was fetched last, and the newest ones."""
-    fetched = [e["step"] for e in events_of(herd.run) if e["event"] == "FetchStarted"]
-    base = [row for row in herd.rows[0] if row["step"] in fetched[-1:]]
+    fetched = [e["step"] for e in events_of(job.run) if e["event"] == "FetchStarted"]
+    base = [row for row in job.rows[0] if row["step"] in fetched[-1:]]
     chance = random.Random(0)
 
     def path() -> str:
-        row = chance.choice([*base, *herd.rows[0][-3:]])
+        row = chance.choice([*base, *job.rows[0][-3:]])
         return f"/v1/state/{row['epoch']}/{row['step']}/{row['lineage']}/0/data"
 
     return path
 
 
-def _servers(herd: JobUnderTest) -> list[str]:
+def _servers(job: JobUnderTest) -> list[str]:
     """Where states are served, seen from outside: who lets in a reader that knows the token."""
-    token = herd.run.token.read_text().strip()
+    token = job.run.token.read_text().strip()
     listening = {
         join(c.laddr.ip, c.laddr.port)
-        for process in processes(herd)
+        for process in processes(job)
         for c in process.net_connections("tcp")
         if c.status == psutil.CONN_LISTEN
     }
     return [where for where in sorted(listening) if _lets_in(where, token)]
 
 
-def processes(herd: JobUnderTest) -> list[psutil.Process]:
+def processes(job: JobUnderTest) -> list[psutil.Process]:
     """All of a job but its supervisor: lighthouse, fork server, ranks, state agents."""
-    below = psutil.Process(read_json(herd.run.supervisor)["pid"]).children(recursive=True)
+    below = psutil.Process(read_json(job.run.supervisor)["pid"]).children(recursive=True)
     return below + [process for process in psutil.process_iter() if _outlives(process, below)]
 
 
