@@ -44,9 +44,8 @@ class StateAgent:
     def __init__(self, connection: _AgentSocket, address: str, nbytes: int, deadline_s: float) -> None:
         self.address = address  # "host:port" at which the agent serves snapshots over HTTP
         self.busy = ""  # why the last `stage` got no slot
-        self.damaged: list[
-            messages.Damage
-        ] = []  # snapshots that the agent dropped as damaged; the caller clears it
+        # Snapshots that the agent dropped as damaged; the caller clears the list.
+        self.damaged: list[messages.Damage] = []
         self._nbytes = nbytes
         self.deadline_s = deadline_s  # of each call; may be changed
         self._lock = threading.Lock()  # held for one order and its answer
