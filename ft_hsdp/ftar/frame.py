@@ -39,7 +39,7 @@ class Entry:
     shard: int  # shard of the data that its batch came from
     index: int  # index of the batch in that shard
     loss: float
-    poisoned: bool = False  # its gradient is not finite
+    poisoned: bool = False  # its gradient, or the squares of it, are not finite
 
     def pack(self) -> bytes:
         """Return the 24 bytes of this entry on the wire."""
