@@ -387,10 +387,14 @@ def api() -> str:
             continue
         target = ft_hsdp._PUBLIC[name]
         value = getattr(importlib.import_module(target[0]), target[1])
-        kind = "autoclass" if inspect.isclass(value) else "autofunction"
-        members = "   :members:\n" if kind == "autoclass" and name != "Config" else ""
-        hide = "   :exclude-members: model_config, model_post_init\n   :no-index:\n" if name == "Config" else ""
-        parts += [f"## ft_hsdp.{name}", f"```{{eval-rst}}\n.. {kind}:: {'.'.join(target)}\n{members}{hide}```"]
+        parts.append(f"## ft_hsdp.{name}")
+        if name == "Config":  # pydantic's own members would hide the keys
+            parts.append(f"{first_sentence(value.__doc__)} [Its keys](configuration.md).")
+            continue
+        error = inspect.isclass(value) and issubclass(value, Exception)
+        kind = "autoexception" if error else "autoclass" if inspect.isclass(value) else "autofunction"
+        members = "   :members:\n" if kind == "autoclass" else ""
+        parts.append(f"```{{eval-rst}}\n.. {kind}:: {'.'.join(target)}\n{members}```")
     parts += [
         "## The all-reduce alone",
         "[ftar.md](../ftar.md) shows it in use.",
