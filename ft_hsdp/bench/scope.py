@@ -18,7 +18,6 @@ from ft_hsdp.launch.backend.processes import environment, last_line, tied
 from ft_hsdp.launch.run.directory import read_json
 
 START_S = 60.0  # longest time until a server listens
-Within = Callable[[list[str]], list[str]]
 
 
 class Scope(ABC):
@@ -70,7 +69,12 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
 
 
 def spawn_worker(
-    stack: ExitStack, name: str, module: str, arguments: Sequence[str], log: Path, within: Within | None = None
+    stack: ExitStack,
+    name: str,
+    module: str,
+    arguments: Sequence[str],
+    log: Path,
+    within: Callable[..., list[str]] | None = None,
 ) -> WorkerLink:
     """Start a module that takes orders over a socket, whose number is its first argument.
 
@@ -80,12 +84,12 @@ def spawn_worker(
         module: what is run.
         arguments: after the socket.
         log: what it writes to.
-        within: makes the command that runs the given one in a network namespace.
+        within: returns the command that runs the given words in a network namespace.
     """
     ours, theirs = socket.socketpair()
     with theirs:
         command = tied(module, str(theirs.fileno()), *arguments)
-        spawn(stack, within(command) if within else command, log, pass_fds=(theirs.fileno(),))
+        spawn(stack, within(*command) if within else command, log, pass_fds=(theirs.fileno(),))
     link = WorkerLink(name, ours, log)
     stack.callback(link.close)
     return link

@@ -127,7 +127,7 @@ def start(
                 scene.waiting,
             )
             log = folder / f"{name.replace(' ', '-')}-{replica}-{rank}.log"
-            within = partial(_inside, place, place.replicas[replica])
+            within = partial(place.inside, place.replicas[replica])
             worker = f"{name} replica {replica} rank {rank}"
             links.append(spawn_worker(stack, worker, WORKER, [json.dumps(asdict(seat))], log, within))
     return Crew(name, links)
@@ -149,7 +149,3 @@ def _agent(replica: int, host: str, run: RunDir, place: CrewPlace, stack: ExitSt
     log = run.path.parent / f"agent-{replica}.log"
     token = run.token.read_text().strip()
     spawn(stack, place.inside(place.replicas[replica], *command), log, {TOKEN_VARIABLE: token})
-
-
-def _inside(place: CrewPlace, space: str, command: list[str]) -> list[str]:
-    return place.inside(space, *command)
