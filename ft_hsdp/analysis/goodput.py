@@ -119,13 +119,12 @@ class Goodput:
     def __init__(self) -> None:
         self.steps = StepTimes()
         self.commits = 0
-        self.failures = 0
+        self.failed = False  # whether an incarnation has failed
         self._missing = 0.0  # lost by absent contributors, at the usual step of that time
         self._share_again = 0.0  # sum of contributors / total of repeated steps
         self._highest = 0
         self._lost: dict[str, float] = dict.fromkeys(CAUSES, 0.0)
         self._usual: dict[str, float] = {}  # exposed waits of a usual step, in seconds
-        self._seen: list[str] = []  # incarnations whose end was counted
         self._marks: dict[str, float] = {}  # what happened since the last commit, and when first
 
     def event(self, row: Mapping[str, Any]) -> None:
@@ -138,10 +137,7 @@ class Goodput:
             else:
                 self._marks.setdefault(mark, t)
         if name == "ReplicaExited" and row.get("kind") not in MEANT:
-            who = str(row.get("incarnation"))
-            if who not in self._seen:
-                self._seen = [*self._seen[-63:], who]
-                self.failures += 1
+            self.failed = True
 
     def commit(self, row: Mapping[str, Any]) -> tuple[float, float]:
         """Take a commit; return its useful seconds of all replicas, and the seconds since the commit before."""
@@ -196,7 +192,7 @@ class Goodput:
         by_failures = sum(lost[cause] for cause in BY_FAILURES)
         return {
             "wall_clock": min(1.0, trained / wall),
-            "renewal": trained / (trained + by_failures) if self.failures and trained else None,
+            "renewal": trained / (trained + by_failures) if self.failed and trained else None,
             "with_replay": min(1.0, useful / wall),
             "wall_s": wall,
             "useful_s": useful,
