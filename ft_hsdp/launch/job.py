@@ -1,4 +1,4 @@
-"""A whole job: the lighthouse, all replicas, their failures, and what the user sees; on whatever engine."""
+"""A whole job: the lighthouse, all replicas, their failures, and what the user sees; on any backend."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class LighthouseHandle(Protocol):
 class JobResources:
     """With what a job is run: this machine's, or a cluster's."""
 
-    engine: Backend
+    backend: Backend
     lighthouse: LighthouseHandle
 
 
@@ -87,7 +87,7 @@ class JobRun:
         self._progress = Progress()
         self._recorder = Recorder(run, config, self._terminal.commit, self._on_event)
         means = self._means(self._recorder.emit)
-        self._engine, lighthouse = means.engine, means.lighthouse
+        self._backend, lighthouse = means.backend, means.lighthouse
         self._planner = chaos.Planner(config.chaos, config.ranks_per_replica, config.slots)
         if config.takes_faults:
             fault_injection.watch(run.path, None, None)
@@ -126,7 +126,7 @@ class JobRun:
         self._terminal.say(f"{size}, {config.train.steps} steps; files in {self._where}", "dim")
         async with asyncio.TaskGroup() as group:
             group.create_task(lighthouse.start())
-            group.create_task(self._engine.open())
+            group.create_task(self._backend.open())
 
     async def _unless_over(self, work: Coroutine[Any, Any, None]) -> bool:
         """Do `work`, unless the job is stopped meanwhile. Raises what `work` raises."""
@@ -152,7 +152,7 @@ class JobRun:
             replica,
             self._config,
             self._run,
-            engine=self._engine,
+            backend=self._backend,
             link=link,
             progress=self._progress,
             emit=self._recorder.emit,
@@ -283,7 +283,7 @@ class JobRun:
         for task in self._helpers:
             task.cancel()
         ends = await asyncio.gather(*self._helpers, *replicas, return_exceptions=True)
-        await self._engine.close()
+        await self._backend.close()
         await lighthouse.stop()
         for error in ends:
             if isinstance(error, Exception):

@@ -47,7 +47,7 @@ def here(
     """The means of this machine. entry, preload, lighthouse: what runs in their processes."""
 
     def means(emit: Callable[[Row], None]) -> JobResources:
-        engine = LocalBackend(
+        backend = LocalBackend(
             run,
             entry=entry,
             preload=preload,
@@ -57,7 +57,7 @@ def here(
             emit=emit,
             quiet_s=config.restart.hold_s,
         )
-        return JobResources(engine, LighthouseFleet(run, config, emit, module=lighthouse))
+        return JobResources(backend, LighthouseFleet(run, config, emit, module=lighthouse))
 
     return means
 

@@ -38,9 +38,9 @@ class RankProcess:
 class ReplicaProcess(Changes):
     """The ranks of one start of a replica; it watches them."""
 
-    def __init__(self, gang: ReplicaSpec, run: RunDir) -> None:
+    def __init__(self, spec: ReplicaSpec, run: RunDir) -> None:
         super().__init__()
-        self.gang = gang
+        self.spec = spec
         self.ranks: dict[int, RankProcess] = {}
         self.evicted: str | None = None  # why, once that was ordered
         self.first: RankProcess | None = None  # the rank that was seen to exit first
@@ -49,31 +49,31 @@ class ReplicaProcess(Changes):
     @property
     def name(self) -> str:
         """What the protocol calls it."""
-        return self.gang.name
+        return self.spec.name
 
     @property
     def replica(self) -> int:
         """Whose incarnation it is."""
-        return self.gang.replica
+        return self.spec.replica
 
     @property
     def restarts(self) -> int:
         """How many the replica had before it."""
-        return self.gang.restarts
+        return self.spec.restarts
 
     @property
     def complete(self) -> bool:
         """Whether all ranks run."""
-        return len(self.living) == self.gang.size
+        return len(self.living) == self.spec.size
 
     @property
     def living(self) -> list[RankProcess]:
         """The ranks that have not exited."""
         return [rank for rank in self.ranks.values() if rank.state == "running"]
 
-    async def start(self, engine: Backend) -> str:
+    async def start(self, backend: Backend) -> str:
         """Start all ranks; how that was done. Raises Retryable; some may run then."""
-        how = await engine.start(self.gang, self)
+        how = await backend.start(self.spec, self)
         self.write()
         return how
 
@@ -105,7 +105,7 @@ class ReplicaProcess(Changes):
         if self.evicted is not None:
             return EVICTED, None
         own = [rank for rank in self.ranks.values() if not rank.killed and rank.code is not None]
-        if len(own) == self.gang.size and all(rank.code in LEAVING for rank in own):
+        if len(own) == self.spec.size and all(rank.code in LEAVING for rank in own):
             if self._run.final(self.replica).exists():
                 return DONE, None
             return (LEFT if any(rank.code == EXIT_LEFT for rank in own) else STRAY), None

@@ -137,7 +137,7 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
         print(tell(event), file=sys.stderr)  # noqa: T201 - progress of a command
 
     progress = Progress()
-    engine = LocalBackend(
+    backend = LocalBackend(
         run,
         boot_s=config.timeouts.boot_s,
         spawn_s=config.timeouts.spawn_s,
@@ -152,7 +152,7 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
         replica_id,
         config,
         run,
-        engine=engine,
+        backend=backend,
         link=link,
         progress=progress,
         emit=emit,
@@ -183,7 +183,7 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
         reporting.cancel()
         injections.cancel()
         await asyncio.gather(reporting, injections, *stopping, return_exceptions=True)
-        await engine.close()
+        await backend.close()
         events.close()
     first = one.current.first if one.current is not None else None
     return exit_code(outcome, stopped, first.code if first is not None else None)

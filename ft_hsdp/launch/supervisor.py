@@ -84,7 +84,7 @@ class ReplicaSupervisor:
         config: Config,
         run: RunDir,
         *,
-        engine: Backend,
+        backend: Backend,
         link: SupervisorLink,
         progress: Progress,
         emit: Callable[[Row], None],
@@ -96,7 +96,7 @@ class ReplicaSupervisor:
         self.current: ReplicaProcess | None = None
         self._config = config
         self._run = run
-        self._engine = engine
+        self._backend = backend
         self._link = link
         self._progress = progress
         self._emit = emit
@@ -210,13 +210,13 @@ class ReplicaSupervisor:
     async def _live(self, reason: str) -> tuple[Outcome | None, str]:
         """One incarnation from start to end: the outcome if it is the last, and the cause of its end."""
         size = self._config.ranks_per_replica
-        gang = ReplicaSpec(self.replica, size, self._run_id, self._restarts.restarts, self._config_file)
-        current = ReplicaProcess(gang, self._run)
+        spec = ReplicaSpec(self.replica, size, self._run_id, self._restarts.restarts, self._config_file)
+        current = ReplicaProcess(spec, self._run)
         self.current = current
         self._progress.dismissed.discard(self.replica)
         self._link.started(self.replica, current.name)
         try:
-            how = await self._unless_stopped(current.start(self._engine))
+            how = await self._unless_stopped(current.start(self._backend))
         except Retryable as error:
             current.kill()
             kind, rank, why = "not started", None, str(error)
@@ -233,13 +233,13 @@ class ReplicaSupervisor:
             kind, rank, why = "", None, ""
         if not await current.wait_for(lambda: not current.living, self._config.timeouts.gone_s):
             stuck = [rank.pid for rank in current.living]
-            self._engine.settled(gang)
+            self._backend.settled(spec)
             return self._lose(f"pids {stuck} do not end after SIGKILL"), ""
         if not kind:
             kind, rank = current.verdict()
             why = current.evicted or (current.explain(rank) if rank else f"all ranks ended: {kind}")
         self._link.exited(self.replica, current.name)
-        self._engine.settled(gang)
+        self._backend.settled(spec)
         current.write()
         if kind == STRAY:  # the replica may have heard of a drain, or of the end, before its supervisor did
             told = self._progress
@@ -267,12 +267,12 @@ class ReplicaSupervisor:
             over = self._stopping or self.drained or progress.finished or bool(progress.halted)
             return placing.done() or over
 
-        placing = asyncio.ensure_future(self._engine.place(self.replica))
+        placing = asyncio.ensure_future(self._backend.place(self.replica))
         placing.add_done_callback(lambda _: progress.wake())
         try:
             if not await progress.wait_for(settled, patience_s):
                 self._link.lost(self.replica)
-                self._event("ReplicaUnplaced", self._engine.vacancy(self.replica))
+                self._event("ReplicaUnplaced", self._backend.vacancy(self.replica))
                 await progress.wait_for(settled)
             if placing.done():
                 placing.result()
@@ -327,7 +327,7 @@ class ReplicaSupervisor:
         """Keep the replica away until it is wanted; how it ended, if the job ends first."""
         progress, self.resting = self._progress, True
         self._link.rests(self.replica)
-        self._engine.vacated(self.replica)
+        self._backend.vacated(self.replica)
         progress.wake()
         await progress.wait_for(
             lambda: self._stopping or not self.drained or progress.finished or bool(progress.halted)
@@ -372,7 +372,7 @@ class ReplicaSupervisor:
 
     def _lose(self, reason: str) -> Outcome:
         self._link.lost(self.replica)
-        self._engine.vacated(self.replica)
+        self._backend.vacated(self.replica)
         self._event("ReplicaLost", reason)
         self._progress.wake()
         return Outcome("lost", reason)
@@ -388,7 +388,7 @@ class ReplicaSupervisor:
 
         # The survivors repeat the step that just broke: a cold start beside it would take their CPUs.
         await progress.wait_for(
-            lambda: alone() or self._engine.warm or progress.step > start, self._config.restart.hold_s
+            lambda: alone() or self._backend.warm or progress.step > start, self._config.restart.hold_s
         )
         while not alone() and progress.step < self._away_until:
             seen = progress.step
@@ -399,12 +399,12 @@ class ReplicaSupervisor:
                 break
 
     async def _settle(self, current: ReplicaProcess) -> None:
-        """Tell the engine when the incarnation contributes: until then, spares would be made at its cost."""
+        """Tell the backend when the incarnation contributes: until then, spares would be made at its cost."""
         until = time.monotonic() + self._config.timeouts.settle_s
         while self._config.spares and self._contributing != current.name and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
             self._look()
-        self._engine.settled(current.gang)
+        self._backend.settled(current.spec)
 
     async def _guard(self, current: ReplicaProcess) -> None:
         """Evict what no rank can see: a replica that does not check in, and ranks that are stopped for long.

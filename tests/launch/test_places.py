@@ -1,4 +1,4 @@
-"""A replica whose engine has no place for it holds up nobody, and is started as soon as there is one."""
+"""A replica whose backend has no place for it holds up nobody, and is started as soon as there is one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
 
 
 class Rank:
-    """A rank of an engine without processes; it ends when it is told to."""
+    """A rank of an backend without processes; it ends when it is told to."""
 
     pid, host = 1, "somewhere"
 
@@ -32,7 +32,7 @@ class Rank:
 
 
 class Full:
-    """An engine that has a place, or starts a gang, when a test says so."""
+    """An backend that has a place, or starts a spec, when a test says so."""
 
     warm = False
 
@@ -57,7 +57,7 @@ class Full:
     def vacancy(self, replica: int) -> str:
         return f"replica {replica} is too large"
 
-    async def start(self, gang: ReplicaSpec, watch: ProcessWatch) -> str:
+    async def start(self, spec: ReplicaSpec, watch: ProcessWatch) -> str:
         try:
             await self.startable.wait()
         except asyncio.CancelledError:
@@ -67,23 +67,23 @@ class Full:
         watch.started(0, self.ranks[-1])
         return COLD
 
-    def settled(self, gang: ReplicaSpec) -> None: ...
+    def settled(self, spec: ReplicaSpec) -> None: ...
 
     async def close(self) -> None: ...
 
 
 class Scene:
-    """A supervisor of replica 1 over an engine that is full."""
+    """A supervisor of replica 1 over an backend that is full."""
 
     def __init__(self, run: RunDir) -> None:
         config = parse({"timeouts": {"place_s": 0.05}, "ranks_per_replica": 1, "restart": {"budget": 0}})
-        self.engine = Full()
+        self.backend = Full()
         self.progress = Progress()
         self.events: list[Row] = []
         self.link = LighthouseLink(("http://nowhere",), "secret", self.progress, lambda *_: None)
         self.link.holds = lambda _: True  # type: ignore[method-assign]
         self.supervisor = ReplicaSupervisor(
-            1, config, run, engine=self.engine, link=self.link, progress=self.progress, emit=self.events.append
+            1, config, run, backend=self.backend, link=self.link, progress=self.progress, emit=self.events.append
         )
 
     @property
@@ -109,8 +109,8 @@ def test_the_others_need_not_wait_for_it_until_it_starts(run_dir: RunDir) -> Non
         (unplaced,) = scene.events
         assert (unplaced["event"], unplaced["reason"]) == ("ReplicaUnplaced", "replica 1 is too large")
         assert scene.link.picture == {"running": {}, "exited": [], "lost": [1]}
-        scene.engine.startable.set()
-        scene.engine.free.set()
+        scene.backend.startable.set()
+        scene.backend.free.set()
         await until(lambda: "ReplicaStarted" in scene.names, "the start")
         assert scene.link.picture["lost"] == []
         assert list(scene.link.picture["running"]) == ["1"]
@@ -129,7 +129,7 @@ def test_it_looks_for_a_place_until_the_job_ends(run_dir: RunDir, how: str, kind
         else:
             scene.progress.saw(9, finished=how == "finished", halted="no copy is left" if how == "halted" else "")
         assert (await task).kind == kind
-        assert scene.engine.cancelled == ["place"]
+        assert scene.backend.cancelled == ["place"]
 
     play(run_dir, body)
 
@@ -141,8 +141,8 @@ def test_a_drain_ends_the_search_and_counts_against_no_budget(run_dir: RunDir) -
         await until(lambda: scene.supervisor.resting, "the rest")
         scene.progress.saw(1, drained=frozenset())
         await until(lambda: scene.names == ["ReplicaUnplaced"] * 2, "another search")
-        scene.engine.startable.set()
-        scene.engine.free.set()
+        scene.backend.startable.set()
+        scene.backend.free.set()
         await until(lambda: "ReplicaStarted" in scene.names, "the start")
         await scene.supervisor.stop(grace_s=0.01)
         await task
@@ -152,10 +152,10 @@ def test_a_drain_ends_the_search_and_counts_against_no_budget(run_dir: RunDir) -
 
 def test_a_start_that_takes_long_is_given_up_when_the_replica_is_stopped(run_dir: RunDir) -> None:
     async def body(scene: Scene, task: asyncio.Task[Outcome]) -> None:
-        scene.engine.free.set()
+        scene.backend.free.set()
         await until(lambda: scene.supervisor.current is not None, "the start")
         await scene.supervisor.stop(grace_s=1)
         assert (await task).kind == "stopped"
-        assert scene.engine.cancelled == ["start"]
+        assert scene.backend.cancelled == ["start"]
 
     play(run_dir, body)

@@ -21,7 +21,7 @@ from ft_hsdp.launch.supervisor import ReplicaSupervisor
 
 
 class Watched:
-    """A gang that was started: who runs, who is gone."""
+    """A spec that was started: who runs, who is gone."""
 
     def __init__(self) -> None:
         self.running: dict[int, WorkerProcess] = {}
@@ -41,23 +41,23 @@ class Watched:
 
 
 class World:
-    """An engine with one or more spares of two ranks."""
+    """An backend with one or more spares of two ranks."""
 
     def __init__(self, run: RunDir, spares: int = 1) -> None:
         self.run = run
         self.events: list[Row] = []
-        self.engine = LocalBackend(run, entry="standin:main", preload=(), spares=spares, emit=self.events.append)
+        self.backend = LocalBackend(run, entry="standin:main", preload=(), spares=spares, emit=self.events.append)
 
-    def gang(self, replica: int, restarts: int = 0) -> ReplicaSpec:
+    def spec(self, replica: int, restarts: int = 0) -> ReplicaSpec:
         return ReplicaSpec(replica, 2, "a", restarts, self.run.config)
 
     async def start(self, replica: int, restarts: int = 0) -> tuple[str, Watched]:
-        """Start a gang, wait until its ranks run what is theirs, and let the engine know."""
-        watched, gang = Watched(), self.gang(replica, restarts)
-        how = await self.engine.start(gang, watched)
+        """Start a spec, wait until its ranks run what is theirs, and let the backend know."""
+        watched, spec = Watched(), self.spec(replica, restarts)
+        how = await self.backend.start(spec, watched)
         waiting = [self.run.path / f"waiting-{replica}-{restarts}-{rank}" for rank in (0, 1)]
-        await until(lambda: all(map(os.path.exists, waiting)), f"the ranks of {gang.name}")
-        self.engine.settled(gang)
+        await until(lambda: all(map(os.path.exists, waiting)), f"the ranks of {spec.name}")
+        self.backend.settled(spec)
         return how, watched
 
     def named(self, name: str) -> list[Row]:
@@ -76,7 +76,7 @@ class World:
         return [int(word) for word in file.read_text().split()] if file.exists() else []
 
     async def ready(self) -> list[int]:
-        await until(lambda: self.engine.warm, "a spare")
+        await until(lambda: self.backend.warm, "a spare")
         return self.spares[0]
 
     def test(self, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
@@ -86,7 +86,7 @@ class World:
             try:
                 await body()
             finally:
-                await self.engine.close()
+                await self.backend.close()
             await until(lambda: not any(alive({"pid": pid}) for pid in self.made), "the spares to be gone")
 
         run_async(main())
@@ -130,11 +130,11 @@ def test_none_is_made_while_a_gang_does_not_train_yet(run_dir: RunDir) -> None:
     world = World(run_dir)
 
     async def body() -> None:
-        await world.engine.start(world.gang(0), Watched())
+        await world.backend.start(world.spec(0), Watched())
         assert (await world.start(1))[0] == (await world.start(2))[0] == COLD
         assert not world.spares
         assert not world.made
-        world.engine.settled(world.gang(0))
+        world.backend.settled(world.spec(0))
         await world.ready()
 
     world.test(body)
@@ -148,7 +148,7 @@ def test_one_that_is_not_warm_yet_is_called_rather_than_a_cold_start(run_dir: Ru
         await world.start(0)
         await until(lambda: len(world.made) == 2, "a spare that gets warm")
         await until(lambda: [len(pids) for pids in world.spares] == [2], "both of its ranks")
-        assert not world.engine.warm
+        assert not world.backend.warm
         (run_dir.path / "go").touch()
         how, promoted = await world.start(1)
         assert how in (WARMING, WARM)
@@ -169,7 +169,7 @@ def test_a_spare_that_is_killed_is_replaced_as_a_whole(
         pids = await world.ready()
         os.kill(pids[victim], signal.SIGKILL)
         await until(lambda: world.named("SpareLost"), "its loss")
-        assert not world.engine.warm
+        assert not world.backend.warm
         assert await world.ready() != pids
         await until(lambda: not any(alive({"pid": pid}) for pid in pids), "the end of both ranks")
         assert "ended with SIGKILL" in world.named("SpareLost")[0]["reason"]
@@ -191,7 +191,7 @@ def test_one_that_cannot_get_warm_is_not_made_again_and_again_without_a_pause(
         pauses = [e["delay_s"] for e in world.named("SpareLost")[:4]]
         assert pauses == [0.02, 0.04, 0.08, 0.16]
         assert "rank 1 ended with exit 75" in world.named("SpareLost")[0]["reason"]
-        assert not world.engine.warm
+        assert not world.backend.warm
         assert (await world.start(1))[0] in (COLD, WARMING)
 
     world.test(body)
@@ -215,11 +215,11 @@ def test_when_the_fork_server_dies_its_spares_stay_and_can_be_called(run_dir: Ru
     async def body() -> None:
         await world.start(0)
         pids = await world.ready()
-        server = world.engine.server_pid
+        server = world.backend.server_pid
         assert server is not None
         os.kill(server, signal.SIGKILL)
         await until(lambda: world.named("ForkServerLost"), "the event")
-        await until(lambda: world.engine.server_pid not in (None, server), "another server")
+        await until(lambda: world.backend.server_pid not in (None, server), "another server")
         assert not world.named("SpareLost")
         assert await world.ready() == pids
         how, promoted = await world.start(1)
@@ -242,7 +242,7 @@ def test_a_lost_replica_gets_the_spare_at_once_whatever_the_survivors_do(run_dir
         1,
         config,
         run_dir,
-        engine=world.engine,
+        backend=world.backend,
         link=Deaf(),  # type: ignore[arg-type]
         progress=Progress(),
         emit=world.events.append,

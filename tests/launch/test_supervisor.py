@@ -73,7 +73,7 @@ class World:
         self.book = Book()
         self.events: list[Row] = []
         self.progress = Progress()
-        self.engine = LocalBackend(run, entry="standin:main", preload=())
+        self.backend = LocalBackend(run, entry="standin:main", preload=())
         self.survivors = False
         self.proven = False
         self.supervisor = ReplicaSupervisor(
@@ -88,7 +88,7 @@ class World:
                 }
             ),
             run,
-            engine=self.engine,
+            backend=self.backend,
             link=self.book,
             progress=self.progress,
             emit=self.events.append,
@@ -115,7 +115,7 @@ class World:
                 await body(task)
             finally:
                 task.cancel()
-                await self.engine.close()
+                await self.backend.close()
 
         run_async(main())
 
@@ -361,10 +361,10 @@ def test_when_the_fork_server_dies_the_replica_goes_on_and_is_restarted_by_a_new
 
     async def body(task: asyncio.Task[Outcome]) -> None:
         pids = world.book.watched = await world.waiting(0)
-        server = world.engine.server_pid
+        server = world.backend.server_pid
         assert server is not None
         os.kill(server, signal.SIGKILL)
-        await until(lambda: world.engine.server_pid not in (None, server), "another server")
+        await until(lambda: world.backend.server_pid not in (None, server), "another server")
         assert all(alive({"pid": pid}) for pid in pids)
         os.kill(pids[0], signal.SIGKILL)
         await world.waiting(1)

@@ -1,4 +1,4 @@
-"""Who gets which place in a cluster: replicas and spares, with berths that only pretend."""
+"""Who gets which place in a cluster: replicas and spares, with slots that only pretend."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.launch.backend import spares
 from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ReplicaSpec, WorkerGroup, WorkerProcess
 from ft_hsdp.launch.ray import backend
-from ft_hsdp.launch.ray import backend as engines
+from ft_hsdp.launch.ray import backend as backends
 from ft_hsdp.launch.ray.actor import ActorPlace, News, StartOrder
 from ft_hsdp.launch.ray.backend import RayBackend
 from ft_hsdp.launch.ray.logs import LogReceiver
@@ -30,7 +30,7 @@ DEADLINE_S = 20.0
 
 
 class Watched:
-    """A gang: who runs, who is gone."""
+    """A spec: who runs, who is gone."""
 
     def __init__(self) -> None:
         self.running: dict[int, WorkerProcess] = {}
@@ -44,15 +44,15 @@ class Watched:
 
 
 class StandIn:
-    """A berth of a world: it has its place when there is room, and its ranks are warm when the world says so."""
+    """A slot of a world: it has its place when there is room, and its ranks are warm when the world says so."""
 
     def __init__(self, world: World, request: PlacementRequest) -> None:
         self.world, self.request = world, request
         self.settled = self.gone = self.removed = False
         self.places: list[Any] = []
-        self.crews: list[WorkerGroup] = []
+        self.groups: list[WorkerGroup] = []
         self.called: list[ReplicaSpec] = []
-        world.berths.append(self)
+        world.slots.append(self)
 
     @property
     def zone(self) -> str:
@@ -76,38 +76,40 @@ class StandIn:
     async def port(self, host: str) -> int:
         return 1
 
-    async def start(self, start: StartOrder, crew: WorkerGroup) -> None:
+    async def start(self, start: StartOrder, group: WorkerGroup) -> None:
         await asyncio.sleep(0)
-        process = SimpleNamespace(pid=next(self.world.pids), host="h", signal=lambda _: self.end(crew, start.rank))
-        if crew not in self.crews:
-            self.crews.append(crew)
-        crew.started(start.rank, process)
+        process = SimpleNamespace(
+            pid=next(self.world.pids), host="h", signal=lambda _: self.end(group, start.rank)
+        )
+        if group not in self.groups:
+            self.groups.append(group)
+        group.started(start.rank, process)
         if start.called is None and self.world.warms:
-            crew.warm(start.rank)
+            group.warm(start.rank)
 
-    async def call(self, crew: WorkerGroup, gang: ReplicaSpec) -> None:
-        self.called.append(gang)
+    async def call(self, group: WorkerGroup, spec: ReplicaSpec) -> None:
+        self.called.append(spec)
 
     async def remove(self) -> None:
         await asyncio.sleep(0)
         self.removed = True
         self.world.room[self.zone] += self.settled
 
-    def end(self, crew: WorkerGroup, rank: int) -> None:
-        if rank not in crew.gone:
-            crew.exited(rank, crew.processes[rank], -9)
+    def end(self, group: WorkerGroup, rank: int) -> None:
+        if rank not in group.gone:
+            group.exited(rank, group.processes[rank], -9)
 
     def die(self) -> None:
         """The node is lost."""
         self.gone = True
         self.world.room[self.zone] -= 1
-        for crew in self.crews:
-            for rank in crew.processes:
-                self.end(crew, rank)
+        for group in self.groups:
+            for rank in group.processes:
+                self.end(group, rank)
 
 
 class World:
-    """A cluster with so much room, and the engine of a job of two ranks a replica on it."""
+    """A cluster with so much room, and the backend of a job of two ranks a replica on it."""
 
     def __init__(
         self,
@@ -132,11 +134,11 @@ class World:
         self.room = Counter(room)
         self.actors = self.warms = True
         self.pids = iter(range(1, 1000))
-        self.berths: list[StandIn] = []
+        self.slots: list[StandIn] = []
         self.events: list[Row] = []
         self.restarts: Counter[int] = Counter()
-        self.engine = RayBackend(self.config, self.run, lambda: ("http://127.0.0.1:1",), "", self.events.append)
-        self.engine._berths._make = lambda asked: StandIn(self, asked)  # type: ignore[assignment,return-value]
+        self.backend = RayBackend(self.config, self.run, lambda: ("http://127.0.0.1:1",), "", self.events.append)
+        self.backend._slots._make = lambda asked: StandIn(self, asked)  # type: ignore[assignment,return-value]
 
     async def until(self, ready: Callable[[], Any], what: str) -> None:
         deadline = time.monotonic() + DEADLINE_S
@@ -145,39 +147,39 @@ class World:
             await asyncio.sleep(0.002)
 
     def of(self, replica: int) -> StandIn:
-        berth = self.engine._berths.of(replica)
-        assert isinstance(berth, StandIn)
-        return berth
+        slot = self.backend._slots.of(replica)
+        assert isinstance(slot, StandIn)
+        return slot
 
     async def start(self, replica: int) -> tuple[str, Watched]:
         """Place a replica, and start it; it does not train yet."""
-        await self.engine.place(replica)
-        self.gang = ReplicaSpec(replica, 2, "a", self.restarts[replica], self.run.config)
+        await self.backend.place(replica)
+        self.spec = ReplicaSpec(replica, 2, "a", self.restarts[replica], self.run.config)
         self.restarts[replica] += 1
         watched = Watched()
-        return await self.engine.start(self.gang, watched), watched
+        return await self.backend.start(self.spec, watched), watched
 
     async def train(self, *replicas: int) -> str:
         """Start them, and have them train; how the last one was started."""
         for replica in replicas:
             how, _ = await self.start(replica)
-            self.engine.settled(self.gang)
+            self.backend.settled(self.spec)
         return how
 
     async def ready(self) -> StandIn:
-        """The berth of a spare that is ready."""
-        await self.until(lambda: self.engine.warm, "a spare")
+        """The slot of a spare that is ready."""
+        await self.until(lambda: self.backend.warm, "a spare")
         return self.spares[-1]
 
     @property
     def spares(self) -> list[StandIn]:
-        return [b for holder, b in self.engine._berths._held.items() if isinstance(holder, WorkerGroup)]  # type: ignore[misc]
+        return [b for holder, b in self.backend._slots._held.items() if isinstance(holder, WorkerGroup)]  # type: ignore[misc]
 
     def kill(self, replica: int) -> None:
         """A replica loses all its ranks; its node lives."""
-        berth = self.of(replica)
+        slot = self.of(replica)
         for rank in (0, 1):
-            berth.end(berth.crews[-1], rank)
+            slot.end(slot.groups[-1], rank)
 
     def test(self, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Run `body`; nothing is left then."""
@@ -187,8 +189,8 @@ class World:
                 async with asyncio.timeout(2 * DEADLINE_S):
                     await body()
             finally:
-                await self.engine.close()
-            assert all(berth.removed for berth in self.berths)
+                await self.backend.close()
+            assert all(slot.removed for slot in self.slots)
             assert (read_json(self.run.spares / "spares.json") or {"spares": []}) == {"spares": []}
 
         asyncio.run(main())
@@ -211,15 +213,15 @@ def test_a_replica_whose_berth_is_lost_takes_the_spare_s(tmp_path: Path) -> None
         old.die()
         how, watched = await world.start(1)
         assert (how, world.of(1)) == (WARM, spare)
-        assert spare.called == [world.gang]
+        assert spare.called == [world.spec]
         assert {n: p.pid for n, p in watched.running.items()} == {
-            n: p.pid for n, p in spare.crews[0].processes.items()
+            n: p.pid for n, p in spare.groups[0].processes.items()
         }
-        await world.until(lambda: old.removed, "the old berth to be given back")
-        world.engine.settled(world.gang)
-        await world.until(lambda: len(world.berths) == 5, "another spare that looks for a place")
-        assert world.spares[0].request.name == "ft_hsdp-a-spare:2"  # the name is the replica's berth's now
-        assert not world.engine.warm
+        await world.until(lambda: old.removed, "the old slot to be given back")
+        world.backend.settled(world.spec)
+        await world.until(lambda: len(world.slots) == 5, "another spare that looks for a place")
+        assert world.spares[0].request.name == "ft_hsdp-a-spare:2"  # the name is the replica's slot's now
+        assert not world.backend.warm
         world.room[""] += 1
         await world.ready()
         assert not [e for e in world.events if e["event"] == "SpareLost"]
@@ -239,16 +241,16 @@ def test_a_replica_without_a_place_takes_a_spare_s_ready_or_not(tmp_path: Path, 
         if stage != "no room":
             await world.until(lambda: spare.settled, "its place")
         if stage == "not warm":
-            await world.until(lambda: spare.crews and spare.crews[0].complete, "its ranks")
+            await world.until(lambda: spare.groups and spare.groups[0].complete, "its ranks")
         world.of(1).die()
         starting = asyncio.create_task(world.start(1))
-        await world.until(lambda: world.engine._berths.of(1) is spare, "the move")
+        await world.until(lambda: world.backend._slots.of(1) is spare, "the move")
         world.room[""] += 1
         world.actors = True
         assert (await starting)[0] == WARMING
-        assert spare.called == [world.gang]
-        assert len(world.berths) == 4
-        assert len(spare.crews) == 1
+        assert spare.called == [world.spec]
+        assert len(world.slots) == 4
+        assert len(spare.groups) == 1
 
     world.test(body)
 
@@ -263,12 +265,12 @@ def test_no_spare_is_made_while_a_replica_looks_for_a_place(tmp_path: Path) -> N
         looking = asyncio.create_task(world.start(2))
         await world.until(lambda: not world.spares, "its withdrawal")
         assert world.of(2) is spare
-        assert not world.engine._pool.quiet
-        assert len(world.berths) == 3
+        assert not world.backend._pool.quiet
+        assert len(world.slots) == 3
         world.room[""] += 1
         assert (await looking)[0] == WARMING
         assert not world.spares
-        world.engine.settled(world.gang)
+        world.backend.settled(world.spec)
         await world.until(lambda: world.spares, "another one")
 
     world.test(body)
@@ -280,11 +282,11 @@ def test_a_replica_that_is_not_wanted_any_more_looks_for_no_place(tmp_path: Path
     async def body() -> None:
         await world.train(0, 1)
         await world.until(lambda: world.spares, "a spare that looks for a place")
-        looking = asyncio.create_task(world.engine.place(2))
+        looking = asyncio.create_task(world.backend.place(2))
         await world.until(lambda: not world.spares, "its withdrawal")
         looking.cancel()
         await world.until(lambda: len(world.spares) == 1, "a spare instead")
-        assert [b.removed for b in world.berths] == [False, False, True, False]
+        assert [b.removed for b in world.slots] == [False, False, True, False]
 
     world.test(body)
 
@@ -296,7 +298,7 @@ def test_the_place_of_a_replica_that_rests_is_the_next_spare_s_or_another_replic
         await world.train(0, 1, 2)
         drained, old = world.of(2), world.of(1)
         await world.until(lambda: world.spares, "a spare that looks for a place")
-        world.engine.vacated(2)
+        world.backend.vacated(2)
         await world.ready()
         assert drained.removed
         old.die()
@@ -312,17 +314,17 @@ def test_a_node_that_refuses_what_others_train_with_ends_no_job(tmp_path: Path) 
         raise ConfigError("ray.folder", "/f", "a folder that can be written on h")
 
     async def body() -> None:
-        await world.engine.place(0)
+        await world.backend.place(0)
         world.of(0).man = refuse  # type: ignore[method-assign]
-        gang = ReplicaSpec(0, 2, "a", 0, world.run.config)
+        spec = ReplicaSpec(0, 2, "a", 0, world.run.config)
         with pytest.raises(ConfigError):
-            await world.engine.start(gang, Watched())
-        world.engine.vacated(0)
+            await world.backend.start(spec, Watched())
+        world.backend.vacated(0)
         await world.train(1, 2)
-        await world.engine.place(0)
+        await world.backend.place(0)
         world.of(0).man = refuse  # type: ignore[method-assign]
         with pytest.raises(Retryable, match=r"^ray\.folder: got '/f'"):
-            await world.engine.start(gang, Watched())
+            await world.backend.start(spec, Watched())
         refused = world.of(0)
         await world.train(0)
         assert refused.removed
@@ -335,22 +337,22 @@ def silent(*_: object) -> asyncio.Future[Any]:
 
 
 async def berth_with(actor: dict[str, Callable[..., Any]], folder: Path, calls: Any = None) -> ReplicaSlot:
-    """A real berth with one actor that answers so."""
-    berth = ReplicaSlot(
+    """A real slot with one actor that answers so."""
+    slot = ReplicaSlot(
         PlacementRequest("n", 1, {"CPU": 1.0}, "PACK", {}), calls, LogReceiver(folder), lambda _: None, 1.0
     )
     actors = SimpleNamespace(**{name: SimpleNamespace(remote=answer) for name, answer in actor.items()})
-    berth.places = [Bundle(0, actors, ActorPlace("h", "127.0.0.1", "node", ()))]
-    return berth
+    slot.places = [Bundle(0, actors, ActorPlace("h", "127.0.0.1", "node", ()))]
+    return slot
 
 
 def test_an_actor_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
     async def body() -> None:
-        berth = await berth_with({"port": silent, "start": silent}, tmp_path)
-        berth._patience_s = 0.01
+        slot = await berth_with({"port": silent, "start": silent}, tmp_path)
+        slot._patience_s = 0.01
         with pytest.raises(Retryable, match=r"^the actors of n do not answer within 0\.01 s$"):
-            await berth.port("127.0.0.1")
-        assert berth.gone
+            await slot.port("127.0.0.1")
+        assert slot.gone
 
     asyncio.run(body())
 
@@ -366,10 +368,10 @@ def test_an_actor_that_names_a_file_which_is_no_log_is_ended(tmp_path: Path) -> 
 
     async def body() -> None:
         calls = SimpleNamespace(submit=lambda kill, actor: killed.append(actor))
-        berth = await berth_with({"news": news}, tmp_path, calls)
-        berth._inbox.add = refuse  # type: ignore[method-assign,assignment]
-        await asyncio.wait_for(berth._hear(berth.places[0]), 5)
-        assert (berth.gone, killed) == (True, [berth.places[0].actor])
+        slot = await berth_with({"news": news}, tmp_path, calls)
+        slot._inbox.add = refuse  # type: ignore[method-assign,assignment]
+        await asyncio.wait_for(slot._hear(slot.places[0]), 5)
+        assert (slot.gone, killed) == (True, [slot.places[0].actor])
 
     asyncio.run(body())
 
@@ -384,7 +386,7 @@ def test_a_replica_that_only_lost_ranks_moves_and_its_berth_is_the_next_spare_s(
         assert await world.train(1) == WARM
         assert world.of(1) is spare
         assert await world.ready() is old
-        assert len(world.berths) == 4
+        assert len(world.slots) == 4
         old.die()
         await world.until(lambda: old.removed, "the end of the lost spare")
         assert [e["event"] for e in world.events].count("SpareLost") == 1
@@ -429,15 +431,15 @@ def test_a_spare_serves_its_zone_only(tmp_path: Path) -> None:
 def test_where_a_zone_has_no_room_a_spare_is_made_in_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engines, "ELSEWHERE_S", 0.05)
+    monkeypatch.setattr(backends, "ELSEWHERE_S", 0.05)
     world = World(tmp_path, {"p": 2, "q": 2}, spares=2, zones=["p", "q"], zone_label="zone")
 
     async def body() -> None:
         await world.train(0, 1, 2)
         spare = await world.ready()
         assert spare.zone == "q"
-        assert [b.removed for b in world.berths if b.zone == "p"] == [False, False, True]
-        await world.until(lambda: len(world.berths) >= 7, "a look around for the second one")
+        assert [b.removed for b in world.slots if b.zone == "p"] == [False, False, True]
+        await world.until(lambda: len(world.slots) >= 7, "a look around for the second one")
         world.room["p"] += 1
         await world.until(lambda: [s.zone for s in world.spares if s.places] == ["q", "p"], "the second one")
 
@@ -454,19 +456,19 @@ def test_a_replica_without_a_place_holds_up_only_spares_that_would_take_it(
 
     async def body() -> None:
         await world.train(0)
-        looking = asyncio.create_task(world.engine.place(1))
+        looking = asyncio.create_task(world.backend.place(1))
         if zones:
             assert (await world.ready()).zone == there
         else:
-            await world.until(lambda: world.engine._seeking, "the others to begin without it")
-            await world.until(lambda: world.engine._making, "a spare that is due")
+            await world.until(lambda: world.backend._seeking, "the others to begin without it")
+            await world.until(lambda: world.backend._making, "a spare that is due")
             assert not world.spares
         assert not looking.done()
         world.room[missing] += 1
         await looking
         assert world.of(1).settled
         assert [s.zone for s in world.spares if s.settled] == [there] * bool(zones)
-        world.engine.vacated(1)
+        world.backend.vacated(1)
 
     world.test(body)
 
@@ -478,8 +480,8 @@ def test_the_end_of_the_job_is_the_end_of_spares_that_are_made(tmp_path: Path, s
     async def body() -> None:
         await world.train(0, 1)
         world.actors, world.warms = stage != "no actors", False
-        await world.until(lambda: len(world.berths) == 3, "a spare")
+        await world.until(lambda: len(world.slots) == 3, "a spare")
         if stage == "not warm":
-            await world.until(lambda: world.spares[0].crews, "its ranks")
+            await world.until(lambda: world.spares[0].groups, "its ranks")
 
     world.test(body)

@@ -25,90 +25,108 @@ WARMING = "from a spare that was not ready"
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """The ranks of one incarnation of a replica, to be started. run_id and restarts: TORCHELASTIC_RUN_ID and
-    TORCHELASTIC_RESTART_COUNT of its ranks; config: the YAML file that they load."""
+    """The ranks of one incarnation of a replica, to be started."""
 
     replica: int
-    size: int
-    run_id: str
-    restarts: int
-    config: Path
+    size: int  # number of ranks
+    run_id: str  # TORCHELASTIC_RUN_ID of the ranks
+    restarts: int  # TORCHELASTIC_RESTART_COUNT of the ranks
+    config: Path  # the YAML file that they load
 
     @property
     def name(self) -> str:
-        """What the protocol calls the incarnation."""
+        """The name of the incarnation."""
         return str(IncarnationId(self.replica, self.run_id, self.restarts))
 
 
 class WorkerProcess(Protocol):
-    """A rank's process, on whatever machine."""
+    """A rank's process, on this machine or another one."""
 
     @property
     def pid(self) -> int:
-        """Its pid there."""
+        """Its pid on its machine."""
 
     @property
     def host(self) -> str:
-        """The machine's name."""
+        """The name of its machine."""
 
     def signal(self, number: int) -> None:
-        """Signal it, if it still runs; never another process that has got its pid."""
+        """Send a signal if it still runs; never to another process that has got its pid."""
 
 
 class ProcessWatch(Protocol):
-    """Hears of the processes of one gang, on the event loop."""
+    """Is told of the processes of one incarnation, on the event loop."""
 
     def started(self, rank: int, process: WorkerProcess) -> None:
-        """A rank runs."""
+        """Take note that a rank runs."""
 
     def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
-        """It is gone; ``code`` is negative for a signal. `started` came before."""
+        """Take note that a rank is gone; ``code`` is negative for a signal. `started` came before."""
 
 
 class Backend(Protocol):
-    """Starts gangs."""
+    """Starts and ends the ranks of replicas, and keeps spares."""
 
     @property
     def warm(self) -> bool:
         """Whether a spare is ready: the next start takes no CPU from the others, and need not wait for them."""
 
     async def open(self) -> None:
-        """Make ready for the first gang. Raises FtHsdpError."""
+        """Make ready for the first start.
+
+        Raises:
+            FtHsdpError: No rank can be started.
+        """
 
     async def place(self, replica: int) -> None:
-        """Wait until there is a place for a replica's ranks, however long; cancelled where nobody wants it."""
+        """Wait until there is a place for a replica's ranks, without an end; the caller cancels it."""
 
     def vacancy(self, replica: int) -> str:
-        """Why a replica has no place, in one line: what it asks for, and what there is."""
+        """Return in one line why a replica has no place: what it asks for, and what there is."""
 
-    async def start(self, gang: ReplicaSpec, watch: ProcessWatch) -> str:
-        """Start all ranks of a gang, whose replica has a place; how that was done: COLD, WARMING, WARM, or where.
+    async def start(self, spec: ReplicaSpec, watch: ProcessWatch) -> str:
+        """Start all ranks of an incarnation, whose replica has a place.
 
-        Stops before the end if a rank exits meanwhile. Raises Retryable; some ranks may run then.
+        Stops before the last one if a rank exits meanwhile.
+
+        Args:
+            spec: The incarnation.
+            watch: Is told of its processes.
+
+        Returns:
+            How that was done: COLD, WARMING, WARM, or where.
+
+        Raises:
+            Retryable: A rank cannot be started; others may run then.
         """
 
     def vacated(self, replica: int) -> None:
-        """A replica needs its place no more, for now or for good: it is given back."""
+        """Give a replica's place back: it does not need one, for now or for good."""
 
-    def settled(self, gang: ReplicaSpec) -> None:
-        """A gang that was started trains, or has ended: spares may be made beside it."""
+    def settled(self, spec: ReplicaSpec) -> None:
+        """Note that an incarnation trains, or has ended: spares may be made again."""
 
     async def close(self) -> None:
-        """End whatever runs, spares included."""
+        """End all processes that were started, spares included."""
 
 
 class WorkerGroup:
-    """The processes of one gang: a replica's from the start, or a spare's until it is `given` to one.
-
-    called: whose ranks they are; None: a spare's.
-    """
+    """The processes of one incarnation, or those of a spare until it is `given` to one."""
 
     def __init__(self, size: int, config: Path, called: ReplicaSpec | None = None, number: int = 0) -> None:
+        """Make a group without processes.
+
+        Args:
+            size: Number of ranks.
+            config: The YAML file that they load.
+            called: The incarnation; None for a spare.
+            number: Of the spare, from 1.
+        """
         self.size = size
         self.config = config
         self.called = called
         self.number = number
-        self.processes: dict[int, WorkerProcess] = {}
+        self.processes: dict[int, WorkerProcess] = {}  # by rank
         self.gone: dict[int, int] = {}  # rank -> exit code
         self.waiting: set[int] = set()  # ranks that are warm
         self.began = time.monotonic()
@@ -117,11 +135,11 @@ class WorkerGroup:
         self._watch: ProcessWatch | None = None
 
     def heard_by(self, heard: Callable[[], None]) -> None:
-        """Have `heard` called after each change, until the crew is given."""
+        """Have ``heard`` called after each change, until the group is given to a replica."""
         self._heard = heard
 
     def given(self, watch: ProcessWatch) -> None:
-        """From now on it is watched by `watch`, which hears first of what has happened."""
+        """Report to ``watch`` from now on; first what has happened so far."""
         self._watch = watch
         for rank, process in sorted(self.processes.items()):
             watch.started(rank, process)
@@ -135,11 +153,11 @@ class WorkerGroup:
 
     @property
     def ready(self) -> bool:
-        """Whether all ranks wait to be called."""
+        """Whether all ranks are warm and wait for their incarnation."""
         return self.complete and len(self.waiting) == self.size
 
     def started(self, rank: int, process: WorkerProcess) -> None:
-        """A rank runs."""
+        """Note that a rank runs."""
         if rank in self.processes:
             return
         self.processes[rank] = process
@@ -149,7 +167,7 @@ class WorkerGroup:
             self._heard()
 
     def warm(self, rank: int) -> None:
-        """A rank has got all ready, and waits to be called."""
+        """Note that a rank is warm and waits for its incarnation."""
         self.waiting.add(rank)
         if self.ready:
             self.warm_at = time.monotonic()
@@ -157,7 +175,7 @@ class WorkerGroup:
             self._heard()
 
     def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
-        """A rank is gone."""
+        """Note that a rank is gone."""
         self.started(rank, process)
         self.gone[rank] = code
         if self._watch is not None:
@@ -166,18 +184,18 @@ class WorkerGroup:
             self._heard()
 
     def kill(self) -> None:
-        """SIGKILL whatever runs."""
+        """Send SIGKILL to all processes that run."""
         for rank, process in self.processes.items():
             if rank not in self.gone:
                 process.signal(signal.SIGKILL)
 
 
-def call(gang: ReplicaSpec, rank: int, run: RunDir) -> dict[str, Any]:
-    """What a rank of `gang` is told."""
-    log = str(run.rank_log(gang.replica, rank))
-    return {"replica": gang.replica, "run_id": gang.run_id, "restarts": gang.restarts, "log": log}
+def call(spec: ReplicaSpec, rank: int, run: RunDir) -> dict[str, Any]:
+    """Return what a rank of ``spec`` is told: the fields of its `IncarnationId`, and the path of its log."""
+    log = str(run.rank_log(spec.replica, rank))
+    return {"replica": spec.replica, "run_id": spec.run_id, "restarts": spec.restarts, "log": log}
 
 
 def spare_log(folder: Path, number: int, rank: int) -> Path:
-    """stdout and stderr of one rank of a spare, until it is called."""
+    """Return the path of one rank's stdout and stderr while it is a spare's."""
     return folder / f"{number}-rank{rank}.log"

@@ -25,10 +25,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def adopt() -> None:
-    """From now on this process is the parent of descendants whose parent has ended.
+    """Make this process the parent of descendants whose own parent has ended.
 
     Raises:
-        OSError: the kernel refuses.
+        OSError: The kernel refuses.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0) != 0:
@@ -36,17 +36,22 @@ def adopt() -> None:
 
 
 class Child:
-    """A rank that runs, and the line on which it is told who it is. For one event loop.
-
-    ``exited`` is called once, with its exit code, negative for a signal; ``warm`` when it waits to be called.
-
-    Raises:
-        OSError: it cannot be watched: there is no descriptor left.
-    """
+    """A rank that runs, and the line on which it is told its incarnation; belongs to one event loop."""
 
     def __init__(
         self, pid: int, line: socket.socket, exited: Callable[[int], None], warm: Callable[[], None]
     ) -> None:
+        """Watch a rank.
+
+        Args:
+            pid: Of the rank, a child of this process.
+            line: Our end of its line.
+            exited: Called once with its exit code, which is negative for a signal.
+            warm: Called when it waits for its incarnation.
+
+        Raises:
+            OSError: It cannot be watched: there is no descriptor left.
+        """
         self.pid = pid
         self._exited = exited
         self._warm = warm
@@ -58,13 +63,13 @@ class Child:
         self._loop.add_reader(line, self._hear)
 
     def call(self, call: Mapping[str, Any]) -> None:
-        """Tell it who it is. One that is gone is reported elsewhere."""
+        """Tell it its incarnation. One that is gone is reported by its exit."""
         if self._line is not None:
             with contextlib.suppress(OSError):
                 self._line.send(json.dumps(dict(call)).encode() + b"\n")
 
     def signal(self, number: int) -> None:
-        """Signal it; never another process that has got its pid."""
+        """Send it a signal; never to another process that has got its pid."""
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._process, number)
 
@@ -87,7 +92,7 @@ class Child:
     def _end(self) -> None:
         try:
             result = os.waitid(os.P_PIDFD, self._process, os.WEXITED | os.WNOHANG)
-        except ChildProcessError:  # somebody else waited for it: nobody knows how it ended
+        except ChildProcessError:  # another part of this process waited for it: how it ended is not known
             code = -signal.SIGKILL
         else:
             if result is None:
@@ -100,7 +105,7 @@ class Child:
 
 
 def reap(sessions: Collection[int], watched: Collection[int]) -> None:
-    """Reap what else was adopted and has ended: processes of these sessions that nobody here waits for."""
+    """Reap adopted processes of these sessions that have ended, except the watched ones."""
     for pid, state in _adopted(sessions):
         if pid not in watched and state == "Z":
             with contextlib.suppress(ChildProcessError):
@@ -108,7 +113,7 @@ def reap(sessions: Collection[int], watched: Collection[int]) -> None:
 
 
 def end(sessions: Collection[int]) -> bool:
-    """SIGKILL and reap all that was adopted from these sessions; whether nothing of it is left."""
+    """Send SIGKILL to all adopted processes of these sessions and reap them; return whether none was left."""
     adopted = _adopted(sessions)
     for pid, _ in adopted:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
@@ -118,7 +123,7 @@ def end(sessions: Collection[int]) -> bool:
 
 
 def _adopted(sessions: Collection[int]) -> list[tuple[int, str]]:
-    """Children of these sessions, but for those that lead one, with their states."""
+    """Return the children of these sessions with their states, except those that lead a session."""
     standing = ((pid, *_standing(pid)) for pid in _children() if pid not in sessions)
     return [(pid, state) for pid, state, session in standing if session in sessions]
 
@@ -134,7 +139,7 @@ def _children() -> list[int]:
 
 
 def _standing(pid: int) -> tuple[str, int]:
-    """State and session of a process."""
+    """Return the state and the session of a process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,7 +1,7 @@
-"""Starts rank processes by forking a preloaded one (`zygote`), and hears of their exits at once.
+"""The supervisor's side of the fork server: it has ranks forked from a preloaded process, and reports their exits.
 
 The ranks are children of this process, not of the one that forked them (`children`): a fork server that is frozen
-or dead costs the start that waited for it, and is replaced; its ranks go on.
+or dead costs the start that waited for it, and is replaced; its ranks go on. The fork server itself is `zygote`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ft_hsdp.launch.run.directory import open_log
 
 ENTRY = "ft_hsdp.train.trainer:main"
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch._dynamo")
-SPAWN_S = 10.0  # longest time for a fork, where nobody says
+SPAWN_S = 10.0  # default of the longest time for a fork
 GONE_S = 5.0  # longest time for killed ranks to go
 GONE_LOOK_S = 0.005  # between two looks whether they have
 REAP_S = 10.0  # between two looks for adopted processes that have ended
@@ -34,26 +34,26 @@ _LARGEST = 1 << 16  # bytes of one answer
 OnExit = Callable[[int, int], None]
 """Called with (pid, code) once the process is gone; the code is negative for a signal."""
 OnWarm = Callable[[int], None]
-"""Called with the pid of a process that has got all ready, and waits to be called."""
+"""Called with the pid of a process that is warm and waits for its incarnation."""
 OnLost = Callable[[int, str], None]
 """Called with the pid of a fork server that was given up, and why."""
 Called = Mapping[str, Any]
-"""Who a rank is to be: the fields of `ft_hsdp.train.identity.Call`, and `log`, which takes its output."""
+"""What a rank is told: the fields of `core.incarnation.IncarnationId`, and `log`, which takes its output."""
 
 
 @dataclass(slots=True)
 class _Start:
-    """A rank that is asked for. ``line``: our end of the one on which it is called."""
+    """A rank that is asked for."""
 
-    spawned: asyncio.Future[int]
-    line: socket.socket
+    spawned: asyncio.Future[int]  # its pid
+    line: socket.socket  # our end of the line on which it is told its incarnation
     exited: OnExit
     warm: OnWarm
     call: Called | None
 
 
 class _Server:
-    """One preloaded process. ``born`` is told of each rank that it forked for a start, or for nobody any more."""
+    """One preloaded process. ``born`` is told of each rank that it forked, and of the start that asked for it."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class _Server:
         return self.process.pid
 
     async def fork(self, request: Mapping[str, Any], line: socket.socket, start: _Start, within_s: float) -> int:
-        """Fork a rank; its pid.
+        """Fork a rank and return its pid.
 
         Raises:
-            Retryable: it cannot.
-            TimeoutError: it did not within ``within_s`` seconds.
+            Retryable: The server cannot fork, or died.
+            TimeoutError: It did not fork within ``within_s`` seconds.
         """
         self._count += 1
         number = self._count
@@ -96,7 +96,7 @@ class _Server:
             self._starts.pop(number, None)
 
     async def read(self) -> None:
-        """Hear what it says until it is gone."""
+        """Take its answers until it is gone."""
         loop = asyncio.get_running_loop()
         try:
             with contextlib.suppress(OSError):
@@ -110,7 +110,7 @@ class _Server:
                 start.spawned.exception()  # whoever waited for it may have given up
 
     def kill(self) -> None:
-        """SIGKILL it; that reaches a stopped one too. Its ranks go on."""
+        """Send it SIGKILL, which ends a stopped one too. Its ranks go on."""
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
@@ -123,11 +123,9 @@ class _Server:
 
 
 class ForkServer:
-    """The preloaded process of a run, and the ranks that it forks. All die with this process.
+    """The preloaded process of a run, and the ranks that it forks; all die with this process.
 
-    entry: "module:function" with the signature of `ft_hsdp.train.trainer.main`; preload: modules to import
-    before the fork; boot_s: longest time for that; spawn_s: longest time for a fork. A server that dies, or does
-    not fork in time, is given up and `lost` is told; another one is started at once.
+    A server that dies, or does not fork in time, is given up, and another one is started at once.
     """
 
     def __init__(
@@ -140,6 +138,16 @@ class ForkServer:
         spawn_s: float = SPAWN_S,
         lost: OnLost = lambda pid, why: None,
     ) -> None:
+        """Make the fork server of a run; nothing is started before `start` or `spawn`.
+
+        Args:
+            run: The run's directory.
+            entry: "module:function" with the signature of `ft_hsdp.train.trainer.main`.
+            preload: Modules to import before the first fork.
+            boot_s: Longest time for that, in seconds.
+            spawn_s: Longest time for a fork, in seconds.
+            lost: Is told of each server that was given up.
+        """
         self._run = run.resolve()
         self._boot_s = boot_s
         self._spawn_s = spawn_s
@@ -160,7 +168,7 @@ class ForkServer:
         return None if self._server is None else self._server.pid
 
     async def start(self) -> None:
-        """Start the server, if it does not run. Raises Retryable with one line where it cannot load."""
+        """Start the server if it does not run. Raises Retryable with one line if it cannot load."""
         await self._ready()
 
     async def spawn(
@@ -173,10 +181,18 @@ class ForkServer:
         call: Called | None = None,
         on_warm: OnWarm = lambda _: None,
     ) -> int:
-        """Fork a rank; its pid. Raises Retryable where the server cannot, does not in time, or dies over it.
+        """Fork a rank and return its pid.
 
-        env: added to the environment; config: the YAML file it loads; log: takes its stdout and stderr. Without
-        `call` it gets all ready, has `on_warm` called, and waits for a `call`.
+        Args:
+            env: Added to the environment.
+            config: The YAML file that it loads.
+            log: Takes its stdout and stderr.
+            on_exit: Called once when it is gone.
+            call: Its incarnation; None for a spare's rank, which gets warm and waits for `call`.
+            on_warm: Called when it waits.
+
+        Raises:
+            Retryable: The server cannot fork, does not in time, or dies meanwhile.
         """
         server = await self._ready()
         request = {
@@ -203,7 +219,7 @@ class ForkServer:
                 ours.close()  # a rank that is forked for it all the same ends
 
     def call(self, pid: int, call: Called) -> None:
-        """Tell a rank that was not told yet who it is."""
+        """Tell a waiting rank its incarnation."""
         if (rank := self._running.get(pid)) is not None:
             rank.call(call)
 
@@ -302,7 +318,7 @@ class ForkServer:
         await server.process.wait()
 
     def _give_up(self, server: _Server, why: str) -> None:
-        """Start another one beside it, for whoever comes next."""
+        """Kill this server and start another one for the next rank."""
         server.kill()
         if self._server is not server or self._closed:
             return

@@ -20,22 +20,19 @@ from ft_hsdp.launch.run.directory import Row, RunDir
 
 @dataclass(frozen=True, slots=True)
 class Forked:
-    """A rank that a fork server started."""
+    """A rank that the fork server started; a `WorkerProcess`."""
 
     pid: int
     server: ForkServer
     host: str
 
     def signal(self, number: int) -> None:
-        """Signal it, if it still runs."""
+        """Send a signal if it still runs."""
         self.server.signal(self.pid, number)
 
 
 class LocalBackend:
-    """Starts gangs on this machine. entry, preload, boot_s, spawn_s: what runs in a rank; see `ForkServer`.
-
-    spares: how many gangs are kept warm; folder, emit, quiet_s: see `SparePool`.
-    """
+    """The backend of this machine: a fork server and its spares."""
 
     def __init__(
         self,
@@ -50,6 +47,19 @@ class LocalBackend:
         emit: Callable[[Row], None] = lambda _: None,
         quiet_s: float = 0.0,
     ) -> None:
+        """Make the backend; nothing is started before `open`.
+
+        Args:
+            run: The run's directory.
+            entry: What a rank runs, as `ForkServer` takes it; so are ``preload``, ``boot_s`` and ``spawn_s``.
+            preload: Modules that the fork server imports.
+            boot_s: Longest time for that, in seconds.
+            spawn_s: Longest time for a fork, in seconds.
+            spares: How many spares are kept warm.
+            folder: Of the spares' files; None: the run's own.
+            emit: Takes each event.
+            quiet_s: How long no replica may have started before a spare is made, in seconds.
+        """
         self._run = run
         self._emit = emit
         self._forks = ForkServer(
@@ -69,41 +79,41 @@ class LocalBackend:
         return self._pool.ready
 
     async def open(self) -> None:
-        """Load what ranks need. Raises Retryable."""
+        """Start the fork server, which loads what ranks need. Raises Retryable."""
         await self._forks.start()
 
     async def place(self, replica: int) -> None:
-        """There is always a place."""
+        """Return at once: there is always a place."""
 
     def vacancy(self, replica: int) -> str:
-        """There is always a place."""
+        """Return "": there is always a place."""
         return ""
 
     def vacated(self, replica: int) -> None:
-        """On one machine a place costs nothing."""
+        """Do nothing: on one machine a place costs nothing."""
 
-    async def start(self, gang: ReplicaSpec, watch: ProcessWatch) -> str:
-        """Call a spare, or else fork all ranks. Raises Retryable; some may run then."""
-        self._pool.began(gang)
-        crew = self._pool.take(lambda c: c.complete and (c.size, c.config) == (gang.size, gang.config))
-        if crew is None:
-            crew = WorkerGroup(gang.size, gang.config, gang)
-            crew.given(watch)
-            await self._fork(crew)
+    async def start(self, spec: ReplicaSpec, watch: ProcessWatch) -> str:
+        """Assign a spare, or else fork all ranks. Raises Retryable; some may run then."""
+        self._pool.began(spec)
+        group = self._pool.take(lambda c: c.complete and (c.size, c.config) == (spec.size, spec.config))
+        if group is None:
+            group = WorkerGroup(spec.size, spec.config, spec)
+            group.given(watch)
+            await self._fork(group)
             return COLD
-        how = WARM if crew.ready else WARMING
-        crew.called = gang
-        for rank, process in crew.processes.items():
-            self._forks.call(process.pid, call(gang, rank, self._run))
-        crew.given(watch)
+        how = WARM if group.ready else WARMING
+        group.called = spec
+        for rank, process in group.processes.items():
+            self._forks.call(process.pid, call(spec, rank, self._run))
+        group.given(watch)
         return how
 
-    def settled(self, gang: ReplicaSpec) -> None:
-        """A gang trains, or has ended."""
-        self._pool.settled(gang)
+    def settled(self, spec: ReplicaSpec) -> None:
+        """Let the pool make spares again: this incarnation trains, or has ended."""
+        self._pool.settled(spec)
 
     async def close(self) -> None:
-        """End the fork server and whatever it started."""
+        """End the fork server and all processes that it started."""
         await self._pool.close()
         await self._forks.close()
 
@@ -112,28 +122,28 @@ class LocalBackend:
         event = {"t": time.time(), "event": "ForkServerLost", "source": "supervisor", "pid": pid}
         self._emit({**event, "reason": reason})
 
-    async def _fork(self, crew: WorkerGroup) -> None:
+    async def _fork(self, group: WorkerGroup) -> None:
         shared = {
             **ONE_THREAD,
-            "WORLD_SIZE": str(crew.size),
-            "LOCAL_WORLD_SIZE": str(crew.size),
+            "WORLD_SIZE": str(group.size),
+            "LOCAL_WORLD_SIZE": str(group.size),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
         }
-        gang = crew.called
-        for rank in range(crew.size):
-            if crew.gone:
+        spec = group.called
+        for rank in range(group.size):
+            if group.gone:
                 break
 
             def gone(pid: int, code: int, rank: int = rank) -> None:
-                crew.exited(rank, Forked(pid, self._forks, self._host), code)
+                group.exited(rank, Forked(pid, self._forks, self._host), code)
 
             pid = await self._forks.spawn(
                 env={**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                config=crew.config,
-                log=self._pool.log(crew, rank) if gang is None else self._run.rank_log(gang.replica, rank),
+                config=group.config,
+                log=self._pool.log(group, rank) if spec is None else self._run.rank_log(spec.replica, rank),
                 on_exit=gone,
-                call=None if gang is None else call(gang, rank, self._run),
-                on_warm=lambda _, rank=rank: crew.warm(rank),  # type: ignore[misc]
+                call=None if spec is None else call(spec, rank, self._run),
+                on_warm=lambda _, rank=rank: group.warm(rank),  # type: ignore[misc]
             )
-            crew.started(rank, Forked(pid, self._forks, self._host))
+            group.started(rank, Forked(pid, self._forks, self._host))

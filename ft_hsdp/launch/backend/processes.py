@@ -1,4 +1,4 @@
-"""How a process is started so that it never outlives the one that started it, and what else it needs.
+"""How a process is started so that it does not outlive the one that started it, and small helpers for that.
 
 `python -m ft_hsdp.launch.backend.processes tied PID MODULE [ARGS]` runs a module. The kernel kills it when PID
 ends. `... spare PID PACKAGE [ARGS]` loads a package, waits for a line on stdin, and then runs the package. Loading
@@ -52,17 +52,17 @@ def die_with(parent: int) -> None:
 
 
 def tied(*module_and_args: str) -> list[str]:
-    """The command that runs a module of this installation tied to the calling process's life."""
+    """Return the command that runs a module of this installation, killed when the calling process ends."""
     return [sys.executable, "-m", "ft_hsdp.launch.backend.processes", "tied", str(os.getpid()), *module_and_args]
 
 
 def spare(*module_and_args: str) -> list[str]:
-    """Like `tied`, but the module is only loaded; it runs when a line comes on stdin, and ends at its end."""
+    """Return a command like that of `tied` whose module is only loaded, and runs when a line comes on stdin."""
     return [sys.executable, "-m", "ft_hsdp.launch.backend.processes", "spare", str(os.getpid()), *module_and_args]
 
 
 def environment() -> dict[str, str]:
-    """This process's environment, in which children find its packages; the job's token they take from the run."""
+    """Return an environment for children in which they find our packages; without secrets, which they read."""
     root = str(Path(ft_hsdp.__file__).parents[1])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
@@ -70,25 +70,26 @@ def environment() -> dict[str, str]:
 
 
 class _Forgiving(io.FileIO):
-    """A file whose disk may be full: what it does not take is lost, and nobody who prints ends of it."""
+    """A file whose disk may be full: what it does not take is lost, and the writer goes on."""
 
     def write(self, data: Any, /) -> int:
-        """All of ``data`` counts as written."""
+        """Write what the disk takes; all of ``data`` counts as written."""
         with contextlib.suppress(OSError):
             super().write(data)
         return memoryview(data).nbytes
 
 
 def forgiving(descriptor: int) -> TextIO:
-    """A text file at ``descriptor``, a line at a time, whose writer hears of no error."""
+    """Return a line-buffered text file at ``descriptor`` that raises no error when the disk is full."""
     raw = io.BufferedWriter(_Forgiving(descriptor, "wb", closefd=False))
     return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True)
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """A TCP port that nobody has at the moment, and that no outgoing connection takes meanwhile.
+    """Return a TCP port that is free, and that no outgoing connection takes meanwhile.
 
-    Raises OSError where none is found.
+    Raises:
+        OSError: None is free.
     """
     for _ in range(TRIES):
         port = FIRST_PORT + secrets.randbelow(PORTS)
@@ -104,7 +105,7 @@ def free_port(host: str = "127.0.0.1") -> int:
 
 
 def last_line(log: Path) -> str:
-    """The last line of a log that is not empty; "" where there is none."""
+    """Return the last line of a log that is not empty; "" if there is none."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - 8192))
@@ -115,7 +116,7 @@ def last_line(log: Path) -> str:
 
 
 def stands_still(pid: int, host: str) -> bool:
-    """Whether the process is stopped by a signal (SIGSTOP), if it is on this machine; a debugger's stop is not."""
+    """Return whether a process of this machine is stopped by SIGSTOP; a debugger's stop does not count."""
     if host != socket.gethostname():
         return False
     try:
@@ -125,7 +126,7 @@ def stands_still(pid: int, host: str) -> bool:
 
 
 def no_room(folder: Path) -> bool:
-    """Whether nothing more can be written under ``folder``: then a line that is missing there proves nothing."""
+    """Return whether ``folder`` takes no more data: then a line that is missing there proves nothing."""
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(4096))

@@ -28,15 +28,11 @@ HEALTHY_S = 60.0  # a spare that was warm for so long ended for a reason of its 
 
 
 Fork = Callable[[WorkerGroup], Awaitable[None]]
-"""Starts all ranks of a crew. Raises Retryable; some may run then."""
+"""Starts all ranks of a group; raises Retryable, and some may run then."""
 
 
 class SparePool(Changes):
-    """Keeps `wanted` spares, whose files are in `folder`.
-
-    fork: starts the ranks of one; quiet_s: how long it must have been quiet before that; dropped: is told of
-    each that is of no use any more.
-    """
+    """Keeps a number of spares warm."""
 
     def __init__(
         self,
@@ -47,6 +43,16 @@ class SparePool(Changes):
         quiet_s: float = 0.0,
         dropped: Callable[[WorkerGroup], None] = lambda _: None,
     ) -> None:
+        """Make the pool; the first spare is made when a replica trains.
+
+        Args:
+            wanted: How many spares.
+            folder: Of their files.
+            fork: Starts the ranks of one.
+            emit: Takes each event.
+            quiet_s: How long no replica may have started before a spare is made, in seconds.
+            dropped: Is told of each spare that was lost.
+        """
         super().__init__()
         self._wanted = wanted
         self._folder = folder
@@ -54,17 +60,17 @@ class SparePool(Changes):
         self._emit = emit
         self._quiet_s = quiet_s
         self._dropped = dropped
-        self._busy: set[str] = set()  # incarnations that do not train yet, and whatever else holds spares back
+        self._busy: set[str] = set()  # incarnations that do not train yet, and other reasons to make no spare
         self._like: ReplicaSpec | None = None  # what spares are to be like
-        self._crews: list[WorkerGroup] = []
+        self._groups: list[WorkerGroup] = []
         self._made = 0
         self._failed = 0  # spares that ended, in a row
         self._keeping: asyncio.Task[None] | None = None
 
     @property
     def ready(self) -> bool:
-        """Whether a spare waits to be called."""
-        return any(crew.ready for crew in self._crews)
+        """Whether a spare is warm and waits for its incarnation."""
+        return any(group.ready for group in self._groups)
 
     @property
     def quiet(self) -> bool:
@@ -73,7 +79,7 @@ class SparePool(Changes):
 
     @contextlib.contextmanager
     def held(self, by: str) -> Iterator[None]:
-        """No new spare meanwhile."""
+        """Make no new spare within a ``with`` block."""
         self._busy.add(by)
         self.wake()
         try:
@@ -82,116 +88,116 @@ class SparePool(Changes):
             self._busy.discard(by)
             self.wake()
 
-    def began(self, gang: ReplicaSpec) -> None:
-        """A gang is about to be started: no new spare until it is `settled`."""
-        self._busy.add(gang.name)
+    def began(self, spec: ReplicaSpec) -> None:
+        """Make no new spare until this incarnation, which is about to be started, is `settled`."""
+        self._busy.add(spec.name)
         self.wake()
 
-    def settled(self, gang: ReplicaSpec) -> None:
-        """It trains, or has ended."""
-        self._busy.discard(gang.name)
-        self._like = gang
+    def settled(self, spec: ReplicaSpec) -> None:
+        """Note that an incarnation trains, or has ended."""
+        self._busy.discard(spec.name)
+        self._like = spec
         if self._wanted and self._keeping is None:
             self._keeping = asyncio.create_task(self._keep())
         self.wake()
 
     def take(self, fits: Callable[[WorkerGroup], bool]) -> WorkerGroup | None:
-        """A spare that fits, for good: one that is ready, else one that soon will be. None: there is none."""
-        fitting = [crew for crew in self._crews if fits(crew)]
+        """Remove and return a spare that fits: a ready one if there is one. None: no spare fits."""
+        fitting = [group for group in self._groups if fits(group)]
         if not fitting:
             return None
-        crew = max(fitting, key=lambda crew: (crew.ready, crew.complete))
-        crew.heard_by(lambda: None)
-        self._crews.remove(crew)
+        group = max(fitting, key=lambda group: (group.ready, group.complete))
+        group.heard_by(lambda: None)
+        self._groups.remove(group)
         self._failed = 0
-        self._changed_crews()
-        return crew
+        self._groups_changed()
+        return group
 
-    def log(self, crew: WorkerGroup, rank: int) -> Path:
-        """stdout and stderr of one rank of a spare, until it is called."""
-        return spare_log(self._folder, crew.number, rank)
+    def log(self, group: WorkerGroup, rank: int) -> Path:
+        """Return the path of one rank's stdout and stderr while it is a spare's."""
+        return spare_log(self._folder, group.number, rank)
 
     async def close(self) -> None:
-        """Make no more; who started the spares ends them."""
+        """Make no more spares; the backend ends those that there are."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
         self._wanted = 0
-        self._crews.clear()
+        self._groups.clear()
         if self._made:
-            self._changed_crews()
+            self._groups_changed()
 
     async def _keep(self) -> None:
-        """Make what is missing, one spare after another."""
+        """Make missing spares, one after another, until cancelled."""
         while True:
             await self.wait_for(lambda: self._may_make)
             if await self.wait_for(lambda: not self._may_make, self._quiet_s + self._pause_s):
                 continue
             assert self._like is not None
             self._made += 1
-            crew = WorkerGroup(self._like.size, self._like.config, number=self._made)
-            crew.heard_by(lambda crew=crew: self._look(crew))  # type: ignore[misc]
-            self._crews.append(crew)
-            await self._make(crew)
+            group = WorkerGroup(self._like.size, self._like.config, number=self._made)
+            group.heard_by(lambda group=group: self._look(group))  # type: ignore[misc]
+            self._groups.append(group)
+            await self._make(group)
 
     @property
     def _may_make(self) -> bool:
-        return self.quiet and len(self._crews) < self._wanted
+        return self.quiet and len(self._groups) < self._wanted
 
     @property
     def _pause_s(self) -> float:
         return doubled(PAUSE_S, self._failed, PAUSE_MAX_S)
 
-    async def _make(self, crew: WorkerGroup) -> None:
+    async def _make(self, group: WorkerGroup) -> None:
         """Start a spare, and wait until it is warm, taken or gone."""
         try:
-            await self._fork(crew)
+            await self._fork(group)
         except Retryable as error:
-            self._lose(crew, str(error))
+            self._lose(group, str(error))
             return
-        if not await self.wait_for(lambda: crew.ready or crew not in self._crews, WARM_S):
-            self._lose(crew, f"it was not warm within {WARM_S:g} s")
+        if not await self.wait_for(lambda: group.ready or group not in self._groups, WARM_S):
+            self._lose(group, f"it was not warm within {WARM_S:g} s")
 
-    def _look(self, crew: WorkerGroup) -> None:
-        """Something has happened to a spare."""
-        if crew not in self._crews:
-            crew.kill()  # it was given up while its last ranks were started
+    def _look(self, group: WorkerGroup) -> None:
+        """Act on a change of a spare: it is warm, or a rank of it has ended."""
+        if group not in self._groups:
+            group.kill()  # it was given up while its last ranks were started
             return
-        if crew.gone:
-            rank, code = next(iter(crew.gone.items()))
-            said = last_line(self.log(crew, rank)) if code > 0 else ""
-            self._lose(crew, f"rank {rank} ended with {named(code)}" + (f": {said}" if said else ""))
+        if group.gone:
+            rank, code = next(iter(group.gone.items()))
+            said = last_line(self.log(group, rank)) if code > 0 else ""
+            self._lose(group, f"rank {rank} ended with {named(code)}" + (f": {said}" if said else ""))
             return
-        if crew.ready:
-            took_s = time.monotonic() - crew.began
-            self._event("SpareWarmed", crew, "it waits to be called", seconds=took_s)
-        self._changed_crews()
+        if group.ready:
+            took_s = time.monotonic() - group.began
+            self._event("SpareWarmed", group, "it waits to be called", seconds=took_s)
+        self._groups_changed()
 
-    def _lose(self, crew: WorkerGroup, why: str) -> None:
-        """A spare is of no use: end the rest of it."""
-        if crew not in self._crews:
+    def _lose(self, group: WorkerGroup, why: str) -> None:
+        """Drop a spare that failed, and end the rest of it."""
+        if group not in self._groups:
             return
-        self._crews.remove(crew)
-        crew.kill()
-        self._dropped(crew)
-        lasted = crew.warm_at is not None and time.monotonic() - crew.warm_at > HEALTHY_S
+        self._groups.remove(group)
+        group.kill()
+        self._dropped(group)
+        lasted = group.warm_at is not None and time.monotonic() - group.warm_at > HEALTHY_S
         self._failed = 1 if lasted else self._failed + 1
-        self._event("SpareLost", crew, why, delay_s=self._pause_s)
-        self._changed_crews()
+        self._event("SpareLost", group, why, delay_s=self._pause_s)
+        self._groups_changed()
 
-    def _changed_crews(self) -> None:
+    def _groups_changed(self) -> None:
         shown = [
             {
-                "spare": crew.number,
-                "state": "ready" if crew.ready else "warming",
-                "ranks": [{"rank": r, "pid": p.pid, "host": p.host} for r, p in sorted(crew.processes.items())],
+                "spare": group.number,
+                "state": "ready" if group.ready else "warming",
+                "ranks": [{"rank": r, "pid": p.pid, "host": p.host} for r, p in sorted(group.processes.items())],
             }
-            for crew in self._crews
+            for group in self._groups
         ]
         keep_json(self._folder / "spares.json", {"spares": shown})
         self.wake()
 
-    def _event(self, name: str, crew: WorkerGroup, reason: str, **fields: Any) -> None:
-        pids = [process.pid for _, process in sorted(crew.processes.items())]
-        head = {"t": time.time(), "event": name, "source": "supervisor", "spare": crew.number, "pids": pids}
+    def _event(self, name: str, group: WorkerGroup, reason: str, **fields: Any) -> None:
+        pids = [process.pid for _, process in sorted(group.processes.items())]
+        head = {"t": time.time(), "event": name, "source": "supervisor", "spare": group.number, "pids": pids}
         self._emit({**head, **fields, "reason": reason})

@@ -6,11 +6,11 @@
     -> {"spawn": id, "env": {}, "run": path, "config": path, "log": path, "called": bool}, with a descriptor
     <- {"spawned": id, "pid": 1} or {"failed": id, "error": "one line"}
 
-The descriptor is the rank's line to whoever supervises it. On it the rank says when it is warm, and is told who
-it is, at once if it is `called`, or later: {"replica": 0, "run_id": "a", "restarts": 0, "log": path}. A rank is no
-child of this process: it is forked by a process between, which ends, and so becomes a child of the supervisor and
-dies with it alone. One thread, no accelerator: a fork of either is broken. The path of the run is an argument only
-so that the command line of every rank names the run to which it belongs.
+The descriptor is the rank's line to its supervisor. On it the rank says when it is warm, and is told its
+incarnation, at once if it is `called`, or later: {"replica": 0, "run_id": "a", "restarts": 0, "log": path}. A
+rank is no child of this process: it is forked by a process between, which ends, and so becomes a child of the
+supervisor and dies with it alone. One thread, no accelerator: a fork of either is broken. The path of the run is
+an argument only so that the command line of every rank names the run to which it belongs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LARGEST = 1 << 20  # bytes of one request
 
 
 class CallLine:
-    """A rank's end of its line to its supervisor: where it is told who it is. From then on it logs as that."""
+    """A rank's end of its line to its supervisor, on which it is told its incarnation (`IncarnationSource`)."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -59,16 +59,16 @@ class CallLine:
         return self._call
 
     def wait(self) -> IncarnationId:
-        """Say that all is warm, and wait."""
+        """Tell the supervisor that this rank is warm, and return its incarnation. Blocks without an end."""
         if self.poll() is None:
-            with contextlib.suppress(OSError):  # nobody is there any more: taking says so
+            with contextlib.suppress(OSError):  # the supervisor is gone: taking says so
                 self._sock.sendall(b"\n")
             self.take()
         assert self._call is not None
         return self._call
 
     def take(self) -> None:
-        """Wait for what the rank is told; without anybody who could tell it ends."""
+        """Wait for the incarnation, and log as a rank of it from then on; end this process if there is none."""
         with self._sock, self._sock.makefile("rb") as stream:
             line = stream.readline()
         if not line.endswith(b"\n"):

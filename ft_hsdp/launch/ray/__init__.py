@@ -17,6 +17,6 @@ Read the modules in this order:
 
 The way of a start: `RayBackend.start` -> `ReplicaSlots` -> `RankActor.start` -> `ForkServer.spawn` on the node.
 
-Only this package imports Ray, and only the commands that need it import this package: Ray is an optional
-dependency.
+Only this package, and `doctor.ray_probe`, import Ray, and only the commands that need it import this package: Ray
+is an optional dependency.
 """

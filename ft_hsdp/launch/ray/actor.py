@@ -124,7 +124,7 @@ class RankActor:
 
     async def start(self, start: StartOrder) -> int:
         """Start the rank; its pid. Raises Retryable."""
-        run, gang = self._run, start.called
+        run, spec = self._run, start.called
         assert run is not None, "open() comes first"
         run.config.write_text(start.config)
         secret.write_private(run.token, start.token)
@@ -132,20 +132,20 @@ class RankActor:
         write_json(run.lighthouse, {"pid": 0, "url": start.urls[0], "urls": list(start.urls)})
         share(run, Path(start.run))
         spared = spare_log(run.spares, start.spare, start.rank)
-        log = spared if gang is None else run.rank_log(gang.replica, start.rank)
+        log = spared if spec is None else run.rank_log(spec.replica, start.rank)
         return await self._forks.spawn(
             env=start.env,
             config=run.config,
             log=log,
             on_exit=self._exited,
-            call=None if gang is None else call(gang, start.rank, run),
+            call=None if spec is None else call(spec, start.rank, run),
             on_warm=self._waits,
         )
 
-    async def call(self, pid: int, gang: ReplicaSpec, rank: int) -> None:
+    async def call(self, pid: int, spec: ReplicaSpec, rank: int) -> None:
         """Tell a spare's rank whose it is."""
         assert self._run is not None, "open() comes first"
-        self._forks.call(pid, call(gang, rank, self._run))
+        self._forks.call(pid, call(spec, rank, self._run))
 
     async def signal(self, pid: int, number: int) -> None:
         """Signal a rank, if it still runs."""

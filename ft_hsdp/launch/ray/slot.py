@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Bundle:
-    """One bundle: its actor, where that is, and the ranks of crews that run there, by pid.
+    """One bundle: its actor, where that is, and the ranks of groups that run there, by pid.
 
     early: what was heard of a rank before its start was known: a code where it is gone, None where it is warm.
     """
@@ -135,21 +135,21 @@ class ReplicaSlot:
         """A port that is free on the node of rank 0. Raises Retryable."""
         return int(await self._answered(self.places[0].actor.port.remote(host)))
 
-    async def start(self, start: StartOrder, crew: WorkerGroup) -> None:
-        """Start a rank of a crew. Raises Retryable."""
+    async def start(self, start: StartOrder, group: WorkerGroup) -> None:
+        """Start a rank of a group. Raises Retryable."""
         place = self.places[start.rank]
         pid = int(await self._answered(place.actor.start.remote(start)))
         process = RayProcess(pid, place, self._deaf_s, lambda: self._deaf(place, pid))
-        place.running[pid] = (crew, process)
-        crew.started(place.rank, process)
+        place.running[pid] = (group, process)
+        group.started(place.rank, process)
         for code in place.early.pop(pid, []):
             self._heard(place, pid, code)
         if self.gone and pid in place.running:
             self._heard(place, pid, KILLED)
 
-    async def call(self, crew: WorkerGroup, gang: ReplicaSpec) -> None:
+    async def call(self, group: WorkerGroup, spec: ReplicaSpec) -> None:
         """Tell the ranks of a spare whose they are. Raises Retryable."""
-        told = (self.places[n].actor.call.remote(p.pid, gang, n) for n, p in crew.processes.items())
+        told = (self.places[n].actor.call.remote(p.pid, spec, n) for n, p in group.processes.items())
         await self._answered(asyncio.gather(*told))
 
     async def remove(self) -> None:
@@ -237,19 +237,19 @@ class ReplicaSlot:
         if pid not in place.running:
             place.early.setdefault(pid, []).append(code)
             return
-        crew, process = place.running[pid]
+        group, process = place.running[pid]
         if code is None:
-            crew.warm(place.rank)
+            group.warm(place.rank)
         else:
             del place.running[pid]
-            crew.exited(place.rank, process, code)
+            group.exited(place.rank, process, code)
 
     def _died(self, place: Bundle, why: str) -> None:
         """An actor is dead, and with it its rank; what that wrote last is gone."""
         self.gone = True
-        for pid, (crew, _) in list(place.running.items()):
-            if crew.called is not None:
-                about = {"replica": crew.called.replica, "rank": place.rank, "incarnation": crew.called.name}
+        for pid, (group, _) in list(place.running.items()):
+            if group.called is not None:
+                about = {"replica": group.called.replica, "rank": place.rank, "incarnation": group.called.name}
                 head = {"t": time.time(), "event": "LogCut", "source": "supervisor"}
                 self._emit({**head, **about, "reason": f"on {place.seat.host}: {why}"})
             self._heard(place, pid, KILLED)
@@ -279,7 +279,7 @@ Holder = int | WorkerGroup
 
 
 class ReplicaSlots:
-    """All berths of a job. make: a new one."""
+    """All slots of a job. make: a new one."""
 
     def __init__(self, make: Callable[[PlacementRequest], ReplicaSlot]) -> None:
         self._make = make
@@ -293,19 +293,19 @@ class ReplicaSlots:
 
     def labels_of_spares(self) -> list[Mapping[str, str]]:
         """What the spares asked for."""
-        return [berth.request.labels for holder, berth in self._held.items() if isinstance(holder, WorkerGroup)]
+        return [slot.request.labels for holder, slot in self._held.items() if isinstance(holder, WorkerGroup)]
 
     def move(self, spare: WorkerGroup, replica: int) -> ReplicaSlot:
-        """Have a replica take the berth of a spare; its own is another's then, if it lives."""
+        """Have a replica take the slot of a spare; its own is another's then, if it lives."""
         self.release(replica)
-        berth = self._held[replica] = self._held.pop(spare)
-        return berth
+        slot = self._held[replica] = self._held.pop(spare)
+        return slot
 
     def reuse(self, holder: Holder, labels: Mapping[str, str] | None = None) -> ReplicaSlot | None:
         """One that nobody has, with these labels, if they matter."""
         lost, self._idle = [b for b in self._idle if b.gone], [b for b in self._idle if not b.gone]
-        for berth in lost:
-            self._remove(berth)
+        for slot in lost:
+            self._remove(slot)
         fit = next((b for b in self._idle if labels is None or b.request.labels == labels), None)
         if fit is not None:
             self._idle.remove(fit)
@@ -316,39 +316,39 @@ class ReplicaSlots:
         """One that has still to find its place; what is being given back is free before that."""
         if self._leaving:
             await asyncio.wait(list(self._leaving))
-        names = {berth.request.name for berth in (*self._held.values(), *self._idle)}
+        names = {slot.request.name for slot in (*self._held.values(), *self._idle)}
         number, name = 1, asked.name
         while name in names:  # who it was made for may have moved
             number += 1
             name = f"{asked.name}:{number}"
-        berth = self._held[holder] = self._make(replace(asked, name=name))
-        return berth
+        slot = self._held[holder] = self._make(replace(asked, name=name))
+        return slot
 
     def release(self, holder: Holder) -> None:
         """Whoever has it needs it no more: it serves another, or is given back if it is lost or not found yet."""
-        berth = self._held.pop(holder, None)
-        if berth is None:
+        slot = self._held.pop(holder, None)
+        if slot is None:
             return
-        if berth.settled and not berth.gone:
-            self._idle.append(berth)
+        if slot.settled and not slot.gone:
+            self._idle.append(slot)
         else:
-            self._remove(berth)
+            self._remove(slot)
 
     def give_back(self, holder: Holder) -> None:
         """Whoever has it needs it no more, and nobody else is to have it."""
-        berth = self._held.pop(holder, None)
-        if berth is not None:
-            self._remove(berth)
+        slot = self._held.pop(holder, None)
+        if slot is not None:
+            self._remove(slot)
 
     async def close(self) -> None:
         """End all actors, and with them whatever they run; give all resources back."""
-        for berth in (*self._held.values(), *self._idle):
-            self._remove(berth)
+        for slot in (*self._held.values(), *self._idle):
+            self._remove(slot)
         self._held.clear()
         self._idle.clear()
         await asyncio.gather(*self._leaving)
 
-    def _remove(self, berth: ReplicaSlot) -> None:
-        task = asyncio.create_task(berth.remove())
-        self._leaving[task] = berth
+    def _remove(self, slot: ReplicaSlot) -> None:
+        task = asyncio.create_task(slot.remove())
+        self._leaving[task] = slot
         task.add_done_callback(self._leaving.pop)

@@ -217,8 +217,8 @@ def there(
 
     def means(emit: Callable[[Row], None]) -> JobResources:
         lighthouse = RayLighthouse(run, cluster.node, emit)
-        engine = RayBackend(config, run, lambda: lighthouse.urls, cluster.cwd, emit, entry=entry, preload=preload)
-        return JobResources(engine, lighthouse)
+        backend = RayBackend(config, run, lambda: lighthouse.urls, cluster.cwd, emit, entry=entry, preload=preload)
+        return JobResources(backend, lighthouse)
 
     return means
 
