@@ -34,7 +34,7 @@ END_S = 30.0  # from the end of the last process to the end of its supervisor
 
 
 class LighthouseHandle(Protocol):
-    """The lighthouses of a job: started, and started again where they were; see `LighthouseFleet`."""
+    """The lighthouses of a job: `lighthouse_process.LighthouseFleet`, or a named actor of a cluster."""
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -52,14 +52,14 @@ class LighthouseHandle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JobResources:
-    """With what a job is run: this machine's, or a cluster's."""
+    """What runs a job: that of this machine, or of a cluster."""
 
     backend: Backend
     lighthouse: LighthouseHandle
 
 
 class JobRun:
-    """One job, from its first process to its last. means: makes what runs it; events go to its argument."""
+    """One job, from its first process to its last. ``means`` makes its resources; events go to its argument."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class JobRun:
         self._link: LighthouseLink | None = None
 
     async def run(self) -> tuple[int, Summary | None]:
-        """Run it; see `up`."""
+        """Run the job; return the exit code and the summary."""
         config, run = self._config, self._run
         self._progress = Progress()
         self._recorder = Recorder(run, config, self._terminal.commit, self._on_event)
@@ -129,7 +129,7 @@ class JobRun:
             group.create_task(self._backend.open())
 
     async def _unless_over(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Do `work`, unless the job is stopped meanwhile. Raises what `work` raises."""
+        """Do ``work``, unless the job is stopped meanwhile; return whether it was done."""
         task, over = asyncio.create_task(work), asyncio.create_task(self._over.wait())
         await asyncio.wait([task, over], return_when=asyncio.FIRST_COMPLETED)
         over.cancel()
@@ -173,7 +173,7 @@ class JobRun:
 
     @property
     def _nobody_left(self) -> bool:
-        """Whether some replica has ended, and all that have not are not wanted, and away."""
+        """Whether a replica has ended, and all others have ended too or rest because they are not wanted."""
         rest = [s for n, s in self._supervisors.items() if n not in self._outcomes]
         return bool(self._outcomes) and all(s.resting for s in rest)
 
@@ -249,7 +249,7 @@ class JobRun:
             self._supervisors[replica].evict(incarnation, reason)
 
     def _on_event(self, event: Row) -> None:
-        """Show an event; the lighthouse hears from here what nobody else can tell it."""
+        """Show an event, and send the lighthouse those that it gets from no rank."""
         self._terminal.event(event)
         if event["event"] == "CheckpointWritten":
             self._written = max(event["step"], self._written or 0)
@@ -274,7 +274,7 @@ class JobRun:
                 supervisor.current.kill()
 
     async def _end(self, replicas: list[asyncio.Task[None]], lighthouse: LighthouseHandle) -> None:
-        """End whatever runs; nothing is left when this returns."""
+        """End all processes; nothing is left when this returns."""
         await asyncio.gather(*(s.stop(self._config.timeouts.stop_s) for s in self._supervisors.values()))
         if replicas:
             _, late = await asyncio.wait(replicas, timeout=self._config.timeouts.gone_s + END_S)
@@ -303,7 +303,7 @@ class JobRun:
 
 
 def where_to_go_on(config: Config, run: RunDir, step: int) -> str:
-    """One line on the checkpoint that a job which was stopped has left."""
+    """Return one line on the checkpoint that a stopped job has left."""
     if config.checkpoint.dir is not None:
         return f"the state of step {step} is in {config.checkpoint.dir}: the same command goes on from it"
     folder = os.path.relpath(run.path / "checkpoints")

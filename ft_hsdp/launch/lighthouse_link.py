@@ -69,49 +69,49 @@ class LighthouseLink:
         self._reporter = Reporter("supervisor", self._tell)
 
     def started(self, replica: int, incarnation: str) -> None:
-        """An incarnation has been started; a replica that was given up is not any more."""
+        """Report that an incarnation has been started; a replica that was given up counts again."""
         self._running[replica] = incarnation
         self._lost.discard(replica)
         self._changed.set()
 
     def rests(self, replica: int) -> None:
-        """Nothing of a replica runs, and nothing will before it is wanted."""
+        """Report that nothing of a replica runs, or will run before it is wanted."""
         self._running.setdefault(replica, None)
         self._changed.set()
 
     def exited(self, replica: int, incarnation: str) -> None:
-        """All ranks of an incarnation are gone."""
+        """Report that all ranks of an incarnation are gone."""
         if self._running.get(replica) == incarnation:
             del self._running[replica]
         self._exited[replica] = incarnation
         self._changed.set()
 
     def lost(self, replica: int) -> None:
-        """Nobody has to wait for a replica: it will not be started again, or it is not known when."""
+        """Report that others need not wait for a replica: when it starts again, if ever, is not known."""
         self._lost.add(replica)
         self._changed.set()
 
     def claims(self, replica: int) -> None:
-        """This supervisor wants to be the only one that starts a replica."""
+        """Ask for the lease of a replica: this supervisor alone will start it."""
         self._leases.setdefault(replica, 0)
         self._changed.set()
 
     def releases(self, replica: int) -> None:
-        """It will start the replica no more: another supervisor may."""
+        """Give the lease of a replica back: another supervisor may start it."""
         for known in (self._leases, self._until, self._rivals):
             known.pop(replica, None)
         self._changed.set()
 
     def holds(self, replica: int) -> bool:
-        """Whether no other supervisor can have been allowed to start the replica."""
+        """Return whether this supervisor has the lease of a replica for certain."""
         return time.monotonic() < self._until.get(replica, 0.0)
 
     def rival(self, replica: int) -> str:
-        """The other supervisor that may start the replica, as the lighthouse said last; "" if there is none."""
+        """Return the supervisor that has the lease instead, as the lighthouse said last; "" if there is none."""
         return self._rivals.get(replica, "")
 
     def note(self, event: Row) -> None:
-        """An event of this supervisor, or a failure on purpose: for the lighthouse's journal."""
+        """Send an event of this supervisor, or a failure on purpose, to the lighthouse's journal."""
         self._reporter.event(event)
 
     @property
@@ -121,7 +121,7 @@ class LighthouseLink:
 
     @property
     def picture(self) -> dict[str, Any]:
-        """What is reported."""
+        """The report as it is now."""
         return {
             "running": {str(replica): name for replica, name in sorted(self._running.items())},
             "exited": [name for _, name in sorted(self._exited.items())],
@@ -129,7 +129,7 @@ class LighthouseLink:
         }
 
     async def run(self) -> None:
-        """Report until cancelled. Raises nothing for a lighthouse that is away."""
+        """Report until cancelled; a lighthouse that does not answer raises nothing."""
         async with http_client(self._token, REPLY_S, self._tls) as client:
             self._lighthouses = lighthouses = Lighthouses(self._urls, client, self._file)
             self._reporter.start()

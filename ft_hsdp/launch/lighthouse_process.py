@@ -1,4 +1,4 @@
-"""The lighthouse as a process of this machine: started, waited for, and started again where it was."""
+"""The lighthouses of a job as processes of this machine: started, waited for, and started again on their ports."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOOK_S = 1.0  # between two questions whether it answers, and the longest wait f
 
 
 class LighthouseFailed(FtHsdpError):
-    """The lighthouse ended instead of listening; `str()` is its last line."""
+    """The lighthouse ended instead of listening; ``str`` is the last line of its log."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -177,7 +177,7 @@ class LighthouseProcess:
                 raise
 
     async def stop(self) -> None:
-        """End it."""
+        """End the process."""
         if self._spare is not None and self._spare.returncode is None:
             self._spare.kill()
             await self._spare.wait()
@@ -250,7 +250,7 @@ class LighthouseFleet:
                 group.create_task(each.keep())
 
     async def stop(self) -> None:
-        """End them."""
+        """End all of them."""
         await asyncio.gather(*(each.stop() for each in self._all))
 
 

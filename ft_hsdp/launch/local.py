@@ -20,7 +20,7 @@ from ft_hsdp.launch.run.terminal import Terminal
 
 
 def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | None]:
-    """Run a job until every replica is done; the exit code and the summary.
+    """Run a job until every replica is done; return the exit code and the summary.
 
     stream takes the progress, stdout by default. Codes: 0, 75 with lost replicas, 64 where a rank refused its
     configuration, 130 and 143 after Ctrl-C and SIGTERM. Raises ConfigError before anything is started.
@@ -44,7 +44,7 @@ def here(
     preload: tuple[str, ...] = PRELOAD,
     lighthouse: str = "lighthouse",
 ) -> Callable[[Callable[[Row], None]], JobResources]:
-    """The means of this machine. entry, preload, lighthouse: what runs in their processes."""
+    """Return the resources of this machine. entry, preload, lighthouse: what runs in their processes."""
 
     def means(emit: Callable[[Row], None]) -> JobResources:
         backend = LocalBackend(
@@ -63,7 +63,7 @@ def here(
 
 
 def check_device(config: Config) -> str:
-    """The GPUs that ranks get, or "cpu". Raises ConfigError on train.device."""
+    """Return in words what ranks compute on. Raises ConfigError on train.device."""
     if config.train.device == "cpu":
         return config.train.device
     # Who only counts GPUs must not initialize CUDA: ranks are forked, from a process that inherits this.

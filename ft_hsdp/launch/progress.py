@@ -7,18 +7,18 @@ from collections.abc import Callable
 
 
 class Changes:
-    """Lets many wait for conditions over one thing that changes."""
+    """Something that changes, and on which tasks of one event loop wait."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
 
     def wake(self) -> None:
-        """Have every waiter look again."""
+        """Have every waiting task evaluate its condition again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
     async def wait_for(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait until `ready()`; False after `timeout_s`. It is asked again after every `wake`."""
+        """Wait until ``ready()`` is true; False after ``timeout_s`` seconds. Evaluated at every `wake`."""
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
         while not ready():
@@ -43,8 +43,8 @@ class Progress(Changes):
         self.finished = False
         self.halted = ""  # why the lighthouse says that the job cannot go on
         self.drained: frozenset[int] = frozenset()  # the replicas that are to stay away
-        self.heard = False  # whether the lighthouse has said who that is
-        self.dismissed: set[int] = set()  # those that it has sent away; who is started again is none of them
+        self.heard = False  # whether the lighthouse has said which ones
+        self.dismissed: set[int] = set()  # those that it has sent away, until they are started again
 
     def saw(
         self,

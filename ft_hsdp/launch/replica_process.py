@@ -1,4 +1,8 @@
-"""One incarnation of a replica: its rank processes, started together and ended together."""
+"""One incarnation of a replica: its rank processes, started together and ended together.
+
+`ReplicaProcess` is the `ProcessWatch` of its ranks. When they are gone, `verdict` says why the incarnation ended,
+and which rank shows it.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +25,12 @@ LEAVING = frozenset({EXIT_OK, EXIT_LEFT})
 
 @dataclass(slots=True)
 class RankProcess:
-    """One process. `code` is its exit code, negative for a signal."""
+    """The process of one rank."""
 
     rank: int
     process: WorkerProcess
-    state: str = "running"
-    code: int | None = None
+    state: str = "running"  # or "exited"
+    code: int | None = None  # exit code, negative for a signal
     killed: bool = False  # by us, because of another rank: its exit says nothing about the cause
 
     @property
@@ -36,7 +40,7 @@ class RankProcess:
 
 
 class ReplicaProcess(Changes):
-    """The ranks of one start of a replica; it watches them."""
+    """The ranks of one incarnation, and what happens to them."""
 
     def __init__(self, spec: ReplicaSpec, run: RunDir) -> None:
         super().__init__()
@@ -48,17 +52,17 @@ class ReplicaProcess(Changes):
 
     @property
     def name(self) -> str:
-        """What the protocol calls it."""
+        """The name of the incarnation."""
         return self.spec.name
 
     @property
     def replica(self) -> int:
-        """Whose incarnation it is."""
+        """The id of its replica."""
         return self.spec.replica
 
     @property
     def restarts(self) -> int:
-        """How many the replica had before it."""
+        """How many incarnations of the run came before it."""
         return self.spec.restarts
 
     @property
@@ -72,36 +76,36 @@ class ReplicaProcess(Changes):
         return [rank for rank in self.ranks.values() if rank.state == "running"]
 
     async def start(self, backend: Backend) -> str:
-        """Start all ranks; how that was done. Raises Retryable; some may run then."""
+        """Start all ranks and return how that was done. Raises Retryable; some may run then."""
         how = await backend.start(self.spec, self)
         self.write()
         return how
 
     def started(self, rank: int, process: WorkerProcess) -> None:
-        """A rank runs."""
+        """Note that a rank runs."""
         self.ranks[rank] = RankProcess(rank, process)
         self.wake()
 
     def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
-        """A rank is gone."""
+        """Note that a rank is gone."""
         gone = self.ranks[rank]
         gone.state, gone.code = "exited", code
         self.first = self.first or gone
         self.wake()
 
     def send(self, number: int) -> None:
-        """Signal every rank that lives."""
+        """Send a signal to every rank that has not exited."""
         for rank in self.living:
             rank.process.signal(number)
 
     def kill(self) -> None:
-        """SIGKILL every rank that lives; that reaches stopped ones too."""
+        """Send SIGKILL to every rank that has not exited; it ends stopped ones too."""
         for rank in self.living:
             rank.killed = True
         self.send(signal.SIGKILL)
 
     def verdict(self) -> tuple[str, RankProcess | None]:
-        """Why the incarnation ended, and the rank that shows it."""
+        """Return why the incarnation ended, and the rank that shows it."""
         if self.evicted is not None:
             return EVICTED, None
         own = [rank for rank in self.ranks.values() if not rank.killed and rank.code is not None]
@@ -116,7 +120,7 @@ class ReplicaProcess(Changes):
         return (kind_of(telling[0]), telling[0]) if telling else (TORN, self.first)
 
     def explain(self, rank: RankProcess) -> str:
-        """One line on the exit of `rank`: what its log ends with, where it chose to exit."""
+        """Return one line on the exit of ``rank``; with the last line of its log, unless a signal ended it."""
         said = last_line(self._run.rank_log(self.replica, rank.rank)) if (rank.code or 0) > 0 else ""
         return f"rank {rank.rank} ended with {kind_of(rank)}" + (f": {said}" if said else "")
 
@@ -136,12 +140,12 @@ class ReplicaProcess(Changes):
 
 
 def kind_of(rank: RankProcess) -> str:
-    """How it ended."""
+    """Return in words how a rank ended."""
     return named(rank.code or 0)
 
 
 def named(code: int) -> str:
-    """An exit code in words: `SIGKILL`, `exit 75`."""
+    """Return an exit code in words: `SIGKILL`, `exit 75`."""
     if code >= 0:
         return f"exit {code}"
     try:

@@ -1,9 +1,9 @@
-"""Keeps one replica running: starts its ranks together, ends them together, starts them again.
+"""The supervisor of one replica: it starts its ranks together, ends them together, and starts them again.
 
 The unit of failure is the replica (FT-HSDP §4.2): when one rank exits, the others are killed at once, stopped
 ones too, and the incarnation counts as exited when all of them are gone. A replica that is drained, or beyond the
-number that the job is scaled to, is told to leave by the lighthouse, and rests until it is wanted; that counts
-against no budget.
+number that the job is scaled to, is told to leave by the lighthouse, and rests until it is wanted; that does
+not count against the budget of restarts.
 """
 
 from __future__ import annotations
@@ -33,50 +33,45 @@ ANSWER_S = 2.0  # longest wait for a lease before it is said that there is none
 
 
 class SupervisorLink(Protocol):
-    """What a supervisor tells the lighthouse, as `lighthouse_link.LighthouseLink`; ``owner``: its random name."""
+    """What a supervisor tells the lighthouse: `lighthouse_link.LighthouseLink`, or a stand-in."""
 
-    owner: str
+    owner: str  # the supervisor's random name
 
     def started(self, replica: int, incarnation: str) -> None:
-        """An incarnation has been started; a replica that was given up is not any more."""
+        """Report that an incarnation has been started; a replica that was given up counts again."""
 
     def rests(self, replica: int) -> None:
-        """Nothing of a replica runs, and nothing will before it is wanted."""
+        """Report that nothing of a replica runs, or will run before it is wanted."""
 
     def exited(self, replica: int, incarnation: str) -> None:
-        """All ranks of an incarnation are gone."""
+        """Report that all ranks of an incarnation are gone."""
 
     def lost(self, replica: int) -> None:
-        """Nobody has to wait for a replica: it will not be started again, or it is not known when."""
+        """Report that others need not wait for a replica: when it starts again, if ever, is not known."""
 
     def claims(self, replica: int) -> None:
-        """This supervisor wants to be the only one that starts a replica."""
+        """Ask for the lease of a replica: this supervisor alone will start it."""
 
     def releases(self, replica: int) -> None:
-        """It will start the replica no more: another supervisor may."""
+        """Give the lease of a replica back: another supervisor may start it."""
 
     def holds(self, replica: int) -> bool:
-        """Whether no other supervisor can have been allowed to start the replica."""
+        """Return whether this supervisor has the lease of a replica for certain."""
 
     def rival(self, replica: int) -> str:
-        """The other supervisor that may start the replica; "" if there is none."""
+        """Return the other supervisor that has the lease of a replica; "" if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a replica ended: `kind` is done, stopped, drained, unplaced, lost or config; `reason` is one line."""
+    """How a replica ended."""
 
-    kind: str
-    reason: str = ""
+    kind: str  # done, stopped, drained, unplaced, lost or config
+    reason: str = ""  # one line
 
 
 class ReplicaSupervisor:
-    """One replica, from its first start to its end.
-
-    emit: takes each event; survivors: whether another replica of the job runs, for whose next commit a
-    restart then waits; proven: whether others train with this configuration, so that a rank that refuses it is its
-    machine's fault; config_file: what the ranks load.
-    """
+    """Keeps one replica running, from its first start to its end."""
 
     def __init__(
         self,
@@ -92,6 +87,20 @@ class ReplicaSupervisor:
         proven: Callable[[], bool] = lambda: False,
         config_file: Path | None = None,
     ) -> None:
+        """Make the supervisor of a replica; `run` starts it.
+
+        Args:
+            replica: Its id.
+            config: The job's configuration.
+            run: The run's directory.
+            backend: Starts the ranks.
+            link: Reports to the lighthouse.
+            progress: How far the job is.
+            emit: Takes each event.
+            survivors: Whether another replica of the job runs; a restart then waits for its next commit.
+            proven: Whether others train with this configuration; then a rank that refuses it is on a bad machine.
+            config_file: What the ranks load; None: the run's configuration.
+        """
         self.replica = replica
         self.current: ReplicaProcess | None = None
         self._config = config
@@ -103,7 +112,7 @@ class ReplicaSupervisor:
         self._survivors = survivors
         self._proven = proven
         self._config_file = config_file or run.config
-        self._run_id = link.owner  # by which the lighthouse knows whose incarnations they are
+        self._run_id = link.owner  # tells the lighthouse which supervisor started an incarnation
         self._restarts = restart.RestartState()
         self._commits = Tailer(run.commits(replica))
         self._committed: set[int] = set()  # steps, since the last loss
@@ -126,7 +135,7 @@ class ReplicaSupervisor:
 
     @property
     def _unreached(self) -> bool:
-        """Whether the life that ended was not the first, and ended because no lighthouse answered it."""
+        """Whether the incarnation that ended was a restart, and ended because no lighthouse answered it."""
         last = self.current
         return last is not None and last.restarts > 0 and last.verdict()[0] == f"exit {EXIT_UNREACHABLE}"
 
@@ -136,11 +145,11 @@ class ReplicaSupervisor:
         return self.current is not None and self.current.complete
 
     def stay_away(self, until_step: int) -> None:
-        """Not to be started again before `until_step` steps are committed."""
+        """Do not start the replica again before ``until_step`` steps are committed."""
         self._away_until = max(self._away_until, until_step)
 
     def evict(self, incarnation: str, reason: str) -> None:
-        """Kill the incarnation, if it is the one that runs."""
+        """Kill ``incarnation``, if it is the one that runs."""
         current = self.current
         if current is None or current.name != incarnation or current.evicted or not current.living:
             return
@@ -149,7 +158,7 @@ class ReplicaSupervisor:
         current.kill()
 
     async def stop(self, grace_s: float) -> None:
-        """End the replica: SIGTERM, and after `grace_s` SIGKILL. `run` returns soon after."""
+        """End the replica with SIGTERM, and after ``grace_s`` seconds with SIGKILL. `run` returns soon after."""
         self._stopping = True
         self._progress.wake()
         current = self.current
@@ -208,7 +217,7 @@ class ReplicaSupervisor:
         return Outcome("stopped", "on request")
 
     async def _live(self, reason: str) -> tuple[Outcome | None, str]:
-        """One incarnation from start to end: the outcome if it is the last, and the cause of its end."""
+        """Run one incarnation from start to end; return the outcome if it is the last, and why it ended."""
         size = self._config.ranks_per_replica
         spec = ReplicaSpec(self.replica, size, self._run_id, self._restarts.restarts, self._config_file)
         current = ReplicaProcess(spec, self._run)
@@ -257,9 +266,12 @@ class ReplicaSupervisor:
         return self._judge(kind, rank.code if rank else None, why), f"{kind}: {why}"
 
     async def _find_place(self) -> tuple[bool, Outcome | None]:
-        """Wait until the replica has a place, or is not wanted; whether it has, and its end if the job ends first.
+        """Wait until the replica has a place, or is not wanted.
 
-        After timeouts.place_s the others need not wait for it any more. This counts against no budget.
+        After timeouts.place_s the others need not wait for it any more. This does not count against the budget.
+
+        Returns:
+            Whether it has a place, and its outcome if the job ends first.
         """
         progress, patience_s = self._progress, self._config.timeouts.place_s
 
@@ -284,10 +296,10 @@ class ReplicaSupervisor:
         return False, self._lose(progress.halted) if progress.halted else None
 
     async def _stand_by(self) -> Outcome | None:
-        """Start nothing until this supervisor has the replica's lease; its end if the job ends first.
+        """Start nothing until this supervisor has the replica's lease; return the outcome if the job ends first.
 
-        That takes as long as another supervisor runs the replica, or no lighthouse answers: a life that is started
-        meanwhile could send a healthy one away.
+        That takes as long as another supervisor runs the replica, or no lighthouse answers: an incarnation that is
+        started meanwhile could send a healthy one away.
         """
         progress, link, told = self._progress, self._link, ""
 
@@ -311,7 +323,7 @@ class ReplicaSupervisor:
         return self._lose(progress.halted) if progress.halted else None
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, str]) -> str:
-        """Do `work`; raises Retryable if the replica is stopped meanwhile, or what `work` raises."""
+        """Do ``work`` and return its result; raises Retryable if the replica is stopped meanwhile."""
         task = asyncio.create_task(work)
         task.add_done_callback(lambda _: self._progress.wake())
         try:
@@ -324,7 +336,7 @@ class ReplicaSupervisor:
             await asyncio.wait([task])
 
     async def _rest(self) -> Outcome | None:
-        """Keep the replica away until it is wanted; how it ended, if the job ends first."""
+        """Keep the replica away until it is wanted; return the outcome if the job ends first."""
         progress, self.resting = self._progress, True
         self._link.rests(self.replica)
         self._backend.vacated(self.replica)
@@ -441,14 +453,14 @@ class ReplicaSupervisor:
                     self.evict(current.name, reason)
 
     def _look(self) -> None:
-        """Read what was committed since: the newest of it, where that is much."""
+        """Read the commits since the last look; only the newest, if there are many."""
         for row in self._commits.newest():
             self._committed.add(row.get("step", 0))
             if row.get("role") == "contribute":
                 self._contributing = row.get("incarnation", "")
 
     def _count(self) -> int:
-        """Steps that were committed since the last loss."""
+        """Return how many steps were committed since the last loss."""
         self._look()
         count = len(self._committed)
         self._committed.clear()
