@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         _complain("stopped")
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whoever read our output has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of our output has ended
         return EXIT_OK
     except OSError as error:  # a full disk, most likely: the same command may do better later
         _complain(f"{error.filename or 'this machine'}: {error.strerror or error}")

@@ -49,7 +49,7 @@ class Exported:
 def export(folder: Path, out: Path, step: int | None, key: bytes | None) -> Exported:
     """Write the newest valid checkpoint in ``folder``, or that of ``step``, into the new folder ``out``.
 
-    ``key`` is what it has to be signed with; None: whoever wrote it is trusted.
+    ``key`` is what it has to be signed with; None: any is trusted.
 
     Raises:
         ConfigError: there is no such checkpoint, it is of another model, or ``out`` cannot be written.

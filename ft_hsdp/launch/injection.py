@@ -77,7 +77,7 @@ def injection_event(injection: Injection, pid: int | None, lives: list[str], now
 
 
 def inflict(run: RunDir, injection: Injection) -> Inflicted:
-    """Carry out `injection` on this machine. Raises ConfigError where there is nobody to hit."""
+    """Carry out ``injection`` on this machine. Raises ConfigError if it has no target here."""
     i = injection
     pid: int | None = None
     lift: Lift | None = None
@@ -122,7 +122,7 @@ def _continue(pid: int) -> None:
 
 
 def _stopped(pid: int, injection: Injection) -> Lift:
-    """What ends the stop of a helper; a supervisor that stops itself is continued by somebody else."""
+    """Return what ends the stop of a helper; a supervisor that stops itself is continued by another process."""
     if pid == os.getpid():
         command = ["sh", "-c", f"sleep {injection.for_s:g}; kill -CONT {pid}"]
         subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -132,7 +132,7 @@ def _stopped(pid: int, injection: Injection) -> Lift:
 def victim(run: RunDir, replica: int, rank: int) -> tuple[int, str]:
     """Pid and incarnation of a rank of a running job: only a pid that the run's own files list.
 
-    Raises ConfigError where there is no such rank, it does not run, or its pid belongs to somebody else.
+    Raises ConfigError where there is no such rank, it does not run, or its pid belongs to another process.
     """
     listed = read_json(run.processes(replica))
     if not isinstance(listed, dict):

@@ -177,7 +177,7 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
         await progress.wait_for(lambda: progress.heard or bool(stopped), config.timeouts.reach_s)
         outcome = await one.run()
         if outcome.kind == "stopped":
-            link.lost(replica_id)  # nobody has to wait for it, unless it is started again
+            link.lost(replica_id)  # others need not wait for it, unless it is started again
         await progress.wait_for(lambda: link.settled, END_S / 10)
     finally:
         reporting.cancel()

@@ -523,7 +523,7 @@ class RankRuntime:
     def _have_exits_reported(self) -> None:
         """Start a process that tells the lighthouse when all ranks of this replica are gone.
 
-        Under our own supervisor that is its task; another launcher tells nobody.
+        Under our own supervisor that is its task; another launcher does not do it.
         """
         place, pids = self._place, self.facts.pids
         if place.parent is None or not pids:

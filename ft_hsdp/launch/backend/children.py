@@ -117,7 +117,7 @@ def end(sessions: Collection[int]) -> bool:
     adopted = _adopted(sessions)
     for pid, _ in adopted:
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
-            os.kill(pid, signal.SIGKILL)  # our child, and not reaped yet: the pid is nobody else's
+            os.kill(pid, signal.SIGKILL)  # our child, and not reaped yet: no other process has its pid
             os.waitpid(pid, os.WNOHANG)
     return not adopted
 

@@ -107,7 +107,7 @@ class _Server:
         for start in self._starts.values():
             if not start.spawned.done():
                 start.spawned.set_exception(Retryable("the fork server died"))
-                start.spawned.exception()  # whoever waited for it may have given up
+                start.spawned.exception()  # the caller may have stopped waiting for it
 
     def kill(self) -> None:
         """Send it SIGKILL, which ends a stopped one too. Its ranks go on."""
@@ -224,7 +224,7 @@ class ForkServer:
             rank.call(call)
 
     def signal(self, pid: int, number: int) -> None:
-        """Signal a rank, if it runs. It is a child of this process, so its pid is nobody else's."""
+        """Send a signal to a rank, if it runs. It is a child of this process, so no other process has its pid."""
         if (rank := self._running.get(pid)) is not None:
             rank.signal(number)
 

@@ -210,7 +210,7 @@ def main(argv: Sequence[str]) -> int:
         sock.sendall(json.dumps({"error": f"cannot load {argv[1]}: {line}"}).encode())
         return EXIT_RETRYABLE
     gc.collect()
-    gc.freeze()  # the children share these pages for as long as nobody writes to them
+    gc.freeze()  # the children share these pages until a process writes to them
     zygote = Zygote(sock, entry)
     sock.sendall(b'{"ready": true}')
     with contextlib.suppress(ConnectionError):

@@ -67,7 +67,7 @@ def examine(
 
 
 def _begin(check: Check, subject: Subject) -> Future[Finding]:
-    """Look in a thread that nobody has to wait for."""
+    """Run the check in a thread that is left alone when the deadline is over."""
     future: Future[Finding] = Future()
 
     def run() -> None:

@@ -89,7 +89,7 @@ def addresses(name: str) -> list[str]:
 
 
 def names_of(address: str) -> list[str]:
-    """The names of an address; none where nobody knows one."""
+    """Return the names of an address; none if the resolver knows none."""
     try:
         name, aliases, _ = socket.gethostbyaddr(address)
     except OSError:
@@ -300,7 +300,7 @@ class _Timex(ctypes.Structure):
 
 
 def synchronised() -> bool:
-    """Whether the kernel's clock is set by somebody. Raises Undecided."""
+    """Return whether a time service sets the kernel's clock. Raises Undecided."""
     try:
         said = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(_Timex()))
     except (OSError, AttributeError):

@@ -69,7 +69,7 @@ def ray(subject: Subject) -> str:
 
 
 def _connect(address: str) -> None:
-    """Raise Bad where nobody listens: Ray itself would look for half a minute."""
+    """Raise Bad if nothing listens there: Ray itself would look for half a minute."""
     if address == "auto":
         return  # only Ray knows where that is
     place = urlsplit(address if "://" in address else f"//{address}")

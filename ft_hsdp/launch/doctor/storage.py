@@ -53,7 +53,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 STORED_COPIES = 3  # in a checkpoint: weights and two moments
 LOG_BYTES = 200 * 2**20  # logs of a long run
-ENOUGH = 64 * 2**20  # tokens after which nobody counts on
+ENOUGH = 64 * 2**20  # tokens; the count stops there
 
 
 def name(subject: Subject) -> str:

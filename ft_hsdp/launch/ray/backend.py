@@ -243,7 +243,7 @@ class RayBackend:
         return slot is not None and not slot.gone and slot.request.labels == asked.labels
 
     def _withdraw(self, replica: int) -> None:
-        """A replica has no place any more, or none yet and nobody wants it."""
+        """Give up a replica's slot, or the search for one."""
         self._unpromise(replica)
         self._slots.release(replica)
 

@@ -126,7 +126,7 @@ def connected(address: str, runtime_env: dict[str, Any] | None = None) -> Iterat
 
 
 def knock(address: str) -> None:
-    """Raise ClusterUnreachable where nobody listens at HOST:PORT, or at a URL."""
+    """Raise ClusterUnreachable if nothing listens at HOST:PORT, or at a URL."""
     parts = urlsplit(address if "://" in address else f"//{address}")
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:

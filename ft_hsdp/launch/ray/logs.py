@@ -44,7 +44,7 @@ class LogSender:
         self._replaced: dict[Path, tuple[int, int]] = {}  # what each REPLACED looked like when it was sent
 
     def take(self, *, flush: bool) -> tuple[list[LogPiece], bool]:
-        """What is new, and whether that is all of it. flush: nobody writes any more, parts of lines are whole."""
+        """Return what is new, and whether that is all. flush: all writers have ended, so parts of lines are whole."""
         pieces: list[LogPiece] = []
         size = 0
         logs, finals = self._files()
@@ -122,7 +122,7 @@ _REPLACED = re.compile(rf"replicas/\d{{1,9}}/{re.escape(REPLACED)}")
 
 
 class LogReceiver:
-    """The folder of the run; nobody else writes these files. A disk that does not take lines costs those lines.
+    """The run's folder; no other process writes these files. A disk that does not take lines costs those lines.
 
     lost: is told of them, with the name of the log in the folder, once that log takes lines again.
     """

@@ -108,7 +108,9 @@ class ReplicaSlot:
             asking = self._call(placement_group, bundles, r.strategy, r.name, bundle_label_selector=labels)
             self._grouping = asyncio.ensure_future(asking)
         try:
-            group = await asyncio.shield(self._grouping)  # whoever waits may give up: what is made is removed yet
+            group = await asyncio.shield(
+                self._grouping
+            )  # the caller may be cancelled: what is made is still removed
         except (ValueError, TypeError) as error:
             raise ConfigError("ray", str(r), f"what Ray takes ({first_line(error)})") from None
         while not self.settled:
@@ -302,7 +304,7 @@ class ReplicaSlots:
         return slot
 
     def reuse(self, holder: Holder, labels: Mapping[str, str] | None = None) -> ReplicaSlot | None:
-        """One that nobody has, with these labels, if they matter."""
+        """Return a free slot with these labels, if labels matter."""
         lost, self._idle = [b for b in self._idle if b.gone], [b for b in self._idle if not b.gone]
         for slot in lost:
             self._remove(slot)
@@ -313,19 +315,19 @@ class ReplicaSlots:
         return fit
 
     async def new(self, holder: Holder, asked: PlacementRequest) -> ReplicaSlot:
-        """One that has still to find its place; what is being given back is free before that."""
+        """Return a slot that has still to find its place; first those being given back are gone."""
         if self._leaving:
             await asyncio.wait(list(self._leaving))
         names = {slot.request.name for slot in (*self._held.values(), *self._idle)}
         number, name = 1, asked.name
-        while name in names:  # who it was made for may have moved
+        while name in names:  # the holder for which it was made may have moved
             number += 1
             name = f"{asked.name}:{number}"
         slot = self._held[holder] = self._make(replace(asked, name=name))
         return slot
 
     def release(self, holder: Holder) -> None:
-        """Whoever has it needs it no more: it serves another, or is given back if it is lost or not found yet."""
+        """Free the holder's slot: another takes it, or it is given back if it is lost or not found yet."""
         slot = self._held.pop(holder, None)
         if slot is None:
             return
@@ -335,7 +337,7 @@ class ReplicaSlots:
             self._remove(slot)
 
     def give_back(self, holder: Holder) -> None:
-        """Whoever has it needs it no more, and nobody else is to have it."""
+        """Remove the holder's slot: no other holder is to have it."""
         slot = self._held.pop(holder, None)
         if slot is not None:
             self._remove(slot)

@@ -102,7 +102,7 @@ _SECRET = re.compile("token|secret|passw|credential|key$", re.IGNORECASE)
 def spread(config: Config, **job: str) -> Config:
     """`config` for several machines: what stands at its default for one is changed. job: keys of that section.
 
-    Raises ConfigError for what nobody would keep running there.
+    Raises ConfigError for settings that would not keep a job running there.
     """
     if config.lighthouse.count > 1:
         raise ConfigError("lighthouse.count", config.lighthouse.count, "1: one is rendered, and started again")

@@ -50,7 +50,7 @@ class RunDir:
 
     @property
     def admin_token(self) -> Path:
-        """The secret of whoever may evict, drain, and order a checkpoint; mode 0600."""
+        """The operator's secret, for evict, drain and checkpoint; mode 0600."""
         return self.path / "admin_token"
 
     @property
@@ -151,7 +151,7 @@ def identity(pid: int | None = None) -> Row:
 
 
 def elsewhere(named: object) -> bool:
-    """Whether the process in `named` is, or was, of another host, where nobody here can look."""
+    """Whether the process in `named` is, or was, of another host, which cannot be looked up here."""
     if not isinstance(named, Mapping) or "host" not in named:
         return False
     return named["host"] != here()["host"]
@@ -240,7 +240,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def keep_json(path: Path, value: object) -> None:
-    """`write_json` where nobody waits for the file: a disk that does not take it costs no process."""
+    """`write_json` of a file on which no process depends: a disk that does not take it costs no process."""
     try:
         replace_json(path, value)
     except OSError as error:

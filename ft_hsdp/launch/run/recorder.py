@@ -23,7 +23,7 @@ Sink = Callable[[Row], None]
 
 
 def events_of(run: RunDir) -> list[Row]:
-    """All events of a run, by time: the merged ones, or what each process logged where nobody merged them."""
+    """All events of a run, by time: the merged ones, or what each process logged if they are not merged."""
     logs = [run.events] if run.events.exists() else logs_of(run, 1 + max(run.replicas(), default=-1))
     events = [event for log in logs for event in read_jsonl(log) if "t" in event and "event" in event]
     return sorted(events, key=lambda event: event["t"])
@@ -40,7 +40,7 @@ def finals_of(run: RunDir) -> dict[int, Row]:
 
 
 def logs_of(run: RunDir, replicas: int) -> list[Path]:
-    """Where the processes of a run log their events, which nobody has merged."""
+    """Where the processes of a run log their events, before they are merged."""
     of_one = (run.replica_events, run.supervision, run.injections)
     return [run.lighthouse_events, *(log(n) for n in range(replicas) for log in of_one)]
 

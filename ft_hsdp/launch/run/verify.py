@@ -195,7 +195,7 @@ class _Check:
                 return exact or next((row for row in rows if row["step"] == step), None)
 
     def _merge(self) -> None:
-        """Nobody has merged the logs, or the disk did not take all of it."""
+        """Merge the logs here: they are not merged, or the disk did not take all of them."""
         merger = CommitMerger(self._rewinds())
         waiting: list[Row] = []
         while rows := self._read():
@@ -294,7 +294,7 @@ class _Check:
                 kept.popitem(last=False)
 
     def _granted(self, grant: LoggedGrant) -> None:
-        """A grant was read: somebody commits, or has committed, the state on which it begins."""
+        """Take a grant: a replica commits, or has committed, the state on which it begins."""
         lineage, step = grant.base
         if step > max(0, self._commits.top - KEPT // 2) and lineage not in self._seen:
             self._bases[lineage] = grant
@@ -321,7 +321,7 @@ class _Check:
             )
 
     def _left(self) -> None:
-        """What nobody has logged although others stand on it."""
+        """Note what no replica has logged although others build on it."""
         if self.found.lost:
             return
         for where, own in self._awaited.values():
@@ -374,7 +374,7 @@ class _Check:
 
 
 def _by_time(run: RunDir) -> Iterator[Row]:
-    """All events of a run: as they were merged, or by time where nobody has merged them."""
+    """All events of a run: as they were merged, or by time if they are not merged."""
     logs = [run.events] if run.events.exists() else logs_of(run, 1 + max(run.replicas(), default=-1))
     each = ((event for event in Tailer(log).all() if "t" in event and "event" in event) for log in logs)
     return heapq.merge(*each, key=lambda event: event["t"])
