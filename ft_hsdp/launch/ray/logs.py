@@ -44,7 +44,7 @@ class LogSender:
         self._replaced: dict[Path, tuple[int, int]] = {}  # what each REPLACED looked like when it was sent
 
     def take(self, *, flush: bool) -> tuple[list[LogPiece], bool]:
-        """Return what is new, and whether that is all. flush: all writers have ended, so parts of lines are whole."""
+        """Return what is new, and whether that is all. flush: the writers have ended, so take parts of lines."""
         pieces: list[LogPiece] = []
         size = 0
         logs, finals = self._files()
