@@ -112,7 +112,9 @@ def test_what_is_exported_is_the_model(checkpoints, tmp_path, capsys, step, argv
     assert sum(tensor.numel() for tensor in weights.values()) == count
     tokens = torch.randint(0, 257, (3, 24), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():
-        torch.testing.assert_close(llama(config, weights, tokens), models[step].logits(tokens))
+        exported, ours = llama(config, weights, tokens), models[step].logits(tokens)
+    # Two programs add in different orders, and the order also depends on the number of threads.
+    torch.testing.assert_close(exported, ours, rtol=1e-4, atol=1e-4)
 
 
 def test_a_torn_one_is_passed_over_and_named(checkpoints, tmp_path, capsys) -> None:
