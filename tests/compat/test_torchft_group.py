@@ -29,6 +29,7 @@ from torchft_ranks import Ranks
 import ft_hsdp
 from ft_hsdp.compat.torchft import ProcessGroupFTAR
 from ft_hsdp.compat.torchft.work import BUNDLE_BYTES
+from ft_hsdp.ftar.lifecycle import GroupState
 
 WITHIN_S = 30.0
 
@@ -221,6 +222,9 @@ def test_a_rank_that_does_not_call_is_waited_for_only_as_long_as_asked() -> None
         work = ranks.groups[0].allreduce([tensor], ReduceOp.SUM)
         assert "timed out after 0.05 s" in raised(lambda: work.wait(timedelta(seconds=0.05)))
         assert "aborted: timed out" in str(ranks.groups[0].errored())
+        # The ring ends on the control loop. Until then this rank's data may still complete the other one's sum.
+        left = ranks.groups[0]._member._communicator
+        until(lambda: left is None or left.state is GroupState.BROKEN, "the ring ends")
         other = ranks.groups[1].allreduce([torch.ones(10)], ReduceOp.SUM)
         assert "Connection closed by peer" in raised(other.wait), "the other one hears of it"
     finally:
