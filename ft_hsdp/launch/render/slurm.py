@@ -79,6 +79,8 @@ run() {
     while kill -0 "$child" 2>/dev/null; do wait "$child"; done
     wait "$child"
     code=$?
+    # A signal that comes just when the command ends makes bash say -1; that command was told to end, too.
+    [ "$code" -ge 0 ] || code=143
     child=
 }
 
