@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import tempfile
+import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -50,7 +52,7 @@ def spawn(
     pass_fds: tuple[int, ...] = (),
 ) -> subprocess.Popen[bytes]:
     """Start a process that writes to ``log`` and is killed by ``stack``; ``env`` is added to its environment."""
-    with log.open("ab") as file:
+    with log.open("ab") as file, signals_held_back():
         process = subprocess.Popen(
             command,
             env={**environment(), **(env or {})},
@@ -59,8 +61,28 @@ def spawn(
             stdout=file,
             stderr=file,
         )
-    stack.callback(_kill, process)
+        stack.callback(_kill, process)
     return process
+
+
+@contextmanager
+def signals_held_back() -> Iterator[None]:
+    """Deliver SIGINT and SIGTERM at the end of the block.
+
+    An exception of a handler between the start of a process and the registration of what ends it would leave the
+    process running. The signals are not blocked, because a child inherits the mask. Python runs handlers in the
+    main thread, so the block changes nothing in other threads.
+    """
+    came: list[int] = []
+    with ExitStack() as restored:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if callable(handler := signal.getsignal(number)):
+                    restored.callback(signal.signal, number, handler)
+                    signal.signal(number, lambda number, _: came.append(number))
+        yield
+    for each in came:
+        signal.raise_signal(each)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import signal
 import socket
+import subprocess
+import sys
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from descriptors import raised
 
+from ft_hsdp.bench.scope import spawn
 from ft_hsdp.bench.workers.link import WorkerLink, collect
 from ft_hsdp.errors import Retryable
 
@@ -30,3 +36,29 @@ def test_answers_are_collected_also_where_many_files_are_open(tmp_path: Path) ->
             collect(links, 5.0)
     for sock in (*mine, *theirs):
         sock.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_in_the_middle_of_a_start_leaves_no_process(
+    number: signal.Signals, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Interrupted(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            started.append(self)
+            signal.raise_signal(number)
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    started: list[Interrupted] = []
+    monkeypatch.setattr(subprocess, "Popen", Interrupted)
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)), ExitStack() as stack:
+            spawn(stack, [sys.executable, "-c", "input()"], tmp_path / "log")
+    finally:
+        restored = signal.signal(signal.SIGTERM, before)
+    assert restored is end
+    (process,) = started
+    assert process.returncode == -signal.SIGKILL

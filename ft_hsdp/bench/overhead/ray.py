@@ -21,7 +21,7 @@ from ft_hsdp.bench.options import ProgressLog, ResultRow
 from ft_hsdp.bench.recovery.job_under_test import JobUnderTest
 from ft_hsdp.bench.recovery.scene import RecoveryScene
 from ft_hsdp.bench.results import ratio_interval, spread
-from ft_hsdp.bench.scope import Scope
+from ft_hsdp.bench.scope import Scope, signals_held_back
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.processes import environment, free_port, last_line, tied
 
@@ -55,7 +55,7 @@ class BenchCluster(Scope):
             f"--temp-dir={folder}",
         ]
         log = folder / "start.log"
-        with log.open("wb") as file:
+        with log.open("wb") as file, signals_held_back():
             self._process = subprocess.Popen(
                 command,
                 env={**environment(), **self.env, "TMPDIR": str(folder)},  # where its processes leave theirs
@@ -63,7 +63,7 @@ class BenchCluster(Scope):
                 stdout=file,
                 stderr=file,
             )
-        stack.callback(self._end)
+            stack.callback(self._end)
         deadline = time.monotonic() + START_S
         while STARTED not in log.read_text(errors="replace"):
             if self._process.poll() is not None:

@@ -20,6 +20,7 @@ from typing import Any
 
 from ft_hsdp.bench.contenders.base import WorkerSeat
 from ft_hsdp.bench.contenders.roster import mpirun
+from ft_hsdp.bench.scope import signals_held_back
 from ft_hsdp.bench.workers.link import GONE_S, Answer, WorkerLink, ask, collect
 from ft_hsdp.errors import DataCorruption, Retryable
 from ft_hsdp.launch.backend.processes import environment, last_line
@@ -45,11 +46,11 @@ def start_mpi(seat: WorkerSeat, members: int, folder: Path, stack: ExitStack) ->
     command = [program, "-n", str(members), "--oversubscribe", *SHARED_MEMORY]
     command += [sys.executable, "-m", MODULE, path, json.dumps(dataclasses.asdict(seat))]
     env = {**environment(), **ROOT, "TMPDIR": str(folder)}
-    with log.open("ab") as file:
+    with log.open("ab") as file, signals_held_back():
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=file, stderr=file, start_new_session=True
         )
-    stack.callback(_end, process)
+        stack.callback(_end, process)
     deadline = time.monotonic() + START_S
     greeted: list[tuple[Answer, WorkerLink]] = []
     while len(greeted) < members:
