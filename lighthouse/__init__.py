@@ -6,7 +6,7 @@ runs on a small machine.
 
 The path of a request for a step:
 
-    http/connections -> http/middleware -> http/quorum_route -> validation -> service
+    http/connections -> http/access -> http/quorum_route -> validation -> service
         -> quorum.transition -> store -> the answer
 
 Every decision is made by `quorum`, written to `store`, and only then told. So a lighthouse that is killed at any

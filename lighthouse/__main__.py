@@ -30,9 +30,7 @@ from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.jsonl import Journal, here
 from lighthouse.ha import instance
 from lighthouse.http import connections
-from lighthouse.http.auth import Keys
-from lighthouse.http.middleware import RequestGate
-from lighthouse.http.rate_limits import Rates
+from lighthouse.http.access import Keys, Rates, RequestGate
 from lighthouse.journal.database import Database, DatabaseFailed, SqliteDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.runtime import LeaderRuntime, begin

@@ -14,9 +14,9 @@ from starlette.types import ASGIApp
 from ft_hsdp.config import Config, agreed, config_hash
 from ft_hsdp.core.replica_state import difference
 from ft_hsdp.errors import ConfigError
+from lighthouse.http.access import Keys
 from lighthouse.http.app import create_app
-from lighthouse.http.auth import Keys
-from lighthouse.http.metrics import Measured, Meter
+from lighthouse.http.metrics import Meter
 from lighthouse.journal.database import Database
 from lighthouse.journal.exporters import TensorBoardSink, WandbSink
 from lighthouse.journal.journal import JobJournal, Sink
@@ -80,7 +80,7 @@ def begin(
         long_poll_s=config.timeouts.ask_s,
     )
     service.started()
-    return LeaderRuntime(service, journal, Measured(create_app(service, keys, journal, meter), meter))
+    return LeaderRuntime(service, journal, create_app(service, keys, journal, meter))
 
 
 def _same_rules(state: LighthouseState, own: Agreement) -> None:

@@ -27,7 +27,7 @@ from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.summary import Summary
 from ft_hsdp.launch.run.terminal import Terminal
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
-from lighthouse.http.auth import page_link
+from lighthouse.http.access import page_link
 
 TICK_S = 0.1  # between two looks at the logs
 END_S = 30.0  # from the end of the last process to the end of its supervisor

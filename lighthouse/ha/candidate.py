@@ -22,7 +22,7 @@ from lighthouse.ha.etcd import Etcd
 from lighthouse.ha.instance import InstanceLock
 from lighthouse.ha.replication import JournalMirror
 from lighthouse.ha.standby import Standby, SwitchableApp
-from lighthouse.http.auth import Keys, view_key
+from lighthouse.http.access import Keys, view_key
 from lighthouse.journal.database import Database, SqliteDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.quorum.state import LighthouseState

@@ -14,12 +14,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from ft_hsdp import bounded, protocol
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import ProcessReport, SupervisorReply
-from lighthouse.http import middleware
-from lighthouse.http.auth import Bearer, Keys
+from lighthouse.http.access import Bearer, Keys
 from lighthouse.http.journal_routes import views
 from lighthouse.http.metrics import Meter, metrics
 from lighthouse.http.openapi import describe
-from lighthouse.http.quorum_route import QuorumRoute
+from lighthouse.http.quorum_route import QuorumRoute, read
 from lighthouse.journal.journal import JobJournal
 from lighthouse.journal.row_checks import LIMIT
 from lighthouse.quorum.commands import Impossible
@@ -129,7 +128,7 @@ def create_app(
         service: Decides.
         keys: The job's secrets.
         journal: Adds the routes of `views`; None: there is no page.
-        meter: Adds GET /metrics, if there is a journal.
+        meter: Counts the requests, and adds GET /metrics if there is a journal.
     """
     app = FastAPI(title="lighthouse", docs_url=None, redoc_url=None, openapi_url=None)
     v1 = APIRouter(prefix="/v1")
@@ -138,7 +137,7 @@ def create_app(
     @v1.post("/processes", dependencies=worker)
     async def processes(request: Request) -> Response:
         """A supervisor says what runs and gets orders to evict."""
-        report, tagged = _process_report(await middleware.read(request.receive))
+        report, tagged = _process_report(await read(request.receive))
         reply = service.processes(report)
         answer = protocol.encode(reply) if tagged else _REPLY.dump_json(reply)
         return Response(answer, media_type="application/json")
@@ -168,7 +167,7 @@ def create_app(
             app.include_router(metrics(journal, meter, keys))
     app.include_router(admin(service, keys))
     describe(app, keys)
-    return QuorumRoute(app, service, Bearer(keys, "worker"))
+    return QuorumRoute(app, service, Bearer(keys, "worker"), None if meter is None else meter.request)
 
 
 def _process_report(body: bytes) -> tuple[ProcessReport, bool]:

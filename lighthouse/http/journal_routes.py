@@ -18,9 +18,8 @@ from fastapi.responses import StreamingResponse
 
 from ft_hsdp import protocol
 from ft_hsdp.protocol import Telemetry
-from lighthouse.http import middleware
-from lighthouse.http.auth import Bearer, Keys
-from lighthouse.http.rate_limits import TooMany
+from lighthouse.http.access import Bearer, Keys, TooMany
+from lighthouse.http.quorum_route import read
 from lighthouse.http.schemas import Events, OverviewView
 from lighthouse.journal.database import MAX_READ, DatabaseFailed
 from lighthouse.journal.journal import JobJournal, said
@@ -122,7 +121,7 @@ def views(journal: JobJournal, service: Service | None, keys: Keys) -> APIRouter
     @routes.post("/v1/telemetry", dependencies=worker, status_code=204, response_class=Response)
     async def telemetry(request: Request) -> None:
         """A replica or a supervisor reports what is only shown."""
-        journal.take(protocol.decode(await middleware.read(request.receive), Telemetry))
+        journal.take(protocol.decode(await read(request.receive), Telemetry))
         await journal.kept()
 
     @routes.get("/v1/overview", dependencies=viewer)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -17,10 +16,9 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessColl
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ft_hsdp.protocol import RankBeat
-from lighthouse.http.auth import Bearer, Keys
+from lighthouse.http.access import Bearer, Keys
 
 STATES = (
     *("down", "booting", "warming", "fetching", "training", "behind", "stalled", "retrying", "drained", "dead"),
@@ -147,8 +145,9 @@ class Meter:
                     self._detect.observe(_amount(phase["t1"] - phase["t0"]))
         self._counted = set(over)
 
-    def request(self, route: str, code: int, seconds: float) -> None:
-        """Count a request that was answered."""
+    def request(self, path: str, code: int, seconds: float) -> None:
+        """Count a request that was answered; the label of a path that is no route is "other"."""
+        route = path if path in ROUTES else OTHER
         self._requests.labels(route, code).inc()
         if route not in ENDLESS:
             self._request_s.labels(route).observe(seconds)
@@ -279,31 +278,3 @@ def metrics(journal: Shown, meter: Meter, keys: Keys) -> APIRouter:
         return Response(encode(scraped), headers={"Content-Type": media_type})
 
     return router
-
-
-class Measured:
-    """An ASGI middleware that counts and times the requests to ``app``."""
-
-    def __init__(self, app: ASGIApp, meter: Meter) -> None:
-        self._app = app
-        self._meter = meter
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass a request on, and count it."""
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        began, code = time.perf_counter(), 500
-
-        async def sent(message: Message) -> None:
-            nonlocal code
-            if message["type"] == "http.response.start":
-                code = message["status"]
-            await send(message)
-
-        try:
-            await self._app(scope, receive, sent)
-        finally:
-            path = scope["path"]
-            route = path if path in ROUTES else OTHER
-            self._meter.request(route, code, time.perf_counter() - began)

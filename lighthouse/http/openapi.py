@@ -21,7 +21,7 @@ from ft_hsdp.core import incarnation
 from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Refused
 from ft_hsdp.protocol import ProcessReport, QuorumRequest, SupervisorReply, Telemetry, Wait, tag_of
 from lighthouse.http import quorum_route
-from lighthouse.http.auth import Bearer, Keys, Role, may
+from lighthouse.http.access import Bearer, Keys, Role, may
 
 ROLES: tuple[Role, ...] = ("viewer", "worker", "admin")
 REFS = "#/components/schemas/{model}"

@@ -19,7 +19,7 @@ from playwright.sync_api import Browser, Page, expect
 
 from ft_hsdp import protocol
 from ft_hsdp.protocol import Telemetry
-from lighthouse.http.auth import view_key
+from lighthouse.http.access import view_key
 from lighthouse.journal.database import SqliteDatabase
 from lighthouse.overview.rows import JournalEntry
 

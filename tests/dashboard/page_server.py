@@ -13,8 +13,8 @@ from pathlib import Path
 import uvicorn
 
 from ft_hsdp.protocol import ProcessReport
+from lighthouse.http.access import Keys
 from lighthouse.http.app import create_app
-from lighthouse.http.auth import Keys
 from lighthouse.journal.database import SqliteDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.rows import JobInfo

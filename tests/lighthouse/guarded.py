@@ -18,10 +18,8 @@ from lighthouse_helpers import ADMIN, TOKEN
 from ft_hsdp import tls
 from ft_hsdp.config import parse
 from lighthouse.http import connections
+from lighthouse.http.access import Keys, Rates, RequestGate
 from lighthouse.http.app import create_app
-from lighthouse.http.auth import Keys
-from lighthouse.http.middleware import RequestGate
-from lighthouse.http.rate_limits import Rates
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.rows import JobInfo

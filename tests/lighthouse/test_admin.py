@@ -11,8 +11,8 @@ from lighthouse_helpers import TOKEN, Row, ask, at, name, run_async
 
 from ft_hsdp.core.grant import Continue
 from ft_hsdp.protocol import ProcessReport
+from lighthouse.http.access import Keys, view_key
 from lighthouse.http.app import MAX_REASON, create_app
-from lighthouse.http.auth import Keys, view_key
 from lighthouse.quorum.state import Policy
 from lighthouse.service import SUPERVISED_S, Service
 from lighthouse.store import MemoryStore, StoreFailed

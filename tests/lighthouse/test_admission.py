@@ -15,7 +15,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, ProtocolViolation
 from ft_hsdp.protocol import ProcessReport
 from lighthouse import runtime
-from lighthouse.http.auth import Keys
+from lighthouse.http.access import Keys
 from lighthouse.quorum.state import Agreement
 from lighthouse.runtime import policy
 from lighthouse.store import MemoryStore

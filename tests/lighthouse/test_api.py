@@ -12,10 +12,9 @@ from lighthouse_helpers import TOKEN, ask, name, run_async
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Grant, Refused
 from ft_hsdp.protocol import SupervisorReply, Wait
-from lighthouse.http import middleware as bodies
+from lighthouse.http import quorum_route as bodies
+from lighthouse.http.access import MAX_BODY, Keys
 from lighthouse.http.app import create_app
-from lighthouse.http.auth import Keys
-from lighthouse.http.rate_limits import MAX_BODY
 from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
 from lighthouse.store import MemoryStore, StoreFailed

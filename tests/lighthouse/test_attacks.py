@@ -13,7 +13,7 @@ from guarded_helpers import Healthy, guarded, read
 from lighthouse_helpers import ADMIN, TOKEN, ask
 
 from ft_hsdp import protocol
-from lighthouse.http.auth import view_key
+from lighthouse.http.access import view_key
 
 pytestmark = pytest.mark.multiproc
 

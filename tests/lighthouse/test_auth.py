@@ -10,8 +10,8 @@ import pytest
 from lighthouse_helpers import ADMIN, TOKEN
 
 from ft_hsdp.errors import ConfigError
-from lighthouse.http import auth
-from lighthouse.http.auth import ADMIN_VARIABLE, TOKEN_VARIABLE, Keys, may, view_key
+from lighthouse.http import access as auth
+from lighthouse.http.access import ADMIN_VARIABLE, TOKEN_VARIABLE, Keys, may, view_key
 
 NEXT = "7a" * 32
 KEYS = Keys(TOKEN, ADMIN)

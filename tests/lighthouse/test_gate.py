@@ -12,10 +12,8 @@ from lighthouse_helpers import ADMIN, TOKEN, run_async
 from starlette.requests import Request
 
 from lighthouse.http import connections
-from lighthouse.http.auth import Keys
-from lighthouse.http.middleware import RequestGate
+from lighthouse.http.access import Keys, Rates, RequestGate
 from lighthouse.http.openapi import describe
-from lighthouse.http.rate_limits import Rates
 
 KEYS = Keys(TOKEN, ADMIN)
 

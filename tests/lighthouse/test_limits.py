@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from uvicorn.server import ServerState
 
 from lighthouse.http import connections
-from lighthouse.http.rate_limits import ADDRESSES, KIB, Buckets, OpenSlots, Rates, TooMany, rule, source
+from lighthouse.http.access import ADDRESSES, KIB, Buckets, OpenSlots, Rates, TooMany, rule, source
 
 
 def test_a_bucket_lets_a_burst_through_and_then_its_rate():

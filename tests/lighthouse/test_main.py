@@ -23,7 +23,7 @@ from ft_hsdp.core.grant import Continue, Grant
 from ft_hsdp.errors import ConfigError
 from lighthouse import __main__ as program
 from lighthouse import runtime
-from lighthouse.http.auth import TOKEN_VARIABLE
+from lighthouse.http.access import TOKEN_VARIABLE
 
 REPO = Path(__file__).resolve().parents[2]
 START_S = 30.0

@@ -8,7 +8,7 @@ import pytest
 from metrics_scene import FAILURE, TOKEN, Scene
 
 from ft_hsdp.protocol import RankBeat, Telemetry
-from lighthouse.http.auth import view_key
+from lighthouse.http.access import view_key
 from lighthouse.http.metrics import KINDS, STATES, Meter
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal

@@ -14,7 +14,7 @@ from lighthouse_helpers import TOKEN, run_async
 
 from lighthouse.ha import replication as mirrors
 from lighthouse.ha.replication import JournalMirror
-from lighthouse.http.auth import Keys, view_key
+from lighthouse.http.access import Keys, view_key
 from lighthouse.http.journal_routes import views
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal

@@ -12,10 +12,8 @@ from hypothesis import HealthCheck, settings
 from lighthouse_helpers import ADMIN, TOKEN, run_async
 from schemathesis.checks import CHECKS, load_all_checks
 
+from lighthouse.http.access import Keys, Rates, RequestGate, view_key
 from lighthouse.http.app import create_app
-from lighthouse.http.auth import Keys, view_key
-from lighthouse.http.middleware import RequestGate
-from lighthouse.http.rate_limits import Rates
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.rows import JobInfo

@@ -8,10 +8,9 @@ from lighthouse_helpers import TOKEN, ask, at, make_service, quiet, run_async
 
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Continue, Grant
+from lighthouse.http.access import MAX_BODY, Keys
 from lighthouse.http.app import create_app
-from lighthouse.http.auth import Keys
-from lighthouse.http.middleware import BODY_S
-from lighthouse.http.rate_limits import MAX_BODY
+from lighthouse.http.quorum_route import BODY_S
 
 
 class Call:

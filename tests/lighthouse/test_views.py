@@ -15,10 +15,9 @@ from lighthouse_helpers import TOKEN, make_service, run_async
 
 from ft_hsdp import protocol
 from ft_hsdp.protocol import RankBeat, Telemetry
+from lighthouse.http.access import STREAMS, Keys, view_key
 from lighthouse.http.app import create_app
-from lighthouse.http.auth import Keys, view_key
 from lighthouse.http.journal_routes import FOLDER, SECURITY, Static, views
-from lighthouse.http.rate_limits import STREAMS
 from lighthouse.journal.database import DatabaseFailed, MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.rows import JobInfo

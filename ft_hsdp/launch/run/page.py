@@ -14,7 +14,7 @@ from ft_hsdp.config import load
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import commits_of, events_of
-from lighthouse.http.auth import Keys, page_link
+from lighthouse.http.access import Keys, page_link
 from lighthouse.http.journal_routes import views
 from lighthouse.journal import row_checks
 from lighthouse.journal.database import MemoryDatabase

@@ -14,7 +14,7 @@ from ft_hsdp.control.lighthouse_client import urls_of_run
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, newest_live, read_json, read_jsonl
 from ft_hsdp.tls import Trusted
-from lighthouse.http.auth import page_link
+from lighthouse.http.access import page_link
 
 Status = dict[str, Any]
 
