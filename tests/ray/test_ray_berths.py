@@ -18,7 +18,7 @@ from ft_hsdp.launch.backend import spares
 from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ReplicaSpec, WorkerGroup, WorkerProcess
 from ft_hsdp.launch.ray import backend
 from ft_hsdp.launch.ray import backend as backends
-from ft_hsdp.launch.ray.actor import ActorPlace, News, StartOrder
+from ft_hsdp.launch.ray.actor import ActorLocation, News, StartOrder
 from ft_hsdp.launch.ray.backend import RayBackend
 from ft_hsdp.launch.ray.logs import LogReceiver
 from ft_hsdp.launch.ray.placement import PlacementRequest
@@ -48,8 +48,8 @@ class StandIn:
 
     def __init__(self, world: World, request: PlacementRequest) -> None:
         self.world, self.request = world, request
-        self.settled = self.gone = self.removed = False
-        self.places: list[Any] = []
+        self.reserved = self.gone = self.removed = False
+        self.bundles: list[Any] = []
         self.groups: list[WorkerGroup] = []
         self.called: list[ReplicaSpec] = []
         world.slots.append(self)
@@ -58,20 +58,20 @@ class StandIn:
     def zone(self) -> str:
         return self.request.labels.get("zone", "")
 
-    async def settle(self) -> None:
-        while not self.settled:
+    async def reserve(self) -> None:
+        while not self.reserved:
             if self.world.room[self.zone] > 0:
                 self.world.room[self.zone] -= 1
-                self.settled = True
+                self.reserved = True
             else:
                 await asyncio.sleep(0.002)
 
-    async def man(self, home: object) -> None:
+    async def start_actors(self, setup: object) -> None:
         await self.world.until(lambda: self.world.actors, "actors")
         if self.gone:
             raise Retryable("its node is gone")
-        seat = SimpleNamespace(host="h", address="127.0.0.1", node="n", gpus=())
-        self.places = [SimpleNamespace(rank=n, seat=seat) for n in range(self.request.size)]
+        location = SimpleNamespace(host="h", address="127.0.0.1", node="n", gpus=())
+        self.bundles = [SimpleNamespace(rank=n, location=location) for n in range(self.request.size)]
 
     async def port(self, host: str) -> int:
         return 1
@@ -93,7 +93,7 @@ class StandIn:
     async def remove(self) -> None:
         await asyncio.sleep(0)
         self.removed = True
-        self.world.room[self.zone] += self.settled
+        self.world.room[self.zone] += self.reserved
 
     def end(self, group: WorkerGroup, rank: int) -> None:
         if rank not in group.gone:
@@ -173,7 +173,7 @@ class World:
 
     @property
     def spares(self) -> list[StandIn]:
-        return [b for holder, b in self.backend._slots._held.items() if isinstance(holder, WorkerGroup)]  # type: ignore[misc]
+        return [b for owner, b in self.backend._slots._slots.items() if isinstance(owner, WorkerGroup)]  # type: ignore[misc]
 
     def kill(self, replica: int) -> None:
         """A replica loses all its ranks; its node lives."""
@@ -239,7 +239,7 @@ def test_a_replica_without_a_place_takes_a_spare_s_ready_or_not(tmp_path: Path, 
         await world.until(lambda: world.spares, "a spare")
         spare = world.spares[0]
         if stage != "no room":
-            await world.until(lambda: spare.settled, "its place")
+            await world.until(lambda: spare.reserved, "its place")
         if stage == "not warm":
             await world.until(lambda: spare.groups and spare.groups[0].complete, "its ranks")
         world.of(1).die()
@@ -267,6 +267,7 @@ def test_no_spare_is_made_while_a_replica_looks_for_a_place(tmp_path: Path) -> N
         assert world.of(2) is spare
         assert not world.backend._pool.quiet
         assert len(world.slots) == 3
+        world.warms = False  # else the spare may be ready before the replica is started
         world.room[""] += 1
         assert (await looking)[0] == WARMING
         assert not world.spares
@@ -315,14 +316,14 @@ def test_a_node_that_refuses_what_others_train_with_ends_no_job(tmp_path: Path) 
 
     async def body() -> None:
         await world.backend.place(0)
-        world.of(0).man = refuse  # type: ignore[method-assign]
+        world.of(0).start_actors = refuse  # type: ignore[method-assign]
         spec = ReplicaSpec(0, 2, "a", 0, world.run.config)
         with pytest.raises(ConfigError):
             await world.backend.start(spec, Watched())
         world.backend.vacated(0)
         await world.train(1, 2)
         await world.backend.place(0)
-        world.of(0).man = refuse  # type: ignore[method-assign]
+        world.of(0).start_actors = refuse  # type: ignore[method-assign]
         with pytest.raises(Retryable, match=r"^ray\.folder: got '/f'"):
             await world.backend.start(spec, Watched())
         refused = world.of(0)
@@ -342,7 +343,7 @@ async def berth_with(actor: dict[str, Callable[..., Any]], folder: Path, calls: 
         PlacementRequest("n", 1, {"CPU": 1.0}, "PACK", {}), calls, LogReceiver(folder), lambda _: None, 1.0
     )
     actors = SimpleNamespace(**{name: SimpleNamespace(remote=answer) for name, answer in actor.items()})
-    slot.places = [Bundle(0, actors, ActorPlace("h", "127.0.0.1", "node", ()))]
+    slot.bundles = [Bundle(0, actors, ActorLocation("h", "127.0.0.1", "node", ()))]
     return slot
 
 
@@ -369,9 +370,9 @@ def test_an_actor_that_names_a_file_which_is_no_log_is_ended(tmp_path: Path) -> 
     async def body() -> None:
         calls = SimpleNamespace(submit=lambda kill, actor: killed.append(actor))
         slot = await berth_with({"news": news}, tmp_path, calls)
-        slot._inbox.add = refuse  # type: ignore[method-assign,assignment]
-        await asyncio.wait_for(slot._hear(slot.places[0]), 5)
-        assert (slot.gone, killed) == (True, [slot.places[0].actor])
+        slot._receiver.add = refuse  # type: ignore[method-assign,assignment]
+        await asyncio.wait_for(slot._poll(slot.bundles[0]), 5)
+        assert (slot.gone, killed) == (True, [slot.bundles[0].actor])
 
     asyncio.run(body())
 
@@ -441,7 +442,7 @@ def test_where_a_zone_has_no_room_a_spare_is_made_in_another(
         assert [b.removed for b in world.slots if b.zone == "p"] == [False, False, True]
         await world.until(lambda: len(world.slots) >= 7, "a look around for the second one")
         world.room["p"] += 1
-        await world.until(lambda: [s.zone for s in world.spares if s.places] == ["q", "p"], "the second one")
+        await world.until(lambda: [s.zone for s in world.spares if s.bundles] == ["q", "p"], "the second one")
 
     world.test(body)
 
@@ -466,8 +467,8 @@ def test_a_replica_without_a_place_holds_up_only_spares_that_would_take_it(
         assert not looking.done()
         world.room[missing] += 1
         await looking
-        assert world.of(1).settled
-        assert [s.zone for s in world.spares if s.settled] == [there] * bool(zones)
+        assert world.of(1).reserved
+        assert [s.zone for s in world.spares if s.reserved] == [there] * bool(zones)
         world.backend.vacated(1)
 
     world.test(body)

@@ -18,7 +18,7 @@ from ft_hsdp.launch.ray.actor import make_folder
 from ft_hsdp.launch.ray.backend import loopback
 from ft_hsdp.launch.ray.cluster import RayOutput, destination
 from ft_hsdp.launch.ray.logs import LogPiece, LogReceiver, LogSender
-from ft_hsdp.launch.ray.submit import check, entrypoint, patient, within_reach
+from ft_hsdp.launch.ray.submit import check, entrypoint, job_environment, within_reach
 from ft_hsdp.launch.run.directory import write_json
 
 ROOT = Path(__file__).parents[2]
@@ -99,7 +99,7 @@ def test_the_lighthouse_listens_where_the_nodes_reach_it(host: str, alone: bool,
 
 
 @pytest.mark.parametrize(
-    ("document", "roomy"),
+    ("document", "has_room"),
     [
         ({"replicas": 2, "ranks_per_replica": 2}, True),
         ({"replicas": 3, "ranks_per_replica": 2}, False),  # an autoscaler is to bring more nodes
@@ -108,8 +108,8 @@ def test_the_lighthouse_listens_where_the_nodes_reach_it(host: str, alone: bool,
         ({"replicas": 2, "ray": {"zones": ["a", "b"]}}, False),
     ],
 )
-def test_a_cluster_of_one_node_that_is_too_small_is_to_grow(document: dict[str, object], roomy: bool) -> None:
-    assert placement.roomy(config(**document), {"CPU": 4.0, "memory": 1e9}) == roomy
+def test_a_cluster_of_one_node_that_is_too_small_is_to_grow(document: dict[str, object], has_room: bool) -> None:
+    assert placement.has_room(config(**document), {"CPU": 4.0, "memory": 1e9}) == has_room
 
 
 def test_loopback_is_of_one_machine() -> None:
@@ -139,13 +139,13 @@ def test_a_job_from_outside_names_files_that_the_cluster_has() -> None:
 
 def test_a_driver_that_is_told_to_stop_has_time_for_it() -> None:
     waits = config().timeouts
-    env = patient(config(ray={"runtime_env": {"env_vars": {"A": "1"}}}))
+    env = job_environment(config(ray={"runtime_env": {"env_vars": {"A": "1"}}}))
     assert env["env_vars"]["A"] == "1"
     assert int(env["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) > waits.stop_s + waits.gone_s
     chosen = {"RAY_JOB_STOP_WAIT_TIME_S": "9"}
-    assert patient(config(ray={"runtime_env": {"env_vars": chosen}}))["env_vars"] == chosen
+    assert job_environment(config(ray={"runtime_env": {"env_vars": chosen}}))["env_vars"] == chosen
     with pytest.raises(ConfigError, match="RAY_JOB_STOP_WAIT_TIME_S: got 'soon'; allowed: whole seconds"):
-        patient(config(ray={"runtime_env": {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "soon"}}}))
+        job_environment(config(ray={"runtime_env": {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": "soon"}}}))
 
 
 def test_whole_lines_travel_in_order_and_once(tmp_path: Path) -> None:

@@ -8,14 +8,14 @@ Read the modules in this order:
 
     submit      the commands: from inside the cluster, or through its Jobs API
     backend     `RayBackend`: which slot a replica starts in, and with which environment
-    slot        a slot: placement group and actors; it is lost as a whole
+    slot        a slot: a placement group and its actors; it is lost as a whole
     placement   what a replica asks of a cluster, and what the cluster has; pure
     actor       `RankActor`: one rank at a time, on its node
-    logs        what ranks write on their nodes, taken to the run's directory of the driver
-    lighthouse  the lighthouse as a named actor that Ray starts again
+    logs        copies what ranks write on their nodes to the run directory of the driver
+    lighthouse  the lighthouse as a named actor that Ray restarts
     cluster     the connection to the cluster
 
-The way of a start: `RayBackend.start` -> `ReplicaSlots` -> `RankActor.start` -> `ForkServer.spawn` on the node.
+A start: `RayBackend.start` -> `ReplicaSlots` -> `RankActor.start` -> `ForkServer.spawn` on the node.
 
 Only this package, and `doctor.ray_probe`, import Ray, and only the commands that need it import this package: Ray
 is an optional dependency.

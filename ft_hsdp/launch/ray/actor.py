@@ -1,9 +1,9 @@
-"""The actor of one rank: it runs one rank at a time, on the node of its bundle, as a child of its own.
+"""The actor of one rank: it runs one rank at a time, as a child process, on the node of its bundle.
 
-An actor belongs to the job, not to a replica: it is told which rank it starts with each start, or, for a spare,
-when the spare is needed. The rank is forked from a preloaded process, so that a restart on the same node is as
-fast as on one machine; both die with the actor. What the rank writes lies in a private folder of the node, and
-the driver fetches it (`logs`).
+An actor belongs to the job, not to a replica. Each start order says which replica's rank it starts; the rank of a
+spare learns its replica later, when the spare is needed. The rank is forked from a preloaded process, so that a
+restart on the same node is as fast as on one machine. The rank and the preloaded process die with the actor. The
+rank writes to a private folder of the node, and the driver fetches its files (`logs`).
 """
 
 from __future__ import annotations
@@ -29,21 +29,20 @@ from ft_hsdp.launch.backend.processes import free_port
 from ft_hsdp.launch.ray.logs import NODES, LogPiece, LogSender
 from ft_hsdp.launch.run.directory import RunDir, alive, identity, read_json, write_json
 
-LOOK_S = 0.25  # between two looks at the files; an exit is told at once
-IDLE_S = 2.0  # an answer without news
+POLL_S = 0.25  # between two looks at the files; an exit is reported at once
+IDLE_S = 2.0  # `news` answers after this time at the latest
 OWNER = "owner.json"
 CHECKPOINTS = "checkpoints"  # where they are without checkpoint.dir
 
 
 @dataclass(frozen=True, slots=True)
-class Home:
-    """How an actor sets itself up. job: its name; folder: ray.folder; cwd: of the driver, "" where the actor has
-    one of its own; entry, preload, boot_s, spawn_s: see `ForkServer`.
-    """
+class ActorSetup:
+    """How an actor sets itself up."""
 
-    job: str
-    folder: str
-    cwd: str
+    job: str  # name of the job
+    folder: str  # ray.folder
+    cwd: str  # working directory of the driver; "" if Ray gives the actor a copy of one
+    # As in `ForkServer`:
     entry: str
     preload: tuple[str, ...]
     boot_s: float
@@ -51,86 +50,95 @@ class Home:
 
 
 @dataclass(frozen=True, slots=True)
-class ActorPlace:
-    """Where an actor found itself."""
+class ActorLocation:
+    """Where an actor runs, as it found out itself."""
 
-    host: str
-    address: str
-    node: str
-    gpus: tuple[str, ...]
+    host: str  # name of the machine
+    address: str  # of the node, as Ray knows it
+    node: str  # Ray's id of the node
+    gpus: tuple[str, ...]  # ids of the GPUs that Ray gave to the actor
 
 
 @dataclass(frozen=True, slots=True)
 class StartOrder:
-    """What a rank is started with. Its secrets stand in private files on the node.
-
-    called: whose rank it is; None: the spare's with this number; run: the run directory, on the driver's node.
-    """
+    """What a rank is started with. The actor writes the secrets to private files on its node."""
 
     rank: int
-    called: ReplicaSpec | None
-    spare: int
+    called: ReplicaSpec | None  # the incarnation; None: a spare
+    spare: int  # number of the spare
     env: dict[str, str]
-    config: str
+    config: str  # YAML
     token: str
     checkpoint_key: str
-    urls: tuple[str, ...]
-    run: str
+    urls: tuple[str, ...]  # of the lighthouse
+    run: str  # the run directory, on the driver's node
 
 
 @dataclass(frozen=True, slots=True)
 class News:
-    """What happened since the answer before: new lines, and then exits (pid, code), which those lines precede.
+    """What happened on an actor since its last answer."""
 
-    warm: pids of ranks that wait to be called.
-    """
-
-    number: int
+    number: int  # counts answers with news, so that the caller can say which has arrived
     pieces: list[LogPiece] = field(default_factory=list)
-    warm: list[int] = field(default_factory=list)
-    exits: list[tuple[int, int]] = field(default_factory=list)
+    warm: list[int] = field(default_factory=list)  # pids of ranks that are ready and wait for their replica
+    exits: list[tuple[int, int]] = field(default_factory=list)  # (pid, code); all lines of these ranks were sent
 
 
 class RankActor:
-    """The actor; an asyncio one, so that its methods run beside each other."""
+    """Runs one rank on a node. An asyncio actor of Ray: its methods run concurrently on one event loop."""
 
-    def __init__(self, home: Home) -> None:
-        self._home = home
+    def __init__(self, setup: ActorSetup) -> None:
+        self._setup = setup
         self._run: RunDir | None = None
         self._warm: list[int] = []
         self._exits: list[tuple[int, int]] = []
-        self._news: News | None = None  # not known to have arrived
+        self._news: News | None = None  # the last answer, until the driver confirms that it arrived
         self._number = 0
         self._woken = asyncio.Event()
 
-    async def open(self) -> ActorPlace:
-        """Make the folder and load what ranks need. Raises ConfigError, Retryable."""
-        home = self._home
-        enter(home.cwd)
-        self._run = run = RunDir(make_folder(Path(home.folder), home.job))
+    async def open(self) -> ActorLocation:
+        """Make the actor's folder and start the process from which ranks are forked.
+
+        Returns:
+            Where the actor runs.
+
+        Raises:
+            ConfigError: This node cannot use `ray.folder`.
+            Retryable: The preloaded process does not start.
+        """
+        setup = self._setup
+        change_folder(setup.cwd)
+        self._run = run = RunDir(make_folder(Path(setup.folder), setup.job))
         self._forks = ForkServer(
-            run.path, entry=home.entry, preload=home.preload, boot_s=home.boot_s, spawn_s=home.spawn_s
+            run.path, entry=setup.entry, preload=setup.preload, boot_s=setup.boot_s, spawn_s=setup.spawn_s
         )
         log = f"{NODES}/{socket.gethostname()}-{os.getpid()}.log"
-        self._outbox = LogSender(run.path, {run.path / "forkserver.log": log})
+        self._sender = LogSender(run.path, {run.path / "forkserver.log": log})
         await self._forks.start()
         context = ray.get_runtime_context()
         gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
-        return ActorPlace(socket.gethostname(), ray.util.get_node_ip_address(), context.get_node_id(), gpus)
+        return ActorLocation(socket.gethostname(), ray.util.get_node_ip_address(), context.get_node_id(), gpus)
 
     async def port(self, host: str) -> int:
-        """A port that is free on this node."""
+        """Return a port that is free on this node."""
         return free_port(host)
 
     async def start(self, start: StartOrder) -> int:
-        """Start the rank; its pid. Raises Retryable."""
+        """Start the rank.
+
+        Returns:
+            Its pid.
+
+        Raises:
+            Retryable: The rank cannot be forked.
+        """
         run, spec = self._run, start.called
         assert run is not None, "open() comes first"
         run.config.write_text(start.config)
         secret.write_private(run.token, start.token)
         secret.write_private(run.checkpoint_key, start.checkpoint_key)
         write_json(run.lighthouse, {"pid": 0, "url": start.urls[0], "urls": list(start.urls)})
-        share(run, Path(start.run))
+        link_checkpoints(run, Path(start.run))
         spared = spare_log(run.spares, start.spare, start.rank)
         log = spared if spec is None else run.rank_log(spec.replica, start.rank)
         return await self._forks.spawn(
@@ -139,20 +147,27 @@ class RankActor:
             log=log,
             on_exit=self._exited,
             call=None if spec is None else call(spec, start.rank, run),
-            on_warm=self._waits,
+            on_warm=self._rank_warm,
         )
 
     async def call(self, pid: int, spec: ReplicaSpec, rank: int) -> None:
-        """Tell a spare's rank whose it is."""
+        """Tell a spare's rank which incarnation it belongs to."""
         assert self._run is not None, "open() comes first"
         self._forks.call(pid, call(spec, rank, self._run))
 
     async def signal(self, pid: int, number: int) -> None:
-        """Signal a rank, if it still runs."""
+        """Send a signal to a rank if it still runs."""
         self._forks.signal(pid, number)
 
     async def news(self, arrived: int) -> News:
-        """What is new, at once or as soon as there is something; the same until it is known to have arrived."""
+        """Return what is new; wait up to `IDLE_S` for it.
+
+        Args:
+            arrived: Number of the newest answer that the caller has. A newer one is sent again.
+
+        Returns:
+            The news; an empty answer with the number `arrived` if there is none.
+        """
         if self._news is not None and self._news.number <= arrived:
             self._news = None
         loop = asyncio.get_running_loop()
@@ -160,7 +175,7 @@ class RankActor:
         while self._news is None and loop.time() < until:
             self._woken.clear()
             ended = list(self._exits)
-            pieces, whole = self._outbox.take(flush=bool(ended))
+            pieces, whole = self._sender.take(flush=bool(ended))
             if pieces or self._warm or (ended and whole):
                 exits = ended if whole else []
                 del self._exits[: len(exits)]
@@ -169,17 +184,17 @@ class RankActor:
                 self._news = News(self._number, pieces, warm, exits)
                 break
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LOOK_S):
+                async with asyncio.timeout(POLL_S):
                     await self._woken.wait()
         return self._news or News(arrived)
 
     async def close(self) -> None:
-        """End the rank, and remove what it wrote."""
+        """End the rank and remove the actor's folder."""
         if self._run is not None:
             await self._forks.close()
             await asyncio.to_thread(shutil.rmtree, self._run.path, ignore_errors=True)
 
-    def _waits(self, pid: int) -> None:
+    def _rank_warm(self, pid: int) -> None:
         self._warm.append(pid)
         self._woken.set()
 
@@ -188,14 +203,14 @@ class RankActor:
         self._woken.set()
 
 
-def enter(cwd: str) -> None:
-    """Go to the driver's folder, if it is here: relative paths of the configuration mean the same there."""
+def change_folder(cwd: str) -> None:
+    """Change to the driver's folder if this node has it, so that relative paths mean the same."""
     if cwd and os.path.isdir(cwd):
         os.chdir(cwd)
 
 
-def share(run: RunDir, driver: Path) -> None:
-    """Have checkpoints go to the driver's run directory, where this node has it; see `checkpoint.dir`."""
+def link_checkpoints(run: RunDir, driver: Path) -> None:
+    """Link the checkpoint folder to the driver's run directory, if this node has that (`checkpoint.dir`)."""
     ours, theirs = run.path / CHECKPOINTS, driver / CHECKPOINTS
     if driver.is_dir() and not ours.is_symlink():
         theirs.mkdir(exist_ok=True)
@@ -203,11 +218,18 @@ def share(run: RunDir, driver: Path) -> None:
 
 
 def make_folder(parent: Path, name: str) -> Path:
-    """A new private folder in `parent`; those whose actor died on this host are removed. Raises ConfigError.
+    """Make a private folder in `parent`, and remove the folders of actors that died on this host.
 
-    Who owns the parent could put another folder in the place of the new one: it has to be ours or root's, and who
-    else may write there must not be able to rename what is not theirs (the sticky bit). It may be shared with
-    other hosts, whose processes cannot be seen from here.
+    The owner of the parent could replace the new folder, so the owner must be this user or root. If other users
+    may write to the parent, it must have the sticky bit, so that they cannot rename the folders of others. Other
+    hosts may share the parent; folders of their actors stay, because their processes cannot be seen from here.
+
+    Args:
+        parent: `ray.folder`; `{uid}` in it stands for this user's id.
+        name: The new folder's name begins with it.
+
+    Raises:
+        ConfigError: The parent cannot be written, or is not safe.
     """
     host = socket.gethostname()
     parent = Path(str(parent).replace("{uid}", str(os.getuid())))
@@ -216,10 +238,14 @@ def make_folder(parent: Path, name: str) -> Path:
         found = parent.stat()
         others_write = found.st_mode & 0o022 and not found.st_mode & stat.S_ISVTX
         if found.st_uid not in (os.getuid(), 0) or others_write:
-            allowed = f"a folder of this user in which nobody else can rename files ({host}: uid {found.st_uid}, "
+            allowed = (
+                f"a folder of this user in which no other user can rename files ({host}: uid {found.st_uid}, "
+            )
             raise ConfigError("ray.folder", str(parent), f"{allowed}mode {stat.S_IMODE(found.st_mode):o})")
         for owner in parent.glob(f"*/{OWNER}"):
-            with contextlib.suppress(FileNotFoundError):  # another actor of this host sweeps, too
+            with contextlib.suppress(
+                FileNotFoundError
+            ):  # another actor of this host may remove it at the same time
                 named = read_json(owner) or {}
                 if owner.stat().st_uid == os.getuid() and named.get("host") == host and not alive(named):
                     shutil.rmtree(owner.parent, ignore_errors=True)

@@ -26,74 +26,88 @@ from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
 from ft_hsdp.launch.backend.processes import ONE_THREAD
 from ft_hsdp.launch.backend.spares import SparePool
 from ft_hsdp.launch.ray import placement
-from ft_hsdp.launch.ray.actor import Home, StartOrder
+from ft_hsdp.launch.ray.actor import ActorSetup, StartOrder
 from ft_hsdp.launch.ray.logs import LogReceiver
 from ft_hsdp.launch.ray.placement import local_ranks
 from ft_hsdp.launch.ray.slot import Bundle, ReplicaSlot, ReplicaSlots
 from ft_hsdp.launch.run.directory import Row, RunDir
 
 
-async def starts(
-    slot: ReplicaSlot, group: WorkerGroup, run: RunDir, urls: tuple[str, ...], home: Home
+async def start_orders(
+    slot: ReplicaSlot, group: WorkerGroup, run: RunDir, urls: tuple[str, ...], setup: ActorSetup
 ) -> list[StartOrder]:
-    """A start for each rank. urls: where the lighthouse listens. Raises Retryable."""
-    places, here = slot.places, ray.util.get_node_ip_address()
+    """Return a start order for each rank of a group.
+
+    Args:
+        slot: Where the ranks run.
+        group: The replica or spare.
+        run: The run directory on this node; it has the token and the key of the checkpoints.
+        urls: Of the lighthouse.
+        setup: Of the actors.
+
+    Raises:
+        Retryable: The lighthouse listens on loopback, and an actor is on another node.
+    """
+    bundles, here = slot.bundles, ray.util.get_node_ip_address()
     alone = loopback(urlsplit(urls[0]).hostname or "")
-    far = next((place.seat.address for place in places if place.seat.address != here), None)
+    far = next((bundle.location.address for bundle in bundles if bundle.location.address != here), None)
     if alone and far is not None:
         raise Retryable(f"{far} cannot reach {urls[0]}; give network.host an address that the cluster reaches")
-    first = "127.0.0.1" if alone else places[0].seat.address
+    first = "127.0.0.1" if alone else bundles[0].location.address
     port = await slot.port(first)
     token, key = secret.current(run.token), secret.current(run.checkpoint_key)
-    locals_ = local_ranks([place.seat.node for place in places])
+    locals_ = local_ranks([bundle.location.node for bundle in bundles])
     config = load(group.config)
     found = []
-    for place, (local, local_size) in zip(places, locals_, strict=True):
+    for bundle, (local, local_size) in zip(bundles, locals_, strict=True):
         env = {
             **ONE_THREAD,
-            "RANK": str(place.rank),
+            "RANK": str(bundle.rank),
             "WORLD_SIZE": str(group.size),
             "LOCAL_RANK": str(local),
             "LOCAL_WORLD_SIZE": str(local_size),
             "MASTER_ADDR": first,
             "MASTER_PORT": str(port),
-            **_devices(place, places),
+            **_visible_gpus(bundle, bundles),
         }
-        text = dump(_abroad(config, "127.0.0.1" if alone else place.seat.address, home))
+        text = dump(_config_for_node(config, "127.0.0.1" if alone else bundle.location.address, setup))
         found.append(
-            StartOrder(place.rank, group.called, group.number, env, text, token, key, urls, str(run.path))
+            StartOrder(bundle.rank, group.called, group.number, env, text, token, key, urls, str(run.path))
         )
     return found
 
 
-def _abroad(config: Config, address: str, home: Home) -> Config:
-    """The configuration of a rank on a node: the node's own address, and its folder for prepared data."""
+def _config_for_node(config: Config, address: str, setup: ActorSetup) -> Config:
+    """Return the configuration of a rank on a node: with the node's address, and its folder for prepared data."""
     changes = {
-        "job": config.job.model_copy(update={"runs_dir": home.folder}),
+        "job": config.job.model_copy(update={"runs_dir": setup.folder}),
         "network": config.network.model_copy(update={"host": address}),
     }
     return config.model_copy(update=changes)
 
 
-def _devices(place: Bundle, places: Sequence[Bundle]) -> dict[str, str]:
-    """The GPUs of all ranks on one node, in the order of their local ranks: each takes the one with its number."""
-    gpus = [gpu for other in places if other.seat.node == place.seat.node for gpu in other.seat.gpus]
+def _visible_gpus(bundle: Bundle, bundles: Sequence[Bundle]) -> dict[str, str]:
+    """Return the variable with the GPUs of all ranks on one node, in the order of their local ranks.
+
+    A rank uses the GPU whose index is its LOCAL_RANK.
+    """
+    gpus = [gpu for other in bundles if other.location.node == bundle.location.node for gpu in other.location.gpus]
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
 
 
 def loopback(host: str) -> bool:
-    """Whether only processes of one machine reach an address; a name counts as what it usually means."""
+    """Return whether only processes of one machine reach `host`. Of the names, only `localhost` counts."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-ELSEWHERE_S = 10.0  # how long a spare looks for a place in one zone before it does in the next
+ELSEWHERE_S = 10.0  # how long a spare waits for a slot in one zone before it asks for one in the next
 
 
 class RayBackend:
-    """The backend of a cluster. urls: where the lighthouse listens; cwd: see `Home`; emit: takes each event."""
+    """Runs the ranks of a job in slots of a Ray cluster. All methods belong to the supervisor's event loop."""
 
     def __init__(
         self,
@@ -106,47 +120,63 @@ class RayBackend:
         entry: str = ENTRY,
         preload: tuple[str, ...] = PRELOAD,
     ) -> None:
+        """Make a backend without slots.
+
+        Args:
+            config: Of the job.
+            run: The run directory on this node.
+            urls: Returns the lighthouse's URLs.
+            cwd: As in `ActorSetup`.
+            emit: Takes each event.
+            entry: What runs in a rank, as in `ForkServer`.
+            preload: As in `ForkServer`.
+        """
         self._config = config
         self._run = run
         self._urls = urls
         self._emit = emit
         waits = config.timeouts
-        self._home = Home(config.job.name, config.ray.folder, cwd, entry, preload, waits.boot_s, waits.spawn_s)
+        self._setup = ActorSetup(
+            config.job.name, config.ray.folder, cwd, entry, preload, waits.boot_s, waits.spawn_s
+        )
         self._calls = ThreadPoolExecutor(1, "ray-calls")
-        self._inbox = LogReceiver(run.path, lambda lost: emit({**lost.event, "source": "supervisor"}))
-        self._slots = ReplicaSlots(self._berth)
+        self._receiver = LogReceiver(run.path, lambda lost: emit({**lost.event, "source": "supervisor"}))
+        self._slots = ReplicaSlots(self._new_slot)
         spares, quiet_s = config.spares // config.ranks_per_replica, config.restart.hold_s
         self._pool = SparePool(spares, run.spares, self._make, emit, quiet_s, self._dropped)
-        self._making: dict[WorkerGroup, asyncio.Task[None]] = {}  # what has been begun for each spare
-        self._promised: dict[int, WorkerGroup] = {}  # replica -> the spare that is called with its next start
-        self._groups: dict[int, WorkerGroup] = {}  # the specs of replicas
-        self._training: dict[int, WorkerGroup] = {}  # those that have trained, or have ended
-        self._seeking: dict[
-            int, Mapping[str, str]
-        ] = {}  # labels of replicas that have looked for a place for long
+        self._making: dict[WorkerGroup, asyncio.Task[None]] = {}  # spare -> the task that starts it
+        self._promised: dict[int, WorkerGroup] = {}  # replica -> the spare that its next start takes over
+        self._groups: dict[int, WorkerGroup] = {}  # replica -> its newest incarnation
+        self._training: dict[int, WorkerGroup] = {}  # replica -> the incarnation that has trained, or has ended
+        # Replica -> the labels that it asks for, once it has waited for a slot longer than timeouts.place_s.
+        self._seeking: dict[int, Mapping[str, str]] = {}
 
     @property
     def warm(self) -> bool:
-        """Whether a spare is ready."""
+        """Return whether a spare is ready."""
         return self._pool.ready
 
     async def open(self) -> None:
-        """Do nothing: nothing is made before the first start."""
+        """Do nothing: actors are made with the first start."""
 
     async def place(self, replica: int) -> None:
-        """Find a place for a replica: its own, a spare's, or a new one where it has none."""
+        """Wait until a replica has a slot: its own, that of a spare, or else a new one.
+
+        While it waits, up to timeouts.place_s, the pool makes no spares. After that only spares with other labels
+        are made: they compete for other resources.
+        """
         try:
             with self._pool.held(f"the place of {replica}"):
                 slot = await self._choose(replica)
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(self._config.timeouts.place_s):
-                        await slot.settle()
+                        await slot.reserve()
                         return
                 self._seeking[replica] = slot.request.labels
-            await slot.settle()  # spares that ask for other places need not wait for it
+            await slot.reserve()
         except asyncio.CancelledError:
             own = self._slots.of(replica)
-            if own is not None and not own.settled:
+            if own is not None and not own.reserved:
                 self._withdraw(replica)
             raise
         finally:
@@ -154,12 +184,20 @@ class RayBackend:
             self._pool.wake()
 
     def vacancy(self, replica: int) -> str:
-        """What a replica without a place asks for, and what is free."""
+        """Return in one line what a replica without a slot asks for, and what the cluster has free."""
         nodes = sum(bool(node["Alive"]) for node in ray.nodes())
         return placement.vacancy(placement.request(self._config, replica), ray.available_resources(), nodes)
 
     async def start(self, spec: ReplicaSpec, watch: ProcessWatch) -> str:
-        """Assign the spare whose slot the replica took, or start all ranks. Raises Retryable; some may run."""
+        """Start all ranks of an incarnation, or give it the ranks of the spare whose slot its replica took.
+
+        Returns:
+            COLD, WARM, WARMING, or the hosts if this is the first start in its slot.
+
+        Raises:
+            Retryable: A rank cannot be started; others may run then.
+            ConfigError: A node refuses the configuration, and no replica trains with it.
+        """
         self._pool.began(spec)
         slot = self._slots.of(spec.replica)
         assert slot is not None, "place() comes first"
@@ -168,16 +206,16 @@ class RayBackend:
         if group is None:
             group = self._groups[spec.replica] = WorkerGroup(spec.size, spec.config, spec)
             group.given(watch)
-            manned = bool(slot.places)
+            had_actors = bool(slot.bundles)
             try:
                 await self._start(group, slot)
             except ConfigError as error:
                 if not self._training:
                     raise
-                slot.gone = True  # what others train with is refused by a node of this one
+                slot.gone = True  # others train with this configuration, so the fault is a node of this slot
                 raise Retryable(str(error)) from None
-            hosts = ", ".join(sorted({place.seat.host for place in slot.places}))
-            return COLD if manned else f"on {hosts}"
+            hosts = ", ".join(sorted({bundle.location.host for bundle in slot.bundles}))
+            return COLD if had_actors else f"on {hosts}"
         how = WARM if group.ready else WARMING
         self._groups[spec.replica] = group
         group.given(watch)
@@ -194,20 +232,20 @@ class RayBackend:
         return how
 
     def vacated(self, replica: int) -> None:
-        """Give its resources back: to the cluster, a spare, or a replica that has none."""
+        """Remove a replica's slot: the cluster gets its resources back."""
         self._unpromise(replica)
         self._training.pop(replica, None)
         self._slots.give_back(replica)
 
     def settled(self, spec: ReplicaSpec) -> None:
-        """Let the pool make spares again: this incarnation trains, or has ended."""
+        """Note that an incarnation trains, or has ended: the pool may make spares again."""
         group = self._groups.get(spec.replica)
         if group is not None and group.called == spec:
             self._training[spec.replica] = group
         self._pool.settled(spec)
 
     async def close(self) -> None:
-        """End all actors, and with them whatever they run; give all resources back."""
+        """End all actors and their ranks, and give all resources back."""
         await self._pool.close()
         for task in self._making.values():
             task.cancel()
@@ -215,15 +253,15 @@ class RayBackend:
         await self._slots.close()
         self._calls.shutdown()
 
-    def _berth(self, asked: placement.PlacementRequest) -> ReplicaSlot:
-        return ReplicaSlot(asked, self._calls, self._inbox, self._emit, self._config.timeouts.gone_s / 3)
+    def _new_slot(self, asked: placement.PlacementRequest) -> ReplicaSlot:
+        return ReplicaSlot(asked, self._calls, self._receiver, self._emit, self._config.timeouts.gone_s / 3)
 
     async def _choose(self, replica: int) -> ReplicaSlot:
         """Return the slot of a replica from now on.
 
-        Without one it takes a spare's, ready or not: no spare may have the place that a replica looks for. From a
-        slot that lives it moves into a spare that is ready, where another replica trains: else the agents of its
-        own hosts may have the only copies of the newest state.
+        A replica without a slot takes that of a spare, ready or not: a spare must not keep what a replica waits
+        for. A replica with a slot moves to that of a ready spare only if another replica trains. Else the state
+        agents on its own hosts may have the only copies of the newest state.
         """
         own = self._slots.of(replica)
         if own is not None and own.gone:
@@ -243,7 +281,7 @@ class RayBackend:
         return slot is not None and not slot.gone and slot.request.labels == asked.labels
 
     def _withdraw(self, replica: int) -> None:
-        """Give up a replica's slot, or the search for one."""
+        """Release a replica's slot, or stop waiting for one."""
         self._unpromise(replica)
         self._slots.release(replica)
 
@@ -253,56 +291,65 @@ class RayBackend:
             self._making.pop(group).cancel()
 
     async def _make(self, group: WorkerGroup) -> None:
-        """Make a spare, wherever there is room for it. Raises Retryable; some ranks may run then."""
+        """Start a spare, as soon as there is a slot for it.
+
+        Raises:
+            Retryable: A rank cannot be started, or a replica gave the slot up; some ranks may run then.
+        """
         making = self._making[group] = asyncio.create_task(self._prepare(group))
         await asyncio.wait([making])
         if making.cancelled():
-            raise Retryable("its place was given up")
+            raise Retryable("its slot was given up")
         making.result()
 
     async def _prepare(self, group: WorkerGroup) -> None:
         try:
-            slot = self._slots.reuse(group) or await self._look_around(group)
+            slot = self._slots.reuse(group) or await self._find_slot(group)
             group.began = time.monotonic()
             await self._start(group, slot)
-        except ConfigError as error:  # of one node: replicas were started with the same configuration
+        except ConfigError as error:  # the fault is one node's: replicas were started with the same configuration
             raise Retryable(str(error)) from None
 
-    async def _look_around(self, group: WorkerGroup) -> ReplicaSlot:
-        """Find a new slot for a spare, however long that takes: in one zone for a while, then in the next.
+    async def _find_slot(self, group: WorkerGroup) -> ReplicaSlot:
+        """Wait without an end for a new slot for a spare: `ELSEWHERE_S` in one zone, then in the next.
 
-        Not where a replica looks for a place.
+        Zones in which a replica waits for a slot are left out.
         """
         requests = placement.spare_requests(self._config, self._slots.labels_of_spares())
         others = itertools.cycle(requests)
         while True:
-            await self._pool.wait_for(lambda: any(map(self._unsought, requests)))
-            asked = next(filter(self._unsought, others))
+            await self._pool.wait_for(lambda: any(map(self._not_sought, requests)))
+            asked = next(filter(self._not_sought, others))
             slot = await self._slots.new(group, asked)
             await self._pool.wait_for(lambda b=slot: self._pool.quiet or self._slots.of(group) is not b)  # type: ignore[misc]
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(ELSEWHERE_S if len(requests) > 1 else None):
-                    await slot.settle()
+                    await slot.reserve()
                     return slot
-            if self._slots.of(group) is not slot:  # a replica has it now
+            if self._slots.of(group) is not slot:  # a replica took the slot while it was not reserved yet
                 break
             self._slots.release(group)
-        await slot.settle()
+        await slot.reserve()
         return slot
 
-    def _unsought(self, asked: placement.PlacementRequest) -> bool:
+    def _not_sought(self, asked: placement.PlacementRequest) -> bool:
         return asked.labels not in self._seeking.values()
 
     def _dropped(self, group: WorkerGroup) -> None:
-        """Free the slot of a lost spare; the next one takes it, if it lives."""
+        """Release the slot of a lost spare: the next one takes it if its actors are alive."""
         del self._making[group]
         self._slots.release(group)
 
     async def _start(self, group: WorkerGroup, slot: ReplicaSlot) -> None:
-        """Start all ranks of a group in a slot. Raises ConfigError, Retryable; some may run then."""
-        if not slot.places:
-            await slot.man(self._home)
-        each = await starts(slot, group, self._run, self._urls(), self._home)
+        """Start all ranks of a group in a slot, and the slot's actors first if it has none.
+
+        Raises:
+            ConfigError: A node refuses the configuration.
+            Retryable: A rank cannot be started; others may run then.
+        """
+        if not slot.bundles:
+            await slot.start_actors(self._setup)
+        each = await start_orders(slot, group, self._run, self._urls(), self._setup)
         started = await asyncio.gather(*(slot.start(start, group) for start in each), return_exceptions=True)
         for error in started:
             if isinstance(error, BaseException):

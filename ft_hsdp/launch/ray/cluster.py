@@ -1,4 +1,4 @@
-"""The connection of this process to a Ray cluster, as a driver of it."""
+"""Connects this process to a Ray cluster, as a driver of it."""
 
 from __future__ import annotations
 
@@ -23,54 +23,51 @@ from ray.exceptions import RayError
 from ft_hsdp.errors import EXIT_UNREACHABLE, ConfigError, FtHsdpError
 
 NAMESPACE = "ft_hsdp"
-DOOR_S = 5.0  # longest time for the address to be answered at all
-JOIN_S = 30.0  # longest time for the cluster to let this process in
+CONNECT_S = 5.0  # longest wait for a TCP connection to the address
+JOIN_S = 30.0  # longest wait for `ray.init`
 KEY = "--ray-address"
 
 
 class ClusterUnreachable(FtHsdpError):
-    """There is no cluster at the address, or it does not let us in."""
+    """There is no cluster at the address, or it refuses this process."""
 
     exit_code = EXIT_UNREACHABLE
 
 
 @dataclass(frozen=True, slots=True)
 class Cluster:
-    """A cluster that this process is connected to. node, address: this process's own node.
+    """A cluster that this process is connected to."""
 
-    cwd: this process's working directory, in which actors run too; "" where Ray has given each a copy of one.
-    """
-
-    node: str
-    address: str
-    cwd: str
+    node: str  # Ray's id of this process's node
+    address: str  # of this process's node
+    cwd: str  # this process's working directory, which actors use too; "" if Ray gives each actor a copy of one
 
     @property
     def addresses(self) -> set[str]:
-        """Of all nodes that live."""
+        """Return the addresses of all nodes that are alive."""
         return {str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
 
     @property
     def resources(self) -> dict[str, float]:
-        """Of all nodes together, in use or not, by Ray's names."""
+        """Return the resources of all nodes together, in use or not, by Ray's names for them."""
         return dict(ray.cluster_resources())
 
 
 class RayOutput(io.TextIOBase):
-    """Takes what Ray prints into this process's stdout; a file, once there is one, gets it all."""
+    """Stands in for stdout while Ray prints to it. It keeps the text until there is a file for it."""
 
     def __init__(self) -> None:
         self._early: list[str] = []
         self._file: Path | None = None
 
     def keep(self, file: Path) -> None:
-        """Write to `file` from now on."""
+        """Append to `file` from now on, first the text so far."""
         self._file = file
         early, self._early = "".join(self._early), []
         self.write(early)
 
     def write(self, text: str) -> int:
-        """Take some of it."""
+        """Append `text` to the file, or keep it until there is one. A full disk loses it."""
         if self._file is None:
             self._early.append(text)
         elif text:
@@ -80,7 +77,11 @@ class RayOutput(io.TextIOBase):
 
 
 def destination(address: str) -> str:
-    """Where `--ray-address` leads: "auto", HOST:PORT, or the http(s) URL of the Jobs API. Raises ConfigError."""
+    """Return what `--ray-address` names: "auto", HOST:PORT, or the http(s) URL of the Jobs API.
+
+    Raises:
+        ConfigError: It is none of these.
+    """
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", "") or address
     if address == "auto" or urlsplit(address).scheme in ("http", "https"):
@@ -97,17 +98,26 @@ def destination(address: str) -> str:
 
 @contextlib.contextmanager
 def connected(address: str, runtime_env: dict[str, Any] | None = None) -> Iterator[tuple[Cluster, RayOutput]]:
-    """Be a driver of the cluster at "auto" or HOST:PORT. Raises ConfigError, ClusterUnreachable."""
+    """Connect as a driver for the length of the context. Meanwhile stdout goes to the `RayOutput`.
+
+    Args:
+        address: "auto" or HOST:PORT.
+        runtime_env: `ray.runtime_env`.
+
+    Raises:
+        ConfigError: Ray refuses the runtime environment.
+        ClusterUnreachable: There is no cluster, or it refuses this process.
+    """
     if address != "auto":
-        knock(address)
-    said = RayOutput()
-    with contextlib.redirect_stdout(said):
+        check_listening(address)
+    output = RayOutput()
+    with contextlib.redirect_stdout(output):
         with _deadline(address):
             try:
                 ray.init(
                     address=address,
                     namespace=NAMESPACE,
-                    runtime_env=_own(runtime_env or {}),
+                    runtime_env=_without_given(runtime_env or {}),
                     configure_logging=False,
                     log_to_driver=False,
                 )
@@ -120,29 +130,32 @@ def connected(address: str, runtime_env: dict[str, Any] | None = None) -> Iterat
         try:
             context = ray.get_runtime_context()
             cwd = "" if "working_dir" in dict(context.runtime_env) else os.getcwd()
-            yield Cluster(context.get_node_id(), ray.util.get_node_ip_address(), cwd), said
+            yield Cluster(context.get_node_id(), ray.util.get_node_ip_address(), cwd), output
         finally:
             ray.shutdown()
 
 
-def knock(address: str) -> None:
-    """Raise ClusterUnreachable if nothing listens at HOST:PORT, or at a URL."""
+def check_listening(address: str) -> None:
+    """Connect to HOST:PORT or to a URL once. Blocks for up to `CONNECT_S`.
+
+    Raises:
+        ClusterUnreachable: Nothing listens there.
+    """
     parts = urlsplit(address if "://" in address else f"//{address}")
     port = parts.port or (443 if parts.scheme == "https" else 80)
     try:
-        socket.create_connection((parts.hostname or "", port), DOOR_S).close()
+        socket.create_connection((parts.hostname or "", port), CONNECT_S).close()
     except OSError as error:
         raise ClusterUnreachable(f"nothing answers at {address}: {error.strerror or error}") from None
 
 
 @contextlib.contextmanager
 def _deadline(address: str) -> Iterator[None]:
-    """End this process with one line where Ray's attempt to connect takes too long: it cannot be interrupted."""
-
+    """End this process, with one line, if Ray takes longer than `JOIN_S`: its attempt cannot be interrupted."""
     stderr = os.dup(2)
 
     def give_up() -> None:
-        os.write(stderr, f"the Ray cluster at {address} does not let us in within {JOIN_S:g} s\n".encode())
+        os.write(stderr, f"the Ray cluster at {address} does not accept a driver within {JOIN_S:g} s\n".encode())
         os._exit(EXIT_UNREACHABLE)
 
     timer = threading.Timer(JOIN_S, give_up)
@@ -150,7 +163,7 @@ def _deadline(address: str) -> Iterator[None]:
     timer.start()
     sys.stderr.flush()
     with open(os.devnull, "wb") as nothing:
-        os.dup2(nothing.fileno(), 2)  # Ray's libraries say there what the exception says, too
+        os.dup2(nothing.fileno(), 2)  # Ray's libraries print there what the exception says as well
     try:
         yield
     finally:
@@ -160,8 +173,8 @@ def _deadline(address: str) -> Iterator[None]:
         os.close(stderr)
 
 
-def _own(runtime_env: dict[str, Any]) -> dict[str, Any] | None:
-    """What of ray.runtime_env is not given already by the Ray job whose driver this is: Ray takes no key twice."""
+def _without_given(runtime_env: dict[str, Any]) -> dict[str, Any] | None:
+    """Return ray.runtime_env without the keys that this driver's Ray job sets already: Ray refuses a key twice."""
     given: dict[str, Any] = {}
     if text := os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR"):
         from json import loads
@@ -174,9 +187,11 @@ def _refused(address: str, error: Exception) -> str:
     where = "no Ray cluster runs on this machine" if address == "auto" else f"the Ray cluster at {address}"
     if address == "auto" and "ould not find" in str(error):
         return f"{where}: start one (`ray start --head`), or give {KEY}"
-    return f"{where} does not let us in (are RAY_AUTH_MODE and its token the cluster's?): {first_line(error)}"
+    return (
+        f"{where} refuses this process (do RAY_AUTH_MODE and the token match the cluster's?): {first_line(error)}"
+    )
 
 
 def first_line(error: Exception) -> str:
-    """What an error of Ray says, as far as it is worth a line."""
+    """Return the first line of an error of Ray, cut to 300 characters."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)[:300]

@@ -1,7 +1,7 @@
-"""The lighthouse of a job in a cluster: a named actor that Ray starts again, on the driver's node.
+"""The lighthouse of a job on a cluster: a named actor on the driver's node, which Ray restarts.
 
-The lighthouse itself is the process that `up` starts, in the run's own folder: started again, it reads its journal
-and listens where it was.
+The actor starts the same process as `up`, in the run's folder. After a restart the lighthouse reads its journal
+and listens at the same address.
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ from ft_hsdp.launch.ray.slot import cause
 from ft_hsdp.launch.run import status
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json
 
-IDLE_S = 2.0  # an answer without news
-LOOK_S = 0.05
+IDLE_S = 2.0  # `news` answers after this time at the latest
+POLL_S = 0.05
 SLOWEST_S = 5.0  # longest wait between two attempts
 STOP_S = 5.0
 
 
 def actor_name(job: str) -> str:
-    """The name under which the lighthouse's actor is found."""
+    """Return the name of the lighthouse's actor."""
     return f"{prefix(job)}-lighthouse"
 
 
 class LighthouseActor:
-    """The actor. run: the run directory."""
+    """Runs the lighthouse's process on the driver's node."""
 
     def __init__(self, run: str) -> None:
+        """Open the run directory `run`; nothing is started."""
         self._run = RunDir(Path(run))
         self._events: list[Row] = []
         self._fleet: LighthouseFleet | None = None
@@ -48,7 +49,14 @@ class LighthouseActor:
         self._keeping: asyncio.Task[None] | None = None
 
     async def start(self) -> tuple[str, ...]:
-        """Start the lighthouse, if it does not run; where it listens. Raises FtHsdpError."""
+        """Start the lighthouse if it does not run.
+
+        Returns:
+            Its URLs.
+
+        Raises:
+            FtHsdpError: It cannot be started.
+        """
         async with self._starting:
             if self._fleet is None:
                 config = load(self._run.config)
@@ -64,21 +72,21 @@ class LighthouseActor:
         return self._fleet.urls
 
     async def news(self) -> list[Row]:
-        """The events since the last answer, at once or as soon as there is one."""
+        """Return the events since the last answer; wait up to `IDLE_S` for the first one."""
         until = time.monotonic() + IDLE_S
         while not self._events and time.monotonic() < until:  # noqa: ASYNC110 - they come into a plain list
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
         events = list(self._events)
         del self._events[: len(events)]
         return events
 
     async def status(self) -> tuple[status.Status, list[str]]:
-        """What the job does: for programs, and for people."""
+        """Return the job's status, and the lines that show it to people."""
         picture = await asyncio.to_thread(status.status, self._run)
         return picture, status.lines(self._run, picture)
 
     async def stop(self) -> None:
-        """End the lighthouse."""
+        """End the lighthouse's process."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -87,9 +95,16 @@ class LighthouseActor:
 
 
 class RayLighthouse:
-    """The lighthouse as the job's supervisor sees it. node: where its actor is; emit: takes each event."""
+    """The lighthouse as the job's supervisor sees it."""
 
     def __init__(self, run: RunDir, node: str, emit: Callable[[Row], None]) -> None:
+        """Prepare a lighthouse that does not run yet.
+
+        Args:
+            run: The run directory.
+            node: Ray's id of the node for its actor.
+            emit: Takes each event.
+        """
         self._run = run
         self._node = node
         self._emit = emit
@@ -98,11 +113,16 @@ class RayLighthouse:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Where it listens; stays the same over restarts."""
+        """Return where it listens: the same after each restart."""
         return self._urls
 
     async def start(self) -> None:
-        """Start it. Raises ConfigError where the cluster has a job of this name, LighthouseFailed."""
+        """Start the actor and the lighthouse.
+
+        Raises:
+            ConfigError: A running job of the cluster has this name.
+            LighthouseFailed: The lighthouse does not start.
+        """
         try:
             self._actor = self._make()
         except ValueError:
@@ -114,31 +134,31 @@ class RayLighthouse:
             raise cause(error) from None
 
     async def keep(self) -> None:
-        """Take its events, and see to it that it runs, until cancelled."""
+        """Emit its events, and restart it when its actor dies, until cancelled."""
         while True:
             try:
                 for event in await self._actor.news.remote():
                     self._emit(event)
             except RayError as error:
                 self._event("LighthouseExited", f"its actor is gone ({cause(error)}); Ray starts it again")
-                await self._again()
+                await self._restart()
                 self._event("LighthouseRestarted", f"it listens at {self._urls[0]} again")
 
     async def stop(self) -> None:
-        """End it and its actor."""
+        """End the lighthouse and its actor."""
         if self._actor is None:
             return
         stopping = asyncio.ensure_future(self._actor.stop.remote())
         await asyncio.wait([stopping], timeout=STOP_S)
         if stopping.done():
-            stopping.exception()  # it may be dead already
+            stopping.exception()  # read it, so that asyncio does not log it: the actor may be dead already
         else:
             stopping.cancel()
         ray.kill(self._actor)
 
-    async def _again(self) -> None:
-        """Start the lighthouse in the actor that Ray has started again, or in a new one."""
-        wait_s = LOOK_S
+    async def _restart(self) -> None:
+        """Start the lighthouse in the actor that Ray restarted, or in a new one, until it listens again."""
+        wait_s = POLL_S
         while True:
             try:
                 if tuple(await self._actor.start.remote()) == self._urls:
@@ -148,11 +168,15 @@ class RayLighthouse:
                     self._event("LighthouseFailed", str(cause(error)))
             await asyncio.sleep(wait_s)
             wait_s = min(SLOWEST_S, 2 * wait_s)
-            with contextlib.suppress(ValueError):  # Ray has it still
+            with contextlib.suppress(ValueError):  # Ray still has an actor of this name
                 self._actor = self._make()
 
     def _make(self) -> Any:
-        """Create the actor. Raises ValueError where there is one of its name."""
+        """Create the actor.
+
+        Raises:
+            ValueError: The cluster has an actor of this name.
+        """
         options = {
             "name": actor_name(self._run.name),
             "num_cpus": 0,

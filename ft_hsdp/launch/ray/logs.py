@@ -1,7 +1,7 @@
-"""The files that ranks write on their nodes, taken to the run's directory of the driver.
+"""Copies the files that ranks write on their nodes to the run directory of the driver.
 
-`LogSender` runs in each actor: it keeps what its node's files have gained until the driver has taken it.
-`LogReceiver` runs in the driver, and appends what it takes to the files of the same names.
+`LogSender` runs in each actor and returns what was added to the files of its folder. `LogReceiver` runs in the
+driver and appends that to files of the same names.
 """
 
 from __future__ import annotations
@@ -16,35 +16,39 @@ from pathlib import Path
 
 from ft_hsdp.jsonl import Lost
 
-LIMIT = 1 << 20  # bytes that are held at once
+LIMIT = 1 << 20  # bytes that one answer takes from logs, about
 REPLACED = "final.json"
 
 
 @dataclass(frozen=True, slots=True)
 class LogPiece:
-    """What is added to a file, or the new content of one that is replaced as a whole.
+    """What is added to a log, or the new content of a file that is replaced as a whole."""
 
-    name: its path in the run directory, with slashes.
-    """
-
-    name: str
+    name: str  # path in the run directory, with slashes
     data: bytes
 
 
 class LogSender:
-    """The logs of replicas and spares in the folder `run`. A line that is not whole yet waits.
-
-    others: file -> the name under which it is sent.
-    """
+    """Reads what is new in the logs of replicas and spares. It sends a line when the line is complete."""
 
     def __init__(self, run: Path, others: Mapping[Path, str]) -> None:
+        """Read the files of a folder from their beginning.
+
+        Args:
+            run: The folder of the actor, laid out as a run directory.
+            others: Further files, and the names under which they are sent.
+        """
         self._run = run
         self._others = others
-        self._sent: dict[Path, int] = {}  # how much of each log
-        self._replaced: dict[Path, tuple[int, int]] = {}  # what each REPLACED looked like when it was sent
+        self._sent: dict[Path, int] = {}  # bytes of each log
+        self._replaced: dict[Path, tuple[int, int]] = {}  # inode and mtime of each REPLACED when it was sent
 
     def take(self, *, flush: bool) -> tuple[list[LogPiece], bool]:
-        """Return what is new, and whether that is all. flush: the writers have ended, so take parts of lines."""
+        """Return what is new, and whether that is all.
+
+        Args:
+            flush: The writers have ended, so incomplete lines are sent as well.
+        """
         pieces: list[LogPiece] = []
         size = 0
         logs, finals = self._files()
@@ -59,7 +63,7 @@ class LogSender:
         return [*pieces, *changed], size < LIMIT
 
     def _files(self) -> tuple[list[Path], list[Path]]:
-        """The logs, of which those that are audited come first, and what is replaced as a whole."""
+        """Return the logs, the audited ones first, and the files that are replaced as a whole."""
         audited, logs, finals = [], [], []
         replicas = self._run / "replicas"
         for folder in (*(replicas / replica for replica in _names(replicas)), self._run / "spares"):
@@ -87,7 +91,7 @@ class LogSender:
             return b""
         whole = data.rfind(b"\n") + 1
         if len(data) == LIMIT:
-            data = data[: whole or LIMIT]  # a line longer than that goes in parts
+            data = data[: whole or LIMIT]  # a line longer than LIMIT is sent in parts
         elif not flush:
             data = data[:whole]
         self._sent[file] = start + len(data)
@@ -108,7 +112,7 @@ class LogSender:
 
 
 def _names(folder: Path) -> list[str]:
-    """What is in a folder, sorted; nothing where there is none."""
+    """Return the names in a folder, sorted; none if there is no such folder."""
     try:
         return sorted(os.listdir(folder))
     except (FileNotFoundError, NotADirectoryError):
@@ -122,19 +126,26 @@ _REPLACED = re.compile(rf"replicas/\d{{1,9}}/{re.escape(REPLACED)}")
 
 
 class LogReceiver:
-    """The run's folder; no other process writes these files. A disk that does not take lines costs those lines.
-
-    lost: is told of them, with the name of the log in the folder, once that log takes lines again.
-    """
+    """Appends to the logs in the run directory; no other process writes them. A full disk loses lines."""
 
     def __init__(self, folder: Path, lost: Callable[[Lost], None] = lambda _: None) -> None:
+        """Write to a run directory.
+
+        Args:
+            folder: The run directory.
+            lost: Called with the lost lines of a log when that log can be written again.
+        """
         self._folder = folder
         self._tell = lost
         self._lost: dict[str, Lost] = {}
-        self._again: dict[str, LogPiece] = {}  # what replaces a file, and found no place yet
+        self._again: dict[str, LogPiece] = {}  # new contents of files that could not be written yet
 
     def add(self, pieces: Iterable[LogPiece]) -> None:
-        """Add what ranks wrote. Raises ValueError for a name that is no log's: nothing else is written here."""
+        """Add what ranks wrote.
+
+        Raises:
+            ValueError: A name is not that of a log. Actors must not write other files here.
+        """
         again, self._again = self._again, {}
         for piece in (*again.values(), *pieces):
             replaced = _REPLACED.fullmatch(piece.name) is not None
@@ -162,7 +173,11 @@ class LogReceiver:
 
 
 def _append(file: Path, data: bytes) -> None:
-    """Add whole lines to a log, all or none. Raises OSError."""
+    """Add complete lines to a log, all or none.
+
+    Raises:
+        OSError: The disk is full, or the file cannot be written.
+    """
     with file.open("ab", buffering=0) as log:
         size = log.seek(0, os.SEEK_END)
         if log.write(data) != len(data):

@@ -1,4 +1,7 @@
-"""Placement: what a replica or a spare asks of a cluster, and what the cluster has. Pure."""
+"""Placement: what a replica or a spare asks of a cluster, and what the cluster has.
+
+All functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +22,11 @@ _WHERE = {
 class PlacementRequest:
     """A placement group: one bundle per rank, all alike."""
 
-    name: str
-    size: int
-    bundle: dict[str, float]
-    strategy: str
-    labels: dict[str, str]
+    name: str  # of the placement group
+    size: int  # number of bundles
+    bundle: dict[str, float]  # resources of a rank, by Ray's names
+    strategy: str  # ray.strategy
+    labels: dict[str, str]  # that a node must have
 
     def __str__(self) -> str:
         each = ", ".join(f"{name} {amount:g}" for name, amount in self.bundle.items())
@@ -33,7 +36,7 @@ class PlacementRequest:
 
 
 def request(config: Config, replica: int) -> PlacementRequest:
-    """What `replica` asks for."""
+    """Return what a replica asks for."""
     c = config.ray
     labels = dict(c.labels)
     if c.zones:
@@ -44,10 +47,14 @@ def request(config: Config, replica: int) -> PlacementRequest:
 
 
 def spare_requests(config: Config, others: Sequence[Mapping[str, str]]) -> list[PlacementRequest]:
-    """What a spare may ask for, best first: with ray.zones a place in the zone where there are the fewest spares.
+    """Return what a spare may ask for, best first: with ray.zones the zones with the fewest spares come first.
 
-    others: the labels that the other spares asked for. A spare serves the replicas of its zone, no others: so it
-    never holds what another one waits for.
+    A spare serves only the replicas of its zone, so it never takes resources for which a replica of another zone
+    waits.
+
+    Args:
+        config: Of the job.
+        others: The labels that each other spare asked for.
     """
     c = config.ray
     places = [{**c.labels, c.zone_label: zone} for zone in dict.fromkeys(c.zones)] or [dict(c.labels)]
@@ -57,13 +64,13 @@ def spare_requests(config: Config, others: Sequence[Mapping[str, str]]) -> list[
 
 
 def bundle(c: RayConfig) -> dict[str, float]:
-    """The resources of a rank, by Ray's names for them."""
+    """Return the resources of a rank, by Ray's names for them."""
     amounts = {"CPU": c.cpus_per_rank, "GPU": c.gpus_per_rank, **c.resources}
     return {name: amount for name, amount in amounts.items() if amount > 0}
 
 
-def roomy(config: Config, resources: Mapping[str, float]) -> bool:
-    """Whether all replicas that the job may grow to find room in ``resources``; where not, nodes are to come."""
+def has_room(config: Config, resources: Mapping[str, float]) -> bool:
+    """Return whether ``resources`` are enough for all replicas that the job may grow to. False with ray.zones."""
     ranks = config.slots * config.ranks_per_replica
     return not config.ray.zones and all(
         ranks * amount <= resources.get(name, 0) for name, amount in bundle(config.ray).items()
@@ -71,16 +78,20 @@ def roomy(config: Config, resources: Mapping[str, float]) -> bool:
 
 
 def prefix(job: str) -> str:
-    """What the names of a job's actors and placement groups begin with."""
+    """Return the prefix of the names of a job's actors and placement groups."""
     return f"ft_hsdp-{job}"
 
 
 def vacancy(asked: PlacementRequest, free: Mapping[str, float], nodes: int) -> str:
-    """One line on a replica that has no place: what it asks, and what `nodes` nodes have free in all."""
+    """Return in one line what a replica without a slot asks for, and what `nodes` nodes have free in all."""
     have = ", ".join(f"{name} {free.get(name, 0):g}" for name in asked.bundle)
     return f"it asks for {asked}; free on {nodes} nodes together: {have}"
 
 
 def local_ranks(nodes: list[str]) -> list[tuple[int, int]]:
-    """(LOCAL_RANK, LOCAL_WORLD_SIZE) of each rank, from the node on which it is."""
+    """Return (LOCAL_RANK, LOCAL_WORLD_SIZE) of each rank.
+
+    Args:
+        nodes: The node of each rank, in the order of ranks.
+    """
     return [(nodes[:rank].count(node), nodes.count(node)) for rank, node in enumerate(nodes)]

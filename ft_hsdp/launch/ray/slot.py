@@ -1,7 +1,7 @@
 """Slots: the places in a cluster where the ranks of one replica, or of one spare, run.
 
-A `ReplicaSlot` is a placement group and the actors in it; it is lost as a whole. `ReplicaSlots` knows which slot
-belongs to a replica, to a spare, or to neither for the moment.
+A `ReplicaSlot` is a placement group and the actors in it; it is lost as a whole. `ReplicaSlots` knows whether a
+slot belongs to a replica or a spare, or is free.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
 from ft_hsdp.launch.backend.base import ReplicaSpec, WorkerGroup
-from ft_hsdp.launch.ray.actor import ActorPlace, Home, News, RankActor, StartOrder
+from ft_hsdp.launch.ray.actor import ActorLocation, ActorSetup, News, RankActor, StartOrder
 from ft_hsdp.launch.ray.cluster import first_line
 from ft_hsdp.launch.ray.logs import LogReceiver
 from ft_hsdp.launch.ray.placement import PlacementRequest
 from ft_hsdp.launch.run.directory import Row
 
-LOOK_S = 0.25  # between two looks at a placement group that waits for its place
+POLL_S = 0.25  # between two looks at a placement group that is not reserved yet
 AGAIN_S = 0.2  # before an actor that could not be reached is asked again
 CLOSE_S = 5.0  # longest wait for actors to clean up
 KILLED = -int(signal.SIGKILL)
@@ -43,64 +43,80 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class Bundle:
-    """One bundle: its actor, where that is, and the ranks of groups that run there, by pid.
-
-    early: what was heard of a rank before its start was known: a code where it is gone, None where it is warm.
-    """
+    """One bundle of a placement group, its actor, and the ranks that this has started."""
 
     rank: int
     actor: Any
-    seat: ActorPlace
-    running: dict[int, tuple[WorkerGroup, RayProcess]] = field(default_factory=dict)
+    location: ActorLocation
+    running: dict[int, tuple[WorkerGroup, RayProcess]] = field(default_factory=dict)  # by pid
+    # Pid -> news of a rank whose start was not answered yet: None if it is warm, else its exit code.
     early: dict[int, list[int | None]] = field(default_factory=dict)
 
 
 class RayProcess:
-    """A rank that an actor started. An actor that has not killed it after `deaf_s` is `deaf`."""
+    """A rank that an actor started (a `WorkerProcess`)."""
 
-    def __init__(self, pid: int, place: Bundle, deaf_s: float, deaf: Callable[[], None]) -> None:
+    def __init__(self, pid: int, bundle: Bundle, kill_s: float, not_killed: Callable[[], None]) -> None:
+        """Name a rank.
+
+        Args:
+            pid: On its node.
+            bundle: Whose actor started it.
+            kill_s: Time from SIGKILL until `not_killed` is called; it checks whether the rank is gone.
+            not_killed: Ends the actor if the rank still runs.
+        """
         self.pid = pid
-        self.host = place.seat.host
-        self._actor = place.actor
-        self._deaf_s = deaf_s
-        self._deaf = deaf
+        self.host = bundle.location.host
+        self._actor = bundle.actor
+        self._kill_s = kill_s
+        self._not_killed = not_killed
 
     def signal(self, number: int) -> None:
-        """Have the actor signal it; an actor that does not end it when it is to be killed is ended by Ray."""
+        """Tell the actor to send a signal. If SIGKILL has no effect within `kill_s`, Ray ends the actor."""
         self._actor.signal.remote(self.pid, int(number))
         if number == signal.SIGKILL:
-            asyncio.get_running_loop().call_later(self._deaf_s, self._deaf)
+            asyncio.get_running_loop().call_later(self._kill_s, self._not_killed)
 
 
 class ReplicaSlot:
-    """calls: where calls of Ray that may block are made; emit: takes each event; inbox: gets what ranks write.
-
-    deaf_s: how long an actor may take to end a rank that it was told to kill; then Ray ends the actor.
-    """
+    """A placement group with one actor for each rank of a replica or a spare; lost as a whole."""
 
     def __init__(
         self,
         request: PlacementRequest,
         calls: Executor,
-        inbox: LogReceiver,
+        receiver: LogReceiver,
         emit: Callable[[Row], None],
-        deaf_s: float,
+        kill_s: float,
     ) -> None:
+        """Make a slot that has no resources yet.
+
+        Args:
+            request: What it asks of the cluster.
+            calls: Runs Ray's calls that may block.
+            receiver: Takes what ranks write.
+            emit: Takes each event.
+            kill_s: How long an actor may take to kill a rank before Ray ends the actor.
+        """
         self.request = request
-        self.settled = False  # the resources are set aside
-        self.gone = False  # an actor has died, or could not be started
-        self.places: list[Bundle] = []
+        self.reserved = False  # the cluster has set the resources aside
+        self.gone = False  # an actor died, or could not be started
+        self.bundles: list[Bundle] = []
         self._calls = calls
-        self._inbox = inbox
+        self._receiver = receiver
         self._emit = emit
-        self._deaf_s = deaf_s
+        self._kill_s = kill_s
         self._patience_s = 0.0
         self._grouping: asyncio.Future[PlacementGroup] | None = None
         self._actors: list[Any] = []
-        self._hearing: list[asyncio.Task[None]] = []
+        self._polls: list[asyncio.Task[None]] = []
 
-    async def settle(self) -> None:
-        """Wait until the cluster has set the resources aside. Raises ConfigError."""
+    async def reserve(self) -> None:
+        """Wait without an end until the cluster has set the resources aside; a caller may cancel, and call again.
+
+        Raises:
+            ConfigError: Ray refuses the request.
+        """
         r = self.request
         if self._grouping is None:
             labels = [r.labels] * r.size if r.labels else None
@@ -108,62 +124,79 @@ class ReplicaSlot:
             asking = self._call(placement_group, bundles, r.strategy, r.name, bundle_label_selector=labels)
             self._grouping = asyncio.ensure_future(asking)
         try:
-            group = await asyncio.shield(
-                self._grouping
-            )  # the caller may be cancelled: what is made is still removed
+            # If the caller is cancelled, `remove` still needs the group.
+            group = await asyncio.shield(self._grouping)
         except (ValueError, TypeError) as error:
             raise ConfigError("ray", str(r), f"what Ray takes ({first_line(error)})") from None
-        while not self.settled:
-            self.settled = await self._call(_settled, group)
-            if not self.settled:
-                await asyncio.sleep(LOOK_S)
+        while not self.reserved:
+            self.reserved = await self._call(_reserved, group)
+            if not self.reserved:
+                await asyncio.sleep(POLL_S)
 
-    async def man(self, home: Home) -> None:
-        """Start the actors. Raises ConfigError for what a node refuses, Retryable."""
-        assert self._grouping is not None, "settle() comes first"
+    async def start_actors(self, setup: ActorSetup) -> None:
+        """Start the actors, after `reserve`.
+
+        Raises:
+            ConfigError: A node refuses the configuration.
+            Retryable: An actor does not start or does not answer.
+        """
+        assert self._grouping is not None, "reserve() comes first"
         group = self._grouping.result()
-        self._patience_s = home.boot_s + home.spawn_s
+        self._patience_s = setup.boot_s + setup.spawn_s
         try:
-            seats = await self._answered(self._open(group, home))
+            locations = await self._answered(self._open(group, setup))
         except FtHsdpError:
             self.gone = True
             raise
-        self.places = [
-            Bundle(n, actor, seat) for n, (actor, seat) in enumerate(zip(self._actors, seats, strict=True))
+        self.bundles = [
+            Bundle(n, actor, location)
+            for n, (actor, location) in enumerate(zip(self._actors, locations, strict=True))
         ]
-        self._hearing = [asyncio.create_task(self._hear(place)) for place in self.places]
+        self._polls = [asyncio.create_task(self._poll(bundle)) for bundle in self.bundles]
 
     async def port(self, host: str) -> int:
-        """A port that is free on the node of rank 0. Raises Retryable."""
-        return int(await self._answered(self.places[0].actor.port.remote(host)))
+        """Return a port that is free on the node of rank 0.
+
+        Raises:
+            Retryable: The actor does not answer.
+        """
+        return int(await self._answered(self.bundles[0].actor.port.remote(host)))
 
     async def start(self, start: StartOrder, group: WorkerGroup) -> None:
-        """Start a rank of a group. Raises Retryable."""
-        place = self.places[start.rank]
-        pid = int(await self._answered(place.actor.start.remote(start)))
-        process = RayProcess(pid, place, self._deaf_s, lambda: self._deaf(place, pid))
-        place.running[pid] = (group, process)
-        group.started(place.rank, process)
-        for code in place.early.pop(pid, []):
-            self._heard(place, pid, code)
-        if self.gone and pid in place.running:
-            self._heard(place, pid, KILLED)
+        """Start a rank of a group, and report it to the group.
+
+        Raises:
+            Retryable: The actor does not answer, or cannot fork.
+        """
+        bundle = self.bundles[start.rank]
+        pid = int(await self._answered(bundle.actor.start.remote(start)))
+        process = RayProcess(pid, bundle, self._kill_s, lambda: self._not_killed(bundle, pid))
+        bundle.running[pid] = (group, process)
+        group.started(bundle.rank, process)
+        for code in bundle.early.pop(pid, []):
+            self._rank_changed(bundle, pid, code)
+        if self.gone and pid in bundle.running:
+            self._rank_changed(bundle, pid, KILLED)
 
     async def call(self, group: WorkerGroup, spec: ReplicaSpec) -> None:
-        """Tell the ranks of a spare whose they are. Raises Retryable."""
-        told = (self.places[n].actor.call.remote(p.pid, spec, n) for n, p in group.processes.items())
+        """Tell the ranks of a spare which incarnation they belong to.
+
+        Raises:
+            Retryable: An actor does not answer.
+        """
+        told = (self.bundles[n].actor.call.remote(p.pid, spec, n) for n, p in group.processes.items())
         await self._answered(asyncio.gather(*told))
 
     async def remove(self) -> None:
-        """End the actors and whatever they run, and give the resources back."""
-        for task in self._hearing:
+        """End the actors and their ranks, and give the resources back."""
+        for task in self._polls:
             task.cancel()
         closing = [asyncio.ensure_future(actor.close.remote()) for actor in self._actors]
         if closing:
             await asyncio.wait(closing, timeout=CLOSE_S)
         for each in closing:
             if each.done():
-                each.exception()  # an actor that has died is closed, too
+                each.exception()  # read it, so that asyncio does not log it: a dead actor is closed as well
             else:
                 each.cancel()
         for actor in self._actors:
@@ -172,24 +205,29 @@ class ReplicaSlot:
             with contextlib.suppress(ValueError, TypeError):  # Ray did not take the request
                 await self._call(remove_placement_group, await self._grouping)
 
-    async def _open(self, group: PlacementGroup, home: Home) -> list[ActorPlace]:
+    async def _open(self, group: PlacementGroup, setup: ActorSetup) -> list[ActorLocation]:
         for number in range(self.request.size):
-            self._actors.append(await self._call(self._actor, group, number, home))
+            self._actors.append(await self._call(self._actor, group, number, setup))
         return await asyncio.gather(*(actor.open.remote() for actor in self._actors))
 
     async def _answered(self, asked: Awaitable[T]) -> T:
-        """What actors answer, in time. Raises what they raise, Retryable."""
+        """Return what actors answer.
+
+        Raises:
+            FtHsdpError: What an actor raised.
+            Retryable: No answer in time, or an actor died.
+        """
         try:
             async with asyncio.timeout(self._patience_s):
                 return await asked
         except TimeoutError:
-            self.gone = True  # they may do it yet
+            self.gone = True  # the actors may still carry the order out, so the slot cannot be used again
             why = f"the actors of {self.request.name} do not answer within {self._patience_s:g} s"
             raise Retryable(why) from None
         except RayError as error:
             raise cause(error) from None
 
-    def _actor(self, group: PlacementGroup, number: int, home: Home) -> Any:
+    def _actor(self, group: PlacementGroup, number: int, setup: ActorSetup) -> Any:
         """Create an actor in its bundle."""
         r = self.request
         resources = {name: amount for name, amount in r.bundle.items() if name not in ("CPU", "GPU")}
@@ -201,74 +239,74 @@ class ReplicaSlot:
             "enable_task_events": False,
             "max_concurrency": 100,
         }
-        return ray.remote(RankActor).options(**options).remote(home)
+        return ray.remote(RankActor).options(**options).remote(setup)
 
     async def _call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call Ray beside the event loop."""
+        """Call a function of Ray in the executor, because it may block."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._calls, lambda: function(*args, **kwargs))
 
-    async def _hear(self, place: Bundle) -> None:
-        """Take what an actor has to say until it is dead: only Ray says so."""
+    async def _poll(self, bundle: Bundle) -> None:
+        """Take an actor's news until Ray reports that it is dead."""
         arrived = 0
         while True:
             try:
-                news: News = await place.actor.news.remote(arrived)
+                news: News = await bundle.actor.news.remote(arrived)
             except ActorUnavailableError:
                 await asyncio.sleep(AGAIN_S)
                 continue
             except RayError as error:
-                self._died(place, str(cause(error)))
+                self._actor_died(bundle, str(cause(error)))
                 return
             if news.number <= arrived:
                 continue
             arrived = news.number
             try:
-                self._inbox.add(news.pieces)
+                self._receiver.add(news.pieces)
             except ValueError as error:
-                self._calls.submit(ray.kill, place.actor)
-                self._died(place, f"what it wrote cannot be kept: {error}")
+                self._calls.submit(ray.kill, bundle.actor)
+                self._actor_died(bundle, f"what it wrote cannot be kept: {error}")
                 return
             for pid in news.warm:
-                self._heard(place, pid, None)
+                self._rank_changed(bundle, pid, None)
             for pid, code in news.exits:
-                self._heard(place, pid, code)
+                self._rank_changed(bundle, pid, code)
 
-    def _heard(self, place: Bundle, pid: int, code: int | None) -> None:
-        """A rank is gone, or, without a code, warm."""
-        if pid not in place.running:
-            place.early.setdefault(pid, []).append(code)
+    def _rank_changed(self, bundle: Bundle, pid: int, code: int | None) -> None:
+        """Report that a rank has ended with `code`, or is warm if that is None."""
+        if pid not in bundle.running:
+            bundle.early.setdefault(pid, []).append(code)
             return
-        group, process = place.running[pid]
+        group, process = bundle.running[pid]
         if code is None:
-            group.warm(place.rank)
+            group.warm(bundle.rank)
         else:
-            del place.running[pid]
-            group.exited(place.rank, process, code)
+            del bundle.running[pid]
+            group.exited(bundle.rank, process, code)
 
-    def _died(self, place: Bundle, why: str) -> None:
-        """An actor is dead, and with it its rank; what that wrote last is gone."""
+    def _actor_died(self, bundle: Bundle, why: str) -> None:
+        """Report that the ranks of a dead actor were killed. The last lines of their logs are lost."""
         self.gone = True
-        for pid, (group, _) in list(place.running.items()):
+        for pid, (group, _) in list(bundle.running.items()):
             if group.called is not None:
-                about = {"replica": group.called.replica, "rank": place.rank, "incarnation": group.called.name}
+                about = {"replica": group.called.replica, "rank": bundle.rank, "incarnation": group.called.name}
                 head = {"t": time.time(), "event": "LogCut", "source": "supervisor"}
-                self._emit({**head, **about, "reason": f"on {place.seat.host}: {why}"})
-            self._heard(place, pid, KILLED)
+                self._emit({**head, **about, "reason": f"on {bundle.location.host}: {why}"})
+            self._rank_changed(bundle, pid, KILLED)
 
-    def _deaf(self, place: Bundle, pid: int) -> None:
-        """Time is up for an actor that was to kill a rank."""
-        if pid in place.running:
-            self._calls.submit(ray.kill, place.actor)
+    def _not_killed(self, bundle: Bundle, pid: int) -> None:
+        """End an actor whose rank still runs `kill_s` after SIGKILL."""
+        if pid in bundle.running:
+            self._calls.submit(ray.kill, bundle.actor)
 
 
-def _settled(group: PlacementGroup) -> bool:
-    """Whether the resources of a placement group are set aside. Blocks shortly."""
+def _reserved(group: PlacementGroup) -> bool:
+    """Return whether the resources of a placement group are set aside. Blocks shortly."""
     return bool(placement_group_table(group).get("state") == "CREATED")
 
 
 def cause(error: RayError) -> FtHsdpError:
-    """What an actor raised, or else why there is none, in one line."""
+    """Return what an actor raised, or a Retryable that says in one line why there is no answer."""
     if isinstance(error, RayTaskError) and isinstance(error.cause, FtHsdpError):
         return error.cause
     lines = [line.strip() for line in str(error).splitlines()]
@@ -276,77 +314,83 @@ def cause(error: RayError) -> FtHsdpError:
     return Retryable(telling[:300] or first_line(error))
 
 
-Holder = int | WorkerGroup
+SlotOwner = int | WorkerGroup
 """A replica, by its id, or a spare."""
 
 
 class ReplicaSlots:
-    """All slots of a job. make: a new one."""
+    """All slots of a job, by owner, and the free ones."""
 
     def __init__(self, make: Callable[[PlacementRequest], ReplicaSlot]) -> None:
+        """Start without slots; `make` makes one."""
         self._make = make
-        self._held: dict[Holder, ReplicaSlot] = {}
+        self._slots: dict[SlotOwner, ReplicaSlot] = {}
         self._idle: list[ReplicaSlot] = []
         self._leaving: dict[asyncio.Task[None], ReplicaSlot] = {}
 
-    def of(self, holder: Holder) -> ReplicaSlot | None:
-        """What it has."""
-        return self._held.get(holder)
+    def of(self, owner: SlotOwner) -> ReplicaSlot | None:
+        """Return the slot of an owner; None if it has none."""
+        return self._slots.get(owner)
 
     def labels_of_spares(self) -> list[Mapping[str, str]]:
-        """What the spares asked for."""
-        return [slot.request.labels for holder, slot in self._held.items() if isinstance(holder, WorkerGroup)]
+        """Return the labels that each spare asked for."""
+        return [slot.request.labels for owner, slot in self._slots.items() if isinstance(owner, WorkerGroup)]
 
     def move(self, spare: WorkerGroup, replica: int) -> ReplicaSlot:
-        """Have a replica take the slot of a spare; its own is another's then, if it lives."""
+        """Give a spare's slot to a replica, and release the replica's own."""
         self.release(replica)
-        slot = self._held[replica] = self._held.pop(spare)
+        slot = self._slots[replica] = self._slots.pop(spare)
         return slot
 
-    def reuse(self, holder: Holder, labels: Mapping[str, str] | None = None) -> ReplicaSlot | None:
-        """Return a free slot with these labels, if labels matter."""
+    def reuse(self, owner: SlotOwner, labels: Mapping[str, str] | None = None) -> ReplicaSlot | None:
+        """Give a free slot to an owner, and return it; None if there is none.
+
+        Args:
+            owner: The replica or spare.
+            labels: What the slot must have asked for; None: any.
+        """
         lost, self._idle = [b for b in self._idle if b.gone], [b for b in self._idle if not b.gone]
         for slot in lost:
             self._remove(slot)
         fit = next((b for b in self._idle if labels is None or b.request.labels == labels), None)
         if fit is not None:
             self._idle.remove(fit)
-            self._held[holder] = fit
+            self._slots[owner] = fit
         return fit
 
-    async def new(self, holder: Holder, asked: PlacementRequest) -> ReplicaSlot:
-        """Return a slot that has still to find its place; first those being given back are gone."""
+    async def new(self, owner: SlotOwner, asked: PlacementRequest) -> ReplicaSlot:
+        """Return a new slot, which is not reserved yet. Waits first until slots that are given back are gone."""
         if self._leaving:
             await asyncio.wait(list(self._leaving))
-        names = {slot.request.name for slot in (*self._held.values(), *self._idle)}
+        names = {slot.request.name for slot in (*self._slots.values(), *self._idle)}
         number, name = 1, asked.name
-        while name in names:  # the holder for which it was made may have moved
+        while name in names:  # a slot keeps the name of its first owner
             number += 1
             name = f"{asked.name}:{number}"
-        slot = self._held[holder] = self._make(replace(asked, name=name))
+        slot = self._slots[owner] = self._make(replace(asked, name=name))
         return slot
 
-    def release(self, holder: Holder) -> None:
-        """Free the holder's slot: another takes it, or it is given back if it is lost or not found yet."""
-        slot = self._held.pop(holder, None)
+    def release(self, owner: SlotOwner) -> None:
+        """Make an owner's slot free for another; remove it if it is lost or not reserved yet."""
+        slot = self._slots.pop(owner, None)
         if slot is None:
             return
-        if slot.settled and not slot.gone:
+        if slot.reserved and not slot.gone:
             self._idle.append(slot)
         else:
             self._remove(slot)
 
-    def give_back(self, holder: Holder) -> None:
-        """Remove the holder's slot: no other holder is to have it."""
-        slot = self._held.pop(holder, None)
+    def give_back(self, owner: SlotOwner) -> None:
+        """Remove an owner's slot: the cluster gets its resources back."""
+        slot = self._slots.pop(owner, None)
         if slot is not None:
             self._remove(slot)
 
     async def close(self) -> None:
-        """End all actors, and with them whatever they run; give all resources back."""
-        for slot in (*self._held.values(), *self._idle):
+        """End all actors and their ranks, and give all resources back."""
+        for slot in (*self._slots.values(), *self._idle):
             self._remove(slot)
-        self._held.clear()
+        self._slots.clear()
         self._idle.clear()
         await asyncio.gather(*self._leaving)
 

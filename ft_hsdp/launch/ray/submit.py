@@ -1,8 +1,8 @@
 """The commands for a Ray cluster: `submit`, and `status --ray-address`.
 
-`submit` on a node of the cluster runs the job of `up` there: this process is the job's supervisor, and a driver of
-the cluster. From outside, `submit` goes through the cluster's Jobs API: the driver then runs on a node of it.
-`status` asks the job's lighthouse, which is a named actor, from any node of the cluster.
+On a node of the cluster, `submit` runs the same job as `up`: this process is the job's supervisor and a driver of
+the cluster. From outside, `submit` uses the cluster's Jobs API, and the driver runs on a node of the cluster.
+`status` asks the job's lighthouse, a named actor, from any node of the cluster.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from ft_hsdp.launch.ray.cluster import (
     NAMESPACE,
     Cluster,
     ClusterUnreachable,
+    check_listening,
     connected,
     destination,
     first_line,
-    knock,
 )
 from ft_hsdp.launch.ray.lighthouse import RayLighthouse, actor_name
-from ft_hsdp.launch.ray.placement import roomy
+from ft_hsdp.launch.ray.placement import has_room
 from ft_hsdp.launch.run.directory import Row, RunDir, claim, identity, write_json
 from ft_hsdp.launch.run.status import Status
 from ft_hsdp.launch.run.summary import Summary
@@ -50,9 +50,16 @@ ANSWER_S = 10.0
 
 
 def status(address: str, job: str | None) -> tuple[Status, list[str]]:
-    """The state of a job, by its name or the only one: for programs, and for people.
+    """Return the status of a job, and the lines that show it to people. Blocks.
 
-    Raises ConfigError, ClusterUnreachable, LighthouseUnreachable.
+    Args:
+        address: `--ray-address`.
+        job: Its name; None if it is the only one.
+
+    Raises:
+        ConfigError: The address is not that of a cluster, or several jobs run.
+        ClusterUnreachable: There is no cluster, or it refuses this process.
+        LighthouseUnreachable: The job does not run, or its lighthouse does not answer.
     """
     there = destination(address)
     if "://" in there:
@@ -62,7 +69,7 @@ def status(address: str, job: str | None) -> tuple[Status, list[str]]:
 
 
 def _ask(job: str | None) -> tuple[Status, list[str]]:
-    """What the lighthouse's actor says."""
+    """Ask the actor of a job's lighthouse."""
     if job is None:
         job = _only(_jobs())
     try:
@@ -78,7 +85,7 @@ def _ask(job: str | None) -> tuple[Status, list[str]]:
 
 
 def _jobs() -> list[str]:
-    """The names of the jobs that run."""
+    """Return the names of the jobs that run."""
     head, tail = actor_name("\0").split("\0")
     named: Any = ray.util.list_named_actors(all_namespaces=True)
     ours = [each["name"] for each in named if each["namespace"] == NAMESPACE]
@@ -97,21 +104,33 @@ def _instead(jobs: list[str]) -> str:
     return f" (there is {', '.join(jobs)})" if jobs else ""
 
 
-PATIENCE = "RAY_JOB_STOP_WAIT_TIME_S"  # between SIGTERM and SIGKILL to a job's driver; 3 where it is not set
-MARGIN_S = 10.0  # for what a driver does besides waiting for replicas: the summary, the cluster's resources
+STOP_WAIT = "RAY_JOB_STOP_WAIT_TIME_S"  # time between SIGTERM and SIGKILL to a job's driver; Ray's default is 3
+MARGIN_S = 10.0  # for what a driver does besides waiting for replicas: the summary, freeing resources
 END_S = 30.0  # from the end of a job's log to its exit code
-LOOK_S = 0.2
+POLL_S = 0.2
 
 
 def submit_through_jobs_api(config: Config, file: Path, overrides: Sequence[str], url: str, *, json: bool) -> int:
-    """Have the cluster whose Jobs API is at `url` run `launcher.py submit`; follow its log; its exit code.
+    """Run `submit` on the cluster whose Jobs API is at `url` and show its log until it ends. Ctrl-C stops the job.
 
-    Ctrl-C stops the job there. With `json` the log goes to stderr, and the document to stdout.
-    Raises ClusterUnreachable, ConfigError, Retryable.
+    Args:
+        config: Of the job.
+        file: The YAML file of the job.
+        overrides: The overrides of its keys, as given on the command line.
+        url: Of the Jobs API.
+        json: Show the log on stderr, and the document on stdout.
+
+    Returns:
+        The exit code of the driver.
+
+    Raises:
+        ClusterUnreachable: The Jobs API does not answer, or refuses the job.
+        ConfigError: It refuses the runtime environment.
+        Retryable: The connection ended before the job did.
     """
-    env = patient(config)
+    env = job_environment(config)
     command = entrypoint(file, overrides, uploaded="working_dir" in env, json=json)
-    knock(url)
+    check_listening(url)
     try:
         client = ray.job_submission.JobSubmissionClient(url)
         job = client.submit_job(entrypoint=command, runtime_env=env)
@@ -121,7 +140,7 @@ def submit_through_jobs_api(config: Config, file: Path, overrides: Sequence[str]
         raise ConfigError(
             KEY, url, f"the Jobs API of a cluster that takes ray.runtime_env ({first_line(error)})"
         ) from None
-    end_s = END_S + float(env["env_vars"][PATIENCE])
+    end_s = END_S + float(env["env_vars"][STOP_WAIT])
     try:
         try:
             asyncio.run(_follow(client, job, sys.stderr if json else sys.stdout, sys.stdout if json else None))
@@ -134,29 +153,37 @@ def submit_through_jobs_api(config: Config, file: Path, overrides: Sequence[str]
         raise Retryable(f"the Jobs API at {url} is gone: {first_line(error)}; {job} may run on") from None
 
 
-def patient(config: Config) -> dict[str, Any]:
-    """The job's runtime environment, in which Ray does not kill a driver that was told to stop before it has.
+def job_environment(config: Config) -> dict[str, Any]:
+    """Return the job's runtime environment, with enough time for the driver between SIGTERM and SIGKILL.
 
-    Raises ConfigError.
+    Raises:
+        ConfigError: ray.runtime_env sets that time, and not to whole seconds.
     """
     waits = config.timeouts
     env = dict(config.ray.runtime_env)
     needed = str(math.ceil(waits.stop_s + waits.gone_s + MARGIN_S))
-    variables = {PATIENCE: needed, **(env.get("env_vars") or {})}
-    if not str(variables[PATIENCE]).isdecimal():
-        raise ConfigError(f"ray.runtime_env.env_vars.{PATIENCE}", variables[PATIENCE], "whole seconds")
+    variables = {STOP_WAIT: needed, **(env.get("env_vars") or {})}
+    if not str(variables[STOP_WAIT]).isdecimal():
+        raise ConfigError(f"ray.runtime_env.env_vars.{STOP_WAIT}", variables[STOP_WAIT], "whole seconds")
     return {**env, "env_vars": variables}
 
 
 def entrypoint(file: Path, overrides: Sequence[str], *, uploaded: bool, json: bool) -> str:
-    """The command that the cluster runs; without an uploaded folder all nodes have the same files."""
+    """Return the command that the cluster runs.
+
+    Args:
+        file: The YAML file of the job.
+        overrides: The overrides of its keys.
+        uploaded: ray.runtime_env has a working_dir, which Ray uploads. Else all nodes have the same files.
+        json: Add `--json`.
+    """
     config = str(file) if uploaded else str(file.resolve())
     words = ["python", "-m", "ft_hsdp.launch.cli", "submit", config, *overrides, *(["--json"] if json else [])]
     return shlex.join(words)
 
 
 async def _follow(client: Any, job: str, log: TextIO, document: TextIO | None) -> None:
-    """Show the log until the job ends; its last line is the document, where one is wanted."""
+    """Write the log to `log` until the job ends, and its last JSON line to `document`, if there is one."""
     last = ""
     try:
         async for text in client.tail_job_logs(job):
@@ -174,57 +201,79 @@ async def _follow(client: Any, job: str, log: TextIO, document: TextIO | None) -
 
 
 async def _code(client: Any, job: str, end_s: float) -> int:
-    """The exit code of the job's driver, once it has ended."""
-    for _ in range(int(end_s / LOOK_S)):
+    """Wait up to `end_s` for the end of the job, and return the exit code of its driver."""
+    for _ in range(int(end_s / POLL_S)):
         info = await asyncio.to_thread(client.get_job_info, job)
         if info.status.is_terminal():
             if info.driver_exit_code is None and info.message:
                 sys.stderr.write(f"{first_line(RuntimeError(info.message))}\n")
             return EXIT_RETRYABLE if info.driver_exit_code is None else int(info.driver_exit_code)
-        await asyncio.sleep(LOOK_S)
+        await asyncio.sleep(POLL_S)
     raise Retryable(f"the Jobs API does not say how {job} ended within {end_s:g} s")
 
 
 def submit(
     config: Config, address: str, *, stream: TextIO | None = None, entry: str = ENTRY
 ) -> tuple[int, Summary | None]:
-    """Run a job on the cluster at `address` ("auto" or HOST:PORT) until every replica is done; see `up`.
+    """Run a job on a cluster until every replica is done, as `up` does on one machine. Blocks.
 
-    entry: what runs in a rank.
+    Args:
+        config: Of the job.
+        address: "auto" or HOST:PORT of the cluster.
+        stream: Takes what is shown; None: stdout.
+        entry: What runs in a rank.
 
-    Raises ConfigError and ClusterUnreachable before anything is started.
+    Returns:
+        The exit code, and the summary if there is one.
+
+    Raises:
+        ConfigError: The job cannot run on this cluster; nothing was started.
+        ClusterUnreachable: There is no cluster, or it refuses this process; nothing was started.
     """
     check(config)
     prepare_data(config)
     out = stream or sys.stdout
-    with connected(address, config.ray.runtime_env) as (cluster, said):
-        alone = cluster.addresses <= {cluster.address} and roomy(config, cluster.resources)
+    with connected(address, config.ray.runtime_env) as (cluster, output):
+        alone = cluster.addresses <= {cluster.address} and has_room(config, cluster.resources)
         config = within_reach(config, cluster.address, alone)
         check_port(config)
         run = RunDir(Path(config.job.runs_dir).resolve() / config.job.name)
         claim(run)
-        said.keep(run.path / "ray.log")
+        output.keep(run.path / "ray.log")
         furnish(run, config)
         write_json(run.supervisor, identity())
         with Terminal(config, out) as terminal:
-            return asyncio.run(JobRun(config, run, terminal, there(config, run, cluster, entry=entry)).run())
+            resources = cluster_resources(config, run, cluster, entry=entry)
+            return asyncio.run(JobRun(config, run, terminal, resources).run())
 
 
-def there(
+def cluster_resources(
     config: Config, run: RunDir, cluster: Cluster, *, entry: str = ENTRY, preload: tuple[str, ...] = PRELOAD
 ) -> Callable[[Callable[[Row], None]], JobResources]:
-    """The means of a cluster. entry, preload: see `ForkServer`."""
+    """Return a function that makes a job's backend and lighthouse on a cluster.
 
-    def means(emit: Callable[[Row], None]) -> JobResources:
+    Args:
+        config: Of the job.
+        run: The run directory.
+        cluster: Where this process is connected.
+        entry: As in `ForkServer`.
+        preload: As in `ForkServer`.
+    """
+
+    def make(emit: Callable[[Row], None]) -> JobResources:
         lighthouse = RayLighthouse(run, cluster.node, emit)
         backend = RayBackend(config, run, lambda: lighthouse.urls, cluster.cwd, emit, entry=entry, preload=preload)
         return JobResources(backend, lighthouse)
 
-    return means
+    return make
 
 
 def check(config: Config) -> None:
-    """Raise ConfigError for what a cluster cannot give, or does not need."""
+    """Check that a job can run on a cluster.
+
+    Raises:
+        ConfigError: It asks for something that a cluster cannot give, or does not need.
+    """
     if config.train.device != "cpu" and not config.ray.gpus_per_rank:
         raise ConfigError(
             "ray.gpus_per_rank", 0, f"1 with train.device {config.train.device}: ranks see no other GPUs"
@@ -238,9 +287,12 @@ def check(config: Config) -> None:
 
 
 def within_reach(config: Config, own: str, alone: bool) -> Config:
-    """The configuration with an address at which other nodes reach this one, whose address is `own`.
+    """Return the configuration with a network.host at which the other nodes reach this one.
 
-    alone: the cluster is this node, and has room for the job; then loopback does.
+    Args:
+        config: Of the job.
+        own: The address of this node.
+        alone: This node is the whole cluster and has room for the job, so loopback is enough.
     """
     host = config.network.host
     if not _everywhere(host) and (alone or not loopback(host)):
@@ -249,7 +301,7 @@ def within_reach(config: Config, own: str, alone: bool) -> Config:
 
 
 def _everywhere(host: str) -> bool:
-    """Whether an address means all of a machine's own, so that none is known to others."""
+    """Return whether `host` stands for all addresses of a machine, such as 0.0.0.0: no peer can connect to it."""
     try:
         return ipaddress.ip_address(host).is_unspecified
     except ValueError:
