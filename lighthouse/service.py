@@ -20,7 +20,7 @@ from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import Eviction, ProcessReport, QuorumRequest, SupervisorReply, Wait
 from lighthouse import status, validation
 from lighthouse.http.access import Rates
-from lighthouse.quorum import commands, incarnations
+from lighthouse.quorum import commands
 from lighthouse.quorum.commands import Impossible, Supervised
 from lighthouse.quorum.rules import Incarnation
 from lighthouse.quorum.state import (
@@ -40,7 +40,7 @@ from lighthouse.quorum.state import (
     alive,
     wanted,
 )
-from lighthouse.quorum.transition import transition
+from lighthouse.quorum.transition import lease_of, transition
 from lighthouse.store import Store, StoreFailed
 from lighthouse.validation import Networks
 
@@ -283,7 +283,7 @@ class Service:
         now = self._clock()
         owner, claims = report.owner, tuple(sorted(report.leases.items()))
         self.apply(ProcessesReported(owned, exited, frozenset(report.lost), now, owner, claims))
-        found = {replica: incarnations.lease_of(self.state, replica) for replica in report.leases}
+        found = {replica: lease_of(self.state, replica) for replica in report.leases}
         held = {replica: lease.number for replica, lease in found.items() if lease and lease.owner == owner}
         rivals = {replica: lease.owner for replica, lease in found.items() if lease and lease.owner != owner}
         self._supervised |= dict.fromkeys((r for r in owned if r not in rivals), now)

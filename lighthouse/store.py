@@ -28,8 +28,7 @@ from ft_hsdp.core.grant import Grant
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.mounts import LOCKLESS, mount_of
-from lighthouse.quorum.edges import Edges, remembered
-from lighthouse.quorum.rules import AdmittedIncarnation, Epoch, Incarnation, Lease
+from lighthouse.quorum.rules import AdmittedIncarnation, Edges, Epoch, Incarnation, Lease, remembered
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 
 FORMAT = 5  # of the rows that are written; older ones are read

@@ -42,7 +42,7 @@ from ft_hsdp.sim.world import (
 )
 from lighthouse.quorum import state as quorum
 from lighthouse.quorum import transition
-from lighthouse.quorum.edges import remembered
+from lighthouse.quorum.rules import remembered
 
 GRACE_S, EVICT_S = 1.0, 10.0
 

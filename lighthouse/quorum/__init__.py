@@ -20,11 +20,12 @@ supervisor that may start a replica, so that two supervisors do not fence each o
 Read in this order. No module does I/O, reads a clock, draws a random number or imports a library (import-linter
 checks that), so the model checker `ft_hsdp.sim` explores this very code.
 
-- `rules`: the decision on reports alone: the highest state, who contributes, which epochs are not covered.
+- `rules`: the decision on reports alone: the highest state, who contributes, which epochs are not covered, which
+  members cannot connect.
 - `state`: what is known (`LighthouseState`), events, effects, and the changes that decisions share.
-- `transition`: one event in, one decision out; what happens while the ring works.
-- `membership`: the rounds, and the end of training.
-- `commands`: what an operator can order. Beside them: `incarnations` (numbers, exits, leases), `edges`.
+- `transition`: one event in, one decision out; which incarnation of a replica counts.
+- `membership`: the next membership, settled on a ring that works or by a round; the end of training.
+- `commands`: what an operator can order.
 
 Example:
     >>> from ft_hsdp.core.grant import Report

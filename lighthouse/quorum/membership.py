@@ -1,4 +1,7 @@
-"""Rounds: the next epoch after the ring broke or before the first one, and the end of training. Pure.
+"""Which membership is next: settled on a ring that works, or by a round; and the end of training. Pure.
+
+`settle` changes the membership without a pause. A round (`hold_round`) forms the next epoch after the ring broke,
+or the first one.
 
 Silence never counts as death: a silent replica is left out of the next epoch, but a round still waits for the
 state that it may hold.
@@ -15,8 +18,7 @@ from ft_hsdp.core.grant import Answer, CatchUp, Finish, Member, Refused, Report
 from ft_hsdp.core.restart import doubled
 from ft_hsdp.core.state_id import StateId
 from lighthouse.quorum import rules
-from lighthouse.quorum.edges import record_failures
-from lighthouse.quorum.rules import Base, Incarnation
+from lighthouse.quorum.rules import Base, Incarnation, record_failures
 from lighthouse.quorum.state import (
     Effect,
     Evict,
@@ -31,13 +33,72 @@ from lighthouse.quorum.state import (
     member,
     new_epoch,
     raise_head,
+    total,
     training_is_over,
+    wanted,
     with_view,
 )
 
 PROMPT = 2  # so many epochs in a row without a step are followed by the next one at once
 PAUSE_S = 0.1  # before the one after that; each pause is twice as long as the one before
 LONGEST_PAUSE_S = 5.0
+
+
+def settle(s: LighthouseState, report: Report, now: float) -> Step:
+    """Settle the membership for the step that a member asks for first, on a ring that works.
+
+    This is the moment to change the membership without a pause: the reporter holds the newest committed state, so
+    newcomers join on it, members that have exited or leave drop out, and members that caught up contribute. If a
+    newcomer knows a higher state, a round must decide instead.
+    """
+    assert s.grant is not None
+    grant = s.grant
+    holds = report.state.step + 1 == report.step
+    if report.epoch < grant.epoch or report.step <= s.settled or not holds:
+        return answer_settled(s)
+    joiners = [v.ask for r, v in enumerate(s.views) if v.ask and grant.member(r, v.incarnation or "") is None]
+    if any(rules.ahead(without_overruled(s, j.report), report.state) for j in joiners):
+        return replace(s, broken=True, settled=0), ()
+    # A newcomer that is not wanted is refused: no more is lost than by its death.
+    unwanted = [j.report.replica for j in joiners if not wanted(s, j.report.replica)]
+    s, turned_away = answer(s, {r: Refused(_unwanted(s, r), 0) for r in unwanted})
+    # These cannot connect to another member; they are tried again when their pause is over.
+    excluded = s.edges.excluded(now) - set(grant.ring)
+    joiners = [j for j in joiners if j.report.replica not in unwanted and j.report.replica not in excluded]
+    newcomers = {j.report.replica for j in joiners}  # an earlier incarnation of theirs may be a member still
+    voids = rules.distinct_attempts(overruled_attempts(s, (j.report for j in joiners)))
+    base = Base(report.state, None, voids)
+    holders = {m.replica for m in grant.members if m.role == "contribute"} | set(report.equal) | {report.replica}
+    gone = [m for m in grant.members if (m.replica, m.incarnation) in s.exited or m.replica in report.leaving]
+    caught_up = [m for m in grant.members if m.role == "behind" and m.replica in holders]
+    stale = [m for m in grant.members if m.replica in report.lagging and m.replica not in holders]
+    left = [m for m in grant.members if m not in gone and m.replica not in newcomers]
+    able = sum(m.replica in holders for m in left)
+    size = total(s, len(left) + len(joiners))
+    changed = bool(joiners or gone or caught_up or stale or size != grant.total) and able >= s.policy.min_replicas
+    s = replace(s, settled=report.step)
+    if not changed:
+        s, replies = answer_settled(s)
+        return s, (*turned_away, *replies)
+    members = [replace(m, role="contribute" if m.replica in holders else "behind") for m in left]
+    members += [member(ask, base) for ask in joiners]
+    whys = (
+        ("joined", [j.report.replica for j in joiners]),
+        ("gone", [m.replica for m in gone]),
+        ("caught up", [m.replica for m in caught_up]),
+        ("needs a newer base", [m.replica for m in stale]),
+    )
+    told = [f"{what}: replica {','.join(map(str, ids))}" for what, ids in whys if ids]
+    why = "; ".join([*told, *([f"{size} replicas are wanted"] if size != grant.total else [])])
+    s, note = new_epoch(s, base, tuple(members), why)
+    s, replies = answer_settled(s)
+    return s, (*turned_away, note, *replies)
+
+
+def _unwanted(s: LighthouseState, replica: int) -> str:
+    """Return one line that says why a replica may not take part."""
+    drained = replica in s.drained
+    return f"replica {replica} is drained" if drained else f"replica {replica}: the job has {s.target} replicas"
 
 
 def hold_round(s: LighthouseState, now: float) -> Step:

@@ -15,8 +15,7 @@ from ft_hsdp.core import state_id
 from ft_hsdp.core.grant import Answer, Continue, Grant, Member, Report
 from ft_hsdp.core.state_id import StateId
 from lighthouse.quorum import rules
-from lighthouse.quorum.edges import NO_EDGES, Edges, arrange, without_failures
-from lighthouse.quorum.rules import AdmittedIncarnation, Base, Epoch, Incarnation, Lease
+from lighthouse.quorum.rules import NO_EDGES, AdmittedIncarnation, Base, Edges, Epoch, Incarnation, Lease
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ class LighthouseState:
     head: StateId | None = None  # the highest committed state reported, unless it was lost; None: step 0
     epoch: int = 0  # the highest epoch that was granted or reported; the next grant is above it
     epochs: tuple[Epoch, ...] = ()  # granted epochs whose members may know a state above the head
-    exited: frozenset[Incarnation] = frozenset()  # known to have exited; `incarnations` bounds the set
+    exited: frozenset[Incarnation] = frozenset()  # known to have exited; `transition` bounds the set
     grant: Grant | None = None  # the current membership
 
     # The current membership and the round for the next one.
@@ -110,7 +109,7 @@ class LighthouseState:
     edges: Edges = NO_EDGES
     fruitless: int = 0  # epochs granted since the last committed step
 
-    # Incarnations and leases (`incarnations`).
+    # Incarnations and leases.
     lives: tuple[AdmittedIncarnation, ...] = ()  # the newest incarnations that were admitted
     leases: tuple[Lease, ...] = ()  # which supervisor may start a replica; at most one for each
     agreed: Agreement | None = None  # what the members of the first grant had in common
@@ -315,8 +314,8 @@ def new_epoch(
         The state with the grant, of which no member has been told yet, and the event for the journal.
     """
     if s.grant is not None and progressed(s):
-        s = replace(s, edges=without_failures(s.edges, s.grant.ring))
-    ring = arrange(members, s.edges.avoided)
+        s = replace(s, edges=rules.without_failures(s.edges, s.grant.ring))
+    ring = rules.arrange(members, s.edges.avoided)
     grant = rules.grant(s.term, s.epoch + 1, base, ring, total(s, len(members)), why)
     if base.state.step > 0 and (s.head is None or state_id.newer(base.state, s.head)):
         s = raise_head(s, base.state)

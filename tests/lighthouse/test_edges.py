@@ -9,7 +9,7 @@ import pytest
 from lighthouse_helpers import Script, at, name
 
 from ft_hsdp.core.grant import Continue, Member
-from lighthouse.quorum.edges import arrange, neighbours
+from lighthouse.quorum.rules import arrange, neighbours
 from lighthouse.store import MemoryStore
 
 LIMIT_S = 30.0

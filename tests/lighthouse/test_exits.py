@@ -7,9 +7,9 @@ import random
 from lighthouse_helpers import START, Script, at, name, record
 
 from ft_hsdp.core.grant import Continue, Refused
-from lighthouse.quorum.incarnations import outlived, run_of
 from lighthouse.quorum.rules import EPOCHS, Epoch, merged, uncovered
 from lighthouse.quorum.state import ProcessesReported
+from lighthouse.quorum.transition import outlived, run_of
 
 
 def test_an_incarnation_is_named_after_its_run_and_its_restarts() -> None:

@@ -12,7 +12,8 @@ from ft_hsdp.core.grant import Grant, Member, Refused, Report
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import ProcessReport
-from lighthouse.quorum import incarnations, rules
+from lighthouse.quorum import rules
+from lighthouse.quorum import transition as incarnations
 from lighthouse.quorum.rules import AdmittedIncarnation, Base, Epoch
 from lighthouse.quorum.state import Asked, LighthouseState, OpenRequest, Policy, ProcessesReported
 from lighthouse.store import MemoryStore

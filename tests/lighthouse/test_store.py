@@ -22,8 +22,7 @@ from ft_hsdp.errors import ConfigError
 from lighthouse import store as stores
 from lighthouse.ha.election import Election, EtcdStore
 from lighthouse.ha.etcd import Etcd
-from lighthouse.quorum.edges import NO_EDGES, Barred, Edges
-from lighthouse.quorum.rules import Lease
+from lighthouse.quorum.rules import NO_EDGES, Barred, Edges, Lease
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 from lighthouse.store import FORMAT, MemoryStore, SqliteStore, StoreFailed
 

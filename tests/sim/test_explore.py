@@ -17,8 +17,8 @@ from ft_hsdp.core.replica_state import Phase, Replica, Step
 from ft_hsdp.sim import moves
 from ft_hsdp.sim.explore import Exploration, explore
 from ft_hsdp.sim.world import Bounds
-from lighthouse.quorum import edges, incarnations, membership, rules, state, transition
-from lighthouse.quorum.incarnations import outlived
+from lighthouse.quorum import membership, rules, state, transition
+from lighthouse.quorum.transition import outlived
 
 NOTHING = {"deaths": 0, "pauses": 0, "restarts": 0}
 SENTENCE = re.compile(r"(a link of |the )?(replica \d|lighthouse|grace|silent)( [^\s]+)+")
@@ -348,13 +348,13 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         "given up: ",
     ),
     "whoever is in no remembered epoch is newer": (
-        [(transition, "admit", _in_no_epoch_is_newer(incarnations.admit))],
+        [(transition, "admit", _in_no_epoch_is_newer(transition.admit))],
         bounds(replicas=2, doubles=1, steps=4),
         True,
         "identity: ",
     ),
     "the last word of two supervisors counts": (
-        [(transition, "admit", _whoever_runs_is_newest(incarnations.admit))],
+        [(transition, "admit", _whoever_runs_is_newest(transition.admit))],
         bounds(replicas=2, doubles=1),
         True,
         "identity: ",
@@ -378,7 +378,7 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         "storm: ",
     ),
     "whoever is left out is let in at once": (
-        [(edges.Edges, "excluded", lambda *_: frozenset())],
+        [(rules.Edges, "excluded", lambda *_: frozenset())],
         bounds(replicas=2, cut=(0, 1)),
         True,
         "storm: ",
