@@ -34,5 +34,7 @@ napoleon_numpy_docstring = False
 default_role = "literal"
 
 html_theme = "furo"
+html_static_path = ["site.css"]
+html_css_files = ["site.css"]
 html_title = f"ft_hsdp {release}"
 html_show_sphinx = False
