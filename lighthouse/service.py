@@ -10,7 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +21,6 @@ from ft_hsdp.protocol import Eviction, ProcessReport, QuorumRequest, SupervisorR
 from lighthouse import status, validation
 from lighthouse.http.access import Rates
 from lighthouse.quorum import commands
-from lighthouse.quorum.commands import Impossible, Supervised
 from lighthouse.quorum.rules import Incarnation
 from lighthouse.quorum.state import (
     Action,
@@ -41,16 +40,11 @@ from lighthouse.quorum.state import (
     wanted,
 )
 from lighthouse.quorum.transition import lease_of, transition
-from lighthouse.store import Store, StoreFailed
-from lighthouse.validation import Networks
+from lighthouse.store import StateSaver, Store, StoreFailed
 
 LONG_POLL_S = 20.0  # a request that is open for this long is answered with Wait
 LINGER_S = 1.0  # such a request still counts for this long: the replica is about to repeat it
 TICK_S = 0.05  # between two looks at the time, while time can change something
-MAY_LAG = frozenset(
-    {"head", "edges"}
-)  # an answer to a member that goes on depends on neither: replicas know the head
-HEAD_LAG_S = 0.1  # the durable head may lag by this much; a grant always takes it along
 STORE_RETRY_S = 1.0  # before a store that failed is tried again
 SUPERVISED_S = 5.0  # a supervisor that has not reported for this long counts as gone
 
@@ -74,10 +68,6 @@ class Evictions:
     def pending(self) -> bool:
         """Whether the passing of time can lead to an order."""
         return bool(self._suspects)
-
-    def of(self, replicas: Container[int]) -> tuple[Eviction, ...]:
-        """Return the orders for the supervisor of ``replicas``."""
-        return tuple(order for order in self.orders.values() if order.replica in replicas)
 
     def suspect(self, before: LighthouseState, replica: object, now: float) -> None:
         """Note that a member of ``before``'s grant was left out for its silence: it is evicted if that lasts."""
@@ -132,7 +122,7 @@ class Service:
         name: Of the job.
         agreed: What every replica must have, unless ``state`` says it. A field that is None takes the first
             replica's.
-        allow: Networks in which replicas may listen besides the address that they ask from.
+        allow: validation.Networks in which replicas may listen besides the address that they ask from.
         long_poll_s: Longest wait of `ask`.
         clock: Seconds that never jump.
     """
@@ -146,13 +136,13 @@ class Service:
         *,
         name: str = "",
         agreed: Agreement | None = None,
-        allow: Networks = (),
+        allow: validation.Networks = (),
         long_poll_s: float = LONG_POLL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.state = state
         self.name = name
-        self._store = store
+        self._saver = StateSaver(state, store, self._note)
         self._token = token
         self._journal = journal
         self._agreed = state.agreed or agreed or Agreement()
@@ -169,9 +159,7 @@ class Service:
         self._waiting: str | None = None  # what the open requests wait for
         self._told: str | None = None  # the newest reason to wait that is in the journal
         self._timer: asyncio.TimerHandle | None = None
-        self._saving: asyncio.TimerHandle | None = None
         self._closed = False
-        self._failing = False  # the store takes no writes
 
     def started(self) -> None:
         """Write to the journal that this lighthouse serves."""
@@ -183,19 +171,7 @@ class Service:
     # Requests.
 
     async def ask(self, ask: QuorumRequest, peer: str | None = None) -> Answer | Wait:
-        """Return the answer to a replica's request; Wait if there is none within ``long_poll_s``.
-
-        Cancelling withdraws the request.
-
-        Args:
-            ask: The request.
-            peer: The address that it came from; None: this process.
-
-        Raises:
-            ProtocolViolation: the report cannot be true.
-            TooMany: the replica, or the address, has had too many incarnations.
-            StoreFailed: nothing was decided; the replica may ask again.
-        """
+        """Return the answer to a replica's request: `submit`, then `answered`. Raises as `submit`."""
         return await self.answered(self.submit(ask, peer))
 
     def submit(self, ask: QuorumRequest, peer: str | None = None) -> Open:
@@ -224,7 +200,8 @@ class Service:
         asked = Open(report.replica, next(self._ids), asyncio.get_running_loop().create_future())
         refusal = validation.refusal(self._agreed, ask)
         if refusal is not None:
-            self._refused(report, refusal)
+            facts = {"replica": report.replica, "incarnation": report.incarnation}
+            self._note("AskRefused", refusal.reason, facts)
             asked.answer.set_result(refusal)
         elif self._closed:
             asked.answer.set_result(Wait("the lighthouse is going down"))
@@ -245,14 +222,17 @@ class Service:
         return asked
 
     async def answered(self, asked: Open) -> Answer | Wait:
-        """Wait for the answer to an open request, as `ask` does."""
+        """Return the answer to an open request; Wait if there is none within ``long_poll_s``.
+
+        Cancelling withdraws the request.
+        """
         if asked.answer.done():
             return asked.answer.result()
         late = asyncio.get_running_loop().call_later(self._long_poll_s, self._late, asked)
         try:
             return await asked.answer
         except asyncio.CancelledError:
-            self._withdraw(asked.replica, asked.id)
+            self._try(AskWithdrawn(asked.replica, asked.id))
             raise
         finally:
             late.cancel()
@@ -262,7 +242,7 @@ class Service:
         """Have the replica ask again; its request still counts for `LINGER_S`, until it does."""
         if not asked.answer.done():
             asked.answer.set_result(Wait(self._reason))
-            asyncio.get_running_loop().call_later(LINGER_S, self._withdraw, asked.replica, asked.id)
+            asyncio.get_running_loop().call_later(LINGER_S, self._try, AskWithdrawn(asked.replica, asked.id))
 
     def processes(self, report: ProcessReport) -> SupervisorReply:
         """Take all that a supervisor knows of its replicas, and return its orders and how far the job is.
@@ -289,7 +269,7 @@ class Service:
         self._supervised |= dict.fromkeys((r for r in owned if r not in rivals), now)
         head = self.state.head
         return SupervisorReply(
-            evict=self._evictions.of(owned),
+            evict=tuple(order for order in self._evictions.orders.values() if order.replica in owned),
             epoch=self.state.epoch,
             step=head.step if head else 0,
             finished=self.state.finished,
@@ -302,7 +282,7 @@ class Service:
 
     def command(
         self, action: Action, replica: int, reason: str, address: str, force: bool = False, target: int = 0
-    ) -> str | Impossible:
+    ) -> str | commands.Impossible:
         """Carry out an operator's order. It is in the journal before it is carried out.
 
         Args:
@@ -322,9 +302,9 @@ class Service:
         now = self._clock()
         command = Commanded(action, replica, reason, now, target)
         reporting = {r for r, at in self._supervised.items() if at > now - SUPERVISED_S}
-        supervised = Supervised(reporting, self._evictions.orders)
+        supervised = commands.Supervised(reporting, self._evictions.orders)
         found = commands.plan(self.state, command, supervised, force)
-        if isinstance(found, Impossible):
+        if isinstance(found, commands.Impossible):
             return found
         if found.event:
             facts: dict[str, object] = {"source": "admin", "address": address, "will": found.detail}
@@ -338,24 +318,12 @@ class Service:
 
     def status(self) -> dict[str, Any]:
         """Return the body of GET /v1/status."""
-        s = self.state
-        return {
-            "job": self.name,
-            "term": s.term,
-            "epoch": s.epoch,
-            "step": s.head.step if s.head else 0,
-            "finished": s.finished,
-            "target": s.target,
-            "members": list(s.grant.ring) if s.grant else [],
-            "replicas": [status.row(s, r, self._reports, self._reason) for r in range(s.policy.slots)],
-        }
+        return status.describe_job(self.name, self.state, self._reports, self._reason)
 
     def close(self) -> None:
         """Answer every open request with Wait, and take no more. The store stays open."""
         self._closed = True
-        if self._saving is not None:
-            self._saving.cancel()
-            self._save_head()
+        self._saver.close()
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -375,10 +343,7 @@ class Service:
         after, effects = transition(before, event)
         if after.grant is not None and after.agreed is None:
             after = replace(after, agreed=self._agreed)  # durable together with the first grant
-        if self._store.unsaved(after) - MAY_LAG:
-            self._save(after)
-        elif after.head is not before.head and self._saving is None:
-            self._saving = asyncio.get_running_loop().call_later(HEAD_LAG_S, self._save_head)
+        self._saver.save(after)
         self.state = after
         waits: list[str] = []
         for effect in effects:
@@ -403,27 +368,6 @@ class Service:
         if self._evictions.order(self.state, who, reason):
             self._note("ReplicaEvicted", reason, {"replica": who[0], "incarnation": who[1]})
 
-    def _save(self, state: LighthouseState) -> None:
-        """Make ``state`` durable; journal when the store fails and when it works again. Raises StoreFailed."""
-        try:
-            self._store.save(state)
-        except StoreFailed as error:
-            if not self._failing:
-                self._failing = True
-                self._note("StoreFailed", f"{error}; no new epoch until it writes, members go on with their lease")
-            raise
-        if self._failing:
-            self._failing = False
-            self._note("StoreRecovered", "the store takes writes again")
-
-    def _save_head(self) -> None:
-        """Make the head durable; after a failure the next save takes it along."""
-        self._saving = None
-        try:
-            self._save(self.state)
-        except StoreFailed as error:
-            _log.error("%s", error)
-
     def _reply(self, replica: int, id_: int, answer: Answer | Wait) -> None:
         """Answer an open request. A lost answer does no harm: the repeated request gets an equal one."""
         if isinstance(answer, Grant):
@@ -441,10 +385,6 @@ class Service:
             signed = protocol.sign(self._token, grant)
             self._signature = grant, signed
         return signed
-
-    def _refused(self, report: Report, refusal: Refused) -> None:
-        facts = {"replica": report.replica, "incarnation": report.incarnation}
-        self._note("AskRefused", refusal.reason, facts)
 
     def _learn(self, report: Report) -> bool:
         """Remember the newest report of a replica unless it was fenced; return whether it was remembered."""
@@ -469,10 +409,6 @@ class Service:
         if self.state.final_since is not None:
             return "waiting until every replica has the final state"
         return f"waiting for the next step of epoch {self.state.epoch}"
-
-    def _withdraw(self, replica: int, id_: int) -> None:
-        """Withdraw a request whose replica has closed its connection."""
-        self._try(AskWithdrawn(replica, id_))
 
     # Time.
 

@@ -1,4 +1,4 @@
-"""The status: one word per replica for people, with a reason. Pure; no decision is made from it."""
+"""The status of the job: one word per replica for people, with a reason. Pure; no decision is made from it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def describe(s: LighthouseState, replica: int, reports: Mapping[int, Report], wa
     if view.down or gone:
         return "down", "none of its processes runs"
     if view.incarnation is None:
-        return "down", "nobody has reported it yet"
+        return "down", "no supervisor and no rank has reported it yet"
     report = reports.get(replica)
     if report is None or report.incarnation != view.incarnation:
         return "booting", "it has not asked for a step yet"
@@ -46,7 +46,28 @@ def describe(s: LighthouseState, replica: int, reports: Mapping[int, Report], wa
     return ("training" if member.role == "contribute" else "behind"), f"member of epoch {s.grant.epoch}{leaves}"
 
 
-def row(s: LighthouseState, replica: int, reports: Mapping[int, Report], waiting: str) -> dict[str, object]:
+def describe_job(name: str, s: LighthouseState, reports: Mapping[int, Report], waiting: str) -> dict[str, object]:
+    """Return the body of GET /v1/status.
+
+    Args:
+        name: Of the job.
+        s: What the lighthouse knows.
+        reports: The newest report of each replica.
+        waiting: What open requests wait for.
+    """
+    return {
+        "job": name,
+        "term": s.term,
+        "epoch": s.epoch,
+        "step": s.head.step if s.head else 0,
+        "finished": s.finished,
+        "target": s.target,
+        "members": list(s.grant.ring) if s.grant else [],
+        "replicas": [_row(s, replica, reports, waiting) for replica in range(s.policy.slots)],
+    }
+
+
+def _row(s: LighthouseState, replica: int, reports: Mapping[int, Report], waiting: str) -> dict[str, object]:
     """Return the entry of one replica in GET /v1/status."""
     state, reason = describe(s, replica, reports, waiting)
     report = reports.get(replica)

@@ -9,14 +9,16 @@ and is validated on the way back. `SqliteStore` is for a lighthouse that is alon
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import sqlite3
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -35,7 +37,12 @@ FORMAT = 5  # of the rows that are written; older ones are read
 LOCK_WAIT_S = 2.0  # longest wait of one transaction for a reader
 RESERVED = 256 << 10  # bytes that a file of SQLite keeps free for writes on a full disk
 LOG_PAGES = 48  # the write-ahead log begins anew after this many; `RESERVED` has room for more
+HEAD_LAG_S = 0.1  # the durable head may lag by this much; a grant always takes it along
+# An answer to a member that goes on depends on neither: replicas know the head.
+MAY_LAG = frozenset({"head", "edges"})
 FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR)  # errors that may be over later
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,6 +303,57 @@ class SqliteStore(JsonStore):
     @property
     def _name(self) -> str:
         return str(self.path)
+
+
+class StateSaver:
+    """Makes states durable: what an answer depends on at once, the rest a little later. Used from one event loop.
+
+    Args:
+        state: What `Store.load` returned.
+        store: Where states are kept.
+        note: Takes an event for the journal and its reason, when the store fails and when it works again.
+    """
+
+    def __init__(self, state: LighthouseState, store: Store, note: Callable[[str, str], None]) -> None:
+        self._state = state
+        self._store = store
+        self._note = note
+        self._later: asyncio.TimerHandle | None = None
+        self._failing = False  # the store takes no writes
+
+    def save(self, state: LighthouseState) -> None:
+        """Return when all is durable that an answer from ``state`` depends on. Raises StoreFailed."""
+        if self._store.unsaved(state) - MAY_LAG:
+            self._write(state)
+        elif state.head is not self._state.head and self._later is None:
+            self._later = asyncio.get_running_loop().call_later(HEAD_LAG_S, self._write_late)
+        self._state = state
+
+    def close(self) -> None:
+        """Write what lags behind."""
+        if self._later is not None:
+            self._later.cancel()
+            self._write_late()
+
+    def _write(self, state: LighthouseState) -> None:
+        try:
+            self._store.save(state)
+        except StoreFailed as error:
+            if not self._failing:
+                self._failing = True
+                self._note("StoreFailed", f"{error}; no new epoch until it writes, members go on with their lease")
+            raise
+        if self._failing:
+            self._failing = False
+            self._note("StoreRecovered", "the store takes writes again")
+
+    def _write_late(self) -> None:
+        """Make the newest state durable; after a failure the next write takes it along."""
+        self._later = None
+        try:
+            self._write(self._state)
+        except StoreFailed as error:
+            _log.error("%s", error)
 
 
 def finished(path: Path) -> bool:

@@ -233,7 +233,7 @@ def test_a_store_that_fails_is_503(monkeypatch):
     def fail(_):
         raise StoreFailed("lighthouse store: disk is full")
 
-    monkeypatch.setattr(service._store, "save", fail)
+    monkeypatch.setattr(service._saver._store, "save", fail)
     response = call("POST", "/v1/quorum", service, content=protocol.encode(ask(0)))
     assert response.status_code == 503
     assert response.json() == {"detail": "lighthouse store: disk is full"}

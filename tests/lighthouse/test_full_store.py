@@ -68,7 +68,7 @@ def test_a_service_says_when_its_store_fails_and_when_that_is_over() -> None:
     store.well = False
     for target in (2, 1):
         with pytest.raises(StoreFailed):
-            service._save(replace(LighthouseState.empty(POLICY, 1), target=target))
+            service._saver.save(replace(LighthouseState.empty(POLICY, 1), target=target))
     store.well = True
-    service._save(replace(LighthouseState.empty(POLICY, 1), target=2))
+    service._saver.save(replace(LighthouseState.empty(POLICY, 1), target=2))
     assert rows == ["StoreFailed", "StoreRecovered"]
