@@ -71,20 +71,20 @@ def trusted(network: NetworkConfig) -> Trusted:
 
 
 def check(network: NetworkConfig) -> str:
-    """Return what `doctor` says of the certificates; it checks the name that local clients ask for, too.
+    """Return what `doctor` reports of the certificates, after a check of the host name that local clients use.
 
     Raises:
-        ConfigError: as of `server` and `client`.
+        ConfigError: As from `server` and `client`.
     """
     context = server(network)
     client(network)
     if context is None:
-        return "HTTP; the tokens are readable on the way, so keep it on one machine or in a network of your own"
+        return "HTTP, so tokens can be read on the way; use it on one machine or in a private network only"
     assert network.tls_certificate is not None
     context.verify_mode = ssl.CERT_NONE
     host = reached(network.host)
     until = _try("network.tls_certificate", network.tls_certificate, context, _trusting(network), host)
-    who = "its clients show certificates, too" if network.tls_ca else "its clients show tokens only"
+    who = "clients need a certificate and a token" if network.tls_ca else "clients need a token"
     return f"HTTPS as {host} until {until}; {who}"
 
 

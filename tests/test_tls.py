@@ -73,7 +73,7 @@ def test_what_fits_is_taken(here, keys):
 def test_without_keys_it_is_http(here):
     assert tls.server(network(here)) is None
     assert tls.client(network(here)) is None
-    assert tls.check(network(here)).startswith("HTTP; ")
+    assert tls.check(network(here)).startswith("HTTP, ")
 
 
 BAD_SERVER = [

@@ -19,7 +19,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.doctor import Bad, Subject, Undecided, gpu, network, result, storage
 from ft_hsdp.launch.doctor import host as host_checks
 from ft_hsdp.launch.doctor import ray as ray_checks
-from ft_hsdp.launch.doctor.machine import Allowance, allowance
+from ft_hsdp.launch.doctor.host import Allowance, allowance
 from ft_hsdp.launch.ray.placement import request
 from ft_hsdp.mounts import mount_of
 from ft_hsdp.train import tokens
@@ -63,17 +63,17 @@ def test_a_name_that_means_this_machine_to_itself_is_a_trap_for_others(monkeypat
 def test_a_name_without_an_address_matters_to_others_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
     assert "a job on one machine needs none" in network.hostname(ALONE)
-    with pytest.raises(Bad, match=r"has no address .*; give it one in /etc/hosts"):
+    with pytest.raises(Bad, match=r"has no address .*; add one to /etc/hosts"):
         network.hostname(SPANNING)
 
 
 @pytest.mark.parametrize(
     ("address", "back", "said"),
     [
-        ("127.0.0.5", ["vm.example", "vm"], "vm is 127.0.0.5, and back"),
-        ("127.0.0.5", ["other"], "vm is 127.0.0.5; back it is other, which only logs show"),
-        ("127.0.0.5", [], "back it is nobody"),
-        ("192.0.2.77", ["vm"], "no address of this machine; a job on one machine does not mind"),
+        ("127.0.0.5", ["vm.example", "vm"], "vm is 127.0.0.5, and 127.0.0.5 is vm"),
+        ("127.0.0.5", ["other"], "vm is 127.0.0.5, but 127.0.0.5 is other, which only affects logs"),
+        ("127.0.0.5", [], "127.0.0.5 has no name"),
+        ("192.0.2.77", ["vm"], "no address of this machine; a job on one machine does not need it"),
     ],
 )
 def test_a_name_leads_there_and_back(
@@ -93,8 +93,8 @@ def test_a_name_leads_there_and_back(
     [
         ("no-such-host.invalid", (), "has no address"),
         ("192.0.2.77", (), "no address of this machine"),
-        ("127.0.0.1", ("http://10.0.0.1:1",), "other machines cannot reach that"),
-        ("localhost", ("http://10.0.0.1:1",), "other machines cannot reach that"),
+        ("127.0.0.1", ("http://10.0.0.1:1",), "other machines cannot reach it"),
+        ("localhost", ("http://10.0.0.1:1",), "other machines cannot reach it"),
     ],
 )
 def test_an_address_that_nobody_can_reach(host: str, lighthouses: tuple[str, ...], said: str) -> None:
@@ -103,8 +103,8 @@ def test_an_address_that_nobody_can_reach(host: str, lighthouses: tuple[str, ...
 
 
 def test_addresses_of_this_machine() -> None:
-    assert network.host(SPANNING) == "0.0.0.0: every address of this machine"
-    assert network.host(ALONE) == "127.0.0.1, an address of this machine: no other can reach it"
+    assert network.host(SPANNING) == "0.0.0.0: all addresses of this machine"
+    assert network.host(ALONE) == "127.0.0.1, an address of this machine; other machines cannot reach it"
 
 
 # Ports.
@@ -127,12 +127,14 @@ def test_ports_that_are_free_and_taken() -> None:
 
 
 def test_as_many_sockets_as_the_job_needs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert network.sockets(ALONE).startswith("28 will listen; opened 28 of them, ports ")
+    assert network.sockets(ALONE).startswith("28 sockets will listen, opened 28; they share ports ")
     monkeypatch.setattr(network, "local_range", lambda: (40000, 40050))
-    with pytest.raises(Bad, match=r"28 sockets will listen, ports 40000 to 40050 .*ip_local_port_range"):
+    with pytest.raises(
+        Bad, match=r"28 sockets will listen, but they share ports 40000 to 40050 .*ip_local_port_range"
+    ):
         network.sockets(ALONE)
     monkeypatch.undo()
-    with pytest.raises(Undecided, match=r"does not say which ports there are"):
+    with pytest.raises(Undecided, match=r"does not give the range of ports"):
         network.local_range(tmp_path / "none")
 
 
@@ -140,7 +142,7 @@ def test_states_are_served_where_somebody_can_connect() -> None:
     assert network.interface(ALONE) == "network.host 127.0.0.1: states are served at 127.0.0.1"
     other = parse({"network": {"state_interface": "127.0.0.7"}})
     assert network.interface(Subject(other)) == "network.state_interface 127.0.0.7: states are served at 127.0.0.7"
-    with pytest.raises(Bad, match=r"nobody can connect to 192.0.2.77"):
+    with pytest.raises(Bad, match=r"a connection to 192.0.2.77 fails"):
         network.interface(Subject(parse({"network": {"state_interface": "192.0.2.77"}})))
 
 
@@ -148,13 +150,13 @@ def test_states_are_served_where_somebody_can_connect() -> None:
 
 
 def test_a_clock_that_nobody_sets(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert network.synchronised() in (True, False)  # whatever this machine says, it can be asked
-    monkeypatch.setattr(network, "synchronised", lambda: False)
-    assert "a job on one machine does not mind" in network.clock(ALONE)
-    with pytest.raises(Undecided, match=r"compare with --lighthouse URL"):
+    assert network.synchronized() in (True, False)  # whatever this machine says, it can be asked
+    monkeypatch.setattr(network, "synchronized", lambda: False)
+    assert "a job on one machine does not need it" in network.clock(ALONE)
+    with pytest.raises(Undecided, match=r"compare it with --lighthouse URL"):
         network.clock(SPANNING)
-    monkeypatch.setattr(network, "synchronised", lambda: True)
-    assert network.clock(SPANNING) == "synchronised, says the kernel"
+    monkeypatch.setattr(network, "synchronized", lambda: True)
+    assert network.clock(SPANNING) == "the kernel reports it as synchronized"
 
 
 # Control groups, on trees as the kernel shows them.
@@ -225,12 +227,12 @@ def test_memory_of_ranks_spares_and_snapshots(monkeypatch: pytest.MonkeyPatch) -
     assert host_checks.needed(small, 3) > host_checks.needed(small, 1)
     assert "and 4 spares" in host_checks.memory(Subject(spared))
     monkeypatch.setattr(host_checks, "allowance", lambda: Allowance(GIB))
-    with pytest.raises(Bad, match=r"1.0 GiB are free of this container's limit; use fewer"):
+    with pytest.raises(Bad, match=r"this container's limit leaves 1.0 GiB free; use fewer"):
         host_checks.memory(ALONE)
 
 
 def test_memory_can_be_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host_checks.memfd(ALONE) == "memory can be made, sealed and mapped"
+    assert host_checks.memfd(ALONE) == "memory can be created, sealed and mapped"
 
     def refuse(*_: Any) -> int:
         raise PermissionError(1, "Operation not permitted")
@@ -243,19 +245,19 @@ def test_memory_can_be_sealed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_shared_memory_matters_to_nccl(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpus = Subject(parse({"train": {"device": "cuda"}}))
     monkeypatch.setattr(host_checks, "SHM", tmp_path)
-    assert host_checks.shm(ALONE).endswith("nothing here uses it")
+    assert host_checks.shm(ALONE).endswith("this job does not need it")
     monkeypatch.setattr(host_checks, "NCCL_BYTES", 2**60)
     with pytest.raises(Bad, match=r"NCCL needs about .*--shm-size"):
         host_checks.shm(gpus)
     monkeypatch.setattr(host_checks, "SHM", tmp_path / "none")
-    assert host_checks.shm(ALONE).endswith("none; nothing here uses it")
+    assert host_checks.shm(ALONE).endswith("none, and this job does not need it")
     with pytest.raises(Bad, match=r"mount a tmpfs there"):
         host_checks.shm(gpus)
 
 
 def test_processors_of_the_container(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_checks, "allowance", lambda: Allowance(cpus=0.5))
-    said = "0.5 processors by this container's limit; 6 ranks share them, which is slow but right"
+    said = "0.5 processors by this container's limit; 6 ranks share them, which is slow and changes no result"
     assert host_checks.cpus(ALONE) == said
 
 
@@ -274,13 +276,13 @@ def test_open_files() -> None:
 
 def test_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_checks, "allowance", lambda: Allowance(threads=100))
-    with pytest.raises(Bad, match=r"about 160 threads are needed, 100 more are allowed to this container"):
+    with pytest.raises(Bad, match=r"about 160 threads are needed, this container may start 100 more"):
         host_checks.processes(ALONE)
     assert host_checks.processes(Subject(Config(), ray=True)).startswith("about 80 threads; ")
     monkeypatch.setattr(host_checks, "allowance", lambda: Allowance())
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     monkeypatch.setattr(resource, "getrlimit", lambda _: (10, 10))
-    with pytest.raises(Bad, match=r"more are allowed to this user"):
+    with pytest.raises(Bad, match=r"this user may start \d more"):
         host_checks.processes(ALONE)
 
 
@@ -288,7 +290,7 @@ def test_memory_that_rdma_pins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     gpus = Subject(parse({"train": {"device": "cuda"}}))
     monkeypatch.setattr(host_checks, "RDMA", tmp_path / "none")
     monkeypatch.setattr(resource, "getrlimit", lambda _: (GIB, GIB))
-    assert host_checks.memlock(gpus) == "1.0 GiB may be pinned; no RDMA card is here"
+    assert host_checks.memlock(gpus) == "1.0 GiB may be pinned; there is no RDMA card"
     (tmp_path / "mlx5_0").mkdir()
     monkeypatch.setattr(host_checks, "RDMA", tmp_path)
     with pytest.raises(Bad, match=r"NCCL pins more on mlx5_0; run `ulimit -l unlimited`"):
@@ -330,13 +332,15 @@ def test_where_checkpoints_are(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     monkeypatch.setattr(storage, "mount_of", lambda path: mount_of(path, tmp_path / "mountinfo"))
     (tmp_path / "net").mkdir()
     at = {"checkpoint": {"every": 10, "dir": f"{tmp_path}/net/c"}}
-    assert "is on the network (nfs4 at" in storage.checkpoint(Subject(parse(at)))
+    assert "is on a network file system (nfs4 at" in storage.checkpoint(Subject(parse(at)))
     here = {"checkpoint": {"every": 10, "dir": f"{tmp_path}/c"}, "network": {"host": "0.0.0.0"}}
-    assert "on this machine only: replicas elsewhere need a shared one" in storage.checkpoint(Subject(parse(here)))
-    assert storage.checkpoint(ALONE) == "none are made"
-    assert "give checkpoint.dir to resume" in storage.checkpoint(Subject(parse({"checkpoint": {"every": 1}})))
+    assert "is on a local disk, but replicas on other machines need a shared one" in storage.checkpoint(
+        Subject(parse(here))
+    )
+    assert storage.checkpoint(ALONE) == "checkpoint.every is 0: none are written"
+    assert "set checkpoint.dir to resume" in storage.checkpoint(Subject(parse({"checkpoint": {"every": 1}})))
     shared = parse({"job": {"runs_dir": f"{tmp_path}/net/runs"}})
-    assert "SQLite wants a disk of its machine" in storage.disk(Subject(shared))
+    assert "SQLite needs a local disk" in storage.disk(Subject(shared))
 
 
 def test_disks_that_are_full_or_closed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -390,7 +394,7 @@ def test_torch_is_as_new_as_this_package_wants(monkeypatch: pytest.MonkeyPatch) 
 
 def test_no_gpu_is_a_fact_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "driver", lambda: "")
-    assert gpu.device(ALONE) == "ranks compute on the CPU; no GPU is here, and none is needed"
+    assert gpu.device(ALONE) == "ranks compute on the CPU; no GPU is needed, and there is none"
     monkeypatch.undo()
     (tmp_path / "version").write_text(
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release\n"
@@ -408,7 +412,7 @@ SAID = {"found": "1 GPU", "built_for": ["sm_75", "sm_90a"], "cuda": "12.8", "ncc
     [
         ([H200], {}, ""),
         ([{**H200, "capability": "7.0"}], {}, "capability 7.0, this torch is built for sm_75 and newer"),
-        ([{**H200, "free": GIB // 64}], {"dim": 1024, "heads": 16}, "end what uses it"),
+        ([{**H200, "free": GIB // 64}], {"dim": 1024, "heads": 16}, "end the processes that use it"),
         ([H200, {**H200, "free": 0}], {}, ""),  # the one that no rank gets
     ],
 )
@@ -485,14 +489,12 @@ def test_a_cluster_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
         address = f"127.0.0.1:{gcs.getsockname()[1]}"
         subject = Subject(Config(), ray_address=address)
         answers += [well, closed]
-        assert "1 of 3 replicas have a place on its 1 nodes, the next one asks for 2 x (CPU 1)" in ray_checks.ray(
-            subject
-        )
+        assert "room for 1 of 3 replicas on 1 nodes; the next one asks for 2 x (CPU 1)" in ray_checks.ray(subject)
         answers += [well, closed]
         with pytest.raises(Bad, match=r"quorum.min_replicas is 2: add nodes"):
             ray_checks.ray(Subject(parse({"quorum": {"min_replicas": 2}}), ray_address=address))
         answers += [well, well]
-        with pytest.raises(Bad, match=r"takes anybody: .*RAY_AUTH_MODE=token"):
+        with pytest.raises(Bad, match=r"asks for no token: .*RAY_AUTH_MODE=token"):
             ray_checks.ray(subject)
         answers += [{**well, "ray": "1.0.0"}]
         with pytest.raises(Bad, match=rf"Ray is {here} here and 1.0.0 in the cluster"):
@@ -500,9 +502,9 @@ def test_a_cluster_is_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
         answers += [{"error": "AuthenticationError: token"}]
         with pytest.raises(Bad, match=rf"{address}: AuthenticationError: token"):
             ray_checks.ray(subject)
-        with pytest.raises(Undecided, match=r"give the address of its GCS"):
+        with pytest.raises(Undecided, match=r"to examine the cluster, give the address"):
             ray_checks.ray(Subject(Config(), ray_address=f"http://{address}"))
-    with pytest.raises(Bad, match=r"nobody answers at"):
+    with pytest.raises(Bad, match=r"nothing answers at"):
         ray_checks.ray(subject)
     for bad in ("head", "head:x", ":1"):
         with pytest.raises(Bad, match=r"give HOST:PORT, or auto"):

@@ -1,21 +1,20 @@
-"""The doctor: what would stop a job, found before it is started, with what to do about it (docs/doctor.md).
+"""The doctor: finds before the start what would stop a job, and says what to do (docs/doctor.md).
 
-Each check looks at one thing and returns findings: good, a warning, or a failure with its remedy. All checks run
-at once, each in a thread that may block, within one deadline. Nothing is started that lasts, and no file is left.
+Each check examines one thing and ends as passed, failed with a remedy, or undecided. All checks run at once, each
+in a thread that may block, within one deadline. They leave no process and no file.
 
 Read the modules in this order:
 
-    result    what is examined, what a check finds, and how a module is asked in a process of its own
+    result    what is examined, the result of a check, and how a check runs a probe in a child process
     checks    all checks within one deadline
-    host      processors, open files, threads and memory of this machine
-    machine   sizes of the model and of the job; control groups
-    network   names, ports, services elsewhere, the clock
-    storage   versions; folders, room on disks, checkpoints
-    gpu       GPUs, asked in `gpu_probe`, a process of its own
-    ray       the Ray cluster, asked in `ray_probe`, a process of its own
+    host      processors, open files, threads and memory of this machine; limits of its control groups
+    network   names, ports, the lighthouse and etcd on other machines, the clock
+    storage   versions, the run's folder, the training data, room on disks, checkpoints
+    gpu       GPUs, through `gpu_probe`
+    ray       the Ray cluster, through `ray_probe`
 
-The call path: `doctor CONFIG` -> `checks` -> one function of each module -> `Finding`. torch and Ray are imported
-in the probes only: a library that hangs or crashes costs its own check.
+The call path: `doctor CONFIG` -> `examine` -> one function for each check -> `Finding`. Only the probes import
+torch and Ray, each in a child process, so a library that hangs or crashes affects its own check only.
 """
 
 from ft_hsdp.launch.doctor.checks import CHECKS, examine

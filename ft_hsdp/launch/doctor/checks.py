@@ -1,6 +1,6 @@
-"""All checks at once, each in a thread that may block, within one deadline.
+"""Runs all checks at once, each in a thread that may block, within one deadline.
 
-A name server that does not answer, or a file system that is gone, costs its own check only.
+A name server or a file system that does not answer affects its own check only.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from ft_hsdp.errors import FtHsdpError
 from ft_hsdp.launch.doctor import gpu, host, network, ray, storage
 from ft_hsdp.launch.doctor.result import Bad, CheckState, Finding, Subject, Undecided
 
-DEADLINE_S = 20.0  # for all of them; what is well takes a few seconds, Ray on a busy machine longer
+DEADLINE_S = 20.0  # for all checks; usually they take a few seconds, Ray on a busy machine longer
 
 
 class Check(NamedTuple):
-    """`look` returns what is well, or raises; where `wanted` is false there is nothing to look at."""
+    """One check of the doctor."""
 
     name: str
-    look: Callable[[Subject], str]
-    wanted: Callable[[Subject], bool] = lambda _: True
+    look: Callable[[Subject], str]  # returns what it found; raises Bad or Undecided. It may block.
+    wanted: Callable[[Subject], bool] = lambda _: True  # whether the check applies
 
 
 CHECKS = (
@@ -54,20 +54,26 @@ CHECKS = (
     Check("device", gpu.device),
     Check("ray", ray.ray, ray.wanted),
 )
-"""In the order in which a job would meet what they look for."""
+"""In the order in which a job would meet the problems."""
 
 
 def examine(
     subject: Subject, *, checks: Sequence[Check] = CHECKS, deadline_s: float = DEADLINE_S
 ) -> list[Finding]:
-    """What all checks find; those that take longer than `deadline_s` are undecided."""
+    """Run all checks that apply, and return their findings. Blocks for up to `deadline_s`.
+
+    Args:
+        subject: What is examined.
+        checks: The checks.
+        deadline_s: A check that takes longer is undecided; its thread is left alone.
+    """
     until = time.monotonic() + deadline_s
     begun = [(check.name, _begin(check, subject)) for check in checks if check.wanted(subject)]
     return [_end(name, future, until, deadline_s) for name, future in begun]
 
 
 def _begin(check: Check, subject: Subject) -> Future[Finding]:
-    """Run the check in a thread that is left alone when the deadline is over."""
+    """Start the check in a daemon thread, which does not keep the process alive after the deadline."""
     future: Future[Finding] = Future()
 
     def run() -> None:
@@ -93,5 +99,5 @@ def _look(check: Check, subject: Subject) -> Finding:
         return Finding(check.name, CheckState.FAIL, str(error))
     except Undecided as error:
         return Finding(check.name, CheckState.SKIP, str(error))
-    except Exception as error:  # a check that breaks must not hide what the others find
+    except Exception as error:  # a fault of one check must not hide the findings of the others
         return Finding(check.name, CheckState.SKIP, f"the check itself failed: {type(error).__name__}: {error}")

@@ -1,24 +1,27 @@
-"""GPUs: how many, of what capability and memory, and with which NCCL. torch is asked in a process of its own."""
+"""The check of GPUs: their number, capability and memory, and the versions of driver, CUDA and NCCL.
+
+torch is imported in a child process (`gpu_probe`).
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from ft_hsdp.launch.doctor.machine import gib, weights
+from ft_hsdp.launch.doctor.host import gib, weights
 from ft_hsdp.launch.doctor.result import Bad, Subject, ask
 
 DRIVER = Path("/proc/driver/nvidia/version")
-GPU_COPIES = 5  # fp32, on the GPU: weights, gradients, reduced gradients, two moments
-OFFLOADED = 2  # of them in host memory with optim.offload
+GPU_COPIES = 5  # fp32 copies of the model on the GPU: weights, gradients, reduced gradients, two moments
+OFFLOADED = 2  # of these are in host memory with optim.offload
 
 
 def device(subject: Subject) -> str:
-    """Whether each rank of a replica has a GPU here; on the CPU that there is none is a fact."""
+    """Check that each rank of a replica has a GPU here. With train.device cpu, only report what there is."""
     config = subject.config
     if config.train.device == "cpu":
-        there = f"; a GPU is here, driver {driver()}" if driver() else "; no GPU is here, and none is needed"
-        return f"ranks compute on the CPU{there}"
+        found = f"this machine has a GPU, driver {driver()}" if driver() else "no GPU is needed, and there is none"
+        return f"ranks compute on the CPU; {found}"
     answer = ask("ft_hsdp.launch.doctor.gpu_probe", config.train.device, str(config.ranks_per_replica))
     if "error" in answer:
         raise Bad(str(answer["error"]))
@@ -33,7 +36,7 @@ def device(subject: Subject) -> str:
 
 
 def driver(file: Path = DRIVER) -> str:
-    """The version of NVIDIA's driver; "" where there is none."""
+    """Return the version of NVIDIA's driver; "" if there is none."""
     try:
         words = file.read_text().splitlines()[0].split()
     except (OSError, IndexError):
@@ -42,7 +45,11 @@ def driver(file: Path = DRIVER) -> str:
 
 
 def _fits(number: int, gpu: dict[str, Any], built_for: list[str], subject: Subject) -> None:
-    """Raise Bad where torch has no kernels for a GPU, or a rank's part of the model has no room on it."""
+    """Check one GPU.
+
+    Raises:
+        Bad: torch has no kernels for it, or its free memory is too small for a rank's part of the model.
+    """
     config = subject.config
     oldest = min((int(arch.rpartition("_")[2].rstrip("abf")) for arch in built_for), default=0)
     major, minor = map(int, str(gpu["capability"]).split("."))
@@ -56,5 +63,5 @@ def _fits(number: int, gpu: dict[str, Any], built_for: list[str], subject: Subje
     if need > gpu["free"]:
         raise Bad(
             f"GPU {number} ({gpu['name']}) has {gib(gpu['free'])} free, a rank needs more than {gib(need)}; end "
-            "what uses it, use more ranks per replica, or optim.offload"
+            "the processes that use it, raise ranks_per_replica, or set optim.offload"
         )

@@ -1,4 +1,4 @@
-"""`python -m ft_hsdp.launch.doctor.gpu_probe DEVICE RANKS`: what torch says of the GPUs here, as JSON."""
+"""`python -m ft_hsdp.launch.doctor.gpu_probe DEVICE RANKS` prints what torch knows of the GPUs here, as JSON."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from ft_hsdp.train.device import describe
 
 
 def main() -> None:
-    """Print one line."""
+    """Print one line with a JSON object; its key `error` says why there is no answer."""
     name, ranks = sys.argv[1:]
     try:
         answer = {"found": describe(name, int(ranks)), **_facts()}
     except (ConfigError, RuntimeError) as error:  # RuntimeError: CUDA cannot be initialized
         answer = {"error": " ".join(str(error).split())}
-    print(json.dumps(answer))  # noqa: T201 - it is read by the doctor
+    print(json.dumps(answer))  # noqa: T201 - the doctor reads it
 
 
 def _facts() -> dict[str, Any]:

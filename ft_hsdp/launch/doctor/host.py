@@ -1,4 +1,7 @@
-"""Checks of this machine: processors, open files, threads, and memory for all ranks and snapshots."""
+"""Checks of this machine: processors, open files, threads, and memory for all ranks and snapshots.
+
+The limits of control groups, version 1 or 2, are read on all levels above this process.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import fcntl
 import mmap
 import os
 import resource
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from ft_hsdp.config import Config
-from ft_hsdp.launch.doctor.machine import allowance, gib, parameters, weights
 from ft_hsdp.launch.doctor.result import Bad, Subject
 from ft_hsdp.mounts import mount_of
 from ft_hsdp.state.shared_memory import SEALS
@@ -24,7 +28,7 @@ RDMA = Path("/sys/class/infiniband")
 
 
 def cpus(subject: Subject) -> str:
-    """How many processors there are for how many ranks; too few are slow but right."""
+    """Report how many processors there are for the ranks. Too few make the job slow, and change no result."""
     config = subject.config
     ranks = subject.replicas * config.ranks_per_replica
     have: float = len(os.sched_getaffinity(0))
@@ -32,12 +36,12 @@ def cpus(subject: Subject) -> str:
     container = ""
     if quota is not None and quota < have:
         have, container = quota, " by this container's limit"
-    shared = f"; {ranks} ranks share them, which is slow but right" if ranks > have else ""
+    shared = f"; {ranks} ranks share them, which is slow and changes no result" if ranks > have else ""
     return f"{have:g} processors{container}{shared}"
 
 
 def files(subject: Subject) -> str:
-    """Whether the busiest process, the lighthouse, may open enough files."""
+    """Check that the process with the most connections, the lighthouse, may open enough files."""
     need = 128 + FDS_PER_REPLICA * subject.config.slots
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= need:
@@ -49,7 +53,7 @@ def files(subject: Subject) -> str:
 
 
 def processes(subject: Subject) -> str:
-    """Whether all threads may be started: they count as processes."""
+    """Check that all threads may be started: limits of processes count threads."""
     config = subject.config
     replicas = subject.replicas
     ranks = replicas * config.ranks_per_replica + config.spares
@@ -62,16 +66,16 @@ def processes(subject: Subject) -> str:
         return f"about {need} threads; this user may start any number"
     if left < need:
         raise Bad(
-            f"about {need} threads are needed, {left} more are allowed to {whose}; raise `ulimit -u`, the pids "
+            f"about {need} threads are needed, {whose} may start {left} more; raise `ulimit -u` or the pids "
             "limit of the container, or use fewer ranks"
         )
-    return f"about {need} threads; {left} more are allowed to {whose}"
+    return f"about {need} threads; {whose} may start {left} more"
 
 
 def _user_threads_left() -> int | None:
-    """How many more threads this user may have; None: any number."""
+    """Return how many more threads this user may start; None: any number."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    if soft == resource.RLIM_INFINITY or os.geteuid() == 0:  # the kernel lets root
+    if soft == resource.RLIM_INFINITY or os.geteuid() == 0:  # the limit does not apply to root
         return None
     used, me = 0, os.getuid()
     for process in psutil.process_iter(["uids", "num_threads"]):
@@ -81,12 +85,12 @@ def _user_threads_left() -> int | None:
 
 
 def memlock(subject: Subject) -> str:
-    """Whether RDMA may pin its buffers: NCCL between machines, where there are such cards."""
+    """Check that NCCL may pin the buffers of RDMA cards, if this machine has such cards."""
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     shown = "any amount" if soft == resource.RLIM_INFINITY else gib(soft)
     cards = sorted(path.name for path in RDMA.iterdir()) if RDMA.is_dir() else []
     if not cards:
-        return f"{shown} may be pinned; no RDMA card is here"
+        return f"{shown} may be pinned; there is no RDMA card"
     if os.environ.get("NCCL_IB_DISABLE") == "1" or subject.config.ranks_per_replica == 1:
         return f"{shown} may be pinned; NCCL does not use {', '.join(cards)}"
     if soft != resource.RLIM_INFINITY:
@@ -101,19 +105,21 @@ def _shown(limit: int) -> str:
     return "any number of" if limit == resource.RLIM_INFINITY else str(limit)
 
 
-BASE_BYTES = 300 * 2**20  # lighthouse, its spare, the supervisor and the fork server, measured
-RANK_BYTES = 150 * 2**20  # a forked rank's own memory before it holds a model, measured
-AGENT_BYTES = 32 * 2**20  # a state agent's, measured
-COPIES = 14  # fp32 copies: weights, gradients, reduced gradients, two moments; two snapshots, and some to spare
-HOST_COPIES = 7  # the same where the model is on a GPU: two snapshots, and some to spare
-SPARE_COPIES = 2  # of a spare: its model, and what it is filled from
-NCCL_BYTES = 64 * 2**20  # in /dev/shm for a rank: its channels to the others of its replica
-SHM = Path("/dev/shm")  # noqa: S108 - it is looked at, nothing is put there
+BASE_BYTES = 300 * 2**20  # lighthouse, its spare process, the supervisor and the fork server, measured
+RANK_BYTES = 150 * 2**20  # private memory of a forked rank without a model, measured
+AGENT_BYTES = 32 * 2**20  # a state agent, measured
+# fp32 copies of the model in host memory: weights, gradients, reduced gradients, two moments (5); two snapshots of
+# weights and moments (6); a margin (3).
+COPIES = 14
+HOST_COPIES = 7  # the same with the model on a GPU: two snapshots (6) and a margin
+SPARE_COPIES = 2  # of a spare: its model, and the copy from which it is filled
+NCCL_BYTES = 64 * 2**20  # in /dev/shm per rank: its channels to the other ranks of its replica
+SHM = Path("/dev/shm")  # noqa: S108 - it is examined, nothing is written there
 _TRIED = 1 << 16
 
 
 def needed(config: Config, replicas: int) -> int:
-    """Bytes of host memory of so many replicas, with all spares and snapshots; about."""
+    """Return about how many bytes of host memory `replicas` replicas need, with all spares and snapshots."""
     copies = COPIES if config.train.device == "cpu" else HOST_COPIES
     ranks = replicas * config.ranks_per_replica + config.spares
     spares = config.spares * SPARE_COPIES * weights(config) // config.ranks_per_replica
@@ -121,16 +127,16 @@ def needed(config: Config, replicas: int) -> int:
 
 
 def memory(subject: Subject) -> str:
-    """Whether the job fits into what this machine, or this container, has left."""
+    """Check that the job fits into the free memory of this machine and of this container."""
     config, replicas = subject.config, subject.replicas
-    need, free, whose = needed(config, replicas), psutil.virtual_memory().available, "this machine"
+    need, free, whose = needed(config, replicas), psutil.virtual_memory().available, "this machine has"
     limit = allowance().memory
     if limit is not None and limit < free:
-        free, whose = limit, "this container's limit"
+        free, whose = limit, "this container's limit leaves"
     spares = f" and {config.spares} spares" if config.spares else ""
     text = (
         f"about {gib(need)} for {parameters(config) / 1e6:.1f} M parameters x {replicas}{spares}; "
-        f"{gib(free)} are free of {whose}"
+        f"{whose} {gib(free)} free"
     )
     if need > free:
         raise Bad(f"{text}; use fewer replicas, fewer spares or a smaller model, or raise the limit")
@@ -138,7 +144,7 @@ def memory(subject: Subject) -> str:
 
 
 def memfd(_: Subject) -> str:
-    """Whether memory can be shared by descriptor: states and, on one machine, gradients live in it."""
+    """Check that processes can share sealed memory: snapshots and, on one machine, gradients use it."""
     try:
         fd = os.memfd_create("ft_hsdp-doctor", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -153,18 +159,18 @@ def memfd(_: Subject) -> str:
             f"memfd_create(2) with seals does not work ({error.strerror}): a sandbox or an old kernel; allow it "
             "in the seccomp profile"
         ) from None
-    return "memory can be made, sealed and mapped"
+    return "memory can be created, sealed and mapped"
 
 
 def shm(subject: Subject) -> str:
-    """Shared memory with names: NCCL and Ray use it, nothing else here does."""
+    """Check /dev/shm, if NCCL needs it. ft_hsdp itself does not use it."""
     config = subject.config
     ranks = subject.replicas * config.ranks_per_replica
     need = ranks * NCCL_BYTES if config.train.device != "cpu" and config.ranks_per_replica > 1 else 0
     if not SHM.is_dir():
         if need:
             raise Bad(f"there is no {SHM}, which NCCL needs; mount a tmpfs there")
-        return f"there is no {SHM}; nothing here uses it"
+        return f"there is no {SHM}, and this job does not need it"
     stat, mount = os.statvfs(SHM), mount_of(SHM)
     size, free = stat.f_frsize * stat.f_blocks, stat.f_frsize * stat.f_bavail
     noexec = ", noexec" if mount is not None and "noexec" in mount.options else ""
@@ -175,4 +181,112 @@ def shm(subject: Subject) -> str:
         raise Bad(
             f"{text}; NCCL needs about {gib(need)}: docker run --shm-size, or a Kubernetes emptyDir of Memory"
         )
-    return text if need else f"{text}; nothing here uses it"
+    return text if need else f"{text}; this job does not need it"
+
+
+def parameters(config: Config) -> int:
+    """Return the number of parameters of the model, embedding and head included."""
+    from ft_hsdp.train.tokens import VOCABULARY  # numpy is not needed for --help
+
+    model = config.model
+    kv = model.dim // model.heads * model.key_value_heads
+    block = 2 * model.dim**2 + 2 * model.dim * kv + 3 * model.dim * model.hidden_dim + 2 * model.dim
+    return model.layers * block + 2 * VOCABULARY[config.data.tokenizer] * model.dim + model.dim
+
+
+def weights(config: Config) -> int:
+    """Return the bytes of one fp32 copy of the model."""
+    return 4 * parameters(config)
+
+
+def gib(size: float) -> str:
+    """Return a number of bytes as text in GiB."""
+    return f"{size / 2**30:.1f} GiB"
+
+
+MEMBERSHIP = Path("/proc/self/cgroup")
+ROOT = Path("/sys/fs/cgroup")
+_NO_LIMIT = 2**60  # version 1 writes a huge number if there is no limit
+
+
+@dataclass(frozen=True, slots=True)
+class Allowance:
+    """What the tightest limits leave to this process; None: there is no limit."""
+
+    memory: int | None = None  # bytes
+    cpus: float | None = None  # processors
+    threads: int | None = None
+
+
+def allowance(membership: Path = MEMBERSHIP, root: Path = ROOT) -> Allowance:
+    """Return the tightest of all limits above this process; none on a machine without control groups."""
+    memory = [free for folder in _levels("memory", membership, root) if (free := _memory(folder)) is not None]
+    cpus = [quota for folder in _levels("cpu", membership, root) if (quota := _cpus(folder)) is not None]
+    threads = [free for folder in _levels("pids", membership, root) if (free := _threads(folder)) is not None]
+    return Allowance(min(memory, default=None), min(cpus, default=None), min(threads, default=None))
+
+
+def _levels(controller: str, membership: Path, root: Path) -> Iterator[Path]:
+    """Yield the folders of a controller, this process's own first.
+
+    In a container, the container's own folder may be the root, or the path may exist on the host only.
+    """
+    try:
+        lines = membership.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, names, path = line.split(":", 2)
+        top = root if not names else root / controller
+        if names and controller not in names.split(","):
+            continue
+        folder = top / path.strip("/")
+        while True:
+            yield folder
+            if folder == top or top not in folder.parents:
+                break
+            folder = folder.parent
+
+
+def _memory(folder: Path) -> int | None:
+    """Return the bytes that may still be used. The cache of files counts as free: the kernel drops it first."""
+    limit = _number(folder / "memory.max")
+    if limit is not None:
+        used, cached = _number(folder / "memory.current"), _stat(folder, "inactive_file")
+    else:
+        limit = _number(folder / "memory.limit_in_bytes")
+        used, cached = _number(folder / "memory.usage_in_bytes"), _stat(folder, "total_inactive_file")
+    return None if limit is None or limit >= _NO_LIMIT else max(0, limit - max(0, (used or 0) - cached))
+
+
+def _cpus(folder: Path) -> float | None:
+    """Return the limit on processor time, in processors."""
+    try:
+        quota, period = (folder / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        parts = _number(folder / "cpu.cfs_quota_us"), _number(folder / "cpu.cfs_period_us")
+        quota, period = (str(part or 0) for part in parts)
+    try:
+        return float(quota) / float(period) if float(quota) > 0 else None
+    except (ValueError, ZeroDivisionError):
+        return None  # "max"
+
+
+def _threads(folder: Path) -> int | None:
+    limit = _number(folder / "pids.max")
+    return None if limit is None else max(0, limit - (_number(folder / "pids.current") or 0))
+
+
+def _number(file: Path) -> int | None:
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _stat(folder: Path, key: str) -> int:
+    try:
+        lines = (folder / "memory.stat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith(f"{key} ")), 0)

@@ -1,9 +1,9 @@
-"""Checks of the network: names, ports, services elsewhere, and the clock.
+"""Checks of the network: names, ports, services on other machines, and the clock.
 
-Names: what this machine is called, whether that leads back to it, and where the lighthouse listens. Ports: the
-lighthouse's own, as many listening sockets as the job needs, and the state interface. Services: the lighthouse
-and etcd, if they run elsewhere. The clock is compared with the lighthouse's, or with what the kernel says of it:
-nothing in training reads the time of day, but rows of events and metrics carry it, and TLS depends on it.
+Names: this machine's name and address, and where the lighthouse listens. Ports: the lighthouse's, as many
+listening sockets as the job needs, and the state interface. Services: the lighthouse and etcd, if they run on
+other machines. The clock is compared with the lighthouse's, or the kernel is asked whether it is synchronized.
+Training does not read the time of day, but events and metrics carry it, and TLS depends on it.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from lighthouse.ha.etcd import Etcd, EtcdRefused, EtcdUnreachable
 
 
 def hostname(subject: Subject) -> str:
-    """This machine's name -> its address -> its name.
+    """Check that this machine's name has an address of this machine, and report the name of that address.
 
-    Where ranks of one replica are on several machines, each is reached at the address that its own name has.
+    If the ranks of a replica are on several machines, each is reached at the address of its machine's name.
     """
     name = socket.gethostname()
     try:
@@ -39,51 +39,55 @@ def hostname(subject: Subject) -> str:
     except OSError as error:
         why = f"{name}, this machine's name, has no address ({error.strerror or error})"
         if subject.spans:
-            raise Bad(f"{why}; give it one in /etc/hosts or in your name server") from None
+            raise Bad(f"{why}; add one to /etc/hosts or to your name server") from None
         return f"{why}; a job on one machine needs none"
     first = found[0]
     if subject.spans and is_loopback(first):
         raise Bad(
-            f"{name}, this machine's name, is {first}: other machines would connect to themselves; write the "
-            "address of its network card beside the name in /etc/hosts (Debian writes 127.0.1.1 there)"
+            f"{name}, this machine's name, is {first}: other machines would connect to themselves; in /etc/hosts, "
+            "give the name the address of the network card (Debian writes 127.0.1.1 there)"
         )
     if not ours(first):
         why = f"{name}, this machine's name, is {first}, which is no address of this machine"
         if subject.spans:
             raise Bad(f"{why}; correct /etc/hosts or your name server")
-        return f"{why}; a job on one machine does not mind"
+        return f"{why}; a job on one machine does not need it"
     back = names_of(first)
     if _short(name) in map(_short, back):
-        return f"{name} is {first}, and back"
-    return f"{name} is {first}; back it is {back[0] if back else 'nobody'}, which only logs show"
+        return f"{name} is {first}, and {first} is {name}"
+    return f"{name} is {first}, but {first} {f'is {back[0]}' if back else 'has no name'}, which only affects logs"
 
 
 def host(subject: Subject) -> str:
-    """`network.host`: where the lighthouse listens, and replicas for each other."""
+    """Check `network.host`, where the lighthouse and the replicas listen."""
     given = subject.config.network.host
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(given).is_unspecified:
-            return f"{given}: every address of this machine"
+            return f"{given}: all addresses of this machine"
     try:
         found = addresses(given)
     except OSError as error:
         why = error.strerror or error
         raise Bad(
-            f"network.host {given} has no address ({why}); give an address of this machine, or 0.0.0.0"
+            f"network.host {given} has no address ({why}); set it to an address of this machine, or 0.0.0.0"
         ) from None
     first = found[0]
     text = given if first == given else f"{given} is {first}"
     if subject.spans and is_loopback(first):
         raise Bad(
-            f"network.host {text}: other machines cannot reach that; give 0.0.0.0, or this machine's address"
+            f"network.host {text}: other machines cannot reach it; set it to 0.0.0.0, or this machine's address"
         )
     if not ours(first):
-        raise Bad(f"network.host {text}, which is no address of this machine; give 0.0.0.0, or one that is")
-    return f"{text}, an address of this machine" + ("" if subject.spans else ": no other can reach it")
+        raise Bad(f"network.host {text}, which is no address of this machine; set it to 0.0.0.0, or one that is")
+    return f"{text}, an address of this machine" + ("" if subject.spans else "; other machines cannot reach it")
 
 
 def addresses(name: str) -> list[str]:
-    """The addresses of a name, the preferred one first. Raises OSError."""
+    """Return the addresses of a name, the preferred one first. Blocks while the resolver works.
+
+    Raises:
+        OSError: It has none.
+    """
     found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
@@ -98,7 +102,7 @@ def names_of(address: str) -> list[str]:
 
 
 def ours(address: str) -> bool:
-    """Whether this machine may listen at `address`."""
+    """Return whether this machine may listen at `address`."""
     try:
         family, kind, proto, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, proto) as sock:
@@ -113,16 +117,16 @@ def _short(name: str) -> str:
 
 
 RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-PER_RANK = 3  # listening sockets: FTAR, and gloo's, measured
-PER_REPLICA = 3  # the leader's hub, the store of its process group, the state agent
-TRIED = 64  # so many are really opened
+PER_RANK = 3  # listening sockets of FTAR and gloo, measured
+PER_REPLICA = 3  # of the leader's hub, the store of the process group, and the state agent
+TRIED = 64  # of the needed sockets, at most this many are opened
 CONNECT_S = 2.0
 
 
 def port(subject: Subject) -> str:
-    """Whether the lighthouse can listen."""
+    """Check that the lighthouse can listen here."""
     if subject.lighthouses:
-        raise Undecided(f"not looked at: the lighthouse is at {', '.join(subject.lighthouses)}")
+        raise Undecided(f"not examined: the lighthouse is at {', '.join(subject.lighthouses)}")
     config = subject.config
     check_port(config)
     network = config.network
@@ -133,13 +137,13 @@ def port(subject: Subject) -> str:
 
 
 def sockets(subject: Subject) -> str:
-    """Whether there are ports enough for all who listen here."""
+    """Check that there are enough ports for all sockets that listen on this machine."""
     config = subject.config
     listeners = subject.replicas * (config.ranks_per_replica * PER_RANK + PER_REPLICA) + config.lighthouse.count
     low, high = local_range()
     if listeners > (high - low) // 2:  # outgoing connections take theirs from the same range
         raise Bad(
-            f"{listeners} sockets will listen, ports {low} to {high} are for them and for connections; widen the "
+            f"{listeners} sockets will listen, but they share ports {low} to {high} with connections; widen the "
             "range: sysctl net.ipv4.ip_local_port_range"
         )
     opened = 0
@@ -151,22 +155,26 @@ def sockets(subject: Subject) -> str:
         except OSError as error:
             why = error.strerror or error
             raise Bad(
-                f"only {opened} of {listeners} sockets could listen ({why}); end what holds the ports"
+                f"only {opened} of {listeners} sockets could listen ({why}); end the processes that use the ports"
             ) from None
-    return f"{listeners} will listen; opened {opened} of them, ports {low} to {high} are for all"
+    return f"{listeners} sockets will listen, opened {opened}; they share ports {low} to {high} with connections"
 
 
 def local_range(file: Path = RANGE) -> tuple[int, int]:
-    """First and last of the ports that the kernel gives to those who ask for any. Raises Undecided."""
+    """Return the first and last of the ports that the kernel assigns.
+
+    Raises:
+        Undecided: The kernel does not say.
+    """
     try:
         low, high = map(int, file.read_text().split())
     except (OSError, ValueError):
-        raise Undecided(f"{file} does not say which ports there are") from None
+        raise Undecided(f"{file} does not give the range of ports") from None
     return low, high
 
 
 def interface(subject: Subject) -> str:
-    """Whether states can be served at `network.state_interface`: bound, and connected to once."""
+    """Check that states can be served at `network.state_interface`: listen there, and connect once."""
     network = subject.config.network
     key, given = (
         ("network.state_interface", network.state_interface)
@@ -185,7 +193,7 @@ def interface(subject: Subject) -> str:
     except OSError as error:
         why = error.strerror or error
         raise Bad(
-            f"{key} {given}: nobody can connect to {address} ({why}); give an address of this machine"
+            f"{key} {given}: a connection to {address} fails ({why}); set it to an address of this machine"
         ) from None
 
 
@@ -194,7 +202,7 @@ ETCD_S = 5.0  # for all endpoints
 
 
 def lighthouse(subject: Subject) -> str:
-    """Whether a lighthouse answers, and what its name means here."""
+    """Check that a lighthouse answers, and report its address."""
     found = []
     for url in subject.lighthouses:
         there = urlsplit(url).hostname or ""
@@ -212,7 +220,11 @@ def lighthouse(subject: Subject) -> str:
 
 
 def healthz(subject: Subject) -> httpx.Response:
-    """The answer of the first lighthouse that gives one. Raises LighthouseUnreachable."""
+    """Return the answer of the first lighthouse that gives one.
+
+    Raises:
+        LighthouseUnreachable: None answers.
+    """
     problem = ""
     for url in subject.lighthouses:
         try:
@@ -225,7 +237,7 @@ def healthz(subject: Subject) -> httpx.Response:
 
 
 def etcd(subject: Subject) -> str:
-    """Whether a majority of the endpoints answers a read."""
+    """Check that at least one endpoint of etcd answers a read, and report the others."""
     endpoints, prefix = subject.config.lighthouse.etcd, subject.config.lighthouse.etcd_prefix
     problems = []
     for endpoint in endpoints:
@@ -240,24 +252,26 @@ def etcd(subject: Subject) -> str:
             problems.append(str(error))
         finally:
             client.close()
-    well = len(endpoints) - len(problems)
-    if well == 0:
+    answering = len(endpoints) - len(problems)
+    if answering == 0:
         raise Bad(f"{problems[0]}; start etcd, or correct lighthouse.etcd")
-    return f"{well} of {len(endpoints)} endpoints answer" + (f" ({problems[0]})" if problems else "")
+    return f"{answering} of {len(endpoints)} endpoints answer" + (f" ({problems[0]})" if problems else "")
 
 
-WRONG_S = 60.0  # rows of several machines can no longer be told in order; certificates may seem not yet valid
-_UNSYNCHRONISED = 5  # TIME_ERROR of adjtimex(2)
-_ASIDE = "rows more than a day off are refused, TLS and logs suffer earlier"
+WRONG_S = (
+    60.0  # with more, the order of events of several machines is wrong, and certificates may not be valid yet
+)
+_UNSYNCHRONIZED = 5  # TIME_ERROR of adjtimex(2)
+_ASIDE = "the lighthouse refuses events that are more than a day off; TLS and logs suffer earlier"
 
 
 def clock(subject: Subject) -> str:
-    """How far this clock is off, or whether anybody sets it."""
+    """Check this machine's clock against the lighthouse's, or ask the kernel whether it is synchronized."""
     if subject.lighthouses:
         try:
             least, most = beside_lighthouse(subject)
         except LighthouseUnreachable as error:
-            raise Undecided(f"{error}: its clock is not known") from None
+            raise Undecided(f"{error}, so its clock is not known") from None
         off = 0.0 if least <= 0 <= most else min(least, most, key=abs)
         if abs(off) > WRONG_S:
             raise Bad(
@@ -267,21 +281,25 @@ def clock(subject: Subject) -> str:
         return (
             f"{abs(off):.0f} s from the lighthouse's" if abs(off) >= 1 else "within a second of the lighthouse's"
         )
-    if synchronised():
-        return "synchronised, says the kernel"
-    why = "the kernel says that nobody sets it"
+    if synchronized():
+        return "the kernel reports it as synchronized"
+    why = "the kernel reports it as not synchronized"
     if not subject.spans:
-        return f"{why}; a job on one machine does not mind"
+        return f"{why}; a job on one machine does not need it"
     raise Undecided(
-        f"{why}, which is usual in containers; compare with --lighthouse URL, or start chrony on the host "
+        f"{why}, which is usual in containers; compare it with --lighthouse URL, or start chrony on the host "
         f"({_ASIDE})"
     )
 
 
 def beside_lighthouse(subject: Subject) -> tuple[float, float]:
-    """By how many seconds the lighthouse's clock is ahead of this one, at least and at most.
+    """Return by how many seconds the lighthouse's clock is ahead of this one, at least and at most.
 
-    Its answer names a whole second, and took its time. Raises LighthouseUnreachable, Undecided.
+    The bounds differ by one second, the resolution of its answer, and by the time that the answer took.
+
+    Raises:
+        LighthouseUnreachable: No lighthouse answers.
+        Undecided: The answer has no date.
     """
     before = time.time()
     response = healthz(subject)
@@ -289,22 +307,26 @@ def beside_lighthouse(subject: Subject) -> tuple[float, float]:
     try:
         there = parsedate_to_datetime(response.headers["date"]).timestamp()
     except (KeyError, TypeError, ValueError):
-        raise Undecided("the lighthouse does not say what time it is") from None
+        raise Undecided("the lighthouse's answer has no date") from None
     return there - after, there + 1.0 - before
 
 
 class _Timex(ctypes.Structure):
-    """struct timex; only what comes first in it is read here."""
+    """struct timex; the fields after the first one are not read."""
 
     _fields_ = (("modes", ctypes.c_uint), ("rest", ctypes.c_byte * 512))
 
 
-def synchronised() -> bool:
-    """Return whether a time service sets the kernel's clock. Raises Undecided."""
+def synchronized() -> bool:
+    """Return whether a time service sets the kernel's clock.
+
+    Raises:
+        Undecided: The kernel does not answer.
+    """
     try:
-        said = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(_Timex()))
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(ctypes.byref(_Timex()))
     except (OSError, AttributeError):
-        said = -1
-    if said < 0:
-        raise Undecided("adjtimex(2) cannot be asked here; is the clock synchronised?")
-    return bool(said != _UNSYNCHRONISED)
+        state = -1
+    if state < 0:
+        raise Undecided("adjtimex(2) fails here; check that the clock is synchronized")
+    return bool(state != _UNSYNCHRONIZED)

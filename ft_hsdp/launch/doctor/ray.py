@@ -1,4 +1,4 @@
-"""Ray: the version here, and, where an address is given, whether the cluster answers, is closed, and has room."""
+"""The check of Ray: its version and, with an address, whether the cluster answers, wants a token, and has room."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ _NO_TOKEN = {"RAY_AUTH_MODE": "disabled", TOKEN: None, "RAY_AUTH_TOKEN_PATH": No
 
 @dataclass(slots=True)
 class Node:
-    """What a node has that is not given away yet, and its labels."""
+    """A node of a cluster."""
 
-    resources: dict[str, float]
+    resources: dict[str, float]  # that no replica has taken yet
     labels: Mapping[str, str]
 
     def has(self, amounts: Mapping[str, float], times: int = 1) -> bool:
-        """Whether so much is left."""
+        """Return whether `times` times these amounts are left."""
         return all(self.resources.get(name, 0.0) + 1e-9 >= times * amount for name, amount in amounts.items())
 
-    def give(self, amounts: Mapping[str, float], times: int = 1) -> None:
-        """Give it away."""
+    def take(self, amounts: Mapping[str, float], times: int = 1) -> None:
+        """Take `times` times these amounts; a negative number gives them back."""
         for name, amount in amounts.items():
             self.resources[name] -= times * amount
 
 
 def wanted(subject: Subject) -> bool:
-    """Whether Ray is of interest: it is installed, or asked for."""
+    """Return whether Ray is installed, or the job needs it."""
     return subject.ray or subject.ray_address is not None or util.find_spec("ray") is not None
 
 
 def ray(subject: Subject) -> str:
-    """Ray's version; with an address, the cluster's state."""
+    """Check Ray's version and, with an address, the cluster's versions, token and room."""
     try:
         here = metadata.version("ray")
     except metadata.PackageNotFoundError:
@@ -54,24 +54,28 @@ def ray(subject: Subject) -> str:
     address = subject.ray_address
     _connect(address)
     if "://" in address:
-        raise Undecided(f"{address} listens; give the address of its GCS, HOST:PORT, to have it looked at")
-    said = ask(PROBE, address, env={TOKEN: os.environ.get(TOKEN)})  # children do not get it otherwise
+        raise Undecided(f"{address} listens; to examine the cluster, give the address of its GCS, HOST:PORT")
+    said = ask(PROBE, address, env={TOKEN: os.environ.get(TOKEN)})  # children do not inherit it
     if "error" in said:
         raise Bad(f"{address}: {said['error']}")
     _same("Ray", here, str(said["ray"]))
     _same("Python", platform.python_version(), str(said["python"]))
     if "error" not in ask(PROBE, str(said["address"]), env=_NO_TOKEN):
         raise Bad(
-            f"{address} takes anybody: whoever reaches it can run programs there; start it with "
-            "RAY_AUTH_MODE=token (`ray get-auth-token --generate` makes one)"
+            f"{address} asks for no token: any client that reaches it can run programs there; start it with "
+            "RAY_AUTH_MODE=token (`ray get-auth-token --generate` makes a token)"
         )
-    return f"Ray {here}; {address} answers and wants a token; {_room(subject.config, said['nodes'])}"
+    return f"Ray {here}; {address} answers and asks for a token; {_room(subject.config, said['nodes'])}"
 
 
 def _connect(address: str) -> None:
-    """Raise Bad if nothing listens there: Ray itself would look for half a minute."""
+    """Check that something listens at an address: Ray itself would try for half a minute.
+
+    Raises:
+        Bad: Nothing listens, or the address has no host or no port.
+    """
     if address == "auto":
-        return  # only Ray knows where that is
+        return  # only Ray knows the address
     place = urlsplit(address if "://" in address else f"//{address}")
     try:
         port = place.port
@@ -84,43 +88,52 @@ def _connect(address: str) -> None:
     except OSError as error:
         why = error.strerror or error
         raise Bad(
-            f"nobody answers at {address} ({why}); start the cluster, or open its port in firewalls"
+            f"nothing answers at {address} ({why}); start the cluster, or open its port in firewalls"
         ) from None
 
 
 def _same(what: str, here: str, there: str) -> None:
     if here != there:
-        raise Bad(f"{what} is {here} here and {there} in the cluster; Ray wants the same on both")
+        raise Bad(f"{what} is {here} here and {there} in the cluster; Ray needs the same version on both")
 
 
 def _room(config: Config, nodes: Sequence[Mapping[str, Any]]) -> str:
-    """How many replicas have a place. Raises Bad where these are too few to train."""
+    """Return in words how many replicas the cluster has room for.
+
+    Raises:
+        Bad: Room for fewer than quorum.min_replicas.
+    """
     asked = [request(config, replica) for replica in range(config.replicas)]
     have = [Node(dict(node["resources"]), node["labels"]) for node in nodes]
     placed = [r for r, each in enumerate(asked) if place(each, have)]
-    text = f"{len(placed)} of {config.replicas} replicas have a place on its {len(nodes)} nodes"
+    text = f"room for {len(placed)} of {config.replicas} replicas on {len(nodes)} nodes"
     if len(placed) == config.replicas:
         return text
     missing = next(each for r, each in enumerate(asked) if r not in placed)
-    text = f"{text}, the next one asks for {missing}"
+    text = f"{text}; the next one asks for {missing}"
     if len(placed) < config.quorum.min_replicas:
         raise Bad(
             f"{text}; quorum.min_replicas is {config.quorum.min_replicas}: add nodes, or ask for less in ray.*"
         )
-    return f"{text}: the job begins smaller, and grows when nodes are added"
+    return f"{text}; the job starts with fewer replicas, and grows when nodes are added"
 
 
 def place(asked: PlacementRequest, nodes: Sequence[Node]) -> bool:
-    """Take a replica's resources from `nodes`, as Ray would; False: they have no room, and keep what they have.
+    """Take a replica's resources from the nodes, as Ray would.
 
-    What others use at the moment is not counted.
+    Args:
+        asked: What the replica asks for.
+        nodes: With all resources that they have; those that other jobs use at the moment are not subtracted.
+
+    Returns:
+        Whether there was room; if not, the nodes are unchanged.
     """
     fit = [node for node in nodes if all(node.labels.get(name) == value for name, value in asked.labels.items())]
     if asked.strategy == "STRICT_PACK":
-        home = next((node for node in fit if node.has(asked.bundle, asked.size)), None)
-        if home is not None:
-            home.give(asked.bundle, asked.size)
-        return home is not None
+        chosen = next((node for node in fit if node.has(asked.bundle, asked.size)), None)
+        if chosen is not None:
+            chosen.take(asked.bundle, asked.size)
+        return chosen is not None
     taken: list[Node] = []
     for _ in range(asked.size):
         left = [node for node in fit if node.has(asked.bundle)]
@@ -128,13 +141,13 @@ def place(asked: PlacementRequest, nodes: Sequence[Node]) -> bool:
             left = [node for node in left if not any(node is each for each in taken)]
         if not left:
             for node in taken:
-                node.give(asked.bundle, -1)
+                node.take(asked.bundle, -1)
             return False
-        home = (
+        chosen = (
             min(left, key=lambda node: sum(each is node for each in taken))
             if "SPREAD" in asked.strategy
             else left[0]
         )
-        home.give(asked.bundle)
-        taken.append(home)
+        chosen.take(asked.bundle)
+        taken.append(chosen)
     return True

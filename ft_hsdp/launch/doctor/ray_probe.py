@@ -1,6 +1,6 @@
-"""`python -m ft_hsdp.launch.doctor.ray_probe ADDRESS`: what a Ray cluster says of itself, as JSON.
+"""`python -m ft_hsdp.launch.doctor.ray_probe ADDRESS` prints the versions and nodes of a Ray cluster, as JSON.
 
-It asks the cluster's GCS, as `ray status` does: no job is begun there, and nothing is started here.
+It asks the cluster's GCS, as `ray status` does, so it starts no job and no process.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ ANSWER_S = 8.0
 
 
 def main() -> None:
-    """Print one line."""
+    """Print one line with a JSON object; its key `error` says why there is no answer."""
     try:
         answer = _ask(sys.argv[1])
     except Exception as error:  # Ray's errors have no common base
         answer = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:300] if str(error) else ''}"}
-    print(json.dumps(answer))  # noqa: T201 - it is read by the doctor
+    print(json.dumps(answer))  # noqa: T201 - the doctor reads it
 
 
 def _ask(address: str) -> dict[str, Any]:
     from ray._private import services
     from ray._private.authentication import authentication_token_setup as tokens
-    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # it is compiled
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # a compiled module
 
     tokens.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)  # as every other driver does
     address = services.canonicalize_bootstrap_address_or_die(address) if address == "auto" else address

@@ -1,7 +1,4 @@
-"""What is examined, what a check finds, and how a check asks a process of its own.
-
-What may hang, or must not stay in this process, is asked of a module that runs as a child.
-"""
+"""What is examined, the result of a check, and how a check runs a probe in a child process."""
 
 from __future__ import annotations
 
@@ -22,73 +19,77 @@ class CheckState(StrEnum):
     """How a check ended."""
 
     OK = "ok"
-    FAIL = "fail"  # the job would not start, or not run as it is asked to
-    SKIP = "skip"  # it cannot be decided here
+    FAIL = "fail"  # the job would not start, or would not run as configured
+    SKIP = "skip"  # this machine cannot decide it
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One check: how it ended, and a line that says what was found or what to do."""
+    """The result of one check."""
 
-    name: str
+    name: str  # of the check
     state: CheckState
-    text: str
+    text: str  # one line: what was found, what to do, or why it is undecided
 
     @property
     def ok(self) -> bool:
-        """Whether it stands in the way of nothing."""
+        """Return whether the job may start as far as this check can tell."""
         return self.state is not CheckState.FAIL
 
 
 class Bad(Exception):
-    """The check fails; `str()` says what is wrong, and what to do."""
+    """The check fails. Its text says what is wrong and what to do."""
 
 
 class Undecided(Exception):
-    """The check cannot be made here; `str()` says why."""
+    """The check cannot be made here. Its text says why."""
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is examined: a job on this machine, or this machine's part of it.
-
-    lighthouses: URLs, where they are elsewhere; ray: the job is to run on a Ray cluster; ray_address: of that
-    cluster, None where it is not to be contacted.
-    """
+    """What is examined: a job on this machine, or this machine's part of it."""
 
     config: Config
-    lighthouses: tuple[str, ...] = ()
-    ray: bool = False
-    ray_address: str | None = None
+    lighthouses: tuple[str, ...] = ()  # URLs, if the lighthouses are on other machines
+    ray: bool = False  # the job runs on a Ray cluster
+    ray_address: str | None = None  # of that cluster; None: do not contact it
 
     @property
     def replicas(self) -> int:
-        """How many replicas this machine has to have room for."""
+        """Return the number of replicas for which this machine must have room."""
         return 1 if self.lighthouses or self.ray or self.ray_address else self.config.replicas
 
     @property
     def spans(self) -> bool:
-        """Whether the job's processes may be on several machines."""
+        """Return whether the job's processes may be on several machines."""
         elsewhere = [urlsplit(url).hostname or "" for url in self.lighthouses]
         cluster = (self.ray_address or "").rpartition("://")[2].rpartition(":")[0]
         return not all(is_loopback(host) for host in (self.config.network.host, *elsewhere, cluster) if host)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address, or the name localhost, means the machine that uses it."""
+    """Return whether `host` is a loopback address or `localhost`."""
     try:
         return ipaddress.ip_address(host.strip("[]").partition("%")[0]).is_loopback
     except ValueError:
         return host == "localhost"
 
 
-CHILD_S = 18.0  # less than an examination may take
+CHILD_S = 18.0  # less than checks.DEADLINE_S
 
 
 def ask(module: str, *args: str, env: Mapping[str, str | None] | None = None) -> dict[str, Any]:
-    """The JSON object that `module` prints as its last line; `env` changes its environment, None takes away.
+    """Run a module in a child process, and return the JSON object that it prints as its last line.
 
-    It dies with this process, and after `CHILD_S` seconds. Raises Undecided.
+    Blocks. The child is killed after `CHILD_S` seconds, or when this process dies.
+
+    Args:
+        module: Run with `python -m`.
+        args: Its arguments.
+        env: Changes to the environment; None removes a variable.
+
+    Raises:
+        Undecided: The child takes too long, or prints no JSON object.
     """
     changed = {**environment(), "PYTHONDONTWRITEBYTECODE": "1", **(env or {})}
     try:
@@ -101,7 +102,7 @@ def ask(module: str, *args: str, env: Mapping[str, str | None] | None = None) ->
             timeout=CHILD_S,
         )
     except subprocess.TimeoutExpired:
-        raise Undecided(f"no answer within {CHILD_S:g} s; try again, the first time is the slowest") from None
+        raise Undecided(f"no answer within {CHILD_S:g} s; try again, the first run is the slowest") from None
     lines = done.stdout.strip().splitlines()
     try:
         answer = json.loads(lines[-1])

@@ -1,4 +1,4 @@
-"""Checks of storage and versions: what is installed, the run's folder, the text, room on disks, checkpoints."""
+"""Checks of versions and storage: torch, the run's folder, the training data, room on disks, checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import shutil
 from importlib import metadata
 from pathlib import Path
 
-from ft_hsdp.launch.doctor.machine import gib, weights
+from ft_hsdp.launch.doctor.host import gib, weights
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided
 from ft_hsdp.launch.run.directory import alive, read_json
 from ft_hsdp.launch.standalone import run_of
@@ -17,7 +17,7 @@ from ft_hsdp.mounts import existing, mount_of
 
 
 def installed(_: Subject) -> str:
-    """torch's version, if it is new enough."""
+    """Check that torch is new enough for this package."""
     try:
         have = metadata.version("torch")
     except metadata.PackageNotFoundError:
@@ -26,48 +26,56 @@ def installed(_: Subject) -> str:
     text = f"torch {have}, Python {platform.python_version()}"
     if numbers(have) < numbers(least):
         raise Bad(f"{text}; torch must be {least} or newer: pip install 'torch>={least}'")
-    return f"{text}; torch {least} or newer is asked for"
+    return f"{text}; torch {least} or newer is required"
 
 
 def asked_for() -> list[str]:
-    """What this package requires, one line each. Raises Undecided."""
+    """Return this package's requirements, one line each.
+
+    Raises:
+        Undecided: The package is not installed.
+    """
     try:
         return metadata.requires("ft_hsdp") or []
     except metadata.PackageNotFoundError:
-        raise Undecided("ft_hsdp runs from a folder and is not installed: what it requires is not known") from None
+        raise Undecided("ft_hsdp is not installed, so its requirements are not known") from None
 
 
 def lower_bound(package: str, requirements: list[str]) -> str:
-    """The X of `package>=X`. Raises Undecided where there is none."""
+    """Return the X of `package>=X`.
+
+    Raises:
+        Undecided: The requirements have no such line.
+    """
     for line in requirements:
         found = re.fullmatch(rf"{re.escape(package)}\s*>=\s*([0-9][0-9.]*)", line.partition(";")[0].strip())
         if found:
             return found[1]
-    raise Undecided(f"nothing is said of the oldest {package} that will do")
+    raise Undecided(f"the requirements name no oldest version of {package}")
 
 
 def numbers(version: str) -> tuple[int, ...]:
-    """The numbers of a version, to be compared: (2, 13, 0) of 2.13.0+cpu."""
+    """Return the numbers of a version, which can be compared: (2, 13, 0) of 2.13.0+cpu."""
     return tuple(int(part) for part in re.findall(r"\d+", re.split(r"[+a-z]", version)[0]))
 
 
-STORED_COPIES = 3  # in a checkpoint: weights and two moments
+STORED_COPIES = 3  # fp32 copies of the model in a checkpoint: weights and two moments
 LOG_BYTES = 200 * 2**20  # logs of a long run
 ENOUGH = 64 * 2**20  # tokens; the count stops there
 
 
 def name(subject: Subject) -> str:
-    """Whether the job's name is free."""
+    """Check that no running job has the name."""
     run = run_of(subject.config)
     for file in (run.supervisor, run.lighthouse):
         named = read_json(file)
         if alive(named):
             raise Bad(f"job.name {run.name} is taken by pid {named['pid']}; end it or choose another name")
-    return f"{run.path} is {'moved away first' if run.path.exists() else 'new'}"
+    return f"{run.path} {'exists and will be renamed' if run.path.exists() else 'is new'}"
 
 
 def data(subject: Subject) -> str:
-    """Whether there is text, and more of it than one step reads."""
+    """Check that there is training data, and more than one step reads. Reads it, but writes no cache."""
     from ft_hsdp.train import tokens  # numpy is not needed for --help
 
     config, train = subject.config, subject.config.train
@@ -77,12 +85,12 @@ def data(subject: Subject) -> str:
     if count <= step:
         raise Bad(f"{count} tokens, one step reads {step}; give more text in data.path, or smaller batches")
     if count >= enough:
-        return f"more than {enough:,} tokens, {step:,} a step"
-    return f"{count:,} tokens, {step:,} a step: {train.steps * step / count:.2f} passes"
+        return f"more than {enough:,} tokens, {step:,} per step"
+    return f"{count:,} tokens, {step:,} per step: {train.steps * step / count:.2f} epochs"
 
 
 def disk(subject: Subject) -> str:
-    """Whether there is room for the run, and for its checkpoints."""
+    """Check that there is room on disk for the run and its checkpoints."""
     config = subject.config
     checked = [_room(Path(config.job.runs_dir), "job.runs_dir", LOG_BYTES + 2 * config.data.max_bytes)]
     if config.checkpoint.every and config.checkpoint.dir is not None:
@@ -90,23 +98,23 @@ def disk(subject: Subject) -> str:
         checked.append(_room(Path(config.checkpoint.dir), "checkpoint.dir", need))
     mount = mount_of(Path(config.job.runs_dir))
     if mount is not None and mount.network and not config.lighthouse.etcd:
-        checked.append(f"job.runs_dir is on {mount.kind}: the lighthouse's SQLite wants a disk of its machine")
+        checked.append(f"job.runs_dir is on {mount.kind}, but the lighthouse's SQLite needs a local disk")
     return "; ".join(checked)
 
 
 def checkpoint(subject: Subject) -> str:
-    """Whether checkpoints are on a disk of this machine, or where all machines find them."""
+    """Report whether checkpoints are on a local disk or on a file system that all machines can share."""
     config = subject.config
     if config.checkpoint.dir is None:
         if not config.checkpoint.every:
-            return "none are made"
-        return "in the folder of the run: a new run finds none of them; give checkpoint.dir to resume"
+            return "checkpoint.every is 0: none are written"
+        return "in the run's folder, where a new run does not find them; set checkpoint.dir to resume"
     mount = mount_of(Path(config.checkpoint.dir))
     if mount is None:
-        return f"{config.checkpoint.dir}; on what file system is not known"
-    where = "on the network" if mount.network else "on this machine"
-    spans = " only: replicas elsewhere need a shared one" if subject.spans and not mount.network else ""
-    return f"{config.checkpoint.dir} is {where}{spans} ({mount.kind} at {mount.place})"
+        return f"{config.checkpoint.dir} is on an unknown file system"
+    where = "a network file system" if mount.network else "a local disk"
+    spans = ", but replicas on other machines need a shared one" if subject.spans and not mount.network else ""
+    return f"{config.checkpoint.dir} is on {where}{spans} ({mount.kind} at {mount.place})"
 
 
 def _room(folder: Path, key: str, need: int) -> str:
@@ -115,5 +123,5 @@ def _room(folder: Path, key: str, need: int) -> str:
         raise Bad(f"{there} cannot be written; choose another {key}")
     free = shutil.disk_usage(there).free
     if free < need:
-        raise Bad(f"{gib(free)} are free in {there}, about {gib(need)} are needed; make room")
-    return f"{gib(free)} are free in {there}"
+        raise Bad(f"{there} has {gib(free)} free, about {gib(need)} are needed; make room")
+    return f"{there} has {gib(free)} free"
