@@ -11,7 +11,8 @@ from typing import TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
-from programs import INAPPLICABLE
+
+from tests.support.programs import INAPPLICABLE
 
 Report = TypeVar("Report", pytest.TestReport, pytest.CollectReport)
 

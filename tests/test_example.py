@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from torchrun_job import ROOT, TorchrunJob, check
+
+from tests.support.torchrun_job import ROOT, TorchrunJob, check
 
 EXAMPLE = ROOT / "docs" / "examples" / "own_loop.py"
 SETTINGS = """

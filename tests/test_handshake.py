@@ -11,11 +11,11 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from known import run
 
 from ft_hsdp import address, handshake
 from ft_hsdp.errors import LocalResourceError, ProtocolViolation
 from ft_hsdp.handshake import Admitted, Caller, CallerGate, HungUp, Purpose, admit
+from tests.support.known import run
 
 TOKEN = "ab" * 32
 

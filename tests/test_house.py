@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import house
+from tests.support import house
 
 
 def test_the_limits_are_kept() -> None:

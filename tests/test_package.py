@@ -6,9 +6,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from programs import INAPPLICABLE
 
 import ft_hsdp
+from tests.support.programs import INAPPLICABLE
 
 
 def test_importing_the_package_and_the_configuration_imports_no_torch() -> None:

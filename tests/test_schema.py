@@ -9,12 +9,12 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
-from test_config import BAD
 
 from ft_hsdp.config import Config, RestartConfig, TimeoutsConfig, dump, load, parse
 from ft_hsdp.config.loader import _override
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.cli import main
+from tests.test_config import BAD
 
 ROOT = Path(__file__).parent.parent
 FILE = ROOT / "configs/schema.json"

@@ -7,11 +7,11 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from certificates import Authority
 
 from ft_hsdp import tls
 from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
+from tests.support.certificates import Authority
 
 DAY = timedelta(days=1)
 

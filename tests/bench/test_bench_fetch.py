@@ -62,8 +62,8 @@ def test_the_best_setting_of_torchft_counts() -> None:
 def test_what_is_received_is_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in WAYS.keys() - {"raw"}:
         monkeypatch.delitem(WAYS, name)
-    monkeypatch.setitem(WAYS, "raw", replace(WAYS["raw"], donor="fetch_standin:WrongDonor"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setitem(WAYS, "raw", replace(WAYS["raw"], donor="tests.support.bench.fetch_standin:WrongDonor"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     assert main(["bench", "fetch", "--measure", "small", "--rounds", "1"]) == 75
     out, err = capsys.readouterr()
     assert out == ""

@@ -19,7 +19,7 @@ from ft_hsdp.launch.cli import main
 
 pytestmark = pytest.mark.multiproc
 
-STAND_IN = "bench_standin:StandIn"
+STAND_IN = "tests.support.bench.bench_standin:StandIn"
 MARK = "FT_HSDP_TEST_MARK"
 
 
@@ -28,7 +28,7 @@ def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Workers find the stand-in; afterwards no process and no file of the run is left."""
     mark = uuid.uuid4().hex
     monkeypatch.setenv(MARK, mark)
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     yield

@@ -10,7 +10,6 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from known import admit
 
 from ft_hsdp.bench.options import MIB, ProgressLog
 from ft_hsdp.bench.recovery import readers as readers_bench
@@ -22,6 +21,7 @@ from ft_hsdp.bench.recovery.scene import RecoveryScene
 from ft_hsdp.bench.recovery.torchft_under_test import Setting, peer
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.launch.cli import main
+from tests.support.known import admit
 
 SMALL = RecoveryScene(replicas=2, layers=1, elements=256, wait_s=0.02)
 

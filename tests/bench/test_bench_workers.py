@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from descriptors import raised
 
 from ft_hsdp.bench.scope import spawn
 from ft_hsdp.bench.workers.link import WorkerLink, collect
 from ft_hsdp.errors import Retryable
+from tests.support.descriptors import raised
 
 
 def test_answers_are_collected_also_where_many_files_are_open(tmp_path: Path) -> None:

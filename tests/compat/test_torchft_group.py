@@ -24,12 +24,12 @@ from torch.distributed.distributed_c10d import (
     ReduceScatterOptions,
 )
 from torch.nn.parallel import DistributedDataParallel
-from torchft_ranks import Ranks
 
 import ft_hsdp
 from ft_hsdp.compat.torchft import ProcessGroupFTAR
 from ft_hsdp.compat.torchft.work import BUNDLE_BYTES
 from ft_hsdp.ftar.lifecycle import GroupState
+from tests.support.ftar.torchft_ranks import Ranks
 
 WITHIN_S = 30.0
 

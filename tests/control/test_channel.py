@@ -6,7 +6,6 @@ from collections.abc import Coroutine
 from typing import Any, get_args
 
 import pytest
-from known import admit_stream, streams
 
 from ft_hsdp import handshake
 from ft_hsdp.control import rank_channel
@@ -16,6 +15,7 @@ from ft_hsdp.core.commit import AttemptId, Vote
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RankBeat, RankHello, RankStopped, Telemetry
+from tests.support.known import admit_stream, streams
 
 TOKEN = "ab" * 32
 

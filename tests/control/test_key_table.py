@@ -7,7 +7,6 @@ import contextlib
 from typing import Any
 
 import pytest
-from known import known, run, streams
 
 from ft_hsdp import address, handshake, protocol, record_layer
 from ft_hsdp.control import store_server
@@ -15,6 +14,7 @@ from ft_hsdp.control.rank_channel import RankLine
 from ft_hsdp.control.store_server import CallRefused, KeyTable, TableServer, checked, packed, unpacked
 from ft_hsdp.handshake import HungUp, Purpose
 from ft_hsdp.protocol import RankHello, StoreAnswer, StoreCall
+from tests.support.known import known, run, streams
 
 TOKEN = "ab" * 32
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from leader_helpers import OTHER, STATE, Down, Scene, grant, one_step, run
 
 from ft_hsdp.control import leader as control
 from ft_hsdp.core import effects, state_id
@@ -27,6 +26,7 @@ from ft_hsdp.protocol import (
     RankStopped,
     Settled,
 )
+from tests.support.core.leader_helpers import OTHER, STATE, Down, Scene, grant, one_step, run
 
 
 def test_a_step_alone_from_check_in_to_the_next_ask(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from transcript import FOLDER, Driver, replay
 
 from ft_hsdp.core.checkpoint import MAX_RETRIES
 from ft_hsdp.core.effects import RequestGrant
@@ -11,6 +10,7 @@ from ft_hsdp.core.events import RingBroken
 from ft_hsdp.core.replica import transition
 from ft_hsdp.core.restart import REFILL_STEPS
 from ft_hsdp.core.voting import MAX_ATTEMPTS, MAX_SKIPS
+from tests.support.core.transcript import FOLDER, Driver, replay
 
 TRANSCRIPTS = sorted(FOLDER.glob("*.txt"))
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from page_helpers import KEY, Seen, Server, open_page, write_past
 from playwright.sync_api import Browser, Page, Playwright, sync_playwright
-from programs import program
+
+from tests.support.lighthouse.page_helpers import KEY, Seen, Server, open_page, write_past
+from tests.support.programs import program
 
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "

@@ -1,8 +1,9 @@
 """The drawer of a replica, and what an operator may do from it."""
 
 import pytest
-from page_helpers import ADMIN, open_page, state, until
 from playwright.sync_api import expect
+
+from tests.support.lighthouse.page_helpers import ADMIN, open_page, state, until
 
 
 @pytest.fixture

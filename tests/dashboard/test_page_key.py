@@ -1,7 +1,8 @@
 """The key: from the link into this tab, and nowhere else."""
 
-from page_helpers import KEY
 from playwright.sync_api import expect
+
+from tests.support.lighthouse.page_helpers import KEY
 
 
 def test_key_leaves_the_address(page, shared):

@@ -4,8 +4,9 @@ import hashlib
 import time
 
 import pytest
-from page_helpers import Seen, open_page, state, until
 from playwright.sync_api import expect
+
+from tests.support.lighthouse.page_helpers import Seen, open_page, state, until
 
 
 @pytest.fixture

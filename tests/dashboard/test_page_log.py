@@ -2,8 +2,9 @@
 
 import httpx
 import pytest
-from page_helpers import KEY, state, until
 from playwright.sync_api import expect
+
+from tests.support.lighthouse.page_helpers import KEY, state, until
 
 
 @pytest.fixture

@@ -3,8 +3,9 @@
 import re
 
 import pytest
-from page_helpers import KEY, Seen, Server, open_page, until, write_past
 from playwright.sync_api import expect
+
+from tests.support.lighthouse.page_helpers import KEY, Seen, Server, open_page, until, write_past
 
 PHONE = {"viewport": {"width": 400, "height": 800}}
 

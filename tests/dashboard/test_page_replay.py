@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from page_helpers import Seen, open_page, state, until
 from playwright.sync_api import expect
 
 from ft_hsdp.config import load
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.page import recorded, serve_run
+from tests.support.lighthouse.page_helpers import Seen, open_page, state, until
 
 T0, STEPS = 1_780_000_000.0, 60
 QUICKSTART = Path(__file__).parents[2] / "configs" / "quickstart.yaml"

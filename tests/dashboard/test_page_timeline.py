@@ -1,8 +1,9 @@
 """Lanes and charts: one axis, one cursor, one zoom; the pointer and the keyboard explain."""
 
 import pytest
-from page_helpers import REPLICAS, state, until
 from playwright.sync_api import expect
+
+from tests.support.lighthouse.page_helpers import REPLICAS, state, until
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """Durations, ticks and columns as the page's modules make them, asked in the browser that runs them."""
 
 import pytest
-from page_helpers import KEY, Seen, open_page
+
+from tests.support.lighthouse.page_helpers import KEY, Seen, open_page
 
 
 @pytest.fixture(scope="module")

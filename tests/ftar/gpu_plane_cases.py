@@ -11,10 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from ring_helpers import LAYOUT, TOKEN, grant, until
-from ring_helpers import run as run_on_loop
-from ring_rig import DEADLINE_S, DyingPlane, edges
-from ring_values import KEY, entry, folded, same, values
 from torch import Tensor
 
 from ft_hsdp.core.ring import RingPlan, operations
@@ -29,6 +25,10 @@ from ft_hsdp.ftar.listener import MemberIdentity
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings
 from ftar_kernels.streamops import HostStream
+from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, grant, until
+from tests.support.ftar.ring_helpers import run as run_on_loop
+from tests.support.ftar.ring_rig import DEADLINE_S, DyingPlane, edges
+from tests.support.ftar.ring_values import KEY, entry, folded, same, values
 
 CPU = torch.device("cpu")
 CHUNK, SLOTS, N = 256, 2, 901

@@ -15,6 +15,7 @@ import random
 import select
 import signal
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter, defaultdict
@@ -23,13 +24,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from storm_broken import Broken, Disturbed
-from storm_events import EVENTS
-from storm_members import Member, Message, Nursery
-from storm_proxy import Proxies
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this file is a command, too
 
 from ft_hsdp.core import state_id
 from ft_hsdp.ftar.settings import Settings
+from tests.support.ftar.storm_broken import Broken, Disturbed
+from tests.support.ftar.storm_events import EVENTS
+from tests.support.ftar.storm_members import Member, Message, Nursery
+from tests.support.ftar.storm_proxy import Proxies
 
 POOL = 5  # members
 ERA = 20  # events with the same settings

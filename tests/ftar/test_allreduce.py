@@ -7,9 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from ring_rig import Shape, feed, framing, rig
-from ring_values import KEY, entry, same
-from transport_kinds import FLAVOURS
 
 from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.errors import PeerDead, StaleEpoch
@@ -18,6 +15,9 @@ from ft_hsdp.ftar.allreduce import AllReduceOrder, AllReduceResult, Ring
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.base import Transfer
+from tests.support.ftar.ring_rig import Shape, feed, framing, rig
+from tests.support.ftar.ring_values import KEY, entry, same
+from tests.support.ftar.transport_kinds import FLAVOURS
 
 SETTINGS = Settings(chunk_bytes=64, chunks=4)  # as the Shape of a rig
 

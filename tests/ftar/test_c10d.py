@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from ring_rig import used
 
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.transport import gloo
 from ft_hsdp.ftar.transport.gloo import GlooPair, PairStore, classify, connect
+from tests.support.ftar.ring_rig import used
 
 SETTINGS = Settings(transport="c10d", connections=2, timeout_s=60.0)
 MOMENT = timedelta(milliseconds=1)

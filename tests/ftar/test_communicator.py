@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from member_process import TOKEN, MemberProcess
-from ring_rig import used
 
 from ft_hsdp.errors import (
     ConnectFailed,
@@ -25,6 +23,8 @@ from ft_hsdp.errors import (
 from ft_hsdp.ftar import Communicator, Settings
 from ft_hsdp.ftar.allreduce import DTYPES
 from ft_hsdp.ftar.lifecycle import GroupState
+from tests.support.ftar.member_process import TOKEN, MemberProcess
+from tests.support.ftar.ring_rig import used
 
 
 @contextmanager

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from ring_values import KEY, entry
 
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped, StaleEpoch
 from ft_hsdp.ftar.allreduce import AllReduceOrder, AllReduceResult, Ring
@@ -14,6 +13,7 @@ from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.executor import Executor, Work
 from ft_hsdp.ftar.frame import Key
 from ft_hsdp.ftar.settings import Settings
+from tests.support.ftar.ring_values import KEY, entry
 
 
 class Scripted(Ring):

@@ -13,8 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-from known import streams
-from ring_helpers import LAYOUT, TOKEN, Ring, Transport, error, grant, run, until
 
 from ft_hsdp import handshake, protocol
 from ft_hsdp.address import split
@@ -28,6 +26,8 @@ from ft_hsdp.ftar.peer import Peer
 from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingData, RingHello
+from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, Ring, Transport, error, grant, run, until
+from tests.support.known import streams
 
 
 @pytest.mark.parametrize("transport", ["tcp", "auto"])

@@ -12,8 +12,6 @@ from unittest import mock
 
 import pytest
 import torch
-from member_process import TOKEN, MemberProcess
-from ring_helpers import Replica, Ring, Transport, error, run, until
 
 from ft_hsdp import protocol
 from ft_hsdp.core.commit import AttemptId, CommitToken
@@ -24,6 +22,8 @@ from ft_hsdp.ftar.heartbeat import HostSentinel
 from ft_hsdp.ftar.lifecycle import GroupState
 from ft_hsdp.ftar.peer import Peer
 from ft_hsdp.protocol import RingBeat
+from tests.support.ftar.member_process import TOKEN, MemberProcess
+from tests.support.ftar.ring_helpers import Replica, Ring, Transport, error, run, until
 
 MINUTE_S = 60.0
 

@@ -5,8 +5,6 @@ import socket
 from dataclasses import replace
 
 import pytest
-from known import streams
-from ring_helpers import BASE, LAYOUT, TOKEN, grant, run, until
 
 from ft_hsdp import handshake, protocol
 from ft_hsdp.address import split
@@ -16,6 +14,8 @@ from ft_hsdp.ftar import listener, wire
 from ft_hsdp.ftar.listener import Listener, MemberIdentity
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingAbort, RingData, RingHello
+from tests.support.ftar.ring_helpers import BASE, LAYOUT, TOKEN, grant, run, until
+from tests.support.known import streams
 
 ME, OTHER = MemberIdentity(0, 0, LAYOUT, TOKEN), MemberIdentity(1, 0, LAYOUT, TOKEN)
 

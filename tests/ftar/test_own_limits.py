@@ -11,11 +11,11 @@ from unittest import mock
 
 import httpx
 import pytest
-from ring_helpers import Ring, grant, run, until
 
 from ft_hsdp import address, handshake
 from ft_hsdp.errors import EXIT_RETRYABLE, LocalResourceError, exhausted
 from ft_hsdp.ftar.rendezvous import Rendezvous
+from tests.support.ftar.ring_helpers import Ring, grant, run, until
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL])

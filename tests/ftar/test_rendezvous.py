@@ -6,8 +6,6 @@ from unittest import mock
 
 import pytest
 import torch
-from known import streams
-from ring_helpers import LAYOUT, TOKEN, Replica, Ring, Transport, error, grant, run, until
 
 from ft_hsdp import protocol
 from ft_hsdp.errors import FTARError
@@ -16,6 +14,8 @@ from ft_hsdp.ftar.lifecycle import GroupState
 from ft_hsdp.ftar.listener import MemberIdentity
 from ft_hsdp.ftar.rendezvous import Rendezvous, choose
 from ft_hsdp.handshake import Purpose
+from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, Replica, Ring, Transport, error, grant, run, until
+from tests.support.known import streams
 
 
 def ends(peer: Replica) -> tuple[Any, Any]:

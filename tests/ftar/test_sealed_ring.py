@@ -3,9 +3,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from ring_helpers import Ring, run
 
 from ft_hsdp import record_layer
+from tests.support.ftar.ring_helpers import Ring, run
 
 
 @pytest.fixture(autouse=True)

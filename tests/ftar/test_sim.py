@@ -11,9 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from ring_values import KEY, entry, folded, same, values
-from sim_ring import Sizes, World
-from sim_transport import Clock, Nature
 from torch import Tensor
 
 from ft_hsdp.core.ring import ProcessChunk, RingPlan
@@ -23,6 +20,9 @@ from ft_hsdp.ftar.dataplane.base import Plane, Processed
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
 from ft_hsdp.ftar.executor import Work
 from ft_hsdp.ftar.transport.base import Chunk
+from tests.support.ftar.ring_values import KEY, entry, folded, same, values
+from tests.support.ftar.sim_ring import Sizes, World
+from tests.support.ftar.sim_transport import Clock, Nature
 
 CONTROL_S = 1e-4  # less than any delay of data: what the control connection says comes first
 ITEM = 4

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from storm import Storm
+
+from tests.ftar.storm import Storm
 
 
 @pytest.mark.multiproc

@@ -14,11 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from descriptors import raised
-from ring_rig import Shape, framing, rig
-from ring_values import KEY, entry, same
 from torch import Tensor
-from transport_kinds import FLAVOURS
 
 from ft_hsdp.errors import (
     FTARError,
@@ -40,6 +36,10 @@ from ft_hsdp.ftar.transport.kind import EncodedPayload, InlineCodec
 from ft_hsdp.ftar.transport.receiver import ReceiveLane, StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.ftar.transport.shm import ReferenceDecoder, ReferenceEncoder
+from tests.support.descriptors import raised
+from tests.support.ftar.ring_rig import Shape, framing, rig
+from tests.support.ftar.ring_values import KEY, entry, same
+from tests.support.ftar.transport_kinds import FLAVOURS
 
 
 @pytest.fixture

@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from programs import inapplicable
-from ring_rig import Rig, Shape, feed, framing, rig
-from ring_values import KEY, entry, folded, same, values
 from torch import Tensor
-from transport_kinds import FLAVOURS, Flavour
 
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout, ProtocolViolation, Skipped, StaleEpoch
 from ft_hsdp.ftar import frame as wire
 from ft_hsdp.ftar.allreduce import DTYPES, AllReduceOrder, AllReduceResult
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.transport.base import Transfer
+from tests.support.ftar.ring_rig import Rig, Shape, feed, framing, rig
+from tests.support.ftar.ring_values import KEY, entry, folded, same, values
+from tests.support.ftar.transport_kinds import FLAVOURS, Flavour
+from tests.support.programs import inapplicable
 
 THREADED = 72 * 1024  # bytes of a chunk that is worth a thread
 

@@ -14,8 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parents[1])]
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 
 def main() -> int:
@@ -27,8 +26,8 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=2, help="how many parsers (2)")
     parser.add_argument("--here", action="store_true")
     chosen = parser.parse_args()
-    from fuzz_engine import bounded, fuzz
-    from fuzz_targets import targets
+    from tests.support.fuzz.fuzz_engine import bounded, fuzz
+    from tests.support.fuzz.fuzz_targets import targets
 
     names = chosen.parsers or list(targets())
     if chosen.here:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from fuzz_engine import Mutator, Parser, fuzz
-from fuzz_targets import targets
+
+from tests.support.fuzz.fuzz_engine import Mutator, Parser, fuzz
+from tests.support.fuzz.fuzz_targets import targets
 
 
 @pytest.mark.parametrize("name", sorted(targets()))

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from fuzz_verdicts import verdicts
+
+from tests.support.fuzz.fuzz_verdicts import verdicts
 
 ROOT = Path(__file__).parents[2]
 INPUTS = 50
@@ -17,8 +18,7 @@ PURE = {"isinstance", "len", "set"}
 
 
 def test_parsers_of_outside_bytes_say_the_same() -> None:
-    script = Path(__file__).with_name("fuzz_verdicts.py")
-    command = [sys.executable, "-O", str(script), str(INPUTS)]
+    command = [sys.executable, "-O", "-m", "tests.support.fuzz.fuzz_verdicts", str(INPUTS)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     optimised = json.loads(done.stdout)

@@ -6,8 +6,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-import golden
 import pytest
+
+from tests.golden import golden
 
 KEPT = golden.everything(train=False)
 

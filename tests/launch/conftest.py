@@ -1,22 +1,14 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_helpers import Plan
 
 from ft_hsdp.config import dump, parse
 from ft_hsdp.launch.run.directory import RunDir
-
-
-@pytest.fixture(autouse=True)
-def _stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes that a test starts find the stand-ins beside it."""
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+from tests.support.launch.launch_helpers import Plan
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ import pytest
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from launch_rows import failures
 
 from ft_hsdp import fault_injection
 from ft_hsdp.analysis.failures import AFTERMATH_S
@@ -23,6 +22,7 @@ from ft_hsdp.launch.chaos import Injection, Planner, words
 from ft_hsdp.launch.injection import by_hand, described, inflict
 from ft_hsdp.launch.run.directory import RunDir, read_jsonl, write_json
 from ft_hsdp.sentences import tell
+from tests.support.launch.launch_rows import failures
 
 ALL = (0, 1, 2)
 

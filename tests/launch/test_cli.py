@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_rows import event
 
 from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch import cli
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.cli import main
 from ft_hsdp.launch.run.directory import RunDir, identity, write_json
+from tests.support.launch.launch_rows import event
 
 HOST = socket.gethostname()
 

@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import pytest
-from launch_helpers import DEADLINE_S
 
 from ft_hsdp.config import parse
 from ft_hsdp.launch.cli import main
@@ -24,6 +23,7 @@ from ft_hsdp.launch.doctor import CHECKS, Bad, CheckState, Finding, Subject, Und
 from ft_hsdp.launch.doctor.checks import Check
 from ft_hsdp.launch.run.directory import RunDir, identity, write_json
 from lighthouse.ha.standby import Standby, SwitchableApp
+from tests.support.launch.launch_helpers import DEADLINE_S
 
 PAGE = (Path(__file__).parents[2] / "docs/doctor.md").read_text()
 

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from etcd_server import EtcdServer
 
 from ft_hsdp.config import Config, parse
 from ft_hsdp.errors import ConfigError
@@ -23,6 +22,7 @@ from ft_hsdp.launch.doctor.host import Allowance, allowance
 from ft_hsdp.launch.ray.placement import request
 from ft_hsdp.mounts import mount_of
 from ft_hsdp.train import tokens
+from tests.support.etcd_server import EtcdServer
 
 ALONE = Subject(Config())
 SPANNING = Subject(parse({"network": {"host": "0.0.0.0"}}))

@@ -3,12 +3,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from launch_rows import commit, event, failures, summarize
 
 from ft_hsdp.config import parse
 from ft_hsdp.launch.run.directory import Row
 from ft_hsdp.launch.run.explain import account
 from ft_hsdp.launch.run.terminal import summary_lines
+from tests.support.launch.launch_rows import commit, event, failures, summarize
 
 
 def killed(t: float, *, replica: int = 1, n: int = 0, kind: str = "SIGKILL", **fields: Any) -> list[Row]:

@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from faulty_trainer import POISON, VICTIM
-from launch_helpers import train
 
 from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl
+from tests.support.launch.faulty_trainer import POISON, VICTIM
+from tests.support.launch.launch_helpers import train
 
 pytestmark = [pytest.mark.proof, pytest.mark.multiproc]
 
@@ -33,7 +33,7 @@ def test_a_trainer_that_hangs_is_replaced(tmp_path: Path) -> None:
     """Its process lives: its rank ends itself, and a new one takes its place."""
     run = train(
         tmp_path,
-        "faulty_trainer:hanging",
+        "tests.support.launch.faulty_trainer:hanging",
         replicas=3,
         ranks_per_replica=1,
         train={"steps": 25},
@@ -53,7 +53,7 @@ def test_a_job_of_one_replica_survives_each_kind_of_hang(tmp_path: Path) -> None
     """It hangs where nobody else sees it: before check-in, in a stopped rank, and altogether."""
     run = train(
         tmp_path,
-        "faulty_trainer:lone",
+        "tests.support.launch.faulty_trainer:lone",
         150.0,
         replicas=1,
         ranks_per_replica=2,
@@ -83,7 +83,7 @@ def test_a_rank_without_descriptors_is_replaced_and_no_healthy_one_is_left_out(t
     """It has none left when a new ring is formed."""
     run = train(
         tmp_path,
-        "faulty_trainer:full",
+        "tests.support.launch.faulty_trainer:full",
         replicas=3,
         ranks_per_replica=1,
         train={"steps": 40},
@@ -109,7 +109,7 @@ def test_a_batch_that_is_never_finite_is_given_up(tmp_path: Path) -> None:
     retries = 2
     run = train(
         tmp_path,
-        "faulty_trainer:poisoned",
+        "tests.support.launch.faulty_trainer:poisoned",
         replicas=2,
         ranks_per_replica=1,
         train={"steps": 12, "poison_retries": retries},

@@ -11,14 +11,14 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launch_helpers import Plan, run_async, until
 
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, Retryable
 from ft_hsdp.launch.backend.forkserver import ForkServer
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.run.directory import RunDir, alive
+from tests.support.launch.launch_helpers import Plan, run_async, until
 
-STANDIN = "standin:main"
+STANDIN = "tests.support.launch.standin:main"
 
 
 class Ranks:

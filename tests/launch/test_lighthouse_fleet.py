@@ -12,8 +12,6 @@ from typing import Any
 
 import psutil
 import pytest
-from etcd_server import EtcdServer
-from launch_helpers import run_async, until
 
 from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
@@ -21,6 +19,8 @@ from ft_hsdp.launch import lighthouse_process
 from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseFleet, check_port, furnish
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json
 from ft_hsdp.launch.run.status import lines, status
+from tests.support.etcd_server import EtcdServer
+from tests.support.launch.launch_helpers import run_async, until
 
 pytestmark = pytest.mark.multiproc
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
-from launch_helpers import run_async, until
 
 from ft_hsdp import protocol
 from ft_hsdp.control.lighthouse_client import Lighthouses, deliver
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
+from tests.support.launch.launch_helpers import run_async, until
 
 ANSWER = {"evict": [], "epoch": 3, "step": 7, "finished": False, "halted": "", "drained": []} | {
     "leases": {},

@@ -13,7 +13,6 @@ from typing import Any
 
 import psutil
 import pytest
-from launch_helpers import run_async, until
 
 from ft_hsdp.config import Config, parse
 from ft_hsdp.errors import ConfigError
@@ -24,6 +23,7 @@ from ft_hsdp.launch.run.directory import RunDir, claim, identity, read_json, rea
 from ft_hsdp.launch.run.status import status
 from ft_hsdp.launch.run.summary import Summary
 from ft_hsdp.launch.run.terminal import Terminal
+from tests.support.launch.launch_helpers import run_async, until
 
 KILL = {"at_step": 8, "replicas": [1], "rank": 1}
 
@@ -46,9 +46,9 @@ class Fake:
             means = here(
                 self.config,
                 self.run,
-                entry="standin_trainer:main",
+                entry="tests.support.launch.standin_trainer:main",
                 preload=(),
-                lighthouse="standin_lighthouse",
+                lighthouse="tests.support.launch.standin_lighthouse",
             )
             return await JobRun(self.config, self.run, terminal, means).run()
 

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
-from launch_rows import commit
 
 from ft_hsdp.analysis.commits import PATIENCE, CommitMerger, metrics_row
 from ft_hsdp.launch.run.directory import Row
+from tests.support.launch.launch_rows import commit
 
 
 def steps(rows: list[Row]) -> list[int]:

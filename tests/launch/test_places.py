@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from launch_helpers import run_async, until
 
 from ft_hsdp.config import parse
 from ft_hsdp.launch.backend.base import COLD, ProcessWatch, ReplicaSpec
@@ -16,6 +15,7 @@ from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+from tests.support.launch.launch_helpers import run_async, until
 
 
 class Rank:

@@ -13,13 +13,13 @@ from typing import Any
 
 import psutil
 import pytest
-from aborted import aborted
-from slurm_cluster import SlurmCluster
 
 from ft_hsdp.config import parse
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.render.settings import Site
 from ft_hsdp.launch.render.slurm import slurm
+from tests.support.aborted import aborted
+from tests.support.launch.slurm_cluster import SlurmCluster
 
 STEPS = 3000  # they must last until elements are back in the queue and out again
 DEADLINE_S = 120.0

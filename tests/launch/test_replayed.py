@@ -3,13 +3,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch_rows import commit
 
 from ft_hsdp.config import Config, dump
 from ft_hsdp.core.ledger import BatchAssigner, Ledger
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import RunDir, write_json
 from ft_hsdp.launch.run.replay import _dealt, replay
+from tests.support.launch.launch_rows import commit
 
 ROW = commit(3, who=[0, 2])  # both at batch 2 of their shards
 

@@ -9,7 +9,6 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import pytest
-from launch_helpers import Plan, run_async, until
 
 from ft_hsdp.config import parse
 from ft_hsdp.launch.backend import spares
@@ -18,6 +17,7 @@ from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
 from ft_hsdp.launch.supervisor import ReplicaSupervisor
+from tests.support.launch.launch_helpers import Plan, run_async, until
 
 
 class Watched:
@@ -46,7 +46,9 @@ class World:
     def __init__(self, run: RunDir, spares: int = 1) -> None:
         self.run = run
         self.events: list[Row] = []
-        self.backend = LocalBackend(run, entry="standin:main", preload=(), spares=spares, emit=self.events.append)
+        self.backend = LocalBackend(
+            run, entry="tests.support.launch.standin:main", preload=(), spares=spares, emit=self.events.append
+        )
 
     def spec(self, replica: int, restarts: int = 0) -> ReplicaSpec:
         return ReplicaSpec(replica, 2, "a", restarts, self.run.config)

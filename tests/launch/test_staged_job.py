@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from launch_helpers import train
 
 from ft_hsdp.launch.run.directory import read_jsonl
 from ft_hsdp.launch.run.replay import replay
+from tests.support.launch.launch_helpers import train
 
 
 @pytest.mark.proof
@@ -17,7 +17,7 @@ def test_a_staged_job_loses_a_replica_and_heals(tmp_path: Path) -> None:
     pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
     run = train(
         tmp_path,
-        "staged_trainer:main",
+        "tests.support.launch.staged_trainer:main",
         replicas=2,
         ranks_per_replica=1,
         train={"steps": 14, "seq_len": 32, "micro_batch": 2},

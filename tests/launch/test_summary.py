@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from launch_rows import batches, commit, event, fed, summarize
 
 from ft_hsdp.analysis.commits import CommitMerger
 from ft_hsdp.config import parse
 from ft_hsdp.launch.run.directory import Row
 from ft_hsdp.launch.run.summary import RunTally
+from tests.support.launch.launch_rows import batches, commit, event, fed, summarize
 
 CONFIG = parse({"replicas": 3})
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import psutil
 import pytest
-from launch_helpers import Plan, run_async, until
 
 from ft_hsdp.config import parse
 from ft_hsdp.core import restart
@@ -19,6 +18,7 @@ from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+from tests.support.launch.launch_helpers import Plan, run_async, until
 
 
 class Book:
@@ -73,7 +73,7 @@ class World:
         self.book = Book()
         self.events: list[Row] = []
         self.progress = Progress()
-        self.backend = LocalBackend(run, entry="standin:main", preload=())
+        self.backend = LocalBackend(run, entry="tests.support.launch.standin:main", preload=())
         self.survivors = False
         self.proven = False
         self.supervisor = ReplicaSupervisor(

@@ -5,11 +5,11 @@ import re
 from typing import Any
 
 import pytest
-from launch_rows import commit, event, fed, summarize
 
 from ft_hsdp.config import parse
 from ft_hsdp.launch.run.terminal import Terminal, step_line, summary_lines
 from ft_hsdp.sentences import tell
+from tests.support.launch.launch_rows import commit, event, fed, summarize
 
 CONFIG = parse({"train": {"steps": 5}})
 

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from aborted import aborted
-from torchrun_job import ROOT, TorchrunJob, check
+
+from tests.support.aborted import aborted
+from tests.support.torchrun_job import ROOT, TorchrunJob, check
 
 STEPS = 60
 SETTINGS = f"""

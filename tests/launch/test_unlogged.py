@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from launch_rows import batches, commit, event, summarize
 
 from ft_hsdp.config import parse
 from ft_hsdp.launch.run.directory import Row
 from ft_hsdp.launch.run.terminal import summary_lines
+from tests.support.launch.launch_rows import batches, commit, event, summarize
 
 STEPS = 10
 

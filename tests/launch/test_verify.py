@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from launch_rows import commit, event, fed
 
 from ft_hsdp.config import dump, parse
 from ft_hsdp.jsonl import LineWriter
@@ -17,6 +16,7 @@ from ft_hsdp.launch import cli
 from ft_hsdp.launch.run.directory import Row, RunDir, write_json
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.verify import verify
+from tests.support.launch.launch_rows import commit, event, fed
 
 STEPS = 12
 ALL = {"0": "contribute", "1": "contribute", "2": "contribute"}

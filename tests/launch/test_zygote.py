@@ -6,9 +6,9 @@ import socket
 from pathlib import Path
 
 import pytest
-from descriptors import raised
 
 from ft_hsdp.launch.backend import zygote
+from tests.support.descriptors import raised
 
 
 @pytest.mark.parametrize("told", [True, False])

@@ -3,7 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from etcd_server import EtcdServer
+
+from tests.support.etcd_server import EtcdServer
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx
 import pytest
-from lighthouse_helpers import TOKEN, Row, ask, at, name, run_async
 
 from ft_hsdp.core.grant import Continue
 from ft_hsdp.protocol import ProcessReport
@@ -16,6 +15,7 @@ from lighthouse.http.app import MAX_REASON, create_app
 from lighthouse.quorum.state import Policy
 from lighthouse.service import SUPERVISED_S, Service
 from lighthouse.store import MemoryStore, StoreFailed
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, Row, ask, at, name, run_async
 
 ADMIN = "ad" * 32
 ORDERS = ["replicas/1/evict", "replicas/1/drain", "replicas/1/undrain", "checkpoint", "scale"]

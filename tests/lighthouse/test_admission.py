@@ -6,7 +6,6 @@ import asyncio
 from dataclasses import replace
 
 import pytest
-from lighthouse_helpers import CONFIG_HASH, TOKEN, ask, at, events, granted, make_service, name, quiet, run_async
 
 from ft_hsdp.config import agreed, config_hash, parse
 from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution
@@ -19,6 +18,18 @@ from lighthouse.http.access import Keys
 from lighthouse.quorum.state import Agreement
 from lighthouse.runtime import policy
 from lighthouse.store import MemoryStore
+from tests.support.lighthouse.lighthouse_helpers import (
+    CONFIG_HASH,
+    TOKEN,
+    ask,
+    at,
+    events,
+    granted,
+    make_service,
+    name,
+    quiet,
+    run_async,
+)
 
 RECORD = CommitRecord(1, 0, 1, "0" * 32, (0, 1), 2, (Contribution(0, 1, 0, 0),), "d")
 

@@ -7,7 +7,6 @@ import json
 
 import httpx
 import pytest
-from lighthouse_helpers import TOKEN, ask, name, run_async
 
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Grant, Refused
@@ -18,6 +17,7 @@ from lighthouse.http.app import create_app
 from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
 from lighthouse.store import MemoryStore, StoreFailed
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, name, run_async
 
 V1 = [("POST", "/v1/quorum"), ("POST", "/v1/processes"), ("GET", "/v1/status")]
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}

@@ -9,11 +9,11 @@ import time
 
 import psutil
 import pytest
-from guarded_helpers import Healthy, guarded, read
-from lighthouse_helpers import ADMIN, TOKEN, ask
 
 from ft_hsdp import protocol
 from lighthouse.http.access import view_key
+from tests.support.lighthouse.guarded_helpers import Healthy, guarded, read
+from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN, ask
 
 pytestmark = pytest.mark.multiproc
 

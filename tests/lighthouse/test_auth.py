@@ -7,11 +7,11 @@ import logging
 import os
 
 import pytest
-from lighthouse_helpers import ADMIN, TOKEN
 
 from ft_hsdp.errors import ConfigError
 from lighthouse.http import access as auth
 from lighthouse.http.access import ADMIN_VARIABLE, TOKEN_VARIABLE, Keys, may, view_key
+from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN
 
 NEXT = "7a" * 32
 KEYS = Keys(TOKEN, ADMIN)

@@ -17,12 +17,12 @@ from typing import Any
 
 import psutil
 import pytest
-from lighthouse_helpers import TOKEN, ask, at, name
 
 from ft_hsdp import protocol
 from ft_hsdp.config import config_hash, dump, parse
 from ft_hsdp.core.grant import Continue, Grant
 from ft_hsdp.protocol import Telemetry
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, name
 
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = {"replicas": 2, "train": {"steps": 10**6}}

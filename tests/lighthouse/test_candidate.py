@@ -16,11 +16,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from lighthouse_helpers import TOKEN, ask, at
 
 from ft_hsdp import protocol
 from ft_hsdp.config import config_hash, dump, parse
 from ft_hsdp.core.grant import Continue, Grant
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at
 
 REPO = Path(__file__).resolve().parents[2]
 NAMES = itertools.count()

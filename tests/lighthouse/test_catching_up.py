@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from lighthouse_helpers import START, Script, at, name, record
-
 from ft_hsdp.core.grant import CatchUp
+from tests.support.lighthouse.lighthouse_helpers import START, Script, at, name, record
 
 HOUR = 3600.0
 

@@ -7,11 +7,9 @@ import json
 import math
 import time
 
-import day
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lighthouse_helpers import quiet, run_async
 
 from ft_hsdp import protocol
 from ft_hsdp.errors import ProtocolViolation
@@ -24,6 +22,8 @@ from lighthouse.journal.journal import JobJournal
 from lighthouse.journal.row_checks import MAX_REASON, MAX_ROW
 from lighthouse.overview.liveness import SILENT_S, STUCK_S
 from lighthouse.overview.rows import JobInfo, JournalEntry
+from tests.support.lighthouse import day
+from tests.support.lighthouse.lighthouse_helpers import quiet, run_async
 
 ABOUT = JobInfo("job", 3, 2, 100)
 NOW = 1_780_000_000.0

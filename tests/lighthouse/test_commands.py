@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lighthouse_helpers import START, Out, Script, at, name, record
 
 from ft_hsdp.core.grant import Continue, Finish, Grant, Refused
 from lighthouse.quorum.commands import CommandPlan, Impossible, Supervised, plan
 from lighthouse.quorum.state import Action, Commanded
 from lighthouse.status import describe
 from lighthouse.store import MemoryStore
+from tests.support.lighthouse.lighthouse_helpers import START, Out, Script, at, name, record
 
 ALL = Supervised({0, 1, 2})
 

@@ -6,11 +6,11 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from lighthouse_helpers import Script, at, name
 
 from ft_hsdp.core.grant import Continue, Member
 from lighthouse.quorum.rules import arrange, neighbours
 from lighthouse.store import MemoryStore
+from tests.support.lighthouse.lighthouse_helpers import Script, at, name
 
 LIMIT_S = 30.0
 

@@ -7,10 +7,10 @@ import itertools
 import time
 
 import pytest
-from lighthouse_helpers import run_async
 
 from lighthouse.ha.election import Election, boot_time
 from lighthouse.ha.etcd import Etcd, EtcdUnreachable
+from tests.support.lighthouse.lighthouse_helpers import run_async
 
 pytestmark = pytest.mark.multiproc
 NAMES = itertools.count()

@@ -7,10 +7,10 @@ import socket
 import time
 
 import pytest
-from etcd_server import EtcdServer
 
 from ft_hsdp.errors import ConfigError
 from lighthouse.ha.etcd import Etcd, EtcdEntry, EtcdRefused, EtcdUnreachable
+from tests.support.etcd_server import EtcdServer
 
 pytestmark = pytest.mark.multiproc
 NAMES = itertools.count()

@@ -11,11 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from lighthouse_helpers import run_async
 
 from lighthouse.ha.election import Deposed, Election, EtcdStore
 from lighthouse.ha.etcd import Etcd, EtcdEntry, EtcdUnreachable
 from lighthouse.quorum.state import LighthouseState, Policy
+from tests.support.lighthouse.lighthouse_helpers import run_async
 
 HEADER = {"cluster_id": "1", "member_id": "2", "revision": "7", "raft_term": "2"}
 POLICY = Policy(slots=2, steps=10)

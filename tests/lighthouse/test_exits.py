@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import random
 
-from lighthouse_helpers import START, Script, at, name, record
-
 from ft_hsdp.core.grant import Continue, Refused
 from lighthouse.quorum.rules import EPOCHS, Epoch, merged, uncovered
 from lighthouse.quorum.state import ProcessesReported
 from lighthouse.quorum.transition import outlived, run_of
+from tests.support.lighthouse.lighthouse_helpers import START, Script, at, name, record
 
 
 def test_an_incarnation_is_named_after_its_run_and_its_restarts() -> None:

@@ -8,12 +8,12 @@ import socket
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from lighthouse_helpers import ADMIN, TOKEN, run_async
 from starlette.requests import Request
 
 from lighthouse.http import connections
 from lighthouse.http.access import Keys, Rates, RequestGate
 from lighthouse.http.openapi import describe
+from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN, run_async
 
 KEYS = Keys(TOKEN, ADMIN)
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from statistics import median
 
-import day
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_hsdp.analysis.goodput import Goodput, Median, fault_free_step
+from tests.support.lighthouse import day
 
 
 def commit(t, step, contributors=(0, 1, 2, 3), step_s=1.0, total=4, **waits):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
-from lighthouse_helpers import ask, at, granted, make_service, name, quiet, run_async
-
 from ft_hsdp.protocol import ProcessReport
+from tests.support.lighthouse.lighthouse_helpers import ask, at, granted, make_service, name, quiet, run_async
 
 
 def test_status_names_every_state():

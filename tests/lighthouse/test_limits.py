@@ -11,12 +11,12 @@ import pytest
 import uvicorn
 from hypothesis import given
 from hypothesis import strategies as st
-from lighthouse_helpers import run_async
 from starlette.exceptions import HTTPException
 from uvicorn.server import ServerState
 
 from lighthouse.http import connections
 from lighthouse.http.access import ADDRESSES, KIB, Buckets, OpenSlots, Rates, TooMany, rule, source
+from tests.support.lighthouse.lighthouse_helpers import run_async
 
 
 def test_a_bucket_lets_a_burst_through_and_then_its_rate():

@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from lighthouse_helpers import START, TOKEN, Script, ask, at, make_service, name, run_async
 
 from ft_hsdp.core.grant import Grant, Member, Refused, Report
 from ft_hsdp.core.state_id import StateId
@@ -17,6 +16,16 @@ from lighthouse.quorum import transition as incarnations
 from lighthouse.quorum.rules import AdmittedIncarnation, Base, Epoch
 from lighthouse.quorum.state import Asked, LighthouseState, OpenRequest, Policy, ProcessesReported
 from lighthouse.store import MemoryStore
+from tests.support.lighthouse.lighthouse_helpers import (
+    START,
+    TOKEN,
+    Script,
+    ask,
+    at,
+    make_service,
+    name,
+    run_async,
+)
 
 OLD, NEW = "1-aaaa-0", "1-bbbb-0"
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from lighthouse_helpers import TOKEN, ask, at, name
 
 from ft_hsdp import protocol
 from ft_hsdp.config import Config, config_hash, dump, parse
@@ -24,6 +23,7 @@ from ft_hsdp.errors import ConfigError
 from lighthouse import __main__ as program
 from lighthouse import runtime
 from lighthouse.http.access import TOKEN_VARIABLE
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, name
 
 REPO = Path(__file__).resolve().parents[2]
 START_S = 30.0

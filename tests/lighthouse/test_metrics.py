@@ -5,7 +5,6 @@ import time
 from typing import Any
 
 import pytest
-from metrics_scene import FAILURE, TOKEN, Scene
 
 from ft_hsdp.protocol import RankBeat, Telemetry
 from lighthouse.http.access import view_key
@@ -13,6 +12,7 @@ from lighthouse.http.metrics import KINDS, STATES, Meter
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.rows import JobInfo
+from tests.support.lighthouse.metrics_scene import FAILURE, TOKEN, Scene
 
 
 def commit(**other: Any) -> dict[str, Any]:

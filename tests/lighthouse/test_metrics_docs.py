@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import yaml
-from metrics_scene import Scene
+
+from tests.support.lighthouse.metrics_scene import Scene
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs/metrics.md").read_text()

@@ -10,7 +10,6 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from lighthouse_helpers import TOKEN, run_async
 
 from lighthouse.ha import replication as mirrors
 from lighthouse.ha.replication import JournalMirror
@@ -19,6 +18,7 @@ from lighthouse.http.journal_routes import views
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.rows import JobInfo, JournalEntry
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, run_async
 
 
 class Leader:

@@ -9,7 +9,6 @@ import httpx
 import pytest
 import schemathesis
 from hypothesis import HealthCheck, settings
-from lighthouse_helpers import ADMIN, TOKEN, run_async
 from schemathesis.checks import CHECKS, load_all_checks
 
 from lighthouse.http.access import Keys, Rates, RequestGate, view_key
@@ -20,6 +19,7 @@ from lighthouse.overview.rows import JobInfo
 from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
 from lighthouse.store import MemoryStore
+from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN, run_async
 
 TOKENS = {"viewer": view_key(TOKEN), "worker": TOKEN, "admin": ADMIN}
 ERRORS = ("400", "401", "403", "408", "413", "422", "429", "431", "503")

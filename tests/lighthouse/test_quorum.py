@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import doctest
 
-from lighthouse_helpers import START, at, name, record, report
-
 from ft_hsdp.core.commit import AttemptId
 from ft_hsdp.core.grant import Member
 from lighthouse import quorum
 from lighthouse.quorum import rules
 from lighthouse.quorum.rules import Base, Epoch
+from tests.support.lighthouse.lighthouse_helpers import START, at, name, record, report
 
 LIVES = [(r, name(r)) for r in range(3)]
 

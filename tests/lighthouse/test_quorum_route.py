@@ -4,13 +4,12 @@ import asyncio
 import json
 from typing import Any
 
-from lighthouse_helpers import TOKEN, ask, at, make_service, quiet, run_async
-
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Continue, Grant
 from lighthouse.http.access import MAX_BODY, Keys
 from lighthouse.http.app import create_app
 from lighthouse.http.quorum_route import BODY_S
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, make_service, quiet, run_async
 
 
 class Call:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from lighthouse_helpers import Out, Script, at
 
 from ft_hsdp.core.grant import Continue, Finish, Refused
 from lighthouse.overview.replicas import Lanes
 from lighthouse.quorum.commands import CommandPlan, Impossible, Supervised, plan
 from lighthouse.quorum.state import Action, Commanded
 from lighthouse.status import describe
+from tests.support.lighthouse.lighthouse_helpers import Out, Script, at
 
 ALL = Supervised({0, 1, 2, 3})
 

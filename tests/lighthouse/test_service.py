@@ -8,7 +8,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from lighthouse_helpers import TOKEN, ask, at, events, granted, make_service, name, quiet, run_async
 
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Continue, Grant, Refused
@@ -16,6 +15,17 @@ from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import ProcessReport, Wait
 from lighthouse import service as services
 from lighthouse.store import MemoryStore, StoreFailed
+from tests.support.lighthouse.lighthouse_helpers import (
+    TOKEN,
+    ask,
+    at,
+    events,
+    granted,
+    make_service,
+    name,
+    quiet,
+    run_async,
+)
 
 
 class Full(MemoryStore):

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from lighthouse_helpers import START, Script, at, name, record
 
 from ft_hsdp.core.commit import AttemptId
 from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Refused
 from lighthouse.quorum.state import View
 from lighthouse.store import MemoryStore
+from tests.support.lighthouse.lighthouse_helpers import START, Script, at, name, record
 
 HOUR = 3600.0
 

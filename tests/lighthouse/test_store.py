@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from lighthouse_helpers import START, Script, at, record
 
 from ft_hsdp.core import state_id
 from ft_hsdp.errors import ConfigError
@@ -25,6 +24,7 @@ from lighthouse.ha.etcd import Etcd
 from lighthouse.quorum.rules import NO_EDGES, Barred, Edges, Lease
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 from lighthouse.store import FORMAT, MemoryStore, SqliteStore, StoreFailed
+from tests.support.lighthouse.lighthouse_helpers import START, Script, at, record
 
 POLICY = Policy(slots=3, steps=10)
 DURABLE = stores._DURABLE

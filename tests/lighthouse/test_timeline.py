@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from itertools import pairwise
 
-import day
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,6 +13,7 @@ from ft_hsdp.analysis.failures import MAX_EPOCHS, MAX_FAILURES, Failures
 from ft_hsdp.analysis.goodput import fault_free_step
 from lighthouse.overview.overview import SHOWN_EPOCHS, Timeline, states
 from lighthouse.overview.replicas import MAX_SEGMENTS, Lane, _joined
+from tests.support.lighthouse import day
 
 T = 1000.0
 

@@ -11,11 +11,11 @@ from http.client import HTTPSConnection
 import httpx
 import psutil
 import pytest
-from certificates import Authority
-from guarded_helpers import BEARER, guarded, read
 
 from ft_hsdp import tls
 from ft_hsdp.config import parse
+from tests.support.certificates import Authority
+from tests.support.lighthouse.guarded_helpers import BEARER, guarded, read
 
 pytestmark = pytest.mark.multiproc
 DAY = timedelta(days=1)

@@ -11,7 +11,6 @@ import httpx
 import pytest
 import uvicorn
 from fastapi import FastAPI
-from lighthouse_helpers import TOKEN, make_service, run_async
 
 from ft_hsdp import protocol
 from ft_hsdp.protocol import RankBeat, Telemetry
@@ -21,6 +20,7 @@ from lighthouse.http.journal_routes import FOLDER, SECURITY, Static, views
 from lighthouse.journal.database import DatabaseFailed, MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.rows import JobInfo
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, make_service, run_async
 
 ADMIN = "ad" * 32
 KEYS = Keys(TOKEN, ADMIN)

@@ -8,7 +8,8 @@ import sys
 from typing import Any
 
 import pytest
-from ray_cluster import ROOT, Cluster
+
+from tests.support.launch.ray_cluster import ROOT, Cluster
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.soak]
 

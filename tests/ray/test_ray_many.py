@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 import pytest
-from ray_cluster import SLOW, SMALL, Cluster, Job, command
-from test_ray_submit import audit
 
 from ft_hsdp.launch.run.directory import read_json
+from tests.ray.test_ray_submit import audit
+from tests.support.launch.ray_cluster import SLOW, SMALL, Cluster, Job, command
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
 

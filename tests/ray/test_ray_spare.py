@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from ray_cluster import SLOW, Cluster, Job, kill
-from test_ray_submit import audit
 
 from ft_hsdp.launch.ray.actor import OWNER
 from ft_hsdp.launch.run.directory import alive, read_json
+from tests.ray.test_ray_submit import audit
+from tests.support.launch.ray_cluster import SLOW, Cluster, Job, kill
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
 

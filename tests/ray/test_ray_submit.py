@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from ray_cluster import SLOW, Cluster, Job, command
 
 from ft_hsdp.launch.run.directory import RunDir, read_json
+from tests.support.launch.ray_cluster import SLOW, Cluster, Job, command
 
 pytestmark = pytest.mark.multiproc
 

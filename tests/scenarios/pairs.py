@@ -22,17 +22,19 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pairs_report as report
+sys.path.insert(0, str(Path(__file__).parents[2]))  # this file is a command, too
+
 import psutil
-from pairs_plan import REPLICAS, Fault, Pair, pair
-from pairs_watch import Watch
-from scenario_job import Job
 
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch.injection import inflict
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.verify import verify
+from tests.support.scenarios import pairs_report as report
+from tests.support.scenarios.pairs_plan import REPLICAS, Fault, Pair, pair
+from tests.support.scenarios.pairs_watch import Watch
+from tests.support.scenarios.scenario_job import Job
 
 ROOT = Path(__file__).parents[2]
 STANDSTILL_S = 30.0

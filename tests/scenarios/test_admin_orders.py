@@ -10,14 +10,14 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from aborted import aborted
-from scenario_job import Job, check
 
 from ft_hsdp import secret
 from ft_hsdp.errors import EXIT_CONFIG, ConfigError, LighthouseUnreachable
 from ft_hsdp.launch import admin
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.state.checkpoint import catalog
+from tests.support.aborted import aborted
+from tests.support.scenarios.scenario_job import Job, check
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
 

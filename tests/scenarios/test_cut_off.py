@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tcp_proxy import Proxy
-from torchrun_job import TorchrunJob
+
+from tests.support.tcp_proxy import Proxy
+from tests.support.torchrun_job import TorchrunJob
 
 SETTINGS = """
 replicas: 2

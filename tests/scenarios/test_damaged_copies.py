@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenario_job import Job, check
 
 from ft_hsdp.core.state_id import SLICES
+from tests.support.scenarios.scenario_job import Job, check
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
 

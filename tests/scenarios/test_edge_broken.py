@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from scenario_job import Job, check
+
+from tests.support.scenarios.scenario_job import Job, check
 
 pytestmark = pytest.mark.multiproc
 BOUND_S = 30.0

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
-from scenario_job import ROOT, Job, check
 
 from ft_hsdp.config import ChaosConfig
 from ft_hsdp.config.chaos import Target
 from ft_hsdp.sentences import tell
+from tests.support.scenarios.scenario_job import ROOT, Job, check
 
 pytestmark = pytest.mark.multiproc
 

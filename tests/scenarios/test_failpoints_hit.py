@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from programs import inapplicable
-from scenario_job import Job, check
 
 from ft_hsdp.core.state_id import SLICES
 from ft_hsdp.fault_injection import PLACES
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.verify import verify
+from tests.support.programs import inapplicable
+from tests.support.scenarios.scenario_job import Job, check
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,11 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from scenario_job import Job, check
 
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.status import status
 from ft_hsdp.sentences import tell
+from tests.support.scenarios.scenario_job import Job, check
 
 pytestmark = [
     pytest.mark.multiproc,

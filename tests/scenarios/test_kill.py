@@ -7,7 +7,8 @@ import signal
 from pathlib import Path
 
 import pytest
-from scenario_job import HARD, Job, check
+
+from tests.support.scenarios.scenario_job import HARD, Job, check
 
 pytestmark = pytest.mark.multiproc
 

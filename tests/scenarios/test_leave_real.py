@@ -10,13 +10,13 @@ from typing import Any
 
 import psutil
 import pytest
-from aborted import aborted
-from scenario_job import Job, check
-from torchrun_job import TorchrunJob
 
 from ft_hsdp.launch import admin
 from ft_hsdp.launch.run.directory import RunDir, read_json
 from ft_hsdp.launch.run.status import status
+from tests.support.aborted import aborted
+from tests.support.scenarios.scenario_job import Job, check
+from tests.support.torchrun_job import TorchrunJob
 
 pytestmark = pytest.mark.multiproc
 

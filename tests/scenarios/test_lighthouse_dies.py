@@ -12,8 +12,9 @@ from typing import Any
 
 import psutil
 import pytest
-from etcd_server import EtcdServer
-from scenario_job import HARD, Job, check, everything_is_told
+
+from tests.support.etcd_server import EtcdServer
+from tests.support.scenarios.scenario_job import HARD, Job, check, everything_is_told
 
 pytestmark = pytest.mark.multiproc
 AWAY_S = 2.0

@@ -7,13 +7,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, get_args
 
-import pairs_report as report
 import pytest
-from pairs import Injured, jobs
-from pairs_plan import ENDING, KINDS, Fault, pair
-from pairs_watch import Seen
 
 from ft_hsdp.config import ChaosConfig
+from tests.scenarios.pairs import Injured, jobs
+from tests.support.scenarios import pairs_report as report
+from tests.support.scenarios.pairs_plan import ENDING, KINDS, Fault, pair
+from tests.support.scenarios.pairs_watch import Seen
 
 
 def drawn(count: int) -> list[Fault]:

@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scenario_job import Job, check
+
+from tests.support.scenarios.scenario_job import Job, check
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
 

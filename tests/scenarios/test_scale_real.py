@@ -6,11 +6,11 @@ from itertools import groupby
 from pathlib import Path
 
 import pytest
-from aborted import aborted
-from scenario_job import Job
 
 from ft_hsdp.launch import admin
 from ft_hsdp.launch.run.directory import RunDir
+from tests.support.aborted import aborted
+from tests.support.scenarios.scenario_job import Job
 
 pytestmark = pytest.mark.multiproc
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import psutil
 import pytest
-from scenario_job import Job, check
+
+from tests.support.scenarios.scenario_job import Job, check
 
 pytestmark = pytest.mark.multiproc
 

@@ -8,7 +8,8 @@ import time
 from pathlib import Path
 
 import pytest
-from scenario_job import Job, check
+
+from tests.support.scenarios.scenario_job import Job, check
 
 pytestmark = pytest.mark.multiproc
 

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from scenario_job import Job, check
-from test_lighthouse_dies import leader
+
+from tests.scenarios.test_lighthouse_dies import leader
+from tests.support.scenarios.scenario_job import Job, check
 
 pytestmark = pytest.mark.multiproc
 

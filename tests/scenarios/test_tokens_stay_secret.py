@@ -9,7 +9,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from scenario_job import ROOT, Job
+
+from tests.support.scenarios.scenario_job import ROOT, Job
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import psutil
 import pytest
-from torchrun_job import TorchrunJob
 
 from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl
+from tests.support.torchrun_job import TorchrunJob
 
 pytestmark = [pytest.mark.proof, pytest.mark.multiproc]
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from scenario_job import Job
+
+from tests.support.scenarios.scenario_job import Job
 
 pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
 

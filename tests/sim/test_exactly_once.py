@@ -10,7 +10,6 @@ from unittest import mock
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sim_helpers import FAULTS
 
 from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.ledger import Assignment, BatchAssigner, Ledger
@@ -18,6 +17,7 @@ from ft_hsdp.sim import moves
 from ft_hsdp.sim.explore import explore
 from ft_hsdp.sim.model import Model
 from ft_hsdp.sim.world import Bounds, World, ledger
+from tests.support.core.sim_helpers import FAULTS
 
 ASSIGNMENTS: tuple[Assignment, ...] = ("per_replica", "global")
 ONE_DEATH: dict[str, Any] = {"deaths": 1, "pauses": 0, "restarts": 0, "replicas": 2, "steps": 3}

@@ -6,7 +6,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from sim_helpers import Scenario
 
 from ft_hsdp.core import effects, events, state_id
 from ft_hsdp.core import replica as core
@@ -32,6 +31,7 @@ from lighthouse.quorum.state import (
     Ticked,
 )
 from lighthouse.quorum.transition import transition
+from tests.support.core.sim_helpers import Scenario
 
 ZERO = state_id.initial("config", "weights")
 ADOPT = ("replica 0 gets epoch 1", "replica 1 gets epoch 1", "replica 2 gets epoch 1")

@@ -9,16 +9,27 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import agent_helpers
 import numpy as np
 import pytest
-from agent_helpers import DEADLINE_S, Running, command, connect, content, environment, header, state, steps, write
 
 from ft_hsdp import address, handshake
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.state.agent.client import AgentGone
 from ft_hsdp.state.agent.server import main
 from ft_hsdp.state.agent.slots import CompleteSnapshot, newest_common
+from tests.support.state import agent_helpers
+from tests.support.state.agent_helpers import (
+    DEADLINE_S,
+    Running,
+    command,
+    connect,
+    content,
+    environment,
+    header,
+    state,
+    steps,
+    write,
+)
 
 
 @pytest.fixture(scope="module")
@@ -28,10 +39,9 @@ def agent() -> Iterator[Running]:
 
 
 def test_trainers_are_killed_while_they_write_and_what_was_complete_lives(agent: Running):
-    script = str(Path(__file__).with_name("agent_trainer.py"))
     trainers = [
         subprocess.Popen(
-            [sys.executable, script, "0", str(rank), str(last)],
+            [sys.executable, "-m", "tests.support.state.agent_trainer", "0", str(rank), str(last)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**environment(), "PYTHONPATH": os.pathsep.join(sys.path)},

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 import pytest
-from agent_helpers import NBYTES, TOKEN, connect, state, steps, write
 
 from ft_hsdp import handshake, protocol
 from ft_hsdp.handshake import Purpose
@@ -18,6 +17,7 @@ from ft_hsdp.state.agent.client import AgentGone
 from ft_hsdp.state.agent.messages import Done, Hello, Recall, Welcome
 from ft_hsdp.state.agent.server import AgentListener
 from ft_hsdp.state.agent.store import SnapshotStore
+from tests.support.state.agent_helpers import NBYTES, TOKEN, connect, state, steps, write
 
 REPLICA = 8
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from durable_side import KEY
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest
+from tests.support.state.durable_side import KEY
 
 WAIT_S = 90.0
 
@@ -26,9 +26,8 @@ class Replica:
     """Forks ranks that do what they are told."""
 
     def __init__(self) -> None:
-        script = str(Path(__file__).with_name("durable_ranks.py"))
         self.process = subprocess.Popen(
-            [sys.executable, "-W", "error", script],
+            [sys.executable, "-W", "error", "-m", "tests.support.state.durable_ranks"],
             env=environment(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

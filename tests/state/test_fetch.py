@@ -11,13 +11,9 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from typing import Any
 
 import pytest
-from known import admit
-from state_helpers import STATE, TOKEN, Snapshot, sealed
-from tcp_proxy import Proxy
 
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.handshake import Purpose
@@ -37,9 +33,11 @@ from ft_hsdp.state.transfer.fetch import (
 from ft_hsdp.state.transfer.server import StateServer
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard
 from ft_hsdp.state.transfer.source import InMemorySnapshots
+from tests.support.known import admit
+from tests.support.state.state_helpers import STATE, TOKEN, Snapshot, sealed
+from tests.support.tcp_proxy import Proxy
 
 SNAPSHOT, LAYOUT = sealed(size=5000)
-HERE = Path(__file__).parent
 Answer = Callable[[BaseHTTPRequestHandler, bytes, bytes], None]
 
 
@@ -610,7 +608,7 @@ def test_flipped_bits_on_the_wire_are_noticed() -> None:
 
 @contextmanager
 def process(size: int, chunk: int, kill_at: int = 0) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    command = [sys.executable, str(HERE / "donor_process.py"), str(size), str(chunk), str(kill_at)]
+    command = [sys.executable, "-m", "tests.support.state.donor_process", str(size), str(chunk), str(kill_at)]
     with subprocess.Popen(
         command, env=environment(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as donor:

@@ -4,11 +4,11 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from state_helpers import tensors
 
 from ft_hsdp.state import layout
 from ft_hsdp.state.layout import ALIGN, Layout
 from ft_hsdp.state.transfer import shard_manifest
+from tests.support.state.state_helpers import tensors
 
 
 def test_what_is_packed_comes_out() -> None:

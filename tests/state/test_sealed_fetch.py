@@ -4,14 +4,14 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from state_helpers import TOKEN
-from state_helpers import sealed as sealed_state
 
 from ft_hsdp import record_layer
 from ft_hsdp.state.transfer.fetch import Donor, FetchedShard, FetchRequest, fetch
 from ft_hsdp.state.transfer.server import StateServer
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard
 from ft_hsdp.state.transfer.source import InMemorySnapshots
+from tests.support.state.state_helpers import TOKEN
+from tests.support.state.state_helpers import sealed as sealed_state
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,6 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from known import KnownConnection, known
-from state_helpers import STATE, TOKEN, sealed
 
 from ft_hsdp import handshake
 from ft_hsdp.address import split
@@ -18,6 +16,8 @@ from ft_hsdp.handshake import Purpose
 from ft_hsdp.state.transfer import server, shard_manifest
 from ft_hsdp.state.transfer.server import StateServer
 from ft_hsdp.state.transfer.source import InMemorySnapshots, SnapshotBuffer
+from tests.support.known import KnownConnection, known
+from tests.support.state.state_helpers import STATE, TOKEN, sealed
 
 PATH = f"/v1/state/{STATE.commit_epoch}/{STATE.step}/{STATE.lineage}/0"
 SNAPSHOT, _ = sealed(size=1 << 20)

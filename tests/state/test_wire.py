@@ -8,13 +8,13 @@ import blake3
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from state_helpers import STATE, sealed
 
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, PackedTensor
+from tests.support.state.state_helpers import STATE, sealed
 
 SNAPSHOT, LAYOUT = sealed()
 MANIFEST = SNAPSHOT.manifest

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from odd_model import Odd, batch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.core.commit import CommitRecord, Contribution
@@ -22,6 +21,7 @@ from ft_hsdp.train import live_state as held_module
 from ft_hsdp.train.fsdp import Sharded
 from ft_hsdp.train.live_state import LiveState, state_digest
 from ft_hsdp.train.optimizer import Groups, create_state
+from tests.support.state.odd_model import Odd, batch
 
 START = StateId(0, 0, "0" * 32)
 

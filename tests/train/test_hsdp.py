@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from odd_model import Odd, batch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -17,6 +16,7 @@ from ft_hsdp.errors import InvalidArgument
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.train.fsdp import Sharded
 from ft_hsdp.train.live_state import state_digest
+from tests.support.state.odd_model import Odd, batch
 
 Seen = list[tuple[int, torch.Tensor]]
 
@@ -109,10 +109,9 @@ def test_sums_have_to_be_fp32(mesh: DeviceMesh) -> None:
 
 def test_two_ranks_with_shapes_that_two_does_not_divide(tmp_path: Path) -> None:
     """FSDP2's own gradients, the planned sizes with their padding, and a digest that knows no sharding."""
-    script = Path(__file__).with_name("two_ranks.py")
     started = [
         subprocess.Popen(
-            [sys.executable, str(script)],
+            [sys.executable, "-m", "tests.support.state.two_ranks"],
             env=environment() | {"RANK": str(rank), "STORE": str(tmp_path / "store")},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from odd_model import Odd
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.identity import FromEnvironment, RankPlace
 from ft_hsdp.train.job import Job
+from tests.support.state.odd_model import Odd
 
 
 @pytest.fixture

@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_held import START, hold, steps
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.jsonl import Journal
@@ -24,6 +23,7 @@ from ft_hsdp.state.agent.launcher import Starter
 from ft_hsdp.train import snapshots as keepers
 from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.snapshots import AgentHome, SnapshotWriter
+from tests.train.test_held import START, hold, steps
 
 DEADLINE_S = 20.0
 

@@ -6,9 +6,6 @@ import os
 import signal
 
 import pytest
-from test_held import START, hold
-from test_keeper import DEADLINE_S, Place, done, until, walk
-from test_keeper import place as place
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.core.state_id import StateId
@@ -17,6 +14,9 @@ from ft_hsdp.train import checkpointing as restoring
 from ft_hsdp.train.checkpointing import Checkpoints, restore
 from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.snapshots import SnapshotWriter
+from tests.train.test_held import START, hold
+from tests.train.test_keeper import DEADLINE_S, Place, done, until, walk
+from tests.train.test_keeper import place as place
 
 CHECKPOINTED = StateId(1, 1, "c" * 32)
 

@@ -1,10 +1,10 @@
-"""`python agent_trainer.py REPLICA RANK STEPS`: a rank that writes some snapshots, half of one more, and stays."""
+"""A rank (`python -m ... REPLICA RANK STEPS`) that writes some snapshots, half of one more, and stays."""
 
 from __future__ import annotations
 
 import sys
 
-from agent_helpers import connect, content, state, write
+from tests.support.state.agent_helpers import connect, content, state, write
 
 
 def main() -> None:

@@ -12,7 +12,8 @@ import time
 from pathlib import Path
 
 import httpx
-from programs import program
+
+from tests.support.programs import program
 
 START_S = 20.0
 

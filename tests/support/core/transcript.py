@@ -25,7 +25,7 @@ from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Member,
 from ft_hsdp.core.replica_state import Replica, ReplicaPolicy
 from ft_hsdp.core.state_id import StateId
 
-FOLDER = Path(__file__).parent / "transcripts"
+FOLDER = Path(__file__).parents[2] / "core" / "transcripts"
 ZERO = state_id.initial("config", "weights")
 Words = dict[str, str]
 

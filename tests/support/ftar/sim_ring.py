@@ -6,13 +6,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from sim_transport import Clock, Delay, Line, Nature, SimEdge, SimReceiver, SimSender
-
 from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped
 from ft_hsdp.ftar.allreduce import AllReduceOrder, AllReduceResult, Exchange
 from ft_hsdp.ftar.dataplane.base import Plane, PlaneJob
 from ft_hsdp.ftar.executor import Work
+from tests.support.ftar.sim_transport import Clock, Delay, Line, Nature, SimEdge, SimReceiver, SimSender
 
 Sizes = Callable[[int, int], RingPlan]
 BLAME_S = 0.01

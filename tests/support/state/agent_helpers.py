@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-from known import KnownConnection
 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.state.agent.client import StateAgent
 from ft_hsdp.state.transfer import shard_manifest
+from tests.support.known import KnownConnection
 
 TOKEN = os.environ.get("FT_HSDP_TOKEN") or secrets.token_hex(32)  # two runs of the tests do not meet
 NBYTES = 300_001

@@ -1,4 +1,4 @@
-"""A lighthouse as a process behind its gate and its door: ``python guarded.py JSON``; prints its URL, then serves.
+"""A lighthouse as a process behind its gate (`python -m ... JSON`); prints its URL, then serves.
 
 JSON: total (replicas), tick_s and handshake_s (of the door), network (that section of the configuration).
 """
@@ -13,7 +13,6 @@ import sys
 
 import uvicorn
 import uvloop
-from lighthouse_helpers import ADMIN, TOKEN
 
 from ft_hsdp import tls
 from ft_hsdp.config import parse
@@ -26,6 +25,7 @@ from lighthouse.overview.rows import JobInfo
 from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
 from lighthouse.store import MemoryStore
+from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN
 
 
 async def main() -> None:

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from storm_proxy import Proxy
+from tests.support.ftar.storm_proxy import Proxy
 
 Message = dict[str, Any]
 

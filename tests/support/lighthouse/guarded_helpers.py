@@ -1,4 +1,4 @@
-"""Starts guarded.py, and talks to it: as somebody who belongs there, and in raw bytes."""
+"""Starts `guarded`, and talks to it: as somebody who belongs there, and in raw bytes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import httpx
-from lighthouse_helpers import START, TOKEN, ask, at
 
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Continue, Grant, Refused
 from ft_hsdp.protocol import Wait
+from tests.support.lighthouse.lighthouse_helpers import START, TOKEN, ask, at
 
-HERE = Path(__file__).parent
-REPO = HERE.parents[1]
+ROOT = Path(__file__).parents[3]
 START_S = 30.0
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 
@@ -81,11 +80,11 @@ def read(sock):
 def guarded(tmp_path, **told):
     """A server; killed at the end, when nothing in its log may be a traceback."""
     log = tmp_path / "guarded.log"
-    env = {**os.environ, "PYTHONPATH": str(REPO)}
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
     with log.open("wb") as errors:
         process = subprocess.Popen(
-            [sys.executable, str(HERE / "guarded.py"), json.dumps(told)],
-            cwd=REPO,
+            [sys.executable, "-m", "tests.support.lighthouse.guarded", json.dumps(told)],
+            cwd=ROOT,
             env=env,
             stdout=subprocess.PIPE,
             stderr=errors,

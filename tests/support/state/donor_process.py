@@ -1,4 +1,4 @@
-"""A donor in a process of its own: `donor_process.py SIZE CHUNK KILL_AT` serves `state_helpers.sealed(SIZE)`.
+"""A donor in a process of its own: `... SIZE CHUNK KILL_AT` serves `state_helpers.sealed(SIZE)`.
 
 It prints its address. With KILL_AT > 0 it kills itself, without a word, once it has sent that many bytes of data.
 """
@@ -9,10 +9,9 @@ import os
 import signal
 import sys
 
-from state_helpers import TOKEN, sealed
-
 from ft_hsdp.state.transfer import server, shard_manifest
 from ft_hsdp.state.transfer.source import InMemorySnapshots
+from tests.support.state.state_helpers import TOKEN, sealed
 
 size, shard_manifest.CHUNK_BYTES, kill_at = (int(word) for word in sys.argv[1:4])
 sent = 0

@@ -15,11 +15,7 @@ from typing import Any, Protocol
 from unittest import mock
 
 import torch
-from ring_values import KEY, entry
-from sim_ring import World
-from sim_transport import Nature
 from torch import Tensor
-from transport_kinds import Flavour
 
 from ft_hsdp.core.ring import RingPlan, operations
 from ft_hsdp.errors import PeerDead
@@ -33,6 +29,10 @@ from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport import shm
 from ft_hsdp.ftar.transport.base import Receiver, Sender
 from ft_hsdp.ftar.transport.kind import Edge
+from tests.support.ftar.ring_values import KEY, entry
+from tests.support.ftar.sim_ring import World
+from tests.support.ftar.sim_transport import Nature
+from tests.support.ftar.transport_kinds import Flavour
 
 TOKEN = "ab" * 32
 DEADLINE_S = 20.0

@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from programs import program
+from tests.support.programs import program
 
 START_S = 30.0
 CONFIG = """

@@ -13,8 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from page_server import ADMIN as ADMIN
-from page_server import REPLICAS, TOKEN
 from playwright.sync_api import Browser, Page, expect
 
 from ft_hsdp import protocol
@@ -22,6 +20,8 @@ from ft_hsdp.protocol import Telemetry
 from lighthouse.http.access import view_key
 from lighthouse.journal.database import SqliteDatabase
 from lighthouse.overview.rows import JournalEntry
+from tests.support.lighthouse.page_server import ADMIN as ADMIN
+from tests.support.lighthouse.page_server import REPLICAS, TOKEN
 
 KEY = view_key(TOKEN)
 WAIT_S = 15.0
@@ -31,8 +31,7 @@ expect.set_options(timeout=WAIT_S * 1000)
 
 def write_past(path: Path, hours: float) -> None:
     """A day of ``hours`` that ends a second ago, in a new archive."""
-    sys.path.append(str(Path(__file__).parents[1] / "lighthouse"))
-    from day import START, day
+    from tests.support.lighthouse.day import START, day
 
     shift = time.time() - 1.0 - START - hours * 3600
     archive = SqliteDatabase(path)

@@ -8,11 +8,11 @@ import sys
 
 import torch
 import torch.distributed as dist
-from odd_model import Odd, batch
 from torch.distributed.device_mesh import init_device_mesh
 
 from ft_hsdp.train.fsdp import Sharded
 from ft_hsdp.train.live_state import state_digest
+from tests.support.state.odd_model import Odd, batch
 
 rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method=f"file://{os.environ['STORE']}", rank=rank, world_size=2)

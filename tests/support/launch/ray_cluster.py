@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 MARK = "FT_HSDP_TEST_CLUSTER"
 SUBMIT = (str(ROOT / "launcher.py"), "submit")
 SLOW = (str(Path(__file__).with_name("ray_slow.py")),)
@@ -53,7 +53,7 @@ class Cluster:
             "HOME": str(self.folder),  # a token that the user has is not this cluster's
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": self.token,
-            "PYTHONPATH": os.pathsep.join([str(ROOT), str(Path(__file__).parent)]),
+            "PYTHONPATH": str(ROOT),
             "PATH": os.pathsep.join([bin_folder, os.environ.get("PATH", "")]),
             "RAY_ADDRESS": "",
         }

@@ -16,7 +16,7 @@ import psutil
 
 from ft_hsdp.launch.backend.processes import environment
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DEADLINE_S = 90.0
 
 

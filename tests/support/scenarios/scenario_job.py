@@ -20,7 +20,7 @@ from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.verify import verify
 from ft_hsdp.sentences import tell
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 SMALL = {
     "replicas": 3,
     "ranks_per_replica": 2,

@@ -11,10 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from storm_broken import Disturbed
-from storm_members import Member
-from storm_proxy import FAULTS
-
 from ft_hsdp import handshake, protocol
 from ft_hsdp.core.grant import Grant
 from ft_hsdp.core.grant import Member as Named
@@ -22,9 +18,12 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.ftar import listener
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingAbort, RingData
+from tests.support.ftar.storm_broken import Disturbed
+from tests.support.ftar.storm_members import Member
+from tests.support.ftar.storm_proxy import FAULTS
 
 if TYPE_CHECKING:
-    from storm import Storm
+    from tests.ftar.storm import Storm
 
 FORMING_S = 0.01  # in which a ring forms, more or less
 

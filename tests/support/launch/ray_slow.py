@@ -42,4 +42,4 @@ if __name__ == "__main__":
     from ft_hsdp.launch.ray.submit import submit
 
     config = load(Path(sys.argv[1]), sys.argv[4:])
-    sys.exit(submit(config, sys.argv[3], entry="ray_slow:main")[0])
+    sys.exit(submit(config, sys.argv[3], entry="tests.support.launch.ray_slow:main")[0])

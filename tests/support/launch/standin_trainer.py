@@ -7,12 +7,11 @@ import signal
 import time
 from pathlib import Path
 
-from launch_rows import commit
-
 from ft_hsdp.config import Config
 from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl, write_json
 from ft_hsdp.train.identity import IncarnationSource
+from tests.support.launch.launch_rows import commit
 
 STEP_S = 0.03
 

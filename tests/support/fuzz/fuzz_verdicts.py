@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import sys
 
-from fuzz_engine import Mutator
-from fuzz_targets import targets
+from tests.support.fuzz.fuzz_engine import Mutator
+from tests.support.fuzz.fuzz_targets import targets
 
 SEED = 11
 

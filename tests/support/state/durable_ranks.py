@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint.filesystem as torch_files
-from durable_side import HYPER, KEY, Side, header, told
 
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
@@ -33,6 +32,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint import catalog
 from ft_hsdp.state.checkpoint.load import resume
 from ft_hsdp.state.checkpoint.writer import Header
+from tests.support.state.durable_side import HYPER, KEY, Side, header, told
 
 WAIT_S = 60.0
 

@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import blake3
-from fuzz_engine import Parser
 from uvicorn.config import Config as Uvicorn
 from uvicorn.server import ServerState
 
@@ -42,6 +41,7 @@ from ft_hsdp.state.transfer.http import DonorBusy, DonorConnection
 from ft_hsdp.state.transfer.source import InMemorySnapshots, SnapshotBuffer
 from lighthouse import validation
 from lighthouse.http import connections as lighthouse_door
+from tests.support.fuzz.fuzz_engine import Parser
 
 TOKEN = "ab" * 32
 BASE = StateId(1, 2, "0" * 32)

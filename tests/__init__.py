@@ -1,0 +1,1 @@
+"""All tests; `tests.support` is what they share."""
