@@ -18,7 +18,7 @@ from ft_hsdp import jsonl
 from ft_hsdp.config import parse
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.jsonl import Journal, LineWriter, Lost, Queued, replace_json, reserve, strict
-from ft_hsdp.launch.run.directory import RunDir, Tailer, keep_json, open_log, read_json, read_jsonl
+from ft_hsdp.launch.run.directory import RunDir, Tailer, open_log, read_json, read_jsonl, try_write_json
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.train.step_log import StepLog
 
@@ -219,7 +219,7 @@ def test_a_full_disk_costs_the_files_of_a_supervisor_and_of_a_leader_and_nobody_
     monkeypatch.setattr(jsonl.os, "write", full_disk)
     monkeypatch.setattr(jsonl, "_overwrite", full_disk)
     monkeypatch.setattr(Path, "open", full_disk)
-    keep_json(tmp_path / "processes.json", {"pid": 1})
+    try_write_json(tmp_path / "processes.json", {"pid": 1})
     with open_log(tmp_path / "rank0.log") as nowhere:
         nowhere.write(b"lost")
     log.final(StateId(1, 2, "ab" * 16), "cd" * 16, True, "ef" * 16)

@@ -21,7 +21,7 @@ from ft_hsdp.config import Config, load
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_OK, EXIT_RETRYABLE, ConfigError, FtHsdpError
 from ft_hsdp.launch.arguments import ORDERS, build_parser
 from ft_hsdp.launch.render import command as rendering
-from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.launch.run.directory import RunDir, find_run, find_running, read_json
 
 _OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")  # one that lacks its dashes
 INTERRUPTED = 130
@@ -116,9 +116,9 @@ def _status(args: argparse.Namespace) -> int:
         else:
             _print(shown)
         return EXIT_OK
-    from ft_hsdp.launch.run.status import find, lines, status
+    from ft_hsdp.launch.run.status import lines, status
 
-    run = find(args.runs_dir, name)
+    run = find_running(args.runs_dir, name)
     picture = status(run)
     if args.json:
         _print_json(picture)
@@ -141,13 +141,12 @@ def _needs_ray(command: str) -> Iterator[None]:
 
 def _chaos(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.injection import by_hand, described
-    from ft_hsdp.launch.run.status import find
     from ft_hsdp.sentences import tell
 
     options = ("kind", "replica", "rank", "target", "signal", "for_s", "by_s", "delay_s", "reject")
     ends = None if args.edge is None else [int(e) if e.isdecimal() else e for e in args.edge.split(",")]
     injection = described(edge=ends, **{name: getattr(args, name) for name in options})
-    event = by_hand(find(args.runs_dir, args.run), injection)
+    event = by_hand(find_running(args.runs_dir, args.run), injection)
     if args.json:
         _print_json(event)
     else:
@@ -191,9 +190,8 @@ def _schema(_: argparse.Namespace) -> int:
 
 
 def _replay(args: argparse.Namespace) -> int:
-    from ft_hsdp.launch.run.status import named
 
-    run = named(args.runs_dir, args.run)
+    run = find_run(args.runs_dir, args.run)
     if args.page and args.json:
         raise ConfigError("--page", True, "without --json: the page is not a document")
     if args.page:
@@ -221,12 +219,10 @@ def _page(run: RunDir, port: int) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     from ft_hsdp.analysis.incarnations import starts
-    from ft_hsdp.launch.run.directory import read_json
     from ft_hsdp.launch.run.explain import story
     from ft_hsdp.launch.run.recorder import events_of
-    from ft_hsdp.launch.run.status import named
 
-    run = named(args.runs_dir, args.run)
+    run = find_run(args.runs_dir, args.run)
     events = events_of(run)
     summary = read_json(run.summary) or {}
     failures, lost = summary.get("failures", []), summary.get("lost", [])
@@ -239,10 +235,9 @@ def _explain(args: argparse.Namespace) -> int:
 
 
 def _verify(args: argparse.Namespace) -> int:
-    from ft_hsdp.launch.run.status import named
     from ft_hsdp.launch.run.verify import verify
 
-    found = verify(named(args.runs_dir, args.run))
+    found = verify(find_run(args.runs_dir, args.run))
     if args.json:
         _print_json({"ok": not found.breaches, **asdict(found)})
     else:
@@ -252,18 +247,16 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _order(args: argparse.Namespace) -> int:
     from ft_hsdp.launch.admin import order
-    from ft_hsdp.launch.run.status import find
 
-    run = find(args.runs_dir, args.run)
+    run = find_running(args.runs_dir, args.run)
     _print([order(run, args.command, args.replica, args.reason, args.force, args.replicas)])
     return EXIT_OK
 
 
 def _trace(args: argparse.Namespace) -> int:
-    from ft_hsdp.launch.run.status import named
     from ft_hsdp.launch.run.trace import write
 
-    _print([str(write(named(args.runs_dir, args.run), args.out))])
+    _print([str(write(find_run(args.runs_dir, args.run), args.out))])
     return EXIT_OK
 
 

@@ -13,7 +13,7 @@ from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK
 from ft_hsdp.launch.backend.base import Backend, ReplicaSpec, WorkerProcess
 from ft_hsdp.launch.backend.processes import last_line
 from ft_hsdp.launch.progress import Changes
-from ft_hsdp.launch.run.directory import RunDir, keep_json
+from ft_hsdp.launch.run.directory import RunDir, try_write_json
 
 DONE = "done"
 EVICTED = "evicted"
@@ -136,7 +136,7 @@ class ReplicaProcess(Changes):
             "restarts": self.restarts,
             "ranks": ranks,
         }
-        keep_json(self._run.processes(self.replica), picture)
+        try_write_json(self._run.processes(self.replica), picture)
 
 
 def kind_of(rank: RankProcess) -> str:

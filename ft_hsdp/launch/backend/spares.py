@@ -19,7 +19,7 @@ from ft_hsdp.launch.backend.base import ReplicaSpec, WorkerGroup, spare_log
 from ft_hsdp.launch.backend.processes import last_line
 from ft_hsdp.launch.progress import Changes
 from ft_hsdp.launch.replica_process import named
-from ft_hsdp.launch.run.directory import Row, keep_json
+from ft_hsdp.launch.run.directory import Row, try_write_json
 
 WARM_S = 600.0  # longest time for a spare to get warm
 PAUSE_S = 1.0  # before the first spare that replaces one that ended; doubles with each in a row
@@ -194,7 +194,7 @@ class SparePool(Changes):
             }
             for group in self._groups
         ]
-        keep_json(self._folder / "spares.json", {"spares": shown})
+        try_write_json(self._folder / "spares.json", {"spares": shown})
         self.wake()
 
     def _event(self, name: str, group: WorkerGroup, reason: str, **fields: Any) -> None:

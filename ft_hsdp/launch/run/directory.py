@@ -1,4 +1,4 @@
-"""The run directory: the names of its files, atomic writes, and reading logs that are still growing."""
+"""The run directory: the names of its files, which runs there are, and reading logs that still grow."""
 
 from __future__ import annotations
 
@@ -8,164 +8,107 @@ import logging
 import os
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import psutil
 
 from ft_hsdp import secret
-from ft_hsdp.errors import ConfigError
+from ft_hsdp.errors import ConfigError, LighthouseUnreachable
 from ft_hsdp.jsonl import here, replace_json
 
-MAX_POLL = 1 << 20  # bytes that one look at a log reads
+MAX_POLL = 1 << 20  # bytes of a log that are read at once
+QUIET_S = 300.0  # a job of another host has ended if its files have not changed for so long
 
-QUIET_S = 300.0  # after which a job of another host that writes nothing has ended
 Row = dict[str, Any]
 """One line of a JSONL file."""
 
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
 class RunDir:
-    """`runs/NAME`; the properties name the files in it."""
+    """The directory of a run, `runs/NAME`, and the paths of its files. Nothing is read or made."""
 
-    path: Path
-
-    @property
-    def name(self) -> str:
-        """The job's name."""
-        return self.path.name
-
-    @property
-    def config(self) -> Path:
-        """The resolved configuration."""
-        return self.path / "config.yaml"
-
-    @property
-    def token(self) -> Path:
-        """The secret that the job's processes share; mode 0600."""
-        return self.path / "token"
-
-    @property
-    def admin_token(self) -> Path:
-        """The operator's secret, for evict, drain and checkpoint; mode 0600."""
-        return self.path / "admin_token"
-
-    @property
-    def checkpoint_key(self) -> Path:
-        """The secret that signs the job's checkpoints: a copy of the operator's; mode 0600."""
-        return self.path / secret.RUN_KEY
-
-    @property
-    def lighthouse(self) -> Path:
-        """{"pid", "url", "urls"}: of the lighthouse that leads, written by it; and where all of them are."""
-        return self.path / "lighthouse.json"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.name = path.name  # the job's name
+        self.config = path / "config.yaml"  # the resolved configuration
+        self.token = path / "token"  # the secret that the job's processes share; mode 0600
+        self.admin_token = (
+            path / "admin_token"
+        )  # the operator's secret, for evict, drain and checkpoint; mode 0600
+        self.checkpoint_key = path / secret.RUN_KEY  # a copy of the key that signs the checkpoints; mode 0600
+        # {"pid", "url", "urls"}: the leading lighthouse, which writes the file, and the addresses of all of them.
+        self.lighthouse = path / "lighthouse.json"
+        self.lighthouse_log = path / "lighthouse.log"  # stdout and stderr of the lighthouse
+        self.lighthouse_events = path / "lighthouse" / "events.jsonl"  # events that the lighthouse logs
+        self.supervisor = path / "supervisor.json"  # the `identity` of `up`
+        self.events = path / "events.jsonl"  # all events, merged by the supervisor
+        self.metrics = path / "metrics.jsonl"  # a line for each committed step, merged by the supervisor
+        self.summary = path / "summary.json"  # the job in figures, written at its end
+        self.spares = path / "spares"  # spares.json with the spares' pids, and their logs until they are assigned
 
     def seat(self, number: int) -> Path:
-        """{"pid", "url"} of one of several lighthouses, written by it once it listens."""
+        """Return the path of {"pid", "url"} of one of several lighthouses, which writes it once it listens."""
         return self.path / "lighthouse" / f"seat-{number}.json"
 
-    @property
-    def lighthouse_log(self) -> Path:
-        """stdout and stderr of the lighthouse."""
-        return self.path / "lighthouse.log"
-
-    @property
-    def lighthouse_events(self) -> Path:
-        """The lighthouse's own events."""
-        return self.path / "lighthouse" / "events.jsonl"
-
-    @property
-    def supervisor(self) -> Path:
-        """{"pid", "created"} of `up`."""
-        return self.path / "supervisor.json"
-
-    @property
-    def events(self) -> Path:
-        """All events, merged by the supervisor."""
-        return self.path / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        """A line per committed step, merged by the supervisor."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """The job in figures, written at its end."""
-        return self.path / "summary.json"
-
-    @property
-    def spares(self) -> Path:
-        """spares.json, with the pids of the job's spares, and what each of them printed before it was called."""
-        return self.path / "spares"
-
     def replica(self, replica: int) -> Path:
-        """The folder of one replica."""
+        """Return the folder of a replica."""
         return self.path / "replicas" / str(replica)
 
     def commits(self, replica: int) -> Path:
-        """A line per step that the replica committed."""
+        """Return the path of a log with a line for each step that the replica committed."""
         return self.replica(replica) / "commits.jsonl"
 
     def fed(self, replica: int) -> Path:
-        """A line per batch, before its forward."""
+        """Return the path of a log with a line for each batch, written before its forward pass."""
         return self.replica(replica) / "fed.jsonl"
 
     def replica_events(self, replica: int) -> Path:
-        """The replica's own events."""
+        """Return the path of the events that the replica's ranks log."""
         return self.replica(replica) / "events.jsonl"
 
     def injections(self, replica: int) -> Path:
-        """Failures that were injected by hand."""
+        """Return the path of the events of failures that were injected by hand."""
         return self.replica(replica) / "chaos.jsonl"
 
     def supervision(self, replica: int) -> Path:
-        """Events of the supervisor of a replica that was started by hand."""
+        """Return the path of the supervisor's events, where `launcher.py replica` started the replica."""
         return self.replica(replica) / "supervisor.jsonl"
 
     def final(self, replica: int) -> Path:
-        """The state at which the replica ended."""
+        """Return the path of the state with which the replica ended."""
         return self.replica(replica) / "final.json"
 
     def processes(self, replica: int) -> Path:
-        """The replica's ranks and their pids, written by its supervisor."""
+        """Return the path of the replica's ranks and their pids, written by its supervisor."""
         return self.replica(replica) / "processes.json"
 
     def rank_log(self, replica: int, rank: int) -> Path:
-        """stdout and stderr of one rank, of all incarnations."""
+        """Return the path of stdout and stderr of a rank, for all incarnations."""
         return self.replica(replica) / f"rank{rank}.log"
 
     def replicas(self) -> list[int]:
-        """Ids of the replicas that have a folder, sorted."""
+        """Return the sorted ids of the replicas that have a folder."""
         folder = self.path / "replicas"
         return sorted(int(p.name) for p in folder.glob("*") if p.name.isdecimal()) if folder.is_dir() else []
 
 
 def identity(pid: int | None = None) -> Row:
-    """What names a process for good: {"pid", "created", "host", "boot"}; its pid may be another's."""
+    """Return {"pid", "created", "host", "boot"}, which no other process has; `pid` is this process by default."""
     process = psutil.Process(pid)
     return {"pid": process.pid, "created": process.create_time(), **here()}
 
 
-def elsewhere(named: object) -> bool:
-    """Whether the process in `named` is, or was, of another host, which cannot be looked up here."""
-    if not isinstance(named, Mapping) or "host" not in named:
-        return False
-    return named["host"] != here()["host"]
-
-
-def alive(named: object) -> bool:
-    """Whether the process in `named` = {"pid"[, "created"]} runs; zombies do not."""
-    if not isinstance(named, Mapping) or not isinstance(named.get("pid"), int) or named["pid"] <= 0:
+def alive(recorded: object) -> bool:
+    """Return whether the process that {"pid"[, "created", "boot"]} names runs on this host; a zombie does not."""
+    if not isinstance(recorded, Mapping) or not isinstance(recorded.get("pid"), int) or recorded["pid"] <= 0:
         return False
     try:
-        if named.get("boot", here()["boot"]) != here()["boot"]:  # it ended with the host, if it was this one
+        if recorded.get("boot", here()["boot"]) != here()["boot"]:  # this host has been restarted since
             return False
-        process = psutil.Process(named["pid"])
-        created = named.get("created")
+        process = psutil.Process(recorded["pid"])
+        created = recorded.get("created")
         if isinstance(created, int | float) and abs(process.create_time() - created) > 1.0:
             return False
         return bool(process.status() != psutil.STATUS_ZOMBIE)
@@ -173,22 +116,30 @@ def alive(named: object) -> bool:
         return False
 
 
-def another(named: object) -> bool:
-    """Whether the process in `named` runs and is not this one, whose pid it has where a container starts again."""
-    return isinstance(named, Mapping) and named.get("pid") != os.getpid() and alive(named)
+def another(recorded: object) -> bool:
+    """Return whether a process as in `alive` runs and is not this one.
+
+    A container that starts again may give this process the recorded pid.
+    """
+    return isinstance(recorded, Mapping) and recorded.get("pid") != os.getpid() and alive(recorded)
 
 
 def claim(run: RunDir, ended: bool = False) -> None:
-    """Make `run` an empty folder; what stood there moves to NAME.<time it was made>. ended: its store says so.
+    """Make `run` an empty folder. An earlier run there is moved to NAME.<time at which it was made>.
 
-    Raises ConfigError on job.name while a job runs there, or where the folder cannot be made.
+    Args:
+        run: The directory.
+        ended: The store of the earlier run says that its job has ended, so another host cannot run it.
+
+    Raises:
+        ConfigError: A job runs there, or the folder cannot be made.
     """
     for file in (run.supervisor, run.lighthouse):
-        named = read_json(file)
-        if elsewhere(named) and not ended:
-            _claim_elsewhere(run, file, named)
-        elif another(named):
-            raise ConfigError("job.name", run.name, f"a name that no running job has (pid {named['pid']})")
+        recorded = read_json(file)
+        if not ended and isinstance(recorded, dict) and recorded.get("host", here()["host"]) != here()["host"]:
+            _check_quiet(run, file, recorded)
+        elif another(recorded):
+            raise ConfigError("job.name", run.name, f"a name that no running job has (pid {recorded['pid']})")
     try:
         if run.path.exists():
             stamped = run.supervisor if run.supervisor.exists() else run.path
@@ -201,8 +152,8 @@ def claim(run: RunDir, ended: bool = False) -> None:
         ) from None
 
 
-def _claim_elsewhere(run: RunDir, file: Path, named: Row) -> None:
-    """Raise ConfigError where a process of another host may still run this job: its files change."""
+def _check_quiet(run: RunDir, file: Path, recorded: Row) -> None:
+    """Raise ConfigError if a process of another host may still run this job, because its files change."""
     if run.summary.exists():
         return
     quiet = QUIET_S
@@ -213,19 +164,49 @@ def _claim_elsewhere(run: RunDir, file: Path, named: Row) -> None:
         raise ConfigError(
             "job.name",
             run.name,
-            f"a name that no running job has (pid {named['pid']} on {named['host']}; its files changed "
+            f"a name that no running job has (pid {recorded['pid']} on {recorded['host']}; its files changed "
             f"{quiet:.0f} s ago; if it has ended, wait {QUIET_S:g} s or remove {file})",
         )
 
 
 def _unused(path: Path) -> Path:
-    """`path`, or `path` with a number that makes it new."""
+    """Return `path`, or `path` with the first number that makes it new."""
     tries = (path.with_name(f"{path.name}-{n}") for n in range(2, 10_000))
     return path if not path.exists() else next(p for p in tries if not p.exists())
 
 
+def find_run(runs_dir: Path, name: str) -> RunDir:
+    """Return the directory of a run, finished or not; `name` is a path, or a name under `runs_dir`.
+
+    Raises:
+        ConfigError: There is no such run.
+    """
+    for path in (Path(name), runs_dir / name):
+        if (path / "config.yaml").is_file():
+            return RunDir(path.resolve())
+    raise ConfigError("run", name, f"a run directory, or the name of one under {runs_dir}")
+
+
+def find_running(runs_dir: Path, name: str | None) -> RunDir:
+    """Return the run called `name`, as `find_run` takes it; without a name the running one that is newest.
+
+    Raises:
+        ConfigError: There is no such run.
+        LighthouseUnreachable: It does not run, or nothing under `runs_dir` does.
+    """
+    if name is None:
+        newest = newest_live(runs_dir)
+        if newest is None:
+            raise LighthouseUnreachable(f"no job runs under {runs_dir}")
+        return newest
+    run = find_run(runs_dir, name)
+    if not (alive(read_json(run.supervisor)) or alive(read_json(run.lighthouse))):
+        raise LighthouseUnreachable(f"the job in {run.path} does not run")
+    return run
+
+
 def newest_live(runs_dir: Path) -> RunDir | None:
-    """The running job under `runs_dir` that was started last."""
+    """Return the running job under `runs_dir` that was started last; None if no job runs."""
     found = []
     for file in [*runs_dir.glob("*/supervisor.json"), *runs_dir.glob("*/lighthouse.json")]:
         with contextlib.suppress(OSError):
@@ -235,12 +216,16 @@ def newest_live(runs_dir: Path) -> RunDir | None:
 
 
 def write_json(path: Path, value: object) -> None:
-    """Replace `path` by `value` as JSON; see `events.replace_json`. Raises OSError."""
+    """Replace the file at `path` by `value` as JSON; a reader sees the old or the new one.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     replace_json(path, value)
 
 
-def keep_json(path: Path, value: object) -> None:
-    """`write_json` of a file on which no process depends: a disk that does not take it costs no process."""
+def try_write_json(path: Path, value: object) -> None:
+    """Write JSON as `write_json` does, but only log it if the disk fails: no process depends on this file."""
     try:
         replace_json(path, value)
     except OSError as error:
@@ -248,7 +233,7 @@ def keep_json(path: Path, value: object) -> None:
 
 
 def open_log(path: Path) -> BinaryIO:
-    """The end of `path`, for the output of a process; nowhere on a disk that does not take it."""
+    """Return the file at `path`, open for appending a process's output; /dev/null if the disk fails."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         return path.open("ab")
@@ -258,7 +243,7 @@ def open_log(path: Path) -> BinaryIO:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON in `path`; None where there is none that can be read."""
+    """Return the JSON in `path`; None if the file is missing or is not JSON."""
     try:
         return json.loads(path.read_text())
     except (OSError, ValueError):
@@ -266,26 +251,26 @@ def read_json(path: Path) -> Any:
 
 
 def read_jsonl(path: Path) -> list[Row]:
-    """All whole lines of a JSONL file; none where it does not exist."""
+    """Return all complete rows of a JSONL file; none if it does not exist."""
     return list(Tailer(path).all())
 
 
 class Tailer:
-    """The new lines of a JSONL file that others append to; a line that is not whole yet waits."""
+    """Reads the new lines of a JSONL file to which other processes append; it waits for the end of a line."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.bad = 0  # lines that were no JSON objects: the writer was killed inside one, or its disk was full
-        self.line = 0  # how many lines were read
+        self.bad = 0  # lines that are no JSON objects: the writer was killed while it wrote, or its disk was full
+        self.line = 0  # number of lines that were read
         self._offset = 0
 
     def skip(self) -> None:
-        """Pass over what is there by now."""
+        """Skip the lines that are in the file now."""
         with contextlib.suppress(OSError):
             self._offset = self.path.stat().st_size
 
     def poll(self, most: int = MAX_POLL) -> list[Row]:
-        """The rows that were added since the last call, of at most `most` bytes, or of one line."""
+        """Return the rows that were added since the last call, of at most `most` bytes or one longer line."""
         rows = []
         for line in self._lines(most):
             self.line += 1
@@ -294,15 +279,15 @@ class Tailer:
         return rows
 
     def newest(self, most: int = MAX_POLL) -> list[Row]:
-        """The rows that were added since the last call, of the last `most` bytes alone where there are more."""
+        """Return the rows that were added since the last call; of more than `most` bytes, only the last ones."""
         with contextlib.suppress(OSError):
             ahead = self.path.stat().st_size - self._offset - most
             if ahead > 0:
-                self._offset += ahead  # within a line: what is left of it is no row
+                self._offset += ahead  # in the middle of a line, whose rest is not a row
         return self.poll(most)
 
     def all(self) -> Iterator[Row]:
-        """The rows from here to the end, a piece in memory at a time; `line` is the number of each."""
+        """Yield the rows up to the end, with a piece of the file in memory; `line` is the number of each."""
         while lines := self._lines(MAX_POLL):
             for line in lines:
                 self.line += 1
@@ -310,7 +295,7 @@ class Tailer:
                     yield row
 
     def _lines(self, most: int) -> list[bytes]:
-        """The next whole lines. What comes after them is read again: its writer may have taken it back."""
+        """Return the next complete lines. An incomplete one is read again: its writer may remove it."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._offset)

@@ -1,4 +1,7 @@
-"""The lighthouse's page for a finished run: its logs as a journal in memory, and a slider for the time."""
+"""`replay --page`: the lighthouse's page for a finished run, with a slider for the time.
+
+The run's logs become a journal in memory, which the lighthouse's own routes serve.
+"""
 
 from __future__ import annotations
 
@@ -21,23 +24,23 @@ from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.rows import JobInfo, JournalEntry
 
-BATCH = 5000  # rows
+BATCH = 5000  # rows that are appended to the journal at once
 
 
 def serve_run(run: RunDir, host: str, port: int, opened: Callable[[str], None]) -> None:
     """Serve the page of a run until Ctrl-C; blocks. The run is read once, as it is now.
 
     Args:
-        run: the run.
-        host: a loopback address.
+        run: The run.
+        host: A loopback address.
         port: 0 for any that is free.
-        opened: is called with the page's link, key included, once the server listens.
+        opened: Called with the page's link, key included, once the server listens.
 
     Raises:
-        ConfigError: nothing is recorded, or the address is not free.
+        ConfigError: Nothing is recorded, or the address is not free.
     """
-    database, about = recorded(run)
-    journal = JobJournal(database, about)
+    database, job_info = recorded(run)
+    journal = JobJournal(database, job_info)
     keys = Keys(secrets.token_hex(32))
     app = FastAPI(title=run.name, docs_url=None, redoc_url=None, openapi_url=None)
     app.include_router(views(journal, None, keys))
@@ -56,13 +59,13 @@ def serve_run(run: RunDir, host: str, port: int, opened: Callable[[str], None]) 
 
 
 def recorded(run: RunDir) -> tuple[MemoryDatabase, JobInfo]:
-    """Return the rows of a run by time, in a database in memory: its events and its canonical commits.
+    """Return a run's events and canonical commits by time, in a database in memory, and what is known of its job.
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: There are none.
     """
     config = load(run.config)
-    about = JobInfo(
+    job_info = JobInfo(
         config.job.name,
         config.slots,
         config.ranks_per_replica,
@@ -73,7 +76,7 @@ def recorded(run: RunDir) -> tuple[MemoryDatabase, JobInfo]:
     rows: list[tuple[float, str, Row]] = [
         (row["t"], "event", row_checks.plain({"source": "replica", "reason": "", **row})) for row in events_of(run)
     ]
-    rows += [(row["t"], "commit", row_checks.commit(row, about, row["t"])) for row in commits_of(run)]
+    rows += [(row["t"], "commit", row_checks.commit(row, job_info, row["t"])) for row in commits_of(run)]
     if not rows:
         raise ConfigError("RUN", run.name, "a run that has recorded something")
     rows.sort(key=lambda row: row[0])
@@ -81,11 +84,11 @@ def recorded(run: RunDir) -> tuple[MemoryDatabase, JobInfo]:
     for first in range(0, len(rows), BATCH):
         batch = enumerate(rows[first : first + BATCH], first + 1)
         database.append([JournalEntry(seq, kind, row) for seq, (_, kind, row) in batch])  # type: ignore[arg-type]
-    return database, about
+    return database, job_info
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket that listens there. Raises ConfigError."""
+    """Return a listening socket; raise ConfigError if the address is not free."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)

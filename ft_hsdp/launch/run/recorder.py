@@ -1,4 +1,7 @@
-"""Merges what all processes of a run log into its events.jsonl, metrics.jsonl and summary.json."""
+"""Merges what the processes of a run log into events.jsonl, metrics.jsonl and summary.json.
+
+The functions before `Recorder` read a run's logs whether they are merged or not.
+"""
 
 from __future__ import annotations
 
@@ -17,52 +20,61 @@ from ft_hsdp.launch.run.audit import WINDOW
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, read_json, read_jsonl, write_json
 from ft_hsdp.launch.run.summary import RunTally, Summary
 
-FED_BYTES = 64 << 10  # of what one replica has fed, in one piece
+FED_BYTES = 64 << 10  # of one replica's fed.jsonl that are read at once
 
 Sink = Callable[[Row], None]
 
 
 def events_of(run: RunDir) -> list[Row]:
-    """All events of a run, by time: the merged ones, or what each process logged if they are not merged."""
+    """Return all events of a run by time: the merged ones, or those of all processes if they are not merged."""
     logs = [run.events] if run.events.exists() else logs_of(run, 1 + max(run.replicas(), default=-1))
     events = [event for log in logs for event in read_jsonl(log) if "t" in event and "event" in event]
     return sorted(events, key=lambda event: event["t"])
 
 
 def commits_of(run: RunDir) -> list[Row]:
-    """The canonical commits of a run so far, by step, from the logs of its replicas."""
+    """Return the canonical commits of a run so far, by step, from the logs of its replicas."""
     return canonical((read_jsonl(run.commits(n)) for n in run.replicas()), finals_of(run).values())
 
 
 def finals_of(run: RunDir) -> dict[int, Row]:
-    """The final.json of each replica that has written one."""
+    """Return the final.json of each replica that has written one."""
     return {n: final for n in run.replicas() if (final := read_json(run.final(n)))}
 
 
 def logs_of(run: RunDir, replicas: int) -> list[Path]:
-    """Where the processes of a run log their events, before they are merged."""
+    """Return the paths of all logs of events that are merged; `replicas` is their number."""
     of_one = (run.replica_events, run.supervision, run.injections)
     return [run.lighthouse_events, *(log(n) for n in range(replicas) for log in of_one)]
 
 
 class Recorder:
-    """The only writer of the merged files. `on_commit` and `on_event` hear of each line."""
+    """The only writer of the merged files; `poll` is called until the job has ended, then `finish`."""
 
     def __init__(self, run: RunDir, config: Config, on_commit: Sink, on_event: Sink) -> None:
+        """Open the merged files.
+
+        Args:
+            run: The run's directory.
+            config: The job's configuration.
+            on_commit: Called with each canonical commit.
+            on_event: Called with each event.
+        """
         self._run = run
         self._config = config
         self._on_commit = on_commit
         self._on_event = on_event
         self._logs = [Tailer(path) for path in logs_of(run, config.slots)]
-        self._lost: deque[Lost] = deque()  # of the merged files, as their threads found
+        self._lost: deque[Lost] = deque()  # lines that the merged files lack; their threads append
         self._events_file = Queued(run.events, self._lost.append)
         self._metrics_file = Queued(run.metrics, self._lost.append)
         self._tally = RunTally(config)
-        self._told = self._heard = -1  # the newest epoch of a commit that was told, and of one that is told again
+        self._newest_epoch = -1  # of the commits that were published
+        self._silent_to = -1  # commits up to this epoch are published again after a rewind: `on_commit` knows them
         self._begin(CommitMerger())
 
     def _begin(self, merger: CommitMerger) -> None:
-        """Read what was committed and fed from the first line on."""
+        """Read commits and fed batches from their first lines on."""
         run, slots = self._run, range(self._config.slots)
         self._merger = merger
         self._commits = [Tailer(run.commits(n)) for n in slots]
@@ -71,22 +83,22 @@ class Recorder:
 
     @property
     def awaited(self) -> int:
-        """How many batches are listed by commits, and by no line yet of what was fed."""
+        """Return the number of batches that commits list and fed.jsonl does not show so far."""
         return self._tally.audit.awaited
 
     @property
     def newest(self) -> Row | None:
-        """The newest commit that any replica logged, confirmed or not."""
+        """Return the newest commit that any replica logged, confirmed or not."""
         return self._merger.newest
 
     def emit(self, event: Row) -> None:
-        """Record an event of this process."""
+        """Record an event of this process, or one from another log."""
         self._events_file.write(event)
         self._tally.event(event)
         self._on_event(event)
 
     def poll(self) -> bool:
-        """Take what was logged since the last call, or a piece of it where that is much; whether there was any."""
+        """Merge what was logged since the last call, at most a piece of each log; return whether there was any."""
         while self._lost:
             self.emit({**self._lost.popleft().event, "source": "supervisor"})
         fresh = [event for log in self._logs for event in log.poll() if "t" in event and "event" in event]
@@ -101,7 +113,7 @@ class Recorder:
         return bool(fresh or rows or fed)
 
     def finish(self, lost: Iterable[int] = ()) -> Summary:
-        """Take the last lines and write summary.json."""
+        """Merge the last lines, write summary.json and return it; `lost` are the replicas that were given up."""
         while self.poll():
             pass
         finals = finals_of(self._run)
@@ -118,7 +130,7 @@ class Recorder:
         return summary
 
     def close(self) -> None:
-        """Close the files."""
+        """Close the merged files."""
         self._events_file.close()
         self._metrics_file.close()
 
@@ -126,26 +138,24 @@ class Recorder:
         for row in rows:
             self._metrics_file.write(metrics_row(row))
             self._tally.commit(row)
-            if row["epoch"] > self._heard:
+            if row["epoch"] > self._silent_to:
                 self._on_commit(row)
-            self._told = max(self._told, row["epoch"])
+            self._newest_epoch = max(self._newest_epoch, row["epoch"])
 
     def _rewind(self) -> None:
-        """Steps in metrics.jsonl have been undone: write the history that lasts anew."""
+        """Write metrics.jsonl again from its first line, because some of its steps were undone."""
         self._metrics_file.close()
-        with contextlib.suppress(
-            OSError
-        ):  # a disk that does not take this takes no lines either, and that is told
+        with contextlib.suppress(OSError):  # a failing disk loses lines too, and that is reported
             os.truncate(self._run.metrics, 0)
         self._metrics_file = Queued(self._run.metrics, self._lost.append)
-        self._heard = self._told
+        self._silent_to = self._newest_epoch
         self._tally.again()
         self._begin(CommitMerger(self._merger.rewinds))
 
     def _take_fed(self, ahead: float) -> bool:
-        """Take what was fed, up to `ahead` steps beyond the newest canonical one; whether there was any.
+        """Read fed batches, up to `ahead` steps beyond the newest canonical one; return whether there were any.
 
-        The audit keeps each commit until it has seen what was fed for it, so this reads as far as the commits go.
+        The audit keeps each commit until it has the lines of its batches, so this reads as far as the commits go.
         """
         taken = False
         for replica, log in self._fed.items():

@@ -1,6 +1,6 @@
-"""The figures of a run, as in summary.json, from the rows that its processes logged. Pure.
+"""summary.json: the figures of a run, from the rows that its processes logged. Pure.
 
-Memory does not grow with the length of the run, except by its failures.
+Memory grows with the number of failures, and not with the length of the run.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.launch.run.audit import BatchAudit
 from ft_hsdp.launch.run.directory import Row
 
-BLOCKS = 2048  # of losses whose sums are kept: up to so many steps the means of tenths are exact
+BLOCKS = 2048  # most sums of losses in memory; up to so many steps the means of tenths are exact
 
 Summary = dict[str, Any]
 
@@ -33,12 +33,12 @@ class RunTally:
         self._failures = Failures(config.slots, most=None)
         self._events = 0
         self._starts: Counter[int] = Counter()
-        self._unplaced: dict[int, bool] = {}
-        self._heard = -1  # commits up to this epoch are taken a second time
+        self._unplaced: dict[int, bool] = {}  # whether a replica's newest event is that it has no place
+        self._counted_to = -1  # failures of commits up to this epoch were counted before a rewind
         self._begin()
 
     def _begin(self) -> None:
-        """No commits yet."""
+        """Reset all that comes from commits."""
         self._losses = TenthMeans()
         self._steps = StepTimes()
         self._tokens = 0
@@ -47,18 +47,18 @@ class RunTally:
         self._contributed: dict[int, int] = {}  # replica -> its last step
 
     def again(self) -> None:
-        """Begin again with the first commit, because the job went back and undid steps that were taken.
+        """Begin again with the first commit, because the job undid some of the steps.
 
-        Events stay, and so does what commits told about failures: those steps did happen.
+        Events stay, and so do the times of failures that came from commits: those steps did happen.
         """
-        self._heard = max(self._heard, self._last["epoch"] if self._last else -1)
+        self._counted_to = max(self._counted_to, self._last["epoch"] if self._last else -1)
         self.audit.again()
         self._begin()
 
     def commit(self, row: Row) -> None:
-        """Take the next canonical commit."""
+        """Add the next canonical commit."""
         self.audit.commit(row)
-        if row["epoch"] > self._heard:
+        if row["epoch"] > self._counted_to:
             self._failures.commit(row["t"], row["epoch"], row["contributors"])
         self._steps.add(row)
         self._tokens += row["tokens"]
@@ -68,12 +68,12 @@ class RunTally:
         self._contributed.update(dict.fromkeys(row["contributors"], row["step"]))
 
     def fed(self, replica: int, line: Row) -> None:
-        """Take a line of a replica's fed.jsonl, which it writes before each forward, in the order of the file."""
+        """Add the next line of a replica's fed.jsonl; lines of another form are skipped."""
         if line.keys() >= {"step", "shard", "index", "incarnation"}:
             self.audit.fed(replica, line)
 
     def event(self, event: Row) -> None:
-        """Take an event of any process."""
+        """Add an event of any process."""
         name, replica = event["event"], event.get("replica")
         self.audit.event(event)
         self._events += 1
@@ -89,15 +89,15 @@ class RunTally:
         """Return the summary of the run so far.
 
         Args:
-            finals: final.json of each replica that has ended.
-            lost: replicas that used up their budget of restarts.
+            finals: The final.json of each replica that has ended.
+            lost: The replicas that used up their restarts.
         """
         wall, typical = self._steps.wall_s, self._steps.median
         end = self._last["t"] if self._last else None
         failures = [self._failures.account(f, typical) for f in self._failures.losses()]
         for failure in failures:
             failure["back"] = failure["rejoin_s"] is not None
-            if failure["rejoin_s"] is None:  # to the end, where it did not contribute again
+            if failure["rejoin_s"] is None:  # it did not contribute again: the time to the end of the run
                 failure["rejoin_s"] = max(0.0, (failure["t"] if end is None else end) - failure["t"])
         summary: Summary = {
             "steps": self._last["step"] if self._last else 0,
@@ -120,16 +120,16 @@ class RunTally:
         return summary
 
     def _replica(self, replica: int, final: Row | None) -> Row:
-        """Return how one replica ended; without its final state, the step to which it contributed last."""
+        """Return how a replica ended; without its final state, the last step to which it contributed."""
         end = final or {"step": self._contributed.get(replica, 0), "lineage": "", "digest": ""}
         return {**{key: end[key] for key in ("step", "lineage", "digest")}, "incarnations": self._starts[replica]}
 
 
 class TenthMeans:
-    """Means over the first and the last tenth of values that come one at a time; it keeps sums of blocks.
+    """Means over the first and the last tenth of a series of values, from sums of blocks.
 
     The means are exact up to `BLOCKS` values. Beyond that, a block at the border of a tenth counts in part, with
-    its mean. A value that is not finite has a place but no weight: a step that was skipped may have no loss.
+    its mean. A value that is not finite counts as a step, but not in the mean: a skipped step may have no loss.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class TenthMeans:
         self._blocks: list[tuple[float, int, int]] = []  # sum and number of finite values, and number of values
 
     def add(self, value: float | None) -> None:
-        """Take a value; None: there is none."""
+        """Add the value of the next step; None if the step has none."""
         finite = value is not None and math.isfinite(value)
         one = (float(value or 0.0), 1, 1) if finite else (0.0, 0, 1)
         if self._blocks and self._blocks[-1][2] < self._size:
@@ -150,11 +150,11 @@ class TenthMeans:
             self._size *= 2
 
     def of_first(self) -> float:
-        """Return the mean of the first tenth, of one value at least; 0.0 of nothing."""
+        """Return the mean of the first tenth, of at least one value; 0.0 without values."""
         return self._mean(self._blocks)
 
     def of_last(self) -> float:
-        """Return the mean of the last tenth, of one value at least; 0.0 of nothing."""
+        """Return the mean of the last tenth, of at least one value; 0.0 without values."""
         return self._mean(self._blocks[::-1])
 
     def _mean(self, blocks: Sequence[tuple[float, int, int]]) -> float:

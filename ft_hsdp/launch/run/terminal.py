@@ -1,4 +1,4 @@
-"""Live progress: a line a step into a pipe, a table on a terminal; readable at 80 columns."""
+"""What `up` shows while it runs: a table on a terminal, a line for each step in a pipe; 80 columns are enough."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, TextIO, cast
 
@@ -23,9 +23,9 @@ from ft_hsdp.launch.run.explain import NOTABLE
 from ft_hsdp.launch.run.summary import Summary
 from ft_hsdp.sentences import fault, tell
 
-SHOWN_STEPS = 10
-LONG_S = 3.0  # a wait longer than this is shown
-HELD_S = 2.0  # an event about a later step waits this long for the lines of the steps before it
+SHOWN_STEPS = 10  # rows of the table
+LONG_S = 3.0  # a wait of the lighthouse that is longer than this is shown
+HELD_S = 2.0  # longest time for which an event about a later step waits for the lines of the steps before it
 _BAD = {
     "FailureInjected",
     "ProcessExited",
@@ -38,24 +38,23 @@ _GOOD = {"FetchCompleted", "LighthouseRestarted"}
 
 
 class _Forgiving:
-    """A stream into a file whose disk may be full: what that does not take is not shown."""
+    """A text stream that ignores errors of the disk: the job goes on, and the output is lost."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
     def write(self, text: str) -> int:
-        """Write what can be written."""
-        try:
-            self._stream.write(text)
-        except OSError as error:
-            if error.errno not in DISK:
-                raise
+        """Write `text`, unless the disk fails."""
+        self._try(self._stream.write, text)
         return len(text)
 
     def flush(self) -> None:
-        """Write what can be written."""
+        """Flush the stream, unless the disk fails."""
+        self._try(self._stream.flush)
+
+    def _try(self, act: Callable[..., object], *args: object) -> None:
         try:
-            self._stream.flush()
+            act(*args)
         except OSError as error:
             if error.errno not in DISK:
                 raise
@@ -65,22 +64,28 @@ class _Forgiving:
 
 
 class Terminal:
-    """Shows a running job on `stream`; a context, for the table is taken away at the end."""
+    """Shows a running job; a context manager, which removes the table at the end."""
 
     def __init__(self, config: Config, stream: TextIO, *, live: bool | None = None) -> None:
+        """Make the display.
+
+        Args:
+            config: The job's configuration.
+            stream: Where it is shown.
+            live: Whether to show a table; None: if the stream is a terminal.
+        """
         self._steps = config.train.steps
         self._console = Console(
             file=cast(TextIO, _Forgiving(stream)), highlight=False, soft_wrap=True, force_terminal=live
         )
         self._rows: deque[Row] = deque(maxlen=SHOWN_STEPS)
         self._failed_at: dict[int, float] = {}  # replica -> time of its last failure
-        self._said: set[tuple[object, ...]] = set()
-        self._waiting: Row | None = None  # what the lighthouse waits for, until that is news
-        self._held: list[Row] = []  # events about steps whose predecessors are not shown yet
+        self._broken: set[object] = set()  # epochs whose broken ring was shown
+        self._waiting: Row | None = None  # the lighthouse's newest Waiting, until it is over or was shown
+        self._held: list[Row] = []  # events about a later step than the next one that is shown
         self._leaving: set[object] = set()  # replicas that were told to leave
-        on_terminal = self._console.is_terminal if live is None else live
         self._live = Live(self._table(), console=self._console, transient=True, auto_refresh=False)
-        self._on_terminal = on_terminal
+        self._on_terminal = self._console.is_terminal if live is None else live
 
     def __enter__(self) -> Terminal:
         if self._on_terminal:
@@ -106,12 +111,12 @@ class Terminal:
             self._live.update(self._table(), refresh=True)
         else:
             self.say(step_line(row, self._steps))
-        self._let_through(row["step"])
+        self._show_held(row["step"])
         for replica in sorted(set(row["contributors"]) - set(before)):
             self._tell(row["t"], f"replica {replica} contributes again at step {row['step']}", replica, "green")
 
     def event(self, event: Row) -> None:
-        """Show a failure, its detection, a fetch, a rejoin; other events only stand in events.jsonl.
+        """Show an event if it is a failure, or news of a recovery; events.jsonl has all of them.
 
         Events and commits arrive independently. An event about a later step is shown after the line of the step
         before it.
@@ -122,8 +127,8 @@ class Terminal:
         else:
             self._show(event)
 
-    def _let_through(self, step: float) -> None:
-        """Show the held events that are about the step after ``step``, or an earlier one."""
+    def _show_held(self, step: float) -> None:
+        """Show the held events about the step after `step`, or an earlier one."""
         due = [event for event in self._held if event["step"] <= step + 1]
         self._held = [event for event in self._held if event not in due]
         for event in due:
@@ -140,30 +145,32 @@ class Terminal:
         left = event.get("kind") == "exit 0" or (event.get("kind") == "exit 143" and replica in self._leaving)
         if name not in NOTABLE or (name == "ProcessExited" and left):
             return
-        if name == "RingBroken" and not self._first("RingBroken", event.get("epoch")):
-            return  # every rank of every survivor sees it
+        if name == "RingBroken":
+            if event.get("epoch") in self._broken:
+                return  # every rank of every survivor reports it
+            self._broken.add(event.get("epoch"))
         if name in ("FailureInjected", "ProcessExited"):
             known = self._failed_at.get(replica, 0.0) if isinstance(replica, int) else 0.0
             if isinstance(replica, int) and event["t"] - known > 1.0:
                 self._failed_at[replica] = event["t"]
         about = event.get("suspect") if name == "RingBroken" else replica
         style = "red" if name in _BAD else "green" if name in _GOOD else "dim"
-        if name in WITH_REASON:  # its first clause; events.jsonl has the rest
+        if name in WITH_REASON:  # with the first clause of its reason; events.jsonl has the rest
             event = {**event, "reason": str(event["reason"]).partition(";")[0]}
         text = tell(event, reason=name in WITH_REASON)
         self._tell(event["t"], text, None if name == "FailureInjected" else about, style)
 
     def tick(self, now: float) -> None:
-        """Say what the job waits for, where that takes long; show what was held too long. now: Unix seconds."""
+        """Show what the job waits for if that takes long, and events that were held too long; `now`: Unix s."""
         if any(now - event["t"] > HELD_S for event in self._held):
-            self._let_through(math.inf)
+            self._show_held(math.inf)
         if self._waiting is not None and now - self._waiting["t"] > LONG_S:
             self._tell(self._waiting["t"], tell(self._waiting), None, "yellow")
             self._waiting = None
 
     def summary(self, summary: Summary, code: int) -> None:
-        """Show the end of the job."""
-        self._let_through(math.inf)
+        """Show the summary of the job, which ends with exit code `code`."""
+        self._show_held(math.inf)
         table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
         table.add_column(style="dim")
         table.add_column()
@@ -172,16 +179,11 @@ class Terminal:
         self._console.print(table)
 
     def _tell(self, t: float, text: str, about: object, style: str) -> None:
-        """Print one line, with the time since the last failure of the replica that it is about."""
+        """Print one line, with the time since the last failure of replica `about`."""
         since = self._failed_at.get(about) if isinstance(about, int) else None
         late = "" if since is None else f" (+{max(0.0, t - since):.3f} s)"
         clock = time.strftime("%H:%M:%S", time.localtime(t))
         self.say(f"{clock} {text}{late}", style)
-
-    def _first(self, *key: object) -> bool:
-        new = key not in self._said
-        self._said.add(key)
-        return new
 
     def _table(self) -> Table:
         table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
@@ -200,7 +202,7 @@ WITH_REASON = frozenset(
 
 
 def step_line(row: Row, steps: int) -> str:
-    """A committed step as one line of at most 80 characters."""
+    """Return a committed step as one line of at most 80 characters."""
     loss, seconds, healthy, epoch, scale, rate = _cells(row)
     width = len(str(steps))
     return (
@@ -221,12 +223,17 @@ def _cells(row: Row) -> tuple[str, ...]:
     )
 
 
-MANY = 5  # failures from which on their spread says more than each of them
+MANY = 5  # from so many failures on, the summary has their distributions too
 SPREADS = (("seen after", "detect_s"), ("stall", "stall_s"), ("back after", "rejoin_s"))
 
 
 def summary_lines(summary: Summary, steps: int | None = None) -> list[tuple[str, str]]:
-    """The figures that a user wants to see at the end, by name; ``steps``: of the whole job, if that is known."""
+    """Return the figures that `up` shows at the end as (name, value).
+
+    Args:
+        summary: The run's summary.json.
+        steps: Number of steps of the whole job; None if it is not known.
+    """
     batches = summary["batches"]
     ended = [r for r in summary["replicas"].values() if r["digest"]]
     states = {(r["step"], r["lineage"], r["digest"]) for r in ended}
@@ -267,7 +274,7 @@ def summary_lines(summary: Summary, steps: int | None = None) -> list[tuple[str,
 
 
 def _spread(seconds: Sequence[float]) -> str:
-    """Median, 90th percentile and maximum of some times in seconds."""
+    """Return the median, the 90th percentile and the maximum of times in seconds, in words."""
     ordered = sorted(seconds)
     if not ordered:
         return "unknown"
