@@ -7,7 +7,6 @@ here is locked.
 from __future__ import annotations
 
 import asyncio
-import functools
 import time
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -15,9 +14,9 @@ from typing import Protocol
 from ft_hsdp import fault_injection, protocol
 from ft_hsdp.control.lighthouse_client import LighthouseClient
 from ft_hsdp.control.telemetry import Decisions
-from ft_hsdp.core import effects, events, lr
+from ft_hsdp.core import effects, events
 from ft_hsdp.core import replica as core
-from ft_hsdp.core.commit import AttemptId, CommitToken, Vote, VoteTally
+from ft_hsdp.core.commit import AttemptId, CommitToken, Intervention, Vote, VoteTally
 from ft_hsdp.core.grant import Grant, Refused
 from ft_hsdp.core.replica_state import DEFAULT, Phase, Replica, ReplicaPolicy
 from ft_hsdp.core.state_id import StateId
@@ -47,7 +46,7 @@ class LeaderSettings:
     """What the leader needs to know of the configuration; times in seconds."""
 
     ranks: int  # ranks of the replica
-    intervention: lr.Intervention  # how the learning rate depends on the number of contributors
+    intervention: Intervention  # how the learning rate depends on the number of contributors
     chunk_bytes: int  # size of a chunk of the all-reduce
     lease_s: float  # how long the last grant may be repeated without an answer of the lighthouse
     answer_wait_s: float  # longest wait for an answer before the step goes on without it
@@ -251,7 +250,7 @@ class Leader:
             prev=self.replica.ring_state.lineage,
             ring=grant.ring,
             total=grant.total,
-            lr_scale=functools.partial(lr.scale, settings.intervention),
+            intervention=settings.intervention,
             chunk_bytes=settings.chunk_bytes,
         )
         fence, digest = self._tally.fence, self._tally.state_digest

@@ -9,13 +9,14 @@ step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from typing import Literal
 
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import Digests, StateId, advance, digest
 
-LrScale = Callable[[int, int], float]
+Intervention = Literal["none", "linear", "sqrt"]
+_POWER = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,28 @@ class CommitRecord:
         return before.given_up(self.spoiled, self.retries)
 
 
+def lr_scale(intervention: Intervention, contributors: int, total: int) -> float:
+    """Return the factor on the learning rate of a step to which not all replicas contributed (FT-HSDP §6.2).
+
+    It is computed from the commit record, so it is right on the step on which a replica leaves and on the one on
+    which it returns. 11 of 12 contributors give 0.9167 (linear) or 0.9574 (sqrt).
+
+    Args:
+        intervention: how the factor depends on the share of contributors.
+        contributors: replicas in the sum.
+        total: replicas of the job.
+
+    Returns:
+        A factor in (0, 1].
+
+    Raises:
+        ValueError: `contributors` is not in 1..`total`.
+    """
+    if not 0 < contributors <= total:
+        raise ValueError(f"contributors must be within 1..{total}, got {contributors}")
+    return float((contributors / total) ** _POWER[intervention])
+
+
 @dataclass(frozen=True, slots=True)
 class CommitToken:
     """The commit token, as it travels from leader to leader.
@@ -230,7 +253,7 @@ class VoteTally:
         return digest(digests) if all(digests) else ""
 
     def record(
-        self, prev: str, ring: tuple[int, ...], total: int, lr_scale: LrScale, chunk_bytes: int
+        self, prev: str, ring: tuple[int, ...], total: int, intervention: Intervention, chunk_bytes: int
     ) -> CommitRecord | None:
         """Return the record that the votes add up to; None if the ranks saw different contributors.
 
@@ -241,7 +264,7 @@ class VoteTally:
             prev: lineage of the state that the step builds on.
             ring: replica ids in ring order.
             total: replicas of the job.
-            lr_scale: the factor on the learning rate for (contributors, total).
+            intervention: how the learning rate depends on the share of contributors.
             chunk_bytes: size of a chunk of the all-reduce.
 
         Returns:
@@ -267,7 +290,7 @@ class VoteTally:
             contributions=contributions,
             digest=digest([v.digest for v in self.votes]),
             norm=norm,
-            lr_scale=lr_scale(len(contributions), total) if contributions else 1.0,
+            lr_scale=lr_scale(intervention, len(contributions), total) if contributions else 1.0,
             chunk_bytes=chunk_bytes,
             poisoned=poisoned,
         )

@@ -159,6 +159,10 @@ def shards(elements: int, members: int) -> tuple[Span, ...]:
     return tuple(Span(a, b) for a, b in itertools.pairwise(edges))
 
 
+LEAST, MOST = 2**20, 8 * 2**20  # bytes of a chunk whose size `RingPlan.cut` chooses
+PIECES = 4  # chunks of a shard that it aims at
+
+
 @dataclass(frozen=True, slots=True)
 class RingPlan:
     """How a bucket goes round a ring: partitions have at most chunk x slots x members elements (FT-HSDP §4.2).
@@ -175,6 +179,24 @@ class RingPlan:
     def __post_init__(self) -> None:
         if self.elements < 0 or self.members < 1 or self.chunk < 1 or self.slots < 1:
             raise ValueError(f"no such plan: {self}")
+
+    @staticmethod
+    def cut(elements: int, itemsize: int, members: int, slots: int, chunk_bytes: int | None = None) -> RingPlan:
+        """Return how a bucket goes round the ring; the same in all members.
+
+        Without `chunk_bytes` a shard is cut into enough chunks to overlap adding with receiving. But no chunk is
+        so small that waking a thread for it costs more than it brings.
+
+        Args:
+            elements: size of the bucket.
+            itemsize: bytes of an element.
+            members: size of the ring.
+            slots: C, chunks that are in flight to a neighbour at once.
+            chunk_bytes: S, size of a chunk; None: chosen here.
+        """
+        shard = -(-elements * itemsize // members)
+        chunk = chunk_bytes or min(MOST, max(LEAST, -(-shard // PIECES)))
+        return RingPlan(elements, members, max(1, chunk // itemsize), slots)
 
     @property
     def partition(self) -> int:

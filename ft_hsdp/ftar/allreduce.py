@@ -283,8 +283,9 @@ class Ring:
             FTARError: the ring is broken. No thread of it writes into `order.out` any longer.
         """
         self._claim()
-        plan = self._settings.plan(order.out.numel(), order.out.element_size(), len(self.members))
-        job = self._plane.open(order.local, order.out, plan, order.after)
+        out, cut = order.out, self._settings
+        plan = RingPlan.cut(out.numel(), out.element_size(), len(self.members), cut.slots, cut.chunk_bytes)
+        job = self._plane.open(order.local, out, plan, order.after)
         exchange = Exchange(order, plan, self._position, job, self._receiver, self._sender)
         try:
             with _quick_switching():
@@ -301,7 +302,7 @@ class Ring:
             raise
         job.close(failed=False)
         self._busy = False
-        return AllReduceResult(order.out, exchange.entries, sent)
+        return AllReduceResult(out, exchange.entries, sent)
 
     def retire(self, error: FTARError) -> tuple[Receiver | None, Sender | None]:
         """End the ring with `error` and return its two edges for the next ring; any thread.

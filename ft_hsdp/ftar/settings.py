@@ -1,4 +1,4 @@
-"""Settings of a group: transports, sizes and deadlines, and the plan by which messages are cut."""
+"""Settings of a group: transports, sizes and deadlines."""
 
 from __future__ import annotations
 
@@ -6,18 +6,15 @@ import os
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.errors import InvalidArgument
 
 SLOTS = 8  # chunks in flight, unless the settings say otherwise
 FEW_CORES = 2  # up to this number of cores, receiving threads cost more than they bring
-LEAST, MOST = 2**20, 8 * 2**20  # bytes of a chunk that the tuner chooses
-PIECES = 4  # chunks of a shard that the tuner aims at
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Sizes, deadlines and transports of a group. None leaves a choice to the tuner.
+    """Sizes, deadlines and transports of a group. None leaves a choice to this package.
 
     All members of a ring must have the same sizes: they are part of HELLO, and members that differ refuse each
     other.
@@ -65,7 +62,7 @@ class Settings:
     def threaded(self) -> bool:
         """Whether each data connection has a receiving thread.
 
-        The choice of the tuner: threads pay only if there are cores for them.
+        With `receivers` None: if there are cores for them, for threads pay only then.
         """
         if self.receivers is not None:
             return self.receivers
@@ -75,18 +72,3 @@ class Settings:
     def offers(self) -> tuple[str, ...]:
         """The transports that may be used, best first."""
         return ("shm", "tcp") if self.transport == "auto" else (self.transport,)
-
-    def plan(self, elements: int, itemsize: int, members: int) -> RingPlan:
-        """Return how a message goes round the ring; the same in all members.
-
-        The tuner cuts a shard into enough chunks to overlap adding with receiving, but no chunk is so small that
-        waking a thread for it costs more than it brings.
-
-        Args:
-            elements: size of the message.
-            itemsize: bytes of an element.
-            members: size of the ring.
-        """
-        shard = -(-elements * itemsize // members)
-        chunk = self.chunk_bytes or min(MOST, max(LEAST, -(-shard // PIECES)))
-        return RingPlan(elements, members, max(1, chunk // itemsize), self.slots)

@@ -13,9 +13,8 @@ then, it fetches theirs.
 
 Read the modules in this order:
 
-- `layout`: where each tensor lies in a packed buffer; packing and unpacking.
 - `shared_memory`: memory that outlives the process that wrote it.
-- `transfer`: the manifest of a shard; serving and fetching shards over HTTP (FT-HSDP §4.4).
+- `transfer`: the layout and manifest of a shard; serving and fetching shards over HTTP (FT-HSDP §4.4).
 - `agent`: the process that owns the snapshots of a host's ranks, and the ranks' connection to it.
 - `replica_group`: the exchange of bytes between the ranks of one replica, for checkpoints.
 - `checkpoint`: durable checkpoints on a shared file system.

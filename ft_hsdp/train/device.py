@@ -1,7 +1,6 @@
 """Where a rank computes, and where its random numbers come from.
 
-All that differs between a CPU and a GPU in training is here, except the data plane of FTAR. What replicas agree
-upon (checksums, digests, snapshots) is made on the host on every device.
+What replicas agree upon (checksums, digests, snapshots) is made on the host on every device.
 
 `stream` derives a seed for each use from the job's, so that no generator is part of a state. What is random about
 a batch depends on its place in the data alone: a replica that runs it again, or another one that runs it instead,
@@ -15,7 +14,6 @@ import importlib.util
 import os
 import platform
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import torch
@@ -98,21 +96,3 @@ def move(batch: Any, device: torch.device) -> Any:
     if isinstance(batch, tuple | list):
         return type(batch)(move(item, device) for item in batch)
     return batch
-
-
-def written(tensor: Tensor) -> torch.cuda.Event | None:
-    """Return what to wait for before another stream reads ``tensor``: the current stream's work; None on a CPU."""
-    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
-
-
-def on_host(tensor: Tensor) -> Tensor:
-    """Return a complete tensor in host memory, copied if need be; does not wait for the computation under way."""
-    if not tensor.is_cuda:
-        return tensor
-    with torch.cuda.stream(_copies(tensor.device)):
-        return tensor.cpu()
-
-
-@cache
-def _copies(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -29,7 +29,6 @@ from ft_hsdp.core.effects import Reduce
 from ft_hsdp.ftar.allreduce import AllReduceResult
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.group import Group
-from ft_hsdp.train.device import on_host, written
 
 CPU = torch.device("cpu")
 LARGEST = torch.finfo(torch.float32).max
@@ -281,6 +280,24 @@ def usable(flat: torch.Tensor) -> bool:
     if norm < SURE_NORM:
         return True
     return float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2 <= LARGEST
+
+
+def written(tensor: torch.Tensor) -> torch.cuda.Event | None:
+    """Return what to wait for before another stream reads ``tensor``: the current stream's work; None on a CPU."""
+    return torch.cuda.current_stream(tensor.device).record_event() if tensor.is_cuda else None
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a complete tensor in host memory, copied if need be; does not wait for the computation under way."""
+    if not tensor.is_cuda:
+        return tensor
+    with torch.cuda.stream(_copies(tensor.device)):
+        return tensor.cpu()
+
+
+@cache
+def _copies(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def checksum(tensor: torch.Tensor) -> str:

@@ -31,12 +31,12 @@ from ft_hsdp.core.commit import CommitRecord
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
-from ft_hsdp.state import layout
-from ft_hsdp.state.layout import Layout, local
 from ft_hsdp.state.shared_memory import Bytes
-from ft_hsdp.state.transfer.shard_manifest import ShardManifest
+from ft_hsdp.state.transfer.shard_manifest import Layout, RunningChecksums, ShardManifest
 from ft_hsdp.train.fsdp import Sharded
 from ft_hsdp.train.optimizer import Groups, finish, tensors
+
+PIECE = 256 << 10  # bytes that are copied and hashed together, so that they are in the CPU's cache the second time
 
 
 @dataclass(slots=True)
@@ -151,7 +151,7 @@ class LiveState:
     def weights_digest(self) -> str:
         """Return the xxh3-128 of this rank's packed shard, in hex."""
         packed = np.empty(self.layout.nbytes, dtype=np.uint8)
-        layout.pack(self.layout, self._live, torch.from_numpy(packed))
+        pack(self.layout, self._live, torch.from_numpy(packed))
         return xxhash.xxh3_128_hexdigest(packed.data)
 
     def apply(
@@ -183,7 +183,7 @@ class LiveState:
             self.ledger = record.ledger(self.ledger)
             self.state = record.state_id
             if fault_injection.hit("state-flip", record.step):
-                layout.as_bytes(layout.local(self._live[0]))[0] ^= 1
+                as_bytes(local(self._live[0]))[0] ^= 1
 
     def rate(self, record: CommitRecord) -> float:
         """Return the learning rate that ``record`` gives the first parameter group."""
@@ -204,7 +204,7 @@ class LiveState:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # it is only read
                 buffer = torch.from_numpy(packed)
-            layout.unpack(self.layout, buffer, self._live)
+            unpack(self.layout, buffer, self._live)
             self._become(manifest.state, manifest.ledger)
 
     def resumed(self, state: StateId, ledger: Ledger, hyper: Sequence[dict[str, Any]]) -> None:
@@ -232,10 +232,10 @@ class LiveState:
         with self._lock:
             if state != self.state:
                 return None
-            sums = layout.pack(self.layout, self._live, torch.from_numpy(into))
+            sums = pack(self.layout, self._live, torch.from_numpy(into))
             self._recorded = state.lineage, self._slice(state)
             if fault_injection.hit("live-flip", state.step):
-                layout.as_bytes(layout.local(self._live[0]))[0] ^= 1
+                as_bytes(local(self._live[0]))[0] ^= 1
             place, ledger = self.layout, self.ledger
             return ShardManifest(
                 state,
@@ -279,8 +279,8 @@ class LiveState:
 
     def _slice(self, state: StateId) -> str:
         hashed = xxhash.xxh3_128()
-        for index, start, stop in self.layout.within(*state_id.slice_bounds(self.layout.nbytes, state.step)):
-            piece: Any = layout.as_bytes(layout.local(self._live[index]))[start:stop].cpu().numpy()
+        for index, start, stop in within(self.layout, *state_id.slice_bounds(self.layout.nbytes, state.step)):
+            piece: Any = as_bytes(local(self._live[index]))[start:stop].cpu().numpy()
             hashed.update(piece.data)
         return hashed.hexdigest()
 
@@ -288,6 +288,70 @@ class LiveState:
         """Return the digest of the whole state. A collective of all ranks of the replica."""
         with self.here():
             return state_digest(self._sharded.params, self._optim, self._groups.hyper())
+
+
+def within(layout: Layout, start: int, stop: int) -> tuple[tuple[int, int, int], ...]:
+    """Return what lies in the packed bytes [start, stop).
+
+    Returns:
+        (index of the tensor, begin, end) for each piece, in bytes of that tensor.
+    """
+    cut = ((i, max(start - t.offset, 0), min(stop - t.offset, t.nbytes)) for i, t in enumerate(layout.tensors))
+    return tuple((i, a, b) for i, a, b in cut if a < b)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the local shard of a DTensor, or the tensor itself, detached."""
+    shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return shard.detach()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor's memory as uint8 [nbytes]. A tensor that is not contiguous is copied."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def pack(layout: Layout, sources: Sequence[torch.Tensor], buffer: torch.Tensor) -> tuple[str, ...]:
+    """Copy local shards, from any device, into ``buffer`` uint8 [layout.nbytes]. Padding becomes zero.
+
+    Returns:
+        The checksum of each chunk (`ShardManifest.checksums`). For tensors in host memory it is computed from the
+        tensors, not from the buffer, so a byte that is damaged on its way or in the buffer shows.
+    """
+    packed: Any = buffer.numpy()
+    sums = RunningChecksums()
+    end = 0
+    for place, source in zip(layout.tensors, sources, strict=True):
+        _copy(np.zeros(place.offset - end, dtype=np.uint8), packed[end : place.offset], sums)
+        end = place.offset + place.nbytes
+        if not place.nbytes:
+            continue
+        into, held = packed[place.offset : end], as_bytes(local(source))
+        if held.device.type != "cpu":
+            buffer[place.offset : end].copy_(held)
+            held = buffer[place.offset : end]
+        _copy(held.numpy(), into, sums)
+    _copy(np.zeros(layout.nbytes - end, dtype=np.uint8), packed[end:], sums)
+    return sums.end()
+
+
+def _copy(source: Any, target: Any, sums: RunningChecksums) -> None:
+    """Copy ``source`` to ``target`` piece by piece, and add each piece to ``sums``."""
+    begin = 0
+    while begin < len(source):
+        piece = source[begin : begin + min(sums.remaining, PIECE)]
+        np.copyto(target[begin : begin + len(piece)], piece)
+        sums.add(piece.data)
+        begin += len(piece)
+
+
+def unpack(layout: Layout, buffer: torch.Tensor, targets: Sequence[torch.Tensor]) -> None:
+    """Copy the shards in ``buffer`` into the live tensors ``targets``, on any device."""
+    for place, target in zip(layout.tensors, targets, strict=True):
+        if place.nbytes:
+            piece = buffer[place.offset : place.offset + place.nbytes]
+            flat = local(target)
+            flat.copy_(piece.view(flat.dtype).view(flat.shape))
 
 
 def state_digest(
@@ -303,7 +367,7 @@ def state_digest(
         for name in sorted(named):
             tensor = named[name]
             full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            array: Any = layout.as_bytes(full.detach().cpu()).numpy()
+            array: Any = as_bytes(full.detach().cpu()).numpy()
             content = blake3.blake3(memoryview(array)).hexdigest()
             dtype = str(full.dtype).removeprefix("torch.")
             total.update(state_id.canonical([name, dtype, list(full.shape), content]).encode())

@@ -45,6 +45,7 @@ from ft_hsdp.core.commit import CommitToken, Vote
 from ft_hsdp.core.effects import Exit
 from ft_hsdp.core.grant import Grant, Report
 from ft_hsdp.core.replica_state import ReplicaPolicy
+from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import (
     EXIT_RETRYABLE,
@@ -122,7 +123,8 @@ def device_plane(device: torch.device, arena: Arena, settings: RingSettings, lar
     from ft_hsdp.ftar.dataplane.gpu import GpuPlane  # triton is not needed elsewhere
 
     plane = GpuPlane(device, arena, settings.timeout_s)
-    plane.reserve(settings.plan(largest, 4, 1), torch.float32)  # alone: no larger ring has larger chunks
+    # A ring of one: no larger ring has larger chunks.
+    plane.reserve(RingPlan.cut(largest, 4, 1, settings.slots, settings.chunk_bytes), torch.float32)
     return plane
 
 

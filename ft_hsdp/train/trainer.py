@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import signal
 import sys
 from pathlib import Path
+from typing import Literal
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from ft_hsdp.config import Config
-from ft_hsdp.core import lr
 from ft_hsdp.core.ledger import BatchAssigner
 from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, FtHsdpError
 from ft_hsdp.train.data import Batches
@@ -20,6 +21,8 @@ from ft_hsdp.train.identity import IncarnationSource
 from ft_hsdp.train.join import join
 from ft_hsdp.train.model import ModelArgs, Transformer
 from ft_hsdp.train.tokens import VOCABULARY, Tokens, prepare
+
+Schedule = Literal["constant", "cosine", "linear"]
 
 
 def dataset(config: Config) -> Batches:
@@ -61,7 +64,33 @@ def build_optimizer(config: Config, params: list[torch.nn.Parameter]) -> torch.o
 def factor(config: Config, step: int) -> float:
     """Return the schedule's factor on the learning rate of ``step`` (from 1)."""
     c = config.lr
-    return lr.scheduled(c.schedule, 1.0, step, config.train.steps, c.warmup, c.min_ratio)
+    return scheduled(c.schedule, 1.0, step, config.train.steps, c.warmup, c.min_ratio)
+
+
+def scheduled(schedule: Schedule, base: float, step: int, steps: int, warmup: int, min_ratio: float) -> float:
+    """Return the learning rate of a step before the correction of `scale`.
+
+    Args:
+        schedule: its shape after the warm-up.
+        base: the highest learning rate.
+        step: number of the step, from 1.
+        steps: steps of the job.
+        warmup: steps of the linear warm-up; 0: none.
+        min_ratio: learning rate of the last step, divided by `base`.
+
+    Returns:
+        The learning rate.
+    """
+    if step <= warmup:
+        return base * step / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    match schedule:
+        case "constant":
+            return base
+        case "linear":
+            return base * (1.0 - (1.0 - min_ratio) * done)
+        case "cosine":
+            return base * (min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * done)))
 
 
 def train(config: Config, replica: int | IncarnationSource, run: Path) -> int:

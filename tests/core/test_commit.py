@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.core import lr
-from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution, Vote, VoteTally, fenced, void
+from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution, Vote, VoteTally, fenced, lr_scale, void
 from ft_hsdp.core.ledger import Ledger
 
 FENCE = AttemptId(3, 8, 1)
@@ -20,10 +19,6 @@ fences = st.builds(AttemptId, small, small, small)
 
 def vote(rank: int, fence: AttemptId = FENCE, **changes: object) -> Vote:
     return replace(Vote(rank, fence, f"d{rank}", 9.0, ALL), **changes)  # type: ignore[arg-type]
-
-
-def linear(contributors: int, total: int) -> float:
-    return lr.scale("linear", contributors, total)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +101,7 @@ def test_only_the_very_same_attempt_is_fenced_in(a: AttemptId, b: AttemptId) -> 
 def test_the_record_of_a_tally() -> None:
     losses = tuple(replace(c, loss=c.loss + 2) for c in ALL)
     tally = VoteTally(FENCE, 2).add(vote(1, contributions=losses)).add(vote(0, sumsq=16.0))
-    record = tally.record("prev", (0, 1, 2), 3, linear, 4096)
+    record = tally.record("prev", (0, 1, 2), 3, "linear", 4096)
     assert record is not None
     assert (record.epoch, record.step, record.attempt) == (3, 8, 1)
     assert [c.loss for c in record.contributions] == [3.0, 5.0]
@@ -118,7 +113,7 @@ def test_the_record_of_a_tally() -> None:
 @pytest.mark.parametrize("sumsq", [16.0, math.inf, math.nan])
 def test_a_poisoned_step_has_a_name_of_its_own_and_a_norm_that_can_be_written_down(sumsq: float) -> None:
     tally = VoteTally(FENCE, 2).add(vote(1, poisoned=(2,))).add(vote(0, sumsq=sumsq))
-    record = tally.record("prev", (0, 1, 2), 3, linear, 4096)
+    record = tally.record("prev", (0, 1, 2), 3, "linear", 4096)
     assert record is not None
     assert (record.poisoned, record.norm, record.skipped) == ((2,), 0.0, True)
     assert record.ledger(Ledger((7, 9, 5))) == Ledger((8, 9, 6), takers=(0, 2))
@@ -128,7 +123,7 @@ def test_a_poisoned_step_has_a_name_of_its_own_and_a_norm_that_can_be_written_do
 
 def test_finite_gradients_whose_sum_is_not_are_nobodys_fault() -> None:
     record = (
-        VoteTally(FENCE, 2).add(vote(1)).add(vote(0, sumsq=math.inf)).record("prev", (0, 1, 2), 3, linear, 4096)
+        VoteTally(FENCE, 2).add(vote(1)).add(vote(0, sumsq=math.inf)).record("prev", (0, 1, 2), 3, "linear", 4096)
     )
     assert record is not None
     assert record.poisoned == record.contributors == (0, 2)
@@ -144,12 +139,12 @@ def test_the_digests_of_the_state_count_only_together() -> None:
 
 def test_the_order_of_votes_does_not_show_in_the_record() -> None:
     one, two = VoteTally(FENCE, 2).add(vote(0)).add(vote(1)), VoteTally(FENCE, 2).add(vote(1)).add(vote(0))
-    assert one.record("p", (0, 2), 3, linear, 1) == two.record("p", (0, 2), 3, linear, 1)
+    assert one.record("p", (0, 2), 3, "linear", 1) == two.record("p", (0, 2), 3, "linear", 1)
 
 
 def test_swapped_shards_give_another_state() -> None:
-    one = VoteTally(FENCE, 2).add(vote(0, digest="a")).add(vote(1, digest="b")).record("p", (0, 2), 3, linear, 1)
-    two = VoteTally(FENCE, 2).add(vote(0, digest="b")).add(vote(1, digest="a")).record("p", (0, 2), 3, linear, 1)
+    one = VoteTally(FENCE, 2).add(vote(0, digest="a")).add(vote(1, digest="b")).record("p", (0, 2), 3, "linear", 1)
+    two = VoteTally(FENCE, 2).add(vote(0, digest="b")).add(vote(1, digest="a")).record("p", (0, 2), 3, "linear", 1)
     assert one is not None
     assert two is not None
     assert one.state_id != two.state_id
@@ -158,11 +153,11 @@ def test_swapped_shards_give_another_state() -> None:
 def test_ranks_that_saw_different_contributors_have_no_record() -> None:
     tally = VoteTally(FENCE, 2).add(vote(0)).add(vote(1, contributions=ALL[:1]))
     assert tally.complete
-    assert tally.record("prev", (0, 1, 2), 3, linear, 4096) is None
+    assert tally.record("prev", (0, 1, 2), 3, "linear", 4096) is None
 
 
 def test_a_step_without_contributors_has_a_record_to_vote_no_on() -> None:
-    record = VoteTally(FENCE, 1).add(vote(0, contributions=())).record("prev", (0, 1), 3, linear, 4096)
+    record = VoteTally(FENCE, 1).add(vote(0, contributions=())).record("prev", (0, 1), 3, "linear", 4096)
     assert record is not None
     assert record.contributors == ()
     assert record.lr_scale == 1.0
@@ -189,3 +184,26 @@ def test_what_a_step_goes_without_is_in_its_name() -> None:
     before = Ledger((7, 9, 5), spoilt=((1, 9, 2),))
     assert without.given_up(before) == ((1, 9),)
     assert without.ledger(before) == Ledger((8, 10, 6), (), (0, 2))
+
+
+@pytest.mark.parametrize(
+    ("contributors", "linear", "sqrt"), [(12, 1.0, 1.0), (11, 0.9167, 0.9574), (9, 0.75, 0.8660)]
+)
+def test_the_interventions_of_the_paper(contributors: int, linear: float, sqrt: float) -> None:
+    assert lr_scale("linear", contributors, 12) == pytest.approx(linear, abs=5e-5)
+    assert lr_scale("sqrt", contributors, 12) == pytest.approx(sqrt, abs=5e-5)
+    assert lr_scale("none", contributors, 12) == 1.0
+
+
+@pytest.mark.parametrize("contributors", [0, -1, 13])
+def test_nobody_or_more_than_everybody_is_refused(contributors: int) -> None:
+    with pytest.raises(ValueError, match=rf"within 1\.\.12, got {contributors}"):
+        lr_scale("linear", contributors, 12)
+
+
+@given(st.integers(1, 512).flatmap(lambda n: st.tuples(st.integers(1, n), st.just(n))))
+def test_linear_cuts_deeper_than_sqrt_and_neither_raises(pair: tuple[int, int]) -> None:
+    contributors, total = pair
+    linear, sqrt = (lr_scale(kind, contributors, total) for kind in ("linear", "sqrt"))
+    assert 0 < linear <= sqrt <= 1
+    assert (linear == 1) == (contributors == total)

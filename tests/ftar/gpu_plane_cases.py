@@ -252,7 +252,7 @@ def test_groups_use_it_from_epoch_to_epoch() -> None:
             key = Key(epoch, 1, 0, 0, "00" * 16)
             works = [groups[n].all_reduce(key, locals_[n], outs[n], entry(n)) for n in names]
             await asyncio.gather(*map(asyncio.wrap_future, works))
-            cut = settings.plan(N, 4, len(names))
+            cut = RingPlan.cut(N, 4, len(names), settings.slots, settings.chunk_bytes)
             assert all(same(out, folded(cut, names, [locals_[n] for n in names], torch.float32)) for out in outs)
             assert set(groups[0].transports) <= {"shm"}
         for group, plane in zip(groups, planes, strict=True):

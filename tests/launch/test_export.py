@@ -18,10 +18,10 @@ from ft_hsdp.config import parse
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.launch.cli import main
-from ft_hsdp.state import layout
 from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Header, Published
-from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.state.transfer.shard_manifest import Layout
+from ft_hsdp.train import live_state
 from ft_hsdp.train.model import ModelArgs, Transformer
 
 CONFIG = parse(
@@ -52,7 +52,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path
         params = dict(made.named_parameters())
         place = Layout.of(params, {})
         buffer = torch.empty(place.nbytes, dtype=torch.uint8)
-        layout.pack(place, list(params.values()), buffer)
+        live_state.pack(place, list(params.values()), buffer)
         about = CheckpointOrigin("0-a-0", 3, "hash", CONFIG.model_dump(mode="json"))
         checkpointer = Checkpointer(top / folder, 2, secret.checkpoint_key(None), about, place, params, {}, ranks)
         header = Header(StateId(1, step, "ab" * 16), Ledger((1, 2, 3)), ({"lr": 0.1},))

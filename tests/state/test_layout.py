@@ -5,9 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ft_hsdp.state import layout
-from ft_hsdp.state.layout import ALIGN, Layout
 from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.shard_manifest import ALIGN, Layout
+from ft_hsdp.train import live_state
 from tests.support.state.state_helpers import tensors
 
 
@@ -16,9 +16,9 @@ def test_what_is_packed_comes_out() -> None:
     source = [*params.values(), *optim.values()]
     place = Layout.of(params, optim)
     buffer = torch.full((place.nbytes,), 0xFF, dtype=torch.uint8)
-    layout.pack(place, source, buffer)
+    live_state.pack(place, source, buffer)
     target = [torch.zeros_like(t) for t in source]
-    layout.unpack(place, buffer, target)
+    live_state.unpack(place, buffer, target)
     assert all(torch.equal(a, b) for a, b in zip(source, target, strict=True))
     used = torch.zeros(place.nbytes, dtype=torch.bool)
     for t in place.tensors:
@@ -31,11 +31,11 @@ def test_what_is_packed_comes_out() -> None:
 @pytest.mark.parametrize("chunk", [64, 1000, 4 << 20])
 def test_its_checksums_are_of_the_sources_chunk_by_chunk(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shard_manifest, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(layout, "PIECE", 300)
+    monkeypatch.setattr(live_state, "PIECE", 300)
     source = tensors(3)
     place = Layout.of(source, {})
     buffer = torch.full((place.nbytes,), 0xFF, dtype=torch.uint8)
-    sums = layout.pack(place, list(source.values()), buffer)
+    sums = live_state.pack(place, list(source.values()), buffer)
     assert sums == shard_manifest.checksums(memoryview(buffer.numpy()))  # type: ignore[arg-type]
 
 
@@ -45,9 +45,9 @@ def test_any_shapes(shapes: list[list[int]], seed: int) -> None:
     source = {str(i): torch.randn(shape, generator=g) for i, shape in enumerate(shapes)}
     place = Layout.of(source, {})
     buffer = torch.empty(place.nbytes, dtype=torch.uint8)
-    layout.pack(place, list(source.values()), buffer)
+    live_state.pack(place, list(source.values()), buffer)
     target = [torch.full_like(t, 9.0) for t in source.values()]
-    layout.unpack(place, buffer, target)
+    live_state.unpack(place, buffer, target)
     assert all(torch.equal(a, b) for a, b in zip(source.values(), target, strict=True))
 
 
@@ -55,9 +55,9 @@ def test_a_transposed_tensor_is_packed_row_by_row() -> None:
     source = torch.arange(12.0).view(3, 4).t()
     place = Layout.of({"t": source}, {})
     buffer = torch.empty(place.nbytes, dtype=torch.uint8)
-    layout.pack(place, [source], buffer)
+    live_state.pack(place, [source], buffer)
     target = torch.zeros(4, 3)
-    layout.unpack(place, buffer, [target])
+    live_state.unpack(place, buffer, [target])
     assert torch.equal(target, source)
 
 
@@ -65,9 +65,9 @@ def test_values_that_are_no_numbers_survive_bit_by_bit() -> None:
     source = torch.tensor([0x7FC00001, -0x80000000, 0x7F800000, 1], dtype=torch.int32).view(torch.float32)
     place = Layout.of({"x": source}, {})
     buffer = torch.empty(place.nbytes, dtype=torch.uint8)
-    layout.pack(place, [source], buffer)
+    live_state.pack(place, [source], buffer)
     target = torch.zeros(4)
-    layout.unpack(place, buffer, [target])
+    live_state.unpack(place, buffer, [target])
     assert torch.equal(target.view(torch.int32), source.view(torch.int32))
 
 
@@ -91,7 +91,7 @@ def test_the_fingerprint_tells_layouts_apart(other: dict[str, torch.Tensor]) -> 
 def test_another_number_of_tensors_is_a_programmers_error() -> None:
     place = Layout.of({"a": torch.zeros(4)}, {})
     with pytest.raises(ValueError, match="shorter"):
-        layout.pack(place, [], torch.empty(place.nbytes, dtype=torch.uint8))
+        live_state.pack(place, [], torch.empty(place.nbytes, dtype=torch.uint8))
 
 
 @given(st.lists(st.integers(0, 400), max_size=9), st.integers(1, 20))
@@ -99,6 +99,8 @@ def test_consecutive_ranges_hold_every_byte_once(sizes: list[int], parts: int) -
     place = Layout.of({str(i): torch.zeros(n) for i, n in enumerate(sizes)}, {})
     seen = [torch.zeros(t.nbytes, dtype=torch.int8) for t in place.tensors]
     for part in range(parts):
-        for tensor, start, stop in place.within(place.nbytes * part // parts, place.nbytes * (part + 1) // parts):
+        for tensor, start, stop in live_state.within(
+            place, place.nbytes * part // parts, place.nbytes * (part + 1) // parts
+        ):
             seen[tensor][start:stop] += 1
     assert all((s == 1).all() for s in seen)

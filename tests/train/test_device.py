@@ -11,7 +11,7 @@ from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError, LocalSystemError
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.train import device
+from ft_hsdp.train import device, gradients
 from ft_hsdp.train.runtime import RankRuntime, device_plane
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for a device that tensors are moved to
@@ -74,8 +74,8 @@ def test_batches_move_with_their_shape() -> None:
 
 def test_a_tensor_on_the_cpu_is_complete_and_on_the_host() -> None:
     x = torch.zeros(2)
-    assert device.written(x) is None
-    assert device.on_host(x) is x
+    assert gradients.written(x) is None
+    assert gradients.on_host(x) is x
 
 
 @pytest.mark.parametrize(("error", "code"), [(LocalSystemError("the GPU is gone"), 76), (RuntimeError("?"), 75)])

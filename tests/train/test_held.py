@@ -13,7 +13,6 @@ from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import SLICES, StateId
 from ft_hsdp.errors import DataCorruption
-from ft_hsdp.state import layout
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
@@ -168,7 +167,7 @@ def test_memory_that_changes_after_the_copy_is_found_before_the_vote(mesh: Devic
 def test_an_update_waits_for_a_copy(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
     held, sharded = hold(mesh)
     copying, go = threading.Event(), threading.Event()
-    pack, got = layout.pack, []
+    pack, got = held_module.pack, []
 
     def slow(*args: Any) -> tuple[str, ...]:
         copying.set()
@@ -176,7 +175,7 @@ def test_an_update_waits_for_a_copy(mesh: DeviceMesh, monkeypatch: pytest.Monkey
         return pack(*args)
 
     want = bytes(packed(held)[1])
-    monkeypatch.setattr(held_module.layout, "pack", slow)
+    monkeypatch.setattr(held_module, "pack", slow)
     copier = threading.Thread(target=lambda: got.append(packed(held)))
     copier.start()
     assert copying.wait(5)

@@ -22,7 +22,7 @@ from ft_hsdp.config import Config, load
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitRecord, Contribution
 from ft_hsdp.core.ledger import Batch, BatchAssigner, Ledger
-from ft_hsdp.core.ring import fold_order
+from ft_hsdp.core.ring import RingPlan, fold_order
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.launch.run.directory import Row, RunDir
@@ -260,7 +260,7 @@ def _ring_sum(
 ) -> Tensor:
     """The sum over replicas in the order of the ring, shard by shard in each partition."""
     out = torch.empty_like(next(iter(of_replicas.values())))
-    plan = cut.plan(out.numel(), out.element_size(), len(ring))
+    plan = RingPlan.cut(out.numel(), out.element_size(), len(ring), cut.slots, cut.chunk_bytes)
     for shard in range(len(ring)):
         first, *others = fold_order(shard, ring, contributors)
         for span in plan.shard_spans(shard):

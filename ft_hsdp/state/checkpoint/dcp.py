@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from ft_hsdp.state.checkpoint.checkpoint_manifest import CheckpointManifest, Stored, TensorPiece
-from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.state.transfer.shard_manifest import Layout
 
 
 class Failed(Exception):

@@ -21,8 +21,8 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, dcp
 from ft_hsdp.state.checkpoint.catalog import KEY, Found, SkippedCheckpoint
 from ft_hsdp.state.checkpoint.checkpoint_manifest import CheckpointManifest, Stored, Unauthentic
-from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.state.transfer.shard_manifest import Layout
 
 # What the error for `Unauthentic` names as allowed.
 UNSIGNED = "a checkpoint that was signed with this job's checkpoint.key; or checkpoint.trust: true, for once"

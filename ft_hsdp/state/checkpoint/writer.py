@@ -30,8 +30,8 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, dcp
 from ft_hsdp.state.checkpoint.checkpoint_manifest import MANIFEST, METADATA, CheckpointManifest, File, TensorPiece
-from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.state.transfer.shard_manifest import Layout
 
 
 class Draft:

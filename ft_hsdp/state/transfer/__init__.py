@@ -7,7 +7,7 @@ compared with its checksum before the state is used.
 
 Read the modules in this order:
 
-- `shard_manifest`: the manifest of a packed shard (tensors, ledger, checksums, digest), its encoding and checks.
+- `shard_manifest`: where each tensor lies in a packed shard (`Layout`), and its manifest: encoding and checks.
 - `source`: `SnapshotSource`, where a server finds snapshots, and one in this process's memory.
 - `server`: `StateServer`: HTTP on threads of its own, by sendfile; limits against slow and malicious readers.
 - `http`: `DonorConnection`: the reader's end of one connection.

@@ -1,4 +1,7 @@
-"""The manifest of a packed shard, and the checks of manifest and bytes. JSON and raw bytes; nothing is unpickled.
+"""The layout and the manifest of a packed shard, and the checks of manifest and bytes. Nothing is unpickled.
+
+A layout follows from this rank's own model and optimizer, never from a peer: a state is accepted only if its
+layout is the one that is expected here.
 
 An encoded manifest is its digest, a newline, and canonical JSON. The digest is blake3 over that JSON. So replicas
 that hold the same bits of the same state serve the same digest, and a replica that does not serves another one.
@@ -7,9 +10,9 @@ that hold the same bits of the same state serve the same digest, and a replica t
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import blake3
 import xxhash
@@ -21,6 +24,10 @@ from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 
+if TYPE_CHECKING:
+    import torch  # the state agent, which reads manifests, starts without it
+
+ALIGN = 64  # bytes; every tensor begins at a multiple
 CHUNK_BYTES = 4 << 20  # bytes that have a checksum of their own
 MAX_MANIFEST = 16 << 20  # bytes
 DIGEST_HEX = 64  # characters
@@ -47,6 +54,35 @@ class PackedTensor:
     global_shape: _Shape  # of the whole tensor
     offset: _Size
     nbytes: _Size
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The tensors of one rank's shard in a packed buffer."""
+
+    tensors: tuple[PackedTensor, ...]  # in order of their offsets
+    nbytes: int  # of the packed buffer
+
+    @staticmethod
+    def of(params: Mapping[str, torch.Tensor], optim: Mapping[str, torch.Tensor]) -> Layout:
+        """Return the layout of parameters and optimizer tensors, by name. They may be DTensors or plain ones."""
+        tensors: list[PackedTensor] = []
+        offset = 0
+        for kind, named in (("param", params), ("optim", optim)):
+            for name, tensor in named.items():
+                shard: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+                nbytes = shard.numel() * shard.element_size()
+                dtype = str(shard.dtype).removeprefix("torch.")
+                tensors.append(
+                    PackedTensor(name, kind, dtype, tuple(shard.shape), tuple(tensor.shape), offset, nbytes)
+                )
+                offset += -(-nbytes // ALIGN) * ALIGN
+        return Layout(tuple(tensors), offset)
+
+    @property
+    def fingerprint(self) -> str:
+        """Hash of all names, types, shapes and offsets. A fetched shard must have the same."""
+        return fingerprint(self.tensors)
 
 
 @with_config(ConfigDict(extra="forbid"))

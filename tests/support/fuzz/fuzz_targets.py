@@ -26,13 +26,12 @@ from ft_hsdp.control import rank_channel
 from ft_hsdp.control.store_server import KeyTable, packed
 from ft_hsdp.core.commit import AttemptId, CommitToken, Vote
 from ft_hsdp.core.grant import Grant, Member, Report
-from ft_hsdp.core.ring import operations
+from ft_hsdp.core.ring import RingPlan, operations
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, DataCorruption, ProtocolViolation, StaleEpoch
 from ft_hsdp.ftar import frame as wire_frame
 from ft_hsdp.ftar import wire
 from ft_hsdp.ftar.frame import Entry, FrameOrder, Framing, Key
-from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.handshake import Caller, Purpose
 from ft_hsdp.launch.run.directory import Tailer
 from ft_hsdp.state.agent import messages
@@ -92,7 +91,7 @@ KNOWN = Caller(TOKEN, Purpose.RING).answer(handshake.MAGIC + bytes(handshake.NON
 
 
 def _framing() -> Framing:
-    plan = Settings("tcp", chunk_bytes=256).plan(900, 4, 3)
+    plan = RingPlan.cut(900, 4, 3, 8, 256)
     return Framing(Key(3, 4, 0, 1, "00" * 16), plan, operations(0, 3), 4, 0)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from ft_hsdp.config import Config
+from ft_hsdp.core.ring import RingPlan
 from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.train import runtime, trainer
@@ -20,7 +21,7 @@ def main(config: Config, replica: IncarnationSource, run: Path) -> int:
 
     def plane(device: torch.device, arena: Arena, settings: Settings, largest: int) -> GpuPlane:
         made = GpuPlane(device, arena, settings.timeout_s)
-        made.reserve(settings.plan(largest, 4, 1), torch.float32)
+        made.reserve(RingPlan.cut(largest, 4, 1, settings.slots, settings.chunk_bytes), torch.float32)
         print("staged")
         return made
 

@@ -12,10 +12,10 @@ from torch.distributed.tensor import DTensor
 
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.state import layout
 from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, Header, Outcome, Published
-from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.state.transfer.shard_manifest import Layout
+from ft_hsdp.train import live_state
 from ft_hsdp.train.fsdp import Sharded
 from ft_hsdp.train.live_state import state_digest
 from ft_hsdp.train.optimizer import create_state, tensors
@@ -45,7 +45,7 @@ class Side:
         self.optim = tensors(optimizer, {id(p): n for n, p in sharded.params.items()})
         for at, tensor in enumerate(self.optim.values()):  # alike on any number of ranks
             whole = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(seed * 1000 + at))
-            mine = layout.local(tensor)
+            mine = live_state.local(tensor)
             first = _first_row(tensor) if isinstance(tensor, DTensor) else 0
             mine.copy_(whole[first : first + mine.shape[0]] if isinstance(tensor, DTensor) else whole)
         self.layout = Layout.of(self.params, self.optim)
@@ -53,7 +53,7 @@ class Side:
 
     def packed(self) -> torch.Tensor:
         buffer = torch.empty(self.layout.nbytes, dtype=torch.uint8)
-        layout.pack(self.layout, [*self.params.values(), *self.optim.values()], buffer)
+        live_state.pack(self.layout, [*self.params.values(), *self.optim.values()], buffer)
         return buffer
 
     def digest(self) -> str:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.state import layout
-from ft_hsdp.state.layout import Layout
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.shard_manifest import ShardManifest
+from ft_hsdp.state.transfer.shard_manifest import Layout, ShardManifest
 from ft_hsdp.state.transfer.source import SnapshotBuffer
+from ft_hsdp.train import live_state
 
 TOKEN = "ab" * 32
 STATE = StateId(3, 7, "0123456789abcdef" * 2)
@@ -49,6 +48,6 @@ def sealed(state: StateId = STATE, rank: int = 0, size: int = 1000, seed: int = 
     params = tensors(seed, size)
     place = Layout.of(params, {})
     room = SnapshotBuffer(place.nbytes)
-    layout.pack(place, list(params.values()), torch.from_numpy(room.bytes))
+    live_state.pack(place, list(params.values()), torch.from_numpy(room.bytes))
     header = ShardManifest(state, rank, 2, place.fingerprint, place.nbytes, place.tensors, (4, 5), HYPER)
     return Snapshot(shard_manifest.seal(header, room.memory), room), place
