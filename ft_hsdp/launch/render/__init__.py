@@ -1,14 +1,15 @@
-"""Rendering: a job as one file for a scheduler that exists; `render` prints what Slurm or Kubernetes is given.
+"""Renders a job as one file for Slurm or Kubernetes; `render` prints the file.
 
-What is trained comes from the configuration, what belongs to the site from the command line. The file holds the
-whole configuration, so what runs is what was rendered, and no secret. It is the same for the same input.
+The configuration says what is trained; options of the command line say what the site needs. The file contains the
+whole configuration, so a later change of the YAML file has no effect on it. It contains no secret, and the same
+input always gives the same file.
 
 Read the modules in this order:
 
     command   `render TARGET CONFIG`: the options of each target
-    settings  what the scheduler is asked for, and the configuration that the file carries
-    slurm     an array of one element for each replica
-    pod       what all pods of a rendered job share
+    settings  what the scheduler is asked for, and the configuration that the file contains
+    slurm     an array with one element for each replica
+    pod       the parts that all pods of a rendered job share
     jobset    Kubernetes: a JobSet of one Job for each replica
     rayjob    KubeRay: a cluster for the job, and `submit` on it
     text      YAML with comments

@@ -17,7 +17,12 @@ TARGETS = {
 
 
 def declare(parser: argparse.ArgumentParser, with_config: Callable[[argparse.ArgumentParser], Any]) -> None:
-    """Add the targets. with_config: adds CONFIG to a command."""
+    """Add the targets as subcommands.
+
+    Args:
+        parser: Of `render`.
+        with_config: Adds CONFIG to a command.
+    """
     targets = parser.add_subparsers(title="targets", metavar="TARGET", required=True, dest="target")
     for name, text in TARGETS.items():
         target = targets.add_parser(
@@ -42,14 +47,18 @@ def declare(parser: argparse.ArgumentParser, with_config: Callable[[argparse.Arg
         if name == "jobset":
             target.add_argument("--secret", metavar="NAME", help="with the key token (the job's name and -token)")
         target.add_argument("--memory-gib", type=int, metavar="N", help="memory of a node (the site's default)")
-        if name != "rayjob":  # there the section `ray` says so
+        if name != "rayjob":  # a rayjob takes these from the section `ray`
             target.add_argument("--nodes-per-replica", type=int, default=1, metavar="N", dest="nodes", help="1")
             target.add_argument("--cpus-per-rank", type=int, metavar="N", dest="cpus", help="train.threads")
             target.add_argument("--gpus-per-rank", type=int, metavar="N", dest="gpus", help="1 with cuda, else 0")
 
 
 def render(config: Config, args: argparse.Namespace) -> str:
-    """The file that `args` asks for. Raises ConfigError."""
+    """Return the file for the target and the options in `args`.
+
+    Raises:
+        ConfigError: The target cannot run this configuration, or refuses an option.
+    """
     from ft_hsdp.launch.render.jobset import jobset
     from ft_hsdp.launch.render.rayjob import rayjob
     from ft_hsdp.launch.render.settings import Site

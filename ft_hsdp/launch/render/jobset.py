@@ -1,8 +1,8 @@
 """A JobSet: a Job for the lighthouse, and one per replica with a pod for each of its nodes.
 
-A Job that fails ends a JobSet, or restarts all of it. So a replica's Job fails only where all would: on a
-configuration that is refused (64). Whatever else ends a pod, only that pod is replaced, and the others train on.
-With several nodes per replica its pods must start again together, which JobSet can do for one Job since 0.12.
+A Job that fails ends a JobSet or restarts all of it. So a replica's Job fails only for a reason that all replicas
+share: a refused configuration (exit code 64). After any other end only the pod is replaced, and the others go on
+training. The pods of a replica on several nodes must restart together; JobSet can do that for one Job since 0.12.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ft_hsdp.launch.render.settings import COMMAND, Shape, Site, check, dump, in
 from ft_hsdp.launch.render.text import CommentedValue, comment, document
 
 PORT = 29500
-STORE_PORT = 29400  # where the ranks of several nodes meet
-FOR_EVER = 2**31 - 1
+STORE_PORT = 29400  # rendezvous of the ranks of several nodes
+NO_LIMIT = 2**31 - 1
 LEAVE_S = 5  # from the end of the ranks to the end of the pod
 INDEX = "metadata.labels['jobset.sigs.k8s.io/job-index']"
 GANG = "metadata.labels['batch.kubernetes.io/controller-uid']"  # new with each start of the replica's pods
@@ -30,19 +30,23 @@ NOTHING: Mapping[str, str] = MappingProxyType({})
 _HEAD = """\
 {job}: a lighthouse and {replicas} replicas of {ranks} ranks, for JobSet {version} or later.
 
-The token that all pods share is not in this file. Make it once:
+The token that all pods share is not in this file. Create it once:
   kubectl create secret generic {secret}{space} --from-literal=token="$(openssl rand -hex 32)"
 Then:
   kubectl apply -f FILE
   kubectl get pods{space} -l jobset.sigs.k8s.io/jobset-name={name}
-  kubectl delete -f FILE   (its journal, too, where no --claim was given)
+  kubectl delete -f FILE   (without --claim this deletes the journal as well)
 """
 
 
 def jobset(config: Config, site: Site) -> str:
-    """The manifest of `config`'s job. Raises ConfigError for what Kubernetes or its pods could not do."""
+    """Return the manifest of a job.
+
+    Raises:
+        ConfigError: Kubernetes or its pods cannot run this configuration.
+    """
     check(site)
-    held = shape(config, site)
+    layout = shape(config, site)
     name = label(config.job.name)
     port = config.network.port or PORT
     config = in_pods(spread(config), site.claim)
@@ -56,17 +60,17 @@ def jobset(config: Config, site: Site) -> str:
         "metadata": pod.metadata(name, site.namespace, name),
         "spec": {
             "network": CommentedValue(
-                f"the lighthouse is {name}-lighthouse-0-0.{name}, whichever pod it is",
+                f"the lighthouse is {name}-lighthouse-0-0.{name}, also after its pod was replaced",
                 {"enableDNSHostnames": True, "publishNotReadyAddresses": True},
             ),
             "successPolicy": CommentedValue(
-                "the lighthouse ends when all replicas have",
+                "the lighthouse ends when all replicas have ended",
                 {"operator": "All", "targetReplicatedJobs": ["replica"]},
             ),
-            "failurePolicy": _failures(held),
+            "failurePolicy": _failures(layout),
             "replicatedJobs": [
                 _lighthouse(site, name, secret, runs, where),
-                _replica(config, site, held, name, secret, where),
+                _replica(config, site, layout, name, secret, where),
             ],
         },
     }
@@ -75,26 +79,24 @@ def jobset(config: Config, site: Site) -> str:
         parts.append(pod.runs_claim(name, site.namespace))
     space = "" if site.namespace is None else f" -n {site.namespace}"
     said = {"replicas": config.slots, "ranks": config.ranks_per_replica, "secret": secret, "space": space}
-    version = "0.8" if held.nodes == 1 else "0.12"
+    version = "0.8" if layout.nodes == 1 else "0.12"
     head = comment(_HEAD.format(job=config.job.name, name=name, version=version, **said))
     return head + "---\n".join(document(part) for part in (*parts, jobs))
 
 
-def _failures(held: Shape) -> CommentedValue:
-    """What a Job that fails means to the JobSet."""
-    if held.nodes == 1:
+def _failures(layout: Shape) -> CommentedValue:
+    """Return what the JobSet does when a Job fails."""
+    if layout.nodes == 1:
         return CommentedValue(
-            "a Job fails only on a configuration that is refused, as it would be again", {"maxRestarts": 0}
+            "a Job fails only on a refused configuration, and a restart would not help", {"maxRestarts": 0}
         )
     alone = {"name": "alone", "action": "RestartJobAndIgnoreMaxRestarts", "targetReplicatedJobs": ["replica"]}
-    text = (
-        "the pods of a replica start again together, and no others: JobSet 0.12 with its feature gate RestartJob"
-    )
+    text = "only the pods of one replica restart, all together: JobSet 0.12 with its feature gate RestartJob"
     return CommentedValue(text, {"maxRestarts": 0, "rules": [alone]})
 
 
 def _lighthouse(site: Site, name: str, secret: str, runs: str, where: str) -> Tree:
-    """One pod, started again where it is: its address stays, and its journal outlives it."""
+    """Return the Job of the lighthouse: one pod that restarts in place, with the same address and journal."""
     port = urlsplit(where).port
     probe = {"httpGet": {"path": "/healthz", "port": port}, "periodSeconds": 2}
     container = pod.container(
@@ -114,36 +116,36 @@ def _lighthouse(site: Site, name: str, secret: str, runs: str, where: str) -> Tr
         "containers": [container],
         "volumes": pod.volumes(f"{name}-config", runs),
     }
-    job = {"parallelism": 1, "completions": 1, "backoffLimit": FOR_EVER, "template": {"spec": spec}}
+    job = {"parallelism": 1, "completions": 1, "backoffLimit": NO_LIMIT, "template": {"spec": spec}}
     return {"name": "lighthouse", "replicas": 1, "template": {"spec": job}}
 
 
-def _replica(config: Config, site: Site, held: Shape, name: str, secret: str, where: str) -> Tree:
-    """A Job per replica, with a pod per node of it."""
+def _replica(config: Config, site: Site, layout: Shape, name: str, secret: str, where: str) -> Tree:
+    """Return the Jobs of the replicas, with a pod for each node of a replica."""
     memory, mount = pod.shared_memory()
     container = pod.container(
         "replica",
         site.image,
-        command=["python", *_start(held, name), *COMMAND],
+        command=["python", *_start(layout, name), *COMMAND],
         args=["replica", CONFIG, "--replica", "$(REPLICA)", "--lighthouse", where],
         env=[
-            *_environment(secret, {"REPLICA": INDEX, **({"GANG": GANG} if held.nodes > 1 else {})}),
+            *_environment(secret, {"REPLICA": INDEX, **({"GANG": GANG} if layout.nodes > 1 else {})}),
         ],
-        resources=pod.resources(held.cpus, held.gpus, site.memory_gib),
+        resources=pod.resources(layout.cpus, layout.gpus, site.memory_gib),
         mounts=[mount],
     )
     spec = {
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": CommentedValue(
-            "after SIGTERM a replica leaves when its step is committed: timeouts.stop_s",
+            "after SIGTERM a replica leaves when its step is committed, within timeouts.stop_s",
             math.ceil(config.timeouts.stop_s) + LEAVE_S,
         ),
         **pod.rights(),
         "containers": [container],
         "volumes": [*pod.volumes(f"{name}-config", site.claim), memory],
     }
-    size = {"parallelism": held.nodes, "completions": held.nodes, "completionMode": "Indexed"}
-    job = {**size, **_retries(held), "template": {"spec": spec}}
+    size = {"parallelism": layout.nodes, "completions": layout.nodes, "completionMode": "Indexed"}
+    job = {**size, **_retries(layout), "template": {"spec": spec}}
     return {
         "name": "replica",
         "replicas": config.slots,
@@ -152,28 +154,29 @@ def _replica(config: Config, site: Site, held: Shape, name: str, secret: str, wh
     }
 
 
-def _retries(held: Shape) -> Tree:
-    """What the end of a pod means to its Job: on one node the pod is replaced, on several all of them are."""
-    if held.nodes > 1:
+def _retries(layout: Shape) -> Tree:
+    """Return what a Job does when a pod ends: on one node the pod is replaced, on several the Job fails."""
+    if layout.nodes > 1:
         return {"backoffLimit": 0}
     refused = {"containerName": "replica", "operator": "In", "values": [EXIT_CONFIG]}
     disrupted = {"type": "DisruptionTarget", "status": "True"}
     rules = [
         CommentedValue("the configuration was refused", {"action": "FailJob", "onExitCodes": refused}),
         CommentedValue(
-            "preempted, drained, or its node lost", {"action": "Ignore", "onPodConditions": [disrupted]}
+            "the pod was preempted or drained, or its node was lost",
+            {"action": "Ignore", "onPodConditions": [disrupted]},
         ),
     ]
-    text = "else the pod is replaced as often as it takes, each time later, up to 6 minutes"
-    return {"backoffLimit": CommentedValue(text, FOR_EVER), "podFailurePolicy": {"rules": rules}}
+    text = "else the pod is replaced without a limit, each time after a longer delay of up to 6 minutes"
+    return {"backoffLimit": CommentedValue(text, NO_LIMIT), "podFailurePolicy": {"rules": rules}}
 
 
-def _start(held: Shape, name: str) -> list[str]:
-    """How the ranks of a pod are started: by our supervisor, on several nodes by torchrun."""
-    if held.nodes == 1:
+def _start(layout: Shape, name: str) -> list[str]:
+    """Return how the ranks of a pod are started: by the supervisor, or by torchrun for several nodes."""
+    if layout.nodes == 1:
         return []
     meet = f"{name}-replica-$(REPLICA)-0.{name}:{STORE_PORT}"
-    size = [f"--nnodes={held.nodes}", f"--nproc-per-node={held.ranks}", "--max-restarts=0"]
+    size = [f"--nnodes={layout.nodes}", f"--nproc-per-node={layout.ranks}", "--max-restarts=0"]
     return [
         "-m",
         "torch.distributed.run",
@@ -185,7 +188,7 @@ def _start(held: Shape, name: str) -> list[str]:
 
 
 def _environment(secret: str, labels: Mapping[str, str] = NOTHING) -> list[Tree]:
-    """The token, a home for a user that the image does not know, and what the pod's labels say."""
+    """Return the token, a home folder for a user that the image does not know, and the values of labels."""
     fields = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in labels.items()]
     home = {"HOME": "/tmp", "USER": "ft-hsdp"}  # noqa: S108 - the pod's
     said = [{"name": name, "value": value} for name, value in home.items()]

@@ -1,6 +1,6 @@
-"""What all pods of a rendered job share: the job's name, their rights, their files, and the secrets' source.
+"""The parts that all pods of a rendered job share: the job's name, their rights, volumes and secrets.
 
-The name is a DNS label (RFC 1035), as Kubernetes demands, with room for what is added to it.
+The name is a DNS label (RFC 1035), as Kubernetes demands, and short enough for the suffixes of pods.
 """
 
 from __future__ import annotations
@@ -12,13 +12,14 @@ from typing import Any
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.render.settings import FOLDER
 
-LONGEST = 42  # a pod's name is a label, too: 63 without "-lighthouse-0-0-abcde"
+LONGEST = 42  # a pod's name is a label of at most 63 characters, of which "-lighthouse-0-0-abcde" takes 21
 
 
 def label(name: str) -> str:
-    """`name` in lower case, with a dash for what a label may not have, and a letter first.
+    """Return `name` in lower case, with dashes for characters that a label may not have, and a letter first.
 
-    Raises ConfigError on job.name where that is too long, or nothing is left.
+    Raises:
+        ConfigError: On job.name, if the result is empty or too long.
     """
     made = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     if made and not made[0].isalpha():
@@ -38,7 +39,7 @@ Tree = dict[str, Any]
 
 
 def metadata(name: str, namespace: str | None, job: str) -> Tree:
-    """Of an object of `job`."""
+    """Return the metadata of an object of `job`."""
     placed = {} if namespace is None else {"namespace": namespace}
     return {
         "name": name,
@@ -48,13 +49,13 @@ def metadata(name: str, namespace: str | None, job: str) -> Tree:
 
 
 def config_map(job: str, namespace: str | None, settings: str) -> Tree:
-    """The configuration as an object."""
+    """Return the ConfigMap with the configuration `settings`."""
     head = {"apiVersion": "v1", "kind": "ConfigMap"}
     return {**head, "metadata": metadata(f"{job}-config", namespace, job), "data": {"config.yaml": settings}}
 
 
 def runs_claim(job: str, namespace: str | None) -> Tree:
-    """A volume that one pod at a time writes: what must outlive it."""
+    """Return the claim of a volume that outlives its pod. One pod at a time writes it."""
     return {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
@@ -67,7 +68,7 @@ def runs_claim(job: str, namespace: str | None) -> Tree:
 
 
 def rights() -> Tree:
-    """What a pod may do: Kubernetes' level "restricted", and nothing with the cluster itself."""
+    """Return the security context of a pod: Kubernetes' level "restricted", and no access to the cluster's API."""
     context = {
         "runAsNonRoot": True,
         "runAsUser": USER,
@@ -79,12 +80,18 @@ def rights() -> Tree:
 
 
 def no_more_rights() -> Tree:
-    """securityContext of a container."""
+    """Return the security context of a container, which drops all capabilities."""
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
 def container(name: str, image: str, **more: Any) -> Tree:
-    """A container that gains no rights, with the configuration and the runs mounted."""
+    """Return a container without rights, with the configuration and the folder of runs mounted.
+
+    Args:
+        name: Of the container.
+        image: Its image.
+        more: Further keys; those in `mounts` are added to the two above.
+    """
     mounts = [
         {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
         {"name": "runs", "mountPath": FOLDER},
@@ -100,19 +107,19 @@ def container(name: str, image: str, **more: Any) -> Tree:
 
 
 def volumes(config: str, claim: str | None) -> list[Tree]:
-    """The configuration, and the runs: in a claim, or in the pod as long as it lives."""
+    """Return the volumes of the configuration and of the runs; without a claim the latter ends with its pod."""
     runs: Tree = {"emptyDir": {}} if claim is None else {"persistentVolumeClaim": {"claimName": claim}}
     return [{"name": "config", "configMap": {"name": config}}, {"name": "runs", **runs}]
 
 
 def shared_memory() -> tuple[Tree, Tree]:
-    """A volume and its mount: /dev/shm as large as the memory of the pod, not 64 MiB."""
+    """Return a volume and its mount, for a /dev/shm as large as the memory of the pod. The default is 64 MiB."""
     volume = {"name": "shm", "emptyDir": {"medium": "Memory"}}
     return volume, {"name": "shm", "mountPath": "/dev/shm"}  # noqa: S108 - that of the pod
 
 
 def resources(cpus: float, gpus: float, memory_gib: int | None) -> Tree:
-    """Of a container. More processors may be used where they are free; memory and GPUs are what was asked for."""
+    """Return the resources of a container. It may use more processors that are idle, but not more memory."""
     fixed: Tree = {} if memory_gib is None else {"memory": f"{memory_gib}Gi"}
     if gpus:
         fixed["nvidia.com/gpu"] = str(math.ceil(gpus))
@@ -120,10 +127,10 @@ def resources(cpus: float, gpus: float, memory_gib: int | None) -> Tree:
 
 
 def quantity(amount: float) -> str:
-    """As Kubernetes writes it: "2", "500m"."""
+    """Return an amount as Kubernetes writes it: "2", "500m"."""
     return str(int(amount)) if float(amount).is_integer() else f"{round(amount * 1000)}m"
 
 
 def secret(variable: str, name: str, key: str) -> Tree:
-    """An environment variable that comes from a Secret."""
+    """Return an environment variable whose value is in a Secret."""
     return {"name": variable, "valueFrom": {"secretKeyRef": {"name": name, "key": key}}}

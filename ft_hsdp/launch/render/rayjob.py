@@ -1,7 +1,7 @@
-"""A RayJob: KubeRay makes a cluster for the job, runs `submit` on it, and removes it afterwards.
+"""A RayJob: KubeRay creates a cluster for the job, runs `submit` on it, and removes it afterwards.
 
-The section `ray` of the configuration says what a rank asks for; a worker pod is as large as what one node gets
-of a replica: all its ranks, or with SPREAD and STRICT_SPREAD one.
+The section `ray` of the configuration says what a rank asks for. A worker pod has room for all ranks of a replica,
+or with SPREAD and STRICT_SPREAD for one rank.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ft_hsdp.launch.render.pod import CONFIG, Tree, label
 from ft_hsdp.launch.render.settings import COMMAND, Site, check, dump, in_pods
 from ft_hsdp.launch.render.text import CommentedValue, comment, document
 
-RAY_VERSION = "2.60.0"  # token authentication wants 2.52 or later
+RAY_VERSION = "2.60.0"  # token authentication needs 2.52 or later
 KEEP_S = 600  # of the finished cluster, for its logs
 
 _HEAD = """\
@@ -26,12 +26,16 @@ The image has ft_hsdp and Ray {version}.
 
   kubectl apply -f FILE
   kubectl get rayjob{space} {name}
-  kubectl delete -f FILE   (the files of the run, too, where no --claim was given)
+  kubectl delete -f FILE   (without --claim this deletes the files of the run as well)
 """
 
 
 def rayjob(config: Config, site: Site) -> str:
-    """The manifest of `config`'s job. Raises ConfigError for what Kubernetes or its pods could not do."""
+    """Return the manifest of a job.
+
+    Raises:
+        ConfigError: Kubernetes or its pods cannot run this configuration.
+    """
     check(site)
     if config.train.device == "cuda" and config.ray.gpus_per_rank < 1:
         raise ConfigError("ray.gpus_per_rank", config.ray.gpus_per_rank, "1 or more with train.device cuda")
@@ -47,13 +51,13 @@ def rayjob(config: Config, site: Site) -> str:
             "entrypoint": shlex.join(entrypoint),
             "shutdownAfterJobFinishes": True,
             "ttlSecondsAfterFinished": KEEP_S,
-            "backoffLimit": CommentedValue("a new cluster for the whole job is for an operator to order", 0),
+            "backoffLimit": CommentedValue("only an operator starts the whole job again on a new cluster", 0),
             "submitterPodTemplate": CommentedValue(
-                "KubeRay's own has more rights than ours", {"spec": _submitter(site)}
+                "KubeRay's default pod has more rights than this one", {"spec": _submitter(site)}
             ),
             "rayClusterSpec": {
                 "rayVersion": RAY_VERSION,
-                "authOptions": CommentedValue("KubeRay makes the token and its Secret", {"mode": "token"}),
+                "authOptions": CommentedValue("KubeRay creates the token and its Secret", {"mode": "token"}),
                 "headGroupSpec": _head(site, name, runs),
                 "workerGroupSpecs": _groups(config, site, name),
             },
@@ -69,7 +73,7 @@ def rayjob(config: Config, site: Site) -> str:
 
 
 def _submitter(site: Site) -> Tree:
-    """The pod that tells the cluster the entrypoint and shows what it prints; KubeRay adds its command."""
+    """Return the pod that submits the entrypoint and shows its output; KubeRay adds the pod's command."""
     container = {
         "name": "ray-job-submitter",
         "image": site.image,
@@ -80,7 +84,7 @@ def _submitter(site: Site) -> Tree:
 
 
 def _head(site: Site, name: str, runs: str) -> Tree:
-    """The head: it runs Ray's own services, the driver and the lighthouse, and no ranks."""
+    """Return the head: it runs Ray's services, the driver and the lighthouse, but no ranks."""
     container = pod.container("ray-head", site.image, resources=pod.resources(2, 0, 8))
     template = {
         "spec": {
@@ -93,7 +97,7 @@ def _head(site: Site, name: str, runs: str) -> Tree:
 
 
 def _groups(config: Config, site: Site, name: str) -> list[Tree]:
-    """A group of workers for each of ray.zones, or one: as many pods as there are places in the job."""
+    """Return a group of workers for each of ray.zones, or one group, with room for all replicas and spares."""
     zones: tuple[str | None, ...] = config.ray.zones or (None,)
     each = config.ranks_per_replica if config.ray.strategy in ("STRICT_PACK", "PACK") else 1
     pods = config.ranks_per_replica // each  # of a replica
@@ -113,7 +117,7 @@ def _groups(config: Config, site: Site, name: str) -> list[Tree]:
 
 
 def _workers(config: Config, site: Site, name: str, each: int, zone: str | None) -> Tree:
-    """What a worker is: `each` ranks' worth of a node, in a zone of the cluster."""
+    """Return a worker with room for `each` ranks, in a zone of the cluster if one is given."""
     ray = config.ray
     labels = {**ray.labels, **({} if zone is None else {ray.zone_label: zone})}
     told = {key: each * amount for key, amount in ray.resources.items()}

@@ -1,7 +1,7 @@
-"""What a scheduler is asked for, and the configuration that a rendered file carries.
+"""What a scheduler is asked for, and the configuration that a rendered file contains.
 
-The site's settings come from the command line; none of them changes what is trained. The configuration is the
-user's, made fit for pieces that start on several machines.
+The site's settings come from the command line and do not change what is trained. The configuration is the user's,
+changed so that the job's parts can start on several machines.
 """
 
 from __future__ import annotations
@@ -18,19 +18,18 @@ from ft_hsdp.launch.render.text import CommentedValue, document
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Sizes: `nodes` of a replica, `cpus` and `gpus` of a rank, `memory_gib` of a node (None: the site's default).
+    """What the command line says of the site. None: the scheduler's default."""
 
-    The rest is Slurm's (partition, account, time, python) or Kubernetes' (image, namespace, claim, secret).
-    """
-
-    nodes: int = 1
-    cpus: int | None = None
-    gpus: int | None = None
-    memory_gib: int | None = None
+    nodes: int = 1  # per replica
+    cpus: int | None = None  # per rank; None: train.threads
+    gpus: int | None = None  # per rank; None: 1 with train.device cuda, else 0
+    memory_gib: int | None = None  # per node
+    # Of Slurm:
     partition: str | None = None
     account: str | None = None
     time: str | None = None
     python: str = "python"
+    # Of Kubernetes:
     image: str = ""
     namespace: str | None = None
     claim: str | None = None
@@ -39,12 +38,12 @@ class Site:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What one node of a replica holds: so many of its ranks, with so many processors and GPUs in all."""
+    """How a replica is spread over nodes."""
 
-    nodes: int
-    ranks: int
-    cpus: int
-    gpus: int
+    nodes: int  # per replica
+    ranks: int  # per node
+    cpus: int  # per node
+    gpus: int  # per node
 
 
 _NAME = (re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@-]{0,127}"), "a name")
@@ -64,7 +63,11 @@ _ALLOWED = {
 
 
 def check(site: Site) -> None:
-    """Raise ConfigError on an option whose value its scheduler would refuse, or take for something else."""
+    """Check the options that are written into the file.
+
+    Raises:
+        ConfigError: The scheduler would refuse a value, or could misread it.
+    """
     for field, (pattern, allowed) in _ALLOWED.items():
         value = getattr(site, field)
         if value and not pattern.fullmatch(value):
@@ -74,13 +77,17 @@ def check(site: Site) -> None:
 
 
 def shape(config: Config, site: Site) -> Shape:
-    """What one node of a replica holds. Raises ConfigError where the ranks do not fit the nodes."""
+    """Return how a replica is spread over nodes.
+
+    Raises:
+        ConfigError: The ranks cannot be spread evenly over the nodes, or a size is out of range.
+    """
     ranks = config.ranks_per_replica
     if site.nodes < 1 or ranks % site.nodes:
-        allowed = f"a divisor of ranks_per_replica ({ranks}): each node has as many ranks"
+        allowed = f"a divisor of ranks_per_replica ({ranks}): each node gets the same number of ranks"
         raise ConfigError("--nodes-per-replica", site.nodes, allowed)
     if site.nodes > 1 and not config.network.allow:
-        allowed = "the networks of the nodes, such as [10.0.0.0/8]: the ranks of a replica are on several"
+        allowed = "the networks of the nodes, such as [10.0.0.0/8]: the ranks of a replica are on several nodes"
         raise ConfigError("network.allow", [], allowed)
     cuda = config.train.device == "cuda"
     cpus = config.train.threads if site.cpus is None else site.cpus
@@ -89,23 +96,29 @@ def shape(config: Config, site: Site) -> Shape:
         raise ConfigError("--cpus-per-rank", cpus, "1 to 1024")
     if not int(cuda) <= gpus <= 64:
         raise ConfigError("--gpus-per-rank", gpus, f"{int(cuda)} to 64 with train.device {config.train.device}")
-    held = ranks // site.nodes
-    return Shape(site.nodes, held, held * cpus, held * gpus)
+    per_node = ranks // site.nodes
+    return Shape(site.nodes, per_node, per_node * cpus, per_node * gpus)
 
 
-REACH_S = 300.0  # pieces wait in a queue, one by one
-FOLDER = "/runs"  # where pods have the run directory
+REACH_S = 300.0  # timeouts.reach_s: each part of the job waits in the scheduler's queue by itself
+FOLDER = "/runs"  # job.runs_dir in pods
 COMMAND = ("-m", "ft_hsdp.launch.cli")
 _SECRET = re.compile("token|secret|passw|credential|key$", re.IGNORECASE)
 
 
 def spread(config: Config, **job: str) -> Config:
-    """`config` for several machines: what stands at its default for one is changed. job: keys of that section.
+    """Return `config` for several machines: with other defaults of network.host and timeouts.reach_s.
 
-    Raises ConfigError for settings that would not keep a job running there.
+    Args:
+        config: Of the job.
+        job: New values of keys in the section `job`.
+
+    Raises:
+        ConfigError: lighthouse.count is above 1.
     """
     if config.lighthouse.count > 1:
-        raise ConfigError("lighthouse.count", config.lighthouse.count, "1: one is rendered, and started again")
+        allowed = "1: the scheduler restarts the only lighthouse"
+        raise ConfigError("lighthouse.count", config.lighthouse.count, allowed)
     network, waits = config.network, config.timeouts
     if network.host == NetworkConfig().host:
         network = network.model_copy(update={"host": "0.0.0.0"})
@@ -116,23 +129,28 @@ def spread(config: Config, **job: str) -> Config:
 
 
 def in_pods(config: Config, claim: str | None) -> Config:
-    """`config` for pods, whose folder of runs is `FOLDER`; a `claim` is a volume that all of them have there.
+    """Return `config` for pods, whose folder of runs is `FOLDER`.
 
-    Raises ConfigError for files that a pod would not have.
+    Args:
+        config: Of the job.
+        claim: The volume that all pods mount there; None: each pod has its own folder.
+
+    Raises:
+        ConfigError: The configuration names files that a pod would not have.
     """
     if config.network.tls_certificate is not None:
         raise ConfigError(
             "network.tls_certificate",
             config.network.tls_certificate,
-            "null: pods get no files but the configuration",
+            "null: the configuration is the only file that pods get",
         )
     if config.checkpoint.every and claim is None:
         raise ConfigError(
-            "checkpoint.every", config.checkpoint.every, "0 without --claim: all pods must have its folder"
+            "checkpoint.every", config.checkpoint.every, "0 without --claim: all pods must share its folder"
         )
     folder = config.checkpoint.dir
     if folder is not None and not folder.startswith(f"{FOLDER}/"):
-        raise ConfigError("checkpoint.dir", folder, f"null or a folder in {FOLDER}, where the pods' volume is")
+        raise ConfigError("checkpoint.dir", folder, f"null or a folder in {FOLDER}, the volume of the pods")
     changed: dict[str, Any] = {"job": config.job.model_copy(update={"runs_dir": FOLDER})}
     if claim is not None and config.checkpoint.key is None:  # a pod's own folders do not outlive it
         changed["checkpoint"] = config.checkpoint.model_copy(update={"key": f"{FOLDER}/checkpoint.key"})
@@ -140,27 +158,28 @@ def in_pods(config: Config, claim: str | None) -> Config:
 
 
 def dump(config: Config) -> str:
-    """`config` as YAML, what stands at its default left out; `load` makes an equal one of it.
+    """Return `config` as YAML, without the keys that are at their defaults; `load` makes an equal one of it.
 
-    Raises ConfigError for a secret, without showing it: what is rendered is read by many.
+    Raises:
+        ConfigError: It contains a secret, which the message does not show: many people read a rendered file.
     """
     for url in config.lighthouse.etcd:
         if "@" in urlsplit(url).netloc:
             allowed = (
-                "URLs without one; FT_HSDP_ETCD_USER and FT_HSDP_ETCD_PASSWORD in the lighthouse's environment"
+                "URLs without one; set FT_HSDP_ETCD_USER and FT_HSDP_ETCD_PASSWORD in the lighthouse's environment"
             )
             raise ConfigError("lighthouse.etcd", "a password", allowed)
     for name in config.ray.runtime_env.get("env_vars") or ():
         if _SECRET.search(str(name)):
-            raise ConfigError("ray.runtime_env", str(name), "no secrets: they come to the pods from a Secret")
+            raise ConfigError("ray.runtime_env", str(name), "no secrets: give them to the pods in a Secret")
     return document(_noted(config.model_dump(exclude_defaults=True))) or "{}\n"
 
 
 def _noted(said: dict[str, Any]) -> dict[str, Any]:
-    """`said`, with a word on what `spread` changes."""
+    """Add comments to the keys that `spread` changes."""
     for section, key, value, why in (
-        ("network", "host", "0.0.0.0", "a replica listens where it reaches the lighthouse from"),
-        ("timeouts", "reach_s", REACH_S, "the pieces start when there is room for them"),
+        ("network", "host", "0.0.0.0", "a replica listens at the address from which it reaches the lighthouse"),
+        ("timeouts", "reach_s", REACH_S, "the parts of the job start when there is room for them"),
     ):
         if said.get(section, {}).get(key) == value:
             said[section][key] = CommentedValue(why, value)

@@ -1,7 +1,7 @@
-"""A Slurm array: one element per replica, a job of one processor for the lighthouse, and one that ends it.
+"""A Slurm array with one element per replica, a small job for the lighthouse, and a job that ends the lighthouse.
 
-`bash FILE` submits all three. Elements start when there is room for them, and the others train meanwhile. They
-find the lighthouse by the run directory, which is on a filesystem that all nodes share.
+`bash FILE` submits all three. An element starts when there is room for it; meanwhile the others train. Elements
+find the lighthouse through the run directory, which is on a file system that all nodes share.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.render.settings import COMMAND, Shape, Site, check, dump, shape, spread
 
-NOTICE_S = 60  # Slurm looks at its clock so seldom
+NOTICE_S = 60  # Slurm checks time limits only this often
 
 _HEAD = """\
 #!/usr/bin/env bash
-# {name}: {replicas} replicas of {ranks} ranks, an element of the array each.
+# {name}: {replicas} replicas of {ranks} ranks, each an element of the array.
 #
-#   bash FILE                submits the lighthouse, the array, and what ends the lighthouse after the array
-#   sbatch FILE              the array alone, where its lighthouse runs elsewhere with the same folder of runs
-#   sbatch --array=2 FILE    one replica again
+#   bash FILE                submit the lighthouse, the array, and the job that ends the lighthouse after the array
+#   sbatch FILE              submit the array only; its lighthouse uses the same folder of runs and runs elsewhere
+#   sbatch --array=2 FILE    submit one replica again
 #
 {directives}
 set -u
@@ -43,12 +43,12 @@ _SUBMIT = """
 if [ -z "${SLURM_ARRAY_TASK_ID-}${FT_HSDP_PART-}" ]; then
     set -e
     mkdir -p "$runs"
-    # Without the directives of the array: the lighthouse needs a processor. It has a clock, too.
+    # The lighthouse does not need the resources of the array's directives. It has a time limit as well.
     lighthouse=$(sed '/^#SBATCH/d' "$0" | sbatch --parsable --export=ALL,FT_HSDP_PART=lighthouse \\
         --job-name="$name-lighthouse" --ntasks=1 --cpus-per-task=1 --mem=2G --requeue --signal=B:USR1@60 \\
         --open-mode=append --output="$runs/$name-slurm-lighthouse.log"@SITE@@TIME@)
     array=$(sbatch --parsable --dependency="after:${lighthouse%%;*}" "$0")
-    # It outlives every element, and ends when none is left, requeued ones included. It may just be starting again.
+    # The lighthouse ends after the last element, requeued ones included. At that time it may be in the queue.
     sbatch --parsable --dependency="afterany:${array%%;*}" --job-name="$name-end" --ntasks=1 --cpus-per-task=1 \\
         --mem=100M --time=5 --output=/dev/null@SITE@ \\
         --wrap="while squeue --noheader --jobs=${lighthouse%%;*} | grep -q .; do
@@ -61,7 +61,7 @@ fi
 child=
 notice=
 
-# USR1 is Slurm's clock, TERM is scancel or preemption: what runs leaves gracefully, disturbing nobody.
+# USR1 announces the time limit, TERM is scancel or preemption. The command leaves at a step boundary.
 # shellcheck disable=SC2317,SC2329  # traps call it
 leave() {
     notice=$1
@@ -72,20 +72,20 @@ tell() { kill -TERM "$child" 2>/dev/null; }
 trap 'leave clock' USR1
 trap 'leave told' TERM
 
-# Run a command to its end, whatever is told meanwhile; its exit code is in $code.
+# Run a command until it has ended, also if signals come; its exit code is in $code.
 run() {
     "$@" &
     child=$!
     while kill -0 "$child" 2>/dev/null; do wait "$child"; done
     wait "$child"
     code=$?
-    # A signal that comes just when the command ends makes bash say -1; that command was told to end, too.
+    # If a signal comes just as the command ends, bash reports -1; the command was told to end as well.
     [ "$code" -ge 0 ] || code=143
     child=
 }
 
 again() {
-    echo "$who: $1; back into the queue"
+    echo "$who: $1; requeued"
     scontrol requeue "$job" && run sleep 60   # Slurm ends this script
     exit 75
 }
@@ -96,13 +96,13 @@ if [ "${FT_HSDP_PART-}" = lighthouse ]; then
     who=lighthouse
     job=$SLURM_JOB_ID
     settings > "$runs/$name-slurm-lighthouse.yaml"
-    rm -f "$runs/$name/lighthouse.json"   # of one that ended, maybe on another machine
-    while [ -z "$notice" ]; do   # on one port, where the replicas know it
+    rm -f "$runs/$name/lighthouse.json"   # an earlier lighthouse, maybe on another machine, wrote it
+    while [ -z "$notice" ]; do   # each restart uses the same port
         run "$python" @COMMAND@ lighthouse "$runs/$name-slurm-lighthouse.yaml" @HOST@--network.port=@PORT@
         [ "$code" -ne 64 ] || exit 64
         [ -n "$notice" ] || sleep 1
     done
-    [ "$notice" = told ] || again "its time is up"
+    [ "$notice" = told ] || again "its time limit is reached"
     exit 0
 fi
 """
@@ -110,7 +110,7 @@ fi
 _ELEMENT = """
 replica=$SLURM_ARRAY_TASK_ID
 who="replica $replica"
-job=${SLURM_ARRAY_JOB_ID}_$replica   # one element's SLURM_JOB_ID is that of the whole array
+job=${SLURM_ARRAY_JOB_ID}_$replica   # SLURM_JOB_ID of one element can be the id of the whole array
 settings > "$runs/$name-slurm-$replica.yaml"
 """
 
@@ -121,10 +121,10 @@ _NODES = """\
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((20000 + SLURM_JOB_ID % 10000))
 code=75
-# Not by srun, which would end its step at once. When the element has to end, Slurm tells every process of it.
+# Not through srun, which would end its step at once. If the element is cancelled, Slurm signals all its processes.
 # shellcheck disable=SC2317,SC2329
 tell() { [ "$notice" = told ] || scancel --signal=TERM "$job"; }
-for try in $(seq 0 "$budget"); do   # all nodes of the replica together, under a name that was never used
+for try in $(seq 0 "$budget"); do   # all nodes of the replica start together, with a new rendezvous id
     run srun --kill-on-bad-exit=1 --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" \\
         "$python" -m torch.distributed.run --nnodes=@NODES@ --nproc-per-node=@RANKS@ --max-restarts=0 \\
         --rdzv-backend=c10d --rdzv-endpoint="$head:$port" \\
@@ -136,14 +136,14 @@ done
 
 _VERDICT = """
 if [ "$code" -eq 0 ]; then exit 0; fi
-if [ "$notice" = clock ]; then again "its time is up"; fi
+if [ "$notice" = clock ]; then again "its time limit is reached"; fi
 if [ -n "$notice" ]; then exit "$code"; fi
 if compgen -G "$runs/$name/replicas/*/final.json" >/dev/null; then
     echo "$who: the others are done"
     exit "$code"
 fi
 case $code in
-    64) echo "$who: its configuration was refused, see above" ;;
+    64) echo "$who: the configuration was refused, see above" ;;
     76) echo "$who: $(hostname) is broken; sbatch --array=$replica --exclude=$(hostname -s) FILE" ;;
     *) if [ "${SLURM_RESTART_COUNT:-0}" -lt "$budget" ]; then again "exit $code"; fi ;;
 esac
@@ -152,16 +152,20 @@ exit "$code"
 
 
 def slurm(config: Config, site: Site) -> str:
-    """The script of `config`'s array. Raises ConfigError for what Slurm or its nodes could not do."""
+    """Return the script of a job.
+
+    Raises:
+        ConfigError: Slurm or its nodes cannot run this configuration.
+    """
     check(site)
-    held = shape(config, site)
+    layout = shape(config, site)
     config = _absolute(spread(config))
     if site.nodes == 1:
         ranks = _ONE_NODE
     else:
-        ranks = _NODES.replace("@NODES@", str(held.nodes)).replace("@RANKS@", str(held.ranks))
+        ranks = _NODES.replace("@NODES@", str(layout.nodes)).replace("@RANKS@", str(layout.ranks))
     command = " ".join(COMMAND)
-    # An array's element has no node of its own before it starts, so the lighthouse says where it is.
+    # The node of the lighthouse is known only when it starts, so the script gives its name then.
     host = '--network.host="$(hostname)" ' if config.network.host == "0.0.0.0" else ""
     port = str(config.network.port or '"$((30000 + SLURM_JOB_ID % 10000))"')
     lighthouse = _LIGHTHOUSE.replace("@HOST@", host).replace("@PORT@", port)
@@ -170,7 +174,7 @@ def slurm(config: Config, site: Site) -> str:
         name=config.job.name,
         replicas=config.slots,
         ranks=config.ranks_per_replica,
-        directives="".join(f"#SBATCH {line}\n" for line in _directives(config, site, held)),
+        directives="".join(f"#SBATCH {line}\n" for line in _directives(config, site, layout)),
         runs=shlex.quote(config.job.runs_dir),
         python=shlex.quote(site.python),
         budget=config.restart.budget,
@@ -179,17 +183,17 @@ def slurm(config: Config, site: Site) -> str:
     return head + body.replace("@COMMAND@", command)
 
 
-def _directives(config: Config, site: Site, held: Shape) -> list[str]:
-    """What the array asks for."""
+def _directives(config: Config, site: Site, layout: Shape) -> list[str]:
+    """Return the sbatch options of the array."""
     notice = max(NOTICE_S, math.ceil(config.timeouts.stop_s) + 30)
     folder = config.job.runs_dir.replace("%", "%%")
     asked = {
         "job-name": config.job.name,
         "array": f"0-{config.slots - 1}",
-        "nodes": held.nodes,
+        "nodes": layout.nodes,
         "ntasks-per-node": 1,
-        "cpus-per-task": held.cpus,
-        "gpus-per-node": held.gpus or None,
+        "cpus-per-task": layout.cpus,
+        "gpus-per-node": layout.gpus or None,
         "mem": site.memory_gib and f"{site.memory_gib}G",
         "partition": site.partition,
         "account": site.account,
@@ -202,7 +206,7 @@ def _directives(config: Config, site: Site, held: Shape) -> list[str]:
 
 
 def _submit(site: Site) -> str:
-    """What runs on a login node: the small jobs go where the array goes, and the lighthouse for as long."""
+    """Return the part that runs on a login node, with the partition, account and time limit of the small jobs."""
     asked = {"partition": site.partition, "account": site.account}
     where = "".join(f" --{key}={value}" for key, value in asked.items() if value is not None)
     time = "" if site.time is None else f" --time={site.time}"
@@ -210,7 +214,11 @@ def _submit(site: Site) -> str:
 
 
 def _absolute(config: Config) -> Config:
-    """`config` with paths that mean the same on every node. Raises ConfigError on what Slurm cannot be told."""
+    """Return `config` with absolute paths, which mean the same on every node.
+
+    Raises:
+        ConfigError: job.runs_dir has characters that a directive of Slurm cannot contain.
+    """
     runs = str(Path(config.job.runs_dir).resolve())
     if set(runs) & set('"\\\n'):
         raise ConfigError("job.runs_dir", runs, "a folder whose name has no quotes, backslashes or new lines")

@@ -1,4 +1,4 @@
-"""YAML with comments, and values that no reader of YAML takes for something else."""
+"""Writes YAML with comments, and quotes text that a reader of YAML could take for another type."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ _WORDS = frozenset(["y", "n", "yes", "no", "true", "false", "on", "off", "null",
 
 @dataclass(frozen=True, slots=True)
 class CommentedValue:
-    """A value under a comment; the comment may have several lines."""
+    """A value with a comment above it."""
 
-    text: str
+    text: str  # the comment; it may have several lines
     value: Any
 
 
 def document(value: Mapping[str, Any]) -> str:
-    """`value` as a YAML document, keys in their order, with a newline at the end."""
+    """Return `value` as a YAML document, keys in their order, with a newline at the end."""
     return "".join(f"{line}\n" for line in _lines(value, ""))
 
 
 def comment(text: str) -> str:
-    """`text` as lines of a comment."""
+    """Return `text` as lines of a comment."""
     return "".join(f"# {line}".rstrip() + "\n" for line in text.splitlines())
 
 
 def scalar(value: object) -> str:
-    """`value` on one line; text that could be read as something else gets quotes."""
+    """Return `value` on one line; text that could be read as another type gets quotes."""
     if isinstance(value, str):
         plain = _PLAIN.fullmatch(value) and value.lower() not in _WORDS
         return value if plain else json.dumps(value, ensure_ascii=False)
     if isinstance(value, float):
         digits = repr(value)
-        return digits if "." in digits else digits.replace("e", ".0e")  # 1e-08 is text to some readers
+        return digits if "." in digits else digits.replace("e", ".0e")  # some readers take 1e-08 for text
     return json.dumps(value)
 
 
 def _lines(value: Mapping[str, Any] | Sequence[Any], indent: str) -> Iterator[str]:
-    """The lines of a mapping or a list that is not empty."""
+    """Yield the lines of a mapping or a list that is not empty."""
     pairs = value.items() if isinstance(value, Mapping) else ((None, each) for each in value)
     for key, each in pairs:
         if isinstance(each, CommentedValue):
