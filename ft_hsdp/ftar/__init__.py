@@ -20,11 +20,10 @@ Read the modules in this order:
     lifecycle      the states of a group and the transitions between them
     group          one rank's membership in the rings of successive epochs; everything else hangs on it
     rendezvous     how the ring of one grant is formed, and which edges outlive their ring
-    listener       accepts the connections of other members; peer: one connected neighbour
-    wire           the small control messages; their types are in ft_hsdp.protocol
+    connections    accepts other members; the small control messages to them; one connected neighbour
     heartbeat      finds members that are dead or stuck
     executor       the engine's thread and its queue
-    allreduce      one all-reduce on a ring; frame: the header of a chunk; memory: tensors that peers can map
+    allreduce      one all-reduce on a ring; frame: the header of a chunk
     transport, dataplane   packages of their own
 
 The package imports ft_hsdp.core and ft_hsdp.protocol, and must not import train, state, control or launch: the

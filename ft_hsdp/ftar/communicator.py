@@ -23,11 +23,11 @@ from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConnectFailed, FTARError, InvalidArgument, RemoteAbort, StaleEpoch
 from ft_hsdp.ftar.allreduce import DTYPES
+from ft_hsdp.ftar.connections import MemberIdentity
 from ft_hsdp.ftar.executor import Work
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.group import Group, GroupEvents
 from ft_hsdp.ftar.lifecycle import GroupState
-from ft_hsdp.ftar.listener import MemberIdentity
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.protocol import RingAbort
 

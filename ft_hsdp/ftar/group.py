@@ -35,18 +35,16 @@ from ft_hsdp.errors import (
 )
 from ft_hsdp.ftar import lifecycle
 from ft_hsdp.ftar.allreduce import AllReduceOrder, Ring
+from ft_hsdp.ftar.connections import Listener, MemberIdentity, Peer
 from ft_hsdp.ftar.dataplane.base import Plane
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.executor import Executor, Work
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.heartbeat import Heartbeat, HostSentinel
 from ft_hsdp.ftar.lifecycle import GroupState
-from ft_hsdp.ftar.listener import Listener, MemberIdentity
-from ft_hsdp.ftar.memory import Arena
-from ft_hsdp.ftar.peer import Peer
 from ft_hsdp.ftar.rendezvous import MemberContext, Rendezvous, SpareEdges
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.ftar.transport.shm import host_id
+from ft_hsdp.ftar.transport.shm import Arena, host_id
 from ft_hsdp.protocol import RingAbort, RingBarrier, RingHello, RingWelcome
 
 

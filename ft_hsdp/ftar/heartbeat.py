@@ -20,7 +20,7 @@ from ft_hsdp import protocol
 from ft_hsdp.core.failure_detector import HostLoad, PhiAccrual, Stalls
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout
 from ft_hsdp.ftar.allreduce import Ring
-from ft_hsdp.ftar.peer import Peer
+from ft_hsdp.ftar.connections import Peer
 from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.protocol import RingBeat

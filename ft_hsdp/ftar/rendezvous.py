@@ -18,15 +18,13 @@ from dataclasses import dataclass
 from ft_hsdp import address, fault_injection, handshake
 from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.errors import ConnectFailed, ProtocolViolation, StaleEpoch, exhausted
-from ft_hsdp.ftar import wire
+from ft_hsdp.ftar import connections
 from ft_hsdp.ftar.allreduce import Ring
-from ft_hsdp.ftar.listener import Listener, MemberIdentity, hello
-from ft_hsdp.ftar.memory import Arena
-from ft_hsdp.ftar.peer import Heard, Peer
+from ft_hsdp.ftar.connections import Heard, Listener, MemberIdentity, Peer, hello
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.gloo import C10d
 from ft_hsdp.ftar.transport.kind import Edge, TransportKind
-from ft_hsdp.ftar.transport.shm import Shm
+from ft_hsdp.ftar.transport.shm import Arena, Shm
 from ft_hsdp.ftar.transport.tcp import Tcp
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingBarrier, RingHello, RingWelcome
@@ -143,7 +141,7 @@ class Rendezvous:
         await fault_injection.passes(self.member_at(+1).replica)
         sock = await handshake.dial(self._address(), self._context.identity.token, Purpose.RING)
         try:
-            wire.tune(sock, self._context.settings.timeout_s)
+            connections.tune(sock, self._context.settings.timeout_s)
         except BaseException:
             sock.close()
             raise

@@ -54,10 +54,10 @@ from ft_hsdp.errors import (
     LighthouseUnreachable,
     LocalResourceError,
 )
+from ft_hsdp.ftar.connections import MemberIdentity
 from ft_hsdp.ftar.group import Group, GroupEvents
-from ft_hsdp.ftar.listener import MemberIdentity
-from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings as RingSettings
+from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import (
     RankAlive,

@@ -16,14 +16,14 @@ from torch import Tensor
 from ft_hsdp.core.ring import RingPlan, operations
 from ft_hsdp.errors import FTARError, InvalidArgument, LocalSystemError, PeerDead, ProtocolViolation
 from ft_hsdp.ftar.allreduce import AllReduceOrder, AllReduceResult, Ring
+from ft_hsdp.ftar.connections import MemberIdentity
 from ft_hsdp.ftar.dataplane.base import Plane
 from ft_hsdp.ftar.dataplane.cpu import CpuPlane
 from ft_hsdp.ftar.dataplane.gpu import GpuPlane
 from ft_hsdp.ftar.frame import Frame, Key
 from ft_hsdp.ftar.group import Group, GroupEvents
-from ft_hsdp.ftar.listener import MemberIdentity
-from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.ftar.transport.shm import Arena
 from ftar_kernels.streamops import HostStream
 from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, grant, until
 from tests.support.ftar.ring_helpers import run as run_on_loop

@@ -18,11 +18,10 @@ from ft_hsdp import handshake, protocol
 from ft_hsdp.address import split
 from ft_hsdp.core.commit import AttemptId, CommitToken
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped, StaleEpoch
-from ft_hsdp.ftar import listener
+from ft_hsdp.ftar import connections
+from ft_hsdp.ftar.connections import MemberIdentity, Peer
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.lifecycle import GroupState
-from ft_hsdp.ftar.listener import MemberIdentity
-from ft_hsdp.ftar.peer import Peer
 from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingData, RingHello
@@ -221,7 +220,7 @@ def test_strangers_are_dropped_without_an_answer(wrong: str) -> None:
                 "huge": b"\xff\xff\xff\xff",
                 "ticket": protocol.frame(RingData("ab" * 16, 0)),
             }
-            said = raw[wrong] if wrong in raw else protocol.frame(listener.hello(mine, given, "here", ("tcp",)))
+            said = raw[wrong] if wrong in raw else protocol.frame(connections.hello(mine, given, "here", ("tcp",)))
             for proved in (False, True):
                 opened = (
                     streams(address, TOKEN, Purpose.RING) if proved else asyncio.open_connection(*split(address))
@@ -300,7 +299,7 @@ def test_a_second_connection_of_a_neighbour_does_not_replace_the_first(replica: 
         async with Ring(0, 1) as ring:
             given = await ring.form(1)
             reader, writer = await streams(ring.addresses[0], TOKEN, Purpose.RING)
-            again = listener.hello(MemberIdentity(replica, 0, LAYOUT, TOKEN), given, "here", ("tcp",))
+            again = connections.hello(MemberIdentity(replica, 0, LAYOUT, TOKEN), given, "here", ("tcp",))
             writer.write(protocol.frame(again))
             assert await asyncio.wait_for(reader.read(), 2) == b""
             writer.close()

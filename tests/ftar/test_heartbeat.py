@@ -18,9 +18,9 @@ from ft_hsdp.core.commit import AttemptId, CommitToken
 from ft_hsdp.core.failure_detector import MOST_S
 from ft_hsdp.errors import PeerDead, PeerTimeout, RemoteAbort
 from ft_hsdp.ftar import Communicator, Settings
+from ft_hsdp.ftar.connections import Peer
 from ft_hsdp.ftar.heartbeat import HostSentinel
 from ft_hsdp.ftar.lifecycle import GroupState
-from ft_hsdp.ftar.peer import Peer
 from ft_hsdp.protocol import RingBeat
 from tests.support.ftar.member_process import TOKEN, MemberProcess
 from tests.support.ftar.ring_helpers import Replica, Ring, Transport, error, run, until

@@ -10,8 +10,8 @@ from ft_hsdp import handshake, protocol
 from ft_hsdp.address import split
 from ft_hsdp.core.commit import CommitToken
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.ftar import listener, wire
-from ft_hsdp.ftar.listener import Listener, MemberIdentity
+from ft_hsdp.ftar import connections
+from ft_hsdp.ftar.connections import Listener, MemberIdentity
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingAbort, RingData, RingHello
 from tests.support.ftar.ring_helpers import BASE, LAYOUT, TOKEN, grant, run, until
@@ -25,19 +25,19 @@ def test_control_messages() -> None:
         a, b = socket.socketpair()
         for sock in (a, b):
             sock.setblocking(False)
-        await wire.send(a, RingAbort(3, "why"))
-        wire.say(a, RingAbort(4, "why not"))
-        assert await wire.receive(b, RingAbort) == RingAbort(3, "why")
-        assert await wire.receive(b, RingAbort) == RingAbort(4, "why not")
-        await wire.send(a, RingAbort(3, "why"))
+        await connections.send(a, RingAbort(3, "why"))
+        connections.say(a, RingAbort(4, "why not"))
+        assert await connections.receive(b, RingAbort) == RingAbort(3, "why")
+        assert await connections.receive(b, RingAbort) == RingAbort(4, "why not")
+        await connections.send(a, RingAbort(3, "why"))
         with pytest.raises(ProtocolViolation):
-            await wire.receive(b, CommitToken)
+            await connections.receive(b, CommitToken)
         a.send(protocol.LENGTH.pack(2**31))
         with pytest.raises(ProtocolViolation, match="allowed"):
-            await wire.receive(b, RingAbort)
+            await connections.receive(b, RingAbort)
         a.send(protocol.LENGTH.pack(10) + b"half")
         a.close()
-        assert await wire.receive(b, RingAbort) is None
+        assert await connections.receive(b, RingAbort) is None
         b.close()
 
     run(body())
@@ -53,10 +53,10 @@ def test_what_was_said_last_arrives() -> None:
         for sock in (a, b):
             sock.setblocking(False)
         b.send(b"unread")
-        wire.say(a, RingAbort(3, "why"))
-        leaving = asyncio.create_task(wire.hang_up(a))
-        assert await wire.receive(b, RingAbort) == RingAbort(3, "why")
-        assert await wire.receive(b, RingAbort) is None
+        connections.say(a, RingAbort(3, "why"))
+        leaving = asyncio.create_task(connections.hang_up(a))
+        assert await connections.receive(b, RingAbort) == RingAbort(3, "why")
+        assert await connections.receive(b, RingAbort) is None
         b.close()
         await leaving
         assert a.fileno() == -1
@@ -67,14 +67,14 @@ def test_what_was_said_last_arrives() -> None:
 def test_saying_something_to_nobody_is_no_error() -> None:
     a, b = socket.socketpair()
     b.close()
-    wire.say(a, RingAbort(3, "why"))
+    connections.say(a, RingAbort(3, "why"))
     a.close()
-    wire.say(a, RingAbort(3, "why"))
+    connections.say(a, RingAbort(3, "why"))
 
 
 def test_a_blocking_socket_gives_up_after_its_time() -> None:
     a, b = socket.socketpair()
-    wire.blocking(a, 0.05)
+    connections.blocking(a, 0.05)
     with pytest.raises(BlockingIOError):
         a.recv_into(bytearray(4), 0, socket.MSG_WAITALL)
     a.close()
@@ -92,7 +92,7 @@ def test_a_hello_has_a_genuine_grant_and_fits() -> None:
 
         here = Listener(OTHER, take)
         address = here.open("127.0.0.1")
-        good = listener.hello(ME, grant(1, {0: "", 1: ""}), "host", ("shm", "tcp"), 7)
+        good = connections.hello(ME, grant(1, {0: "", 1: ""}), "host", ("shm", "tcp"), 7)
         forged = replace(good.grant, epoch=2)
         for change in ({}, {"grant": forged}, {"rank": 1}, {"layout": "x"}):
             reader, writer = await streams(address, TOKEN, Purpose.RING)
@@ -136,7 +136,7 @@ def test_data_connections_come_with_a_ticket(local: bool) -> None:
 
         async def call(message: object) -> socket.socket:
             sock = await handshake.dial("\0" + here.local if local else address, TOKEN, Purpose.DATA)
-            await wire.send(sock, message)
+            await connections.send(sock, message)
             return sock
 
         ticket, calls = here.expect()

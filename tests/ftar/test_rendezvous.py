@@ -9,9 +9,9 @@ import torch
 
 from ft_hsdp import protocol
 from ft_hsdp.errors import FTARError
-from ft_hsdp.ftar import listener
+from ft_hsdp.ftar import connections
+from ft_hsdp.ftar.connections import MemberIdentity
 from ft_hsdp.ftar.lifecycle import GroupState
-from ft_hsdp.ftar.listener import MemberIdentity
 from ft_hsdp.ftar.rendezvous import Rendezvous, choose
 from ft_hsdp.handshake import Purpose
 from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, Replica, Ring, Transport, error, grant, run, until
@@ -223,7 +223,7 @@ def test_a_host_that_only_claims_to_be_ours_gets_no_edge() -> None:
             address = ring.addresses[0]
             reader, writer = await streams(address, TOKEN, Purpose.RING)
             context = ring.peers[0].rendezvous._context
-            hello = listener.hello(MemberIdentity(1, 0, LAYOUT, TOKEN), given, context.host, ("shm",))
+            hello = connections.hello(MemberIdentity(1, 0, LAYOUT, TOKEN), given, context.host, ("shm",))
             writer.write(protocol.frame(hello))
             head = await reader.readexactly(protocol.LENGTH.size)
             welcome = protocol.decode(

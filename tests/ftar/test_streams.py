@@ -25,17 +25,16 @@ from ft_hsdp.errors import (
     PeerTimeout,
     ProtocolViolation,
 )
-from ft_hsdp.ftar import wire
+from ft_hsdp.ftar import connections
 from ft_hsdp.ftar.allreduce import AllReduceOrder
 from ft_hsdp.ftar.frame import Frame
-from ft_hsdp.ftar.memory import SEALS, SEGMENT, Arena
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport import shm
 from ft_hsdp.ftar.transport.base import Transfer
 from ft_hsdp.ftar.transport.kind import EncodedPayload, InlineCodec
 from ft_hsdp.ftar.transport.receiver import ReceiveLane, StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
-from ft_hsdp.ftar.transport.shm import ReferenceDecoder, ReferenceEncoder
+from ft_hsdp.ftar.transport.shm import SEALS, SEGMENT, Arena, ReferenceDecoder, ReferenceEncoder
 from tests.support.descriptors import raised
 from tests.support.ftar.ring_rig import Shape, framing, rig
 from tests.support.ftar.ring_values import KEY, entry, same
@@ -45,7 +44,7 @@ from tests.support.ftar.transport_kinds import FLAVOURS
 @pytest.fixture
 def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     a, b = socket.socketpair()
-    yield wire.blocking(a, 1.0), wire.blocking(b, 1.0)
+    yield connections.blocking(a, 1.0), connections.blocking(b, 1.0)
     a.close()
     b.close()
 
@@ -66,7 +65,7 @@ def sender(sock: socket.socket, slots: int = 8, codec: InlineCodec | None = None
 @pytest.mark.timeout(30)
 def test_the_engine_never_waits_for_the_kernel(pair: tuple[socket.socket, socket.socket]) -> None:
     """Small frames leave on its own thread; if all members waited there, nobody would receive."""
-    mine, theirs = wire.blocking(pair[0], 0), pair[1]  # no deadline helps
+    mine, theirs = connections.blocking(pair[0], 0), pair[1]  # no deadline helps
     mine.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     payload = torch.arange(60_000, dtype=torch.int32)[:16_000]
     end = sender(mine)
@@ -136,7 +135,7 @@ def test_a_lane_waits_for_its_slots(pair: tuple[socket.socket, socket.socket]) -
 
 
 def test_closing_a_sender_ends_a_flush(pair: tuple[socket.socket, socket.socket]) -> None:
-    end = sender(wire.blocking(pair[0], 60), slots=1)
+    end = sender(connections.blocking(pair[0], 60), slots=1)
     end.begin(lambda error: None)
     for _ in range(3):
         end.send(b"h", None, small=False)

@@ -9,8 +9,8 @@ import torch
 
 from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError, LocalSystemError
-from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.settings import Settings
+from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.train import device, gradients
 from ft_hsdp.train.runtime import RankRuntime, device_plane
 

@@ -11,11 +11,11 @@ Read the modules in this order:
     sender     frames over stream sockets: a window and a sending thread for each connection
     receiver   the other end: receiving threads for large chunks, the engine's thread for small ones
     tcp        K connections between two hosts
-    shm        neighbours on one host: the receiver reads the sender's memory in place
+    shm        neighbours on one host: the receiver reads the sender's memory in place; `Arena` registers memory
     gloo       payloads by torch.distributed (c10d), where gloo reaches a network that plain sockets do not
 
 `rendezvous.choose` picks the transport of an edge from what both ends offer. The package imports the rest of ftar
-only for frames, memory, the listener and settings; it knows nothing of rings, epochs and groups.
+only for frames, connections and settings; it knows nothing of rings, epochs and groups.
 
     sender = await KINDS["tcp"].dial(edge, arena)      # at the caller
     receiver = await KINDS["tcp"].accept(edge, calls)  # at the callee

@@ -28,15 +28,15 @@ from torch import Tensor
 
 from ft_hsdp import handshake
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout, ProtocolViolation
-from ft_hsdp.ftar import wire
+from ft_hsdp.ftar import connections
+from ft_hsdp.ftar.connections import Call, Listener
 from ft_hsdp.ftar.frame import Frame
-from ft_hsdp.ftar.listener import Call, Listener
-from ft_hsdp.ftar.memory import Arena, bytes_of
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.base import BufferProvider, Chunk, Transfer
-from ft_hsdp.ftar.transport.kind import Edge, EncodedPayload, InlineCodec, Read
+from ft_hsdp.ftar.transport.kind import Edge, EncodedPayload, InlineCodec, Read, bytes_of
 from ft_hsdp.ftar.transport.receiver import ReceiveLane, StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
+from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingData, RingReady
 from ft_hsdp.record_layer import Sealed
@@ -363,9 +363,9 @@ class C10d:
         try:
             if isinstance(sock, Sealed):
                 raise ProtocolViolation("c10d cannot be encrypted: network.tls: off, or another ftar.transport")
-            wire.tune(sock, edge.settings.timeout_s)
-            await wire.send(sock, RingData(edge.ticket, 0))
-            if not isinstance(await wire.receive(sock, RingReady), RingReady):
+            connections.tune(sock, edge.settings.timeout_s)
+            await connections.send(sock, RingData(edge.ticket, 0))
+            if not isinstance(await connections.receive(sock, RingReady), RingReady):
                 raise ConnectionResetError("the data connection was refused")
             pair = await _meet(sock, CALLER, edge)
         except BaseException:
@@ -379,8 +379,8 @@ class C10d:
         try:
             if sock.family == socket.AF_UNIX:
                 raise ConnectionResetError("a process group was asked for over a local socket")
-            wire.tune(sock, edge.settings.timeout_s)
-            await wire.send(sock, RingReady())
+            connections.tune(sock, edge.settings.timeout_s)
+            await connections.send(sock, RingReady())
             pair = await _meet(sock, CALLEE, edge)
         except BaseException:
             _hang_up(sock)
@@ -394,7 +394,7 @@ async def _meet(sock: socket.socket, rank: int, edge: Edge) -> GlooPair:
     If this is cancelled, shut `sock` down and wait until gloo has given up, so that no thread or connection is
     left.
     """
-    wire.blocking(sock, edge.settings.connect_timeout_s)
+    connections.blocking(sock, edge.settings.connect_timeout_s)
     meeting = asyncio.ensure_future(asyncio.to_thread(connect, sock, rank, edge.settings))
     try:
         group = await asyncio.shield(meeting)
@@ -406,7 +406,7 @@ async def _meet(sock: socket.socket, rank: int, edge: Edge) -> GlooPair:
                 await asyncio.wait([meeting])
         meeting.exception()  # retrieve it, or asyncio logs that it was never retrieved
         raise
-    wire.blocking(sock, edge.settings.timeout_s)
+    connections.blocking(sock, edge.settings.timeout_s)
     return GlooPair(group, edge.member, edge.settings)
 
 

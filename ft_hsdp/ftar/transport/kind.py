@@ -10,15 +10,18 @@ import asyncio
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
+import torch
 from torch import Tensor
 
+from ft_hsdp.ftar.connections import Call, Listener
 from ft_hsdp.ftar.frame import Frame
-from ft_hsdp.ftar.listener import Call, Listener
-from ft_hsdp.ftar.memory import Arena, bytes_of
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.base import BufferProvider, Receiver, Sender
+
+if TYPE_CHECKING:
+    from ft_hsdp.ftar.transport.shm import Arena
 
 Read = Callable[[memoryview], None]
 
@@ -79,6 +82,12 @@ class PayloadCodec(Protocol):
     def close(self) -> None:
         """Release mappings and descriptors."""
         ...
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a flat contiguous CPU tensor, without a copy."""
+    array: Any = tensor.detach().view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 class InlineCodec:

@@ -8,12 +8,12 @@ import socket
 
 from ft_hsdp import handshake, record_layer
 from ft_hsdp.errors import ProtocolViolation
-from ft_hsdp.ftar import wire
-from ft_hsdp.ftar.listener import Call, Listener
-from ft_hsdp.ftar.memory import Arena
+from ft_hsdp.ftar import connections
+from ft_hsdp.ftar.connections import Call, Listener
 from ft_hsdp.ftar.transport.kind import Edge, InlineCodec
 from ft_hsdp.ftar.transport.receiver import StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
+from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingData, RingReady
 
@@ -31,9 +31,9 @@ class Tcp:
         try:
             for lane in range(edge.settings.connections):
                 socks.append(sock := await handshake.dial(edge.address, edge.token, Purpose.DATA))
-                wire.tune(sock, edge.settings.timeout_s)
-                await wire.send(sock, RingData(edge.ticket, lane))
-                if not isinstance(await wire.receive(sock, RingReady), RingReady):
+                connections.tune(sock, edge.settings.timeout_s)
+                await connections.send(sock, RingData(edge.ticket, lane))
+                if not isinstance(await connections.receive(sock, RingReady), RingReady):
                     raise ConnectionResetError("the data connection was refused")
         except BaseException:
             _close(socks)
@@ -50,8 +50,8 @@ class Tcp:
                 socks.append(sock)
                 if call.lane != lane:
                     raise ProtocolViolation(f"data connection {call.lane} came as number {lane}")
-                wire.tune(sock, edge.settings.timeout_s)
-                await wire.send(sock, RingReady())
+                connections.tune(sock, edge.settings.timeout_s)
+                await connections.send(sock, RingReady())
         except BaseException:
             _close(socks)
             raise
@@ -64,7 +64,7 @@ class Tcp:
 async def _ready(socks: list[socket.socket], edge: Edge) -> None:
     """Make the connections blocking, and encrypt them where the job asks for it."""
     for sock in socks:
-        wire.blocking(sock, edge.settings.timeout_s)
+        connections.blocking(sock, edge.settings.timeout_s)
     try:
         if any(isinstance(sock, record_layer.Sealed) for sock in socks):
             await asyncio.to_thread(record_layer.agree, socks, edge.ticket.encode())

@@ -20,15 +20,15 @@ from torch import Tensor
 from ft_hsdp.core.ring import RingPlan, operations
 from ft_hsdp.errors import PeerDead
 from ft_hsdp.ftar.allreduce import DTYPES, AllReduceOrder, AllReduceResult, Ring
+from ft_hsdp.ftar.connections import Listener, MemberIdentity
 from ft_hsdp.ftar.dataplane.cpu import CpuJob, CpuPlane
 from ft_hsdp.ftar.frame import Framing, Key
-from ft_hsdp.ftar.listener import Listener, MemberIdentity
-from ft_hsdp.ftar.memory import Arena
 from ft_hsdp.ftar.rendezvous import KINDS
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport import shm
 from ft_hsdp.ftar.transport.base import Receiver, Sender
 from ft_hsdp.ftar.transport.kind import Edge
+from ft_hsdp.ftar.transport.shm import Arena
 from tests.support.ftar.ring_values import KEY, entry
 from tests.support.ftar.sim_ring import World
 from tests.support.ftar.sim_transport import Nature

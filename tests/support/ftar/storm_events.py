@@ -15,7 +15,7 @@ from ft_hsdp import handshake, protocol
 from ft_hsdp.core.grant import Grant
 from ft_hsdp.core.grant import Member as Named
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.ftar import listener
+from ft_hsdp.ftar import connections
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingAbort, RingData
 from tests.support.ftar.storm_broken import Disturbed
@@ -291,5 +291,5 @@ def _hello(storm: Storm, member: Member, what: str) -> bytes:
     token = "00" * 32 if what == "token" else storm.token
     grant = protocol.sign(token, Grant(0, epoch, StateId(0, 0, "0" * 32), named, len(named), ""))
     left = storm.ring[storm.ring.index(member) - 1].number
-    identity = listener.MemberIdentity(left, 0, storm.layout(), token)
-    return protocol.frame(listener.hello(identity, replace(grant), "elsewhere", ("tcp",)))
+    identity = connections.MemberIdentity(left, 0, storm.layout(), token)
+    return protocol.frame(connections.hello(identity, replace(grant), "elsewhere", ("tcp",)))

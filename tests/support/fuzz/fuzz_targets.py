@@ -29,8 +29,8 @@ from ft_hsdp.core.grant import Grant, Member, Report
 from ft_hsdp.core.ring import RingPlan, operations
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, DataCorruption, ProtocolViolation, StaleEpoch
+from ft_hsdp.ftar import connections
 from ft_hsdp.ftar import frame as wire_frame
-from ft_hsdp.ftar import wire
 from ft_hsdp.ftar.frame import Entry, FrameOrder, Framing, Key
 from ft_hsdp.handshake import Caller, Purpose
 from ft_hsdp.launch.run.directory import Tailer
@@ -139,7 +139,7 @@ def _control(data: bytes) -> None:
     loop: Any = _Bytes(data)
     asyncio._set_running_loop(loop)
     try:
-        while _finish(wire.receive(loop, protocol.RingBeat, CommitToken, protocol.RingAbort)) is not None:
+        while _finish(connections.receive(loop, protocol.RingBeat, CommitToken, protocol.RingAbort)) is not None:
             pass
     finally:
         asyncio._set_running_loop(None)

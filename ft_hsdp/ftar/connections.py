@@ -1,0 +1,370 @@
+"""The connections between two members: how they are accepted, the messages on them, and one connected neighbour.
+
+`send`, `say` and `receive` carry the small control messages; `tune` and `blocking` set the options of sockets.
+
+`Listener` accepts other members for as long as the process lives. Only callers that prove to know the job's secret
+get in (`ft_hsdp.handshake`). After that the first message is either HELLO, on a control connection, or the ticket
+of a data connection that this member expects. HELLO carries the whole signed grant: a member that has not heard of
+the grant learns it here without the lighthouse, and a caller with a stale grant is refused and sent the newer one.
+
+`Peer` is one edge of a ring: the control connection to a neighbour, and the data connection beside it. An edge
+outlives its epoch if the next ring has the same two members side by side and no all-reduce broke on it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ft_hsdp import address, fault_injection, handshake, protocol
+from ft_hsdp.core.commit import CommitToken
+from ft_hsdp.core.grant import Grant, Member
+from ft_hsdp.errors import LocalResourceError, ProtocolViolation
+from ft_hsdp.ftar.transport.base import Receiver, Sender
+from ft_hsdp.handshake import Admitted, CallerGate, Purpose
+from ft_hsdp.protocol import RingAbort, RingBarrier, RingBeat, RingData, RingHello, RingWelcome
+from ft_hsdp.record_layer import within_host
+
+FAREWELL_S = 0.5  # how long `hang_up` waits for the peer to close
+LOOPBACK_BUFFER = 256 * 1024  # bytes
+
+
+async def send(sock: socket.socket, message: object) -> None:
+    """Send one message; wait until the kernel has taken all of it."""
+    await asyncio.get_running_loop().sock_sendall(sock, protocol.frame(message))
+
+
+def say(sock: socket.socket, message: object) -> None:
+    """Send one small message now or not at all: the peer may be gone, and the caller does not wait for it."""
+    with contextlib.suppress(OSError):
+        sock.send(protocol.frame(message), socket.MSG_DONTWAIT)
+
+
+async def receive(sock: socket.socket, *expected: type, heard: Callable[[], None] = lambda: None) -> object | None:
+    """Receive one message.
+
+    Args:
+        sock: a non-blocking socket.
+        *expected: the message types that are allowed here.
+        heard: called whenever a part of the message arrives.
+
+    Returns:
+        The message; None at the end of the stream.
+
+    Raises:
+        ProtocolViolation: the message is too large or not of an expected type.
+        OSError: the connection broke.
+    """
+    head = await _exactly(sock, protocol.LENGTH.size, heard)
+    if head is None:
+        return None
+    body = await _exactly(sock, protocol.frame_length(head), heard)
+    return None if body is None else protocol.decode(body, *expected)
+
+
+async def _exactly(sock: socket.socket, count: int, heard: Callable[[], None]) -> bytes | None:
+    loop, data = asyncio.get_running_loop(), bytearray()
+    while len(data) < count:
+        part = await loop.sock_recv(sock, count - len(data))
+        if not part:
+            return None
+        heard()
+        data += part
+    return bytes(data)
+
+
+async def hang_up(sock: socket.socket) -> None:
+    """Close a connection once the peer has closed its end, or after `FAREWELL_S`.
+
+    An immediate close could reset the connection and lose the last message.
+    """
+    try:
+        with contextlib.suppress(OSError, TimeoutError):
+            sock.shutdown(socket.SHUT_WR)
+            async with asyncio.timeout(FAREWELL_S):
+                while await asyncio.get_running_loop().sock_recv(sock, 4096):
+                    pass
+    finally:
+        sock.close()
+
+
+def tune(sock: socket.socket, timeout_s: float) -> None:
+    """Set the options of a connection: no delay, and an error if sent bytes stay unacknowledged for `timeout_s`.
+
+    On loopback also choose what suits memory instead of a network: no pacing, and buffers small enough that each
+    byte stays in the cache between its two copies. Unix sockets stay as they are.
+    """
+    if sock.family == socket.AF_UNIX:
+        return
+    address.tune(sock)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(timeout_s * 1000))
+    if address.local(sock):
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LOOPBACK_BUFFER)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, LOOPBACK_BUFFER)
+
+
+def blocking(sock: socket.socket, timeout_s: float) -> socket.socket:
+    """Make `sock` blocking, with `timeout_s` as the kernel's deadline for each receive and send; return it.
+
+    Python's own timeout would make the socket non-blocking, and MSG_WAITALL would have no effect.
+    """
+    sock.setblocking(True)
+    deadline = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, deadline)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, deadline)
+    return sock
+
+
+Call = tuple[RingData, socket.socket]
+
+
+@dataclass(frozen=True, slots=True)
+class MemberIdentity:
+    """Identifies this member to its peers."""
+
+    replica: int
+    rank: int
+    layout: str  # digest of what is summed and of the sizes; must be the same at both ends of an edge
+    token: str  # secret of the job
+
+
+def hello(identity: MemberIdentity, grant: Grant, host: str, offers: tuple[str, ...], kept: int = -1) -> RingHello:
+    """Build the first message of an edge.
+
+    Args:
+        identity: this member.
+        grant: the signed grant of the ring.
+        host: id of this machine.
+        offers: transports that this member can use, best first.
+        kept: number of chunks sent on the data connection that this end has kept; -1: it has none.
+    """
+    return RingHello(grant, identity.replica, identity.rank, identity.layout, host, offers, kept)
+
+
+class Listener:
+    """Listens on TCP, and for callers on this machine on an abstract Unix socket. Runs on the control loop.
+
+    Args:
+        identity: this member; its token is the secret that callers must know.
+        arrived: called with HELLO and its connection, once HELLO is checked.
+        exhausted: called when no descriptor or memory is left to accept connections.
+
+    Attributes:
+        local: name of the Unix socket, without the leading zero byte.
+    """
+
+    def __init__(
+        self,
+        identity: MemberIdentity,
+        arrived: Callable[[RingHello, socket.socket], None],
+        exhausted: Callable[[LocalResourceError], None] = lambda error: None,
+    ) -> None:
+        self._identity = identity
+        self._arrived = arrived
+        self._gate = CallerGate(identity.token, (Purpose.RING, Purpose.DATA), self._admitted, exhausted)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._tickets: dict[str, asyncio.Queue[Call]] = {}
+        self.local = f"ftar-{secrets.token_hex(16)}"
+
+    def open(self, host: str) -> str:
+        """Listen on a free port of `host` and on the Unix socket.
+
+        Returns:
+            "host:port" of the TCP socket.
+
+        Raises:
+            OSError: `host` is not an address of this machine, or no port is left.
+        """
+        tcp = address.bound(host)
+        unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        unix.bind("\0" + self.local)
+        for sock in (tcp, unix):
+            self._gate.watch(sock)
+        return address.join(host, tcp.getsockname()[1])
+
+    def expect(self) -> tuple[str, asyncio.Queue[Call]]:
+        """Make a new ticket; return it and the queue of the data connections that present it."""
+        ticket = secrets.token_hex(16)
+        self._tickets[ticket] = asyncio.Queue()
+        return ticket, self._tickets[ticket]
+
+    def forget(self, ticket: str) -> None:
+        """Cancel a ticket and close the connections that still wait in its queue."""
+        calls = self._tickets.pop(ticket, None)
+        while calls is not None and not calls.empty():
+            calls.get_nowait()[1].close()
+
+    def _admitted(self, proved: Admitted, sock: socket.socket) -> None:
+        task = asyncio.get_running_loop().create_task(self._greet(proved, sock))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _greet(self, proved: Admitted, sock: socket.socket) -> None:
+        first = RingHello if proved.purpose is Purpose.RING else RingData
+        try:
+            async with asyncio.timeout(handshake.hello_s()):
+                sock = await handshake.secured(sock, proved.session, proved.purpose, listening=True)
+                message = await receive(sock, first)
+            if isinstance(message, RingData):
+                self._take(message, sock)
+                return
+            if not isinstance(message, RingHello):
+                raise ProtocolViolation("closed before HELLO")
+            self.check(message)
+        except (OSError, TimeoutError, ProtocolViolation):
+            sock.close()
+            return
+        except asyncio.CancelledError:
+            sock.close()
+            raise
+        self._arrived(message, sock)
+
+    def check(self, message: RingHello) -> None:
+        """Check that a HELLO carries a genuine grant and comes from the same rank and layout.
+
+        Raises:
+            ProtocolViolation: it does not.
+        """
+        protocol.verify(self._identity.token, message.grant)
+        if (message.rank, message.layout) != (self._identity.rank, self._identity.layout):
+            raise ProtocolViolation("HELLO of another rank or layout")
+
+    def _take(self, message: RingData, sock: socket.socket) -> None:
+        calls = self._tickets.get(message.ticket)
+        if calls is None:
+            raise ProtocolViolation("a data connection that is not expected")
+        calls.put_nowait((message, sock))
+
+    def close(self) -> None:
+        """Stop listening and close all connections that were not taken."""
+        for task in self._tasks:
+            task.cancel()
+        for ticket in list(self._tickets):
+            self.forget(ticket)
+        self._gate.close()
+
+
+_MESSAGES = (CommitToken, RingAbort, RingHello, RingWelcome, RingBarrier, RingBeat)
+Heard = Callable[["Peer", object], None]
+
+
+class Peer:
+    """The member at the other end of the control connection `sock`. Runs on the control loop.
+
+    Args:
+        sock: the connection, non-blocking and past the handshake.
+        heard: called with (peer, message) for each message except heartbeats, and at the end with (peer, error),
+            an OSError or ProtocolViolation that tells how the connection ended.
+    """
+
+    def __init__(self, sock: socket.socket, heard: Heard) -> None:
+        self._sock = sock
+        self._heard = heard
+        self.member: Member | None = None  # known once HELLO was said or heard
+        self.receiver: Receiver | None = None  # of the left neighbour
+        self.sender: Sender | None = None  # of the right neighbour
+        self.transport = ""  # of the data connection
+        self.gone = False  # the connection has ended, or is not used any more
+        self.leaving = False  # it has said that it leaves the ring: the end of its connection is no failure
+        self.heard_at = time.monotonic()  # when its last bytes came, monotonic seconds
+        self.newest = RingBeat(0, 0, 0)  # its last heartbeat, of any epoch
+        self.same_host = within_host(sock)  # then its process can be inspected in /proc
+        self._closed = False
+        self._reading: asyncio.Task[None] | None = None
+        self._writing = asyncio.Lock()
+
+    @property
+    def _replica(self) -> int | None:
+        return None if self.member is None else self.member.replica
+
+    def listen(self) -> None:
+        """Begin to read messages, unless that was done before or the connection has ended."""
+        if self._reading is None and not self.gone:
+            self._reading = asyncio.get_running_loop().create_task(self._read())
+
+    async def _read(self) -> None:
+        end: Exception = ConnectionResetError("closed its connection")
+        try:
+            while (message := await receive(self._sock, *_MESSAGES, heard=self._note_life)) is not None:
+                if isinstance(message, RingBeat):
+                    self.newest = message
+                else:
+                    self._heard(self, message)
+        except OSError as error:
+            end = ConnectionResetError(str(error))
+        except ProtocolViolation as error:
+            end = error
+        self.gone = True
+        self._heard(self, end)
+
+    def _note_life(self) -> None:
+        self.heard_at = time.monotonic()
+
+    def send_heartbeat(self, frame: bytes) -> None:
+        """Send an encoded heartbeat without waiting.
+
+        It is left out while another message is being sent, since any bytes are a sign of life. If the kernel takes
+        only a part of it, the peer has not read for a long time, and the connection is shut down.
+        """
+        if self.gone or self._writing.locked() or fault_injection.cut(self._replica):
+            return
+        with contextlib.suppress(OSError):
+            if self._sock.send(frame, socket.MSG_DONTWAIT) < len(frame):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    def say(self, message: object) -> None:
+        """Send a small message now or not at all.
+
+        A peer that is gone or does not read shows by the end of its connection.
+        """
+        if not self.gone and not self._writing.locked() and not fault_injection.cut(self._replica):
+            say(self._sock, message)
+
+    async def send(self, message: object) -> None:
+        """Send a message of any size; wait until the kernel has taken it.
+
+        Raises:
+            OSError: the connection has ended.
+        """
+        async with self._writing:
+            if self._replica is not None:
+                await fault_injection.passes(self._replica, given_up=lambda: self.gone)
+            if self.gone:
+                raise ConnectionResetError("closed its connection")
+            await send(self._sock, message)
+
+    def cut(self) -> None:
+        """Send no more messages, and close the data connection; its users get an error."""
+        self.gone = True
+        for end in (self.receiver, self.sender):
+            if end is not None:
+                end.close()
+
+    def release(self) -> None:
+        """Give the data connection to the ring alone, which disposes of it."""
+        self.receiver = self.sender = None
+
+    async def close(self) -> None:
+        """Close the connection, and a data connection that no ring owns; wait until its threads have ended."""
+        if self._closed:
+            return
+        self._closed = self.gone = True
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.gather(self._reading, return_exceptions=True)
+        ends: list[Any] = [e for e in (self.receiver, self.sender) if e is not None]
+        self.receiver = self.sender = None
+        for end in ends:
+            end.close()
+            await asyncio.to_thread(end.dispose)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_WR)
+        async with self._writing:  # a pending send gets its error first: the loop must not watch a closed socket
+            await hang_up(self._sock)
