@@ -4,8 +4,8 @@ uvicorn with httptools bounds neither the head of a request nor the time that it
 connections it refuses every new one. Here a connection is a *stranger* until a request on it has shown a token.
 When there are too many strangers the oldest one is closed, so that idle connections cannot keep out a replica.
 
-This module subclasses internals of uvicorn and of asyncio's TLS; tests/lighthouse/test_attacks.py holds what it
-relies on.
+This module subclasses internals of uvicorn and of asyncio's TLS; tests/lighthouse/http/test_attacks.py holds what
+it relies on.
 """
 
 from __future__ import annotations

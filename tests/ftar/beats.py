@@ -3,7 +3,7 @@
 Members of one ring, each in a process of its own, do nothing but beat, while ``--busy`` processes take the cores
 from them. Prints one line of JSON: how many beats were heard, how many members were suspected (0 is right),
 quantiles of the intervals, and at the end how long it took the others to find a member that is stopped.
-``--record`` keeps the intervals that one member saw for the simulation in tests/core/test_phi.py.
+``--record`` keeps the intervals that one member saw for the simulation in tests/core/test_failure_detector.py.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from ft_hsdp.errors import ConfigError, LocalSystemError
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.shm import Arena
 from ft_hsdp.train import device, gradients
+from ft_hsdp.train.device import stream
 from ft_hsdp.train.runtime import RankRuntime, device_plane
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for a device that tensors are moved to
@@ -89,3 +90,11 @@ def test_a_broken_device_ends_the_rank_as_broken_hardware(
     runtime._crash({"message": "an all-reduce cannot go on", "exception": error})
     assert ended == [code]
     assert "cannot go on" in capsys.readouterr().err
+
+
+def test_each_use_and_place_has_a_stream_of_its_own() -> None:
+    seeds = {stream(s, use, *at) for s in (0, 1) for use in ("init", "batch") for at in ((0, 1), (1, 0), ("0/1",))}
+    assert len(seeds) == 2 * 2 * 2, 'only (0, 1) and ("0/1",) are one place'
+    assert stream(0, "batch", 3, 1) == stream(0, "batch", 3, 1)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    torch.manual_seed(max(seeds))

@@ -1,0 +1,263 @@
+"""`render jobset` and `render rayjob`: what Kubernetes is given is valid, and says what the configuration says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from ft_hsdp.config import Config, load, parse
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch import cli
+from ft_hsdp.launch.render.jobset import jobset
+from ft_hsdp.launch.render.rayjob import rayjob
+from ft_hsdp.launch.render.settings import Site
+
+ROOT = Path(__file__).parents[3]
+IMAGE = Site(image="registry.example/ft_hsdp:1")
+K8S = "#/$defs/io.k8s.api.core.v1."
+LABEL = re.compile(r"[a-z]([a-z0-9-]{0,61}[a-z0-9])?")
+TEXT, COUNT, YES = {"type": "string"}, {"type": "integer", "minimum": 0}, {"type": "boolean"}
+NAMED = {"type": "object", "additionalProperties": TEXT}
+
+
+def _only(required: str, **properties: Any) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "additionalProperties": False,
+        "required": required.split(),
+        "properties": properties,
+    }
+
+
+# From KubeRay's API reference (ray.io/v1 of KubeRay 1.6), as far as it is used.
+HEAD_GROUP = _only("rayStartParams template", rayStartParams=NAMED, template={"$ref": f"{K8S}PodTemplateSpec"})
+WORKER_GROUP = _only(
+    "groupName template",
+    groupName=TEXT,
+    replicas=COUNT,
+    minReplicas=COUNT,
+    maxReplicas=COUNT,
+    labels=NAMED,
+    rayStartParams=NAMED,
+    template={"$ref": f"{K8S}PodTemplateSpec"},
+)
+CLUSTER = _only(
+    "headGroupSpec workerGroupSpecs rayVersion",
+    rayVersion=TEXT,
+    authOptions=_only("mode", mode={"enum": ["token", "disabled"]}),
+    headGroupSpec=HEAD_GROUP,
+    workerGroupSpecs={"type": "array", "items": WORKER_GROUP},
+)
+RAY_JOB = _only(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "ray.io/v1"},
+    kind={"const": "RayJob"},
+    metadata={"$ref": "#/$defs/io.k8s.apimachinery.pkg.apis.meta.v1.ObjectMeta"},
+    spec=_only(
+        "entrypoint rayClusterSpec",
+        entrypoint=TEXT,
+        shutdownAfterJobFinishes=YES,
+        ttlSecondsAfterFinished=COUNT,
+        backoffLimit=COUNT,
+        submitterPodTemplate={"$ref": f"{K8S}PodTemplateSpec"},
+        rayClusterSpec=CLUSTER,
+    ),
+)
+ROOTS = {
+    "ConfigMap": {"$ref": f"{K8S}ConfigMap"},
+    "PersistentVolumeClaim": {"$ref": f"{K8S}PersistentVolumeClaim"},
+    "JobSet": {"$ref": "#/$defs/JobsetV1alpha2JobSet"},
+    "RayJob": RAY_JOB,
+}
+
+
+@cache
+def _definitions() -> dict[str, Any]:
+    files = [ROOT / "tests/launch/schemas" / name for name in ("kubernetes.json", "jobset.json")]
+    return {name: schema for file in files for name, schema in json.loads(file.read_text())["$defs"].items()}
+
+
+def _parts(text: str) -> dict[str, dict[str, Any]]:
+    """The objects of a manifest by kind, each valid against its schema."""
+    parts = {part["kind"]: part for part in yaml.safe_load_all(text)}
+    for kind, part in parts.items():
+        jsonschema.Draft202012Validator({**ROOTS[kind], "$defs": _definitions()}).validate(part)
+    return parts
+
+
+def _pods(value: Any) -> Iterator[dict[str, Any]]:
+    """The specs of all pods in an object."""
+    if isinstance(value, dict):
+        if "containers" in value:
+            yield value
+        for each in value.values():
+            yield from _pods(each)
+    elif isinstance(value, list):
+        for each in value:
+            yield from _pods(each)
+
+
+def _quickstart(*overrides: str) -> Config:
+    return load(ROOT / "configs/quickstart.yaml", ["--chaos=[]", *overrides])
+
+
+CASES = {
+    "plain": (_quickstart(), IMAGE),
+    "gpu": (
+        load(ROOT / "configs/gpu.yaml", ["--ray.gpus_per_rank=1"]),
+        Site(image="a", gpus=2, cpus=8, memory_gib=64),
+    ),
+    "placed": (
+        _quickstart("--job.name=My_Job.1"),
+        Site(image="a@sha256:0", namespace="ml", claim="shared", secret="s"),
+    ),
+    "large": (
+        _quickstart("--replicas=64", "--ranks_per_replica=64", "--network.allow=[10.0.0.0/8]"),
+        Site(image="a", nodes=8),
+    ),
+    "zones": (
+        _quickstart(
+            "--ray.zones=[a, b]", '--ray.labels={ray.io/x: "no"}', "--ray.resources={nvme: 0.5}", "--spares=2"
+        ),
+        IMAGE,
+    ),
+}
+
+
+@pytest.mark.parametrize("render", [jobset, rayjob])
+@pytest.mark.parametrize("case", CASES)
+def test_manifests_are_valid(render: Any, case: str) -> None:
+    text = render(*CASES[case])
+    parts = _parts(text)
+    assert text == render(*CASES[case]), "another text for the same input"
+    for part in parts.values():
+        assert LABEL.fullmatch(part["metadata"]["name"])
+        assert part["metadata"].get("namespace") == CASES[case][1].namespace
+    for spec in _pods(parts):
+        volumes = [volume["name"] for volume in spec.get("volumes", ())]
+        assert spec["securityContext"]["runAsNonRoot"] is True
+        assert spec["automountServiceAccountToken"] is False
+        for container in spec["containers"]:
+            assert container["securityContext"]["allowPrivilegeEscalation"] is False
+            assert [mount["name"] for mount in container.get("volumeMounts", ())] == volumes
+
+
+def test_a_configmap_holds_the_job(tmp_path: Path) -> None:
+    config = _quickstart("--data.path='/data/a: b'", "--job.name='1e-3'")
+    for render in (jobset, rayjob):
+        file = tmp_path / "config.yaml"
+        file.write_text(_parts(render(config, IMAGE))["ConfigMap"]["data"]["config.yaml"])
+        there = load(file)
+        assert (there.job.name, there.job.runs_dir, there.data.path) == ("1e-3", "/runs", "/data/a: b")
+        assert there.model == config.model
+
+
+def test_a_replica_of_a_jobset_starts_and_ends_by_itself() -> None:
+    config = _quickstart("--timeouts.stop_s=20.5", "--max_replicas=5")
+    spec = _parts(jobset(config, Site(image="a", cpus=3, memory_gib=7)))["JobSet"]["spec"]
+    lighthouse, replica = spec["replicatedJobs"]
+    assert spec["successPolicy"]["targetReplicatedJobs"] == ["replica"]
+    assert spec["failurePolicy"] == {"maxRestarts": 0}
+    assert replica["dependsOn"] == [{"name": "lighthouse", "status": "Ready"}]
+    assert (lighthouse["replicas"], replica["replicas"]) == (1, 5)
+    job = replica["template"]["spec"]
+    refused, disrupted = job["podFailurePolicy"]["rules"]
+    assert (refused["action"], refused["onExitCodes"]["values"]) == ("FailJob", [64])
+    assert (disrupted["action"], disrupted["onPodConditions"][0]["type"]) == ("Ignore", "DisruptionTarget")
+    pod = job["template"]["spec"]
+    container = pod["containers"][0]
+    assert refused["onExitCodes"]["containerName"] == container["name"]
+    assert pod["terminationGracePeriodSeconds"] > 20.5
+    assert container["resources"] == {"requests": {"cpu": "6", "memory": "7Gi"}, "limits": {"memory": "7Gi"}}
+    probe = lighthouse["template"]["spec"]["template"]["spec"]["containers"][0]["readinessProbe"]["httpGet"]
+    assert container["args"][-1] == f"http://quickstart-lighthouse-0-0.quickstart:{probe['port']}"
+    there = lighthouse["template"]["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert there[-2:] == ["--url", container["args"][-1]], "what it writes down must hold in all pods"
+    tokens = [e for s in _pods(spec) for c in s["containers"] for e in c["env"] if e["name"] == "FT_HSDP_TOKEN"]
+    assert [t["valueFrom"]["secretKeyRef"]["name"] for t in tokens] == ["quickstart-token"] * 2
+
+
+def test_the_nodes_of_a_replica_start_again_together() -> None:
+    config = _quickstart("--ranks_per_replica=8", "--network.allow=[10.0.0.0/8]")
+    spec = _parts(jobset(config, Site(image="a", nodes=4)))["JobSet"]["spec"]
+    job = spec["replicatedJobs"][1]["template"]["spec"]
+    assert (job["parallelism"], job["completions"], job["backoffLimit"]) == (4, 4, 0)
+    assert spec["failurePolicy"]["rules"][0]["action"] == "RestartJobAndIgnoreMaxRestarts"
+    command = job["template"]["spec"]["containers"][0]["command"]
+    assert {"--nnodes=4", "--nproc-per-node=2", "--max-restarts=0", "--rdzv-id=$(GANG)"} <= set(command)
+
+
+def test_a_rayjob_has_the_pods_that_the_placement_needs() -> None:
+    def groups(*overrides: str) -> list[dict[str, Any]]:
+        spec = _parts(rayjob(_quickstart(*overrides), IMAGE))["RayJob"]["spec"]
+        assert spec["entrypoint"].endswith("submit /etc/ft_hsdp/config.yaml")
+        assert spec["shutdownAfterJobFinishes"] is True
+        assert spec["rayClusterSpec"]["authOptions"] == {"mode": "token"}
+        assert spec["submitterPodTemplate"]["spec"]["restartPolicy"] == "Never"
+        return spec["rayClusterSpec"]["workerGroupSpecs"]
+
+    def sizes(*overrides: str) -> list[tuple[int, int, str]]:
+        return [(g["replicas"], g["maxReplicas"], g["rayStartParams"]["num-cpus"]) for g in groups(*overrides)]
+
+    assert sizes() == [(3, 3, "2")]
+    assert sizes("--max_replicas=6", "--spares=4", "--ray.cpus_per_rank=4") == [(5, 8, "8")]
+    assert sizes("--ray.strategy=SPREAD", "--spares=2") == [(8, 8, "1")]
+    assert sizes("--ray.zones=[a, b]") == [(2, 2, "2"), (1, 1, "2")]
+    zoned = groups("--ray.zones=[a, b]", "--ray.resources={nvme: 1}")[1]
+    assert zoned["labels"] == {"ray.io/availability-zone": "b"}
+    assert zoned["template"]["spec"]["nodeSelector"] == {"topology.kubernetes.io/zone": "b"}
+    assert zoned["rayStartParams"]["resources"] == "'{\"nvme\": 2.0}'"
+
+
+@pytest.mark.parametrize(
+    ("render", "site", "overrides", "key"),
+    [
+        (jobset, Site(image="a b"), (), "--image"),
+        (jobset, Site(image="a", namespace="Ml"), (), "--namespace"),
+        (jobset, Site(image="a", claim="x y"), (), "--claim"),
+        (jobset, Site(image="a", memory_gib=0), (), "--memory-gib"),
+        (jobset, Site(image="a", cpus=0), (), "--cpus-per-rank"),
+        (jobset, Site(image="a", gpus=-1), (), "--gpus-per-rank"),
+        (jobset, Site(image="a", nodes=3), (), "--nodes-per-replica"),
+        (jobset, Site(image="a", nodes=2), (), "network.allow"),
+        (jobset, IMAGE, ("--checkpoint.every=5",), "checkpoint.every"),
+        (rayjob, IMAGE, ("--checkpoint.every=5",), "checkpoint.every"),
+        (jobset, IMAGE, ("--checkpoint.dir=ckpt",), "checkpoint.dir"),
+        (jobset, IMAGE, ("--network.tls_certificate=a", "--network.tls_key=b"), "network.tls_certificate"),
+        (jobset, IMAGE, ("--lighthouse.count=2", "--lighthouse.etcd=[http://a:2379]"), "lighthouse.count"),
+        (jobset, IMAGE, ("--job.name=---",), "job.name"),
+        (rayjob, IMAGE, ("--train.device=cuda",), "ray.gpus_per_rank"),
+    ],
+)
+def test_what_would_not_work_is_one_line(render: Any, site: Site, overrides: tuple[str, ...], key: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        render(_quickstart(*overrides), site)
+    assert refused.value.key == key
+    assert "\n" not in str(refused.value)
+
+
+def test_the_command_prints_the_file_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
+    config = str(ROOT / "configs/quickstart.yaml")
+    assert cli.main(["render", "jobset", config, "--image", "a", "--claim", "shared", "--replicas=2"]) == 0
+    parts = _parts(capsys.readouterr().out)
+    assert parts["JobSet"]["spec"]["replicatedJobs"][1]["replicas"] == 2
+    assert "PersistentVolumeClaim" not in parts
+    assert cli.main(["render", "jobset", config]) == 64
+    assert capsys.readouterr().err.count("\n") == 1
+    assert cli.main(["render", "rayjob", config, "--image", "a", "--relicas=2"]) == 64
+    assert capsys.readouterr().out == ""
+
+
+def test_no_configuration_gets_a_secret_into_a_file() -> None:
+    config = parse({"ray": {"runtime_env": {"env_vars": {"HF_TOKEN": "hunter2"}}}})
+    for render in (jobset, rayjob):
+        with pytest.raises(ConfigError):
+            render(config, IMAGE)

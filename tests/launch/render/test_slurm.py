@@ -1,0 +1,268 @@
+"""`render slurm`: the script submits, tells Slurm's signals apart, and queues again what that may help."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ft_hsdp.config import Config, load, parse
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch import cli
+from ft_hsdp.launch.render.settings import Site
+from ft_hsdp.launch.render.slurm import slurm
+
+ROOT = Path(__file__).parents[3]
+BUDGET = 4
+SBATCH = """#!/usr/bin/env bash
+cat > "$0.stdin.$$"
+echo "$*" >> "$0.log"
+[ -s "$0.stdin.$$" ] && mv "$0.stdin.$$" "$0.script"
+echo "$((10 + $(wc -l < "$0.log")));cluster"
+"""
+SCONTROL = """#!/usr/bin/env bash
+echo "$*" >> "$0.log"
+[ "$1" != show ] || echo node1
+exit 1   # Slurm would end the script now
+"""
+PYTHON = """#!/usr/bin/env bash
+echo "$*" >> "$0.log"
+trap 'exit 143' TERM
+[ "$FAKE_CODE" != wait ] || { echo $$ > "$0.pid"; touch "$0.runs"; sleep 60 & wait; }
+exit "$FAKE_CODE"
+"""
+SCANCEL = """#!/usr/bin/env bash
+echo "$*" >> "$0.log"
+kill "$(cat "${0%/*}/srun.pid")"
+"""
+
+
+def _config(tmp_path: Path, *overrides: str) -> Config:
+    runs = f"--job.runs_dir={tmp_path}/runs"
+    return load(ROOT / "configs/quickstart.yaml", ["--chaos=[]", f"--restart.budget={BUDGET}", runs, *overrides])
+
+
+class Fakes:
+    """A rendered script, and stand-ins for Slurm's programs and for Python that log their arguments."""
+
+    def __init__(self, folder: Path, *overrides: str, nodes: int = 1) -> None:
+        self.folder = folder
+        for name, text in (("sbatch", SBATCH), ("scontrol", SCONTROL), ("python", PYTHON)):
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        (folder / "srun").symlink_to("python")
+        (folder / "runs").mkdir()
+        self.script = folder / "job.sh"
+        self.script.write_text(
+            slurm(_config(folder, *overrides), Site(python=str(folder / "python"), nodes=nodes))
+        )
+
+    def start(self, code: int | str, **env: str) -> subprocess.Popen[bytes]:
+        path = f"{self.folder}:{os.environ['PATH']}"
+        command = ["bash", str(self.script)]
+        return subprocess.Popen(
+            command, env={"PATH": path, "FAKE_CODE": str(code), **env}, stdout=subprocess.DEVNULL
+        )
+
+    def element(self, code: int | str, **env: str) -> subprocess.Popen[bytes]:
+        given = {"SLURM_JOB_ID": "9", "SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "1"}
+        return self.start(code, **given, **env)
+
+    def log(self, program: str) -> list[str]:
+        file = self.folder / f"{program}.log"
+        return file.read_text().splitlines() if file.exists() else []
+
+    def until_it_runs(self, program: str = "python") -> None:
+        deadline = time.monotonic() + 20
+        while not (self.folder / f"{program}.runs").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+
+@pytest.fixture
+def fakes(tmp_path: Path) -> Fakes:
+    return Fakes(tmp_path)
+
+
+NETWORK = "--network.allow=[10.0.0.0/8]"
+SITES = [
+    (Site(), ()),
+    (Site(nodes=2, gpus=1, memory_gib=8, partition="gpu,low", account="a", time="1-12:00:00"), (NETWORK,)),
+    (Site(python="/opt/my env/it's/python"), ("--network.host=10.0.0.5", "--network.port=29500")),
+]
+
+
+@pytest.mark.parametrize(("site", "overrides"), SITES)
+def test_shells_understand_the_script(tmp_path: Path, site: Site, overrides: tuple[str, ...]) -> None:
+    script = tmp_path / "job.sh"
+    script.write_text(slurm(_config(tmp_path / "it's a folder", *overrides), site))
+    subprocess.run(["bash", "-n", script], check=True)
+    shellcheck = Path(sys.executable).with_name("shellcheck")
+    found = shutil.which("shellcheck") if not shellcheck.exists() else str(shellcheck)
+    assert found is not None, "shellcheck is missing: pip install -e '.[dev]'"
+    subprocess.run([found, "--severity=style", script], check=True)
+
+
+def test_the_array_asks_for_what_a_replica_needs(tmp_path: Path) -> None:
+    site = Site(nodes=2, cpus=4, gpus=1, memory_gib=8, partition="gpu", account="a", time="60")
+    sizes = ("--ranks_per_replica=8", "--max_replicas=5", "--timeouts.stop_s=45.5", NETWORK)
+    text = slurm(_config(tmp_path, *sizes), site)
+    asked = dict(re.findall(r"^#SBATCH --([a-z-]+)=?(.*)$", text, re.MULTILINE))
+    assert asked == {
+        "requeue": "",
+        "job-name": "quickstart",
+        "array": "0-4",
+        "nodes": "2",
+        "ntasks-per-node": "1",
+        "cpus-per-task": "16",
+        "gpus-per-node": "4",
+        "mem": "8G",
+        "partition": "gpu",
+        "account": "a",
+        "time": "60",
+        "signal": "B:USR1@76",
+        "open-mode": "append",
+        "output": f'"{tmp_path}/runs/quickstart-slurm-%a.log"',
+    }
+
+
+def test_one_command_submits_lighthouse_array_and_end(fakes: Fakes) -> None:
+    assert fakes.start(0).wait(20) == 0
+    lighthouse, array, end, signals, _ = fakes.log("sbatch")
+    assert "--export=ALL,FT_HSDP_PART=lighthouse" in lighthouse
+    assert not re.search(r"^#SBATCH", (fakes.folder / "sbatch.script").read_text(), re.MULTILINE)
+    assert shlex.split(array) == ["--parsable", "--dependency=after:11", str(fakes.script)]
+    assert "--dependency=afterany:12" in end
+    assert signals.strip().startswith("scancel --batch --signal=TERM 11; scancel --state=PENDING 11;")
+    assert "--wrap=while squeue --noheader --jobs=11 | grep -q .; do" in end
+
+
+def test_the_lighthouse_has_a_clock_of_its_own(tmp_path: Path) -> None:
+    site = Site(time="60", partition="gpu")
+    submits = slurm(_config(tmp_path), site).partition("# On a login node.")[2].partition("array=")[0]
+    assert all(option in submits for option in ("--requeue", "--signal=B:USR1@60", "--partition=gpu", "--time=60"))
+
+
+def test_an_element_is_the_replica_of_its_number(fakes: Fakes) -> None:
+    assert fakes.element(0).wait(20) == 0
+    settings = fakes.folder / "runs/quickstart-slurm-1.yaml"
+    assert fakes.log("python") == [f"-m ft_hsdp.launch.cli replica {settings} --replica 1"]
+    assert load(settings).job.runs_dir == str(fakes.folder / "runs")
+    assert fakes.log("scontrol") == []
+
+
+@pytest.mark.parametrize(("code", "again"), [(75, True), (69, True), (1, True), (64, False), (76, False)])
+def test_only_what_may_help_is_queued_again(fakes: Fakes, code: int, again: bool) -> None:
+    assert fakes.element(code).wait(20) == (75 if again else code)
+    assert fakes.log("scontrol") == (["requeue 9_1"] if again else [])
+
+
+def test_the_budget_ends_it(fakes: Fakes) -> None:
+    assert fakes.element(75, SLURM_RESTART_COUNT=str(BUDGET)).wait(20) == 75
+    assert fakes.log("scontrol") == []
+
+
+def test_nobody_comes_back_to_a_job_that_is_over(fakes: Fakes) -> None:
+    final = fakes.folder / "runs/quickstart/replicas/0/final.json"
+    final.parent.mkdir(parents=True)
+    final.touch()
+    assert fakes.element(75).wait(20) == 75
+    assert fakes.log("scontrol") == []
+
+
+@pytest.mark.parametrize(("number", "code", "again"), [(signal.SIGUSR1, 75, True), (signal.SIGTERM, 143, False)])
+def test_its_clock_queues_an_element_again_and_a_stop_does_not(
+    fakes: Fakes, number: int, code: int, again: bool
+) -> None:
+    element = fakes.element("wait", SLURM_RESTART_COUNT=str(BUDGET))
+    fakes.until_it_runs()
+    element.send_signal(number)
+    assert element.wait(20) == code
+    assert fakes.log("scontrol") == (["requeue 9_1"] if again else [])
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGUSR1, 75), (signal.SIGTERM, 143)])
+def test_the_nodes_of_a_replica_are_told_by_slurm_alone(tmp_path: Path, number: int, code: int) -> None:
+    """A signal to srun ends its step at once; and when an element has to end, Slurm tells every process of it."""
+    fakes = Fakes(tmp_path, NETWORK, nodes=2)
+    (tmp_path / "scancel").write_text(SCANCEL)
+    (tmp_path / "scancel").chmod(0o755)
+    element = fakes.element("wait", SLURM_JOB_NODELIST="node[1-2]", SLURM_CPUS_PER_TASK="1")
+    fakes.until_it_runs("srun")
+    element.send_signal(number)
+    if number == signal.SIGTERM:
+        os.kill(int((tmp_path / "srun.pid").read_text()), signal.SIGTERM)
+    assert element.wait(20) == code
+    assert fakes.log("scancel") == (["--signal=TERM 9_1"] if number == signal.SIGUSR1 else [])
+
+
+def test_a_lighthouse_starts_again_on_its_port_until_it_is_told_to_end(fakes: Fakes) -> None:
+    (fakes.folder / "python").write_text(PYTHON.replace("exit 143", 'echo told >> "$0.log"; exit 0'))
+    lighthouse = fakes.start("wait", SLURM_JOB_ID="12", FT_HSDP_PART="lighthouse")
+    fakes.until_it_runs()
+    lighthouse.terminate()
+    assert lighthouse.wait(20) == 0
+    started, told = fakes.log("python")
+    assert "lighthouse" in started
+    assert f"--network.host={os.uname().nodename} --network.port=30012" in started
+    assert told == "told"
+    assert fakes.log("scontrol") == []
+    assert fakes.start(64, SLURM_JOB_ID="12", FT_HSDP_PART="lighthouse").wait(20) == 64
+
+
+def test_a_lighthouse_whose_time_is_up_is_queued_again(fakes: Fakes) -> None:
+    lighthouse = fakes.start("wait", SLURM_JOB_ID="12", FT_HSDP_PART="lighthouse")
+    fakes.until_it_runs()
+    lighthouse.send_signal(signal.SIGUSR1)
+    assert lighthouse.wait(20) == 75
+    assert fakes.log("scontrol") == ["requeue 12"]
+
+
+def test_all_nodes_of_a_replica_start_again_under_a_new_name(tmp_path: Path) -> None:
+    fakes = Fakes(tmp_path, NETWORK, nodes=2)
+    nodes = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_RESTART_COUNT": "2", "SLURM_CPUS_PER_TASK": "3"}
+    assert fakes.element(1, **nodes).wait(20) == 75
+    starts = fakes.log("srun")
+    assert all("--nnodes=2 --nproc-per-node=1 --max-restarts=0" in start for start in starts)
+    assert all("--cpus-per-task=3" in start for start in starts), "srun does not take it from sbatch"
+    assert [re.findall(r"--rdzv-id=(\S+)", start) for start in starts] == [[f"9-2-{n}"] for n in range(BUDGET + 1)]
+
+
+@pytest.mark.parametrize(
+    ("site", "overrides", "key"),
+    [
+        (Site(partition="a b"), (), "--partition"),
+        (Site(account="a\n#SBATCH --x"), (), "--account"),
+        (Site(time="soon"), (), "--time"),
+        (Site(nodes=2), (), "network.allow"),
+        (Site(), ('--job.runs_dir=a"b',), "job.runs_dir"),
+        (Site(), ("--lighthouse.count=2", "--lighthouse.etcd=[http://a:2379]"), "lighthouse.count"),
+    ],
+)
+def test_what_slurm_would_misread_is_one_line(
+    tmp_path: Path, site: Site, overrides: tuple[str, ...], key: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        slurm(_config(tmp_path, *overrides), site)
+    assert refused.value.key == key
+    assert "\n" not in str(refused.value)
+
+
+def test_paths_mean_the_same_on_every_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = slurm(parse({"data": {"path": "text"}, "checkpoint": {"dir": "kept", "every": 5}}), Site())
+    for path in (f"runs_dir: {tmp_path}/runs", f"path: {tmp_path}/text", f"dir: {tmp_path}/kept"):
+        assert path in text
+
+
+def test_the_command_takes_the_python_that_renders(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["render", "slurm", str(ROOT / "configs/quickstart.yaml"), "--partition", "gpu"]) == 0
+    assert f"python={shlex.quote(sys.executable)}\n" in capsys.readouterr().out

@@ -1,0 +1,545 @@
+"""The tokens: who has one comes in with its role, whatever else the header says; two of each may be in use."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import os
+import random
+import socket
+import struct
+
+import pytest
+import uvicorn
+from fastapi import FastAPI
+from hypothesis import given
+from hypothesis import strategies as st
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from uvicorn.server import ServerState
+
+from ft_hsdp.errors import ConfigError
+from lighthouse.http import access as auth
+from lighthouse.http import connections
+from lighthouse.http.access import (
+    ADDRESSES,
+    ADMIN_VARIABLE,
+    KIB,
+    TOKEN_VARIABLE,
+    Buckets,
+    Keys,
+    OpenSlots,
+    Rates,
+    RequestGate,
+    TooMany,
+    may,
+    rule,
+    source,
+    view_key,
+)
+from lighthouse.http.openapi import describe
+from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN, run_async
+
+NEXT = "7a" * 32
+KEYS = Keys(TOKEN, ADMIN)
+
+
+def role(keys, token):
+    return keys.role(f"Bearer {token}".encode())
+
+
+@pytest.mark.parametrize("header", [f"Bearer {TOKEN}", f"bearer {TOKEN}", f"Bearer  {TOKEN} "])
+def test_the_token_lets_in(header):
+    assert KEYS.role(header.encode()) == "worker"
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        *("", "Bearer", "Bearer ", TOKEN, f"Basic {TOKEN}", f"Bearer {TOKEN[:-1]}", f"Bearer {TOKEN}0"),
+        *(f"Bearer {TOKEN} {TOKEN}", f"Bearer {TOKEN.upper()}", "Bearer \xdc\xe9", "Bearer\x00"),
+    ],
+)
+def test_anything_else_does_not(header):
+    assert KEYS.role(header.encode("latin-1")) is None
+    assert KEYS.role(None) is None
+
+
+def test_each_token_has_one_role():
+    assert role(KEYS, ADMIN) == "admin"
+    assert role(KEYS, view_key(TOKEN)) == "viewer"
+    assert role(KEYS, view_key(ADMIN)) is None
+    allowed = {
+        (known, wanted) for known in ("viewer", "worker", "admin") for wanted in ("viewer", "worker", "admin")
+    }
+    allowed -= {("viewer", "worker"), ("viewer", "admin"), ("worker", "admin"), ("admin", "worker")}
+    assert {(k, w) for k, w in allowed if may(k, w)} == allowed
+    assert not may("viewer", "worker")
+    assert not may("worker", "admin")
+    assert not may("admin", "worker")
+
+
+def test_digests_are_compared_in_constant_time(monkeypatch):
+    compared = []
+    real = hmac.compare_digest
+
+    def spy(a, b):
+        compared.append((a, b))
+        return real(a, b)
+
+    monkeypatch.setattr(hmac, "compare_digest", spy)
+    keys = Keys(TOKEN, ADMIN)
+    for credential in ("x", "y" * 1000, TOKEN):
+        role(keys, credential)
+    assert [(len(a), len(b)) for a, b in compared] == [(32, 32)] * 9
+    assert not {TOKEN.encode(), ADMIN.encode()} & {side for pair in compared for side in pair}
+
+
+def test_without_a_token_everybody_is_a_worker_and_nobody_an_admin():
+    assert Keys("").role(None) == "worker"
+    assert Keys("", ADMIN).role(None) == "worker"
+    assert role(Keys("", ADMIN), ADMIN) == "admin"
+    assert role(Keys(TOKEN), ADMIN) is None
+    assert role(Keys(TOKEN), "") is None
+
+
+def test_two_lines_are_two_tokens_and_the_first_is_the_current_one():
+    keys = Keys(f"{NEXT}\n{TOKEN}\n", f"{ADMIN}\n{NEXT[:-1]}1")
+    assert keys.worker == NEXT
+    assert keys.admin == ADMIN
+    assert [role(keys, t) for t in (NEXT, TOKEN, ADMIN, NEXT[:-1] + "1")] == ["worker", "worker", "admin", "admin"]
+    assert [role(keys, view_key(t)) for t in (NEXT, TOKEN)] == ["viewer", "viewer"]
+
+
+@pytest.fixture
+def files(tmp_path):
+    (tmp_path / "token").write_text(TOKEN)
+    (tmp_path / "admin_token").write_text(ADMIN)
+    return tmp_path
+
+
+def look(keys):
+    """As if a second had passed."""
+    keys._due = 0.0
+
+
+def test_files_are_read_again_when_they_change(files):
+    keys = Keys.read(files / "token", files / "admin_token")
+    assert role(keys, TOKEN) == "worker"
+    (files / "admin_token").write_text(f"{NEXT}\n{ADMIN}\n")
+    assert role(keys, NEXT) is None  # not before it has looked
+    look(keys)
+    assert (role(keys, NEXT), role(keys, ADMIN)) == ("admin", "admin")
+    (files / "part").write_text(f"{NEXT}\n")
+    os.replace(files / "part", files / "admin_token")
+    look(keys)
+    assert (role(keys, NEXT), role(keys, ADMIN)) == ("admin", None)
+
+
+@pytest.mark.parametrize("content", [b"", b"a b c", b"\xff\xfe" * 10, b"short", b"x" * 300])
+def test_a_change_that_cannot_be_used_changes_nothing(files, content, caplog):
+    keys = Keys.read(files / "token", files / "admin_token")
+    (files / "token").write_bytes(content)
+    look(keys)
+    with caplog.at_level(logging.ERROR):
+        assert role(keys, TOKEN) == "worker"
+        look(keys)
+        assert role(keys, TOKEN) == "worker"
+    assert len(caplog.records) == 1  # said once, not every second
+    assert "the tokens stay as they are: token: got" in caplog.text
+    assert content.decode("latin-1") not in caplog.text or not content
+
+
+def test_a_job_with_a_token_does_not_become_open(files, monkeypatch):
+    monkeypatch.delenv(TOKEN_VARIABLE, raising=False)
+    keys = Keys.read(files / "token", files / "admin_token")
+    (files / "token").unlink()
+    look(keys)
+    assert keys.role(None) is None
+    assert role(keys, TOKEN) == "worker"
+
+
+def test_what_was_proved_is_forgotten_with_its_token_and_bounded(files):
+    keys = Keys.read(files / "token", files / "admin_token")
+    for n in range(100):
+        assert keys.role(b"Bearer" + b" " * (n + 1) + TOKEN.encode()) == "worker"
+        assert keys.role(b"Bearer %d" % n) is None
+    assert len(keys._proved) == 16
+    (files / "token").write_text(NEXT)
+    look(keys)
+    assert role(keys, TOKEN) is None
+    assert role(keys, NEXT) == "worker"
+
+
+def test_without_files_the_environment_counts(tmp_path, monkeypatch):
+    monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+    monkeypatch.setenv(ADMIN_VARIABLE, ADMIN)
+    keys = Keys.read(tmp_path / "token", tmp_path / "admin_token")
+    assert (role(keys, TOKEN), role(keys, ADMIN), keys.role(None)) == ("worker", "admin", None)
+
+
+@pytest.mark.parametrize("content", [b"", b"\n", b"a b c", b"\xff" * 64, b"short"])
+def test_a_file_that_cannot_be_used_is_one_line_that_does_not_show_it(files, content):
+    (files / "token").write_bytes(content)
+    with pytest.raises(ConfigError) as caught:
+        Keys.read(files / "token", files / "admin_token")
+    assert str(caught.value).startswith("token: got ")
+    assert "short" not in str(caught.value).replace(str(files), "")
+
+
+def test_the_files_are_looked_at_once_a_second(files, monkeypatch):
+    keys = Keys.read(files / "token", files / "admin_token")
+    looks = []
+    monkeypatch.setattr(auth.os, "stat", lambda path, real=os.stat: looks.append(path) or real(path))
+    for _ in range(1000):
+        role(keys, TOKEN)
+    assert len(looks) <= 4
+
+
+# The gate and the door, piece by piece: sizes while they stream, places for streams, answers nobody reads.
+
+
+async def reads(scope, receive, send):
+    """An application that reads the whole body and answers 200."""
+    await Request(scope, receive).body()
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    await send({"type": "http.response.body", "body": b""})
+
+
+class Caller:
+    """Calls an application; `more` is how many pieces of 16 KiB its endless body has had."""
+
+    def __init__(self, app, address="192.0.2.1", token=TOKEN):
+        self._app, self._address, self._token = app, address, token
+        self.more, self.sent = 0, []
+
+    async def __call__(self, path, *headers):
+        told = (b"authorization", f"Bearer {self._token}".encode())
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": [told, *headers]}
+        await self._app({**scope, "client": (self._address, 1)}, self._receive, self._send)
+        return self.sent[0]["status"], dict(self.sent[0]["headers"])
+
+    async def _receive(self):
+        self.more += 1
+        assert self.more < 100, "it reads on and on"
+        return {"type": "http.request", "body": bytes(16384), "more_body": True}
+
+    async def _send(self, message):
+        self.sent.append(message)
+
+
+@pytest.mark.parametrize(
+    ("path", "pieces"), [("/v1/processes", 16), ("/v1/telemetry", 16), ("/v1/admin/checkpoint", 4)]
+)
+def test_a_body_without_end_is_413_at_its_routes_limit(path, pieces):
+    app = FastAPI()
+    app.mount("/", reads)
+    describe(app, KEYS)
+    caller = Caller(RequestGate(app, KEYS, Rates(), lambda: 0.0), token=ADMIN if "admin" in path else TOKEN)
+    assert run_async(caller(path))[0] == 413
+    assert caller.more == pieces + 1
+
+
+@pytest.mark.parametrize("length", [b"65537", b"99999999999999999999", b"-1", b"1e3", b"\xb2"])
+def test_a_length_that_is_too_large_or_none_is_413_before_anything_is_read(length):
+    caller = Caller(RequestGate(reads, KEYS, Rates(), lambda: 0.0))
+    assert run_async(caller("/v1/status", (b"content-length", length)))[0] == 413
+    assert caller.more == 0
+
+
+def test_an_address_has_sixteen_streams_and_the_others_have_theirs():
+    async def main():
+        ended = asyncio.Event()
+
+        async def endless(scope, receive, send):
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await ended.wait()
+
+        gate = RequestGate(endless, KEYS, Rates(), lambda: 0.0)
+        callers = [Caller(gate) for _ in range(20)] + [Caller(gate, f"192.0.2.{n}") for n in range(2, 60)]
+        running = [asyncio.create_task(caller("/v1/stream")) for caller in callers]
+        for _ in range(5):
+            await asyncio.sleep(0)
+        codes = [caller.sent[0]["status"] for caller in callers]
+        assert codes[:20] == [200] * 16 + [429] * 4
+        assert codes[20:].count(200) == 64 - 16
+        ended.set()
+        await asyncio.gather(*running)
+        last = Caller(gate)
+        assert (await last("/v1/stream"))[0] == 200
+
+    run_async(main())
+
+
+class Guest:
+    """A connection."""
+
+    def __init__(self, address):
+        self.address, self.dropped = address, False
+
+    def tick(self):
+        pass
+
+    def drop(self):
+        self.dropped = True
+
+
+def test_the_oldest_stranger_makes_room_and_who_is_known_stays():
+    async def main():
+        guests = connections.Connections(1000)
+        known = [Guest("192.0.2.1") for _ in range(400)]
+        for guest in known:
+            guests.enter(guest)
+            guests.known(guest)
+        flood = [Guest("192.0.2.1") for _ in range(300)]
+        other = Guest("192.0.2.2")
+        guests.enter(other)
+        for guest in flood:
+            guests.enter(guest)
+        assert [g.dropped for g in flood] == [True] * 44 + [False] * 256
+        assert not other.dropped
+        many = [Guest(f"10.0.{n // 256}.{n % 256}") for n in range(10_000)]
+        for guest in many:
+            guests.enter(guest)
+        assert guests.strangers == connections.STRANGERS
+        assert len(guests) == 400 + connections.STRANGERS
+        assert other.dropped
+        assert not any(g.dropped for g in known + many[-connections.STRANGERS :])
+        for guest in [*known, *many[-connections.STRANGERS :]]:
+            guests.leave(guest)
+            guests.leave(guest)
+        assert (len(guests), guests.strangers, guests._of) == (0, 0, {})
+
+    run_async(main())
+
+
+def test_when_all_are_known_the_new_one_goes():
+    async def main():
+        guests = connections.Connections(20)
+        for n in range(20):
+            guest = Guest(f"192.0.2.{n}")
+            guests.enter(guest)
+            guests.known(guest)
+        late = Guest("192.0.2.99")
+        guests.enter(late)
+        assert late.dropped
+        assert len(guests) == 20
+
+    run_async(main())
+
+
+def test_a_client_that_reads_nothing_is_cut_off(monkeypatch):
+    monkeypatch.setattr(connections, "TICK_S", 0.05)
+
+    async def main():
+        done = asyncio.get_running_loop().create_future()
+
+        async def talks(scope, receive, send):
+            try:
+                await send({"type": "http.response.start", "status": 200, "headers": []})
+                for _ in range(100):
+                    await send({"type": "http.response.body", "body": bytes(2**20), "more_body": True})
+            finally:
+                done.set_result(None)
+
+        guests = connections.Connections()
+        server = uvicorn.Server(uvicorn.Config(talks, **{**connections.options(guests, None), "loop": "asyncio"}))
+        sock = socket.create_server(("127.0.0.1", 0))
+        serving = asyncio.create_task(server.serve(sockets=[sock]))
+        _, writer = await asyncio.open_connection(*sock.getsockname())
+        writer.transport.pause_reading()
+        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+        async with asyncio.timeout(10):
+            while not len(guests):  # noqa: ASYNC110 - there is no event for it
+                await asyncio.sleep(0.01)
+            while len(guests):  # noqa: ASYNC110 - there is no event for it
+                await asyncio.sleep(0.01)
+            await done
+        assert guests.strangers == 0
+        assert not guests._of
+        writer.close()
+        server.should_exit = True
+        await serving
+
+    run_async(main())
+
+
+# Rates, places and the memory for them: bounded whoever comes, and wide enough for who belongs here.
+
+
+def test_a_bucket_lets_a_burst_through_and_then_its_rate():
+    buckets = Buckets(rate=2, burst=5)
+    assert [buckets.take("a", 0.0) for _ in range(5)] == [0.0] * 5
+    assert buckets.take("a", 0.0) == pytest.approx(0.5)
+    assert buckets.take("a", 0.4) == pytest.approx(0.1)
+    assert buckets.take("a", 0.5) == 0.0
+    assert buckets.take("b", 0.5) == 0.0
+    assert [buckets.take("a", 100.0) for _ in range(6)][:5] == [0.0] * 5
+
+
+@given(
+    st.lists(st.floats(0, 3), max_size=200),
+    st.floats(0.1, 100),
+    st.integers(1, 50),
+)
+def test_no_order_of_calls_gets_more_than_burst_and_rate(gaps, rate, burst):
+    buckets = Buckets(rate, burst)
+    now, taken = 1000.0, []
+    for gap in gaps:
+        now += gap
+        wait = buckets.take("a", now)
+        assert wait >= 0
+        if wait:
+            assert buckets.take("a", now + wait + 1e-6) == 0.0
+            now += wait + 1e-6
+        taken.append(now)
+    for i, first in enumerate(taken):
+        for j in range(i, len(taken)):
+            assert j - i + 1 <= burst + rate * (taken[j] - first) + 1e-3
+
+
+def test_ten_thousand_addresses_cost_no_more_than_four_thousand():
+    rates = Rates()
+    for n in range(10_000):
+        address = f"10.{n // 65536}.{n // 256 % 256}.{n % 256}"
+        for kind in ("report", "read", "open", "admin", "join", "stranger"):
+            rates.take(kind, address, n * 1e-4)
+    assert max(map(len, rates._of.values())) <= ADDRESSES
+    assert len(rates._joins) == 0
+
+
+def test_strangers_share_a_bucket_so_that_many_addresses_gain_nothing():
+    rates = Rates()
+    let_in = sum(rates.take("stranger", f"10.0.{n // 256}.{n % 256}", 1.0) == 0.0 for n in range(10_000))
+    assert let_in == 500
+    assert rates.take("report", "10.0.0.1", 1.0) == 0.0
+
+
+def test_an_address_that_fails_is_slowed_down_alone():
+    rates = Rates()
+    assert [rates.take("stranger", "192.0.2.1", 0.0) == 0.0 for _ in range(21)] == [True] * 20 + [False]
+    assert rates.take("stranger", "192.0.2.2", 0.0) == 0.0
+    assert rates.take("stranger", "192.0.2.1", 1.0) == 0.0
+
+
+def test_a_flood_of_incarnations_is_bounded_and_says_when_to_come_back():
+    rates = Rates()
+    for _ in range(20):
+        rates.join(0, "192.0.2.1", 0.0)
+    with pytest.raises(TooMany, match="too many new incarnations of replica 0; try again in 1 s") as caught:
+        rates.join(0, "192.0.2.1", 0.0)
+    assert isinstance(caught.value, HTTPException)
+    assert caught.value.status_code == 429
+    assert caught.value.headers == {"Retry-After": "1"}
+    rates.join(1, "192.0.2.1", 0.0)  # the others come in as before
+    rates.join(0, "192.0.2.1", 0.5)
+
+
+def test_all_replicas_of_a_machine_may_start_at_once_and_crash_often():
+    rates = Rates()
+    for life in range(4):
+        for replica in range(64):
+            rates.join(replica, "127.0.0.1", life * 1.0)
+
+
+def test_one_address_cannot_be_all_replicas_over_and_over():
+    rates = Rates()
+    for n in range(256):
+        rates.join(n % 64, "192.0.2.1", 0.0)
+    with pytest.raises(TooMany, match=r"incarnations from 192\.0\.2\.1"):
+        rates.join(0, "192.0.2.1", 0.0)
+
+
+def test_what_belongs_here_is_never_slowed_down():
+    """64 supervisors and 64 reporters on one machine for a minute, with all their changes at once."""
+    rates, chance = Rates(), random.Random(1)
+    calls = sorted(60 * chance.random() for _ in range(64 * 60 * (4 + 5)))
+    burst = [30.0] * 1000
+    assert not any(rates.take("report", "127.0.0.1", at) for at in sorted(calls + burst))
+    assert not any(rates.take("ask", "127.0.0.1", 0.0) for _ in range(10**5))
+
+
+def test_slots_are_per_key_and_in_all():
+    slots = OpenSlots(3, 2)
+    assert [slots.enter("a") for _ in range(3)] == [True, True, False]
+    assert [slots.enter("b") for _ in range(2)] == [True, False]
+    slots.leave("a")
+    assert slots.enter("b")
+    assert len(slots) == 3
+    for key in ("a", "b", "b"):
+        slots.leave(key)
+    assert len(slots) == 0
+    assert not slots._open
+
+
+@pytest.mark.parametrize(
+    ("path", "kind", "body"),
+    [
+        ("/v1/quorum", "ask", 256 * KIB),
+        ("/v1/telemetry", "report", 256 * KIB),
+        ("/v1/processes", "report", 256 * KIB),
+        ("/v1/admin/replicas/0/evict", "admin", 64 * KIB),
+        ("/v1/status", "read", 64 * KIB),
+        ("/metrics", "read", 64 * KIB),
+        ("/openapi.json", "read", 64 * KIB),
+        ("/no/such/route", "read", 64 * KIB),
+        ("/v1/quorum/", "read", 64 * KIB),
+        ("//healthz", "read", 64 * KIB),
+        ("/", "open", 64 * KIB),
+        ("/assets/app.js", "open", 64 * KIB),
+        ("/assets", "read", 64 * KIB),
+        ("/healthz", "open", 64 * KIB),
+    ],
+)
+def test_what_is_not_named_wants_a_token(path, kind, body):
+    assert (rule(path).kind, rule(path).max_body) == (kind, body)
+
+
+@pytest.mark.parametrize(
+    ("host", "same"),
+    [
+        ("192.0.2.1", "192.0.2.1"),
+        ("::ffff:192.0.2.1", "192.0.2.1"),
+        ("2001:db8::1", "2001:db8::/64"),
+        ("2001:db8::ffff:ffff:ffff:ffff", "2001:db8::/64"),
+        ("2001:db8:0:1::1", "2001:db8:0:1::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("testclient", "testclient"),
+        ("x" * 1000, "x" * 64),
+    ],
+)
+def test_an_address_is_what_one_host_cannot_change(host, same):
+    assert source(host) == same
+
+
+def test_a_connection_that_was_reset_is_let_go_at_once():
+    """Its keep-alive timer would hold it, and all of its last request, for another 75 seconds."""
+
+    async def app(scope, receive, send):
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def main():
+        config = uvicorn.Config(app, lifespan="off", log_config=None)
+        config.load()
+        gone = asyncio.Event()
+
+        class Guest(connections.GuardedConnection):
+            def connection_lost(self, exc):
+                super().connection_lost(exc)
+                gone.set()
+
+        guest = Guest(connections.Connections(), config=config, server_state=ServerState(), app_state={})
+        async with await asyncio.get_running_loop().create_server(lambda: guest, "127.0.0.1", 0) as server:
+            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await reader.readuntil(b"\r\n\r\n")
+            assert guest.timeout_keep_alive_task is not None
+            linger = struct.pack("ii", 1, 0)
+            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+            writer.transport.abort()
+            await asyncio.wait_for(gone.wait(), 5)
+            assert guest.timeout_keep_alive_task is None
+
+    run_async(main())

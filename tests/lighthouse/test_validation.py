@@ -1,0 +1,328 @@
+"""What cannot be true, or belongs to another job, is refused and changes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import pytest
+
+from ft_hsdp.config import agreed, config_hash, parse
+from ft_hsdp.core.commit import AttemptId, CommitRecord, Contribution
+from ft_hsdp.core.grant import Grant, Refused
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.errors import ConfigError, ProtocolViolation
+from ft_hsdp.protocol import ProcessReport
+from lighthouse import runtime, validation
+from lighthouse.http.access import Keys
+from lighthouse.quorum.state import Agreement
+from lighthouse.runtime import policy
+from lighthouse.store import MemoryStore
+from tests.support.lighthouse.lighthouse_helpers import (
+    CONFIG_HASH,
+    TOKEN,
+    ask,
+    at,
+    events,
+    granted,
+    make_service,
+    name,
+    quiet,
+    run_async,
+)
+
+RECORD = CommitRecord(1, 0, 1, "0" * 32, (0, 1), 2, (Contribution(0, 1, 0, 0),), "d")
+
+
+@pytest.mark.parametrize(
+    ("bad", "field"),
+    [
+        (ask(2), "replica is 2; possible: 0 to 1"),
+        (ask(-1), "replica is -1"),
+        (ask(0, at(1, 13)), "state.step is 13; possible: 0 to 12"),
+        (ask(0, at(1, 2**62)), "state.step"),
+        (ask(0, step=2**62), "step"),
+        (ask(0, epoch=2**20 + 1), "epoch"),
+        (ask(0, after=2**20 + 1), "after"),
+        (ask(0, at(2**20 + 1, 1)), "state.commit_epoch"),
+        (ask(0, max_term=2**60), "max_term"),
+        (ask(0, equal=(5,)), "equal"),
+        (ask(0, leaving=(5,)), "leaving"),
+        (ask(0, StateId(0, 0, "not hex")), "state.lineage"),
+        (replace(ask(0), report=replace(ask(0).report, incarnation="1-run-0")), "incarnation"),
+        (replace(ask(0), report=replace(ask(0).report, incarnation="0-a b")), "incarnation"),
+        (ask(0, suspects=(5,)), "suspects"),
+        (ask(0, equal=(1, 1)), "equal names 2 replicas; possible: each of 2 once"),
+        (ask(0, saved=2**62), "saved"),
+        (ask(0, void=AttemptId(1, 1, 2**40)), "void.attempt"),
+        (ask(0, void=AttemptId(1, 2**62, 0)), "void.step"),
+        (ask(0, doubt=StateId(0, 2**62, "0" * 32)), "doubt.step"),
+        (ask(0, doubt=StateId(0, 0, "x" * 10**5)), "doubt.lineage"),
+        (ask(0, step=10**5000), "step is a very large number"),
+        (ask(0, prepared=replace(RECORD, ring=tuple(range(10**6)))), "prepared.ring names 1000000 replicas"),
+        (ask(0, prepared=replace(RECORD, contributions=RECORD.contributions * 10**5)), "prepared.contributions"),
+        (ask(0, prepared=replace(RECORD, contributions=(Contribution(0, 2**60, 0, 0),))), "contributions.weight"),
+        (
+            ask(0, prepared=replace(RECORD, contributions=(Contribution(7, 1, 0, 0),))),
+            "prepared.contributions is 7",
+        ),
+        (ask(0, prepared=replace(RECORD, prev="z" * 32)), "prepared.prev"),
+        (ask(0, prepared=replace(RECORD, digest="d" * 10**5)), "prepared.digest has 100000 characters"),
+        (ask(0, prepared=replace(RECORD, step=2**62)), "prepared.step"),
+        (ask(0, prepared=replace(RECORD, chunk_bytes=-1)), "prepared.chunk_bytes"),
+        (replace(ask(0), layout="l" * 10**5), "layout"),
+        (replace(ask(0), report=replace(ask(0).report, incarnation="0-" + "x" * 10**5)), "incarnation"),
+        (replace(ask(0), ring=("nowhere",)), "host:port"),
+        (replace(ask(0), state=("h:1",) * 65), "host:port"),
+    ],
+    ids=lambda v: v[:20] if isinstance(v, str) else "",
+)
+def test_an_ask_that_cannot_be_true_is_refused(bad, field):
+    async def main():
+        service, rows = make_service()
+        before = service.state
+        with pytest.raises(ProtocolViolation, match=field):
+            await service.ask(bad)
+        assert service.state == before
+        assert [r["event"] for r in rows] == ["AskRefused"]
+
+    run_async(main())
+
+
+def test_limits_follow_the_head_and_the_epoch():
+    async def main():
+        service, _ = make_service(total=1)
+        answer = await service.ask(ask(0, at(2**20, 3), epoch=2**20))
+        assert answer.epoch == 2**20 + 1
+        assert (await service.ask(ask(0, at(2**20, 3), epoch=2**20))).epoch == 2**20 + 1
+
+    run_async(main())
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        ProcessReport({2: None}),
+        ProcessReport({}, ("2-run-0",)),
+        ProcessReport({}, (), (9,)),
+        ProcessReport({0: "1-run-0"}),
+        ProcessReport({}, ("nonsense",)),
+        ProcessReport({0: name(0)}, (name(0),)),
+    ],
+)
+def test_a_picture_that_cannot_be_true_is_refused(bad):
+    service, _ = make_service()
+    with pytest.raises(ProtocolViolation):
+        service.processes(bad)
+
+
+def test_another_configuration_is_refused_and_named():
+    async def main():
+        service, rows = make_service(config_hash="d" * 32)
+        answer = await service.ask(ask(0))
+        assert isinstance(answer, Refused)
+        assert answer.exit_code == 64
+        assert answer.reason.startswith("config hash 'cccc")
+        (row,) = events(rows, "AskRefused")
+        assert (row["replica"], row["incarnation"]) == (0, name(0))
+        assert service.state.views[0].incarnation is None
+
+    run_async(main())
+
+
+def test_another_rule_is_refused_with_its_key_and_both_values():
+    async def main():
+        rules = {"max_replicas": "3", "train.steps": "60"}
+        service, _ = make_service(config_hash="d" * 32, rules=rules)
+        answer = await service.ask(replace(ask(0), rules=rules | {"max_replicas": "4"}))
+        assert isinstance(answer, Refused)
+        assert answer.exit_code == 64
+        assert answer.reason == "max_replicas is 4 here, and 3 in the job: all replicas need the same"
+        answer = await service.ask(replace(ask(0), rules={"train.steps": "60"}))
+        assert isinstance(answer, Refused)
+        assert answer.reason.startswith("max_replicas is nothing here, and 3 in the job")
+
+    run_async(main())
+
+
+def test_what_was_agreed_with_the_first_grant_outlives_the_lighthouse():
+    """Without that, whoever asks a lighthouse first that has just started would say what the job is."""
+
+    async def main():
+        store = MemoryStore()
+        service, _ = make_service(store=store)
+        first = {"max_replicas": "3"}
+        asks = [replace(ask(r), rules=first) for r in (0, 1)]
+        await asyncio.gather(*(service.ask(a) for a in asks))
+        again, _ = make_service(store=MemoryStore(store.rows))
+        for other, what in (
+            (
+                replace(ask(1), config_hash="other", rules={"max_replicas": "4"}),
+                "max_replicas is 4 here, and 3 in",
+            ),
+            (replace(ask(1), layout="other"), "model layout"),
+            (replace(ask(1), numerics="other"), "numerics"),
+        ):
+            answer = await again.ask(other)
+            assert isinstance(answer, Refused)
+            assert (answer.exit_code, what in answer.reason) == (64, True)
+
+    run_async(main())
+
+
+@pytest.mark.parametrize(
+    "rules",
+    [{str(n): "" for n in range(65)}, {"k" * 257: ""}, {"k": "v" * 257}, {"k": "\x1b[2J"}],
+    ids=["keys", "a key", "a value", "control characters"],
+)
+def test_rules_are_bounded(rules):
+    async def main():
+        service, _ = make_service()
+        with pytest.raises(ProtocolViolation, match="rules"):
+            await service.ask(replace(ask(0), rules=rules))
+
+    run_async(main())
+
+
+@pytest.mark.parametrize(("field", "called"), [("layout", "model layout"), ("numerics", "numerics")])
+def test_what_differs_from_the_first_is_refused(field, called):
+    async def main():
+        service, _ = make_service(config_hash=CONFIG_HASH)
+        first = asyncio.create_task(service.ask(ask(0)))
+        await quiet()
+        answer = await service.ask(replace(ask(1), **{field: "other"}))
+        assert isinstance(answer, Refused)
+        assert answer.exit_code == 64
+        assert called in answer.reason
+        assert isinstance(await service.ask(ask(1)), Grant)
+        await first
+
+    run_async(main())
+
+
+def test_without_a_hash_of_its_own_the_first_ask_says_it():
+    async def main():
+        service, _ = make_service()
+        await granted(service, 0, 1)
+        answer = await service.ask(replace(ask(0), config_hash="other"))
+        assert isinstance(answer, Refused)
+
+    run_async(main())
+
+
+def test_a_fenced_incarnation_is_refused_and_its_report_forgotten():
+    async def main():
+        service, rows = make_service()
+        await granted(service, 0, 1)
+        service.processes(ProcessReport({0: name(0, 1)}, ()))
+        answer = await service.ask(ask(0, at(1, 1), epoch=1))
+        assert isinstance(answer, Refused)
+        assert answer.exit_code == 75
+        assert service.status()["replicas"][0]["state"] == "booting"
+        assert events(rows, "AskRefused")
+
+    run_async(main())
+
+
+def test_a_lighthouse_with_other_rules_than_its_run_agreed_on_does_not_start(tmp_path):
+    config = parse({"replicas": 2})
+    store = MemoryStore()
+    state = store.load(policy(config))
+    rules = tuple(agreed(config).items())
+    store.save(replace(state, agreed=Agreement(config_hash(config), "layout", "numerics", rules)))
+
+    def start(**keys):
+        keys = {"replicas": 2, **keys}
+        runtime.begin(parse(keys), tmp_path, Keys(TOKEN), MemoryStore(store.rows), None, 0, print)
+
+    with pytest.raises(ConfigError, match=r"train.steps: .*90.*100, on which this run has agreed"):
+        start(train={"steps": 90})
+    with pytest.raises(ConfigError, match="max_replicas"):
+        start(max_replicas=5)
+
+
+# Where a replica may say that it listens: at home, or where the operator allows it; nowhere else.
+
+
+ALLOW = validation.networks(["10.0.0.0/8", "fd00::/8"])
+
+GOOD = [
+    ("127.0.0.1", "127.0.0.1:7000"),
+    ("127.0.0.1", "127.0.1.1:7000"),
+    ("::1", "127.0.0.1:65535"),
+    ("::1", "[::1]:1"),
+    ("::1", "::1:7000"),
+    ("192.0.2.7", "192.0.2.7:80"),
+    ("::ffff:192.0.2.7", "192.0.2.7:80"),
+    ("192.0.2.7", "[::ffff:192.0.2.7]:80"),
+    ("2001:db8::1", "[2001:db8:0:0::1]:80"),
+    ("fe80::1%eth0", "10.1.2.3:80"),
+    ("192.0.2.7", "10.255.0.1:7000"),
+    ("192.0.2.7", "[fd00::5]:7000"),
+    (None, "8.8.8.8:53"),
+]
+ELSEWHERE = "neither where its replica asks from"
+NOWHERE = "no replica can be reached"
+FORM = "is not host:port"
+BAD = [
+    ("192.0.2.7", "192.0.2.8:80", ELSEWHERE),
+    ("192.0.2.7", "127.0.0.1:22", ELSEWHERE),
+    ("192.0.2.7", "[::1]:22", ELSEWHERE),
+    ("127.0.0.1", "192.0.2.7:80", ELSEWHERE),
+    ("192.0.2.7", "[2001:db8::1]:80", ELSEWHERE),
+    ("127.0.0.1", "169.254.169.254:80", NOWHERE),
+    ("169.254.169.254", "169.254.169.254:80", NOWHERE),
+    ("::1", "[::ffff:169.254.169.254]:80", NOWHERE),
+    ("::1", "[fe80::1]:80", NOWHERE),
+    ("10.0.0.1", "[fd00:ec2::254]:80", NOWHERE),
+    ("127.0.0.1", "0.0.0.0:80", NOWHERE),
+    ("127.0.0.1", "[::]:80", NOWHERE),
+    ("127.0.0.1", "224.0.0.1:80", NOWHERE),
+    ("127.0.0.1", "[ff02::1]:80", NOWHERE),
+    ("127.0.0.1", "255.255.255.255:80", NOWHERE),
+    ("127.0.0.1", "localhost:80", FORM),
+    ("127.0.0.1", "node-7.example.com:80", FORM),
+    ("127.0.0.1", "2130706433:80", FORM),
+    ("127.0.0.1", "0x7f.1:80", FORM),
+    ("127.0.0.1", "127.0.0.1", FORM),
+    ("127.0.0.1", "127.0.0.1:0", FORM),
+    ("127.0.0.1", "127.0.0.1:65536", FORM),
+    ("127.0.0.1", "127.0.0.1:-1", FORM),
+    ("127.0.0.1", "127.0.0.1:\u0661", FORM),
+    ("127.0.0.1", "127.0.0.1:80/path", FORM),
+    ("127.0.0.1", "user@127.0.0.1:80", FORM),
+    ("127.0.0.1", "", FORM),
+    ("127.0.0.1", "x" * 10**5, FORM),
+]
+
+
+@pytest.mark.parametrize(("peer", "address"), GOOD)
+@pytest.mark.parametrize("ring", [True, False])
+def test_at_home_and_where_the_operator_allows(peer, address, ring):
+    validation.check((address,) if ring else (), () if ring else (address,), peer, ALLOW)
+
+
+@pytest.mark.parametrize(("peer", "address", "why"), BAD, ids=lambda v: str(v)[:40])
+@pytest.mark.parametrize("ring", [True, False])
+def test_nowhere_else(peer, address, why, ring):
+    with pytest.raises(ProtocolViolation, match=why) as caught:
+        validation.check((address,) if ring else (), () if ring else (address,), peer, ALLOW)
+    line = str(caught.value)
+    assert line.startswith("ring" if ring else "state")
+    assert len(line) < 300
+    assert "\n" not in line
+
+
+def test_a_refusal_is_not_remembered_as_a_yes_nor_one_peers_yes_as_anothers():
+    for _ in range(2):
+        with pytest.raises(ProtocolViolation):
+            validation.check(("192.0.2.8:80",), (), "192.0.2.7", ())
+    validation.check(("192.0.2.8:80",), (), "192.0.2.8", ())
+    with pytest.raises(ProtocolViolation):
+        validation.check(("192.0.2.8:80",), (), "192.0.2.7", ())
+
+
+def test_a_replica_has_at_most_64_addresses():
+    validation.check(("127.0.0.1:1",) * 64, (), "127.0.0.1", ())
+    with pytest.raises(ProtocolViolation, match="ring has 65 addresses"):
+        validation.check(("127.0.0.1:1",) * 65, (), "127.0.0.1", ())

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from ft_hsdp.core.commit import CommitRecord, Contribution
+from ft_hsdp.core.ledger import Ledger
+from ft_hsdp.core.state_id import SLICES, StateId
+from ft_hsdp.errors import DataCorruption
+from ft_hsdp.state.shared_memory import Bytes
+from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.shard_manifest import ShardManifest
+from ft_hsdp.train import live_state as held_module
+from ft_hsdp.train.fsdp import Sharded
+from ft_hsdp.train.live_state import LiveState, Offload, state_digest
+from ft_hsdp.train.optimizer import Groups, create_state
+from tests.support.state.odd_model import Odd, batch
+
+START = StateId(0, 0, "0" * 32)
+
+
+def hold(
+    mesh: DeviceMesh, seed: int = 0, state: StateId | None = START, offload: bool = False
+) -> tuple[LiveState, Sharded]:
+    """A replica of one rank that holds ``state``, of a job with two data shards."""
+    model = Odd(seed)
+    sharded = Sharded(model, list(model.parts), mesh, lambda *_: None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    create_state(optimizer)
+    held = LiveState(sharded, Groups(optimizer, None), Ledger.empty(2), 0, 1, offload)
+    held.state = state
+    return held, sharded
+
+
+def record(prev: StateId, indices: tuple[int, ...] = (0, 0), digest: str = "d") -> CommitRecord:
+    made = tuple(Contribution(r, 1, r, i) for r, i in enumerate(indices))
+    return CommitRecord(1, 0, prev.step + 1, prev.lineage, (0, 1), 2, made, digest)
+
+
+def sums(sharded: Sharded, seed: int = 0) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(n, generator=g) for n in sharded.sizes]
+
+
+def steps(held: LiveState, sharded: Sharded, count: int) -> list[StateId]:
+    """Apply steps; the states on the way."""
+    states = []
+    for _ in range(count):
+        assert held.state is not None
+        held.apply(record(held.state, held.ledger.cursors), sums(sharded, held.state.step), 0.5, 1)
+        states.append(held.state)
+    return states
+
+
+def weights(sharded: Sharded) -> dict[str, torch.Tensor]:
+    return {n: p.full_tensor().detach().clone() for n, p in sharded.params.items()}
+
+
+def test_apply_moves_weights_ledger_and_state_together(mesh: DeviceMesh) -> None:
+    held, sharded = hold(mesh)
+    plain = Odd()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
+    made, reduced = record(START), sums(sharded)
+    for bucket, flat in zip(sharded.buckets, sums(sharded), strict=True):
+        names = {id(p): n for n, p in sharded.params.items()}
+        for param, place in zip(bucket.params, bucket.places, strict=True):
+            mine = plain.get_parameter(names[id(param)])
+            mine.grad = flat[place : place + mine.numel()].view(mine.shape) / 2  # two contributors
+    held.apply(made, reduced, None, 1)
+    optimizer.step()
+    assert held.state == made.state_id
+    assert held.ledger.cursors == (1, 1)
+    assert all(torch.equal(w, plain.get_parameter(n)) for n, w in weights(sharded).items())
+    assert all(p.grad is None for p in sharded.params.values())
+
+
+@pytest.mark.parametrize("state", [None, replace(START, lineage="1" * 32)])
+def test_a_record_that_does_not_build_on_the_state_is_refused(mesh: DeviceMesh, state: StateId | None) -> None:
+    held, sharded = hold(mesh, state=state)
+    before = weights(sharded)
+    with pytest.raises(RuntimeError, match="does not build on"):
+        held.apply(record(START), sums(sharded), None, 1)
+    assert held.state == state
+    assert all(torch.equal(a, before[n]) for n, a in weights(sharded).items())
+
+
+def packed(held: LiveState) -> tuple[ShardManifest, Bytes]:
+    """What a snapshot of ``held`` is now."""
+    into = np.full(held.layout.nbytes, 0xFF, dtype=np.uint8)
+    assert held.state is not None
+    manifest = held.pack(held.state, into)
+    assert manifest is not None
+    return manifest, into
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_state_is_loaded_as_a_whole_and_goes_on_alike(mesh: DeviceMesh, offload: bool) -> None:
+    one, one_sharded = hold(mesh)
+    steps(one, one_sharded, 3)
+    shot = packed(one)
+    other, other_sharded = hold(mesh, seed=9, offload=offload)
+    assert other.weights_digest() != one.weights_digest()
+    other.load(*shot)
+    assert (other.state, other.ledger) == (one.state, one.ledger)
+    assert other.weights_digest() == one.weights_digest()
+    assert steps(other, other_sharded, 2) == steps(one, one_sharded, 2)
+    assert bytes(packed(other)[1]) == bytes(packed(one)[1]), "the optimizer's tensors are not all in the snapshot"
+    if not offload:  # numpy pins the memory of a CPU tensor that it looks at
+        assert other.digest() == one.digest()
+
+
+def test_only_the_state_that_is_held_is_packed(mesh: DeviceMesh) -> None:
+    held, sharded = hold(mesh)
+    into = np.zeros(held.layout.nbytes, dtype=np.uint8)
+    (after,) = steps(held, sharded, 1)
+    assert held.pack(START, into) is None
+    assert not into.any()
+    manifest = held.pack(after, into)
+    assert manifest is not None
+    assert (manifest.state, manifest.ledger) == (after, held.ledger)
+    assert manifest.checksums == shard_manifest.checksums(into.data)
+
+
+def test_a_step_that_is_skipped_moves_ledger_and_name_alone(mesh: DeviceMesh) -> None:
+    held, sharded = hold(mesh)
+    before = weights(sharded), bytes(packed(held)[1])
+    poisoned = replace(record(START), poisoned=(1,))
+    held.apply(poisoned, [torch.full((n,), float("nan")) for n in sharded.sizes], 0.5, 1)
+    assert held.state == poisoned.state_id
+    assert held.ledger.cursors == (1, 1)
+    assert bytes(packed(held)[1]) == before[1]
+
+
+def test_a_flipped_bit_shows_in_the_digest_of_its_slice_alone(mesh: DeviceMesh) -> None:
+    held, _ = hold(mesh)
+    found: list[int] = []
+    for number in range(SLICES):
+        held.state = StateId(0, number, START.lineage)
+        clean = held.slice_digest(START.lineage)
+        tensor = held._live[-2]
+        tensor.view(-1).view(torch.uint8)[0] ^= 1
+        if held.slice_digest(START.lineage) != clean:
+            found.append(number)
+        tensor.view(-1).view(torch.uint8)[0] ^= 1
+        assert held.slice_digest(START.lineage) == clean
+    assert len(found) == 1
+    assert held.slice_digest("another lineage") == ""
+
+
+def test_memory_that_changes_after_the_copy_is_found_before_the_vote(mesh: DeviceMesh) -> None:
+    held, _ = hold(mesh)
+    packed(held)
+    clean = held.slice_digest(START.lineage)
+    held._live[0].view(-1).view(torch.uint8)[0] ^= 1
+    with pytest.raises(DataCorruption, match=r"slice 0 of .* changed in this rank's memory"):
+        held.slice_digest(START.lineage)
+    held._live[0].view(-1).view(torch.uint8)[0] ^= 1
+    assert held.slice_digest(START.lineage) == clean
+
+
+def test_an_update_waits_for_a_copy(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    held, sharded = hold(mesh)
+    copying, go = threading.Event(), threading.Event()
+    pack, got = held_module.pack, []
+
+    def slow(*args: Any) -> tuple[str, ...]:
+        copying.set()
+        assert go.wait(5)
+        return pack(*args)
+
+    want = bytes(packed(held)[1])
+    monkeypatch.setattr(held_module, "pack", slow)
+    copier = threading.Thread(target=lambda: got.append(packed(held)))
+    copier.start()
+    assert copying.wait(5)
+    updater = threading.Thread(target=steps, args=(held, sharded, 1))
+    updater.start()
+    updater.join(0.2)
+    assert held.state == START, "the update did not wait"
+    go.set()
+    copier.join(5)
+    updater.join(5)
+    assert held.state is not None
+    assert held.state.step == 1
+    assert bytes(got[0][1]) == want
+
+
+def test_the_digest_knows_no_sharding_but_every_change(mesh: DeviceMesh) -> None:
+    _, sharded = hold(mesh)
+    plain = {n: p.detach().clone() for n, p in Odd().named_parameters()}
+    hyper: tuple[dict[str, Any], ...] = ({"lr": 0.1, "betas": [0.9, 0.95]},)
+    mine = state_digest(plain, {}, hyper)
+    assert state_digest(sharded.params, {}, hyper) == mine
+    assert state_digest(dict(reversed(plain.items())), {}, hyper) == mine, "the order of the names counts"
+    first = next(iter(plain))
+    flipped = plain[first].clone()
+    flipped.view(torch.int32)[0, 0] ^= 1
+    others = [
+        state_digest(plain | {first: flipped}, {}, hyper),
+        state_digest({("x" if n == first else n): t for n, t in plain.items()}, {}, hyper),
+        state_digest(plain | {first: plain[first].reshape(2, 8)}, {}, hyper),
+        state_digest(plain | {first: plain[first].view(torch.int32)}, {}, hyper),
+        state_digest(plain, {}, ({**hyper[0], "lr": 0.2},)),
+    ]
+    assert len({mine, *others}) == 1 + len(others)
+
+
+def test_a_snapshot_of_a_model_that_trains_is_that_of_its_weights(mesh: DeviceMesh) -> None:
+    """Forward and backward change nothing that is held."""
+    held, sharded = hold(mesh)
+    before = held.weights_digest()
+    sharded.model(batch(0)).backward()
+    assert held.weights_digest() == before
+
+
+def test_between_updates_the_bytes_are_in_host_memory_only() -> None:
+    tensors = [torch.randn(5, 3), torch.arange(7.0), torch.tensor(2.0), torch.empty(0)]
+    before = [t.clone() for t in tensors]
+    offload = Offload(tensors)
+    assert all(t.untyped_storage().nbytes() == 0 for t in tensors)
+    assert all(torch.equal(h, b) for h, b in zip(offload.host, before, strict=True))
+    offload.visit()
+    assert all(torch.equal(t, b) for t, b in zip(tensors, before, strict=True))
+    for t in tensors:
+        t.add_(1)
+    offload.leave()
+    assert all(torch.equal(h, b + 1) for h, b in zip(offload.host, before, strict=True))
+    assert offload.moved.nbytes == 3 * 4 * (15 + 7 + 1)
+    assert offload.lap() == offload.moved.seconds > 0
+    assert offload.lap() == 0

@@ -1,0 +1,305 @@
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ft_hsdp.core.commit import CommitRecord, Contribution
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.train.optimizer import Groups, create_state, finish, tensors
+
+
+def record(
+    weights: tuple[int, ...] = (1, 1), norm: float = 0.0, step: int = 1, lr_scale: float = 1.0
+) -> CommitRecord:
+    made = tuple(Contribution(r, w, r, 0) for r, w in enumerate(weights))
+    return CommitRecord(1, 0, step, "0" * 32, tuple(range(len(weights))), 3, made, "d", norm, lr_scale)
+
+
+def sums() -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    return [torch.randn(n, generator=g) for n in (5, 1, 0, 7)]
+
+
+@pytest.mark.parametrize(("weights", "accumulate", "divisor"), [((1,), 1, 1), ((1, 1, 1), 1, 3), ((2, 3), 4, 20)])
+def test_the_divisor_is_the_weights_of_the_contributors_times_the_micro_batches(
+    weights: tuple[int, ...], accumulate: int, divisor: int
+) -> None:
+    got = sums()
+    finish(record(weights), got, None, accumulate)
+    assert all(torch.equal(a, b / divisor) for a, b in zip(got, sums(), strict=True))
+
+
+@pytest.mark.parametrize(("clip", "clipped"), [(None, False), (0.25, True), (1e9, False)])
+@pytest.mark.parametrize("accumulate", [1, 4])
+def test_the_gradient_is_clipped_by_the_norm_in_the_record(
+    clip: float | None, clipped: bool, accumulate: int
+) -> None:
+    total = math.sqrt(sum(float(t.double().square().sum()) for t in sums()))
+    got = sums()
+    finish(record((1, 1), norm=total / 2), got, clip, accumulate)
+    norm = math.sqrt(sum(float(t.double().square().sum()) for t in got))
+    assert norm == pytest.approx(clip if clipped else total / 2 / accumulate, rel=1e-4)
+
+
+def model() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(4, 3)
+
+
+def groups() -> Groups:
+    m = model()
+    two: list[dict[str, Any]] = [{"params": [m.weight], "lr": 0.2}, {"params": [m.bias]}]
+    optimizer = torch.optim.AdamW(two, lr=0.1)
+    create_state(optimizer)
+    return Groups(optimizer, lambda step: 1.0 / step)
+
+
+def test_the_rate_follows_from_the_record_and_leaves_no_trace() -> None:
+    g = groups()
+    assert g.rates(record(step=4, lr_scale=0.5)) == [0.2 / 8, 0.1 / 8]
+    used: list[list[float]] = []
+    step = g.optimizer.step
+    g.optimizer.step = lambda: (used.append([x["lr"] for x in g.optimizer.param_groups]), step())[1]  # type: ignore
+    before = g.hyper()
+    for p in (p for x in g.optimizer.param_groups for p in x["params"]):
+        p.grad = torch.ones_like(p)
+    g.step(record(step=4, lr_scale=0.5))
+    assert used == [[0.2 / 8, 0.1 / 8]]
+    assert g.hyper() == before
+    assert [h["lr"] for h in before] == [0.2, 0.1]
+
+
+def test_without_a_schedule_only_lr_scale_counts() -> None:
+    m = model()
+    assert Groups(torch.optim.SGD(m.parameters(), lr=0.1), None).rates(record(step=9, lr_scale=0.5)) == [0.05]
+
+
+def test_hyper_parameters_survive_json_and_are_adopted() -> None:
+    g, other = groups(), groups()
+    for group in g.optimizer.param_groups:
+        group["lr"] *= 3
+        group["betas"] = (0.8, 0.9)
+    mine = Groups(g.optimizer, None)
+    other.adopt(json.loads(json.dumps(mine.hyper())))
+    assert other.hyper() == mine.hyper()
+    assert other.optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    assert other.rates(record()) == pytest.approx([0.6, 0.3])
+
+
+def test_hyper_parameters_of_another_optimizer_are_refused() -> None:
+    g = groups()
+    for wrong in (g.hyper()[:1], ({**g.hyper()[0], "nesterov": True}, g.hyper()[1]), ({}, {})):
+        with pytest.raises(ValueError, match="expected"):
+            g.adopt(wrong)
+
+
+@pytest.mark.parametrize("when", ["before the optimizer is wrapped", "afterwards"])
+def test_a_torch_scheduler_is_refused(when: str) -> None:
+    m = model()
+    optimizer = torch.optim.AdamW(m.parameters(), lr=0.1)
+    made = Groups(optimizer, None) if when == "afterwards" else None
+    torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    with pytest.raises(ConfigError, match=r"a torch learning rate scheduler'; allowed: .*schedule"):
+        (made or Groups(optimizer, None)).check()
+
+
+def test_a_learning_rate_that_somebody_else_sets_is_refused() -> None:
+    g = groups()
+    g.check()
+    g.optimizer.param_groups[1]["lr"] = 0.05
+    with pytest.raises(ConfigError, match=r"learning rates \[0.2, 0.05\] instead of \[0.2, 0.1\]"):
+        g.check()
+
+
+def test_a_state_that_is_loaded_too_late_is_refused() -> None:
+    g = groups()
+    before = g.hyper()
+    with pytest.raises(ConfigError, match=r"a state that is loaded before job.optimizer"):
+        g.optimizer.load_state_dict(g.optimizer.state_dict())
+    assert g.hyper() == before
+
+
+# The state that an optimizer has before its first step is the one that torch would have made in it.
+
+
+Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Make] = {
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.3),
+    "adam amsgrad": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
+    "adamax": lambda p: torch.optim.Adamax(p, lr=0.1),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.1),
+    "adadelta": lambda p: torch.optim.Adadelta(p, lr=0.1),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.5),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "asgd": lambda p: torch.optim.ASGD(p, lr=0.1, t0=1),
+    "rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.1),
+    "sgd nesterov": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.5),
+}
+
+
+def mixed_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def train(m: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3, seed: int = 0) -> None:
+    for step in range(steps):
+        x = torch.randn(8, 4, generator=torch.Generator().manual_seed(100 * seed + step))
+        m(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def state_of(m: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+    return tensors(optimizer, {id(p): n for n, p in m.named_parameters()})
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_it_trains_as_it_does_without_us(name: str) -> None:
+    ours, plain = mixed_model(), mixed_model()
+    optimizer, natural = (OPTIMIZERS[name](m.parameters()) for m in (ours, plain))
+    create_state(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
+    assert [g["lr"] for g in optimizer.param_groups] == [0.1]
+    assert all(p.grad is None for p in ours.parameters())
+    made = state_of(ours, optimizer)
+    assert bool(made) == (name != "sgd")
+    train(ours, optimizer)
+    train(plain, natural)
+    assert all(torch.equal(a, b) for a, b in zip(ours.parameters(), plain.parameters(), strict=True))
+    assert_same(state_of(ours, optimizer), state_of(plain, natural))
+    assert all(made[n] is t for n, t in state_of(ours, optimizer).items()), "a tensor was replaced in a step"
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "sgd"])
+def test_a_state_that_was_loaded_stays(name: str) -> None:
+    before, ours = mixed_model(), mixed_model()
+    first = OPTIMIZERS[name](before.parameters())
+    train(before, first)
+    ours.load_state_dict(before.state_dict())
+    optimizer = OPTIMIZERS[name](ours.parameters())
+    optimizer.load_state_dict(first.state_dict())
+    create_state(optimizer)
+    assert_same(state_of(ours, optimizer), state_of(before, first))
+    train(ours, optimizer, seed=1)
+    train(before, first, seed=1)
+    assert_same(state_of(ours, optimizer), state_of(before, first))
+
+
+def test_a_state_that_was_loaded_for_another_optimizer_is_refused() -> None:
+    before, ours = mixed_model(), mixed_model()
+    first = torch.optim.AdamW(before.parameters(), lr=0.1)
+    train(before, first)
+    optimizer = torch.optim.AdamW(ours.parameters(), lr=0.1, amsgrad=True)
+    loaded = first.state_dict()
+    loaded["param_groups"][0]["amsgrad"] = True
+    optimizer.load_state_dict(loaded)
+    with pytest.raises(ConfigError, match=r"AdamW.*holds exp_avg, exp_avg_sq, step instead of") as refused:
+        create_state(optimizer)
+    assert "\n" not in str(refused.value)
+
+
+class Lion(torch.optim.Optimizer):
+    """Somebody's own optimizer, whose state is all zeros before the first step."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["average"] = torch.zeros_like(p)
+                p.add_(torch.sign(state["average"] * 0.9 + p.grad * 0.1), alpha=-group["lr"])
+                state["average"].lerp_(p.grad, 0.01)
+
+
+class FromOnes(Lion):
+    """Its state begins with the gradient."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["average"] = p.grad.clone() if not state else state["average"].lerp(p.grad, 0.5)
+                p.add_(state["average"], alpha=-group["lr"])
+
+
+class Counts(Lion):
+    """It keeps a number that is no tensor."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["count"] = self.state[p].get("count", 0) + 1
+
+
+def test_an_optimizer_that_is_not_torchs_own_is_tried_out() -> None:
+    ours, plain = mixed_model(), mixed_model()
+    optimizer, natural = Lion(ours.parameters()), Lion(plain.parameters())
+    create_state(optimizer)
+    assert len(state_of(ours, optimizer)) == 4
+    train(ours, optimizer)
+    train(plain, natural)
+    assert_same(state_of(ours, optimizer), state_of(plain, natural))
+
+
+REFUSED: dict[str, tuple[Make, str]] = {
+    "sgd with dampening": (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5), "SGD.*trains diff"),
+    "lbfgs": (lambda p: torch.optim.LBFGS(p), "LBFGS.*a trial step fails"),
+    "starts from the gradient": (FromOnes, "FromOnes.*trains differently"),
+    "keeps a number": (Counts, "Counts.*count, which is no tensor"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_optimizer_that_would_train_differently_is_refused_by_name(case: str) -> None:
+    make, said = REFUSED[case]
+    m = mixed_model()
+    weights = [p.detach().clone() for p in m.parameters()]
+    optimizer = make(m.parameters())
+    with pytest.raises(ConfigError, match=said):
+        create_state(optimizer)
+    assert all(torch.equal(a, b) for a, b in zip(weights, m.parameters(), strict=True))
+
+
+def test_each_group_and_each_shape_is_tried_out() -> None:
+    m = mixed_model()
+    groups: list[dict[str, Any]] = [
+        {"params": [m[0].weight, m[1].bias]},
+        {"params": [m[1].weight], "dampening": 0.1},
+    ]
+    optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+    with pytest.raises(ConfigError, match="SGD"):
+        create_state(optimizer)
+
+
+def test_the_users_hooks_hear_nothing_of_it() -> None:
+    m = mixed_model()
+    optimizer = torch.optim.AdamW(m.parameters(), lr=0.1)
+    heard: list[str] = []
+    optimizer.register_step_pre_hook(lambda *_: heard.append("before"))
+    optimizer.register_step_post_hook(lambda *_: heard.append("after"))
+    create_state(optimizer)
+    assert heard == []
+    train(m, optimizer, steps=1)
+    assert heard == ["before", "after"]

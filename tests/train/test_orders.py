@@ -1,0 +1,92 @@
+"""A fetch that fails, in whatever way, is reported; whoever waits for it would wait without an end."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from ft_hsdp.core.effects import DropGradient, Exit, Fetch, Keep, RunBatch
+from ft_hsdp.core.grant import Member
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.jsonl import Journal
+from ft_hsdp.protocol import RankFetchFailed
+from ft_hsdp.state.transfer import fetch
+from ft_hsdp.train import orders
+from ft_hsdp.train.orders import Fetching, Mailbox, Order, OrderHandler
+
+BASE = StateId(1, 5, "c" * 32)
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), fetch.NotFetched("all are gone"), OSError("full"), RuntimeError("a bug")]
+)
+def test_whatever_ends_a_fetch_is_reported(tmp_path: Path, error: Exception) -> None:
+    async def body() -> None:
+        told: asyncio.Queue[object] = asyncio.Queue()
+        snapshots: Any = mock.Mock()
+        snapshots.allocate.side_effect = error
+        one = OrderHandler(
+            0,
+            0,
+            Fetching(1, "layout", 64, "token", 1.0),
+            mock.Mock(),
+            mock.Mock(),
+            snapshots,
+            Mailbox(),
+            Journal(tmp_path / "events.jsonl"),
+            told.put_nowait,
+        )
+        one.handle(Fetch(BASE, (Member(1, "1-x-0", "contribute", ("",), ("127.0.0.1:1",)),)))
+        async with asyncio.timeout(10):
+            failed = await told.get()
+        assert isinstance(failed, RankFetchFailed)
+        assert failed.base == BASE
+        assert failed.reason
+
+    with mock.patch.object(orders, "AGAIN_S", 0.0):
+        asyncio.run(body())
+
+
+def test_what_others_fetch_without_a_ring_is_copied_and_kept(tmp_path: Path) -> None:
+    async def body() -> None:
+        snapshots: Any = mock.Mock()
+        fetching, journal = Fetching(1, "layout", 64, "token", 7.0), Journal(tmp_path / "events.jsonl")
+        one = OrderHandler(0, 0, fetching, mock.Mock(), mock.Mock(), snapshots, Mailbox(), journal, lambda _: None)
+        one.handle(Keep(BASE))
+        snapshots.request.assert_called_once_with(BASE, 7.0)
+
+    asyncio.run(body())
+
+
+def test_orders_come_in_the_order_in_which_they_were_put() -> None:
+    mailbox = Mailbox()
+    orders: list[Order] = [RunBatch(1), DropGradient("why"), RunBatch(2), Exit(0, "done")]
+    for order in orders:
+        mailbox.put(order)
+    assert [mailbox.get() for _ in orders] == orders
+
+
+def test_get_waits_for_an_order_of_another_thread() -> None:
+    mailbox = Mailbox()
+    thread = threading.Timer(0.1, mailbox.put, (RunBatch(3),))
+    began = time.monotonic()
+    thread.start()
+    assert mailbox.get() == RunBatch(3)
+    assert time.monotonic() - began >= 0.09
+    thread.join()
+
+
+def test_nothing_is_lost_between_two_threads() -> None:
+    mailbox, got = Mailbox(), []
+    reader = threading.Thread(target=lambda: got.extend(mailbox.get() for _ in range(2000)))
+    reader.start()
+    for step in range(2000):
+        mailbox.put(RunBatch(step))
+    reader.join(10)
+    assert got == [RunBatch(step) for step in range(2000)]
