@@ -39,7 +39,7 @@ proof: $(TOOLS)
 
 lint: $(TOOLS)
 	$(BIN)/ruff check .
-	$(BIN)/ruff check --preview --select DOC501 ft_hsdp/core ft_hsdp/protocol.py  # each raised exception is documented
+	$(BIN)/ruff check --preview --select DOC402,DOC501 .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports
 

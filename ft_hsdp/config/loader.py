@@ -75,7 +75,8 @@ def parse(document: dict[str, Any], overrides: Sequence[str] = ()) -> Config:
     try:
         return Config.model_validate(document)
     except ValidationError as error:
-        raise explain(error, Config, document) from None
+        refusal: ConfigError = explain(error, Config, document)
+        raise refusal from None
 
 
 def dump(config: Config) -> str:
@@ -117,7 +118,7 @@ def agreed(config: Config) -> dict[str, str]:
 
 
 def config_hash(config: Config) -> str:
-    """Return the hash over `agreed`: 32 hex digits."""
+    """Return the hash over `agreed(config)`: 32 hex digits."""
     return _hash(agreed(config))
 
 
@@ -170,22 +171,30 @@ def json_schema() -> str:
 
 
 def _override(document: dict[str, Any], text: str) -> dict[str, Any]:
-    """Return a copy of `document` with `--dotted.key=value` put in; the value is YAML."""
+    """Return a copy of `document` with `--dotted.key=value` put in; the value is YAML.
+
+    Raises:
+        ConfigError: it has no such form, the key is unknown, or the value is no YAML.
+    """
     name, equals, value_text = text.removeprefix("--").partition("=")
     if not equals or not name:
         raise ConfigError("override", text, "--dotted.key=value")
     path = [int(part) if part.isdecimal() else part for part in name.split(".")]
     if not knows(Config, path):
         known = next(n for n in range(len(path)) if not knows(Config, path[: n + 1]))
-        raise unknown_key(path[: known + 1], Config, value_text)
+        refusal: ConfigError = unknown_key(path[: known + 1], Config, value_text)
+        raise refusal
     changed: dict[str, Any] = _put(document, path, 0, _parse_yaml(name, value_text, shown=value_text))
     return changed
 
 
 def _put(here: Any, path: Sequence[int | str], depth: int, value: Any) -> Any:
-    """Return a copy of `here` in which `path[depth:]` holds `value`.
+    """Return a copy of `here` in which `path[depth:]` is `value`.
 
-    Mappings and items on the way are made as needed.
+    Missing mappings and items on the path are created.
+
+    Raises:
+        ConfigError: a number in the path is above the length of its list.
     """
     if depth == len(path):
         return value
@@ -202,7 +211,11 @@ def _put(here: Any, path: Sequence[int | str], depth: int, value: Any) -> Any:
 
 
 def _parse_yaml(key: str, text: str | bytes, shown: str) -> Any:
-    """Return the value of a YAML document; raise ConfigError on `key` if it is none."""
+    """Return the value of a YAML document.
+
+    Raises:
+        ConfigError: on `key`, if `text` is no YAML.
+    """
     try:
         return yaml.load(text, Loader=_Loader)  # noqa: S506 - _Loader is a SafeLoader
     except yaml.MarkedYAMLError as error:

@@ -107,7 +107,7 @@ def parse_urls(text: str, option: str = "--lighthouse") -> tuple[str, ...]:
 def urls_of_run(document: object) -> tuple[str, ...]:
     """Return the URLs in the document of a run's lighthouse.json, the leader's first.
 
-    None for any other document.
+    Any other document has no URLs.
     """
     if not isinstance(document, Mapping):
         return ()

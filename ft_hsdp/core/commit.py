@@ -189,7 +189,7 @@ class CommitToken:
 
 
 def fenced(current: AttemptId, fence: AttemptId) -> bool:
-    """Whether a vote or token about `fence` counts for the attempt `current`."""
+    """Return whether a vote or token about `fence` counts for the attempt `current`."""
     return current == fence
 
 

@@ -61,7 +61,7 @@ class PhiAccrual:
         self.heard_at = now
 
     def silence(self, now: float) -> float:
-        """Return the seconds since the last sign of life, at least 0."""
+        """Return the seconds from the last sign of life until `now`, at least 0."""
         return max(0.0, now - self.heard_at)
 
     def phi(self, now: float, stall_s: float = 0.0) -> float:

@@ -80,12 +80,12 @@ def advance(
 
 
 def newer(a: StateId, b: StateId) -> bool:
-    """Whether `a` is above `b`: by (commit_epoch, step), never by step alone."""
+    """Return whether `a` is above `b`: by (commit_epoch, step), never by step alone."""
     return (a.commit_epoch, a.step) > (b.commit_epoch, b.step)
 
 
 def same(a: StateId, b: StateId) -> bool:
-    """Whether two replicas that report `a` and `b` hold the same bits."""
+    """Return whether two replicas that report `a` and `b` hold the same bits."""
     return a == b
 
 
@@ -116,7 +116,7 @@ def slice_bounds(nbytes: int, step: int) -> tuple[int, int]:
 
 
 def differ(digests: Digests) -> bool:
-    """Whether not all digests are equal."""
+    """Return whether not all `digests` are equal."""
     return len({digest for _, digest in digests}) > 1
 
 

@@ -57,14 +57,21 @@ class Ended(FtHsdpError):
     """Raised in the user's loop when the job ends this replica before the end of training."""
 
     def __init__(self, code: int, reason: str) -> None:
+        """Keep the exit code.
+
+        Args:
+            code: The code with which the process should exit.
+            reason: Why the job ends this replica.
+        """
         super().__init__(reason)
-        self.exit_code = code  # that the process is to end with
+        self.exit_code = code
 
 
 class Optimizer:
     """The optimizer that `Job.optimizer` returns; use it in place of the wrapped one."""
 
     def __init__(self, job: Job) -> None:
+        """Make the optimizer of ``job``; only `Job.optimizer` calls this."""
         self._job = job
 
     @property
@@ -78,6 +85,7 @@ class Optimizer:
 
     @clip.setter
     def clip(self, norm: float | None) -> None:
+        """Set the largest norm to ``norm``."""
         self._job._clip = norm
 
     def step(self) -> bool:
@@ -95,7 +103,7 @@ class Optimizer:
         return self._job._step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Do nothing: the gradients are dropped when the step is committed."""
+        """Do nothing, whatever ``set_to_none`` says: the gradients are dropped when the step is committed."""
 
 
 class Job:
@@ -428,7 +436,11 @@ class Job:
             yield devices.move(batch, self.device)
 
     def _step(self) -> bool:
-        """After backward, carry orders out until the step that was fed is committed or given up."""
+        """After backward, carry orders out until the step that was fed is committed or given up.
+
+        Raises:
+            RuntimeError: An order to train another batch came before the verdict on this one.
+        """
         if self._micro < self._accumulate - 1:
             return False
         assert self._feeding is not None

@@ -62,13 +62,14 @@ def join(
         )
     run = run or Path(config.job.runs_dir) / config.job.name
     file = run / "lighthouse.json"
+    allowed = "the directory of a run with a lighthouse"
     try:
         urls = parse_urls(lighthouse) if lighthouse else urls_of_run(json.loads(file.read_text()))
-        if not urls:
-            raise ValueError("lighthouse.json names none")
         token = os.environ.get(TOKEN_VARIABLE) or secret.current(run / "token")
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError("run", str(run), f"the directory of a run with a lighthouse ({error})") from error
+        raise ConfigError("run", str(run), f"{allowed} ({error})") from error
+    if not urls:
+        raise ConfigError("run", str(run), f"{allowed} (lighthouse.json names none)")
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     if ranks != config.ranks_per_replica:
         raise ConfigError("WORLD_SIZE", ranks, f"ranks_per_replica, which is {config.ranks_per_replica}")

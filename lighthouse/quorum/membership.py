@@ -50,6 +50,14 @@ def settle(s: LighthouseState, report: Report, now: float) -> Step:
     This is the moment to change the membership without a pause: the reporter holds the newest committed state, so
     newcomers join on it, members that have exited or leave drop out, and members that caught up contribute. If a
     newcomer knows a higher state, a round must decide instead.
+
+    Args:
+        s: What the lighthouse knows.
+        report: Of that member.
+        now: Seconds of the lighthouse's clock.
+
+    Returns:
+        The state with the settled step, and the replies.
     """
     assert s.grant is not None
     grant = s.grant

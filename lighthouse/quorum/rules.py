@@ -442,6 +442,6 @@ def arrange(members: Iterable[Member], avoided: frozenset[Pair]) -> tuple[Member
 
 
 def _reversals(wrong: int, size: int) -> Iterable[tuple[int, int]]:
-    """Return the parts of a ring that begin or end at the pair ``wrong``, ``wrong`` + 1."""
+    """Yield the parts of a ring that begin or end at the pair ``wrong``, ``wrong`` + 1."""
     yield from ((wrong, j) for j in range(wrong + 2, size))
     yield from ((i, wrong) for i in range(wrong - 1))

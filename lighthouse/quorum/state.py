@@ -121,7 +121,7 @@ class LighthouseState:
 
     @staticmethod
     def empty(policy: Policy, term: int) -> LighthouseState:
-        """Return the state of a lighthouse that has never granted anything."""
+        """Return the state of a lighthouse with ``policy`` that begins with ``term`` and has granted nothing."""
         target = policy.slots if policy.replicas is None else policy.replicas
         return LighthouseState(policy, term, (View(),) * policy.slots, target)
 

@@ -359,7 +359,7 @@ def admit(s: LighthouseState, who: Incarnation, now: float, report: Report | Non
 
 
 def number_of(s: LighthouseState, who: Incarnation) -> int:
-    """Return the number that an incarnation was admitted with; 0 if it was not admitted or that is forgotten."""
+    """Return the number with which the incarnation ``who`` was admitted; 0 if it was not, or that is forgotten."""
     return next((admitted.number for admitted in s.lives if (admitted.replica, admitted.incarnation) == who), 0)
 
 

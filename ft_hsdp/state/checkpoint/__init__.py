@@ -22,7 +22,6 @@ package. It must not import `ft_hsdp.state.agent`: a checkpoint has to be readab
 `ft_hsdp.launch.export`.
 
 Example:
-
     checkpointer = Checkpointer(folder, keep, key, about, layout, params, optim, ranks)
     outcome = checkpointer.write(buffer, Header(state, ledger, hyper)).result()   # Published, or why not
     resumed = resume(folder, config_hash, params, optim, ranks, key)

@@ -60,7 +60,7 @@ class Found:
 
 
 def unfinished(folder: Path, name: str) -> Path:
-    """Return the path at which checkpoint ``name`` is written before it is published."""
+    """Return the path in ``folder`` at which checkpoint ``name`` is written before it is published."""
     return folder / f"{_WRITING}{name}"
 
 
@@ -83,6 +83,9 @@ def newest(folder: Path, key: bytes | None, step: int | None = None, but: Collec
         key: The key that it must be signed with; None to trust every writer.
         step: Look only at checkpoints of this step.
         but: Names of checkpoints to leave out.
+
+    Returns:
+        The checkpoint, or None for it if there is none, and those that were skipped.
 
     Raises:
         ConfigError: The folder cannot be read.
@@ -108,6 +111,9 @@ def verify(path: Path, key: bytes | None) -> Checkpoint:
         path: The checkpoint's folder.
         key: The key that it must be signed with; None to trust every writer.
 
+    Returns:
+        The checkpoint with its manifest.
+
     Raises:
         Unauthentic: It was not signed with ``key``.
         Unusable: Something is missing, torn or changed.
@@ -122,7 +128,7 @@ def verify(path: Path, key: bytes | None) -> Checkpoint:
 
 
 def manifest_of(path: Path) -> CheckpointManifest:
-    """Read the manifest of a checkpoint. Its files are not looked at.
+    """Return the manifest of the checkpoint at ``path``. The files that it lists are not read.
 
     Raises:
         Unusable: There is no manifest, it is not valid, or it is of another checkpoint.
@@ -141,7 +147,7 @@ def manifest_of(path: Path) -> CheckpointManifest:
 
 
 def check_file(path: Path, wanted: File) -> None:
-    """Compare a file with its entry in the manifest.
+    """Compare the file at ``path`` with ``wanted``, its entry in the manifest. Reads all of it.
 
     Raises:
         Unusable: The file is missing, or differs in size or hash.
@@ -157,7 +163,7 @@ def check_file(path: Path, wanted: File) -> None:
 
 
 def retire(folder: Path, keep: int, own: str) -> list[str]:
-    """Remove the checkpoints behind the newest ``keep``, and return the names of those removed.
+    """Remove all but the newest ``keep`` checkpoints in ``folder``, and return the names of those removed.
 
     The writer of ``own`` calls it after publishing. Only checkpoints older than ``own`` are removed, so a late
     writer removes nothing new; a torn checkpoint does not count as kept.
@@ -192,7 +198,7 @@ def _seems_whole(path: Path) -> bool:
 
 
 def sweep(folder: Path) -> list[str]:
-    """Remove the unfinished folders of dead writers, and return their names.
+    """Remove the unfinished folders of dead writers in ``folder``, and return their names.
 
     A living writer holds a lock on its manifest.
 

@@ -123,7 +123,7 @@ def _mac(manifest: CheckpointManifest, key: bytes) -> str:
 
 
 def decode(data: bytes) -> CheckpointManifest:
-    """Decode and validate a manifest.
+    """Return the manifest in ``data``, validated.
 
     Raises:
         Unusable: ``data`` is not exactly what `encode` makes.
@@ -152,7 +152,7 @@ def name_of(state: StateId, incarnation: str) -> str:
 
 
 def describe(path: Path) -> File:
-    """Return the size and hash of a file. Reads all of it.
+    """Return the size and hash of the file at ``path``. Reads all of it.
 
     Raises:
         OSError: The file cannot be read.

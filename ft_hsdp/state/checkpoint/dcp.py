@@ -42,12 +42,12 @@ class Failed(Exception):
 
 
 def stored(layout: Layout) -> tuple[Stored, ...]:
-    """Return the tensors of a whole state as the manifest describes them."""
+    """Return the tensors of the whole state of which ``layout`` is a shard, as the manifest describes them."""
     return tuple(Stored(t.kind, t.name, t.dtype, t.global_shape) for t in layout.tensors)
 
 
 def key(kind: str, name: str) -> str:
-    """Return the name of a tensor in a checkpoint."""
+    """Return the name in a checkpoint of tensor ``name`` of a ``kind`` ("param" or "optim")."""
     return f"{kind}.{name}"
 
 

@@ -87,7 +87,11 @@ def resume(
 def _choose(
     folder: Path, unread: Mapping[str, SkippedCheckpoint], ranks: ReplicaGroup, key: bytes | None
 ) -> tuple[str, CheckpointManifest | None, tuple[SkippedCheckpoint, ...]]:
-    """Return the folder's name, the manifest and the skipped checkpoints that rank 0 chose, on all ranks."""
+    """Return the folder's name, the manifest and the skipped checkpoints that rank 0 chose, on all ranks.
+
+    Raises:
+        ConfigError: The folder cannot be read, or the newest checkpoint was not signed with ``key``.
+    """
     answer: dict[str, Any] = {}
     if ranks.rank == 0:
         try:
@@ -112,7 +116,11 @@ def _choose(
 
 
 def _fits(path: Path, manifest: CheckpointManifest, config_hash: str, expected: tuple[Stored, ...]) -> None:
-    """Raise ConfigError, on all ranks alike, if the checkpoint is of another job or model."""
+    """Check that a checkpoint is of this job and model.
+
+    Raises:
+        ConfigError: It is not. Raised on all ranks alike.
+    """
     if manifest.config_hash != config_hash:
         allowed = f"checkpoints of this configuration ({config_hash[:8]}; its own is {manifest.config_hash[:8]})"
         raise ConfigError(KEY, str(path), allowed)

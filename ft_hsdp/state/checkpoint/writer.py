@@ -337,7 +337,11 @@ class Checkpointer:
         return int(epoch), int(step)
 
     def _write(self, request: _Request) -> Outcome:
-        """Write one checkpoint. A collective of the replica's ranks."""
+        """Write one checkpoint, and return what became of it. A collective of the replica's ranks.
+
+        Raises:
+            RuntimeError: The ranks lost each other.
+        """
         if self._lost:
             raise RuntimeError(self._lost)
         began, header, ranks, buffer = time.monotonic(), request.header, self._ranks, request.buffer
@@ -353,7 +357,8 @@ class Checkpointer:
         try:
             begun = self._on_all_ranks(begin)
             if any(each != begun[0] for each in begun):
-                raise dcp.Failed(f"the ranks were given different states: {begun}")
+                why = dcp.Failed(f"the ranks were given different states: {begun}")
+                return CheckpointNotPublished(header.state, _message(why))
             assert buffer is not None
             views = dcp.views(self._layout, self._live, buffer, ranks)
             pieces = dcp.save(draft.path, views, dcp.stored(self._layout), ranks)
@@ -394,7 +399,8 @@ class Checkpointer:
     def _on_all_ranks(self, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
         """Return what ``work`` returns on each rank, on all ranks.
 
-        Raises ``dcp.Failed`` on all if it fails on one.
+        Raises:
+            Failed: It fails on some rank. Raised on all of them.
         """
         told = [json.loads(each) for each in self._ranks.gather(_attempt(work))]
         errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(told) if "error" in each]
@@ -405,7 +411,8 @@ class Checkpointer:
     def _on_rank_zero(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return what ``work`` returns on rank 0, on all ranks.
 
-        Raises ``dcp.Failed`` on all if it fails.
+        Raises:
+            Failed: It fails. Raised on all ranks.
         """
         told = json.loads(self._ranks.broadcast(_attempt(work) if self._ranks.rank == 0 else b""))
         if "error" in told:

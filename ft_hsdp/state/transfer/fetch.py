@@ -280,7 +280,13 @@ class _Fetch:
             verifier.join()
 
     def supervise(self, began: float, deadline_s: float, cancel: threading.Event) -> None:
-        """Return when everything is verified. Raises what `fetch` raises."""
+        """Wait until everything is verified.
+
+        Raises:
+            Cancelled: ``cancel`` was set.
+            DataCorruption: The donors have different bits of that state, and there is no majority.
+            NotFetched: The deadline passed, or every donor failed.
+        """
         with self._change:
             while not (self._decide(patient=time.monotonic() - began < PATIENCE_S) and self._chunks.done):
                 now = time.monotonic()
@@ -311,6 +317,9 @@ class _Fetch:
         """Return whether the donors agree on what is fetched; on first agreement, queue the chunks.
 
         Call it with the lock held.
+
+        Raises:
+            DataCorruption: There is no majority and there can be none, or it is another one than before.
         """
         digest = self._votes.verdict(patient=patient and self.manifest is None)
         if digest is None:
@@ -352,7 +361,11 @@ class _Fetch:
             connection.close()
 
     def _vote(self, donor: int, connection: DonorConnection) -> bool:
-        """Ask the donor for its manifest until it has the state. Returns False if the fetch is over."""
+        """Ask the donor for its manifest until it has the state. Returns False if the fetch is over.
+
+        Raises:
+            DataCorruption: The answer is neither a valid manifest of the wanted shard nor "not found".
+        """
         request = self._request
         while True:
             fault_injection.hold(donor, lambda: self._over)
@@ -399,7 +412,11 @@ class _Fetch:
             return range(0)
 
     def _receive(self, donor: int, connection: DonorConnection, run: range) -> None:
-        """Request this run of chunks and fill them. Those that do not arrive are put back."""
+        """Request this run of chunks and fill them. Those that do not arrive are put back.
+
+        Raises:
+            DataCorruption: The answer is not this run of the chosen manifest.
+        """
         left = list(run)
         begin, end = (
             run.start * shard_manifest.CHUNK_BYTES,

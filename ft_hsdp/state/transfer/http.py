@@ -66,6 +66,7 @@ class DonorConnection:
 
         Raises:
             DonorBusy: The donor hung up before its first answer on this connection.
+            ConnectionError: It hung up later.
             OSError: There is no connection, or it broke.
             DataCorruption: The answer is not HTTP, or the other end does not know the token.
         """
@@ -101,7 +102,8 @@ class DonorConnection:
         """Fill ``view`` with the bytes that follow. Blocks.
 
         Raises:
-            OSError: The connection broke before ``view`` was full.
+            ConnectionError: The donor hung up before ``view`` was full.
+            OSError: The connection broke before that.
         """
         assert self._sock is not None
         got = min(len(self._early), len(view))
@@ -184,6 +186,8 @@ def path(state: StateId, rank: int, what: str) -> str:
     """Return the path at which a state server has a part of a rank's shard of a state.
 
     Args:
+        state: The state.
+        rank: The rank whose shard it is.
         what: "manifest" or "data".
     """
     return f"/v1/state/{state.commit_epoch}/{state.step}/{state.lineage}/{rank}/{what}"

@@ -65,7 +65,7 @@ class Layout:
 
     @staticmethod
     def of(params: Mapping[str, torch.Tensor], optim: Mapping[str, torch.Tensor]) -> Layout:
-        """Return the layout of parameters and optimizer tensors, by name. They may be DTensors or plain ones."""
+        """Return the layout of the tensors ``params`` and ``optim``, by name. They may be DTensors."""
         tensors: list[PackedTensor] = []
         offset = 0
         for kind, named in (("param", params), ("optim", optim)):
@@ -133,7 +133,7 @@ class ExpectedShard:
 
 
 def fingerprint(tensors: Sequence[PackedTensor]) -> str:
-    """Return a hash of all names, types, shapes and offsets, 32 hex digits."""
+    """Return a hash of all names, types, shapes and offsets of ``tensors``, 32 hex digits."""
     return state_id.digest([(t.name, t.kind, t.dtype, t.shape, t.global_shape, t.offset) for t in tensors])
 
 
@@ -161,7 +161,7 @@ class RunningChecksums:
         return self._room
 
     def add(self, piece: memoryview) -> None:
-        """Add the next bytes, ``remaining`` at most. Releases the GIL."""
+        """Add the next bytes; ``piece`` has ``remaining`` of them at most. Releases the GIL."""
         self._hash.update(piece)
         self._room -= len(piece)
         if self._room == 0:
@@ -214,7 +214,7 @@ def digest(encoded: bytes) -> str:
 
 
 def decode(data: bytes) -> ShardManifest:
-    """Decode and validate a manifest with all its checksums. Its cost is linear in the length of ``data``.
+    """Return the manifest in ``data``, validated, with all its checksums. Takes time linear in its length.
 
     Raises:
         DataCorruption: It is too long, its digest does not fit, it is not valid, or it lacks checksums.
@@ -227,7 +227,7 @@ def decode(data: bytes) -> ShardManifest:
 
 
 def decode_header(data: bytes) -> ShardManifest:
-    """Decode and validate a manifest that may lack its checksums, as one that `seal` has yet to complete does.
+    """Return the manifest in ``data``, validated. It may lack its checksums, as before `seal`.
 
     Raises:
         DataCorruption: It is too long, its digest does not fit, or it is not valid.
@@ -267,7 +267,11 @@ def _digest(body: bytes) -> str:
 
 
 def _consistent(manifest: ShardManifest) -> None:
-    """Check that the tensors lie in order, without overlap, within the shard's bytes."""
+    """Check that the tensors lie in order, without overlap, within the shard's bytes.
+
+    Raises:
+        DataCorruption: They do not.
+    """
     end = 0
     for tensor in manifest.tensors:
         if tensor.offset < end or tensor.offset + tensor.nbytes > manifest.nbytes:

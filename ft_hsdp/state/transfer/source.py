@@ -39,7 +39,7 @@ class SnapshotSource(Protocol):
         ...
 
     def give_back(self, served: ServedSnapshot) -> None:
-        """End a borrow. Call it once for each."""
+        """End the borrow that returned ``served``. Call it once for each."""
         ...
 
 
@@ -77,7 +77,11 @@ class InMemorySnapshots:
         self._lent: list[tuple[ServedSnapshot, SnapshotBuffer]] = []
 
     def put(self, manifest: ShardManifest, room: SnapshotBuffer) -> None:
-        """Offer a snapshot. Its buffer must not be written any more.
+        """Offer a snapshot.
+
+        Args:
+            manifest: With checksums.
+            room: The bytes of the snapshot, which must not be written any more.
 
         Raises:
             ValueError: The encoded manifest is longer than MAX_MANIFEST bytes.
@@ -88,7 +92,7 @@ class InMemorySnapshots:
             self._held[manifest.state, manifest.rank] = served, room
 
     def drop(self, state: StateId, rank: int) -> None:
-        """Stop offering a snapshot. Who has borrowed it keeps it."""
+        """Stop offering the snapshot of ``state`` and ``rank``. Its memory is freed when no borrow is open."""
         with self._lock:
             self._held.pop((state, rank), None)
 
@@ -102,7 +106,7 @@ class InMemorySnapshots:
             return held[0]
 
     def give_back(self, served: ServedSnapshot) -> None:
-        """End a borrow. Call it once for each."""
+        """End the borrow that returned ``served``. Call it once for each."""
         with self._lock:
             place = next(i for i, (lent, _) in enumerate(self._lent) if lent is served)
             self._lent.pop(place)
