@@ -15,6 +15,7 @@ from pathlib import Path
 from ft_hsdp.errors import ConfigError
 
 _TOKEN = re.compile(r"[!-~]{8,256}")
+TOKEN_VARIABLE = "FT_HSDP_TOKEN"  # noqa: S105 - the name of a variable
 KEY_VARIABLE = "FT_HSDP_CHECKPOINT_KEY"
 RUN_KEY = "checkpoint_key"
 _KEY = "checkpoint.key"

@@ -26,7 +26,7 @@ from ft_hsdp.errors import (
 )
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.launch.backend.local import LocalBackend
-from ft_hsdp.launch.backend.processes import TOKEN_VARIABLE, environment
+from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.job import END_S
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.lighthouse_process import check_port, furnish
@@ -34,6 +34,7 @@ from ft_hsdp.launch.local import prepare_data
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, another, claim, read_json, write_json
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.sentences import tell
 from lighthouse.store import finished
 

@@ -18,7 +18,7 @@ from ft_hsdp import fault_injection
 from ft_hsdp.config import Config
 from ft_hsdp.control.lighthouse_client import own_address
 from ft_hsdp.core.incarnation import IncarnationId
-from ft_hsdp.state.agent.launcher import Starter
+from ft_hsdp.state.agent.client import Starter
 
 
 @dataclass(frozen=True, slots=True)

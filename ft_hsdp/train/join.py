@@ -23,7 +23,7 @@ from ft_hsdp.config import Config, load
 from ft_hsdp.control.lighthouse_client import parse_urls, urls_of_run
 from ft_hsdp.control.rank_store import RankStore, connect, serve
 from ft_hsdp.errors import ConfigError, Retryable
-from ft_hsdp.state.agent.launcher import TOKEN_VARIABLE
+from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.train import device as devices
 from ft_hsdp.train.identity import FromEnvironment, IncarnationSource, RankPlace, begin
 from ft_hsdp.train.job import Job

@@ -43,7 +43,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ft_hsdp import protocol, secret
 from ft_hsdp.errors import ConfigError
 
-TOKEN_VARIABLE = "FT_HSDP_TOKEN"  # noqa: S105 - the name of a variable
 ADMIN_VARIABLE = "FT_HSDP_ADMIN_TOKEN"
 PROVED = 16  # headers that are recognized without comparing digests
 LOOK_S = 1.0  # between two looks at the files of the tokens
@@ -162,7 +161,7 @@ class _Files:
         """Return the tokens in the files. Raises ConfigError."""
         self._seen = self._marks()
         worker, admin = self._files
-        return secret.read(worker, TOKEN_VARIABLE), secret.read(admin, ADMIN_VARIABLE)
+        return secret.read(worker, secret.TOKEN_VARIABLE), secret.read(admin, ADMIN_VARIABLE)
 
     def changed(self) -> tuple[Tokens, Tokens] | None:
         """Return the tokens if a file has changed, else None. Raises ConfigError, once for each change."""

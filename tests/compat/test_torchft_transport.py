@@ -29,9 +29,9 @@ from ft_hsdp.compat.torchft import StateTransport
 from ft_hsdp.compat.torchft.transport import MAX_DEPTH, flatten, unflatten
 from ft_hsdp.errors import DataCorruption, InvalidArgument
 from ft_hsdp.launch.backend.processes import environment
+from ft_hsdp.state.shared_memory import InMemorySnapshots
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.server import StateServer
-from ft_hsdp.state.transfer.source import InMemorySnapshots
+from ft_hsdp.state.transfer.http import StateServer
 
 ROOT = Path(__file__).parents[2]
 SOON = timedelta(seconds=10)

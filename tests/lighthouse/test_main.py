@@ -20,9 +20,9 @@ from ft_hsdp import protocol
 from ft_hsdp.config import Config, config_hash, dump, parse
 from ft_hsdp.core.grant import Continue, Grant
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.secret import TOKEN_VARIABLE
 from lighthouse import __main__ as program
 from lighthouse import runtime
-from lighthouse.http.access import TOKEN_VARIABLE
 from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, name
 
 REPO = Path(__file__).resolve().parents[2]

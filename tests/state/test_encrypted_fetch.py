@@ -6,10 +6,10 @@ from collections.abc import Iterator
 import pytest
 
 from ft_hsdp import record_layer
+from ft_hsdp.state.shared_memory import InMemorySnapshots
 from ft_hsdp.state.transfer.fetch import Donor, FetchedShard, FetchRequest, fetch
-from ft_hsdp.state.transfer.server import StateServer
+from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard
-from ft_hsdp.state.transfer.source import InMemorySnapshots
 from tests.support.state.state_helpers import TOKEN
 from tests.support.state.state_helpers import sealed as sealed_state
 

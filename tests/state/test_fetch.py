@@ -18,6 +18,7 @@ import pytest
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.launch.backend.processes import environment
+from ft_hsdp.state.shared_memory import InMemorySnapshots
 from ft_hsdp.state.transfer import fetch as fetching
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.fetch import (
@@ -30,9 +31,8 @@ from ft_hsdp.state.transfer.fetch import (
     NotFetched,
     fetch,
 )
-from ft_hsdp.state.transfer.server import StateServer
+from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard
-from ft_hsdp.state.transfer.source import InMemorySnapshots
 from tests.support.known import admit
 from tests.support.state.state_helpers import STATE, TOKEN, Snapshot, sealed
 from tests.support.tcp_proxy import Proxy

@@ -13,9 +13,10 @@ import pytest
 from ft_hsdp import handshake
 from ft_hsdp.address import split
 from ft_hsdp.handshake import Purpose
-from ft_hsdp.state.transfer import server, shard_manifest
-from ft_hsdp.state.transfer.server import StateServer
-from ft_hsdp.state.transfer.source import InMemorySnapshots, SnapshotBuffer
+from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
+from ft_hsdp.state.transfer import http as state_http
+from ft_hsdp.state.transfer import shard_manifest
+from ft_hsdp.state.transfer.http import StateServer
 from tests.support.known import KnownConnection, known
 from tests.support.state.state_helpers import STATE, TOKEN, sealed
 
@@ -222,8 +223,8 @@ def taken_place(address: str) -> socket.socket:
 def test_too_many_readers_are_hung_up_on_and_it_recovers(
     monkeypatch: pytest.MonkeyPatch, address: str, most: int, per_peer: int
 ) -> None:
-    monkeypatch.setattr(server, "MAX_READERS", most)
-    monkeypatch.setattr(server, "MAX_READERS_PER_PEER", per_peer)
+    monkeypatch.setattr(state_http, "MAX_READERS", most)
+    monkeypatch.setattr(state_http, "MAX_READERS_PER_PEER", per_peer)
     places = [taken_place(address) for _ in range(4)]
     with known(address, TOKEN, Purpose.STATE) as late:
         assert late.recv(4096) == b""
@@ -243,7 +244,7 @@ def test_too_many_readers_are_hung_up_on_and_it_recovers(
 def test_a_silent_reader_and_one_that_drips_lose_their_places(
     monkeypatch: pytest.MonkeyPatch, address: str
 ) -> None:
-    monkeypatch.setattr(server, "IDLE_S", 0.1)
+    monkeypatch.setattr(state_http, "IDLE_S", 0.1)
     with known(address, TOKEN, Purpose.STATE) as silent, known(address, TOKEN, Purpose.STATE) as slow:
         slow.settimeout(0.02)
         silent.sendall(b"GET /v1")
@@ -264,8 +265,8 @@ def test_a_silent_reader_and_one_that_drips_lose_their_places(
 def test_a_reader_that_takes_too_little_is_dropped_and_one_that_takes_is_not(
     monkeypatch: pytest.MonkeyPatch, address: str, shelf: Counting
 ) -> None:
-    monkeypatch.setattr(server, "WINDOW_S", 0.25)
-    monkeypatch.setattr(server, "WINDOW_BYTES", 1 << 20)
+    monkeypatch.setattr(state_http, "WINDOW_S", 0.25)
+    monkeypatch.setattr(state_http, "WINDOW_BYTES", 1 << 20)
     state = replace(STATE, step=9)
     size = 64 << 20
     big = SnapshotBuffer(size)
@@ -294,7 +295,7 @@ def test_a_reader_that_takes_too_little_is_dropped_and_one_that_takes_is_not(
 def test_strangers_take_no_place_from_a_reader(address: str) -> None:
     """Connections from two addresses held all places for ever, whether they asked for something or not."""
     crowd = []
-    for number in range(3 * server.MAX_READERS):
+    for number in range(3 * state_http.MAX_READERS):
         sock = socket.socket()
         sock.bind((f"127.0.0.{2 + number % 2}", 0))
         sock.connect(split(address))
@@ -312,7 +313,7 @@ def test_a_thread_that_cannot_start_gives_its_place_back(monkeypatch: pytest.Mon
 
     with monkeypatch.context() as lacking:
         lacking.setattr(threading.Thread, "start", cannot)
-        for _ in range(2 * server.MAX_READERS_PER_PEER):
+        for _ in range(2 * state_http.MAX_READERS_PER_PEER):
             with known(address, TOKEN, Purpose.STATE) as sock:
                 assert sock.recv(1) == b""
     assert ask(address, f"{PATH}/manifest")[0] == 200

@@ -18,8 +18,7 @@ import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.jsonl import Journal
-from ft_hsdp.state.agent.client import AgentGone, StateAgent, connect_newest
-from ft_hsdp.state.agent.launcher import Starter
+from ft_hsdp.state.agent.client import AgentGone, Starter, StateAgent, connect_newest
 from ft_hsdp.train import snapshots as keepers
 from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.snapshots import AgentHome, SnapshotWriter

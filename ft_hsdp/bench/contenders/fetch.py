@@ -19,12 +19,12 @@ import xxhash
 
 from ft_hsdp import address
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.fetch import Donor as Address
 from ft_hsdp.state.transfer.fetch import FetchRequest, fetch
-from ft_hsdp.state.transfer.server import StateServer
+from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.shard_manifest import ExpectedShard, ShardManifest
-from ft_hsdp.state.transfer.source import InMemorySnapshots, SnapshotBuffer
 
 Bytes = npt.NDArray[np.uint8]
 PATTERN = 4 << 20  # bytes after which the content repeats

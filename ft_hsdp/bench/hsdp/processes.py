@@ -21,9 +21,10 @@ from ft_hsdp.bench.scope import listening, spawn, spawn_worker
 from ft_hsdp.bench.workers.link import WorkerLink, ask, collect
 from ft_hsdp.bench.workers.team import LEAD_S
 from ft_hsdp.config import dump
-from ft_hsdp.launch.backend.processes import TOKEN_VARIABLE, free_port, tied
+from ft_hsdp.launch.backend.processes import free_port, tied
 from ft_hsdp.launch.lighthouse_process import furnish
 from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.secret import TOKEN_VARIABLE
 
 LOOPBACK = "127.0.0.1"
 WORKER = "ft_hsdp.bench.hsdp.worker"

@@ -14,7 +14,8 @@ from typing import Any
 from ft_hsdp.bench.options import ProgressLog, ResultRow, size_name
 from ft_hsdp.bench.results import check_room, ratio, spread
 from ft_hsdp.errors import DataCorruption, Retryable
-from ft_hsdp.launch.backend.processes import TOKEN_VARIABLE, environment, last_line, tied
+from ft_hsdp.launch.backend.processes import environment, last_line, tied
+from ft_hsdp.secret import TOKEN_VARIABLE
 
 FOLDS = 6  # times a state is in memory at once: two ranks, the agent, the file, and while it is saved and loaded
 

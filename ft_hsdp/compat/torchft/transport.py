@@ -38,11 +38,11 @@ from torchft.checkpointing.transport import CheckpointTransport
 from ft_hsdp.compat.torchft.quorum import own_address
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption, InvalidArgument
+from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.fetch import Donor, FetchRequest, NotFetched, fetch
-from ft_hsdp.state.transfer.server import StateServer
+from ft_hsdp.state.transfer.http import StateServer
 from ft_hsdp.state.transfer.shard_manifest import ALIGN, ShardManifest
-from ft_hsdp.state.transfer.source import InMemorySnapshots, SnapshotBuffer
 
 MAX_DEPTH = 50  # a node of a dict is three levels of JSON, of which pydantic reads 200
 Json = Any

@@ -26,12 +26,11 @@ import psutil
 
 import ft_hsdp
 from ft_hsdp import address
-from ft_hsdp.secret import KEY_VARIABLE
+from ft_hsdp.secret import KEY_VARIABLE, TOKEN_VARIABLE
 
 _PR_SET_PDEATHSIG = 1
 FIRST_PORT, PORTS = 20000, 12768  # below those that Linux gives to outgoing connections
 TRIES = 1000
-TOKEN_VARIABLE = "FT_HSDP_TOKEN"  # noqa: S105 - the name of a variable
 SECRETS = (TOKEN_VARIABLE, KEY_VARIABLE, "RAY_AUTH_TOKEN")  # what no child needs in its environment
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",

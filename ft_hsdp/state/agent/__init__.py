@@ -17,9 +17,9 @@ Read the modules in this order:
 - `slots`: which slot is written next and which snapshots are kept. Pure.
 - `store`: `SnapshotStore`: slots, memory and checksums of all ranks of the host.
 - `messages`: the orders and answers on the socket.
-- `client`: `StateAgent`, a rank's end of the socket.
+- `client`: `StateAgent`, a rank's end of the socket; `Starter` starts an agent, and replaces one that no longer
+  answers.
 - `server`: the agent's end, and the process itself.
-- `launcher`: starts an agent, and replaces one that no longer answers.
 
 `server` and `client` must not import torch, because the agent starts in a fraction of a second without it;
 `pyproject.toml` enforces that. The agent outlives the ranks, so it may be older than the ranks that call it:

@@ -32,10 +32,10 @@ from ft_hsdp import handshake, protocol, record_layer
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError, LocalResourceError, ProtocolViolation, Retryable
 from ft_hsdp.handshake import Admitted, CallerGate, Purpose
+from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.agent import messages
-from ft_hsdp.state.agent.launcher import TOKEN_VARIABLE
 from ft_hsdp.state.agent.store import Owner, SnapshotStore
-from ft_hsdp.state.transfer.server import StateServer
+from ft_hsdp.state.transfer.http import StateServer
 
 MAX_HELLO = 1024  # bytes
 LINGER_S = 60.0  # without a rank, until the agent ends

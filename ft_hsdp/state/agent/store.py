@@ -22,9 +22,8 @@ from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent.messages import Damage
 from ft_hsdp.state.agent.slots import CompleteSnapshot, SnapshotSlots
-from ft_hsdp.state.shared_memory import Bytes
+from ft_hsdp.state.shared_memory import Bytes, ServedSnapshot
 from ft_hsdp.state.transfer import shard_manifest
-from ft_hsdp.state.transfer.source import ServedSnapshot
 
 INITIAL_SLOTS = 2  # slots that a rank has before its first staging
 MAX_DAMAGED = 8  # damaged snapshots that are remembered for a rank that sends no orders

@@ -1,23 +1,293 @@
-"""One connection to a donor's state server, with only as much HTTP/1.1 as is needed.
+"""Both ends of the HTTP/1.1 over which one replica fetches snapshots of another (FT-HSDP §4.4).
 
-Bodies are received into memory that the caller provides. The socket blocks without timeouts, so that the kernel
-fills large pieces in one call (MSG_WAITALL). A thread that will not wait any longer calls
-`DonorConnection.hang_up`.
+    GET /v1/state/EPOCH/STEP/LINEAGE/RANK/manifest   the encoded manifest (`shard_manifest.encode`)
+    GET /v1/state/EPOCH/STEP/LINEAGE/RANK/data       the packed bytes, or one range of them (bytes=A-B, bytes=A-)
+
+404: the snapshot is not here (yet). 416: another kind of range, or one that is not inside. The ETag is the digest
+of the manifest. Both ends of a connection prove the job's token first (`handshake`).
+
+`StateServer` is the donor's end, on threads of its own. A stranger gets no HTTP, no thread and no place. The
+number of readers is limited; one that finds no place is disconnected and asks again. A reader that is slow,
+silent or malicious loses its place. None of them delays a training step: the bytes go from the shared memory
+to the socket by sendfile.
+
+`DonorConnection` is the reader's end, with only as much HTTP as is needed. Bodies are received into memory
+that the caller provides. The socket blocks without timeouts, so that the kernel fills large pieces in one call
+(MSG_WAITALL). A thread that will not wait any longer calls `DonorConnection.hang_up`.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import logging
+import mmap
+import os
 import re
 import socket
 import struct
 import threading
-from dataclasses import dataclass
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler
 
 from ft_hsdp import address, handshake, record_layer
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption, ProtocolViolation
-from ft_hsdp.handshake import Purpose
+from ft_hsdp.handshake import CallerGate, Purpose
+from ft_hsdp.state.shared_memory import ServedSnapshot, SnapshotSource
+
+PATH = re.compile(r"/v1/state/(\d{1,18})/(\d{1,18})/([0-9a-f]{32})/(\d{1,9})/(manifest|data)")
+RANGE = re.compile(r"bytes=(\d{1,18})-(\d{0,18})")
+MAX_READERS = 32
+MAX_READERS_PER_PEER = 16  # one address may be a whole host of ranks, but must not occupy all places
+IDLE_S = 10.0  # in which a whole request has to come
+WINDOW_S = 10.0  # in which a reader has to take at least
+WINDOW_BYTES = 10 << 20  # bytes
+TICK_S = 0.25  # between two looks at the readers' progress
+SLICE = 1 << 20  # bytes of one sendfile: the precision of a reader's progress
+CLOSE_S = 5.0  # to wait for the readers' threads at the end
+
+_log = logging.getLogger(__name__)
+
+
+def path(state: StateId, rank: int, what: str) -> str:
+    """Return the path at which a state server has a part of a rank's shard of a state.
+
+    Args:
+        state: The state.
+        rank: The rank whose shard it is.
+        what: "manifest" or "data".
+    """
+    return f"/v1/state/{state.commit_epoch}/{state.step}/{state.lineage}/{rank}/{what}"
+
+
+@dataclass(eq=False, slots=True)
+class _Reader:
+    """The progress of one connection."""
+
+    sock: socket.socket
+    responding: bool = False  # an answer is being sent; False: a request is awaited
+    since: float = field(default_factory=time.monotonic)  # when that began, or the current window did
+    taken: int = 0  # bytes of bodies that were sent since then
+
+    def now(self, *, responding: bool) -> None:
+        """Record that the server begins to send an answer, or to wait for a request."""
+        self.responding, self.since, self.taken = responding, time.monotonic(), 0
+
+    def too_slow(self, now: float) -> bool:
+        """Return whether to disconnect the reader. Begins a new window if it was fast enough in the last one."""
+        if not self.responding:
+            return now - self.since > IDLE_S
+        if now - self.since <= WINDOW_S:
+            return False
+        slow = self.taken < WINDOW_BYTES
+        self.now(responding=True)
+        return slow
+
+    def hang_up(self) -> None:
+        """Shut the connection down: its thread wakes up with an error or at the end of the stream."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_RDWR)
+
+
+class _Handler(BaseHTTPRequestHandler):
+    """Answers the requests of one reader, on a thread of its own."""
+
+    server: _Readers  # type: ignore[assignment]  # what a handler needs of one
+    protocol_version = "HTTP/1.1"
+    server_version = "ft_hsdp"
+    sys_version = ""
+
+    def setup(self) -> None:
+        """Use blocking sockets without timeouts; `_Readers.watch` disconnects a reader that takes too long."""
+        super().setup()
+        address.tune(self.connection)
+        self.reader = self.server.readers[self.connection]
+
+    def do_GET(self) -> None:
+        """Answer with a manifest or with packed bytes."""
+        self.reader.now(responding=True)
+        match = PATH.fullmatch(self.path)
+        if match is None:
+            self._head(404, 0)
+        else:
+            self._serve(StateId(int(match[1]), int(match[2]), match[3]), int(match[4]), match[5] == "data")
+        self.reader.now(responding=False)
+
+    def _serve(self, state: StateId, rank: int, data: bool) -> None:
+        served = self.server.source.borrow(state, rank)
+        if served is None:
+            return self._head(404, 0)
+        try:
+            if data:
+                return self._data(served)
+            self._head(200, len(served.manifest), ETag=f'"{served.digest}"')
+            self.wfile.write(served.manifest)
+            return None
+        finally:
+            self.server.source.give_back(served)
+
+    def _data(self, served: ServedSnapshot) -> None:
+        wanted, total = self.headers.get("Range"), served.nbytes
+        begin, end = 0, total
+        if wanted is not None:
+            match = RANGE.fullmatch(wanted)
+            begin = int(match[1]) if match else total
+            end = min(int(match[2]) + 1, total) if match and match[2] else total
+            if begin >= end:
+                return self._head(416, 0, Content_Range=f"bytes */{total}")
+        about = {"ETag": f'"{served.digest}"', "Accept_Ranges": "bytes"}
+        if wanted is not None:
+            about["Content_Range"] = f"bytes {begin}-{end - 1}/{total}"
+        self._head(200 if wanted is None else 206, end - begin, **about)
+        if begin < end and isinstance(self.connection, record_layer.Sealed):
+            return self._encrypted(served, begin, end)
+        while begin < end:
+            sent = os.sendfile(self.connection.fileno(), served.fd, begin, min(SLICE, end - begin))
+            if sent == 0:
+                raise ConnectionError("the segment ended")
+            begin += sent
+            self.reader.taken += sent
+        return None
+
+    def _encrypted(self, served: ServedSnapshot, begin: int, end: int) -> None:
+        """Encrypt a range directly from the pages of the segment, which are mapped at once and not copied."""
+        base = begin - begin % mmap.ALLOCATIONGRANULARITY
+        flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+        pages = mmap.mmap(served.fd, end - base, flags=flags, prot=mmap.PROT_READ, offset=base)
+        with pages, memoryview(pages) as segment:
+            for at in range(begin - base, end - base, SLICE):
+                with segment[at : min(at + SLICE, end - base)] as piece:
+                    self.connection.sendall(piece)
+                    self.reader.taken += len(piece)
+
+    def _head(self, status: int, length: int, **headers: str) -> None:
+        self.send_response_only(status)
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.send_header("Content-Length", str(length))
+        self.end_headers()
+
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
+        """Log nothing: the replica that fetches reports its fetches as events."""
+
+
+class _Readers:
+    """The connections that have proved the token, with a place and a thread for each."""
+
+    def __init__(self, source: SnapshotSource) -> None:
+        self.source = source
+        self.readers: dict[socket.socket, _Reader] = {}
+        self._peers: Counter[str] = Counter()
+        self._change = threading.Condition()
+
+    def accept(self, sock: socket.socket, session: bytes) -> None:
+        """Give a connection a place and a thread, or close it if no place is left."""
+        try:
+            peer = str(sock.getpeername()[0])
+        except OSError:  # gone already
+            sock.close()
+            return
+        sock = record_layer.sealable(sock, session, listening=True)
+        with self._change:
+            full = len(self.readers) >= MAX_READERS or self._peers[peer] >= MAX_READERS_PER_PEER
+            if not full:
+                self.readers[sock] = _Reader(sock)
+                self._peers[peer] += 1
+        if full:
+            sock.close()
+            return
+        thread = threading.Thread(target=self._serve, args=(sock, peer), name="state-reader", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError as error:  # no thread is left for it
+            _log.warning("cannot serve one more reader: %s", error)
+            self._give_back(sock, peer)
+
+    def _serve(self, sock: socket.socket, peer: str) -> None:
+        try:
+            sock.setblocking(True)
+            record_layer.agree([sock])
+            _Handler(sock, peer, self)  # type: ignore[arg-type]
+        except OSError:  # the reader went away or was disconnected
+            pass
+        finally:
+            self._give_back(sock, peer)
+
+    def _give_back(self, sock: socket.socket, peer: str) -> None:
+        sock.close()
+        with self._change:
+            del self.readers[sock]
+            self._peers -= Counter([peer])
+            self._change.notify_all()
+
+    def watch(self) -> None:
+        """Disconnect the readers that are too slow."""
+        with self._change:
+            now = time.monotonic()
+            for reader in self.readers.values():
+                if reader.too_slow(now):
+                    reader.hang_up()
+
+    def leave(self) -> None:
+        """Disconnect all readers, and wait for at most CLOSE_S until they have given back what they borrowed."""
+        with self._change:
+            for reader in self.readers.values():
+                reader.hang_up()
+            self._change.wait_for(lambda: not self.readers, CLOSE_S)
+
+
+class StateServer:
+    """Serves the snapshots of ``source`` until closed. It has a thread of its own, which runs an event loop.
+
+    Args:
+        host: The address to listen at.
+        port: The port; 0 for any.
+        source: Where the snapshots are. Called from the readers' threads.
+        token: The job's token, which readers must prove.
+
+    Attributes:
+        address: "host:port" at which it listens.
+
+    Raises:
+        OSError: The address cannot be used.
+    """
+
+    def __init__(self, host: str, port: int, source: SnapshotSource, token: str) -> None:
+        listener = address.bound(host, port)
+        listener.listen(handshake.BACKLOG)
+        self.address = address.join(host, listener.getsockname()[1])
+        self._readers = _Readers(source)
+        self._loop = asyncio.new_event_loop()
+        self._closed = asyncio.Event()
+        serving = self._serve(listener, token)
+        self._thread = threading.Thread(
+            target=self._loop.run_until_complete, args=(serving,), name="state-server", daemon=True
+        )
+        self._thread.start()
+
+    async def _serve(self, listener: socket.socket, token: str) -> None:
+        """Accept readers, and watch their progress, until closed."""
+        gate = CallerGate(token, (Purpose.STATE,), lambda proved, sock: self._readers.accept(sock, proved.session))
+        gate.watch(listener)
+        while not self._closed.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TICK_S):
+                    await self._closed.wait()
+            self._readers.watch()
+        gate.close()
+
+    def close(self) -> None:
+        """Stop serving. Blocks for CLOSE_S at most. Nothing is borrowed afterwards."""
+        if self._loop.is_closed():
+            return
+        self._loop.call_soon_threadsafe(self._closed.set)
+        self._thread.join()
+        self._loop.close()
+        self._readers.leave()
+
 
 MAX_HEAD = 16 << 10  # bytes of status line and headers
 CONNECT_TIMEOUT = struct.pack("@ll", 5, 0)  # struct timeval: 5 s
@@ -180,14 +450,3 @@ class DonorConnection:
 
 def _begins_well(data: bytes) -> bool:
     return data[:9] == b"HTTP/1.1 "[: len(data)]
-
-
-def path(state: StateId, rank: int, what: str) -> str:
-    """Return the path at which a state server has a part of a rank's shard of a state.
-
-    Args:
-        state: The state.
-        rank: The rank whose shard it is.
-        what: "manifest" or "data".
-    """
-    return f"/v1/state/{state.commit_epoch}/{state.step}/{state.lineage}/{rank}/{what}"

@@ -20,13 +20,13 @@ from starlette.requests import Request
 from uvicorn.server import ServerState
 
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.secret import TOKEN_VARIABLE
 from lighthouse.http import access as auth
 from lighthouse.http import connections
 from lighthouse.http.access import (
     ADDRESSES,
     ADMIN_VARIABLE,
     KIB,
-    TOKEN_VARIABLE,
     Buckets,
     Keys,
     OpenSlots,

@@ -35,9 +35,9 @@ from ft_hsdp.ftar.frame import Entry, FrameOrder, Framing, Key
 from ft_hsdp.handshake import Caller, Purpose
 from ft_hsdp.launch.run.directory import Tailer
 from ft_hsdp.state.agent import messages
-from ft_hsdp.state.transfer import server, shard_manifest
+from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
+from ft_hsdp.state.transfer import http, shard_manifest
 from ft_hsdp.state.transfer.http import DonorBusy, DonorConnection
-from ft_hsdp.state.transfer.source import InMemorySnapshots, SnapshotBuffer
 from lighthouse import validation
 from lighthouse.http import connections as lighthouse_door
 from tests.support.fuzz.fuzz_engine import Parser
@@ -195,7 +195,7 @@ class _Sink:
         raise OSError("no descriptor")
 
 
-class _Handler(server._Handler):
+class _Handler(http._Handler):
     def setup(self) -> None:
         self.connection: Any = _Sink()
         self.rfile = io.BytesIO(self.request)

@@ -9,8 +9,8 @@ import os
 import signal
 import sys
 
-from ft_hsdp.state.transfer import server, shard_manifest
-from ft_hsdp.state.transfer.source import InMemorySnapshots
+from ft_hsdp.state.shared_memory import InMemorySnapshots
+from ft_hsdp.state.transfer import http, shard_manifest
 from tests.support.state.state_helpers import TOKEN, sealed
 
 size, shard_manifest.CHUNK_BYTES, kill_at = (int(word) for word in sys.argv[1:4])
@@ -26,11 +26,11 @@ def counted(out: int, fd: int, offset: int, count: int) -> int:
     return n
 
 
-server.os.sendfile = counted
+http.os.sendfile = counted
 snapshot, _ = sealed(size=size)
 shelf = InMemorySnapshots()
 shelf.put(snapshot.manifest, snapshot.room)
-served = server.StateServer("127.0.0.1", 0, shelf, TOKEN)
+served = http.StateServer("127.0.0.1", 0, shelf, TOKEN)
 print(served.address, flush=True)
 sys.stdin.read()
 served.close()

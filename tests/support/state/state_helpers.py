@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 
 from ft_hsdp.core.state_id import StateId
+from ft_hsdp.state.shared_memory import SnapshotBuffer
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import Layout, ShardManifest
-from ft_hsdp.state.transfer.source import SnapshotBuffer
 from ft_hsdp.train import live_state
 
 TOKEN = "ab" * 32
