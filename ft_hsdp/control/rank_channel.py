@@ -1,7 +1,7 @@
 """The connections between rank 0 of a replica and its other ranks.
 
 The leader gives its orders over one and hears reports; losing it ends the rank, because a replica lives or dies as
-a whole. The store of torch.distributed has a connection of its own per rank (`store_server`). Both run on one
+a whole. The store of torch.distributed has a connection of its own per rank (`rank_store`). Both run on one
 event loop at each end.
 """
 

@@ -23,7 +23,7 @@ from uvicorn.server import ServerState
 from ft_hsdp import address, handshake, protocol
 from ft_hsdp.config import loader
 from ft_hsdp.control import rank_channel
-from ft_hsdp.control.store_server import KeyTable, packed
+from ft_hsdp.control.rank_store import KeyTable, packed
 from ft_hsdp.core.commit import AttemptId, CommitToken, Vote
 from ft_hsdp.core.grant import Grant, Member, Report
 from ft_hsdp.core.ring import RingPlan, operations
