@@ -219,7 +219,7 @@ def _page(run: RunDir, port: int) -> int:
 
 def _explain(args: argparse.Namespace) -> int:
     from ft_hsdp.analysis.incarnations import starts
-    from ft_hsdp.launch.run.explain import story
+    from ft_hsdp.launch.run.explain import explain
     from ft_hsdp.launch.run.recorder import events_of
 
     run = find_run(args.runs_dir, args.run)
@@ -230,7 +230,7 @@ def _explain(args: argparse.Namespace) -> int:
         told = [asdict(start) for start in starts(events, failures)]
         _print_json({"run": str(run.path), "events": events, "starts": told, "failures": failures, "lost": lost})
     else:
-        _print(story(events, failures, lost))
+        _print(explain(events, failures, lost))
     return EXIT_OK
 
 

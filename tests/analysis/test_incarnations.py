@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from ft_hsdp.analysis.incarnations import starts
-from ft_hsdp.launch.run.explain import story, table
+from ft_hsdp.launch.run.explain import explain, start_table
 
 
 def event(name: str, t: float, incarnation: str = "1-a-1", **facts: Any) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def test_rows_that_come_out_of_order_cost_no_negative_time():
 
 
 def test_explain_prints_a_line_for_each_start():
-    lines = story(RETURN, ())
+    lines = explain(RETURN, ())
     heading = next(n for n, line in enumerate(lines) if line.startswith("seconds of each start"))
     assert lines[heading].split()[4:] == [
         *("down", "boot", "warm", "check-in", "grant", "fetch", "first", "step", "contributes", "in", "all")
@@ -78,4 +78,4 @@ def test_explain_prints_a_line_for_each_start():
     assert lines[heading + 1].split() == [
         *("1-a-1", "cold", "-", "0.10", "2.00", "0.30", "0.60", "0.70", "1.00", "1.00", "4.00")
     ]
-    assert {len(line) for line in table(starts(RETURN))} == {len(lines[heading])}
+    assert {len(line) for line in start_table(starts(RETURN))} == {len(lines[heading])}

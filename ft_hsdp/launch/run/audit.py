@@ -1,7 +1,7 @@
-"""Audit of batches: which were trained once, twice or never. Pure.
+"""The audit of batches: which ones were trained once, twice or never. Pure.
 
 It compares the batches that canonical commits list with the batches that replicas logged when they fed them to the
-model. It takes rows one at a time and keeps only the newest; batches that are settled are spans of numbers.
+model. It takes rows one at a time and keeps only the newest; finished batches are kept as ranges of numbers.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from itertools import pairwise
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.launch.run.directory import Row
 
-WINDOW = 1000  # steps for which a line waits for its commit
-SLACK_S = 1.0  # clocks of the machines of a job may differ by this
+WINDOW = 1000  # steps for which a line of fed.jsonl waits for its commit
+SLACK_S = 1.0  # largest difference between the clocks of a job's machines
 
 Feed = tuple[int, int, int, int]
 """replica, step, data shard, index."""
 
 
 class Spans:
-    """A set of whole numbers, stored as ranges: small if most numbers follow each other."""
+    """A set of whole numbers, stored as ranges; it is small if most numbers follow each other."""
 
     def __init__(self) -> None:
         self._from: list[int] = []
@@ -67,67 +67,68 @@ class BatchAudit:
     """The batches of a run. It takes each replica's lines in the order of its log, and canonical commits by step.
 
     A batch is trained if a canonical commit lists it *and* its replica logged for that same step that it fed it.
-    So the ledger is checked against what the model really saw. A resumed run begins with the ledger before its
-    first step. A hole in the ledger at the end is left out, not skipped. If the line of a batch may have been
-    lost, with its machine or because a disk was full, the batch is `unlogged`: neither trained nor skipped.
+    So the ledger is checked against the batches that the model really got. A resumed run begins with the ledger
+    before its first step. A batch that is a hole of the last ledger is not counted as skipped. If the line of a
+    batch may have been lost, with its machine or because a disk was full, the batch is `unlogged`: neither trained
+    nor skipped.
     """
 
     def __init__(self) -> None:
         self._fed: dict[int, set[Feed]] = {}  # by step: lines that wait for their commit
-        self._lives: dict[int, dict[int, tuple[int, int]]] = {}  # replica -> restarts -> lowest and highest step
+        self._logged: dict[int, dict[int, tuple[int, int]]] = {}  # replica -> restarts -> lowest and highest step
         self._trained: dict[int, Spans] = {}  # by data shard
-        self._claimed: dict[int, int] = {}  # data shard -> the highest index that commits list
-        self._twice: set[tuple[int, int]] = set()
-        self._open: dict[Feed, tuple[float, float]] = {}  # commits without a line yet: fed after, fed before
-        self._gaps: list[tuple[Row, Row]] = []  # commits between which no replica logged any
-        self._given_up: set[tuple[int, int]] = set()
-        self._cut: list[str] = []
-        self._losses: list[tuple[float, float]] = []
-        self._first: Row | None = None
+        self._listed: dict[int, int] = {}  # data shard -> the highest index that commits list
+        self._twice: set[tuple[int, int]] = set()  # data shard and index
+        self._open: dict[Feed, tuple[float, float]] = {}  # batches of commits without a line: fed after, before
+        self._gaps: list[tuple[Row, Row]] = []  # commits around steps of which no replica logged a commit
+        self._given_up: set[tuple[int, int]] = set()  # data shard and index
+        self._cut: list[str] = []  # incarnations whose last lines were lost with their machine
+        self._losses: list[tuple[float, float]] = []  # Unix times between which a disk lost lines
+        self._first: Row | None = None  # canonical commit
         self._last: Row | None = None
 
     @property
     def steps(self) -> int:
-        """Return the newest step of a canonical commit; 0: there is none."""
+        """Return the newest step of a canonical commit; 0 without commits."""
         return self._last["step"] if self._last else 0
 
     @property
     def awaited(self) -> int:
-        """Return the number of batches that a commit lists and no line has yet."""
+        """Return the number of batches that commits list and no line has so far."""
         return len(self._open)
 
     def fed(self, replica: int, line: Row) -> None:
-        """Take a line of a replica's fed.jsonl, which it writes before each forward."""
+        """Add a line of a replica's fed.jsonl, which it writes before each forward pass."""
         feed = (replica, line["step"], line["shard"], line["index"])
-        lives, life = self._lives.setdefault(replica, {}), _life(line["incarnation"])[1]
-        low, high = lives.get(life, (line["step"], line["step"]))
-        lives[life] = min(low, line["step"]), max(high, line["step"])
+        logged, restarts = self._logged.setdefault(replica, {}), _replica_and_restarts(line["incarnation"])[1]
+        low, high = logged.get(restarts, (line["step"], line["step"]))
+        logged[restarts] = min(low, line["step"]), max(high, line["step"])
         if self._open.pop(feed, None) is not None:
             self._train(feed)
         elif line["step"] > self.steps - WINDOW:
             self._fed.setdefault(line["step"], set()).add(feed)
 
     def again(self) -> None:
-        """Forget commits and lines, which are taken again from the first on. Events stay."""
-        self._fed, self._lives, self._trained, self._claimed = {}, {}, {}, {}
+        """Drop commits and lines, which are added again from the first one on. Events stay."""
+        self._fed, self._logged, self._trained, self._listed = {}, {}, {}, {}
         self._twice, self._open, self._gaps, self._given_up = set(), {}, [], set()
         self._first = self._last = None
 
     def event(self, event: Row) -> None:
-        """Take an event."""
+        """Add an event of any process."""
         if event["event"] == "LogCut" and event["rank"] == 0:
             self._cut.append(event["incarnation"])  # rank 0 writes fed.jsonl
         elif event["event"] == "LogLinesLost":
             self.lost(event["since"] if "since" in event else event["t"], event["t"])
 
     def lost(self, since: float, until: float) -> None:
-        """Take a time in which a disk lost lines; ``since`` and ``until`` are in Unix seconds."""
+        """Add a time in which a disk lost lines; ``since`` and ``until`` are in Unix seconds."""
         if self._losses and since <= self._losses[-1][1] + SLACK_S and until >= self._losses[-1][0]:
             since, until = min(since, self._losses[-1][0]), max(until, self._losses.pop()[1])
         self._losses.append((since, until))
 
     def commit(self, row: Row) -> None:
-        """Take the next canonical commit."""
+        """Add the next canonical commit."""
         step = row["step"]
         if self._last is not None and step > self._last["step"] + 1:
             self._gaps.append((_brief(self._last), _brief(row)))
@@ -138,20 +139,20 @@ class BatchAudit:
             if c["weight"] <= 0:
                 continue
             shard, index = c["shard"], c["index"]
-            self._claimed[shard] = max(index, self._claimed.get(shard, -1))
+            self._listed[shard] = max(index, self._listed.get(shard, -1))
             feed = (c["replica"], step, shard, index)
             if feed in fed:
                 self._train(feed)
             else:
                 self._open[feed] = row["t"] - row["step_s"], row["t"]
         self._fed.pop(step - WINDOW, None)
-        if step % WINDOW == 0:  # after gaps
+        if step % WINDOW == 0:  # a gap leaves steps that the line above never pops
             self._fed = {at: feeds for at, feeds in self._fed.items() if at > step - WINDOW}
 
     def result(self) -> dict[str, int]:
         """Return the numbers of batches that were trained, duplicated and skipped.
 
-        The keys given_up (its result was not finite) and unlogged are there only if there is such a batch.
+        The keys given_up (their gradients were not finite) and unlogged are there only if there are such batches.
         """
         unlogged: set[tuple[int, int]] = set()
         twice = set(self._twice)
@@ -165,10 +166,10 @@ class BatchAudit:
             unlogged.add((shard, index))
         for before, after in self._gaps:
             if self._dark(before["t"], after["t"]):
-                unlogged |= set(_between(before, after, self._claimed))
+                unlogged |= set(_between(before, after, self._listed))
         holes = _holes(self._last) if self._last else set()
         skipped = 0
-        for shard in self._claimed:
+        for shard in self._listed:
             known = {index for s, index in unlogged | holes | self._given_up if s == shard}
             skipped += sum(index not in known for index in self._untrained(shard))
         bare = sum(index not in self._trained.get(shard, ()) for shard, index in unlogged)
@@ -184,7 +185,7 @@ class BatchAudit:
     def _untrained(self, shard: int) -> Iterator[int]:
         """Yield the batches of a data shard that were trained neither before the first step nor since."""
         assert self._first is not None
-        first, end, trained = self._first, self._claimed[shard] + 1, self._trained.get(shard, Spans())
+        first, end, trained = self._first, self._listed[shard] + 1, self._trained.get(shard, Spans())
         if first["step"] == 1:
             yield from trained.absent(0, end)
             return
@@ -196,18 +197,19 @@ class BatchAudit:
     def _cuts(self, replica: int) -> list[tuple[int, float]]:
         """Return the steps (after, before) between which a replica may have lost lines.
 
-        That is between the last line of an incarnation whose log was cut, or of one before it, and the first
+        They lie between the last line of an incarnation whose log was cut, or of an earlier one, and the first
         line of a later one.
         """
-        lives, found = self._lives.get(replica, {}), []
-        for of, life in map(_life, self._cut):
+        logged, found = self._logged.get(replica, {}), []
+        for of, restarts in map(_replica_and_restarts, self._cut):
             if of == replica:
-                after = max((high for n, (_, high) in lives.items() if n <= life), default=0)
-                found.append((after, min((low for n, (low, _) in lives.items() if n > life), default=math.inf)))
+                after = max((high for n, (_, high) in logged.items() if n <= restarts), default=0)
+                before = min((low for n, (low, _) in logged.items() if n > restarts), default=math.inf)
+                found.append((after, before))
         return found
 
     def _dark(self, since: float, until: float) -> bool:
-        """Return whether a disk lost lines at some time in between."""
+        """Return whether a disk lost lines between two Unix times."""
         return any(since - SLACK_S <= b and a <= until + SLACK_S for a, b in self._losses)
 
 
@@ -216,7 +218,7 @@ def _brief(row: Row) -> Row:
 
 
 def _between(before: Row, after: Row, shards: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Yield the batches that were taken between two commits."""
+    """Yield the batches that the cursors passed between two commits."""
     for shard in shards:
         if shard < min(len(before["cursors"]), len(after["cursors"])):
             own = {c["index"] for c in after["contributions"] if c["shard"] == shard}
@@ -224,12 +226,12 @@ def _between(before: Row, after: Row, shards: Iterable[int]) -> Iterator[tuple[i
             yield from ((shard, index) for index in span if index not in own)
 
 
-def _life(incarnation: str) -> tuple[int, int]:
-    """Replica and number of restarts in an incarnation's name, REPLICA-RUN-RESTARTS; zeros for another name."""
+def _replica_and_restarts(incarnation: str) -> tuple[int, int]:
+    """Return the replica and the number of restarts in the name of an incarnation; zeros if it is not a name."""
     name = IncarnationId.parse(incarnation)
     return (0, 0) if name is None else (name.replica, name.restarts)
 
 
 def _holes(row: Row) -> set[tuple[int, int]]:
-    """Return the batches (data shard, index) that were left out up to a row and are to be trained later."""
+    """Return the batches (data shard, index) that are still to be trained after a commit."""
     return {(shard, index) for shard, index in row["holes"]}

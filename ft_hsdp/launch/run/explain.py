@@ -1,4 +1,4 @@
-"""A run in words, for `explain`, and which events the terminal shows. Pure."""
+"""`explain`: a run in words; and which events the terminal shows. Pure."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ft_hsdp.launch.run.directory import Row
 from ft_hsdp.sentences import fault, tell
 
 
-def table(found: Sequence[IncarnationStart]) -> list[str]:
-    """Return a table as lines: a heading, and a line for each start."""
+def start_table(found: Sequence[IncarnationStart]) -> list[str]:
+    """Return the times of starts as lines: a heading, and a line for each start."""
     names = ("down", *PARTS, "in all")
     widths = [max(len(name), 6) for name in names]
     wide = max(7, *(len(start.incarnation) for start in found))
@@ -79,13 +79,13 @@ NOTABLE = frozenset(
 """The events that the terminal shows of a running job."""
 
 
-def story(events: Iterable[Row], failures: Sequence[Row] = (), lost: Sequence[int] = ()) -> list[str]:
-    """Return a run as lines: each decision with its reason, the parts of each start, a paragraph for each failure.
+def explain(events: Iterable[Row], failures: Sequence[Row] = (), lost: Sequence[int] = ()) -> list[str]:
+    """Return a run as lines: each event with its reason, the times of each start, a paragraph for each failure.
 
     Args:
-        events: all events, in any order.
-        failures: those of summary.json.
-        lost: replicas that used up their restarts.
+        events: All events, in any order.
+        failures: The failures of summary.json.
+        lost: The replicas that used up their restarts.
     """
     ordered = sorted(events, key=lambda e: e["t"])
     if not ordered:
@@ -94,15 +94,15 @@ def story(events: Iterable[Row], failures: Sequence[Row] = (), lost: Sequence[in
     lines = [f"{e['t'] - start:9.3f} s  {tell(e)}" for e in ordered]
     started = starts(ordered, failures)
     if started:
-        lines += ["", *table(started)]
+        lines += ["", *start_table(started)]
     for n, failure in enumerate(failures, 1):
-        lines += ["", f"failure {n}: {account(failure, start)}"]
+        lines += ["", f"failure {n}: {failure_in_words(failure, start)}"]
     lines += [f"replica {replica} was lost: its restarts were used up" for replica in lost]
     return lines
 
 
-def account(failure: Row, start: float) -> str:
-    """Return a failure of summary.json in words; ``start`` is the time of the run's first event."""
+def failure_in_words(failure: Row, start: float) -> str:
+    """Return a failure of summary.json as a sentence; ``start`` is the time of the run's first event."""
     back = failure["rejoin_s"] if failure.get("back", True) else None
     came = f"contributed again after {back:.2f} s" if back is not None else "did not contribute again"
     seen = failure["detect_s"]

@@ -1,4 +1,4 @@
-"""The grants that the lighthouses of a run have noted: that they are numbered in order, and whom they name."""
+"""The grants that the lighthouses of a run logged, for `verify`: their order and their members are checked."""
 
 from __future__ import annotations
 
@@ -9,45 +9,58 @@ from dataclasses import dataclass
 
 from ft_hsdp.launch.run.directory import Row, Tailer
 
-KEPT = 4000  # epochs and terms that are remembered
+KEPT = 4000  # epochs, and terms, that are kept in memory
 
 Breach = Callable[[str, object, str], None]
-"""Told where something is, what it is, and what is expected."""
+"""Called with the place of a breach, what is there, and what is expected."""
 
 
 @dataclass(slots=True)
 class LoggedGrant:
-    """What of a grant commits have to fit."""
+    """The part of a grant that its commits must fit."""
 
     members: frozenset[int]
-    able: frozenset[int]  # who was to contribute; empty: it does not say
-    where: str
+    contributors: frozenset[int]  # members whose role is to contribute; empty: the log does not say
+    where: str  # file and line
     epoch: int
     base: tuple[str, int]  # lineage and step
-    used: bool = False  # a step was committed in it
+    used: bool = False  # a step was committed in its epoch
 
 
 class LoggedGrants:
-    """What lighthouses have granted, read as far as commits ask for it, and checked on the way.
-
-    ``config``: the hash that they should have; ``heard`` is told of each grant.
-    """
+    """The grants in the lighthouses' log. It is read as far as commits ask for it, and checked on the way."""
 
     def __init__(
-        self, log: Tailer, name: str, slots: int, config: str, breach: Breach, heard: Callable[[LoggedGrant], None]
+        self,
+        log: Tailer,
+        name: str,
+        slots: int,
+        config: str,
+        breach: Breach,
+        on_grant: Callable[[LoggedGrant], None],
     ) -> None:
-        self.number = 0
-        self.forgotten = -1  # up to which epoch
-        self._log, self._name, self._breach, self._heard = log, name, breach, heard
+        """Start at the first line of a log.
+
+        Args:
+            log: The events of the lighthouses.
+            name: Its path in messages.
+            slots: The largest number of replicas of the job.
+            config: The hash of the configuration that the lighthouses should use.
+            breach: Called with each breach.
+            on_grant: Called with each grant.
+        """
+        self.number = 0  # of grants that were read
+        self.forgotten = -1  # grants up to this epoch are not in memory any more
+        self._log, self._name, self._breach, self._on_grant = log, name, breach, on_grant
         self._rows = log.all()
         self._slots = slots
         self._config = config
         self._epochs: OrderedDict[int, list[LoggedGrant]] = OrderedDict()
-        self._started: Counter[int] = Counter()  # terms
+        self._started: Counter[int] = Counter()  # term -> number of lighthouses that started in it
         self._spans: OrderedDict[int, tuple[int, int]] = OrderedDict()  # term -> its first and its last epoch
 
     def find(self, epoch: int, fits: Callable[[LoggedGrant], bool]) -> LoggedGrant | None:
-        """The grant of an epoch: one that ``fits``, or any where none does."""
+        """Return a grant of an epoch for which `fits` is true, or else any grant of it; None if there is none."""
         while True:
             known = self._epochs.get(epoch, [])
             found = next(filter(fits, known), None)
@@ -55,7 +68,7 @@ class LoggedGrants:
                 return found or next(iter(known), None)
 
     def next(self) -> LoggedGrant | None:
-        """Read up to the next grant; None at the end."""
+        """Read and return the next grant; None at the end of the log."""
         for row in self._rows:
             where = f"{self._name}:{self._log.line}"
             match row.get("event"):
@@ -75,23 +88,23 @@ class LoggedGrants:
         roles = {int(replica): role for replica, role in row.get("roles", {}).items()}
         if not roles.keys() <= set(members):
             self._breach(where, f"roles of {sorted(roles)}", f"of members {members} only")
-        able = frozenset(replica for replica, role in roles.items() if role == "contribute")
-        grant = LoggedGrant(frozenset(members), able, where, epoch, (base[2], base[1]))
+        contributors = frozenset(replica for replica, role in roles.items() if role == "contribute")
+        grant = LoggedGrant(frozenset(members), contributors, where, epoch, (base[2], base[1]))
         self._epochs.setdefault(epoch, []).append(grant)
         if len(self._epochs) > KEPT:
             self.forgotten = max(self.forgotten, self._epochs.popitem(last=False)[0])
         self.number += 1
-        self._heard(grant)
+        self._on_grant(grant)
         return grant
 
     def _numbered(self, where: str, term: int, epoch: int, base: int) -> None:
-        """Epochs rise, in a term and from term to term; a line of an older term may have been written late."""
+        """Check that epochs rise, in a term and from term to term; a line of an older term may come late."""
         if self._started[term] > 1:
             self._breach(where, f"a grant in term {term}, in which two lighthouses started", "a term of its own")
         first, last = self._spans.get(term, (epoch, -1))
         below = max([last, *(span[1] for older, span in self._spans.items() if older < term)])
         above = min((span[0] for newer, span in self._spans.items() if newer > term), default=math.inf)
-        anew = base == 0 and last < 0 and above == math.inf  # no state and no store was left: from the beginning
+        anew = base == 0 and last < 0 and above == math.inf  # no state and no store was left: the job began again
         if not below < epoch < above and not anew:
             self._breach(where, f"epoch {epoch} after {below}", "a higher epoch")
         self._spans[term] = first, max(last, epoch)

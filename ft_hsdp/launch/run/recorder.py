@@ -10,7 +10,8 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from ft_hsdp.analysis.commits import COUNTED, CommitMerger, canonical, metrics_row, newest_final
@@ -26,10 +27,18 @@ Sink = Callable[[Row], None]
 
 
 def events_of(run: RunDir) -> list[Row]:
-    """Return all events of a run by time: the merged ones, or those of all processes if they are not merged."""
+    """Return all events of a run by time."""
+    return sorted(chain.from_iterable(event_streams(run)), key=lambda event: event["t"])
+
+
+def event_streams(run: RunDir) -> list[Iterator[Row]]:
+    """Return the events of each log of a run: of the merged one, or of each process if they are not merged."""
     logs = [run.events] if run.events.exists() else logs_of(run, 1 + max(run.replicas(), default=-1))
-    events = [event for log in logs for event in read_jsonl(log) if "t" in event and "event" in event]
-    return sorted(events, key=lambda event: event["t"])
+    return [filter(_is_event, Tailer(log).all()) for log in logs]
+
+
+def _is_event(row: Row) -> bool:
+    return "t" in row and "event" in row
 
 
 def commits_of(run: RunDir) -> list[Row]:
@@ -101,7 +110,7 @@ class Recorder:
         """Merge what was logged since the last call, at most a piece of each log; return whether there was any."""
         while self._lost:
             self.emit({**self._lost.popleft().event, "source": "supervisor"})
-        fresh = [event for log in self._logs for event in log.poll() if "t" in event and "event" in event]
+        fresh = [event for log in self._logs for event in log.poll() if _is_event(event)]
         for event in sorted(fresh, key=lambda event: event["t"]):
             self.emit(event)
         rows = [row for commits in self._commits for row in commits.poll() if row.keys() >= COUNTED]

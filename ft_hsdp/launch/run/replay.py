@@ -1,9 +1,9 @@
-"""Replay: one process, unsharded, trains what a run's logs say was committed, and compares every bit.
+"""`replay`: one process trains the committed steps of a run again, unsharded, and compares every bit.
 
-It takes only the recorded contributors, batches, ring orders and chunk plans from the run. That it reaches the
-same lineage at every step and the same digest at the end shows that sums, divisors, learning rates and data were
-what the records say, through all failures. Results depend on the number of threads and on the CPU's instruction
-set, so a replay belongs on the kind of machine that ran the job.
+It takes only the recorded contributors, batches, ring orders and chunk plans from the run. If it reaches the same
+lineage at every step and the same digest at the end, then sums, divisors, learning rates and data were as the
+records say, through all failures. Results depend on the number of threads and on the CPU's instruction set, so a
+replay must run on the same kind of machine as the job.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ft_hsdp.analysis.commits import newest_final
 from ft_hsdp.config import Config, load
 from ft_hsdp.core import state_id
 from ft_hsdp.core.commit import CommitRecord, Contribution
-from ft_hsdp.core.ledger import Batch, BatchAssigner, Ledger
+from ft_hsdp.core.ledger import BatchAssigner, Ledger
 from ft_hsdp.core.ring import RingPlan, fold_order
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.ftar.settings import Settings
@@ -39,14 +39,14 @@ from ft_hsdp.train.runtime import ring_settings
 
 @dataclass(frozen=True, slots=True)
 class ReplayVerdict:
-    """What a replay found. ``differs_at`` is the first step with other batches, or a sum with other bits."""
+    """What a replay found."""
 
-    run: str
-    steps: int
-    equal: bool
-    digest: str
-    recorded: str
-    differs_at: int | None = None
+    run: str  # its name
+    steps: int  # number of recorded steps
+    equal: bool  # every step, and the final digest
+    digest: str  # of the state that the replay reached
+    recorded: str  # digest of the final state of the run
+    differs_at: int | None = None  # the first step with other batches, or with a sum that has other bits
 
     def __str__(self) -> str:
         if self.equal:
@@ -56,10 +56,11 @@ class ReplayVerdict:
 
 
 def replay(run: RunDir) -> ReplayVerdict:
-    """Replay a finished run.
+    """Replay a finished run. This takes about the CPU time of the run without its failures.
 
     Raises:
-        ConfigError: the run is not finished, or its logs have a gap.
+        ConfigError: The run is not finished, ran on GPUs or with a training loop of the user's, its logs have a
+            gap, or its first checkpoint is gone.
     """
     config = load(run.config)
     if config.train.device != "cpu":
@@ -67,13 +68,16 @@ def replay(run: RunDir) -> ReplayVerdict:
     torch.set_num_threads(config.train.threads)
     rows, recorded = _history(run)
     unsharded = _Unsharded(config)
-    dealer = BatchAssigner(config.data.assignment, config.slots)
-    ledger = dealer.begin() if rows[0]["step"] == 1 else unsharded.resume(run, rows[0]).resharded(dealer.shards)
+    assigner = BatchAssigner(config.data.assignment, config.slots)
+    ledger = (
+        assigner.begin() if rows[0]["step"] == 1 else unsharded.resume(run, rows[0]).resharded(assigner.shards)
+    )
     differs_at = None
     for row in rows:
-        taken, expected = _dealt(dealer, ledger, row), unsharded.step(row)
-        ledger = _record(row, row["digest"], 0.0).ledger(ledger) if taken else ledger
-        if not taken or expected != row["lineage"] or not _stands(ledger, row):
+        same, lineage = _as_assigned(assigner, ledger, row), unsharded.step(row)
+        ledger = _record(row, row["digest"], 0.0).ledger(ledger) if same else ledger
+        same_ledger = (list(ledger.cursors), [list(h) for h in ledger.holes]) == (row["cursors"], row["holes"])
+        if not same or lineage != row["lineage"] or not same_ledger:
             differs_at = int(row["step"])
             break
     digest = unsharded.digest()
@@ -82,28 +86,14 @@ def replay(run: RunDir) -> ReplayVerdict:
     )
 
 
-def _dealt(dealer: BatchAssigner, ledger: Ledger, row: Row) -> bool:
-    """Whether the contributors of a recorded step took what was dealt to them."""
-    return _batches(row) == [dealer.assign(ledger, c["replica"]) for c in row["contributions"]]
-
-
-def _stands(ledger: Ledger, row: Row) -> bool:
-    """Whether a recorded step left the ledger that it should."""
-    return (list(ledger.cursors), [list(h) for h in ledger.holes]) == (row["cursors"], row["holes"])
-
-
-def _batches(row: Row) -> list[Batch]:
-    """What the contributors of a recorded step took."""
-    return [(c["shard"], c["index"]) for c in row["contributions"]]
-
-
-def _spoiled(row: Row) -> tuple[Batch, ...]:
-    """What a recorded step went without, because it was not finite."""
-    return tuple((shard, index) for shard, index in row.get("spoiled", ()))
+def _as_assigned(assigner: BatchAssigner, ledger: Ledger, row: Row) -> bool:
+    """Return whether the contributors of a recorded step trained the batches that were assigned to them."""
+    batches = [(c["shard"], c["index"]) for c in row["contributions"]]
+    return batches == [assigner.assign(ledger, c["replica"]) for c in row["contributions"]]
 
 
 def _history(run: RunDir) -> tuple[list[Row], str]:
-    """The canonical commits of a run from its first step to the end, and the digest that the replicas recorded."""
+    """Return the canonical commits of a run from its first step to the end, and the recorded final digest."""
     final = newest_final(finals_of(run).values())
     if final is None:
         raise ConfigError("RUN", run.name, "a run that has ended")
@@ -118,14 +108,14 @@ def _history(run: RunDir) -> tuple[list[Row], str]:
 
 
 class _Unsharded:
-    """The whole model in one process, and the arithmetic of a sharded replica and of the ring around it."""
+    """The whole model in one process, with the arithmetic of sharded replicas and of the ring between them."""
 
     def __init__(self, config: Config) -> None:
         self._config = config
         self._ranks = config.ranks_per_replica
-        self._cut_as = ring_settings(config)
+        self._ring_settings = ring_settings(config)
         self._data = trainer.dataset(config)
-        plain = config.train.model_copy(update={"recompute": False})  # it changes no bit
+        plain = config.train.model_copy(update={"recompute": False})  # recomputation changes no bit
         self._model = trainer.build(config.model_copy(update={"train": plain}))
         optimizer = trainer.build_optimizer(config, list(self._model.parameters()))
         create_state(optimizer)
@@ -134,10 +124,14 @@ class _Unsharded:
         self._buckets: list[list[nn.Parameter]] = [list(m.parameters()) for m in reversed(self._model.shards())]
 
     def resume(self, run: RunDir, first: Row) -> Ledger:
-        """Take the checkpoint that the ``first`` recorded step was built on; its ledger.
+        """Load the checkpoint on which the first recorded step builds, and return its ledger.
+
+        Args:
+            run: The run's directory.
+            first: The canonical commit of its first step.
 
         Raises:
-            ConfigError: it is not there any more.
+            ConfigError: The checkpoint is not there any more.
         """
         folder = Path(self._config.checkpoint.dir or run.path / "checkpoints")
         key = None if self._config.checkpoint.trust else secret.run_key(run.path, self._config.checkpoint.key)
@@ -155,15 +149,15 @@ class _Unsharded:
         return found.manifest.ledger
 
     def step(self, row: Row) -> str:
-        """Train one recorded step; the lineage that it leads to."""
+        """Train one recorded step and return the lineage of the state after it."""
         config = self._config
-        if row["poisoned"]:  # it changed no weight, and numbers that are none have no bits to compare
+        if row["poisoned"]:  # it changed no weight, and the bits of a NaN cannot be compared
             return _record(row, row["digest"], 0.0).state_id.lineage
         gradients = {c["replica"]: self._replica(c["shard"], c["index"]) for c in row["contributions"]}
         ring, chosen = row["ring"], frozenset(gradients)
         reduced = [
             [
-                _ring_sum({r: g[rank][b] for r, g in gradients.items()}, ring, chosen, self._cut_as)
+                _ring_sum({r: g[rank][b] for r, g in gradients.items()}, ring, chosen, self._ring_settings)
                 for b in range(len(self._buckets))
             ]
             for rank in range(self._ranks)
@@ -180,7 +174,7 @@ class _Unsharded:
         return record.state_id.lineage
 
     def _replica(self, shard: int, index: int) -> list[list[Tensor]]:
-        """What one replica brings to the ring: for each of its ranks a flat shard of each bucket."""
+        """Return the contribution of one replica: for each of its ranks a flat shard of each bucket."""
         per_rank = [self._rank(shard, index, rank) for rank in range(self._ranks)]
         return [
             [_average([g[b][rank] for g in per_rank], rank) for b in range(len(self._buckets))]
@@ -188,7 +182,7 @@ class _Unsharded:
         ]
 
     def _rank(self, shard: int, index: int, rank: int) -> list[list[Tensor]]:
-        """One rank's gradient of its part of the batch: for each bucket the flat shard of each rank."""
+        """Return one rank's gradient of its part of the batch: for each bucket the flat shard of each rank."""
         for micro in range(self._config.train.accumulate):
             self._loss(self._data.batch(shard, index, rank, micro)).backward()
         pieces = [list(zip(*(self._cut(p) for p in params), strict=True)) for params in self._buckets]
@@ -196,7 +190,7 @@ class _Unsharded:
         return [[torch.cat(parts) for parts in bucket] for bucket in pieces]
 
     def _loss(self, batch: Any) -> Tensor:
-        """The loss, with the parameters in the type that FSDP2 would gather them in."""
+        """Return the loss, with the parameters in the dtype in which FSDP2 would gather them."""
         dtype = trainer.policy(self._config).param_dtype
         if dtype is None:
             return self._model(batch)
@@ -204,7 +198,7 @@ class _Unsharded:
         return torch.func.functional_call(self._model, gathered, (batch,))
 
     def _cut(self, param: nn.Parameter) -> Iterator[Tensor]:
-        """The flat, padded shards of one parameter's gradient, as FSDP2 cuts it along dimension 0."""
+        """Return the flat, padded shards of one parameter's gradient, as FSDP2 cuts it along dimension 0."""
         assert param.grad is not None
         rows = -(-param.shape[0] // self._ranks)
         whole = torch.zeros(rows * self._ranks, *param.shape[1:])
@@ -212,7 +206,7 @@ class _Unsharded:
         return (piece.reshape(-1) for piece in whole.split(rows))
 
     def _assign(self, params: Sequence[nn.Parameter], shards: Sequence[Tensor]) -> None:
-        """Put the ranks' reduced shards of one bucket together again as gradients."""
+        """Join the ranks' reduced shards of one bucket, and set them as gradients."""
         place = 0
         for param in params:
             rows = -(-param.shape[0] // self._ranks)
@@ -222,13 +216,13 @@ class _Unsharded:
             place += size
 
     def digest(self) -> str:
-        """The digest of the state that was reached."""
+        """Return the digest of the current state."""
         params = dict(self._model.named_parameters())
         return state_digest(params, tensors(self._groups.optimizer, self._names), self._groups.hyper())
 
 
 def _record(row: Row, digest: str, norm: float) -> CommitRecord:
-    """The commit record of a recorded step, with what was found for its sums."""
+    """Return the commit record of a recorded step with the digest and the norm of the sums of this process."""
     return CommitRecord(
         epoch=row["epoch"],
         attempt=row["attempt"],
@@ -241,13 +235,13 @@ def _record(row: Row, digest: str, norm: float) -> CommitRecord:
         norm=norm,
         lr_scale=row["lr_scale"],
         poisoned=tuple(row["poisoned"]),
-        spoiled=_spoiled(row),
+        spoiled=tuple((shard, index) for shard, index in row.get("spoiled", ())),
         retries=row.get("poison_retries", 0),
     )
 
 
 def _average(of_ranks: Sequence[Tensor], rank: int) -> Tensor:
-    """The mean over a replica's ranks in the order in which gloo's reduce-scatter folds the shard of ``rank``."""
+    """Return the mean over a replica's ranks, in the order of gloo's reduce-scatter for the shard of `rank`."""
     ranks = len(of_ranks)
     total = of_ranks[(rank - 1) % ranks].clone()
     for k in range(2, ranks + 1):
@@ -256,11 +250,11 @@ def _average(of_ranks: Sequence[Tensor], rank: int) -> Tensor:
 
 
 def _ring_sum(
-    of_replicas: dict[int, Tensor], ring: Sequence[int], contributors: frozenset[int], cut: Settings
+    of_replicas: dict[int, Tensor], ring: Sequence[int], contributors: frozenset[int], settings: Settings
 ) -> Tensor:
-    """The sum over replicas in the order of the ring, shard by shard in each partition."""
+    """Return the sum over replicas in the order of the ring, shard by shard in each partition."""
     out = torch.empty_like(next(iter(of_replicas.values())))
-    plan = RingPlan.cut(out.numel(), out.element_size(), len(ring), cut.slots, cut.chunk_bytes)
+    plan = RingPlan.cut(out.numel(), out.element_size(), len(ring), settings.slots, settings.chunk_bytes)
     for shard in range(len(ring)):
         first, *others = fold_order(shard, ring, contributors)
         for span in plan.shard_spans(shard):

@@ -1,7 +1,8 @@
-"""A run as a trace that ui.perfetto.dev and chrome://tracing open: `trace RUN`. Pure but for `write`.
+"""`trace`: a run as a file that ui.perfetto.dev and chrome://tracing open. Pure, except `write`.
 
-A process per replica: a thread with its steps and what they waited for, one with its lives, one per rank with its
-events. A process for the job: failures and epochs as marks, loss and healthy replicas as counters.
+The trace has a process for each replica: a thread with its steps and what they waited for, one with its
+incarnations, and one for each rank with its events. A process for the job has failures and epochs as marks, and
+the loss and the number of healthy replicas as counters.
 """
 
 from __future__ import annotations
@@ -20,12 +21,12 @@ from ft_hsdp.launch.run.directory import Row, RunDir, read_jsonl
 from ft_hsdp.launch.run.recorder import events_of, finals_of
 from ft_hsdp.sentences import tell
 
-JOB = 1  # its process; pid 0 is the idle process to Perfetto
-ALL, OTHERS = 1, 2  # its threads: marks across all, and events of no replica
-FIRST = 10  # the process of replica 0
-STEPS, LIVES, RANKS = 1, 2, 10  # threads of a replica; that of rank r is RANKS + r
-WAITED = ("quorum", "ftar", "commit")  # in this order at the end of a step
-ENDED = ("done", "stopped")
+JOB = 1  # pid of the job's process; to Perfetto pid 0 is the idle process
+ALL, OTHERS = 1, 2  # threads of the job: marks across all processes, and events of no replica
+FIRST = 10  # pid of the process of replica 0
+STEPS, INCARNATIONS, RANKS = 1, 2, 10  # threads of a replica; that of rank r is RANKS + r
+WAITED = ("quorum", "ftar", "commit")  # causes of waiting, in the order in which they come at the end of a step
+ENDED = ("done", "stopped")  # kinds of an incarnation's end that are no failure
 MARKS = (
     "EpochGranted",
     "FailureInjected",
@@ -47,10 +48,10 @@ class Track:
 
 
 def write(run: RunDir, out: Path | None = None) -> Path:
-    """Write the trace of ``run`` to ``out``, or to trace.json in its folder; the path.
+    """Write the trace of `run` to `out`, or to trace.json in its folder, and return the path.
 
     Raises:
-        ConfigError: nothing is recorded there, or the file cannot be written.
+        ConfigError: Nothing is recorded, or the file cannot be written.
     """
     replicas = range(1 + max(run.replicas(), default=-1))
     commits = {n: read_jsonl(run.commits(n)) for n in replicas}
@@ -67,9 +68,13 @@ def write(run: RunDir, out: Path | None = None) -> Path:
 
 
 def trace(name: str, events: Sequence[Row], commits: dict[int, list[Row]], canonical: Sequence[Row]) -> Event:
-    """The document. events: of all processes; commits: of each replica; canonical: a row per step.
+    """Return the trace as a JSON document. Its times are microseconds since the first time in the rows.
 
-    Times in rows are Unix seconds, in the document microseconds since the first of them.
+    Args:
+        name: The run's name.
+        events: The events of all processes; times in rows are Unix seconds.
+        commits: The commits that each replica logged.
+        canonical: The canonical commits.
     """
     times = [
         row["t"] - (row.get("step_s") or 0.0) for rows in (events, *commits.values(), canonical) for row in rows
@@ -81,7 +86,7 @@ def trace(name: str, events: Sequence[Row], commits: dict[int, list[Row]], canon
         mine = [e for e in events if e.get("replica") == replica]
         pid = FIRST + replica
         shown += _steps(clock, Track(pid, STEPS), commits.get(replica, []))
-        shown += _lives(clock, Track(pid, LIVES), mine, end)
+        shown += _incarnations(clock, Track(pid, INCARNATIONS), mine, end)
         shown += _rank_events(clock, pid, mine)
     shown += _marks(clock, events)
     others = [e for e in events if not isinstance(e.get("replica"), int)]
@@ -93,17 +98,17 @@ def trace(name: str, events: Sequence[Row], commits: dict[int, list[Row]], canon
 
 @dataclass(frozen=True, slots=True)
 class TraceClock:
-    """Unix seconds to whole microseconds since ``zero``."""
+    """Converts Unix seconds to whole microseconds since ``zero``."""
 
-    zero: float
+    zero: float  # Unix seconds
 
     def at(self, t: float) -> int:
-        """The time stamp of ``t``; 0 before the zero."""
+        """Return the time stamp of ``t``; 0 for an earlier time than ``zero``."""
         return max(0, round((t - self.zero) * 1e6))
 
 
 def _steps(clock: TraceClock, track: Track, rows: Iterable[Row]) -> Iterator[Event]:
-    """A slice per step from commit to commit, and inside, at its end, what it waited for."""
+    """Yield a slice for each step, from commit to commit, and at its end slices of what it waited for."""
     free = 0
     for row in sorted(rows, key=lambda row: row["t"]):
         end = clock.at(row["t"])
@@ -123,30 +128,30 @@ def _steps(clock: TraceClock, track: Track, rows: Iterable[Row]) -> Iterator[Eve
         free = end
 
 
-def _lives(clock: TraceClock, track: Track, events: Iterable[Row], end: int) -> Iterator[Event]:
-    """A slice per incarnation, and inside the time until it had checked in."""
-    found = [life for life in incarnations(events).values() if life.started is not None]
+def _incarnations(clock: TraceClock, track: Track, events: Iterable[Row], end: int) -> Iterator[Event]:
+    """Yield a slice for each incarnation, and in it a slice of the time until it checked in."""
+    found = [each for each in incarnations(events).values() if each.started is not None]
     free = 0
-    for life in sorted(found, key=lambda life: life.started or 0.0):
-        start = max(free, clock.at(life.started or 0.0))
-        until = end if life.exited is None else clock.at(life.exited)
+    for each in sorted(found, key=lambda each: each.started or 0.0):
+        start = max(free, clock.at(each.started or 0.0))
+        until = end if each.exited is None else clock.at(each.exited)
         if until <= start:
             continue
-        yield _slice(track, life.incarnation, start, until, {"ended": life.kind or "runs"})
-        ready = 0 if life.checked_in is None else clock.at(life.checked_in)
+        yield _slice(track, each.incarnation, start, until, {"ended": each.kind or "runs"})
+        ready = 0 if each.checked_in is None else clock.at(each.checked_in)
         if start < ready <= until:
             yield _slice(track, "start", start, ready, {})
         free = until
 
 
 def _rank_events(clock: TraceClock, pid: int, events: Iterable[Row]) -> Iterator[Event]:
-    """Each rank's events on its thread; a fetch has a length."""
+    """Yield each rank's events on its thread; a fetch has a length."""
     free: dict[int, int] = {}
     for event in sorted(events, key=lambda event: event["t"]):
         rank = event.get("rank")
-        track = Track(pid, RANKS + rank if isinstance(rank, int) else LIVES)
+        track = Track(pid, RANKS + rank if isinstance(rank, int) else INCARNATIONS)
         at = clock.at(event["t"])
-        if event["event"] == "FetchCompleted" and track.tid != LIVES:
+        if event["event"] == "FetchCompleted" and track.tid != INCARNATIONS:
             start = max(free.get(track.tid, 0), clock.at(event["t"] - (event.get("seconds") or 0.0)))
             if at > start:
                 yield _slice(track, "fetch", start, at, _facts(event))
@@ -156,7 +161,7 @@ def _rank_events(clock: TraceClock, pid: int, events: Iterable[Row]) -> Iterator
 
 
 def _marks(clock: TraceClock, events: Iterable[Row]) -> Iterator[Event]:
-    """What the whole job feels, across all threads."""
+    """Yield marks across all threads for the events that concern the whole job."""
     for event in events:
         failed = event["event"] == "ReplicaExited" and event.get("kind") not in ENDED
         if failed or event["event"] in MARKS:
@@ -173,13 +178,13 @@ def _counters(clock: TraceClock, rows: Iterable[Row]) -> Iterator[Event]:
 
 
 def _names(name: str, shown: Iterable[Event]) -> Iterator[Event]:
-    """Names of the processes and threads, in the order in which they are shown."""
+    """Yield the names of processes and threads, in the order in which they are shown."""
     tracks = sorted({(e["pid"], e["tid"]) for e in shown})
     for pid in sorted({pid for pid, _ in tracks}):
         yield _named("process_name", pid, 0, name=name if pid == JOB else f"replica {pid - FIRST}")
         yield _named("process_sort_index", pid, 0, sort_index=pid)
     for pid, tid in tracks:
-        threads = {ALL: "job", OTHERS: "lighthouse"} if pid == JOB else {STEPS: "steps", LIVES: "lives"}
+        threads = {ALL: "job", OTHERS: "lighthouse"} if pid == JOB else {STEPS: "steps", INCARNATIONS: "lives"}
         yield _named("thread_name", pid, tid, name=threads.get(tid, f"rank {tid - RANKS}"))
         yield _named("thread_sort_index", pid, tid, sort_index=tid)
 
@@ -199,12 +204,12 @@ def _instant(track: Track, name: str, at: int, scope: str, args: Row) -> Event:
 
 
 def _facts(event: Row) -> Row:
-    """All that an event says beside its name, its time and where it is shown."""
+    """Return the fields of an event without those that its place in the trace shows."""
     return {key: value for key, value in event.items() if key not in ("t", "event", "replica", "rank")}
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON knows it: figures that are not finite become words."""
+    """Return a value as strict JSON can express it: numbers that are not finite become words."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     if isinstance(value, list):

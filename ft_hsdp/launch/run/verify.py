@@ -1,7 +1,7 @@
-"""`verify RUN`: whether what a finished run has logged is a history that the protocol allows.
+"""`verify`: checks that the logs of a finished run are a history that the protocol allows.
 
-Every log is read a piece at a time, all of them at the pace of the steps, so what is in memory does not grow with
-the run. What a disk or a machine did not keep, and the run has told, is not held against it.
+All logs are read side by side, step by step and a piece at a time, so memory does not grow with the run. Lines
+that a disk or a machine lost are no breach if the run has reported them.
 """
 
 from __future__ import annotations
@@ -21,28 +21,29 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.audit import WINDOW
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, another, read_json
 from ft_hsdp.launch.run.grants import KEPT, LoggedGrant, LoggedGrants
-from ft_hsdp.launch.run.recorder import finals_of, logs_of
+from ft_hsdp.launch.run.recorder import event_streams, finals_of
 from ft_hsdp.launch.run.summary import RunTally
 
 AT_ONCE = 64 << 10  # bytes of each log that are in memory
-SEARCHED = 64 * WINDOW  # lineages that are read for a line of metrics.jsonl that they do not have
-FED_EVERY = 64  # steps between two looks at what was fed
+SEARCHED = 64 * WINDOW  # most lineages that are read to find the commit of one line of metrics.jsonl
+FED_EVERY = 64  # steps between two reads of fed.jsonl
+# Fields that all commits of a lineage share, and figures of summary.json that are computed again.
 SAME = ("step", "epoch", "attempt", "prev", "contributors", "contributions", "digest", "cursors", "holes")
 SUMMED = ("steps", "tokens", "batches", "replicas", "loss_first", "loss_last", "wall_s")
 
 
 @dataclass(slots=True)
 class Findings:
-    """What was checked of a run. breaches: one line each, file:line, what was found, what is expected."""
+    """The result of a check."""
 
-    steps: int = 0
+    steps: int = 0  # canonical commits
     grants: int = 0
-    lost: int = 0  # lines that the run itself says are missing, at least
-    breaches: list[str] = field(default_factory=list)
+    lost: int = 0  # smallest number of lines that the run itself reports as missing
+    breaches: list[str] = field(default_factory=list)  # a line each: "file:line: what is there; expected: what"
 
     @property
     def lines(self) -> list[str]:
-        """The same for people."""
+        """Return the result as lines of text."""
         unsure = [f"not checked: {self.lost} lines were lost, which the run has told"] if self.lost else []
         end = f"{self.steps} steps, {self.grants} grants: " + (
             f"{len(self.breaches)} breaches" if self.breaches else "no breach"
@@ -51,27 +52,31 @@ class Findings:
 
 
 def verify(run: RunDir) -> Findings:
-    """Check a run that has ended. Raises ConfigError."""
+    """Check a run that has ended.
+
+    Raises:
+        ConfigError: The run still runs, or its config.yaml cannot be loaded.
+    """
     if another(read_json(run.supervisor)):
         raise ConfigError("run", str(run.path), "a run that has ended")
     return _Check(run).all()
 
 
 class _Commits:
-    """The commit logs of all replicas, read in the order of steps as far as they are asked for."""
+    """The commit logs of all replicas, read side by side in the order of steps."""
 
     def __init__(self, logs: dict[int, Tailer]) -> None:
         self._logs = logs
-        self._newest = dict.fromkeys(logs, -1)  # step, of logs that go on
-        self.top = 0
+        self._newest = dict.fromkeys(logs, -1)  # the last step that was read of each log; ended logs are removed
+        self.top = 0  # the largest step that was read
 
     @property
-    def behind(self) -> float:
-        """The step up to which all logs are read; inf: there is no more."""
+    def read_to(self) -> float:
+        """Return the step up to which all logs are read; inf at the end of all."""
         return min(self._newest.values(), default=math.inf)
 
     def read(self) -> list[tuple[int, int, Row]]:
-        """The next rows of the log that is behind most, each with its replica and line."""
+        """Return the next rows of the log that is farthest behind, as (replica, line, row); [] at the end."""
         while self._newest:
             replica = min(self._newest, key=lambda r: self._newest[r])
             log = self._logs[replica]
@@ -88,6 +93,8 @@ class _Commits:
 
 
 class _Check:
+    """One check of one run; `all` does it."""
+
     def __init__(self, run: RunDir) -> None:
         self._run = run
         config, self._replicas = load(run.config), run.replicas()
@@ -99,24 +106,26 @@ class _Check:
         )
         self._commits = _Commits({r: Tailer(run.commits(r)) for r in self._replicas})
         self._fed = {r: Tailer(run.fed(r)) for r in self._replicas}
-        self._fed_to = dict.fromkeys(self._replicas, 0)
-        self._lives: dict[int, Row] = {}  # the newest row of each replica
-        self._seen: OrderedDict[str, tuple[str, Row]] = OrderedDict()  # lineage -> where it was first, its row
+        self._fed_to = dict.fromkeys(self._replicas, 0)  # step up to which the batches of a replica are read
+        self._previous: dict[int, Row] = {}  # the last row that was read of each replica
+        self._seen: OrderedDict[str, tuple[str, Row]] = OrderedDict()  # lineage -> its first place and row
         self._decided: OrderedDict[tuple[int, int, int], str] = OrderedDict()  # step, epoch, attempt -> lineage
-        self._awaited: dict[str, tuple[str, str]] = {}  # lineage -> which row builds on it, and on what it should
-        self._bases: dict[str, LoggedGrant] = {}  # lineages that no row is of so far
-        self._rows: dict[str, list[Row]] = {}  # lineage -> rows above the last canonical step
+        # Lineages on which a row builds without a row of their own so far: the place of that row, and the lineage
+        # that the same replica had committed before.
+        self._awaited: dict[str, tuple[str, str]] = {}
+        self._bases: dict[str, LoggedGrant] = {}  # lineages on which a grant builds, without a row so far
+        self._rows: dict[str, list[Row]] = {}  # lineage -> its rows above the last canonical step
         self._tally = RunTally(config)
         self._events = _by_time(run)
         self._event = next(self._events, None)
-        self._last: Row | None = None
-        self._first_step: int | None = None
+        self._last: Row | None = None  # the newest canonical row
+        self._first_step: int | None = None  # of the canonical rows
         self._epoch = 0  # of the newest grant that was read
-        self._least = 0  # the epoch of the line of metrics.jsonl that is looked for: later lines have later ones
-        self._undone = False  # whether the run went back by some steps
+        self._least_epoch = 0  # of the current line of metrics.jsonl: later lines have no smaller one
+        self._undone = False  # the run undid some steps
 
     def all(self) -> Findings:
-        """Check everything."""
+        """Check everything and return the result."""
         run = self._run
         merged = run.events.exists()
         self._strict(run.events, count=True)
@@ -131,10 +140,10 @@ class _Check:
             pass
         while self._grants.next() is not None:
             pass
-        self._hear(math.inf)
-        self._feed(math.inf)
-        self._left()
-        self._ends()
+        self._take_events(math.inf)
+        self._take_fed(math.inf)
+        self._check_awaited()
+        self._check_ends()
         self.found.grants = self._grants.number
         return self.found
 
@@ -145,7 +154,7 @@ class _Check:
         return str(path.relative_to(self._run.path))
 
     def _strict(self, path: Path, *, count: bool) -> None:
-        """Every line is strict JSON; what a disk tore is said to be torn. count: what it tells of itself."""
+        """Check that every line of a log is strict JSON; with `count`, note the losses that its events report."""
 
         def refuse(constant: str) -> None:
             raise ValueError(constant)
@@ -167,7 +176,7 @@ class _Check:
     # From the logs to the history that lasted.
 
     def _follow(self) -> None:
-        """metrics.jsonl is a chain of commits without holes."""
+        """Check that metrics.jsonl is a chain of commits without gaps."""
         metrics = Tailer(self._run.metrics)
         for line in metrics.all():
             where = f"metrics.jsonl:{metrics.line}"
@@ -180,38 +189,38 @@ class _Check:
             if before is not None and (row["step"], row["prev"]) != (before["step"] + 1, before["lineage"]):
                 after = f"step {before['step']}, lineage {before['lineage']}"
                 self._breach(where, f"step {row['step']} on lineage {row['prev']}", f"on {after}")
-            self._told(row)
+            self._canonical(row)
 
     def _row_of(self, line: Row) -> Row | None:
-        """The row that a line of metrics.jsonl was made of; one of the same lineage where it is not there."""
-        step, lineage, self._least = line.get("step"), line.get("lineage"), line.get("epoch", 0)
+        """Return the row of which a line of metrics.jsonl was made, or one of the same lineage, or None."""
+        step, lineage, self._least_epoch = line.get("step"), line.get("lineage"), line.get("epoch", 0)
         if not isinstance(step, int) or not isinstance(lineage, str):
             return None
         while True:
             rows = self._rows.get(lineage, [])
             exact = next((row for row in rows if row["t"] == line.get("t")), None)
-            enough = self._commits.behind > step if rows else len(self._rows) > SEARCHED
+            enough = self._commits.read_to > step if rows else len(self._rows) > SEARCHED
             if exact is not None or enough or not self._read():
                 return exact or next((row for row in rows if row["step"] == step), None)
 
     def _merge(self) -> None:
-        """Merge the logs here: they are not merged, or the disk did not take all of them."""
+        """Merge the commit logs: metrics.jsonl is missing, or a disk lost lines."""
         merger = CommitMerger(self._rewinds())
         waiting: list[Row] = []
         while rows := self._read():
             waiting += rows
-            read = self._commits.behind  # a row beyond it may be another replica's, of a step that this one lacks
-            merger.add(row for row in waiting if row["step"] <= read)
-            waiting = [row for row in waiting if row["step"] > read]
+            read_to = self._commits.read_to  # rows of later steps wait: other logs may have rows of earlier ones
+            merger.add(row for row in waiting if row["step"] <= read_to)
+            waiting = [row for row in waiting if row["step"] > read_to]
             for row in merger.confirmed():
-                self._told(row)
+                self._canonical(row)
         merger.add(waiting)
         last = newest_final(finals_of(self._run).values())
         for row in merger.finish(last["lineage"] if last else None):
-            self._told(row)
+            self._canonical(row)
 
     def _rewinds(self) -> tuple[Rewind, ...]:
-        """Where the run went back by several steps: its logs are read for that alone first."""
+        """Return where the run undid several steps; the commit logs are read once more to find that."""
         merger, again = CommitMerger(), self._undone
         while again:
             merger = CommitMerger(merger.rewinds)
@@ -222,26 +231,26 @@ class _Check:
             again = merger.undone
         return merger.rewinds
 
-    def _told(self, row: Row) -> None:
-        """Take the next canonical row."""
+    def _canonical(self, row: Row) -> None:
+        """Add the next canonical row."""
         self._last = row
         if self._first_step is None:
             self._first_step = row["step"]
-        self._hear(row["t"])
+        self._take_events(row["t"])
         self._tally.commit(row)
         self.found.steps += 1
         if self.found.steps % FED_EVERY == 0:
-            self._feed(row["step"])
+            self._take_fed(row["step"])
             self._rows = {name: rows for name, rows in self._rows.items() if rows[0]["step"] > row["step"]}
 
-    def _hear(self, until: float) -> None:
-        """Take the events up to a time."""
+    def _take_events(self, until: float) -> None:
+        """Add the events up to a Unix time to the figures."""
         while self._event is not None and self._event["t"] <= until:
             self._tally.event(self._event)
             self._event = next(self._events, None)
 
-    def _feed(self, until: float) -> None:
-        """Take what was fed up to a step."""
+    def _take_fed(self, until: float) -> None:
+        """Add the batches that were fed up to a step to the figures."""
         for replica, log in self._fed.items():
             while self._fed_to[replica] <= until and (lines := log.poll(AT_ONCE)):
                 for line in lines:
@@ -251,7 +260,7 @@ class _Check:
     # Row by row.
 
     def _read(self) -> list[Row]:
-        """Check the next rows of a commit log; [] at the end."""
+        """Check the next rows of a commit log and return them; [] at the end."""
         taken: list[Row] = []
         while not taken and (rows := self._commits.read()):
             for replica, number, row in rows:
@@ -260,15 +269,15 @@ class _Check:
                     if row.keys() != {"torn"} and row:
                         self._breach(where, "no commit", "a row with all its fields")
                     continue
-                self._row(where, row, self._lives.get(replica))
-                self._lives[replica] = row
+                self._row(where, row, self._previous.get(replica))
+                self._previous[replica] = row
                 taken.append(row)
-                if row["epoch"] >= self._least and (self._last is None or row["step"] > self._last["step"]):
+                if row["epoch"] >= self._least_epoch and (self._last is None or row["step"] > self._last["step"]):
                     self._rows.setdefault(row["lineage"], []).append(row)
         return taken
 
     def _row(self, where: str, row: Row, before: Row | None) -> None:
-        """A commit fits its grant, what others tell of its lineage, and the one before."""
+        """Check that a commit fits its grant, other rows of its lineage, and the row before it in its log."""
         contributors, ring = row["contributors"], row.get("ring", row["contributors"])
         if contributors != sorted(set(contributors)) or not set(contributors) <= set(ring or ()):
             self._breach(where, f"contributors {contributors}", f"each once, of the ring {ring}")
@@ -294,17 +303,19 @@ class _Check:
                 kept.popitem(last=False)
 
     def _granted(self, grant: LoggedGrant) -> None:
-        """Take a grant: a replica commits, or has committed, the state on which it begins."""
+        """Note a grant; its base is a state that a replica commits, or has committed."""
         lineage, step = grant.base
         if step > max(0, self._commits.top - KEPT // 2) and lineage not in self._seen:
             self._bases[lineage] = grant
-        if grant.epoch < self._epoch:  # all was lost, and begins again: epochs have another meaning
+        if grant.epoch < self._epoch:  # everything was lost and the job began again, with the same epochs
             self._decided.clear()
         self._epoch = grant.epoch
 
     def _in_epoch(self, where: str, row: Row, ring: set[int], contributors: set[int]) -> None:
+        """Check that the ring and the contributors of a commit are members of the grant of its epoch."""
+
         def fits(grant: LoggedGrant) -> bool:
-            return ring <= grant.members and contributors <= (grant.able or contributors)
+            return ring <= grant.members and contributors <= (grant.contributors or contributors)
 
         grant = self._grants.find(row["epoch"], fits)
         if grant is None:
@@ -317,11 +328,13 @@ class _Check:
             self._breach(where, f"ring {sorted(ring)}", f"of the members {members} of epoch {row['epoch']}")
         elif not fits(grant):
             self._breach(
-                where, f"contributors {sorted(contributors)}", f"of {sorted(grant.able)}, who were to contribute"
+                where,
+                f"contributors {sorted(contributors)}",
+                f"of {sorted(grant.contributors)}, who were to contribute",
             )
 
-    def _left(self) -> None:
-        """Note what no replica has logged although others build on it."""
+    def _check_awaited(self) -> None:
+        """Report states on which commits or grants build, and of which no replica logged a commit."""
         if self.found.lost:
             return
         for where, own in self._awaited.values():
@@ -332,8 +345,8 @@ class _Check:
 
     # The end.
 
-    def _ends(self) -> None:
-        """One state shows one digest; the summary is what the logs add up to; no batch twice or never."""
+    def _check_ends(self) -> None:
+        """Check that equal states have equal digests, each batch was trained once, metrics.jsonl is complete."""
         run, finals = self._run, finals_of(self._run)
         digests: dict[tuple[Any, ...], tuple[int, str]] = {}
         for replica, final in finals.items():
@@ -359,6 +372,7 @@ class _Check:
         self._summary(finals)
 
     def _summary(self, finals: dict[int, Row]) -> None:
+        """Check that summary.json has the figures that the logs add up to."""
         written = read_json(self._run.summary)
         if written is None:
             if self._run.metrics.exists():
@@ -374,7 +388,5 @@ class _Check:
 
 
 def _by_time(run: RunDir) -> Iterator[Row]:
-    """All events of a run: as they were merged, or by time if they are not merged."""
-    logs = [run.events] if run.events.exists() else logs_of(run, 1 + max(run.replicas(), default=-1))
-    each = ((event for event in Tailer(log).all() if "t" in event and "event" in event) for log in logs)
-    return heapq.merge(*each, key=lambda event: event["t"])
+    """Yield all events of a run: in the order of events.jsonl, or by time if they are not merged."""
+    return heapq.merge(*event_streams(run), key=lambda event: event["t"])

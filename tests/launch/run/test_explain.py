@@ -6,7 +6,7 @@ import pytest
 
 from ft_hsdp.config import parse
 from ft_hsdp.launch.run.directory import Row
-from ft_hsdp.launch.run.explain import account
+from ft_hsdp.launch.run.explain import failure_in_words
 from ft_hsdp.launch.run.terminal import summary_lines
 from tests.support.launch.launch_rows import commit, event, failures, summarize
 
@@ -74,7 +74,7 @@ def test_the_time_to_a_notice_is_measured_from_the_end_of_the_process_or_not_kno
     assert failure["detect_s"] is None, "nobody has noticed before the supervisor said so"
     summary = {**summarize(parse({}), [], {}, {}, []), "failures": [failure]}
     assert "seen unknown" in dict(summary_lines(summary))["failure"]
-    assert "an unknown time" in account(failure, 0.0)
+    assert "an unknown time" in failure_in_words(failure, 0.0)
 
 
 def test_complaints_about_others_and_old_ones_are_no_evidence() -> None:

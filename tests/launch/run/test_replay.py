@@ -8,14 +8,14 @@ from ft_hsdp.config import Config, dump
 from ft_hsdp.core.ledger import BatchAssigner, Ledger
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch.run.directory import RunDir, write_json
-from ft_hsdp.launch.run.replay import _dealt, replay
+from ft_hsdp.launch.run.replay import _as_assigned, replay
 from tests.support.launch.launch_rows import commit
 
 ROW = commit(3, who=[0, 2])  # both at batch 2 of their shards
 
 
 @pytest.mark.parametrize(
-    ("dealer", "ledger", "right"),
+    ("assigner", "ledger", "right"),
     [
         (BatchAssigner("per_replica", 3), Ledger((2, 1, 2)), True),
         (BatchAssigner("per_replica", 3), Ledger((2, 1, 1)), False),
@@ -23,8 +23,8 @@ ROW = commit(3, who=[0, 2])  # both at batch 2 of their shards
         (BatchAssigner("global", 3), Ledger((2,)), False),
     ],
 )
-def test_a_replay_sees_a_batch_that_was_not_dealt(dealer: BatchAssigner, ledger: Ledger, right: bool) -> None:
-    assert _dealt(dealer, ledger, ROW) is right
+def test_a_replay_sees_a_batch_that_was_not_assigned(assigner: BatchAssigner, ledger: Ledger, right: bool) -> None:
+    assert _as_assigned(assigner, ledger, ROW) is right
 
 
 def test_a_run_of_a_users_own_loop_is_refused_with_the_reason(tmp_path: Path) -> None:
