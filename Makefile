@@ -9,7 +9,7 @@ PIP    := $(BIN)/python -m pip --disable-pip-version-check
 # Let the processes that tests start write compiled modules, whatever the environment says: it saves start-up time.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
-.PHONY: train test proof lint types venv soak fuzz bench gpu docs clean
+.PHONY: train test proof lint types venv soak fuzz faults bench gpu docs clean
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 
@@ -23,6 +23,7 @@ help:
 	@echo "make gpu     check and measure the kernels; train configs/gpu.yaml if there is a GPU"
 	@echo "make soak    kill a rank at each failpoint, lose nodes, 1000 ring failures, 300 random pairs of faults; some hours"
 	@echo "make fuzz    a million random inputs for each parser of bytes from outside; about half an hour"
+	@echo "make faults  put each fault of tests/support/faults.txt into a copy of the source: a test must fail; about five minutes"
 	@echo "make lint | types | venv | clean"
 
 train: $(STAMP)
@@ -62,6 +63,10 @@ soak: $(TOOLS)
 # A million random inputs for each parser of bytes from outside, with bounds on time and memory.
 fuzz: $(TOOLS)
 	$(BIN)/python tests/fuzz/fuzz.py
+
+# Each fault breaks one guarantee in a copy of the source; its tests must fail.
+faults: $(TOOLS)
+	$(BIN)/python tests/support/faults.py
 
 # The documentation site. It needs no network and no GPU; a warning is an error.
 docs: $(TOOLS)

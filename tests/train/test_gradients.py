@@ -209,10 +209,10 @@ def test_works_of_an_attempt_that_is_over_count_for_nothing() -> None:
     s.ready(0, 1, 2)
     s.group.ops[0].end()
     s.begin(attempt=1)
-    for op in s.group.ops[1:3]:
+    for op in s.group.ops[1:4]:  # two of the attempt before, and one of this one
         op.end()
     s.reducer.cancel()
-    s.group.ops[3].end()
+    s.group.ops[4].end()
     assert s.votes == []
     s.begin(attempt=2)
     for op in s.group.ops[6:]:

@@ -286,6 +286,13 @@ def test_min_replicas_bounds_a_shrunken_membership():
     assert not job.wait(HOUR).answers
 
 
+def test_min_replicas_bounds_a_membership_that_shrinks_between_two_steps():
+    job = Script(min_replicas=2)
+    job.first(0, 1)
+    job.runs({1: None}, exited=[(1, 0)])
+    assert job.ask(0, at(1, 1), epoch=1).answers == {0: Continue(1, 2)}
+
+
 def test_min_replicas_counts_holders_not_those_behind():
     job = Script(min_replicas=2)
     job.first(0, 1)
@@ -473,11 +480,12 @@ def test_what_is_known_never_to_be_committed_is_not_waited_for():
     assert "may come back with it" in job.ask(1, epoch=1, after=1).notes["Waiting"]
 
 
-def test_a_joiner_that_holds_more_than_the_ring_breaks_it():
+@pytest.mark.parametrize("epoch", [5, 0], ids=["of a later epoch", "started again"])
+def test_a_joiner_that_holds_more_than_the_ring_breaks_it(epoch):
     """Counter-example 6: who is ahead of a grant is never behind under it."""
     job = Script()
     job.first(0, 1)
-    job.ask(2, at(5, 3), epoch=5)
+    job.ask(2, at(5, 3), epoch=epoch)
     assert not job.ask(0, at(1, 1), epoch=1).answers
     out = job.ask(1, at(1, 1), epoch=1)
     assert out.grant(2).base == at(5, 3)
