@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import faults
+from tests.support import faults
 
 
 def test_each_fault_applies_once_and_names_tests_that_exist() -> None:

@@ -7,9 +7,9 @@ on the unchanged copy, where they must pass. Then, for each fault, its text is r
 until one fails, and the text is put back. The command prints "caught" or "MISSED" for each fault, and exits with 1
 if one is missed. A fault with which the tests cannot be collected counts as missed: it shows nothing.
 
-An entry of faults.txt has the name and what would go wrong for a user, the file, the text that is replaced ("-"),
-its replacement ("+"; none: nothing), and the tests of which one must fail ("!"). The text may be a part of a line.
-It stands in the file exactly once.
+An entry of faults.txt has the name and what would go wrong for a user, a file or folder, the text that is replaced
+("-"), its replacement ("+"; none: nothing), and the tests of which one must fail ("!"). The text may be a part of a
+line. It stands in the file, or in all modules of the folder together, exactly once.
 
 The rules of the protocol have a list of their own, which is not repeated: `MUTANTS` in tests/sim/test_explore.py
 removes one rule at a time, and the model checker must find a counter-example for each of the 25. It finds replicas
@@ -50,8 +50,8 @@ class Fault:
 
     name: str
     harm: str  # what would go wrong for a user
-    file: str
-    old: str  # stands in the file exactly once
+    place: str  # a file or a folder, relative to the root
+    old: str  # stands there exactly once
     new: str
     tests: tuple[str, ...]  # names of test functions, of which one must fail
 
@@ -70,11 +70,11 @@ def _parse(lines: list[str]) -> Fault:
 
 def tests() -> dict[str, list[str]]:
     """Return the files, relative to the root, that define each test function, by its name."""
-    found: dict[str, list[str]] = {}
+    known: dict[str, list[str]] = {}
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         for name in re.findall(r"^(?:async )?def (test_\w+)\(", path.read_text(), re.MULTILINE):
-            found.setdefault(name, []).append(str(path.relative_to(ROOT)))
-    return found
+            known.setdefault(name, []).append(str(path.relative_to(ROOT)))
+    return known
 
 
 def nodes(fault: Fault, known: dict[str, list[str]]) -> list[str]:
@@ -82,12 +82,17 @@ def nodes(fault: Fault, known: dict[str, list[str]]) -> list[str]:
     return [f"{file}::{name}" for name in fault.tests for file in known[name]]
 
 
+def found(fault: Fault, tree: Path) -> list[Path]:
+    """Return the module in which the text of ``fault`` stands, once for each time."""
+    place = tree / fault.place
+    modules = [place] if place.suffix else sorted(place.rglob("*.py"))
+    return [module for module in modules for _ in range(module.read_text().count(fault.old))]
+
+
 def problems(fault: Fault, known: dict[str, list[str]]) -> Iterator[str]:
     """Yield what makes an entry of the list useless: it does not apply exactly once, or names no test."""
-    path = ROOT / fault.file
-    count = path.read_text().count(fault.old) if path.exists() else 0
-    if count != 1:
-        yield f"{fault.name}: its text stands {count} times in {fault.file}: {fault.old!r}"
+    if len(found(fault, ROOT)) != 1:
+        yield f"{fault.name}: its text stands {len(found(fault, ROOT))} times in {fault.place}: {fault.old!r}"
     if not fault.tests:
         yield f"{fault.name}: no test is named"
     for name in fault.tests:
@@ -115,7 +120,7 @@ def write(path: Path, text: str) -> None:
 @contextmanager
 def applied(fault: Fault, tree: Path) -> Iterator[None]:
     """Put the fault into a copy of the tree, within a ``with`` block."""
-    path = tree / fault.file
+    (path,) = found(fault, tree)
     text = path.read_text()
     write(path, text.replace(fault.old, fault.new))
     try:
