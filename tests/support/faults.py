@@ -8,8 +8,8 @@ until one fails, and the text is put back. The command prints "caught" or "MISSE
 if one is missed. A fault with which the tests cannot be collected counts as missed: it shows nothing.
 
 An entry of faults.txt has the name and what would go wrong for a user, a file or folder, the text that is replaced
-("-"), its replacement ("+"; none: nothing), and the tests of which one must fail ("!"). The text may be a part of a
-line. It stands in the file, or in all modules of the folder together, exactly once.
+("-"), its replacement ("+"; none: nothing), and the tests of which one must fail ("!"). The text may be a part of
+a line. It stands in the file, or in all modules of the folder together, exactly once.
 
 The rules of the protocol have a list of their own, which is not repeated: `MUTANTS` in tests/sim/test_explore.py
 removes one rule at a time, and the model checker must find a counter-example for each of the 25. It finds replicas
