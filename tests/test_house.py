@@ -31,3 +31,32 @@ def test_what_is_imported_within_a_function_or_for_types_alone_makes_no_circle(t
     lazy = "from typing import TYPE_CHECKING\n\nif TYPE_CHECKING:\n    from lighthouse import one\n"
     (package / "two.py").write_text(lazy)
     assert house.shape(tmp_path).circles == []
+
+
+def test_docstrings_say_something() -> None:
+    assert list(house.unclear_docstrings()) == []
+
+
+def test_reference_docstrings_name_parameters_and_results() -> None:
+    modules = house.reference_modules()
+    assert {"job.py", "communicator.py", "fetch.py", "writer.py", "replica.py", "transition.py"} <= {
+        m.name for m in modules
+    }
+    assert list(house.undocumented(modules)) == []
+
+
+def test_a_docstring_that_says_nothing_is_seen(tmp_path: Path) -> None:
+    module = tmp_path / "ft_hsdp" / "one.py"
+    module.parent.mkdir()
+    module.write_text(
+        '"""A module with docstrings."""\n\n\n'
+        'class Ring:\n    """See `Communicator` for more about it."""\n\n'
+        '    def __init__(self, size: int, depth: int) -> None:\n        """Make one of ``size``, filled."""\n\n'
+        '    def sum(self, number: int) -> float:\n        """Sum it up."""\n\n'
+        '    @property\n    def left(self) -> int:\n        """The neighbour on the left."""\n'
+    )
+    assert list(house.unclear_docstrings(tmp_path)) == [
+        "ft_hsdp/one.py: Ring: See `Communicator` for more about it.",
+        "ft_hsdp/one.py: sum: Sum it up.",
+    ]
+    assert list(house.undocumented([module])) == ["one.py: __init__: depth", "one.py: sum: number, the result"]

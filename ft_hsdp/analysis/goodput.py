@@ -32,7 +32,7 @@ class Median:
         self._value = 0.0
 
     def add(self, value: float) -> None:
-        """Take a value."""
+        """Add one value to the counts."""
         key = int(math.log2(value if value > 1e-6 else 1e-6) * BINS_PER_OCTAVE)
         count, total = self._bins.get(key, (0, 0.0))
         self._bins[key] = (count + 1, total + value)
@@ -128,7 +128,7 @@ class Goodput:
         self._marks: dict[str, float] = {}  # what happened since the last commit, and when first
 
     def event(self, row: Mapping[str, Any]) -> None:
-        """Take an event."""
+        """Take one event of the job."""
         name, t = row["event"], row["t"]
         mark = _MARKS.get(name)
         if mark is not None:

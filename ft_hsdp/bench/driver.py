@@ -60,7 +60,7 @@ class Logs:
                 libc.fallocate(file.fileno(), _PUNCH_HOLE, ctypes.c_long(0), size)
 
     def close(self) -> None:
-        """Close them."""
+        """Close all open files."""
         for pair in self._files.values():
             for file in pair:
                 file.close()

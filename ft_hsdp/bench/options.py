@@ -34,7 +34,7 @@ class ProgressLog:
     notes: list[str] = field(default_factory=list)
 
     def say(self, text: str) -> None:
-        """Print one line."""
+        """Print one line at once."""
         self.stream.write(text + "\n")
         self.stream.flush()
 

@@ -132,7 +132,7 @@ FIRST_WINDOW = 65535
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """An HTTP/2 frame."""
+    """Return one HTTP/2 frame."""
     return struct.pack("!I", len(payload))[1:] + struct.pack("!BBI", kind, flags, stream) + payload
 
 
@@ -206,7 +206,7 @@ READ = 1 << 18
 
 
 class Wire(Protocol):
-    """One connection's protocol."""
+    """The protocol of one connection."""
 
     def greeting(self) -> bytes:
         """What is said first."""
@@ -263,7 +263,7 @@ class ClientHerd:
         return time.perf_counter() - begin, [answer for answer in answers if answer is not None]
 
     def close(self) -> None:
-        """Hang up."""
+        """Close all connections of the client."""
         for sock in self._socks:
             sock.close()
         self._epoll.close()

@@ -112,7 +112,7 @@ class QuorumContender:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Where it listens."""
+        """Return the server's (host, port)."""
         return "127.0.0.1", self.url.port or 0
 
     def cpu_s(self) -> float:
@@ -144,7 +144,7 @@ class Torchft(QuorumContender):
         return seconds
 
     def settle(self) -> None:
-        """The first quorum."""
+        """Form the first quorum."""
         self.same()
 
     def _message(self, member: int) -> bytes:
@@ -196,7 +196,7 @@ class Ours(QuorumContender):
         return seconds
 
     def settle(self) -> None:
-        """The first epoch."""
+        """Form the first epoch."""
         self.new()
 
     def _message(self, member: int, after: int) -> bytes:

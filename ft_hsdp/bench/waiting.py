@@ -34,10 +34,10 @@ class Waiting(nn.Module):
 
 
 class Nothing:
-    """Data for it."""
+    """Data for the model: ones."""
 
     def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> Tensor:
-        """One number."""
+        """Return a batch of one number."""
         return torch.ones(1)
 
 

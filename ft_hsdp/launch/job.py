@@ -47,7 +47,7 @@ class LighthouseHandle(Protocol):
         """Start each again whenever it ends, until cancelled."""
 
     async def stop(self) -> None:
-        """End them."""
+        """End all lighthouses of the job."""
 
 
 @dataclass(frozen=True, slots=True)

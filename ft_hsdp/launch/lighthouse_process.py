@@ -177,7 +177,7 @@ class LighthouseProcess:
                 raise
 
     async def stop(self) -> None:
-        """End the process."""
+        """End the process and its spare."""
         if self._spare is not None and self._spare.returncode is None:
             self._spare.kill()
             await self._spare.wait()

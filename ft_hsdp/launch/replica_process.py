@@ -125,7 +125,7 @@ class ReplicaProcess(Changes):
         return f"rank {rank.rank} ended with {kind_of(rank)}" + (f": {said}" if said else "")
 
     def write(self) -> None:
-        """Write processes.json."""
+        """Write processes.json for `status`."""
         ranks = [
             {"rank": rank.rank, "pid": rank.pid, "host": rank.process.host, "state": rank.state}
             for rank in sorted(self.ranks.values(), key=lambda rank: rank.rank)

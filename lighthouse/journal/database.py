@@ -95,7 +95,7 @@ class Database(Protocol):
         """
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the database's file."""
 
 
 class SqliteDatabase:
@@ -193,7 +193,7 @@ class SqliteDatabase:
         return found[::-1] if after is None else found
 
     def close(self) -> None:
-        """Close all connections."""
+        """Close all connections to the file."""
         for db, lock in (self._reader, self._searcher, (self._writer, self._writing)):
             with lock:
                 db.close()

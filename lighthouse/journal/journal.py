@@ -40,7 +40,7 @@ class Sink(Protocol):
     """Another receiver of rows. If it raises, the error is logged and this sink misses the row."""
 
     def event(self, seq: int, row: Mapping[str, Any]) -> None:
-        """Take an event."""
+        """Take one event, with its number."""
 
     def commit(self, seq: int, row: Mapping[str, Any]) -> None:
         """Take a commit: once per step and lineage, as the first replica reported it."""

@@ -51,7 +51,7 @@ class Subscribers:
         self._wake()
 
     def close(self) -> None:
-        """End every subscription."""
+        """End every `follow` that is open."""
         self._closed = True
         self._wake()
 

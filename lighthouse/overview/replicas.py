@@ -192,7 +192,7 @@ class Lanes:
         self._t = 0.0
 
     def event(self, name: str, row: Mapping[str, Any]) -> None:
-        """Take any event."""
+        """Take one event of the job."""
         replica = row.get("replica")
         if replica is None:
             return  # it is about the whole job

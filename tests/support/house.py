@@ -1,18 +1,21 @@
-"""The shape of the code: sizes of modules and folders, import circles, class names.
+"""The shape of the code: sizes of modules and folders, import circles, class names, docstrings.
 
 Run it with ``python tests/support/house.py``.
 
-It prints a table and exits with 1 if a limit is broken; `tests/test_house.py` checks the same limits.
+It prints a table and exits with 1 if a limit is broken; `tests/test_house.py` checks these limits and docstrings.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import statistics
 import sys
+import tomllib
 from collections import defaultdict
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +51,7 @@ class Shape:
 
 def shape(root: Path = ROOT) -> Shape:
     """The shape of the product below ``root``. ``__init__`` modules count as parts of import circles only."""
-    trees = {_name(path, root): (path, ast.parse(path.read_text())) for path in _files(root)}
+    trees = {_name(path, root): (path, _parsed(path)) for path in _files(root)}
     lines: dict[str, int] = {}
     folders: dict[str, int] = defaultdict(int)
     classes: dict[str, list[str]] = defaultdict(list)
@@ -90,6 +93,62 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
         if name not in number:
             visit(name)
     return found
+
+
+def unclear_docstrings(root: Path = ROOT) -> Iterator[str]:
+    """Yield what has a docstring of fewer than four words, or one that only refers to another."""
+    for path in _files(root):
+        for node in ast.walk(_parsed(path)):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text is not None and (len(text.split()) < 4 or re.match(r"See\b", text)):
+                    yield f"{path.relative_to(root)}: {getattr(node, 'name', '')}: {text}"
+
+
+def reference_modules(root: Path = ROOT) -> list[Path]:
+    """The modules whose docstrings are linted in full: those that pyproject.toml exempts from per-file-ignores."""
+    ignores = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["per-file-ignores"]
+    (pattern,) = (re.fullmatch(r"!\{(.*)\}\.py", name) for name in ignores if name.startswith("!"))
+    assert pattern is not None
+    return sorted(path for part in pattern[1].split(",") for path in root.glob(f"{part}.py"))
+
+
+def undocumented(paths: Iterable[Path]) -> Iterator[str]:
+    """Yield the parameters and results of public functions in ``paths`` that the docstring does not name.
+
+    A class's docstring counts for its ``__init__``. The parameter ``s``, a state, needs no name.
+    """
+    for path in paths:
+        for owner, function in _public_functions(_parsed(path)):
+            text = ast.get_docstring(function) or ""
+            if function.name == "__init__" and owner is not None:
+                text += ast.get_docstring(owner) or ""
+            args = function.args
+            names = [arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
+            missing = [n for n in names if n not in ("self", "cls", "s") and not re.search(rf"\b{n}\b", text)]
+            result = "None" if function.returns is None else ast.unparse(function.returns)
+            if result not in ("None", "NoReturn") and not re.search(r"\b(return|yield)s?\b", text, re.IGNORECASE):
+                missing.append("the result")
+            if missing:
+                yield f"{path.name}: {function.name}: {', '.join(missing)}"
+
+
+def _public_functions(
+    tree: ast.Module | ast.ClassDef,
+) -> Iterator[tuple[ast.ClassDef | None, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    """Functions and methods with their classes. Properties, whose docstrings say what they are, are left out."""
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+            yield from _public_functions(node)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            plain = not any(isinstance(each, ast.Name) and each.id == "property" for each in node.decorator_list)
+            if plain and (node.name == "__init__" or not node.name.startswith("_")):
+                yield tree if isinstance(tree, ast.ClassDef) else None, node
+
+
+@cache
+def _parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
 
 
 def _files(root: Path) -> Iterator[Path]:

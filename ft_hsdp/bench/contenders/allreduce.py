@@ -42,11 +42,11 @@ class Gloo(AllReduceRank):
         )
 
     def all_reduce(self, source: Tensor, sink: Tensor) -> None:
-        """Sum in place."""
+        """Sum ``sink`` in place over the ranks."""
         dist.all_reduce(sink)
 
     def close(self) -> None:
-        """Destroy the group."""
+        """Destroy the process group."""
         dist.destroy_process_group()
 
 
@@ -73,7 +73,7 @@ class FTAR(AllReduceRank):
         self._ring.all_reduce(source, out=sink).wait(TIMEOUT_S)
 
     def close(self) -> None:
-        """Close the communicator."""
+        """Close the FTAR communicator."""
         self._ring.close()
 
     def empty(self, elements: int) -> Tensor:

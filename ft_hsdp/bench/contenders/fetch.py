@@ -109,14 +109,14 @@ class RawDonor(DonorContender):
 
 
 class RawReceiver(ReceiverContender):
-    """recv_into, in pieces."""
+    """Receives the bytes with recv_into, in pieces."""
 
     def __init__(self, seat: FetchSeat, where: str) -> None:
         self._room = SnapshotBuffer(seat.total)
         self._port = int(where)
 
     def take(self) -> None:
-        """Fill the room."""
+        """Receive all bytes into the buffer."""
         view = self._room.memory
         with socket.create_connection((HOST, self._port)) as sock:
             address.tune(sock)
@@ -147,7 +147,7 @@ class FetchDonor(DonorContender):
 
 
 class FetchReceiver(ReceiverContender):
-    """`state.fetch`, everything verified."""
+    """Fetches with `state.transfer.fetch`, which verifies every chunk."""
 
     def __init__(self, seat: FetchSeat, where: str) -> None:
         header = _header(seat)
@@ -156,12 +156,12 @@ class FetchReceiver(ReceiverContender):
         self._donors = [Address(0, where)]
 
     def take(self) -> None:
-        """Fill the room."""
+        """Fetch the shard into the buffer."""
         request = FetchRequest.exactly(self._expected, self._room.memory)
         fetch(self._donors, request, TOKEN, TIMEOUT_S, threading.Event(), lambda *_: None)
 
     def drop(self) -> str:
-        """Wipe the room."""
+        """Return the digest of the buffer, and zero it."""
         found = digest([self._room.bytes])
         self._room.bytes[:] = 0
         return found

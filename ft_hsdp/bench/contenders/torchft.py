@@ -31,7 +31,7 @@ class TorchFT(AllReduceRank):
         )
 
     def all_reduce(self, source: Tensor, sink: Tensor) -> None:
-        """Sum in place."""
+        """Sum ``sink`` in place over the ranks."""
         self._group.allreduce([sink], ReduceOp.SUM).wait()
 
     def close(self) -> None:

@@ -46,20 +46,20 @@ class TransportReceiver(ReceiverContender):
         self._got = self._transport.recv_checkpoint(0, self._where, STEP, TIMEOUT)
 
     def drop(self) -> str:
-        """Forget them."""
+        """Return the digest of the tensors, and drop them."""
         got, self._got = self._got, {}
         return digest(got[f"{i}"].view(torch.uint8).numpy() for i in range(len(got)))
 
 
 class StateDonor(TransportDonor):
-    """ft_hsdp's StateTransport."""
+    """Serves with ft_hsdp's `StateTransport`."""
 
     def __init__(self, seat: FetchSeat) -> None:
         super().__init__(StateTransport(host="127.0.0.1"), seat)
 
 
 class StateReceiver(TransportReceiver):
-    """The same."""
+    """Receives with ft_hsdp's `StateTransport`."""
 
     def __init__(self, seat: FetchSeat, where: str) -> None:
         super().__init__(StateTransport(host="127.0.0.1"), where)

@@ -17,7 +17,7 @@ from ft_hsdp.launch.run.directory import write_json
 
 
 def main(argv: Sequence[str]) -> None:
-    """Serve."""
+    """Serve until this process is killed."""
     file, *numbers = argv
     names = ("heartbeat_timeout_ms", "join_timeout_ms", "min_replicas")
     given = dict(zip(names, map(int, numbers), strict=False))

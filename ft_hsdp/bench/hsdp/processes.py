@@ -58,11 +58,11 @@ class Loopback:
         self._ports: dict[tuple[int, int], int] = {}
 
     def host(self, replica: int | None = None) -> str:
-        """The loopback's."""
+        """Return the loopback address."""
         return LOOPBACK
 
     def inside(self, space: str, *command: str) -> list[str]:
-        """The command itself."""
+        """Return the command unchanged: there are no namespaces."""
         return list(command)
 
     def port(self, number: int, replica: int) -> int:

@@ -195,11 +195,11 @@ class JobUnderTest(UnderTest):
         return [("the job", self._process, self._log)]
 
     def kill(self, replica: int, rank: int) -> Kill:
-        """SIGKILL one rank."""
+        """Send SIGKILL to one rank."""
         return self._hit(replica, rank, "KILL")
 
     def stop(self, replica: int, rank: int) -> Kill:
-        """SIGSTOP one rank."""
+        """Send SIGSTOP to one rank."""
         return self._hit(replica, rank, "STOP")
 
     def _hit(self, replica: int, rank: int, name: str) -> Kill:

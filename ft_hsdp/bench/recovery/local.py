@@ -80,7 +80,7 @@ class _Process:
         return self.answer()
 
     def answer(self) -> dict[str, Any]:
-        """Its next line."""
+        """Wait for the process's next answer, and return it."""
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:

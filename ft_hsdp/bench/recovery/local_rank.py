@@ -53,7 +53,7 @@ class LocalRank:
             tensor.fill_(1.0)  # every page is there
 
     def obey(self, order: str) -> dict[str, Any]:
-        """Do one thing."""
+        """Carry out one order, and return its result."""
         if order == "keep":
             return self._keep()
         start = time.monotonic()

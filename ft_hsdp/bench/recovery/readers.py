@@ -102,7 +102,7 @@ class _Reader:
             return self._gone()
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection, if there is one."""
         if self._sock is not None:
             self._sock.close()
             self._sock = None

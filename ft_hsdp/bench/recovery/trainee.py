@@ -31,7 +31,7 @@ class Data(Protocol):
     """Batches by their place."""
 
     def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> object:
-        """One of them."""
+        """Return one micro-batch of a rank."""
 
 
 class Words:

@@ -75,7 +75,7 @@ class WorkerLink:
         self._sock.close()
 
     def fileno(self) -> int:
-        """Of the socket."""
+        """Return the socket's file descriptor."""
         return self._sock.fileno()
 
     def read(self) -> Answer | None:

@@ -97,7 +97,7 @@ class Worker:
         return {"t": time.monotonic()}
 
     def close(self) -> None:
-        """End what runs."""
+        """End the thread and the rank."""
         self._spin(False)
         self.rank.close()
 
@@ -149,7 +149,7 @@ class Spinner:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread."""
+        """End the thread, and wait for it."""
         self._stopped = True
         self._thread.join()
 

@@ -69,7 +69,7 @@ class _Server:
 
     @property
     def pid(self) -> int:
-        """Its pid."""
+        """Return the server's pid."""
         return self.process.pid
 
     async def fork(self, request: Mapping[str, Any], line: socket.socket, start: _Start, within_s: float) -> int:

@@ -201,7 +201,7 @@ def _load(entry: str, preload: Sequence[str]) -> Entry:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Load, then serve."""
+    """Load the entry point, then fork ranks on request."""
     sock = socket.socket(fileno=int(argv[0]))
     try:
         entry = _load(argv[1], argv[3:])

@@ -99,7 +99,7 @@ class Terminal:
             self._live.stop()
 
     def say(self, text: str, style: str = "") -> None:
-        """Print one line."""
+        """Print one line of text."""
         self._console.print(escape(text), style=style)
 
     def commit(self, row: Row) -> None:
