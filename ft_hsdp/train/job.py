@@ -144,6 +144,7 @@ class Job:
         self._assigner = BatchAssigner(config.data.assignment, config.slots)
         # Made by `shard`, `optimizer` and `batches`, in this order.
         self._sharded: Sharded
+        self._model = ""  # class of the model
         self._groups: Groups | None = None
         self._live_state: LiveState
         self._runtime: RankRuntime | None = None
@@ -205,6 +206,7 @@ class Job:
         if self.device.type != "cpu":
             model.to(self.device)
         mesh = init_device_mesh(self.device.type, (self.ranks,))
+        self._model = f"{type(model).__module__}.{type(model).__qualname__}"
         self._sharded = Sharded(model, parts, mesh, self._ready, policy)
         model.register_forward_hook(self._saw_loss)
         return model
@@ -343,7 +345,9 @@ class Job:
             runtime.journal.note(
                 self._identity.began, "ReplicaBooted", "its processes know which replica they are"
             )
-            runtime.journal.note(warm, "ReplicaWarmed", "model, optimizer and process group are ready")
+            parameters = sum(p.numel() for p in self._sharded.params.values())
+            why = "model, optimizer and process group are ready"
+            runtime.journal.note(warm, "ReplicaWarmed", why, model=self._model, parameters=parameters)
             folder = self._place.run / "replicas" / str(self.replica)
             incarnation, lost = self._identity.incarnation, runtime.journal.lost
             self._log = StepLog(folder, incarnation, runtime.reporter.commit, lost)
