@@ -5,6 +5,7 @@ A lighthouse that is alone begins once; one of several begins when it has won th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -122,12 +123,23 @@ def policy(config: Config) -> Policy:
     )
 
 
-def about(config: Config) -> JobInfo:
-    """Return what the journal has to know of the job."""
+# The keys that the page shows.
+SHOWN = (
+    *("model.dim", "model.layers", "model.heads"),
+    *("train.seed", "train.micro_batch", "train.accumulate", "train.seq_len", "train.device", "train.precision"),
+    *("data.path", "optim.lr", "optim.weight_decay", "optim.clip", "lr.schedule", "lr.warmup", "lr.intervention"),
+    *("quorum.min_replicas", "checkpoint.every", "spares"),
+)
+
+
+def about(config: Config, live: bool = True) -> JobInfo:
+    """Return what the journal has to know of the job; ``live``: it is no finished run."""
     return JobInfo(
         config.job.name,
         config.slots,
         config.ranks_per_replica,
         config.train.steps,
+        live=live,
         replicas=config.replicas,
+        config={key: functools.reduce(getattr, key.split("."), config) for key in SHOWN},
     )

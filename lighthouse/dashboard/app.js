@@ -8,6 +8,7 @@ import { html, render, useEffect } from "./html.js";
 import { KeyForm } from "./key.js";
 import { Log } from "./log.js";
 import { start } from "./model.js";
+import { Run } from "./run.js";
 import { Slider } from "./slider.js";
 import { store, useStore } from "./store.js";
 import { Timeline, zoomKey } from "./timeline.js";
@@ -27,7 +28,7 @@ function Page() {
     <main>
       <div class="board">
         <${Timeline} />
-        <div class="side"><${Effective} /><${Waterfall} /></div>
+        <div class="side"><${Effective} /><${Waterfall} /><${Run} /></div>
         <${Log} />
       </div>
     </main>

@@ -62,7 +62,7 @@ export function Header() {
         <${Fact} label="effective time" about="share of the time that trained the model">${percent(effective.wall_clock)}<//>
         <${Fact} label="epoch" about="number of the present membership: a new one begins when a replica leaves or joins">${count(head.epoch)}<//>
         <${Fact} label="loss">${Number.isFinite(head.loss) ? head.loss.toFixed(4) : "–"}<//>
-        <${Fact} label="lr scale" about="factor on the learning rate while fewer replicas contribute (lr.intervention)">${short(head.lr_scale)}<//>
+        <${Fact} label="learning rate" about="of the newest step; lr scale is its factor while fewer replicas contribute (lr.intervention)" note=${`lr scale ${short(head.lr_scale)}`}>${short(head.lr)}<//>
       </dl>
       <div class="progress" role="progressbar" aria-label="Progress" aria-valuemin="0" aria-valuemax="100" aria-valuenow=${Math.round(share * 100)}>
         <span style=${{ width: `${share * 100}%` }} />

@@ -25,6 +25,14 @@ class JobView(BaseModel):
     live: bool
 
 
+class RunView(BaseModel):
+    """What is trained, and the keys of the configuration that say how, by dotted name."""
+
+    model: str | None  # its class; None: no replica was warm yet
+    parameters: int | None
+    config: dict[str, str | int | float | bool | None]
+
+
 class LighthouseView(BaseModel):
     """Which term leads since when, and when no lighthouse led."""
 
@@ -162,6 +170,7 @@ class OverviewView(BaseModel):
     now: float
     seq: int
     job: JobView
+    run: RunView
     lighthouse: LighthouseView
     head: Head
     effective: Effective

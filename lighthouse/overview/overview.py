@@ -44,6 +44,8 @@ class Timeline:
         self.ended: float | None = None
         self.finished = False
         self.halted = ""
+        self.model: str | None = None  # class of the model, as the newest replica that is warm says
+        self.parameters: int | None = None  # of the model
         self.term = self.epoch = 0
         self.since: float | None = None
         self.outages: list[list[float]] = []  # of the lighthouse: from, to
@@ -64,6 +66,10 @@ class Timeline:
             self.finished, self.ended = True, t
         elif name == "JobHalted":
             self.halted, self.ended = str(row.get("reason", "")), t
+        elif name == "ReplicaWarmed":
+            model, parameters = row.get("model"), row.get("parameters")
+            if isinstance(model, str) and isinstance(parameters, int):
+                self.model, self.parameters = model, parameters
         elif name == "JobScaled":
             self.lanes.scale(int(row.get("replicas") or 0), t, str(row.get("reason", "")))
         if name == "EpochGranted" or row.get("replica") in self._replicas:
@@ -199,6 +205,11 @@ class Overview:
             "now": now,
             "seq": self.seq,
             "job": self._job(),
+            "run": {
+                "model": timeline.model,
+                "parameters": timeline.parameters,
+                "config": dict(self.about.config),
+            },
             "lighthouse": {
                 "term": timeline.term,
                 "epoch": timeline.epoch,

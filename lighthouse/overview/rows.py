@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 Kind = Literal["event", "commit"]
@@ -27,3 +28,4 @@ class JobInfo:
     steps: int  # to train
     live: bool = True  # False: a finished run is shown
     replicas: int | None = None  # with which the job begins; None: all slots
+    config: Mapping[str, object] = field(default_factory=dict, hash=False)  # what the page shows, by dotted key

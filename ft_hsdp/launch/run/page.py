@@ -23,6 +23,7 @@ from lighthouse.journal import row_checks
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.rows import JobInfo, JournalEntry
+from lighthouse.runtime import about
 
 BATCH = 5000  # rows that are appended to the journal at once
 
@@ -64,15 +65,7 @@ def recorded(run: RunDir) -> tuple[MemoryDatabase, JobInfo]:
     Raises:
         ConfigError: There are none.
     """
-    config = load(run.config)
-    job_info = JobInfo(
-        config.job.name,
-        config.slots,
-        config.ranks_per_replica,
-        config.train.steps,
-        live=False,
-        replicas=config.replicas,
-    )
+    job_info = about(load(run.config), live=False)
     rows: list[tuple[float, str, Row]] = [
         (row["t"], "event", row_checks.plain({"source": "replica", "reason": "", **row})) for row in events_of(run)
     ]

@@ -44,6 +44,14 @@ def grant(t, epoch, roles):
     return ev(t, "EpochGranted", epoch=epoch, members=members, roles=told, term=5, step=1)
 
 
+def test_the_model_is_what_the_newest_warm_replica_says():
+    timeline = fold([ev(1, "ReplicaWarmed", 0)])
+    assert (timeline.model, timeline.parameters) == (None, None)
+    for model, parameters, counts in (("own.Net", 12, True), ("own.Net", "many", False), (7, 13, False)):
+        timeline.event(2, ev(2, "ReplicaWarmed", 0, model=model, parameters=parameters))
+        assert ((timeline.model, timeline.parameters) == (model, parameters)) is counts
+
+
 ALL = {0: "contribute", 1: "contribute", 2: "contribute"}
 START = [
     *(ev(0, "ReplicaStarted", r) for r in range(3)),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import uvicorn
 
+from ft_hsdp.config import Config
 from ft_hsdp.protocol import ProcessReport
 from lighthouse.http.access import Keys
 from lighthouse.http.app import create_app
@@ -19,6 +20,7 @@ from lighthouse.journal.database import SqliteDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.rows import JobInfo
 from lighthouse.quorum.state import Policy
+from lighthouse.runtime import about
 from lighthouse.service import Service
 from lighthouse.store import MemoryStore
 
@@ -32,7 +34,8 @@ class _Server(uvicorn.Server):
     """Begins what needs the event loop."""
 
     def __init__(self, archive: Path, port: int) -> None:
-        self._chronicle = JobJournal(SqliteDatabase(archive), JobInfo("pretrain", REPLICAS, 2, STEPS))
+        job = JobInfo("pretrain", REPLICAS, 2, STEPS, config=about(Config()).config)
+        self._chronicle = JobJournal(SqliteDatabase(archive), job)
         store = MemoryStore()
         state = store.load(Policy(slots=REPLICAS, steps=STEPS))
         self._service = Service(state, store, TOKEN, lambda row: self._chronicle.note([row]), name="pretrain")
