@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,8 +25,6 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankCheckpointed, RankCheckpointFailed
-from ft_hsdp.state.agent.slots import CompleteSnapshot as Kept
-from ft_hsdp.state.agent.slots import newest_common
 from ft_hsdp.state.checkpoint.load import resume
 from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointNotPublished, Header, Outcome
 from ft_hsdp.state.replica_group import ReplicaGroup
@@ -90,8 +88,19 @@ def restore(
 
 def _newest(snapshots: SnapshotWriter, ranks: ReplicaGroup, tried: set[StateId]) -> StateId | None:
     """Return the newest state that every rank's agent has and that was not tried before; None if there is none."""
-    recalls = [_decode(each) for each in ranks.gather(_encode(snapshots.list()))]
-    return newest_common([[kept for kept in recall if kept.state not in tried] for recall in recalls])
+    mine = json.dumps([asdict(snapshot.state) for snapshot in snapshots.list()]).encode()
+    kept = [[StateId(**each) for each in json.loads(said)] for said in ranks.gather(mine)]
+    return newest_common([[state for state in states if state not in tried] for states in kept])
+
+
+def newest_common(kept: Sequence[Sequence[StateId]]) -> StateId | None:
+    """Return the newest state of which every rank has a complete snapshot, or None.
+
+    Args:
+        kept: The states of each rank's complete snapshots, newest first. At least one rank.
+    """
+    everywhere = set.intersection(*map(set, kept))
+    return next((state for state in kept[0] if state in everywhere), None)
 
 
 def _newer(kept: StateId, live_state: LiveState) -> bool:
@@ -135,14 +144,6 @@ def _resume(live_state: LiveState, ranks: ReplicaGroup, checkpoints: Checkpoints
             journal.event("CheckpointPassedOver", passed.reason, checkpoint=passed.name)
         facts = {"step": found.state.step, "origin": str(found.path), "seconds": found.seconds}
         journal.event("StateRestored", "newest valid checkpoint", **facts)
-
-
-def _encode(kept: tuple[Kept, ...]) -> bytes:
-    return json.dumps([asdict(each.state) for each in kept]).encode()
-
-
-def _decode(said: bytes) -> list[Kept]:
-    return [Kept(StateId(**each), settled=False) for each in json.loads(said)]
 
 
 class CheckpointSaver:

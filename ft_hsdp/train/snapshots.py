@@ -30,7 +30,7 @@ from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.state.agent.client import AgentGone, Starter, StateAgent
-from ft_hsdp.state.agent.slots import CompleteSnapshot as Kept
+from ft_hsdp.state.agent.messages import CompleteSnapshot
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
@@ -101,7 +101,7 @@ class SnapshotWriter:
 
     # Before check-in.
 
-    def list(self) -> tuple[Kept, ...]:
+    def list(self) -> tuple[CompleteSnapshot, ...]:
         """Return the snapshots that an earlier incarnation of this rank left behind, newest first. Blocks."""
         return self._submit(lambda agent: agent.list()).result() or ()
 

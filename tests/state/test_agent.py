@@ -15,8 +15,9 @@ import pytest
 from ft_hsdp import address, handshake
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.state.agent.client import AgentGone
+from ft_hsdp.state.agent.messages import CompleteSnapshot
 from ft_hsdp.state.agent.server import main
-from ft_hsdp.state.agent.slots import CompleteSnapshot, newest_common
+from ft_hsdp.train.checkpointing import newest_common
 from tests.support.state import agent_helpers
 from tests.support.state.agent_helpers import (
     DEADLINE_S,
@@ -61,7 +62,7 @@ def test_trainers_are_killed_while_they_write_and_what_was_complete_lives(agent:
     ranks = [connect(0, rank) for rank in (0, 1)]
     recalls = [rank.list() for rank in ranks]
     assert recalls[0] == (CompleteSnapshot(state(3), False), CompleteSnapshot(state(2), True))
-    newest = newest_common(recalls)
+    newest = newest_common([[kept.state for kept in recall] for recall in recalls])
     assert newest == state(2)
     for rank, client in enumerate(ranks):
         taken = client.acquire(newest)

@@ -6,7 +6,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.state.agent.slots import MAX_SLOTS, SPARE_STAGES, CompleteSnapshot, SnapshotSlots, newest_common
+from ft_hsdp.state.agent.messages import CompleteSnapshot
+from ft_hsdp.state.agent.store import MAX_SLOTS, SPARE_STAGES, SnapshotSlots
+from ft_hsdp.train.checkpointing import newest_common
 
 
 def state(step: int) -> StateId:
@@ -147,8 +149,8 @@ def test_a_state_written_twice_is_found_in_its_newest_slot():
 
 
 def test_the_newest_state_that_all_ranks_have():
-    def held(*steps: int) -> tuple[CompleteSnapshot, ...]:
-        return tuple(CompleteSnapshot(state(step), False) for step in steps)
+    def held(*steps: int) -> tuple[StateId, ...]:
+        return tuple(state(step) for step in steps)
 
     assert newest_common([held(3, 2, 1), held(2, 1), held(4, 2)]) == state(2)
     assert newest_common([held(3, 2), held(3, 2)]) == state(3)
@@ -318,7 +320,7 @@ class Ranks(RuleBasedStateMachine):
 
     @invariant()
     def something_in_common(self):
-        common = newest_common([slots.held() for slots in self.slots])
+        common = newest_common([[kept.state for kept in slots.held()] for slots in self.slots])
         assert not self.settled or (common is not None and common.step >= self.settled)
 
 

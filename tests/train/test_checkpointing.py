@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.jsonl import Journal
-from ft_hsdp.state.agent.slots import CompleteSnapshot as Kept
+from ft_hsdp.state.agent.messages import CompleteSnapshot
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train import checkpointing as module
 from ft_hsdp.train import checkpointing as restoring
@@ -105,8 +105,8 @@ class Alone:
 class Keeper:
     """Its agent answers once, and is gone then."""
 
-    def list(self) -> tuple[Kept, ...]:
-        return (Kept(KEPT, settled=True),)
+    def list(self) -> tuple[CompleteSnapshot, ...]:
+        return (CompleteSnapshot(KEPT, settled=True),)
 
     def acquire(self, state: StateId) -> None:
         return None

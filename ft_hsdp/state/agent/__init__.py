@@ -14,8 +14,8 @@ The life of a snapshot:
 
 Read the modules in this order:
 
-- `slots`: which slot is written next and which snapshots are kept. Pure.
-- `store`: `SnapshotStore`: slots, memory and checksums of all ranks of the host.
+- `store`: `SnapshotStore`: memory and checksums of the snapshots of all ranks of the host; `SnapshotSlots`
+  decides, for one rank, which slot is written next and which snapshots are kept.
 - `messages`: the orders and answers on the socket.
 - `client`: `StateAgent`, a rank's end of the socket; `Starter` starts an agent, and replaces one that no longer
   answers.

@@ -30,7 +30,7 @@ from ft_hsdp.handshake import Purpose
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state import shared_memory
 from ft_hsdp.state.agent import messages
-from ft_hsdp.state.agent.slots import CompleteSnapshot
+from ft_hsdp.state.agent.messages import CompleteSnapshot
 from ft_hsdp.state.shared_memory import Bytes
 
 RETRY_S = 0.02

@@ -14,7 +14,6 @@ from pydantic import Field
 
 from ft_hsdp import bounded, protocol
 from ft_hsdp.core.state_id import StateId
-from ft_hsdp.state.agent.slots import CompleteSnapshot
 
 MAX_MESSAGE = 1 << 16  # bytes
 MAX_HEADER = 16 << 20  # bytes
@@ -37,6 +36,14 @@ class Welcome:
     """The agent accepts the rank."""
 
     address: Annotated[str, Field(max_length=300)]  # "host:port" at which the agent serves snapshots over HTTP
+
+
+@dataclass(frozen=True, slots=True)
+class CompleteSnapshot:
+    """A complete snapshot of one rank."""
+
+    state: StateId
+    settled: bool  # all ranks of the replica have a snapshot of this state
 
 
 @dataclass(frozen=True, slots=True)
