@@ -36,8 +36,7 @@ from ft_hsdp.core.grant import Continue, Grant, Report
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.launch.backend.processes import tied
-from ft_hsdp.launch.lighthouse_process import furnish
-from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.launch.run.directory import RunDir, write_job_files
 
 MEMBERS = (3, 12, 64)
 
@@ -164,7 +163,7 @@ class Ours(QuorumContender):
     def __init__(self, stack: ExitStack, folder: Path, members: int) -> None:
         run = RunDir(folder / "run")
         config = parse({"replicas": members, "ranks_per_replica": 1, "train": {"steps": STEPS}})
-        furnish(run, config)
+        write_job_files(run, config)
         super().__init__(
             stack, tied("lighthouse", "--run", str(run.path)), run.lighthouse, folder / "lighthouse.log"
         )

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TextIO
 
 import psutil
 
@@ -22,7 +22,7 @@ from ft_hsdp.launch.backend.base import Backend
 from ft_hsdp.launch.injection import SIGNALS, Inflicted, inflict, injection_event
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.run.directory import Row, RunDir
+from ft_hsdp.launch.run.directory import Row, RunDir, claim, identity, run_of, write_job_files, write_json
 from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.summary import Summary
 from ft_hsdp.launch.run.terminal import Terminal
@@ -58,20 +58,56 @@ class JobResources:
     lighthouse: LighthouseHandle
 
 
+MakeResources = Callable[[Callable[[Row], None]], JobResources]
+"""Makes the resources of a job; its argument is called with each event of the backend and the lighthouses."""
+
+
+def start_run(config: Config) -> RunDir:
+    """Make the empty run directory of a job that this process will run.
+
+    Raises:
+        ConfigError: A job runs there, or the directory or checkpoint.key cannot be made.
+    """
+    run = run_of(config)
+    claim(run)
+    write_job_files(run, config)
+    write_json(run.supervisor, identity())
+    return run
+
+
+def run_job(
+    config: Config, run: RunDir, resources: MakeResources, stream: TextIO, *, live: bool | None = None
+) -> tuple[int, Summary | None]:
+    """Run a job in a directory of `start_run` until every replica is done. Blocks.
+
+    Args:
+        config: The job's configuration.
+        run: Its run directory.
+        resources: Makes its backend and its lighthouses.
+        stream: Where the progress is shown.
+        live: As in `Terminal`.
+
+    Returns:
+        The exit code of `launcher.py up`, and the summary if there is one.
+    """
+    with Terminal(config, stream, live=live) as terminal:
+        return asyncio.run(JobRun(config, run, terminal, resources).run())
+
+
 class JobRun:
-    """One job, from its first process to its last. ``means`` makes its resources; events go to its argument."""
+    """One job, from its first process to its last."""
 
     def __init__(
         self,
         config: Config,
         run: RunDir,
         terminal: Terminal,
-        means: Callable[[Callable[[Row], None]], JobResources],
+        resources: MakeResources,
     ) -> None:
         self._config = config
         self._run = run
         self._terminal = terminal
-        self._means = means
+        self._make_resources = resources
         self._where = os.path.relpath(run.path)
         self._supervisors: dict[int, ReplicaSupervisor] = {}
         self._outcomes: dict[int, Outcome] = {}
@@ -86,8 +122,8 @@ class JobRun:
         config, run = self._config, self._run
         self._progress = Progress()
         self._recorder = Recorder(run, config, self._terminal.commit, self._on_event)
-        means = self._means(self._recorder.emit)
-        self._backend, lighthouse = means.backend, means.lighthouse
+        resources = self._make_resources(self._recorder.emit)
+        self._backend, lighthouse = resources.backend, resources.lighthouse
         self._planner = chaos.Planner(config.chaos, config.ranks_per_replica, config.slots)
         if config.takes_faults:
             fault_injection.watch(run.path, None, None)

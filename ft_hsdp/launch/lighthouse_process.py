@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
 import socket
 import ssl
 import time
@@ -14,8 +13,8 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from ft_hsdp import secret, tls
-from ft_hsdp.config import Config, dump
+from ft_hsdp import tls
+from ft_hsdp.config import Config
 from ft_hsdp.control.lighthouse_client import http_client, urls_of_run
 from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, ConfigError, FtHsdpError
 from ft_hsdp.launch.backend.processes import environment, last_line, spare, tied
@@ -252,19 +251,6 @@ class LighthouseFleet:
     async def stop(self) -> None:
         """End all of them."""
         await asyncio.gather(*(each.stop() for each in self._all))
-
-
-def furnish(run: RunDir, config: Config, token: str | None = None) -> None:
-    """Put the configuration and the secrets into an empty run directory.
-
-    Raises ConfigError where checkpoint.key cannot be read or made.
-    """
-    key = secret.checkpoint_key(config.checkpoint.key)
-    run.path.mkdir(parents=True, exist_ok=True)
-    run.config.write_text(dump(config))
-    secret.write_private(run.token, token or secrets.token_hex(32))
-    secret.write_private(run.admin_token, secrets.token_hex(32))
-    secret.write_private(run.checkpoint_key, key.decode())
 
 
 def check_port(config: Config) -> None:

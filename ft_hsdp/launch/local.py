@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Callable
@@ -12,11 +11,10 @@ from typing import TextIO
 from ft_hsdp.config import Config
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
 from ft_hsdp.launch.backend.local import LocalBackend
-from ft_hsdp.launch.job import JobResources, JobRun
-from ft_hsdp.launch.lighthouse_process import LighthouseFleet, check_port, furnish
-from ft_hsdp.launch.run.directory import Row, RunDir, claim, identity, write_json
+from ft_hsdp.launch.job import JobResources, MakeResources, run_job, start_run
+from ft_hsdp.launch.lighthouse_process import LighthouseFleet, check_port
+from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.summary import Summary
-from ft_hsdp.launch.run.terminal import Terminal
 
 
 def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | None]:
@@ -28,25 +26,29 @@ def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | 
     check_port(config)
     check_device(config)
     prepare_data(config)
-    run = RunDir(Path(config.job.runs_dir).resolve() / config.job.name)
-    claim(run)
-    furnish(run, config)
-    write_json(run.supervisor, identity())
-    with Terminal(config, stream or sys.stdout) as terminal:
-        return asyncio.run(JobRun(config, run, terminal, here(config, run)).run())
+    run = start_run(config)
+    return run_job(config, run, local_resources(config, run), stream or sys.stdout)
 
 
-def here(
+def local_resources(
     config: Config,
     run: RunDir,
     *,
     entry: str = ENTRY,
     preload: tuple[str, ...] = PRELOAD,
     lighthouse: str = "lighthouse",
-) -> Callable[[Callable[[Row], None]], JobResources]:
-    """Return the resources of this machine. entry, preload, lighthouse: what runs in their processes."""
+) -> MakeResources:
+    """Return a function that makes a job's backend and lighthouses on this machine.
 
-    def means(emit: Callable[[Row], None]) -> JobResources:
+    Args:
+        config: The job's configuration.
+        run: Its run directory.
+        entry: What runs in a rank, as in `ForkServer`.
+        preload: The modules that the fork server imports.
+        lighthouse: The module that runs as a lighthouse.
+    """
+
+    def make(emit: Callable[[Row], None]) -> JobResources:
         backend = LocalBackend(
             run,
             entry=entry,
@@ -59,7 +61,7 @@ def here(
         )
         return JobResources(backend, LighthouseFleet(run, config, emit, module=lighthouse))
 
-    return means
+    return make
 
 
 def check_device(config: Config) -> str:

@@ -8,7 +8,6 @@ import os
 import signal
 import sys
 import time
-from pathlib import Path
 
 import httpx
 
@@ -29,21 +28,26 @@ from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.job import END_S
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
-from ft_hsdp.launch.lighthouse_process import check_port, furnish
+from ft_hsdp.launch.lighthouse_process import check_port
 from ft_hsdp.launch.local import prepare_data
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, another, claim, read_json, write_json
+from ft_hsdp.launch.run.directory import (
+    Row,
+    RunDir,
+    Tailer,
+    another,
+    claim,
+    read_json,
+    run_of,
+    write_job_files,
+    write_json,
+)
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.sentences import tell
 from lighthouse.store import finished
 
 INJECTIONS_S = 0.2  # between two looks at the log of failures on purpose
-
-
-def run_of(config: Config) -> RunDir:
-    """Where the files of `config`'s job are."""
-    return RunDir(Path(config.job.runs_dir).resolve() / config.job.name)
 
 
 def lighthouse(config: Config, url: str | None = None) -> int:
@@ -59,7 +63,7 @@ def lighthouse(config: Config, url: str | None = None) -> int:
     check_port(config)
     if _over(run) or not run.config.exists():
         claim(run, ended=not run.supervisor.exists())
-        furnish(run, config, os.environ.get(TOKEN_VARIABLE))
+        write_job_files(run, config, os.environ.get(TOKEN_VARIABLE))
     else:
         _same_hash(run, config)
         run.config.write_text(dump(config))
@@ -219,7 +223,7 @@ def _introduce(run: RunDir, config: Config, url: str) -> None:
     if not token and not run.token.exists():
         raise ConfigError(TOKEN_VARIABLE, "", "the job's token, where --lighthouse is given")
     if not run.config.exists():
-        furnish(run, config, token)
+        write_job_files(run, config, token)
     elif token and not (run.token.exists() and secret.current(run.token) == token):
         secret.write_private(run.token, token)  # others may read it at this moment: not without need
     urls = parse_urls(url)

@@ -16,8 +16,8 @@ import pytest
 from ft_hsdp.config import parse
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.launch import lighthouse_process
-from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseFleet, check_port, furnish
-from ft_hsdp.launch.run.directory import Row, RunDir, read_json
+from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseFleet, check_port
+from ft_hsdp.launch.run.directory import Row, RunDir, read_json, write_job_files
 from ft_hsdp.launch.run.status import lines, status
 from tests.support.etcd_server import EtcdServer
 from tests.support.launch.launch_helpers import run_async, until
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.multiproc
 def fleet(folder: Path, **lighthouse: Any) -> tuple[LighthouseFleet, RunDir, list[Row]]:
     run, events = RunDir(folder / "job"), []  # type: tuple[RunDir, list[Row]]
     config = parse({"job": {"name": "job"}, "lighthouse": lighthouse})
-    furnish(run, config)
+    write_job_files(run, config)
     return LighthouseFleet(run, config, events.append), run, events
 
 

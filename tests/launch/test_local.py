@@ -16,10 +16,10 @@ import pytest
 
 from ft_hsdp.config import Config, parse
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.job import JobRun
-from ft_hsdp.launch.lighthouse_process import LighthouseFailed, check_port, furnish
-from ft_hsdp.launch.local import here, up
-from ft_hsdp.launch.run.directory import RunDir, claim, identity, read_json, read_jsonl, write_json
+from ft_hsdp.launch.job import JobRun, start_run
+from ft_hsdp.launch.lighthouse_process import LighthouseFailed, check_port
+from ft_hsdp.launch.local import local_resources, up
+from ft_hsdp.launch.run.directory import read_json, read_jsonl
 from ft_hsdp.launch.run.status import status
 from ft_hsdp.launch.run.summary import Summary
 from ft_hsdp.launch.run.terminal import Terminal
@@ -35,22 +35,19 @@ class Fake:
         self.config: Config = parse(
             {"job": {"name": "fake", "runs_dir": str(tmp_path)}, "train": {"steps": 40}, **document}
         )
-        self.run = RunDir(tmp_path / "fake")
-        claim(self.run)
-        furnish(self.run, self.config)
-        write_json(self.run.supervisor, identity())
+        self.run = start_run(self.config)
         self.out = io.StringIO()
 
     async def go(self) -> tuple[int, Summary | None]:
         with Terminal(self.config, self.out) as terminal:
-            means = here(
+            resources = local_resources(
                 self.config,
                 self.run,
                 entry="tests.support.launch.standin_trainer:main",
                 preload=(),
                 lighthouse="tests.support.launch.standin_lighthouse",
             )
-            return await JobRun(self.config, self.run, terminal, means).run()
+            return await JobRun(self.config, self.run, terminal, resources).run()
 
     def pids(self) -> list[int]:
         found = [read_json(self.run.lighthouse)["pid"]]

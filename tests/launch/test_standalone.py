@@ -11,8 +11,7 @@ import pytest
 from ft_hsdp.config import parse
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch import standalone
-from ft_hsdp.launch.lighthouse_process import furnish
-from ft_hsdp.launch.run.directory import RunDir, claim, read_json, write_json
+from ft_hsdp.launch.run.directory import RunDir, claim, read_json, write_job_files, write_json
 from ft_hsdp.launch.supervisor import Outcome
 from lighthouse.quorum.state import Policy
 from lighthouse.store import SqliteStore
@@ -63,7 +62,7 @@ def test_a_lighthouse_goes_on_with_a_run_until_its_store_says_that_it_has_ended(
     config = parse({"job": {"name": "job", "runs_dir": str(tmp_path)}})
     run = RunDir(tmp_path / "job")
     claim(run)
-    furnish(run, config)
+    write_job_files(run, config)
     token = run.token.read_text()
     run.final(0).parent.mkdir(parents=True)
     write_json(run.final(0), {"step": config.train.steps})

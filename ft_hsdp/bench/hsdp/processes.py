@@ -22,8 +22,7 @@ from ft_hsdp.bench.workers.link import WorkerLink, ask, collect
 from ft_hsdp.bench.workers.team import LEAD_S
 from ft_hsdp.config import dump
 from ft_hsdp.launch.backend.processes import free_port, tied
-from ft_hsdp.launch.lighthouse_process import furnish
-from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.launch.run.directory import RunDir, write_job_files
 from ft_hsdp.secret import TOKEN_VARIABLE
 
 LOOPBACK = "127.0.0.1"
@@ -137,7 +136,7 @@ def start(
 def lighthouse(place: CrewPlace, scene: HsdpScene, folder: Path, stack: ExitStack) -> RunDir:
     """Ft_hsdp's run in `folder`, and its lighthouse at the switch. Raises Retryable."""
     run = RunDir(folder / "runs" / "link")
-    furnish(run, config(scene, place.host(), run.path.parent))
+    write_job_files(run, config(scene, place.host(), run.path.parent))
     command = place.inside(place.hub, *tied("lighthouse", "--run", str(run.path)))
     process = spawn(stack, command, run.lighthouse_log)
     listening(process, run.lighthouse, run.lighthouse_log, "the lighthouse")

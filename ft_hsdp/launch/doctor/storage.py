@@ -11,8 +11,7 @@ from pathlib import Path
 
 from ft_hsdp.launch.doctor.host import gib, weights
 from ft_hsdp.launch.doctor.result import Bad, Subject, Undecided
-from ft_hsdp.launch.run.directory import alive, read_json
-from ft_hsdp.launch.standalone import run_of
+from ft_hsdp.launch.run.directory import alive, read_json, run_of
 from ft_hsdp.mounts import existing, mount_of
 
 

@@ -25,8 +25,8 @@ from ray.exceptions import RayError
 from ft_hsdp.config import Config
 from ft_hsdp.errors import EXIT_RETRYABLE, ConfigError, LighthouseUnreachable, Retryable
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
-from ft_hsdp.launch.job import JobResources, JobRun
-from ft_hsdp.launch.lighthouse_process import check_port, furnish
+from ft_hsdp.launch.job import JobResources, MakeResources, run_job, start_run
+from ft_hsdp.launch.lighthouse_process import check_port
 from ft_hsdp.launch.local import prepare_data
 from ft_hsdp.launch.ray.backend import RayBackend, loopback
 from ft_hsdp.launch.ray.cluster import (
@@ -41,10 +41,9 @@ from ft_hsdp.launch.ray.cluster import (
 )
 from ft_hsdp.launch.ray.lighthouse import RayLighthouse, actor_name
 from ft_hsdp.launch.ray.placement import has_room
-from ft_hsdp.launch.run.directory import Row, RunDir, claim, identity, write_json
+from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.status import Status
 from ft_hsdp.launch.run.summary import Summary
-from ft_hsdp.launch.run.terminal import Terminal
 
 ANSWER_S = 10.0
 
@@ -232,24 +231,18 @@ def submit(
     """
     check(config)
     prepare_data(config)
-    out = stream or sys.stdout
     with connected(address, config.ray.runtime_env) as (cluster, output):
         alone = cluster.addresses <= {cluster.address} and has_room(config, cluster.resources)
         config = within_reach(config, cluster.address, alone)
         check_port(config)
-        run = RunDir(Path(config.job.runs_dir).resolve() / config.job.name)
-        claim(run)
+        run = start_run(config)
         output.keep(run.path / "ray.log")
-        furnish(run, config)
-        write_json(run.supervisor, identity())
-        with Terminal(config, out) as terminal:
-            resources = cluster_resources(config, run, cluster, entry=entry)
-            return asyncio.run(JobRun(config, run, terminal, resources).run())
+        return run_job(config, run, cluster_resources(config, run, cluster, entry=entry), stream or sys.stdout)
 
 
 def cluster_resources(
     config: Config, run: RunDir, cluster: Cluster, *, entry: str = ENTRY, preload: tuple[str, ...] = PRELOAD
-) -> Callable[[Callable[[Row], None]], JobResources]:
+) -> MakeResources:
     """Return a function that makes a job's backend and lighthouse on a cluster.
 
     Args:

@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any, BinaryIO
 import psutil
 
 from ft_hsdp import secret
+from ft_hsdp.config import Config, dump
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable
 from ft_hsdp.jsonl import here, replace_json
 
@@ -94,6 +96,11 @@ class RunDir:
         return sorted(int(p.name) for p in folder.glob("*") if p.name.isdecimal()) if folder.is_dir() else []
 
 
+def run_of(config: Config) -> RunDir:
+    """Return the run directory of a job."""
+    return RunDir(Path(config.job.runs_dir).resolve() / config.job.name)
+
+
 def identity(pid: int | None = None) -> Row:
     """Return {"pid", "created", "host", "boot"}, which no other process has; `pid` is this process by default."""
     process = psutil.Process(pid)
@@ -150,6 +157,25 @@ def claim(run: RunDir, ended: bool = False) -> None:
         raise ConfigError(
             "job.runs_dir", str(run.path.parent), f"a folder that can be written ({error.strerror})"
         ) from None
+
+
+def write_job_files(run: RunDir, config: Config, token: str | None = None) -> None:
+    """Write the configuration and the secrets of a job into its run directory.
+
+    Args:
+        run: The directory; it is made if it does not exist.
+        config: The job's configuration.
+        token: The secret that the job's processes share; None: a new one.
+
+    Raises:
+        ConfigError: The file checkpoint.key cannot be read or made.
+    """
+    key = secret.checkpoint_key(config.checkpoint.key)
+    run.path.mkdir(parents=True, exist_ok=True)
+    run.config.write_text(dump(config))
+    secret.write_private(run.token, token or secrets.token_hex(32))
+    secret.write_private(run.admin_token, secrets.token_hex(32))
+    secret.write_private(run.checkpoint_key, key.decode())
 
 
 def _check_quiet(run: RunDir, file: Path, recorded: Row) -> None:

@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ft_hsdp.config import parse
-from ft_hsdp.launch.job import JobRun
-from ft_hsdp.launch.lighthouse_process import furnish
-from ft_hsdp.launch.local import here, prepare_data
-from ft_hsdp.launch.run.directory import RunDir, claim, identity, write_json
+from ft_hsdp.launch.job import JobRun, start_run
+from ft_hsdp.launch.local import local_resources, prepare_data
+from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.terminal import Terminal
 
 DEADLINE_S = 20.0
@@ -42,13 +41,10 @@ async def until(ready: Callable[[], Any], what: str) -> None:
 def train(folder: Path, entry: str, deadline_s: float = 120.0, **settings: Any) -> RunDir:
     """Run a job of trainers whose entry is given, until it has ended well; its run directory."""
     config = parse({"job": {"name": "job", "runs_dir": str(folder)}, "data": {"max_bytes": 200_000}, **settings})
-    run = RunDir(folder / "job")
     prepare_data(config)
-    claim(run)
-    furnish(run, config)
-    write_json(run.supervisor, identity())
+    run = start_run(config)
     with Terminal(config, io.StringIO()) as terminal:
-        job = JobRun(config, run, terminal, here(config, run, entry=entry))
+        job = JobRun(config, run, terminal, local_resources(config, run, entry=entry))
         code, _ = asyncio.run(asyncio.wait_for(job.run(), deadline_s))
     assert code == 0
     return run
