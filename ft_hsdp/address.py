@@ -75,7 +75,7 @@ def everywhere(port: int) -> socket.socket:
 
 
 def local(sock: socket.socket) -> bool:
-    """Whether the other end of a connected socket is on this machine's loopback."""
+    """Return whether the other end of a connected socket is on this machine's loopback."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return True
     host = ipaddress.ip_address(str(sock.getpeername()[0]).partition("%")[0])

@@ -140,13 +140,13 @@ def _bounded(schema: Any) -> Any:
 
 
 def _checks_items(schema: dict[str, Any]) -> bool:
-    """Whether the items of a mapping can be wrong. The names of a JSON object are always strings."""
+    """Return whether the items of a mapping can be wrong. The names of a JSON object are always strings."""
     names, values = (schema.get(side, {}).get("type", "any") for side in ("keys_schema", "values_schema"))
     return names not in ("any", "str") or values != "any"
 
 
 def _forbids(schema: dict[str, Any]) -> bool:
-    """Whether each unknown name is an error of its own."""
+    """Return whether each unknown name is an error of its own."""
     config = schema.get("config")
     return isinstance(config, dict) and config.get("extra_fields_behavior") == "forbid"
 

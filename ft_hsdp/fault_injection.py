@@ -135,7 +135,7 @@ class FaultOrder:
     until: float | None = None  # monotonic seconds at which it ends if it is not lifted before; None: never
 
     def hits(self, replica: int | None, rank: int | None) -> bool:
-        """Whether it is for this rank, or, with None, for the supervisor."""
+        """Return whether it is for this rank, or, with None, for the supervisor."""
         if replica is None:
             return self.supervisor
         if self.edge is not None:
@@ -148,7 +148,7 @@ _watched: set[Path] = set()
 
 
 def cut(peer: Peer | None) -> bool:
-    """Whether nothing reaches `peer` at the moment."""
+    """Return whether nothing reaches `peer` at the moment."""
     return peer in _cut
 
 

@@ -410,7 +410,7 @@ def mac(token: str, *parts: object) -> str:
 
 
 def genuine(token: str, claimed: str, *parts: object) -> bool:
-    """Whether `claimed` is the MAC of `parts`; compared in constant time.
+    """Return whether `claimed` is the MAC of `parts`; compared in constant time.
 
     Args:
         token: the job's token.

@@ -49,14 +49,14 @@ def use(mode: Mode) -> None:
 
 
 def wanted(sock: socket.socket) -> bool:
-    """Whether a connection is to be encrypted. Both ends find the same, because both see its two addresses."""
+    """Return whether a connection must be encrypted. Both ends decide the same: both see the two addresses."""
     if _mode == "off" or sock.family == socket.AF_UNIX:
         return False
     return _mode == "on" or not within_host(sock)
 
 
 def within_host(sock: socket.socket) -> bool:
-    """Whether both ends of a connection are on this host."""
+    """Return whether both ends of a connection are on this host."""
     if isinstance(sock, Spliced):
         return sock.within_host
     if sock.family == socket.AF_UNIX:

@@ -177,7 +177,7 @@ class ChaosConfig(Section):
         yield from self._untimely()
 
     def _is_edge(self) -> bool:
-        """Whether `edge` has two different ends: two replicas, or a replica and the lighthouse."""
+        """Return whether `edge` has two different ends: two replicas, or a replica and the lighthouse."""
         ends = self.edge or ()
         replicas = [e for e in ends if type(e) is int and 0 <= e < MAX_REPLICAS]
         named = [e for e in ends if e == fault_injection.LIGHTHOUSE]

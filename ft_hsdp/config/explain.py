@@ -85,7 +85,7 @@ def describe_at(model: type[BaseModel], path: Sequence[int | str]) -> str:
 
 
 def knows(model: type[BaseModel], path: Sequence[int | str]) -> bool:
-    """Whether `path` is a key of `model`, or lies in a free-form or repeated one."""
+    """Return whether `path` is a key of `model`, or lies in a free-form or repeated one."""
     return bool(_resolve(model, path))
 
 

@@ -425,7 +425,7 @@ class RankStore(dist.Store):
         return self._ask("add", [key], amount=value).amount
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all `keys` have values."""
+        """Return whether all `keys` have values."""
         return bool(self._ask("check", keys).amount)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:

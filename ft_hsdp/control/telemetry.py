@@ -88,7 +88,7 @@ class Decisions:
 
 
 def _again(before: Replica, fence: AttemptId, torn: int) -> bool:
-    """Whether a reduction repeats a step that had begun, or whose ring, of epoch `torn`, had failed."""
+    """Return whether a reduction repeats a step that had begun, or whose ring, of epoch `torn`, had failed."""
     begun = before.phase is not Phase.ASKING or before.void is not None or before.forwarded
     failed = not before.intact and before.fence.epoch == torn
     again = before.grant is not None and before.fence.step == fence.step and before.fence != fence

@@ -18,7 +18,7 @@ from ft_hsdp.core.state_id import StateId
 
 
 def due(step: int, every: int, last: int) -> bool:
-    """Whether a durable checkpoint of the state after `step` is due.
+    """Return whether a durable checkpoint of the state after `step` is due.
 
     Args:
         step: committed steps of the state.

@@ -194,7 +194,7 @@ def fenced(current: AttemptId, fence: AttemptId) -> bool:
 
 
 def void(fence: AttemptId, known: tuple[AttemptId, ...]) -> bool:
-    """Whether the attempt `fence` can never be committed.
+    """Return whether the attempt `fence` can never be committed.
 
     Args:
         fence: the attempt in question.

@@ -79,7 +79,7 @@ class PhiAccrual:
         return phi(self.silence(now), mean_s + self._pause_s + stall_s, deviation_s)
 
     def lost(self, now: float, stall_s: float = 0.0) -> bool:
-        """Whether the silence is longer than the pause, and longer than the noise of the intervals explains.
+        """Return whether the silence is longer than the pause and than the noise of the intervals explains.
 
         Args:
             now: seconds of the owner's clock.

@@ -153,7 +153,7 @@ def _ring_broken(s: Replica, epoch: int, suspect: int | None, accuser: int | Non
 
 
 def _a_member_left(s: Replica) -> bool:
-    """Whether a member, but not all that are up to date, left the ring at the last commit.
+    """Return whether a member, but not all that are up to date, left the ring at the last commit.
 
     It cannot go on, lease or not.
     """

@@ -83,7 +83,7 @@ class Replica:
     incarnation: str  # this life of the replica
     steps: int  # steps of the job; the state after the last one is final
 
-    # What it holds.
+    # Its states.
     state: StateId  # what all ranks hold
     ring_state: StateId  # what the ring builds on; newer than `state` while the replica is behind
     policy: ReplicaPolicy = DEFAULT

@@ -382,7 +382,7 @@ class Pipeline:
         return steps + self._post()
 
     def _sends_nothing(self, operation: Operation, round_: int) -> bool:
-        """Whether the result is sent without a payload.
+        """Return whether the result is sent without a payload.
 
         A partial sum stays empty until a member contributes. A final sum without contributors is zeros, not empty.
         """

@@ -184,7 +184,7 @@ def _vote(s: Replica) -> tuple[bool, str]:
 
 
 def _skips(s: Replica, record: CommitRecord) -> bool:
-    """Whether a yes commits the record as a step that changes no weight.
+    """Return whether a yes commits the record as a step that changes no weight.
 
     The operator chose that, or no contributor is left.
     """

@@ -126,12 +126,9 @@ def no_storm(epoch: int, head: StateId | None) -> None:
         raise Violation(f"storm: {EPOCHS_WITHOUT_A_STEP} epochs in a row, and none of them makes a step")
 
 
-def blames_nobody(r: int, other: int) -> NoReturn:
-    """Fail.
-
-    Replica `other` waits in a ring for replica `r`, which lives and does not come, so `r` would be ended.
-    """
-    raise Violation(f"blamed: replica {r} waits for the lighthouse, replica {other} holds it to hang")
+def accuses_no_living(r: int, other: int) -> NoReturn:
+    """Fail: replica `other` waits in a ring for replica `r`, which lives but does not come, and would end it."""
+    raise Violation(f"accused: replica {r} waits for the lighthouse, but replica {other} takes it to hang")
 
 
 def head_stays(before: StateId | None, after: StateId | None, audited: bool) -> None:
@@ -170,7 +167,7 @@ def younger_counts(
 def ended_together(
     contents: Sequence[Content], replicas: Sequence[Replica | None], late: Container[int], steps: int
 ) -> bool:
-    """Whether all replicas ended at one final state; those that came back after the end (`late`) are excused."""
+    """Return whether all replicas ended at one final state, but for those that came back later (`late`)."""
     ends = {
         (me.state, content) if me is not None and me.phase is Phase.DONE else None
         for r, (me, content) in enumerate(zip(replicas, contents, strict=True))

@@ -102,11 +102,11 @@ class Model:
         )
 
     def halted(self, w: World) -> bool:
-        """Whether the lighthouse has given the job up: no copy of the head is left, or replicas differ."""
+        """Return whether the lighthouse has given the job up: no copy of the head is left, or replicas differ."""
         return any(isinstance(a, Refused) and a.reason == self.lighthouse(w).halted for a in w.answers)
 
     def finished(self, w: World) -> bool:
-        """Whether all replicas ended at one final state, or the job was given up."""
+        """Return whether all replicas ended at one final state, or the job was given up."""
         corrupt = any(self._flipped(w, r) for r in range(len(w.replicas)))
         return self.halted(w) or (
             not corrupt and invariants.ended_together(self._held(w), self._replicas(w), w.late, self.bounds.steps)
@@ -132,7 +132,7 @@ class Model:
         return [self._contents.items[c] for c in w.content]
 
     def _over(self, w: World) -> bool:
-        """Whether the job has ended: a replica has been told so, or is about to be."""
+        """Return whether the job has ended: a replica has been told so, or is about to be."""
         told = any(isinstance(a, Finish) for a in w.answers)
         ended = any(m and m.phase is Phase.DONE and m.state.step == self.bounds.steps for m in self._replicas(w))
         return self.lighthouse(w).finished or told or ended
@@ -159,7 +159,7 @@ class Model:
         return w if me is None or self.waits(me) else self.vote(w, to)
 
     def waits(self, me: Replica) -> bool:
-        """Whether `me` holds its vote back until its fetch is done."""
+        """Return whether `me` holds its vote back until its fetch is done."""
         return self.bounds.patient and me.fetching is not None
 
     def vote(self, w: World, r: int) -> World:
@@ -295,7 +295,7 @@ class Model:
                 return w
 
     def _leaves(self, w: World, r: int) -> bool:
-        """Whether replica `r` ends before the job does, because it was drained or told to end."""
+        """Return whether replica `r` ends before the job does, because it was drained or told to end."""
         me = self.replica(w, r)
         if me is None or me.state.step >= self.bounds.steps:
             return False
@@ -348,12 +348,12 @@ class Model:
 
     @staticmethod
     def _of_another_grant(me: Replica, peer: Replica) -> bool:
-        """Whether `peer` has another grant of the same epoch: then the two cannot connect."""
+        """Return whether `peer` has another grant of the same epoch: then the two cannot connect."""
         mine, theirs = me.grant, peer.grant
         return mine is not None and theirs is not None and mine.epoch == theirs.epoch and mine != theirs
 
     def _stale(self, w: World, item: tuple[int, CommitToken]) -> bool:
-        """Whether a token can never count again where it is going."""
+        """Return whether a token can never count again where it is going."""
         me = self.replica(w, item[0])
         return me is None or me.grant is None or me.grant.epoch > item[1].fence.epoch or not me.intact
 
@@ -395,7 +395,7 @@ class Model:
         return w._replace(commits=frozenset(alive | {done}))
 
     def _has(self, w: World, member: tuple[int, str], state: state_id.StateId) -> bool:
-        """Whether an incarnation holds `state` or is prepared for it."""
+        """Return whether an incarnation holds `state` or is prepared for it."""
         place = place_of(w, member)
         me = None if place is None else self.replica(w, place)
         if me is None:

@@ -74,7 +74,7 @@ def _lease_ends(model: Model, w: World, r: int) -> Iterator[Move]:
         peer = model.replica(w, other)
         waits = peer is not None and peer.intact and peer.phase is Phase.REDUCING and peer.grant == me.grant
         if after == w and waits:
-            yield f"{_who(w, other)} waits in vain", partial(invariants.blames_nobody, r, other)
+            yield f"{_who(w, other)} waits in vain", partial(invariants.accuses_no_living, r, other)
 
 
 def _of_replica(model: Model, w: World, r: int, me: Replica) -> Iterator[Move]:
@@ -218,7 +218,7 @@ def _fetches(model: Model, w: World, r: int, me: Replica, base: state_id.StateId
 
 
 def _torn(model: Model, w: World, r: int, me: Replica) -> bool:
-    """Whether a member of the epoch of replica `r` is gone from it, or builds on another lineage."""
+    """Return whether a member of the epoch of replica `r` is gone from it, or builds on another lineage."""
     assert me.grant is not None
     for member in me.grant.members:
         if member.replica == me.me:

@@ -81,7 +81,7 @@ class Bounds:
     recovery: bool = False  # a replica that is restarted may find one of its two newest states
     flips: int = 0  # states that change silently in their replica's memory
     patient: bool = False  # a step waits for the fetch of a replica that is behind
-    drains: int = 0  # replicas that an operator sends away for good
+    drains: int = 0  # replicas that an operator drains and does not undrain
     leaves: int = 0  # replicas that are told to end, and are started again
     doubles: int = 0  # 1: a second supervisor may start a replica beside the incarnation that runs
     copies: int = 0  # copies of the lighthouse's store; the newest is put back once
@@ -224,7 +224,7 @@ def named(replica: int, life: int, run: str = RUN) -> str:
 
 
 def same_run(one: tuple[int, str], other: tuple[int, str]) -> bool:
-    """Whether two incarnations are lives of one replica that one supervisor started."""
+    """Return whether two incarnations are lives of one replica that one supervisor started."""
     a, b = IncarnationId.parse(one[1]), IncarnationId.parse(other[1])
     assert a is not None
     assert b is not None
@@ -257,7 +257,7 @@ def edges(grant: Grant) -> list[tuple[Member, Member]]:
 
 
 def severed(b: Bounds, w: World, edge: tuple[Member, Member]) -> bool:
-    """Whether two neighbours cannot connect to each other."""
+    """Return whether two neighbours cannot connect to each other."""
     return {m.replica for m in edge} == set(b.cut or ()) or bool(w.short & {m.incarnation for m in edge})
 
 

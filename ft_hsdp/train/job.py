@@ -398,9 +398,7 @@ class Job:
         if self.rank != 0 or not due or not catalog.missed(folder, due):
             return 0
         assert self._runtime is not None
-        reason = (
-            f"that of step {due} was due, and nobody has written or writes it: the next state is written instead"
-        )
+        reason = f"the checkpoint of step {due} is missing and no replica writes it: the next state is written"
         self._runtime.journal.event("CheckpointMissing", reason, step=due)
         return step + 1
 

@@ -387,7 +387,7 @@ MUTANTS: dict[str, tuple[list[Patch], Bounds, bool, str]] = {
         [(core, "_lease_ended", lambda s: (s, ()))],
         bounds(replicas=2, exiles=1),
         True,
-        "blamed: ",
+        "accused: ",
     ),
     "the head is not remembered": (
         [(where, "raise_head", lambda s, _: s) for where in (transition, membership, state)],
@@ -455,7 +455,7 @@ def _is_readable(result: Exploration) -> None:
             "idle: ",
             "trapped: ",
             "storm: ",
-            "blamed: ",
+            "accused: ",
             "too few: ",
         )
     )
