@@ -20,6 +20,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint import catalog, dcp
 from ft_hsdp.state.checkpoint.catalog import Checkpoint
 from ft_hsdp.state.checkpoint.checkpoint_manifest import Stored, Unauthentic
+from ft_hsdp.state.replica_group import Failed
 from ft_hsdp.train.tokens import SEPARATOR
 
 WEIGHTS, SHAPE = "model.safetensors", "config.json"
@@ -70,7 +71,7 @@ def export(folder: Path, out: Path, step: int | None, key: bytes | None) -> Expo
     live = {dcp.key(tensor.kind, tensor.name): weights[hf] for hf, tensor in parameters.items()}
     try:
         dcp.load(found.checkpoint.path, live, found.checkpoint.manifest)
-    except dcp.Failed as failed:
+    except Failed as failed:
         raise ConfigError("CHECKPOINT_DIR", str(folder), f"a folder that nobody changes ({failed})") from failed
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -1,11 +1,14 @@
-"""Exchanges bytes between the ranks of one replica, on a gloo group of its own.
+"""What the ranks of one replica tell each other beside training, on a gloo group of its own. Nothing is pickled.
 
 The collectives of training run at the same time. On a shared group the two would receive each other's messages.
 """
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,6 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 TIMEOUT_S = 600.0  # the longest wait of a rank for another, whose disk may be slow
+
+SHOWN = 500  # characters of an error message that are passed on
+
+
+class Failed(Exception):
+    """Some rank failed. The message says which and why, alike on all of them."""
 
 
 class ReplicaGroup:
@@ -67,3 +76,40 @@ class ReplicaGroup:
         padded = torch.frombuffer(text, dtype=torch.uint8)
         dist.broadcast(padded, group=self.group, group_src=0)
         return padded.numpy().tobytes()[: int(size)]
+
+    def on_all(self, work: Callable[[], Any]) -> list[Any]:
+        """Return what ``work`` returns on each rank, as JSON, in rank order, on all ranks. Blocks. A collective.
+
+        Raises:
+            Failed: It failed on one of them. Raised on all.
+            RuntimeError: As `gather` does.
+        """
+        told = [json.loads(each) for each in self.gather(_attempt(work))]
+        errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(told) if "error" in each]
+        if errors:
+            raise Failed("; ".join(errors))
+        return [each["done"] for each in told]
+
+    def on_rank_zero(self, work: Callable[[], Any]) -> Any:
+        """Return what ``work`` returns on rank 0, as JSON, on all ranks. Blocks. A collective.
+
+        Raises:
+            Failed: It failed. Raised on all ranks.
+            RuntimeError: As `broadcast` does.
+        """
+        told = json.loads(self.broadcast(_attempt(work) if self.rank == 0 else b""))
+        if "error" in told:
+            raise Failed(f"rank 0: {told['error']}")
+        return told["done"]
+
+
+def _attempt(work: Callable[[], Any]) -> bytes:
+    try:
+        return json.dumps({"done": work()}).encode()
+    except Exception as error:  # the other ranks must learn of it
+        return json.dumps({"error": one_line(error)}).encode()
+
+
+def one_line(error: Exception) -> str:
+    """Return the message of ``error``, or else its type, on one line of at most `SHOWN` characters."""
+    return " ".join((str(error) or type(error).__name__).split())[:SHOWN]

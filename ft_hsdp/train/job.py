@@ -34,8 +34,7 @@ from ft_hsdp.core import checkpoint, state_id
 from ft_hsdp.core.effects import DropGradient, Exit, RunBatch, WriteCheckpoint
 from ft_hsdp.core.ledger import BatchAssigner
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
-from ft_hsdp.state.checkpoint import catalog
-from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin
+from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, missed
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.train import device as devices
 from ft_hsdp.train.checkpointing import Checkpoints, CheckpointSaver, restore
@@ -395,7 +394,7 @@ class Job:
         It demands one if no replica has written the newest one that was due, and none writes it now.
         """
         due = checkpoint.newest_due(step, self.config.checkpoint.every, self.config.train.steps)
-        if self.rank != 0 or not due or not catalog.missed(folder, due):
+        if self.rank != 0 or not due or not missed(folder, due):
             return 0
         assert self._runtime is not None
         reason = f"the checkpoint of step {due} is missing and no replica writes it: the next state is written"

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from ft_hsdp.launch.backend.processes import environment
-from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest
+from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, writer
 from tests.support.state.durable_side import KEY
 
 WAIT_S = 90.0
@@ -264,7 +264,7 @@ def test_a_writer_killed_at_any_call_leaves_a_whole_checkpoint(replica, tmp_path
         assert found.checkpoint is not None
         assert found.skipped == ()
         seen.add(found.checkpoint.manifest.state.step)
-        catalog.sweep(folder)
+        writer.sweep(folder)
         assert sorted(path.name for path in catalog.published(folder)) == names(folder)
     assert seen == {1, 2}
 

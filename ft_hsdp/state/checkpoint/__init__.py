@@ -8,14 +8,14 @@ unpickled.
 Read the modules in this order:
 
 - `checkpoint_manifest`: what a checkpoint is made of; its canonical encoding, digest and signature.
-- `catalog`: finds, verifies and removes the checkpoints in a folder.
+- `catalog`: finds and verifies the checkpoints in a folder.
 - `dcp`: tensors to and from the files of torch.distributed.checkpoint, without its pickled collectives.
-- `writer`: `Checkpointer`: the thread that writes and publishes.
+- `writer`: `Checkpointer`: the thread that writes and publishes; removes older checkpoints and unfinished ones.
 - `load`: `resume`: the newest valid checkpoint into the live tensors.
 
 Writing goes this way, on a thread beside training, as a collective of the replica's ranks:
 
-    Checkpointer.write -> dcp.views -> dcp.save -> Draft.written_by (hashes) -> Draft.publish -> catalog.retire
+    Checkpointer.write -> dcp.views -> dcp.save -> Draft.written_by (hashes) -> Draft.publish -> retire
 
 `ft_hsdp.core.checkpoint` decides which replica writes which step, and `ft_hsdp.train.checkpointing` calls this
 package. It must not import `ft_hsdp.state.agent`: a checkpoint has to be readable where no agent runs, as in

@@ -1,4 +1,4 @@
-"""Finds, verifies and removes the checkpoints in a folder.
+"""Finds and verifies the checkpoints in a folder.
 
 A checkpoint is a folder ``step-STEP-epoch-EPOCH-INCARNATION`` with a manifest. The newest one has the largest
 (epoch, step), by name and manifest, never by time: a writer that was thought dead cannot get ahead of a later
@@ -7,10 +7,8 @@ epoch. Folders that a writer left unfinished have other names and are no checkpo
 
 from __future__ import annotations
 
-import fcntl
 import os
 import re
-import shutil
 from collections.abc import Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -31,8 +29,7 @@ from ft_hsdp.state.checkpoint.checkpoint_manifest import (
 KEY = "checkpoint.dir"  # the configuration key that errors name
 MAX_MANIFEST = 64 << 20  # bytes
 MAX_READERS = 8  # files that are verified at a time
-_PUBLISHED = re.compile(r"step-(\d{1,19})-epoch-(\d{1,19})-([A-Za-z0-9._-]{1,128})")
-_WRITING, _REMOVING = ".writing-", ".removing-"
+PUBLISHED = re.compile(r"step-(\d{1,19})-epoch-(\d{1,19})-([A-Za-z0-9._-]{1,128})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,18 +56,13 @@ class Found:
     skipped: tuple[SkippedCheckpoint, ...]  # newer ones that are torn or damaged
 
 
-def unfinished(folder: Path, name: str) -> Path:
-    """Return the path in ``folder`` at which checkpoint ``name`` is written before it is published."""
-    return folder / f"{_WRITING}{name}"
-
-
 def published(folder: Path) -> list[Path]:
     """Return the checkpoints of a folder by their names alone, newest first. Empty if there is no such folder.
 
     Raises:
         ConfigError: The folder cannot be read.
     """
-    found = [(match, path) for path in _entries(folder) if (match := _PUBLISHED.fullmatch(path.name))]
+    found = [(match, path) for path in entries(folder) if (match := PUBLISHED.fullmatch(path.name))]
     found.sort(key=lambda each: (int(each[0][2]), int(each[0][1]), each[1].name), reverse=True)
     return [path for _, path in found]
 
@@ -162,83 +154,12 @@ def check_file(path: Path, wanted: File) -> None:
         raise Unusable(f"{path.name}: {error.strerror}") from error
 
 
-def retire(folder: Path, keep: int, own: str) -> list[str]:
-    """Remove all but the newest ``keep`` checkpoints in ``folder``, and return the names of those removed.
-
-    The writer of ``own`` calls it after publishing. Only checkpoints older than ``own`` are removed, so a late
-    writer removes nothing new; a torn checkpoint does not count as kept.
-
-    Raises:
-        OSError: One could not be removed.
-    """
-    names = [path.name for path in published(folder)]
-    if own not in names:
-        return []
-    newer, older = names[: names.index(own)], names[names.index(own) + 1 :]
-    left = keep - 1 - sum(_seems_whole(folder / name) for name in newer)
-    gone = []
-    for name in older:
-        if left > 0 and _seems_whole(folder / name):
-            left -= 1
-            continue
-        rubbish = folder / f"{_REMOVING}{name}"
-        (folder / name).rename(rubbish)  # atomic: a crash leaves rubbish and no torn checkpoint
-        shutil.rmtree(rubbish)
-        gone.append(name)
-    return gone
-
-
-def _seems_whole(path: Path) -> bool:
-    """Return whether manifest and sizes of files fit. Contents are verified when they are read."""
-    try:
-        files = manifest_of(path).files
-        return all((path / name).stat().st_size == file.nbytes for name, file in files.items())
-    except (Unusable, OSError):
-        return False
-
-
-def sweep(folder: Path) -> list[str]:
-    """Remove the unfinished folders of dead writers in ``folder``, and return their names.
-
-    A living writer holds a lock on its manifest.
+def entries(folder: Path) -> Iterator[Path]:
+    """Yield what is in a folder; nothing if there is no such folder.
 
     Raises:
         ConfigError: The folder cannot be read.
     """
-    gone = []
-    for path in _entries(folder):
-        if path.name.startswith((_WRITING, _REMOVING)) and not _locked(path / MANIFEST):
-            shutil.rmtree(path, ignore_errors=True)  # another replica may be removing it too
-            gone.append(path.name)
-    return gone
-
-
-def missed(folder: Path, due: int) -> bool:
-    """Return whether no checkpoint of step ``due`` or later exists or is being written by a living writer.
-
-    Raises:
-        ConfigError: The folder cannot be read.
-    """
-    names = [path.name for path in published(folder)]
-    drafts = [path for path in _entries(folder) if path.name.startswith(_WRITING)]
-    names += [path.name.removeprefix(_WRITING) for path in drafts if _locked(path / MANIFEST)]
-    steps = [int(match[1]) for name in names if (match := _PUBLISHED.fullmatch(name))]
-    return max(steps, default=0) < due
-
-
-def _locked(manifest: Path) -> bool:
-    """Return whether a living writer holds the lock on this manifest."""
-    try:
-        with manifest.open("rb+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
-
-
-def _entries(folder: Path) -> Iterator[Path]:
     try:
         yield from [Path(entry.path) for entry in os.scandir(folder)]
     except FileNotFoundError:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +33,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.tensor import DTensor
 
 from ft_hsdp.state.checkpoint.checkpoint_manifest import CheckpointManifest, Stored, TensorPiece
-from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.state.replica_group import Failed, ReplicaGroup
 from ft_hsdp.state.transfer.shard_manifest import Layout
-
-
-class Failed(Exception):
-    """DCP failed on some rank. The message says on which and why, alike on all of them."""
 
 
 def stored(layout: Layout) -> tuple[Stored, ...]:
@@ -132,7 +128,7 @@ def save(
         return list(items)
 
     owner: dict[str, int] = {}
-    for rank, names in enumerate(_each(ranks, plan)):
+    for rank, names in enumerate(ranks.on_all(plan)):
         for name in names:
             owner.setdefault(name, rank)  # a block that several ranks have is written by the first
     numbers = {key(tensor.kind, tensor.name): number for number, tensor in enumerate(about)}
@@ -149,7 +145,7 @@ def save(
             written.append([numbers[index.fqn], list(index.offset), list(sizes), *place])
         return written
 
-    told = [each for rank in _each(ranks, write) for each in rank]
+    told = [each for rank in ranks.on_all(write) for each in rank]
     pieces = tuple(sorted((TensorPiece(n, tuple(o), tuple(s), *at) for n, o, s, *at in told), key=_order))
 
     def finish() -> list[str]:
@@ -159,7 +155,7 @@ def save(
             writer.finish(metadata, [[WriteResult(index, at.length, at) for index, at in where.items()]])
         return []
 
-    _each(ranks, finish)
+    ranks.on_all(finish)
     return pieces
 
 
@@ -204,20 +200,3 @@ def _metadata(tensors: Sequence[Stored], pieces: Sequence[TensorPiece], names: s
             where[MetadataIndex(name, offsets, len(chunks))] = _StorageInfo(piece.file, piece.start, piece.nbytes)
             chunks.append(ChunkStorageMetadata(offsets, torch.Size(piece.sizes)))
     return Metadata(found, storage_data=where)
-
-
-def _each(ranks: ReplicaGroup, work: Callable[[], list[Any]]) -> list[list[Any]]:
-    """Return what ``work`` returns on each rank, on all of them.
-
-    Raises:
-        Failed: It failed on one of them.
-    """
-    try:
-        mine = json.dumps({"done": work()})
-    except Exception as error:  # the other ranks must learn of it
-        mine = json.dumps({"error": str(error) or type(error).__name__})
-    told = [json.loads(each) for each in ranks.gather(mine.encode())]
-    errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(told) if "error" in each]
-    if errors:
-        raise Failed("; ".join(errors))
-    return [each["done"] for each in told]

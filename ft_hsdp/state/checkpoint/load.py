@@ -21,7 +21,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, dcp
 from ft_hsdp.state.checkpoint.catalog import KEY, Found, SkippedCheckpoint
 from ft_hsdp.state.checkpoint.checkpoint_manifest import CheckpointManifest, Stored, Unauthentic
-from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.state.replica_group import Failed, ReplicaGroup
 from ft_hsdp.state.transfer.shard_manifest import Layout
 
 # What the error for `Unauthentic` names as allowed.
@@ -136,6 +136,6 @@ def _read(path: Path, manifest: CheckpointManifest, live: Mapping[str, torch.Ten
     failure = ""
     try:
         dcp.load(path, live, manifest)
-    except dcp.Failed as failed:
+    except Failed as failed:
         failure = f"rank {ranks.rank}: {' '.join(str(failed).split())}"
     return "; ".join(each.decode() for each in ranks.gather(failure.encode()) if each)

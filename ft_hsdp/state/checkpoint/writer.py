@@ -6,6 +6,7 @@ start removes. Rank 0 holds a lock on the draft's manifest while it lives: that 
 from one that a dead writer left.
 
 `Checkpointer` is the thread that writes; its `write` returns at once. `Draft` is the folder until it is published.
+`retire` removes older checkpoints then, and `sweep` the drafts of dead writers.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -29,9 +30,19 @@ from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint import catalog, checkpoint_manifest, dcp
-from ft_hsdp.state.checkpoint.checkpoint_manifest import MANIFEST, METADATA, CheckpointManifest, File, TensorPiece
-from ft_hsdp.state.replica_group import ReplicaGroup
+from ft_hsdp.state.checkpoint.catalog import PUBLISHED, entries, manifest_of, published
+from ft_hsdp.state.checkpoint.checkpoint_manifest import (
+    MANIFEST,
+    METADATA,
+    CheckpointManifest,
+    File,
+    TensorPiece,
+    Unusable,
+)
+from ft_hsdp.state.replica_group import Failed, ReplicaGroup, one_line
 from ft_hsdp.state.transfer.shard_manifest import Layout
+
+_WRITING, _REMOVING = ".writing-", ".removing-"
 
 
 class Draft:
@@ -42,7 +53,7 @@ class Draft:
 
     def __init__(self, folder: Path, name: str) -> None:
         self._folder = folder
-        self.path = catalog.unfinished(folder, name)
+        self.path = unfinished(folder, name)
         self.final = folder / name
         self._manifest: IO[bytes] | None = None
 
@@ -99,7 +110,7 @@ class Draft:
         self.path.rename(self.final)
         _sync(self._folder)
         try:
-            return {"removed": catalog.retire(self._folder, keep, self.final.name), "trouble": ""}
+            return {"removed": retire(self._folder, keep, self.final.name), "trouble": ""}
         except (OSError, ConfigError) as error:
             return {"removed": [], "trouble": str(error)}
 
@@ -119,7 +130,85 @@ def _sync(folder: Path) -> None:
         os.close(handle)
 
 
-_SHOWN = 500  # characters of an error message that are passed on
+def unfinished(folder: Path, name: str) -> Path:
+    """Return the path in ``folder`` at which checkpoint ``name`` is written before it is published."""
+    return folder / f"{_WRITING}{name}"
+
+
+def retire(folder: Path, keep: int, own: str) -> list[str]:
+    """Remove all but the newest ``keep`` checkpoints in ``folder``, and return the names of those removed.
+
+    The writer of ``own`` calls it after publishing. Only checkpoints older than ``own`` are removed, so a late
+    writer removes nothing new; a torn checkpoint does not count as kept.
+
+    Raises:
+        OSError: One could not be removed.
+    """
+    names = [path.name for path in published(folder)]
+    if own not in names:
+        return []
+    newer, older = names[: names.index(own)], names[names.index(own) + 1 :]
+    left = keep - 1 - sum(_seems_whole(folder / name) for name in newer)
+    gone = []
+    for name in older:
+        if left > 0 and _seems_whole(folder / name):
+            left -= 1
+            continue
+        rubbish = folder / f"{_REMOVING}{name}"
+        (folder / name).rename(rubbish)  # atomic: a crash leaves rubbish and no torn checkpoint
+        shutil.rmtree(rubbish)
+        gone.append(name)
+    return gone
+
+
+def _seems_whole(path: Path) -> bool:
+    """Return whether manifest and sizes of files fit. Contents are verified when they are read."""
+    try:
+        files = manifest_of(path).files
+        return all((path / name).stat().st_size == file.nbytes for name, file in files.items())
+    except (Unusable, OSError):
+        return False
+
+
+def sweep(folder: Path) -> list[str]:
+    """Remove the unfinished folders of dead writers in ``folder``, and return their names.
+
+    A living writer holds a lock on its manifest.
+
+    Raises:
+        ConfigError: The folder cannot be read.
+    """
+    gone = []
+    for path in entries(folder):
+        if path.name.startswith((_WRITING, _REMOVING)) and not _locked(path / MANIFEST):
+            shutil.rmtree(path, ignore_errors=True)  # another replica may be removing it too
+            gone.append(path.name)
+    return gone
+
+
+def missed(folder: Path, due: int) -> bool:
+    """Return whether no checkpoint of step ``due`` or later exists or is being written by a living writer.
+
+    Raises:
+        ConfigError: The folder cannot be read.
+    """
+    names = [path.name for path in published(folder)]
+    drafts = [path for path in entries(folder) if path.name.startswith(_WRITING)]
+    names += [path.name.removeprefix(_WRITING) for path in drafts if _locked(path / MANIFEST)]
+    steps = [int(match[1]) for name in names if (match := PUBLISHED.fullmatch(name))]
+    return max(steps, default=0) < due
+
+
+def _locked(manifest: Path) -> bool:
+    """Return whether a living writer holds the lock on this manifest."""
+    try:
+        with manifest.open("rb+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,7 +326,7 @@ class Checkpointer:
             except OSError as error:
                 allowed = f"a folder that can be written ({error.strerror})"
                 raise ConfigError(catalog.KEY, str(folder), allowed) from error
-            self.swept = tuple(catalog.sweep(folder))
+            self.swept = tuple(sweep(folder))
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -294,7 +383,7 @@ class Checkpointer:
             try:
                 outcome = self._write(request)
             except Exception as error:  # training goes on without checkpoints
-                self._lost = self._lost or _message(error)
+                self._lost = self._lost or one_line(error)
                 outcome = CheckpointNotPublished(request.header.state, f"the ranks lost each other: {self._lost}")
             self._resolve(request, outcome)
 
@@ -318,7 +407,7 @@ class Checkpointer:
         try:
             agreed = newest.place if self._lost else self._newest(newest.place)
         except RuntimeError as error:
-            self._lost = _message(error)
+            self._lost = one_line(error)
             agreed = newest.place
         with self._changed:
             self._changed.wait_for(
@@ -355,23 +444,23 @@ class Checkpointer:
             return asdict(header.state)
 
         try:
-            begun = self._on_all_ranks(begin)
+            begun = ranks.on_all(begin)
             if any(each != begun[0] for each in begun):
-                why = dcp.Failed(f"the ranks were given different states: {begun}")
-                return CheckpointNotPublished(header.state, _message(why))
+                why = Failed(f"the ranks were given different states: {begun}")
+                return CheckpointNotPublished(header.state, one_line(why))
             assert buffer is not None
             views = dcp.views(self._layout, self._live, buffer, ranks)
             pieces = dcp.save(draft.path, views, dcp.stored(self._layout), ranks)
             files = {
                 n: File(**f)
-                for each in self._on_all_ranks(lambda: draft.written_by(ranks.rank))
+                for each in ranks.on_all(lambda: draft.written_by(ranks.rank))
                 for n, f in each.items()
             }
             fault_injection.reach("checkpoint-write", header.state.step)
             manifest = self._manifest(header, files, pieces)
-            published = self._on_rank_zero(lambda: draft.publish(manifest, self._keep, self._key))
-        except dcp.Failed as failed:
-            return CheckpointNotPublished(header.state, _message(failed))
+            published = ranks.on_rank_zero(lambda: draft.publish(manifest, self._keep, self._key))
+        except Failed as failed:
+            return CheckpointNotPublished(header.state, one_line(failed))
         finally:
             draft.discard()
         removed, trouble = tuple(published["removed"]), str(published["trouble"])
@@ -395,38 +484,3 @@ class Checkpointer:
             files,
             pieces,
         )
-
-    def _on_all_ranks(self, work: Callable[[], dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return what ``work`` returns on each rank, on all ranks.
-
-        Raises:
-            Failed: It fails on some rank. Raised on all of them.
-        """
-        told = [json.loads(each) for each in self._ranks.gather(_attempt(work))]
-        errors = [f"rank {rank}: {each['error']}" for rank, each in enumerate(told) if "error" in each]
-        if errors:
-            raise dcp.Failed("; ".join(errors))
-        return [each["done"] for each in told]
-
-    def _on_rank_zero(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """Return what ``work`` returns on rank 0, on all ranks.
-
-        Raises:
-            Failed: It fails. Raised on all ranks.
-        """
-        told = json.loads(self._ranks.broadcast(_attempt(work) if self._ranks.rank == 0 else b""))
-        if "error" in told:
-            raise dcp.Failed(f"rank 0: {told['error']}")
-        done: dict[str, Any] = told["done"]
-        return done
-
-
-def _attempt(work: Callable[[], dict[str, Any]]) -> bytes:
-    try:
-        return json.dumps({"done": work()}).encode()
-    except Exception as error:  # the other ranks must learn of it
-        return json.dumps({"error": _message(error)}).encode()
-
-
-def _message(error: Exception) -> str:
-    return " ".join((str(error) or type(error).__name__).split())[:_SHOWN]

@@ -29,7 +29,7 @@ import torch.distributed.checkpoint.filesystem as torch_files
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.state.checkpoint import catalog
+from ft_hsdp.state.checkpoint import catalog, writer
 from ft_hsdp.state.checkpoint.load import resume
 from ft_hsdp.state.checkpoint.writer import Header
 from tests.support.state.durable_side import HYPER, KEY, Side, header, told
@@ -243,7 +243,7 @@ def swept_while_writing(side: Side, folder: str) -> Any:
     real, swept = torch_files._write_item, []
 
     def sweep(*args: Any) -> Any:
-        swept.append(catalog.sweep(Path(folder)))
+        swept.append(writer.sweep(Path(folder)))
         return real(*args)
 
     torch_files._write_item = sweep
