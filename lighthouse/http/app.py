@@ -8,7 +8,7 @@ from __future__ import annotations
 from email.utils import formatdate
 
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from ft_hsdp import bounded, protocol
@@ -19,6 +19,7 @@ from lighthouse.http.journal_routes import views
 from lighthouse.http.metrics import Meter, metrics
 from lighthouse.http.openapi import describe
 from lighthouse.http.quorum_route import QuorumRoute, read
+from lighthouse.http.schemas import JobStatus
 from lighthouse.journal.journal import JobJournal
 from lighthouse.journal.row_checks import LIMIT
 from lighthouse.quorum.commands import Impossible
@@ -143,14 +144,14 @@ def create_app(
         return Response(answer, media_type="application/json")
 
     @v1.get("/status", dependencies=viewer)
-    async def status() -> JSONResponse:
+    async def status() -> JobStatus:
         """The state of the running job."""
-        return JSONResponse(service.status())
+        return JobStatus.model_validate(service.status())
 
-    @app.get("/healthz")
+    @app.get("/healthz", response_class=PlainTextResponse)
     async def healthz() -> Response:
         """Tell whether the lighthouse serves."""
-        return Response("ok\n", media_type="text/plain", headers={"date": formatdate(usegmt=True)})
+        return PlainTextResponse("ok\n", headers={"date": formatdate(usegmt=True)})
 
     @app.exception_handler(ProtocolViolation)
     async def violation(_: Request, error: Exception) -> JSONResponse:

@@ -22,6 +22,7 @@ from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Refused
 from ft_hsdp.protocol import ProcessReport, QuorumRequest, SupervisorReply, Telemetry, Wait, tag_of
 from lighthouse.http import quorum_route
 from lighthouse.http.access import Bearer, Keys, Role, may
+from lighthouse.http.schemas import Error
 
 ROLES: tuple[Role, ...] = ("viewer", "worker", "admin")
 REFS = "#/components/schemas/{model}"
@@ -35,46 +36,8 @@ class Body(NamedTuple):
     takes: tuple[type, ...] = ()  # the protocol's messages
     gives: tuple[type, ...] = ()
     plain: bool = False  # messages without a tag, too
-    text: bool = False  # gives plain text
 
 
-_ERROR: Document = {
-    "title": "Error",
-    "type": "object",
-    "required": ["detail"],
-    "properties": {
-        "detail": {"type": "string", "description": "what is wrong, in one line"},
-        "leader": {"type": ["string", "null"], "description": "who leads, from a lighthouse that does not"},
-    },
-}
-_STATUS: Document = {
-    "title": "Status",
-    "type": "object",
-    "required": ["job", "term", "epoch", "step", "finished", "target", "members", "replicas"],
-    "properties": {
-        "job": {"type": "string"},
-        "term": {"type": "integer"},
-        "epoch": {"type": "integer"},
-        "step": {"type": "integer"},
-        "finished": {"type": "boolean"},
-        "target": {"type": "integer", "description": "how many replicas are wanted: those with lower ids"},
-        "members": {"type": "array", "items": {"type": "integer"}},
-        "replicas": {
-            "type": "array",
-            "items": {
-                "type": "object",
-                "required": ["replica", "incarnation", "state", "step", "reason"],
-                "properties": {
-                    "replica": {"type": "integer"},
-                    "incarnation": {"type": ["string", "null"]},
-                    "state": {"type": "string"},
-                    "step": {"type": "integer"},
-                    "reason": {"type": "string"},
-                },
-            },
-        },
-    },
-}
 _NUMBER: Document = {"minimum": 0, "maximum": 2**53}
 _REPLICA: Document = {"minimum": 0, "maximum": MAX_REPLICAS - 1}
 _ID: Document = {"pattern": f"^{incarnation.PATTERN}$"}
@@ -111,7 +74,6 @@ _BODIES = {
     "/v1/quorum": Body((QuorumRequest,), (Grant, Continue, CatchUp, Finish, Refused, Wait)),
     "/v1/processes": Body((ProcessReport,), (SupervisorReply,), plain=True),
     "/v1/telemetry": Body((Telemetry,)),
-    "/healthz": Body(text=True),
 }
 _ERRORS = {
     400: "no HTTP request, or the connection closed within it",
@@ -130,9 +92,9 @@ def describe(app: FastAPI, keys: Keys) -> None:
     """Add GET /openapi.json to ``app``, for viewers, and give errors of the framework the common form."""
 
     @app.get("/openapi.json", dependencies=[Depends(Bearer(keys, "viewer"))])
-    async def description() -> JSONResponse:
+    async def description() -> Document:
         """The description of all routes."""
-        return JSONResponse(app.openapi())
+        return app.openapi()
 
     @app.exception_handler(RequestValidationError)
     async def unreadable(_: Request, error: Exception) -> JSONResponse:
@@ -161,7 +123,7 @@ def _document(app: FastAPI) -> Document:
     made["paths"][quorum_route.PATH] = {"post": {**_ASK, "responses": ok}}
     parts = made.setdefault("components", {})
     schemas = parts.setdefault("schemas", {})
-    schemas["Error"], schemas["Status"] = _ERROR, _STATUS
+    schemas["Error"] = Error.model_json_schema()
     parts["securitySchemes"] = {
         role: {"type": "http", "scheme": "bearer", "description": f"a token of the role {role}"} for role in ROLES
     }
@@ -183,10 +145,6 @@ def _document(app: FastAPI) -> Document:
 def _bodies(path: str, operation: Document, schemas: Document) -> None:
     """Describe what a route takes and gives that reads its body itself."""
     ok: Document = operation["responses"].get("200", {})
-    if path == "/v1/status":
-        ok["content"] = {"application/json": {"schema": {"$ref": REFS.format(model="Status")}}}
-    elif path == "/openapi.json":
-        ok["content"] = {"application/json": {"schema": {"type": "object"}}}
     body = _BODIES.get(path)
     if body is None:
         return
@@ -196,8 +154,6 @@ def _bodies(path: str, operation: Document, schemas: Document) -> None:
     if body.gives:
         schema = _messages(body.gives, body.plain, "serialization", schemas)
         ok["content"] = {"application/json": {"schema": schema}}
-    elif body.text:
-        ok["content"] = {"text/plain": {"schema": {"type": "string"}}}
 
 
 def _messages(kinds: Iterable[type], plain: bool, mode: JsonSchemaMode, schemas: Document) -> Document:

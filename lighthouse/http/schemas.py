@@ -1,4 +1,4 @@
-"""The exact shapes of what the journal's routes answer. Times are Unix seconds, durations seconds.
+"""The exact shapes of what the routes answer. Times are Unix seconds, durations seconds.
 
 The field names are keys of the HTTP interface.
 """
@@ -7,7 +7,37 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
+
+
+class Error(BaseModel):
+    """What every route answers with a status of 400 or more."""
+
+    detail: str = Field(description="what is wrong, in one line")
+    leader: str | None = Field(None, description="who leads, from a lighthouse that does not")
+
+
+class ReplicaStatus(BaseModel):
+    """The present state of a replica, in a word and with a reason."""
+
+    replica: int
+    incarnation: str | None
+    state: str
+    step: int
+    reason: str
+
+
+class JobStatus(BaseModel):
+    """The job, its members, and each replica's state."""
+
+    job: str
+    term: int
+    epoch: int
+    step: int
+    finished: bool
+    target: int = Field(description="how many replicas are wanted: those with lower ids")
+    members: list[int]
+    replicas: list[ReplicaStatus]
 
 
 class JobView(BaseModel):
