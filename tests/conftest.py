@@ -1,13 +1,16 @@
 """Shared by all tests."""
 
+import asyncio
 import atexit
+import functools
 import gc
+import inspect
 import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Generator
-from typing import TypeVar
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, TypeVar
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -39,10 +42,36 @@ ALONE = {"scenarios"}  # folders of which every test wants the machine for itsel
 LAST = ["sim", "scenarios"]  # folders with long tests: what fails soon fails first
 
 
+ASYNC_S = 40.0  # longest time for an async test; `pytest.mark.timeout` allows another
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Async tests run on asyncio."""
+    return "asyncio"
+
+
+def _bounded(test: Callable[..., Awaitable[None]], seconds: float) -> Callable[..., Awaitable[None]]:
+    """The test with a time limit. What a task or a callback raised and nothing took fails it, too."""
+
+    @functools.wraps(test)
+    async def bounded(*args: Any, **kwargs: Any) -> None:
+        failed: list[dict[str, Any]] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
+        async with asyncio.timeout(seconds):
+            await test(*args, **kwargs)
+        assert not failed, failed
+
+    return bounded
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark whole folders, and put the long ones at the end."""
+    """Mark whole folders, put the long ones at the end, and bound async tests."""
     for item in items:
+        if isinstance(item, pytest.Function) and inspect.iscoroutinefunction(item.obj):
+            limit = item.get_closest_marker("timeout")
+            item.obj = _bounded(item.obj, limit.args[0] if limit else ASYNC_S)
         if ALONE & set(item.path.parts):
             item.add_marker(pytest.mark.multiproc)
     items.sort(key=lambda item: LAST.index(name) if (name := item.path.parent.name) in LAST else -1)

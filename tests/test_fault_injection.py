@@ -170,29 +170,26 @@ def test_the_wall_clock_jumps_alone(force: Enforced) -> None:
     assert time.time() >= right
 
 
-def test_nothing_passes_to_the_other_end_of_an_edge(force: Enforced) -> None:
+async def test_nothing_passes_to_the_other_end_of_an_edge(force: Enforced) -> None:
     force(FaultOrder("partition", edge=(ME, 2)), FaultOrder("partition", edge=(0, ME), reject=True))
     assert [peer for peer in (0, 1, 2, LIGHTHOUSE, None) if fault_injection.cut(peer)] == [0, 2]
-    asyncio.run(fault_injection.passes(LIGHTHOUSE))
+    await fault_injection.passes(LIGHTHOUSE)
     with pytest.raises(TimeoutError):
-        asyncio.run(fault_injection.passes(2, 0.0))
+        await fault_injection.passes(2, 0.0)
     with pytest.raises(ConnectionRefusedError):
-        asyncio.run(fault_injection.passes(0))
+        await fault_injection.passes(0)
     with pytest.raises(ConnectionRefusedError):
         fault_injection.hold(0, lambda: False)
     fault_injection.hold(2, lambda: True)  # whoever gives up does not wait
 
 
-def test_what_was_held_back_passes_when_the_partition_ends(force: Enforced) -> None:
-    async def scene() -> None:
-        force(FaultOrder("partition", edge=(ME, 2)))
-        waiting = asyncio.create_task(fault_injection.passes(2))
-        await asyncio.sleep(0)
-        assert not waiting.done()
-        force()
-        await waiting
-
-    asyncio.run(scene())
+async def test_what_was_held_back_passes_when_the_partition_ends(force: Enforced) -> None:
+    force(FaultOrder("partition", edge=(ME, 2)))
+    waiting = asyncio.create_task(fault_injection.passes(2))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    force()
+    await waiting
 
 
 def test_a_process_obeys_while_the_order_is_there(tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ import pytest
 from ft_hsdp import address, handshake
 from ft_hsdp.errors import LocalResourceError, ProtocolViolation
 from ft_hsdp.handshake import Admitted, Caller, CallerGate, HungUp, Purpose, admit
-from tests.support.known import run
 
 TOKEN = "ab" * 32
 
@@ -92,27 +91,23 @@ def test_a_recorded_answer_is_of_no_use() -> None:
         caller.session(answer[-handshake.MAC :])
 
 
-def test_a_listener_challenges_each_connection_anew() -> None:
+async def test_a_listener_challenges_each_connection_anew() -> None:
     """What was recorded of one connection is played back on the next one."""
-
-    async def body() -> None:
-        async with Listener() as here:
-            loop, caller, recorded = asyncio.get_running_loop(), Caller(TOKEN, Purpose.RING), b""
-            for known in (True, False):
-                sock = socket.socket()
-                sock.setblocking(False)
-                await loop.sock_connect(sock, address.split(here.where))
-                challenge = await loop.sock_recv(sock, handshake.CHALLENGE_BYTES)
-                recorded = recorded or caller.answer(challenge)
-                await loop.sock_sendall(sock, recorded)
-                if known:
-                    caller.session(await loop.sock_recv(sock, handshake.PROOF_BYTES))
-                else:
-                    assert await hung_up_on(sock)
-                sock.close()
-            assert here.admitted.qsize() == 1
-
-    run(body())
+    async with Listener() as here:
+        loop, caller, recorded = asyncio.get_running_loop(), Caller(TOKEN, Purpose.RING), b""
+        for known in (True, False):
+            sock = socket.socket()
+            sock.setblocking(False)
+            await loop.sock_connect(sock, address.split(here.where))
+            challenge = await loop.sock_recv(sock, handshake.CHALLENGE_BYTES)
+            recorded = recorded or caller.answer(challenge)
+            await loop.sock_sendall(sock, recorded)
+            if known:
+                caller.session(await loop.sock_recv(sock, handshake.PROOF_BYTES))
+            else:
+                assert await hung_up_on(sock)
+            sock.close()
+        assert here.admitted.qsize() == 1
 
 
 def test_the_token_itself_never_passes() -> None:
@@ -131,161 +126,130 @@ def test_a_listener_of_something_else(given: bytes) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_who_knows_the_token_is_let_in(host: str) -> None:
-    async def body() -> None:
-        async with Listener(Purpose.RING, Purpose.DATA, host=host) as here:
-            for purpose in (Purpose.RING, Purpose.DATA):
-                sock = await handshake.dial(here.where, TOKEN, purpose)
-                proved, theirs = await here.admitted.get()
-                assert proved.purpose is purpose
-                theirs.send(b"first")
-                assert await asyncio.get_running_loop().sock_recv(sock, 9) == b"first"
-                sock.close()
-                theirs.close()
-            assert here.gate.strangers == 0
-
-    run(body())
+async def test_who_knows_the_token_is_let_in(host: str) -> None:
+    async with Listener(Purpose.RING, Purpose.DATA, host=host) as here:
+        for purpose in (Purpose.RING, Purpose.DATA):
+            sock = await handshake.dial(here.where, TOKEN, purpose)
+            proved, theirs = await here.admitted.get()
+            assert proved.purpose is purpose
+            theirs.send(b"first")
+            assert await asyncio.get_running_loop().sock_recv(sock, 9) == b"first"
+            sock.close()
+            theirs.close()
+        assert here.gate.strangers == 0
 
 
 @pytest.mark.parametrize(
     ("token", "purpose"), [("cd" * 32, Purpose.RING), ("", Purpose.RING), (TOKEN, Purpose.STATE)]
 )
-def test_who_does_not_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, token: str, purpose: Purpose) -> None:
+async def test_who_does_not_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, token: str, purpose: Purpose) -> None:
     monkeypatch.setattr(handshake, "AGAIN_S", 0.0)
-
-    async def body() -> None:
-        async with Listener() as here:
-            with pytest.raises(HungUp):
-                await handshake.dial(here.where, token, purpose)
-            assert here.admitted.empty()
-            assert here.gate.strangers == 0
-
-    run(body())
+    async with Listener() as here:
+        with pytest.raises(HungUp):
+            await handshake.dial(here.where, token, purpose)
+        assert here.admitted.empty()
+        assert here.gate.strangers == 0
 
 
-def test_a_caller_that_is_crowded_out_calls_again() -> None:
-    async def body() -> None:
-        async with Listener() as here:
-            calling = asyncio.create_task(handshake.dial(here.where, TOKEN, Purpose.RING))
-            while not here.gate.strangers:  # noqa: ASYNC110 - what is waited for has no event
-                await asyncio.sleep(0)
-            here.gate._drop(next(iter(here.gate._strangers)))
-            (await calling).close()
-            assert not here.admitted.empty()
-
-    run(body())
+async def test_a_caller_that_is_crowded_out_calls_again() -> None:
+    async with Listener() as here:
+        calling = asyncio.create_task(handshake.dial(here.where, TOKEN, Purpose.RING))
+        while not here.gate.strangers:  # noqa: ASYNC110 - what is waited for has no event
+            await asyncio.sleep(0)
+        here.gate._drop(next(iter(here.gate._strangers)))
+        (await calling).close()
+        assert not here.admitted.empty()
 
 
-def test_a_listener_that_does_not_know_the_token_is_told_nothing() -> None:
-    async def body() -> None:
-        async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(handshake.MAGIC + bytes(handshake.NONCE))
-            await reader.readexactly(handshake.ANSWER_BYTES)
-            writer.write(bytes(handshake.PROOF_BYTES))
-            heard.append(await reader.read())
-            writer.close()
-            over.set()
+async def test_a_listener_that_does_not_know_the_token_is_told_nothing() -> None:
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(handshake.MAGIC + bytes(handshake.NONCE))
+        await reader.readexactly(handshake.ANSWER_BYTES)
+        writer.write(bytes(handshake.PROOF_BYTES))
+        heard.append(await reader.read())
+        writer.close()
+        over.set()
 
-        heard: list[bytes] = []
-        over = asyncio.Event()
-        server = await asyncio.start_server(impostor, "127.0.0.1", 0)
-        with pytest.raises(ProtocolViolation, match="does not know the job's token"):
-            await handshake.dial(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", TOKEN, Purpose.RING)
-        await over.wait()
-        server.close()
-        assert heard == [b""]
-
-    run(body())
+    heard: list[bytes] = []
+    over = asyncio.Event()
+    server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+    with pytest.raises(ProtocolViolation, match="does not know the job's token"):
+        await handshake.dial(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", TOKEN, Purpose.RING)
+    await over.wait()
+    server.close()
+    assert heard == [b""]
 
 
 @pytest.mark.parametrize(
     "said",
     [b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01", b"\xff" * 2_000_000, handshake.MAGIC + b"\xff" * 100, b"F"],
 )
-def test_noise_is_hung_up_on_at_its_first_wrong_byte(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_noise_is_hung_up_on_at_its_first_wrong_byte(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "_hello_s", 60.0)  # not because its time is over
+    async with Listener() as here:
+        sock = await here.stranger()
+        with suppress(ConnectionError):
+            await asyncio.get_running_loop().sock_sendall(sock, said)
+        if handshake.MAGIC.startswith(said):  # nothing is wrong with it yet
+            sock.shutdown(socket.SHUT_WR)
+        assert await hung_up_on(sock)
+        assert (here.gate.strangers, here.admitted.qsize()) == (0, 0)
+        sock.close()
 
-    async def body() -> None:
-        async with Listener() as here:
-            sock = await here.stranger()
-            with suppress(ConnectionError):
-                await asyncio.get_running_loop().sock_sendall(sock, said)
-            if handshake.MAGIC.startswith(said):  # nothing is wrong with it yet
-                sock.shutdown(socket.SHUT_WR)
+
+async def test_the_oldest_stranger_makes_room() -> None:
+    async with Listener() as here:
+        each = handshake.MAX_STRANGERS // 4
+        crowd = [await here.stranger(f"127.0.0.{2 + i // each}") for i in range(2 * handshake.MAX_STRANGERS)]
+        assert here.gate.strangers == handshake.MAX_STRANGERS
+        for sock in crowd[: handshake.MAX_STRANGERS]:
             assert await hung_up_on(sock)
-            assert (here.gate.strangers, here.admitted.qsize()) == (0, 0)
+        (await handshake.dial(here.where, TOKEN, Purpose.RING)).close()
+        for sock in crowd:
             sock.close()
 
-    run(body())
+
+async def test_one_address_has_a_share_of_the_places() -> None:
+    async with Listener() as here:
+        other = await here.stranger("127.0.0.9")
+        crowd = [await here.stranger() for _ in range(2 * handshake.MAX_STRANGERS)]
+        assert here.gate.strangers == handshake.MAX_STRANGERS_PER_ADDRESS + 1
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.get_running_loop().sock_recv(other, 1), 0.01)
+        for sock in (other, *crowd):
+            sock.close()
 
 
-def test_the_oldest_stranger_makes_room() -> None:
-    async def body() -> None:
-        async with Listener() as here:
-            each = handshake.MAX_STRANGERS // 4
-            crowd = [await here.stranger(f"127.0.0.{2 + i // each}") for i in range(2 * handshake.MAX_STRANGERS)]
-            assert here.gate.strangers == handshake.MAX_STRANGERS
-            for sock in crowd[: handshake.MAX_STRANGERS]:
-                assert await hung_up_on(sock)
-            (await handshake.dial(here.where, TOKEN, Purpose.RING)).close()
-            for sock in crowd:
-                sock.close()
-
-    run(body())
-
-
-def test_one_address_has_a_share_of_the_places() -> None:
-    async def body() -> None:
-        async with Listener() as here:
-            other = await here.stranger("127.0.0.9")
-            crowd = [await here.stranger() for _ in range(2 * handshake.MAX_STRANGERS)]
-            assert here.gate.strangers == handshake.MAX_STRANGERS_PER_ADDRESS + 1
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(asyncio.get_running_loop().sock_recv(other, 1), 0.01)
-            for sock in (other, *crowd):
-                sock.close()
-
-    run(body())
-
-
-def test_a_silent_stranger_and_one_that_drips_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_silent_stranger_and_one_that_drips_are_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "_hello_s", handshake.HELLO_S)
     handshake.use(0.1)
-
-    async def body() -> None:
-        async with Listener() as here:
-            silent, slow = await here.stranger(), await here.stranger()
-            slow.send(handshake.MAGIC)
-            dripping = asyncio.create_task(hung_up_on(slow))
-            while not dripping.done():
-                with suppress(OSError):
-                    slow.send(b"\0")
-                await asyncio.sleep(0.01)
-            assert await hung_up_on(silent)
-            assert here.gate.strangers == 0
-            for sock in (silent, slow):
-                sock.close()
-
-    run(body())
+    async with Listener() as here:
+        silent, slow = await here.stranger(), await here.stranger()
+        slow.send(handshake.MAGIC)
+        dripping = asyncio.create_task(hung_up_on(slow))
+        while not dripping.done():
+            with suppress(OSError):
+                slow.send(b"\0")
+            await asyncio.sleep(0.01)
+        assert await hung_up_on(silent)
+        assert here.gate.strangers == 0
+        for sock in (silent, slow):
+            sock.close()
 
 
-def test_other_work_has_its_turn_between_two_callers() -> None:
+async def test_other_work_has_its_turn_between_two_callers() -> None:
     """An accept loop that does not give way would take all callers that wait before anything else runs."""
-
-    async def body() -> None:
-        async with Listener() as here:
-            crowd = []
-            for _ in range(20):
-                crowd.append(socket.create_connection(address.split(here.where)))
-            seen = []
-            while not seen or seen[-1] < 20:
-                seen.append(here.gate.strangers)
-                await asyncio.sleep(0)
-            assert max(b - a for a, b in itertools.pairwise(seen)) == 1
-            for sock in crowd:
-                sock.close()
-
-    run(body())
+    async with Listener() as here:
+        crowd = []
+        for _ in range(20):
+            crowd.append(socket.create_connection(address.split(here.where)))
+        seen = []
+        while not seen or seen[-1] < 20:
+            seen.append(here.gate.strangers)
+            await asyncio.sleep(0)
+        assert max(b - a for a, b in itertools.pairwise(seen)) == 1
+        for sock in crowd:
+            sock.close()
 
 
 class NoDescriptor(socket.socket):
@@ -300,36 +264,29 @@ class NoDescriptor(socket.socket):
         return super().accept()
 
 
-def test_without_a_descriptor_strangers_go_first_and_then_it_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_without_a_descriptor_strangers_go_first_and_then_it_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "PAUSE_S", 0.001)
-
-    async def body() -> None:
-        here = Listener()
-        listener = NoDescriptor(fileno=here._bound.detach())
-        here.gate.watch(listener)
-        stranger = await here.stranger()
-        listener.errors = 1 + handshake.ACCEPT_TRIES + 3
-        calling = asyncio.create_task(handshake.dial(here.where, TOKEN, Purpose.RING))
-        assert await hung_up_on(stranger)
-        (await calling).close()
-        assert ["EMFILE" in str(error) for error in here.failed] == [True]
-        await here.__aexit__()
-        stranger.close()
-
-    run(body())
+    here = Listener()
+    listener = NoDescriptor(fileno=here._bound.detach())
+    here.gate.watch(listener)
+    stranger = await here.stranger()
+    listener.errors = 1 + handshake.ACCEPT_TRIES + 3
+    calling = asyncio.create_task(handshake.dial(here.where, TOKEN, Purpose.RING))
+    assert await hung_up_on(stranger)
+    (await calling).close()
+    assert ["EMFILE" in str(error) for error in here.failed] == [True]
+    await here.__aexit__()
+    stranger.close()
 
 
-def test_a_flood_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
-    async def body() -> None:
+async def test_a_flood_is_one_log_line(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
         async with Listener() as here:
             for _ in range(50):
                 sock = await here.stranger()
                 sock.send(b"noise")
                 assert await hung_up_on(sock)
                 sock.close()
-
-    with caplog.at_level(logging.INFO):
-        run(body())
     assert len(caplog.records) == 1
 
 

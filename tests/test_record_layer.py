@@ -208,35 +208,31 @@ def test_between_hosts_it_is_encrypted_unless_that_is_off() -> None:
         assert not record_layer.wanted(sock)
 
 
-def test_a_control_connection_is_carried_both_ways_and_ends_as_it_should() -> None:
+async def test_a_control_connection_is_carried_both_ways_and_ends_as_it_should() -> None:
     record_layer.use("on")
-
-    async def talk() -> None:
-        loop = asyncio.get_running_loop()
-        one, other = tcp()
-        for sock in (one, other):
-            sock.setblocking(False)
-        a, b = await asyncio.gather(
-            record_layer.spliced(one, SESSION, listening=False),
-            record_layer.spliced(other, SESSION, listening=True),
-        )
-        data = os.urandom(600_000)
-        sending = loop.create_task(loop.sock_sendall(a, data))
-        got = b""
-        while len(got) < len(data):
-            got += await loop.sock_recv(b, 65536)
-        await sending
-        assert got == data
-        await loop.sock_sendall(b, b"last words")
-        b.close()
-        assert await loop.sock_recv(a, 100) == b"last words"
-        assert await loop.sock_recv(a, 100) == b""
-        assert record_layer.within_host(a), "127.0.0.1, as its connection says"
-        a.close()
-        while record_layer._splices:
-            await asyncio.wait(set(record_layer._splices))
-
-    asyncio.run(asyncio.wait_for(talk(), 10))
+    loop = asyncio.get_running_loop()
+    one, other = tcp()
+    for sock in (one, other):
+        sock.setblocking(False)
+    a, b = await asyncio.gather(
+        record_layer.spliced(one, SESSION, listening=False),
+        record_layer.spliced(other, SESSION, listening=True),
+    )
+    data = os.urandom(600_000)
+    sending = loop.create_task(loop.sock_sendall(a, data))
+    got = b""
+    while len(got) < len(data):
+        got += await loop.sock_recv(b, 65536)
+    await sending
+    assert got == data
+    await loop.sock_sendall(b, b"last words")
+    b.close()
+    assert await loop.sock_recv(a, 100) == b"last words"
+    assert await loop.sock_recv(a, 100) == b""
+    assert record_layer.within_host(a), "127.0.0.1, as its connection says"
+    a.close()
+    while record_layer._splices:
+        await asyncio.wait(set(record_layer._splices))
 
 
 @pytest.mark.parametrize(("written", "mode"), [("off", "off"), (True, "on"), (False, "off"), ("auto", "auto")])

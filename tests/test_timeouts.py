@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import re
 import threading
 import time
@@ -99,29 +98,21 @@ def _section(value: ast.expr) -> bool:
 # By behaviour, where the wait is short to show.
 
 
-def test_imports_may_take_boot_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_imports_may_take_boot_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow_import.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    async def body() -> None:
-        server = ForkServer(tmp_path, preload=("slow_import",), boot_s=0.3)
-        with pytest.raises(Retryable, match=r"did not load within 0\.3 s"):
-            await server.start()
-        await server.close()
-
-    asyncio.run(body())
+    server = ForkServer(tmp_path, preload=("slow_import",), boot_s=0.3)
+    with pytest.raises(Retryable, match=r"did not load within 0\.3 s"):
+        await server.start()
+    await server.close()
 
 
-def test_a_lighthouse_listens_within_listen_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lighthouse_listens_within_listen_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "silent_lighthouse.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-
-    async def body() -> None:
-        one = LighthouseProcess(RunDir(tmp_path), lambda _: None, module="silent_lighthouse", listen_s=0.3)
-        with pytest.raises(LighthouseFailed, match=r"does not listen after 0\.3 s"):
-            await one.start()
-
-    asyncio.run(body())
+    one = LighthouseProcess(RunDir(tmp_path), lambda _: None, module="silent_lighthouse", listen_s=0.3)
+    with pytest.raises(LighthouseFailed, match=r"does not listen after 0\.3 s"):
+        await one.start()
 
 
 def test_a_checkpoint_is_finished_within_save_s() -> None:

@@ -3,10 +3,10 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
@@ -32,26 +32,17 @@ ASK = QuorumRequest(Report(0, "0-x-0", STATE, 1), ("r",), ("s",), "hash", "layou
 GRANT = protocol.sign(TOKEN, Grant(1, 1, STATE, (Member(0, "0-x-0", "contribute"),), 1, "first"))
 
 
-def run(
-    handler: Callable[[httpx.Request], httpx.Response],
-    body: Callable[[LighthouseClient], Coroutine[Any, Any, Any]],
-):
-    """The outcome of ``body`` with a client whose lighthouse is ``handler``."""
-
-    async def main() -> Any:
-        client = LighthouseClient(("http://lighthouse",), TOKEN)
-        real = client._lighthouses._client
-        client._lighthouses._client = httpx.AsyncClient(
-            headers=real.headers, transport=httpx.MockTransport(handler)
-        )
-        await real.aclose()
-        try:
-            async with asyncio.timeout(5):
-                return await body(client)
-        finally:
-            await client.close()
-
-    return asyncio.run(main())
+@asynccontextmanager
+async def client_of(handler: Callable[[httpx.Request], httpx.Response]) -> AsyncIterator[LighthouseClient]:
+    """A client whose lighthouse is ``handler``."""
+    client = LighthouseClient(("http://lighthouse",), TOKEN)
+    real = client._lighthouses._client
+    client._lighthouses._client = httpx.AsyncClient(headers=real.headers, transport=httpx.MockTransport(handler))
+    await real.aclose()
+    try:
+        yield client
+    finally:
+        await client.close()
 
 
 def answer(message: object) -> Callable[[httpx.Request], httpx.Response]:
@@ -61,27 +52,29 @@ def answer(message: object) -> Callable[[httpx.Request], httpx.Response]:
 @pytest.mark.parametrize(
     "message", [GRANT, Continue(3, 4), CatchUp(STATE, GRANT.members), Finish(), Refused("gone", 75)]
 )
-def test_an_answer(message: Answer) -> None:
+async def test_an_answer(message: Answer) -> None:
     seen: list[httpx.Request] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
         seen.append(request)
         return answer(message)(request)
 
-    assert run(handler, lambda c: c.ask(ASK)) == message
+    async with client_of(handler) as client:
+        assert await client.ask(ASK) == message
     assert (seen[0].method, seen[0].url.path) == ("POST", "/v1/quorum")
     assert seen[0].headers["Authorization"] == f"Bearer {TOKEN}"
     assert protocol.decode(seen[0].content, QuorumRequest) == ASK
 
 
-def test_wait_asks_again_with_the_same_report() -> None:
+async def test_wait_asks_again_with_the_same_report() -> None:
     bodies: list[bytes] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
         bodies.append(request.content)
         return answer(Wait("for replica 2") if len(bodies) < 4 else GRANT)(request)
 
-    assert run(handler, lambda c: c.ask(ASK)) == GRANT
+    async with client_of(handler) as client:
+        assert await client.ask(ASK) == GRANT
     assert len(bodies) == 4
     assert len(set(bodies)) == 1
 
@@ -89,9 +82,10 @@ def test_wait_asks_again_with_the_same_report() -> None:
 @pytest.mark.parametrize(
     "forged", [replace(GRANT, mac=""), replace(GRANT, epoch=2), protocol.sign("cd" * 32, GRANT)]
 )
-def test_a_grant_of_somebody_else_is_no_grant(forged: Grant) -> None:
-    with pytest.raises(LighthouseUnreachable, match="wrong MAC"):
-        run(answer(forged), lambda c: c.ask(ASK))
+async def test_a_grant_of_somebody_else_is_no_grant(forged: Grant) -> None:
+    async with client_of(answer(forged)) as client:
+        with pytest.raises(LighthouseUnreachable, match="wrong MAC"):
+            await client.ask(ASK)
 
 
 def _fails(error: Exception) -> Callable[[httpx.Request], httpx.Response]:
@@ -115,12 +109,15 @@ def _fails(error: Exception) -> Callable[[httpx.Request], httpx.Response]:
         (_fails(httpx.ReadTimeout("slow")), "ReadTimeout slow"),
     ],
 )
-def test_everything_else_is_unreachable(handler: Callable[[httpx.Request], httpx.Response], said: str) -> None:
-    with pytest.raises(LighthouseUnreachable, match=said):
-        run(handler, lambda c: c.ask(ASK))
+async def test_everything_else_is_unreachable(
+    handler: Callable[[httpx.Request], httpx.Response], said: str
+) -> None:
+    async with client_of(handler) as client:
+        with pytest.raises(LighthouseUnreachable, match=said):
+            await client.ask(ASK)
 
 
-def test_a_report_of_predecessors() -> None:
+async def test_a_report_of_predecessors() -> None:
     seen: list[ProcessReport] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -129,32 +126,30 @@ def test_a_report_of_predecessors() -> None:
         return answer(SupervisorReply((), 3, 4, False))(request)
 
     sent = ProcessReport({1: "1-x-1"}, ("1-x-0",))
-    run(handler, lambda c: c.report(sent))
+    async with client_of(handler) as client:
+        await client.report(sent)
     assert seen == [sent]
 
 
-def test_no_proxy_and_no_redirect_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_proxy_and_no_redirect_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")
 
-    async def body() -> None:
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await reader.readuntil(b"\r\n\r\n")
-            content = protocol.encode(Continue(1, 2))
-            writer.write(
-                b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(content) + content
-            )
-            await writer.drain()
-            writer.close()
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        content = protocol.encode(Continue(1, 2))
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(content) + content
+        )
+        await writer.drain()
+        writer.close()
 
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        client = LighthouseClient((f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",), TOKEN)
-        assert await client.ask(ASK) == Continue(1, 2)
-        await client.close()
-        server.close()
-        await asyncio.sleep(0.02)
-
-    asyncio.run(body())
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    client = LighthouseClient((f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}",), TOKEN)
+    assert await client.ask(ASK) == Continue(1, 2)
+    await client.close()
+    server.close()
+    await asyncio.sleep(0.02)
 
 
 # Several lighthouses: the one that leads is found, kept to, and left when it is gone, hangs, or leads no more.
@@ -194,80 +189,61 @@ class Sea:
         return httpx.Response(503, json={"detail": "stands by", "leader": self.hint})
 
 
-def with_lighthouses(
-    sea: Sea, body: Callable[[Lighthouses], Coroutine[Any, Any, None]], urls: tuple[str, ...] = URLS
-) -> None:
-    async def main() -> None:
-        client = httpx.AsyncClient(transport=httpx.MockTransport(sea.answer))
-        follow = Lighthouses(urls, client)
-        try:
-            async with asyncio.timeout(10):
-                await body(follow)
-        finally:
-            await follow.close()
-
-    asyncio.run(main())
+@asynccontextmanager
+async def following(sea: Sea, urls: tuple[str, ...] = URLS) -> AsyncIterator[Lighthouses]:
+    client = httpx.AsyncClient(transport=httpx.MockTransport(sea.answer))
+    follow = Lighthouses(urls, client)
+    try:
+        yield follow
+    finally:
+        await follow.close()
 
 
-def test_the_leader_is_found_by_a_hint_and_kept_to() -> None:
+async def test_the_leader_is_found_by_a_hint_and_kept_to() -> None:
     sea = Sea(a="stands by", b="stands by", c="leads")
     sea.hint = f"{C}/"
-
-    async def body(follow: Lighthouses) -> None:
+    async with following(sea) as follow:
         for _ in range(3):
             assert (await follow.post("/v1/x", b"")).text == "from c"
         assert sea.asked == ["a", "c", "c", "c"]
         assert follow.url == C
 
-    with_lighthouses(sea, body)
 
-
-def test_without_a_hint_it_asks_one_after_the_other() -> None:
+async def test_without_a_hint_it_asks_one_after_the_other() -> None:
     sea = Sea(a="stands by", b="down", c="leads")
-
-    async def body(follow: Lighthouses) -> None:
+    async with following(sea) as follow:
         assert (await follow.post("/v1/x", b"")).text == "from c"
-
-    with_lighthouses(sea, body)
 
 
 @pytest.mark.parametrize("there", [None, "", "[]", f'{{"url": "{A}"}}', f'{{"url": "{C}", "urls": ["{C}"]}}'])
-def test_one_that_moved_is_found_where_the_run_says(tmp_path: Path, there: str | None) -> None:
+async def test_one_that_moved_is_found_where_the_run_says(tmp_path: Path, there: str | None) -> None:
     file = tmp_path / "lighthouse.json"
     if there is not None:
         file.write_text(there)
-
-    async def body(_: Lighthouses) -> None:
-        async with httpx.AsyncClient(transport=httpx.MockTransport(sea.answer)) as client:
-            follow = Lighthouses((A,), client, file)
-            with pytest.raises(LighthouseUnreachable):
-                await follow.post("/v1/x", b"")
-            if C in (there or ""):
-                assert (await follow.post("/v1/x", b"")).text == "from c"
-            else:
-                assert follow.urls == (A,)
-
     sea = Sea(a="down", c="leads")
-    with_lighthouses(sea, body)
+    async with following(sea) as _, httpx.AsyncClient(transport=httpx.MockTransport(sea.answer)) as client:
+        follow = Lighthouses((A,), client, file)
+        with pytest.raises(LighthouseUnreachable):
+            await follow.post("/v1/x", b"")
+        if C in (there or ""):
+            assert (await follow.post("/v1/x", b"")).text == "from c"
+        else:
+            assert follow.urls == (A,)
 
 
-def test_a_hint_at_a_stranger_is_not_followed() -> None:
+async def test_a_hint_at_a_stranger_is_not_followed() -> None:
     """Whoever stands by may be anybody; the token goes only where the job's own list says."""
     sea = Sea(a="stands by", b="leads", c="down", evil="leads")
     sea.hint = "http://evil:1"
-
-    async def body(follow: Lighthouses) -> None:
+    async with following(sea) as follow:
         assert (await follow.post("/v1/x", b"")).text == "from b"
         assert "evil" not in sea.asked
 
-    with_lighthouses(sea, body)
 
-
-def test_a_hint_at_a_leader_that_is_down_does_not_go_round_for_ever() -> None:
+async def test_a_hint_at_a_leader_that_is_down_does_not_go_round_for_ever() -> None:
     sea = Sea(a="down", b="stands by", c="stands by")
     sea.hint = A
-
-    async def body(follow: Lighthouses) -> None:
+    async with following(sea) as follow:
         try:
             response = await follow.post("/v1/x", b"")
         except LighthouseUnreachable:
@@ -279,45 +255,36 @@ def test_a_hint_at_a_leader_that_is_down_does_not_go_round_for_ever() -> None:
         sea.hint = C
         assert (await follow.post("/v1/x", b"")).text == "from c"
 
-    with_lighthouses(sea, body)
 
-
-def test_all_down_is_unreachable_in_one_line() -> None:
-    async def body(follow: Lighthouses) -> None:
+async def test_all_down_is_unreachable_in_one_line() -> None:
+    async with following(Sea(a="down", b="down", c="down")) as follow:
         with pytest.raises(LighthouseUnreachable, match="ConnectError refused") as caught:
             await follow.post("/v1/x", b"")
         assert len(str(caught.value).splitlines()) == 1
 
-    with_lighthouses(Sea(a="down", b="down", c="down"), body)
 
-
-def test_nobody_leads_is_an_answer_of_503() -> None:
-    async def body(follow: Lighthouses) -> None:
+async def test_nobody_leads_is_an_answer_of_503() -> None:
+    async with following(Sea(a="stands by", b="stands by", c="stands by")) as follow:
         assert (await follow.post("/v1/x", b"")).status_code == 503
-
-    with_lighthouses(Sea(a="stands by", b="stands by", c="stands by"), body)
 
 
 @pytest.mark.parametrize("end", ["frozen", "stands by"])
-def test_an_open_poll_is_left_when_its_lighthouse_freezes_or_leads_no_more(
+async def test_an_open_poll_is_left_when_its_lighthouse_freezes_or_leads_no_more(
     end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One that is slow but well is waited for."""
     monkeypatch.setattr(lighthouse_client, "PROBE_S", 0.1)
     sea = Sea(a="slow", b="leads", c="down")
-
-    async def body(follow: Lighthouses) -> None:
+    async with following(sea) as follow:
         asking = asyncio.create_task(follow.post("/v1/x", b""))
         await asyncio.sleep(0.5)
         assert not asking.done(), "a long poll was given up"
         sea.how["a"] = end
         assert (await asking).text == "from b"
 
-    with_lighthouses(sea, body)
 
-
-def test_a_poll_can_be_cancelled() -> None:
-    async def body(follow: Lighthouses) -> None:
+async def test_a_poll_can_be_cancelled() -> None:
+    async with following(Sea(a="slow", b="slow", c="slow")) as follow:
         asking = asyncio.create_task(follow.post("/v1/x", b""))
         await asyncio.sleep(0.05)
         asking.cancel()
@@ -326,20 +293,15 @@ def test_a_poll_can_be_cancelled() -> None:
         assert asking.cancelled()
         assert time.monotonic() - began < 1
 
-    with_lighthouses(Sea(a="slow", b="slow", c="slow"), body)
 
-
-def test_the_only_one_is_asked_once_whatever_it_answers() -> None:
+async def test_the_only_one_is_asked_once_whatever_it_answers() -> None:
     sea = Sea(a="stands by")
-
-    async def body(follow: Lighthouses) -> None:
+    async with following(sea, (A,)) as follow:
         assert (await follow.post("/v1/x", b"")).status_code == 503
         assert sea.asked == ["a"]
         sea.how["a"] = "down"
         with pytest.raises(LighthouseUnreachable):
             await follow.post("/v1/x", b"")
-
-    with_lighthouses(sea, body, (A,))
 
 
 def test_lists_of_lighthouses() -> None:
@@ -353,15 +315,12 @@ def test_lists_of_lighthouses() -> None:
         assert urls_of_run(document) == ()
 
 
-def test_the_client_goes_nowhere_else() -> None:
-    async def body() -> None:
-        async with http_client("secret", 5.0) as client:
-            assert client.headers["authorization"] == "Bearer secret"
-            assert not client.follow_redirects
-            assert not client.trust_env
-            assert client.timeout.connect == lighthouse_client.CONNECT_S
-
-    asyncio.run(body())
+async def test_the_client_goes_nowhere_else() -> None:
+    async with http_client("secret", 5.0) as client:
+        assert client.headers["authorization"] == "Bearer secret"
+        assert not client.follow_redirects
+        assert not client.trust_env
+        assert client.timeout.connect == lighthouse_client.CONNECT_S
 
 
 def test_json_that_is_no_object_is_no_hint() -> None:

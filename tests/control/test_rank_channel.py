@@ -20,14 +20,6 @@ from tests.support.known import admit_stream, streams
 TOKEN = "ab" * 32
 
 
-def run(body: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(15):
-            await body
-
-    asyncio.run(bounded())
-
-
 def hello(rank: int) -> RankHello:
     return RankHello(rank, f"r{rank}", f"s{rank}")
 
@@ -71,203 +63,163 @@ def test_every_effect_that_is_not_the_leader_s_own_reaches_its_ranks() -> None:
     assert set(get_args(effects.Effect)) - own <= set(rank_channel.ORDERS)
 
 
-def test_orders_and_reports() -> None:
-    async def body() -> None:
-        async with Leader(3) as leader:
-            ranks = [await Rank().connect(leader.port, hello(r)) for r in (2, 1)]
-            await leader.hub.all_here(5)
-            assert leader.hub.hellos == {1: hello(1), 2: hello(2)}
-            orders = [
-                effects.RunBatch(4),
-                effects.StopRing(3, "why"),
-                effects.Reduce(AttemptId(1, 2, 3), "behind", "0" * 32),
-            ]
-            for order in (*orders, effects.Exit(75, "enough")):
-                leader.hub.broadcast(order)
-            for rank in ranks:
-                assert [await rank.orders.get() for _ in range(4)] == [*orders, effects.Exit(75, "enough")]
-            vote = Vote(1, AttemptId(1, 2, 3), "d", 0.5, ())
-            seen = Telemetry("0-x-0", ({"event": "RingConnected"},), (), (RankBeat(1, 7, "here", 5),))
-            for report in (RankStopped(1, 4), vote, seen):
-                ranks[1].line.send(report)
-                assert await leader.heard.get() == report
-            for rank in ranks:
-                rank.line.close()
-
-    run(body())
-
-
-def test_a_leader_alone_waits_for_nobody() -> None:
-    async def body() -> None:
-        async with Leader(1) as leader:
-            await leader.hub.all_here(1)
-
-    run(body())
-
-
-def test_all_here_has_a_deadline() -> None:
-    async def body() -> None:
-        async with Leader(3) as leader:
-            rank = await Rank().connect(leader.port, hello(1))
-            with pytest.raises(TimeoutError):
-                await leader.hub.all_here(0.1)
+async def test_orders_and_reports() -> None:
+    async with Leader(3) as leader:
+        ranks = [await Rank().connect(leader.port, hello(r)) for r in (2, 1)]
+        await leader.hub.all_here(5)
+        assert leader.hub.hellos == {1: hello(1), 2: hello(2)}
+        orders = [
+            effects.RunBatch(4),
+            effects.StopRing(3, "why"),
+            effects.Reduce(AttemptId(1, 2, 3), "behind", "0" * 32),
+        ]
+        for order in (*orders, effects.Exit(75, "enough")):
+            leader.hub.broadcast(order)
+        for rank in ranks:
+            assert [await rank.orders.get() for _ in range(4)] == [*orders, effects.Exit(75, "enough")]
+        vote = Vote(1, AttemptId(1, 2, 3), "d", 0.5, ())
+        seen = Telemetry("0-x-0", ({"event": "RingConnected"},), (), (RankBeat(1, 7, "here", 5),))
+        for report in (RankStopped(1, 4), vote, seen):
+            ranks[1].line.send(report)
+            assert await leader.heard.get() == report
+        for rank in ranks:
             rank.line.close()
 
-    run(body())
+
+async def test_a_leader_alone_waits_for_nobody() -> None:
+    async with Leader(1) as leader:
+        await leader.hub.all_here(1)
+
+
+async def test_all_here_has_a_deadline() -> None:
+    async with Leader(3) as leader:
+        rank = await Rank().connect(leader.port, hello(1))
+        with pytest.raises(TimeoutError):
+            await leader.hub.all_here(0.1)
+        rank.line.close()
 
 
 @pytest.mark.parametrize("said", [hello(0), hello(3), hello(-1)])
-def test_a_wrong_hello_is_hung_up_on(said: RankHello) -> None:
-    async def body() -> None:
-        async with Leader(3) as leader:
-            rank = await Rank().connect(leader.port, said)
-            await asyncio.wait_for(rank.lost.wait(), 3)
-            with pytest.raises(TimeoutError):
-                await leader.hub.all_here(0.05)
-            assert leader.hub.hellos == {}
-            assert leader.lost.empty(), "a stranger is not a rank"
+async def test_a_wrong_hello_is_hung_up_on(said: RankHello) -> None:
+    async with Leader(3) as leader:
+        rank = await Rank().connect(leader.port, said)
+        await asyncio.wait_for(rank.lost.wait(), 3)
+        with pytest.raises(TimeoutError):
+            await leader.hub.all_here(0.05)
+        assert leader.hub.hellos == {}
+        assert leader.lost.empty(), "a stranger is not a rank"
+        rank.line.close()
+
+
+async def test_who_does_not_know_the_token_says_nothing() -> None:
+    async with Leader(2) as leader:
+        with pytest.raises(handshake.HungUp):
+            await Rank("cd" * 32).connect(leader.port, hello(1))
+        assert not leader.hub.hellos
+        assert leader.lost.empty()
+
+
+async def test_a_hub_that_has_all_its_ranks_listens_no_more() -> None:
+    async with Leader(2) as leader:
+        rank = await Rank().connect(leader.port, hello(1))
+        await leader.hub.all_here(5)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", leader.port)
+        leader.hub.broadcast(effects.RunBatch(1))
+        assert await rank.orders.get() == effects.RunBatch(1)
+        rank.line.close()
+
+
+async def test_a_rank_says_hello_once() -> None:
+    async with Leader(3) as leader:
+        first = await Rank().connect(leader.port, hello(1))
+        with pytest.raises(TimeoutError):  # rank 2 is not there
+            await leader.hub.all_here(0.1)
+        assert 1 in leader.hub.hellos
+        second = await Rank().connect(leader.port, hello(1))
+        await asyncio.wait_for(second.lost.wait(), 3)
+        leader.hub.broadcast(effects.RunBatch(1))
+        assert await first.orders.get() == effects.RunBatch(1)
+        for rank in (first, second):
             rank.line.close()
-
-    run(body())
-
-
-def test_who_does_not_know_the_token_says_nothing() -> None:
-    async def body() -> None:
-        async with Leader(2) as leader:
-            with pytest.raises(handshake.HungUp):
-                await Rank("cd" * 32).connect(leader.port, hello(1))
-            assert not leader.hub.hellos
-            assert leader.lost.empty()
-
-    run(body())
-
-
-def test_a_hub_that_has_all_its_ranks_listens_no_more() -> None:
-    async def body() -> None:
-        async with Leader(2) as leader:
-            rank = await Rank().connect(leader.port, hello(1))
-            await leader.hub.all_here(5)
-            with pytest.raises(ConnectionRefusedError):
-                await asyncio.open_connection("127.0.0.1", leader.port)
-            leader.hub.broadcast(effects.RunBatch(1))
-            assert await rank.orders.get() == effects.RunBatch(1)
-            rank.line.close()
-
-    run(body())
-
-
-def test_a_rank_says_hello_once() -> None:
-    async def body() -> None:
-        async with Leader(3) as leader:
-            first = await Rank().connect(leader.port, hello(1))
-            with pytest.raises(TimeoutError):  # rank 2 is not there
-                await leader.hub.all_here(0.1)
-            assert 1 in leader.hub.hellos
-            second = await Rank().connect(leader.port, hello(1))
-            await asyncio.wait_for(second.lost.wait(), 3)
-            leader.hub.broadcast(effects.RunBatch(1))
-            assert await first.orders.get() == effects.RunBatch(1)
-            for rank in (first, second):
-                rank.line.close()
-
-    run(body())
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\xff\xff\xff\xff", b"\x00\x00\x00\x02{}", b""])
-def test_noise_instead_of_a_hello_is_hung_up_on(noise: bytes) -> None:
-    async def body() -> None:
-        async with Leader(2) as leader:
-            for opened in (asyncio.open_connection("127.0.0.1", leader.port), known(leader.port)):
-                reader, writer = await opened
-                writer.write(noise)
-                writer.write_eof()
-                with contextlib.suppress(ConnectionResetError):
-                    assert len(await asyncio.wait_for(reader.read(), 3)) in (0, handshake.CHALLENGE_BYTES)
-                writer.close()
-                assert leader.lost.empty()
-
-    run(body())
+async def test_noise_instead_of_a_hello_is_hung_up_on(noise: bytes) -> None:
+    async with Leader(2) as leader:
+        for opened in (asyncio.open_connection("127.0.0.1", leader.port), known(leader.port)):
+            reader, writer = await opened
+            writer.write(noise)
+            writer.write_eof()
+            with contextlib.suppress(ConnectionResetError):
+                assert len(await asyncio.wait_for(reader.read(), 3)) in (0, handshake.CHALLENGE_BYTES)
+            writer.close()
+            assert leader.lost.empty()
 
 
-def test_silence_instead_of_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_silence_instead_of_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "_hello_s", 0.1)
-
-    async def body() -> None:
-        async with Leader(2) as leader:
-            reader, writer = await asyncio.open_connection("127.0.0.1", leader.port)
-            assert len(await asyncio.wait_for(reader.read(), 3)) == handshake.CHALLENGE_BYTES
-            writer.close()
-            reader, writer = await known(leader.port)
-            assert await asyncio.wait_for(reader.read(), 3) == b""
-            writer.close()
-
-    run(body())
+    async with Leader(2) as leader:
+        reader, writer = await asyncio.open_connection("127.0.0.1", leader.port)
+        assert len(await asyncio.wait_for(reader.read(), 3)) == handshake.CHALLENGE_BYTES
+        writer.close()
+        reader, writer = await known(leader.port)
+        assert await asyncio.wait_for(reader.read(), 3) == b""
+        writer.close()
 
 
-def test_the_end_of_a_rank_is_reported() -> None:
-    async def body() -> None:
-        async with Leader(3) as leader:
-            ranks = [await Rank().connect(leader.port, hello(r)) for r in (1, 2)]
-            await leader.hub.all_here(5)
-            ranks[1].line.close()
-            assert await asyncio.wait_for(leader.lost.get(), 3) == 2
-            ranks[0].line._writer.write(b"\x00\x00\x00\x02{}")  # nonsense counts as its end, too
-            assert await asyncio.wait_for(leader.lost.get(), 3) == 1
-            ranks[0].line.close()
-
-    run(body())
+async def test_the_end_of_a_rank_is_reported() -> None:
+    async with Leader(3) as leader:
+        ranks = [await Rank().connect(leader.port, hello(r)) for r in (1, 2)]
+        await leader.hub.all_here(5)
+        ranks[1].line.close()
+        assert await asyncio.wait_for(leader.lost.get(), 3) == 2
+        ranks[0].line._writer.write(b"\x00\x00\x00\x02{}")  # nonsense counts as its end, too
+        assert await asyncio.wait_for(leader.lost.get(), 3) == 1
+        ranks[0].line.close()
 
 
-def test_a_rank_may_not_give_orders_nor_a_leader_reports() -> None:
-    async def body() -> None:
-        async with Leader(2) as leader:
-            rank = await Rank().connect(leader.port, hello(1))
-            await leader.hub.all_here(5)
-            leader.hub.broadcast(RankStopped(0, 1))
-            await asyncio.wait_for(rank.lost.wait(), 3)
-            assert rank.orders.empty()
-            rank.line.send(effects.Exit(0, "says who"))
-            assert await asyncio.wait_for(leader.lost.get(), 3) == 1
-            assert leader.heard.empty()
-            rank.line.close()
-
-    run(body())
-
-
-def test_the_end_of_the_leader_is_noticed() -> None:
-    async def body() -> None:
-        async with Leader(2) as leader:
-            rank = await Rank().connect(leader.port, hello(1))
-            await leader.hub.all_here(5)
-            leader.hub.close()
-            await asyncio.wait_for(rank.lost.wait(), 3)
-            rank.line.close()
-
-    run(body())
-
-
-def test_a_leader_that_reads_nothing_is_told_nothing_more() -> None:
-    async def body() -> None:
-        async def stopped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await admit_stream(reader, writer, TOKEN, Purpose.HUB)
-            reader._transport.pause_reading()  # type: ignore[attr-defined]
-            await over.wait()
-            writer.transport.abort()
-
-        over = asyncio.Event()
-        server = await asyncio.start_server(stopped, "127.0.0.1", 0)
-        rank = await Rank().connect(server.sockets[0].getsockname()[1], hello(1))
-        row = {"event": "RingConnected", "reason": "x" * 50_000}
-        telemetry, told = Telemetry("0-x-0", (row,)), 0
-        with contextlib.suppress(LighthouseUnreachable):
-            while told < 10_000:
-                rank.line.tell(telemetry)
-                told += 1
-        assert 0 < told < 10_000
-        assert rank.line._writer.transport.get_write_buffer_size() < rank_channel.UNREAD + 60_000
-        over.set()
-        await rank.lost.wait()
+async def test_a_rank_may_not_give_orders_nor_a_leader_reports() -> None:
+    async with Leader(2) as leader:
+        rank = await Rank().connect(leader.port, hello(1))
+        await leader.hub.all_here(5)
+        leader.hub.broadcast(RankStopped(0, 1))
+        await asyncio.wait_for(rank.lost.wait(), 3)
+        assert rank.orders.empty()
+        rank.line.send(effects.Exit(0, "says who"))
+        assert await asyncio.wait_for(leader.lost.get(), 3) == 1
+        assert leader.heard.empty()
         rank.line.close()
-        server.close()
 
-    run(body())
+
+async def test_the_end_of_the_leader_is_noticed() -> None:
+    async with Leader(2) as leader:
+        rank = await Rank().connect(leader.port, hello(1))
+        await leader.hub.all_here(5)
+        leader.hub.close()
+        await asyncio.wait_for(rank.lost.wait(), 3)
+        rank.line.close()
+
+
+async def test_a_leader_that_reads_nothing_is_told_nothing_more() -> None:
+    async def stopped(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await admit_stream(reader, writer, TOKEN, Purpose.HUB)
+        reader._transport.pause_reading()  # type: ignore[attr-defined]
+        await over.wait()
+        writer.transport.abort()
+
+    over = asyncio.Event()
+    server = await asyncio.start_server(stopped, "127.0.0.1", 0)
+    rank = await Rank().connect(server.sockets[0].getsockname()[1], hello(1))
+    row = {"event": "RingConnected", "reason": "x" * 50_000}
+    telemetry, told = Telemetry("0-x-0", (row,)), 0
+    with contextlib.suppress(LighthouseUnreachable):
+        while told < 10_000:
+            rank.line.tell(telemetry)
+            told += 1
+    assert 0 < told < 10_000
+    assert rank.line._writer.transport.get_write_buffer_size() < rank_channel.UNREAD + 60_000
+    over.set()
+    await rank.lost.wait()
+    rank.line.close()
+    server.close()

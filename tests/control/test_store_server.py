@@ -14,7 +14,7 @@ from ft_hsdp.control.rank_channel import RankLine
 from ft_hsdp.control.rank_store import CallRefused, KeyTable, TableServer, checked, packed, unpacked
 from ft_hsdp.handshake import HungUp, Purpose
 from ft_hsdp.protocol import RankHello, StoreAnswer, StoreCall
-from tests.support.known import known, run, streams
+from tests.support.known import known, streams
 
 TOKEN = "ab" * 32
 
@@ -28,31 +28,25 @@ def ask(table: KeyTable, *args: Any, **more: Any) -> StoreAnswer:
     return asyncio.run(table.answer(call(*args, **more)))
 
 
-def test_who_waits_hears_of_keys_as_they_come() -> None:
-    async def body() -> None:
-        table = KeyTable()
-        waits = asyncio.create_task(table.answer(call("wait", "a", "b", wait_s=10)))
-        gets = asyncio.create_task(table.answer(call("get", "b", wait_s=10)))
-        for key in ("a", "b"):
-            await asyncio.sleep(0)
-            assert not waits.done()
-            assert not gets.done()
-            await table.answer(call("set", key, values=(key.encode(),)))
-        assert not (await waits).error
-        assert unpacked((await gets).value) == b"b"
-        assert table._coming == {}
-
-    run(body())
+async def test_who_waits_hears_of_keys_as_they_come() -> None:
+    table = KeyTable()
+    waits = asyncio.create_task(table.answer(call("wait", "a", "b", wait_s=10)))
+    gets = asyncio.create_task(table.answer(call("get", "b", wait_s=10)))
+    for key in ("a", "b"):
+        await asyncio.sleep(0)
+        assert not waits.done()
+        assert not gets.done()
+        await table.answer(call("set", key, values=(key.encode(),)))
+    assert not (await waits).error
+    assert unpacked((await gets).value) == b"b"
+    assert table._coming == {}
 
 
-def test_who_waits_in_vain_is_told_for_what() -> None:
-    async def body() -> None:
-        table = KeyTable()
-        answer = await table.answer(call("wait", "here/not", "nor this", wait_s=0.01))
-        assert answer == StoreAnswer(7, error="no rank has set 'here/not' and 1 more within 0.01 s")
-        assert table._coming == {}
-
-    run(body())
+async def test_who_waits_in_vain_is_told_for_what() -> None:
+    table = KeyTable()
+    answer = await table.answer(call("wait", "here/not", "nor this", wait_s=0.01))
+    assert answer == StoreAnswer(7, error="no rank has set 'here/not' and 1 more within 0.01 s")
+    assert table._coming == {}
 
 
 @pytest.mark.parametrize(
@@ -69,12 +63,12 @@ def test_who_waits_in_vain_is_told_for_what() -> None:
         (StoreCall(1, 1, "set", ("k",), ("!!",)), "a value that is no base64"),
     ],
 )
-def test_a_call_beyond_its_bounds_is_refused(asked: StoreCall, why: str) -> None:
+async def test_a_call_beyond_its_bounds_is_refused(asked: StoreCall, why: str) -> None:
     with pytest.raises(CallRefused) as caught:
         checked(asked)
     assert why in str(caught.value)
     assert len(str(caught.value)) < 200
-    assert why in asyncio.run(KeyTable().answer(asked)).error
+    assert why in (await KeyTable().answer(asked)).error
 
 
 def test_the_largest_call_is_a_message() -> None:
@@ -148,59 +142,49 @@ class Rank0:
         await asyncio.sleep(0.02)
 
 
-def test_ranks_meet_in_the_table_and_then_nobody_listens() -> None:
-    async def body() -> None:
-        async with Rank0(3) as rank0:
-            one = await Rank(1).connect(rank0.port)
-            assert list(rank0.server.awaited) in ([1, 2], [2])
-            two = await Rank(2).connect(rank0.port)
-            await rank0.server.all_here(5)
-            with pytest.raises(ConnectionRefusedError):
-                await asyncio.open_connection("127.0.0.1", rank0.port)
-            one.send("get", "k", number=4, wait_s=10)
-            one.send("check", "k", number=5)
-            assert await one.answers.get() == StoreAnswer(5), "a call that waits holds up no other"
-            two.send("set", "k", values=(b"v",))
-            assert await two.answers.get() == StoreAnswer(1)
-            assert await one.answers.get() == StoreAnswer(4, 0, *packed([b"v"]))
-            for rank in (one, two):
-                rank.close()
-
-    run(body())
-
-
-def test_who_does_not_know_the_token_is_not_heard() -> None:
-    async def body() -> None:
-        async with Rank0(2) as rank0:
-            with pytest.raises(HungUp):
-                await Rank(1, "cd" * 32).connect(rank0.port)
-            with pytest.raises(HungUp):  # nor who has a proof for something else
-                await streams(f"127.0.0.1:{rank0.port}", TOKEN, Purpose.HUB)
-            assert list(rank0.server.awaited) == [1]
-
-    run(body())
-
-
-def test_frozen_callers_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither those who have not proved the token, nor one who has and then says half a word."""
-    monkeypatch.setattr(handshake, "_hello_s", 0.2)
-
-    async def body() -> None:
-        async with Rank0(2) as rank0:
-            silent = [await asyncio.open_connection("127.0.0.1", rank0.port) for _ in range(40)]
-            reader, writer = await streams(f"127.0.0.1:{rank0.port}", TOKEN, Purpose.STORE)
-            writer.write(b"\0\0")
-            assert await asyncio.wait_for(reader.read(), 5) == b""
-            writer.close()
-            rank = await Rank(1).connect(rank0.port)
-            await rank0.server.all_here(5)
-            for stranger, other in silent:
-                with contextlib.suppress(ConnectionResetError):
-                    assert len(await asyncio.wait_for(stranger.read(), 5)) == handshake.CHALLENGE_BYTES
-                other.close()
+async def test_ranks_meet_in_the_table_and_then_nobody_listens() -> None:
+    async with Rank0(3) as rank0:
+        one = await Rank(1).connect(rank0.port)
+        assert list(rank0.server.awaited) in ([1, 2], [2])
+        two = await Rank(2).connect(rank0.port)
+        await rank0.server.all_here(5)
+        with pytest.raises(ConnectionRefusedError):
+            await asyncio.open_connection("127.0.0.1", rank0.port)
+        one.send("get", "k", number=4, wait_s=10)
+        one.send("check", "k", number=5)
+        assert await one.answers.get() == StoreAnswer(5), "a call that waits holds up no other"
+        two.send("set", "k", values=(b"v",))
+        assert await two.answers.get() == StoreAnswer(1)
+        assert await one.answers.get() == StoreAnswer(4, 0, *packed([b"v"]))
+        for rank in (one, two):
             rank.close()
 
-    run(body())
+
+async def test_who_does_not_know_the_token_is_not_heard() -> None:
+    async with Rank0(2) as rank0:
+        with pytest.raises(HungUp):
+            await Rank(1, "cd" * 32).connect(rank0.port)
+        with pytest.raises(HungUp):  # nor who has a proof for something else
+            await streams(f"127.0.0.1:{rank0.port}", TOKEN, Purpose.HUB)
+        assert list(rank0.server.awaited) == [1]
+
+
+async def test_frozen_callers_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither those who have not proved the token, nor one who has and then says half a word."""
+    monkeypatch.setattr(handshake, "_hello_s", 0.2)
+    async with Rank0(2) as rank0:
+        silent = [await asyncio.open_connection("127.0.0.1", rank0.port) for _ in range(40)]
+        reader, writer = await streams(f"127.0.0.1:{rank0.port}", TOKEN, Purpose.STORE)
+        writer.write(b"\0\0")
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+        writer.close()
+        rank = await Rank(1).connect(rank0.port)
+        await rank0.server.all_here(5)
+        for stranger, other in silent:
+            with contextlib.suppress(ConnectionResetError):
+                assert len(await asyncio.wait_for(stranger.read(), 5)) == handshake.CHALLENGE_BYTES
+            other.close()
+        rank.close()
 
 
 @pytest.mark.parametrize(
@@ -212,52 +196,42 @@ def test_frozen_callers_hold_up_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
         protocol.LENGTH.pack(20) + b'{"type":"StoreCall"}',
     ],
 )
-def test_a_rank_that_talks_nonsense_is_hung_up_on(noise: bytes) -> None:
-    async def body() -> None:
-        async with Rank0(2) as rank0:
-            rank = await Rank(1).connect(rank0.port)
-            await rank0.server.all_here(5)
-            rank._line._writer.write(noise)
-            rank.send("count")
-            await asyncio.wait_for(rank.lost.wait(), 5)
-            assert rank.answers.empty()
+async def test_a_rank_that_talks_nonsense_is_hung_up_on(noise: bytes) -> None:
+    async with Rank0(2) as rank0:
+        rank = await Rank(1).connect(rank0.port)
+        await rank0.server.all_here(5)
+        rank._line._writer.write(noise)
+        rank.send("count")
+        await asyncio.wait_for(rank.lost.wait(), 5)
+        assert rank.answers.empty()
+        rank.close()
+
+
+async def test_a_rank_with_too_many_calls_is_hung_up_on() -> None:
+    async with Rank0(3) as rank0:
+        greedy, other = [await Rank(rank).connect(rank0.port) for rank in (1, 2)]
+        await rank0.server.all_here(5)
+        for number in range(rank_store.MAX_CALLS + 1):
+            greedy.send("get", "never", number=number, wait_s=30)
+        await asyncio.wait_for(greedy.lost.wait(), 5)
+        other.send("count")
+        assert await other.answers.get() == StoreAnswer(1)
+        for rank in (greedy, other):
             rank.close()
 
-    run(body())
 
-
-def test_a_rank_with_too_many_calls_is_hung_up_on() -> None:
-    async def body() -> None:
-        async with Rank0(3) as rank0:
-            greedy, other = [await Rank(rank).connect(rank0.port) for rank in (1, 2)]
-            await rank0.server.all_here(5)
-            for number in range(rank_store.MAX_CALLS + 1):
-                greedy.send("get", "never", number=number, wait_s=30)
-            await asyncio.wait_for(greedy.lost.wait(), 5)
-            other.send("count")
-            assert await other.answers.get() == StoreAnswer(1)
-            for rank in (greedy, other):
-                rank.close()
-
-    run(body())
-
-
-def test_who_does_not_encrypt_is_not_heard_where_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_does_not_encrypt_is_not_heard_where_that_is_wanted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(record_layer, "_mode", "on")
-
-    async def body() -> None:
-        async with Rank0(2) as rank0:
-            plain = await asyncio.to_thread(known, f"127.0.0.1:{rank0.port}", TOKEN, Purpose.STORE)
-            with plain:
-                plain.sendall(protocol.frame(RankHello(1, "", "")) + bytes(100))
-                plain.setblocking(False)
-                with contextlib.suppress(ConnectionResetError):
-                    while data := await asyncio.get_running_loop().sock_recv(plain, 4096):
-                        assert len(data) == record_layer.PUBLIC + record_layer.MAC
-            assert list(rank0.server.awaited) == [1]
-            rank = await Rank(1).connect(rank0.port)
-            rank.send("count")
-            assert await rank.answers.get() == StoreAnswer(1)
-            rank.close()
-
-    run(body())
+    async with Rank0(2) as rank0:
+        plain = await asyncio.to_thread(known, f"127.0.0.1:{rank0.port}", TOKEN, Purpose.STORE)
+        with plain:
+            plain.sendall(protocol.frame(RankHello(1, "", "")) + bytes(100))
+            plain.setblocking(False)
+            with contextlib.suppress(ConnectionResetError):
+                while data := await asyncio.get_running_loop().sock_recv(plain, 4096):
+                    assert len(data) == record_layer.PUBLIC + record_layer.MAC
+        assert list(rank0.server.awaited) == [1]
+        rank = await Rank(1).connect(rank0.port)
+        rank.send("count")
+        assert await rank.answers.get() == StoreAnswer(1)
+        rank.close()

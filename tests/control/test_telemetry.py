@@ -7,7 +7,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -106,17 +106,6 @@ class Scene:
             self.reporter.event({"event": name})
 
 
-def run(body: Callable[[Scene], Coroutine[Any, Any, None]], beat: RankBeat | None = BEAT) -> None:
-    async def main() -> None:
-        failed: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
-        async with asyncio.timeout(15), Scene(beat) as scene:
-            await body(scene)
-        assert not failed, failed
-
-    asyncio.run(main())
-
-
 @pytest.fixture
 def fast(monkeypatch):
     """Short waits, so that many rounds fit into a test."""
@@ -125,8 +114,8 @@ def fast(monkeypatch):
     monkeypatch.setattr(reporting, "GATHER_S", 0.01)
 
 
-def test_an_event_is_there_within_a_quarter_of_a_second_from_any_thread() -> None:
-    async def body(s: Scene) -> None:
+async def test_an_event_is_there_within_a_quarter_of_a_second_from_any_thread() -> None:
+    async with Scene() as s:
         await s.until(lambda: s.lighthouse.taken, "the first sign of life")
         took = []
         for n in range(3):
@@ -138,11 +127,9 @@ def test_an_event_is_there_within_a_quarter_of_a_second_from_any_thread() -> Non
             thread.join()
         assert min(took[1:]) < 0.25
 
-    run(body)
 
-
-def test_commits_and_beats_go_together_about_once_a_second() -> None:
-    async def body(s: Scene) -> None:
+async def test_commits_and_beats_go_together_about_once_a_second() -> None:
+    async with Scene() as s:
         await s.until(
             lambda: s.reporter._wake._waiters, "the reporter waits for the time of the next sign of life"
         )
@@ -154,11 +141,9 @@ def test_commits_and_beats_go_together_about_once_a_second() -> None:
         assert second[1].source == "0-x-0"
         assert f"authorization: Bearer {TOKEN}".lower() in s.lighthouse.heads[0].lower()
 
-    run(body)
 
-
-def test_a_lighthouse_that_was_killed_misses_nothing(fast) -> None:
-    async def body(s: Scene) -> None:
+async def test_a_lighthouse_that_was_killed_misses_nothing(fast) -> None:
+    async with Scene() as s:
         await s.until(lambda: s.lighthouse.taken, "the first sign of life")
         await s.lighthouse.die()
         s.say("one", "two")
@@ -170,12 +155,10 @@ def test_a_lighthouse_that_was_killed_misses_nothing(fast) -> None:
         assert s.lighthouse.events == ["one", "two", "three"]
         assert s.lighthouse.taken[-1].dropped == 0
 
-    run(body)
-
 
 @pytest.mark.parametrize("status", [None, 401, 500, 503])
-def test_a_lighthouse_that_does_not_take_it_gets_it_later(fast, status: int | None) -> None:
-    async def body(s: Scene) -> None:
+async def test_a_lighthouse_that_does_not_take_it_gets_it_later(fast, status: int | None) -> None:
+    async with Scene() as s:
         s.lighthouse.answer = lambda _: status
         s.say("one", "two")
         s.reporter.commit({"step": 1})
@@ -184,23 +167,20 @@ def test_a_lighthouse_that_does_not_take_it_gets_it_later(fast, status: int | No
         await s.until(lambda: s.lighthouse.steps == [1], "the rows arrive")
         assert s.lighthouse.events == ["one", "two"]
 
-    run(body)
 
-
-def test_trials_are_few_while_it_is_away() -> None:
-    async def body(s: Scene) -> None:
+async def test_trials_are_few_while_it_is_away() -> None:
+    async with Scene() as s:
         s.lighthouse.answer = lambda _: 503
         for n in range(60):
             s.say(n)
             await asyncio.sleep(0.01)
         assert len(s.lighthouse.seen) <= 3
 
-    run(body)
-
 
 @pytest.mark.parametrize("status", [413, 422])
-def test_one_row_that_is_refused_costs_itself_only(fast, status: int) -> None:
-    async def body(s: Scene) -> None:
+async def test_one_row_that_is_refused_costs_itself_only(fast, status: int) -> None:
+    async with Scene() as s:
+
         def refuses(message: Telemetry) -> int:
             return status if any(row.get("event") == 13 for row in message.events) else 204
 
@@ -211,22 +191,18 @@ def test_one_row_that_is_refused_costs_itself_only(fast, status: int) -> None:
         assert s.lighthouse.events == [n for n in range(40) if n != 13]
         await s.until(lambda: s.lighthouse.taken[-1].dropped == 1, "it is counted")
 
-    run(body)
 
-
-def test_a_lighthouse_that_takes_little_at_a_time_gets_little(fast) -> None:
-    async def body(s: Scene) -> None:
+async def test_a_lighthouse_that_takes_little_at_a_time_gets_little(fast) -> None:
+    async with Scene() as s:
         s.lighthouse.answer = lambda message: 413 if len(message.events) > 7 else 204
         s.say(*range(100))
         await s.until(lambda: len(s.lighthouse.events) == 100, "all arrive")
         assert s.lighthouse.events == list(range(100))
         assert s.reporter.dropped == 0
 
-    run(body)
 
-
-def test_a_backlog_goes_in_messages_that_a_lighthouse_takes(fast) -> None:
-    async def body(s: Scene) -> None:
+async def test_a_backlog_goes_in_messages_that_a_lighthouse_takes(fast) -> None:
+    async with Scene() as s:
         s.lighthouse.answer = lambda _: 503
         for n in range(300):
             s.reporter.event({"event": n, "reason": "x" * 1000})
@@ -234,8 +210,6 @@ def test_a_backlog_goes_in_messages_that_a_lighthouse_takes(fast) -> None:
         await s.until(lambda: len(s.lighthouse.events) == 300, "all arrive")
         assert s.lighthouse.events == list(range(300))
         assert max(len(protocol.encode(m)) for _, m in s.lighthouse.seen) < 128 * 1024
-
-    run(body)
 
 
 def test_what_finds_no_place_is_the_oldest_and_is_counted() -> None:
@@ -271,8 +245,8 @@ def test_a_row_is_what_it_was_when_it_was_told_and_never_too_large() -> None:
     assert rows.dropped == 1
 
 
-def test_a_hundred_thousand_rows_into_the_void_stay_in_their_place_and_cost_little(fast) -> None:
-    async def body(s: Scene) -> None:
+async def test_a_hundred_thousand_rows_into_the_void_stay_in_their_place_and_cost_little(fast) -> None:
+    async with Scene() as s:
         await s.lighthouse.die()
         row = {"event": "RingBroken", "reason": "y" * 300}
         began = time.process_time()
@@ -287,11 +261,9 @@ def test_a_hundred_thousand_rows_into_the_void_stay_in_their_place_and_cost_litt
         await s.until(lambda: s.lighthouse.taken and not s.reporter._events, "what is left arrives")
         assert s.lighthouse.taken[-1].dropped == 100_000 - kept
 
-    run(body)
 
-
-def test_the_end_sends_what_waits_even_in_the_midst_of_failures() -> None:
-    async def body(s: Scene) -> None:
+async def test_the_end_sends_what_waits_even_in_the_midst_of_failures() -> None:
+    async with Scene() as s:
         s.lighthouse.answer = lambda _: 503
         s.say("one")
         await s.until(lambda: len(s.lighthouse.seen) >= 3, "it fails")
@@ -302,12 +274,10 @@ def test_the_end_sends_what_waits_even_in_the_midst_of_failures() -> None:
         assert s.lighthouse.events == ["one", "Finished"]
         assert time.monotonic() - began < 1
 
-    run(body)
-
 
 @pytest.mark.parametrize("status", [None, 422, 503])
-def test_the_end_has_a_deadline(status: int | None) -> None:
-    async def body(s: Scene) -> None:
+async def test_the_end_has_a_deadline(status: int | None) -> None:
+    async with Scene() as s:
         s.lighthouse.answer = lambda _: status
         s.say(*range(50))
         began = time.monotonic()
@@ -315,11 +285,9 @@ def test_the_end_has_a_deadline(status: int | None) -> None:
         assert time.monotonic() - began < 1.5
         s.say("later")  # nobody is hurt
 
-    run(body)
 
-
-def test_other_ranks_are_spoken_for_as_long_as_they_speak(fast, monkeypatch) -> None:
-    async def body(s: Scene) -> None:
+async def test_other_ranks_are_spoken_for_as_long_as_they_speak(fast, monkeypatch) -> None:
+    async with Scene() as s:
         monkeypatch.setattr(reporting, "HEARD_S", 0.3)
         other = RankBeat(1, 8, "there", 5)
         s.reporter.relay(Telemetry("0-x-0", ({"event": "of rank 1"},), (), (other,), 4))
@@ -328,48 +296,39 @@ def test_other_ranks_are_spoken_for_as_long_as_they_speak(fast, monkeypatch) -> 
         assert s.lighthouse.taken[-1].dropped == 4
         await s.until(lambda: s.lighthouse.taken[-1].ranks == (BEAT,), "it is silent")
 
-    run(body)
 
-
-def test_a_supervisor_says_nothing_when_nothing_happens(fast) -> None:
-    async def body(s: Scene) -> None:
+async def test_a_supervisor_says_nothing_when_nothing_happens(fast) -> None:
+    async with Scene(beat=None) as s:
         await asyncio.sleep(0.3)
         assert not s.lighthouse.seen
         s.say("one")
         await s.until(lambda: s.lighthouse.events == ["one"], "the event arrives")
 
-    run(body, beat=None)
 
+async def test_whatever_goes_wrong_the_rank_lives(fast, caplog) -> None:
+    said = []
+    enough = asyncio.Event()
 
-def test_whatever_goes_wrong_the_rank_lives(fast, caplog) -> None:
-    async def main() -> None:
-        said = []
-        enough = asyncio.Event()
+    async def tell(telemetry: Telemetry) -> None:
+        said.append(telemetry)
+        if len(said) < 3:
+            raise ZeroDivisionError("a mistake")
+        enough.set()
 
-        async def tell(telemetry: Telemetry) -> None:
-            said.append(telemetry)
-            if len(said) < 3:
-                raise ZeroDivisionError("a mistake")
-            enough.set()
-
-        reporter = Reporter("0-x-0", tell, lambda: BEAT)
-        reporter.start()
-        reporter.event({"event": "one"})
-        async with asyncio.timeout(5):
-            await enough.wait()
-        await reporter.close()
-        assert said[2].events == ({"event": "one"},)
-        assert "ZeroDivisionError" in caplog.text
-
-    asyncio.run(main())
+    reporter = Reporter("0-x-0", tell, lambda: BEAT)
+    reporter.start()
+    reporter.event({"event": "one"})
+    async with asyncio.timeout(5):
+        await enough.wait()
+    await reporter.close()
+    assert said[2].events == ({"event": "one"},)
+    assert "ZeroDivisionError" in caplog.text
 
 
 @pytest.mark.parametrize(("status", "kind"), [(503, LighthouseUnreachable), (422, NotTaken), (413, NotTaken)])
-def test_the_client_says_whether_to_try_again(status: int, kind: type[Exception]) -> None:
-    async def body(s: Scene) -> None:
+async def test_the_client_says_whether_to_try_again(status: int, kind: type[Exception]) -> None:
+    async with Scene() as s:
         s.lighthouse.answer = lambda _: status
         with pytest.raises(LighthouseUnreachable, match=str(status)) as caught:
             await s.client.tell(Telemetry("0-x-0"))
         assert type(caught.value) is kind
-
-    run(body)

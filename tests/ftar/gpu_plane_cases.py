@@ -26,7 +26,6 @@ from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.shm import Arena
 from ftar_kernels.streamops import HostStream
 from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, grant, until
-from tests.support.ftar.ring_helpers import run as run_on_loop
 from tests.support.ftar.ring_rig import DEADLINE_S, DyingPlane, edges
 from tests.support.ftar.ring_values import KEY, entry, folded, same, values
 
@@ -229,34 +228,30 @@ def test_more_chunks_than_slots_are_refused() -> None:
     assert issubclass(ProtocolViolation, FTARError)
 
 
-def test_groups_use_it_from_epoch_to_epoch() -> None:
+async def test_groups_use_it_from_epoch_to_epoch() -> None:
     """As the trainer does: the plane's memory is the group's, and a neighbour on the host reads it in place."""
-
-    async def body() -> None:
-        connected: list[tuple[int, int]] = []
-        groups, planes = [], []
-        for name in (0, 1):
-            arena = Arena()
-            events = GroupEvents(lambda e, n=name: connected.append((n, e)), *[lambda _: None] * 3)  # type: ignore[misc]
-            settings = Settings("auto", CHUNK, SLOTS, timeout_s=5.0)
-            planes.append(chain(arena))
-            groups.append(Group(MemberIdentity(name, 0, LAYOUT, TOKEN), settings, events, planes[-1], arena))
-        addresses = {n: group.listen("127.0.0.1") for n, group in enumerate(groups)}
-        locals_ = [Arena().empty(N).copy_(x) for x in values(2, N)]
-        for epoch, names in ((1, (0, 1)), (2, (0,))):
-            given = grant(epoch, {n: addresses[n] for n in names})
-            for n in names:
-                groups[n].configure(given)
-            await until(lambda e=epoch, m=names: all((n, e) in connected for n in m), "the ring")  # type: ignore[misc]
-            outs = [Arena().empty(N) for _ in names]
-            key = Key(epoch, 1, 0, 0, "00" * 16)
-            works = [groups[n].all_reduce(key, locals_[n], outs[n], entry(n)) for n in names]
-            await asyncio.gather(*map(asyncio.wrap_future, works))
-            cut = RingPlan.cut(N, 4, len(names), settings.slots, settings.chunk_bytes)
-            assert all(same(out, folded(cut, names, [locals_[n] for n in names], torch.float32)) for out in outs)
-            assert set(groups[0].transports) <= {"shm"}
-        for group, plane in zip(groups, planes, strict=True):
-            await group.close()
-            plane.close()
-
-    run_on_loop(body())
+    connected: list[tuple[int, int]] = []
+    groups, planes = [], []
+    for name in (0, 1):
+        arena = Arena()
+        events = GroupEvents(lambda e, n=name: connected.append((n, e)), *[lambda _: None] * 3)  # type: ignore[misc]
+        settings = Settings("auto", CHUNK, SLOTS, timeout_s=5.0)
+        planes.append(chain(arena))
+        groups.append(Group(MemberIdentity(name, 0, LAYOUT, TOKEN), settings, events, planes[-1], arena))
+    addresses = {n: group.listen("127.0.0.1") for n, group in enumerate(groups)}
+    locals_ = [Arena().empty(N).copy_(x) for x in values(2, N)]
+    for epoch, names in ((1, (0, 1)), (2, (0,))):
+        given = grant(epoch, {n: addresses[n] for n in names})
+        for n in names:
+            groups[n].configure(given)
+        await until(lambda e=epoch, m=names: all((n, e) in connected for n in m), "the ring")  # type: ignore[misc]
+        outs = [Arena().empty(N) for _ in names]
+        key = Key(epoch, 1, 0, 0, "00" * 16)
+        works = [groups[n].all_reduce(key, locals_[n], outs[n], entry(n)) for n in names]
+        await asyncio.gather(*map(asyncio.wrap_future, works))
+        cut = RingPlan.cut(N, 4, len(names), settings.slots, settings.chunk_bytes)
+        assert all(same(out, folded(cut, names, [locals_[n] for n in names], torch.float32)) for out in outs)
+        assert set(groups[0].transports) <= {"shm"}
+    for group, plane in zip(groups, planes, strict=True):
+        await group.close()
+        plane.close()

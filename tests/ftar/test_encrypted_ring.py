@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from ft_hsdp import record_layer
-from tests.support.ftar.ring_helpers import Ring, run
+from tests.support.ftar.ring_helpers import Ring
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +16,7 @@ def _on() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("members", [2, 3])
-def test_an_encrypted_ring_sums_and_forms_again(members: int, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_encrypted_ring_sums_and_forms_again(members: int, monkeypatch: pytest.MonkeyPatch) -> None:
     agreed: list[record_layer.Sealed] = []
     agree = record_layer.Sealed.agree
 
@@ -25,15 +25,11 @@ def test_an_encrypted_ring_sums_and_forms_again(members: int, monkeypatch: pytes
         agreed.append(sock)
 
     monkeypatch.setattr(record_layer.Sealed, "agree", counted)
-
-    async def body() -> None:
-        async with Ring(*range(members), transport="tcp") as ring:
-            await ring.form(1)
-            for n in (1, 100, 10_000):
-                await ring.check(1, n=n)
-            assert len(agreed) == 2 * members, "both ends of each data connection"
-            assert record_layer._splices, "control connections are encrypted, too"
-            await ring.form(2, ring.peers[1:] if members == 3 else None)
-            await ring.check(2, ring.peers[1:] if members == 3 else None)
-
-    run(body())
+    async with Ring(*range(members), transport="tcp") as ring:
+        await ring.form(1)
+        for n in (1, 100, 10_000):
+            await ring.check(1, n=n)
+        assert len(agreed) == 2 * members, "both ends of each data connection"
+        assert record_layer._splices, "control connections are encrypted, too"
+        await ring.form(2, ring.peers[1:] if members == 3 else None)
+        await ring.check(2, ring.peers[1:] if members == 3 else None)

@@ -5,7 +5,6 @@ import gc
 import os
 import socket
 import threading
-import time
 import tracemalloc
 from contextlib import suppress
 from dataclasses import replace
@@ -25,222 +24,186 @@ from ft_hsdp.ftar.lifecycle import GroupState
 from ft_hsdp.ftar.rendezvous import Rendezvous
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingData, RingHello
-from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, Ring, Transport, error, grant, run, until
+from tests.support.ftar.ring_helpers import LAYOUT, TOKEN, Ring, Transport, error, grant, until
 from tests.support.known import streams
 
 
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
 @pytest.mark.parametrize("members", [1, 2, 3, 5])
-def test_configure_reduce_and_go_on_to_a_larger_epoch(members: int, transport: Transport) -> None:
-    async def body() -> None:
-        async with Ring(*range(members), transport=transport) as ring:
-            for epoch in (1, 2, 7):
-                await ring.form(epoch)
-                await ring.check(epoch)
-                await ring.check(epoch, n=1)
-            assert all(p.connected == [1, 2, 7] for p in ring.peers)
-            assert not any(a for p in ring.peers for a in p.broken if not a.planned)
-            kind = {"tcp": "tcp", "auto": "shm"}[transport]
-            assert all(p.group.transports == ((kind, kind) if members > 1 else ()) for p in ring.peers)
-
-    run(body())
+async def test_configure_reduce_and_go_on_to_a_larger_epoch(members: int, transport: Transport) -> None:
+    async with Ring(*range(members), transport=transport) as ring:
+        for epoch in (1, 2, 7):
+            await ring.form(epoch)
+            await ring.check(epoch)
+            await ring.check(epoch, n=1)
+        assert all(p.connected == [1, 2, 7] for p in ring.peers)
+        assert not any(a for p in ring.peers for a in p.broken if not a.planned)
+        kind = {"tcp": "tcp", "auto": "shm"}[transport]
+        assert all(p.group.transports == ((kind, kind) if members > 1 else ()) for p in ring.peers)
 
 
-def test_the_states_of_a_group() -> None:
-    async def body() -> None:
-        async with Ring(0, 1) as ring:
-            a, b = (p.group for p in ring.peers)
-            assert (a.state, a.epoch) == (GroupState.NEW, 0)
-            a.configure(grant(1, ring.addresses))
-            assert (a.state, a.epoch) == (GroupState.CONFIGURING, 1)
-            b.configure(grant(1, ring.addresses))
-            await until(lambda: a.state is GroupState.READY, "the ring stands")
-            work = ring.peers[0].reduce(1, torch.empty(9))
-            await until(lambda: a.state is GroupState.RUNNING, "the work begins")
-            assert work.status == "PENDING"
-            await asyncio.wrap_future(ring.peers[1].reduce(1, torch.empty(9)))
-            await asyncio.wrap_future(work)
-            assert work.status == "SUCCESS"
-            await until(lambda: a.state is GroupState.READY, "the work is over")
-            b.stop(1, "for a test")
-            assert b.state is GroupState.BROKEN
-            await until(lambda: a.state is GroupState.BROKEN, "the other hears of it")
-        assert (a.state, b.state) == (GroupState.CLOSED, GroupState.CLOSED)
-
-    run(body())
+async def test_the_states_of_a_group() -> None:
+    async with Ring(0, 1) as ring:
+        a, b = (p.group for p in ring.peers)
+        assert (a.state, a.epoch) == (GroupState.NEW, 0)
+        a.configure(grant(1, ring.addresses))
+        assert (a.state, a.epoch) == (GroupState.CONFIGURING, 1)
+        b.configure(grant(1, ring.addresses))
+        await until(lambda: a.state is GroupState.READY, "the ring stands")
+        work = ring.peers[0].reduce(1, torch.empty(9))
+        await until(lambda: a.state is GroupState.RUNNING, "the work begins")
+        assert work.status == "PENDING"
+        await asyncio.wrap_future(ring.peers[1].reduce(1, torch.empty(9)))
+        await asyncio.wrap_future(work)
+        assert work.status == "SUCCESS"
+        await until(lambda: a.state is GroupState.READY, "the work is over")
+        b.stop(1, "for a test")
+        assert b.state is GroupState.BROKEN
+        await until(lambda: a.state is GroupState.BROKEN, "the other hears of it")
+    assert (a.state, b.state) == (GroupState.CLOSED, GroupState.CLOSED)
 
 
-def test_the_ring_shrinks_and_grows() -> None:
-    async def body() -> None:
-        async with Ring(0, 1, 2) as ring:
-            await ring.form(1)
-            await ring.form(2, ring.peers[1:])
-            await ring.check(2, ring.peers[1:])
-            await ring.form(3, ring.peers[::-1])
-            await ring.check(3, ring.peers[::-1])
-
-    run(body())
+async def test_the_ring_shrinks_and_grows() -> None:
+    async with Ring(0, 1, 2) as ring:
+        await ring.form(1)
+        await ring.form(2, ring.peers[1:])
+        await ring.check(2, ring.peers[1:])
+        await ring.form(3, ring.peers[::-1])
+        await ring.check(3, ring.peers[::-1])
 
 
-def test_stale_and_reused_epochs_are_refused() -> None:
-    async def body() -> None:
-        async with Ring(0, 1) as ring:
-            given = await ring.form(5)
-            for old in (given, grant(4, ring.addresses), grant(5, {1: ring.addresses[1], 0: ring.addresses[0]})):
-                for peer in ring.peers:
-                    peer.group.configure(old)
-            assert [p.group.state for p in ring.peers] == [GroupState.READY] * 2
-            await ring.check(5)
+async def test_stale_and_reused_epochs_are_refused() -> None:
+    async with Ring(0, 1) as ring:
+        given = await ring.form(5)
+        for old in (given, grant(4, ring.addresses), grant(5, {1: ring.addresses[1], 0: ring.addresses[0]})):
             for peer in ring.peers:
-                peer.group.stop(9, "for a test")
-                peer.group.configure(grant(9, ring.addresses))
-            assert [p.group.state for p in ring.peers] == [GroupState.BROKEN] * 2
-            assert isinstance(await error(ring.peers[0].reduce(9, torch.empty(3))), StaleEpoch)
-            assert [p.connected for p in ring.peers] == [[5], [5]]
-
-    run(body())
-
-
-def test_after_a_stop_a_larger_epoch_works() -> None:
-    async def body() -> None:
-        async with Ring(0, 1, 2) as ring:
-            await ring.form(1)
-            ring.peers[1].group.stop(1, "the ring broke")
-            await until(lambda: ring.peers[0].broken and ring.peers[2].broken, "the others hear of it")
-            assert {p.broken[0].planned for p in (ring.peers[0], ring.peers[2])} == {True}
-            await ring.form(2)
-            await ring.check(2)
-
-    run(body())
+                peer.group.configure(old)
+        assert [p.group.state for p in ring.peers] == [GroupState.READY] * 2
+        await ring.check(5)
+        for peer in ring.peers:
+            peer.group.stop(9, "for a test")
+            peer.group.configure(grant(9, ring.addresses))
+        assert [p.group.state for p in ring.peers] == [GroupState.BROKEN] * 2
+        assert isinstance(await error(ring.peers[0].reduce(9, torch.empty(3))), StaleEpoch)
+        assert [p.connected for p in ring.peers] == [[5], [5]]
 
 
-def test_a_stale_caller_gets_the_newer_grant() -> None:
-    async def body() -> None:
-        async with Ring(0, 1, 2) as ring:
-            newer = await ring.form(4, ring.peers[:2])
-            late = ring.peers[2]
-            late.group.configure(grant(3, {2: late.address, 0: ring.addresses[0]}))
-            await until(lambda: late.broken, "it is refused")
-            assert late.shown == [newer]
-            assert late.broken[0].epoch == 3
-            await ring.check(4, ring.peers[:2])
-
-    run(body())
+async def test_after_a_stop_a_larger_epoch_works() -> None:
+    async with Ring(0, 1, 2) as ring:
+        await ring.form(1)
+        ring.peers[1].group.stop(1, "the ring broke")
+        await until(lambda: ring.peers[0].broken and ring.peers[2].broken, "the others hear of it")
+        assert {p.broken[0].planned for p in (ring.peers[0], ring.peers[2])} == {True}
+        await ring.form(2)
+        await ring.check(2)
 
 
-def test_a_caller_of_the_future_is_reported_and_waits() -> None:
-    async def body() -> None:
-        async with Ring(0, 1) as ring:
-            await ring.form(1)
-            future = grant(2, ring.addresses)
-            early, other = ring.peers
-            early.group.configure(future)
-            await until(lambda: other.shown, "the grant is shown")
-            assert all(g == future for g in other.shown)
-            assert early.connected == [1]
-            other.group.configure(future)
-            await until(lambda: early.connected[-1] == other.connected[-1] == 2, "both are connected")
-            await ring.check(2)
-
-    run(body())
+async def test_a_stale_caller_gets_the_newer_grant() -> None:
+    async with Ring(0, 1, 2) as ring:
+        newer = await ring.form(4, ring.peers[:2])
+        late = ring.peers[2]
+        late.group.configure(grant(3, {2: late.address, 0: ring.addresses[0]}))
+        await until(lambda: late.broken, "it is refused")
+        assert late.shown == [newer]
+        assert late.broken[0].epoch == 3
+        await ring.check(4, ring.peers[:2])
 
 
-def test_a_caller_that_comes_while_its_ring_breaks_is_told_so_at_once() -> None:
+async def test_a_caller_of_the_future_is_reported_and_waits() -> None:
+    async with Ring(0, 1) as ring:
+        await ring.form(1)
+        future = grant(2, ring.addresses)
+        early, other = ring.peers
+        early.group.configure(future)
+        await until(lambda: other.shown, "the grant is shown")
+        assert all(g == future for g in other.shown)
+        assert early.connected == [1]
+        other.group.configure(future)
+        await until(lambda: early.connected[-1] == other.connected[-1] == 2, "both are connected")
+        await ring.check(2)
+
+
+async def test_a_caller_that_comes_while_its_ring_breaks_is_told_so_at_once() -> None:
     """Its call and the news that the ring is over come in one turn of the loop. Nobody else may tell it, and it
     would wait for as long as a connection may take."""
+    async with Ring(0, 1, connect_s=20.0) as ring:
+        caller, called = ring.peers
+        usual = called.group._hello
 
-    async def body() -> None:
-        async with Ring(0, 1, connect_s=20.0) as ring:
-            caller, called = ring.peers
-            usual = called.group._hello
+        def at_once(hello: RingHello, peer: Peer) -> None:
+            usual(hello, peer)
+            called.group.abort(PeerDead("for a test", suspect=2))
 
-            def at_once(hello: RingHello, peer: Peer) -> None:
-                usual(hello, peer)
-                called.group.abort(PeerDead("for a test", suspect=2))
+        async def cannot_call(rendezvous: Rendezvous, spare: Peer | None) -> None:
+            await asyncio.Event().wait()
 
-            async def cannot_call(rendezvous: Rendezvous, spare: Peer | None) -> None:
-                await asyncio.Event().wait()
-
-            with mock.patch.object(called.group, "_hello", at_once):
-                given = grant(1, ring.addresses)
-                with mock.patch.object(Rendezvous, "_call", cannot_call):
-                    called.group.configure(given)
-                    await asyncio.sleep(0)
-                caller.group.configure(given)
-                await until(lambda: caller.broken, "the caller hears of it")
-            assert (caller.broken[0].cause, caller.broken[0].suspect) == ("for a test", 2)
-
-    run(body())
+        with mock.patch.object(called.group, "_hello", at_once):
+            given = grant(1, ring.addresses)
+            with mock.patch.object(Rendezvous, "_call", cannot_call):
+                called.group.configure(given)
+                await asyncio.sleep(0)
+            caller.group.configure(given)
+            await until(lambda: caller.broken, "the caller hears of it")
+        assert (caller.broken[0].cause, caller.broken[0].suspect) == ("for a test", 2)
 
 
-def test_a_parked_caller_is_refused_once_its_epoch_is_over() -> None:
-    async def body() -> None:
-        async with Ring(0, 1) as ring:
-            early, other = ring.peers
-            early.group.configure(grant(2, ring.addresses))
-            await until(lambda: other.shown, "the grant is shown")
-            other.group.stop(2, "holds a newer state")
-            await until(lambda: early.broken, "it is refused")
-            assert early.broken[0].cause == "holds a newer state"
-
-    run(body())
+async def test_a_parked_caller_is_refused_once_its_epoch_is_over() -> None:
+    async with Ring(0, 1) as ring:
+        early, other = ring.peers
+        early.group.configure(grant(2, ring.addresses))
+        await until(lambda: other.shown, "the grant is shown")
+        other.group.stop(2, "holds a newer state")
+        await until(lambda: early.broken, "it is refused")
+        assert early.broken[0].cause == "holds a newer state"
 
 
-def test_closing_lets_go_of_parked_callers() -> None:
-    async def body() -> None:
-        async with Ring(0, 1) as ring:
-            early, other = ring.peers
-            early.group.configure(grant(2, ring.addresses))
-            await until(lambda: other.shown, "the grant is shown")
-            await other.group.close()
-            await until(lambda: early.broken, "the caller hears of it", 1.0)
-
-    run(body())
+async def test_closing_lets_go_of_parked_callers() -> None:
+    async with Ring(0, 1) as ring:
+        early, other = ring.peers
+        early.group.configure(grant(2, ring.addresses))
+        await until(lambda: other.shown, "the grant is shown")
+        await other.group.close()
+        await until(lambda: early.broken, "the caller hears of it", 1.0)
 
 
 @pytest.mark.parametrize("wrong", ["token", "layout", "rank", "forged", "noise", "empty", "huge", "ticket"])
-def test_strangers_are_dropped_without_an_answer(wrong: str) -> None:
-    async def body() -> None:
-        async with Ring(0, 1) as ring:
-            await ring.form(1)
-            mine = MemberIdentity(1, 0, LAYOUT, TOKEN)
-            given = grant(2, ring.addresses)
-            if wrong == "token":
-                mine, given = replace(mine, token="cd" * 32), grant(2, ring.addresses, "cd" * 32)
-            elif wrong == "layout":
-                mine = replace(mine, layout="another")
-            elif wrong == "rank":
-                mine = replace(mine, rank=1)
-            elif wrong == "forged":
-                given = replace(given, base=replace(given.base, step=9))
-            address = ring.addresses[0]
-            raw = {
-                "noise": b"GET / HTTP/1.1\r\n\r\n",
-                "empty": b"",
-                "huge": b"\xff\xff\xff\xff",
-                "ticket": protocol.frame(RingData("ab" * 16, 0)),
-            }
-            said = raw[wrong] if wrong in raw else protocol.frame(connections.hello(mine, given, "here", ("tcp",)))
-            for proved in (False, True):
-                opened = (
-                    streams(address, TOKEN, Purpose.RING) if proved else asyncio.open_connection(*split(address))
-                )
-                reader, writer = await opened
-                writer.write(said)
-                writer.write_eof()
-                with suppress(ConnectionResetError):  # it need not read what it does not want
-                    told = await asyncio.wait_for(reader.read(), 2)
-                    assert len(told) == (0 if proved else handshake.CHALLENGE_BYTES)
-                writer.close()
-                with suppress(ConnectionResetError):
-                    await writer.wait_closed()
-            assert not ring.peers[0].shown
-            await ring.check(1)
-
-    run(body())
+async def test_strangers_are_dropped_without_an_answer(wrong: str) -> None:
+    async with Ring(0, 1) as ring:
+        await ring.form(1)
+        mine = MemberIdentity(1, 0, LAYOUT, TOKEN)
+        given = grant(2, ring.addresses)
+        if wrong == "token":
+            mine, given = replace(mine, token="cd" * 32), grant(2, ring.addresses, "cd" * 32)
+        elif wrong == "layout":
+            mine = replace(mine, layout="another")
+        elif wrong == "rank":
+            mine = replace(mine, rank=1)
+        elif wrong == "forged":
+            given = replace(given, base=replace(given.base, step=9))
+        address = ring.addresses[0]
+        raw = {
+            "noise": b"GET / HTTP/1.1\r\n\r\n",
+            "empty": b"",
+            "huge": b"\xff\xff\xff\xff",
+            "ticket": protocol.frame(RingData("ab" * 16, 0)),
+        }
+        said = raw[wrong] if wrong in raw else protocol.frame(connections.hello(mine, given, "here", ("tcp",)))
+        for proved in (False, True):
+            opened = streams(address, TOKEN, Purpose.RING) if proved else asyncio.open_connection(*split(address))
+            reader, writer = await opened
+            writer.write(said)
+            writer.write_eof()
+            with suppress(ConnectionResetError):  # it need not read what it does not want
+                told = await asyncio.wait_for(reader.read(), 2)
+                assert len(told) == (0 if proved else handshake.CHALLENGE_BYTES)
+            writer.close()
+            with suppress(ConnectionResetError):
+                await writer.wait_closed()
+        assert not ring.peers[0].shown
+        await ring.check(1)
 
 
-def test_hostile_first_frames_cost_a_ring_nothing() -> None:
+async def test_hostile_first_frames_cost_a_ring_nothing() -> None:
     """1 MiB of a HELLO of wrong items, from many at once: nothing is decoded, little is kept, beats go on."""
     body_ = b'{"type":"RingHello","body":{"grant":{"members":[' + b"0," * (1 << 19) + b"0]}}}"
     frame = protocol.LENGTH.pack(len(body_)) + body_
@@ -265,7 +228,8 @@ def test_hostile_first_frames_cost_a_ring_nothing() -> None:
         for sock in calling:
             sock.close()
 
-    async def body() -> None:
+    called: list[int] = []
+    with mock.patch.object(protocol, "decode", counting):
         async with Ring(0, 1) as ring:
             await ring.form(1)
             fds = len(os.listdir("/proc/self/fd"))
@@ -286,241 +250,195 @@ def test_hostile_first_frames_cost_a_ring_nothing() -> None:
             assert all(p.connected == [1] and not p.broken for p in ring.peers)
             assert peak < 32 << 20, peak
             assert max(called) - fds < handshake.MAX_STRANGERS + 8
-
-    called: list[int] = []
-    with mock.patch.object(protocol, "decode", counting):
-        run(body())
     assert max(decoded) < 1 << 16, "only what members say is decoded"
 
 
 @pytest.mark.parametrize("replica", [1, 2])
-def test_a_second_connection_of_a_neighbour_does_not_replace_the_first(replica: int) -> None:
-    async def body() -> None:
-        async with Ring(0, 1) as ring:
-            given = await ring.form(1)
-            reader, writer = await streams(ring.addresses[0], TOKEN, Purpose.RING)
-            again = connections.hello(MemberIdentity(replica, 0, LAYOUT, TOKEN), given, "here", ("tcp",))
-            writer.write(protocol.frame(again))
-            assert await asyncio.wait_for(reader.read(), 2) == b""
-            writer.close()
-            await writer.wait_closed()
-            await ring.check(1)
-
-    run(body())
+async def test_a_second_connection_of_a_neighbour_does_not_replace_the_first(replica: int) -> None:
+    async with Ring(0, 1) as ring:
+        given = await ring.form(1)
+        reader, writer = await streams(ring.addresses[0], TOKEN, Purpose.RING)
+        again = connections.hello(MemberIdentity(replica, 0, LAYOUT, TOKEN), given, "here", ("tcp",))
+        writer.write(protocol.frame(again))
+        assert await asyncio.wait_for(reader.read(), 2) == b""
+        writer.close()
+        await writer.wait_closed()
+        await ring.check(1)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
-def test_one_that_leaves_in_an_all_reduce_is_known_to_all_of_eight(transport: Transport) -> None:
+async def test_one_that_leaves_in_an_all_reduce_is_known_to_all_of_eight(transport: Transport) -> None:
     """ABORT goes both ways round: the one farthest away hears of it, once, and knows that it was planned."""
-
-    async def body() -> None:
-        async with Ring(*range(8), transport=transport) as ring:
-            await ring.form(1)
-            works = [p.reduce(1, torch.empty(900)) for p in ring.peers[:7]]  # replica 7 does not take part
-            behind = [p.reduce(1, torch.empty(9), 2) for p in ring.peers[:7]]
-            await until(lambda: all(p.group.state is GroupState.RUNNING for p in ring.peers[:7]), "they wait")
-            await ring.peers[7].group.close()
-            for work, skipped in zip(works, behind, strict=True):
-                assert isinstance(await error(work), FTARError)
-                assert work.status == "RETRYABLE"
-                assert isinstance(await error(skipped), Skipped)
-                assert skipped.status == "SKIPPED"
-            await until(lambda: all(p.broken for p in ring.peers[:7]), "all know")
-            assert {(a.cause, a.planned) for p in ring.peers[:7] for a in p.broken} == {("the replica ends", True)}
-            assert all(len(p.broken) == 1 for p in ring.peers[:7]), "told more than once"
-            assert isinstance(works[3].exception(), RemoteAbort)
-            await ring.form(2, ring.peers[:7])
-            await ring.check(2, ring.peers[:7])
-
-    run(body())
+    async with Ring(*range(8), transport=transport) as ring:
+        await ring.form(1)
+        works = [p.reduce(1, torch.empty(900)) for p in ring.peers[:7]]  # replica 7 does not take part
+        behind = [p.reduce(1, torch.empty(9), 2) for p in ring.peers[:7]]
+        await until(lambda: all(p.group.state is GroupState.RUNNING for p in ring.peers[:7]), "they wait")
+        await ring.peers[7].group.close()
+        for work, skipped in zip(works, behind, strict=True):
+            assert isinstance(await error(work), FTARError)
+            assert work.status == "RETRYABLE"
+            assert isinstance(await error(skipped), Skipped)
+            assert skipped.status == "SKIPPED"
+        await until(lambda: all(p.broken for p in ring.peers[:7]), "all know")
+        assert {(a.cause, a.planned) for p in ring.peers[:7] for a in p.broken} == {("the replica ends", True)}
+        assert all(len(p.broken) == 1 for p in ring.peers[:7]), "told more than once"
+        assert isinstance(works[3].exception(), RemoteAbort)
+        await ring.form(2, ring.peers[:7])
+        await ring.check(2, ring.peers[:7])
 
 
-def test_a_break_names_the_suspect_to_the_farthest_of_eight() -> None:
+async def test_a_break_names_the_suspect_to_the_farthest_of_eight() -> None:
     """The network cuts both connections between 2 and 3; 6 is four away from either."""
-
-    async def body() -> None:
-        async with Ring(*range(8)) as ring:
-            await ring.form(1)
-            works = [p.reduce(1, torch.empty(900)) for p in ring.peers if p.replica != 3]
-            right = ring.peers[2].rendezvous.right
-            assert right is not None
-            right._sock.shutdown(socket.SHUT_RDWR)
-            await until(lambda: all(p.broken for p in ring.peers), "all know")
-            assert not any(p.broken[0].planned for p in ring.peers)
-            assert {p.broken[0].suspect for p in ring.peers} <= {2, 3}
-            errors = [await error(w) for w in works]
-            assert all(isinstance(e, PeerDead | RemoteAbort) and e.suspect in (2, 3) for e in errors)
-            assert isinstance(errors[5], RemoteAbort)
-            await ring.form(2)
-            await ring.check(2)
-
-    run(body())
+    async with Ring(*range(8)) as ring:
+        await ring.form(1)
+        works = [p.reduce(1, torch.empty(900)) for p in ring.peers if p.replica != 3]
+        right = ring.peers[2].rendezvous.right
+        assert right is not None
+        right._sock.shutdown(socket.SHUT_RDWR)
+        await until(lambda: all(p.broken for p in ring.peers), "all know")
+        assert not any(p.broken[0].planned for p in ring.peers)
+        assert {p.broken[0].suspect for p in ring.peers} <= {2, 3}
+        errors = [await error(w) for w in works]
+        assert all(isinstance(e, PeerDead | RemoteAbort) and e.suspect in (2, 3) for e in errors)
+        assert isinstance(errors[5], RemoteAbort)
+        await ring.form(2)
+        await ring.check(2)
 
 
-def test_an_abort_is_told_to_all() -> None:
-    async def body() -> None:
-        async with Ring(*range(4)) as ring:
-            await ring.form(1)
-            work = ring.peers[2].reduce(1, torch.empty(9))
-            ring.peers[0].group.abort(RemoteAbort("had enough", suspect=3))
-            await until(lambda: all(p.broken for p in ring.peers), "all know")
-            assert {(p.broken[0].cause, p.broken[0].suspect) for p in ring.peers} == {("had enough", 3)}
-            failed = await error(work)
-            assert isinstance(failed, RemoteAbort)
-            assert failed.suspect == 3
-
-    run(body())
+async def test_an_abort_is_told_to_all() -> None:
+    async with Ring(*range(4)) as ring:
+        await ring.form(1)
+        work = ring.peers[2].reduce(1, torch.empty(9))
+        ring.peers[0].group.abort(RemoteAbort("had enough", suspect=3))
+        await until(lambda: all(p.broken for p in ring.peers), "all know")
+        assert {(p.broken[0].cause, p.broken[0].suspect) for p in ring.peers} == {("had enough", 3)}
+        failed = await error(work)
+        assert isinstance(failed, RemoteAbort)
+        assert failed.suspect == 3
 
 
-def test_all_reduce_waits_for_its_ring_and_fails_with_it() -> None:
-    async def body() -> None:
-        async with Ring(0, 1) as ring:
-            given = grant(1, ring.addresses)
-            a, b = ring.peers
-            a.group.configure(given)
-            work = a.reduce(1, torch.empty(5))
-            b.group.configure(given)
-            done = b.reduce(1, torch.empty(5))
-            assert [e.replica for e in (await asyncio.wrap_future(work)).entries] == [0, 1]
-            await asyncio.wrap_future(done)
-            late = a.reduce(1, torch.empty(5), step=2)
-            a.group.stop(1, "for a test")
-            assert isinstance(await error(late), FTARError)
-            assert isinstance(await error(a.reduce(1, torch.empty(5))), FTARError)
-
-    run(body())
+async def test_all_reduce_waits_for_its_ring_and_fails_with_it() -> None:
+    async with Ring(0, 1) as ring:
+        given = grant(1, ring.addresses)
+        a, b = ring.peers
+        a.group.configure(given)
+        work = a.reduce(1, torch.empty(5))
+        b.group.configure(given)
+        done = b.reduce(1, torch.empty(5))
+        assert [e.replica for e in (await asyncio.wrap_future(work)).entries] == [0, 1]
+        await asyncio.wrap_future(done)
+        late = a.reduce(1, torch.empty(5), step=2)
+        a.group.stop(1, "for a test")
+        assert isinstance(await error(late), FTARError)
+        assert isinstance(await error(a.reduce(1, torch.empty(5))), FTARError)
 
 
-def test_works_of_an_epoch_that_is_over_are_stale() -> None:
-    async def body() -> None:
-        async with Ring(0, 1) as ring:
-            await ring.form(1)
-            await ring.form(2)
-            assert isinstance(await error(ring.peers[0].reduce(1, torch.empty(5))), StaleEpoch)
-            await ring.check(2)
-
-    run(body())
+async def test_works_of_an_epoch_that_is_over_are_stale() -> None:
+    async with Ring(0, 1) as ring:
+        await ring.form(1)
+        await ring.form(2)
+        assert isinstance(await error(ring.peers[0].reduce(1, torch.empty(5))), StaleEpoch)
+        await ring.check(2)
 
 
-def test_members_at_different_steps_break_instead_of_adding() -> None:
-    async def body() -> None:
-        async with Ring(0, 1) as ring:
-            await ring.form(1)
-            works = [p.reduce(1, torch.empty(5), step=i) for i, p in enumerate(ring.peers, 1)]
-            assert all([isinstance(await error(w), FTARError) for w in works])
-            await until(lambda: all(p.broken for p in ring.peers), "both know")
-
-    run(body())
+async def test_members_at_different_steps_break_instead_of_adding() -> None:
+    async with Ring(0, 1) as ring:
+        await ring.form(1)
+        works = [p.reduce(1, torch.empty(5), step=i) for i, p in enumerate(ring.peers, 1)]
+        assert all([isinstance(await error(w), FTARError) for w in works])
+        await until(lambda: all(p.broken for p in ring.peers), "both know")
 
 
-def test_a_neighbour_that_never_comes_is_the_suspect() -> None:
-    async def body() -> None:
-        async with Ring(0, 1, 2, connect_s=0.3) as ring:
-            given = grant(1, ring.addresses)
-            for peer in ring.peers[:2]:  # replica 2 listens but knows of nothing
-                peer.group.configure(given)
-            await until(lambda: all(p.broken for p in ring.peers[:2]), "they give up", 2.0)
-            # 1 waits for the welcome of its right neighbour, 0 for the call of its left one.
-            assert [p.broken[0].suspect for p in ring.peers[:2]] == [2, 2]
-            with socket.create_server(("127.0.0.1", 0)) as taken:
-                gone = f"127.0.0.1:{taken.getsockname()[1]}"
-            alone = ring.peers[0]
-            alone.group.configure(grant(2, {0: alone.address, 1: gone}))
-            await until(lambda: len(alone.broken) == 2, "nobody listens there", 2.0)
-            assert (alone.broken[1].epoch, alone.broken[1].suspect) == (2, 1)
-
-    run(body())
+async def test_a_neighbour_that_never_comes_is_the_suspect() -> None:
+    async with Ring(0, 1, 2, connect_s=0.3) as ring:
+        given = grant(1, ring.addresses)
+        for peer in ring.peers[:2]:  # replica 2 listens but knows of nothing
+            peer.group.configure(given)
+        await until(lambda: all(p.broken for p in ring.peers[:2]), "they give up", 2.0)
+        # 1 waits for the welcome of its right neighbour, 0 for the call of its left one.
+        assert [p.broken[0].suspect for p in ring.peers[:2]] == [2, 2]
+        with socket.create_server(("127.0.0.1", 0)) as taken:
+            gone = f"127.0.0.1:{taken.getsockname()[1]}"
+        alone = ring.peers[0]
+        alone.group.configure(grant(2, {0: alone.address, 1: gone}))
+        await until(lambda: len(alone.broken) == 2, "nobody listens there", 2.0)
+        assert (alone.broken[1].epoch, alone.broken[1].suspect) == (2, 1)
 
 
 def token(epoch: int, step: int = 1) -> CommitToken:
     return CommitToken(AttemptId(epoch, step, 0), False, True, "0" * 32, equal=(0, 1))
 
 
-def test_tokens_go_round_to_the_right() -> None:
-    async def body() -> None:
-        async with Ring(0, 1, 2) as ring:
-            await ring.form(1)
-            for sender in ring.peers:
-                sender.group.send_token(token(1, step=sender.replica + 1))
-            await until(lambda: all(p.tokens for p in ring.peers), "the tokens")
-            assert [p.tokens for p in ring.peers] == [[token(1, 3)], [token(1, 1)], [token(1, 2)]]
-            for step in range(20):
-                ring.peers[0].group.send_token(token(1, step))
-            await until(lambda: len(ring.peers[1].tokens) == 21, "all of them")
-            assert [t.fence.step for t in ring.peers[1].tokens[1:]] == list(range(20)), "the order is lost"
-            ring.peers[0].group.send_token(token(2))  # of another epoch
-            ring.peers[0].group.stop(1, "for a test")
-            ring.peers[0].group.send_token(token(1))  # of a ring that is over
-            await until(lambda: ring.peers[1].broken, "the end of the ring")
-            assert len(ring.peers[1].tokens) == 21
-
-    run(body())
+async def test_tokens_go_round_to_the_right() -> None:
+    async with Ring(0, 1, 2) as ring:
+        await ring.form(1)
+        for sender in ring.peers:
+            sender.group.send_token(token(1, step=sender.replica + 1))
+        await until(lambda: all(p.tokens for p in ring.peers), "the tokens")
+        assert [p.tokens for p in ring.peers] == [[token(1, 3)], [token(1, 1)], [token(1, 2)]]
+        for step in range(20):
+            ring.peers[0].group.send_token(token(1, step))
+        await until(lambda: len(ring.peers[1].tokens) == 21, "all of them")
+        assert [t.fence.step for t in ring.peers[1].tokens[1:]] == list(range(20)), "the order is lost"
+        ring.peers[0].group.send_token(token(2))  # of another epoch
+        ring.peers[0].group.stop(1, "for a test")
+        ring.peers[0].group.send_token(token(1))  # of a ring that is over
+        await until(lambda: ring.peers[1].broken, "the end of the ring")
+        assert len(ring.peers[1].tokens) == 21
 
 
-def test_nonsense_on_a_control_connection_breaks_the_ring() -> None:
-    async def body() -> None:
-        async with Ring(0, 1, 2) as ring:
-            await ring.form(1)
-            right = ring.peers[0].rendezvous.right
-            assert right is not None
-            right._sock.send(protocol.LENGTH.pack(4) + b"nope")
-            await until(lambda: all(p.broken for p in ring.peers), "the ring breaks")
-            assert (ring.peers[1].broken[0].suspect, "protocol" in ring.peers[1].broken[0].cause) == (0, True)
-
-    run(body())
+async def test_nonsense_on_a_control_connection_breaks_the_ring() -> None:
+    async with Ring(0, 1, 2) as ring:
+        await ring.form(1)
+        right = ring.peers[0].rendezvous.right
+        assert right is not None
+        right._sock.send(protocol.LENGTH.pack(4) + b"nope")
+        await until(lambda: all(p.broken for p in ring.peers), "the ring breaks")
+        assert (ring.peers[1].broken[0].suspect, "protocol" in ring.peers[1].broken[0].cause) == (0, True)
 
 
 @pytest.mark.parametrize("transport", ["tcp", "auto"])
-def test_nothing_leaks_over_many_rings(transport: Transport) -> None:
+async def test_nothing_leaks_over_many_rings(transport: Transport) -> None:
     def count() -> tuple[int, int]:
         ours = [t for t in threading.enumerate() if not t.name.startswith("asyncio_")]
         return len(os.listdir("/proc/self/fd")), len(ours)
 
-    async def body() -> None:
-        async with Ring(0, 1, 2, transport=transport) as ring:
-            for epoch in (1, 2, 3):
-                await ring.form(epoch)
-                await ring.check(epoch)
-            before = count()
-            for epoch in range(4, 30):
-                await ring.form(epoch)
-                await ring.check(epoch, n=7)
-                if epoch % 3 == 0:
-                    ring.peers[epoch % 2].group.stop(epoch, "for a test")
-                if epoch % 5 == 0:  # a grant that only one of them ever sees
-                    ring.peers[0].group.configure(grant(epoch, ring.addresses))
-            await ring.form(100)
-            await ring.check(100)
-            gc.collect()
-            await until(lambda: count() <= before, f"{count()} files and threads, before {before}")
-
     gc.collect()
-    before = count()
-    run(body())
+    at_first = count()
+    async with Ring(0, 1, 2, transport=transport) as ring:
+        for epoch in (1, 2, 3):
+            await ring.form(epoch)
+            await ring.check(epoch)
+        before = count()
+        for epoch in range(4, 30):
+            await ring.form(epoch)
+            await ring.check(epoch, n=7)
+            if epoch % 3 == 0:
+                ring.peers[epoch % 2].group.stop(epoch, "for a test")
+            if epoch % 5 == 0:  # a grant that only one of them ever sees
+                ring.peers[0].group.configure(grant(epoch, ring.addresses))
+        await ring.form(100)
+        await ring.check(100)
+        gc.collect()
+        await until(lambda: count() <= before, f"{count()} files and threads, before {before}")
     gc.collect()
-    deadline = time.monotonic() + 2
-    while count() > before and time.monotonic() < deadline:
-        time.sleep(0.02)
-    assert count() <= before
+    await until(lambda: count() <= at_first, f"{count()} files and threads, at first {at_first}")
 
 
-def test_an_error_of_ours_does_not_end_the_thread() -> None:
+async def test_an_error_of_ours_does_not_end_the_thread() -> None:
     """What fails beside the ring: the loop's owner hears of it, and works of a later ring still run."""
-
-    async def body() -> None:
-        heard: list[object] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context["exception"]))
-        async with Ring(0) as ring:
-            await ring.form(1)
-            with mock.patch.object(ring.peers[0].plane, "open", side_effect=MemoryError("none left")):
-                wrong = ring.peers[0].reduce(1, torch.empty(3))
-                assert isinstance(await error(wrong), MemoryError)
-            await until(lambda: heard == [wrong.exception()], "the loop's owner hears of it")
-            assert wrong.status == "FATAL"
-            await ring.form(2)
-            await ring.check(2)
-
-    run(body())
+    heard: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: heard.append(context["exception"]))
+    async with Ring(0) as ring:
+        await ring.form(1)
+        with mock.patch.object(ring.peers[0].plane, "open", side_effect=MemoryError("none left")):
+            wrong = ring.peers[0].reduce(1, torch.empty(3))
+            assert isinstance(await error(wrong), MemoryError)
+        await until(lambda: heard == [wrong.exception()], "the loop's owner hears of it")
+        assert wrong.status == "FATAL"
+        await ring.form(2)
+        await ring.check(2)
 
 
 @pytest.mark.parametrize(
@@ -533,12 +451,9 @@ def test_an_error_of_ours_does_not_end_the_thread() -> None:
         (None, torch.empty(3, dtype=torch.int8)),
     ],
 )
-def test_what_cannot_be_summed_is_refused_at_once(local: torch.Tensor | None, out: torch.Tensor) -> None:
-    async def body() -> None:
-        async with Ring(0) as ring:
-            await ring.form(1)
-            with pytest.raises(ValueError, match="is torch"):
-                ring.peers[0].group.all_reduce(Key(1, 1, 0, 0, "00" * 16), local, out, Entry(0, 1, 0, 0, 0.0))
-            await ring.check(1)
-
-    run(body())
+async def test_what_cannot_be_summed_is_refused_at_once(local: torch.Tensor | None, out: torch.Tensor) -> None:
+    async with Ring(0) as ring:
+        await ring.form(1)
+        with pytest.raises(ValueError, match="is torch"):
+            ring.peers[0].group.all_reduce(Key(1, 1, 0, 0, "00" * 16), local, out, Entry(0, 1, 0, 0, 0.0))
+        await ring.check(1)

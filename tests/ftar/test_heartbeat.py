@@ -26,7 +26,7 @@ from ft_hsdp.ftar.heartbeat import HostLoadReader, HostSentinel, is_stopped
 from ft_hsdp.ftar.lifecycle import GroupState
 from ft_hsdp.protocol import RingBeat
 from tests.support.ftar.member_process import TOKEN, MemberProcess
-from tests.support.ftar.ring_helpers import Replica, Ring, Transport, error, run, until
+from tests.support.ftar.ring_helpers import Replica, Ring, Transport, error, until
 
 MINUTE_S = 60.0
 
@@ -38,46 +38,40 @@ def mute(peer: Replica) -> None:
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
-def test_who_falls_silent_is_suspected_by_all(victim: int) -> None:
-    async def body() -> None:
-        async with Ring(0, 1, 2, timeout_s=MINUTE_S) as ring:
-            await ring.form(1)
-            others = [p for p in ring.peers if p.replica != victim]
-            works = [p.reduce(1, torch.empty(9)) for p in others]
-            mute(ring.peers[victim])
-            for work in works:
-                failed = await error(work)
-                assert isinstance(failed, PeerDead | RemoteAbort)
-                assert failed.suspect == victim
-                assert "no sign of life" in str(failed)
-            for peer in others:
-                (abort,) = peer.broken
-                assert (abort.suspect, abort.planned, abort.stuck) == (victim, False, False)
-            await until(lambda: ring.peers[victim].broken, "the silent one hears of it")
-            await ring.form(2, others)
-            await ring.check(2, others)
-
-    run(body())
+async def test_who_falls_silent_is_suspected_by_all(victim: int) -> None:
+    async with Ring(0, 1, 2, timeout_s=MINUTE_S) as ring:
+        await ring.form(1)
+        others = [p for p in ring.peers if p.replica != victim]
+        works = [p.reduce(1, torch.empty(9)) for p in others]
+        mute(ring.peers[victim])
+        for work in works:
+            failed = await error(work)
+            assert isinstance(failed, PeerDead | RemoteAbort)
+            assert failed.suspect == victim
+            assert "no sign of life" in str(failed)
+        for peer in others:
+            (abort,) = peer.broken
+            assert (abort.suspect, abort.planned, abort.stuck) == (victim, False, False)
+        await until(lambda: ring.peers[victim].broken, "the silent one hears of it")
+        await ring.form(2, others)
+        await ring.check(2, others)
 
 
-def test_a_standing_ring_without_work_finds_it_too() -> None:
-    async def body() -> None:
-        async with Ring(0, 1) as ring:
-            await ring.form(1)
-            mute(ring.peers[1])
-            await until(lambda: ring.peers[0].broken, "it is suspected")
-            assert ring.peers[0].broken[0].suspect == 1
-
-    run(body())
+async def test_a_standing_ring_without_work_finds_it_too() -> None:
+    async with Ring(0, 1) as ring:
+        await ring.form(1)
+        mute(ring.peers[1])
+        await until(lambda: ring.peers[0].broken, "it is suspected")
+        assert ring.peers[0].broken[0].suspect == 1
 
 
-def test_who_stood_still_itself_suspects_nobody() -> None:
+async def test_who_stood_still_itself_suspects_nobody() -> None:
     """The whole loop stands still, so no member sends: when it runs again, no member is accused of that.
 
     The patience for a loaded host is off: it would be enough for short stops.
     """
 
-    async def body() -> None:
+    with mock.patch.object(HostSentinel, "stall_s", return_value=0.0):
         async with Ring(0, 1, 2) as ring:
             await ring.form(1)
             await ring.check(1)
@@ -88,95 +82,74 @@ def test_who_stood_still_itself_suspects_nobody() -> None:
             assert not any(p.broken for p in ring.peers)
             await ring.check(1)
 
-    with mock.patch.object(HostSentinel, "stall_s", return_value=0.0):
-        run(body())
 
-
-def test_after_standing_still_a_silence_is_found_again() -> None:
-    async def body() -> None:
-        async with Ring(0, 1) as ring:
-            await ring.form(1)
-            stand_still(1.0)
-            await asyncio.sleep(0.2)
-            mute(ring.peers[1])
-            await until(lambda: ring.peers[0].broken, "it is suspected")
-
-    run(body())
+async def test_after_standing_still_a_silence_is_found_again() -> None:
+    async with Ring(0, 1) as ring:
+        await ring.form(1)
+        stand_still(1.0)
+        await asyncio.sleep(0.2)
+        mute(ring.peers[1])
+        await until(lambda: ring.peers[0].broken, "it is suspected")
 
 
 @pytest.mark.parametrize(("victim", "transport"), [(0, "tcp"), (1, "tcp"), (2, "tcp"), (1, "auto"), (2, "c10d")])
-def test_only_who_does_not_enter_is_blamed(victim: int, transport: Transport) -> None:
+async def test_only_who_does_not_enter_is_blamed(victim: int, transport: Transport) -> None:
     """Its beats come. The member that has waited longest has a neighbour that waits itself, and blames nobody."""
-
-    async def body() -> None:
-        async with Ring(0, 1, 2, timeout_s=0.5, transport=transport) as ring:
-            await ring.form(1)
-            await ring.check(1)
-            right, far = (ring.peers[(victim + side) % 3] for side in (1, 2))
-            works = [far.reduce(1, torch.empty(9), 2)]
-            await asyncio.sleep(0.25)
-            works.append(right.reduce(1, torch.empty(9), 2))
-            failures = [await error(work) for work in works]
-            assert [f.suspect for f in failures if isinstance(f, PeerTimeout | RemoteAbort)] == [victim] * 2
-            assert isinstance(failures[1], PeerTimeout), "its right neighbour says so"
-            await until(lambda: ring.peers[victim].broken, "it is told")
-            for peer in ring.peers:
-                (abort,) = peer.broken
-                assert (abort.suspect, abort.stuck) == (victim, True)
-                assert "has not entered an all-reduce" in abort.cause
-
-    run(body())
+    async with Ring(0, 1, 2, timeout_s=0.5, transport=transport) as ring:
+        await ring.form(1)
+        await ring.check(1)
+        right, far = (ring.peers[(victim + side) % 3] for side in (1, 2))
+        works = [far.reduce(1, torch.empty(9), 2)]
+        await asyncio.sleep(0.25)
+        works.append(right.reduce(1, torch.empty(9), 2))
+        failures = [await error(work) for work in works]
+        assert [f.suspect for f in failures if isinstance(f, PeerTimeout | RemoteAbort)] == [victim] * 2
+        assert isinstance(failures[1], PeerTimeout), "its right neighbour says so"
+        await until(lambda: ring.peers[victim].broken, "it is told")
+        for peer in ring.peers:
+            (abort,) = peer.broken
+            assert (abort.suspect, abort.stuck) == (victim, True)
+            assert "has not entered an all-reduce" in abort.cause
 
 
-def test_a_slow_member_that_enters_in_time_is_not_blamed() -> None:
-    async def body() -> None:
-        async with Ring(0, 1, timeout_s=0.5) as ring:
-            await ring.form(1)
-            for step in range(1, 4):
-                works = [ring.peers[0].reduce(1, torch.empty(9), step)]
-                await asyncio.sleep(0.3)
-                works.append(ring.peers[1].reduce(1, torch.empty(9), step))
-                await asyncio.gather(*map(asyncio.wrap_future, works))
-            await asyncio.sleep(0.7)  # nobody waits for anybody
-            assert not any(p.broken for p in ring.peers)
-
-    run(body())
+async def test_a_slow_member_that_enters_in_time_is_not_blamed() -> None:
+    async with Ring(0, 1, timeout_s=0.5) as ring:
+        await ring.form(1)
+        for step in range(1, 4):
+            works = [ring.peers[0].reduce(1, torch.empty(9), step)]
+            await asyncio.sleep(0.3)
+            works.append(ring.peers[1].reduce(1, torch.empty(9), step))
+            await asyncio.gather(*map(asyncio.wrap_future, works))
+        await asyncio.sleep(0.7)  # nobody waits for anybody
+        assert not any(p.broken for p in ring.peers)
 
 
-def test_chunks_that_do_not_arrive_are_the_left_neighbours() -> None:
-    async def body() -> None:
-        async with Ring(0, 1, 2, timeout_s=0.5) as ring:
-            await ring.form(1)
-            sender = ring.peers[0].group._ring
-            assert sender is not None
-            assert sender._sender is not None
-            with mock.patch.object(sender._sender._lanes[0], "send"):  # type: ignore[attr-defined]
-                failures = [await error(w) for w in [p.reduce(1, torch.empty(9)) for p in ring.peers]]
-            assert [getattr(f, "suspect", None) for f in failures] == [0, 0, 0]
-            assert isinstance(failures[1], PeerDead)
-            assert "have not come" in str(failures[1])
-            assert not any(p.broken[0].stuck for p in ring.peers), "its trainer is not to blame"
-
-    run(body())
+async def test_chunks_that_do_not_arrive_are_the_left_neighbours() -> None:
+    async with Ring(0, 1, 2, timeout_s=0.5) as ring:
+        await ring.form(1)
+        sender = ring.peers[0].group._ring
+        assert sender is not None
+        assert sender._sender is not None
+        with mock.patch.object(sender._sender._lanes[0], "send"):  # type: ignore[attr-defined]
+            failures = [await error(w) for w in [p.reduce(1, torch.empty(9)) for p in ring.peers]]
+        assert [getattr(f, "suspect", None) for f in failures] == [0, 0, 0]
+        assert isinstance(failures[1], PeerDead)
+        assert "have not come" in str(failures[1])
+        assert not any(p.broken[0].stuck for p in ring.peers), "its trainer is not to blame"
 
 
-def test_beats_do_not_outlive_their_ring() -> None:
-    async def body() -> None:
-        async with Ring(0, 1) as ring:
-            for epoch in (1, 2, 3):
-                await ring.form(epoch)
-            first, second = (p.group._current for p in ring.peers)
-            assert first is not None
-            assert first.left is not None
-            await until(lambda: first.left and first.left.newest.epoch == 3, "beats of the new epoch")
-            for peer in ring.peers:
-                peer.group.stop(3, "for a test")
-            assert all(
-                p.group._heartbeat is not None and p.group._heartbeat._timer.cancelled() for p in ring.peers
-            )
-            assert second is not None
-
-    run(body())
+async def test_beats_do_not_outlive_their_ring() -> None:
+    async with Ring(0, 1) as ring:
+        for epoch in (1, 2, 3):
+            await ring.form(epoch)
+        first, second = (p.group._current for p in ring.peers)
+        assert first is not None
+        assert first.left is not None
+        await until(lambda: first.left and first.left.newest.epoch == 3, "beats of the new epoch")
+        for peer in ring.peers:
+            peer.group.stop(3, "for a test")
+        assert all(p.group._heartbeat is not None and p.group._heartbeat._timer.cancelled() for p in ring.peers)
+        assert second is not None
 
 
 def stand_still(seconds: float) -> None:
@@ -191,56 +164,49 @@ def pair() -> tuple[socket.socket, socket.socket]:
     return ends
 
 
-def test_any_bytes_are_a_sign_of_life() -> None:
+async def test_any_bytes_are_a_sign_of_life() -> None:
     """A long message comes in pieces; while it does, its sender lives."""
-
-    async def body() -> None:
-        ours, theirs = pair()
-        said: list[object] = []
-        peer = Peer(ours, lambda _, message: said.append(message))
-        peer.listen()
-        token = CommitToken(AttemptId(1, 1, 0), True, True, "x" * 200)
-        frame = protocol.frame(token)
-        for piece in (frame[:2], frame[2:4], frame[4:50], frame[50:-1]):
-            before = peer.heard_at
-            await asyncio.sleep(0.01)
-            theirs.send(piece)
-            await until(lambda before=before: peer.heard_at > before, "it is heard")  # type: ignore[misc]
-        assert not said
-        theirs.send(frame[-1:])
-        await until(lambda: said, "the message")
-        theirs.send(protocol.frame(RingBeat(7, 3, 9)))
-        await until(lambda: peer.newest == RingBeat(7, 3, 9), "a beat")
-        assert said == [token], "a beat is for nobody else"
-        theirs.close()
-        await peer.close()
-
-    run(body())
+    ours, theirs = pair()
+    said: list[object] = []
+    peer = Peer(ours, lambda _, message: said.append(message))
+    peer.listen()
+    token = CommitToken(AttemptId(1, 1, 0), True, True, "x" * 200)
+    frame = protocol.frame(token)
+    for piece in (frame[:2], frame[2:4], frame[4:50], frame[50:-1]):
+        before = peer.heard_at
+        await asyncio.sleep(0.01)
+        theirs.send(piece)
+        await until(lambda before=before: peer.heard_at > before, "it is heard")  # type: ignore[misc]
+    assert not said
+    theirs.send(frame[-1:])
+    await until(lambda: said, "the message")
+    theirs.send(protocol.frame(RingBeat(7, 3, 9)))
+    await until(lambda: peer.newest == RingBeat(7, 3, 9), "a beat")
+    assert said == [token], "a beat is for nobody else"
+    theirs.close()
+    await peer.close()
 
 
-def test_no_beat_comes_between_the_parts_of_a_message() -> None:
-    async def body() -> None:
-        ours, theirs = pair()
-        peer = Peer(ours, lambda *_: None)
-        long = CommitToken(AttemptId(1, 1, 0), True, True, "x" * 900_000)
-        sending = asyncio.get_running_loop().create_task(peer.send(long))
-        await asyncio.sleep(0)
-        frame, got = protocol.frame(RingBeat(1, 1, 1)), bytearray()
-        while len(got) < len(protocol.frame(long)):
-            peer.send_heartbeat(frame)
-            await asyncio.sleep(0)
-            try:
-                got += theirs.recv(65536)
-            except BlockingIOError:
-                continue
-        await sending
-        assert bytes(got) == protocol.frame(long)
+async def test_no_beat_comes_between_the_parts_of_a_message() -> None:
+    ours, theirs = pair()
+    peer = Peer(ours, lambda *_: None)
+    long = CommitToken(AttemptId(1, 1, 0), True, True, "x" * 900_000)
+    sending = asyncio.get_running_loop().create_task(peer.send(long))
+    await asyncio.sleep(0)
+    frame, got = protocol.frame(RingBeat(1, 1, 1)), bytearray()
+    while len(got) < len(protocol.frame(long)):
         peer.send_heartbeat(frame)
-        await until(lambda: theirs.recv(100) == frame, "a beat")
-        theirs.close()
-        await peer.close()
-
-    run(body())
+        await asyncio.sleep(0)
+        try:
+            got += theirs.recv(65536)
+        except BlockingIOError:
+            continue
+    await sending
+    assert bytes(got) == protocol.frame(long)
+    peer.send_heartbeat(frame)
+    await until(lambda: theirs.recv(100) == frame, "a beat")
+    theirs.close()
+    await peer.close()
 
 
 def test_a_beat_that_is_cut_in_two_ends_the_connection() -> None:
@@ -314,30 +280,26 @@ def test_a_short_stop_is_no_death() -> None:
         assert comm.transports == ("tcp", "tcp")
 
 
-def test_an_overloaded_neighbour_has_the_time_that_it_asked_for() -> None:
+async def test_an_overloaded_neighbour_has_the_time_that_it_asked_for() -> None:
     """Its last beat said that its host may keep it silent for 3 s; silence is judged at times that we choose."""
-
-    async def body() -> None:
-        async with Ring(0, 1, timeout_s=MINUTE_S) as ring:
-            await ring.form(1)
-            beats = ring.peers[0].group._heartbeat
-            assert beats is not None
-            edges = beats._rendezvous.edges
-            await until(lambda: all(n.newest.epoch == 1 for n in edges), "both have said something")
-            beats.stop()
-            mute(ring.peers[1])
-            for peer in edges:
-                peer.newest = replace(peer.newest, stall_ms=3000, pid=0)
-            silent_from = max(n.heard_at for n in edges) - beats._stood_still
-            assert beats._lost(silent_from + 2.0) is None
-            lost = beats._lost(silent_from + 30.0)
-            assert isinstance(lost, PeerDead)
-            assert lost.suspect == 1
-            for peer in edges:
-                peer.newest = replace(peer.newest, stall_ms=0)
-            assert isinstance(beats._lost(silent_from + 2.0 + MOST_S), PeerDead), "nobody asked for time"
-
-    run(body())
+    async with Ring(0, 1, timeout_s=MINUTE_S) as ring:
+        await ring.form(1)
+        beats = ring.peers[0].group._heartbeat
+        assert beats is not None
+        edges = beats._rendezvous.edges
+        await until(lambda: all(n.newest.epoch == 1 for n in edges), "both have said something")
+        beats.stop()
+        mute(ring.peers[1])
+        for peer in edges:
+            peer.newest = replace(peer.newest, stall_ms=3000, pid=0)
+        silent_from = max(n.heard_at for n in edges) - beats._stood_still
+        assert beats._lost(silent_from + 2.0) is None
+        lost = beats._lost(silent_from + 30.0)
+        assert isinstance(lost, PeerDead)
+        assert lost.suspect == 1
+        for peer in edges:
+            peer.newest = replace(peer.newest, stall_ms=0)
+        assert isinstance(beats._lost(silent_from + 2.0 + MOST_S), PeerDead), "nobody asked for time"
 
 
 def test_no_load_explains_a_stopped_process() -> None:

@@ -14,54 +14,47 @@ from ft_hsdp.ftar import connections
 from ft_hsdp.ftar.connections import Listener, MemberIdentity
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.protocol import RingAbort, RingData, RingHello
-from tests.support.ftar.ring_helpers import BASE, LAYOUT, TOKEN, grant, run, until
+from tests.support.ftar.ring_helpers import BASE, LAYOUT, TOKEN, grant, until
 from tests.support.known import streams
 
 ME, OTHER = MemberIdentity(0, 0, LAYOUT, TOKEN), MemberIdentity(1, 0, LAYOUT, TOKEN)
 
 
-def test_control_messages() -> None:
-    async def body() -> None:
-        a, b = socket.socketpair()
-        for sock in (a, b):
-            sock.setblocking(False)
-        await connections.send(a, RingAbort(3, "why"))
-        connections.say(a, RingAbort(4, "why not"))
-        assert await connections.receive(b, RingAbort) == RingAbort(3, "why")
-        assert await connections.receive(b, RingAbort) == RingAbort(4, "why not")
-        await connections.send(a, RingAbort(3, "why"))
-        with pytest.raises(ProtocolViolation):
-            await connections.receive(b, CommitToken)
-        a.send(protocol.LENGTH.pack(2**31))
-        with pytest.raises(ProtocolViolation, match="allowed"):
-            await connections.receive(b, RingAbort)
-        a.send(protocol.LENGTH.pack(10) + b"half")
-        a.close()
-        assert await connections.receive(b, RingAbort) is None
-        b.close()
-
-    run(body())
+async def test_control_messages() -> None:
+    a, b = socket.socketpair()
+    for sock in (a, b):
+        sock.setblocking(False)
+    await connections.send(a, RingAbort(3, "why"))
+    connections.say(a, RingAbort(4, "why not"))
+    assert await connections.receive(b, RingAbort) == RingAbort(3, "why")
+    assert await connections.receive(b, RingAbort) == RingAbort(4, "why not")
+    await connections.send(a, RingAbort(3, "why"))
+    with pytest.raises(ProtocolViolation):
+        await connections.receive(b, CommitToken)
+    a.send(protocol.LENGTH.pack(2**31))
+    with pytest.raises(ProtocolViolation, match="allowed"):
+        await connections.receive(b, RingAbort)
+    a.send(protocol.LENGTH.pack(10) + b"half")
+    a.close()
+    assert await connections.receive(b, RingAbort) is None
+    b.close()
 
 
-def test_what_was_said_last_arrives() -> None:
+async def test_what_was_said_last_arrives() -> None:
     """A socket that is closed with unread data is reset, and the reset destroys what is on the way."""
-
-    async def body() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as server:
-            a = socket.create_connection(server.getsockname())
-            b, _ = server.accept()
-        for sock in (a, b):
-            sock.setblocking(False)
-        b.send(b"unread")
-        connections.say(a, RingAbort(3, "why"))
-        leaving = asyncio.create_task(connections.hang_up(a))
-        assert await connections.receive(b, RingAbort) == RingAbort(3, "why")
-        assert await connections.receive(b, RingAbort) is None
-        b.close()
-        await leaving
-        assert a.fileno() == -1
-
-    run(body())
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        a = socket.create_connection(server.getsockname())
+        b, _ = server.accept()
+    for sock in (a, b):
+        sock.setblocking(False)
+    b.send(b"unread")
+    connections.say(a, RingAbort(3, "why"))
+    leaving = asyncio.create_task(connections.hang_up(a))
+    assert await connections.receive(b, RingAbort) == RingAbort(3, "why")
+    assert await connections.receive(b, RingAbort) is None
+    b.close()
+    await leaving
+    assert a.fileno() == -1
 
 
 def test_saying_something_to_nobody_is_no_error() -> None:
@@ -81,80 +74,69 @@ def test_a_blocking_socket_gives_up_after_its_time() -> None:
     b.close()
 
 
-def test_a_hello_has_a_genuine_grant_and_fits() -> None:
+async def test_a_hello_has_a_genuine_grant_and_fits() -> None:
+    arrived: list[RingHello] = []
 
-    async def body() -> None:
-        arrived: list[RingHello] = []
+    def take(hello: RingHello, sock: socket.socket) -> None:
+        arrived.append(hello)
+        sock.close()
 
-        def take(hello: RingHello, sock: socket.socket) -> None:
-            arrived.append(hello)
-            sock.close()
-
-        here = Listener(OTHER, take)
-        address = here.open("127.0.0.1")
-        good = connections.hello(ME, grant(1, {0: "", 1: ""}), "host", ("shm", "tcp"), 7)
-        forged = replace(good.grant, epoch=2)
-        for change in ({}, {"grant": forged}, {"rank": 1}, {"layout": "x"}):
-            reader, writer = await streams(address, TOKEN, Purpose.RING)
-            writer.write(protocol.frame(replace(good, **change)))
-            assert await asyncio.wait_for(reader.read(), 2) == b""
-            writer.close()
-            await writer.wait_closed()
-        assert arrived == [good]
-        assert arrived[0].grant.base == BASE
-        here.close()
-        await asyncio.sleep(0)
-
-    run(body())
-
-
-def test_a_caller_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handshake, "_hello_s", 0.05)
-
-    async def body() -> None:
-        here = Listener(OTHER, lambda *_: pytest.fail("nobody said hello"))
-        address = here.open("127.0.0.1")
-        reader, writer = await asyncio.open_connection(*split(address))
-        assert len(await asyncio.wait_for(reader.read(), 2)) == handshake.CHALLENGE_BYTES
-        writer.close()
-        await writer.wait_closed()
+    here = Listener(OTHER, take)
+    address = here.open("127.0.0.1")
+    good = connections.hello(ME, grant(1, {0: "", 1: ""}), "host", ("shm", "tcp"), 7)
+    forged = replace(good.grant, epoch=2)
+    for change in ({}, {"grant": forged}, {"rank": 1}, {"layout": "x"}):
         reader, writer = await streams(address, TOKEN, Purpose.RING)
+        writer.write(protocol.frame(replace(good, **change)))
         assert await asyncio.wait_for(reader.read(), 2) == b""
         writer.close()
         await writer.wait_closed()
-        here.close()
-        await asyncio.sleep(0)
+    assert arrived == [good]
+    assert arrived[0].grant.base == BASE
+    here.close()
+    await asyncio.sleep(0)
 
-    run(body())
+
+async def test_a_caller_that_says_nothing_is_hung_up_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handshake, "_hello_s", 0.05)
+    here = Listener(OTHER, lambda *_: pytest.fail("nobody said hello"))
+    address = here.open("127.0.0.1")
+    reader, writer = await asyncio.open_connection(*split(address))
+    assert len(await asyncio.wait_for(reader.read(), 2)) == handshake.CHALLENGE_BYTES
+    writer.close()
+    await writer.wait_closed()
+    reader, writer = await streams(address, TOKEN, Purpose.RING)
+    assert await asyncio.wait_for(reader.read(), 2) == b""
+    writer.close()
+    await writer.wait_closed()
+    here.close()
+    await asyncio.sleep(0)
 
 
 @pytest.mark.parametrize("local", [False, True], ids=["tcp", "unix"])
-def test_data_connections_come_with_a_ticket(local: bool) -> None:
-    async def body() -> None:
-        here = Listener(OTHER, lambda *_: pytest.fail("nobody said hello"))
-        address = here.open("127.0.0.1")
+async def test_data_connections_come_with_a_ticket(local: bool) -> None:
+    here = Listener(OTHER, lambda *_: pytest.fail("nobody said hello"))
+    address = here.open("127.0.0.1")
 
-        async def call(message: object) -> socket.socket:
-            sock = await handshake.dial("\0" + here.local if local else address, TOKEN, Purpose.DATA)
-            await connections.send(sock, message)
-            return sock
+    async def call(message: object) -> socket.socket:
+        sock = await handshake.dial("\0" + here.local if local else address, TOKEN, Purpose.DATA)
+        await connections.send(sock, message)
+        return sock
 
-        ticket, calls = here.expect()
-        good = RingData(ticket, 1, 99)
-        first, second = await call(good), await call(RingData(ticket, 2))
-        got = await calls.get()
-        assert got[0] == good
-        await until(lambda: not calls.empty(), "the second call")
-        refused = await call(RingData("ab" * 16, 0))
-        assert await asyncio.get_running_loop().sock_recv(refused, 1) == b""
-        refused.close()
-        here.forget(ticket)
-        assert await asyncio.get_running_loop().sock_recv(second, 1) == b"", "it was not taken"
-        late = await call(good)
-        assert await asyncio.get_running_loop().sock_recv(late, 1) == b"", "nobody waits for it any more"
-        for sock in (first, second, late, got[1]):
-            sock.close()
-        here.close()
-        await asyncio.sleep(0)
-
-    run(body())
+    ticket, calls = here.expect()
+    good = RingData(ticket, 1, 99)
+    first, second = await call(good), await call(RingData(ticket, 2))
+    got = await calls.get()
+    assert got[0] == good
+    await until(lambda: not calls.empty(), "the second call")
+    refused = await call(RingData("ab" * 16, 0))
+    assert await asyncio.get_running_loop().sock_recv(refused, 1) == b""
+    refused.close()
+    here.forget(ticket)
+    assert await asyncio.get_running_loop().sock_recv(second, 1) == b"", "it was not taken"
+    late = await call(good)
+    assert await asyncio.get_running_loop().sock_recv(late, 1) == b"", "nobody waits for it any more"
+    for sock in (first, second, late, got[1]):
+        sock.close()
+    here.close()
+    await asyncio.sleep(0)

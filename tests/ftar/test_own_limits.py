@@ -15,7 +15,7 @@ import pytest
 from ft_hsdp import address, handshake
 from ft_hsdp.errors import EXIT_RETRYABLE, LocalResourceError, exhausted
 from ft_hsdp.ftar.rendezvous import Rendezvous
-from tests.support.ftar.ring_helpers import Ring, grant, run, until
+from tests.support.ftar.ring_helpers import Ring, grant, until
 
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM, errno.EADDRNOTAVAIL])
@@ -45,7 +45,7 @@ def test_a_local_error_is_found_behind_what_was_raised_from_it() -> None:
 
 
 @pytest.mark.parametrize("side", ["_call", "_admit"])
-def test_a_member_without_descriptors_names_itself(side: str) -> None:
+async def test_a_member_without_descriptors_names_itself(side: str) -> None:
     """It may be the one that calls or the one that is called; the others hear whose fault it is."""
     usual = getattr(Rendezvous, side)
     ended: list[Exception] = []
@@ -55,22 +55,19 @@ def test_a_member_without_descriptors_names_itself(side: str) -> None:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         await usual(rendezvous, *arguments)
 
-    async def body() -> None:
-        with mock.patch.object(Rendezvous, side, fail):
-            async with Ring(0, 1, 2) as ring:
-                ring.peers[1].group.crashed = lambda message, error: ended.append(error)  # type: ignore[method-assign]
-                for peer in ring.peers:
-                    peer.group.configure(grant(1, ring.addresses))
-                await until(lambda: all(p.broken for p in ring.peers), "all know")
-                assert [p.broken[0].suspect for p in ring.peers] == [1, 1, 1]
-                assert all("RLIMIT_NOFILE" in p.broken[0].cause for p in ring.peers)
-
-    run(body())
+    with mock.patch.object(Rendezvous, side, fail):
+        async with Ring(0, 1, 2) as ring:
+            ring.peers[1].group.crashed = lambda message, error: ended.append(error)  # type: ignore[method-assign]
+            for peer in ring.peers:
+                peer.group.configure(grant(1, ring.addresses))
+            await until(lambda: all(p.broken for p in ring.peers), "all know")
+            assert [p.broken[0].suspect for p in ring.peers] == [1, 1, 1]
+            assert all("RLIMIT_NOFILE" in p.broken[0].cause for p in ring.peers)
     assert ended
     assert all(isinstance(error, LocalResourceError) for error in ended)
 
 
-def test_a_member_that_cannot_accept_ends_after_some_tries() -> None:
+async def test_a_member_that_cannot_accept_ends_after_some_tries() -> None:
     """And only then: a descriptor that becomes free in time is used."""
     ended: list[Exception] = []
     failures = [handshake.ACCEPT_TRIES - 1]
@@ -82,22 +79,19 @@ def test_a_member_that_cannot_accept_ends_after_some_tries() -> None:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return usual(listener)
 
-    async def body() -> None:
-        with mock.patch.object(socket.socket, "accept", accept), mock.patch.object(handshake, "PAUSE_S", 0.001):
-            async with Ring(0) as ring:
-                ring.peers[0].group.crashed = lambda message, error: ended.append(error)  # type: ignore[method-assign]
-                where = address.split(ring.peers[0].address)
-                for first in (True, False):
-                    with socket.create_connection(where) as sock:
-                        sock.setblocking(False)
-                        if first:
-                            assert await asyncio.get_running_loop().sock_recv(sock, 4) == handshake.MAGIC
-                            assert not failures[0]
-                            assert not ended
-                            failures[0] = handshake.ACCEPT_TRIES + 2  # one costs the stranger its place
-                        else:
-                            await until(lambda: ended, "it ends")
-
-    run(body())
+    with mock.patch.object(socket.socket, "accept", accept), mock.patch.object(handshake, "PAUSE_S", 0.001):
+        async with Ring(0) as ring:
+            ring.peers[0].group.crashed = lambda message, error: ended.append(error)  # type: ignore[method-assign]
+            where = address.split(ring.peers[0].address)
+            for first in (True, False):
+                with socket.create_connection(where) as sock:
+                    sock.setblocking(False)
+                    if first:
+                        assert await asyncio.get_running_loop().sock_recv(sock, 4) == handshake.MAGIC
+                        assert not failures[0]
+                        assert not ended
+                        failures[0] = handshake.ACCEPT_TRIES + 2  # one costs the stranger its place
+                    else:
+                        await until(lambda: ended, "it ends")
     (error,) = ended
     assert isinstance(error, LocalResourceError)

@@ -20,7 +20,7 @@ from ft_hsdp.launch.lighthouse_process import LighthouseFailed, LighthouseFleet,
 from ft_hsdp.launch.run.directory import Row, RunDir, read_json, write_job_files
 from ft_hsdp.launch.run.status import lines, status
 from tests.support.etcd_server import EtcdServer
-from tests.support.launch.launch_helpers import run_async, until
+from tests.support.launch.launch_helpers import until
 
 pytestmark = pytest.mark.multiproc
 
@@ -33,8 +33,8 @@ def fleet(folder: Path, **lighthouse: Any) -> tuple[LighthouseFleet, RunDir, lis
 
 
 @pytest.mark.proof
-def test_two_of_them_share_a_run_and_each_comes_back_at_its_address(tmp_path: Path) -> None:
-    async def body(etcd: EtcdServer) -> None:
+async def test_two_of_them_share_a_run_and_each_comes_back_at_its_address(tmp_path: Path) -> None:
+    with EtcdServer() as etcd:
         both, run, events = fleet(tmp_path, etcd=[etcd.url], count=2)
         await both.start()
         keeping = asyncio.create_task(both.keep())
@@ -58,22 +58,18 @@ def test_two_of_them_share_a_run_and_each_comes_back_at_its_address(tmp_path: Pa
             await asyncio.gather(keeping, return_exceptions=True)
             await both.stop()
 
-    with EtcdServer() as server:
-        run_async(body(server))
 
-
-def test_an_etcd_that_is_not_there_is_one_line_and_69(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def body() -> None:
-        one, _, _ = fleet(tmp_path, etcd=["http://127.0.0.1:1"])
-        monkeypatch.setattr(one, "_listen_s", 0.5)  # its processes have longer to listen
-        try:
-            with pytest.raises(LighthouseFailed, match=r"does etcd at http://127\.0\.0\.1:1 answer\?") as caught:
-                await one.start()
-            assert caught.value.exit_code == 69
-        finally:
-            await one.stop()
-
-    run_async(body())
+async def test_an_etcd_that_is_not_there_is_one_line_and_69(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, _, _ = fleet(tmp_path, etcd=["http://127.0.0.1:1"])
+    monkeypatch.setattr(one, "_listen_s", 0.5)  # its processes have longer to listen
+    try:
+        with pytest.raises(LighthouseFailed, match=r"does etcd at http://127\.0\.0\.1:1 answer\?") as caught:
+            await one.start()
+        assert caught.value.exit_code == 69
+    finally:
+        await one.stop()
 
 
 def third_of_three(held: contextlib.ExitStack) -> int:
@@ -96,63 +92,58 @@ def test_the_ports_of_all_are_looked_at() -> None:
             check_port(parse({"network": {"port": port - 2}, "lighthouse": chosen}))
 
 
-def test_a_spare_takes_the_place_of_a_lighthouse_that_is_killed(
+async def test_a_spare_takes_the_place_of_a_lighthouse_that_is_killed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has loaded everything before; where there is none, one is started from nothing."""
     monkeypatch.setattr(lighthouse_process, "SPARE_S", 0.2)
-
-    async def body() -> None:
-        alone, run, events = fleet(tmp_path)
-        (process,) = alone._all
-        await alone.start()
-        keeping = asyncio.create_task(alone.keep())
-        try:
-            await until(lambda: process._spare is not None, "a spare")
-            assert process._spare is not None
-            heir = process._spare.pid
-            said = read_json(run.lighthouse)
-            os.kill(said["pid"], signal.SIGKILL)
-            await until(lambda: read_json(run.lighthouse)["pid"] == heir, "the spare listens")
-            assert read_json(run.lighthouse)["url"] == said["url"]
-            await until(lambda: process._spare is not None and process._spare.pid != heir, "another spare")
-            assert process._spare is not None
-            os.kill(process._spare.pid, signal.SIGKILL)
-            os.kill(heir, signal.SIGKILL)
-            await until(lambda: read_json(run.lighthouse)["pid"] != heir and len(events) >= 4, "it is back")
-        finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
-            await alone.stop()
-        left = [p for p in psutil.Process().children(recursive=True) if str(run.path) in p.cmdline()]
-        assert not left
-
-    run_async(body())
+    alone, run, events = fleet(tmp_path)
+    (process,) = alone._all
+    await alone.start()
+    keeping = asyncio.create_task(alone.keep())
+    try:
+        await until(lambda: process._spare is not None, "a spare")
+        assert process._spare is not None
+        heir = process._spare.pid
+        said = read_json(run.lighthouse)
+        os.kill(said["pid"], signal.SIGKILL)
+        await until(lambda: read_json(run.lighthouse)["pid"] == heir, "the spare listens")
+        assert read_json(run.lighthouse)["url"] == said["url"]
+        await until(lambda: process._spare is not None and process._spare.pid != heir, "another spare")
+        assert process._spare is not None
+        os.kill(process._spare.pid, signal.SIGKILL)
+        os.kill(heir, signal.SIGKILL)
+        await until(lambda: read_json(run.lighthouse)["pid"] != heir and len(events) >= 4, "it is back")
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await alone.stop()
+    children = [p.as_dict(["cmdline"]) for p in psutil.Process().children(recursive=True)]  # None: it is a zombie
+    left = [p for p in children if str(run.path) in (p["cmdline"] or ())]
+    assert not left
 
 
-def test_a_lighthouse_that_answers_nothing_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_lighthouse_that_answers_nothing_is_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is stopped for good: without another one, no membership could change any more."""
     monkeypatch.setattr(lighthouse_process, "LOOK_S", 0.1)
-
-    async def body() -> None:
-        alone, run, events = fleet(tmp_path)
-        (process,) = alone._all
-        monkeypatch.setattr(process, "_silent_s", 0.5)
-        await alone.start()
-        keeping = asyncio.create_task(alone.keep())
-        try:
-            said = read_json(run.lighthouse)
-            await asyncio.sleep(1.0)  # twice as long as it may be silent: it answers, and is left alone
-            assert read_json(run.lighthouse) == said
-            assert events == []
-            os.kill(said["pid"], signal.SIGSTOP)
-            await until(lambda: [e for e in events if e["event"] == "LighthouseRestarted"], "another one listens")
-            assert read_json(run.lighthouse)["url"] == said["url"]
-            assert read_json(run.lighthouse)["pid"] != said["pid"]
-            assert [e["event"] for e in events][:2] == ["LighthouseSilent", "LighthouseExited"]
-        finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
-            await alone.stop()
-
-    run_async(body())
+    alone, run, events = fleet(tmp_path)
+    (process,) = alone._all
+    monkeypatch.setattr(process, "_silent_s", 0.5)
+    await alone.start()
+    keeping = asyncio.create_task(alone.keep())
+    try:
+        said = read_json(run.lighthouse)
+        await asyncio.sleep(1.0)  # twice as long as it may be silent: it answers, and is left alone
+        assert read_json(run.lighthouse) == said
+        assert events == []
+        os.kill(said["pid"], signal.SIGSTOP)
+        await until(lambda: [e for e in events if e["event"] == "LighthouseRestarted"], "another one listens")
+        assert read_json(run.lighthouse)["url"] == said["url"]
+        assert read_json(run.lighthouse)["pid"] != said["pid"]
+        assert [e["event"] for e in events][:2] == ["LighthouseSilent", "LighthouseExited"]
+    finally:
+        keeping.cancel()
+        await asyncio.gather(keeping, return_exceptions=True)
+        await alone.stop()

@@ -15,7 +15,7 @@ from ft_hsdp.control.lighthouse_client import Lighthouses, deliver
 from ft_hsdp.errors import LighthouseUnreachable
 from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
-from tests.support.launch.launch_helpers import run_async, until
+from tests.support.launch.launch_helpers import until
 
 ANSWER = {"evict": [], "epoch": 3, "step": 7, "finished": False, "halted": "", "drained": []} | {
     "leases": {},
@@ -38,7 +38,7 @@ class Scene:
         await self.link.report(Lighthouses(("http://there",), self.client))
 
 
-def test_the_picture_is_full_each_time_and_the_answer_is_taken() -> None:
+async def test_the_picture_is_full_each_time_and_the_answer_is_taken() -> None:
     sent: list[Any] = []
 
     def handler(request: httpx.Request) -> httpx.Response:
@@ -46,30 +46,27 @@ def test_the_picture_is_full_each_time_and_the_answer_is_taken() -> None:
         evict = [{"replica": 1, "incarnation": "1-a-0", "reason": "silent"}]
         return httpx.Response(200, json={**ANSWER, "evict": evict})
 
-    async def body() -> None:
-        scene = Scene(handler)
-        scene.link.started(1, "1-a-0")
-        scene.link.started(0, "0-a-0")
-        await scene.report()
-        assert scene.link.settled
-        scene.link.exited(1, "1-a-0")
-        scene.link.started(1, "1-a-1")
-        scene.link.exited(1, "1-a-0")  # late, about an incarnation that was followed already
-        scene.link.lost(2)
-        await scene.report()
-        whose = {"owner": scene.link.owner, "leases": {}}
-        assert sent[0] == {"running": {"0": "0-a-0", "1": "1-a-0"}, "exited": [], "lost": [], **whose}
-        assert sent[1]["running"] == {"0": "0-a-0", "1": "1-a-1"}
-        assert set(sent[1]["exited"]) == {"1-a-0"}
-        assert sent[1]["lost"] == [2]
-        assert scene.evictions[0] == (1, "1-a-0", "silent")
-        assert (scene.progress.step, scene.progress.epoch) == (7, 3)
-        await scene.client.aclose()
-
-    run_async(body())
+    scene = Scene(handler)
+    scene.link.started(1, "1-a-0")
+    scene.link.started(0, "0-a-0")
+    await scene.report()
+    assert scene.link.settled
+    scene.link.exited(1, "1-a-0")
+    scene.link.started(1, "1-a-1")
+    scene.link.exited(1, "1-a-0")  # late, about an incarnation that was followed already
+    scene.link.lost(2)
+    await scene.report()
+    whose = {"owner": scene.link.owner, "leases": {}}
+    assert sent[0] == {"running": {"0": "0-a-0", "1": "1-a-0"}, "exited": [], "lost": [], **whose}
+    assert sent[1]["running"] == {"0": "0-a-0", "1": "1-a-1"}
+    assert set(sent[1]["exited"]) == {"1-a-0"}
+    assert sent[1]["lost"] == [2]
+    assert scene.evictions[0] == (1, "1-a-0", "silent")
+    assert (scene.progress.step, scene.progress.epoch) == (7, 3)
+    await scene.client.aclose()
 
 
-def test_a_lease_is_counted_from_the_report_and_lost_to_another_supervisor(
+async def test_a_lease_is_counted_from_the_report_and_lost_to_another_supervisor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     now, answers = [100.0], [{"leases": {"1": 7}}, {"leases": {"1": 7}}, {"rivals": {"1": "bbbb"}}]
@@ -81,28 +78,25 @@ def test_a_lease_is_counted_from_the_report_and_lost_to_another_supervisor(
         now[0] += 2.0  # the answer takes its time
         return httpx.Response(200, json={**ANSWER, **answers[len(sent) - 1]})
 
-    async def body() -> None:
-        scene = Scene(handler)
-        scene.link.claims(1)
-        assert not scene.link.holds(1)
-        assert not scene.link.settled
-        await scene.report()
-        assert (scene.link.holds(1), scene.link.settled) == (True, True)
-        now[0] = 104.9
-        assert scene.link.holds(1)
-        now[0] = 105.0
-        assert not scene.link.holds(1), "another supervisor may have got it by now"
-        scene.link.started(1, "1-a-0")
-        await scene.report()
-        assert (sent[0]["leases"], sent[1]["leases"], scene.link.holds(1)) == ({"1": 0}, {"1": 7}, True)
-        await scene.report()
-        assert (scene.link.holds(1), scene.link.rival(1)) == (False, "bbbb")
-        assert scene.evictions == [(1, "1-a-0", "supervisor bbbb has taken replica 1 over")]
-        scene.link.releases(1)
-        assert (scene.link.rival(1), scene.link.settled) == ("", False)
-        await scene.client.aclose()
-
-    run_async(body())
+    scene = Scene(handler)
+    scene.link.claims(1)
+    assert not scene.link.holds(1)
+    assert not scene.link.settled
+    await scene.report()
+    assert (scene.link.holds(1), scene.link.settled) == (True, True)
+    now[0] = 104.9
+    assert scene.link.holds(1)
+    now[0] = 105.0
+    assert not scene.link.holds(1), "another supervisor may have got it by now"
+    scene.link.started(1, "1-a-0")
+    await scene.report()
+    assert (sent[0]["leases"], sent[1]["leases"], scene.link.holds(1)) == ({"1": 0}, {"1": 7}, True)
+    await scene.report()
+    assert (scene.link.holds(1), scene.link.rival(1)) == (False, "bbbb")
+    assert scene.evictions == [(1, "1-a-0", "supervisor bbbb has taken replica 1 over")]
+    scene.link.releases(1)
+    assert (scene.link.rival(1), scene.link.settled) == ("", False)
+    await scene.client.aclose()
 
 
 @pytest.mark.parametrize(
@@ -117,7 +111,7 @@ def test_a_lease_is_counted_from_the_report_and_lost_to_another_supervisor(
         None,
     ],
 )
-def test_no_answer_of_the_lighthouse_reaches_the_supervisor_as_an_error(
+async def test_no_answer_of_the_lighthouse_reaches_the_supervisor_as_an_error(
     response: httpx.Response | None,
 ) -> None:
     def handler(request: httpx.Request) -> httpx.Response:
@@ -125,34 +119,28 @@ def test_no_answer_of_the_lighthouse_reaches_the_supervisor_as_an_error(
             raise httpx.ConnectError("refused")
         return response
 
-    async def body() -> None:
-        scene = Scene(handler)
-        scene.link.started(0, "0-a-0")
-        await scene.report()
-        assert scene.link.problem
-        assert not scene.link.settled
-        assert scene.progress.step == 0
-        await scene.client.aclose()
-
-    run_async(body())
+    scene = Scene(handler)
+    scene.link.started(0, "0-a-0")
+    await scene.report()
+    assert scene.link.problem
+    assert not scene.link.settled
+    assert scene.progress.step == 0
+    await scene.client.aclose()
 
 
-def test_a_change_at_the_moment_of_its_cancellation_does_not_keep_it_alive() -> None:
-    async def body() -> None:
-        link = LighthouseLink(("http://127.0.0.1:1",), "secret", Progress(), lambda *_: None)
-        running = asyncio.create_task(link.run())
-        await until(lambda: link.problem, "the first report")
-        for _ in range(20):
-            await asyncio.sleep(0)
-        link.started(0, "0-a-0")
-        running.cancel()
-        done, _ = await asyncio.wait([running], timeout=2)
-        assert done
-
-    run_async(body())
+async def test_a_change_at_the_moment_of_its_cancellation_does_not_keep_it_alive() -> None:
+    link = LighthouseLink(("http://127.0.0.1:1",), "secret", Progress(), lambda *_: None)
+    running = asyncio.create_task(link.run())
+    await until(lambda: link.problem, "the first report")
+    for _ in range(20):
+        await asyncio.sleep(0)
+    link.started(0, "0-a-0")
+    running.cancel()
+    done, _ = await asyncio.wait([running], timeout=2)
+    assert done
 
 
-def test_it_goes_on_through_an_outage_and_reports_what_changed_meanwhile() -> None:
+async def test_it_goes_on_through_an_outage_and_reports_what_changed_meanwhile() -> None:
     pictures: list[Any] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -160,31 +148,28 @@ def test_it_goes_on_through_an_outage_and_reports_what_changed_meanwhile() -> No
         size = int(head.lower().split(b"content-length:")[1].split(b"\r\n")[0])
         assert b"bearer secret" in head.lower()
         pictures.append(json.loads(await reader.readexactly(size)))
-        body = json.dumps(ANSWER).encode()
-        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        answer = json.dumps(ANSWER).encode()
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(answer) + answer)
         await writer.drain()
         writer.close()
 
-    async def body() -> None:
-        server = await asyncio.start_server(serve, "127.0.0.1", 0)
-        port = server.sockets[0].getsockname()[1]
-        link = LighthouseLink((f"http://127.0.0.1:{port}",), "secret", Progress(), lambda *_: None)
-        running = asyncio.create_task(link.run())
-        await until(lambda: pictures, "the first report")
-        server.close()
-        await server.wait_closed()
-        link.started(0, "0-a-0")
-        await until(lambda: link.problem, "the outage")
-        link.exited(0, "0-a-0")
-        back = await asyncio.start_server(serve, "127.0.0.1", port)
-        await until(lambda: link.settled, "the report after the outage")
-        assert pictures[-1]["exited"] == ["0-a-0"]
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
-        back.close()
-        await back.wait_closed()
-
-    run_async(body())
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    link = LighthouseLink((f"http://127.0.0.1:{port}",), "secret", Progress(), lambda *_: None)
+    running = asyncio.create_task(link.run())
+    await until(lambda: pictures, "the first report")
+    server.close()
+    await server.wait_closed()
+    link.started(0, "0-a-0")
+    await until(lambda: link.problem, "the outage")
+    link.exited(0, "0-a-0")
+    back = await asyncio.start_server(serve, "127.0.0.1", port)
+    await until(lambda: link.settled, "the report after the outage")
+    assert pictures[-1]["exited"] == ["0-a-0"]
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    back.close()
+    await back.wait_closed()
 
 
 class Journal:
@@ -219,39 +204,33 @@ class Journal:
         writer.close()
 
 
-def test_what_happens_here_goes_to_the_lighthouse_too_and_the_end_is_in_it() -> None:
-    async def body() -> None:
-        async with Journal() as lighthouse:
-            link = LighthouseLink((lighthouse.url,), "secret", Progress(), lambda *_: None)
-            link.note({"event": "before"})
-            running = asyncio.create_task(link.run())
-            await until(lambda: lighthouse.events, "the first row")
-            link.note({"event": "ReplicaStarted"})
-            await until(lambda: len(lighthouse.events) == 2, "the second row")
-            link.note({"event": "ReplicaExited"})
-            running.cancel()
-            await asyncio.gather(running, return_exceptions=True)
-            assert [row["event"] for row in lighthouse.events] == ["before", "ReplicaStarted", "ReplicaExited"]
-            assert lighthouse.sources == {"supervisor"}
-
-    run_async(body())
+async def test_what_happens_here_goes_to_the_lighthouse_too_and_the_end_is_in_it() -> None:
+    async with Journal() as lighthouse:
+        link = LighthouseLink((lighthouse.url,), "secret", Progress(), lambda *_: None)
+        link.note({"event": "before"})
+        running = asyncio.create_task(link.run())
+        await until(lambda: lighthouse.events, "the first row")
+        link.note({"event": "ReplicaStarted"})
+        await until(lambda: len(lighthouse.events) == 2, "the second row")
+        link.note({"event": "ReplicaExited"})
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+        assert [row["event"] for row in lighthouse.events] == ["before", "ReplicaStarted", "ReplicaExited"]
+        assert lighthouse.sources == {"supervisor"}
 
 
-def test_a_lighthouse_that_takes_no_telemetry_still_gets_its_pictures() -> None:
-    async def body() -> None:
-        asked: list[str] = []
+async def test_a_lighthouse_that_takes_no_telemetry_still_gets_its_pictures() -> None:
+    asked: list[str] = []
 
-        def handler(request: httpx.Request) -> httpx.Response:
-            asked.append(request.url.path)
-            return httpx.Response(503) if request.url.path == "/v1/telemetry" else httpx.Response(200, json=ANSWER)
+    def handler(request: httpx.Request) -> httpx.Response:
+        asked.append(request.url.path)
+        return httpx.Response(503) if request.url.path == "/v1/telemetry" else httpx.Response(200, json=ANSWER)
 
-        scene = Scene(handler)
-        lighthouses = Lighthouses(("http://there",), scene.client)
-        with pytest.raises(LighthouseUnreachable, match="503"):
-            await deliver(lighthouses, protocol.Telemetry("supervisor", ({"event": "x"},)))
-        await scene.report()
-        assert scene.link.problem is None
-        assert asked == ["/v1/telemetry", "/v1/processes"]
-        await scene.client.aclose()
-
-    run_async(body())
+    scene = Scene(handler)
+    lighthouses = Lighthouses(("http://there",), scene.client)
+    with pytest.raises(LighthouseUnreachable, match="503"):
+        await deliver(lighthouses, protocol.Telemetry("supervisor", ({"event": "x"},)))
+    await scene.report()
+    assert scene.link.problem is None
+    assert asked == ["/v1/telemetry", "/v1/processes"]
+    await scene.client.aclose()

@@ -23,7 +23,7 @@ from ft_hsdp.launch.run.directory import read_json, read_jsonl
 from ft_hsdp.launch.run.status import status
 from ft_hsdp.launch.run.summary import Summary
 from ft_hsdp.launch.run.terminal import Terminal
-from tests.support.launch.launch_helpers import run_async, until
+from tests.support.launch.launch_helpers import until
 
 KILL = {"at_step": 8, "replicas": [1], "rank": 1}
 
@@ -64,29 +64,25 @@ class Fake:
         ]
 
 
-def test_a_job_loses_a_replica_restarts_it_and_ends_well(tmp_path: Path) -> None:
+async def test_a_job_loses_a_replica_restarts_it_and_ends_well(tmp_path: Path) -> None:
     job = Fake(tmp_path, chaos=[KILL], restart={"hold_s": 1.0})
 
     (job.run.path / "hold").touch()
-
-    async def body() -> None:
-        going = asyncio.create_task(job.go())
-        await until(lambda: read_jsonl(job.run.replica_events(1)), "the new replica 1")
-        (job.run.path / "hold").unlink()
-        code, summary = await going
-        assert code == 0
-        assert summary == read_json(job.run.summary)
-        assert summary is not None
-        assert summary["steps"] == 40
-        (failure,) = summary["failures"]
-        assert (failure["replica"], failure["rank"], failure["kind"]) == (1, 1, "SIGKILL")
-        assert failure["source"] == "0"
-        assert 0 <= failure["detect_s"] < 10.0
-        assert failure["rejoin_s"] is not None
-        assert {n: r["incarnations"] for n, r in summary["replicas"].items()} == {"0": 1, "1": 2, "2": 1}
-        assert summary["batches"] == {"trained": 40, "duplicated": 0, "skipped": 0}
-
-    run_async(body())
+    going = asyncio.create_task(job.go())
+    await until(lambda: read_jsonl(job.run.replica_events(1)), "the new replica 1")
+    (job.run.path / "hold").unlink()
+    code, summary = await going
+    assert code == 0
+    assert summary == read_json(job.run.summary)
+    assert summary is not None
+    assert summary["steps"] == 40
+    (failure,) = summary["failures"]
+    assert (failure["replica"], failure["rank"], failure["kind"]) == (1, 1, "SIGKILL")
+    assert failure["source"] == "0"
+    assert 0 <= failure["detect_s"] < 10.0
+    assert failure["rejoin_s"] is not None
+    assert {n: r["incarnations"] for n, r in summary["replicas"].items()} == {"0": 1, "1": 2, "2": 1}
+    assert summary["batches"] == {"trained": 40, "duplicated": 0, "skipped": 0}
     assert [row["step"] for row in read_jsonl(job.run.metrics)] == list(range(1, 41))
     (injected,) = job.events("FailureInjected")
     assert 7 <= max(r["step"] for r in read_jsonl(job.run.commits(0)) if r["t"] <= injected["t"]) < 38
@@ -105,13 +101,9 @@ def test_a_job_loses_a_replica_restarts_it_and_ends_well(tmp_path: Path) -> None
     assert {"FailureInjected", "ReplicaStarted", "ProcessExited", "ReplicaExited"} <= {e["event"] for e in told}
 
 
-def test_down_steps_keep_a_replica_away(tmp_path: Path) -> None:
+async def test_down_steps_keep_a_replica_away(tmp_path: Path) -> None:
     job = Fake(tmp_path, chaos=[{**KILL, "down_steps": 12}])
-
-    async def body() -> None:
-        assert (await job.go())[0] == 0
-
-    run_async(body())
+    assert (await job.go())[0] == 0
     (injected,) = job.events("FailureInjected")
     started = job.events("ReplicaStarted")[-1]
     between = [r for r in read_jsonl(job.run.commits(0)) if injected["t"] < r["t"] < started["t"]]
@@ -119,94 +111,70 @@ def test_down_steps_keep_a_replica_away(tmp_path: Path) -> None:
     assert len(between) >= 11
 
 
-def test_a_replica_past_its_budget_is_lost_and_the_job_is_retryable(tmp_path: Path) -> None:
+async def test_a_replica_past_its_budget_is_lost_and_the_job_is_retryable(tmp_path: Path) -> None:
     job = Fake(tmp_path, chaos=[KILL], restart={"budget": 1})
     (job.run.path / "crash-loop").touch()
-
-    async def body() -> None:
-        code, summary = await job.go()
-        assert code == 75
-        assert summary is not None
-        assert summary["lost"] == [1]
-
-    run_async(body())
+    code, summary = await job.go()
+    assert code == 75
+    assert summary is not None
+    assert summary["lost"] == [1]
     assert read_jsonl(job.run.path / "pictures.jsonl")[-1]["lost"] == [1]
 
 
-def test_a_refused_configuration_ends_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+async def test_a_refused_configuration_ends_the_job(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     job = Fake(tmp_path)
     (job.run.path / "refuse").touch()
-
-    async def body() -> None:
-        assert (await job.go())[0] == 64
-
-    run_async(body())
+    assert (await job.go())[0] == 64
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert job.nothing_runs()
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_everything(tmp_path: Path, number: int, code: int) -> None:
+async def test_a_signal_stops_everything(tmp_path: Path, number: int, code: int) -> None:
     job = Fake(tmp_path)
     (job.run.path / "hang").touch()
-
-    async def body() -> None:
-        going = asyncio.create_task(job.go())
-        await until(lambda: len(job.run.replicas()) == 3 and job.events("ReplicaStarted"), "the start")
-        picture = status(job.run)
-        assert len(picture["replicas"]) == 3
-        os.kill(os.getpid(), number)
-        assert (await going)[0] == code
-
-    run_async(body())
+    going = asyncio.create_task(job.go())
+    await until(lambda: len(job.run.replicas()) == 3 and job.events("ReplicaStarted"), "the start")
+    picture = status(job.run)
+    assert len(picture["replicas"]) == 3
+    os.kill(os.getpid(), number)
+    assert (await going)[0] == code
     assert job.nothing_runs()
 
 
-def test_a_second_signal_waits_for_nobody(tmp_path: Path) -> None:
+async def test_a_second_signal_waits_for_nobody(tmp_path: Path) -> None:
     job = Fake(tmp_path, timeouts={"stop_s": 60.0})  # longer than this test may take
     (job.run.path / "deaf").touch()
-
-    async def body() -> None:
-        going = asyncio.create_task(job.go())
-        await until(lambda: len(list(job.run.path.glob("deaf-*"))) == 6, "ranks that do not leave")
-        os.kill(os.getpid(), signal.SIGINT)
-        await until(lambda: "stopping: " in job.out.getvalue(), "the first word")
-        os.kill(os.getpid(), signal.SIGINT)
-        assert (await going)[0] == 130
-
-    run_async(body())
+    going = asyncio.create_task(job.go())
+    await until(lambda: len(list(job.run.path.glob("deaf-*"))) == 6, "ranks that do not leave")
+    os.kill(os.getpid(), signal.SIGINT)
+    await until(lambda: "stopping: " in job.out.getvalue(), "the first word")
+    os.kill(os.getpid(), signal.SIGINT)
+    assert (await going)[0] == 130
     assert "stopping at once" in job.out.getvalue()
     assert job.nothing_runs()
 
 
-def test_a_lighthouse_that_dies_comes_back_at_its_address(tmp_path: Path) -> None:
+async def test_a_lighthouse_that_dies_comes_back_at_its_address(tmp_path: Path) -> None:
     job = Fake(tmp_path)
     (job.run.path / "hold").touch()
-
-    async def body() -> None:
-        going = asyncio.create_task(job.go())
-        await until(lambda: job.run.lighthouse.exists() and job.run.replicas(), "the start")
-        before = read_json(job.run.lighthouse)
-        os.kill(before["pid"], signal.SIGKILL)
-        await until(lambda: read_json(job.run.lighthouse)["pid"] != before["pid"], "the new one")
-        assert read_json(job.run.lighthouse)["url"] == before["url"]
-        (job.run.path / "hold").unlink()
-        assert (await going)[0] == 0
-
-    run_async(body())
+    going = asyncio.create_task(job.go())
+    await until(lambda: job.run.lighthouse.exists() and job.run.replicas(), "the start")
+    before = read_json(job.run.lighthouse)
+    os.kill(before["pid"], signal.SIGKILL)
+    await until(lambda: read_json(job.run.lighthouse)["pid"] != before["pid"], "the new one")
+    assert read_json(job.run.lighthouse)["url"] == before["url"]
+    (job.run.path / "hold").unlink()
+    assert (await going)[0] == 0
     assert job.events("LighthouseExited")
     assert job.events("LighthouseRestarted")
 
 
-def test_a_lighthouse_that_does_not_start_is_one_line(tmp_path: Path) -> None:
+async def test_a_lighthouse_that_does_not_start_is_one_line(tmp_path: Path) -> None:
     job = Fake(tmp_path)
     (job.run.path / "no-lighthouse").touch()
-
-    async def body() -> None:
-        with pytest.raises(LighthouseFailed, match="no lighthouse today"):
-            await job.go()
-
-    run_async(body())
+    with pytest.raises(LighthouseFailed, match="no lighthouse today"):
+        await job.go()
     assert job.nothing_runs()
 
 

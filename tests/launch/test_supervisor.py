@@ -6,7 +6,8 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import psutil
@@ -18,7 +19,7 @@ from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
-from tests.support.launch.launch_helpers import Plan, run_async, until
+from tests.support.launch.launch_helpers import Plan, until
 
 
 class Book:
@@ -106,25 +107,23 @@ class World:
         assert self.supervisor.current is not None
         return [rank.pid for rank in self.supervisor.current.ranks.values()]
 
-    def test(self, body: Callable[[asyncio.Task[Outcome]], Any]) -> None:
-        """Run the supervisor beside `body`; both have to end, with nothing left running."""
-
-        async def main() -> None:
-            task = asyncio.create_task(self.supervisor.run())
-            try:
-                await body(task)
-            finally:
-                task.cancel()
-                await self.backend.close()
-
-        run_async(main())
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[asyncio.Task[Outcome]]:
+        """The supervisor runs; with the end of the block it ends, and nothing is left running."""
+        task = asyncio.create_task(self.supervisor.run())
+        try:
+            yield task
+        finally:
+            task.cancel()
+            await self.backend.close()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_sigkill_of_one_rank_kills_the_stopped_other_one_and_restarts_both(run_dir: RunDir, victim: int) -> None:
+async def test_sigkill_of_one_rank_kills_the_stopped_other_one_and_restarts_both(
+    run_dir: RunDir, victim: int
+) -> None:
     world = World(run_dir)
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running():
         pids = world.book.watched = await world.waiting(0)
         os.kill(pids[1 - victim], signal.SIGSTOP)
         await until(lambda: psutil.Process(pids[1 - victim]).status() == psutil.STATUS_STOPPED, "the stop")
@@ -140,14 +139,13 @@ def test_sigkill_of_one_rank_kills_the_stopped_other_one_and_restarts_both(run_d
         assert (exited["rank"], exited["kind"]) == (victim, "SIGKILL")
         assert all("t" in e and e["reason"] for e in world.events)
 
-    world.test(body)
 
-
-def test_all_ranks_ending_with_zero_is_done_even_if_they_do_not_end_together(run_dir: RunDir, plan: Plan) -> None:
+async def test_all_ranks_ending_with_zero_is_done_even_if_they_do_not_end_together(
+    run_dir: RunDir, plan: Plan
+) -> None:
     plan({"1": {"0": {"0": ["final"], "1": ["exit-when", "go", 0]}}})
     world = World(run_dir)
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running() as task:
         current = world.supervisor
         await until(lambda: current.current and current.current.first, "the first exit")
         (run_dir.path / "go").touch()
@@ -155,43 +153,34 @@ def test_all_ranks_ending_with_zero_is_done_even_if_they_do_not_end_together(run
         assert world.book.names == ["started", "exited"]
         assert [r["state"] for r in read_json(run_dir.processes(1))["ranks"]] == ["exited", "exited"]
 
-    world.test(body)
 
-
-def test_leaving_with_zero_before_the_final_state_is_not_done(run_dir: RunDir, plan: Plan) -> None:
+async def test_leaving_with_zero_before_the_final_state_is_not_done(run_dir: RunDir, plan: Plan) -> None:
     plan({"1": {"0": {"0": ["exit", 0], "1": ["exit", 0]}}})
     world = World(run_dir)
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running():
         await world.waiting(1)
         assert world.named("ReplicaExited")[0]["kind"] == "exit 0 before the end"
 
-    world.test(body)
 
-
-def test_a_replica_that_leaves_because_one_rank_was_told_to_end_may_do_so_in_peace(
+async def test_a_replica_that_leaves_because_one_rank_was_told_to_end_may_do_so_in_peace(
     run_dir: RunDir, plan: Plan
 ) -> None:
     plan({"1": {"0": {"0": ["exit-when", "go", 0], "1": ["exit", 143]}}})
     world = World(run_dir)
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running():
         await until(lambda: world.supervisor.current and world.supervisor.current.first, "the first exit")
         (run_dir.path / "go").touch()
         await world.waiting(1)
         (exited,) = world.named("ReplicaExited")
         assert (exited["kind"], exited["codes"]) == ("left", {"0": 0, "1": 143})
 
-    world.test(body)
-
 
 @pytest.mark.parametrize("heard", [False, True])
-def test_a_replica_beyond_those_that_the_job_begins_with_rests_until_it_is_wanted(
+async def test_a_replica_beyond_those_that_the_job_begins_with_rests_until_it_is_wanted(
     run_dir: RunDir, heard: bool
 ) -> None:
     world = World(run_dir, replicas=1)
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running():
         await until(lambda: world.supervisor.resting, "the rest")
         if heard:
             drain(world, 1)
@@ -203,59 +192,47 @@ def test_a_replica_beyond_those_that_the_job_begins_with_rests_until_it_is_wante
         await world.waiting(0)
         assert [e["reason"] for e in world.named("ReplicaStarted")] == ["it is wanted"]
 
-    world.test(body)
-
 
 @pytest.mark.parametrize(("code", "kind"), [(64, "config"), (76, "lost")])
 @pytest.mark.parametrize("step", [0, 5])
-def test_what_a_restart_cannot_mend_is_not_restarted(
+async def test_what_a_restart_cannot_mend_is_not_restarted(
     run_dir: RunDir, plan: Plan, code: int, kind: str, step: int
 ) -> None:
     """Not even where it joins a job that has trained."""
     plan({"1": {"0": {"1": ["exit", code]}}})
     world = World(run_dir)
     world.progress.saw(step, 1)
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running() as task:
         outcome = await task
         assert outcome.kind == kind
         assert f"rank 1 ended with exit {code}" in outcome.reason
         assert world.book.names == ["started", "exited"] + ["lost"] * (kind == "lost")
 
-    world.test(body)
 
-
-def test_a_configuration_that_has_trained_is_not_to_blame(run_dir: RunDir, plan: Plan) -> None:
+async def test_a_configuration_that_has_trained_is_not_to_blame(run_dir: RunDir, plan: Plan) -> None:
     """The machine is, to which a replica has moved, and the others train on."""
     plan({"1": {"0": {"1": ["exit", 64]}}})
     world = World(run_dir)
     world.proven = True
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running() as task:
         await world.waiting(1)
         (scheduled,) = world.named("RestartScheduled")
         assert "rank 1 ended with exit 64" in scheduled["reason"]
         await world.supervisor.stop(5)
         assert (await task).kind == "stopped"
 
-    world.test(body)
 
-
-def test_the_line_of_a_bad_configuration_is_the_reason(run_dir: RunDir, plan: Plan) -> None:
+async def test_the_line_of_a_bad_configuration_is_the_reason(run_dir: RunDir, plan: Plan) -> None:
     plan({"1": {"0": {"0": ["bad-config"]}}})
     world = World(run_dir)
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running() as task:
         assert "model.dim: got 3; allowed: another number" in (await task).reason
 
-    world.test(body)
 
-
-def test_a_crash_loop_uses_up_the_budget_and_the_replica_is_lost(run_dir: RunDir, plan: Plan) -> None:
+async def test_a_crash_loop_uses_up_the_budget_and_the_replica_is_lost(run_dir: RunDir, plan: Plan) -> None:
     plan({"1": {str(n): {"0": ["exit", 75]} for n in range(5)}})
     world = World(run_dir, budget=2)
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running() as task:
         outcome = await task
         assert outcome.kind == "lost"
         assert "budget of 2 restarts is used up" in outcome.reason
@@ -263,17 +240,14 @@ def test_a_crash_loop_uses_up_the_budget_and_the_replica_is_lost(run_dir: RunDir
         assert len(world.named("ReplicaStarted")) == 3
         assert [e["delay_s"] for e in world.named("RestartScheduled")] == [0.0, 0.0]
 
-    world.test(body)
 
-
-def test_lives_that_find_no_lighthouse_cost_nothing_of_the_budget(
+async def test_lives_that_find_no_lighthouse_cost_nothing_of_the_budget(
     run_dir: RunDir, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(restart, "UNREACHED_S", 0.01)
     plan({"1": {str(n): {"0": ["exit", 69], "1": ["exit", 69]} for n in range(4)}})
     world = World(run_dir, budget=1)
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running() as task:
         await world.waiting(4)
         assert not task.done()
         told = [e["reason"] for e in world.named("RestartScheduled")]
@@ -281,13 +255,10 @@ def test_lives_that_find_no_lighthouse_cost_nothing_of_the_budget(
         assert all("costs none of the budget" in reason for reason in told[1:])
         assert len(told) == 4
 
-    world.test(body)
 
-
-def test_an_eviction_kills_a_replica_that_is_stopped(run_dir: RunDir) -> None:
+async def test_an_eviction_kills_a_replica_that_is_stopped(run_dir: RunDir) -> None:
     world = World(run_dir)
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running():
         pids = world.book.watched = await world.waiting(0)
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -301,16 +272,13 @@ def test_an_eviction_kills_a_replica_that_is_stopped(run_dir: RunDir) -> None:
         (exited,) = world.named("ReplicaExited")
         assert (exited["kind"], exited["reason"]) == ("evicted", "silent for 10 s")
 
-    world.test(body)
 
-
-def test_a_restart_waits_for_the_survivors_next_commit_and_for_the_steps_it_stays_away(
+async def test_a_restart_waits_for_the_survivors_next_commit_and_for_the_steps_it_stays_away(
     run_dir: RunDir,
 ) -> None:
     world = World(run_dir, hold_s=60)
     world.survivors = True
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running():
         pids = await world.waiting(0)
         world.progress.saw(step=5)
         world.supervisor.stay_away(until_step=8)
@@ -323,14 +291,11 @@ def test_a_restart_waits_for_the_survivors_next_commit_and_for_the_steps_it_stay
         world.progress.saw(step=8)
         await world.waiting(1)
 
-    world.test(body)
 
-
-def test_without_survivors_nothing_holds_a_restart_back(run_dir: RunDir) -> None:
+async def test_without_survivors_nothing_holds_a_restart_back(run_dir: RunDir) -> None:
     world = World(run_dir, hold_s=60)
     world.survivors = True
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running():
         pids = await world.waiting(0)
         world.supervisor.stay_away(until_step=100)
         os.kill(pids[0], signal.SIGKILL)
@@ -339,27 +304,23 @@ def test_without_survivors_nothing_holds_a_restart_back(run_dir: RunDir) -> None
         world.progress.wake()
         await world.waiting(1)
 
-    world.test(body)
 
-
-def test_stop_ends_ranks_that_are_deaf_or_stopped(run_dir: RunDir, plan: Plan) -> None:
+async def test_stop_ends_ranks_that_are_deaf_or_stopped(run_dir: RunDir, plan: Plan) -> None:
     plan({"1": {"0": {"0": ["deaf"]}}})
     world = World(run_dir)
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running() as task:
         pids = await world.waiting(0)
         os.kill(pids[1], signal.SIGSTOP)
         await world.supervisor.stop(grace_s=0.3)
         assert (await task).kind == "stopped"
         assert not any(alive({"pid": pid}) for pid in pids)
 
-    world.test(body)
 
-
-def test_when_the_fork_server_dies_the_replica_goes_on_and_is_restarted_by_a_new_one(run_dir: RunDir) -> None:
+async def test_when_the_fork_server_dies_the_replica_goes_on_and_is_restarted_by_a_new_one(
+    run_dir: RunDir,
+) -> None:
     world = World(run_dir)
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running():
         pids = world.book.watched = await world.waiting(0)
         server = world.backend.server_pid
         assert server is not None
@@ -371,13 +332,10 @@ def test_when_the_fork_server_dies_the_replica_goes_on_and_is_restarted_by_a_new
         assert world.book.alive_at_exit == []
         assert not any(alive({"pid": pid}) for pid in pids)
 
-    world.test(body)
 
-
-def test_processes_json_names_every_rank(run_dir: RunDir) -> None:
+async def test_processes_json_names_every_rank(run_dir: RunDir) -> None:
     world = World(run_dir)
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running():
         pids = await world.waiting(0)
         listed = json.loads(run_dir.processes(1).read_text())
         assert listed["replica"] == 1
@@ -385,23 +343,20 @@ def test_processes_json_names_every_rank(run_dir: RunDir) -> None:
         same = {"host": socket.gethostname(), "state": "running"}
         assert listed["ranks"] == [{"rank": n, "pid": pid, **same} for n, pid in enumerate(pids)]
 
-    world.test(body)
-
 
 def drain(world: World, *replicas: int) -> None:
     """The lighthouse says who is to be away."""
     world.progress.saw(0, drained=frozenset(replicas))
 
 
-def test_a_drained_replica_that_has_left_stays_away_until_it_is_undrained_and_its_budget_is_whole(
+async def test_a_drained_replica_that_has_left_stays_away_until_it_is_undrained_and_its_budget_is_whole(
     run_dir: RunDir, plan: Plan
 ) -> None:
     leaves = {"0": ["exit-when", "go-0", 0], "1": ["exit-when", "go-0", 0]}
     again = {"0": ["exit-when", "go-1", 0], "1": ["exit-when", "go-1", 0]}
     plan({"1": {"0": leaves, "1": again}})
     world = World(run_dir, budget=0)
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running():
         for life in (0, 1):
             await until(lambda: len(world.named("ReplicaStarted")) == life + 1, "a start")  # noqa: B023
             drain(world, 1)
@@ -418,40 +373,31 @@ def test_a_drained_replica_that_has_left_stays_away_until_it_is_undrained_and_it
         assert [e["reason"] for e in world.named("ReplicaStarted")] == ["first start"] + ["it is wanted"] * 2
         assert world.named("RestartScheduled") == []
 
-    world.test(body)
 
-
-def test_a_replica_may_hear_of_its_drain_before_its_supervisor_does(run_dir: RunDir, plan: Plan) -> None:
+async def test_a_replica_may_hear_of_its_drain_before_its_supervisor_does(run_dir: RunDir, plan: Plan) -> None:
     plan({"1": {"0": {"0": ["exit", 0], "1": ["exit", 0]}}})
     world = World(run_dir, budget=0)
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running():
         await until(lambda: "exited" in world.book.names, "the exit")
         drain(world, 1)
         await until(lambda: world.supervisor.resting, "the rest")
         assert world.named("ReplicaExited")[0]["kind"] == "stopped"
 
-    world.test(body)
 
-
-def test_a_crash_of_a_drained_replica_is_no_reason_to_start_it(run_dir: RunDir) -> None:
+async def test_a_crash_of_a_drained_replica_is_no_reason_to_start_it(run_dir: RunDir) -> None:
     world = World(run_dir, budget=0)
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running():
         pids = await world.waiting(0)
         drain(world, 1)
         os.kill(pids[0], signal.SIGKILL)
         await until(lambda: world.supervisor.resting, "the rest")
         assert world.named("ReplicaExited")[0]["kind"] == "SIGKILL"
 
-    world.test(body)
 
-
-def test_a_replica_that_is_drained_while_it_waits_for_its_restart_does_not_start(run_dir: RunDir) -> None:
+async def test_a_replica_that_is_drained_while_it_waits_for_its_restart_does_not_start(run_dir: RunDir) -> None:
     world = World(run_dir, hold_s=60)
     world.survivors = True
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running():
         pids = await world.waiting(0)
         os.kill(pids[0], signal.SIGKILL)
         await until(lambda: world.named("RestartScheduled"), "the decision")
@@ -460,17 +406,14 @@ def test_a_replica_that_is_drained_while_it_waits_for_its_restart_does_not_start
         await until(lambda: world.supervisor.resting, "the rest")
         assert world.book.names == ["started", "exited"]
 
-    world.test(body)
-
 
 @pytest.mark.parametrize(
     ("how", "kind"),
     [("stop", "drained"), ("finished", "drained"), ("halted", "lost")],
 )
-def test_a_drained_replica_ends_with_its_job(run_dir: RunDir, how: str, kind: str) -> None:
+async def test_a_drained_replica_ends_with_its_job(run_dir: RunDir, how: str, kind: str) -> None:
     world = World(run_dir)
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running() as task:
         pids = await world.waiting(0)
         drain(world, 1)
         os.kill(pids[0], signal.SIGKILL)
@@ -481,10 +424,8 @@ def test_a_drained_replica_ends_with_its_job(run_dir: RunDir, how: str, kind: st
             world.progress.saw(9, finished=how == "finished", halted="no copy is left" if how == "halted" else "")
         assert (await task).kind == kind
 
-    world.test(body)
 
-
-def test_of_two_supervisors_one_stands_by_and_takes_over(run_dir: RunDir) -> None:
+async def test_of_two_supervisors_one_stands_by_and_takes_over(run_dir: RunDir) -> None:
     """It starts nothing without the lease, ends what it runs when it has lost it, and neither uses its budget."""
     world = World(run_dir, budget=0)
     world.book.other = "bbbb"
@@ -493,7 +434,7 @@ def test_of_two_supervisors_one_stands_by_and_takes_over(run_dir: RunDir) -> Non
         world.book.other = other
         world.progress.wake()
 
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running() as task:
         await until(lambda: world.named("SupervisorStandsBy"), "the first word")
         assert world.book.names == []
         (said,) = world.named("SupervisorStandsBy")
@@ -515,34 +456,28 @@ def test_of_two_supervisors_one_stands_by_and_takes_over(run_dir: RunDir) -> Non
         assert (await task).kind == "drained"
         assert world.book.leased == [], "who ends gives its lease back"
 
-    world.test(body)
 
-
-def test_without_a_lighthouse_that_renews_its_lease_a_supervisor_starts_nothing(
+async def test_without_a_lighthouse_that_renews_its_lease_a_supervisor_starts_nothing(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ft_hsdp.launch.supervisor.ANSWER_S", 0.01)
     world = World(run_dir)
     world.book.holds = lambda replica: False  # type: ignore[method-assign]
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running() as task:
         await until(lambda: world.named("SupervisorStandsBy"), "the word")
         assert "no lighthouse has renewed" in world.named("SupervisorStandsBy")[0]["reason"]
         await world.supervisor.stop(1.0)
         assert (await task).kind == "stopped"
         assert world.book.names == []
 
-    world.test(body)
-
 
 @pytest.mark.parametrize("hang", ["before check-in", "stopped"])
-def test_a_hang_that_no_rank_can_see_is_found_by_the_supervisor(run_dir: RunDir, hang: str) -> None:
+async def test_a_hang_that_no_rank_can_see_is_found_by_the_supervisor(run_dir: RunDir, hang: str) -> None:
     waits = {"start_s": 0.5, "ranks_s": 0.5, "agent_s": 0.5, "agent_answer_s": 0.5, "hello_s": 0.5}
     if hang == "stopped":
         waits = {"evict_s": 0.75, "silence_grace_s": 0.5}
     world = World(run_dir, timeouts=waits)
-
-    async def body(_: asyncio.Task[Outcome]) -> None:
+    async with world.running() as _:
         pids = await world.waiting(0)
         if hang == "stopped":
             os.kill(pids[1], signal.SIGSTOP)
@@ -554,13 +489,10 @@ def test_a_hang_that_no_rank_can_see_is_found_by_the_supervisor(run_dir: RunDir,
         assert exited["kind"] == "evicted"
         assert expected in exited["reason"]
 
-    world.test(body)
 
-
-def test_a_replica_that_does_not_hear_of_the_end_of_the_job_is_ended(run_dir: RunDir) -> None:
+async def test_a_replica_that_does_not_hear_of_the_end_of_the_job_is_ended(run_dir: RunDir) -> None:
     world = World(run_dir, timeouts={"stop_s": 0.3, "save_s": 1.5})
-
-    async def body(task: asyncio.Task[Outcome]) -> None:
+    async with world.running() as task:
         pids = await world.waiting(0)
         world.progress.saw(9, finished=True)
         told = time.monotonic()
@@ -573,5 +505,3 @@ def test_a_replica_that_does_not_hear_of_the_end_of_the_job_is_ended(run_dir: Ru
         )
         assert not any(alive({"pid": pid}) for pid in pids)
         assert not world.named("RestartScheduled")
-
-    world.test(body)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable
-from typing import Any
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -15,7 +15,7 @@ from ft_hsdp.launch.lighthouse_link import LighthouseLink
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
-from tests.support.launch.launch_helpers import run_async, until
+from tests.support.launch.launch_helpers import until
 
 
 class Rank:
@@ -91,20 +91,18 @@ class Scene:
         return [e["event"] for e in self.events]
 
 
-def play(run: RunDir, body: Callable[[Scene, asyncio.Task[Outcome]], Any]) -> None:
-    async def main() -> None:
-        scene = Scene(run)
-        task = asyncio.create_task(scene.supervisor.run())
-        try:
-            await body(scene, task)
-        finally:
-            task.cancel()
-
-    run_async(main())
+@asynccontextmanager
+async def play(run: RunDir) -> AsyncIterator[tuple[Scene, asyncio.Task[Outcome]]]:
+    scene = Scene(run)
+    task = asyncio.create_task(scene.supervisor.run())
+    try:
+        yield scene, task
+    finally:
+        task.cancel()
 
 
-def test_the_others_need_not_wait_for_it_until_it_starts(run_dir: RunDir) -> None:
-    async def body(scene: Scene, task: asyncio.Task[Outcome]) -> None:
+async def test_the_others_need_not_wait_for_it_until_it_starts(run_dir: RunDir) -> None:
+    async with play(run_dir) as (scene, task):
         await until(lambda: scene.events, "the word that there is no place")
         (unplaced,) = scene.events
         assert (unplaced["event"], unplaced["reason"]) == ("ReplicaUnplaced", "replica 1 is too large")
@@ -117,12 +115,10 @@ def test_the_others_need_not_wait_for_it_until_it_starts(run_dir: RunDir) -> Non
         await scene.supervisor.stop(grace_s=0.01)
         assert (await task).kind == "stopped"
 
-    play(run_dir, body)
-
 
 @pytest.mark.parametrize(("how", "kind"), [("stop", "stopped"), ("finished", "unplaced"), ("halted", "lost")])
-def test_it_looks_for_a_place_until_the_job_ends(run_dir: RunDir, how: str, kind: str) -> None:
-    async def body(scene: Scene, task: asyncio.Task[Outcome]) -> None:
+async def test_it_looks_for_a_place_until_the_job_ends(run_dir: RunDir, how: str, kind: str) -> None:
+    async with play(run_dir) as (scene, task):
         await until(lambda: scene.events, "the word that there is no place")
         if how == "stop":
             await scene.supervisor.stop(grace_s=1)
@@ -131,11 +127,9 @@ def test_it_looks_for_a_place_until_the_job_ends(run_dir: RunDir, how: str, kind
         assert (await task).kind == kind
         assert scene.backend.cancelled == ["place"]
 
-    play(run_dir, body)
 
-
-def test_a_drain_ends_the_search_and_counts_against_no_budget(run_dir: RunDir) -> None:
-    async def body(scene: Scene, task: asyncio.Task[Outcome]) -> None:
+async def test_a_drain_ends_the_search_and_counts_against_no_budget(run_dir: RunDir) -> None:
+    async with play(run_dir) as (scene, task):
         await until(lambda: scene.events, "the word that there is no place")
         scene.progress.saw(1, drained=frozenset({1}))
         await until(lambda: scene.supervisor.resting, "the rest")
@@ -147,15 +141,11 @@ def test_a_drain_ends_the_search_and_counts_against_no_budget(run_dir: RunDir) -
         await scene.supervisor.stop(grace_s=0.01)
         await task
 
-    play(run_dir, body)
 
-
-def test_a_start_that_takes_long_is_given_up_when_the_replica_is_stopped(run_dir: RunDir) -> None:
-    async def body(scene: Scene, task: asyncio.Task[Outcome]) -> None:
+async def test_a_start_that_takes_long_is_given_up_when_the_replica_is_stopped(run_dir: RunDir) -> None:
+    async with play(run_dir) as (scene, task):
         scene.backend.free.set()
         await until(lambda: scene.supervisor.current is not None, "the start")
         await scene.supervisor.stop(grace_s=1)
         assert (await task).kind == "stopped"
         assert scene.backend.cancelled == ["start"]
-
-    play(run_dir, body)

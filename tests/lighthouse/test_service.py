@@ -24,7 +24,6 @@ from tests.support.lighthouse.lighthouse_helpers import (
     make_service,
     name,
     quiet,
-    run_async,
 )
 
 
@@ -42,307 +41,250 @@ class Full(MemoryStore):
 # Answers.
 
 
-def test_a_grant_is_signed_and_holds_the_addresses():
-    async def main():
-        service, rows = make_service()
-        one, two = await granted(service, 0, 1)
-        assert one == two
-        protocol.verify(TOKEN, one)
-        with pytest.raises(ProtocolViolation, match="wrong MAC"):
-            protocol.verify(TOKEN, replace(one, epoch=2))
-        assert [m.ring for m in one.members] == [("127.0.0.1:7000",), ("127.0.0.1:7001",)]
-        (row,) = events(rows, "EpochGranted")
-        assert row["source"] == "lighthouse"
-        assert abs(row["t"] - time.time()) < 5
-        assert {"term", "epoch", "step", "base", "members", "roles", "reason"} <= row.keys()
-
-    run_async(main())
+async def test_a_grant_is_signed_and_holds_the_addresses():
+    service, rows = make_service()
+    one, two = await granted(service, 0, 1)
+    assert one == two
+    protocol.verify(TOKEN, one)
+    with pytest.raises(ProtocolViolation, match="wrong MAC"):
+        protocol.verify(TOKEN, replace(one, epoch=2))
+    assert [m.ring for m in one.members] == [("127.0.0.1:7000",), ("127.0.0.1:7001",)]
+    (row,) = events(rows, "EpochGranted")
+    assert row["source"] == "lighthouse"
+    assert abs(row["t"] - time.time()) < 5
+    assert {"term", "epoch", "step", "base", "members", "roles", "reason"} <= row.keys()
 
 
-def test_steady_state_needs_no_timer():
-    async def main():
-        service, _ = make_service()
-        await granted(service, 0, 1)
-        for step in range(1, 6):
-            for r in (0, 1):
-                assert await service.ask(ask(r, at(1, step), epoch=1)) == Continue(1, step + 1)
-                assert service._timer is None
-
-    run_async(main())
+async def test_steady_state_needs_no_timer():
+    service, _ = make_service()
+    await granted(service, 0, 1)
+    for step in range(1, 6):
+        for r in (0, 1):
+            assert await service.ask(ask(r, at(1, step), epoch=1)) == Continue(1, step + 1)
+            assert service._timer is None
 
 
-def test_a_grace_runs_out_by_itself_and_the_timer_stops():
-    async def main():
-        service, rows = make_service(silence_grace_s=0.1, evict_s=0.2)
-        await granted(service, 0, 1)
-        answer = await service.ask(ask(0, epoch=1, after=1))
-        assert isinstance(answer, Grant)
-        assert answer.ring == (0,)
-        assert service._timer is not None, "the silent one is still to be evicted"
-        await asyncio.sleep(0.4)
-        assert events(rows, "ReplicaEvicted")
-        assert service._timer is None
-
-    run_async(main())
+async def test_a_grace_runs_out_by_itself_and_the_timer_stops():
+    service, rows = make_service(silence_grace_s=0.1, evict_s=0.2)
+    await granted(service, 0, 1)
+    answer = await service.ask(ask(0, epoch=1, after=1))
+    assert isinstance(answer, Grant)
+    assert answer.ring == (0,)
+    assert service._timer is not None, "the silent one is still to be evicted"
+    await asyncio.sleep(0.4)
+    assert events(rows, "ReplicaEvicted")
+    assert service._timer is None
 
 
-def test_a_long_poll_ends_with_what_is_waited_for():
-    async def main():
-        service, _ = make_service(long_poll_s=0.05)
-        assert await service.ask(ask(0)) == Wait("waiting for replica 1")
-
-    run_async(main())
+async def test_a_long_poll_ends_with_what_is_waited_for():
+    service, _ = make_service(long_poll_s=0.05)
+    assert await service.ask(ask(0)) == Wait("waiting for replica 1")
 
 
-def test_between_two_long_polls_the_ask_still_counts(monkeypatch):
-    async def main():
-        monkeypatch.setattr(services, "LINGER_S", 0.2)
-        service, _ = make_service(long_poll_s=0.05)
-        await service.ask(ask(0))
-        first = await service.ask(ask(1))
-        assert isinstance(first, Grant)
-        assert first.ring == (0, 1)
-        assert await service.ask(ask(0)) == first, "the answer that nobody took is given again"
+async def test_between_two_long_polls_the_ask_still_counts(monkeypatch):
+    monkeypatch.setattr(services, "LINGER_S", 0.2)
+    service, _ = make_service(long_poll_s=0.05)
+    await service.ask(ask(0))
+    first = await service.ask(ask(1))
+    assert isinstance(first, Grant)
+    assert first.ring == (0, 1)
+    assert await service.ask(ask(0)) == first, "the answer that nobody took is given again"
 
-        service, _ = make_service(long_poll_s=0.05)
-        await service.ask(ask(0))
-        await asyncio.sleep(0.3)
-        assert service.state.views[0].ask is None
-        assert isinstance(await service.ask(ask(1)), Wait)
-
-    run_async(main())
+    service, _ = make_service(long_poll_s=0.05)
+    await service.ask(ask(0))
+    await asyncio.sleep(0.3)
+    assert service.state.views[0].ask is None
+    assert isinstance(await service.ask(ask(1)), Wait)
 
 
-def test_a_cancelled_ask_is_withdrawn():
-    async def main():
-        service, _ = make_service()
-        waiting = asyncio.create_task(service.ask(ask(0)))
-        await quiet()
-        assert service.state.views[0].ask is not None
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-        assert service.state.views[0].ask is None
-        assert not service._open
-
-    run_async(main())
+async def test_a_cancelled_ask_is_withdrawn():
+    service, _ = make_service()
+    waiting = asyncio.create_task(service.ask(ask(0)))
+    await quiet()
+    assert service.state.views[0].ask is not None
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+    assert service.state.views[0].ask is None
+    assert not service._open
 
 
-def test_an_older_ask_of_the_same_replica_withdraws_nothing():
-    async def main():
-        service, _ = make_service()
-        old = asyncio.create_task(service.ask(ask(0)))
-        await quiet()
-        new = asyncio.create_task(service.ask(ask(0)))
-        await quiet()
-        old.cancel()
-        await asyncio.gather(old, return_exceptions=True)
-        await service.ask(ask(1))
-        assert isinstance(await new, Grant)
-
-    run_async(main())
+async def test_an_older_ask_of_the_same_replica_withdraws_nothing():
+    service, _ = make_service()
+    old = asyncio.create_task(service.ask(ask(0)))
+    await quiet()
+    new = asyncio.create_task(service.ask(ask(0)))
+    await quiet()
+    old.cancel()
+    await asyncio.gather(old, return_exceptions=True)
+    await service.ask(ask(1))
+    assert isinstance(await new, Grant)
 
 
-def test_close_answers_what_is_open():
-    async def main():
-        service, _ = make_service()
-        waiting = asyncio.create_task(service.ask(ask(0)))
-        await quiet()
-        service.close()
-        assert await waiting == Wait("the lighthouse is going down")
-        assert isinstance(await service.ask(ask(1)), Wait)
-
-    run_async(main())
+async def test_close_answers_what_is_open():
+    service, _ = make_service()
+    waiting = asyncio.create_task(service.ask(ask(0)))
+    await quiet()
+    service.close()
+    assert await waiting == Wait("the lighthouse is going down")
+    assert isinstance(await service.ask(ask(1)), Wait)
 
 
 # The store comes first.
 
 
-def test_nothing_is_told_that_is_not_durable():
-    async def main():
-        store = Full()
-        service, rows = make_service(store=store)
-        waiting = asyncio.create_task(service.ask(ask(0)))
-        await quiet()
-        store.full = True
-        with pytest.raises(StoreFailed):
-            await service.ask(ask(1))
-        assert not waiting.done()
-        assert not events(rows, "EpochGranted")
-        assert service.state.epoch == 0
-        with pytest.raises(StoreFailed):
-            service.processes(ProcessReport({0: None}, (name(0, 7),)))
-        assert not service.state.exited
-        store.full = False
-        assert isinstance(await service.ask(ask(1)), Grant)
-        assert isinstance(await waiting, Grant)
-        assert '"epoch":1' in store.rows["grant"]
-
-    run_async(main())
+async def test_nothing_is_told_that_is_not_durable():
+    store = Full()
+    service, rows = make_service(store=store)
+    waiting = asyncio.create_task(service.ask(ask(0)))
+    await quiet()
+    store.full = True
+    with pytest.raises(StoreFailed):
+        await service.ask(ask(1))
+    assert not waiting.done()
+    assert not events(rows, "EpochGranted")
+    assert service.state.epoch == 0
+    with pytest.raises(StoreFailed):
+        service.processes(ProcessReport({0: None}, (name(0, 7),)))
+    assert not service.state.exited
+    store.full = False
+    assert isinstance(await service.ask(ask(1)), Grant)
+    assert isinstance(await waiting, Grant)
+    assert '"epoch":1' in store.rows["grant"]
 
 
-def test_a_store_that_fails_at_a_tick_is_tried_again(monkeypatch, caplog):
-    async def main():
-        monkeypatch.setattr(services, "STORE_RETRY_S", 0.05)
-        store = Full()
-        service, _ = make_service(store=store, silence_grace_s=0.1)
-        await granted(service, 0, 1)
-        waiting = asyncio.create_task(service.ask(ask(0, epoch=1, after=1)))
-        await quiet()
-        store.full = True
-        await asyncio.sleep(0.4)
-        assert not waiting.done()
-        store.full = False
-        assert (await waiting).ring == (0,)
-        service.close()
-
-    run_async(main())
+async def test_a_store_that_fails_at_a_tick_is_tried_again(monkeypatch, caplog):
+    monkeypatch.setattr(services, "STORE_RETRY_S", 0.05)
+    store = Full()
+    service, _ = make_service(store=store, silence_grace_s=0.1)
+    await granted(service, 0, 1)
+    waiting = asyncio.create_task(service.ask(ask(0, epoch=1, after=1)))
+    await quiet()
+    store.full = True
+    await asyncio.sleep(0.4)
+    assert not waiting.done()
+    store.full = False
+    assert (await waiting).ring == (0,)
+    service.close()
     assert "disk is full" in caplog.text
 
 
-def test_the_same_epoch_goes_on_after_a_restart():
-    async def main():
-        store = MemoryStore()
-        service, _ = make_service(store=store)
-        await granted(service, 0, 1)
-        again, rows = make_service(store=MemoryStore(store.rows))
-        again.started()
-        assert events(rows)[0]["event"] == "LighthouseStarted"
-        assert again.state.term == service.state.term + 1
-        assert await again.ask(ask(0, at(1, 1), epoch=1)) == Continue(1, 2)
-
-    run_async(main())
+async def test_the_same_epoch_goes_on_after_a_restart():
+    store = MemoryStore()
+    service, _ = make_service(store=store)
+    await granted(service, 0, 1)
+    again, rows = make_service(store=MemoryStore(store.rows))
+    again.started()
+    assert events(rows)[0]["event"] == "LighthouseStarted"
+    assert again.state.term == service.state.term + 1
+    assert await again.ask(ask(0, at(1, 1), epoch=1)) == Continue(1, 2)
 
 
 # Supervisors.
 
 
-def test_an_order_to_evict_stands_until_the_exit_is_reported():
-    async def main():
-        service, rows = make_service(silence_grace_s=0.05, evict_s=0.1)
-        service.processes(ProcessReport({0: name(0), 1: name(1)}))
-        await granted(service, 0, 1)
-        await service.ask(ask(0, epoch=1, after=1))
-        await asyncio.sleep(0.3)
-        for _ in range(2):
-            (order,) = service.processes(ProcessReport({0: name(0), 1: name(1)})).evict
-            assert (order.replica, order.incarnation) == (1, name(1))
-            assert "silent" in order.reason
-        assert len(events(rows, "ReplicaEvicted")) == 1
-        assert not service.processes(ProcessReport({0: name(0)})).evict, "that supervisor does not own it"
-        assert not service.processes(ProcessReport({0: name(0), 1: None}, (name(1),))).evict
-        assert not service.processes(ProcessReport({0: name(0), 1: name(1, 1)}, (name(1),))).evict
-        assert len(events(rows, "ExitReported")) == 1
-
-    run_async(main())
+async def test_an_order_to_evict_stands_until_the_exit_is_reported():
+    service, rows = make_service(silence_grace_s=0.05, evict_s=0.1)
+    service.processes(ProcessReport({0: name(0), 1: name(1)}))
+    await granted(service, 0, 1)
+    await service.ask(ask(0, epoch=1, after=1))
+    await asyncio.sleep(0.3)
+    for _ in range(2):
+        (order,) = service.processes(ProcessReport({0: name(0), 1: name(1)})).evict
+        assert (order.replica, order.incarnation) == (1, name(1))
+        assert "silent" in order.reason
+    assert len(events(rows, "ReplicaEvicted")) == 1
+    assert not service.processes(ProcessReport({0: name(0)})).evict, "that supervisor does not own it"
+    assert not service.processes(ProcessReport({0: name(0), 1: None}, (name(1),))).evict
+    assert not service.processes(ProcessReport({0: name(0), 1: name(1, 1)}, (name(1),))).evict
+    assert len(events(rows, "ExitReported")) == 1
 
 
-def test_who_comes_back_in_time_is_not_evicted():
-    async def main():
-        service, rows = make_service(silence_grace_s=0.05, evict_s=0.4)
-        await granted(service, 0, 1)
-        await service.ask(ask(0, epoch=1, after=1))
-        back = asyncio.create_task(service.ask(ask(1, epoch=1, after=1)))
-        await asyncio.sleep(0.6)
-        assert not events(rows, "ReplicaEvicted")
-        assert (await service.ask(ask(0, at(2, 1), epoch=2))) == (await back)
-
-    run_async(main())
+async def test_who_comes_back_in_time_is_not_evicted():
+    service, rows = make_service(silence_grace_s=0.05, evict_s=0.4)
+    await granted(service, 0, 1)
+    await service.ask(ask(0, epoch=1, after=1))
+    back = asyncio.create_task(service.ask(ask(1, epoch=1, after=1)))
+    await asyncio.sleep(0.6)
+    assert not events(rows, "ReplicaEvicted")
+    assert (await service.ask(ask(0, at(2, 1), epoch=2))) == (await back)
 
 
-def test_a_replica_that_a_supervisor_owns_and_does_not_run_is_down():
-    async def main():
-        service, _ = make_service(total=3, return_wait_s=0.0)
-        waiting = asyncio.create_task(service.ask(ask(0)))
-        await quiet()
-        overview = service.processes(ProcessReport({0: name(0)}, (name(1),), (2,)))
-        assert (await waiting).ring == (0,)
-        assert overview.epoch == 1
-        assert not overview.finished
-        assert service.state.views[1].down
-        assert service.state.views[2].lost
-
-    run_async(main())
+async def test_a_replica_that_a_supervisor_owns_and_does_not_run_is_down():
+    service, _ = make_service(total=3, return_wait_s=0.0)
+    waiting = asyncio.create_task(service.ask(ask(0)))
+    await quiet()
+    overview = service.processes(ProcessReport({0: name(0)}, (name(1),), (2,)))
+    assert (await waiting).ring == (0,)
+    assert overview.epoch == 1
+    assert not overview.finished
+    assert service.state.views[1].down
+    assert service.state.views[2].lost
 
 
 # What people see.
 
 
-def test_the_journal_says_once_what_is_waited_for():
-    async def main():
-        service, rows = make_service(total=3, start_wait_s=100.0)
-        tasks = [asyncio.create_task(service.ask(ask(0)))]
-        await asyncio.sleep(0.2)
-        assert service._timer is not None
-        tasks.append(asyncio.create_task(service.ask(ask(1))))
-        await asyncio.sleep(0.2)
-        assert [r["reason"] for r in events(rows, "Waiting")] == [
-            "waiting for replica 1,2",
-            "waiting for replica 2",
-        ]
-        await service.ask(ask(2))
-        await asyncio.gather(*tasks)
-        assert service._timer is None
-
-    run_async(main())
+async def test_the_journal_says_once_what_is_waited_for():
+    service, rows = make_service(total=3, start_wait_s=100.0)
+    tasks = [asyncio.create_task(service.ask(ask(0)))]
+    await asyncio.sleep(0.2)
+    assert service._timer is not None
+    tasks.append(asyncio.create_task(service.ask(ask(1))))
+    await asyncio.sleep(0.2)
+    assert [r["reason"] for r in events(rows, "Waiting")] == [
+        "waiting for replica 1,2",
+        "waiting for replica 2",
+    ]
+    await service.ask(ask(2))
+    await asyncio.gather(*tasks)
+    assert service._timer is None
 
 
-def test_the_end_is_told_to_replicas_and_supervisors():
-    async def main():
-        service, rows = make_service(steps=1)
-        await granted(service, 0, 1)
-        await asyncio.gather(*(service.ask(ask(r, at(1, 1), epoch=1)) for r in (0, 1)))
-        assert service.processes(ProcessReport({0: name(0)})).finished
-        assert service.status()["finished"]
-        assert service._timer is None
-        assert events(rows, "JobFinished")
-
-    run_async(main())
+async def test_the_end_is_told_to_replicas_and_supervisors():
+    service, rows = make_service(steps=1)
+    await granted(service, 0, 1)
+    await asyncio.gather(*(service.ask(ask(r, at(1, 1), epoch=1)) for r in (0, 1)))
+    assert service.processes(ProcessReport({0: name(0)})).finished
+    assert service.status()["finished"]
+    assert service._timer is None
+    assert events(rows, "JobFinished")
 
 
-def test_the_head_may_lag_in_the_store_but_a_grant_takes_it_along() -> None:
-    async def scenario() -> None:
-        store = MemoryStore()
-        service, _ = make_service(store=store)
-        await granted(service, 0, 1)
-        writes = store.writes
-        for replica in (0, 1):
-            assert await service.ask(ask(replica, at(1, 1), epoch=1)) == Continue(1, 2)
-        assert store.writes == writes
-        both = (service.ask(ask(replica, at(1, 1), epoch=1, after=1)) for replica in (0, 1))
-        assert (await asyncio.gather(*both))[0].epoch == 2
-        assert json.loads(store.rows["head"])["step"] == 1
-
-    run_async(scenario())
+async def test_the_head_may_lag_in_the_store_but_a_grant_takes_it_along() -> None:
+    store = MemoryStore()
+    service, _ = make_service(store=store)
+    await granted(service, 0, 1)
+    writes = store.writes
+    for replica in (0, 1):
+        assert await service.ask(ask(replica, at(1, 1), epoch=1)) == Continue(1, 2)
+    assert store.writes == writes
+    both = (service.ask(ask(replica, at(1, 1), epoch=1, after=1)) for replica in (0, 1))
+    assert (await asyncio.gather(*both))[0].epoch == 2
+    assert json.loads(store.rows["head"])["step"] == 1
 
 
-def test_the_lagging_head_is_saved_soon_and_at_the_end() -> None:
-    async def scenario() -> None:
-        store = MemoryStore()
-        service, _ = make_service(store=store)
-        await granted(service, 0, 1)
-        await service.ask(ask(0, at(1, 1), epoch=1))
-        async with asyncio.timeout(5):
-            while json.loads(store.rows["head"]) is None:
-                await quiet()
-        await service.ask(ask(0, at(1, 2), epoch=1))
-        service.close()
-        assert json.loads(store.rows["head"])["step"] == 2
-
-    run_async(scenario())
+async def test_the_lagging_head_is_saved_soon_and_at_the_end() -> None:
+    store = MemoryStore()
+    service, _ = make_service(store=store)
+    await granted(service, 0, 1)
+    await service.ask(ask(0, at(1, 1), epoch=1))
+    async with asyncio.timeout(5):
+        while json.loads(store.rows["head"]) is None:
+            await quiet()
+    await service.ask(ask(0, at(1, 2), epoch=1))
+    service.close()
+    assert json.loads(store.rows["head"])["step"] == 2
 
 
-def test_a_newer_ask_of_a_replica_closes_the_older_one_but_a_fenced_one_does_not() -> None:
-    async def scenario() -> None:
-        service, _ = make_service(total=3)
-        await granted(service, 0, 1, 2)
-        waiting = service.submit(ask(0, at(1, 1), epoch=1, after=1))
-        fenced = service.submit(ask(0, at(1, 1), life=0, epoch=1, after=1))
-        assert isinstance(await waiting.answer, Wait)
-        assert not fenced.answer.done()
-        service.submit(ask(1, at(1, 1), life=1))  # a new life of replica 1 asks, then the old one again
-        newer = service.submit(ask(1, at(1, 1), life=1))
-        old = service.submit(ask(1, at(1, 1), life=0, epoch=1))
-        assert isinstance(await old.answer, Refused)
-        assert not newer.answer.done()
-
-    run_async(scenario())
+async def test_a_newer_ask_of_a_replica_closes_the_older_one_but_a_fenced_one_does_not() -> None:
+    service, _ = make_service(total=3)
+    await granted(service, 0, 1, 2)
+    waiting = service.submit(ask(0, at(1, 1), epoch=1, after=1))
+    fenced = service.submit(ask(0, at(1, 1), life=0, epoch=1, after=1))
+    assert isinstance(await waiting.answer, Wait)
+    assert not fenced.answer.done()
+    service.submit(ask(1, at(1, 1), life=1))  # a new life of replica 1 asks, then the old one again
+    newer = service.submit(ask(1, at(1, 1), life=1))
+    old = service.submit(ask(1, at(1, 1), life=0, epoch=1))
+    assert isinstance(await old.answer, Refused)
+    assert not newer.answer.done()

@@ -28,7 +28,6 @@ from tests.support.lighthouse.lighthouse_helpers import (
     make_service,
     name,
     quiet,
-    run_async,
 )
 
 RECORD = CommitRecord(1, 0, 1, "0" * 32, (0, 1), 2, (Contribution(0, 1, 0, 0),), "d")
@@ -77,26 +76,20 @@ RECORD = CommitRecord(1, 0, 1, "0" * 32, (0, 1), 2, (Contribution(0, 1, 0, 0),),
     ],
     ids=lambda v: v[:20] if isinstance(v, str) else "",
 )
-def test_an_ask_that_cannot_be_true_is_refused(bad, field):
-    async def main():
-        service, rows = make_service()
-        before = service.state
-        with pytest.raises(ProtocolViolation, match=field):
-            await service.ask(bad)
-        assert service.state == before
-        assert [r["event"] for r in rows] == ["AskRefused"]
-
-    run_async(main())
+async def test_an_ask_that_cannot_be_true_is_refused(bad, field):
+    service, rows = make_service()
+    before = service.state
+    with pytest.raises(ProtocolViolation, match=field):
+        await service.ask(bad)
+    assert service.state == before
+    assert [r["event"] for r in rows] == ["AskRefused"]
 
 
-def test_limits_follow_the_head_and_the_epoch():
-    async def main():
-        service, _ = make_service(total=1)
-        answer = await service.ask(ask(0, at(2**20, 3), epoch=2**20))
-        assert answer.epoch == 2**20 + 1
-        assert (await service.ask(ask(0, at(2**20, 3), epoch=2**20))).epoch == 2**20 + 1
-
-    run_async(main())
+async def test_limits_follow_the_head_and_the_epoch():
+    service, _ = make_service(total=1)
+    answer = await service.ask(ask(0, at(2**20, 3), epoch=2**20))
+    assert answer.epoch == 2**20 + 1
+    assert (await service.ask(ask(0, at(2**20, 3), epoch=2**20))).epoch == 2**20 + 1
 
 
 @pytest.mark.parametrize(
@@ -116,58 +109,48 @@ def test_a_picture_that_cannot_be_true_is_refused(bad):
         service.processes(bad)
 
 
-def test_another_configuration_is_refused_and_named():
-    async def main():
-        service, rows = make_service(config_hash="d" * 32)
-        answer = await service.ask(ask(0))
-        assert isinstance(answer, Refused)
-        assert answer.exit_code == 64
-        assert answer.reason.startswith("config hash 'cccc")
-        (row,) = events(rows, "AskRefused")
-        assert (row["replica"], row["incarnation"]) == (0, name(0))
-        assert service.state.views[0].incarnation is None
-
-    run_async(main())
+async def test_another_configuration_is_refused_and_named():
+    service, rows = make_service(config_hash="d" * 32)
+    answer = await service.ask(ask(0))
+    assert isinstance(answer, Refused)
+    assert answer.exit_code == 64
+    assert answer.reason.startswith("config hash 'cccc")
+    (row,) = events(rows, "AskRefused")
+    assert (row["replica"], row["incarnation"]) == (0, name(0))
+    assert service.state.views[0].incarnation is None
 
 
-def test_another_rule_is_refused_with_its_key_and_both_values():
-    async def main():
-        rules = {"max_replicas": "3", "train.steps": "60"}
-        service, _ = make_service(config_hash="d" * 32, rules=rules)
-        answer = await service.ask(replace(ask(0), rules=rules | {"max_replicas": "4"}))
-        assert isinstance(answer, Refused)
-        assert answer.exit_code == 64
-        assert answer.reason == "max_replicas is 4 here, and 3 in the job: all replicas need the same"
-        answer = await service.ask(replace(ask(0), rules={"train.steps": "60"}))
-        assert isinstance(answer, Refused)
-        assert answer.reason.startswith("max_replicas is nothing here, and 3 in the job")
-
-    run_async(main())
+async def test_another_rule_is_refused_with_its_key_and_both_values():
+    rules = {"max_replicas": "3", "train.steps": "60"}
+    service, _ = make_service(config_hash="d" * 32, rules=rules)
+    answer = await service.ask(replace(ask(0), rules=rules | {"max_replicas": "4"}))
+    assert isinstance(answer, Refused)
+    assert answer.exit_code == 64
+    assert answer.reason == "max_replicas is 4 here, and 3 in the job: all replicas need the same"
+    answer = await service.ask(replace(ask(0), rules={"train.steps": "60"}))
+    assert isinstance(answer, Refused)
+    assert answer.reason.startswith("max_replicas is nothing here, and 3 in the job")
 
 
-def test_what_was_agreed_with_the_first_grant_outlives_the_lighthouse():
+async def test_what_was_agreed_with_the_first_grant_outlives_the_lighthouse():
     """Without that, whoever asks a lighthouse first that has just started would say what the job is."""
-
-    async def main():
-        store = MemoryStore()
-        service, _ = make_service(store=store)
-        first = {"max_replicas": "3"}
-        asks = [replace(ask(r), rules=first) for r in (0, 1)]
-        await asyncio.gather(*(service.ask(a) for a in asks))
-        again, _ = make_service(store=MemoryStore(store.rows))
-        for other, what in (
-            (
-                replace(ask(1), config_hash="other", rules={"max_replicas": "4"}),
-                "max_replicas is 4 here, and 3 in",
-            ),
-            (replace(ask(1), layout="other"), "model layout"),
-            (replace(ask(1), numerics="other"), "numerics"),
-        ):
-            answer = await again.ask(other)
-            assert isinstance(answer, Refused)
-            assert (answer.exit_code, what in answer.reason) == (64, True)
-
-    run_async(main())
+    store = MemoryStore()
+    service, _ = make_service(store=store)
+    first = {"max_replicas": "3"}
+    asks = [replace(ask(r), rules=first) for r in (0, 1)]
+    await asyncio.gather(*(service.ask(a) for a in asks))
+    again, _ = make_service(store=MemoryStore(store.rows))
+    for other, what in (
+        (
+            replace(ask(1), config_hash="other", rules={"max_replicas": "4"}),
+            "max_replicas is 4 here, and 3 in",
+        ),
+        (replace(ask(1), layout="other"), "model layout"),
+        (replace(ask(1), numerics="other"), "numerics"),
+    ):
+        answer = await again.ask(other)
+        assert isinstance(answer, Refused)
+        assert (answer.exit_code, what in answer.reason) == (64, True)
 
 
 @pytest.mark.parametrize(
@@ -175,53 +158,41 @@ def test_what_was_agreed_with_the_first_grant_outlives_the_lighthouse():
     [{str(n): "" for n in range(65)}, {"k" * 257: ""}, {"k": "v" * 257}, {"k": "\x1b[2J"}],
     ids=["keys", "a key", "a value", "control characters"],
 )
-def test_rules_are_bounded(rules):
-    async def main():
-        service, _ = make_service()
-        with pytest.raises(ProtocolViolation, match="rules"):
-            await service.ask(replace(ask(0), rules=rules))
-
-    run_async(main())
+async def test_rules_are_bounded(rules):
+    service, _ = make_service()
+    with pytest.raises(ProtocolViolation, match="rules"):
+        await service.ask(replace(ask(0), rules=rules))
 
 
 @pytest.mark.parametrize(("field", "called"), [("layout", "model layout"), ("numerics", "numerics")])
-def test_what_differs_from_the_first_is_refused(field, called):
-    async def main():
-        service, _ = make_service(config_hash=CONFIG_HASH)
-        first = asyncio.create_task(service.ask(ask(0)))
-        await quiet()
-        answer = await service.ask(replace(ask(1), **{field: "other"}))
-        assert isinstance(answer, Refused)
-        assert answer.exit_code == 64
-        assert called in answer.reason
-        assert isinstance(await service.ask(ask(1)), Grant)
-        await first
-
-    run_async(main())
+async def test_what_differs_from_the_first_is_refused(field, called):
+    service, _ = make_service(config_hash=CONFIG_HASH)
+    first = asyncio.create_task(service.ask(ask(0)))
+    await quiet()
+    answer = await service.ask(replace(ask(1), **{field: "other"}))
+    assert isinstance(answer, Refused)
+    assert answer.exit_code == 64
+    assert called in answer.reason
+    assert isinstance(await service.ask(ask(1)), Grant)
+    await first
 
 
-def test_without_a_hash_of_its_own_the_first_ask_says_it():
-    async def main():
-        service, _ = make_service()
-        await granted(service, 0, 1)
-        answer = await service.ask(replace(ask(0), config_hash="other"))
-        assert isinstance(answer, Refused)
-
-    run_async(main())
+async def test_without_a_hash_of_its_own_the_first_ask_says_it():
+    service, _ = make_service()
+    await granted(service, 0, 1)
+    answer = await service.ask(replace(ask(0), config_hash="other"))
+    assert isinstance(answer, Refused)
 
 
-def test_a_fenced_incarnation_is_refused_and_its_report_forgotten():
-    async def main():
-        service, rows = make_service()
-        await granted(service, 0, 1)
-        service.processes(ProcessReport({0: name(0, 1)}, ()))
-        answer = await service.ask(ask(0, at(1, 1), epoch=1))
-        assert isinstance(answer, Refused)
-        assert answer.exit_code == 75
-        assert service.status()["replicas"][0]["state"] == "booting"
-        assert events(rows, "AskRefused")
-
-    run_async(main())
+async def test_a_fenced_incarnation_is_refused_and_its_report_forgotten():
+    service, rows = make_service()
+    await granted(service, 0, 1)
+    service.processes(ProcessReport({0: name(0, 1)}, ()))
+    answer = await service.ask(ask(0, at(1, 1), epoch=1))
+    assert isinstance(answer, Refused)
+    assert answer.exit_code == 75
+    assert service.status()["replicas"][0]["state"] == "booting"
+    assert events(rows, "AskRefused")
 
 
 def test_a_lighthouse_with_other_rules_than_its_run_agreed_on_does_not_start(tmp_path):

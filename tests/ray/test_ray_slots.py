@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -181,19 +182,15 @@ class World:
         for rank in (0, 1):
             slot.end(slot.groups[-1], rank)
 
-    def test(self, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `body`; nothing is left then."""
-
-        async def main() -> None:
-            try:
-                async with asyncio.timeout(2 * DEADLINE_S):
-                    await body()
-            finally:
-                await self.backend.close()
-            assert all(slot.removed for slot in self.slots)
-            assert (read_json(self.run.spares / "spares.json") or {"spares": []}) == {"spares": []}
-
-        asyncio.run(main())
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """With the end of the block the backend is closed, and nothing is left."""
+        try:
+            yield
+        finally:
+            await self.backend.close()
+        assert all(slot.removed for slot in self.slots)
+        assert (read_json(self.run.spares / "spares.json") or {"spares": []}) == {"spares": []}
 
 
 @pytest.fixture(autouse=True)
@@ -202,10 +199,9 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend.ray.util, "get_node_ip_address", lambda: "127.0.0.1")
 
 
-def test_a_replica_whose_berth_is_lost_takes_the_spare_s(tmp_path: Path) -> None:
+async def test_a_replica_whose_berth_is_lost_takes_the_spare_s(tmp_path: Path) -> None:
     world = World(tmp_path, {"": 4})
-
-    async def body() -> None:
+    async with world.running():
         assert await world.train(0, 1, 2) == "on h"
         spare = await world.ready()
         assert spare.request.name == "ft_hsdp-a-spare"
@@ -226,14 +222,11 @@ def test_a_replica_whose_berth_is_lost_takes_the_spare_s(tmp_path: Path) -> None
         await world.ready()
         assert not [e for e in world.events if e["event"] == "SpareLost"]
 
-    world.test(body)
-
 
 @pytest.mark.parametrize("stage", ["no room", "no actors", "not warm"])
-def test_a_replica_without_a_place_takes_a_spare_s_ready_or_not(tmp_path: Path, stage: str) -> None:
+async def test_a_replica_without_a_place_takes_a_spare_s_ready_or_not(tmp_path: Path, stage: str) -> None:
     world = World(tmp_path, {"": 3 if stage == "no room" else 4})
-
-    async def body() -> None:
+    async with world.running():
         await world.train(0, 1, 2)
         world.actors, world.warms = stage != "no actors", False
         await world.until(lambda: world.spares, "a spare")
@@ -252,13 +245,10 @@ def test_a_replica_without_a_place_takes_a_spare_s_ready_or_not(tmp_path: Path, 
         assert len(world.slots) == 4
         assert len(spare.groups) == 1
 
-    world.test(body)
 
-
-def test_no_spare_is_made_while_a_replica_looks_for_a_place(tmp_path: Path) -> None:
+async def test_no_spare_is_made_while_a_replica_looks_for_a_place(tmp_path: Path) -> None:
     world = World(tmp_path, {"": 2})
-
-    async def body() -> None:
+    async with world.running():
         await world.train(0, 1)
         await world.until(lambda: world.spares, "a spare that looks for a place")
         (spare,) = world.spares
@@ -274,13 +264,10 @@ def test_no_spare_is_made_while_a_replica_looks_for_a_place(tmp_path: Path) -> N
         world.backend.settled(world.spec)
         await world.until(lambda: world.spares, "another one")
 
-    world.test(body)
 
-
-def test_a_replica_that_is_not_wanted_any_more_looks_for_no_place(tmp_path: Path) -> None:
+async def test_a_replica_that_is_not_wanted_any_more_looks_for_no_place(tmp_path: Path) -> None:
     world = World(tmp_path, {"": 2})
-
-    async def body() -> None:
+    async with world.running():
         await world.train(0, 1)
         await world.until(lambda: world.spares, "a spare that looks for a place")
         looking = asyncio.create_task(world.backend.place(2))
@@ -289,13 +276,10 @@ def test_a_replica_that_is_not_wanted_any_more_looks_for_no_place(tmp_path: Path
         await world.until(lambda: len(world.spares) == 1, "a spare instead")
         assert [b.removed for b in world.slots] == [False, False, True, False]
 
-    world.test(body)
 
-
-def test_the_place_of_a_replica_that_rests_is_the_next_spare_s_or_another_replica_s(tmp_path: Path) -> None:
+async def test_the_place_of_a_replica_that_rests_is_the_next_spare_s_or_another_replica_s(tmp_path: Path) -> None:
     world = World(tmp_path, {"": 3})
-
-    async def body() -> None:
+    async with world.running():
         await world.train(0, 1, 2)
         drained, old = world.of(2), world.of(1)
         await world.until(lambda: world.spares, "a spare that looks for a place")
@@ -305,16 +289,14 @@ def test_the_place_of_a_replica_that_rests_is_the_next_spare_s_or_another_replic
         old.die()
         assert await world.train(1) == WARM  # on the room of the one that rests
 
-    world.test(body)
 
-
-def test_a_node_that_refuses_what_others_train_with_ends_no_job(tmp_path: Path) -> None:
+async def test_a_node_that_refuses_what_others_train_with_ends_no_job(tmp_path: Path) -> None:
     world = World(tmp_path, {"": 3}, spares=0)
 
     async def refuse(_: object) -> None:
         raise ConfigError("ray.folder", "/f", "a folder that can be written on h")
 
-    async def body() -> None:
+    async with world.running():
         await world.backend.place(0)
         world.of(0).start_actors = refuse  # type: ignore[method-assign]
         spec = ReplicaSpec(0, 2, "a", 0, world.run.config)
@@ -329,8 +311,6 @@ def test_a_node_that_refuses_what_others_train_with_ends_no_job(tmp_path: Path) 
         refused = world.of(0)
         await world.train(0)
         assert refused.removed
-
-    world.test(body)
 
 
 def silent(*_: object) -> asyncio.Future[Any]:
@@ -347,18 +327,15 @@ async def berth_with(actor: dict[str, Callable[..., Any]], folder: Path, calls: 
     return slot
 
 
-def test_an_actor_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
-    async def body() -> None:
-        slot = await berth_with({"port": silent, "start": silent}, tmp_path)
-        slot._patience_s = 0.01
-        with pytest.raises(Retryable, match=r"^the actors of n do not answer within 0\.01 s$"):
-            await slot.port("127.0.0.1")
-        assert slot.gone
-
-    asyncio.run(body())
+async def test_an_actor_that_does_not_answer_is_not_waited_for(tmp_path: Path) -> None:
+    slot = await berth_with({"port": silent, "start": silent}, tmp_path)
+    slot._patience_s = 0.01
+    with pytest.raises(Retryable, match=r"^the actors of n do not answer within 0\.01 s$"):
+        await slot.port("127.0.0.1")
+    assert slot.gone
 
 
-def test_an_actor_that_names_a_file_which_is_no_log_is_ended(tmp_path: Path) -> None:
+async def test_an_actor_that_names_a_file_which_is_no_log_is_ended(tmp_path: Path) -> None:
     killed: list[object] = []
 
     async def news(_: int) -> News:
@@ -367,20 +344,16 @@ def test_an_actor_that_names_a_file_which_is_no_log_is_ended(tmp_path: Path) -> 
     def refuse(_: object) -> None:
         raise ValueError("'/etc/passwd' is no log of a rank")
 
-    async def body() -> None:
-        calls = SimpleNamespace(submit=lambda kill, actor: killed.append(actor))
-        slot = await berth_with({"news": news}, tmp_path, calls)
-        slot._receiver.add = refuse  # type: ignore[method-assign,assignment]
-        await asyncio.wait_for(slot._poll(slot.bundles[0]), 5)
-        assert (slot.gone, killed) == (True, [slot.bundles[0].actor])
-
-    asyncio.run(body())
+    calls = SimpleNamespace(submit=lambda kill, actor: killed.append(actor))
+    slot = await berth_with({"news": news}, tmp_path, calls)
+    slot._receiver.add = refuse  # type: ignore[method-assign,assignment]
+    await asyncio.wait_for(slot._poll(slot.bundles[0]), 5)
+    assert (slot.gone, killed) == (True, [slot.bundles[0].actor])
 
 
-def test_a_replica_that_only_lost_ranks_moves_and_its_berth_is_the_next_spare_s(tmp_path: Path) -> None:
+async def test_a_replica_that_only_lost_ranks_moves_and_its_berth_is_the_next_spare_s(tmp_path: Path) -> None:
     world = World(tmp_path, {"": 4})
-
-    async def body() -> None:
+    async with world.running():
         await world.train(0, 1, 2)
         spare, old = await world.ready(), world.of(1)
         world.kill(1)
@@ -392,13 +365,10 @@ def test_a_replica_that_only_lost_ranks_moves_and_its_berth_is_the_next_spare_s(
         await world.until(lambda: old.removed, "the end of the lost spare")
         assert [e["event"] for e in world.events].count("SpareLost") == 1
 
-    world.test(body)
 
-
-def test_a_replica_stays_where_the_only_copy_of_the_state_may_be(tmp_path: Path) -> None:
+async def test_a_replica_stays_where_the_only_copy_of_the_state_may_be(tmp_path: Path) -> None:
     world = World(tmp_path, {"": 4})
-
-    async def body() -> None:
+    async with world.running():
         await world.train(0, 1)
         spare, old = await world.ready(), world.of(1)
         world.kill(0)
@@ -408,13 +378,10 @@ def test_a_replica_stays_where_the_only_copy_of_the_state_may_be(tmp_path: Path)
         assert await world.train(0) == WARM
         assert world.of(0) is spare
 
-    world.test(body)
 
-
-def test_a_spare_serves_its_zone_only(tmp_path: Path) -> None:
+async def test_a_spare_serves_its_zone_only(tmp_path: Path) -> None:
     world = World(tmp_path, {"p": 3, "q": 2}, zones=["p", "q"], zone_label="zone")
-
-    async def body() -> None:
+    async with world.running():
         await world.train(0, 1, 2)
         spare = await world.ready()
         assert spare.zone == "p"
@@ -426,16 +393,13 @@ def test_a_spare_serves_its_zone_only(tmp_path: Path) -> None:
         assert await world.train(2) == WARM
         assert world.of(2) is spare
 
-    world.test(body)
 
-
-def test_where_a_zone_has_no_room_a_spare_is_made_in_another(
+async def test_where_a_zone_has_no_room_a_spare_is_made_in_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "ELSEWHERE_S", 0.05)
     world = World(tmp_path, {"p": 2, "q": 2}, spares=2, zones=["p", "q"], zone_label="zone")
-
-    async def body() -> None:
+    async with world.running():
         await world.train(0, 1, 2)
         spare = await world.ready()
         assert spare.zone == "q"
@@ -444,18 +408,15 @@ def test_where_a_zone_has_no_room_a_spare_is_made_in_another(
         world.room["p"] += 1
         await world.until(lambda: [s.zone for s in world.spares if s.bundles] == ["q", "p"], "the second one")
 
-    world.test(body)
-
 
 @pytest.mark.parametrize("zones", [["p", "q"], []])
-def test_a_replica_without_a_place_holds_up_only_spares_that_would_take_it(
+async def test_a_replica_without_a_place_holds_up_only_spares_that_would_take_it(
     tmp_path: Path, zones: list[str]
 ) -> None:
     there, missing = ("p", "q") if zones else ("", "")
     room = {"p": 2} if zones else {"": 1}
     world = World(tmp_path, room, timeouts={"place_s": 0.05}, zones=zones, zone_label="zone")
-
-    async def body() -> None:
+    async with world.running():
         await world.train(0)
         looking = asyncio.create_task(world.backend.place(1))
         if zones:
@@ -471,18 +432,13 @@ def test_a_replica_without_a_place_holds_up_only_spares_that_would_take_it(
         assert [s.zone for s in world.spares if s.reserved] == [there] * bool(zones)
         world.backend.vacated(1)
 
-    world.test(body)
-
 
 @pytest.mark.parametrize("stage", ["no room", "no actors", "not warm"])
-def test_the_end_of_the_job_is_the_end_of_spares_that_are_made(tmp_path: Path, stage: str) -> None:
+async def test_the_end_of_the_job_is_the_end_of_spares_that_are_made(tmp_path: Path, stage: str) -> None:
     world = World(tmp_path, {"": 2 if stage == "no room" else 3})
-
-    async def body() -> None:
+    async with world.running():
         await world.train(0, 1)
         world.actors, world.warms = stage != "no actors", False
         await world.until(lambda: len(world.slots) == 3, "a spare")
         if stage == "not warm":
             await world.until(lambda: world.spares[0].groups, "its ranks")
-
-    world.test(body)

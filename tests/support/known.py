@@ -6,8 +6,6 @@ import asyncio
 import http.client
 import os
 import socket
-from collections.abc import Coroutine
-from typing import Any
 
 from ft_hsdp import address, handshake
 from ft_hsdp.handshake import Purpose
@@ -61,16 +59,3 @@ async def admit_stream(
     proved = handshake.admit(token, (purpose,), challenge, await reader.readexactly(handshake.ANSWER_BYTES))
     assert proved is not None
     writer.write(proved.proof)
-
-
-def run(body: Coroutine[Any, Any, None]) -> None:
-    """Run it for 20 s at most; what a callback or a task raised and nobody took fails, too."""
-
-    async def bounded() -> None:
-        failed: list[dict[str, Any]] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
-        async with asyncio.timeout(20):
-            await body
-        assert not failed, failed
-
-    asyncio.run(bounded())

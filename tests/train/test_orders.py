@@ -26,8 +26,8 @@ BASE = StateId(1, 5, "c" * 32)
 @pytest.mark.parametrize(
     "error", [MemoryError(), fetch.NotFetched("all are gone"), OSError("full"), RuntimeError("a bug")]
 )
-def test_whatever_ends_a_fetch_is_reported(tmp_path: Path, error: Exception) -> None:
-    async def body() -> None:
+async def test_whatever_ends_a_fetch_is_reported(tmp_path: Path, error: Exception) -> None:
+    with mock.patch.object(orders, "AGAIN_S", 0.0):
         told: asyncio.Queue[object] = asyncio.Queue()
         snapshots: Any = mock.Mock()
         snapshots.allocate.side_effect = error
@@ -49,19 +49,13 @@ def test_whatever_ends_a_fetch_is_reported(tmp_path: Path, error: Exception) -> 
         assert failed.base == BASE
         assert failed.reason
 
-    with mock.patch.object(orders, "AGAIN_S", 0.0):
-        asyncio.run(body())
 
-
-def test_what_others_fetch_without_a_ring_is_copied_and_kept(tmp_path: Path) -> None:
-    async def body() -> None:
-        snapshots: Any = mock.Mock()
-        fetching, journal = Fetching(1, "layout", 64, "token", 7.0), Journal(tmp_path / "events.jsonl")
-        one = OrderHandler(0, 0, fetching, mock.Mock(), mock.Mock(), snapshots, Mailbox(), journal, lambda _: None)
-        one.handle(Keep(BASE))
-        snapshots.request.assert_called_once_with(BASE, 7.0)
-
-    asyncio.run(body())
+async def test_what_others_fetch_without_a_ring_is_copied_and_kept(tmp_path: Path) -> None:
+    snapshots: Any = mock.Mock()
+    fetching, journal = Fetching(1, "layout", 64, "token", 7.0), Journal(tmp_path / "events.jsonl")
+    one = OrderHandler(0, 0, fetching, mock.Mock(), mock.Mock(), snapshots, Mailbox(), journal, lambda _: None)
+    one.handle(Keep(BASE))
+    snapshots.request.assert_called_once_with(BASE, 7.0)
 
 
 def test_orders_come_in_the_order_in_which_they_were_put() -> None:

@@ -16,7 +16,7 @@ from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, Retryable
 from ft_hsdp.launch.backend.forkserver import ForkServer
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.run.directory import RunDir, alive
-from tests.support.launch.launch_helpers import Plan, run_async, until
+from tests.support.launch.launch_helpers import Plan, until
 
 STANDIN = "tests.support.launch.standin:main"
 
@@ -72,126 +72,106 @@ class Ranks:
         (["bad-config"], EXIT_CONFIG, "ConfigError: model.dim: got 3"),
     ],
 )
-def test_a_rank_ends_with_the_code_of_its_entry_and_its_output_is_in_its_log(
+async def test_a_rank_ends_with_the_code_of_its_entry_and_its_output_is_in_its_log(
     run_dir: RunDir, plan: Plan, action: list[object], code: int, said: str
 ) -> None:
     plan({"0": {"0": {"0": action}}})
-
-    async def body() -> None:
-        ranks = Ranks(run_dir)
-        pid = await ranks.spawn()
-        await until(lambda: ranks.exits, "the exit")
-        assert ranks.exits == {pid: code}
-        assert said in run_dir.rank_log(0, 0).read_text()
-        await ranks.server.close()
-
-    run_async(body())
+    ranks = Ranks(run_dir)
+    pid = await ranks.spawn()
+    await until(lambda: ranks.exits, "the exit")
+    assert ranks.exits == {pid: code}
+    assert said in run_dir.rank_log(0, 0).read_text()
+    await ranks.server.close()
 
 
-def test_the_exit_by_a_signal_is_negative_and_reaches_stopped_ranks(run_dir: RunDir) -> None:
-    async def body() -> None:
-        ranks = Ranks(run_dir)
-        pid = await ranks.spawn_waiting()
-        ranks.server.signal(pid, signal.SIGSTOP)
-        await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
-        assert not ranks.exits
-        ranks.server.signal(pid, signal.SIGKILL)
-        await until(lambda: ranks.exits, "the exit")
-        assert ranks.exits == {pid: -signal.SIGKILL}
-        await ranks.server.close()
-
-    run_async(body())
+async def test_the_exit_by_a_signal_is_negative_and_reaches_stopped_ranks(run_dir: RunDir) -> None:
+    ranks = Ranks(run_dir)
+    pid = await ranks.spawn_waiting()
+    ranks.server.signal(pid, signal.SIGSTOP)
+    await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
+    assert not ranks.exits
+    ranks.server.signal(pid, signal.SIGKILL)
+    await until(lambda: ranks.exits, "the exit")
+    assert ranks.exits == {pid: -signal.SIGKILL}
+    await ranks.server.close()
 
 
-def test_a_rank_has_one_thread_no_descriptor_of_the_server_and_names_its_run(run_dir: RunDir) -> None:
-    async def body() -> None:
-        ranks = Ranks(run_dir)
-        log = run_dir.path / "uncalled.log"
-        await ranks.server.spawn(env={"RANK": "1"}, config=run_dir.config, log=log, on_exit=lambda *_: None)
-        pid = await ranks.spawn_waiting()
-        rank = psutil.Process(pid)
-        assert rank.num_threads() == 1
-        links = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
-        assert not [link for link in links if link.startswith(("socket:", "pipe:"))]
-        assert str(run_dir.path) in rank.cmdline()
-        assert os.getsid(pid) != os.getsid(0)
-        await ranks.server.close()
-        await until(lambda: not alive({"pid": pid}), "the rank to die with its server")
-
-    run_async(body())
+async def test_a_rank_has_one_thread_no_descriptor_of_the_server_and_names_its_run(run_dir: RunDir) -> None:
+    ranks = Ranks(run_dir)
+    log = run_dir.path / "uncalled.log"
+    await ranks.server.spawn(env={"RANK": "1"}, config=run_dir.config, log=log, on_exit=lambda *_: None)
+    pid = await ranks.spawn_waiting()
+    rank = psutil.Process(pid)
+    assert rank.num_threads() == 1
+    links = {os.readlink(f"/proc/{pid}/fd/{fd}") for fd in os.listdir(f"/proc/{pid}/fd")}
+    assert not [link for link in links if link.startswith(("socket:", "pipe:"))]
+    assert str(run_dir.path) in rank.cmdline()
+    assert os.getsid(pid) != os.getsid(0)
+    await ranks.server.close()
+    await until(lambda: not alive({"pid": pid}), "the rank to die with its server")
 
 
-def test_when_the_server_dies_its_ranks_go_on_and_another_one_is_started(run_dir: RunDir) -> None:
-    async def body() -> None:
-        ranks = Ranks(run_dir)
-        pids = [await ranks.spawn_waiting(rank) for rank in (0, 1)]
-        first = ranks.server.pid
-        assert first is not None
-        os.kill(first, signal.SIGKILL)
-        await until(lambda: ranks.server.pid not in (None, first), "another server, though nobody asked for it")
-        assert ranks.lost == [(first, "the fork server died")]
-        assert ranks.exits == {}
-        assert all(alive({"pid": pid}) for pid in pids)
-        assert {psutil.Process(pid).ppid() for pid in pids} == {os.getpid()}
-        await ranks.spawn_waiting(2)
-        os.kill(pids[0], signal.SIGTERM)
-        ranks.server.signal(pids[1], signal.SIGKILL)
-        await until(lambda: len(ranks.exits) == 2, "exits of ranks of the server that is gone")
-        assert ranks.exits == {pids[0]: -signal.SIGTERM, pids[1]: -signal.SIGKILL}
-        await ranks.server.close()
-        assert len(ranks.exits) == 3
-
-    run_async(body())
+async def test_when_the_server_dies_its_ranks_go_on_and_another_one_is_started(run_dir: RunDir) -> None:
+    ranks = Ranks(run_dir)
+    pids = [await ranks.spawn_waiting(rank) for rank in (0, 1)]
+    first = ranks.server.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: ranks.server.pid not in (None, first), "another server, though nobody asked for it")
+    assert ranks.lost == [(first, "the fork server died")]
+    assert ranks.exits == {}
+    assert all(alive({"pid": pid}) for pid in pids)
+    assert {psutil.Process(pid).ppid() for pid in pids} == {os.getpid()}
+    await ranks.spawn_waiting(2)
+    os.kill(pids[0], signal.SIGTERM)
+    ranks.server.signal(pids[1], signal.SIGKILL)
+    await until(lambda: len(ranks.exits) == 2, "exits of ranks of the server that is gone")
+    assert ranks.exits == {pids[0]: -signal.SIGTERM, pids[1]: -signal.SIGKILL}
+    await ranks.server.close()
+    assert len(ranks.exits) == 3
 
 
-def test_a_frozen_server_costs_one_start_and_no_rank(run_dir: RunDir) -> None:
-    async def body() -> None:
-        ranks = Ranks(run_dir, spawn_s=0.5)
-        uncalled = await ranks.spawn_uncalled()
-        pid = await ranks.spawn_waiting()
-        first = ranks.server.pid
-        assert first is not None
-        os.kill(first, signal.SIGSTOP)
-        ranks.server.signal(pid, signal.SIGSTOP)  # without the server
-        await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
-        with pytest.raises(Retryable, match=r"^the fork server did not fork within 0\.5 s$"):
-            await ranks.spawn(1)
-        assert ranks.lost == [(first, "the fork server did not fork within 0.5 s")]
-        await until(lambda: not alive({"pid": first}), "its end: it may not fork later")
-        ranks.server.call(uncalled, ranks.call(2, 0))
-        await until((ranks.run.path / "waiting-0-0-2").exists, "the spare of the old server, which is called")
-        await ranks.spawn_waiting(1)
-        assert ranks.exits == {}
-        assert alive({"pid": pid})
-        ranks.server.signal(pid, signal.SIGKILL)
-        await until(lambda: ranks.exits, "the exit of a rank of the old server")
-        assert ranks.exits == {pid: -signal.SIGKILL}
-        await ranks.server.close()
-
-    run_async(body())
+async def test_a_frozen_server_costs_one_start_and_no_rank(run_dir: RunDir) -> None:
+    ranks = Ranks(run_dir, spawn_s=0.5)
+    uncalled = await ranks.spawn_uncalled()
+    pid = await ranks.spawn_waiting()
+    first = ranks.server.pid
+    assert first is not None
+    os.kill(first, signal.SIGSTOP)
+    ranks.server.signal(pid, signal.SIGSTOP)  # without the server
+    await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
+    with pytest.raises(Retryable, match=r"^the fork server did not fork within 0\.5 s$"):
+        await ranks.spawn(1)
+    assert ranks.lost == [(first, "the fork server did not fork within 0.5 s")]
+    await until(lambda: not alive({"pid": first}), "its end: it may not fork later")
+    ranks.server.call(uncalled, ranks.call(2, 0))
+    await until((ranks.run.path / "waiting-0-0-2").exists, "the spare of the old server, which is called")
+    await ranks.spawn_waiting(1)
+    assert ranks.exits == {}
+    assert alive({"pid": pid})
+    ranks.server.signal(pid, signal.SIGKILL)
+    await until(lambda: ranks.exits, "the exit of a rank of the old server")
+    assert ranks.exits == {pid: -signal.SIGKILL}
+    await ranks.server.close()
 
 
-def test_what_a_rank_leaves_behind_is_reaped(run_dir: RunDir, plan: Plan) -> None:
+async def test_what_a_rank_leaves_behind_is_reaped(run_dir: RunDir, plan: Plan) -> None:
     plan({"0": {"0": {"0": ["child"]}}})
-
-    async def body() -> None:
-        ranks = Ranks(run_dir)
-        pid = await ranks.spawn_waiting()
-        child = int((run_dir.path / "child").read_text())
-        other = subprocess.Popen(["true"])  # noqa: ASYNC220 - not from a rank: its owner waits for it
-        ranks.server.signal(pid, signal.SIGKILL)
-        await until(lambda: ranks.exits, "the exit")
-        os.kill(child, signal.SIGKILL)
-        zombies = {psutil.STATUS_ZOMBIE}
-        await until(lambda: {psutil.Process(p).status() for p in (child, other.pid)} == zombies, "both to end")
-        await ranks.server.close()
-        assert not psutil.pid_exists(child)
-        assert other.wait() == 0
-
-    run_async(body())
+    ranks = Ranks(run_dir)
+    pid = await ranks.spawn_waiting()
+    child = int((run_dir.path / "child").read_text())
+    other = subprocess.Popen(["true"])  # noqa: ASYNC220 - not from a rank: its owner waits for it
+    ranks.server.signal(pid, signal.SIGKILL)
+    await until(lambda: ranks.exits, "the exit")
+    os.kill(child, signal.SIGKILL)
+    zombies = {psutil.STATUS_ZOMBIE}
+    await until(lambda: {psutil.Process(p).status() for p in (child, other.pid)} == zombies, "both to end")
+    await ranks.server.close()
+    assert not psutil.pid_exists(child)
+    assert other.wait() == 0
 
 
-def test_a_rank_that_was_never_heard_of_is_gone_at_the_end(
+async def test_a_rank_that_was_never_heard_of_is_gone_at_the_end(
     run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ft_hsdp.launch.backend.forkserver._Server._deliver", lambda *_: None)
@@ -200,97 +180,80 @@ def test_a_rank_that_was_never_heard_of_is_gone_at_the_end(
         ours = psutil.Process().children()
         return [child for child in ours if os.getsid(child.pid) == server != child.pid]
 
-    async def body() -> None:
-        ranks = Ranks(run_dir)
-        await ranks.server.start()
-        server = ranks.server.pid
-        assert server is not None
-        start = asyncio.create_task(ranks.spawn())
-        await until(lambda: forked(server), "the rank")
-        (rank,) = forked(server)
-        rank.suspend()  # it cannot end by itself
-        start.cancel()
-        await ranks.server.close()
-        assert not psutil.pid_exists(rank.pid)
-
-    run_async(body())
+    ranks = Ranks(run_dir)
+    await ranks.server.start()
+    server = ranks.server.pid
+    assert server is not None
+    start = asyncio.create_task(ranks.spawn())
+    await until(lambda: forked(server), "the rank")
+    (rank,) = forked(server)
+    rank.suspend()  # it cannot end by itself
+    start.cancel()
+    await ranks.server.close()
+    assert not psutil.pid_exists(rank.pid)
 
 
-def test_a_fork_that_fails_costs_no_other_rank(run_dir: RunDir) -> None:
-    async def body() -> None:
-        ranks = Ranks(run_dir)
-        pid = await ranks.spawn_waiting()
-        server = ranks.server.pid
-        assert server is not None
-        limits = resource.prlimit(server, resource.RLIMIT_NOFILE)
-        resource.prlimit(server, resource.RLIMIT_NOFILE, (psutil.Process(server).num_fds(), limits[1]))
-        with pytest.raises(Retryable, match=r"^the fork server cannot fork: Too many open files$"):
-            await ranks.spawn(1)
-        resource.prlimit(server, resource.RLIMIT_NOFILE, limits)
-        await ranks.spawn_waiting(1)
-        assert (ranks.server.pid, ranks.exits, alive({"pid": pid})) == (server, {}, True)
-        await ranks.server.close()
-
-    run_async(body())
+async def test_a_fork_that_fails_costs_no_other_rank(run_dir: RunDir) -> None:
+    ranks = Ranks(run_dir)
+    pid = await ranks.spawn_waiting()
+    server = ranks.server.pid
+    assert server is not None
+    limits = resource.prlimit(server, resource.RLIMIT_NOFILE)
+    resource.prlimit(server, resource.RLIMIT_NOFILE, (psutil.Process(server).num_fds(), limits[1]))
+    with pytest.raises(Retryable, match=r"^the fork server cannot fork: Too many open files$"):
+        await ranks.spawn(1)
+    resource.prlimit(server, resource.RLIMIT_NOFILE, limits)
+    await ranks.spawn_waiting(1)
+    assert (ranks.server.pid, ranks.exits, alive({"pid": pid})) == (server, {}, True)
+    await ranks.server.close()
 
 
-def test_a_server_that_cannot_be_started_is_retried(run_dir: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_cannot_be_started_is_retried(
+    run_dir: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def none(*_: object, **__: object) -> None:
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    async def body() -> None:
-        ranks = Ranks(run_dir)
-        with monkeypatch.context() as without:
-            without.setattr(asyncio, "create_subprocess_exec", none)
-            with pytest.raises(Retryable, match="does not start: Resource temporarily unavailable"):
-                await ranks.spawn()
-        await ranks.spawn_waiting()
-        await ranks.server.close()
-
-    run_async(body())
+    ranks = Ranks(run_dir)
+    with monkeypatch.context() as without:
+        without.setattr(asyncio, "create_subprocess_exec", none)
+        with pytest.raises(Retryable, match="does not start: Resource temporarily unavailable"):
+            await ranks.spawn()
+    await ranks.spawn_waiting()
+    await ranks.server.close()
 
 
-def test_a_scheduler_that_tells_every_process_to_end_does_not_kill_ranks_that_leave(run_dir: RunDir) -> None:
-    async def body() -> None:
-        ranks = Ranks(run_dir)
-        pids = [await ranks.spawn_waiting(rank) for rank in (0, 1)]
-        assert ranks.server.pid is not None
-        os.kill(ranks.server.pid, signal.SIGTERM)
-        ranks.server.signal(pids[0], signal.SIGTERM)
-        await until(lambda: ranks.exits, "the rank's own end")
-        assert ranks.exits == {pids[0]: -signal.SIGTERM}, "a stand-in does not leave, but it was told"
-        assert alive({"pid": pids[1]})
-        await ranks.server.close()
-
-    run_async(body())
+async def test_a_scheduler_that_tells_every_process_to_end_does_not_kill_ranks_that_leave(run_dir: RunDir) -> None:
+    ranks = Ranks(run_dir)
+    pids = [await ranks.spawn_waiting(rank) for rank in (0, 1)]
+    assert ranks.server.pid is not None
+    os.kill(ranks.server.pid, signal.SIGTERM)
+    ranks.server.signal(pids[0], signal.SIGTERM)
+    await until(lambda: ranks.exits, "the rank's own end")
+    assert ranks.exits == {pids[0]: -signal.SIGTERM}, "a stand-in does not leave, but it was told"
+    assert alive({"pid": pids[1]})
+    await ranks.server.close()
 
 
-def test_an_import_that_fails_is_one_line(run_dir: RunDir) -> None:
-    async def body() -> None:
-        server = ForkServer(run_dir.path, entry="no.such_module:main", preload=())
-        with pytest.raises(Retryable, match=r"cannot load no\.such_module:main: ModuleNotFoundError") as caught:
-            await server.start()
-        assert len(str(caught.value).splitlines()) == 1
-        await server.close()
-
-    run_async(body())
+async def test_an_import_that_fails_is_one_line(run_dir: RunDir) -> None:
+    server = ForkServer(run_dir.path, entry="no.such_module:main", preload=())
+    with pytest.raises(Retryable, match=r"cannot load no\.such_module:main: ModuleNotFoundError") as caught:
+        await server.start()
+    assert len(str(caught.value).splitlines()) == 1
+    await server.close()
 
 
-def test_imports_that_start_a_thread_are_refused(
+async def test_imports_that_start_a_thread_are_refused(
     run_dir: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "threaded.py").write_text(
         "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-
-    async def body() -> None:
-        server = ForkServer(run_dir.path, entry=STANDIN, preload=("threaded",))
-        with pytest.raises(Retryable, match="left 2 threads running"):
-            await server.start()
-        await server.close()
-
-    run_async(body())
+    server = ForkServer(run_dir.path, entry=STANDIN, preload=("threaded",))
+    with pytest.raises(Retryable, match="left 2 threads running"):
+        await server.start()
+    await server.close()
 
 
 def test_nothing_outlives_a_supervisor_that_is_killed(run_dir: RunDir) -> None:

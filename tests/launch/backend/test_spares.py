@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Coroutine
-from typing import Any
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 
 import pytest
 
@@ -17,7 +17,7 @@ from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
 from ft_hsdp.launch.supervisor import ReplicaSupervisor
-from tests.support.launch.launch_helpers import Plan, run_async, until
+from tests.support.launch.launch_helpers import Plan, until
 
 
 class Watched:
@@ -81,23 +81,19 @@ class World:
         await until(lambda: self.backend.warm, "a spare")
         return self.spares[0]
 
-    def test(self, body: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `body`; nothing is left running then."""
-
-        async def main() -> None:
-            try:
-                await body()
-            finally:
-                await self.backend.close()
-            await until(lambda: not any(alive({"pid": pid}) for pid in self.made), "the spares to be gone")
-
-        run_async(main())
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        """With the end of the block the backend is closed, and nothing is left running."""
+        try:
+            yield
+        finally:
+            await self.backend.close()
+        await until(lambda: not any(alive({"pid": pid}) for pid in self.made), "the spares to be gone")
 
 
-def test_a_spare_becomes_the_incarnation_it_is_called_and_another_takes_its_place(run_dir: RunDir) -> None:
+async def test_a_spare_becomes_the_incarnation_it_is_called_and_another_takes_its_place(run_dir: RunDir) -> None:
     world = World(run_dir)
-
-    async def body() -> None:
+    async with world.running():
         assert (await world.start(0))[0] == COLD
         pids = await world.ready()
         assert not run_dir.rank_log(1, 0).exists()
@@ -111,13 +107,10 @@ def test_a_spare_becomes_the_incarnation_it_is_called_and_another_takes_its_plac
         assert [e["spare"] for e in world.named("SpareWarmed")] == [1, 2]
         assert not world.named("SpareLost")
 
-    world.test(body)
 
-
-def test_no_spare_is_called_twice(run_dir: RunDir) -> None:
+async def test_no_spare_is_called_twice(run_dir: RunDir) -> None:
     world = World(run_dir, spares=2)
-
-    async def body() -> None:
+    async with world.running():
         await world.start(0)
         await until(lambda: len(world.named("SpareWarmed")) == 2, "two spares")
         found = await asyncio.gather(*(world.start(replica) for replica in (1, 2, 3)))
@@ -125,13 +118,10 @@ def test_no_spare_is_called_twice(run_dir: RunDir) -> None:
         pids = [pid for _, watched in found for pid in watched.pids]
         assert len(set(pids)) == 6
 
-    world.test(body)
 
-
-def test_none_is_made_while_a_gang_does_not_train_yet(run_dir: RunDir) -> None:
+async def test_none_is_made_while_a_gang_does_not_train_yet(run_dir: RunDir) -> None:
     world = World(run_dir)
-
-    async def body() -> None:
+    async with world.running():
         await world.backend.start(world.spec(0), Watched())
         assert (await world.start(1))[0] == (await world.start(2))[0] == COLD
         assert not world.spares
@@ -139,14 +129,11 @@ def test_none_is_made_while_a_gang_does_not_train_yet(run_dir: RunDir) -> None:
         world.backend.settled(world.spec(0))
         await world.ready()
 
-    world.test(body)
 
-
-def test_one_that_is_not_warm_yet_is_called_rather_than_a_cold_start(run_dir: RunDir, plan: Plan) -> None:
+async def test_one_that_is_not_warm_yet_is_called_rather_than_a_cold_start(run_dir: RunDir, plan: Plan) -> None:
     plan({"spare": {"1": ["until", "go"]}})
     world = World(run_dir)
-
-    async def body() -> None:
+    async with world.running():
         await world.start(0)
         await until(lambda: len(world.made) == 2, "a spare that gets warm")
         await until(lambda: [len(pids) for pids in world.spares] == [2], "both of its ranks")
@@ -156,17 +143,14 @@ def test_one_that_is_not_warm_yet_is_called_rather_than_a_cold_start(run_dir: Ru
         assert how in (WARMING, WARM)
         assert sorted(promoted.pids) == sorted(world.made[:2])
 
-    world.test(body)
-
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_spare_that_is_killed_is_replaced_as_a_whole(
+async def test_a_spare_that_is_killed_is_replaced_as_a_whole(
     run_dir: RunDir, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spares, "PAUSE_S", 0.05)
     world = World(run_dir)
-
-    async def body() -> None:
+    async with world.running():
         _, first = await world.start(0)
         pids = await world.ready()
         os.kill(pids[victim], signal.SIGKILL)
@@ -177,17 +161,14 @@ def test_a_spare_that_is_killed_is_replaced_as_a_whole(
         assert "ended with SIGKILL" in world.named("SpareLost")[0]["reason"]
         assert not first.gone
 
-    world.test(body)
 
-
-def test_one_that_cannot_get_warm_is_not_made_again_and_again_without_a_pause(
+async def test_one_that_cannot_get_warm_is_not_made_again_and_again_without_a_pause(
     run_dir: RunDir, plan: Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spares, "PAUSE_S", 0.02)
     plan({"spare": {"1": ["exit", 75]}})
     world = World(run_dir)
-
-    async def body() -> None:
+    async with world.running():
         await world.start(0)
         await until(lambda: len(world.named("SpareLost")) >= 4, "four attempts")
         pauses = [e["delay_s"] for e in world.named("SpareLost")[:4]]
@@ -196,25 +177,19 @@ def test_one_that_cannot_get_warm_is_not_made_again_and_again_without_a_pause(
         assert not world.backend.warm
         assert (await world.start(1))[0] in (COLD, WARMING)
 
-    world.test(body)
 
-
-def test_the_end_of_the_job_is_the_end_of_spares_that_get_warm(run_dir: RunDir, plan: Plan) -> None:
+async def test_the_end_of_the_job_is_the_end_of_spares_that_get_warm(run_dir: RunDir, plan: Plan) -> None:
     plan({"spare": {"0": ["hang"], "1": ["hang"]}})
     world = World(run_dir)
-
-    async def body() -> None:
+    async with world.running():
         await world.start(0)
         await until(lambda: len(world.made) == 2, "a spare that gets warm")
-
-    world.test(body)
     assert world.spares == []
 
 
-def test_when_the_fork_server_dies_its_spares_stay_and_can_be_called(run_dir: RunDir) -> None:
+async def test_when_the_fork_server_dies_its_spares_stay_and_can_be_called(run_dir: RunDir) -> None:
     world = World(run_dir)
-
-    async def body() -> None:
+    async with world.running():
         await world.start(0)
         pids = await world.ready()
         server = world.backend.server_pid
@@ -227,10 +202,8 @@ def test_when_the_fork_server_dies_its_spares_stay_and_can_be_called(run_dir: Ru
         how, promoted = await world.start(1)
         assert (how, promoted.pids) == (WARM, pids)
 
-    world.test(body)
 
-
-def test_a_lost_replica_gets_the_spare_at_once_whatever_the_survivors_do(run_dir: RunDir) -> None:
+async def test_a_lost_replica_gets_the_spare_at_once_whatever_the_survivors_do(run_dir: RunDir) -> None:
     world = World(run_dir)
     config = parse({"restart": {"hold_s": 60}, "ranks_per_replica": 2, "spares": 2})
 
@@ -250,8 +223,7 @@ def test_a_lost_replica_gets_the_spare_at_once_whatever_the_survivors_do(run_dir
         emit=world.events.append,
         survivors=lambda: True,
     )
-
-    async def body() -> None:
+    async with world.running():
         task = asyncio.create_task(supervisor.run())
         await until((run_dir.path / "waiting-1-0-1").exists, "the first life")
         assert supervisor.current is not None
@@ -269,5 +241,3 @@ def test_a_lost_replica_gets_the_spare_at_once_whatever_the_survivors_do(run_dir
         assert [rank["pid"] for rank in listed["ranks"]] == pids
         await supervisor.stop(1.0)
         assert (await task).kind == "stopped"
-
-    world.test(body)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import re
 import socket
@@ -209,11 +208,8 @@ def test_clocks_that_differ_are_found(
     assert said in finding.text
 
 
-def test_a_lighthouse_says_what_time_it_is() -> None:
-    async def ask() -> httpx.Response:
-        transport = httpx.ASGITransport(SwitchableApp(Standby(lambda: None)))
-        async with httpx.AsyncClient(transport=transport, base_url="http://lighthouse") as client:
-            return await client.get("/healthz")
-
-    date = asyncio.run(ask()).headers["date"]
+async def test_a_lighthouse_says_what_time_it_is() -> None:
+    transport = httpx.ASGITransport(SwitchableApp(Standby(lambda: None)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://lighthouse") as client:
+        date = (await client.get("/healthz")).headers["date"]
     assert abs(parsedate_to_datetime(date).timestamp() - time.time()) < 60

@@ -15,7 +15,6 @@ import pytest
 from lighthouse.ha.election import Deposed, Election, EtcdStore
 from lighthouse.ha.etcd import Etcd, EtcdEntry, EtcdUnreachable
 from lighthouse.quorum.state import LighthouseState, Policy
-from tests.support.lighthouse.lighthouse_helpers import run_async
 
 HEADER = {"cluster_id": "1", "member_id": "2", "revision": "7", "raft_term": "2"}
 POLICY = Policy(slots=2, steps=10)
@@ -190,33 +189,27 @@ def test_a_token_that_does_not_come_is_one_clear_error(fake: Fake) -> None:
 
 
 @pytest.mark.parametrize("odd", ["another program's", "cut short", "a list"])
-def test_a_leader_that_understands_no_answer_steps_down_when_its_lease_may_have_run_out(
+async def test_a_leader_that_understands_no_answer_steps_down_when_its_lease_may_have_run_out(
     fake: Fake, client: Etcd, odd: str
 ) -> None:
-    async def body() -> None:
-        election = Election(client, "/job/leader", "http://me", 1, lambda: now())
-        election.revision, election._lease, election._until = 5, 3, start + 0.6
-        fake.says(ODD[odd])
-        why = await election.keep()
-        assert why.startswith("its lease may have run out: etcd:")
-        assert len(fake.calls) >= 2, "it was tried once only"
-        assert not election.holds
-
     start = time.monotonic()
     now = time.monotonic
-    run_async(body())
+    election = Election(client, "/job/leader", "http://me", 1, lambda: now())
+    election.revision, election._lease, election._until = 5, 3, start + 0.6
+    fake.says(ODD[odd])
+    why = await election.keep()
+    assert why.startswith("its lease may have run out: etcd:")
+    assert len(fake.calls) >= 2, "it was tried once only"
+    assert not election.holds
 
 
-def test_a_candidate_that_understands_no_answer_goes_on_looking(fake: Fake, client: Etcd) -> None:
-    async def body() -> None:
-        election = Election(client, "/job/leader", "http://me", 30)
-        fake.says({"responses": []})
-        assert not await election._try()
-        fake.says({"header": HEADER, "kvs": [kv("/job/leader", '{"url": "http://other"}')], "count": "1"})
-        assert not await election._try()
-        assert election.leader == "http://other"
-
-    run_async(body())
+async def test_a_candidate_that_understands_no_answer_goes_on_looking(fake: Fake, client: Etcd) -> None:
+    election = Election(client, "/job/leader", "http://me", 30)
+    fake.says({"responses": []})
+    assert not await election._try()
+    fake.says({"header": HEADER, "kvs": [kv("/job/leader", '{"url": "http://other"}')], "count": "1"})
+    assert not await election._try()
+    assert election.leader == "http://other"
 
 
 def test_a_store_that_is_not_understood_is_not_taken_for_an_empty_one(fake: Fake, client: Etcd) -> None:

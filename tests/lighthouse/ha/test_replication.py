@@ -18,7 +18,7 @@ from lighthouse.http.journal_routes import views
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.rows import JobInfo, JournalEntry
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, run_async
+from tests.support.lighthouse.lighthouse_helpers import TOKEN
 
 
 class Leader:
@@ -80,64 +80,53 @@ async def mirrored(archive, leader, key=None):
             await asyncio.gather(running, return_exceptions=True)
 
 
-def test_each_row_is_kept_under_its_number_also_those_of_before(monkeypatch):
-    async def body():
-        async with Leader() as leader:
-            leader.chronicle.note([row(1), row(2)])
-            copy = MemoryDatabase()
-            async with mirrored(copy, lambda: leader.url):
-                await until(lambda: copy.last == leader.archive.last)
-                leader.chronicle.note([row(n) for n in range(3, 60)])
-                await until(lambda: copy.last == leader.archive.last)
-            assert kept(copy) == kept(leader.archive)
-            assert len(kept(copy)) >= 59
-            copy.close()
-
-    run_async(body())
-
-
-def test_it_goes_on_where_it_was_and_turns_to_a_new_leader(monkeypatch):
-    monkeypatch.setattr(mirrors, "RETRY_S", 0.1)
-
-    async def body():
+async def test_each_row_is_kept_under_its_number_also_those_of_before(monkeypatch):
+    async with Leader() as leader:
+        leader.chronicle.note([row(1), row(2)])
         copy = MemoryDatabase()
-        who = [None]
-        async with Leader() as old, Leader(first=500) as new, mirrored(copy, lambda: who[0]):
-            who[0] = old.url
-            old.chronicle.note([row(1)])
-            await until(lambda: copy.last >= 1)
-            before = kept(copy)
-            who[0] = new.url
-            new.chronicle.note([row(500)])
-            await until(lambda: copy.last >= 500)
-            assert kept(copy)[: len(before)] == before
-            assert kept(copy)[len(before) :] == [e for e in kept(new.archive) if e.seq > before[-1].seq]
-            old.chronicle.note([row(99)])
-            await asyncio.sleep(0.1)
-            assert all(e.row["reason"] != row(99)["reason"] for e in kept(copy)), "it still follows the old one"
+        async with mirrored(copy, lambda: leader.url):
+            await until(lambda: copy.last == leader.archive.last)
+            leader.chronicle.note([row(n) for n in range(3, 60)])
+            await until(lambda: copy.last == leader.archive.last)
+        assert kept(copy) == kept(leader.archive)
+        assert len(kept(copy)) >= 59
         copy.close()
 
-    run_async(body())
+
+async def test_it_goes_on_where_it_was_and_turns_to_a_new_leader(monkeypatch):
+    monkeypatch.setattr(mirrors, "RETRY_S", 0.1)
+    copy = MemoryDatabase()
+    who = [None]
+    async with Leader() as old, Leader(first=500) as new, mirrored(copy, lambda: who[0]):
+        who[0] = old.url
+        old.chronicle.note([row(1)])
+        await until(lambda: copy.last >= 1)
+        before = kept(copy)
+        who[0] = new.url
+        new.chronicle.note([row(500)])
+        await until(lambda: copy.last >= 500)
+        assert kept(copy)[: len(before)] == before
+        assert kept(copy)[len(before) :] == [e for e in kept(new.archive) if e.seq > before[-1].seq]
+        old.chronicle.note([row(99)])
+        await asyncio.sleep(0.1)
+        assert all(e.row["reason"] != row(99)["reason"] for e in kept(copy)), "it still follows the old one"
+    copy.close()
 
 
 @pytest.mark.parametrize("key", ["", "no key"])
-def test_a_leader_that_refuses_or_is_gone_is_asked_again(key, monkeypatch):
+async def test_a_leader_that_refuses_or_is_gone_is_asked_again(key, monkeypatch):
     monkeypatch.setattr(mirrors, "RETRY_S", 0.05)
-
-    async def body():
-        copy = MemoryDatabase()
-        async with Leader() as leader:
-            urls = iter(["http://127.0.0.1:1", leader.url])
-            who = [next(urls)]
-            async with mirrored(copy, lambda: who[0], key):
-                await asyncio.sleep(0.2)
-                who[0] = next(urls)
-                leader.chronicle.note([row(1)])
-                await asyncio.sleep(0.2)
-                assert not kept(copy)
-        copy.close()
-
-    run_async(body())
+    copy = MemoryDatabase()
+    async with Leader() as leader:
+        urls = iter(["http://127.0.0.1:1", leader.url])
+        who = [next(urls)]
+        async with mirrored(copy, lambda: who[0], key):
+            await asyncio.sleep(0.2)
+            who[0] = next(urls)
+            leader.chronicle.note([row(1)])
+            await asyncio.sleep(0.2)
+            assert not kept(copy)
+    copy.close()
 
 
 @pytest.mark.parametrize(

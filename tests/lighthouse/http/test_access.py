@@ -39,7 +39,7 @@ from lighthouse.http.access import (
     view_key,
 )
 from lighthouse.http.openapi import describe
-from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN, run_async
+from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN
 
 NEXT = "7a" * 32
 KEYS = Keys(TOKEN, ADMIN)
@@ -232,44 +232,41 @@ class Caller:
 @pytest.mark.parametrize(
     ("path", "pieces"), [("/v1/processes", 16), ("/v1/telemetry", 16), ("/v1/admin/checkpoint", 4)]
 )
-def test_a_body_without_end_is_413_at_its_routes_limit(path, pieces):
+async def test_a_body_without_end_is_413_at_its_routes_limit(path, pieces):
     app = FastAPI()
     app.mount("/", reads)
     describe(app, KEYS)
     caller = Caller(RequestGate(app, KEYS, Rates(), lambda: 0.0), token=ADMIN if "admin" in path else TOKEN)
-    assert run_async(caller(path))[0] == 413
+    assert (await caller(path))[0] == 413
     assert caller.more == pieces + 1
 
 
 @pytest.mark.parametrize("length", [b"65537", b"99999999999999999999", b"-1", b"1e3", b"\xb2"])
-def test_a_length_that_is_too_large_or_none_is_413_before_anything_is_read(length):
+async def test_a_length_that_is_too_large_or_none_is_413_before_anything_is_read(length):
     caller = Caller(RequestGate(reads, KEYS, Rates(), lambda: 0.0))
-    assert run_async(caller("/v1/status", (b"content-length", length)))[0] == 413
+    assert (await caller("/v1/status", (b"content-length", length)))[0] == 413
     assert caller.more == 0
 
 
-def test_an_address_has_sixteen_streams_and_the_others_have_theirs():
-    async def main():
-        ended = asyncio.Event()
+async def test_an_address_has_sixteen_streams_and_the_others_have_theirs():
+    ended = asyncio.Event()
 
-        async def endless(scope, receive, send):
-            await send({"type": "http.response.start", "status": 200, "headers": []})
-            await ended.wait()
+    async def endless(scope, receive, send):
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await ended.wait()
 
-        gate = RequestGate(endless, KEYS, Rates(), lambda: 0.0)
-        callers = [Caller(gate) for _ in range(20)] + [Caller(gate, f"192.0.2.{n}") for n in range(2, 60)]
-        running = [asyncio.create_task(caller("/v1/stream")) for caller in callers]
-        for _ in range(5):
-            await asyncio.sleep(0)
-        codes = [caller.sent[0]["status"] for caller in callers]
-        assert codes[:20] == [200] * 16 + [429] * 4
-        assert codes[20:].count(200) == 64 - 16
-        ended.set()
-        await asyncio.gather(*running)
-        last = Caller(gate)
-        assert (await last("/v1/stream"))[0] == 200
-
-    run_async(main())
+    gate = RequestGate(endless, KEYS, Rates(), lambda: 0.0)
+    callers = [Caller(gate) for _ in range(20)] + [Caller(gate, f"192.0.2.{n}") for n in range(2, 60)]
+    running = [asyncio.create_task(caller("/v1/stream")) for caller in callers]
+    for _ in range(5):
+        await asyncio.sleep(0)
+    codes = [caller.sent[0]["status"] for caller in callers]
+    assert codes[:20] == [200] * 16 + [429] * 4
+    assert codes[20:].count(200) == 64 - 16
+    ended.set()
+    await asyncio.gather(*running)
+    last = Caller(gate)
+    assert (await last("/v1/stream"))[0] == 200
 
 
 class Guest:
@@ -285,84 +282,74 @@ class Guest:
         self.dropped = True
 
 
-def test_the_oldest_stranger_makes_room_and_who_is_known_stays():
-    async def main():
-        guests = connections.Connections(1000)
-        known = [Guest("192.0.2.1") for _ in range(400)]
-        for guest in known:
-            guests.enter(guest)
-            guests.known(guest)
-        flood = [Guest("192.0.2.1") for _ in range(300)]
-        other = Guest("192.0.2.2")
-        guests.enter(other)
-        for guest in flood:
-            guests.enter(guest)
-        assert [g.dropped for g in flood] == [True] * 44 + [False] * 256
-        assert not other.dropped
-        many = [Guest(f"10.0.{n // 256}.{n % 256}") for n in range(10_000)]
-        for guest in many:
-            guests.enter(guest)
-        assert guests.strangers == connections.STRANGERS
-        assert len(guests) == 400 + connections.STRANGERS
-        assert other.dropped
-        assert not any(g.dropped for g in known + many[-connections.STRANGERS :])
-        for guest in [*known, *many[-connections.STRANGERS :]]:
-            guests.leave(guest)
-            guests.leave(guest)
-        assert (len(guests), guests.strangers, guests._of) == (0, 0, {})
-
-    run_async(main())
+async def test_the_oldest_stranger_makes_room_and_who_is_known_stays():
+    guests = connections.Connections(1000)
+    known = [Guest("192.0.2.1") for _ in range(400)]
+    for guest in known:
+        guests.enter(guest)
+        guests.known(guest)
+    flood = [Guest("192.0.2.1") for _ in range(300)]
+    other = Guest("192.0.2.2")
+    guests.enter(other)
+    for guest in flood:
+        guests.enter(guest)
+    assert [g.dropped for g in flood] == [True] * 44 + [False] * 256
+    assert not other.dropped
+    many = [Guest(f"10.0.{n // 256}.{n % 256}") for n in range(10_000)]
+    for guest in many:
+        guests.enter(guest)
+    assert guests.strangers == connections.STRANGERS
+    assert len(guests) == 400 + connections.STRANGERS
+    assert other.dropped
+    assert not any(g.dropped for g in known + many[-connections.STRANGERS :])
+    for guest in [*known, *many[-connections.STRANGERS :]]:
+        guests.leave(guest)
+        guests.leave(guest)
+    assert (len(guests), guests.strangers, guests._of) == (0, 0, {})
 
 
-def test_when_all_are_known_the_new_one_goes():
-    async def main():
-        guests = connections.Connections(20)
-        for n in range(20):
-            guest = Guest(f"192.0.2.{n}")
-            guests.enter(guest)
-            guests.known(guest)
-        late = Guest("192.0.2.99")
-        guests.enter(late)
-        assert late.dropped
-        assert len(guests) == 20
-
-    run_async(main())
+async def test_when_all_are_known_the_new_one_goes():
+    guests = connections.Connections(20)
+    for n in range(20):
+        guest = Guest(f"192.0.2.{n}")
+        guests.enter(guest)
+        guests.known(guest)
+    late = Guest("192.0.2.99")
+    guests.enter(late)
+    assert late.dropped
+    assert len(guests) == 20
 
 
-def test_a_client_that_reads_nothing_is_cut_off(monkeypatch):
+async def test_a_client_that_reads_nothing_is_cut_off(monkeypatch):
     monkeypatch.setattr(connections, "TICK_S", 0.05)
+    done = asyncio.get_running_loop().create_future()
 
-    async def main():
-        done = asyncio.get_running_loop().create_future()
+    async def talks(scope, receive, send):
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            for _ in range(100):
+                await send({"type": "http.response.body", "body": bytes(2**20), "more_body": True})
+        finally:
+            done.set_result(None)
 
-        async def talks(scope, receive, send):
-            try:
-                await send({"type": "http.response.start", "status": 200, "headers": []})
-                for _ in range(100):
-                    await send({"type": "http.response.body", "body": bytes(2**20), "more_body": True})
-            finally:
-                done.set_result(None)
-
-        guests = connections.Connections()
-        server = uvicorn.Server(uvicorn.Config(talks, **{**connections.options(guests, None), "loop": "asyncio"}))
-        sock = socket.create_server(("127.0.0.1", 0))
-        serving = asyncio.create_task(server.serve(sockets=[sock]))
-        _, writer = await asyncio.open_connection(*sock.getsockname())
-        writer.transport.pause_reading()
-        writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
-        async with asyncio.timeout(10):
-            while not len(guests):  # noqa: ASYNC110 - there is no event for it
-                await asyncio.sleep(0.01)
-            while len(guests):  # noqa: ASYNC110 - there is no event for it
-                await asyncio.sleep(0.01)
-            await done
-        assert guests.strangers == 0
-        assert not guests._of
-        writer.close()
-        server.should_exit = True
-        await serving
-
-    run_async(main())
+    guests = connections.Connections()
+    server = uvicorn.Server(uvicorn.Config(talks, **{**connections.options(guests, None), "loop": "asyncio"}))
+    sock = socket.create_server(("127.0.0.1", 0))
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    _, writer = await asyncio.open_connection(*sock.getsockname())
+    writer.transport.pause_reading()
+    writer.write(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n")
+    async with asyncio.timeout(10):
+        while not len(guests):  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.01)
+        while len(guests):  # noqa: ASYNC110 - there is no event for it
+            await asyncio.sleep(0.01)
+        await done
+    assert guests.strangers == 0
+    assert not guests._of
+    writer.close()
+    server.should_exit = True
+    await serving
 
 
 # Rates, places and the memory for them: bounded whoever comes, and wide enough for who belongs here.
@@ -513,33 +500,30 @@ def test_an_address_is_what_one_host_cannot_change(host, same):
     assert source(host) == same
 
 
-def test_a_connection_that_was_reset_is_let_go_at_once():
+async def test_a_connection_that_was_reset_is_let_go_at_once():
     """Its keep-alive timer would hold it, and all of its last request, for another 75 seconds."""
 
     async def app(scope, receive, send):
         await send({"type": "http.response.start", "status": 204, "headers": []})
         await send({"type": "http.response.body"})
 
-    async def main():
-        config = uvicorn.Config(app, lifespan="off", log_config=None)
-        config.load()
-        gone = asyncio.Event()
+    config = uvicorn.Config(app, lifespan="off", log_config=None)
+    config.load()
+    gone = asyncio.Event()
 
-        class Guest(connections.GuardedConnection):
-            def connection_lost(self, exc):
-                super().connection_lost(exc)
-                gone.set()
+    class Guest(connections.GuardedConnection):
+        def connection_lost(self, exc):
+            super().connection_lost(exc)
+            gone.set()
 
-        guest = Guest(connections.Connections(), config=config, server_state=ServerState(), app_state={})
-        async with await asyncio.get_running_loop().create_server(lambda: guest, "127.0.0.1", 0) as server:
-            reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
-            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-            await reader.readuntil(b"\r\n\r\n")
-            assert guest.timeout_keep_alive_task is not None
-            linger = struct.pack("ii", 1, 0)
-            writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
-            writer.transport.abort()
-            await asyncio.wait_for(gone.wait(), 5)
-            assert guest.timeout_keep_alive_task is None
-
-    run_async(main())
+    guest = Guest(connections.Connections(), config=config, server_state=ServerState(), app_state={})
+    async with await asyncio.get_running_loop().create_server(lambda: guest, "127.0.0.1", 0) as server:
+        reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
+        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        assert guest.timeout_keep_alive_task is not None
+        linger = struct.pack("ii", 1, 0)
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.transport.abort()
+        await asyncio.wait_for(gone.wait(), 5)
+        assert guest.timeout_keep_alive_task is None

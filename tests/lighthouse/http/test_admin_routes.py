@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
@@ -15,7 +17,7 @@ from lighthouse.http.app import MAX_REASON, create_app
 from lighthouse.quorum.state import Policy
 from lighthouse.service import SUPERVISED_S, Service
 from lighthouse.store import MemoryStore, StoreFailed
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, Row, ask, at, name, run_async
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, Row, ask, at, name
 
 ADMIN = "ad" * 32
 ORDERS = ["replicas/1/evict", "replicas/1/drain", "replicas/1/undrain", "checkpoint", "scale"]
@@ -59,28 +61,23 @@ class Place:
         return [row for row in self.rows if row["source"] == "admin"]
 
 
-def within(body: Any, **policy: Any) -> None:
-    """Run a test against a place of its own."""
-
-    async def main() -> None:
-        place = Place(**policy)
-        async with place.http:
-            await body(await place.start())
-
-    run_async(main())
+@asynccontextmanager
+async def within(**policy: Any) -> AsyncIterator[Place]:
+    """A place that is started."""
+    place = Place(**policy)
+    async with place.http:
+        yield await place.start()
 
 
 @pytest.mark.parametrize("path", ORDERS)
-def test_only_an_admin_may(path: str) -> None:
-    async def body(place: Place) -> None:
+async def test_only_an_admin_may(path: str) -> None:
+    async with within() as place:
         before = place.service.state
         for token, status in (("", 401), ("x" * 64, 401), (TOKEN, 403), (view_key(TOKEN), 403)):
             response = await place.order(path, token)
             assert response.status_code == status, token
         assert place.service.state == before
         assert not place.audited()
-
-    within(body)
 
 
 @pytest.mark.parametrize(
@@ -91,8 +88,8 @@ def test_only_an_admin_may(path: str) -> None:
         ("checkpoint", "CheckpointOrdered"),
     ],
 )
-def test_an_order_is_in_the_journal_before_it_is_carried_out_and_only_once(path: str, event: str) -> None:
-    async def body(place: Place) -> None:
+async def test_an_order_is_in_the_journal_before_it_is_carried_out_and_only_once(path: str, event: str) -> None:
+    async with within() as place:
         before = place.service.state
         response = await place.order(path, json={"reason": "a new\nfan \x1b[31m"})
         assert response.status_code == 200
@@ -105,22 +102,18 @@ def test_an_order_is_in_the_journal_before_it_is_carried_out_and_only_once(path:
         assert again.status_code == 200
         assert len(place.audited()) == 1
 
-    within(body)
 
-
-def test_an_eviction_reaches_the_supervisor_and_ends_with_the_exit() -> None:
-    async def body(place: Place) -> None:
+async def test_an_eviction_reaches_the_supervisor_and_ends_with_the_exit() -> None:
+    async with within() as place:
         await place.order("replicas/1/evict", json={"reason": "hot"})
         (eviction,) = place.report().evict
         assert (eviction.incarnation, eviction.reason) == (name(1), "by the operator: hot")
         assert place.report((name(1),), without=(1,)).evict == ()
         assert (await place.order("replicas/1/evict")).json() == {"detail": "replica 1 does not run"}
 
-    within(body)
 
-
-def test_a_scale_is_in_the_journal_is_told_to_supervisors_and_outlives_the_lighthouse() -> None:
-    async def body(place: Place) -> None:
+async def test_a_scale_is_in_the_journal_is_told_to_supervisors_and_outlives_the_lighthouse() -> None:
+    async with within() as place:
         response = await place.order("scale", json={"replicas": 2, "reason": "a guest"})
         assert response.json()["detail"].startswith("replica 2 leaves at the next step boundary")
         (row,) = place.audited()
@@ -133,8 +126,6 @@ def test_a_scale_is_in_the_journal_is_told_to_supervisors_and_outlives_the_light
         assert (again.status_code, len(place.audited())) == (200, 1)
         assert MemoryStore(place.store.rows).load(place.service.state.policy).target == 2
         assert MemoryStore(place.store.rows).load(Policy(slots=1, steps=10)).target == 1
-
-    within(body)
 
 
 @pytest.mark.parametrize(
@@ -149,30 +140,26 @@ def test_a_scale_is_in_the_journal_is_told_to_supervisors_and_outlives_the_light
         ({"replicas": 2, "speed": "slow"}, 422, ""),
     ],
 )
-def test_what_the_job_cannot_be_scaled_to(body: Any, status: int, words: str) -> None:
-    async def main(place: Place) -> None:
+async def test_what_the_job_cannot_be_scaled_to(body: Any, status: int, words: str) -> None:
+    async with within(min_replicas=2) as place:
         response = await place.order("scale", json=body)
         assert response.status_code == status
         assert response.json()["detail"].startswith(words)
         assert not place.audited()
         assert place.service.state.target == 3
 
-    within(main, min_replicas=2)
 
-
-def test_a_supervisor_that_is_away_cannot_be_ordered_to_kill() -> None:
-    async def body(place: Place) -> None:
+async def test_a_supervisor_that_is_away_cannot_be_ordered_to_kill() -> None:
+    async with within() as place:
         place.now += SUPERVISED_S + 1
         response = await place.order("replicas/1/evict")
         assert response.status_code == 409
         assert response.json()["detail"].startswith("replica 1 has no supervisor")
         assert not place.audited()
 
-    within(body)
 
-
-def test_drain_and_undrain_are_told_to_supervisors_and_to_the_replica() -> None:
-    async def body(place: Place) -> None:
+async def test_drain_and_undrain_are_told_to_supervisors_and_to_the_replica() -> None:
+    async with within() as place:
         assert (await place.order("replicas/1/drain")).status_code == 200
         assert place.report().drained == (1,)
         assert await place.service.ask(ask(1, at(1, 1), epoch=1)) == Continue(1, 2, leave=True)
@@ -182,11 +169,9 @@ def test_drain_and_undrain_are_told_to_supervisors_and_to_the_replica() -> None:
         assert place.report((name(1),), without=(1,)).drained == ()
         assert [row["event"] for row in place.audited()] == ["AdminDrained", "AdminUndrained"]
 
-    within(body)
 
-
-def test_too_few_are_left_only_by_force() -> None:
-    async def body(place: Place) -> None:
+async def test_too_few_are_left_only_by_force() -> None:
+    async with within(min_replicas=2) as place:
         assert (await place.order("replicas/0/drain")).status_code == 200
         response = await place.order("replicas/1/drain")
         assert response.status_code == 409
@@ -194,8 +179,6 @@ def test_too_few_are_left_only_by_force() -> None:
         assert (await place.order("replicas/1/drain", json={"force": True})).status_code == 200
         response = await place.order("replicas/2/drain", json={"force": True})
         assert response.json()["detail"] == "replica 2 cannot be spared: no other one holds the newest state"
-
-    within(body, min_replicas=2)
 
 
 @pytest.mark.parametrize(
@@ -215,8 +198,8 @@ def test_too_few_are_left_only_by_force() -> None:
         ("replicas/1/drain", {"content": b'{"reason": "\\ud800"}'}, 422),
     ],
 )
-def test_what_makes_no_sense_gets_one_line(path: str, arguments: Any, status: int) -> None:
-    async def body(place: Place) -> None:
+async def test_what_makes_no_sense_gets_one_line(path: str, arguments: Any, status: int) -> None:
+    async with within() as place:
         response = await place.order(path, **arguments)
         assert response.status_code == status
         detail = response.json()["detail"]
@@ -225,11 +208,10 @@ def test_what_makes_no_sense_gets_one_line(path: str, arguments: Any, status: in
         assert not place.audited()
         assert not place.service.state.drained
 
-    within(body)
 
+async def test_a_store_that_fails_means_that_nothing_was_done() -> None:
+    async with within() as place:
 
-def test_a_store_that_fails_means_that_nothing_was_done() -> None:
-    async def body(place: Place) -> None:
         def fail(*_: Any) -> None:
             raise StoreFailed("disk full")
 
@@ -238,11 +220,9 @@ def test_a_store_that_fails_means_that_nothing_was_done() -> None:
         assert (response.status_code, response.json()) == (503, {"detail": "disk full"})
         assert not place.service.state.drained
 
-    within(body)
 
-
-def test_the_description_of_the_routes_names_them() -> None:
-    async def body(place: Place) -> None:
+async def test_the_description_of_the_routes_names_them() -> None:
+    async with within() as place:
         paths = (await place.http.get("/openapi.json", headers={"Authorization": f"Bearer {ADMIN}"})).json()[
             "paths"
         ]
@@ -251,5 +231,3 @@ def test_the_description_of_the_routes_names_them() -> None:
             "/v1/admin/scale",
             *(f"/v1/admin/replicas/{{id}}/{action}" for action in ("evict", "drain", "undrain")),
         }
-
-    within(body)

@@ -17,7 +17,7 @@ from lighthouse.http.app import create_app
 from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
 from lighthouse.store import MemoryStore, StoreFailed
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, name, run_async
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, name
 
 V1 = [("POST", "/v1/quorum"), ("POST", "/v1/processes"), ("GET", "/v1/status")]
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}
@@ -34,18 +34,14 @@ def client(service, token=TOKEN, headers=HEADERS):
     return httpx.AsyncClient(transport=transport, base_url="http://lighthouse", headers=headers)
 
 
-def call(method, path, service=None, headers=HEADERS, token=TOKEN, **arguments):
+async def call(method, path, service=None, headers=HEADERS, token=TOKEN, **arguments):
     """One request to a lighthouse of its own."""
-
-    async def main():
-        async with client(service or make(), token, headers) as http:
-            return await http.request(method, path, **arguments)
-
-    return run_async(main())
+    async with client(service or make(), token, headers) as http:
+        return await http.request(method, path, **arguments)
 
 
-def test_quorum_answers_with_the_protocols_messages():
-    response = call("POST", "/v1/quorum", content=protocol.encode(ask(0)))
+async def test_quorum_answers_with_the_protocols_messages():
+    response = await call("POST", "/v1/quorum", content=protocol.encode(ask(0)))
     assert response.status_code == 200
     assert response.headers["content-type"] == "application/json"
     grant = protocol.decode(response.content, Grant)
@@ -53,24 +49,22 @@ def test_quorum_answers_with_the_protocols_messages():
     protocol.verify(TOKEN, grant)
 
 
-def test_quorum_says_wait_and_refused_as_answers():
-    response = call("POST", "/v1/quorum", make(2, long_poll_s=0.01), content=protocol.encode(ask(0)))
+async def test_quorum_says_wait_and_refused_as_answers():
+    response = await call("POST", "/v1/quorum", make(2, long_poll_s=0.01), content=protocol.encode(ask(0)))
     assert protocol.decode(response.content, Wait) == Wait("waiting for replica 1")
 
-    async def main():
-        service = make()
-        async with client(service) as http:
-            await http.post("/v1/quorum", content=protocol.encode(ask(0)))
-            service.processes(protocol.ProcessReport({}, (name(0),)))
-            return await http.post("/v1/quorum", content=protocol.encode(ask(0)))
-
-    answer = protocol.decode(run_async(main()).content, Refused)
+    service = make()
+    async with client(service) as http:
+        await http.post("/v1/quorum", content=protocol.encode(ask(0)))
+        service.processes(protocol.ProcessReport({}, (name(0),)))
+        again = await http.post("/v1/quorum", content=protocol.encode(ask(0)))
+    answer = protocol.decode(again.content, Refused)
     assert answer.exit_code == 75
 
 
-def test_processes_takes_plain_json_and_gives_the_overview():
+async def test_processes_takes_plain_json_and_gives_the_overview():
     picture = {"running": {"0": name(0, 1)}, "exited": [name(0)], "lost": []}
-    response = call("POST", "/v1/processes", json=picture)
+    response = await call("POST", "/v1/processes", json=picture)
     assert response.status_code == 200
     assert response.json() == {
         "evict": [],
@@ -86,54 +80,50 @@ def test_processes_takes_plain_json_and_gives_the_overview():
     }
 
 
-def test_processes_answers_the_protocols_message_with_one():
+async def test_processes_answers_the_protocols_message_with_one():
     picture = protocol.ProcessReport({0: name(0, 1)}, (name(0),))
-    response = call("POST", "/v1/processes", content=protocol.encode(picture))
+    response = await call("POST", "/v1/processes", content=protocol.encode(picture))
     assert protocol.decode(response.content, SupervisorReply) == SupervisorReply((), 0, 0, False, lease_s=5.0)
 
 
-def test_status_and_health():
-    status = call("GET", "/v1/status", make(2)).json()
+async def test_status_and_health():
+    status = (await call("GET", "/v1/status", make(2))).json()
     assert status.keys() == {"job", "term", "epoch", "step", "finished", "target", "members", "replicas"}
     assert [r.keys() for r in status["replicas"]] == [{"replica", "incarnation", "state", "step", "reason"}] * 2
-    health = call("GET", "/healthz", headers={})
+    health = await call("GET", "/healthz", headers={})
     assert (health.status_code, health.headers["date"][-3:]) == (200, "GMT")
 
 
 @pytest.mark.parametrize(("method", "path"), V1)
 @pytest.mark.parametrize("headers", [{}, {"Authorization": "Bearer wrong"}, {"Authorization": TOKEN}])
-def test_strangers_are_turned_away_before_their_body_is_read(method, path, headers):
-    async def main():
-        app = create_app(make(), Keys(TOKEN))
-        reads = []
+async def test_strangers_are_turned_away_before_their_body_is_read(method, path, headers):
+    app = create_app(make(), Keys(TOKEN))
+    reads = []
 
-        async def watched(scope, receive, send):
-            async def counted():
-                reads.append(True)
-                return await receive()
+    async def watched(scope, receive, send):
+        async def counted():
+            reads.append(True)
+            return await receive()
 
-            await app(scope, counted, send)
+        await app(scope, counted, send)
 
-        transport = httpx.ASGITransport(app=watched)
-        async with httpx.AsyncClient(transport=transport, base_url="http://lighthouse") as http:
-            response = await http.request(method, path, headers=headers, content=b"{")
-        return response, reads
-
-    response, reads = run_async(main())
+    transport = httpx.ASGITransport(app=watched)
+    async with httpx.AsyncClient(transport=transport, base_url="http://lighthouse") as http:
+        response = await http.request(method, path, headers=headers, content=b"{")
     assert response.status_code == 401
     assert response.headers["www-authenticate"] == "Bearer"
     assert not reads
 
 
-def test_every_route_under_v1_needs_the_token():
+async def test_every_route_under_v1_needs_the_token():
     for path in ("/v1/quorum", "/v1/processes", "/v1/status"):
         for method in ("GET", "POST", "PUT", "DELETE", "OPTIONS", "HEAD"):
-            assert call(method, path, headers={}).status_code in (401, 405)
+            assert (await call(method, path, headers={})).status_code in (401, 405)
 
 
 @pytest.mark.parametrize("path", ["/docs", "/redoc", "/", "/v1"])
-def test_there_are_no_other_pages(path):
-    assert call("GET", path).status_code == 404
+async def test_there_are_no_other_pages(path):
+    assert (await call("GET", path)).status_code == 404
 
 
 @pytest.mark.parametrize("path", ["/v1/quorum", "/v1/processes"])
@@ -148,8 +138,8 @@ def test_there_are_no_other_pages(path):
     ],
     ids=lambda b: repr(b[:24]),
 )
-def test_nonsense_is_422_with_one_line(path, body):
-    response = call("POST", path, content=body)
+async def test_nonsense_is_422_with_one_line(path, body):
+    response = await call("POST", path, content=body)
     assert response.status_code == 422, response.text
     detail = response.json()["detail"]
     assert isinstance(detail, str)
@@ -159,94 +149,83 @@ def test_nonsense_is_422_with_one_line(path, body):
 
 
 @pytest.mark.parametrize("path", ["/v1/quorum", "/v1/processes"])
-def test_a_large_body_is_413_while_it_streams(path):
+async def test_a_large_body_is_413_while_it_streams(path):
     sent = []
+    app = create_app(make(), Keys(TOKEN))
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": path,
+        "raw_path": path.encode(),
+        "query_string": b"",
+        "headers": [(b"authorization", f"Bearer {TOKEN}".encode())],
+    }
+    out = []
 
-    async def main():
-        app = create_app(make(), Keys(TOKEN))
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "path": path,
-            "raw_path": path.encode(),
-            "query_string": b"",
-            "headers": [(b"authorization", f"Bearer {TOKEN}".encode())],
-        }
-        out = []
+    async def receive():
+        sent.append(1)
+        return {"type": "http.request", "body": b" " * 65536, "more_body": True}
 
-        async def receive():
-            sent.append(1)
-            return {"type": "http.request", "body": b" " * 65536, "more_body": True}
+    async def send(message):
+        out.append(message)
 
-        async def send(message):
-            out.append(message)
-
-        await app(scope, receive, send)
-        return out
-
-    out = run_async(main())
+    await app(scope, receive, send)
     assert out[0]["status"] == 413
     assert len(sent) == MAX_BODY // 65536 + 1
 
 
-def test_a_body_that_never_ends_is_408(monkeypatch):
+async def test_a_body_that_never_ends_is_408(monkeypatch):
     monkeypatch.setattr(bodies, "BODY_S", 0.05)
 
-    async def main():
-        async def slow():
-            yield b"{"
-            await asyncio.sleep(0.02)
-            yield b" "
-            await asyncio.Event().wait()
+    async def slow():
+        yield b"{"
+        await asyncio.sleep(0.02)
+        yield b" "
+        await asyncio.Event().wait()
 
-        app = create_app(make(), Keys(TOKEN))
-        chunks = slow()
-        out = []
+    app = create_app(make(), Keys(TOKEN))
+    chunks = slow()
+    out = []
 
-        async def receive():
-            return {"type": "http.request", "body": await anext(chunks), "more_body": True}
+    async def receive():
+        return {"type": "http.request", "body": await anext(chunks), "more_body": True}
 
-        async def send(message):
-            out.append(message)
+    async def send(message):
+        out.append(message)
 
-        scope = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "path": "/v1/quorum",
-            "raw_path": b"/v1/quorum",
-            "query_string": b"",
-            "headers": [(b"authorization", f"Bearer {TOKEN}".encode())],
-        }
-        await app(scope, receive, send)
-        return out
-
-    assert run_async(main())[0]["status"] == 408
+    scope = {
+        "type": "http",
+        "asgi": {"version": "3.0"},
+        "http_version": "1.1",
+        "method": "POST",
+        "path": "/v1/quorum",
+        "raw_path": b"/v1/quorum",
+        "query_string": b"",
+        "headers": [(b"authorization", f"Bearer {TOKEN}".encode())],
+    }
+    await app(scope, receive, send)
+    assert out[0]["status"] == 408
 
 
-def test_a_store_that_fails_is_503(monkeypatch):
+async def test_a_store_that_fails_is_503(monkeypatch):
     service = make()
 
     def fail(_):
         raise StoreFailed("lighthouse store: disk is full")
 
     monkeypatch.setattr(service._saver._store, "save", fail)
-    response = call("POST", "/v1/quorum", service, content=protocol.encode(ask(0)))
+    response = await call("POST", "/v1/quorum", service, content=protocol.encode(ask(0)))
     assert response.status_code == 503
     assert response.json() == {"detail": "lighthouse store: disk is full"}
 
 
-def test_many_replicas_wait_at_once():
-    async def main():
-        service = make(16)
-        async with client(service) as http:
-            posts = (http.post("/v1/quorum", content=protocol.encode(ask(r))) for r in range(16))
-            responses = await asyncio.gather(*posts)
-        return [protocol.decode(r.content, Grant) for r in responses]
-
-    grants = run_async(main())
+async def test_many_replicas_wait_at_once():
+    service = make(16)
+    async with client(service) as http:
+        posts = (http.post("/v1/quorum", content=protocol.encode(ask(r))) for r in range(16))
+        responses = await asyncio.gather(*posts)
+    grants = [protocol.decode(r.content, Grant) for r in responses]
     assert grants[0].ring == tuple(range(16))
     assert len(set(map(repr, grants))) == 1

@@ -20,7 +20,7 @@ from lighthouse.http.journal_routes import FOLDER, SECURITY, Static, views
 from lighthouse.journal.database import DatabaseFailed, MemoryDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.rows import JobInfo
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, make_service, run_async
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, make_service
 
 ADMIN = "ad" * 32
 KEYS = Keys(TOKEN, ADMIN)
@@ -47,12 +47,9 @@ class Site:
         return httpx.AsyncClient(transport=transport, base_url="http://lighthouse", headers=headers)
 
 
-def call(method, path, site=None, headers=VIEWER, **arguments):
-    async def main():
-        async with (site or Site()).client(headers) as http:
-            return await http.request(method, path, **arguments)
-
-    return run_async(main())
+async def call(method, path, site=None, headers=VIEWER, **arguments):
+    async with (site or Site()).client(headers) as http:
+        return await http.request(method, path, **arguments)
 
 
 def row(n, **facts):
@@ -78,29 +75,29 @@ def commit(step):
 
 
 @pytest.mark.parametrize("path", ["/v1/overview", "/v1/events", "/v1/stream"])
-def test_a_stranger_sees_no_data(path):
-    assert call("GET", path, headers={}).status_code == 401
-    assert call("GET", path, headers=bearer("no")).status_code == 401
+async def test_a_stranger_sees_no_data(path):
+    assert (await call("GET", path, headers={})).status_code == 401
+    assert (await call("GET", path, headers=bearer("no"))).status_code == 401
 
 
-def test_a_viewer_tells_nothing_and_an_admin_neither():
+async def test_a_viewer_tells_nothing_and_an_admin_neither():
     message = protocol.encode(Telemetry("0-a-0"))
-    assert call("POST", "/v1/telemetry", headers={}, content=message).status_code == 401
-    assert call("POST", "/v1/telemetry", content=message).status_code == 403
-    assert call("POST", "/v1/telemetry", headers=bearer(ADMIN), content=message).status_code == 403
-    assert call("POST", "/v1/telemetry", headers=WORKER, content=message).status_code == 204
+    assert (await call("POST", "/v1/telemetry", headers={}, content=message)).status_code == 401
+    assert (await call("POST", "/v1/telemetry", content=message)).status_code == 403
+    assert (await call("POST", "/v1/telemetry", headers=bearer(ADMIN), content=message)).status_code == 403
+    assert (await call("POST", "/v1/telemetry", headers=WORKER, content=message)).status_code == 204
 
 
 # Telemetry, the picture, the log.
 
 
-def test_what_is_told_is_shown():
+async def test_what_is_told_is_shown():
     site = Site()
     told = Telemetry("1-a-0", (row(1, source="replica"),), (commit(1),), (RankBeat(0, 7, "node", 3),))
-    answer = call("POST", "/v1/telemetry", site, WORKER, content=protocol.encode(told))
+    answer = await call("POST", "/v1/telemetry", site, WORKER, content=protocol.encode(told))
     assert (answer.status_code, answer.content) == (204, b"")
     site.chronicle._flush()
-    picture = call("GET", "/v1/overview", site).json()
+    picture = (await call("GET", "/v1/overview", site)).json()
     assert picture["head"] | {"steps_per_s": 0} == {
         "step": 1,
         "epoch": 1,
@@ -115,7 +112,7 @@ def test_what_is_told_is_shown():
     }
     assert picture["replicas"][1]["ranks"][0]["host"] == "node"
     assert picture["job"]["live"]
-    (event,) = call("GET", "/v1/events?replica=1&text=WHY", site).json()["events"]
+    (event,) = (await call("GET", "/v1/events?replica=1&text=WHY", site)).json()["events"]
     assert (event["seq"], event["event"], event["source"]) == (1, "E1", "replica")
 
 
@@ -132,56 +129,56 @@ def test_what_is_told_is_shown():
         b'{"type": "Telemetry", "body": {"source": "0-a-0", "events": [{"event": "E", "source": [{}]}, 3]}}',
     ],
 )
-def test_junk_is_answered_with_one_line(body):
-    answer = call("POST", "/v1/telemetry", headers=WORKER, content=body)
+async def test_junk_is_answered_with_one_line(body):
+    answer = await call("POST", "/v1/telemetry", headers=WORKER, content=body)
     assert answer.status_code == 422
     assert "\n" not in answer.json()["detail"]
 
 
-def test_what_is_too_large_is_not_read():
-    assert call("POST", "/v1/telemetry", headers=WORKER, content=b" " * 300_000).status_code == 413
+async def test_what_is_too_large_is_not_read():
+    assert (await call("POST", "/v1/telemetry", headers=WORKER, content=b" " * 300_000)).status_code == 413
 
 
 @pytest.mark.parametrize(
     "query",
     ["points=0", "points=5001", "at=nan", "at=inf", "start=-1", "end=1e300", "at=x", "points=1.5"],
 )
-def test_an_overview_of_nonsense_is_refused(query):
-    assert call("GET", f"/v1/overview?{query}").status_code == 422
+async def test_an_overview_of_nonsense_is_refused(query):
+    assert (await call("GET", f"/v1/overview?{query}")).status_code == 422
 
 
 @pytest.mark.parametrize(
     "query",
     ["limit=0", "limit=1001", "after=-1", f"before={2**60}", "replica=-1", f"text={'x' * 201}", "after=x"],
 )
-def test_a_page_of_nonsense_is_refused(query):
-    assert call("GET", f"/v1/events?{query}").status_code == 422
+async def test_a_page_of_nonsense_is_refused(query):
+    assert (await call("GET", f"/v1/events?{query}")).status_code == 422
 
 
-def test_pages_of_the_log_do_not_overlap():
+async def test_pages_of_the_log_do_not_overlap():
     site = Site()
     site.chronicle.note([row(n) for n in range(1, 11)])
-    newest = call("GET", "/v1/events?limit=4", site).json()
-    older = call("GET", f"/v1/events?limit=4&before={newest['first']}", site).json()
+    newest = (await call("GET", "/v1/events?limit=4", site)).json()
+    older = (await call("GET", f"/v1/events?limit=4&before={newest['first']}", site)).json()
     assert [e["seq"] for e in older["events"] + newest["events"]] == [3, 4, 5, 6, 7, 8, 9, 10]
     assert (older["first"], older["last"]) == (3, 6)
 
 
-def test_the_picture_as_it_was_and_a_part_of_it():
+async def test_the_picture_as_it_was_and_a_part_of_it():
     site = Site()
     site.chronicle.note([row(0), row(100, event="JobFinished")])
-    now = call("GET", "/v1/overview", site).json()
-    then = call("GET", "/v1/overview?at=1780000050&points=10", site).json()
+    now = (await call("GET", "/v1/overview", site)).json()
+    then = (await call("GET", "/v1/overview?at=1780000050&points=10", site)).json()
     assert (now["job"]["finished"], then["job"]["finished"]) == (True, False)
     assert (then["now"], then["seq"]) == (1780000050.0, 1)
 
 
-def test_the_picture_says_what_the_service_decides_by():
+async def test_the_picture_says_what_the_service_decides_by():
     site = Site()
-    assert call("GET", "/v1/overview", site).json()["lighthouse"]["term"] == site.service.state.term
+    assert (await call("GET", "/v1/overview", site)).json()["lighthouse"]["term"] == site.service.state.term
 
 
-def test_a_journal_that_cannot_be_read_is_503():
+async def test_a_journal_that_cannot_be_read_is_503():
     class Gone(MemoryDatabase):
         def read(self, *_, **__):
             raise DatabaseFailed("disk I/O error")
@@ -192,12 +189,12 @@ def test_a_journal_that_cannot_be_read_is_503():
     site = Site(archive)
     site.chronicle._caught_up = False
     for path in ("/v1/overview", "/v1/events"):
-        answer = call("GET", path, site)
+        answer = await call("GET", path, site)
         assert (answer.status_code, answer.json()) == (503, {"detail": "disk I/O error"})
 
 
-def test_answers_are_as_the_description_says():
-    paths = call("GET", "/openapi.json").json()["paths"]
+async def test_answers_are_as_the_description_says():
+    paths = (await call("GET", "/openapi.json")).json()["paths"]
     assert {"/v1/telemetry", "/v1/overview", "/v1/events", "/v1/stream"} <= set(paths)
     assert "204" in paths["/v1/telemetry"]["post"]["responses"]
     schema = paths["/v1/overview"]["get"]["responses"]["200"]["content"]["application/json"]["schema"]
@@ -209,8 +206,8 @@ def test_answers_are_as_the_description_says():
 # The page's files.
 
 
-def test_the_page_is_for_everybody_and_safe():
-    answer = call("GET", "/", headers={})
+async def test_the_page_is_for_everybody_and_safe():
+    answer = await call("GET", "/", headers={})
     assert answer.status_code == 200
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     for name, value in SECURITY.items():
@@ -218,14 +215,14 @@ def test_the_page_is_for_everybody_and_safe():
     assert "default-src 'self'" in SECURITY["Content-Security-Policy"]
     assert "unsafe" not in SECURITY["Content-Security-Policy"]
     known = {"If-None-Match": f'W/"x", {answer.headers["etag"]}'}
-    again = call("GET", "/", headers=known)
+    again = await call("GET", "/", headers=known)
     assert (again.status_code, again.content) == (304, b"")
 
 
-def test_every_file_of_the_page_is_served_and_none_holds_inline_code():
+async def test_every_file_of_the_page_is_served_and_none_holds_inline_code():
     site = Site()
     for file in sorted(FOLDER.rglob("*.js")) + sorted(FOLDER.rglob("*.css")):
-        answer = call("GET", f"/assets/{file.relative_to(FOLDER).as_posix()}", site, headers={})
+        answer = await call("GET", f"/assets/{file.relative_to(FOLDER).as_posix()}", site, headers={})
         assert (answer.status_code, answer.content) == (200, file.read_bytes())
         assert answer.headers["x-content-type-options"] == "nosniff"
     page = (FOLDER / "index.html").read_text()
@@ -250,8 +247,8 @@ def test_every_file_of_the_page_is_served_and_none_holds_inline_code():
         "..\\api.py",
     ],
 )
-def test_nothing_else_is_served(path):
-    assert call("GET", f"/assets/{path}", headers={}).status_code == 404
+async def test_nothing_else_is_served(path):
+    assert (await call("GET", f"/assets/{path}", headers={})).status_code == 404
 
 
 def test_files_are_read_once(tmp_path: Path):
@@ -305,88 +302,75 @@ async def read(response, n):
     return found
 
 
-def test_a_stream_goes_on_where_the_last_one_was_cut():
-    async def main():
-        site = Site()
-        site.chronicle.note([row(1), row(2)])
-        async with served(site.app) as url, httpx.AsyncClient(headers=VIEWER, timeout=10) as http:
-            async with http.stream("GET", f"{url}/v1/stream?after=0") as response:
-                assert response.headers["content-type"].startswith("text/event-stream")
-                first = await read(response, 2)
-            site.chronicle.note([row(3)])
-            site.chronicle.take(Telemetry("0-a-0", (), (commit(1),)))
-            resume = {"Last-Event-ID": str(first[-1][0])}
-            async with http.stream("GET", f"{url}/v1/stream", headers=resume) as response:
-                second = await read(response, 2)
-            site.chronicle.close()
-        return first + second
-
-    found = run_async(main())
+async def test_a_stream_goes_on_where_the_last_one_was_cut():
+    site = Site()
+    site.chronicle.note([row(1), row(2)])
+    async with served(site.app) as url, httpx.AsyncClient(headers=VIEWER, timeout=10) as http:
+        async with http.stream("GET", f"{url}/v1/stream?after=0") as response:
+            assert response.headers["content-type"].startswith("text/event-stream")
+            first = await read(response, 2)
+        site.chronicle.note([row(3)])
+        site.chronicle.take(Telemetry("0-a-0", (), (commit(1),)))
+        resume = {"Last-Event-ID": str(first[-1][0])}
+        async with http.stream("GET", f"{url}/v1/stream", headers=resume) as response:
+            second = await read(response, 2)
+        site.chronicle.close()
+    found = first + second
     assert [(seq, kind) for seq, kind, _ in found] == [(1, "event"), (2, "event"), (3, "event"), (4, "commit")]
     assert all(body["seq"] == seq for seq, _, body in found)
     assert [body.get("said") for _, _, body in found] == ["E1", "E2", "E3", None]
     assert found[3][2]["loss"] is None, "strict JSON"
 
 
-def test_streams_end_with_the_chronicle_and_hold_nothing_when_their_reader_is_gone():
-    async def main():
-        site = Site()
-        async with served(site.app) as url, httpx.AsyncClient(headers=VIEWER, timeout=10) as http:
-            for _ in range(3):
-                async with http.stream("GET", f"{url}/v1/stream"):
-                    pass
-            await until(lambda: not site.chronicle._subscribers._open)
-            async with http.stream("GET", f"{url}/v1/stream") as response:
-                reader = asyncio.create_task(read(response, 1))
-                await until(lambda: site.chronicle._subscribers._open)
-                site.chronicle.close()
-                assert await reader == []
-
-    run_async(main())
-
-
-def test_a_silent_stream_is_kept_alive(monkeypatch):
-    monkeypatch.setattr("lighthouse.http.journal_routes.PING_S", 0.05)
-
-    async def main():
-        site = Site()
-        async with (
-            served(site.app) as url,
-            httpx.AsyncClient(headers=VIEWER, timeout=10) as http,
-            http.stream("GET", f"{url}/v1/stream") as response,
-        ):
-            lines = response.aiter_lines()
-            found = [await anext(lines) for _ in range(5)]
-            site.chronicle.note([row(1)])
-            async for line in lines:
-                if line.startswith("id"):
-                    break
+async def test_streams_end_with_the_chronicle_and_hold_nothing_when_their_reader_is_gone():
+    site = Site()
+    async with served(site.app) as url, httpx.AsyncClient(headers=VIEWER, timeout=10) as http:
+        for _ in range(3):
+            async with http.stream("GET", f"{url}/v1/stream"):
+                pass
+        await until(lambda: not site.chronicle._subscribers._open)
+        async with http.stream("GET", f"{url}/v1/stream") as response:
+            reader = asyncio.create_task(read(response, 1))
+            await until(lambda: site.chronicle._subscribers._open)
             site.chronicle.close()
-        return found, line
+            assert await reader == []
 
-    found, last = run_async(main())
+
+async def test_a_silent_stream_is_kept_alive(monkeypatch):
+    monkeypatch.setattr("lighthouse.http.journal_routes.PING_S", 0.05)
+    site = Site()
+    async with (
+        served(site.app) as url,
+        httpx.AsyncClient(headers=VIEWER, timeout=10) as http,
+        http.stream("GET", f"{url}/v1/stream") as response,
+    ):
+        lines = response.aiter_lines()
+        found = [await anext(lines) for _ in range(5)]
+        site.chronicle.note([row(1)])
+        async for line in lines:
+            if line.startswith("id"):
+                break
+        site.chronicle.close()
+    found, last = found, line
     assert found[:2] == ["retry: 1000", ""]
     assert found[2].startswith(":"), "a comment"
     assert last == "id: 1", "the ping did not eat the row"
 
 
-def test_too_many_streams_are_429(monkeypatch):
+async def test_too_many_streams_are_429(monkeypatch):
     site = Site()
     site.chronicle._subscribers._open = STREAMS
-    answer = call("GET", "/v1/stream", site)
+    answer = await call("GET", "/v1/stream", site)
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "5"
 
 
-def test_a_page_without_a_service_shows_a_job_that_is_over():
+async def test_a_page_without_a_service_shows_a_job_that_is_over():
     chronicle = JobJournal(MemoryDatabase(), JobInfo("job", 2, 1, 10, live=False))
     app = FastAPI()
     app.include_router(views(chronicle, None, KEYS))
 
-    async def main():
-        async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as http:
-            return await http.get("/v1/overview", headers=VIEWER)
-
-    answer = run_async(main())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as http:
+        answer = await http.get("/v1/overview", headers=VIEWER)
     assert answer.status_code == 200
     assert not answer.json()["job"]["live"]

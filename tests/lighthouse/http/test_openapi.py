@@ -19,7 +19,7 @@ from lighthouse.overview.rows import JobInfo
 from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
 from lighthouse.store import MemoryStore
-from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN, run_async
+from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN
 
 TOKENS = {"viewer": view_key(TOKEN), "worker": TOKEN, "admin": ADMIN}
 ERRORS = ("400", "401", "403", "408", "413", "422", "429", "431", "503")
@@ -48,13 +48,10 @@ def bearer(role):
     return {"Authorization": f"Bearer {TOKENS[role]}"}
 
 
-def call(method, path, headers=None, **arguments):
-    async def main():
-        transport = httpx.ASGITransport(app=Local())
-        async with httpx.AsyncClient(transport=transport, base_url="http://lighthouse", headers=headers) as http:
-            return await http.request(method, path, **arguments)
-
-    return run_async(main())
+async def call(method, path, headers=None, **arguments):
+    transport = httpx.ASGITransport(app=Local())
+    async with httpx.AsyncClient(transport=transport, base_url="http://lighthouse", headers=headers) as http:
+        return await http.request(method, path, **arguments)
 
 
 def operations():
@@ -71,7 +68,7 @@ def filled(path):
 @pytest.mark.parametrize(
     ("method", "path", "operation"), operations(), ids=lambda v: v if isinstance(v, str) else ""
 )
-def test_every_route_wants_the_role_that_it_names(method, path, operation):
+async def test_every_route_wants_the_role_that_it_names(method, path, operation):
     named = {role for way in operation.get("security", ()) for role in way}
     if not named:
         assert path == "/healthz" or path == "/" or path.startswith("/assets/")
@@ -82,11 +79,11 @@ def test_every_route_wants_the_role_that_it_names(method, path, operation):
         {"Authorization": TOKEN},
         {"Authorization": "Basic eDp5"},
     ):
-        answer = call(method, filled(path), headers)
+        answer = await call(method, filled(path), headers)
         assert answer.status_code == 401
         assert answer.headers["www-authenticate"] == "Bearer"
     for role in TOKENS.keys() - named:
-        answer = call(method, filled(path), bearer(role))
+        answer = await call(method, filled(path), bearer(role))
         assert answer.status_code == 403, (role, answer.text)
         assert role in answer.json()["detail"]
 

@@ -9,7 +9,7 @@ from ft_hsdp.core.grant import Continue, Grant
 from lighthouse.http.access import MAX_BODY, Keys
 from lighthouse.http.app import create_app
 from lighthouse.http.quorum_route import BODY_S
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, make_service, quiet, run_async
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, at, make_service, quiet
 
 
 class Call:
@@ -42,64 +42,49 @@ class Call:
         return start["status"], body["body"]
 
 
-def test_an_ask_in_pieces_is_put_together() -> None:
-    async def scenario() -> None:
-        app = create_app(make_service(total=1)[0], Keys(TOKEN))
-        data = protocol.encode(ask(0))
-        status, body = await Call(app, data[:10], data[10:11], data[11:]).result()
-        assert status == 200
-        assert protocol.decode(body, Grant).ring == (0,)
-
-    run_async(scenario())
+async def test_an_ask_in_pieces_is_put_together() -> None:
+    app = create_app(make_service(total=1)[0], Keys(TOKEN))
+    data = protocol.encode(ask(0))
+    status, body = await Call(app, data[:10], data[10:11], data[11:]).result()
+    assert status == 200
+    assert protocol.decode(body, Grant).ring == (0,)
 
 
-def test_a_body_that_grows_too_large_in_pieces_is_refused() -> None:
-    async def scenario() -> None:
-        app = create_app(make_service(total=1)[0], Keys(TOKEN))
-        status, body = await Call(app, *[b"x" * (MAX_BODY // 2)] * 3).result()
-        assert (status, json.loads(body)) == (413, {"detail": f"body: more than {MAX_BODY} bytes"})
-
-    run_async(scenario())
+async def test_a_body_that_grows_too_large_in_pieces_is_refused() -> None:
+    app = create_app(make_service(total=1)[0], Keys(TOKEN))
+    status, body = await Call(app, *[b"x" * (MAX_BODY // 2)] * 3).result()
+    assert (status, json.loads(body)) == (413, {"detail": f"body: more than {MAX_BODY} bytes"})
 
 
-def test_other_methods_are_named() -> None:
-    async def scenario() -> None:
-        call = Call(create_app(make_service(total=1)[0], Keys(TOKEN)), method="GET")
-        assert (await call.result())[0] == 405
-        assert (b"allow", b"POST") in call.sent[0]["headers"]
-
-    run_async(scenario())
+async def test_other_methods_are_named() -> None:
+    call = Call(create_app(make_service(total=1)[0], Keys(TOKEN)), method="GET")
+    assert (await call.result())[0] == 405
+    assert (b"allow", b"POST") in call.sent[0]["headers"]
 
 
-def test_members_of_a_round_get_equal_bytes_and_the_next_round_others() -> None:
-    async def scenario() -> None:
-        service, _ = make_service(total=2)
-        app = create_app(service, Keys(TOKEN))
+async def test_members_of_a_round_get_equal_bytes_and_the_next_round_others() -> None:
+    service, _ = make_service(total=2)
+    app = create_app(service, Keys(TOKEN))
 
-        async def both(*asks: protocol.QuorumRequest) -> list[bytes]:
-            calls = [Call(app, protocol.encode(each)) for each in asks]
-            return [(await call.result())[1] for call in calls]
+    async def both(*asks: protocol.QuorumRequest) -> list[bytes]:
+        calls = [Call(app, protocol.encode(each)) for each in asks]
+        return [(await call.result())[1] for call in calls]
 
-        first, second = await both(ask(0), ask(1))
-        assert first == second
-        assert protocol.decode(first, Grant).epoch == 1
-        steps = [await both(*(ask(r, at(1, step), epoch=1) for r in (0, 1))) for step in (1, 2)]
-        decoded = [[protocol.decode(answer, Continue) for answer in answers] for answers in steps]
-        assert decoded == [[Continue(1, 2)] * 2, [Continue(1, 3)] * 2]
-
-    run_async(scenario())
+    first, second = await both(ask(0), ask(1))
+    assert first == second
+    assert protocol.decode(first, Grant).epoch == 1
+    steps = [await both(*(ask(r, at(1, step), epoch=1) for r in (0, 1))) for step in (1, 2)]
+    decoded = [[protocol.decode(answer, Continue) for answer in answers] for answers in steps]
+    assert decoded == [[Continue(1, 2)] * 2, [Continue(1, 3)] * 2]
 
 
-def test_an_ask_whose_connection_ends_is_withdrawn() -> None:
-    async def scenario() -> None:
-        service, _ = make_service(total=2)
-        app = create_app(service, Keys(TOKEN))
-        call = Call(app, protocol.encode(ask(0)))
-        await quiet()
-        assert service.state.views[0].ask is not None
-        call.gone.set()
-        status, _ = await call.result()
-        assert status == 400
-        assert service.state.views[0].ask is None
-
-    run_async(scenario())
+async def test_an_ask_whose_connection_ends_is_withdrawn() -> None:
+    service, _ = make_service(total=2)
+    app = create_app(service, Keys(TOKEN))
+    call = Call(app, protocol.encode(ask(0)))
+    await quiet()
+    assert service.state.views[0].ask is not None
+    call.gone.set()
+    status, _ = await call.result()
+    assert status == 400
+    assert service.state.views[0].ask is None

@@ -23,7 +23,7 @@ from lighthouse.journal.row_checks import MAX_REASON, MAX_ROW
 from lighthouse.overview.liveness import SILENT_S, STUCK_S
 from lighthouse.overview.rows import JobInfo, JournalEntry
 from tests.support.lighthouse import day
-from tests.support.lighthouse.lighthouse_helpers import quiet, run_async
+from tests.support.lighthouse.lighthouse_helpers import quiet
 
 ABOUT = JobInfo("job", 3, 2, 100)
 NOW = 1_780_000_000.0
@@ -131,30 +131,24 @@ def test_own_rows_are_kept_when_note_returns_and_in_order_with_the_others():
     assert [entry.seq for entry in chronicle._database.read(0, 10)] == [1, 2, 3]
 
 
-def test_rows_of_workers_are_kept_soon():
-    async def main():
-        chronicle = make()
-        tell(chronicle, events=(event("CheckedIn"),))
-        await quiet()
-        assert kept(chronicle) == [], "several go together"
-        assert (await anext(chronicle.follow(0)))[0] == 1, "told when it is kept"
-        assert len(kept(chronicle)) == 1
-
-    run_async(main())
+async def test_rows_of_workers_are_kept_soon():
+    chronicle = make()
+    tell(chronicle, events=(event("CheckedIn"),))
+    await quiet()
+    assert kept(chronicle) == [], "several go together"
+    assert (await anext(chronicle.follow(0)))[0] == 1, "told when it is kept"
+    assert len(kept(chronicle)) == 1
 
 
-def test_a_worker_is_told_only_when_its_rows_are_kept():
-    async def main():
-        chronicle = make()
-        tell(chronicle, events=(event("CheckedIn"),))
-        told = asyncio.create_task(chronicle.kept())
-        await quiet()
-        assert (kept(chronicle), told.done()) == ([], False)
-        await told
-        assert len(kept(chronicle)) == 1
-        await chronicle.kept()  # nothing waits
-
-    run_async(main())
+async def test_a_worker_is_told_only_when_its_rows_are_kept():
+    chronicle = make()
+    tell(chronicle, events=(event("CheckedIn"),))
+    told = asyncio.create_task(chronicle.kept())
+    await quiet()
+    assert (kept(chronicle), told.done()) == ([], False)
+    await told
+    assert len(kept(chronicle)) == 1
+    await chronicle.kept()  # nothing waits
 
 
 def test_a_commit_is_kept_once_whoever_tells_of_it():
@@ -472,83 +466,68 @@ async def collect(rows, n):
     return found
 
 
-def test_a_follower_gets_every_row_once_from_the_archive_and_then_live():
-    async def main():
-        chronicle = make()
-        for n in range(10):
-            chronicle.note([event(f"E{n}")])
-        task = asyncio.create_task(collect(chronicle.follow(4), 16))
+async def test_a_follower_gets_every_row_once_from_the_archive_and_then_live():
+    chronicle = make()
+    for n in range(10):
+        chronicle.note([event(f"E{n}")])
+    task = asyncio.create_task(collect(chronicle.follow(4), 16))
+    await quiet()
+    for n in range(10):
+        chronicle.note([event(f"F{n}")])
         await quiet()
-        for n in range(10):
-            chronicle.note([event(f"F{n}")])
-            await quiet()
-        assert await task == list(range(5, 21))
-
-    run_async(main())
+    assert await task == list(range(5, 21))
 
 
-def test_a_follower_without_a_number_gets_what_is_to_come():
-    async def main():
-        chronicle = make()
-        chronicle.note([event("Old")])
-        task = asyncio.create_task(collect(chronicle.follow(), 1))
-        beyond = asyncio.create_task(collect(chronicle.follow(10**9), 1))
-        await quiet()
-        chronicle.note([event("New")])
-        assert await task == [2]
-        assert await beyond == [2], "numbers that a lost lighthouse gave"
-
-    run_async(main())
+async def test_a_follower_without_a_number_gets_what_is_to_come():
+    chronicle = make()
+    chronicle.note([event("Old")])
+    task = asyncio.create_task(collect(chronicle.follow(), 1))
+    beyond = asyncio.create_task(collect(chronicle.follow(10**9), 1))
+    await quiet()
+    chronicle.note([event("New")])
+    assert await task == [2]
+    assert await beyond == [2], "numbers that a lost lighthouse gave"
 
 
-def test_a_follower_that_falls_behind_reads_from_the_archive_and_loses_nothing():
-    async def main():
-        chronicle = make()
-        slow = chronicle.follow(0)
-        chronicle.note([event("First")])
-        assert (await anext(slow))[0] == 1
-        rows = 3 * subscribers.KEPT
-        chronicle.note([event(f"E{n}") for n in range(rows)])
-        assert len(chronicle._subscribers._kept) <= 2 * subscribers.KEPT
-        chronicle.note([event("Last")])
-        assert await collect(slow, rows + 1) == list(range(2, rows + 3))
-
-    run_async(main())
+async def test_a_follower_that_falls_behind_reads_from_the_archive_and_loses_nothing():
+    chronicle = make()
+    slow = chronicle.follow(0)
+    chronicle.note([event("First")])
+    assert (await anext(slow))[0] == 1
+    rows = 3 * subscribers.KEPT
+    chronicle.note([event(f"E{n}") for n in range(rows)])
+    assert len(chronicle._subscribers._kept) <= 2 * subscribers.KEPT
+    chronicle.note([event("Last")])
+    assert await collect(slow, rows + 1) == list(range(2, rows + 3))
 
 
-def test_rows_that_the_disk_lost_are_skipped_by_who_reads_from_it():
-    async def main():
-        archive = Broken()
-        chronicle = make(archive)
-        chronicle.note([event("A")])
-        archive.full = True
-        chronicle.note([event(f"E{n}") for n in range(3 * subscribers.KEPT)])
-        archive.full = False
-        chronicle.note([event("B")])
-        rows = chronicle.follow(0)
-        found = await collect(rows, 1 + subscribers.KEPT + 1)
-        assert found[0] == 1
-        assert found == sorted(set(found))
-        assert found[-1] == chronicle._last
-
-    run_async(main())
+async def test_rows_that_the_disk_lost_are_skipped_by_who_reads_from_it():
+    archive = Broken()
+    chronicle = make(archive)
+    chronicle.note([event("A")])
+    archive.full = True
+    chronicle.note([event(f"E{n}") for n in range(3 * subscribers.KEPT)])
+    archive.full = False
+    chronicle.note([event("B")])
+    rows = chronicle.follow(0)
+    found = await collect(rows, 1 + subscribers.KEPT + 1)
+    assert found[0] == 1
+    assert found == sorted(set(found))
+    assert found[-1] == chronicle._last
 
 
-def test_followers_are_limited_and_end_with_the_chronicle():
-    async def main():
-        chronicle = make()
-        tasks = [asyncio.create_task(collect(chronicle.follow(), 1)) for _ in range(STREAMS)]
-        await quiet()
-        assert chronicle.crowded
-        with pytest.raises(TooMany):
-            await anext(chronicle.follow())
-        tasks[0].cancel()
-        await asyncio.gather(tasks[0], return_exceptions=True)
-        assert not chronicle.crowded
-        chronicle.close()
-        assert await asyncio.gather(*tasks[1:]) == [[]] * (STREAMS - 1)
-
-    run_async(main())
+async def test_followers_are_limited_and_end_with_the_chronicle():
+    chronicle = make()
+    tasks = [asyncio.create_task(collect(chronicle.follow(), 1)) for _ in range(STREAMS)]
+    await quiet()
+    assert chronicle.crowded
+    with pytest.raises(TooMany):
+        await anext(chronicle.follow())
+    tasks[0].cancel()
+    await asyncio.gather(tasks[0], return_exceptions=True)
+    assert not chronicle.crowded
+    chronicle.close()
+    assert await asyncio.gather(*tasks[1:]) == [[]] * (STREAMS - 1)
 
 
 # A day.
@@ -565,37 +544,33 @@ def written_day(tmp_path_factory):
     return path, rows
 
 
-def test_a_day_of_20_replicas_is_back_and_shown(written_day):
+@pytest.mark.timeout(60)
+async def test_a_day_of_20_replicas_is_back_and_shown(written_day):
     path, rows = written_day
     about = JobInfo("day", 20, 2, 100_000)
-
-    async def main():
-        archive = SqliteDatabase(path)
-        began = time.perf_counter()
-        chronicle = make(archive, about=about, clock=EVENING)
-        opened = time.perf_counter()
-        chronicle.note([event("LighthouseStarted", source="lighthouse", term=day.TERM + 1, t=day.START + 86_401)])
-        noted = time.perf_counter()
-        chronicle.begin()
-        longest, turns, last = 0.0, 0, time.perf_counter()
-        while not chronicle._caught_up:
-            await asyncio.sleep(0)
-            turns, longest, last = turns + 1, max(longest, time.perf_counter() - last), time.perf_counter()
-        folded = time.perf_counter()
-        picture = chronicle.overview()
-        shown = time.perf_counter()
-        page = chronicle.events(limit=200, text="SIGKILL", replica=3)
-        searched = time.perf_counter()
-        print(
-            f"{rows} rows: open {opened - began:.3f} s, note {noted - opened:.4f} s, fold {folded - noted:.2f}"
-            f" s in {turns} turns of at most {longest * 1e3:.0f} ms, picture {(shown - folded) * 1e3:.0f} ms,"
-            f" search {(searched - shown) * 1e3:.0f} ms, {len(json.dumps(picture))} bytes"
-        )
-        chronicle.close()
-        archive.close()
-        return picture, page, turns
-
-    picture, page, turns = run_async(main(), 60)
+    archive = SqliteDatabase(path)
+    began = time.perf_counter()
+    chronicle = make(archive, about=about, clock=EVENING)
+    opened = time.perf_counter()
+    chronicle.note([event("LighthouseStarted", source="lighthouse", term=day.TERM + 1, t=day.START + 86_401)])
+    noted = time.perf_counter()
+    chronicle.begin()
+    longest, turns, last = 0.0, 0, time.perf_counter()
+    while not chronicle._caught_up:
+        await asyncio.sleep(0)
+        turns, longest, last = turns + 1, max(longest, time.perf_counter() - last), time.perf_counter()
+    folded = time.perf_counter()
+    picture = chronicle.overview()
+    shown = time.perf_counter()
+    page = chronicle.events(limit=200, text="SIGKILL", replica=3)
+    searched = time.perf_counter()
+    print(
+        f"{rows} rows: open {opened - began:.3f} s, note {noted - opened:.4f} s, fold {folded - noted:.2f}"
+        f" s in {turns} turns of at most {longest * 1e3:.0f} ms, picture {(shown - folded) * 1e3:.0f} ms,"
+        f" search {(searched - shown) * 1e3:.0f} ms, {len(json.dumps(picture))} bytes"
+    )
+    chronicle.close()
+    archive.close()
     assert turns > 100, "the event loop had its turn"
     assert picture["seq"] == rows + 1
     assert len(picture["replicas"]) == len(picture["lanes"]) == 20
@@ -608,30 +583,27 @@ def test_a_day_of_20_replicas_is_back_and_shown(written_day):
     assert page["events"]
 
 
-def test_rows_that_come_while_the_past_is_folded_are_in_the_picture(tmp_path):
+@pytest.mark.timeout(60)
+async def test_rows_that_come_while_the_past_is_folded_are_in_the_picture(tmp_path):
     path = tmp_path / "journal.sqlite"
     day.write_day(path, replicas=4, hours=1.5)
-
-    async def main():
-        archive = SqliteDatabase(path)
-        chronicle = make(archive, about=JobInfo("day", 4, 2, 100_000), clock=EVENING)
-        chronicle.begin()
-        for n in range(20):
-            assert not chronicle._caught_up
-            await asyncio.sleep(0)
-            chronicle.note(
-                [event("EpochGranted", source="lighthouse", epoch=900 + n, members=[n % 4], t=NOW + 86_500)]
-            )
-        tell(chronicle, "3-a-0", events=(event("CheckedIn", t=NOW + 86_500),))
-        chronicle._flush()
-        await chronicle.ready()
-        picture = chronicle.overview()
-        assert picture["seq"] == archive.last
-        assert [e["epoch"] for e in picture["epochs"]][-20:] == list(range(900, 920))
-        chronicle.close()
-        archive.close()
-
-    run_async(main(), 60)
+    archive = SqliteDatabase(path)
+    chronicle = make(archive, about=JobInfo("day", 4, 2, 100_000), clock=EVENING)
+    chronicle.begin()
+    for n in range(20):
+        assert not chronicle._caught_up
+        await asyncio.sleep(0)
+        chronicle.note(
+            [event("EpochGranted", source="lighthouse", epoch=900 + n, members=[n % 4], t=NOW + 86_500)]
+        )
+    tell(chronicle, "3-a-0", events=(event("CheckedIn", t=NOW + 86_500),))
+    chronicle._flush()
+    await chronicle.ready()
+    picture = chronicle.overview()
+    assert picture["seq"] == archive.last
+    assert [e["epoch"] for e in picture["epochs"]][-20:] == list(range(900, 920))
+    chronicle.close()
+    archive.close()
 
 
 def test_memory_stays_bounded_over_many_rows():
@@ -644,15 +616,12 @@ def test_memory_stays_bounded_over_many_rows():
     assert chronicle._pending == []
 
 
-def test_a_flood_of_one_message_does_not_wait_in_memory():
-    async def main():
-        chronicle = make()
-        for n in range(30):
-            tell(chronicle, events=tuple(event(f"E{i}") for i in range(200)))
-            assert len(chronicle._pending) < module.MAX_PENDING + 200, n
-        assert chronicle._database.last >= module.MAX_PENDING
-
-    run_async(main())
+async def test_a_flood_of_one_message_does_not_wait_in_memory():
+    chronicle = make()
+    for n in range(30):
+        tell(chronicle, events=tuple(event(f"E{i}") for i in range(200)))
+        assert len(chronicle._pending) < module.MAX_PENDING + 200, n
+    assert chronicle._database.last >= module.MAX_PENDING
 
 
 def test_numbers_that_another_lighthouse_may_have_given_are_left_out():

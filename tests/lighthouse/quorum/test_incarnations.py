@@ -24,7 +24,6 @@ from tests.support.lighthouse.lighthouse_helpers import (
     at,
     make_service,
     name,
-    run_async,
 )
 
 OLD, NEW = "1-aaaa-0", "1-bbbb-0"
@@ -170,17 +169,14 @@ def test_what_is_remembered_of_lives_is_bounded() -> None:
     assert "of the same supervisor" in str(incarnations.admit(s, (1, "1-run99-1"), 0.0))
 
 
-def test_a_member_is_told_its_number_and_reports_it() -> None:
-    async def scenario() -> None:
-        service, _ = make_service(total=1)
-        grant = await service.ask(ask(0))
-        assert isinstance(grant, Grant)
-        number = grant.members[0].number
-        assert number > service.state.admissions
-        assert incarnations.number_of(service.state, (0, name(0))) == number
-        assert TOKEN
-
-    run_async(scenario())
+async def test_a_member_is_told_its_number_and_reports_it() -> None:
+    service, _ = make_service(total=1)
+    grant = await service.ask(ask(0))
+    assert isinstance(grant, Grant)
+    number = grant.members[0].number
+    assert number > service.state.admissions
+    assert incarnations.number_of(service.state, (0, name(0))) == number
+    assert TOKEN
 
 
 def test_a_grant_names_each_replica_once() -> None:
@@ -279,25 +275,22 @@ def test_a_life_that_was_started_under_a_lease_that_ended_does_not_count() -> No
     assert job.s.views[1].incarnation == "1-torchrun-0"
 
 
-def test_a_supervisor_is_told_whether_it_has_the_lease() -> None:
-    async def scenario() -> None:
-        service, _ = make_service()
-        mine = service.processes(ProcessReport({}, owner="aaaa", leases={0: 0, 1: 0}))
-        assert (sorted(mine.leases), mine.rivals, mine.lease_s) == ([0, 1], {}, 5.0)
-        other = service.processes(ProcessReport({}, owner="bbbb", leases={1: 0}))
-        assert (other.leases, other.rivals) == ({}, {1: "aaaa"})
-        again = service.processes(ProcessReport({}, owner="aaaa", leases=mine.leases))
-        assert again.leases == mine.leases
-        for bad in (
-            {"owner": "no name", "leases": {1: 0}},
-            {"leases": {1: 0}},
-            {"owner": "a", "leases": {9: 0}},
-            {"owner": "a", "leases": {1: -1}},
-        ):
-            with pytest.raises(ProtocolViolation):
-                service.processes(ProcessReport({}, **bad))
-
-    run_async(scenario())
+async def test_a_supervisor_is_told_whether_it_has_the_lease() -> None:
+    service, _ = make_service()
+    mine = service.processes(ProcessReport({}, owner="aaaa", leases={0: 0, 1: 0}))
+    assert (sorted(mine.leases), mine.rivals, mine.lease_s) == ([0, 1], {}, 5.0)
+    other = service.processes(ProcessReport({}, owner="bbbb", leases={1: 0}))
+    assert (other.leases, other.rivals) == ({}, {1: "aaaa"})
+    again = service.processes(ProcessReport({}, owner="aaaa", leases=mine.leases))
+    assert again.leases == mine.leases
+    for bad in (
+        {"owner": "no name", "leases": {1: 0}},
+        {"leases": {1: 0}},
+        {"owner": "a", "leases": {9: 0}},
+        {"owner": "a", "leases": {1: -1}},
+    ):
+        with pytest.raises(ProtocolViolation):
+            service.processes(ProcessReport({}, **bad))
 
 
 # A lost head: one step is given up only in its own history.

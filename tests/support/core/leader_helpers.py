@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,17 +130,6 @@ def grant(epoch: int, *members: int, behind: tuple[int, ...] = (), base: StateId
         for m in members
     )
     return Grant(1, epoch, base, named, 2, "test")
-
-
-def run(body: Coroutine[Any, Any, None]) -> None:
-    async def bounded() -> None:
-        failed: list[Any] = []
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
-        async with asyncio.timeout(15):
-            await body
-        assert not failed, failed
-
-    asyncio.run(bounded())
 
 
 async def one_step(s: Scene) -> None:

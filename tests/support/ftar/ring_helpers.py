@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -27,19 +27,6 @@ TOKEN = "ab" * 32
 LAYOUT = "layout"
 BASE = StateId(0, 0, "0" * 32)
 Transport = Literal["auto", "tcp", "shm", "c10d"]
-
-
-def run(body: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine; it has to end, and nothing on the loop may fail on the way."""
-    failed: list[dict[str, Any]] = []
-
-    async def bounded() -> None:
-        asyncio.get_running_loop().set_exception_handler(lambda _, context: failed.append(context))
-        async with asyncio.timeout(30):
-            await body
-
-    asyncio.run(bounded())
-    assert not failed, failed
 
 
 async def until(ready: Callable[[], Any], what: str, deadline_s: float = 5.0) -> None:

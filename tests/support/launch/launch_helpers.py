@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,6 @@ from ft_hsdp.launch.run.terminal import Terminal
 DEADLINE_S = 20.0
 
 Plan = Callable[[dict[str, Any]], None]
-
-
-def run_async(body: Coroutine[Any, Any, None]) -> None:
-    """Run a test's coroutine; it has to end."""
-
-    async def bounded() -> None:
-        async with asyncio.timeout(2 * DEADLINE_S):
-            await body
-
-    asyncio.run(bounded())
 
 
 async def until(ready: Callable[[], Any], what: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -131,11 +131,6 @@ class Script:
         self.runs(dict.fromkeys(replicas, 0) | dict.fromkeys(others))
         out = [self.ask(r) for r in replicas][-1]
         return out.grant(replicas[-1])
-
-
-def run_async(main: Coroutine[Any, Any, Any], seconds: float = 20.0) -> Any:
-    """Run a coroutine with a deadline."""
-    return asyncio.run(asyncio.wait_for(main, seconds))
 
 
 def make_service(
