@@ -9,7 +9,7 @@ Read the modules in this order:
     trainer        the loop that comes with ft_hsdp, an example of the public API
     join           how a process becomes one rank of a replica
     job            the public API, and the main thread: feed, step, apply
-    identity       where a rank runs, and of which incarnation it is
+    identity       where a rank runs, on which device, and of which incarnation it is
     runtime        the control loop: leader, lighthouse, ring, signs of life
     orders         the leader's orders: carried out at once, or put into the mailbox
     gradients      a rank's gradient through FTAR, attempt by attempt, and its vote
@@ -18,9 +18,9 @@ Read the modules in this order:
     optimizer      the user's optimizer inside that state
     snapshots      copies of each state in the memory of the host's state agent
     checkpointing  with which state a rank begins, and checkpoints
-    data, tokens   batches as pure functions of their place
+    data, tokens   batches and seeds as pure functions of their place
     step_log       the replica's files in the run's directory
-    model, device  the built-in model; CPU or GPU, and seeds
+    model          the built-in model
 
 One step on one rank: ``job._feed`` yields a batch; backward calls ``job._ready`` for each bucket, which goes to
 ``Reducer.ready``, and from there to FTAR; the last bucket sends the vote; the leaders agree, and their order

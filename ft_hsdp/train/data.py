@@ -7,18 +7,22 @@ read.
 `Batches` reads memory-mapped tokens in a random order, drawn by `Permutation` without a table. `Prefetcher` reads
 batches before they are asked for, on a thread of its own. Which batch comes next is known for certain only when
 its step begins; before that it is a guess. A wrong guess costs a read and nothing else.
+
+`stream` derives a seed for each use from the job's, so that no generator is part of a state. What is random about
+a batch depends on its place in the data alone: a replica that runs it again, or another one that runs it instead,
+draws the same numbers.
 """
 
 from __future__ import annotations
 
 import hashlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import lru_cache
 from queue import SimpleQueue
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -29,6 +33,13 @@ from ft_hsdp.train.tokens import Tokens
 
 _ROUNDS = 6
 _MASK = 2**64 - 1
+
+
+def stream(seed: int, use: str, *place: object) -> int:
+    """Return the 63-bit seed of ``use`` (at most 8 letters) at ``place``."""
+    text = "/".join(map(str, (seed, *place)))
+    digest = hashlib.blake2b(text.encode(), digest_size=8, person=f"ft_hsdp.{use}".encode()).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 class Permutation:
@@ -255,3 +266,18 @@ class Prefetcher(Generic[Batch]):
                 future.set_result(self._source.batch(place.shard, place.index, self._rank, place.micro))
             except BaseException as error:
                 future.set_exception(error)
+
+
+def move(batch: Any, device: torch.device) -> Any:
+    """Return ``batch`` with its tensors on ``device``: a tensor, or tuples, lists and mappings of them."""
+    if device.type == "cpu":
+        return batch
+    if isinstance(batch, Tensor):
+        return batch.to(device)
+    if isinstance(batch, Mapping):
+        return {key: move(value, device) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(move(item, device) for item in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(move(item, device) for item in batch)
+    return batch

@@ -36,10 +36,8 @@ from ft_hsdp.core.ledger import BatchAssigner
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
 from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, missed
 from ft_hsdp.state.replica_group import ReplicaGroup
-from ft_hsdp.train import device as devices
 from ft_hsdp.train.checkpointing import Checkpoints, CheckpointSaver, restore
-from ft_hsdp.train.data import Prefetcher, Source
-from ft_hsdp.train.device import stream
+from ft_hsdp.train.data import Prefetcher, Source, move, stream
 from ft_hsdp.train.fsdp import FP32, Sharded
 from ft_hsdp.train.gradients import Feeding, Reducer
 from ft_hsdp.train.identity import IncarnationSource, RankIdentity, RankPlace, begin
@@ -434,7 +432,7 @@ class Job:
             number = index * self._assigner.shards + shard
             torch.manual_seed(stream(self.config.train.seed, "batch", number, self.rank, micro))
             self._runtime.moved()
-            yield devices.move(batch, self.device)
+            yield move(batch, self.device)
 
     def _step(self) -> bool:
         """After backward, carry orders out until the step that was fed is committed or given up.

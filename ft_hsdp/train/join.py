@@ -24,8 +24,7 @@ from ft_hsdp.control.lighthouse_client import parse_urls, urls_of_run
 from ft_hsdp.control.rank_store import RankStore, connect, serve
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.secret import TOKEN_VARIABLE
-from ft_hsdp.train import device as devices
-from ft_hsdp.train.identity import FromEnvironment, IncarnationSource, RankPlace, begin
+from ft_hsdp.train.identity import FromEnvironment, IncarnationSource, RankPlace, backend, begin, choose
 from ft_hsdp.train.job import Job
 
 
@@ -75,7 +74,7 @@ def join(
         raise ConfigError("WORLD_SIZE", ranks, f"ranks_per_replica, which is {config.ranks_per_replica}")
     record_layer.use(config.network.tls)
     handshake.use(config.timeouts.hello_s)
-    device = devices.choose(config.train.device, int(os.environ.get("LOCAL_RANK", rank)))
+    device = choose(config.train.device, int(os.environ.get("LOCAL_RANK", rank)))
     torch.set_num_threads(config.train.threads)
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     first = os.environ.get("LOCAL_RANK", str(rank)) == "0"
@@ -84,7 +83,7 @@ def join(
     assigned = source.poll()
     identity = None if assigned is None else begin(config, place, assigned)  # the state agent starts meanwhile
     incarnation = "" if identity is None else identity.incarnation
-    store = _connect_ranks(rank, ranks, incarnation, devices.backend(device), config, token)
+    store = _connect_ranks(rank, ranks, incarnation, backend(device), config, token)
     return Job(config, place, source, identity, device, store)
 
 

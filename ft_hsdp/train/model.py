@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ft_hsdp.train.device import stream
+from ft_hsdp.train.data import stream
 
 if TYPE_CHECKING:
     from ft_hsdp.config import ModelConfig

@@ -70,9 +70,8 @@ from ft_hsdp.protocol import (
     Telemetry,
 )
 from ft_hsdp.state.replica_group import ReplicaGroup
-from ft_hsdp.train.device import numerics
 from ft_hsdp.train.gradients import Reducer
-from ft_hsdp.train.identity import RankIdentity, RankPlace
+from ft_hsdp.train.identity import RankIdentity, RankPlace, numerics
 from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.orders import Fetching, Mailbox, OrderHandler
 from ft_hsdp.train.snapshots import AgentHome, SnapshotWriter

@@ -14,8 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from ft_hsdp.config import Config
 from ft_hsdp.core.ledger import BatchAssigner
 from ft_hsdp.errors import EXIT_LEFT, EXIT_OK, FtHsdpError
-from ft_hsdp.train.data import Batches
-from ft_hsdp.train.device import move
+from ft_hsdp.train.data import Batches, move
 from ft_hsdp.train.fsdp import FP32
 from ft_hsdp.train.identity import IncarnationSource
 from ft_hsdp.train.join import join

@@ -11,8 +11,8 @@ from ft_hsdp.config import Config
 from ft_hsdp.errors import ConfigError, LocalSystemError
 from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.ftar.transport.shm import Arena
-from ft_hsdp.train import device, gradients
-from ft_hsdp.train.device import stream
+from ft_hsdp.train import data, gradients, identity
+from ft_hsdp.train.data import stream
 from ft_hsdp.train.runtime import RankRuntime, device_plane
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # meta stands for a device that tensors are moved to
@@ -38,37 +38,37 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 def test_the_cpu_is_the_default_and_asks_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: pytest.fail("CUDA was asked"))
-    assert device.choose(Config().train.device, 3) == CPU
-    assert device.describe("cpu", 9) == "cpu"
-    assert device.backend(CPU) == "gloo"
+    assert identity.choose(Config().train.device, 3) == CPU
+    assert identity.describe("cpu", 9) == "cpu"
+    assert identity.backend(CPU) == "gloo"
     assert device_plane(CPU, Arena(), Settings(), 8) is None
 
 
 def test_ranks_get_the_gpu_of_their_number_on_the_machine(gpus: list[Any]) -> None:
-    assert [device.choose("cuda", n) for n in range(3)] == [torch.device("cuda", n % 2) for n in range(3)]
+    assert [identity.choose("cuda", n) for n in range(3)] == [torch.device("cuda", n % 2) for n in range(3)]
     assert gpus == [torch.device("cuda", n % 2) for n in range(3)]
     assert os.environ["CUDA_MODULE_LOADING"] == "EAGER"
-    assert device.describe("cuda", 2) == "2 GPUs"
-    assert device.backend(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
+    assert identity.describe("cuda", 2) == "2 GPUs"
+    assert identity.backend(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
 
 
 def test_a_machine_that_cannot_is_refused_in_one_line(gpus: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="at most 2, the number of GPUs"):
-        device.describe("cuda", 3)
+        identity.describe("cuda", 3)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match="install triton"):
-        device.describe("cuda", 1)
+        identity.describe("cuda", 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match=r"train\.device: got 'cuda'; allowed: cpu, for there is no GPU here"):
-        device.choose("cuda", 0)
+        identity.choose("cuda", 0)
     assert gpus == []
 
 
 def test_batches_move_with_their_shape() -> None:
     x = torch.zeros(2)
     batch = ([x, 1], {"a": x}, Pair(x, "n"))
-    assert device.move(batch, CPU) is batch
-    (first, one), mapping, pair = device.move(batch, META)
+    assert data.move(batch, CPU) is batch
+    (first, one), mapping, pair = data.move(batch, META)
     assert [t.device for t in (first, mapping["a"], pair.x)] == [META] * 3
     assert (one, pair.name, type(pair)) == (1, "n", Pair)
 
