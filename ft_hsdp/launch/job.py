@@ -1,4 +1,4 @@
-"""A whole job: the lighthouse, all replicas, their failures, and what the user sees; on any backend."""
+"""A whole job on any backend: its lighthouses and replicas, injected failures, and what the user sees."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from ft_hsdp.launch.run.terminal import Terminal
 from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
 from lighthouse.http.access import page_link
 
-TICK_S = 0.1  # between two looks at the logs
-END_S = 30.0  # from the end of the last process to the end of its supervisor
+TICK_S = 0.1  # between two reads of the logs
+END_S = 30.0  # longest time from the end of a replica's last process to the end of its supervisor
 
 
 class LighthouseHandle(Protocol):
@@ -38,13 +38,13 @@ class LighthouseHandle(Protocol):
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Where they listen; stays the same over restarts."""
+        """Return their addresses, which stay the same over restarts."""
 
     async def start(self) -> None:
-        """Start them and wait until one leads. Raises FtHsdpError."""
+        """Start them and wait until one leads; raise FtHsdpError if none does."""
 
     async def keep(self) -> None:
-        """Start each again whenever it ends, until cancelled."""
+        """Start each one again whenever it ends, until cancelled."""
 
     async def stop(self) -> None:
         """End all lighthouses of the job."""
@@ -52,7 +52,7 @@ class LighthouseHandle(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class JobResources:
-    """What runs a job: that of this machine, or of a cluster."""
+    """The processes of a job, on this machine or on a cluster."""
 
     backend: Backend
     lighthouse: LighthouseHandle
@@ -104,21 +104,29 @@ class JobRun:
         terminal: Terminal,
         resources: MakeResources,
     ) -> None:
+        """Make the job; nothing is started before `run`.
+
+        Args:
+            config: The job's configuration.
+            run: Its run directory.
+            terminal: Shows the progress.
+            resources: Makes the backend and the lighthouses.
+        """
         self._config = config
         self._run = run
         self._terminal = terminal
         self._make_resources = resources
         self._where = os.path.relpath(run.path)
-        self._supervisors: dict[int, ReplicaSupervisor] = {}
-        self._outcomes: dict[int, Outcome] = {}
-        self._stopped_by: int | None = None
-        self._written: int | None = None  # the step of the newest checkpoint
-        self._over = asyncio.Event()
-        self._helpers: list[asyncio.Task[Any]] = []
+        self._supervisors: dict[int, ReplicaSupervisor] = {}  # by replica
+        self._outcomes: dict[int, Outcome] = {}  # of the replicas that have ended
+        self._stopped_by: int | None = None  # number of the first signal
+        self._written: int | None = None  # step of the newest checkpoint
+        self._over = asyncio.Event()  # the job ends
+        self._background: list[asyncio.Task[Any]] = []
         self._link: LighthouseLink | None = None
 
     async def run(self) -> tuple[int, Summary | None]:
-        """Run the job; return the exit code and the summary."""
+        """Run the job until every replica is done or a signal ends it; return the exit code and the summary."""
         config, run = self._config, self._run
         self._progress = Progress()
         self._recorder = Recorder(run, config, self._terminal.commit, self._on_event)
@@ -139,7 +147,7 @@ class JobRun:
                 self._link = link
                 for replica in range(config.slots):
                     self._supervisors[replica] = self._supervisor(replica, link)
-                self._help(link.run(), lighthouse.keep(), self._tick())
+                self._run_in_background(link.run(), lighthouse.keep(), self._tick())
                 replicas = [asyncio.create_task(self._replica(s)) for s in self._supervisors.values()]
                 await self._over.wait()
         finally:
@@ -149,13 +157,14 @@ class JobRun:
                 summary = self._recorder.finish(lost)
             finally:
                 self._recorder.close()
-        code = self._code(lost)
+        code = self._code()
         self._terminal.summary(summary, code)
         if self._stopped_by is not None and self._written is not None:
-            self._terminal.say(where_to_go_on(config, run, self._written))
+            self._terminal.say(how_to_continue(config, run, self._written))
         return code, summary
 
     async def _start(self, lighthouse: LighthouseHandle) -> None:
+        """Start the lighthouses and the backend, side by side."""
         config = self._config
         most = f" (up to {config.slots})" if config.slots > config.replicas else ""
         size = f"{config.replicas} replicas{most} x {config.ranks_per_replica} ranks"
@@ -165,7 +174,7 @@ class JobRun:
             group.create_task(self._backend.open())
 
     async def _unless_over(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Do ``work``, unless the job is stopped meanwhile; return whether it was done."""
+        """Await `work`, and cancel it if the job is stopped meanwhile; return whether it was finished."""
         task, over = asyncio.create_task(work), asyncio.create_task(self._over.wait())
         await asyncio.wait([task, over], return_when=asyncio.FIRST_COMPLETED)
         over.cancel()
@@ -197,24 +206,24 @@ class JobRun:
         )
 
     async def _replica(self, supervisor: ReplicaSupervisor) -> None:
-        """Run one replica; the last one ends the job, and so does one that refuses its configuration."""
+        """Run one replica. The last one ends the job, and so does one that refuses its configuration."""
         try:
             outcome = await supervisor.run()
         except BaseException:
             self._over.set()
             raise
         self._outcomes[supervisor.replica] = outcome
-        if outcome.kind == "config" or self._nobody_left:
+        if outcome.kind == "config" or self._all_ended:
             self._over.set()
 
     @property
-    def _nobody_left(self) -> bool:
+    def _all_ended(self) -> bool:
         """Whether a replica has ended, and all others have ended too or rest because they are not wanted."""
         rest = [s for n, s in self._supervisors.items() if n not in self._outcomes]
         return bool(self._outcomes) and all(s.resting for s in rest)
 
-    def _help(self, *work: Coroutine[Any, Any, None]) -> None:
-        """Do `work` beside the replicas; where it fails, the job ends."""
+    def _run_in_background(self, *work: Coroutine[Any, Any, None]) -> None:
+        """Run coroutines beside the replicas; if one fails, the job ends."""
 
         def ended(task: asyncio.Task[Any]) -> None:
             if not task.cancelled() and task.exception() is not None:
@@ -223,10 +232,10 @@ class JobRun:
         for coroutine in work:
             task = asyncio.create_task(coroutine)
             task.add_done_callback(ended)
-            self._helpers.append(task)
+            self._background.append(task)
 
     async def _tick(self) -> None:
-        """Read the logs and inject what is due."""
+        """Merge the logs, show them, and inject the failures that are due, until cancelled."""
         while True:
             self._recorder.poll()
             self._terminal.tick(time.time())
@@ -236,31 +245,35 @@ class JobRun:
             running = [n for n, s in self._supervisors.items() if s.running]
             for injection in self._planner.due(self._progress.step, time.monotonic(), running):
                 self._inject(injection)
-            if self._nobody_left:
+            if self._all_ended:
                 self._over.set()
             await asyncio.sleep(TICK_S)
 
     def _inject(self, injection: chaos.Injection) -> None:
-        """Carry out an injection; one that names a host hits each rank there."""
+        """Inject a failure; one that names a host hits each rank of the replica there."""
         if injection.host is not None:
             assert injection.replica is not None, "a host has ranks of replicas"
             current = self._supervisors[injection.replica].current
             ranks = {} if current is None else current.ranks
-            there = [n for n, rank in ranks.items() if rank.process.host == injection.host]
-            for rank in there:
+            on_host = [n for n, rank in ranks.items() if rank.process.host == injection.host]
+            for rank in on_host:
                 self._inject(replace(injection, rank=rank, host=None))
-        elif injection.kind == "signal":
-            self._send(injection)
+            return
+        if injection.kind == "signal":
+            inflicted = self._send(injection)
         else:
             try:
-                made = inflict(self._run, injection)
+                inflicted = inflict(self._run, injection)
             except (ConfigError, OSError, psutil.Error) as error:
                 self._terminal.say(f"not injected: {injection.reason}: {error}", "yellow")
                 return
-            self._injected(made)
+        self._recorder.emit(inflicted.event)
+        if injection.for_s > 0:
+            emit, reason = self._recorder.emit, f"{injection.for_s:g} s are over"
+            asyncio.get_running_loop().call_later(injection.for_s, lambda: emit(inflicted.lifted(reason)))
 
-    def _send(self, injection: chaos.Injection) -> None:
-        """Signal a rank, wherever it runs."""
+    def _send(self, injection: chaos.Injection) -> Inflicted:
+        """Send a signal to a rank, on whichever machine it runs."""
         assert injection.replica is not None
         assert injection.rank is not None, "a signal hits one rank"
         supervisor = self._supervisors[injection.replica]
@@ -269,32 +282,25 @@ class JobRun:
         process = current.ranks[injection.rank].process
         if injection.down_steps:
             supervisor.stay_away(self._progress.step + injection.down_steps)
-        injected = injection_event(injection, process.pid, [current.name], time.time())
+        event = injection_event(injection, process.pid, [current.name], time.time())
         process.signal(SIGNALS[injection.signal])
-        self._injected(Inflicted(injected, lambda: process.signal(signal.SIGCONT)))
-
-    def _injected(self, made: Inflicted) -> None:
-        self._recorder.emit(made.event)
-        for_s = made.event["for_s"]
-        if for_s > 0:
-            loop = asyncio.get_running_loop()
-            loop.call_later(for_s, lambda: self._recorder.emit(made.lifted(f"{for_s:g} s are over")))
+        return Inflicted(event, lambda: process.signal(signal.SIGCONT))
 
     def _evict(self, replica: int, incarnation: str, reason: str) -> None:
         if replica in self._supervisors:
             self._supervisors[replica].evict(incarnation, reason)
 
     def _on_event(self, event: Row) -> None:
-        """Show an event, and send the lighthouse those that it gets from no rank."""
+        """Show an event; send it to the lighthouse if no rank does."""
         self._terminal.event(event)
         if event["event"] == "CheckpointWritten":
             self._written = max(event["step"], self._written or 0)
-        untold = event.get("source") in ("supervisor", "chaos") or event["event"] == "RankEnded"
-        if self._link is not None and untold:
+        from_no_rank = event.get("source") in ("supervisor", "chaos") or event["event"] == "RankEnded"
+        if self._link is not None and from_no_rank:
             self._link.note(event)
 
     def _on_signal(self, number: int) -> None:
-        """Ctrl-C and SIGTERM have all replicas leave the job; a second one does not wait for them."""
+        """Have all replicas leave the job; at a second signal, kill them."""
         if self._stopped_by is None:
             self._stopped_by = number
             self._over.set()
@@ -310,27 +316,28 @@ class JobRun:
                 supervisor.current.kill()
 
     async def _end(self, replicas: list[asyncio.Task[None]], lighthouse: LighthouseHandle) -> None:
-        """End all processes; nothing is left when this returns."""
+        """End all processes. None is left when this returns."""
         await asyncio.gather(*(s.stop(self._config.timeouts.stop_s) for s in self._supervisors.values()))
         if replicas:
             _, late = await asyncio.wait(replicas, timeout=self._config.timeouts.gone_s + END_S)
             for task in late:
                 task.cancel()
-        for task in self._helpers:
+        for task in self._background:
             task.cancel()
-        ends = await asyncio.gather(*self._helpers, *replicas, return_exceptions=True)
+        ends = await asyncio.gather(*self._background, *replicas, return_exceptions=True)
         await self._backend.close()
         await lighthouse.stop()
         for error in ends:
             if isinstance(error, Exception):
                 raise error
 
-    def _code(self, lost: list[int]) -> int:
+    def _code(self) -> int:
+        """Return the job's exit code, once all replicas have ended."""
         if self._stopped_by is not None:
             return 128 + self._stopped_by
         refused = [outcome for outcome in self._outcomes.values() if outcome.kind == "config"]
         if refused:
-            print(refused[0].reason, file=sys.stderr)  # noqa: T201 - the one line that says why
+            print(refused[0].reason, file=sys.stderr)  # noqa: T201 - one line for the user
             return EXIT_CONFIG
         kinds = [outcome.kind for outcome in self._outcomes.values()]
         ended_well = sum(map(kinds.count, ("done", "drained", "unplaced")))
@@ -338,8 +345,8 @@ class JobRun:
         return EXIT_OK if well else EXIT_RETRYABLE
 
 
-def where_to_go_on(config: Config, run: RunDir, step: int) -> str:
-    """Return one line on the checkpoint that a stopped job has left."""
+def how_to_continue(config: Config, run: RunDir, step: int) -> str:
+    """Return one line on how to continue from the checkpoint of a stopped job."""
     if config.checkpoint.dir is not None:
         return f"the state of step {step} is in {config.checkpoint.dir}: the same command goes on from it"
     folder = os.path.relpath(run.path / "checkpoints")

@@ -1,6 +1,7 @@
-"""Tells the lighthouse which incarnations run and which have exited, and takes its orders to evict.
+"""The reports of a supervisor to the lighthouse: which incarnations run and which have exited.
 
-A supervisor's own events go the same way, beside the reports.
+The answers tell it how far the job is, which replicas it may start, and which incarnations it must evict. The
+supervisor's events go to the lighthouse on the same connection.
 """
 
 from __future__ import annotations
@@ -24,19 +25,19 @@ from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row
 from ft_hsdp.protocol import Telemetry
 
-PERIOD_S = 0.25  # between two reports when nothing changes
-REPLY_S = 2.0  # longest wait for one answer
+PERIOD_S = 0.25  # between two reports without a change
+REPLY_S = 2.0  # longest wait for an answer
 
 OnEvict = Callable[[int, str, str], None]
 """Called with (replica, incarnation, reason)."""
 
 
 class LighthouseLink:
-    """The full picture of the replicas that this supervisor owns, sent at once on every change.
+    """Reports all replicas of this supervisor, at once after each change and else every `PERIOD_S` seconds.
 
-    An outage of the lighthouse is survived: the next report that arrives says everything. With each report the
-    supervisor renews its leases: it may start a replica for as long as the lighthouse has promised to let no other
-    supervisor do so, counted from before the report was sent. file: see `Lighthouses`.
+    Each report is complete, so an outage of the lighthouse needs no repair afterwards. Each report also renews the
+    leases of the supervisor. While a lease lasts, the lighthouse lets no other supervisor start the replica; it
+    begins, for this supervisor, before the report was sent.
     """
 
     def __init__(
@@ -48,6 +49,16 @@ class LighthouseLink:
         tls: ssl.SSLContext | None = None,
         file: Path | None = None,
     ) -> None:
+        """Make the link; `run` connects it.
+
+        Args:
+            urls: The addresses of the lighthouses.
+            token: The secret that the job's processes share.
+            progress: Takes the lighthouse's news of the job.
+            on_evict: Called with each order to evict.
+            tls: For HTTPS; None: HTTP.
+            file: As in `Lighthouses`.
+        """
         self._urls = urls
         self._file = file
         self._tls = tls
@@ -56,17 +67,17 @@ class LighthouseLink:
         self._token = token
         self._progress = progress
         self._on_evict = on_evict
-        self._running: dict[int, str | None] = {}  # None: nothing of it runs, or will before it is wanted
-        self._exited: dict[int, str] = {}  # the newest of each replica: it speaks for those before it
-        self._lost: set[int] = set()
-        self.owner = secrets.token_hex(4)
-        self._leases: dict[int, int] = {}  # replicas that are claimed; the number of the newest lease
+        self._running: dict[int, str | None] = {}  # incarnation by replica; None: the replica rests
+        self._exited: dict[int, str] = {}  # newest exited incarnation by replica; it stands for earlier ones
+        self._lost: set[int] = set()  # replicas for which others need not wait
+        self.owner = secrets.token_hex(4)  # the name of this supervisor
+        self._leases: dict[int, int] = {}  # number of the newest lease by claimed replica
         self._until: dict[int, float] = {}  # monotonic end of each lease
-        self._rivals: dict[int, str] = {}  # other supervisors, which have the lease
-        self._delivered: dict[str, Any] = {}
+        self._rivals: dict[int, str] = {}  # the other supervisor that has a lease, by replica
+        self._delivered: dict[str, Any] = {}  # the newest report that was answered
         self._changed = asyncio.Event()
         self._lighthouses: Lighthouses | None = None
-        self._reporter = Reporter("supervisor", self._tell)
+        self._reporter = Reporter("supervisor", self._deliver)
 
     def started(self, replica: int, incarnation: str) -> None:
         """Report that an incarnation has been started; a replica that was given up counts again."""
@@ -75,7 +86,7 @@ class LighthouseLink:
         self._changed.set()
 
     def rests(self, replica: int) -> None:
-        """Report that nothing of a replica runs, or will run before it is wanted."""
+        """Report that no process of a replica runs, and that none will be started before it is wanted."""
         self._running.setdefault(replica, None)
         self._changed.set()
 
@@ -87,7 +98,7 @@ class LighthouseLink:
         self._changed.set()
 
     def lost(self, replica: int) -> None:
-        """Report that others need not wait for a replica: when it starts again, if ever, is not known."""
+        """Report that others need not wait for a replica: it may not start again for a long time, or at all."""
         self._lost.add(replica)
         self._changed.set()
 
@@ -107,21 +118,21 @@ class LighthouseLink:
         return time.monotonic() < self._until.get(replica, 0.0)
 
     def rival(self, replica: int) -> str:
-        """Return the supervisor that has the lease instead, as the lighthouse said last; "" if there is none."""
+        """Return the other supervisor that has the lease by the lighthouse's last answer; "" if there is none."""
         return self._rivals.get(replica, "")
 
     def note(self, event: Row) -> None:
-        """Send an event of this supervisor, or a failure on purpose, to the lighthouse's journal."""
+        """Send an event of this supervisor, or of an injected failure, to the lighthouse's journal."""
         self._reporter.event(event)
 
     @property
     def settled(self) -> bool:
-        """Whether the lighthouse knows the whole picture."""
-        return self._delivered == {**self.picture, "leases": sorted(self._leases)}
+        """Return whether the lighthouse has answered the current report."""
+        return self._delivered == {**self.current_report, "leases": sorted(self._leases)}
 
     @property
-    def picture(self) -> dict[str, Any]:
-        """The report as it is now."""
+    def current_report(self) -> dict[str, Any]:
+        """Return the report as it is now, without the leases."""
         return {
             "running": {str(replica): name for replica, name in sorted(self._running.items())},
             "exited": [name for _, name in sorted(self._exited.items())],
@@ -129,7 +140,7 @@ class LighthouseLink:
         }
 
     async def run(self) -> None:
-        """Report until cancelled; a lighthouse that does not answer raises nothing."""
+        """Send reports until cancelled. Without an answer `problem` has the reason."""
         async with http_client(self._token, REPLY_S, self._tls) as client:
             self._lighthouses = lighthouses = Lighthouses(self._urls, client, self._file)
             self._reporter.start()
@@ -141,20 +152,20 @@ class LighthouseLink:
                         async with asyncio.timeout(PERIOD_S):
                             await self._changed.wait()
                     if self.problem is not None and self._changed.is_set():
-                        await asyncio.sleep(PERIOD_S / 5)  # a change does not make an absent lighthouse answer
+                        await asyncio.sleep(PERIOD_S / 5)  # many changes must not flood an absent lighthouse
             finally:
                 await self._reporter.close()
 
-    async def _tell(self, telemetry: Telemetry) -> None:
+    async def _deliver(self, telemetry: Telemetry) -> None:
         assert self._lighthouses is not None, "run() comes first"
         await deliver(self._lighthouses, telemetry)
 
     async def report(self, lighthouses: Lighthouses) -> None:
-        """Send the picture once and act on the answer."""
-        picture, claimed, began = self.picture, dict(self._leases), time.monotonic()
-        sent = {**picture, "owner": self.owner, "leases": claimed}
+        """Send the current report once and act on the answer."""
+        report, claimed, began = self.current_report, dict(self._leases), time.monotonic()
+        body = {**report, "owner": self.owner, "leases": claimed}
         try:
-            response = await lighthouses.post("/v1/processes", json.dumps(sent).encode())
+            response = await lighthouses.post("/v1/processes", json.dumps(body).encode())
             if response.status_code != httpx.codes.OK:
                 self.problem = f"{lighthouses.url} answers {response.status_code}: {response.text[:200]}"
                 return
@@ -163,23 +174,26 @@ class LighthouseLink:
             step, epoch, finished = int(answer["step"]), int(answer["epoch"]), bool(answer["finished"])
             halted, drained = str(answer["halted"]), frozenset(map(int, answer["drained"]))
             leases = {int(r): int(number) for r, number in answer["leases"].items()}
-            rivals, lease_s = {int(r): str(who) for r, who in answer["rivals"].items()}, float(answer["lease_s"])
+            rivals, lease_s = (
+                {int(r): str(owner) for r, owner in answer["rivals"].items()},
+                float(answer["lease_s"]),
+            )
         except (LighthouseUnreachable, ValueError, KeyError, TypeError, AttributeError) as error:
             self.problem = f"{lighthouses.url}: {type(error).__name__}: {error}"
             return
         self.problem = None
         self.answered_at = time.monotonic()
-        self._delivered = {**picture, "leases": sorted(claimed)}
-        self._rivals = {r: who for r, who in rivals.items() if r in self._leases}
+        self._delivered = {**report, "leases": sorted(claimed)}
+        self._rivals = {r: owner for r, owner in rivals.items() if r in self._leases}
         for replica, number in leases.items():
             if replica in self._leases:
                 self._leases[replica] = number
                 self._until[replica] = began + lease_s
-        for replica, who in self._rivals.items():
+        for replica, owner in self._rivals.items():
             self._until.pop(replica, None)
             running = self._running.get(replica)
             if running is not None:
-                evictions.append((replica, running, f"supervisor {who} has taken replica {replica} over"))
+                evictions.append((replica, running, f"supervisor {owner} has taken replica {replica} over"))
         self._progress.saw(step, epoch, finished, halted, drained)
         self._progress.wake()
         for replica, incarnation, reason in evictions:

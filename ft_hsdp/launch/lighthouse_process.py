@@ -1,9 +1,10 @@
-"""The lighthouses of a job as processes of this machine: started, waited for, and started again on their ports."""
+"""The lighthouses of a job as processes of this machine. One that ends is started again on its port."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import socket
 import ssl
 import time
@@ -20,15 +21,15 @@ from ft_hsdp.errors import EXIT_RETRYABLE, EXIT_UNREACHABLE, ConfigError, FtHsdp
 from ft_hsdp.launch.backend.processes import environment, last_line, spare, tied
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, open_log, read_json
 
-STOP_S = 3.0  # how long it has to end after SIGTERM
-SPARE_S = 5.0  # after this long a spare is loaded
-STEADY_S = 10.0  # after this long the next failure counts as the first again
-SLOWEST_S = 5.0  # longest wait between two starts
-LOOK_S = 1.0  # between two questions whether it answers, and the longest wait for that
+STOP_S = 3.0  # from SIGTERM to SIGKILL
+SPARE_S = 5.0  # from the start of a lighthouse to the start of its spare
+STEADY_S = 10.0  # a lighthouse that ran for so long resets the pause before the next start
+SLOWEST_S = 5.0  # longest pause between two starts
+LOOK_S = 1.0  # between two health checks, and the longest wait for an answer
 
 
 class LighthouseFailed(FtHsdpError):
-    """The lighthouse ended instead of listening; ``str`` is the last line of its log."""
+    """The lighthouse ended, or did not listen in time; the message has the last line of its log."""
 
     def __init__(self, message: str, exit_code: int) -> None:
         super().__init__(message)
@@ -36,12 +37,7 @@ class LighthouseFailed(FtHsdpError):
 
 
 class LighthouseProcess:
-    """Keeps a lighthouse of a run alive. emit: takes each event; listen_s: longest time until it listens.
-
-    module: what is run; seat: which one of several it is, None for the only one; port: where it listens at
-    first, None for the configured one; silent_s: after how long without an
-    answer it is killed; tls: how it is asked.
-    """
+    """Keeps one lighthouse of a run alive."""
 
     def __init__(
         self,
@@ -55,6 +51,18 @@ class LighthouseProcess:
         silent_s: float = 10.0,
         tls: ssl.SSLContext | None = None,
     ) -> None:
+        """Make the keeper of a lighthouse; `start` starts the process.
+
+        Args:
+            run: The run's directory.
+            emit: Called with each event.
+            listen_s: Longest time from the start until it listens, in seconds.
+            module: The module that runs as the lighthouse.
+            seat: Its number among several lighthouses; None for the only one.
+            port: Where it listens; None: the configured port, or any.
+            silent_s: Time without an answer after which it is killed, in seconds.
+            tls: For health checks; None: HTTP.
+        """
         self._run = run
         self._silent_s = silent_s
         self._tls = tls
@@ -62,20 +70,24 @@ class LighthouseProcess:
         self._listen_s = listen_s
         self._module = module
         self._seat: tuple[str, ...] = () if seat is None else ("--seat", str(seat))
-        self._named = run.lighthouse if seat is None else run.seat(seat)
+        self._file = run.lighthouse if seat is None else run.seat(seat)  # written once it listens
         self._port = port
-        self._spare: asyncio.subprocess.Process | None = None
+        self._spare: asyncio.subprocess.Process | None = None  # loaded; a line on its stdin starts it
         self._process: asyncio.subprocess.Process | None = None
         self._url: str | None = None
 
     @property
     def url(self) -> str:
-        """Where it listens; stays the same over restarts."""
+        """Return its address, which stays the same over restarts."""
         assert self._url is not None, "start() comes first"
         return self._url
 
     async def start(self) -> None:
-        """Start it and wait until it listens. Raises LighthouseFailed."""
+        """Start it, or tell its spare to run, and wait until it listens.
+
+        Raises:
+            LighthouseFailed: It ended, or did not listen in time.
+        """
         ready, self._spare = self._spare, None
         if ready is not None and ready.returncode is None and ready.stdin is not None:
             ready.stdin.write(b"go\n")
@@ -87,9 +99,9 @@ class LighthouseProcess:
         deadline = time.monotonic() + self._listen_s
         try:
             while time.monotonic() < deadline:
-                said = read_json(self._named)
-                if isinstance(said, dict) and said.get("pid") == self._process.pid:
-                    self._url = str(said["url"])
+                listening = read_json(self._file)
+                if isinstance(listening, dict) and listening.get("pid") == self._process.pid:
+                    self._url = str(listening["url"])
                     self._port = urlsplit(self._url).port
                     return
                 await asyncio.wait([exited], timeout=0.02)
@@ -105,7 +117,7 @@ class LighthouseProcess:
             exited.cancel()
 
     async def keep(self) -> None:
-        """Start it again on its port whenever it ends, until cancelled."""
+        """Start the lighthouse again on its port whenever it ends, until cancelled."""
         failures, since = 0, time.monotonic()
         while True:
             assert self._process is not None
@@ -122,9 +134,9 @@ class LighthouseProcess:
                 self._event("LighthouseRestarted", f"it listens at {self.url} again")
 
     async def _ended(self, process: asyncio.subprocess.Process) -> int:
-        """Its exit code, once it has ended; the only lighthouse of a job gets a spare meanwhile."""
+        """Wait until a lighthouse ends and return its exit code; if it is the only one, load a spare meanwhile."""
         ended = asyncio.create_task(process.wait())
-        looking = asyncio.create_task(self._look(process))
+        checking = asyncio.create_task(self._check_health(process))
         try:
             done, _ = await asyncio.wait({ended}, timeout=SPARE_S)
             if not done and not self._seat:
@@ -132,16 +144,16 @@ class LighthouseProcess:
             return await ended
         finally:
             ended.cancel()
-            looking.cancel()
+            checking.cancel()
 
-    async def _look(self, process: asyncio.subprocess.Process) -> None:
-        """Kill a lighthouse that is there and answers nothing: its loop hangs, or it is stopped.
+    async def _check_health(self, process: asyncio.subprocess.Process) -> None:
+        """Kill a lighthouse that runs and does not answer, because its event loop hangs or it is stopped.
 
-        Silence is only counted while this process runs.
+        A time in which this process itself was stopped does not count as silence.
         """
         silent_s = 0.0
         async with http_client("", LOOK_S, self._tls) as client:
-            del client.headers["Authorization"]  # whether it answers is no secret, and an empty token no header
+            del client.headers["Authorization"]  # /healthz needs no token, and an empty one is no valid header
             while silent_s <= self._silent_s:
                 began = time.monotonic()
                 await asyncio.sleep(LOOK_S)
@@ -162,7 +174,7 @@ class LighthouseProcess:
     async def _spawn(
         self, command: list[str], stdin: int = asyncio.subprocess.DEVNULL
     ) -> asyncio.subprocess.Process:
-        """Start a process; one whose start is cancelled does not outlive that."""
+        """Start a process; if this is cancelled, kill it."""
         with open_log(self._run.lighthouse_log) as log:
             starting = asyncio.ensure_future(
                 asyncio.create_subprocess_exec(*command, env=environment(), stdin=stdin, stdout=log, stderr=log)
@@ -197,11 +209,19 @@ class LighthouseProcess:
 
 
 class LighthouseFleet:
-    """All lighthouses of a job on this machine: the only one, or as many as stand for election by etcd."""
+    """All lighthouses of a job on this machine: one, or several of which etcd elects the leader."""
 
     def __init__(
         self, run: RunDir, config: Config, emit: Callable[[Row], None], *, module: str = "lighthouse"
     ) -> None:
+        """Make the lighthouses; `start` starts their processes.
+
+        Args:
+            run: The run's directory.
+            config: The job's configuration.
+            emit: Called with each event.
+            module: The module that runs as a lighthouse.
+        """
         first = config.network.port or None
         seats = range(config.lighthouse.count) if config.lighthouse.etcd else (None,)
         self._run = run
@@ -223,11 +243,15 @@ class LighthouseFleet:
 
     @property
     def urls(self) -> tuple[str, ...]:
-        """Where they listen; stays the same over restarts."""
+        """Return their addresses, which stay the same over restarts."""
         return tuple(each.url for each in self._all)
 
     async def start(self) -> None:
-        """Start them, and wait until one leads and knows all of them. Raises LighthouseFailed."""
+        """Start them, and wait until one leads and knows all of them.
+
+        Raises:
+            LighthouseFailed: One of them ended or did not listen in time, or none leads.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 for each in self._all:
@@ -235,15 +259,19 @@ class LighthouseFleet:
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from None
         deadline = time.monotonic() + self._listen_s
-        while not (alive(said := read_json(self._run.lighthouse)) and set(self.urls) <= set(urls_of_run(said))):
+        while not self._leads(read_json(self._run.lighthouse)):
             if time.monotonic() > deadline:
                 etcd = ", ".join(self._etcd)
                 why = f"no lighthouse leads after {self._listen_s:g} s: does etcd at {etcd} answer?"
                 raise LighthouseFailed(why, EXIT_UNREACHABLE)
             await asyncio.sleep(0.02)
 
+    def _leads(self, leader: object) -> bool:
+        """Return whether lighthouse.json names a running leader that knows all lighthouses."""
+        return alive(leader) and set(self.urls) <= set(urls_of_run(leader))
+
     async def keep(self) -> None:
-        """Start each again on its port whenever it ends, until cancelled."""
+        """Start each one again on its port whenever it ends, until cancelled."""
         async with asyncio.TaskGroup() as group:
             for each in self._all:
                 group.create_task(each.keep())
@@ -254,9 +282,10 @@ class LighthouseFleet:
 
 
 def check_port(config: Config) -> None:
-    """Raise ConfigError on network.port where it is taken, on network.host where it is not ours.
+    """Check that the lighthouses can listen. Those of one machine take ports that follow each other.
 
-    The lighthouses of one machine take ports that follow each other.
+    Raises:
+        ConfigError: network.host is not an address of this machine, or network.port is not free.
     """
     for number in range(config.lighthouse.count if config.network.port else 1):
         _check_port(config.network.host, config.network.port + number)
@@ -276,6 +305,6 @@ def _check_port(host: str, port: int) -> None:
     except PermissionError:
         raise ConfigError("network.port", port, "0 or a port that this user may listen on") from None
     except OSError as error:
-        if error.errno == 98:
+        if error.errno == errno.EADDRINUSE:
             raise ConfigError("network.port", port, "0 or a free port (another process has this one)") from None
         raise ConfigError("network.host", host, f"an address of this machine ({error.strerror})") from None

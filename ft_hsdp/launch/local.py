@@ -1,4 +1,4 @@
-"""`up`: a whole job on this machine."""
+"""`up`: a whole job on this machine; and what must be right here before a job starts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,18 @@ from ft_hsdp.launch.run.summary import Summary
 
 
 def up(config: Config, *, stream: TextIO | None = None) -> tuple[int, Summary | None]:
-    """Run a job until every replica is done; return the exit code and the summary.
+    """Run a job on this machine until every replica is done. Blocks.
 
-    stream takes the progress, stdout by default. Codes: 0, 75 with lost replicas, 64 where a rank refused its
-    configuration, 130 and 143 after Ctrl-C and SIGTERM. Raises ConfigError before anything is started.
+    Args:
+        config: The job's configuration.
+        stream: Where the progress is shown; None: stdout.
+
+    Returns:
+        The exit code, and the summary if there is one. The code is 0; 75 if replicas were lost; 64 if a rank
+        refused its configuration; 130 or 143 after Ctrl-C or SIGTERM.
+
+    Raises:
+        ConfigError: The job cannot run here; nothing was started.
     """
     check_port(config)
     check_device(config)
@@ -65,10 +73,14 @@ def local_resources(
 
 
 def check_device(config: Config) -> str:
-    """Return in words what ranks compute on. Raises ConfigError on train.device."""
+    """Return in words the device on which ranks compute.
+
+    Raises:
+        ConfigError: This machine lacks the devices that train.device names.
+    """
     if config.train.device == "cpu":
         return config.train.device
-    # Who only counts GPUs must not initialize CUDA: ranks are forked, from a process that inherits this.
+    # Counting GPUs must not initialize CUDA, here or in the fork server, which inherits the variable.
     os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
     from ft_hsdp.train.identity import describe  # a job on CPUs starts without torch in this process
 
@@ -76,7 +88,12 @@ def check_device(config: Config) -> str:
 
 
 def prepare_data(config: Config) -> Path:
-    """Make the file of tokens, if it is not there. Raises ConfigError on data.path."""
+    """Return the path of the file of tokens, and make the file if it does not exist.
+
+    Raises:
+        ConfigError: data.path cannot be read, or the folder job.runs_dir cannot be made.
+        Retryable: The file cannot be written.
+    """
     from ft_hsdp.train import tokens  # numpy is not needed for --help
 
     cache = Path(config.job.runs_dir).resolve() / ".cache"

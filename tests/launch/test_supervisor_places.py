@@ -106,12 +106,12 @@ async def test_the_others_need_not_wait_for_it_until_it_starts(run_dir: RunDir) 
         await until(lambda: scene.events, "the word that there is no place")
         (unplaced,) = scene.events
         assert (unplaced["event"], unplaced["reason"]) == ("ReplicaUnplaced", "replica 1 is too large")
-        assert scene.link.picture == {"running": {}, "exited": [], "lost": [1]}
+        assert scene.link.current_report == {"running": {}, "exited": [], "lost": [1]}
         scene.backend.startable.set()
         scene.backend.free.set()
         await until(lambda: "ReplicaStarted" in scene.names, "the start")
-        assert scene.link.picture["lost"] == []
-        assert list(scene.link.picture["running"]) == ["1"]
+        assert scene.link.current_report["lost"] == []
+        assert list(scene.link.current_report["running"]) == ["1"]
         await scene.supervisor.stop(grace_s=0.01)
         assert (await task).kind == "stopped"
 
