@@ -139,13 +139,14 @@ class Lane:
             self._enter(self._absent, t, reason)
 
     def _claims(self, name: str, t: float, row: Mapping[str, Any], reason: str) -> None:
-        state = _CLAIMS[name]
+        state, rank = _CLAIMS[name], row.get("rank") or 0
         if state == "fetching":
-            self._done = set()
+            self._done.discard(rank)  # only this one: rows of another rank that is done may have come before
         if name in _RANKS:
-            self._done.add(row.get("rank") or 0)
+            self._done.add(rank)
             if len(self._done) < self._ranks:
                 return
+            self._done = set()
         if name == "ReplicaResumed" and self.state != "stalled":
             return
         if state == "stalled" and self.state not in RUN:

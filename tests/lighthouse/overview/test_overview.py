@@ -117,6 +117,14 @@ def test_lanes_of_a_replica_that_dies_and_comes_back():
     assert (one["step"], one["incarnation"], one["incarnations"]) == (9, "1-a-1", 2)
 
 
+def test_a_fetch_ends_although_one_rank_reports_both_ends_before_the_other_reports_any():
+    rows = killed()
+    began = next(n for n, row in enumerate(rows) if row.get("event") == "FetchStarted" and row["rank"] == 1)
+    done = next(n for n, row in enumerate(rows) if row.get("event") == "FetchCompleted" and row["rank"] == 0)
+    rows.insert(began, rows.pop(done))
+    assert lane(fold(rows), 1) == lane(fold(killed()), 1)
+
+
 def test_a_failure_has_all_its_phases():
     (failure,) = fold(killed()).told(0, 1e9, 1.0)
     phases = [(p["name"], round(p["t0"] - T, 3), round(p["t1"] - T, 3)) for p in failure["phases"]]
