@@ -95,20 +95,20 @@ class ChaosConfig(Section):
     rate_per_min: Number | None = Field(None, gt=0, le=6000, description="at random moments, this often a minute")
     replicas: tuple[ReplicaId, ...] = Field(
         (),
-        description="ids of the replicas that are hit; with a host, none means all that have ranks there",
+        description="ids of the replicas that are hit; with host, an empty list means all that have ranks there",
         json_schema_extra={"uniqueItems": True},
     )
     rank: Annotated[Int, Field(ge=0, lt=MAX_RANKS)] | None = Field(
         None,
-        description="rank that is hit; null means all with disk_full, slow_disk and clock, and else rank 0 at a "
-        "step or a time, a random one with a rate",
+        description="rank that is hit; null: all with disk_full, slow_disk and clock; else rank 0 with at_step or "
+        "at_s, a random one with rate_per_min",
     )
     host: str | None = Field(None, min_length=1, description="the host all of whose ranks are hit")
     target: Target | None = Field(
         None, description="with helper: the process that is hit; supervisor also with disk_full, slow_disk, clock"
     )
     edge: Annotated[tuple[Any, ...] | None, WithJsonSchema(_EDGE)] = Field(
-        None, description="with partition: between which two no packet passes, [a, b] or [a, lighthouse]"
+        None, description="with partition: the two ends between which no packet passes, [a, b] or [a, lighthouse]"
     )
     signal: Literal["KILL", "STOP", "TERM"] = Field("KILL", description="with signal and helper: the signal")
     down_steps: Int = Field(
@@ -118,7 +118,7 @@ class ChaosConfig(Section):
         0.0,
         ge=0,
         le=DAY_S,
-        description="for how long; 0: for good. What ends a process lasts for good",
+        description="how long it lasts; 0: until the job ends; 0 with flip and with signals other than STOP",
     )
     by_s: Number = Field(
         3600.0,
@@ -204,7 +204,7 @@ class ChaosConfig(Section):
 
 
 class FailpointConfig(Section):
-    """Who fails at a named place of the code, and when."""
+    """A rank that fails at a named place of the code."""
 
     replicas: tuple[ReplicaId, ...] = Field(min_length=1, description="ids of the replicas that fail there")
     rank: Int = Field(0, ge=0, lt=MAX_RANKS, description="the rank that fails there")

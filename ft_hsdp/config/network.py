@@ -29,12 +29,13 @@ class NetworkConfig(Section):
     allow: tuple[str, ...] = Field(
         (),
         max_length=64,
-        description="networks (10.0.0.0/8) in which replicas may listen; none: where they ask from, and loopback",
+        description="networks (10.0.0.0/8) in which replicas may listen; none: the addresses from which they ask, "
+        "and loopback",
     )
     tls: Annotated[Literal["auto", "on", "off"], BeforeValidator(_switch)] = Field(
         "auto",
         description="whether connections between ranks are encrypted: auto, between hosts; on, all but shared "
-        "memory. Those to the lighthouse are, where it has a certificate",
+        "memory. Connections to the lighthouse are encrypted if it has a certificate",
     )
     tls_certificate: str | None = Field(
         None, min_length=1, description="PEM file of the lighthouse's certificate: it then speaks HTTPS"
@@ -46,7 +47,7 @@ class NetworkConfig(Section):
         description="PEM file of the authority that clients' and the lighthouse's certificates must be signed by",
     )
     client_certificate: str | None = Field(
-        None, min_length=1, description="PEM file of the certificate that clients show, where tls_ca is given"
+        None, min_length=1, description="PEM file of the certificate that clients show if tls_ca is set"
     )
     client_key: str | None = Field(None, min_length=1, description="PEM file of that certificate's key")
 
@@ -95,7 +96,7 @@ class LighthouseConfig(Section):
     )
     tensorboard: bool = Field(True, description="write curves for TensorBoard into the folder of the run")
     wandb: str | None = Field(
-        None, min_length=1, max_length=128, description="project at Weights & Biases that gets the curves, too"
+        None, min_length=1, max_length=128, description="project at Weights & Biases that also gets the curves"
     )
 
     @model_validator(mode="after")

@@ -127,8 +127,8 @@ class CheckpointConfig(Section):
     )
     trust: bool = Field(
         False,
-        description="resume from a checkpoint that was not signed with the key, or with another one: every "
-        "process that can write the folder then decides what is trained on",
+        description="resume also from a checkpoint without a signature or with that of another key: every "
+        "process that can write the folder then decides what is loaded",
     )
 
     @model_validator(mode="after")

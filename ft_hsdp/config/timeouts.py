@@ -27,8 +27,8 @@ class TimeoutsConfig(Section):
         0.2,
         ge=0,
         le=DAY_S,
-        description="time for a suspect (its connection or its heartbeats ended) to ask; a lost replica costs "
-        "the others so much if its exit is not reported",
+        description="time for a suspect (its connection or its heartbeats ended) to ask; the others lose "
+        "this time if the exit of a lost replica is not reported",
     )
     silence_s: Number = Field(
         0.5,
@@ -66,7 +66,7 @@ class TimeoutsConfig(Section):
         ge=0,
         le=DAY_S,
         description="how long a supervisor waits for the lighthouse to say whether a replica that ended early "
-        "was told to",
+        "was told to end",
     )
     leave_s: Number = Field(
         2.0,
@@ -129,7 +129,7 @@ class TimeoutsConfig(Section):
         10.0,
         gt=0,
         le=DAY_S,
-        description="how long the lighthouse of `up` may answer nothing; then it is killed and started again",
+        description="how long the lighthouse of `up` may fail to answer; then it is killed and started again",
     )
     ask_s: Number = Field(
         20.0,

@@ -12,7 +12,7 @@ Beta = Annotated[Number, Field(ge=0, lt=1)]
 
 
 class TrainConfig(Section):
-    """How long and on how much."""
+    """Length, batches and precision of training."""
 
     steps: Int = Field(100, ge=1, le=10**9, description="committed steps until the job is done")
     seed: Int = Field(0, ge=0, lt=2**63, description="seed of the initial weights and of the order of the data")
