@@ -37,7 +37,7 @@ def test_tests_are_found_in_both_ways_of_naming_them() -> None:
 @pytest.mark.parametrize(("file", "name"), TESTS, ids=[f"{f}-{n}" for f, n in TESTS])
 def test_a_test_that_is_named_exists(file: str, name: str) -> None:
     source = (ROOT / "tests" / file).read_text()
-    tests = {n.name for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)}
+    tests = {n.name for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)}
     assert not name or name in tests
 
 
