@@ -11,7 +11,6 @@ Read the modules in this order:
     local               `up`: a job on this machine
     job                 one job from its first process to its last, on any backend
     supervisor          one replica: start, watch, restart
-    replica_process     one incarnation: its ranks, their exits, and what they mean
     backend             how ranks become processes: fork server, spares
     ray                 the same on a Ray cluster
     lighthouse_process  the lighthouses of a job, started again where they were

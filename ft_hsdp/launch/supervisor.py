@@ -19,10 +19,9 @@ from typing import Any, Protocol
 from ft_hsdp.config import Config
 from ft_hsdp.core import restart
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_UNREACHABLE, Retryable
-from ft_hsdp.launch.backend.base import Backend, ReplicaSpec
+from ft_hsdp.launch.backend.base import DONE, LEAVING, LEFT, STRAY, Backend, ReplicaProcess, ReplicaSpec, kind_of
 from ft_hsdp.launch.backend.processes import no_room, stands_still
 from ft_hsdp.launch.progress import Progress
-from ft_hsdp.launch.replica_process import DONE, LEAVING, LEFT, STRAY, ReplicaProcess, kind_of
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer
 
 LOOK_S = 0.2  # between two looks at the commits of an incarnation that does not contribute yet

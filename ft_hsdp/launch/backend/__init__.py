@@ -6,7 +6,8 @@ of a cluster.
 
 Read the modules in this order:
 
-    base        the protocols, and `WorkerGroup`: the processes of one replica, or of a spare
+    base        the protocols; `WorkerGroup`: the processes of one replica, or of a spare; `ReplicaProcess`: an
+                incarnation as its supervisor sees it
     local       the backend of this machine
     spares      groups that are warm, and wait for a replica that needs them
     forkserver  the supervisor's side of the fork server

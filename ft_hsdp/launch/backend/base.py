@@ -3,7 +3,9 @@
 A supervisor decides when a replica is started and ended; a backend only does it. All backends promise that the
 ranks of one incarnation are started together, that each exit is reported once, and that nothing outlives `close`.
 
-`WorkerGroup` is the processes of one incarnation, or of a spare, which is assigned to an incarnation later.
+`WorkerGroup` is the processes of one incarnation as a backend has them, or those of a spare, which is assigned
+to an incarnation later. `ReplicaProcess` is the same incarnation as its supervisor sees it: the `ProcessWatch`
+of its ranks. When they are gone, its `verdict` says why the incarnation ended, and which rank shows it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ft_hsdp.core.incarnation import IncarnationId
-from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.errors import EXIT_CONFIG, EXIT_HARDWARE, EXIT_LEFT, EXIT_OK
+from ft_hsdp.launch.backend.processes import last_line
+from ft_hsdp.launch.progress import Changes
+from ft_hsdp.launch.run.directory import RunDir, try_write_json
 
 COLD = "cold"
 WARM = "from a spare"
@@ -113,7 +118,14 @@ class Backend(Protocol):
 class WorkerGroup:
     """The processes of one incarnation, or those of a spare until it is `given` to one."""
 
-    def __init__(self, size: int, config: Path, called: ReplicaSpec | None = None, number: int = 0) -> None:
+    def __init__(
+        self,
+        size: int,
+        config: Path,
+        called: ReplicaSpec | None = None,
+        number: int = 0,
+        changed: Callable[[WorkerGroup], None] | None = None,
+    ) -> None:
         """Make a group without processes.
 
         Args:
@@ -121,6 +133,7 @@ class WorkerGroup:
             config: The YAML file that they load.
             called: The incarnation; None for a spare.
             number: Of the spare, from 1.
+            changed: Called with the group after each change of a spare that waits; None for an incarnation.
         """
         self.size = size
         self.config = config
@@ -131,12 +144,9 @@ class WorkerGroup:
         self.waiting: set[int] = set()  # ranks that are warm
         self.began = time.monotonic()
         self.warm_at: float | None = None
-        self._heard: Callable[[], None] = lambda: None
+        self.taken = False  # out of its pool: changes concern the replica that it is given to
+        self._changed = changed
         self._watch: ProcessWatch | None = None
-
-    def heard_by(self, heard: Callable[[], None]) -> None:
-        """Have ``heard`` called after each change, until the group is given to a replica."""
-        self._heard = heard
 
     def given(self, watch: ProcessWatch) -> None:
         """Report to ``watch`` from now on; first what has happened so far."""
@@ -163,16 +173,14 @@ class WorkerGroup:
         self.processes[rank] = process
         if self._watch is not None:
             self._watch.started(rank, process)
-        else:
-            self._heard()
+        self._note_change()
 
     def warm(self, rank: int) -> None:
         """Note that a rank is warm and waits for its incarnation."""
         self.waiting.add(rank)
         if self.ready:
             self.warm_at = time.monotonic()
-        if self._watch is None:
-            self._heard()
+        self._note_change()
 
     def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
         """Note that a rank is gone."""
@@ -180,8 +188,11 @@ class WorkerGroup:
         self.gone[rank] = code
         if self._watch is not None:
             self._watch.exited(rank, process, code)
-        else:
-            self._heard()
+        self._note_change()
+
+    def _note_change(self) -> None:
+        if self._changed is not None and not self.taken:
+            self._changed(self)
 
     def kill(self) -> None:
         """Send SIGKILL to all processes that run."""
@@ -199,3 +210,142 @@ def call(spec: ReplicaSpec, rank: int, run: RunDir) -> dict[str, Any]:
 def spare_log(folder: Path, number: int, rank: int) -> Path:
     """Return the path of one rank's stdout and stderr while it is a spare's."""
     return folder / f"{number}-rank{rank}.log"
+
+
+DONE = "done"
+EVICTED = "evicted"
+TORN = "exit 0 of some ranks only"
+LEFT = "left"
+STRAY = "exit 0 before the end"
+LEAVING = frozenset({EXIT_OK, EXIT_LEFT})
+
+
+@dataclass(slots=True)
+class RankProcess:
+    """The process of one rank."""
+
+    rank: int
+    process: WorkerProcess
+    state: str = "running"  # or "exited"
+    code: int | None = None  # exit code, negative for a signal
+    killed: bool = False  # by us, because of another rank: its exit says nothing about the cause
+
+    @property
+    def pid(self) -> int:
+        """Its pid on the machine where it runs."""
+        return self.process.pid
+
+
+class ReplicaProcess(Changes):
+    """The ranks of one incarnation, and what happens to them."""
+
+    def __init__(self, spec: ReplicaSpec, run: RunDir) -> None:
+        super().__init__()
+        self.spec = spec
+        self.ranks: dict[int, RankProcess] = {}
+        self.evicted: str | None = None  # why, once that was ordered
+        self.first: RankProcess | None = None  # the rank that was seen to exit first
+        self._run = run
+
+    @property
+    def name(self) -> str:
+        """The name of the incarnation."""
+        return self.spec.name
+
+    @property
+    def replica(self) -> int:
+        """The id of its replica."""
+        return self.spec.replica
+
+    @property
+    def restarts(self) -> int:
+        """How many incarnations of the run came before it."""
+        return self.spec.restarts
+
+    @property
+    def complete(self) -> bool:
+        """Whether all ranks run."""
+        return len(self.living) == self.spec.size
+
+    @property
+    def living(self) -> list[RankProcess]:
+        """The ranks that have not exited."""
+        return [rank for rank in self.ranks.values() if rank.state == "running"]
+
+    async def start(self, backend: Backend) -> str:
+        """Start all ranks and return how that was done. Raises Retryable; some may run then."""
+        how = await backend.start(self.spec, self)
+        self.write()
+        return how
+
+    def started(self, rank: int, process: WorkerProcess) -> None:
+        """Note that a rank runs."""
+        self.ranks[rank] = RankProcess(rank, process)
+        self.wake()
+
+    def exited(self, rank: int, process: WorkerProcess, code: int) -> None:
+        """Note that a rank is gone."""
+        gone = self.ranks[rank]
+        gone.state, gone.code = "exited", code
+        self.first = self.first or gone
+        self.wake()
+
+    def send(self, number: int) -> None:
+        """Send a signal to every rank that has not exited."""
+        for rank in self.living:
+            rank.process.signal(number)
+
+    def kill(self) -> None:
+        """Send SIGKILL to every rank that has not exited; it ends stopped ones too."""
+        for rank in self.living:
+            rank.killed = True
+        self.send(signal.SIGKILL)
+
+    def verdict(self) -> tuple[str, RankProcess | None]:
+        """Return why the incarnation ended, and the rank that shows it."""
+        if self.evicted is not None:
+            return EVICTED, None
+        own = [rank for rank in self.ranks.values() if not rank.killed and rank.code is not None]
+        if len(own) == self.spec.size and all(rank.code in LEAVING for rank in own):
+            if self._run.final(self.replica).exists():
+                return DONE, None
+            return (LEFT if any(rank.code == EXIT_LEFT for rank in own) else STRAY), None
+        telling = [rank for code in (EXIT_CONFIG, EXIT_HARDWARE) for rank in own if rank.code == code]
+        if self.first is not None and self.first.code != EXIT_OK:
+            telling.append(self.first)
+        telling += [rank for rank in own if rank.code != EXIT_OK]
+        return (kind_of(telling[0]), telling[0]) if telling else (TORN, self.first)
+
+    def explain(self, rank: RankProcess) -> str:
+        """Return one line on the exit of ``rank``; with the last line of its log, unless a signal ended it."""
+        said = last_line(self._run.rank_log(self.replica, rank.rank)) if (rank.code or 0) > 0 else ""
+        return f"rank {rank.rank} ended with {kind_of(rank)}" + (f": {said}" if said else "")
+
+    def write(self) -> None:
+        """Write processes.json for `status`."""
+        ranks = [
+            {"rank": rank.rank, "pid": rank.pid, "host": rank.process.host, "state": rank.state}
+            for rank in sorted(self.ranks.values(), key=lambda rank: rank.rank)
+        ]
+        picture = {
+            "replica": self.replica,
+            "incarnation": self.name,
+            "restarts": self.restarts,
+            "ranks": ranks,
+        }
+        try_write_json(self._run.processes(self.replica), picture)
+
+
+def kind_of(rank: RankProcess) -> str:
+    """Return in words how a rank ended."""
+    return named(rank.code or 0)
+
+
+def named(code: int) -> str:
+    """Return an exit code in words: `SIGKILL`, `exit 75`."""
+    if code >= 0:
+        return f"exit {code}"
+    try:
+        return signal.Signals(-code).name
+    except ValueError:
+        return f"signal {-code}"

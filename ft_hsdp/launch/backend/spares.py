@@ -15,10 +15,9 @@ from typing import Any
 
 from ft_hsdp.core.restart import doubled
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.backend.base import ReplicaSpec, WorkerGroup, spare_log
+from ft_hsdp.launch.backend.base import ReplicaSpec, WorkerGroup, named, spare_log
 from ft_hsdp.launch.backend.processes import last_line
 from ft_hsdp.launch.progress import Changes
-from ft_hsdp.launch.replica_process import named
 from ft_hsdp.launch.run.directory import Row, try_write_json
 
 WARM_S = 600.0  # longest time for a spare to get warm
@@ -107,7 +106,7 @@ class SparePool(Changes):
         if not fitting:
             return None
         group = max(fitting, key=lambda group: (group.ready, group.complete))
-        group.heard_by(lambda: None)
+        group.taken = True
         self._groups.remove(group)
         self._failed = 0
         self._groups_changed()
@@ -135,8 +134,7 @@ class SparePool(Changes):
                 continue
             assert self._like is not None
             self._made += 1
-            group = WorkerGroup(self._like.size, self._like.config, number=self._made)
-            group.heard_by(lambda group=group: self._look(group))  # type: ignore[misc]
+            group = WorkerGroup(self._like.size, self._like.config, number=self._made, changed=self._look)
             self._groups.append(group)
             await self._make(group)
 
