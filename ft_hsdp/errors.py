@@ -1,8 +1,8 @@
 """Every exception that ft_hsdp raises on purpose, with the exit code that it stands for.
 
-Exit codes: 0 done, 64 bad configuration or arguments, 69 lighthouse unreachable, 75 retryable (start me again), 76
-broken hardware (replace the node). A process that was told to end by SIGTERM, and that left its job in peace,
-exits with 143, as if the signal had ended it: it is not done, and may be started again.
+Exit codes: 0 done, 64 bad configuration or arguments, 69 lighthouse unreachable, 75 retryable (start the process
+again), 76 broken hardware (replace the node). A process that SIGTERM told to end, and that left its job at a step
+boundary, exits with 143, as if the signal had ended it: it is not done, and may be started again.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ EXIT_RETRYABLE = 75
 EXIT_HARDWARE = 76
 EXIT_LEFT = 143
 
-_SHOWN = 120  # characters of a bad value that are worth a reader's time
+_SHOWN = 120  # characters of a bad value that a message shows
 
 
 class FtHsdpError(Exception):
-    """Base of all; a process that ends with it exits with `exit_code`."""
+    """Base of all exceptions of ft_hsdp; a process that ends with one exits with its `exit_code`."""
 
     exit_code: int = EXIT_RETRYABLE
 
@@ -58,12 +58,6 @@ class Retryable(FtHsdpError):
     """This process cannot go on, but a fresh one in its place may."""
 
     exit_code = EXIT_RETRYABLE
-
-
-class BrokenHardware(FtHsdpError):
-    """The machine itself is at fault: a restart on it would fail again."""
-
-    exit_code = EXIT_HARDWARE
 
 
 class FTARError(FtHsdpError):
@@ -130,11 +124,9 @@ class LocalSystemError(FatalError):
 
 
 class LocalResourceError(LocalSystemError):
-    """This process, or its machine, has run out of descriptors, ports, threads or memory.
+    """This process, or its machine, has run out of descriptors, ports, threads or memory. `exhausted` makes it.
 
-    A fresh process may have some.
-
-    It is never a neighbour's fault: only the rank that meets it ends. `exhausted` makes it.
+    A new process may get some, so it is retryable. No neighbour is at fault: only the rank that meets it ends.
     """
 
     exit_code = EXIT_RETRYABLE
@@ -147,10 +139,10 @@ class InvalidArgument(FatalError):
 
 
 def exhausted(error: BaseException) -> LocalResourceError | None:
-    """Return what an error says that this process has run out of.
+    """Return the error for the resource that ran out and so caused an exception.
 
     Args:
-        error: any exception; the ones that it was raised from are looked at too.
+        error: any exception; those that it was raised from are examined as well.
 
     Returns:
         An error whose message names the resource and its limit; None if no resource is the cause.

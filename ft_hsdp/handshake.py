@@ -58,10 +58,10 @@ PROOF_BYTES = MAC
 MAX_STRANGERS = 64
 MAX_STRANGERS_PER_ADDRESS = 32
 HELLO_S = 5.0
-PAUSE_S = 0.05  # without a descriptor for one more connection
-ACCEPT_TRIES = 20  # in a row without a descriptor or memory: then the owner hears of it
+PAUSE_S = 0.05  # pause of the listener when no descriptor is left for one more connection
+ACCEPT_TRIES = 20  # failures to accept in a row, after which the owner is told
 BACKLOG = 128
-TRIES = 5  # a caller may be the oldest stranger of a crowd
+TRIES = 5  # of `dial`: a busy listener closes its oldest strangers, and this caller may be one
 AGAIN_S = 0.02
 TOLD_EVERY_S = 60.0
 
@@ -307,11 +307,9 @@ class CallerGate:
         token: the job's token.
         purposes: what callers may come for.
         admitted: called with what was proved and the connection, non-blocking, which it owns from then on. It must
-            not
-            block and not raise.
-        failed: called when this process could accept no caller `ACCEPT_TRIES` times in a row, for want of a
-            resource.
-            The gate goes on trying.
+            neither block nor raise.
+        failed: called when this process could accept no caller `ACCEPT_TRIES` times in a row, because it lacks a
+            resource. The gate goes on trying.
     """
 
     def __init__(

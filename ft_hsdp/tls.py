@@ -25,8 +25,7 @@ def server(network: NetworkConfig) -> ssl.SSLContext | None:
 
     Raises:
         ConfigError: a file is missing, unreadable or no PEM; key and certificate are no pair; the certificate has
-            expired,
-            or is not the authority's.
+            expired, or is not the authority's.
     """
     if network.tls_certificate is None or network.tls_key is None:
         return None

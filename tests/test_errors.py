@@ -9,7 +9,7 @@ from ft_hsdp import errors
         (errors.FtHsdpError, 75),
         (errors.LighthouseUnreachable, 69),
         (errors.Retryable, 75),
-        (errors.BrokenHardware, 76),
+        (errors.LocalSystemError, 76),
         (errors.FTARError, 75),
         (errors.PeerDead, 75),
         (errors.ProtocolViolation, 75),

@@ -7,9 +7,8 @@ Read the modules in this order:
 
 - `base`: `Section`, the base of all models, and the types of numbers.
 - `config`: `Config`, one field per section, and the checks between sections (`BOUNDS`).
-- `training`, `running`, `network`, `timeouts`, `chaos`: the sections. The `description` of each key is its
-  reference:
-  it goes into configs/schema.json, and from there into editors and the site.
+- `training`, `running`, `network`, `timeouts`, `chaos`: the sections. The `description` of each key goes into
+  configs/schema.json, and from there into editors and the site.
 - `loader`: `load` and `dump`; and `config_hash`, which all replicas of a job must have in common.
 - `explain`: turns a validation error into the one line.
 

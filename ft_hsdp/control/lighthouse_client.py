@@ -30,8 +30,7 @@ def own_address(host: str, lighthouse: str) -> str:
 
     Args:
         host: a name (its first address counts), an address, or 0.0.0.0 or :: for the address from which this
-            machine
-            reaches the lighthouse.
+            machine reaches the lighthouse.
         lighthouse: URL of a lighthouse.
 
     Returns:
@@ -124,8 +123,7 @@ class Lighthouses:
         urls: of the lighthouses.
         client: from `http_client`.
         file: a run's lighthouse.json. It is read again when none answers: a scheduler may have started the
-            lighthouse
-            on another machine.
+            lighthouse on another machine.
     """
 
     def __init__(self, urls: tuple[str, ...], client: httpx.AsyncClient, file: Path | None = None) -> None:

@@ -199,8 +199,7 @@ def void(fence: AttemptId, known: tuple[AttemptId, ...]) -> bool:
     Args:
         fence: the attempt in question.
         known: attempts that are known to have had no yes. A later attempt of the same step and epoch counts too,
-            for
-            it begins only after the earlier one was given up.
+            because it begins only after the earlier one was given up.
 
     Returns:
         True if a record of `fence` may be dropped.

@@ -1,8 +1,7 @@
 """From the reduced gradient to the verdict on it, and what a replica does next: apply, retry, leave, or ask again.
 
-FT-HSDP §4.1 lets each replica decide for itself whether a step succeeded. Here the commit token decides, and
-nothing
-else: the leaders pass it round their ring twice. Pass 1 collects the votes, pass 2 carries the verdict.
+FT-HSDP §4.1 lets each replica decide for itself whether a step succeeded. Here only the commit token decides: the
+leaders pass it round their ring twice. Pass 1 collects the votes, pass 2 carries the verdict.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def explore(bounds: Bounds, limit_s: float = 110.0, liveness: bool = True) -> Ex
     """Visit all worlds within `bounds`, or as many as `limit_s` seconds allow.
 
     A world in which nothing can happen must be one in which all replicas ended at one final state, and from every
-    world such an end must be within reach: otherwise its members could go round in a circle for ever.
+    world such an end must be within reach: otherwise its members could repeat the same states without an end.
 
     Args:
         bounds: what may go wrong.

@@ -85,9 +85,8 @@ class Reducer:
             rank: Its index there.
             voted: Takes the vote when all buckets of an attempt are reduced; called on FTAR's thread.
             device: Of gradients and sums.
-            checked: Takes the lineage that an attempt builds on, and returns the digest of the slice of this
-            rank's
-                state that is compared with other replicas' (`core.state_id`), "" if this rank does not hold that
+            checked: Takes the lineage that an attempt builds on, and returns the digest of the slice of the state
+                that this rank compares with other replicas (`core.state_id`), "" if the rank does not hold that
                 state; called on FTAR's thread.
         """
         self._group = group
