@@ -115,7 +115,7 @@ def commands() -> str:
 
 def _kind(schema: Mapping[str, Any]) -> str:
     if "$ref" in schema:
-        return str(schema["$ref"].rsplit("/", 1)[1])
+        return "section, below"
     if "anyOf" in schema:
         return " or ".join(_kind(each) for each in schema["anyOf"])
     if "enum" in schema:
@@ -124,7 +124,8 @@ def _kind(schema: Mapping[str, Any]) -> str:
         return str(schema["const"])
     kind = str(schema.get("type", "any"))
     if kind == "array":
-        return f"list of {_kind(schema.get('items', {}))}"
+        kind = _kind(schema.get("items", {}))
+        return "list of sections, below" if "section" in kind else f"list of {kind}"
     low, high = schema.get("minimum", schema.get("exclusiveMinimum")), schema.get("maximum")
     above = ">" if "exclusiveMinimum" in schema else ">="
     bounds = [f"{above} {low}"] * (low is not None) + [f"<= {high}"] * (high is not None)
@@ -198,7 +199,8 @@ def events() -> str:
 def _fields(message: type) -> str:
     if not dataclasses.is_dataclass(message):
         return ""
-    return ", ".join(f"{f.name}: {f.type}" for f in dataclasses.fields(message)) or "(no fields)"
+    fields = ", ".join(f"{f.name}: {f.type}" for f in dataclasses.fields(message))
+    return re.sub(r"Annotated\[(\w+), Field\([^)]*\)\]", r"\1", fields) or "(no fields)"
 
 
 def wire() -> str:
@@ -207,7 +209,10 @@ def wire() -> str:
     from ft_hsdp.state.agent import messages as agent
 
     def rows(tags: Mapping[str, type]) -> list[tuple[object, ...]]:
-        return [(f"`{tag}`", first_sentence(cls.__doc__), f"`{_fields(cls)}`") for tag, cls in tags.items()]
+        return [
+            (f"`{tag}`", re.sub(r' Wire tag "\w+"\.', "", first_sentence(cls.__doc__)), f"`{_fields(cls)}`")
+            for tag, cls in tags.items()
+        ]
 
     head = ("tag", "meaning", "fields")
     return "\n\n".join(
