@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 PERIOD_S = 0.5  # between two looks, and two signs of life
 
@@ -25,14 +26,20 @@ class Limits:
     leave_s: float  # for leaving the job once the parent is gone
 
 
-@dataclass(frozen=True, slots=True)
-class WatchdogOutlets:
-    """What the watchdog calls; all on the control loop."""
+class WatchedRank(Protocol):
+    """What the watchdog needs of the rank that it watches: `train.runtime.RankRuntime`. On the control loop."""
 
-    say: Callable[[], None]  # tells the siblings that this rank lives
-    progress: Callable[[], int | None]  # how far the main thread has come; None while it waits for an order
-    leave: Callable[[], None]  # leaves the job at the next commit
-    end: Callable[[str], None]  # ends this process, for a reason
+    def say_alive(self) -> None:
+        """Tell the siblings that this rank lives."""
+
+    def main_progress(self) -> int | None:
+        """Return how far the main thread has come; None while it waits for an order."""
+
+    def leave(self) -> None:
+        """Leave the job at the next commit."""
+
+    def end(self, reason: str) -> None:
+        """End this process at once, and say why."""
 
 
 class Watchdog:
@@ -43,14 +50,14 @@ class Watchdog:
 
     Args:
         limits: how long each kind of silence may last.
-        outlets: what it calls.
+        rank: the one that it watches.
         parent: the process that started this one, if it is to be watched.
     """
 
-    def __init__(self, limits: Limits, outlets: WatchdogOutlets, parent: int | None = None) -> None:
+    def __init__(self, limits: Limits, rank: WatchedRank, parent: int | None = None) -> None:
         now = time.monotonic()
         self._limits = limits
-        self._outlets = outlets
+        self._rank = rank
         self._heard: dict[int, float] = {}
         self._parent = parent
         self._orphan_until: float | None = None
@@ -79,10 +86,10 @@ class Watchdog:
             self._moved += late_s
         self._before = now
         self._timer = asyncio.get_running_loop().call_later(PERIOD_S, self._tick)
-        self._outlets.say()
+        self._rank.say_alive()
         why = self._silent(now) or self._stuck(now) or self._orphaned(now)
         if why is not None:
-            self._outlets.end(why)
+            self._rank.end(why)
 
     def _silent(self, now: float) -> str | None:
         for rank, heard in self._heard.items():
@@ -91,7 +98,7 @@ class Watchdog:
         return None
 
     def _stuck(self, now: float) -> str | None:
-        progress = self._outlets.progress()
+        progress = self._rank.main_progress()
         if progress is None or progress != self._progress:
             self._progress, self._moved = progress, now
         if now - self._moved < self._limits.step_s:
@@ -107,5 +114,5 @@ class Watchdog:
             return None
         if self._orphan_until is None:
             self._orphan_until = now + self._limits.leave_s
-            self._outlets.leave()
+            self._rank.leave()
         return f"its launcher, pid {self._parent}, is gone" if now >= self._orphan_until else None

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -41,7 +42,7 @@ class Checkpoints:
     folder: Path
     config_hash: str  # of the keys of the configuration that a checkpoint must have been made with
     replicas: int
-    resharded: Callable[[Ledger], Ledger]  # reads the ledger of a checkpoint of another number of replicas
+    shards: int  # data shards of the job; a checkpoint may be of another number of them
     key: bytes | None  # with which they have to be signed; None: any are trusted
 
 
@@ -133,7 +134,7 @@ def _resume(live_state: LiveState, ranks: ReplicaGroup, checkpoints: Checkpoints
     if found is None:
         return
     try:
-        ledger = checkpoints.resharded(found.ledger)
+        ledger = found.ledger.resharded(checkpoints.shards)
     except ValueError as error:
         raise ConfigError(
             "replicas", checkpoints.replicas, f"the number that the checkpoint has ({error})"
@@ -167,7 +168,7 @@ class CheckpointSaver:
 
     def save(self, state: StateId) -> None:
         """Copy the live state, which is ``state``, and have it written; does not block. Called on all ranks."""
-        self._snapshots.save(state, lambda manifest, packed: self._write(state, manifest, packed))
+        self._snapshots.save(state, partial(self._write, state))
 
     def close(self, deadline_s: float) -> None:
         """Finish what was begun; blocks for ``deadline_s`` seconds at most."""

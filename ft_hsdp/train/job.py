@@ -380,11 +380,8 @@ class Job:
             ranks,
         )
         self._saver = CheckpointSaver(checkpointer, self._runtime.snapshots, self.rank, self._runtime.report)
-        shards = self._assigner.shards
         required = None if config.checkpoint.trust else key
-        return Checkpoints(
-            folder, resume_hash(config), config.slots, lambda ledger: ledger.resharded(shards), required
-        )
+        return Checkpoints(folder, resume_hash(config), config.slots, self._assigner.shards, required)
 
     def _missed(self, folder: Path, step: int) -> int:
         """Return from which step on this replica demands a checkpoint; 0: it demands none.

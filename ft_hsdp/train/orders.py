@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -218,9 +219,9 @@ class OrderHandler:
             why = str(error) if isinstance(error, FtHsdpError | OSError | fetch.NotFetched) else repr(error)
             cancel.wait(began + AGAIN_S - time.monotonic())  # or failing and asking again would take all the time
             failed = RankFetchFailed(self._rank, base, why or type(error).__name__)
-            self._on_loop(cancel, lambda: self._report(failed))
+            self._on_loop(cancel, partial(self._report, failed))
             return
-        self._on_loop(cancel, lambda: self._fetched(base, got, packed))
+        self._on_loop(cancel, partial(self._fetched, base, got, packed))
 
     def _on_loop(self, cancel: threading.Event, then: Callable[[], None]) -> None:
         """Call ``then`` on the control loop, unless the fetch is cancelled by then."""

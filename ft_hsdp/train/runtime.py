@@ -32,7 +32,7 @@ import torch
 
 from ft_hsdp import fault_injection, protocol, tls
 from ft_hsdp.config import Config, agreed, config_hash
-from ft_hsdp.control import exit_watch, watchdog
+from ft_hsdp.control import exit_watch
 from ft_hsdp.control import leader as control
 from ft_hsdp.control.exit_watch import process_space
 from ft_hsdp.control.leader import Leader, LeaderSettings
@@ -418,23 +418,24 @@ class RankRuntime:
         if self._watchdog is not None:
             self._watchdog.heard(message.rank)
 
+    # `say_alive`, `main_progress`, `leave` and `end` are the `WatchedRank` of the watchdog.
+
     def _watch(self) -> Watchdog:
         """Watch this rank and its parent from now on, and tell the other ranks that it lives."""
-        place, timeouts = self._place, self._config.timeouts
-        alive, hub, line = RankAlive(place.rank), self._hub, self._line
-
-        def say() -> None:
-            if hub is not None:
-                hub.broadcast(alive)
-            elif line is not None:
-                line.send(alive)
-
+        timeouts = self._config.timeouts
         limits = Limits(SILENT * timeouts.evict_s, timeouts.step_s, timeouts.stop_s)
-        outlets = watchdog.WatchdogOutlets(say, self._main_progress, self.leave, self.end)
-        self._watchdog = Watchdog(limits, outlets, place.parent)
+        self._watchdog = Watchdog(limits, self, self._place.parent)
         return self._watchdog
 
-    def _main_progress(self) -> int | None:
+    def say_alive(self) -> None:
+        """Tell the other ranks of this replica that this one lives."""
+        alive = RankAlive(self._place.rank)
+        if self._hub is not None:
+            self._hub.broadcast(alive)
+        elif self._line is not None:
+            self._line.send(alive)
+
+    def main_progress(self) -> int | None:
         """Return how far the main thread has come; None while it waits for an order."""
         return None if self._mailbox.waited_for else self._progress
 

@@ -8,7 +8,7 @@ from unittest import mock
 import pytest
 
 from ft_hsdp.control import watchdog
-from ft_hsdp.control.watchdog import PERIOD_S, Limits, Watchdog, WatchdogOutlets
+from ft_hsdp.control.watchdog import PERIOD_S, Limits, Watchdog
 
 LIMITS = Limits(silence_s=15.0, step_s=100.0, leave_s=10.0)
 
@@ -27,15 +27,20 @@ class Rank:
         loop.call_later.side_effect = lambda s, then: self._due.append((self.now + s, then)) or mock.Mock()
         monkeypatch.setattr(watchdog.asyncio, "get_running_loop", lambda: loop)
         monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.now)
-        outlets = WatchdogOutlets(self._say, lambda: self.progress, self._leave, self.ended.append)
-        self.vigil = Watchdog(LIMITS, outlets, parent)
+        self.vigil = Watchdog(LIMITS, self, parent)
         self.vigil.expect(siblings)
 
-    def _say(self) -> None:
+    def say_alive(self) -> None:
         self.said += 1
 
-    def _leave(self) -> None:
+    def main_progress(self) -> int | None:
+        return self.progress
+
+    def leave(self) -> None:
         self.left += 1
+
+    def end(self, reason: str) -> None:
+        self.ended.append(reason)
 
     def run(self, seconds: float, *, heard: tuple[int, ...] = (), works: bool = False) -> None:
         """So much time passes; ``heard`` say something all the time, and the trainer ``works``."""

@@ -35,7 +35,7 @@ def came_back(
         held.state = CHECKPOINTED
 
     monkeypatch.setattr(restoring, "_resume", resume)
-    checkpoints = Checkpoints(place.folder, "", 1, lambda ledger: ledger, None)
+    checkpoints = Checkpoints(place.folder, "", 1, 1, None)
     restore(held, keeper, ReplicaGroup(), checkpoints, current=True, journal=place.journal)
     return held.state
 
@@ -133,7 +133,7 @@ def test_a_checkpoint_is_taken_if_the_agent_dies_between_its_answers(
     held: Any = Held()
     ranks: Any = Alone()
     keeper: Any = Keeper()
-    checkpoints = Checkpoints(tmp_path, "hash", 1, lambda ledger: ledger, None)
+    checkpoints = Checkpoints(tmp_path, "hash", 1, 1, None)
     restore(held, keeper, ranks, checkpoints, current, Journal(tmp_path / "events.jsonl"))
     assert looked == [tmp_path], "once"
     assert held.state == WRITTEN

@@ -54,11 +54,16 @@ class SendLane:
         self._unanswered: deque[int] = deque()  # payload bytes of each chunk in flight
         self._under_way = 0  # their sum
         self._error: FTARError | None = None
-        self.failed: Callable[[FTARError], None] = lambda error: None
+        self._failed: Callable[[FTARError], None] | None = None
         self.sent = 0
         self.high_water = 0
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
+
+    def begin(self, failed: Callable[[FTARError], None]) -> None:
+        """Begin an all-reduce: count its bytes from 0, and report a failure of the thread to `failed`."""
+        self.sent = 0
+        self._failed = failed
 
     def send(self, head: bytes, payload: Tensor | None, small: bool) -> None:
         """Queue a frame, or send it at once if it is small (or a reference) and no other is queued.
@@ -127,7 +132,8 @@ class SendLane:
     def _fail(self, error: FTARError) -> None:
         if self._error is None:
             self._error = error
-            self.failed(error)
+            if self._failed is not None:
+                self._failed(error)
 
     def _answers(self, block: bool) -> None:
         """Read which chunks the neighbour has finished with."""
@@ -222,8 +228,7 @@ class StreamSender:
         """Begin an all-reduce: count its bytes from 0, and report failures of the threads to `failed`."""
         self._turn = 0
         for lane in self._lanes:
-            lane.sent = 0
-            lane.failed = failed
+            lane.begin(failed)
 
     def send(self, head: bytes, payload: Tensor | None, small: bool) -> None:
         """Queue the next frame on the next connection. Does not block."""
