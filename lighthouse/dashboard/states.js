@@ -10,7 +10,7 @@ export const STATES = {
   retrying: { about: "repeats a step whose ring broke", pattern: "chevron" },
   stalled: { about: "no beats, or no progress within them", pattern: "cross" },
   drained: { about: "kept away by an operator, or by the size of the job", pattern: "level" },
-  dead: { about: "lost for good", pattern: "grid" },
+  dead: { about: "lost, and not started again", pattern: "grid" },
   down: { about: "no process runs", pattern: "line" },
   final: { about: "holds the final state", pattern: "plain" },
 };

@@ -1,4 +1,4 @@
-// What the page knows, in one object that is replaced as a whole; whoever follows is called after each change.
+// What the page knows, in one object that is replaced as a whole. Followers are called after each change.
 import { useEffect, useRef, useState } from "./html.js";
 
 export function createStore(initial) {

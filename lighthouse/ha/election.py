@@ -145,8 +145,8 @@ class Deposed(StoreFailed):
 class EtcdStore(JsonStore):
     """Rows below ``prefix``, each "DIGEST JSON"; each write is one transaction that only the leader's key lets in.
 
-    If etcd does not answer a write, it may have happened: this lighthouse then no longer knows what is durable,
-    and is deposed for good. Raises Deposed also where nothing would be written: only the leader may decide.
+    If etcd does not answer a write, the write may have happened. Then this lighthouse does not know what is
+    durable, and stays deposed. Raises Deposed also if nothing would be written: only the leader may decide.
     """
 
     def __init__(self, etcd: Etcd, prefix: str, election: Election) -> None:

@@ -39,7 +39,7 @@ class Lane:
         self.replica = replica
         self.state = "down"
         self.since: float | None = None  # None: nothing is known of it
-        self.reason = "nobody has reported it yet"
+        self.reason = "no process has reported it yet"
         self.step = 0
         self.incarnation: str | None = None
         self.incarnations = 0

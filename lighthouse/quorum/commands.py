@@ -128,7 +128,7 @@ def _evict(s: LighthouseState, r: int, supervised: Supervised) -> CommandPlan | 
     if (r, incarnation) in supervised.condemned:
         return CommandPlan(f"the supervisor of replica {r} has been told already to kill {incarnation}")
     if r not in supervised.replicas:
-        return Impossible(409, f"replica {r} has no supervisor that reports: end its processes by hand")
+        return Impossible(409, f"replica {r} has no supervisor that reports: an operator must end its processes")
     after = "keeps it away: it is drained" if r in s.drained else f"starts replica {r} again"
     return CommandPlan(f"its supervisor kills {incarnation}, and {after}", "evict")
 
@@ -145,7 +145,7 @@ def _drain(s: LighthouseState, r: int, supervised: Supervised, force: bool) -> C
         why = f"that would leave {left} replicas, quorum.min_replicas is {needed}"
         return Impossible(409, f'{why}; {{"force": true}} drains replica {r} all the same')
     how = "leaves at the next step boundary" if _runs(s, r) else "does not run"
-    back = "stays away until it is undrained" if r in supervised.replicas else "is not started again by anybody"
+    back = "stays away until it is undrained" if r in supervised.replicas else "no supervisor starts it again"
     waits = (
         f"; no step is made before {needed} replicas can take part again, {left} are left" if left < needed else ""
     )

@@ -183,7 +183,9 @@ def _rewind(s: LighthouseState, report: Report, now: float) -> Step:
     is ever admitted again, because the lighthouse does not know which of them held the right state.
     """
     who = ",".join(map(str, report.diverged))
-    why = f"replicas {who} hold different states at {report.doubt or report.state}, nobody can tell which is right"
+    why = (
+        f"replicas {who} hold different states at {report.doubt or report.state}, no majority tells which is right"
+    )
     note = Note("RewindOrdered", f"{why}: {BEGIN_AGAIN}", {"replicas": list(report.diverged)})
     numbers = [[admitted.number for admitted in s.lives if admitted.replica == r] for r in range(s.policy.slots)]
     rewound = tuple(max(each, default=s.admissions) for each in numbers)
@@ -202,7 +204,7 @@ def _diverged(s: LighthouseState, report: Report) -> Step:
     if not s.diverged:
         who = ",".join(map(str, report.diverged))
         where = report.doubt or report.state
-        why = f"replicas {who} hold different states at {where}, nobody can tell which is right"
+        why = f"replicas {who} hold different states at {where}, no majority tells which is right"
         s = replace(s, diverged=report.diverged, halted=why)
         notes = (Note("JobHalted", why, {"replicas": list(report.diverged)}),)
     s, replies = answer(s, {r: Refused(s.halted, 75) for r, v in enumerate(s.views) if v.ask is not None})

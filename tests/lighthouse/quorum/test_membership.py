@@ -137,7 +137,7 @@ def test_states_that_differ_can_be_given_up_for_the_newest_checkpoint():
     term = job.s.term
     job.ask(1, at(1, 8), epoch=1, after=1)
     out = job.ask(0, at(1, 8), epoch=1, after=1, diverged=(0, 1))
-    assert "nobody can tell which is right" in out.notes["RewindOrdered"]
+    assert "no majority tells which is right" in out.notes["RewindOrdered"]
     answers = [out.answers[r] for r in (0, 1)]
     assert all(isinstance(a, Refused) and (a.exit_code, a.forget) == (75, True) for a in answers)
     assert job.s.term > term
