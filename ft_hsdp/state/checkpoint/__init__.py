@@ -2,8 +2,8 @@
 
 A checkpoint is a folder ``step-STEP-epoch-EPOCH-INCARNATION`` with DCP's files and a signed manifest. It is
 written as a draft under another name, fsynced, and renamed, so a crash leaves a whole checkpoint or none. A
-reader verifies the signature and every byte before it writes a tensor, and skips what is torn. Nothing is
-unpickled.
+reader verifies the signature and every byte before it writes a tensor, and skips what is torn. DCP's index, which
+is a pickle, is never read; DCP reads each tensor with ``torch.load(weights_only=True)``.
 
 Read the modules in this order:
 

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint: canonical JSON with an HMAC of the operator's checkpoint key.
 
-It says where in the files every piece of a tensor lies. A reader needs nothing else, and unpickles nothing.
+It says where in the files every piece of a tensor lies. A reader needs no other index: DCP's own is a pickle.
 Decoding accepts only what `encode` makes, so every changed byte shows.
 """
 

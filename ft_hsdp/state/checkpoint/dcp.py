@@ -2,7 +2,8 @@
 
 The ranks agree on the plan in JSON, and the manifest says where every piece lies. DCP's own collectives are not
 used, because they pickle. Its ``.metadata``, which is a pickle too, is written for torch's tools and never read
-here. A checkpoint of one number of ranks loads on any other.
+here. Its reader loads each tensor with torch's unpickler for weights, which builds nothing but tensors, and only
+from files whose bytes were verified. A checkpoint of one number of ranks loads on any other.
 """
 
 from __future__ import annotations
