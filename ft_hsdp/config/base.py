@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Strict
+from pydantic import BaseModel, ConfigDict, Field, Strict
 from pydantic_core import PydanticCustomError
 
 DAY_S = 86400.0
@@ -14,6 +14,12 @@ Int = Annotated[int, Strict()]
 
 Number = Annotated[float, Strict()]
 """A finite number; whole ones are welcome, text is not."""
+
+Seconds = Annotated[Number, Field(ge=0, le=DAY_S)]
+"""A time of at most a day."""
+
+PositiveSeconds = Annotated[Number, Field(gt=0, le=DAY_S)]
+"""A time above 0, of at most a day."""
 
 CROSS_FIELD = "cross_field"
 """Type of the errors made by `refuse`."""

@@ -9,7 +9,7 @@ from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic.config import JsonDict, JsonValue
 
 from ft_hsdp import fault_injection
-from ft_hsdp.config.base import DAY_S, Int, Number, Section, refuse
+from ft_hsdp.config.base import DAY_S, Int, Number, Seconds, Section, refuse
 from ft_hsdp.config.running import MAX_RANKS, MAX_REPLICAS, ReplicaId
 from ft_hsdp.fault_injection import PLACES
 
@@ -114,11 +114,8 @@ class ChaosConfig(Section):
     down_steps: Int = Field(
         0, ge=0, le=10**6, description="with signal: steps that a lost replica stays away before its restart"
     )
-    for_s: Number = Field(
-        0.0,
-        ge=0,
-        le=DAY_S,
-        description="how long it lasts; 0: until the job ends; 0 with flip and with signals other than STOP",
+    for_s: Seconds = Field(
+        0.0, description="how long it lasts; 0: until the job ends; 0 with flip and with signals other than STOP"
     )
     by_s: Number = Field(
         3600.0,

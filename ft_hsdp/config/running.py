@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ft_hsdp.config.base import DAY_S, Int, Number, Section, refuse
+from ft_hsdp.config.base import Int, PositiveSeconds, Seconds, Section, refuse
 
 MAX_REPLICAS = 64
 MAX_RANKS = 64
@@ -50,10 +50,8 @@ class FtarConfig(Section):
         8, ge=1, le=1024, description="C: chunks on their way to a neighbour at once (at most S x C bytes)"
     )
     connections: Int = Field(1, ge=1, le=64, description="K: TCP connections to a neighbour, for long links")
-    timeout_s: Number = Field(
+    timeout_s: PositiveSeconds = Field(
         60.0,
-        gt=0,
-        le=DAY_S,
         description="longest wait for a neighbour that lives; a replica that does not reduce for so long is "
         "started again",
     )
@@ -70,13 +68,9 @@ class QuorumConfig(Section):
         description="with fewer contributors training waits; replicas that are behind fetch the newest state "
         "meanwhile",
     )
-    lease_s: Number = Field(
-        600.0, gt=0, le=DAY_S, description="how long the last grant holds without a lighthouse"
-    )
-    catchup_wait_s: Number = Field(
+    lease_s: PositiveSeconds = Field(600.0, description="how long the last grant holds without a lighthouse")
+    catchup_wait_s: Seconds = Field(
         0.0,
-        ge=0,
-        le=DAY_S,
         description="how long a step waits, once, for a replica that fetches; 0: no step waits, it joins later",
     )
     catchup_log_steps: Int = Field(

@@ -10,7 +10,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from ft_hsdp.config.base import DAY_S, Int, Number, Section, refuse
+from ft_hsdp.config.base import Int, Number, PositiveSeconds, Seconds, Section, refuse
 
 
 class TimeoutsConfig(Section):
@@ -23,231 +23,152 @@ class TimeoutsConfig(Section):
         description="time between two signs of life to a neighbour; shorter finds a stop sooner and wakes "
         "the CPU more often",
     )
-    suspect_grace_s: Number = Field(
+    suspect_grace_s: Seconds = Field(
         0.2,
-        ge=0,
-        le=DAY_S,
         description="time for a suspect (its connection or its heartbeats ended) to ask; the others lose "
         "this time if the exit of a lost replica is not reported",
     )
-    silence_s: Number = Field(
-        0.5,
-        gt=0,
-        le=DAY_S,
-        description="shortest silence that makes a neighbour a suspect; irregular heartbeats make it longer",
+    silence_s: PositiveSeconds = Field(
+        0.5, description="shortest silence that makes a neighbour a suspect; irregular heartbeats make it longer"
     )
-    silence_grace_s: Number = Field(
+    silence_grace_s: Seconds = Field(
         1.0,
-        ge=0,
-        le=DAY_S,
         description="time for a member that is not suspected to ask, once its ring is broken: it may only be slow",
     )
-    answer_wait_s: Number = Field(
-        1.0,
-        gt=0,
-        le=DAY_S,
-        description="longest wait for a grant before the last one is repeated; never longer than a step took",
+    answer_wait_s: PositiveSeconds = Field(
+        1.0, description="longest wait for a grant before the last one is repeated; never longer than a step took"
     )
-    spawn_s: Number = Field(
+    spawn_s: PositiveSeconds = Field(
         10.0,
-        gt=0,
-        le=DAY_S,
         description="longest time to fork a rank; then that start has failed, and the fork server is replaced",
     )
-    agent_answer_s: Number = Field(
+    agent_answer_s: PositiveSeconds = Field(
         2.0,
-        gt=0,
-        le=DAY_S,
         description="longest time that a state agent may hold up a vote, and one more for each GB of a shard; "
         "then training goes on without it",
     )
-    news_s: Number = Field(
+    news_s: Seconds = Field(
         1.0,
-        ge=0,
-        le=DAY_S,
         description="how long a supervisor waits for the lighthouse to say whether a replica that ended early "
         "was told to end",
     )
-    leave_s: Number = Field(
+    leave_s: PositiveSeconds = Field(
         2.0,
-        gt=0,
-        le=DAY_S,
         description="how long a replica that leaves waits for the others to form a ring without it; slow links "
         "take longer",
     )
-    connect_s: Number = Field(
+    connect_s: PositiveSeconds = Field(
         5.0,
-        gt=0,
-        le=DAY_S,
         description="longest time to connect a new ring; a member that does not come is left out of the next one",
     )
-    hello_s: Number = Field(
+    hello_s: PositiveSeconds = Field(
         5.0,
-        gt=0,
-        le=DAY_S,
         description="time for a caller to prove the job's token, and again to send its first message; then its "
         "connection is closed; links with long round trips take longer",
     )
-    supervisor_lease_s: Number = Field(
-        5.0,
-        gt=0,
-        le=DAY_S,
-        description="silence of a replica's supervisor after which another one may start it",
+    supervisor_lease_s: PositiveSeconds = Field(
+        5.0, description="silence of a replica's supervisor after which another one may start it"
     )
-    edge_wait_s: Number = Field(
+    edge_wait_s: PositiveSeconds = Field(
         30.0,
-        gt=0,
-        le=DAY_S,
         description="how long a replica is left out that cannot connect to another one; each time twice as long",
     )
-    evict_s: Number = Field(
-        10.0,
-        gt=0,
-        le=DAY_S,
-        description="silence after which a suspect's supervisor is to kill it, so that it starts afresh",
+    evict_s: PositiveSeconds = Field(
+        10.0, description="silence after which a suspect's supervisor is to kill it, so that it starts afresh"
     )
-    reach_s: Number = Field(
+    reach_s: PositiveSeconds = Field(
         10.0,
-        gt=0,
-        le=DAY_S,
         description="how long a replica that has never joined looks for its lighthouse; then it exits with 69",
     )
-    agent_s: Number = Field(
+    agent_s: PositiveSeconds = Field(
         10.0,
-        gt=0,
-        le=DAY_S,
         description="longest time for a host's state agent to come up; then the rank exits, and is started again",
     )
-    stop_s: Number = Field(
+    stop_s: PositiveSeconds = Field(
         10.0,
-        gt=0,
-        le=DAY_S,
         description="how long a replica that is told to leave may take to end its step before it is killed; "
         "preemption notices of clouds are 30 s and more",
     )
-    lighthouse_s: Number = Field(
-        10.0,
-        gt=0,
-        le=DAY_S,
-        description="how long the lighthouse of `up` may fail to answer; then it is killed and started again",
+    lighthouse_s: PositiveSeconds = Field(
+        10.0, description="how long the lighthouse of `up` may fail to answer; then it is killed and started again"
     )
-    ask_s: Number = Field(
+    ask_s: PositiveSeconds = Field(
         20.0,
-        gt=0,
-        le=DAY_S,
         description="how long the lighthouse keeps a request that it cannot answer yet; then the replica asks "
         "again; shorter than the time for which proxies on the way allow a silent request",
     )
-    together_s: Number = Field(
+    together_s: PositiveSeconds = Field(
         30.0,
-        gt=0,
-        le=DAY_S,
         description="how long the other ranks of a replica have, once one of them is done, until they are killed",
     )
-    gone_s: Number = Field(
-        30.0,
-        gt=0,
-        le=DAY_S,
-        description="how long a killed process has to be gone: large memory and a hanging device take time",
+    gone_s: PositiveSeconds = Field(
+        30.0, description="how long a killed process has to be gone: large memory and a hanging device take time"
     )
-    listen_s: Number = Field(
+    listen_s: PositiveSeconds = Field(
         30.0,
-        gt=0,
-        le=DAY_S,
         description="longest time for a lighthouse to listen and, where elected, to lead; slow disks take longer",
     )
-    ranks_s: Number = Field(
-        60.0,
-        gt=0,
-        le=DAY_S,
-        description="longest time for the ranks of one replica to find each other; then it is started again",
+    ranks_s: PositiveSeconds = Field(
+        60.0, description="longest time for the ranks of one replica to find each other; then it is started again"
     )
-    place_s: Number = Field(
+    place_s: PositiveSeconds = Field(
         60.0,
-        gt=0,
-        le=DAY_S,
         description="how long a replica may look for its place in a cluster before the others begin without "
         "it; it goes on looking",
     )
-    settle_s: Number = Field(
+    settle_s: Seconds = Field(
         60.0,
-        ge=0,
-        le=DAY_S,
         description="how long spares wait for a replica that was started to contribute: they would take its CPUs",
     )
-    stalled_s: Number = Field(
-        60.0,
-        gt=0,
-        le=DAY_S,
-        description="how long a replica that chaos keeps away for some steps waits for the next one of them",
+    stalled_s: PositiveSeconds = Field(
+        60.0, description="how long a replica that chaos keeps away for some steps waits for the next one of them"
     )
-    checkpoint_again_s: Number = Field(
+    checkpoint_again_s: PositiveSeconds = Field(
         60.0,
-        gt=0,
-        le=DAY_S,
         description="pause after a checkpoint that failed; then it is tried again, if no other replica has "
         "written it; at most three times, then the next one due counts",
     )
-    save_s: Number = Field(
+    save_s: PositiveSeconds = Field(
         60.0,
-        gt=0,
-        le=DAY_S,
         description="how long a rank that is done goes on with a checkpoint that it has begun; large models on "
         "slow disks take longer",
     )
-    boot_s: Number = Field(
+    boot_s: PositiveSeconds = Field(
         120.0,
-        gt=0,
-        le=DAY_S,
         description="longest time for the imports of the process from which ranks are forked; file systems in a "
         "network are slow",
     )
-    final_wait_s: Number = Field(
+    final_wait_s: PositiveSeconds = Field(
         120.0,
-        gt=0,
-        le=DAY_S,
         description="how long finished replicas serve the final state to the others; a replica that comes later "
         "ends without it",
     )
-    return_wait_s: Number = Field(
+    return_wait_s: Seconds = Field(
         120.0,
-        ge=0,
-        le=DAY_S,
         description="how long a step is kept while a replica that may come back with it is started again; 0: it "
         "is given up at once",
     )
-    start_s: Number = Field(
+    start_s: PositiveSeconds = Field(
         600.0,
-        gt=0,
-        le=DAY_S,
         description="longest time from the start of a replica's processes to its check-in; then they are killed "
         "and started again; large models are built, compiled and read in more time",
     )
-    load_s: Number = Field(
+    load_s: PositiveSeconds = Field(
         600.0,
-        gt=0,
-        le=DAY_S,
         description="how long a rank waits for another of its replica that reads or writes its shard; slow disks "
         "take longer",
     )
-    linger_s: Number = Field(
+    linger_s: PositiveSeconds = Field(
         600.0,
-        gt=0,
-        le=DAY_S,
         description="how long a host's state agent keeps its copies without a rank; then it frees the memory",
     )
-    step_s: Number = Field(
+    step_s: PositiveSeconds = Field(
         1800.0,
-        gt=0,
-        le=DAY_S,
         description="how long a trainer may make no progress (no micro-batch, no gradient) before its rank ends "
         "itself; longer than a compilation or an evaluation",
     )
-    start_wait_s: Number | None = Field(
-        None,
-        ge=0,
-        le=DAY_S,
-        description="how long the first step waits for all replicas; null waits for all that can be placed",
+    start_wait_s: Seconds | None = Field(
+        None, description="how long the first step waits for all replicas; null waits for all that can be placed"
     )
 
 
@@ -261,24 +182,16 @@ class RestartConfig(Section):
         description="restarts per replica without progress before it is given up: what fails so often needs an "
         "operator",
     )
-    backoff_s: Number = Field(
+    backoff_s: Seconds = Field(
         0.0,
-        ge=0,
-        le=DAY_S,
         description="wait before a second restart; doubles with each one that brought no step, to give a machine "
         "time to recover",
     )
-    backoff_max_s: Number = Field(
-        30.0,
-        ge=0,
-        le=DAY_S,
-        description="longest wait before a restart; a machine that was repaired is found within it",
+    backoff_max_s: Seconds = Field(
+        30.0, description="longest wait before a restart; a machine that was repaired is found within it"
     )
-    hold_s: Number = Field(
-        2.0,
-        ge=0,
-        le=DAY_S,
-        description="how long a cold restart may wait for the survivors' commit, whose CPUs it would take",
+    hold_s: Seconds = Field(
+        2.0, description="how long a cold restart may wait for the survivors' commit, whose CPUs it would take"
     )
 
     @model_validator(mode="after")
