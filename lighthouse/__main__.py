@@ -31,7 +31,7 @@ from ft_hsdp.jsonl import Journal, here
 from lighthouse.ha import instance
 from lighthouse.http import connections
 from lighthouse.http.access import Keys, Rates, RequestGate
-from lighthouse.journal.database import Database, DatabaseFailed, SqliteDatabase
+from lighthouse.journal.database import DatabaseFailed, SqliteDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.runtime import LeaderRuntime, begin
 from lighthouse.service import STORE_RETRY_S, Service
@@ -176,7 +176,7 @@ def serve(run: Path, port: int | None, number: int | None = None, said: str | No
     known = bool(keys.worker) or config.network.tls_ca is not None
     events = Journal(run / "lighthouse" / "events.jsonl")
 
-    def lead(store: Store, database: Database, gap: int) -> LeaderRuntime:
+    def lead(store: Store, database: SqliteDatabase, gap: int) -> LeaderRuntime:
         return begin(config, run, keys, store, database, gap, events)
 
     wanted = config.network.port if port is None else port

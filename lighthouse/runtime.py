@@ -18,10 +18,10 @@ from ft_hsdp.errors import ConfigError
 from lighthouse.http.access import Keys
 from lighthouse.http.app import create_app
 from lighthouse.http.metrics import Meter
-from lighthouse.journal.database import Database
+from lighthouse.journal.database import SqliteDatabase
 from lighthouse.journal.exporters import TensorBoardSink, WandbSink
 from lighthouse.journal.journal import JobJournal, Sink
-from lighthouse.overview.rows import JobInfo
+from lighthouse.overview.overview import JobInfo
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 from lighthouse.service import Service
 from lighthouse.store import Store
@@ -41,7 +41,7 @@ def begin(
     run: Path,
     keys: Keys,
     store: Store,
-    database: Database,
+    database: SqliteDatabase,
     gap: int,
     events: Callable[[Mapping[str, object]], None],
 ) -> LeaderRuntime:
@@ -92,7 +92,7 @@ def _same_rules(state: LighthouseState, own: Agreement) -> None:
             raise ConfigError(found[0], found[1], f"{found[2]}, on which this run has agreed")
 
 
-def _curves(config: Config, run: Path, database: Database) -> list[Sink]:
+def _curves(config: Config, run: Path, database: SqliteDatabase) -> list[Sink]:
     """Return the sinks that draw curves, as configured."""
     curves: list[Sink] = []
     if config.lighthouse.tensorboard:

@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -83,37 +83,18 @@ class StoreFailed(Retryable):
     """The store did not take a write: the lighthouse must not tell what it decided."""
 
 
-class Store(Protocol):
-    """Where the durable part of a `LighthouseState` is kept."""
+class Store(ABC):
+    """Where the durable part of a `LighthouseState` is kept, as rows of JSON.
 
-    def load(self, policy: Policy) -> LighthouseState:
-        """Return the state to go on from, in a term of its own that is durable already.
-
-        Raises:
-            ConfigError: the store cannot be read; one line, exit code 64.
-        """
-
-    def save(self, state: LighthouseState) -> None:
-        """Make the durable part of ``state`` outlive this process.
-
-        Blocks until it does; writes only what has changed.
-
-        Raises:
-            StoreFailed: the store holds what it held before.
-        """
-
-    def unsaved(self, state: LighthouseState) -> frozenset[str]:
-        """Return the durable fields in which ``state`` differs from what was saved last."""
-
-    def close(self) -> None:
-        """Let another lighthouse have the store."""
-
-
-class JsonStore(ABC):
-    """A `Store` on rows of JSON. A subclass keeps the rows and the format that they have."""
+    A subclass keeps the rows and the format that they have.
+    """
 
     def __init__(self) -> None:
         self._saved: dict[str, Any] = {}
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let another lighthouse have the store."""
 
     @abstractmethod
     def _read(self) -> tuple[int, Rows]:
@@ -124,12 +105,15 @@ class JsonStore(ABC):
         """Replace these rows, all or none; the format is `FORMAT` from now on. Raises StoreFailed."""
 
     def load(self, policy: Policy) -> LighthouseState:
-        """Return the state to go on from, as `Store.load` does.
+        """Return the state to go on from, in a term of its own that is durable already.
 
         An empty store takes a term that was never used before: the Unix time. A halt by policy is decided anew,
         from the head; one because states differ cannot be decided again, so it stays. Numbers of incarnations go
         on at the Unix time in milliseconds: above all that were given with a store that is lost now, or with this
         one after it was copied.
+
+        Raises:
+            ConfigError: the store cannot be read; one line, exit code 64.
         """
         found, rows = self._read()
         if rows:
@@ -146,14 +130,20 @@ class JsonStore(ABC):
         return state
 
     def save(self, state: LighthouseState) -> None:
-        """Write the rows of the fields that have changed."""
+        """Make the durable part of ``state`` outlive this process; write only the fields that have changed.
+
+        Blocks until it does.
+
+        Raises:
+            StoreFailed: the store holds what it held before.
+        """
         changed = {name: getattr(state, name) for name in self.unsaved(state)}
         if changed:
             self._write({name: _encode(name, value) for name, value in changed.items()})
             self._saved.update(changed)
 
     def unsaved(self, state: LighthouseState) -> frozenset[str]:
-        """Compare the durable fields with those that were saved last."""
+        """Return the durable fields in which ``state`` differs from what was saved last."""
         saved, never = self._saved, object()
         pairs = ((name, getattr(state, name), saved.get(name, never)) for name in _DURABLE)
         return frozenset(name for name, value, before in pairs if value is not before and value != before)
@@ -184,7 +174,7 @@ class JsonStore(ABC):
         """The name of the store in an error."""
 
 
-class MemoryStore(JsonStore):
+class MemoryStore(Store):
     """A store that dies with its process, for tests. ``rows`` may be given to another one."""
 
     def __init__(self, rows: Rows | None = None) -> None:
@@ -207,7 +197,7 @@ class MemoryStore(JsonStore):
         return "in memory"
 
 
-class SqliteStore(JsonStore):
+class SqliteStore(Store):
     """A store in the file ``path``, for one lighthouse at a time; power loss does not undo a write.
 
     It reserves space, so that it still takes writes when the disk becomes full later: they go where the file and

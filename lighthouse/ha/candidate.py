@@ -23,7 +23,7 @@ from lighthouse.ha.instance import InstanceLock
 from lighthouse.ha.replication import JournalMirror
 from lighthouse.ha.standby import Standby, SwitchableApp
 from lighthouse.http.access import Keys, view_key
-from lighthouse.journal.database import Database, SqliteDatabase
+from lighthouse.journal.database import SqliteDatabase
 from lighthouse.journal.journal import JobJournal
 from lighthouse.quorum.state import LighthouseState
 from lighthouse.runtime import LeaderRuntime
@@ -32,7 +32,7 @@ from lighthouse.store import Store
 
 GAP = 10_000  # numbers of rows that a new leader leaves out: the old one may have given some that are lost
 
-Begin = Callable[[Store, Database, int], LeaderRuntime]
+Begin = Callable[[Store, SqliteDatabase, int], LeaderRuntime]
 """Makes the lighthouse on a store and a journal, of which it leaves out so many numbers. Raises FtHsdpError."""
 
 _log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from ft_hsdp.core import state_id
 from lighthouse.ha.etcd import Etcd, EtcdEntry, EtcdRefused, EtcdUnreachable
 from lighthouse.quorum.state import LighthouseState
-from lighthouse.store import FORMAT, JsonStore, Rows, StoreFailed
+from lighthouse.store import FORMAT, Rows, Store, StoreFailed
 
 POLL_S = 0.25  # between two looks at who leads
 RETRY_S = 0.1  # after a call that was not answered
@@ -142,7 +142,7 @@ class Deposed(StoreFailed):
     """This lighthouse does not lead any more, or cannot be certain that it does."""
 
 
-class EtcdStore(JsonStore):
+class EtcdStore(Store):
     """Rows below ``prefix``, each "DIGEST JSON"; each write is one transaction that only the leader's key lets in.
 
     If etcd does not answer a write, the write may have happened. Then this lighthouse does not know what is

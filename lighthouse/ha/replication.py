@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 
 import httpx
 
-from lighthouse.journal.database import Database, DatabaseFailed
-from lighthouse.overview.rows import JournalEntry
+from lighthouse.journal.database import DatabaseFailed, SqliteDatabase
+from lighthouse.overview.overview import JournalEntry
 
 POLL_S = 0.25  # between two looks at who leads
 RETRY_S = 1.0  # after a stream that ended
@@ -31,7 +31,7 @@ class JournalMirror:
     """
 
     def __init__(
-        self, database: Database, leader: Callable[[], str | None], key: str, client: httpx.AsyncClient
+        self, database: SqliteDatabase, leader: Callable[[], str | None], key: str, client: httpx.AsyncClient
     ) -> None:
         self._database = database
         self._leader = leader

@@ -8,12 +8,12 @@ import sqlite3
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic_core import from_json
 
 from ft_hsdp.errors import ConfigError, FtHsdpError, Retryable
-from lighthouse.overview.rows import JournalEntry
+from lighthouse.overview.overview import JournalEntry
 from lighthouse.store import full
 
 FORMAT = 1
@@ -36,19 +36,45 @@ class DatabaseFailed(Retryable):
     """The database did not store rows, or could not read them."""
 
 
-class Database(Protocol):
-    """Stores rows under their numbers. Any thread may read; all calls block on the disk."""
+class SqliteDatabase:
+    """Rows under their numbers, in a file. Any thread may read; all calls block on the disk."""
+
+    def __init__(self, path: Path | str, keep: int = 1_000_000) -> None:
+        """Open the file, or create it.
+
+        Args:
+            path: of the file.
+            keep: about so many of the newest rows are kept.
+
+        Raises:
+            ConfigError: the file is damaged, belongs to another program or cannot be written (exit code 64).
+            DatabaseFailed: the disk is full.
+        """
+        self._path = path
+        self._keep = keep
+        self._full: bool | None = None  # what "synchronous" is set to
+        self._first = self._last = 0
+        self._writer = self._open()
+        self._writing = threading.Lock()
+        self._reader = self._searcher = (self._writer, self._writing)
+        if path != ":memory:":  # a long search must not delay other readers and writers
+            self._reader = (self._connect(), threading.Lock())
+            self._searcher = (self._connect(), threading.Lock())
 
     @property
     def first(self) -> int:
         """Return the lowest number that is stored; 0 in an empty database."""
+        return self._first
 
     @property
     def last(self) -> int:
         """Return the highest number that was ever stored; 0 in an empty database."""
+        return self._last
 
     def append(self, entries: Sequence[JournalEntry], *, durable: bool = False) -> None:
-        """Store these rows under their own numbers, all or none. A row whose number is stored already is ignored.
+        """Store these rows under their own numbers, all or none, and remove the oldest rows beyond the limit.
+
+        A row whose number is stored already is ignored.
 
         Args:
             entries: the rows, in the order of their numbers.
@@ -57,6 +83,23 @@ class Database(Protocol):
         Raises:
             DatabaseFailed: no row was stored.
         """
+        if not entries:
+            return
+        values = [_columns(entry) for entry in entries]
+        with self._writing:
+            try:
+                if self._full is not durable:
+                    self._writer.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+                    self._full = durable
+                self._writer.execute("BEGIN IMMEDIATE")
+                self._writer.executemany("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?)", values)
+                first = self._prune(min(e.seq for e in entries), max(e.seq for e in entries))
+                self._writer.execute("COMMIT")
+            except sqlite3.Error as error:
+                with contextlib.suppress(sqlite3.Error):
+                    self._writer.execute("ROLLBACK")
+                raise DatabaseFailed(f"lighthouse journal {self._path}: {error}") from error
+            self._first, self._last = first, max(self._last, entries[-1].seq)
 
     def read(
         self, after: int, limit: int, *, since: float | None = None, until: float | None = None
@@ -66,9 +109,19 @@ class Database(Protocol):
         Raises:
             DatabaseFailed: they cannot be read.
         """
+        wanted = "seq > ?"
+        values: list[float] = [after]
+        if since is not None:
+            wanted, values = f"{wanted} AND t > ?", [*values, since]
+        if until is not None:
+            wanted, values = f"{wanted} AND t <= ?", [*values, until]
+        return self._select(f"{wanted} ORDER BY seq LIMIT ?", [*values, min(limit, MAX_READ)], self._reader)
 
     def commits(self, limit: int) -> list[JournalEntry]:
         """Return the newest ``limit`` commits, in order. Raises DatabaseFailed."""
+        return self._select("kind = 'commit' ORDER BY seq DESC LIMIT ?", [min(limit, MAX_READ)], self._reader)[
+            ::-1
+        ]
 
     def events(
         self,
@@ -93,91 +146,6 @@ class Database(Protocol):
         Raises:
             DatabaseFailed: they cannot be read.
         """
-
-    def close(self) -> None:
-        """Close the database's file."""
-
-
-class SqliteDatabase:
-    """A `Database` in a file that keeps about the newest ``keep`` rows."""
-
-    def __init__(self, path: Path | str, keep: int = 1_000_000) -> None:
-        """Open the file, or create it.
-
-        Raises:
-            ConfigError: the file is damaged, belongs to another program or cannot be written (exit code 64).
-            DatabaseFailed: the disk is full.
-        """
-        self._path = path
-        self._keep = keep
-        self._full: bool | None = None  # what "synchronous" is set to
-        self._first = self._last = 0
-        self._writer = self._open()
-        self._writing = threading.Lock()
-        self._reader = self._searcher = (self._writer, self._writing)
-        if path != ":memory:":  # a long search must not delay other readers and writers
-            self._reader = (self._connect(), threading.Lock())
-            self._searcher = (self._connect(), threading.Lock())
-
-    @property
-    def first(self) -> int:
-        """Return the lowest number that is stored."""
-        return self._first
-
-    @property
-    def last(self) -> int:
-        """Return the highest number that was ever stored."""
-        return self._last
-
-    def append(self, entries: Sequence[JournalEntry], *, durable: bool = False) -> None:
-        """Store these rows in one transaction, and remove the oldest rows beyond the limit."""
-        if not entries:
-            return
-        values = [_columns(entry) for entry in entries]
-        with self._writing:
-            try:
-                if self._full is not durable:
-                    self._writer.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-                    self._full = durable
-                self._writer.execute("BEGIN IMMEDIATE")
-                self._writer.executemany("INSERT OR IGNORE INTO rows VALUES (?, ?, ?, ?, ?, ?, ?)", values)
-                first = self._prune(min(e.seq for e in entries), max(e.seq for e in entries))
-                self._writer.execute("COMMIT")
-            except sqlite3.Error as error:
-                with contextlib.suppress(sqlite3.Error):
-                    self._writer.execute("ROLLBACK")
-                raise DatabaseFailed(f"lighthouse journal {self._path}: {error}") from error
-            self._first, self._last = first, max(self._last, entries[-1].seq)
-
-    def read(
-        self, after: int, limit: int, *, since: float | None = None, until: float | None = None
-    ) -> list[JournalEntry]:
-        """Read rows over the connection that is only for reading."""
-        wanted = "seq > ?"
-        values: list[float] = [after]
-        if since is not None:
-            wanted, values = f"{wanted} AND t > ?", [*values, since]
-        if until is not None:
-            wanted, values = f"{wanted} AND t <= ?", [*values, until]
-        return self._select(f"{wanted} ORDER BY seq LIMIT ?", [*values, min(limit, MAX_READ)], self._reader)
-
-    def commits(self, limit: int) -> list[JournalEntry]:
-        """Read the newest commits, in order."""
-        return self._select("kind = 'commit' ORDER BY seq DESC LIMIT ?", [min(limit, MAX_READ)], self._reader)[
-            ::-1
-        ]
-
-    def events(
-        self,
-        *,
-        after: int | None = None,
-        before: int | None = None,
-        limit: int,
-        replica: int | None = None,
-        event: str | None = None,
-        text: str | None = None,
-    ) -> list[JournalEntry]:
-        """Search events over a connection of its own."""
         given = {
             "seq > ?": after,
             "seq < ?": before,

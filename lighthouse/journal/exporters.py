@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from ft_hsdp.errors import ConfigError
-from lighthouse.journal.database import Database
+from lighthouse.journal.database import SqliteDatabase
 
 SAVE_S = 5.0  # between two writes
 CLOSE_S = 2.0  # longest time of the last write
@@ -81,7 +81,7 @@ class CurveSink(ABC):
     The abstract methods are called on that thread. They may raise anything: the same points are tried again later.
     """
 
-    def __init__(self, folder: Path, journal: Database | None = None) -> None:
+    def __init__(self, folder: Path, journal: SqliteDatabase | None = None) -> None:
         """Start the thread.
 
         Args:
@@ -186,7 +186,7 @@ class CurveSink(ABC):
 class TensorBoardSink(CurveSink):
     """Scalars by step in files of TensorBoard. A step that is done again replaces the points from it on."""
 
-    def __init__(self, folder: Path, journal: Database | None = None) -> None:
+    def __init__(self, folder: Path, journal: SqliteDatabase | None = None) -> None:
         self._writer: Any = None
         self._number = 0
         self._step = 0
@@ -234,7 +234,7 @@ class TensorBoardSink(CurveSink):
 class WandbSink(CurveSink):
     """A run of a project at Weights & Biases."""
 
-    def __init__(self, project: str, name: str, folder: Path, journal: Database | None = None) -> None:
+    def __init__(self, project: str, name: str, folder: Path, journal: SqliteDatabase | None = None) -> None:
         """Start the thread; ``name`` is that of the run, and ``folder`` takes its local files.
 
         Raises:

@@ -18,12 +18,11 @@ from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import RankBeat, Telemetry
 from ft_hsdp.sentences import tell
 from lighthouse.journal import row_checks
-from lighthouse.journal.database import MAX_READ, Database, DatabaseFailed
+from lighthouse.journal.database import MAX_READ, DatabaseFailed, SqliteDatabase
 from lighthouse.journal.subscribers import Subscribers
 from lighthouse.overview.liveness import Stragglers, Vitals
-from lighthouse.overview.overview import Json, Overview
+from lighthouse.overview.overview import JobInfo, JournalEntry, Json, Overview, Row
 from lighthouse.overview.replicas import RUN
-from lighthouse.overview.rows import JobInfo, JournalEntry, Row
 
 FLUSH_S = 0.25  # longest time until a worker's row is stored
 MAX_PENDING = 4096  # rows that wait to be stored; more are stored at once
@@ -57,7 +56,7 @@ class JobJournal:
 
     def __init__(
         self,
-        database: Database,
+        database: SqliteDatabase,
         about: JobInfo,
         sinks: Sequence[Sink] = (),
         clock: Callable[[], float] = time.time,
@@ -199,7 +198,7 @@ class JobJournal:
     ) -> Json:
         """Return the answer to GET /v1/events: a page of the log in order, its first and last number (0: none).
 
-        Any thread may call it; it blocks on the disk. The arguments are those of `Database.events`.
+        Any thread may call it; it blocks on the disk. The arguments are those of `SqliteDatabase.events`.
 
         Raises:
             DatabaseFailed: rows cannot be read.

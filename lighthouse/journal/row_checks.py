@@ -12,7 +12,7 @@ from typing import Any
 from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import RankBeat
-from lighthouse.overview.rows import JobInfo, Row
+from lighthouse.overview.overview import JobInfo, Row
 
 DAY_S = 86400.0  # a row may be so far from now; otherwise its sender's clock is wrong
 MAX_ROW = 8192  # bytes of a row as JSON

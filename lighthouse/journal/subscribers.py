@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from lighthouse.http.access import STREAMS, TooMany
-from lighthouse.journal.database import Database
-from lighthouse.overview.rows import JournalEntry
+from lighthouse.journal.database import SqliteDatabase
+from lighthouse.overview.overview import JournalEntry
 
 KEPT = 2048  # newest rows in memory
 PAGE = 500  # rows that one read takes from the database
@@ -24,7 +24,7 @@ Row = dict[str, Any]
 class Subscribers:
     """Gives every subscriber all rows, in order, each once. It belongs to one event loop."""
 
-    def __init__(self, database: Database) -> None:
+    def __init__(self, database: SqliteDatabase) -> None:
         self._database = database
         self._kept: list[JournalEntry] = []
         self._gone = database.last  # number of the newest row that is not in memory

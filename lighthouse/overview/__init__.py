@@ -7,8 +7,8 @@ that only the page needs.
 
 Read in this order:
 
-- `rows`: a row with its number, and what does not change about a job;
-- `overview`: `Overview`, and in it `Timeline`: the job, its lighthouse and its epochs;
+- `overview`: a row of the journal (`JournalEntry`), what does not change about a job (`JobInfo`), `Overview`, and
+  in it `Timeline`: the job, its lighthouse and its epochs;
 - `replicas`: the lane of each replica, that is which state it was in when;
 - `series`: curves of commits, thinned out to what a page can draw;
 - `liveness`: stragglers and stalled replicas, found while the job runs.

@@ -9,20 +9,43 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Collection, Mapping
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
 
 from ft_hsdp.analysis.failures import EpochSpan, Failure, Failures
 from ft_hsdp.analysis.goodput import Goodput
 from ft_hsdp.sentences import fault
 from lighthouse.overview.replicas import Lane, Lanes
-from lighthouse.overview.rows import JobInfo, JournalEntry
 from lighthouse.overview.series import Series
 
 MAX_OUTAGES = 256
 SHOWN_EPOCHS = 1000  # newest epochs in one answer
 SHOWN_FAILURES = 200  # newest failures in one answer
 
+Kind = Literal["event", "commit"]
+Row = dict[str, Any]
 Json = dict[str, Any]
+
+
+class JournalEntry(NamedTuple):
+    """A row and its number. An event has "t" (Unix seconds) and "event", a commit has "t" and "step"."""
+
+    seq: int
+    kind: Kind
+    row: Row
+
+
+@dataclass(frozen=True, slots=True)
+class JobInfo:
+    """What does not change about a job."""
+
+    name: str
+    slots: int  # ids of replicas are below it
+    ranks: int  # of each replica
+    steps: int  # to train
+    live: bool = True  # False: a finished run is shown
+    replicas: int | None = None  # with which the job begins; None: all slots
+    config: Mapping[str, object] = field(default_factory=dict, hash=False)  # what the page shows, by dotted key
 
 
 class Timeline:

@@ -22,7 +22,7 @@ from lighthouse.http.journal_routes import views
 from lighthouse.journal import row_checks
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
-from lighthouse.overview.rows import JobInfo, JournalEntry
+from lighthouse.overview.overview import JobInfo, JournalEntry
 from lighthouse.runtime import about
 
 BATCH = 5000  # rows that are appended to the journal at once

@@ -17,7 +17,7 @@ from lighthouse.http.access import Keys, view_key
 from lighthouse.http.journal_routes import views
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
-from lighthouse.overview.rows import JobInfo, JournalEntry
+from lighthouse.overview.overview import JobInfo, JournalEntry
 from tests.support.lighthouse.lighthouse_helpers import TOKEN
 
 

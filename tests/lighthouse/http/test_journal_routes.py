@@ -19,7 +19,7 @@ from lighthouse.http.app import create_app
 from lighthouse.http.journal_routes import FOLDER, SECURITY, Static, views
 from lighthouse.journal.database import DatabaseFailed, MemoryDatabase
 from lighthouse.journal.journal import JobJournal
-from lighthouse.overview.rows import JobInfo
+from lighthouse.overview.overview import JobInfo
 from tests.support.lighthouse.lighthouse_helpers import TOKEN, make_service
 
 ADMIN = "ad" * 32

@@ -11,7 +11,7 @@ from lighthouse.http.access import view_key
 from lighthouse.http.metrics import KINDS, STATES, Meter
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
-from lighthouse.overview.rows import JobInfo
+from lighthouse.overview.overview import JobInfo
 from tests.support.lighthouse.metrics_scene import FAILURE, TOKEN, Scene
 
 

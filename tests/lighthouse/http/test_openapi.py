@@ -15,7 +15,7 @@ from lighthouse.http.access import Keys, Rates, RequestGate, view_key
 from lighthouse.http.app import create_app
 from lighthouse.journal.database import MemoryDatabase
 from lighthouse.journal.journal import JobJournal
-from lighthouse.overview.rows import JobInfo
+from lighthouse.overview.overview import JobInfo
 from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
 from lighthouse.store import MemoryStore

@@ -9,7 +9,7 @@ import pytest
 
 from ft_hsdp.errors import ConfigError
 from lighthouse.journal.database import MAX_READ, DatabaseFailed, MemoryDatabase, SqliteDatabase
-from lighthouse.overview.rows import JournalEntry
+from lighthouse.overview.overview import JournalEntry
 
 
 def event(seq, name="RingBroken", t=None, **facts):

@@ -23,7 +23,7 @@ from ft_hsdp.errors import ConfigError
 from lighthouse.journal import exporters
 from lighthouse.journal.database import MemoryDatabase, SqliteDatabase
 from lighthouse.journal.exporters import CurveSink, Point, TensorBoardSink, WandbSink
-from lighthouse.overview.rows import JournalEntry
+from lighthouse.overview.overview import JournalEntry
 
 TAGS = ("loss", "lr", "lr_scale", "step_s", "healthy", "gbps", "tokens_per_s")
 
@@ -163,7 +163,7 @@ import json, sys, time
 from pathlib import Path
 from lighthouse.journal import exporters
 from lighthouse.journal.database import SqliteDatabase
-from lighthouse.overview.rows import JournalEntry
+from lighthouse.overview.overview import JournalEntry
 row = json.loads(sys.argv[2])
 exporters.SAVE_S = 0.01
 folder = Path(sys.argv[1])

@@ -21,7 +21,7 @@ from lighthouse.journal.database import DatabaseFailed, MemoryDatabase, SqliteDa
 from lighthouse.journal.journal import JobJournal
 from lighthouse.journal.row_checks import MAX_REASON, MAX_ROW
 from lighthouse.overview.liveness import SILENT_S, STUCK_S
-from lighthouse.overview.rows import JobInfo, JournalEntry
+from lighthouse.overview.overview import JobInfo, JournalEntry
 from tests.support.lighthouse import day
 from tests.support.lighthouse.lighthouse_helpers import quiet
 

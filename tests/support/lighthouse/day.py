@@ -10,7 +10,7 @@ from typing import Any
 
 from ft_hsdp.core import state_id
 from lighthouse.journal.database import SqliteDatabase
-from lighthouse.overview.rows import JournalEntry
+from lighthouse.overview.overview import JournalEntry
 
 START = 1_780_000_000.0
 STEP_S = 0.95

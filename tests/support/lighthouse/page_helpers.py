@@ -19,7 +19,7 @@ from ft_hsdp import protocol
 from ft_hsdp.protocol import Telemetry
 from lighthouse.http.access import view_key
 from lighthouse.journal.database import SqliteDatabase
-from lighthouse.overview.rows import JournalEntry
+from lighthouse.overview.overview import JournalEntry
 from tests.support.lighthouse.page_server import ADMIN as ADMIN
 from tests.support.lighthouse.page_server import REPLICAS, TOKEN
 

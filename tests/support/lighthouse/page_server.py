@@ -18,7 +18,7 @@ from lighthouse.http.access import Keys
 from lighthouse.http.app import create_app
 from lighthouse.journal.database import SqliteDatabase
 from lighthouse.journal.journal import JobJournal
-from lighthouse.overview.rows import JobInfo
+from lighthouse.overview.overview import JobInfo
 from lighthouse.quorum.state import Policy
 from lighthouse.runtime import about
 from lighthouse.service import Service
