@@ -7,6 +7,7 @@ import pytest
 
 from ft_hsdp import secret
 from ft_hsdp.errors import ConfigError
+from ft_hsdp.launch.backend.processes import environment
 
 
 def mode(path) -> int:
@@ -69,3 +70,9 @@ def test_a_key_that_others_can_read_is_refused(tmp_path) -> None:
     with pytest.raises(ConfigError, match="can be read or made"):
         secret.checkpoint_key(str(path / "below"))
     assert os.environ.get(secret.KEY_VARIABLE) is None
+
+
+def test_a_child_inherits_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FT_HSDP_TOKEN", secret.KEY_VARIABLE, "RAY_AUTH_TOKEN"):
+        monkeypatch.setenv(name, "a_secret")
+    assert "a_secret" not in environment().values()

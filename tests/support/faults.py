@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TEST_S = 60  # longest time of one test: a fault may make it hang
+TEST_S = 40  # longest time of one test: a fault may make it hang
 FAULT_S = 180  # longest time of the tests of one fault
 BASE_S = 900  # longest time of all named tests without a fault
 
