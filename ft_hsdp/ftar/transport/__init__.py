@@ -7,7 +7,7 @@ it touches memory, so a peer never tells it a size.
 Read the modules in this order:
 
     base       `Sender` and `Receiver`, what the engine asks of an edge
-    kind       `TransportKind` makes the edges of one transport; `PayloadCodec` moves payloads beside their headers
+    kind       `TransportKind` makes the edges of one transport; two codecs move payloads beside their headers
     sender     frames over stream sockets: a window and a sending thread for each connection
     receiver   the other end: receiving threads for large chunks, the engine's thread for small ones
     tcp        K connections between two hosts

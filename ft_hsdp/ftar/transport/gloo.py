@@ -30,10 +30,9 @@ from ft_hsdp import handshake
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout, ProtocolViolation
 from ft_hsdp.ftar import connections
 from ft_hsdp.ftar.connections import Call, Listener
-from ft_hsdp.ftar.frame import Frame
 from ft_hsdp.ftar.settings import Settings
-from ft_hsdp.ftar.transport.base import BufferProvider, Chunk, Transfer
-from ft_hsdp.ftar.transport.kind import Edge, EncodedPayload, InlineCodec, Read, bytes_of
+from ft_hsdp.ftar.transport.base import Chunk, Transfer
+from ft_hsdp.ftar.transport.kind import Edge, EncodedPayload, InlineCodec, bytes_of
 from ft_hsdp.ftar.transport.receiver import ReceiveLane, StreamReceiver
 from ft_hsdp.ftar.transport.sender import StreamSender
 from ft_hsdp.ftar.transport.shm import Arena
@@ -259,14 +258,6 @@ class GlooEncoder:
             self._pair.finish()
         self._pair.send(payload)
         return EncodedPayload()
-
-    def unpack(self, label: bytes, read: Read, frame: Frame, buffers: BufferProvider) -> Tensor:
-        """Raise NotImplementedError: this is the sender's codec."""
-        raise NotImplementedError
-
-    def receive(self, sock: socket.socket, view: memoryview) -> int:
-        """Raise NotImplementedError: this is the sender's codec."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Leave the process group."""

@@ -1,4 +1,4 @@
-"""What a transport provides: `TransportKind` makes its edges, `PayloadCodec` moves payloads beside their headers.
+"""What a transport provides: `TransportKind` makes its edges, two codecs move payloads beside their headers.
 
 Every transport sends headers over stream sockets. They differ in how a payload travels: as bytes on the stream, as
 a reference to the sender's memory, or through a library.
@@ -36,7 +36,7 @@ class EncodedPayload:
 
 
 class PayloadCodec(Protocol):
-    """One end of one edge: the sender packs payloads, the receiver unpacks them.
+    """What both ends of an edge know of how payloads travel.
 
     Attributes:
         label: number of bytes that precede the header of each frame.
@@ -52,9 +52,21 @@ class PayloadCodec(Protocol):
         """
         ...
 
+    def close(self) -> None:
+        """Release mappings and descriptors."""
+        ...
+
+
+class PayloadEncoder(PayloadCodec, Protocol):
+    """The sender's end: packs payloads."""
+
     def pack(self, payload: Tensor | None) -> EncodedPayload:
         """Return what to send for `payload`; None or an empty tensor: nothing follows the header."""
         ...
+
+
+class PayloadDecoder(PayloadCodec, Protocol):
+    """The receiver's end: unpacks payloads."""
 
     def unpack(self, label: bytes, read: Read, frame: Frame, buffers: BufferProvider) -> Tensor:
         """Return the payload of `frame` as a flat tensor of its span.
@@ -77,10 +89,6 @@ class PayloadCodec(Protocol):
         Returns:
             The number of bytes; 0 at the end of the stream.
         """
-        ...
-
-    def close(self) -> None:
-        """Release mappings and descriptors."""
         ...
 
 

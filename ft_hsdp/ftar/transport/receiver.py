@@ -19,13 +19,13 @@ from torch import Tensor
 from ft_hsdp.errors import FTARError, PeerDead, PeerTimeout, ProtocolViolation, exhausted
 from ft_hsdp.ftar import frame as wire
 from ft_hsdp.ftar.transport.base import Chunk, Transfer
-from ft_hsdp.ftar.transport.kind import PayloadCodec
+from ft_hsdp.ftar.transport.kind import PayloadDecoder
 
 
 class ReceiveLane:
     """One connection from the left neighbour. `sock` is blocking, with the kernel's deadlines set."""
 
-    def __init__(self, sock: socket.socket, number: int, slots: int, member: int, codec: PayloadCodec) -> None:
+    def __init__(self, sock: socket.socket, number: int, slots: int, member: int, codec: PayloadDecoder) -> None:
         self._sock = sock
         self._poll = select.poll()  # select knows descriptors below 1024 only
         self._poll.register(sock, select.POLLIN)
@@ -134,7 +134,7 @@ class StreamReceiver:
         socks: Sequence[socket.socket],
         slots: int,
         member: int,
-        codec: PayloadCodec,
+        codec: PayloadDecoder,
         name: str,
         threaded: bool = True,
     ) -> None:

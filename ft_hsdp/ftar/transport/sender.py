@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ft_hsdp import fault_injection
 from ft_hsdp.errors import FTARError, LocalSystemError, PeerDead, PeerTimeout, exhausted
-from ft_hsdp.ftar.transport.kind import PayloadCodec
+from ft_hsdp.ftar.transport.kind import PayloadEncoder
 from ft_hsdp.record_layer import Sealed
 
 Buffers = list[bytes | memoryview]
@@ -40,7 +40,7 @@ _Item = tuple[bytes, Tensor | None] | Remainder | Future[None] | None
 class SendLane:
     """One connection to the right neighbour. `sock` is blocking, with the kernel's deadlines set."""
 
-    def __init__(self, sock: socket.socket, slots: int, member: int, codec: PayloadCodec, name: str) -> None:
+    def __init__(self, sock: socket.socket, slots: int, member: int, codec: PayloadEncoder, name: str) -> None:
         self._sock = sock
         self._sealed = isinstance(
             sock, Sealed
@@ -216,7 +216,7 @@ class StreamSender:
     """
 
     def __init__(
-        self, socks: Sequence[socket.socket], slots: int, member: int, codec: PayloadCodec, name: str
+        self, socks: Sequence[socket.socket], slots: int, member: int, codec: PayloadEncoder, name: str
     ) -> None:
         each = max(1, slots // len(socks))
         self._lanes = [SendLane(s, each, member, codec, f"{name}-{i}") for i, s in enumerate(socks)]

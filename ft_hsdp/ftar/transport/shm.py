@@ -270,14 +270,6 @@ class ReferenceEncoder:
         self._given = (self._given - gone) | {number}
         return struct.pack(f"!I{len(gone)}I", len(gone), *gone)
 
-    def unpack(self, label: bytes, read: Read, frame: Frame, buffers: BufferProvider) -> Tensor:
-        """Raise NotImplementedError: this is the sender's codec."""
-        raise NotImplementedError
-
-    def receive(self, sock: socket.socket, view: memoryview) -> int:
-        """Raise NotImplementedError: this is the sender's codec."""
-        raise NotImplementedError
-
     def close(self) -> None:
         """Do nothing: this codec holds no resources."""
 
@@ -297,14 +289,10 @@ class ReferenceDecoder:
         self._mapped = MappedSegments()
         self._fresh: list[int] = []
 
-    def pack(self, payload: Tensor | None) -> EncodedPayload:
-        """Raise NotImplementedError: this is the receiver's codec."""
-        raise NotImplementedError
-
     def unpack(self, label: bytes, read: Read, frame: Frame, buffers: BufferProvider) -> Tensor:
         """Return a view of the sender's memory, or a copy in the data plane's buffer.
 
-        `PayloadCodec.unpack` explains the arguments and errors.
+        `PayloadDecoder.unpack` explains the arguments and errors.
         """
         way, number, offset = _REFERENCE.unpack(label)
         if way == GIVEN:
