@@ -1,4 +1,4 @@
-"""How far the job is, as its supervisor knows it: from the lighthouse's answers and the replicas' logs."""
+"""The progress of a job, which its supervisors know from the lighthouse's answers and the replicas' logs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Changes:
-    """Something that changes, and on which tasks of one event loop wait."""
+    """Base of objects whose changes tasks of one event loop wait for."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
@@ -18,7 +18,7 @@ class Changes:
         self._changed = asyncio.Event()
 
     async def wait_for(self, ready: Callable[[], bool], timeout_s: float | None = None) -> bool:
-        """Wait until ``ready()`` is true; False after ``timeout_s`` seconds. Evaluated at every `wake`."""
+        """Wait until ``ready()`` is true, evaluated at every `wake`; return False after ``timeout_s`` seconds."""
         loop = asyncio.get_running_loop()
         deadline = None if timeout_s is None else loop.time() + timeout_s
         while not ready():
@@ -34,17 +34,17 @@ class Changes:
 
 
 class Progress(Changes):
-    """The newest committed step and epoch of the job."""
+    """How far the job is, and which replicas must stay away."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.step = 0
+        self.step = 0  # newest committed one
         self.epoch = 0
         self.finished = False
-        self.halted = ""  # why the lighthouse says that the job cannot go on
-        self.drained: frozenset[int] = frozenset()  # the replicas that are to stay away
-        self.heard = False  # whether the lighthouse has said which ones
-        self.dismissed: set[int] = set()  # those that it has sent away, until they are started again
+        self.halted = ""  # the lighthouse's reason why the job cannot go on; "": it can
+        self.drained: frozenset[int] = frozenset()  # replicas that must stay away
+        self.heard = False  # the lighthouse has sent `drained` at least once
+        self.dismissed: set[int] = set()  # replicas that were drained since they were started last
 
     def saw(
         self,
@@ -54,7 +54,15 @@ class Progress(Changes):
         halted: str = "",
         drained: frozenset[int] | None = None,
     ) -> None:
-        """Take news; what is older than what is known changes nothing. None: nothing new of ``drained``."""
+        """Take news of the job, and wake waiting tasks if something changed. Older news changes nothing.
+
+        Args:
+            step: A committed step.
+            epoch: An epoch that was granted.
+            finished: The job has its final state.
+            halted: Why the job cannot go on; "" if it can.
+            drained: The replicas that must stay away; None if the news does not say.
+        """
         before = (self.step, self.epoch, self.finished, self.halted, self.drained)
         self.halted = self.halted or halted
         self.step = max(self.step, step)

@@ -1,9 +1,12 @@
-"""The supervisor of one replica: it starts its ranks together, ends them together, and starts them again.
+"""The supervisor of one replica: it starts the ranks together, ends them together, and starts them again.
 
-The unit of failure is the replica (FT-HSDP §4.2): when one rank exits, the others are killed at once, stopped
-ones too, and the incarnation counts as exited when all of them are gone. A replica that is drained, or beyond the
-number that the job is scaled to, is told to leave by the lighthouse, and rests until it is wanted; that does
-not count against the budget of restarts.
+The unit of failure is the replica (FT-HSDP §4.2): when one rank exits, the others are killed at once, also
+stopped ones, and the incarnation has exited when all of them are gone. The lighthouse tells a replica to leave if
+it is drained, or if the job was scaled to fewer replicas. Then it rests until it is wanted again, which does not
+count as a restart.
+
+`ReplicaSupervisor.run` is the loop: rest while unwanted, find a place, wait for the lease, run one incarnation
+(`_live`), judge its end, pause, and start again.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import signal
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -24,15 +28,15 @@ from ft_hsdp.launch.backend.processes import no_room, stands_still
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer
 
-LOOK_S = 0.2  # between two looks at the commits of an incarnation that does not contribute yet
-GUARD_S = 0.5  # between two looks at whether the ranks of an incarnation have come up, and run
-STOPPED = 2  # x timeouts.evict_s: until a rank that is stopped (SIGSTOP) is killed by its supervisor alone
-UNHEARD = "its ranks did not end"  # how the reason begins why a replica was killed after the end of the job
-ANSWER_S = 2.0  # longest wait for a lease before it is said that there is none
+LOOK_S = 0.2  # between two reads of the commits of an incarnation that does not contribute yet
+GUARD_S = 0.5  # between two checks whether the ranks of an incarnation have checked in, and run
+STOPPED = 2  # times timeouts.evict_s: after that long the supervisor kills a rank that is stopped by SIGSTOP
+UNHEARD = "its ranks did not end"  # start of the reason for an eviction after the end of the job
+ANSWER_S = 2.0  # longest wait for a lease before an event says that there is none
 
 
 class SupervisorLink(Protocol):
-    """What a supervisor tells the lighthouse: `lighthouse_link.LighthouseLink`, or a stand-in."""
+    """The reports of a supervisor to the lighthouse: `lighthouse_link.LighthouseLink`, or a stand-in."""
 
     owner: str  # the supervisor's random name
 
@@ -40,13 +44,13 @@ class SupervisorLink(Protocol):
         """Report that an incarnation has been started; a replica that was given up counts again."""
 
     def rests(self, replica: int) -> None:
-        """Report that nothing of a replica runs, or will run before it is wanted."""
+        """Report that no process of a replica runs, and that none will be started before it is wanted."""
 
     def exited(self, replica: int, incarnation: str) -> None:
         """Report that all ranks of an incarnation are gone."""
 
     def lost(self, replica: int) -> None:
-        """Report that others need not wait for a replica: when it starts again, if ever, is not known."""
+        """Report that others need not wait for a replica: it may not start again for a long time, or at all."""
 
     def claims(self, replica: int) -> None:
         """Ask for the lease of a replica: this supervisor alone will start it."""
@@ -98,10 +102,11 @@ class ReplicaSupervisor:
             emit: Takes each event.
             survivors: Whether another replica of the job runs; a restart then waits for its next commit.
             proven: Whether others train with this configuration; then a rank that refuses it is on a bad machine.
-            config_file: What the ranks load; None: the run's configuration.
+            config_file: The YAML file that the ranks load; None: the run's configuration.
         """
         self.replica = replica
-        self.current: ReplicaProcess | None = None
+        self.current: ReplicaProcess | None = None  # the newest incarnation, running or not
+        self.resting = False  # the replica is not wanted, and no process of it runs
         self._config = config
         self._run = run
         self._backend = backend
@@ -111,36 +116,38 @@ class ReplicaSupervisor:
         self._survivors = survivors
         self._proven = proven
         self._config_file = config_file or run.config
-        self._run_id = link.owner  # tells the lighthouse which supervisor started an incarnation
+        self._run_id = link.owner  # by this the lighthouse knows which supervisor started an incarnation
         self._restarts = restart.RestartState()
         self._commits = Tailer(run.commits(replica))
-        self._committed: set[int] = set()  # steps, since the last loss
+        self._committed: set[int] = set()  # steps since the last loss
         self._contributing = ""  # the newest incarnation that contributed
         self._stopping = False
-        self._away_until = 0
-        self.resting = False  # not wanted, and nothing of it runs
+        self._away_until = 0  # step
 
     @property
     def drained(self) -> bool:
-        """Whether this replica is to stay away: by an operator's order, or because the job has fewer replicas."""
+        """Return whether the replica must stay away, by an operator's order or because the job has fewer replicas.
+
+        Until the lighthouse has said so, the replicas beyond `replicas` of the configuration stay away.
+        """
         progress = self._progress
-        unheard = not progress.heard and self.replica >= self._config.replicas
-        return unheard or self.replica in progress.drained
+        surplus = not progress.heard and self.replica >= self._config.replicas
+        return surplus or self.replica in progress.drained
 
     @property
     def _dismissed(self) -> bool:
-        """Whether the incarnation that ran last was sent away, even if the replica is wanted again."""
+        """Return whether the newest incarnation was sent away, even if the replica is wanted again."""
         return self.replica in self._progress.dismissed
 
     @property
     def _unreached(self) -> bool:
-        """Whether the incarnation that ended was a restart, and ended because no lighthouse answered it."""
+        """Return whether the incarnation that ended was a restart that no lighthouse answered."""
         last = self.current
         return last is not None and last.restarts > 0 and last.verdict()[0] == f"exit {EXIT_UNREACHABLE}"
 
     @property
     def running(self) -> bool:
-        """Whether all ranks run."""
+        """Return whether all ranks run."""
         return self.current is not None and self.current.complete
 
     def stay_away(self, until_step: int) -> None:
@@ -157,13 +164,13 @@ class ReplicaSupervisor:
         current.kill()
 
     async def stop(self, grace_s: float) -> None:
-        """End the replica with SIGTERM, and after ``grace_s`` seconds with SIGKILL. `run` returns soon after."""
+        """Send the ranks SIGTERM, and after ``grace_s`` seconds SIGKILL. `run` returns soon after."""
         self._stopping = True
         self._progress.wake()
         current = self.current
         if current is not None:
             current.send(signal.SIGTERM)
-            current.send(signal.SIGCONT)  # a stopped process does not see the other
+            current.send(signal.SIGCONT)  # a stopped process does not handle SIGTERM
             if not await current.wait_for(lambda: not current.living, grace_s):
                 current.kill()
 
@@ -249,12 +256,12 @@ class ReplicaSupervisor:
         self._link.exited(self.replica, current.name)
         self._backend.settled(spec)
         current.write()
-        if kind == STRAY:  # the replica may have heard of a drain, or of the end, before its supervisor did
-            told = self._progress
-            await told.wait_for(
-                lambda: self._dismissed or self._stopping or told.finished, self._config.timeouts.news_s
+        if kind == STRAY:  # its ranks may know of a drain, or of the end of the job, before this supervisor does
+            progress = self._progress
+            await progress.wait_for(
+                lambda: self._dismissed or self._stopping or progress.finished, self._config.timeouts.news_s
             )
-            if told.finished and not self._dismissed:
+            if progress.finished and not self._dismissed:
                 kind, why = DONE, "all ranks ended with the job; its final state is in no file"
         elif (current.evicted or "").startswith(UNHEARD):
             kind = DONE
@@ -265,9 +272,9 @@ class ReplicaSupervisor:
         return self._judge(kind, rank.code if rank else None, why), f"{kind}: {why}"
 
     async def _find_place(self) -> tuple[bool, Outcome | None]:
-        """Wait until the replica has a place, or is not wanted.
+        """Wait until the replica has a place, or is not wanted. This does not count as a restart.
 
-        After timeouts.place_s the others need not wait for it any more. This does not count against the budget.
+        After timeouts.place_s the lighthouse is told that the others need not wait for it.
 
         Returns:
             Whether it has a place, and its outcome if the job ends first.
@@ -295,12 +302,12 @@ class ReplicaSupervisor:
         return False, self._lose(progress.halted) if progress.halted else None
 
     async def _stand_by(self) -> Outcome | None:
-        """Start nothing until this supervisor has the replica's lease; return the outcome if the job ends first.
+        """Wait until this supervisor has the replica's lease; return the outcome if the job ends first.
 
-        That takes as long as another supervisor runs the replica, or no lighthouse answers: an incarnation that is
-        started meanwhile could send a healthy one away.
+        This lasts while another supervisor runs the replica, or no lighthouse answers: an incarnation without a
+        lease could replace a healthy one of the other supervisor.
         """
-        progress, link, told = self._progress, self._link, ""
+        progress, link, reported = self._progress, self._link, ""
 
         def over() -> bool:
             return self._stopping or self.drained or progress.finished or bool(progress.halted)
@@ -308,21 +315,24 @@ class ReplicaSupervisor:
         def settled() -> bool:
             return link.holds(self.replica) or over()
 
+        def changed(rival: str) -> bool:
+            return settled() or link.rival(self.replica) != rival
+
         if not await progress.wait_for(lambda: settled() or bool(link.rival(self.replica)), ANSWER_S):
             self._event("SupervisorStandsBy", f"no lighthouse has renewed the lease of replica {self.replica}")
         while not settled():
             rival = link.rival(self.replica)
-            if rival and rival != told:
+            if rival and rival != reported:
                 why = f"supervisor {rival} runs replica {self.replica}; this one starts it when that one is gone"
                 self._event("SupervisorStandsBy", why)
-            told = rival
-            await progress.wait_for(lambda told=told: settled() or link.rival(self.replica) != told)  # type: ignore[misc]
+            reported = rival
+            await progress.wait_for(partial(changed, rival))
         if progress.finished:
             return Outcome("drained", "another supervisor ran it until the end")
         return self._lose(progress.halted) if progress.halted else None
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, str]) -> str:
-        """Do ``work`` and return its result; raises Retryable if the replica is stopped meanwhile."""
+        """Await `work` and return its result; raise Retryable if the replica is stopped meanwhile."""
         task = asyncio.create_task(work)
         task.add_done_callback(lambda _: self._progress.wake())
         try:
@@ -351,7 +361,7 @@ class ReplicaSupervisor:
         return None
 
     async def _until_first_exit(self, current: ReplicaProcess) -> None:
-        """Wait until a rank exits, then end the others; ranks that are done may end by themselves."""
+        """Wait until a rank exits, then kill the others; if the rank was done, they have time to exit."""
         if self._stopping:
             current.kill()
         await current.wait_for(lambda: current.first is not None)
@@ -368,7 +378,7 @@ class ReplicaSupervisor:
         self._event("ProcessExited", why, rank=first.rank, pid=first.pid, kind=kind_of(first))
 
     def _judge(self, kind: str, code: int | None, why: str) -> Outcome | None:
-        """What the end of an incarnation means for the replica; None asks for a restart."""
+        """Return the outcome of the replica after the end of an incarnation; None: it is started again."""
         if kind == DONE:
             return Outcome("done", why)
         if self._stopping:
@@ -382,6 +392,7 @@ class ReplicaSupervisor:
         return None
 
     def _lose(self, reason: str) -> Outcome:
+        """Give the replica up, and return that outcome."""
         self._link.lost(self.replica)
         self._backend.vacated(self.replica)
         self._event("ReplicaLost", reason)
@@ -389,7 +400,7 @@ class ReplicaSupervisor:
         return Outcome("lost", reason)
 
     async def _hold(self, delay_s: float) -> None:
-        """Wait for the backoff, for the survivors' next commit, and for as long as chaos keeps us away."""
+        """Wait before a restart: for the backoff, the survivors' next commit, and the steps of `stay_away`."""
         progress = self._progress
         start = progress.step
         await progress.wait_for(lambda: self._stopping, delay_s)
@@ -397,20 +408,20 @@ class ReplicaSupervisor:
         def alone() -> bool:
             return self._stopping or progress.finished or not self._survivors()
 
-        # The survivors repeat the step that just broke: a cold start beside it would take their CPUs.
+        # The survivors repeat the step whose ring broke, and a cold start would take CPU time from them.
         await progress.wait_for(
             lambda: alone() or self._backend.warm or progress.step > start, self._config.restart.hold_s
         )
+
+        def advanced(step: int) -> bool:
+            return alone() or progress.step > step
+
         while not alone() and progress.step < self._away_until:
-            seen = progress.step
-            if not await progress.wait_for(
-                lambda seen=seen: alone() or progress.step > seen,  # type: ignore[misc]
-                self._config.timeouts.stalled_s,
-            ):
+            if not await progress.wait_for(partial(advanced, progress.step), self._config.timeouts.stalled_s):
                 break
 
     async def _settle(self, current: ReplicaProcess) -> None:
-        """Tell the backend when the incarnation contributes: until then, spares would be made at its cost."""
+        """Tell the backend when the incarnation contributes; before that, making a spare would slow it down."""
         until = time.monotonic() + self._config.timeouts.settle_s
         while self._config.spares and self._contributing != current.name and time.monotonic() < until:
             await asyncio.sleep(LOOK_S)
@@ -418,15 +429,15 @@ class ReplicaSupervisor:
         self._backend.settled(current.spec)
 
     async def _guard(self, current: ReplicaProcess) -> None:
-        """Evict what no rank can see: a replica that does not check in, and ranks that are stopped for long.
+        """Evict an incarnation that does not check in, does not end with the job, or has a stopped rank.
 
-        The lighthouse and the other ranks of the replica, which know more, come first where there are any. A
-        replica that cannot reach the lighthouse does not hear that the job has ended: its supervisor ends it.
+        The limits are long: the lighthouse and the other ranks of the replica, which know more, act first if they
+        can. A replica that cannot reach the lighthouse does not hear of the end of the job.
         """
         timeouts, began = self._config.timeouts, time.monotonic()
         stopped: dict[int, float] = {}
         log = Tailer(self._run.replica_events(self.replica))
-        log.skip()  # nothing of this incarnation is in it yet, and it may be long
+        log.skip()  # the log may be long, and has no event of this incarnation yet
         checked_in = False
         finished: float | None = None
         while True:
@@ -442,7 +453,7 @@ class ReplicaSupervisor:
                 row.get("event") == "CheckedIn" and row.get("incarnation") == current.name for row in log.poll()
             )
             late = not checked_in and now - began >= timeouts.start_s
-            if late and not no_room(self._run.path):  # a full disk may have cost the line that says so
+            if late and not no_room(self._run.path):  # on a full disk the line CheckedIn may be missing
                 self.evict(current.name, f"it has not checked in within {timeouts.start_s:g} s (timeouts.start_s)")
             for rank in current.living:
                 if not stands_still(rank.pid, rank.process.host):
@@ -452,14 +463,14 @@ class ReplicaSupervisor:
                     self.evict(current.name, reason)
 
     def _look(self) -> None:
-        """Read the commits since the last look; only the newest, if there are many."""
+        """Read the replica's new commits; only the newest, if there are many."""
         for row in self._commits.newest():
             self._committed.add(row.get("step", 0))
             if row.get("role") == "contribute":
                 self._contributing = row.get("incarnation", "")
 
     def _count(self) -> int:
-        """Return how many steps were committed since the last loss."""
+        """Return the number of steps that the replica committed since its last loss, and reset it."""
         self._look()
         count = len(self._committed)
         self._committed.clear()

@@ -27,6 +27,14 @@ COLD = "cold"
 WARM = "from a spare"
 WARMING = "from a spare that was not ready"
 
+# Kinds of the end of an incarnation; the others are as in `exit_in_words`.
+DONE = "done"
+EVICTED = "evicted"
+TORN = "exit 0 of some ranks only"
+LEFT = "left"
+STRAY = "exit 0 before the end"
+LEAVING = frozenset({EXIT_OK, EXIT_LEFT})  # exit codes of a rank that is done, or left the job
+
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
@@ -212,14 +220,6 @@ def spare_log(folder: Path, number: int, rank: int) -> Path:
     return folder / f"{number}-rank{rank}.log"
 
 
-DONE = "done"
-EVICTED = "evicted"
-TORN = "exit 0 of some ranks only"
-LEFT = "left"
-STRAY = "exit 0 before the end"
-LEAVING = frozenset({EXIT_OK, EXIT_LEFT})
-
-
 @dataclass(slots=True)
 class RankProcess:
     """The process of one rank."""
@@ -228,52 +228,52 @@ class RankProcess:
     process: WorkerProcess
     state: str = "running"  # or "exited"
     code: int | None = None  # exit code, negative for a signal
-    killed: bool = False  # by us, because of another rank: its exit says nothing about the cause
+    killed: bool = False  # by the supervisor, because of another rank: its exit does not show the cause
 
     @property
     def pid(self) -> int:
-        """Its pid on the machine where it runs."""
+        """Return its pid on the machine where it runs."""
         return self.process.pid
 
 
 class ReplicaProcess(Changes):
-    """The ranks of one incarnation, and what happens to them."""
+    """The ranks of one incarnation and their states; tasks wait for changes with `wait_for`."""
 
     def __init__(self, spec: ReplicaSpec, run: RunDir) -> None:
         super().__init__()
         self.spec = spec
         self.ranks: dict[int, RankProcess] = {}
-        self.evicted: str | None = None  # why, once that was ordered
-        self.first: RankProcess | None = None  # the rank that was seen to exit first
+        self.evicted: str | None = None  # reason of the eviction, if one was ordered
+        self.first: RankProcess | None = None  # the rank whose exit was reported first
         self._run = run
 
     @property
     def name(self) -> str:
-        """The name of the incarnation."""
+        """Return the name of the incarnation."""
         return self.spec.name
 
     @property
     def replica(self) -> int:
-        """The id of its replica."""
+        """Return the id of its replica."""
         return self.spec.replica
 
     @property
     def restarts(self) -> int:
-        """How many incarnations of the run came before it."""
+        """Return the number of earlier incarnations of this run."""
         return self.spec.restarts
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks run."""
+        """Return whether all ranks run."""
         return len(self.living) == self.spec.size
 
     @property
     def living(self) -> list[RankProcess]:
-        """The ranks that have not exited."""
+        """Return the ranks that have not exited."""
         return [rank for rank in self.ranks.values() if rank.state == "running"]
 
     async def start(self, backend: Backend) -> str:
-        """Start all ranks and return how that was done. Raises Retryable; some may run then."""
+        """Start all ranks and return how, as `Backend.start` does; after Retryable some ranks may run."""
         how = await backend.start(self.spec, self)
         self.write()
         return how
@@ -296,7 +296,7 @@ class ReplicaProcess(Changes):
             rank.process.signal(number)
 
     def kill(self) -> None:
-        """Send SIGKILL to every rank that has not exited; it ends stopped ones too."""
+        """Send SIGKILL to every rank that has not exited; it also ends stopped ones."""
         for rank in self.living:
             rank.killed = True
         self.send(signal.SIGKILL)
@@ -317,9 +317,8 @@ class ReplicaProcess(Changes):
         return (kind_of(telling[0]), telling[0]) if telling else (TORN, self.first)
 
     def explain(self, rank: RankProcess) -> str:
-        """Return one line on the exit of ``rank``; with the last line of its log, unless a signal ended it."""
-        said = last_line(self._run.rank_log(self.replica, rank.rank)) if (rank.code or 0) > 0 else ""
-        return f"rank {rank.rank} ended with {kind_of(rank)}" + (f": {said}" if said else "")
+        """Return one line on the exit of ``rank``."""
+        return exit_line(rank.rank, rank.code or 0, self._run.rank_log(self.replica, rank.rank))
 
     def write(self) -> None:
         """Write processes.json for `status`."""
@@ -327,21 +326,27 @@ class ReplicaProcess(Changes):
             {"rank": rank.rank, "pid": rank.pid, "host": rank.process.host, "state": rank.state}
             for rank in sorted(self.ranks.values(), key=lambda rank: rank.rank)
         ]
-        picture = {
+        document = {
             "replica": self.replica,
             "incarnation": self.name,
             "restarts": self.restarts,
             "ranks": ranks,
         }
-        try_write_json(self._run.processes(self.replica), picture)
+        try_write_json(self._run.processes(self.replica), document)
 
 
 def kind_of(rank: RankProcess) -> str:
     """Return in words how a rank ended."""
-    return named(rank.code or 0)
+    return exit_in_words(rank.code or 0)
 
 
-def named(code: int) -> str:
+def exit_line(rank: int, code: int, log: Path) -> str:
+    """Return one line on the exit of a rank, with the last line of its log unless a signal ended it."""
+    why = last_line(log) if code > 0 else ""
+    return f"rank {rank} ended with {exit_in_words(code)}" + (f": {why}" if why else "")
+
+
+def exit_in_words(code: int) -> str:
     """Return an exit code in words: `SIGKILL`, `exit 75`."""
     if code >= 0:
         return f"exit {code}"

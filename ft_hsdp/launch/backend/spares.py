@@ -15,8 +15,7 @@ from typing import Any
 
 from ft_hsdp.core.restart import doubled
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.backend.base import ReplicaSpec, WorkerGroup, named, spare_log
-from ft_hsdp.launch.backend.processes import last_line
+from ft_hsdp.launch.backend.base import ReplicaSpec, WorkerGroup, exit_line, spare_log
 from ft_hsdp.launch.progress import Changes
 from ft_hsdp.launch.run.directory import Row, try_write_json
 
@@ -163,8 +162,7 @@ class SparePool(Changes):
             return
         if group.gone:
             rank, code = next(iter(group.gone.items()))
-            said = last_line(self.log(group, rank)) if code > 0 else ""
-            self._lose(group, f"rank {rank} ended with {named(code)}" + (f": {said}" if said else ""))
+            self._lose(group, exit_line(rank, code, self.log(group, rank)))
             return
         if group.ready:
             took_s = time.monotonic() - group.began
