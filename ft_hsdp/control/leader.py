@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -67,9 +68,6 @@ class RankBus(Protocol):
     def broadcast(self, order: object) -> None:
         """Give an order to all ranks of this replica, rank 0 included."""
 
-    def send_token(self, token: CommitToken) -> None:
-        """Pass the commit token to the right neighbour in the ring of rank 0."""
-
     def end(self, reason: str, code: int) -> None:
         """End this process at once, whatever its ranks do, and with it the replica."""
 
@@ -82,7 +80,8 @@ class Leader:
         about: what every request to the lighthouse repeats; its report is replaced each time.
         client: the line to the lighthouse.
         settings: from the configuration.
-        bus: where effects go.
+        bus: where orders to the ranks go.
+        send_token: passes the commit token to the right neighbour in the ring of rank 0.
         journal: where decisions are written.
     """
 
@@ -93,6 +92,7 @@ class Leader:
         client: LighthouseClient,
         settings: LeaderSettings,
         bus: RankBus,
+        send_token: Callable[[CommitToken], None],
         journal: Journal,
     ) -> None:
         self.replica = replica
@@ -100,6 +100,7 @@ class Leader:
         self._client = client
         self._settings = settings
         self._bus = bus
+        self._send_token = send_token
         self._journal = journal
         self._request: asyncio.Task[None] | None = None  # asks the lighthouse until it answers
         # The newest request that was sent, and when.
@@ -207,7 +208,7 @@ class Leader:
                 self._send(replace(self._about, report=report), pause)
             case effects.SendToken(token):
                 fault_injection.reach("token-second" if token.verdict else "token-first", token.fence.step)
-                self._bus.send_token(token)
+                self._send_token(token)
             case effects.Reduce(fence):
                 self._tally = VoteTally(fence, self._settings.ranks)
                 self._bus.broadcast(effect)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from ft_hsdp.core import state_id
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
@@ -75,7 +76,8 @@ def restore(
     resumed = kept is None or not current
     if resumed:
         _resume(live_state, ranks, checkpoints, journal)
-    while kept is not None and _newer(kept, live_state):
+    assert live_state.state is not None
+    while kept is not None and state_id.newer(kept, live_state.state):
         if _load(live_state, snapshots, ranks, kept):
             if ranks.rank == 0:
                 reason = "the state agent of this host kept it"
@@ -102,11 +104,6 @@ def newest_common(kept: Sequence[Sequence[StateId]]) -> StateId | None:
     """
     everywhere = set.intersection(*map(set, kept))
     return next((state for state in kept[0] if state in everywhere), None)
-
-
-def _newer(kept: StateId, live_state: LiveState) -> bool:
-    assert live_state.state is not None
-    return (kept.commit_epoch, kept.step) > (live_state.state.commit_epoch, live_state.state.step)
 
 
 def _load(live_state: LiveState, snapshots: SnapshotWriter, ranks: ReplicaGroup, kept: StateId) -> bool:

@@ -307,17 +307,13 @@ class RankRuntime:
             self.end(str(error))
             raise
 
-    # The control loop: the leader's orders. `broadcast`, `send_token` and `end` are the leader's `RankBus`.
+    # The control loop: the leader's orders. `broadcast` and `end` are the leader's `RankBus`.
 
     def broadcast(self, order: object) -> None:
         """Give an order of the leader to all ranks of this replica, this one included. On rank 0."""
         assert self._hub is not None
         self._hub.broadcast(order)
         self._take(order)
-
-    def send_token(self, token: CommitToken) -> None:
-        """Pass the commit token to the right neighbour of this rank's ring. On rank 0."""
-        self._group.send_token(token)
 
     def end(self, reason: str, code: int = EXIT_RETRYABLE) -> None:
         """End this process at once, and with it the replica, unless the rank is ending anyway. From any thread.
@@ -519,6 +515,7 @@ class RankRuntime:
             self._client,
             leader_settings(config, restarted=bool(identity.predecessors)),
             self,
+            self._group.send_token,
             self.journal,
         )
 

@@ -84,14 +84,12 @@ class Scene:
             self.lighthouse,  # type: ignore[arg-type]
             replace(SETTINGS, **settings),
             self,
+            self.tokens.append,
             self._told,
         )
 
     def broadcast(self, order: object) -> None:
         self.orders.append(order)
-
-    def send_token(self, token: CommitToken) -> None:
-        self.tokens.append(token)
 
     def end(self, reason: str, code: int) -> None:
         self.ended.append((reason, code))
