@@ -87,7 +87,7 @@ def test_every_event_that_is_written_has_a_sentence_and_no_other() -> None:
 
 
 def test_what_is_marked_on_the_page_and_shown_live_are_events() -> None:
-    marked = (ROOT / "lighthouse/dashboard/log_row.js").read_text().partition("new Set([")[2].partition("]")[0]
+    marked = (ROOT / "lighthouse/dashboard/log_rows.js").read_text().partition("new Set([")[2].partition("]")[0]
     assert {name.strip(' "') for name in marked.replace("\n", "").split(",")} - {""} <= SENTENCES.keys()
     assert SENTENCES.keys() >= NOTABLE
 

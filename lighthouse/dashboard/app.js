@@ -1,11 +1,10 @@
 // Joins the parts, and says to the browser's performance timeline when the first picture stood.
 import { Confirmation, Notice } from "./actions.js";
-import { readAddress } from "./api.js";
+import { forgetViewKey, keepViewKey, readAddress, viewKey } from "./api.js";
 import { Drawer } from "./drawer.js";
 import { Effective } from "./effective.js";
 import { Connection, Header } from "./header.js";
-import { html, render, useEffect } from "./html.js";
-import { KeyForm } from "./key.js";
+import { html, render, useEffect, useState } from "./html.js";
 import { Log } from "./log.js";
 import { start } from "./model.js";
 import { Run } from "./run.js";
@@ -34,6 +33,29 @@ function Page() {
     </main>
     ${replay && html`<${Slider} />`}
     <${Drawer} /><${Confirmation} /><${Notice} />
+  `;
+}
+
+/** Asks for the key where the address had none, or a wrong one. */
+function KeyForm() {
+  const [key, setKey] = useState("");
+  const wrong = viewKey() !== "";
+  const open = (event) => {
+    event.preventDefault();
+    forgetViewKey();
+    keepViewKey(key);
+    store.set({ connection: "connecting" });
+    start();
+  };
+  return html`
+    <main class="gate">
+      <form onSubmit=${open}>
+        <h1>lighthouse</h1>
+        <label>View key<input type="password" autocomplete="off" autofocus required value=${key} onInput=${(e) => setKey(e.target.value)} /></label>
+        <p class=${wrong ? "notice bad" : "quiet"} role="status">${wrong ? "That key was refused." : "It ends the link that the launcher prints: #key=…"}</p>
+        <button type="submit" class="solid">open</button>
+      </form>
+    </main>
   `;
 }
 

@@ -1,12 +1,10 @@
 // Everything about one replica, and what may be done to it.
 import { get } from "./api.js";
 import { html, useEffect, useRef, useState } from "./html.js";
-import { Row } from "./log_row.js";
+import { Row, shaped } from "./log_rows.js";
 import { onEvent } from "./model.js";
-import { shaped } from "./pages.js";
-import { STATES } from "./states.js";
+import { STATES, Swatch } from "./states.js";
 import { nowOf, store, useStore } from "./store.js";
-import { Swatch } from "./swatch.js";
 import { clock, count, day, span } from "./time.js";
 import { told } from "./waterfall.js";
 

@@ -2,8 +2,7 @@
 import { get } from "./api.js";
 import { html, useEffect, useRef, useState } from "./html.js";
 import { onEvent } from "./model.js";
-import { EMPTY, HELD, PAGE, passes, shaped, withNewer, withOlder } from "./pages.js";
-import { Row } from "./log_row.js";
+import { EMPTY, HELD, PAGE, passes, Row, shaped, withNewer, withOlder } from "./log_rows.js";
 import { store, useStore } from "./store.js";
 
 const NAMES = 200;

@@ -1,5 +1,7 @@
 // The states of a replica: what they are called, what they mean, and how they are drawn. Colours are in style.css;
 // each state also has a pattern, so that no two need a colour to be told apart.
+import { html, useEffect, useRef } from "./html.js";
+import { useStore } from "./store.js";
 
 export const STATES = {
   training: { about: "contributes to every step", pattern: "plain" },
@@ -82,4 +84,19 @@ export function paint(g, look, x, y, width, height, ratio) {
   pattern.setTransform(new DOMMatrix().scale(1 / ratio));
   g.fillStyle = pattern;
   g.fillRect(x, y, width, height);
+}
+
+/** A small sample of a state, painted as the lanes paint it. */
+export function Swatch({ state, width = 18, height = 11 }) {
+  const canvas = useRef(null);
+  const theme = useStore((s) => s.theme);
+  useEffect(() => {
+    const ratio = devicePixelRatio || 1;
+    canvas.current.width = width * ratio;
+    canvas.current.height = height * ratio;
+    const g = canvas.current.getContext("2d");
+    g.scale(ratio, ratio);
+    paint(g, inks(ratio)[state] ?? inks(ratio).down, 0, 0, width, height, ratio);
+  }, [state, theme]);
+  return html`<canvas ref=${canvas} class="swatch" style=${{ width: `${width}px`, height: `${height}px` }} aria-hidden="true" />`;
 }

@@ -3,9 +3,8 @@ import { Charts } from "./charts.js";
 import { html } from "./html.js";
 import { Lanes } from "./lanes.js";
 import { showLast, zoom } from "./model.js";
-import { STATES } from "./states.js";
+import { STATES, Swatch } from "./states.js";
 import { store, useStore, windowOf } from "./store.js";
-import { Swatch } from "./swatch.js";
 import { clock, day, span } from "./time.js";
 
 const SPANS = [[900, "15 min"], [3600, "1 h"], [21600, "6 h"], [null, "all"]];

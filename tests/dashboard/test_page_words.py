@@ -85,4 +85,4 @@ def test_the_orderly_end_of_a_process_is_no_failure(page):
     rows = [("ProcessExited", "exit 0"), ("ProcessExited", "SIGKILL"), ("ReplicaExited", "done")]
     rows += [("RingBroken", "")]
     given = [{"event": event, "facts": {"kind": kind}} for event, kind in rows]
-    assert ask(page, "log_row.js", f"{given}.map(m.grave)") == [False, True, False, True]
+    assert ask(page, "log_rows.js", f"{given}.map(m.grave)") == [False, True, False, True]
