@@ -123,6 +123,8 @@ def _kind(schema: Mapping[str, Any]) -> str:
     if "const" in schema:
         return str(schema["const"])
     kind = str(schema.get("type", "any"))
+    if "prefixItems" in schema:
+        return f"list of {len(schema['prefixItems'])}: " + ", ".join(_kind(each) for each in schema["prefixItems"])
     if kind == "array":
         kind = _kind(schema.get("items", {}))
         return "list of sections, below" if "section" in kind else f"list of {kind}"
@@ -221,8 +223,8 @@ def wire() -> str:
             prose("""
                 A message is JSON with two keys, `type` (the tag) and `body` (the fields). On a stream its length
                 stands in front, as four bytes, big endian. Receivers check every field and refuse unknown tags.
-                [protocol.md](../protocol.md) says how the messages work together, [security.md](../security.md)
-                how connections are protected.
+                [The protocol](../protocol.md) says how the messages work together, [the security
+                page](../security.md) how connections are protected.
             """),
             "## Between processes and hosts",
             table(head, rows(protocol._MESSAGES)),
@@ -384,7 +386,7 @@ def api() -> str:
         "# Python API",
         prose("""
             These names are stable. Importing `ft_hsdp` does not import torch; `join` and `Job` do on first
-            use. The guide is [library.md](../library.md).
+            use. The guide is [Your own loop](../library.md).
         """),
     ]
     for name in ft_hsdp.__all__:
@@ -402,7 +404,7 @@ def api() -> str:
         parts.append(f"```{{eval-rst}}\n.. {kind}:: {'.'.join(target)}\n{members}```")
     parts += [
         "## The all-reduce alone",
-        "[ftar.md](../ftar.md) shows it in use.",
+        "[FTAR](../ftar.md) shows it in use.",
         "```{eval-rst}\n.. autoclass:: ft_hsdp.ftar.communicator.Communicator\n   :members:\n```",
         "## Errors",
         "```{eval-rst}\n.. automodule:: ft_hsdp.errors\n   :members:\n"
