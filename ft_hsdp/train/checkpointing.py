@@ -21,14 +21,23 @@ from pathlib import Path
 
 import torch
 
-from ft_hsdp.core import state_id
+from ft_hsdp import secret
+from ft_hsdp.config import Config, resume_hash
+from ft_hsdp.core import checkpoint, state_id
 from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankCheckpointed, RankCheckpointFailed
+from ft_hsdp.state.checkpoint import writer
 from ft_hsdp.state.checkpoint.load import resume
-from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointNotPublished, Header, Outcome
+from ft_hsdp.state.checkpoint.writer import (
+    Checkpointer,
+    CheckpointNotPublished,
+    CheckpointOrigin,
+    Header,
+    Outcome,
+)
 from ft_hsdp.state.replica_group import ReplicaGroup
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
@@ -45,6 +54,53 @@ class Checkpoints:
     replicas: int
     shards: int  # data shards of the job; a checkpoint may be of another number of them
     key: bytes | None  # with which they have to be signed; None: any are trusted
+
+
+def open_checkpoints(
+    config: Config, run: Path, incarnation: str, live_state: LiveState, ranks: ReplicaGroup, shards: int
+) -> tuple[Checkpoints, Checkpointer]:
+    """Return where the job's checkpoints are, and what writes them: any rank may be asked to write.
+
+    Args:
+        config: The job's configuration.
+        run: The run's directory.
+        incarnation: Of this replica; names its checkpoints.
+        live_state: Whose tensors are written.
+        ranks: Of this replica.
+        shards: Data shards of the job.
+
+    Raises:
+        ConfigError: The folder or the key cannot be used.
+    """
+    folder = Path(config.checkpoint.dir) if config.checkpoint.dir else run / "checkpoints"
+    origin = CheckpointOrigin(incarnation, config.slots, resume_hash(config), config.model_dump(mode="json"))
+    # Rank 0 alone signs and authenticates; it tells the others what it chose.
+    key = secret.run_key(run, config.checkpoint.key) if ranks.rank == 0 else b""
+    checkpointer = Checkpointer(
+        folder,
+        config.checkpoint.keep,
+        key,
+        origin,
+        live_state.layout,
+        live_state.params,
+        live_state.optim,
+        ranks,
+    )
+    required = None if config.checkpoint.trust else key
+    return Checkpoints(folder, resume_hash(config), config.slots, shards, required), checkpointer
+
+
+def missed(config: Config, folder: Path, step: int, journal: Journal) -> int:
+    """Return from which step on this replica, which begins at ``step``, demands a checkpoint; 0: it demands none.
+
+    It demands one if no replica has written the newest one that was due, and none writes it now. For rank 0.
+    """
+    due = checkpoint.newest_due(step, config.checkpoint.every, config.train.steps)
+    if not due or not writer.missed(folder, due):
+        return 0
+    reason = f"the checkpoint of step {due} is missing and no replica writes it: the next state is written"
+    journal.event("CheckpointMissing", reason, step=due)
+    return step + 1
 
 
 def restore(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -27,16 +26,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from ft_hsdp import fault_injection, secret
-from ft_hsdp.config import Config, config_hash, resume_hash
+from ft_hsdp import fault_injection
+from ft_hsdp.config import Config, config_hash
 from ft_hsdp.control.rank_store import RankStore
-from ft_hsdp.core import checkpoint, state_id
+from ft_hsdp.core import state_id
 from ft_hsdp.core.effects import DropGradient, Exit, RunBatch, WriteCheckpoint
 from ft_hsdp.core.ledger import BatchAssigner
 from ft_hsdp.errors import EXIT_OK, ConfigError, FtHsdpError
-from ft_hsdp.state.checkpoint.writer import Checkpointer, CheckpointOrigin, missed
-from ft_hsdp.state.replica_group import ReplicaGroup
-from ft_hsdp.train.checkpointing import Checkpoints, CheckpointSaver, restore
+from ft_hsdp.train.checkpointing import CheckpointSaver, missed, open_checkpoints, restore
 from ft_hsdp.train.data import Prefetcher, Source, move, stream
 from ft_hsdp.train.fsdp import FP32, Sharded
 from ft_hsdp.train.gradients import Feeding, Reducer
@@ -348,53 +345,25 @@ class Job:
             folder = self._place.run / "replicas" / str(self.replica)
             incarnation, lost = self._identity.incarnation, runtime.journal.lost
             self._log = StepLog(folder, incarnation, runtime.reporter.commit, lost)
-        checkpoints = self._checkpoints(runtime.ranks)
+        checkpoints, checkpointer = open_checkpoints(
+            config,
+            self._place.run,
+            self._identity.incarnation,
+            live_state,
+            runtime.ranks,
+            self._assigner.shards,
+        )
+        self._saver = CheckpointSaver(checkpointer, runtime.snapshots, self.rank, runtime.report)
         current = config.state.snapshot == "every_step"
         restore(live_state, runtime.snapshots, runtime.ranks, checkpoints, current, runtime.journal)
         prefetcher.guess(*self._assigner.assign(live_state.ledger, self.replica))
         runtime.snapshots.mark_current(live_state.state)
-        runtime.check_in(live_state.state, self._missed(checkpoints.folder, live_state.state.step))
+        step = live_state.state.step
+        wanted = missed(config, checkpoints.folder, step, runtime.journal) if self.rank == 0 else 0
+        runtime.check_in(live_state.state, wanted)
         if self._leaves:
             runtime.leave()
         self._conclude_at_end()
-
-    def _checkpoints(self, ranks: ReplicaGroup) -> Checkpoints:
-        """Return where the job's checkpoints are, and make the saver: any rank may be asked to write."""
-        assert self._runtime is not None
-        assert self._identity is not None
-        config, live_state, place = self.config, self._live_state, self._place
-        folder = Path(config.checkpoint.dir) if config.checkpoint.dir else place.run / "checkpoints"
-        origin = CheckpointOrigin(
-            self._identity.incarnation, config.slots, resume_hash(config), config.model_dump(mode="json")
-        )
-        # Rank 0 alone signs and authenticates; it tells the others what it chose.
-        key = secret.run_key(place.run, config.checkpoint.key) if self.rank == 0 else b""
-        checkpointer = Checkpointer(
-            folder,
-            config.checkpoint.keep,
-            key,
-            origin,
-            live_state.layout,
-            live_state.params,
-            live_state.optim,
-            ranks,
-        )
-        self._saver = CheckpointSaver(checkpointer, self._runtime.snapshots, self.rank, self._runtime.report)
-        required = None if config.checkpoint.trust else key
-        return Checkpoints(folder, resume_hash(config), config.slots, self._assigner.shards, required)
-
-    def _missed(self, folder: Path, step: int) -> int:
-        """Return from which step on this replica demands a checkpoint; 0: it demands none.
-
-        It demands one if no replica has written the newest one that was due, and none writes it now.
-        """
-        due = checkpoint.newest_due(step, self.config.checkpoint.every, self.config.train.steps)
-        if self.rank != 0 or not due or not missed(folder, due):
-            return 0
-        assert self._runtime is not None
-        reason = f"the checkpoint of step {due} is missing and no replica writes it: the next state is written"
-        self._runtime.journal.event("CheckpointMissing", reason, step=due)
-        return step + 1
 
     # One step.
 
