@@ -1,6 +1,11 @@
+from __future__ import annotations
+
 import subprocess
 import sys
+import sysconfig
 import tomllib
+import venv
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,3 +58,74 @@ def test_continuous_integration_has_the_packages_that_tests_would_skip_without()
     document = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())
     dev = " ".join(document["project"]["optional-dependencies"]["dev"])
     assert [each for each in ("pyarrow", "wandb", "ray[default]", "triton", "playwright") if each not in dev] == []
+
+
+# The wheel, as somebody installs it who has no checkout.
+
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_wheel_installs_and_its_command_runs(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    names = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    for name in names.splitlines():
+        if name.startswith(("ft_hsdp/", "lighthouse/", "ftar_kernels/")) or name in (
+            "pyproject.toml",
+            "README.md",
+            "LICENSE",
+        ):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes((ROOT / name).read_bytes())
+    build = [
+        sys.executable,
+        "-m",
+        "build",
+        "--wheel",
+        "--no-isolation",
+        "--outdir",
+        str(tmp_path / "dist"),
+        str(source),
+    ]
+    made = subprocess.run(build, capture_output=True, text=True, timeout=240)
+    assert made.returncode == 0, made.stdout + made.stderr
+    (wheel,) = (tmp_path / "dist").glob("ft_hsdp-*.whl")
+    inside = zipfile.ZipFile(wheel).namelist()
+    for name in ("ft_hsdp/py.typed", "lighthouse/dashboard/index.html", "ftar_kernels/__init__.py"):
+        assert name in inside
+    assert not [name for name in inside if name.startswith(("tests/", "docs/", "configs/"))]
+
+    home = tmp_path / "venv"
+    venv.create(home, with_pip=False)
+    python = home / "bin" / "python"
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        str(python),
+        "install",
+        "--no-deps",
+        "--no-index",
+        str(wheel),
+    ]
+    done = subprocess.run(install, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    # The packages that it depends on come from this environment, without the checkout that is installed in it.
+    seen = home / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages" / "zz_seen.pth"
+    paths = [p for p in sys.path if p.endswith("site-packages")] or [sysconfig.get_path("purelib")]
+    seen.write_text("".join(f"{path}\n" for path in paths))
+    helped = subprocess.run(
+        [home / "bin" / "ft-hsdp", "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert helped.returncode == 0, helped.stderr
+    assert "replicas that come and go" in helped.stdout
+    where = "import ft_hsdp, lighthouse, ftar_kernels; print(ft_hsdp.__file__)"
+    found = subprocess.run([python, "-c", where], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert found.stdout.startswith(str(home)), found.stdout + found.stderr
+    schema = subprocess.run(
+        [home / "bin" / "ft-hsdp", "schema"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    assert schema.stdout == (ROOT / "configs" / "schema.json").read_text()

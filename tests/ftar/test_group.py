@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import socket
 import threading
@@ -17,7 +18,7 @@ from ft_hsdp import handshake, protocol
 from ft_hsdp.address import split
 from ft_hsdp.core.commit import AttemptId, CommitToken
 from ft_hsdp.errors import FTARError, PeerDead, RemoteAbort, Skipped, StaleEpoch
-from ft_hsdp.ftar import connections
+from ft_hsdp.ftar import connections, lifecycle
 from ft_hsdp.ftar.connections import MemberIdentity, Peer
 from ft_hsdp.ftar.frame import Entry, Key
 from ft_hsdp.ftar.lifecycle import GroupState
@@ -457,3 +458,37 @@ async def test_what_cannot_be_summed_is_refused_at_once(local: torch.Tensor | No
         with pytest.raises(ValueError, match="is torch"):
             ring.peers[0].group.all_reduce(Key(1, 1, 0, 0, "00" * 16), local, out, Entry(0, 1, 0, 0, 0.0))
         await ring.check(1)
+
+
+N, C, R, U, A, B, F, X = GroupState
+
+TABLE = {
+    N: {C, B, F, X},
+    C: {C, R, A, F, X},
+    R: {C, U, A, F, X},
+    U: {C, R, A, F, X},
+    A: {C, B, F, X},
+    B: {C, B, F, X},
+    F: {X},
+    X: set[GroupState](),
+}
+
+
+@pytest.mark.parametrize(("old", "new"), list(itertools.product(GroupState, GroupState)), ids=lambda s: s.name)
+def test_every_way(old: GroupState, new: GroupState) -> None:
+    if new in TABLE[old]:
+        assert lifecycle.step(old, new) is new
+    else:
+        with pytest.raises(ValueError, match=f"from {old.name} to {new.name}"):
+            lifecycle.step(old, new)
+
+
+def test_what_is_never_left() -> None:
+    """FATAL only ends, CLOSED stays; from a broken ring only an epoch leads on."""
+    assert lifecycle.TRANSITIONS[GroupState.CLOSED] == set()
+    assert lifecycle.TRANSITIONS[GroupState.FATAL] == {GroupState.CLOSED}
+    assert GroupState.READY not in lifecycle.TRANSITIONS[GroupState.BROKEN]
+    assert GroupState.RUNNING not in lifecycle.TRANSITIONS[GroupState.BROKEN]
+    assert all(
+        GroupState.CLOSED in ways for old, ways in lifecycle.TRANSITIONS.items() if old is not GroupState.CLOSED
+    )

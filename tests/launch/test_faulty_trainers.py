@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from ft_hsdp.launch.run.directory import RunDir, read_json, read_jsonl
+from ft_hsdp.launch.run.replay import replay
 from tests.support.launch.faulty_trainer import POISON, VICTIM
 from tests.support.launch.launch_helpers import train
-
-pytestmark = [pytest.mark.proof, pytest.mark.multiproc]
 
 
 def summary_of(run: RunDir) -> dict[str, Any]:
@@ -29,6 +28,8 @@ def one_state(run: RunDir) -> bool:
     return len({s["digest"] for s in summary_of(run)["replicas"].values()}) == 1
 
 
+@pytest.mark.proof
+@pytest.mark.multiproc
 def test_a_trainer_that_hangs_is_replaced(tmp_path: Path) -> None:
     """Its process lives: its rank ends itself, and a new one takes its place."""
     run = train(
@@ -49,6 +50,8 @@ def test_a_trainer_that_hangs_is_replaced(tmp_path: Path) -> None:
     assert {e["suspect"] for e in broken[:2]} == {VICTIM}
 
 
+@pytest.mark.proof
+@pytest.mark.multiproc
 def test_a_job_of_one_replica_survives_each_kind_of_hang(tmp_path: Path) -> None:
     """It hangs where nobody else sees it: before check-in, in a stopped rank, and altogether."""
     run = train(
@@ -79,6 +82,8 @@ def test_a_job_of_one_replica_survives_each_kind_of_hang(tmp_path: Path) -> None
     assert any("the trainer hangs: it has not got on" in why for why in ended), ended
 
 
+@pytest.mark.proof
+@pytest.mark.multiproc
 def test_a_rank_without_descriptors_is_replaced_and_no_healthy_one_is_left_out(tmp_path: Path) -> None:
     """It has none left when a new ring is formed."""
     run = train(
@@ -104,6 +109,8 @@ def test_a_rank_without_descriptors_is_replaced_and_no_healthy_one_is_left_out(t
     assert "RLIMIT_NOFILE" in exited[0]["reason"]
 
 
+@pytest.mark.proof
+@pytest.mark.multiproc
 def test_a_batch_that_is_never_finite_is_given_up(tmp_path: Path) -> None:
     """It is left out of some steps first."""
     retries = 2
@@ -125,3 +132,26 @@ def test_a_batch_that_is_never_finite_is_given_up(tmp_path: Path) -> None:
     for replica in (0, 1):
         (event,) = [e for e in read_jsonl(run.replica_events(replica)) if e["event"] == "BatchGivenUp"]
         assert (event["shard"], event["index"]) == POISON
+
+
+# A whole job on the GPU data plane: a replica is killed and heals, and a replay on the CPU has the same bits.
+
+
+@pytest.mark.proof
+@pytest.mark.multiproc
+def test_a_staged_job_loses_a_replica_and_heals(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
+    run = train(
+        tmp_path,
+        "tests.support.launch.staged_trainer:main",
+        replicas=2,
+        ranks_per_replica=1,
+        train={"steps": 14, "seq_len": 32, "micro_batch": 2},
+        model={"dim": 32, "layers": 2, "heads": 2},
+        chaos=[{"at_step": 5, "replicas": [1]}],
+    )
+    logs = [(run.path / "replicas" / str(n) / "rank0.log").read_text() for n in (0, 1)]
+    assert [log.count("staged\n") for log in logs] == [1, 2]
+    assert any(e["event"] == "FetchCompleted" for e in read_jsonl(run.replica_events(1)))
+    verdict = replay(run)
+    assert verdict.equal, str(verdict)

@@ -14,8 +14,6 @@ from ft_hsdp.launch.run.verify import verify
 from tests.support.programs import inapplicable
 from tests.support.scenarios.scenario_job import Job, check
 
-pytestmark = pytest.mark.multiproc
-
 STEPS = 40
 NOT_DEATHS = ("record-lost", "state-flip", "live-flip", "snapshot-flip", "snapshot-out")
 LEADER_ONLY = ("token-first", "token-second", "quorum-reply", "checkpoint-rename")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
+import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support.scenarios.scenario_job import HARD, Job, check
-
-pytestmark = pytest.mark.multiproc
 
 
 @pytest.mark.parametrize(
@@ -98,3 +99,209 @@ def test_all_three_at_once_without_copies(tmp_path: Path, policy: str) -> None:
         (rolled,) = job.events("HeadRolledBack")
         assert rolled["steps"] >= 5
         assert job.replayed()["equal"]
+
+
+# SIGSTOP of real ranks: silence is not death, and nobody diverges over it.
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stopped_twice_for_four_seconds(tmp_path: Path, rank: int) -> None:
+    """With the defaults the others go on without it, and it heals when it continues. All end equal."""
+    steps = 150  # they must last for both stops, on a fast machine, too
+    with Job(tmp_path, steps) as job:
+        for at in (5, 25):
+            job.until(lambda at=at: job.step() >= at, f"step {at}")
+            pid = job.signal(1, rank, signal.SIGSTOP)
+            time.sleep(4.0)  # the length of the stop is what is tested
+            os.kill(pid, signal.SIGCONT)
+        summary = job.end()
+        check(summary, steps)
+        assert [r for r in job.rows("metrics.jsonl") if r["contributors"] == [0, 2]], "nobody went on without it"
+        silent = [e for e in job.events("RingBroken") if "no sign of life" in e["reason"] and e["replica"] != 1]
+        assert {e["suspect"] for e in silent} == {1}, "the wrong one is suspected"
+        assert all(summary["replicas"][r]["incarnations"] == 1 for r in ("0", "2")), "a survivor was restarted"
+        assert job.replayed()["equal"]
+
+
+@pytest.mark.proof
+def test_stopped_for_good_is_evicted_and_replaced(tmp_path: Path) -> None:
+    """Silence is seen, then the supervisor kills what is stopped, and a new incarnation heals."""
+    steps = 150
+    with Job(tmp_path, steps, **{"timeouts.evict_s": 4.0}) as job:
+        job.until(lambda: len(job.progress()) == 6 and job.step() >= 5, "all ranks are heard")
+        job.signal(1, 0, signal.SIGSTOP)
+
+        def silent() -> bool:
+            replicas = job.overview()["replicas"]
+            ages = {(r["replica"], rank["rank"]): rank["age_s"] for r in replicas for rank in r["ranks"]}
+            return (1, 0) not in ages or ages[1, 0] > 2.5
+
+        job.until(silent, "its beats are missed", 30)
+        summary = job.end()
+        check(summary, steps)
+        assert {r: s["incarnations"] for r, s in summary["replicas"].items()} == {"0": 1, "1": 2, "2": 1}
+        assert job.events("ReplicaEvicted", replica=1), "nobody was evicted"
+        assert job.rows("metrics.jsonl")[-1]["contributors"] == [0, 1, 2], "replica 1 did not come back"
+
+
+# Fewer than `quorum.min_replicas` hold the newest state, and copies are made on demand: nobody trains alone.
+
+
+STEPS = 60
+SETTINGS = {"quorum__min_replicas": 2, "state__snapshot": "on_demand"}
+
+
+def lose(job: Job, replica: int) -> None:
+    """Kill a replica, and the agents in which its copies were."""
+    os.kill(job.agent(replica), signal.SIGKILL)
+    job.signal(replica, 0, signal.SIGKILL)
+
+
+def never_alone(job: Job) -> None:
+    """Each step was made by two at least, and all of them once."""
+    rows = job.rows("metrics.jsonl")
+    assert [row["step"] for row in rows] == [*range(1, STEPS + 1)]
+    assert min(len(row["contributors"]) for row in rows) >= 2
+    assert job.replayed()["equal"]
+
+
+@pytest.mark.proof
+def test_those_that_come_back_with_nothing_fetch_the_state_before_the_next_step(tmp_path: Path) -> None:
+    with Job(tmp_path, STEPS, **SETTINGS) as job:
+        job.until(lambda: job.step() >= 5, "some steps")
+        lose(job, 1)
+        lose(job, 2)
+        check(job.end(), STEPS)
+        assert {e["replica"] for e in job.events("FetchCompleted")} == {1, 2}
+        assert any("min_replicas is 2" in e["reason"] for e in job.events("Waiting"))
+        assert len(job.events("ReplicaStarted", replica=0)) == 1, "the one that held the state did not survive"
+        never_alone(job)
+
+
+@pytest.mark.proof
+def test_the_only_holder_loses_its_agents_while_it_is_fetched_from(tmp_path: Path) -> None:
+    with Job(tmp_path, STEPS, replicas=2, **SETTINGS) as job:
+        job.until(lambda: job.step() >= 5, "some steps")
+        lose(job, 1)
+        job.until(lambda: job.events("FetchStarted", replica=1), "replica 1 begins to fetch")
+        os.kill(job.agent(0), signal.SIGKILL)
+        check(job.end(), STEPS)
+        assert len(job.events("ReplicaStarted", replica=0)) == 1, "the one that held the state did not survive"
+        never_alone(job)
+
+
+@pytest.mark.proof
+def test_the_only_holder_has_lost_its_agents_before(tmp_path: Path) -> None:
+    with Job(tmp_path, STEPS, replicas=2, **SETTINGS) as job:
+        job.until(lambda: job.step() >= 5, "some steps")
+        os.kill(job.agent(0), signal.SIGKILL)
+        lose(job, 1)
+        check(job.end(), STEPS)
+        assert job.events("StateAgentFound", replica=0)
+        assert job.events("FetchCompleted", replica=1, donor=0)
+        never_alone(job)
+
+
+# One step number, two commits: the hole through which the paper's rule and torchft diverge silently.
+
+
+@pytest.mark.proof
+def test_a_replica_that_committed_alone_is_left_behind_and_heals(tmp_path: Path) -> None:
+    """Replica 0 commits step 6 and is stopped before anybody hears of it. Its peers, made to lose what they were
+    prepared to commit, do step 6 again without it. It comes back at the same step number with another lineage."""
+    at, steps = 6, 60
+    failpoints = {
+        "token-second": {"replicas": [0], "step": at, "signal": "STOP"},
+        "record-lost": {"replicas": [1, 2], "step": at},
+    }
+    limits = {"ftar.timeout_s": 1.0, "timeouts.connect_s": 1.0, "timeouts.silence_grace_s": 0.3}
+    limits |= {"timeouts.evict_s": 60.0, "debug.failpoints": failpoints}
+    with Job(tmp_path, steps, **limits) as job:
+        job.until(lambda: job.step() >= 2, "step 2")
+        leader = job.pid(0, 0)
+        assert leader is not None
+        job.until(lambda: psutil.Process(leader).status() == psutil.STATUS_STOPPED, "replica 0 stops")
+        job.until(lambda: job.step() >= at + 3, "the others go on without it")
+        os.kill(leader, signal.SIGCONT)
+        summary = job.end()
+        check(summary, steps)
+        assert {r["incarnations"] for r in summary["replicas"].values()} == {1}, "somebody was restarted"
+        rows = [x for r in (0, 1) for x in job.rows(f"replicas/{r}/commits.jsonl") if x["step"] == at]
+        assert len({x["lineage"] for x in rows}) == 2, "there was only one commit of this step"
+        behind = job.events("LeftBehind", replica=0)
+        assert behind, "replica 0 was not left behind"
+        merged = {r["step"]: r for r in job.rows("metrics.jsonl")}
+        assert merged[at]["contributors"] == [1, 2], "the commit that nobody built on is in the metrics"
+        assert merged[steps]["contributors"] == [0, 1, 2], "replica 0 did not come back"
+        assert job.replayed()["equal"]
+
+
+# The fork server of a real job is stopped or killed while a rank is lost: it costs one start at most.
+
+
+FORK_STEPS = 40
+
+
+def fork_server(job: Job) -> int:
+    """Its pid: the one of the launcher's children that leads a session and runs the module."""
+    children = psutil.Process(job.process.pid).children()
+    (server,) = [
+        c.pid for c in children if "ft_hsdp.launch.backend.zygote" in c.cmdline() and os.getsid(c.pid) == c.pid
+    ]
+    return server
+
+
+def agents(job: Job) -> set[int]:
+    """The pids of the state agents."""
+    below = psutil.Process(job.process.pid).children(recursive=True)
+    return {c.pid for c in below if "ft_hsdp.state.agent.server" in c.cmdline()}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.soak)])
+def test_the_others_go_on_and_the_lost_one_returns(tmp_path: Path, number: signal.Signals) -> None:
+    with Job(tmp_path, FORK_STEPS, replicas=2, ranks_per_replica=1, timeouts__spawn_s=2.0) as job:
+        job.until(lambda: job.step() >= 5, "some steps")
+        server, kept, other = fork_server(job), agents(job), job.pid(0, 0)
+        assert len(kept) == 2
+        os.kill(server, number)
+        job.signal(1, 0, signal.SIGKILL)
+        job.until(lambda: job.events("ForkServerLost", pid=server), "the fork server to be given up")
+        assert job.pid(0, 0) == other
+        job.until(lambda: job.events("StateRestored", replica=1, origin="agent"), "the copy to be taken over")
+        assert kept <= agents(job), "copies in memory are gone with the fork server"
+        summary = job.end()
+        check(summary, FORK_STEPS)
+        assert summary["replicas"]["0"]["incarnations"] == 1
+        assert summary["replicas"]["1"]["incarnations"] <= 3
+        assert not job.events("JobHalted")
+        assert job.replayed()["equal"]
+
+
+# The state agent of one replica of a real job is stopped for good: one stall, then another one serves.
+
+
+AGENT_STEPS = 150
+SLOW = {"train__micro_batch": 16, "train__seq_len": 64}  # steps long enough for an agent to start meanwhile
+WAITS = {"timeouts__agent_answer_s": 0.5, "timeouts__agent_s": 4.0}
+
+
+@pytest.mark.proof
+def test_votes_go_on_and_another_agent_serves_fetches(tmp_path: Path) -> None:
+    with Job(tmp_path, AGENT_STEPS, replicas=2, ranks_per_replica=1, **SLOW, **WAITS) as job:
+        job.until(lambda: job.step() >= 5, "some steps")
+        stopped = job.agent(0)
+        os.kill(stopped, signal.SIGSTOP)
+        job.until(lambda: job.events("StateAgentLost", replica=0), "the agent to be given up")
+        gone_on = job.step()
+        job.until(lambda: job.step() >= gone_on + 10, "steps without an agent")
+        assert len(job.events("StateAgentLost", replica=0)) == 1, "a vote waited for it again"
+        job.until(lambda: job.events("StateAgentFound", replica=0), "another agent")
+        assert not psutil.pid_exists(stopped) or psutil.Process(stopped).status() == psutil.STATUS_ZOMBIE
+        os.kill(job.agent(1), signal.SIGKILL)  # all that replica 1 keeps
+        job.signal(1, 0, signal.SIGKILL)
+        check(job.end(), AGENT_STEPS)
+        assert job.events("FetchCompleted", replica=1, donor=0), "the new agent gave it nothing"
+        assert len(job.events("StateAgentLost", replica=0)) == 1
+        assert not job.events("RingBroken", replica=1, suspect=0)

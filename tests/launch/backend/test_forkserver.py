@@ -2,9 +2,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import json
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +15,11 @@ import psutil
 import pytest
 
 from ft_hsdp.errors import EXIT_CONFIG, EXIT_RETRYABLE, Retryable
+from ft_hsdp.launch.backend import zygote
 from ft_hsdp.launch.backend.forkserver import ForkServer
 from ft_hsdp.launch.backend.processes import environment
 from ft_hsdp.launch.run.directory import RunDir, alive
+from tests.support.descriptors import raised
 from tests.support.launch.launch_helpers import Plan, until
 
 STANDIN = "tests.support.launch.standin:main"
@@ -278,3 +282,30 @@ asyncio.run(main())
         assert len(pids) == 2
         supervisor.kill()
     asyncio.run(until(lambda: not any(alive({"pid": pid}) for pid in pids), "server and rank to die"))
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_a_rank_with_many_open_files_looks_whether_it_was_called(
+    told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logs: list[Path] = []
+    monkeypatch.setattr(zygote, "_redirect", logs.append)
+    monkeypatch.setattr(os, "environ", {})
+    ours, theirs = socket.socketpair()
+    with ours, theirs, raised(ours) as high:
+        line = zygote.CallLine(high)
+        if told:
+            call = {"replica": 1, "run_id": "a", "restarts": 2, "log": str(tmp_path / "log")}
+            theirs.sendall(json.dumps(call).encode() + b"\n")
+        found = line.poll()
+    assert (found is not None) == told
+    assert logs == ([tmp_path / "log"] if told else [])
+    assert found is None or (found.replica, found.restarts) == (1, 2)
+
+
+def test_a_rank_whose_supervisor_is_gone_ends() -> None:
+    ours, theirs = socket.socketpair()
+    theirs.close()
+    with ours, pytest.raises(SystemExit) as ended:
+        zygote.CallLine(ours).poll()
+    assert ended.value.code == 75

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,9 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ft_hsdp.analysis.commits import CommitMerger
+from ft_hsdp.bench.driver import REPLICAS, Logs
 from ft_hsdp.config import parse
-from ft_hsdp.launch.run.directory import Row
+from ft_hsdp.launch.run.directory import Row, RunDir
+from ft_hsdp.launch.run.recorder import Recorder
 from ft_hsdp.launch.run.summary import RunTally
+from ft_hsdp.launch.run.terminal import summary_lines
 from tests.support.launch.launch_rows import batches, commit, event, fed, summarize
 
 CONFIG = parse({"replicas": 3})
@@ -176,3 +180,118 @@ def test_a_month_is_summed_up_in_constant_memory() -> None:
     assert abs(sizes[1] - sizes[0]) < 20_000
     assert summary["batches"] == {"trained": 3 * steps, "duplicated": 0, "skipped": 0}
     assert summary["loss_last"] == pytest.approx(3.0 - (steps - steps / 20) / 100, rel=1e-3)
+
+
+# The recorder of a driver that looks while replicas never pause: what it keeps does not grow with the steps.
+
+
+LOOKS, STEPS = 40, 50  # steps between two looks; in all more than what one look may read ahead
+
+
+def test_what_was_fed_is_read_as_far_as_the_commits_even_if_each_look_finds_commits(tmp_path: Path) -> None:
+    run, config = RunDir(tmp_path / "job"), parse({"replicas": REPLICAS, "train": {"steps": LOOKS * STEPS}})
+    for replica in range(REPLICAS):
+        run.replica(replica).mkdir(parents=True)
+    logs, recorder = Logs(run, config), Recorder(run, config, lambda _: None, lambda _: None)
+    awaited = []
+    for look in range(LOOKS):
+        logs.write(1 + look * STEPS, 1 + (look + 1) * STEPS)
+        recorder.poll()
+        awaited.append(recorder.awaited)
+    recorder.close()
+    logs.close()
+    assert max(awaited) <= REPLICAS * STEPS, "lines of what was fed lag behind the commits"
+
+
+# What a machine took with it when it vanished is counted apart: neither trained, nor skipped, nor overlooked.
+
+
+LOGGED_STEPS = 10
+
+
+def two_replicas() -> list[Row]:
+    return [commit(step, who=(0, 1), total=2) for step in range(1, LOGGED_STEPS + 1)]
+
+
+def logs_without(without: set[int], life: dict[int, int] | None = None) -> dict[int, list[Row]]:
+    """The logs of both replicas, without some steps of replica 1; life: its restarts, by step."""
+    logs: dict[int, list[Row]] = {0: [], 1: []}
+    for step in range(1, LOGGED_STEPS + 1):
+        for replica in (0, 1):
+            if replica == 0 or step not in without:
+                lives = (life or {}).get(step, 0) if replica else 0
+                line = {"step": step, "shard": replica, "index": step - 1, "t": 0.0}
+                logs[replica].append({**line, "incarnation": f"{replica}-abc-{lives}"})
+    return logs
+
+
+def test_the_last_lines_of_a_log_that_was_cut_are_missed_and_not_skipped() -> None:
+    lives = dict.fromkeys(range(7, LOGGED_STEPS + 1), 1)
+    logs = logs_without({5, 6}, lives)
+    assert batches(two_replicas(), logs) == {"trained": 18, "duplicated": 0, "skipped": 2}
+    assert batches(two_replicas(), logs, ["1-abc-0"]) == {
+        "trained": 18,
+        "duplicated": 0,
+        "skipped": 0,
+        "unlogged": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("missing", "cut"),
+    [
+        ({3}, "1-abc-0"),  # a later line of the same incarnation arrived
+        ({8}, "1-abc-0"),  # the next incarnation fed it
+        ({5}, "0-abc-0"),  # another replica's log was cut
+        ({5}, "1-abc-1"),  # the cut was later
+    ],
+)
+def test_a_line_that_cannot_have_been_lost_is_a_batch_that_was_skipped(missing: set[int], cut: str) -> None:
+    lives = dict.fromkeys(range(6, LOGGED_STEPS + 1), 1)
+    assert batches(two_replicas(), logs_without(missing, lives), [cut])["skipped"] == 1
+
+
+def test_a_batch_without_its_line_counts_as_a_duplicate_all_the_same() -> None:
+    rows = two_replicas()
+    rows[6]["contributions"][0].update(shard=1, index=5)  # replica 0 trains again what replica 1 has trained
+    logs = logs_without({6}, dict.fromkeys(range(7, LOGGED_STEPS + 1), 1))
+    logs[0][6].update(shard=1, index=5)
+    assert batches(rows, logs, ["1-abc-0"])["duplicated"] == 1
+
+
+def test_only_the_log_of_rank_0_tells_what_was_fed_and_the_user_is_told() -> None:
+    def cut(rank: int) -> dict[str, Any]:
+        events = [event("LogCut", 0.0, replica=1, rank=rank, incarnation="1-abc-0")]
+        logs = logs_without({10})
+        return summarize(parse({"replicas": 2, "ranks_per_replica": 2}), two_replicas(), logs, {}, events)
+
+    assert cut(1)["batches"] == {"trained": 19, "duplicated": 0, "skipped": 1}
+    assert cut(0)["batches"] == {"trained": 19, "duplicated": 0, "skipped": 0, "unlogged": 1}
+    assert ("batches", "19 trained, 0 twice, 0 skipped, 1 in logs that are gone") in summary_lines(cut(0))
+
+
+def test_replicas_without_a_place_at_the_end_are_named() -> None:
+    events = [
+        event("ReplicaUnplaced", 1.0, replica=1),
+        event("ReplicaUnplaced", 1.0, replica=0),
+        event("ReplicaStarted", 2.0, replica=0),
+    ]
+    summary = summarize(parse({"replicas": 2}), two_replicas(), logs_without(set()), {}, events)
+    assert summary["unplaced"] == [1]
+    assert ("no place", "replicas 1") in summary_lines(summary)
+    assert "unplaced" not in summarize(parse({"replicas": 2}), two_replicas(), logs_without(set()), {}, [])
+
+
+def test_what_a_full_disk_did_not_take_is_unlogged_and_only_that() -> None:
+    logs = logs_without({5, 9})
+    times = two_replicas()[4]["t"]
+    assert batches(two_replicas(), logs, losses=[(times - 0.5, times)])["skipped"] == 1, "step 9 is another matter"
+    assert batches(two_replicas(), logs, losses=[(times - 0.5, times)])["unlogged"] == 1
+
+
+def test_steps_that_no_replica_could_log_are_unlogged() -> None:
+    rows = [row for row in two_replicas() if row["step"] not in (4, 5)]
+    times = rows[2]["t"]
+    told = batches(rows, logs_without(set()), losses=[(times + 0.5, times + 2.0)])
+    assert told == {"trained": 16, "duplicated": 0, "skipped": 0, "unlogged": 4}
+    assert batches(rows, logs_without(set()))["skipped"] == 4

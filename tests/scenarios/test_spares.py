@@ -14,8 +14,6 @@ import pytest
 
 from tests.support.scenarios.scenario_job import Job, check
 
-pytestmark = pytest.mark.multiproc
-
 WARM = "from a spare"
 
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from ft_hsdp.config import Config
+from ft_hsdp.config import Config, parse
+from ft_hsdp.core.incarnation import IncarnationId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.train.identity import FromEnvironment, RankPlace
 from ft_hsdp.train.job import Job
+from ft_hsdp.train.runtime import leader_settings
 from tests.support.state.odd_model import Odd
 
 
@@ -74,3 +76,24 @@ def test_state_that_was_loaded_is_what_the_job_holds(job: Job) -> None:
     live = [v for state in adam.state.values() for v in state.values()]
     assert {id(t) for t in live} == {id(t) for t in job._live_state.optim.values()}
     assert all(float(state["step"]) == 1 for state in adam.state.values())
+
+
+def test_under_torchrun_everything_is_known_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "abc")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "2")
+    calling = FromEnvironment(3)
+    assert calling.poll() == calling.wait() == IncarnationId(3, "abc", 2)
+    assert str(calling.wait()) == "3-abc-2"
+
+
+def test_without_torchrun_it_is_the_first_incarnation_of_its_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    assert str(FromEnvironment(0).wait()) == "0-run-0"
+
+
+def test_only_a_replica_s_first_life_gives_up_on_a_lighthouse_that_does_not_answer() -> None:
+    config = parse({"timeouts": {"reach_s": 7}, "ranks_per_replica": 3})
+    first, later = leader_settings(config, restarted=False), leader_settings(config, restarted=True)
+    assert (first.join_timeout_s, later.join_timeout_s) == (7.0, None)
+    assert (first.reach_s, later.reach_s, first.ranks) == (7.0, 7.0, 3)

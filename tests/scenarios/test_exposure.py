@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import subprocess
 import sys
 import time
@@ -11,8 +12,6 @@ import psutil
 import pytest
 
 from tests.support.scenarios.scenario_job import ROOT, Job
-
-pytestmark = [pytest.mark.multiproc, pytest.mark.proof]
 
 DEADLINE_S = 90.0
 NAMES = ("admin_token", "checkpoint_key", "token")
@@ -29,6 +28,7 @@ def command_lines(job: Job) -> str:
     return "\n".join(lines)
 
 
+@pytest.mark.proof
 def test_the_tokens_stand_in_their_files_alone(tmp_path: Path) -> None:
     tokens = {}
     said = ""
@@ -62,3 +62,28 @@ def test_the_tokens_stand_in_their_files_alone(tmp_path: Path) -> None:
         assert token not in said
         for file in files:
             assert token.encode() not in file.read_bytes(), file
+
+
+# A real job on one machine: where its processes listen, torch's own listeners included.
+
+
+def listeners(pid: int) -> set[tuple[int, str]]:
+    """Every (pid, address) at which a process and its descendants listen."""
+    found = set()
+    for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+        try:
+            each = process.net_connections(kind="inet")
+        except psutil.Error:
+            continue
+        found |= {(process.pid, c.laddr.ip) for c in each if c.status == psutil.CONN_LISTEN}
+    return found
+
+
+@pytest.mark.proof
+def test_a_job_on_loopback_listens_nowhere_else(tmp_path: Path) -> None:
+    with Job(tmp_path, 200, replicas=2, ranks_per_replica=2) as job:
+        job.until(lambda: job.step() >= 2, "two steps are committed")
+        ranks = {job.pid(replica, rank) for replica in (0, 1) for rank in (0, 1)}
+        found = listeners(job.process.pid)
+        assert ranks <= {pid for pid, _ in found}
+        assert [(pid, ip) for pid, ip in found if not ipaddress.ip_address(ip).is_loopback] == []

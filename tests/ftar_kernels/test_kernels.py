@@ -1,0 +1,143 @@
+"""The oracle itself: sums in ring order, rounded at every hop; relays add nothing."""
+
+import contextlib
+import ctypes
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from ft_hsdp.core.ring import OperationKind, RingPlan, fold_order
+from ftar_kernels import reference, streamops
+from ftar_kernels.flags import FROM_LOCAL, FROM_RECV, TO_OUT, TO_SEND, Command
+
+pytest.importorskip("triton", reason="triton is not installed (pip install triton)")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("members", "relays"), [(1, ()), (2, ()), (3, (1,)), (4, (0, 2)), (5, ())])
+def test_every_member_ends_with_the_sum_in_ring_order(members, relays, dtype):
+    elements, chunk, slots = 203, 8, 2
+    torch.manual_seed(members)
+    inputs = [None if i in relays else torch.randn(elements).to(dtype) for i in range(members)]
+    outs = reference.ring_all_reduce(inputs, torch.empty(elements, dtype=dtype), chunk, slots)
+    contributors = frozenset(range(members)) - set(relays)
+    want = torch.empty(elements, dtype=dtype)
+    for shard in range(members):
+        for span in RingPlan(elements, members, chunk, slots).shard_spans(shard):
+            first, *others = fold_order(shard, range(members), contributors)
+            total = inputs[first][span.start : span.stop]
+            for other in others:
+                total = (total.float() + inputs[other][span.start : span.stop].float()).to(dtype)
+            want[span.start : span.stop] = total
+    assert all(torch.equal(out, want) for out in outs)
+
+
+def test_nobody_contributes_and_the_sum_is_zero():
+    outs = reference.ring_all_reduce([None, None, None], torch.full((7,), float("nan")), 2, 2)
+    assert all(torch.equal(out, torch.zeros(7)) for out in outs)
+
+
+def test_halves_are_added_in_float32():
+    a, b = torch.tensor([60000.0]).half(), torch.tensor([-60000.0]).half()
+    out = torch.empty(1).half()
+    reference.reduce_copy(a, b, out)
+    assert out.item() == 0
+
+
+# The mode of a command says which buffers the device reads and which it writes.
+
+
+@pytest.mark.parametrize(
+    ("kind", "recv", "contributes", "mode"),
+    [
+        (OperationKind.COPY_SEND, None, True, FROM_LOCAL | TO_SEND),
+        (OperationKind.COPY_SEND, None, False, 0),
+        (OperationKind.REDUCE_SEND, 0, True, FROM_RECV | FROM_LOCAL | TO_SEND),
+        (OperationKind.REDUCE_SEND, 0, False, FROM_RECV | TO_SEND),
+        (OperationKind.REDUCE_SEND, None, True, FROM_LOCAL | TO_SEND),
+        (OperationKind.REDUCE_SEND, None, False, 0),
+        (OperationKind.REDUCE_STORE_SEND, 0, True, FROM_RECV | FROM_LOCAL | TO_SEND | TO_OUT),
+        (OperationKind.REDUCE_STORE_SEND, None, False, TO_SEND | TO_OUT),
+        (OperationKind.STORE_SEND, 0, True, FROM_RECV | TO_SEND | TO_OUT),
+        (OperationKind.STORE, 0, True, FROM_RECV | TO_OUT),
+        (OperationKind.STORE, None, True, FROM_LOCAL | TO_OUT),
+    ],
+)
+def test_a_command_says_what_is_read_and_written(kind, recv, contributes, mode):
+    assert Command(kind, 0, 4, recv, 0 if kind.sends else None).mode(contributes) == mode
+
+
+# Stream memory operations: how the driver is called, and what a thread does in its place.
+
+
+@pytest.fixture
+def device_stream(monkeypatch):
+    """A DeviceStream whose driver writes down what it is asked, on a machine without one."""
+    monkeypatch.setattr(
+        torch.cuda, "Stream", lambda device, priority: SimpleNamespace(cuda_stream=77, device=device)
+    )
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    return streamops.DeviceStream(torch.device("cuda", 0))
+
+
+def record(into, code=0):
+    def call(*arguments):
+        into.append(tuple(argument.value for argument in arguments))
+        return code
+
+    return call
+
+
+def test_waits_for_at_least_the_value(device_stream):
+    calls = []
+    device_stream._driver.cuStreamWaitValue32_v2 = record(calls)
+    device_stream.wait_value(0x1000, 5)
+    assert calls == [(77, 0x1000, 5, 0)]
+
+
+def test_the_older_entry_serves_where_the_newer_is_missing(device_stream):
+    calls = []
+    device_stream._driver.cuStreamWriteValue32 = record(calls)
+    device_stream.write_value(0x2000, 6)
+    assert calls == [(77, 0x2000, 6, 0)]
+
+
+def test_a_driver_without_them_is_unsupported(device_stream):
+    with pytest.raises(streamops.Unsupported, match="no cuStreamWaitValue32"):
+        device_stream.wait_value(0, 1)
+    device_stream._driver.cuStreamWaitValue32 = record([], 801)
+    with pytest.raises(streamops.Unsupported, match="801"):
+        device_stream.wait_value(0, 1)
+
+
+def test_the_twin_keeps_the_order_and_waits():
+    stream = streamops.HostStream()
+    words = (ctypes.c_int32 * 2)()
+    address, ran = ctypes.addressof(words), threading.Event()
+    stream.wait_value(address, 3)
+    stream.launch(ran.set)
+    stream.write_value(address + 4, 9)
+    assert not ran.wait(0.05)
+    words[0] = 3
+    assert ran.wait(10)
+    stream.close()
+    assert words[1] == 9
+
+
+def test_the_twin_keeps_the_first_error_for_whoever_asks():
+    stream = streamops.HostStream()
+    stream.launch(lambda: 1 / 0)
+    stream.close()
+    with pytest.raises(ZeroDivisionError):
+        stream.check()
+
+
+def test_closing_the_twin_ends_a_wait():
+    stream = streamops.HostStream()
+    word = ctypes.c_int32()
+    stream.wait_value(ctypes.addressof(word), 1)
+    stream.close()
+    assert not stream._thread.is_alive()

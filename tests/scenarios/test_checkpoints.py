@@ -1,0 +1,245 @@
+"""A whole job ends and another one goes on from its checkpoint, on other numbers of replicas and ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ft_hsdp.core.state_id import SLICES
+from ft_hsdp.launch.run.directory import RunDir
+from ft_hsdp.launch.run.status import status
+from ft_hsdp.sentences import tell
+from ft_hsdp.state.checkpoint import catalog
+from tests.support.scenarios.scenario_job import Job, check
+
+
+def settings(folder: Path, **more: Any) -> dict[str, Any]:
+    return {"checkpoint__every": 5, "checkpoint__keep": 9, "checkpoint__dir": str(folder / "checkpoints"), **more}
+
+
+def trained(job: Job) -> list[int]:
+    """The batches of the whole data that a run's commits hold."""
+    shards = len({c["shard"] for r in job.rows("replicas/0/commits.jsonl") for c in r["contributions"]})
+    rows = job.rows("metrics.jsonl")
+    steps = {r["step"]: r for n in range(3) for r in job.rows(f"replicas/{n}/commits.jsonl")}
+    return [c["index"] * shards + c["shard"] for r in rows for c in steps[r["step"]]["contributions"]]
+
+
+@pytest.mark.proof
+def test_on_other_numbers_of_replicas_and_ranks(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    with Job(one, 12, **settings(tmp_path, replicas=2)) as job:
+        check(job.end(), 12)
+        before = trained(job)
+    more = {"replicas": 3, "ranks_per_replica": 1, "train.micro_batch": 4, "data.assignment": "global"}
+    with Job(two, 40, **settings(tmp_path), **{k.replace(".", "__"): v for k, v in more.items()}) as job:
+        job.until(lambda: job.step() >= 16, "step 16")
+        job.signal(1, 0, signal.SIGKILL)
+        check(job.end(), 40)
+        assert [r["step"] for r in job.rows("metrics.jsonl")] == list(range(13, 41))
+        assert {e["step"] for e in job.events("StateRestored") if e["origin"] != "agent"} == {12}
+        after = trained(job)
+        assert not set(before) & set(after), "a batch was trained by both jobs"
+        assert job.replayed()["equal"]
+
+
+@pytest.mark.proof
+@pytest.mark.soak
+def test_a_torn_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    with Job(one, 10, **settings(tmp_path)) as job:
+        check(job.end(), 10)
+    (newest,) = (tmp_path / "checkpoints").glob("step-10-*")
+    file = newest / "__1_0.distcp"
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+    with Job(two, 15, **settings(tmp_path)) as job:
+        check(job.end(), 15)
+        assert {e["step"] for e in job.events("StateRestored")} == {5}
+        assert {e["checkpoint"] for e in job.events("CheckpointPassedOver")} == {newest.name}
+        assert job.replayed()["equal"]
+
+
+# A copy of a state, or a rank's own memory, is damaged or missing: found before it is used, no halt.
+
+
+STEPS = 30
+FLIPPED = {  # the newest copy of rank 1 flips, and the rank dies at once
+    "snapshot-flip": {"replicas": [0], "rank": 1, "step": 8},
+    "snapshot-kept": {"replicas": [0], "rank": 1, "step": 8},
+}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.soak), 2])
+def test_a_flipped_copy_is_not_restored(tmp_path: Path, replicas: int) -> None:
+    """Alone the replica goes on from the copy before; beside another one it fetches what it lacks."""
+    points: dict[str, Any] = dict(FLIPPED)
+    with Job(tmp_path, STEPS, replicas=replicas, debug__failpoints=points) as job:
+        summary = job.end()
+        check(summary, STEPS)
+        (found,) = job.events("SnapshotCorrupt", replica=0, rank=1)
+        assert "changed since it was written" in found["reason"]
+        (restored,) = job.events("StateRestored", replica=0)
+        assert (restored["step"], restored["origin"]) == (found["step"] - 1, "agent")
+        assert not job.events("JobHalted")
+        assert not job.events("StateDiverged")
+        assert job.replayed()["equal"]
+
+
+@pytest.mark.proof
+def test_a_copy_that_one_rank_left_out_costs_no_older_one(tmp_path: Path) -> None:
+    """Rank 1 has no memory for step 8; rank 0, and with it the replica, dies while it copies step 9."""
+    points = {
+        "snapshot-out": {"replicas": [0], "rank": 1, "step": 8},
+        "snapshot": {"replicas": [0], "rank": 0, "step": 9},
+    }
+    with Job(tmp_path, STEPS, replicas=1, debug__failpoints=points, quorum__on_lost_head="rollback") as job:
+        check(job.end(), STEPS)
+        assert job.events("SnapshotSkipped", replica=0, rank=1, step=8)
+        (restored,) = job.events("StateRestored", replica=0)
+        assert (restored["step"], restored["origin"]) == (7, "agent")
+        assert job.replayed()["equal"]
+
+
+@pytest.mark.proof
+@pytest.mark.soak
+def test_the_one_of_two_whose_memory_changed_ends_and_comes_back_with_its_copy(tmp_path: Path) -> None:
+    """A slice is compared at each step: that of the flipped byte is looked at after step 16."""
+    points = {"live-flip": {"replicas": [1], "rank": 0, "step": SLICES}}
+    with Job(tmp_path, STEPS, replicas=2, debug__failpoints=points) as job:
+        check(job.end(), STEPS)
+        (found,) = job.events("StateCorrupt", replica=1, rank=0)
+        assert "slice 0 of" in found["reason"]
+        assert job.events("StateRestored", replica=1, origin="agent")
+        assert not job.events("JobHalted")
+        assert not job.events("StateDiverged")
+        assert job.replayed()["equal"]
+
+
+# The replica that writes a checkpoint is killed while it writes: another one, or its next life, writes one.
+
+
+WRITER_STEPS = 40
+EVERY = 20
+
+
+def written(folder: Path, replicas: int, life: int, step: int) -> tuple[list[int], list[dict[str, Any]]]:
+    """The steps of the checkpoints of a job whose writer dies at ``step``, and who started on them."""
+    point = {"replicas": [0], "rank": 0, "life": life, "step": step}
+    settings = {
+        "checkpoint__every": EVERY,
+        "checkpoint__keep": 9,
+        "debug__failpoints": {"checkpoint-write": point},
+    }
+    with Job(folder, WRITER_STEPS, replicas=replicas, **settings) as job:
+        check(job.end(), WRITER_STEPS)
+        published = catalog.published(job.run / "checkpoints")
+        return sorted(int(path.name.split("-")[1]) for path in published), job.events("CheckpointStarted")
+
+
+@pytest.mark.proof
+def test_a_survivor_writes_the_next_state_instead(tmp_path: Path) -> None:
+    steps, started = written(tmp_path, 3, 0, EVERY)
+    assert EVERY not in steps, "its writer did not die"
+    assert EVERY < steps[0] < EVERY + 5
+    assert [e["replica"] for e in started if e["step"] == steps[0]] == [1]
+
+
+@pytest.mark.proof
+def test_a_replica_that_is_alone_writes_it_in_its_next_life(tmp_path: Path) -> None:
+    steps, _ = written(tmp_path, 1, 0, EVERY)
+    assert EVERY not in steps, "its writer did not die"
+    assert EVERY < steps[0] < EVERY + 5
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("replicas", [2, 1])
+def test_the_final_state_is_written_all_the_same(tmp_path: Path, replicas: int) -> None:
+    steps, started = written(tmp_path, replicas, 0, WRITER_STEPS)
+    assert steps == [EVERY, WRITER_STEPS]
+    assert len([e for e in started if e["step"] == WRITER_STEPS]) >= 2, "its writer did not die"
+
+
+# The disk of the run directory is full while a job trains: it costs lines, which are told, and nothing else.
+
+
+SIZE = "24m"
+
+
+@contextmanager
+def small_disk(folder: Path) -> Iterator[int]:
+    """A file system of `SIZE` at ``folder`` that only a process and its children see: the pid of that process."""
+    folder.mkdir()
+    script = 'mount -t tmpfs -o size=$1 small "$2" && echo ready && exec sleep 600'
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", SIZE, str(folder)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == "ready\n"
+            yield holder.pid
+        finally:
+            holder.kill()
+
+
+def fill(file: Path) -> None:
+    """Take all the space that there is."""
+    with file.open("wb", buffering=0) as filler:
+        for size in (1 << 20, 1 << 12, 1):
+            try:
+                while filler.write(b"x" * size) == size:
+                    pass
+            except OSError:
+                pass
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
+def test_training_goes_on_and_what_the_logs_lack_is_told(tmp_path: Path) -> None:
+    steps = 90
+    with small_disk(tmp_path / "runs") as holder, Job(tmp_path, steps, holder) as job:
+
+        def step() -> int:
+            """The newest step, as the lighthouse knows it: no file can tell it."""
+            return int(status(RunDir(job.run))["step"])
+
+        filler = job.run.parent / "filler"
+        job.until(lambda: job.step() >= 10, "step 10")
+        fill(filler)
+        full_at = step()
+        job.until(lambda: step() >= full_at + 50, "the job goes on")
+        filler.unlink()
+        summary = job.end()
+        check(summary, steps)
+        assert {r["incarnations"] for r in summary["replicas"].values()} == {1}, "somebody was restarted"
+        lost = job.events("LogLinesLost", file="fed.jsonl", source="replica")
+        assert lost, "nobody told what the logs lack"
+        assert "its disk was full" in tell(lost[0])
+        assert summary["batches"]["unlogged"] > 0
+
+
+@pytest.mark.proof
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system of its own")
+@pytest.mark.soak
+def test_a_lighthouse_decides_on_a_full_disk(tmp_path: Path) -> None:
+    """A rank is killed on a full disk that stays full: a new epoch is granted, the replica heals, the job ends."""
+    steps = 90
+    with small_disk(tmp_path / "runs") as holder, Job(tmp_path, steps, holder) as job:
+        job.until(lambda: job.step() >= 10, "step 10")
+        fill(job.run.parent / "filler")
+        job.signal(1, 1, signal.SIGKILL)
+        job.process.wait(120)
+        assert job.process.returncode == 0, job.tail()
+        assert "all 3 replicas equal" in job.tail()

@@ -1,0 +1,320 @@
+"""Real replicas are told to end: they leave in peace, keep what they know, and leave no process behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from ft_hsdp import secret
+from ft_hsdp.errors import EXIT_CONFIG, ConfigError, LighthouseUnreachable
+from ft_hsdp.launch import admin
+from ft_hsdp.launch.run.directory import RunDir, read_json
+from ft_hsdp.launch.run.status import status
+from ft_hsdp.state.checkpoint import catalog
+from tests.support.aborted import aborted
+from tests.support.scenarios.scenario_job import Job, check
+from tests.support.torchrun_job import TorchrunJob
+
+SMALL: dict[str, Any] = {"replicas": 2, "ranks_per_replica": 1}
+ENDLESS = 100_000
+STEPS = 1500
+
+
+def nothing_runs(job: Job) -> None:
+    """No process of this run is left."""
+    of_run = (
+        p for p in psutil.process_iter(["cmdline"]) if any(str(job.run) in w for w in p.info["cmdline"] or ())
+    )
+    left = [p.cmdline() for p in of_run]
+    assert not left, left
+
+
+def beside(job: Job) -> list[psutil.Process]:
+    """All processes below the job's own."""
+    return psutil.Process(job.process.pid).children(recursive=True)
+
+
+def undisturbed(job: Job) -> None:
+    """No ring broke, no step was repeated, nobody was killed."""
+    assert aborted(job.rows("events.jsonl")) == []
+    assert {e["kind"] for e in job.events("ReplicaExited")} <= {"stopped", "done", "left"}
+
+
+@pytest.mark.proof
+def test_ctrl_c_once_writes_the_state_and_the_same_command_goes_on_from_it(tmp_path: Path) -> None:
+    kept = {**SMALL, "checkpoint__dir": str(tmp_path / "checkpoints")}
+    with Job(tmp_path, ENDLESS, **kept) as job:
+        job.until(lambda: job.step() >= 10, "step 10")
+        job.process.send_signal(signal.SIGINT)
+        stopped = job.end(130)
+        undisturbed(job)
+        nothing_runs(job)
+        (written,) = job.events("CheckpointWritten")
+        assert written["step"] == stopped["steps"] == job.step()
+        assert (stopped["failures"], stopped.get("lost")) == ([], None)
+        said = job.log.read_text()
+        assert (
+            "stopping: the step is ended, a checkpoint is written, all leave within 10 s; once more stops" in said
+        )
+        assert f"the state of step {stopped['steps']} is in {tmp_path / 'checkpoints'}: the same command" in said
+    steps = stopped["steps"] + 20
+    with Job(tmp_path, steps, **kept) as job:
+        check(job.end(), steps)
+        assert [r["step"] for r in job.rows("metrics.jsonl")] == list(range(stopped["steps"] + 1, steps + 1))
+        assert job.replayed()["equal"]
+
+
+@pytest.mark.proof
+def test_ctrl_c_twice_leaves_nothing(tmp_path: Path) -> None:
+    with Job(tmp_path, ENDLESS, **SMALL) as job:
+        job.until(lambda: job.step() >= 3, "step 3")
+        below = beside(job)
+        pid = job.pid(1, 0)
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)  # it cannot leave
+        job.process.send_signal(signal.SIGINT)
+        job.until(lambda: "stopping: " in job.log.read_text(), "the first word")
+        began = time.monotonic()
+        job.process.send_signal(signal.SIGINT)
+        job.end(130)
+        assert time.monotonic() - began < 8.0, "it waited for the replicas"
+        nothing_runs(job)
+        _, left = psutil.wait_procs(below, timeout=5.0)
+        assert not left
+
+
+@pytest.mark.soak
+def test_sigterm_to_replicas_by_hand(tmp_path: Path) -> None:
+    """One beyond those that are wanted rests, joins, leaves on SIGTERM, and is not waited for at the end."""
+    settings = f"""
+replicas: 2
+max_replicas: 3
+ranks_per_replica: 1
+train: {{steps: {STEPS}, micro_batch: 2, seq_len: 32}}
+model: {{dim: 64, layers: 2, heads: 2}}
+data: {{path: stdlib, max_bytes: 1048576}}
+"""
+    with TorchrunJob(tmp_path, settings) as job:
+        zero, one, two = (job.replica(r) for r in range(3))
+        job.until(lambda: job.step(0) >= 5, "step 5")
+        job.until(lambda: _row(job, 2)["state"] == "drained", "the rest of replica 2")
+        assert (two.poll(), job.rows(2, "supervisor.jsonl")) == (None, [])
+        admin.order(RunDir(job.run), "scale", replicas=3)
+        job.until(lambda: job.rows(0)[-1]["contributors"] == [0, 1, 2], "replica 2 contributes")
+        # SIGTERM to its supervisor: it leaves, and is given up until somebody starts it.
+        two.send_signal(signal.SIGTERM)
+        job.until(lambda: "LeaveRequested" in {e["event"] for e in job.rows(2, "events.jsonl")}, "it is told")
+        two.send_signal(signal.SIGTERM)  # schedulers say it twice
+        job.until(lambda: two.poll() is not None, "the end of replica 2")
+        assert two.returncode == 143
+        job.until(lambda: job.rows(0)[-1]["contributors"] == [0, 1], "the others go on")
+        assert _row(job, 2)["state"] == "lost"
+        # SIGTERM to a rank: its replica leaves, and is started again.
+        (rank,) = read_json(RunDir(job.run).processes(1))["ranks"]
+        os.kill(rank["pid"], signal.SIGTERM)
+        job.until(lambda: len(_exits(job, 1)) == 1, "the end of that life")
+        job.until(lambda: job.rows(0)[-1]["contributors"] == [0, 1], "replica 1 is back")
+        assert [e["kind"] for e in _exits(job, 1)] == ["left"]
+        while (step := job.step(0)) < STEPS:  # as long as it takes, while steps are made
+            job.until(lambda step=step: job.step(0) > step, f"a step after {step}")
+        job.until(lambda: None not in (zero.poll(), one.poll()), "the end")
+        assert (zero.returncode, one.returncode) == (0, 0)
+        ends = [read_json(RunDir(job.run).final(r)) for r in (0, 1)]
+        assert ends[0]["digest"] == ends[1]["digest"]
+        assert aborted(e for r in range(3) for e in job.rows(r, "events.jsonl")) == []
+
+
+def _row(job: TorchrunJob, replica: int) -> dict[str, Any]:
+    """What the status says of a replica."""
+    rows: list[dict[str, Any]] = status(RunDir(job.run))["replicas"]
+    return rows[replica]
+
+
+def _exits(job: TorchrunJob, replica: int) -> list[dict[str, Any]]:
+    """The ends of a replica's incarnations, as its supervisor saw them."""
+    return [e for e in job.rows(replica, "supervisor.jsonl") if e["event"] == "ReplicaExited"]
+
+
+# A real job is scaled up and down while it trains: no ring breaks, no batch is trained twice or left out.
+
+
+ELASTIC_STEPS = 200  # they must last until all has been scaled, on a fast machine, too: that takes about 75 here
+ELASTIC = {
+    "replicas": 2,
+    "max_replicas": 3,
+    "ranks_per_replica": 1,
+    "lr__intervention": "linear",
+    "state__snapshot": "on_demand",
+}
+
+
+def scale(job: Job, replicas: int) -> str:
+    return admin.order(RunDir(job.run), "scale", reason="a test", replicas=replicas)
+
+
+def all_train(job: Job, *replicas: int) -> None:
+    job.until(lambda: job.contributing() == set(replicas), f"replicas {replicas} contribute")
+    goal = job.step() + 10
+    job.until(lambda: job.step() >= goal, f"step {goal}")
+
+
+@pytest.mark.parametrize("assignment", ["per_replica", pytest.param("global", marks=pytest.mark.soak)])
+def test_two_three_one_two(tmp_path: Path, assignment: str) -> None:
+    with Job(tmp_path, ELASTIC_STEPS, **ELASTIC, data__assignment=assignment) as job:
+        all_train(job, 0, 1)
+        assert scale(job, 3) == "replica 2 may take part: their supervisors start them"
+        all_train(job, 0, 1, 2)
+        assert scale(job, 1) == "replica 1,2 leaves at the next step boundary, if it runs, and stays away"
+        all_train(job, 0)
+        assert scale(job, 2) == "replica 1 may take part: their supervisors start them"
+        all_train(job, 0, 1)
+        summary = job.end()
+    ends = summary["replicas"]
+    assert ends["0"]["digest"] == ends["1"]["digest"] != ends["2"]["digest"] == ""
+    assert (summary["batches"]["duplicated"], summary["batches"]["skipped"]) == (0, 0)
+    assert [summary["failures"], summary.get("lost")] == [[], None]
+    assert aborted(job.rows("events.jsonl")) == []
+    assert [e["replicas"] for e in job.events("JobScaled")] == [3, 1, 2]
+    rows = job.rows("replicas/0/commits.jsonl")
+    assert all(r["lr_scale"] == pytest.approx(len(r["contributors"]) / r["total"]) for r in rows)
+    sizes = [size for size, _ in groupby((len(r["contributors"]), r["total"]) for r in rows)]
+    in_order = iter(sizes)
+    assert all(size in in_order for size in [(2, 2), (3, 3), (1, 1), (2, 2)]), sizes
+    assert set(sizes) <= {(2, 2), (2, 3), (3, 3), (1, 1), (1, 2)}
+    assert job.replayed()["equal"]
+
+
+# An operator drains, undrains and evicts a replica of a real job, and orders a checkpoint, over HTTP.
+
+
+DRAIN_STEPS = 400
+SMALLEST = {"ranks_per_replica": 1, "checkpoint__every": 0}
+
+
+def row(job: Job, replica: int) -> dict[str, Any]:
+    """What the lighthouse says of a replica."""
+    url = json.loads((job.run / "lighthouse.json").read_text())["url"]
+    headers = {"Authorization": f"Bearer {(job.run / 'token').read_text().strip()}"}
+    found: dict[str, Any] = httpx.get(f"{url}/v1/status", headers=headers, trust_env=False).json()
+    return next(r for r in found["replicas"] if r["replica"] == replica)
+
+
+def order(job: Job, action: admin.Action, replica: int | None = None, **more: Any) -> str:
+    return admin.order(RunDir(job.run), action, replica, "a test", **more)
+
+
+def after(job: Job, steps: int) -> None:
+    """Let so many more steps be committed."""
+    goal = job.step() + steps
+    job.until(lambda: job.step() >= goal, f"step {goal}")
+
+
+def only_these_started_again(job: Job, *survivors: int) -> None:
+    """No step was repeated, and each survivor fed each of its steps once."""
+    assert aborted(job.rows("events.jsonl")) == []
+    for replica in survivors:
+        steps = [fed["step"] for fed in job.rows(f"replicas/{replica}/fed.jsonl")]
+        assert len(steps) == len(set(steps))
+
+
+@pytest.mark.proof
+def test_drain_undrain_checkpoint_and_evict(tmp_path: Path) -> None:
+    with Job(tmp_path, DRAIN_STEPS, **SMALLEST) as job:
+        job.until(lambda: job.step() >= 20, "step 20")
+        # Drain: it leaves without a step repeated, and is not started again.
+        assert (
+            order(job, "drain", 1)
+            == "replica 1 leaves at the next step boundary, and stays away until it is undrained"
+        )
+        job.until(lambda: job.pid(1, 0) is None, "the end of replica 1")
+        after(job, 30)
+        assert row(job, 1)["state"] == "drained"
+        assert job.contributing() == {0, 2}
+        assert order(job, "drain", 1) == "replica 1 is drained already"
+        only_these_started_again(job, 0, 2)
+        (left,) = job.events("ReplicaExited", replica=1)
+        assert left["kind"] == "stopped"
+        assert [e["event"] for e in job.events("Left", replica=1) + job.events("Finished", replica=1)] == ["Left"]
+        # The order outlives the lighthouse.
+        for process in psutil.Process(job.process.pid).children(recursive=True):
+            if process.cmdline()[1:3] == ["-m", "lighthouse"]:
+                process.kill()
+        job.until(lambda: job.events("LighthouseRestarted"), "another lighthouse")
+        after(job, 20)
+        assert row(job, 1)["state"] == "drained"
+        assert job.pid(1, 0) is None
+        # A checkpoint, although none is ever due.
+        order(job, "checkpoint")
+        job.until(lambda: job.events("CheckpointWritten"), "a checkpoint")
+        (started,) = job.events("CheckpointStarted")
+        ordered = job.events("CheckpointOrdered")[0]
+        assert ordered["source"] == "admin"
+        assert (ordered["address"], ordered["reason"]) == ("127.0.0.1", "a test")
+        (path,) = catalog.published(job.run / "checkpoints")
+        assert (
+            catalog.verify(path, secret.current(job.run / "checkpoint_key").encode()).manifest.state.step
+            == started["step"]
+        )
+        # Undrain.
+        order(job, "undrain", 1)
+        job.until(lambda: 1 in job.contributing(), "replica 1 contributes again")
+        assert job.events("RestartScheduled") == []
+        # Evict.
+        assert "kills 0-" in order(job, "evict", 0)
+        job.until(lambda: job.events("ReplicaExited", replica=0, kind="evicted"), "the eviction")
+        job.until(lambda: 0 in job.contributing() and len(job.contributing()) == 3, "all three contribute again")
+        summary = job.end(deadline_s=300)
+    check(summary, DRAIN_STEPS)
+    assert [summary["replicas"][str(r)]["incarnations"] for r in range(3)] == [2, 2, 1]
+    assert [failure["kind"] for failure in summary["failures"]] == ["evicted"]
+    assert job.replayed()["equal"]
+
+
+@pytest.mark.proof
+def test_who_is_drained_at_the_end_is_not_waited_for(tmp_path: Path) -> None:
+    with Job(tmp_path, 200, **SMALLEST) as job:
+        job.until(lambda: job.step() >= 20, "step 20")
+        order(job, "drain", 2)
+        summary = job.end()
+    ends = [summary["replicas"][str(r)]["digest"] for r in range(3)]
+    assert ends[0] == ends[1] != ends[2] == ""
+    assert not summary.get("lost")
+    assert not summary["failures"]
+    only_these_started_again(job, 0, 1)
+    assert job.replayed()["equal"]
+
+
+@pytest.mark.proof
+def test_what_the_command_line_says_when_it_cannot_be_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(admin.ADMIN_VARIABLE, raising=False)
+    with Job(tmp_path, 100_000, **SMALLEST) as job:
+        job.until(lambda: job.step() >= 3, "step 3")
+        with pytest.raises(admin.NotDone, match="there is no replica 7") as refused:
+            order(job, "drain", 7)
+        assert refused.value.exit_code == EXIT_CONFIG
+        elsewhere = RunDir(tmp_path / "elsewhere")  # what another machine has; the lighthouse reads its own files
+        elsewhere.path.mkdir()
+        for name in ("config.yaml", "lighthouse.json", "token"):
+            shutil.copy(job.run / name, elsewhere.path / name)
+        shutil.copy(job.run / "token", elsewhere.admin_token)
+        with pytest.raises(ConfigError, match="the admin's token of this job"):
+            admin.order(elsewhere, "checkpoint")
+        elsewhere.admin_token.unlink()
+        with pytest.raises(ConfigError, match=admin.ADMIN_VARIABLE):
+            admin.order(elsewhere, "checkpoint")
+        monkeypatch.setenv(admin.ADMIN_VARIABLE, (job.run / "admin_token").read_text().strip())
+        assert "one replica writes" in admin.order(elsewhere, "checkpoint")
+    with pytest.raises(LighthouseUnreachable):
+        order(job, "checkpoint")
