@@ -1,7 +1,7 @@
-"""The driver of a job over a month: its memory and its time per look, with logs that nobody had to train for.
+"""`bench driver`: the driver of a job over a month, its memory and its time per look, with logs that are made up.
 
-Replicas' logs grow by some steps between two looks, as in a job, and the real `Recorder` takes them. What it holds
-is the resident memory of its process, after what is free was given back, from `WARM` steps on.
+Replicas' logs grow by some steps between two looks, as in a job, and the real `Recorder` takes them. Its memory is
+the resident memory of its process, after what is free was given back, from `WARM` steps on.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -45,7 +44,7 @@ class Logs:
         }
 
     def write(self, first: int, end: int) -> None:
-        """All replicas train the steps from ``first`` up to ``end``."""
+        """Log the steps from ``first`` up to ``end`` for all replicas."""
         commits = b"".join(_line(_commit(step)) for step in range(first, end))
         for replica, (log, fed) in self._files.items():
             log.write(commits)
@@ -60,14 +59,14 @@ class Logs:
                 libc.fallocate(file.fileno(), _PUNCH_HOLE, ctypes.c_long(0), size)
 
     def close(self) -> None:
-        """Close all open files."""
+        """Close the logs of all replicas."""
         for pair in self._files.values():
             for file in pair:
                 file.close()
 
 
 def measure(steps: int = STEPS, log: TextIO = sys.stderr) -> dict[str, Any]:
-    """Run a job of ``steps`` steps through the driver; the figures."""
+    """Run a job of ``steps`` steps through the driver; return the figures."""
     folder = Path(tempfile.mkdtemp(prefix="ft_hsdp-driver-"))
     try:
         return _measure(RunDir(folder / "job"), steps, log)
@@ -112,7 +111,7 @@ def _measure(run: RunDir, steps: int, log: TextIO) -> dict[str, Any]:
     finish_s = time.perf_counter() - began
     recorder.close()
     logs.close()
-    assert _well(summary, steps), summary
+    assert _complete(summary, steps), summary
     return {
         "steps": steps,
         "replicas": REPLICAS,
@@ -125,13 +124,13 @@ def _measure(run: RunDir, steps: int, log: TextIO) -> dict[str, Any]:
 
 
 def _resident() -> int:
-    """Bytes of this process, without what it could give back."""
+    """Return the bytes of this process, without what it could give back."""
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     return int(psutil.Process().memory_info().rss)
 
 
-def _well(summary: Summary, steps: int) -> bool:
+def _complete(summary: Summary, steps: int) -> bool:
     batches = {"trained": steps * REPLICAS, "duplicated": 0, "skipped": 0}
     return summary["steps"] == steps and summary["batches"] == batches
 
@@ -155,7 +154,7 @@ def _fed(replica: int, step: int) -> Row:
 
 
 def _commit(step: int) -> Row:
-    """A row as replicas write it."""
+    """Return a row as replicas write it."""
     who = range(REPLICAS)
     return {
         "t": float(step) + 1.0,
@@ -187,12 +186,3 @@ def _commit(step: int) -> Row:
         "incarnation": "0-a-0",
         "role": "contribute",
     }
-
-
-def show(found: Mapping[str, Any], out: TextIO) -> None:
-    """The figures as lines."""
-    out.write(
-        f"driver, {found['steps']} steps of {found['replicas']} replicas: {found['grown_mib']:+.2f} MiB"
-        f" after {WARM} steps (goal {GROWTH_MIB:g}); a look at {BATCH} steps {found['look_ms_first']:.2f} ms"
-        f" at first, {found['look_ms_last']:.2f} ms at last; the summary {found['finish_s']:.1f} s\n"
-    )

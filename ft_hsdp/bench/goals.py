@@ -1,138 +1,253 @@
-"""The goals, and how what was seen stands to them.
+"""The goals of every bench, and how what was seen stands to them; a result's head and its end.
 
-What every result has: where and with what it was measured, the goals, the notes.
+The functions that are named for a bench take a result of it and yield every goal for which there is a figure.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ft_hsdp.bench.options import KIB, MIB, ProgressLog, size_name
-from ft_hsdp.bench.results import machine, now, ratio, versions
+from ft_hsdp.bench.results import KIB, MIB, ProgressLog, machine, now, ratio, size_name, versions
+
+BUSY = 1.0  # load from which on others have disturbed
 
 LARGE = (64 * MIB, 256 * MIB)
 SMALL = 64 * KIB  # up to here latency counts
+SPEED: tuple[tuple[str, str, Mapping[int, float]], ...] = (  # contender, anchor, times as fast by members at LARGE
+    ("tcp", "gloo", {2: 2.2, 4: 1.5}),
+    ("tcp", "torchft", {2: 2.2, 4: 1.5}),
+    ("shm", "gloo", {2: 5.0, 4: 2.5}),
+    ("shm", "openmpi", {2: 2.0, 4: 1.5}),
+    ("c10d", "gloo", {2: 1.0, 4: 1.0}),
+)
+LATENCY = 2.0
 SPIN_SHARE = 0.5
 RAISE_P50_MS, RAISE_MAX_MS = 50.0, 150.0
+NEXT_SUM_MS = 150.0
 RECONFIGURE_MS = 10.0
-NEXT_MS = 150.0
-LATENCY = 2.0
 LINK_COST = 0.6
 
+QUORUM_TIMES, QUORUM_AT = 1.25, (12, 64)
+QUORUM_KINDS = {"same": "a round", "new": "a round that makes an epoch durable"}
 
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """`contender` is at least `times[members]` times as fast as `anchor` at LARGE sizes (ratio of medians)."""
+RAW_SHARE, LARGE_TIMES, SMALL_TIMES, FETCH_MEMORY = 0.8, 1.3, 3.0, 1.1
+TORCHFT_FETCHES = ("torchft", "torchft-4")
 
-    contender: str
-    anchor: str
-    times: Mapping[int, float]
+NEXT_COMMIT = {"less_one": "SIGKILL to next commit - 1 step", "stall": "all of the step hit - 1 step"}
+NEXT_P50_MS, NEXT_P99_MS = 100.0, 300.0
+STOP_P50_MS, STOP_P99_MS = 1200.0, 2000.0
+REPEAT_SHARE, REJOIN_STEPS = 0.3, 0.1
+WARM_MS, COLD_TIMES = 500.0, 1.0
+READERS_TIMES, LOCAL_TIMES = 1.0, 5.0
 
+STEADY, RAY = 1.02, 1.02
+SNAPSHOT = {"computing": 1.10, "waiting": 1.02}
 
-SPEED = (
-    Goal("tcp", "gloo", {2: 2.2, 4: 1.5}),
-    Goal("tcp", "torchft", {2: 2.2, 4: 1.5}),
-    Goal("shm", "gloo", {2: 5.0, 4: 2.5}),
-    Goal("shm", "openmpi", {2: 2.0, 4: 1.5}),
-    Goal("c10d", "gloo", {2: 1.0, 4: 1.0}),
-)
+STRANGERS_TIMES, STRANGERS_BROKEN, STRANGERS_MIB = 1.10, 0, 32.0
+TLS_RING, TLS_FETCH = 0.35, 0.5  # of the plain one's speed
 
 
 @dataclass(frozen=True, slots=True)
 class GoalVerdict:
-    """One goal beside one figure. limit and seen: with their unit in `text`; met: whether it is kept."""
+    """One goal beside one figure."""
 
-    text: str
+    text: str  # with the unit of ``limit`` and ``seen``
     members: int | None
     bytes: int | None
     bound: str
     limit: float
     seen: float
-    met: bool
+    met: bool  # whether the goal is kept
 
 
-def verdicts(measured: Mapping[str, Sequence[Mapping[str, Any]]]) -> list[GoalVerdict]:
-    """Every goal for which there is a figure; `measured` has the rows of each measure."""
-    found: list[GoalVerdict] = []
-    for row in measured.get("bandwidth", ()):
-        found += _speed(row)
-    for row in measured.get("spin", ()):
+Row = Mapping[str, Any]
+Verdicts = Iterator[GoalVerdict]
+
+
+def least(text: str, row: Row, limit: float, seen: float) -> GoalVerdict:
+    """Return the verdict on a goal that is kept if ``seen`` is at least ``limit``."""
+    return GoalVerdict(text, _members(row), row.get("bytes"), ">=", limit, seen, seen >= limit)
+
+
+def most(text: str, row: Row, limit: float, seen: float) -> GoalVerdict:
+    """Return the verdict on a goal that is kept if ``seen`` is at most ``limit``."""
+    return GoalVerdict(text, _members(row), row.get("bytes"), "<=", limit, seen, seen <= limit)
+
+
+def _members(row: Row) -> int | None:
+    return row.get("members", row.get("replicas"))
+
+
+def times_as_fast(row: Row, name: str, other: str) -> float:
+    """Return how many times as fast ``name`` is as ``other``: a ratio of medians."""
+    return ratio(row["contenders"][other]["p50_ms"], row["contenders"][name]["p50_ms"])
+
+
+def ftar(result: Row) -> Verdicts:
+    """Yield the verdicts on a result of `bench ftar`."""
+    for row in result.get("bandwidth", ()):
+        yield from _bandwidth(row)
+    for row in result.get("spin", ()):
         if row["contender"] in ("tcp", "shm"):
             text = f"{row['contender']} beside a spinning thread"
-            found.append(least(text, row, SPIN_SHARE, row["share_of_idle"]["thread"]))
-    for row in measured.get("kill", ()):
-        found += _kill(row)
-    for row in measured.get("reconfigure", ()):
+            yield least(text, row, SPIN_SHARE, row["share_of_idle"]["thread"])
+    for row in result.get("kill", ()):
+        text = f"{row['contender']}: kill to"
+        if row["members"] == 8:
+            yield most(f"{text} raise, p50 ms", row, RAISE_P50_MS, row["raise"]["p50_ms"])
+            yield most(f"{text} raise, max ms", row, RAISE_MAX_MS, row["raise"]["max_ms"])
+        if row["members"] == 4:
+            yield most(f"{text} next sum - 1, max ms", row, NEXT_SUM_MS, row["next_less_one"]["max_ms"])
+    for row in result.get("reconfigure", ()):
         if row["members"] == 4 and row["contender"] != "torchft":
             text = f"{row['contender']} reconfigures, {row['change']} order, ms"
-            found.append(most(text, row, RECONFIGURE_MS, row["p50_ms"]))
-    for row in measured.get("link", ()):
+            yield most(text, row, RECONFIGURE_MS, row["p50_ms"])
+    for row in result.get("link", ()):
         if row["times_cost"] is not None:
-            found.append(most("exchange on a link, times HSDP's cost", row, LINK_COST, row["times_cost"]))
-    return found
+            yield most("exchange on a link, times HSDP's cost", row, LINK_COST, row["times_cost"])
 
 
-def _speed(row: Mapping[str, Any]) -> Iterator[GoalVerdict]:
+def _bandwidth(row: Row) -> Verdicts:
     times = row["times_as_fast"]
-    for goal in SPEED:
-        limit = goal.times.get(row["members"])
-        if limit is not None and row["bytes"] in LARGE and goal.anchor in times.get(goal.contender, {}):
-            text = f"{goal.contender} vs {goal.anchor}, times as fast"
-            yield least(text, row, limit, times[goal.contender][goal.anchor])
+    for contender, anchor, limits in SPEED:
+        limit = limits.get(row["members"])
+        if limit is not None and row["bytes"] in LARGE and anchor in times.get(contender, {}):
+            yield least(f"{contender} vs {anchor}, times as fast", row, limit, times[contender][anchor])
     if row["bytes"] <= SMALL and "gloo" in row["contenders"]:
-        gloo = row["contenders"]["gloo"]["p50_ms"]
         for name in ("tcp", "shm", "c10d"):
             if name in row["contenders"]:
-                own = row["contenders"][name]["p50_ms"]
-                yield most(f"{name} vs gloo, times the latency", row, LATENCY, ratio(own, gloo))
+                yield most(f"{name} vs gloo, times the latency", row, LATENCY, times_as_fast(row, "gloo", name))
 
 
-def _kill(row: Mapping[str, Any]) -> Iterator[GoalVerdict]:
-    if row["members"] == 8:
-        text = f"{row['contender']}: kill to raise"
-        yield most(f"{text}, p50 ms", row, RAISE_P50_MS, row["raise"]["p50_ms"])
-        yield most(f"{text}, max ms", row, RAISE_MAX_MS, row["raise"]["max_ms"])
-    if row["members"] == 4:
-        text = f"{row['contender']}: kill to next sum - 1, max ms"
-        yield most(text, row, NEXT_MS, row["next_less_one"]["max_ms"])
+def quorum(result: Row) -> Verdicts:
+    """Yield the verdicts on a result of `bench quorum`."""
+    for row in result["rounds"]:
+        if row["members"] in QUORUM_AT:
+            for kind, text in QUORUM_KINDS.items():
+                yield most(f"{text}, times torchft's", row, QUORUM_TIMES, times_as_long(row, kind))
 
 
-def least(text: str, row: Mapping[str, Any], limit: float, seen: float) -> GoalVerdict:
-    """`seen` is to be at least `limit`."""
-    return GoalVerdict(text, row.get("members"), row.get("bytes"), ">=", limit, seen, seen >= limit)
+def times_as_long(row: Row, kind: str) -> float:
+    """Return how many times as long as torchft's a round takes, by medians."""
+    return ratio(row["rounds"][kind]["p50_ms"], row["rounds"]["torchft"]["p50_ms"])
 
 
-def most(text: str, row: Mapping[str, Any], limit: float, seen: float) -> GoalVerdict:
-    """`seen` is to be at most `limit`."""
-    return GoalVerdict(text, row.get("members"), row.get("bytes"), "<=", limit, seen, seen <= limit)
+def fetch(result: Row) -> Verdicts:
+    """Yield the verdicts on a result of `bench fetch`."""
+    for row in result["large"]:
+        yield least("fetch, share of bare sockets' speed", row, RAW_SHARE, times_as_fast(row, "fetch", "raw"))
+        yield from _beside_torchft(row, "fetch", LARGE_TIMES)
+        seen = row["memory"]["fetch"]["times_state"]
+        yield most("fetch: memory of the receiver, times the state", row, FETCH_MEMORY, seen)
+    for row in result["small"]:
+        yield from _beside_torchft(row, "transport", SMALL_TIMES)
 
 
-def where(verdict: GoalVerdict) -> str:
-    """The ring and the message that a verdict is about."""
-    ring = None if verdict.members is None else f"N={verdict.members}"
-    size = None if verdict.bytes is None else size_name(verdict.bytes)
-    return ", ".join(filter(None, (ring, size)))
+def _beside_torchft(row: Row, name: str, limit: float) -> Verdicts:
+    """Compare with the best setting of torchft."""
+    peers = [peer for peer in TORCHFT_FETCHES if peer in row["contenders"]]
+    if peers and name in row["contenders"]:
+        best = min(peers, key=lambda peer: row["contenders"][peer]["p50_ms"])
+        yield least(f"{name} vs torchft, times as fast", row, limit, times_as_fast(row, name, best))
 
 
-BUSY = 1.0  # load from which on others have disturbed
+def recovery(result: Row) -> Verdicts:
+    """Yield the verdicts on a result of `bench recovery`."""
+    for row in result.get("kill", ()):
+        for key, text in NEXT_COMMIT.items():
+            yield from _quantiles(text, row, row[key], NEXT_P50_MS, NEXT_P99_MS)
+        if row["repeat"] is not None:
+            yield most("reducing again, of a whole step", row, REPEAT_SHARE, row["repeat"]["steps"])
+    for row in (*result.get("kill", ()), *result.get("rejoin", ())):
+        if row["rejoin_wait"] is not None:
+            text = f"others' waits for a rejoin, steps of {row['step_ms']:.0f} ms"
+            yield most(text, row, REJOIN_STEPS, row["rejoin_wait"]["steps"])
+    for row in result.get("stop", ()):
+        yield from _quantiles("SIGSTOP to next commit - 1 step", row, row["less_one"], STOP_P50_MS, STOP_P99_MS)
+    for row in result.get("return", ()):
+        text = "SIGKILL to own commit - 1 step"
+        warm_ms = row["contenders"]["warm"]["less_one"]["p50_ms"]
+        yield most(f"{text}, warm, p50 ms", row, WARM_MS, warm_ms)
+        if "cold" in row["times"]:
+            yield most(f"{text}, cold / torchft's", row, COLD_TIMES, row["times"]["cold"]["ratio"])
+    for row in result.get("readers", ()):
+        yield most("a step beside bad readers, times, at least", row, READERS_TIMES, row["times"]["low"])
+    for row in result.get("local", ()):
+        yield least("from the agent vs save + load, times as fast", row, LOCAL_TIMES, row["times_as_fast"])
 
 
-def begin_result(name: str, log: ProgressLog) -> tuple[dict[str, Any], float]:
-    """A result without figures, and when it was begun; a note if the machine has other work."""
+def _quantiles(text: str, row: Row, span: Mapping[str, float], p50_ms: float, p99_ms: float) -> Verdicts:
+    yield most(f"{text}, p50 ms", row, p50_ms, span["p50_ms"])
+    yield most(f"{text}, p99 ms", row, p99_ms, span["p99_ms"])
+
+
+def overhead(result: Row) -> Verdicts:
+    """Yield the verdicts on a result of `bench overhead`."""
+    for row in result.get("steady", ()):
+        for name, times in row["times"].items():
+            if name.startswith("ft_hsdp"):
+                yield most(f"{name}: a step, times HSDP's", row, STEADY, times["ratio"])
+    for row in result.get("snapshot", ()):
+        text = f"snapshot each step, {row['step']}: times as long"
+        yield most(text, row, SNAPSHOT[row["step"]], row["times"]["with"]["ratio"])
+    for row in result.get("ray", ()):
+        yield most("under Ray: a step, times that under up", row, RAY, row["times"]["ray"]["ratio"])
+    yield from ftar({"link": result.get("link", ())})
+
+
+def strangers(result: Row) -> Verdicts:
+    """Yield the verdicts on a result of `bench strangers`."""
+    for row in result["strangers"]:
+        text = "strangers at every listener: a step, times"
+        yield most(text, row, STRANGERS_TIMES, row["times"]["ratio"])
+        lost = row["rings_broken"] + row["processes_gone"]
+        yield most("rings broken and processes lost meanwhile", row, STRANGERS_BROKEN, lost)
+        yield most("memory that a process grows by, MiB", row, STRANGERS_MIB, row["growth_mib"])
+
+
+def tls(result: Row) -> Verdicts:
+    """Yield the verdicts on a result of `bench tls`."""
+    for name, text, limit in (
+        ("ring", "an encrypted ring over TCP", TLS_RING),
+        ("fetch", "an encrypted fetch", TLS_FETCH),
+    ):
+        for row in result[name]:
+            seen = times_as_fast(row, "encrypted", "plain")
+            yield least(f"{text}, times the speed of plain", row, limit, seen)
+
+
+JUDGES: Mapping[str, Callable[[Row], Verdicts]] = {
+    "ftar": ftar,
+    "quorum": quorum,
+    "fetch": fetch,
+    "recovery": recovery,
+    "overhead": overhead,
+    "strangers": strangers,
+    "tls": tls,
+}
+
+
+def begin_result(bench: str, log: ProgressLog) -> tuple[dict[str, Any], float]:
+    """Return a result without figures, and when it was begun; notes if the machine has other work."""
     where = machine()
     if (load := where["load_1min_before"]) > BUSY:
         log.note(f"the machine was busy: a load of {load:g} before; read nothing into these figures")
-    return {"bench": name, "date": now(), "machine": where, "versions": versions()}, time.monotonic()
+    return {"bench": bench, "date": now(), "machine": where, "versions": versions()}, time.monotonic()
 
 
-def finish_result(
-    result: dict[str, Any], found: Sequence[GoalVerdict], log: ProgressLog, started: float
-) -> dict[str, Any]:
-    """The result with its goals, notes and duration: ready for JSON."""
-    result["goals"] = [asdict(verdict) for verdict in found]
+def finish_result(result: dict[str, Any], log: ProgressLog, started: float) -> dict[str, Any]:
+    """Return the result with its goals, notes and duration: ready for JSON."""
+    result["goals"] = [asdict(verdict) for verdict in JUDGES[result["bench"]](result)]
     result["notes"] = log.notes
     result["seconds"] = round(time.monotonic() - started, 1)
     return result
+
+
+def where(verdict: GoalVerdict) -> str:
+    """Return the ring and the message that a verdict is about."""
+    ring = None if verdict.members is None else f"N={verdict.members}"
+    size = None if verdict.bytes is None else size_name(verdict.bytes)
+    return ", ".join(filter(None, (ring, size)))

@@ -1,69 +1,29 @@
-"""What a measure is to do, and where it tells how it goes.
+"""What the user asks of each bench, read from the words of a command line.
 
-What the user asked the bench for.
+Every function of this module raises ConfigError for what is not allowed.
 """
 
 from __future__ import annotations
 
 import re
+from argparse import Namespace
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TextIO, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
-from ft_hsdp.bench.contenders.roster import CONTENDERS, Contender
+from ft_hsdp.bench.contenders.base import CONTENDERS
+from ft_hsdp.bench.results import GIB, KIB, MIB
+from ft_hsdp.config.running import MAX_REPLICAS
 from ft_hsdp.errors import ConfigError
 
-ResultRow = dict[str, Any]
-"""One line of a result, ready for JSON."""
-
-
-@dataclass(frozen=True, slots=True)
-class BenchPlan:
-    """Ring sizes, message sizes in bytes, and how often."""
-
-    members: tuple[int, ...]
-    sizes: tuple[int, ...]
-    rounds: int
-
-
-@dataclass(slots=True)
-class ProgressLog:
-    """Progress goes to `stream` at once; notes belong to the result as well."""
-
-    stream: TextIO
-    notes: list[str] = field(default_factory=list)
-
-    def say(self, text: str) -> None:
-        """Print one line at once."""
-        self.stream.write(text + "\n")
-        self.stream.flush()
-
-    def note(self, text: str) -> None:
-        """Print one line that a reader of the figures has to know, once."""
-        if text not in self.notes:
-            self.notes.append(text)
-            self.say(f"note: {text}")
-
-
-@dataclass(frozen=True, slots=True)
-class Measure:
-    """One thing that is measured.
-
-    run: raises Retryable where a worker fails, DataCorruption where a sum is wrong; members, sizes and contenders:
-    where the user names none; unfit: why a contender cannot take part, "" if it can.
-    """
-
-    run: Callable[[Mapping[str, Contender], BenchPlan, ProgressLog], list[ResultRow]]
-    members: tuple[int, ...]
-    sizes: tuple[int, ...]
-    contenders: tuple[str, ...]
-    unfit: Callable[[Contender], str] = lambda contender: ""
-
-
-KIB, MIB, GIB = 2**10, 2**20, 2**30
-MEASURES = ("bandwidth", "spin", "kill", "reconfigure", "link")
+FTAR = ("bandwidth", "spin", "kill", "reconfigure", "link")
+FETCH = ("large", "small")
+RECOVERY = ("kill", "torchft", "rejoin", "return", "stop", "readers", "local")
+OVERHEAD = {"steady": 70, "snapshot": 30, "ray": 6, "link": 20}  # rounds where the user does not say
+OVERHEAD_BY_DEFAULT = ("steady", "snapshot", "ray")
+QUORUM_MEMBERS = (3, 12, 64)
 LARGEST = 4 * GIB
-MOST_MEMBERS = 16
+MOST_MEMBERS = 16  # of a ring
 MOST_ROUNDS = 10_000
 _SIZE = re.compile(r"(\d{1,12}) ?([kmg]i?)?b?", re.IGNORECASE)
 _UNITS = {"": 1, "k": KIB, "m": MIB, "g": GIB}
@@ -73,57 +33,107 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class AllReduceOptions:
-    """measures: which; sizes in bytes, members, contenders: None where a measure has its own; rounds of each."""
+    """What `bench ftar` measures; None where each measure has its own."""
 
     measures: tuple[str, ...]
-    sizes: tuple[int, ...] | None
+    sizes: tuple[int, ...] | None  # of messages, in bytes
     members: tuple[int, ...] | None
     contenders: tuple[str, ...] | None
     rounds: int
 
 
-def parse(
-    measure: str, *, sizes: str | None, members: str | None, contenders: str | None, rounds: int
-) -> AllReduceOptions:
-    """Options from the words of a command line. Raises ConfigError."""
+@dataclass(frozen=True, slots=True)
+class QuorumOptions:
+    """What `bench quorum` measures."""
+
+    members: tuple[int, ...]  # how many clients ask at once
+    rounds: int  # of each kind
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOptions:
+    """What `bench fetch` measures."""
+
+    measures: tuple[str, ...]
+    sizes: tuple[int, ...]  # of states in large tensors, in bytes
+    rounds: int  # fetches of each contender
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryOptions:
+    """What `bench recovery` measures."""
+
+    measures: tuple[str, ...]
+    kills: int  # SIGKILLs; torchft, long steps, returns and stops get fewer
+    rounds: int  # of what is interleaved
+    sizes: tuple[int, ...]  # of a state that is recovered locally, in bytes
+
+
+def ftar_options(args: Namespace) -> AllReduceOptions:
+    """Return what `bench ftar` is to do."""
     return AllReduceOptions(
-        measures_of(measure, MEASURES),
-        sizes_of(sizes),
-        _listed("--members", members, _members, f"2 to {MOST_MEMBERS}, e.g. 2,4"),
-        _listed("--contenders", contenders, _contender, f"some of {','.join(CONTENDERS)}"),
-        count_of("--rounds", rounds),
+        measures_of(args.measure or "bandwidth", FTAR),
+        sizes_of(args.sizes),
+        _listed("--members", args.members, _members, f"2 to {MOST_MEMBERS}, e.g. 2,4"),
+        _listed("--contenders", args.contenders, _contender, f"some of {','.join(CONTENDERS)}"),
+        rounds_of(args, 20),
     )
 
 
+def quorum_options(args: Namespace) -> QuorumOptions:
+    """Return what `bench quorum` is to do."""
+    allowed = f"numbers from 1 to {MAX_REPLICAS}, e.g. 12,64"
+    members = _listed("--members", args.members or None, _clients, allowed, doubles=True)
+    return QuorumOptions(members or QUORUM_MEMBERS, rounds_of(args, 300))
+
+
+def fetch_options(args: Namespace) -> FetchOptions:
+    """Return what `bench fetch` is to do."""
+    return FetchOptions(
+        measures_of(args.measure or "all", FETCH), sizes_of(args.sizes) or (GIB,), rounds_of(args, 7)
+    )
+
+
+def recovery_options(args: Namespace) -> RecoveryOptions:
+    """Return what `bench recovery` is to do."""
+    measures, kills = measures_of(args.measure or "all", RECOVERY), count_of("--kills", args.kills)
+    return RecoveryOptions(measures, kills, rounds_of(args, 5), sizes_of(args.sizes) or (256 * MIB,))
+
+
+def overhead_rounds(args: Namespace) -> Mapping[str, int]:
+    """Return the rounds of each measure of `bench overhead` that is wanted."""
+    wanted = measures_of(args.measure, tuple(OVERHEAD)) if args.measure else OVERHEAD_BY_DEFAULT
+    return {name: rounds_of(args, OVERHEAD[name]) for name in wanted}
+
+
 def measures_of(word: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """The measures that are meant by `word`. Raises ConfigError."""
+    """Return the measures that are meant by ``word``."""
     if word not in (*known, "all"):
         raise ConfigError("--measure", word, f"{', '.join(known)} or all")
     return known if word == "all" else (word,)
 
 
+def rounds_of(args: Namespace, default: int) -> int:
+    """Return how often what is interleaved is repeated."""
+    return count_of("--rounds", default if args.rounds is None else args.rounds)
+
+
 def count_of(key: str, count: int) -> int:
-    """A number of repetitions. Raises ConfigError."""
+    """Return a number of repetitions."""
     if not 1 <= count <= MOST_ROUNDS:
         raise ConfigError(key, count, f"1 to {MOST_ROUNDS}")
     return count
 
 
 def sizes_of(text: str | None) -> tuple[int, ...] | None:
-    """Sizes in bytes. Raises ConfigError."""
+    """Return sizes in bytes."""
     return _listed("--sizes", text, _size, "multiples of 4 bytes up to 4GiB, e.g. 64KiB,1MiB")
 
 
-def size_name(size: int) -> str:
-    """A number of bytes as people say it."""
-    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
-        if size >= unit and size % unit == 0:
-            return f"{size // unit} {name}"
-    return f"{size} B"
-
-
-def _listed(key: str, text: str | None, read: Callable[[str], _T | None], allowed: str) -> tuple[_T, ...] | None:
-    """The words of a comma list, each read; doubles fall out."""
+def _listed(
+    key: str, text: str | None, read: Callable[[str], _T | None], allowed: str, doubles: bool = False
+) -> tuple[_T, ...] | None:
+    """Return the words of a comma list, each read; a word that comes twice counts once unless ``doubles``."""
     if text is None:
         return None
     values: list[_T] = []
@@ -132,7 +142,7 @@ def _listed(key: str, text: str | None, read: Callable[[str], _T | None], allowe
         if value is None:
             raise ConfigError(key, text, allowed)
         values.append(value)
-    return tuple(dict.fromkeys(values))
+    return tuple(values if doubles else dict.fromkeys(values))
 
 
 def _size(word: str) -> int | None:
@@ -145,6 +155,10 @@ def _size(word: str) -> int | None:
 
 def _members(word: str) -> int | None:
     return int(word) if re.fullmatch(r"\d{1,3}", word) and 2 <= int(word) <= MOST_MEMBERS else None
+
+
+def _clients(word: str) -> int | None:
+    return int(word) if word.isdecimal() and 1 <= int(word) <= MAX_REPLICAS else None
 
 
 def _contender(word: str) -> str | None:

@@ -1,15 +1,9 @@
-"""The little of Protocol Buffers that a member of torchft's quorum says and hears.
+"""Many clients of one lighthouse in one thread, that all ask at once, without a client's cost in the figure.
 
-HTTP/1.1 as a client that only measures needs it: requests made beforehand, answers cut out of a stream.
-
-gRPC as a client that only measures needs it: unary calls over HTTP/2 frames (RFC 9113) made beforehand.
-
-Headers are sent as literals that no table remembers (RFC 7541, 6.2.2), so that a request's bytes never change.
-
-Herd: many clients of one server, in one process and one thread, that all ask at once.
-
-Both sides of a comparison get the same herd: requests are made before the clock starts, and an answer counts
-when its last byte is there.
+Requests are made before the clock starts, and an answer counts when its last byte is there. So both protocols are
+spoken here with as little as that needs: HTTP/1.1 to our lighthouse, and gRPC to torchft's, which is Protocol
+Buffers in HTTP/2 frames (RFC 9113). Headers of HTTP/2 are sent as literals that no table remembers (RFC 7541,
+6.2.2), so that the bytes of a request never change.
 """
 
 from __future__ import annotations
@@ -23,69 +17,42 @@ from typing import Protocol
 
 from ft_hsdp.errors import Retryable
 
-VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
+CONNECT_S = 5.0
+ROUND_S = 10.0  # longest time of one round
+READ = 1 << 18
 
+NUMBER, BYTES = 0, 2  # wire types of Protocol Buffers
 
-def varint(value: int) -> bytes:
-    """A number, 7 bits a byte, least first."""
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
-
-
-def number(field: int, value: int) -> bytes:
-    """A field that holds a number >= 0."""
-    return varint(field << 3 | VARINT) + varint(value)
-
-
-def encoded_text(field: int, value: str | bytes) -> bytes:
-    """A field that holds text or a message."""
-    data = value.encode() if isinstance(value, str) else value
-    return varint(field << 3 | BYTES) + varint(len(data)) + data
-
-
-def counted(message: bytes, outer: int, inner: int) -> int:
-    """How many fields `inner` are in the field `outer` of `message`."""
-    return sum(1 for body in _fields(message, outer) for _ in _fields(body, inner))
-
-
-def _fields(message: bytes, wanted: int) -> list[bytes]:
-    """The contents of all fields `wanted` that hold bytes."""
-    found, at = [], 0
-    while at < len(message):
-        key, at = _read(message, at)
-        kind = key & 7
-        if kind == VARINT:
-            _, at = _read(message, at)
-            continue
-        size = {FIXED64: 8, FIXED32: 4}.get(kind)
-        if size is None:
-            size, at = _read(message, at)
-        if key >> 3 == wanted:
-            found.append(message[at : at + size])
-        at += size
-    return found
-
-
-def _read(message: bytes, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while True:
-        byte = message[at]
-        value |= (byte & 0x7F) << shift
-        at, shift = at + 1, shift + 7
-        if byte < 0x80:
-            return value, at
-
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+END_STREAM = ACK = 1
+END_HEADERS = 4
+WINDOW = 2**31 - 1
+FIRST_WINDOW = 65535
 
 _END = b"\r\n\r\n"
 _LENGTH = b"\r\ncontent-length:"
 
 
+class Wire(Protocol):
+    """The protocol of one connection."""
+
+    def greeting(self) -> bytes:
+        """Return what is sent first."""
+
+    def request(self, message: bytes) -> bytes:
+        """Return the bytes of a request."""
+
+    def feed(self, data: bytes) -> tuple[bytes | None, bytes]:
+        """Take what came; return the answer once it is whole, and what must be sent now.
+
+        Raises:
+            Retryable: It is no answer.
+        """
+
+
 class Http1:
-    """One connection's side of keep-alive requests to `path` with the bearer `token`."""
+    """Keep-alive requests to ``path`` with the bearer ``token``."""
 
     def __init__(self, host: str, path: str, token: str) -> None:
         lines = (f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json")
@@ -94,18 +61,15 @@ class Http1:
         self._received = bytearray()
 
     def greeting(self) -> bytes:
-        """Nothing is said first."""
+        """Return nothing: the request comes first."""
         return b""
 
     def request(self, message: bytes) -> bytes:
-        """The bytes that ask."""
+        """Return the bytes of a request."""
         return self._head + str(len(message)).encode() + _END + message
 
     def feed(self, data: bytes) -> tuple[bytes | None, bytes]:
-        """Take what came: the answer's body once it is whole, and what must be sent now.
-
-        Raises Retryable for an answer that is none.
-        """
+        """Take what came; return the answer's body once it is whole. Raises Retryable for a status but 200."""
         self._received += data
         end = self._received.find(_END)
         if end < 0:
@@ -123,26 +87,36 @@ class Http1:
         return body, b""
 
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
-END_STREAM = ACK = 1
-END_HEADERS = 4
-WINDOW = 2**31 - 1
-FIRST_WINDOW = 65535
+def varint(value: int) -> bytes:
+    """Encode a number of Protocol Buffers: 7 bits a byte, least first."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def encoded(field: int, value: int | str | bytes) -> bytes:
+    """Encode a field of Protocol Buffers: a number >= 0, a text or a message."""
+    if isinstance(value, int):
+        return varint(field << 3 | NUMBER) + varint(value)
+    data = value.encode() if isinstance(value, str) else value
+    return varint(field << 3 | BYTES) + varint(len(data)) + data
 
 
 def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
-    """Return one HTTP/2 frame."""
+    """Return an HTTP/2 frame."""
     return struct.pack("!I", len(payload))[1:] + struct.pack("!BBI", kind, flags, stream) + payload
 
 
-def literal(name: str, value: str) -> bytes:
-    """A header field as plain text; name and value have less than 127 bytes."""
+def _literal(name: str, value: str) -> bytes:
+    """Return a header field as plain text; name and value have less than 127 bytes."""
     return b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
 
 
 class Grpc:
-    """One connection's side of unary calls of `method` ("/package.Service/Method")."""
+    """Unary calls of ``method`` ("/package.Service/Method")."""
 
     def __init__(self, host: str, method: str) -> None:
         fields = {
@@ -153,27 +127,28 @@ class Grpc:
             "content-type": "application/grpc",
             "te": "trailers",
         }
-        self._headers = b"".join(literal(name, value) for name, value in fields.items())
+        self._headers = b"".join(_literal(name, value) for name, value in fields.items())
         self._stream = -1
         self._received = bytearray()
         self._body = bytearray()
 
     def greeting(self) -> bytes:
-        """The preface, and room for all answers to come."""
+        """Return the preface, and room for all answers to come."""
         windows = frame(SETTINGS, 0, 0, struct.pack("!HI", 4, WINDOW))
         return PREFACE + windows + frame(WINDOW_UPDATE, 0, 0, struct.pack("!I", WINDOW - FIRST_WINDOW))
 
     def request(self, message: bytes) -> bytes:
-        """The bytes of the next call."""
+        """Return the bytes of the next call."""
         self._stream += 2
         body = b"\x00" + struct.pack("!I", len(message)) + message
         opening = frame(HEADERS, END_HEADERS, self._stream, self._headers)
         return opening + frame(DATA, END_STREAM, self._stream, body)
 
     def feed(self, data: bytes) -> tuple[bytes | None, bytes]:
-        """Take what came: the answer's message once its stream has ended, and what must be sent now.
+        """Take what came; return the message once its stream has ended, and what must be sent now.
 
-        Raises Retryable for a call that failed.
+        Raises:
+            Retryable: The call failed.
         """
         self._received += data
         reply = bytearray()
@@ -200,57 +175,43 @@ class Grpc:
         return answer, bytes(reply)
 
 
-CONNECT_S = 5.0
-ROUND_S = 10.0  # longest time of one round
-READ = 1 << 18
-
-
-class Wire(Protocol):
-    """The protocol of one connection."""
-
-    def greeting(self) -> bytes:
-        """What is said first."""
-
-    def request(self, message: bytes) -> bytes:
-        """The bytes that ask."""
-
-    def feed(self, data: bytes) -> tuple[bytes | None, bytes]:
-        """Take what came: the answer once it is whole, and what must be sent now."""
-
-
-class ClientHerd:
-    """`count` connections to `address`, each with a wire of its own."""
+class Clients:
+    """So many connections to ``address``, each with a protocol of its own."""
 
     def __init__(self, address: tuple[str, int], count: int, wire: Callable[[], Wire]) -> None:
         self._epoll = select.epoll()
         self._socks: list[socket.socket] = []
         self._wires = [wire() for _ in range(count)]
-        self._who: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}  # of clients by descriptor
         for number, each in enumerate(self._wires):
             sock = socket.create_connection(address, CONNECT_S)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.sendall(each.greeting())
             self._socks.append(sock)
-            self._who[sock.fileno()] = number
+            self._numbers[sock.fileno()] = number
             self._epoll.register(sock, select.EPOLLIN)
 
     def round(self, messages: Sequence[bytes]) -> tuple[float, list[bytes]]:
-        """Seconds from the first byte of the first request to the last byte of the last answer, and the answers.
+        """Have each client send its message.
 
-        Raises Retryable where an answer does not come or is none.
+        Returns:
+            Seconds from the first byte of the first request to the last byte of the last answer, and the answers.
+
+        Raises:
+            Retryable: An answer does not come or is none.
         """
         requests = [wire.request(message) for wire, message in zip(self._wires, messages, strict=True)]
-        answers: list[bytes | None] = [None] * len(requests)
-        open_ = len(requests)
+        answers: dict[int, bytes] = {}
         begin = time.perf_counter()
         for sock, data in zip(self._socks, requests, strict=True):
             sock.sendall(data)
-        while open_:
+        while len(answers) < len(requests):
             ready = self._epoll.poll(max(0.0, begin + ROUND_S - time.perf_counter()))
             if not ready:
-                raise Retryable(f"{open_} of {len(requests)} answers did not come within {ROUND_S:g} s")
+                late = len(requests) - len(answers)
+                raise Retryable(f"{late} of {len(requests)} answers did not come within {ROUND_S:g} s")
             for descriptor, _ in ready:
-                number = self._who[descriptor]
+                number = self._numbers[descriptor]
                 data = self._socks[number].recv(READ)
                 if not data:
                     raise Retryable("the lighthouse closed a connection")
@@ -259,11 +220,10 @@ class ClientHerd:
                     self._socks[number].sendall(reply)
                 if answer is not None:
                     answers[number] = answer
-                    open_ -= 1
-        return time.perf_counter() - begin, [answer for answer in answers if answer is not None]
+        return time.perf_counter() - begin, [answers[number] for number in range(len(requests))]
 
     def close(self) -> None:
-        """Close all connections of the client."""
+        """Close the connections of all clients."""
         for sock in self._socks:
             sock.close()
         self._epoll.close()

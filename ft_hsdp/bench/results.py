@@ -1,12 +1,7 @@
-"""Where and with what a measurement was taken: a figure without it cannot be compared.
+"""Figures and what stands beside them: statistics, the order of samples, the machine, and the progress of a bench.
 
-Memory: all contenders hold their tensors at once, and the machine has other users.
-
-Some times of one thing, as figures.
-
-A ratio of medians, and between which bounds it is: by resampling (the bootstrap's percentiles).
-
-The order of samples: a figure is only comparable with one that was taken a moment before or after it.
+A figure without its machine cannot be compared. A figure can only be compared with one that was taken a moment
+before or after it, so `interleave` takes the samples of all contenders in turn.
 """
 
 from __future__ import annotations
@@ -15,23 +10,53 @@ import os
 import platform
 import random
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import psutil
 
 import ft_hsdp
-from ft_hsdp.bench.contenders.roster import Contender, version
-from ft_hsdp.bench.options import GIB, KIB, MIB, size_name
+from ft_hsdp.bench.contenders.base import version
 from ft_hsdp.errors import ConfigError
 
-PACKAGES = ("torch", "torchft", "mpi4py", "openmpi", "numpy")
+ResultRow = dict[str, Any]
+"""One line of a result, ready for JSON."""
+
+KIB, MIB, GIB = 2**10, 2**20, 2**30
+PACKAGES = ("torch", "torchft", "mpi4py", "openmpi", "numpy")  # whose versions are written down
+SPARE = 1.2  # memory that must be free, as a multiple of what the tensors take
+DIGITS = 4  # of a millisecond
+RESAMPLES, LEVEL, SEED = 2000, 0.95, 1  # of the interval of a ratio
+WARM_UP = 3  # rounds that do not count
+BATCHES = ((256 * KIB, 20), (4 * MIB, 5))  # up to this size, so many all-reduces in a row make a sample
+
+_K = TypeVar("_K")
+
+
+@dataclass(slots=True)
+class ProgressLog:
+    """Where a bench says how it goes."""
+
+    stream: TextIO
+    notes: list[str] = field(default_factory=list)  # lines that belong to the result as well
+
+    def say(self, text: str) -> None:
+        """Print one line at once."""
+        self.stream.write(text + "\n")
+        self.stream.flush()
+
+    def note(self, text: str) -> None:
+        """Print one line that a reader of the figures has to know, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+            self.say(f"note: {text}")
 
 
 def machine() -> dict[str, Any]:
-    """Processor, memory, kernel, and what the kernel does to TCP."""
+    """Return processor, memory, kernel, and what the kernel does to TCP."""
     return {
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
@@ -44,13 +69,13 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str | None]:
-    """Of this package, Python and everything that sums here; None where it is absent."""
+    """Return the versions of this package, Python and `PACKAGES`; None where one is not installed."""
     found = {package: version(package) for package in PACKAGES}
     return {"ft_hsdp": ft_hsdp.__version__, "python": platform.python_version(), **found}
 
 
 def now() -> str:
-    """Local date and time with its offset, ISO 8601."""
+    """Return local date and time with its offset, ISO 8601."""
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
@@ -69,28 +94,24 @@ def _read(path: str) -> str:
         return ""
 
 
-SPARE = 1.2  # of what the tensors take
+def size_name(size: int) -> str:
+    """Return a number of bytes as people say it."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if size >= unit and size % unit == 0:
+            return f"{size // unit} {name}"
+    return f"{size} B"
 
 
-def check_memory(contenders: Iterable[Contender], members: int, size: int) -> None:
-    """Raises ConfigError where tensors of `size` bytes do not fit at all members of all contenders at once."""
-    copies = sum(contender.copies for contender in contenders) * members
-    check_room(copies, size, "all contenders at once take")
-
-
-def check_room(copies: int, size: int, who: str) -> None:
-    """Raises ConfigError where `copies` times `size` bytes do not fit."""
+def check_room(copies: int, size: int, what: str) -> None:
+    """Raise ConfigError unless ``copies`` times ``size`` bytes fit into memory; ``what`` takes them."""
     need, free = SPARE * copies * size, psutil.virtual_memory().available
     if need > free:
-        allowed = f"what fits into {free / GIB:.1f} GiB; {who} {need / GIB:.1f} GiB"
+        allowed = f"what fits into {free / GIB:.1f} GiB; {what} {need / GIB:.1f} GiB"
         raise ConfigError("--sizes", size_name(size), allowed)
 
 
-DIGITS = 4  # of a millisecond
-
-
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Median, least and greatest, in milliseconds, and how many there were."""
+    """Return median, least and greatest in milliseconds, and how many there were."""
     return {
         "p50_ms": milliseconds(statistics.median(seconds)),
         "min_ms": milliseconds(min(seconds)),
@@ -100,22 +121,17 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def milliseconds(seconds: float) -> float:
-    """Seconds as rounded milliseconds."""
+    """Return seconds as rounded milliseconds."""
     return round(seconds * 1e3, DIGITS)
 
 
 def ratio(over: float, under: float) -> float:
-    """`over` / `under`, rounded."""
+    """Return ``over / under``, rounded."""
     return round(over / under, 3)
 
 
-RESAMPLES = 2000
-LEVEL = 0.95
-SEED = 1
-
-
 def ratio_interval(over: Sequence[float], under: Sequence[float]) -> dict[str, float]:
-    """{"ratio", "low", "high"}: median of `over` / median of `under`, and its 95 % interval.
+    """Return {"ratio", "low", "high"}: a ratio of medians and its 95 % interval, by resampling (the bootstrap).
 
     Values at the same place were taken one after the other and are drawn together, so what slows both cancels out.
     """
@@ -133,14 +149,8 @@ def ratio_interval(over: Sequence[float], under: Sequence[float]) -> dict[str, f
     }
 
 
-WARM_UP = 3  # rounds that do not count
-BATCHES = ((256 * KIB, 20), (4 * MIB, 5))  # up to this size, so many all-reduces in a row make a sample
-
-_K = TypeVar("_K")
-
-
 def interleave(samples: Mapping[_K, Callable[[], float]], rounds: int) -> dict[_K, list[float]]:
-    """One sample of each in every round (ABAB), after warming up; each round begins with another one."""
+    """Take one sample of each in every round (ABAB), after warming up; each round begins with another one."""
     keys = list(samples)
     values: dict[_K, list[float]] = {key: [] for key in keys}
     for number in range(-WARM_UP, rounds):
@@ -153,5 +163,5 @@ def interleave(samples: Mapping[_K, Callable[[], float]], rounds: int) -> dict[_
 
 
 def batch(size: int) -> int:
-    """All-reduces in a sample of `size` bytes: short ones run in a row, for the common start not to count."""
+    """Return the all-reduces in a sample: short ones run in a row, so that the common start does not count."""
     return next((times for limit, times in BATCHES if size <= limit), 1)

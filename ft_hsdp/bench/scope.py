@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -14,12 +13,14 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Self
 
-from ft_hsdp.bench.workers.link import WorkerLink
 from ft_hsdp.errors import Retryable
-from ft_hsdp.launch.backend.processes import environment, last_line, tied
+from ft_hsdp.launch.backend.processes import environment, last_line
 from ft_hsdp.launch.run.directory import read_json
 
 START_S = 60.0  # longest time until a server listens
+PREFIX = "ft-hsdp-bench-"  # of temporary folders
+
+Process = subprocess.Popen[bytes]
 
 
 class Scope(ABC):
@@ -28,20 +29,36 @@ class Scope(ABC):
     If one of them does not start, those before it end at once.
     """
 
-    prefix = "ft-hsdp-bench-"  # of the temporary folder
+    prefix = PREFIX
 
     def __enter__(self) -> Self:
-        with ExitStack() as stack:
-            self._begin(stack, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=self.prefix))))
-            self._stack = stack.pop_all()
+        self.stack = ExitStack()  # what ends everything
+        try:
+            self._begin(Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix=self.prefix))))
+        except BaseException:
+            self.stack.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._stack.close()
+        self.stack.close()
 
     @abstractmethod
-    def _begin(self, stack: ExitStack, folder: Path) -> None:
+    def _begin(self, folder: Path) -> None:
         """Start everything, and register on ``stack`` what ends it. ``folder`` is removed at the end."""
+
+
+@contextmanager
+def scratch() -> Iterator[tuple[ExitStack, Path]]:
+    """Yield a stack that ends what is registered on it, and a temporary folder that is removed after that."""
+    with ExitStack() as stack:
+        yield stack, Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=PREFIX)))
+
+
+def kill(process: Process) -> None:
+    """Kill a process and wait until it is gone."""
+    process.kill()
+    process.wait()
 
 
 def spawn(
@@ -50,8 +67,18 @@ def spawn(
     log: Path,
     env: Mapping[str, str] | None = None,
     pass_fds: tuple[int, ...] = (),
-) -> subprocess.Popen[bytes]:
-    """Start a process that writes to ``log`` and is killed by ``stack``; ``env`` is added to its environment."""
+    end: Callable[[Process], None] = kill,
+) -> Process:
+    """Start a process in a session of its own, so that Ctrl-C reaches the bench alone.
+
+    Args:
+        stack: what calls ``end`` with the process.
+        command: what is run.
+        log: the file that takes its output.
+        env: added to its environment.
+        pass_fds: descriptors that it inherits.
+        end: ends it.
+    """
     with log.open("ab") as file, signals_held_back():
         process = subprocess.Popen(
             command,
@@ -60,8 +87,9 @@ def spawn(
             stdin=subprocess.DEVNULL,
             stdout=file,
             stderr=file,
+            start_new_session=True,
         )
-        stack.callback(_kill, process)
+        stack.callback(end, process)
     return process
 
 
@@ -85,39 +113,7 @@ def signals_held_back() -> Iterator[None]:
         signal.raise_signal(each)
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
-    process.kill()
-    process.wait()
-
-
-def spawn_worker(
-    stack: ExitStack,
-    name: str,
-    module: str,
-    arguments: Sequence[str],
-    log: Path,
-    within: Callable[..., list[str]] | None = None,
-) -> WorkerLink:
-    """Start a module that takes orders over a socket, whose number is its first argument.
-
-    Args:
-        stack: what ends the process and the link.
-        name: of the worker in messages.
-        module: what is run.
-        arguments: after the socket.
-        log: what it writes to.
-        within: returns the command that runs the given words in a network namespace.
-    """
-    ours, theirs = socket.socketpair()
-    with theirs:
-        command = tied(module, str(theirs.fileno()), *arguments)
-        spawn(stack, within(*command) if within else command, log, pass_fds=(theirs.fileno(),))
-    link = WorkerLink(name, ours, log)
-    stack.callback(link.close)
-    return link
-
-
-def listening(process: subprocess.Popen[bytes], file: Path, log: Path, who: str) -> dict[str, Any]:
+def listening(process: Process, file: Path, log: Path, who: str) -> dict[str, Any]:
     """Wait until a server has written ``file``, and return what it says. Raises Retryable."""
     deadline = time.monotonic() + START_S
     while (said := read_json(file)) is None:

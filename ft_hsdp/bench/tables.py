@@ -1,8 +1,8 @@
-"""The result as tables, readable at 80 columns."""
+"""The result of every bench as tables that are readable at 80 columns."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
 from rich import box
@@ -10,34 +10,36 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ft_hsdp.bench.goals import GoalVerdict, verdicts, where
-from ft_hsdp.bench.options import size_name
+from ft_hsdp.bench.goals import JUDGES, TORCHFT_FETCHES, Row, times_as_fast, times_as_long, where
+from ft_hsdp.bench.results import size_name
 
 ANCHORS = ("gloo", "torchft", "openmpi")
+LIMITS = ("p50_ms", "min_ms", "max_ms")
+TAIL = ("p50_ms", "p99_ms", "max_ms")
+SPANS = {
+    "next": "{signal} to the next commit",
+    "less_one": "the same less one step",
+    "stall": "all of the step hit, less one",
+    "repeat": "new grant to commit, computed",
+    "rejoin": "{signal} to contributing again",
+    "rejoin_wait": "the others' waits for that",
+}
+RETURNS = ("a step", "less one", "p99", "max", "all of it", "contributes", "of")
+LAST_PHASE = "step"
+STARTS = {
+    "warm": "a process that waits, its model built",
+    "cold": "forked from one that has imported torch",
+    "torchft": "from nothing: interpreter, torch, torchft",
+}
+"""What a killed replica begins with: the contenders are not equal here, and a user meets them as they are."""
 
 
-def show(result: Mapping[str, Any], stream: TextIO) -> None:
-    """Print a result of `bench.run`."""
-    console = begin_tables(result, stream)
-    for name, text in result["contenders"].items():
-        console.print(f"  {name:<8} {text}")
-    rows: Sequence[Mapping[str, Any]] = result["bandwidth"]
-    for members in dict.fromkeys(row["members"] for row in rows):
-        _bandwidth([row for row in rows if row["members"] == members], members, console)
-    if result["spin"]:
-        _spin(result["spin"], console)
-    if result["kill"]:
-        _kill(result["kill"], console)
-    if result["reconfigure"]:
-        _reconfigure(result["reconfigure"], console)
-    for row in result.get("link", ()):
-        link_table(row, console)
-    end_tables(result, verdicts(result), console)
-
-
-def begin_tables(result: Mapping[str, Any], stream: TextIO) -> Console:
-    """Print where and with what was measured; the console for the tables."""
+def show(bench: str, result: Row, stream: TextIO) -> None:
+    """Print a result: where and with what it was measured, the figures, the goals, the notes."""
     console = Console(file=stream, highlight=False, soft_wrap=True)
+    if bench == "driver":
+        _driver(result, console)
+        return
     machine = result["machine"]
     versions = ", ".join(f"{name} {value}" for name, value in result["versions"].items() if value)
     console.print(
@@ -46,82 +48,100 @@ def begin_tables(result: Mapping[str, Any], stream: TextIO) -> Console:
             f"before; {versions}; TCP congestion control {machine['tcp_congestion_default']} by default"
         )
     )
-    return console
-
-
-def end_tables(result: Mapping[str, Any], found: Sequence[GoalVerdict], console: Console) -> None:
-    """Print the goals, as far as there are figures for them, and the notes."""
-    if found:
-        table = columns("Goals", "goal", "", "wanted", "seen", "")
+    _FIGURES[bench](result, console)
+    if found := list(JUDGES[bench](result)):
+        goals = []
         for verdict in found:
             met = "[green]met[/]" if verdict.met else "[red]missed[/]"
-            table.add_row(
-                verdict.text, where(verdict), f"{verdict.bound} {verdict.limit:g}", f"{verdict.seen:.3g}", met
-            )
-        console.print(table)
+            wanted = f"{verdict.bound} {verdict.limit:g}"
+            goals.append((verdict.text, where(verdict), wanted, f"{verdict.seen:.3g}", met))
+        _table(console, "Goals", ("goal", "", "wanted", "seen", ""), goals)
     for note in result["notes"]:
         console.print(escape(f"note: {note}"))
 
 
-def _bandwidth(rows: Sequence[Mapping[str, Any]], members: int, console: Console) -> None:
+def _table(console: Console, title: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Print a table; all columns but the first are figures."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column(heads[0])
+    for head in heads[1:]:
+        table.add_column(head, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def _figures(span: Mapping[str, float], keys: Sequence[str], digits: int = 3) -> list[str]:
+    return [f"{span[key]:.{digits}g}" for key in keys]
+
+
+def _median_and_most(span: Mapping[str, float]) -> str:
+    return " / ".join(_figures(span, ("p50_ms", "max_ms")))
+
+
+def _interval(times: Mapping[str, float], of: str = " times as long") -> str:
+    return f"{times['ratio']:.3f}{of} (95 %: {times['low']:.3f} to {times['high']:.3f})"
+
+
+def _contenders(result: Row, console: Console, key: str = "contenders", width: int = 8) -> None:
+    for name, text in result[key].items():
+        console.print(f"  {name:<{width}} {text}")
+
+
+def _ftar(result: Row, console: Console) -> None:
+    _contenders(result, console)
+    for members in dict.fromkeys(row["members"] for row in result["bandwidth"]):
+        _bandwidth([row for row in result["bandwidth"] if row["members"] == members], members, console)
+    if result["spin"]:
+        title = "Beside a spinning Python thread: median ms (share of idle speed)"
+        _table(console, title, ("", "N", "size", "idle", "in a rank", "own process"), map(_spin, result["spin"]))
+    if result["kill"]:
+        spans = ("to the raise", "to the next sum", "less one sum")
+        title = "SIGKILL of a member: p50 / max ms"
+        _table(console, title, ("", "N", "size", "kills", *spans), map(_ring_kill, result["kill"]))
+    if result["reconfigure"]:
+        heads = ("", "N", "order", "time")
+        _table(console, "Reconfigure: p50 / max ms", heads, map(_reconfigured, result["reconfigure"]))
+    for row in result.get("link", ()):
+        _link(row, console)
+
+
+def _bandwidth(rows: Sequence[Row], members: int, console: Console) -> None:
     names = list(rows[0]["contenders"])
-    sizes = [size_name(row["bytes"]) for row in rows]
-    table = columns(f"All-reduce of fp32, {members} members: median ms of {rows[0]['rounds']}", "", *sizes)
-    for name in names:
-        table.add_row(name, *(f"{row['contenders'][name]['p50_ms']:.3g}" for row in rows))
-    console.print(table)
+    heads = ("", *(size_name(row["bytes"]) for row in rows))
+    times = [(name, *(f"{row['contenders'][name]['p50_ms']:.3g}" for row in rows)) for name in names]
+    _table(console, f"All-reduce of fp32, {members} members: median ms of {rows[0]['rounds']}", heads, times)
     for anchor in (anchor for anchor in ANCHORS if anchor in names and len(names) > 1):
-        table = columns(f"Times as fast as {anchor}, {members} members", "", *sizes)
-        for name in (name for name in names if name != anchor):
-            table.add_row(name, *(f"{row['times_as_fast'][name][anchor]:.2f}" for row in rows))
-        console.print(table)
+        others = [name for name in names if name != anchor]
+        times = [(name, *(f"{row['times_as_fast'][name][anchor]:.2f}" for row in rows)) for name in others]
+        _table(console, f"Times as fast as {anchor}, {members} members", heads, times)
 
 
-def _spin(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    table = columns(
-        "Beside a spinning Python thread: median ms (share of idle speed)",
-        *("", "N", "size", "idle", "in a rank", "own process"),
-    )
-    for row in rows:
-        modes, share = row["modes"], row["share_of_idle"]
-        spinning = [f"{modes[mode]['p50_ms']:.3g} ({share[mode]:.2f})" for mode in ("thread", "process")]
-        idle = f"{modes['idle']['p50_ms']:.3g}"
-        table.add_row(row["contender"], str(row["members"]), size_name(row["bytes"]), idle, *spinning)
-    console.print(table)
+def _spin(row: Row) -> Sequence[str]:
+    modes, share = row["modes"], row["share_of_idle"]
+    spinning = (f"{modes[mode]['p50_ms']:.3g} ({share[mode]:.2f})" for mode in ("thread", "process"))
+    idle = f"{modes['idle']['p50_ms']:.3g}"
+    return row["contender"], str(row["members"]), size_name(row["bytes"]), idle, *spinning
 
 
-def _kill(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    table = columns(
-        "SIGKILL of a member: p50 / max ms",
-        *("", "N", "size", "kills", "to the raise", "to the next sum", "less one sum"),
-    )
-    for row in rows:
-        spans = [
-            f"{s['p50_ms']:.3g} / {s['max_ms']:.3g}" for s in (row["raise"], row["next"], row["next_less_one"])
-        ]
-        table.add_row(row["contender"], str(row["members"]), size_name(row["bytes"]), str(row["kills"]), *spans)
-    console.print(table)
+def _ring_kill(row: Row) -> Sequence[str]:
+    spans = (_median_and_most(row[key]) for key in ("raise", "next", "next_less_one"))
+    return row["contender"], str(row["members"]), size_name(row["bytes"]), str(row["kills"]), *spans
 
 
-def _reconfigure(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
-    table = columns("Reconfigure: p50 / max ms", "", "N", "order", "time")
-    for row in rows:
-        span = f"{row['p50_ms']:.3g} / {row['max_ms']:.3g}"
-        table.add_row(row["contender"], str(row["members"]), row["change"], span)
-    console.print(table)
+def _reconfigured(row: Row) -> Sequence[str]:
+    return row["contender"], str(row["members"]), row["change"], _median_and_most(row)
 
 
-def link_table(row: Mapping[str, Any], console: Console) -> None:
-    """Print a row of `hsdp.measure`."""
+def _link(row: Row, console: Console) -> None:
     shape = f"{row['members']} replicas of {row['ranks']} ranks, links of {row['rate']}"
-    table = columns(
-        f"A step of {shape}: median of {row['rounds']}", *("", "step, ms", "cost, ms", "CPU, ms", "MB sent")
-    )
-    for name, crew in row["crews"].items():
+    rows = []
+    for name, found in row["crews"].items():
         cost = f"{row['cost_ms'][name]:.0f}" if name in row["cost_ms"] else ""
-        figures = f"{crew['step']['p50_ms']:.0f}", cost, f"{crew['cpu_ms_per_step']:.0f}"
-        table.add_row(name, *figures, f"{crew['link_bytes_per_step'] / 1e6:.1f}")
-    console.print(table)
+        sent = f"{found['link_bytes_per_step'] / 1e6:.1f}"
+        rows.append((name, f"{found['step']['p50_ms']:.0f}", cost, f"{found['cpu_ms_per_step']:.0f}", sent))
+    heads = ("", "step, ms", "cost, ms", "CPU, ms", "MB sent")
+    _table(console, f"A step of {shape}: median of {row['rounds']}", heads, rows)
     own = row["ft_hsdp"]
     console.print(
         f"ft_hsdp's exchange takes {own['exchange_ms']:.0f} ms (the link alone: {row['least_exchange_ms']:.0f}); "
@@ -129,10 +149,161 @@ def link_table(row: Mapping[str, Any], console: Console) -> None:
     )
 
 
-def columns(title: str, first: str, *others: str) -> Table:
-    """An empty table; all columns but the first are figures."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column(first)
-    for name in others:
-        table.add_column(name, justify="right")
-    return table
+def _quorum(result: Row, console: Console) -> None:
+    _contenders(result, console, "kinds")
+    for row in result["rounds"]:
+        title = f"{row['members']} members ask at once: {row['rounds']['torchft']['count']} rounds of each"
+        rows = []
+        for kind, each in row["rounds"].items():
+            times = "" if kind == "torchft" else f"{times_as_long(row, kind):.2f}"
+            rows.append((kind, *_figures(each, LIMITS), times, f"{row['cpu_ms'][kind]:.2f}"))
+        _table(console, title, ("", "p50, ms", "min", "max", "times torchft", "server's CPU, ms"), rows)
+
+
+def _fetch(result: Row, console: Console) -> None:
+    _contenders(result, console, width=10)
+    for row in (*result["large"], *result["small"]):
+        title = f"{size_name(row['bytes'])} in {row['tensors']} tensors: median of {row['rounds']}"
+        anchors = [name for name in ("raw", *TORCHFT_FETCHES) if name in row["contenders"]]
+        rows = []
+        for name, found in row["contenders"].items():
+            times = ["" if name == anchor else f"{times_as_fast(row, name, anchor):.2f}" for anchor in anchors]
+            memory = row["memory"][name]
+            took = f"{memory['times_state']:.2f} ({memory['growth_times_state']:.2f})"
+            rows.append((name, f"{found['p50_ms']:.4g}", f"{row['gb_per_s'][name]:.2f}", *times, took))
+        heads = ("", "ms", "GB/s", *(f"times {name}" for name in anchors), "memory, times state (growth)")
+        _table(console, title, heads, rows)
+
+
+def _recovery(result: Row, console: Console) -> None:
+    for row in result["kill"]:
+        _killed(row, result["torchft"], console, "SIGKILL")
+    if not result["kill"]:
+        for row in result["torchft"]:
+            _spans(f"torchft, {row['setting']}", row, console, "SIGKILL")
+    for row in result["stop"]:
+        _killed(row, result["torchft_stop"], console, "SIGSTOP")
+    for row in result["rejoin"]:
+        _spans("ft_hsdp, long steps", row, console, "SIGKILL")
+    for row in result["return"]:
+        _return(row, console)
+    for row in result["readers"]:
+        crowd = ", ".join(f"{count} {kind}" for kind, count in row["readers"].items())
+        rows = [(name, *_figures(each, LIMITS, 4), str(each["count"])) for name, each in row["steps"].items()]
+        title = f"A step beside readers of state ({crowd}), ms"
+        _table(console, title, ("", "p50", "min", "max", "steps"), rows)
+        console.print(_interval(row["times"]))
+    if result["local"]:
+        heads = ("size", "agent: write", "read", "file: write", "read", "times as fast")
+        rows = []
+        for row in result["local"]:
+            times = (f"{row['times'][key]['p50_ms']:.3g}" for key in ("stage", "agent", "save", "file"))
+            rows.append((size_name(row["bytes"]), *times, f"{row['times_as_fast']:.3g}"))
+        _table(console, "A killed rank's state on its host: median ms", heads, rows)
+
+
+def _killed(row: Row, peers: Sequence[Row], console: Console, signal: str) -> None:
+    _spans("ft_hsdp", row, console, signal)
+    for peer in peers:
+        _spans(f"torchft, {peer['setting']}", peer, console, signal)
+    if row["phases"]:
+        rows = [(name, *_figures(span, TAIL)) for name, span in row["phases"].items()]
+        _table(console, "Where it goes until the last survivor's commit, ms", ("", "p50", "p99", "max"), rows)
+
+
+def _spans(who: str, row: Row, console: Console, signal: str) -> None:
+    title = f"{who}: {row['kills']} {signal}s, {row['replicas']} replicas, steps of {row['step_ms']:.3g} ms"
+    known = [(text.format(signal=signal), row[key]) for key, text in SPANS.items() if row.get(key)]
+    rows = [(text, *_figures(span, TAIL), str(span["count"])) for text, span in known]
+    _table(console, title, ("ms", "p50", "p99", "max", "of"), rows)
+
+
+def _return(row: Row, console: Console) -> None:
+    contenders: Mapping[str, Row] = row["contenders"]
+    rows = []
+    for who, found in contenders.items():
+        less_one = [f"{found['less_one'][key] / 1e3:.2f}" for key in TAIL]
+        others = [f"{found[key]['p50_ms'] / 1e3:.2f}" for key in ("commit", "contribute")]
+        rows.append((who, f"{found['step_ms'] / 1e3:.2f}", *less_one, *others, str(found["kills"])))
+    title = f"SIGKILL to the victim's own next commit, s: {row['model']}, {row['replicas']} replicas"
+    _table(console, title, ("", *RETURNS), rows)
+    for who, found in contenders.items():
+        starts = ", ".join(f"{count} {how}" for how, count in found["starts"].items())
+        console.print(f"{who:<8} {STARTS[who]}{starts and f' ({starts})'}")
+    names = dict.fromkeys(name for found in contenders.values() for name in found["phases"])
+    rows = []
+    for name in sorted(names, key=lambda name: name == LAST_PHASE):
+        spans = [found["phases"].get(name) for found in contenders.values()]
+        rows.append((name, *(f"{span['p50_ms']:.3g}" if span else "" for span in spans)))
+    _table(console, "Where it goes until that commit, median ms", ("", *contenders), rows)
+    for who, times in row["times"].items():
+        console.print(f"{who}: " + _interval(times, " times torchft's"))
+
+
+def _overhead(result: Row, console: Console) -> None:
+    for row in result["steady"]:
+        _steps(f"A step of {_shape(row)}", row["crews"], row, console)
+    for row in result["snapshot"]:
+        title = f"A step of {_shape(row)}, {row['step']}, with a snapshot and without"
+        _steps(title, row["modes"], row, console)
+    for row in result["ray"]:
+        title = f"A step of {_shape(row)}, that mostly waits: medians of {row['steps']} steps"
+        _steps(title, row["launchers"], row, console, "turns")
+    for row in result["link"]:
+        _link(row, console)
+
+
+def _steps(title: str, steps: Mapping[str, Row], row: Row, console: Console, what: str = "steps") -> None:
+    rows = []
+    for name, step in steps.items():
+        times = row["times"].get(name)
+        shares = (f"{times['ratio']:.3f}", f"{times['low']:.3f} to {times['high']:.3f}") if times else ("", "")
+        rows.append((name, *_figures(step, LIMITS, 4), str(step["count"]), *shares))
+    _table(console, title, ("", "p50, ms", "min", "max", what, "times", "95 %"), rows)
+
+
+def _shape(row: Row) -> str:
+    return f"{row['replicas']} replicas of {row['ranks']} ranks"
+
+
+def _strangers(result: Row, console: Console) -> None:
+    names = {"sink": "an idle sink", "job": "the job"}
+    for row in result["strangers"]:
+        listeners = ", ".join(f"{count} {kind}" for kind, count in row["listeners"].items())
+        console.print(f"  {row['per_s']} hostile first frames a second, in turn to {listeners}")
+        rows = [
+            (names[name], *_figures(each, LIMITS, 4), str(row["calls"][name]))
+            for name, each in row["steps"].items()
+        ]
+        _table(console, "a step", ("strangers call", "p50, ms", "min", "max", "calls"), rows)
+        console.print(f"  {_interval(row['times'])}")
+
+
+def _tls(result: Row, console: Console) -> None:
+    speeds = result["cipher"]["gb_per_s"]
+    console.print(f"  AES-128-GCM on one thread: {speeds['seal']:.2f} GB/s to seal, {speeds['open']:.2f} to open")
+    for name, text in (("ring", "all-reduce of 64 MiB, 2 members"), ("fetch", "fetch of a state")):
+        found = [each for row in result[name] for each in row["contenders"].items()]
+        rows = [(who, *_figures(each, LIMITS, 4)) for who, each in found]
+        _table(console, text, ("contender", "p50, ms", "min", "max"), rows)
+
+
+def _driver(result: Row, console: Console) -> None:
+    from ft_hsdp.bench.driver import BATCH, GROWTH_MIB, WARM
+
+    console.print(
+        f"driver, {result['steps']} steps of {result['replicas']} replicas: {result['grown_mib']:+.2f} MiB"
+        f" after {WARM} steps (goal {GROWTH_MIB:g}); a look at {BATCH} steps {result['look_ms_first']:.2f} ms"
+        f" at first, {result['look_ms_last']:.2f} ms at last; the summary {result['finish_s']:.1f} s"
+    )
+
+
+_FIGURES: Mapping[str, Callable[[Any, Console], None]] = {
+    "ftar": _ftar,
+    "quorum": _quorum,
+    "fetch": _fetch,
+    "recovery": _recovery,
+    "overhead": _overhead,
+    "strangers": _strangers,
+    "tls": _tls,
+}

@@ -155,12 +155,13 @@ def _chaos(args: argparse.Namespace) -> int:
 
 
 def _bench(args: argparse.Namespace) -> int:
-    from ft_hsdp.bench.command import BENCHES
+    from ft_hsdp.bench.command import run_bench
+    from ft_hsdp.bench.tables import show
 
     results = {}
     for what in dict.fromkeys(args.what):
-        results[what], show = BENCHES[what](args, sys.stderr)
-        show(results[what], sys.stderr if args.json else sys.stdout)
+        results[what] = run_bench(what, args, sys.stderr)
+        show(what, results[what], sys.stderr if args.json else sys.stdout)
     if args.json:
         _print_json(results if len(results) > 1 else next(iter(results.values())))
     return EXIT_OK

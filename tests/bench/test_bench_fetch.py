@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp.bench import state_fetch
-from ft_hsdp.bench.state_fetch import WAYS, verdicts
+from ft_hsdp.bench import goals, state_fetch
+from ft_hsdp.bench.state_fetch import CONTENDERS
 from ft_hsdp.launch.cli import main
 
 pytestmark = pytest.mark.multiproc
@@ -24,7 +24,7 @@ def test_all_contenders_in_one_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for name in ("transport", "torchft-4"):  # processes that take seconds to start
-        monkeypatch.delitem(WAYS, name)
+        monkeypatch.delitem(CONTENDERS, name)
     argv = ["bench", "fetch", "--json", "--measure", "large", "--sizes", "5MiB", "--rounds", "2"]
     assert main(argv) == 0
     out, err = capsys.readouterr()
@@ -55,14 +55,16 @@ def test_the_best_setting_of_torchft_counts() -> None:
         "contenders": {name: {"p50_ms": ms} for name, ms in times.items()},
         "memory": {"fetch": {"times_state": 1.2}},
     }
-    found = verdicts({"large": [row], "small": [row]})
+    found = goals.fetch({"large": [row], "small": [row]})
     assert [(v.seen, v.met) for v in found] == [(0.9, True), (8.0, True), (1.2, False), (4.0, True)]
 
 
 def test_what_is_received_is_compared(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for name in WAYS.keys() - {"raw"}:
-        monkeypatch.delitem(WAYS, name)
-    monkeypatch.setitem(WAYS, "raw", replace(WAYS["raw"], donor="tests.support.bench.fetch_standin:WrongDonor"))
+    for name in CONTENDERS.keys() - {"raw"}:
+        monkeypatch.delitem(CONTENDERS, name)
+    monkeypatch.setitem(
+        CONTENDERS, "raw", replace(CONTENDERS["raw"], donor="tests.support.bench.fetch_standin:WrongDonor")
+    )
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     assert main(["bench", "fetch", "--measure", "small", "--rounds", "1"]) == 75
     out, err = capsys.readouterr()

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
 import io
+from argparse import Namespace
+from functools import partial
 from typing import Any
 
 import pytest
 
-from ft_hsdp.bench.goals import verdicts
-from ft_hsdp.bench.options import GIB, KIB, MIB, AllReduceOptions, parse
-from ft_hsdp.bench.results import WARM_UP, batch, interleave, spread
+from ft_hsdp.bench import goals
+from ft_hsdp.bench.options import AllReduceOptions, ftar_options
+from ft_hsdp.bench.results import GIB, KIB, MIB, WARM_UP, batch, interleave, spread
 from ft_hsdp.bench.tables import show
 
 
@@ -65,7 +67,8 @@ RESULT: dict[str, Any] = {
 
 
 def test_every_goal_is_set_beside_its_figure() -> None:
-    seen = {(v.text, v.members, v.bytes): (v.seen, v.met) for v in verdicts(RESULT)}
+    found = list(goals.ftar(RESULT))
+    seen = {(v.text, v.members, v.bytes): (v.seen, v.met) for v in found}
     assert seen["tcp vs gloo, times as fast", 2, 64 * MIB] == (2.232, True)
     assert seen["tcp vs torchft, times as fast", 2, 256 * MIB] == (1.786, False)
     assert seen["tcp vs torchft, times as fast", 4, 256 * MIB] == (1.786, True)
@@ -79,41 +82,39 @@ def test_every_goal_is_set_beside_its_figure() -> None:
     assert seen["shm: kill to next sum - 1, max ms", 4, 64 * MIB] == (151.0, False)
     assert seen["tcp reconfigures, same order, ms", 4, None] == (9.0, True)
     assert len(seen) == 2 * (2 * 5 + 2 * 3) + 1 + 3 + 1
-    assert not any(v.bytes == MIB for v in verdicts(RESULT))
+    assert not any(v.bytes == MIB for v in found)
 
 
 def test_goals_need_both_figures() -> None:
     row = bandwidth(2, 64 * MIB, tcp=10.0, torchft=30.0)
-    assert [v.text for v in verdicts({"bandwidth": [row]})] == ["tcp vs torchft, times as fast"]
-    assert verdicts({"bandwidth": [bandwidth(2, 4 * KIB, tcp=10.0)]}) == []
+    assert [v.text for v in goals.ftar({"bandwidth": [row]})] == ["tcp vs torchft, times as fast"]
+    assert list(goals.ftar({"bandwidth": [bandwidth(2, 4 * KIB, tcp=10.0)]})) == []
 
 
 def test_tables_fit_80_columns_and_show_misses_and_notes() -> None:
     stream = io.StringIO()
-    show(RESULT, stream)
+    show("ftar", RESULT, stream)
     head, _, text = stream.getvalue().partition("\n")
     assert "bbr by default" in head
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
-    goals = text.partition("Goals")[2].splitlines()
-    assert len([line for line in goals if line.rstrip().endswith(("met", "missed"))]) == len(verdicts(RESULT))
-    assert len(goals) == len(verdicts(RESULT)) + 6  # no line is broken
+    lines, found = text.partition("Goals")[2].splitlines(), list(goals.ftar(RESULT))
+    assert len([line for line in lines if line.rstrip().endswith(("met", "missed"))]) == len(found)
+    assert len(lines) == len(found) + 6  # no line is broken
     assert "note: openmpi is left out of bandwidth: [not] installed" in text
     assert text.count("Times as fast as") == 2 * 3
 
 
 def test_options() -> None:
-    assert parse(
-        "all", sizes="4k,1 MiB,2gib,64,4KB", members="2,4", contenders="shm-any,gloo", rounds=3
-    ) == AllReduceOptions(
+    words = {"sizes": "4k,1 MiB,2gib,64,4KB", "members": "2,4", "contenders": "shm-any,gloo"}
+    assert ftar_options(Namespace(measure="all", **words, rounds=3)) == AllReduceOptions(
         ("bandwidth", "spin", "kill", "reconfigure", "link"),
         (4 * KIB, MIB, 2 * GIB, 64),
         (2, 4),
         ("shm-any", "gloo"),
         3,
     )
-    assert parse("spin", sizes=None, members=None, contenders=None, rounds=1) == AllReduceOptions(
-        ("spin",), None, None, None, 1
-    )
+    nothing = dict.fromkeys(("measure", "sizes", "members", "contenders", "rounds"))
+    assert ftar_options(Namespace(**nothing)) == AllReduceOptions(("bandwidth",), None, None, None, 20)
 
 
 def test_rounds_are_interleaved_and_begin_in_turn() -> None:
@@ -123,7 +124,7 @@ def test_rounds_are_interleaved_and_begin_in_turn() -> None:
         calls.append(name)
         return float(len(calls))
 
-    values = interleave({name: lambda name=name: sample(name) for name in "abc"}, 2)  # type: ignore[misc]
+    values = interleave({name: partial(sample, name) for name in "abc"}, 2)
     rounds = ["".join(calls[at : at + 3]) for at in range(0, len(calls), 3)]
     assert len(rounds) == WARM_UP + 2
     assert {"".join(sorted(r)) for r in rounds} == {"abc"}

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from argparse import Namespace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,12 @@ from typing import Any
 import psutil
 import pytest
 
-from ft_hsdp.bench.hsdp.scene import HsdpScene
-from ft_hsdp.bench.options import ProgressLog
-from ft_hsdp.bench.overhead import ray as launchers
-from ft_hsdp.bench.overhead.measures import parse, show, steady, verdicts
-from ft_hsdp.bench.recovery.scene import RecoveryScene as RecoveryScene
-from ft_hsdp.bench.results import ratio_interval, spread
+from ft_hsdp.bench import goals, overhead
+from ft_hsdp.bench.hsdp.setup import HsdpSetup
+from ft_hsdp.bench.options import overhead_rounds
+from ft_hsdp.bench.recovery.setup import RecoverySetup
+from ft_hsdp.bench.results import ProgressLog, ratio_interval, spread
+from ft_hsdp.bench.tables import show
 
 
 def test_a_ratio_has_an_interval_around_it() -> None:
@@ -31,8 +32,10 @@ def test_a_ratio_has_an_interval_around_it() -> None:
 
 
 def test_link_is_measured_on_request() -> None:
-    assert parse(None, rounds=None).rounds == {"steady": 70, "snapshot": 30, "ray": 6}
-    assert parse("all", rounds=1).rounds == dict.fromkeys(("steady", "snapshot", "ray", "link"), 1)
+    assert overhead_rounds(Namespace(measure=None, rounds=None)) == {"steady": 70, "snapshot": 30, "ray": 6}
+    assert overhead_rounds(Namespace(measure="all", rounds=1)) == dict.fromkeys(
+        ("steady", "snapshot", "ray", "link"), 1
+    )
 
 
 def test_goals_and_tables() -> None:
@@ -60,7 +63,7 @@ def test_goals_and_tables() -> None:
         ],
         "link": [],
     }
-    seen = {verdict.text: (verdict.seen, verdict.met) for verdict in verdicts(result)}
+    seen = {verdict.text: (verdict.seen, verdict.met) for verdict in goals.overhead(result)}
     assert seen == {
         "ft_hsdp, tcp: a step, times HSDP's": (1.05, False),
         "snapshot each step, computing: times as long": (1.05, True),
@@ -68,21 +71,21 @@ def test_goals_and_tables() -> None:
         "under Ray: a step, times that under up": (1.02, True),
     }
     stream = io.StringIO()
-    show(result, stream)
+    show("overhead", result, stream)
     assert max(len(line.rstrip()) for line in stream.getvalue().partition("\n")[2].splitlines()) <= 80
 
 
-def test_launchers_take_turns_abba(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_overhead_take_turns_abba(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each turn's figure is paired with the other's beside it."""
     order: list[str] = []
 
-    def turn(name: str, scene: RecoveryScene, steps: int) -> float:
-        assert (scene.replicas, steps) == (3, 7)
+    def turn(name: str, setup: RecoverySetup, steps: int) -> float:
+        assert (setup.replicas, steps) == (3, 7)
         order.append(name)
         return len(order) / 100
 
-    monkeypatch.setattr(launchers, "CONTENDERS", {name: partial(turn, name) for name in ("up", "ray")})
-    (row,) = launchers.ray(3, ProgressLog(io.StringIO()), steps=7)
+    monkeypatch.setattr(overhead, "LAUNCHERS", {name: partial(turn, name) for name in ("up", "ray")})
+    (row,) = overhead.ray(3, ProgressLog(io.StringIO()), steps=7)
     assert order == ["up", "ray", "ray", "up", "up", "ray"]
     assert row["launchers"]["up"] == spread([0.01, 0.04, 0.05])
     assert row["times"]["ray"]["ratio"] == 0.75
@@ -90,9 +93,9 @@ def test_launchers_take_turns_abba(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_without_ray_there_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launchers, "version", lambda name: None)
+    monkeypatch.setattr(overhead, "version", lambda name: None)
     log = ProgressLog(io.StringIO())
-    assert launchers.ray(3, log) == []
+    assert overhead.ray(3, log) == []
     assert log.notes == ["ray is left out: not installed"]
 
 
@@ -101,8 +104,8 @@ def test_without_ray_there_is_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_both_train_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     sections = {"train": {"micro_batch": 1, "seq_len": 8}, "model": {"dim": 8, "layers": 1, "heads": 1}}
-    scene = HsdpScene(replicas=1, ranks=1, sections=sections, waiting=(64, 0.01))
-    (row,) = steady(2, ProgressLog(io.StringIO()), scene, transports=("tcp",))
+    setup = HsdpSetup(replicas=1, ranks=1, sections=sections, waiting=(64, 0.01))
+    (row,) = overhead.steady(2, ProgressLog(io.StringIO()), setup, transports=("tcp",))
     assert {name: crew["count"] for name, crew in row["crews"].items()} == {
         "hsdp": 2,
         "hsdp again": 2,
@@ -117,8 +120,8 @@ def test_both_train_in_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.usefixtures("_nothing_left")
 def test_a_job_takes_a_turn_under_each_launcher() -> None:
     pytest.importorskip("ray")
-    scene = RecoveryScene(replicas=2, layers=1, elements=256, wait_s=0.02)
-    (row,) = launchers.ray(1, ProgressLog(io.StringIO()), scene, steps=3)
+    setup = RecoverySetup(replicas=2, layers=1, elements=256, wait_s=0.02)
+    (row,) = overhead.ray(1, ProgressLog(io.StringIO()), setup, steps=3)
     assert {name: found["count"] for name, found in row["launchers"].items()} == {"up": 1, "ray": 1}
     assert min(found["min_ms"] for found in row["launchers"].values()) > 20  # each waits as long as it is told
 

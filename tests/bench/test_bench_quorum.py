@@ -4,14 +4,15 @@ import json
 import socket
 import tempfile
 import threading
+from argparse import Namespace
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from ft_hsdp.bench import quorum_client
-from ft_hsdp.bench.quorum_client import ClientHerd, Grpc, Http1, counted, encoded_text, frame, number
-from ft_hsdp.bench.quorum_rounds import quorum_options, verdicts
+from ft_hsdp.bench import goals, quorum_client
+from ft_hsdp.bench.options import quorum_options
+from ft_hsdp.bench.quorum_client import Clients, Grpc, Http1, encoded, frame
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.launch.cli import main
 
@@ -41,13 +42,16 @@ def test_both_lighthouses_in_one_run(
 @pytest.mark.parametrize("members", ["0", "65", "2,x", ","])
 def test_numbers_of_members_that_no_job_has(members: str) -> None:
     with pytest.raises(ConfigError, match=r"--members: got .* allowed: numbers from 1 to 64"):
-        quorum_options(members=members, rounds=1)
+        quorum_options(Namespace(members=members, rounds=1))
 
 
 def test_the_goal_is_a_ratio_of_medians() -> None:
     rounds = {"torchft": {"p50_ms": 2.0}, "same": {"p50_ms": 2.5}, "new": {"p50_ms": 2.6}}
     small, large = ({"members": members, "rounds": rounds} for members in (3, 64))
-    assert [(v.members, v.seen, v.met) for v in verdicts([small, large])] == [(64, 1.25, True), (64, 1.3, False)]
+    assert [(v.members, v.seen, v.met) for v in goals.quorum({"rounds": [small, large]})] == [
+        (64, 1.25, True),
+        (64, 1.3, False),
+    ]
 
 
 def test_an_answer_over_http_that_comes_in_pieces() -> None:
@@ -89,11 +93,10 @@ def test_a_call_that_fails_is_no_answer() -> None:
         wire.feed(frame(quorum_client.HEADERS, quorum_client.END_STREAM, 1, b"grpc-status: 14"))
 
 
-def test_members_of_a_quorum_are_counted() -> None:
-    members = [encoded_text(1, f"replica-{n}" * 20) + number(4, 10**6) for n in range(3)]
-    quorum = number(1, 7) + b"".join(encoded_text(2, member) for member in members) + encoded_text(3, number(1, 5))
-    assert counted(encoded_text(1, quorum), 1, 2) == 3
-    assert counted(b"", 1, 2) == 0
+def test_messages_are_encoded_as_protocol_buffers() -> None:
+    assert encoded(4, 300) == b"\x20\xac\x02"  # the example of their documentation, as field 4
+    assert encoded(2, "testing") == b"\x12\x07testing"
+    assert encoded(1, encoded(5, 1)) == b"\x0a\x02\x28\x01"
 
 
 def test_a_server_that_hangs_up_ends_the_round() -> None:
@@ -106,7 +109,7 @@ def test_a_server_that_hangs_up_ends_the_round() -> None:
 
         thread = threading.Thread(target=hang_up)
         thread.start()
-        herd = ClientHerd(listener.getsockname(), 1, lambda: Http1("host", "/", "token"))
-        with closing(herd), pytest.raises((Retryable, ConnectionResetError)):
-            herd.round([b"x"])
+        clients = Clients(listener.getsockname(), 1, lambda: Http1("host", "/", "token"))
+        with closing(clients), pytest.raises((Retryable, ConnectionResetError)):
+            clients.round([b"x"])
         thread.join()

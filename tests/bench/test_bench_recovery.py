@@ -11,19 +11,20 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.bench.options import MIB, ProgressLog
-from ft_hsdp.bench.recovery import readers as readers_bench
+from ft_hsdp.bench import goals, hostile
+from ft_hsdp.bench.hostile import READERS, BadReaders
+from ft_hsdp.bench.options import RecoveryOptions
 from ft_hsdp.bench.recovery.analysis import Kill, came_back, failures_of, phases, quantile, repeated, stall
-from ft_hsdp.bench.recovery.kills import reckon, stops
-from ft_hsdp.bench.recovery.readers import GARBAGE, SLOW, STRANGERS, Crowd
-from ft_hsdp.bench.recovery.report import RecoveryOptions, run, show, verdicts
-from ft_hsdp.bench.recovery.scene import RecoveryScene
-from ft_hsdp.bench.recovery.torchft_under_test import Setting, peer
+from ft_hsdp.bench.recovery.bench import kill_row, run, stops
+from ft_hsdp.bench.recovery.setup import RecoverySetup
+from ft_hsdp.bench.recovery.torchft_under_test import Setting, torchft
+from ft_hsdp.bench.results import MIB, ProgressLog
+from ft_hsdp.bench.tables import show
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.launch.cli import main
 from tests.support.known import admit
 
-SMALL = RecoveryScene(replicas=2, layers=1, elements=256, wait_s=0.02)
+SMALL = RecoverySetup(replicas=2, layers=1, elements=256, wait_s=0.02)
 
 
 def commit(
@@ -110,7 +111,7 @@ def test_what_a_return_cost_is_waited_for_beyond_the_usual() -> None:
 
 def test_a_row_and_its_goals_and_tables() -> None:
     rows = {n: [*each, commit(15, 5, WHOLE)] for n, each in ROWS.items()}
-    row = reckon(RecoveryScene(replicas=3), [KILL], rows, [*BROKEN, *BACK])
+    row = kill_row(RecoverySetup(replicas=3), [KILL], rows, [*BROKEN, *BACK])
     assert row["step_ms"] == 1000
     times = {"ratio": 1.01, "low": 0.99, "high": 1.03}
     spread = {"p50_ms": 50.0, "min_ms": 40.0, "max_ms": 60.0, "count": 5}
@@ -141,7 +142,7 @@ def test_a_row_and_its_goals_and_tables() -> None:
             }
         ],
     }
-    seen = {verdict.text: (verdict.seen, verdict.met) for verdict in verdicts(result)}
+    seen = {verdict.text: (verdict.seen, verdict.met) for verdict in goals.recovery(result)}
     assert seen["SIGKILL to next commit - 1 step, p50 ms"] == (350, False)
     assert seen["all of the step hit - 1 step, p99 ms"] == (600, False)
     assert seen["SIGSTOP to next commit - 1 step, p50 ms"] == (350, True)
@@ -152,7 +153,7 @@ def test_a_row_and_its_goals_and_tables() -> None:
     assert seen["from the agent vs save + load, times as fast"] == (4.9, False)
     assert len(seen) == 10
     stream = io.StringIO()
-    show(result, stream)
+    show("recovery", result, stream)
     text = stream.getvalue().partition("\n")[2]
     assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
     assert "torchft, tuned" in text
@@ -168,7 +169,7 @@ def test_quantiles_are_values_that_were_seen() -> None:
 
 def test_bad_readers_do_what_they_are_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a server that lets in who knows the token, and then never stops sending."""
-    monkeypatch.setattr(readers_bench, "BEAT_S", 0.02)
+    monkeypatch.setattr(hostile, "BEAT_S", 0.02)
     asked: list[bytes] = []
     server = socket.create_server(("127.0.0.1", 0), backlog=64)
 
@@ -189,11 +190,9 @@ def test_bad_readers_do_what_they_are_said_to(monkeypatch: pytest.MonkeyPatch) -
     socks: list[socket.socket] = []
     thread = threading.Thread(target=serve, daemon=True)
     thread.start()
-    with Crowd([f"127.0.0.1:{server.getsockname()[1]}"], "secret", lambda: "/v1/state") as readers:
+    with BadReaders([f"127.0.0.1:{server.getsockname()[1]}"], "secret", lambda: "/v1/state") as readers:
         deadline = time.monotonic() + 10
-        while (
-            readers.seen["beats"] < 5 or readers.seen.total() < readers.seen["beats"] + SLOW + GARBAGE + STRANGERS
-        ):
+        while readers.seen["beats"] < 5 or readers.seen.total() < readers.seen["beats"] + sum(READERS.values()):
             assert time.monotonic() < deadline, readers.seen
             time.sleep(0.01)
     server.shutdown(socket.SHUT_RDWR)
@@ -202,8 +201,8 @@ def test_bad_readers_do_what_they_are_said_to(monkeypatch: pytest.MonkeyPatch) -
     for sock in socks:
         sock.close()
     assert readers.seen.keys() == {"beats", "slow 200", "garbage gone", "stranger gone"}
-    assert readers.seen["slow 200"] == SLOW
-    assert asked == [b"GET /v1/state HTTP/1.1\r\nHost: x\r\n\r\n"] * SLOW
+    assert readers.seen["slow 200"] == READERS["slow"]
+    assert asked == [b"GET /v1/state HTTP/1.1\r\nHost: x\r\n\r\n"] * READERS["slow"]
 
 
 @pytest.mark.parametrize(
@@ -265,7 +264,7 @@ def test_a_state_comes_back_from_the_agent_and_from_a_file() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_torchft_in_the_same_situation(number: signal.Signals) -> None:
     setting = Setting((300, 100), "quick", 10, 2.0)
-    (row,) = peer(SMALL, 1, ProgressLog(io.StringIO()), {"quick": setting}, number)
+    (row,) = torchft(SMALL, 1, ProgressLog(io.StringIO()), {"quick": setting}, number)
     assert (row["kills"], row["next"]["count"]) == (1, 1)
     assert row["next"]["p50_ms"] > 200  # it waits for a heartbeat that does not come
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import random
+from argparse import Namespace
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from ft_hsdp.bench.options import ProgressLog
-from ft_hsdp.bench.recovery import job_under_test, torchft_under_test, trainee
+from ft_hsdp.bench import goals, trainee
+from ft_hsdp.bench.options import recovery_options
+from ft_hsdp.bench.recovery import job_under_test, torchft_under_test
 from ft_hsdp.bench.recovery.analysis import Back, Kill, back, return_phases, stages_in
-from ft_hsdp.bench.recovery.report import parse, show, verdicts
-from ft_hsdp.bench.recovery.returns import SCENES, Turn, ours, result, returns, torchft
-from ft_hsdp.bench.recovery.scene import RecoveryScene
+from ft_hsdp.bench.recovery.returns import SETUPS, Turn, ours, result, returns, torchft
+from ft_hsdp.bench.recovery.setup import RecoverySetup
+from ft_hsdp.bench.results import ProgressLog
+from ft_hsdp.bench.tables import show
 from ft_hsdp.config import load
 from ft_hsdp.errors import Retryable
 from ft_hsdp.train.model import ModelArgs
@@ -77,18 +80,18 @@ def test_phases_add_up_whatever_was_seen() -> None:
 def test_all_contenders_train_the_same_model() -> None:
     """That of the quickstart, at its size; and data with which it can be trained."""
     config = load(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
-    scene = SCENES["2 M parameters"]
-    made = trainee.make_model(scene)
+    setup = SETUPS["2 M parameters"]
+    made = trainee.make_model(setup)
     assert isinstance(made.args, ModelArgs)
     assert made.args == build(config).args
     torch.manual_seed(1)
-    data = trainee.make_data(scene)
+    data = trainee.make_data(setup)
     assert made(data.batch(0, 0, 0)).isfinite()
     tokens, targets = data.batch(1, 2, 0)  # type: ignore[misc]
     assert tokens.shape == (config.train.micro_batch, config.train.seq_len)
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
     assert (
-        sum(p.numel() for p in trainee.make_model(RecoveryScene(**asdict(SCENES["waiting"]))).parameters())
+        sum(p.numel() for p in trainee.make_model(RecoverySetup(**asdict(SETUPS["waiting"]))).parameters())
         == 2 << 17
     )
 
@@ -98,7 +101,7 @@ def test_returns_beside_their_goals() -> None:
         return Turn(0.05, (Back(seconds + 0.05, seconds, seconds + 0.1, PARTS, how),) * 3)
 
     turns = {"warm": [turn(0.2, "from a spare"), turn(0.7, "cold")], "cold": [turn(2.6), turn(2.6)]}
-    row = result("waiting", RecoveryScene(), {**turns, "torchft": [turn(2.5), turn(2.5)]})
+    row = result("waiting", RecoverySetup(), {**turns, "torchft": [turn(2.5), turn(2.5)]})
     assert row["contenders"]["warm"]["kills"] == 6
     assert row["contenders"]["warm"]["starts"] == {"from a spare": 3, "cold": 3}
     assert row["contenders"]["cold"]["less_one"]["p50_ms"] == 2600
@@ -108,14 +111,14 @@ def test_returns_beside_their_goals() -> None:
         "versions": {"torch": "2.13.0"},
         "notes": [],
         **dict.fromkeys(("kill", "torchft", "stop", "torchft_stop", "rejoin", "readers", "local"), ()),
-        "return": [row, result("2 M parameters", RecoveryScene(), turns)],
+        "return": [row, result("2 M parameters", RecoverySetup(), turns)],
     }
-    seen = [(verdict.text, verdict.seen, verdict.met) for verdict in verdicts(whole)]
+    seen = [(verdict.text, verdict.seen, verdict.met) for verdict in goals.recovery(whole)]
     text = "SIGKILL to own commit - 1 step"
     warm = (f"{text}, warm, p50 ms", 450, True)
     assert seen == [warm, (f"{text}, cold / torchft's", 1.04, False), warm]  # the second without torchft
     stream = io.StringIO()
-    show(whole, stream)
+    show("recovery", whole, stream)
     printed = stream.getvalue().partition("\n")[2]
     assert max(len(line.rstrip()) for line in printed.splitlines()) <= 80, printed
     assert "warm-up     300    300       300" in printed
@@ -124,32 +127,34 @@ def test_returns_beside_their_goals() -> None:
 
 
 def test_returns_are_part_of_all() -> None:
-    assert "return" in parse("all", kills=1, rounds=1, sizes=None).measures
-    assert parse("return", kills=1, rounds=1, sizes=None).measures == ("return",)
+    words = Namespace(measure=None, kills=1, rounds=1, sizes=None)
+    assert "return" in recovery_options(words).measures
+    words.measure = "return"
+    assert recovery_options(words).measures == ("return",)
 
 
 def test_a_life_before_the_one_that_was_killed_is_no_return(monkeypatch: pytest.MonkeyPatch) -> None:
     """A victim may be hit again while rows of the life before are still among its newest."""
     monkeypatch.setattr(job_under_test, "PATIENCE_S", 0.0)
     one = torchft_under_test.TorchftUnderTest(
-        RecoveryScene(replicas=2), torchft_under_test.Setting((), "quick", 1)
+        RecoverySetup(replicas=2), torchft_under_test.Setting((), "quick", 1)
     )
     one._tailers = {}
     row = {"t": 1.0, "step": 1, "role": "contribute", "incarnation": "0"}
     one.rows[1] = [row, {**row, "t": 2.0, "incarnation": "1"}]
     kill = Kill(3.0, 1, 0, "1")
     with pytest.raises(Retryable, match="contributes again"):
-        one.back(kill)
+        one.wait_for_return(kill)
     one.rows[1].append({**row, "t": 4.0, "incarnation": "2"})
-    one.back(kill)
+    one.wait_for_return(kill)
 
 
 @pytest.mark.proof
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("_nothing_left")
 def test_a_victim_of_each_contender_comes_back() -> None:
-    scene = RecoveryScene(replicas=2, layers=1, elements=256, wait_s=0.02)
-    (row,) = returns(1, ProgressLog(io.StringIO()), {"waiting": scene})
+    setup = RecoverySetup(replicas=2, layers=1, elements=256, wait_s=0.02)
+    (row,) = returns(1, ProgressLog(io.StringIO()), {"waiting": setup})
     assert list(row["contenders"]) == ["warm", "cold", "torchft"]
     assert row["contenders"]["warm"]["starts"] == {"from a spare": 1}
     assert row["contenders"]["cold"]["starts"] == {"cold": 1}
@@ -166,8 +171,8 @@ def test_a_victim_of_each_contender_comes_back() -> None:
 @pytest.mark.multiproc
 @pytest.mark.usefixtures("_nothing_left")
 def test_the_real_model_is_trained_by_both() -> None:
-    scene = RecoveryScene(replicas=1, transformer=True)
+    setup = RecoverySetup(replicas=1, transformer=True)
     for contender in (partial(ours, 0), torchft):
-        turn = contender(scene, 0, random.Random(1))
+        turn = contender(setup, 0, random.Random(1))
         assert turn.step_s > 0.01
         assert turn.backs == ()

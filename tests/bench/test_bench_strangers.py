@@ -7,10 +7,11 @@ import io
 from typing import Any
 
 from ft_hsdp import address
-from ft_hsdp.bench.flood import Flood, frames
+from ft_hsdp.bench import goals
 from ft_hsdp.bench.goals import begin_result, finish_result
-from ft_hsdp.bench.options import ProgressLog
-from ft_hsdp.bench.strangers import show, verdicts
+from ft_hsdp.bench.hostile import Flood, frames
+from ft_hsdp.bench.results import ProgressLog
+from ft_hsdp.bench.tables import show
 from ft_hsdp.handshake import CallerGate, Purpose
 from ft_hsdp.protocol import MAX_MESSAGE
 
@@ -57,8 +58,7 @@ def test_a_result_is_shown_beside_its_goals() -> None:
         "growth_mib": 4.7,
     }
     result["strangers"] = [row]
-    found = verdicts([row])
-    assert [verdict.met for verdict in found] == [False, True, True]
+    assert [verdict.met for verdict in goals.strangers(result)] == [False, True, True]
     stream = io.StringIO()
-    show(finish_result(result, found, ProgressLog(io.StringIO()), started), stream)
+    show("strangers", finish_result(result, ProgressLog(io.StringIO()), started), stream)
     assert "6 ring doors, 3 agents" in stream.getvalue()

@@ -1,1 +1,4 @@
-"""One all-reduce each, behind `ft_hsdp.bench.contenders.base.Rank`."""
+"""What is measured side by side: all-reduces behind `base.AllReduceRank`, and ways to fetch a state (`fetch`).
+
+Only this package may import torchft.
+"""

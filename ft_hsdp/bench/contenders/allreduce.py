@@ -1,9 +1,4 @@
-"""torch.distributed's own all-reduce over gloo: the first anchor.
-
-FTAR, with each of its transports.
-
-The bystander: a process outside every ring. It hosts the store, and can spin to take a core from the others.
-"""
+"""torch.distributed's all-reduce over gloo, FTAR with each of its transports, and the host of the store."""
 
 from __future__ import annotations
 
@@ -13,10 +8,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import TCPStore
 
 from ft_hsdp import record_layer
-from ft_hsdp.bench.contenders.base import LOOPBACK, TIMEOUT_S, AllReduceRank, WorkerSeat
+from ft_hsdp.bench.contenders.base import LOOPBACK, TIMEOUT_S, AllReduceRank, WorkerSpec
 from ft_hsdp.ftar import Communicator, Settings
 
 
@@ -25,18 +19,18 @@ class Gloo(AllReduceRank):
 
     in_place = True
 
-    def __init__(self, seat: WorkerSeat) -> None:
-        self._seat = seat
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
 
     def join(self, epoch: int, ring: Sequence[tuple[int, str]]) -> None:
         """Make the default group; a process can do it once."""
-        host, _, port = self._seat.store.rpartition(":")
+        host, _, port = self._spec.store.rpartition(":")
         timeout = timedelta(seconds=TIMEOUT_S)
         store = dist.TCPStore(host, int(port), is_master=False, timeout=timeout)
         dist.init_process_group(
             "gloo",
-            store=dist.PrefixStore(f"{self._seat.name}/{epoch}", store),
-            rank=[member for member, _ in ring].index(self._seat.member),
+            store=dist.PrefixStore(f"{self._spec.name}/{epoch}", store),
+            rank=[member for member, _ in ring].index(self._spec.member),
             world_size=len(ring),
             timeout=timeout,
         )
@@ -45,10 +39,6 @@ class Gloo(AllReduceRank):
         """Sum ``sink`` in place over the ranks."""
         dist.all_reduce(sink)
 
-    def close(self) -> None:
-        """Destroy the process group."""
-        dist.destroy_process_group()
-
 
 class FTAR(AllReduceRank):
     """`Communicator.all_reduce` out of place, as the trainer uses it.
@@ -56,12 +46,12 @@ class FTAR(AllReduceRank):
     Options: transport; registered: whether the tensors lie in memory of the communicator; tls: network.tls.
     """
 
-    def __init__(self, seat: WorkerSeat) -> None:
-        record_layer.use(seat.options.get("tls", "auto"))
-        self._registered: bool = seat.options["registered"]
-        settings = Settings(transport=seat.options["transport"], timeout_s=TIMEOUT_S)
-        job = f"bench-{seat.name}"
-        self._ring = Communicator(seat.member, job=job, token=seat.token, host=LOOPBACK, settings=settings)
+    def __init__(self, spec: WorkerSpec) -> None:
+        record_layer.use(spec.options.get("tls", "auto"))
+        self._registered: bool = spec.options["registered"]
+        settings = Settings(transport=spec.options["transport"], timeout_s=TIMEOUT_S)
+        job = f"bench-{spec.name}"
+        self._ring = Communicator(spec.member, job=job, token=spec.token, host=LOOPBACK, settings=settings)
         self.address = self._ring.address
 
     def join(self, epoch: int, ring: Sequence[tuple[int, str]]) -> None:
@@ -69,30 +59,23 @@ class FTAR(AllReduceRank):
         self._ring.reconfigure(epoch, ring)
 
     def all_reduce(self, source: Tensor, sink: Tensor) -> None:
-        """Sum `source` into `sink`, with `source` kept."""
+        """Sum ``source`` into ``sink``, with ``source`` kept."""
         self._ring.all_reduce(source, out=sink).wait(TIMEOUT_S)
 
-    def close(self) -> None:
-        """Close the FTAR communicator."""
-        self._ring.close()
-
     def empty(self, elements: int) -> Tensor:
-        """Registered memory, or any."""
+        """Return registered memory, or any."""
         return self._ring.empty(elements) if self._registered else torch.empty(elements)
 
 
 class StoreHost(AllReduceRank):
-    """Hosts the TCPStore at `address`."""
+    """A process outside every ring. It hosts the TCPStore at `address`, and can spin to take a core."""
 
-    def __init__(self, seat: WorkerSeat) -> None:
-        self._store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
         self.address = f"{LOOPBACK}:{self._store.port}"
 
     def join(self, epoch: int, ring: Sequence[tuple[int, str]]) -> None:
-        """It has no ring."""
+        """Do nothing: it has no ring."""
 
     def all_reduce(self, source: Tensor, sink: Tensor) -> None:
-        """It has nothing to sum."""
-
-    def close(self) -> None:
-        """The store goes with its process."""
+        """Do nothing: it has nothing to sum."""

@@ -1,10 +1,17 @@
-"""What a contender does in one of its worker processes."""
+"""Which all-reduces are measured, by the name that users give them, and what each does in one of its workers.
+
+No torch is imported here: the bench's own process needs none.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
+import shutil
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,32 +19,38 @@ if TYPE_CHECKING:
 
 LOOPBACK = "127.0.0.1"
 TIMEOUT_S = 60.0  # longest time of one operation of any contender
+MPIRUN = "mpirun"
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerSeat:
-    """Which worker this is.
+class Contender:
+    """One way to sum."""
 
-    name: of the contender; member: its id in the ring, from 0; store: "host:port" of a TCPStore for those who
-    need one; token: the secret that all members share; options: what distinguishes this contender from others
-    of its kind.
-    """
+    entry: str  # "module:class" of its `AllReduceRank`, or MPIRUN where OpenMPI starts the ranks
+    text: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    copies: int = 1  # tensors of the measured size that a rank holds
+    needs: tuple[str, ...] = ()  # packages without which it is left out
+    reconfigures: bool = False  # it can join again under a new epoch
+    recovers: bool = False  # it outlives the death of a member
 
-    name: str
-    member: int
-    store: str
-    token: str
-    options: Mapping[str, Any]
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    """Which worker a process is."""
+
+    name: str  # of the contender
+    member: int  # its id in the ring, from 0
+    store: str  # "host:port" of a TCPStore, for those that need one
+    token: str  # the secret that all members share
+    options: Mapping[str, Any]  # of the contender
 
 
 class AllReduceRank(ABC):
-    """One member of a contender's ring: join, all-reduce, join again, close."""
+    """One member of a contender's ring: join, all-reduce, join again. Its end is the end of its process."""
 
-    in_place = False
-    """Whether the sum replaces the input."""
-
-    address = ""
-    """What the other members must be told, where there is something."""
+    in_place = False  # whether the sum replaces the input
+    address = ""  # what the other members must be told, if anything
 
     @abstractmethod
     def join(self, epoch: int, ring: Sequence[tuple[int, str]]) -> None:
@@ -45,14 +58,59 @@ class AllReduceRank(ABC):
 
     @abstractmethod
     def all_reduce(self, source: Tensor, sink: Tensor) -> None:
-        """Sum `source` over the ring into `sink`, which is `source` if `in_place`; returns when it is there."""
-
-    @abstractmethod
-    def close(self) -> None:
-        """Give back what this rank holds."""
+        """Sum ``source`` over the ring into ``sink``, which is ``source`` if `in_place`. Blocks."""
 
     def empty(self, elements: int) -> Tensor:
-        """Memory for fp32 `elements`, of the kind that this contender likes best."""
+        """Return memory for fp32 ``elements``, of the kind that suits this contender best."""
         import torch
 
         return torch.empty(elements)
+
+
+def _ftar(transport: str, text: str, *, registered: bool = False) -> Contender:
+    options = {"transport": transport, "registered": registered}
+    entry = "ft_hsdp.bench.contenders.allreduce:FTAR"
+    return Contender(entry, text, options, copies=2, reconfigures=True, recovers=True)
+
+
+CONTENDERS: dict[str, Contender] = {
+    "tcp": _ftar("tcp", "FTAR over TCP, out of place"),
+    "shm": _ftar("shm", "FTAR over shared memory, registered tensors, out of place", registered=True),
+    "shm-any": _ftar("shm", "FTAR over shared memory, ordinary tensors, out of place"),
+    "c10d": _ftar("c10d", "FTAR over torch.distributed's gloo (TCP), out of place"),
+    "gloo": Contender(
+        "ft_hsdp.bench.contenders.allreduce:Gloo", "torch.distributed.all_reduce over gloo, in place"
+    ),
+    "torchft": Contender(
+        "ft_hsdp.bench.contenders.torchft:TorchFT",
+        "torchft's ProcessGroupGloo, in place",
+        needs=("torchft",),
+        reconfigures=True,
+    ),
+    "openmpi": Contender(
+        MPIRUN, "OpenMPI's Allreduce over shared memory, out of place", copies=2, needs=("mpi4py", "openmpi")
+    ),
+}
+
+
+def absent(contender: Contender) -> str:
+    """Return why a contender cannot take part on this machine, "" if it can."""
+    missing = [name for name in contender.needs if version(name) is None]
+    if missing:
+        return f"not installed: {', '.join(missing)}"
+    if contender.entry == MPIRUN and mpirun() is None:
+        return "mpirun was not found"
+    return ""
+
+
+def version(package: str) -> str | None:
+    """Return the installed version of a package, or None."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def mpirun() -> str | None:
+    """Return the path of the mpirun that belongs to this Python's OpenMPI."""
+    return shutil.which("mpirun", path=str(Path(sys.executable).parent))

@@ -1,15 +1,33 @@
-"""torchft's reconfigurable process group over gloo: the nearest peer."""
+"""torchft as the nearest peer: its process group, its checkpoint transport, and its lighthouse.
+
+`python -m ft_hsdp.bench.contenders.torchft FILE [HEARTBEAT_MS JOIN_MS [MEMBERS]]` serves its lighthouse, and
+writes the URL to FILE. Without times it has those of torchft's own command. MEMBERS is the fewest that make a
+quorum (1).
+"""
 
 from __future__ import annotations
 
+import signal
+import sys
 from collections.abc import Sequence
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ReduceOp
+from torchft.checkpointing.http_transport import HTTPTransport
+from torchft.coordination import LighthouseServer
 from torchft.process_group import ProcessGroupGloo
 
-from ft_hsdp.bench.contenders.base import TIMEOUT_S, AllReduceRank, WorkerSeat
+from ft_hsdp.bench.contenders.base import TIMEOUT_S, AllReduceRank, WorkerSpec
+from ft_hsdp.bench.contenders.fetch import FETCH_S, DonorContender, FetchSpec, ReceiverContender, digest
+from ft_hsdp.compat.torchft import StateTransport
+from ft_hsdp.launch.run.directory import write_json
+
+STEP = 1
+FETCH_TIMEOUT = timedelta(seconds=FETCH_S)
 
 
 class TorchFT(AllReduceRank):
@@ -17,16 +35,16 @@ class TorchFT(AllReduceRank):
 
     in_place = True
 
-    def __init__(self, seat: WorkerSeat) -> None:
-        self._seat = seat
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._spec = spec
         self._group = ProcessGroupGloo(timeout=timedelta(seconds=TIMEOUT_S))
 
     def join(self, epoch: int, ring: Sequence[tuple[int, str]]) -> None:
         """Configure with a fresh prefix of the store."""
         self._group.configure(
-            f"{self._seat.store}/{self._seat.name}/{epoch}",
-            f"replica_{self._seat.member}",
-            [member for member, _ in ring].index(self._seat.member),
+            f"{self._spec.store}/{self._spec.name}/{epoch}",
+            f"replica_{self._spec.member}",
+            [member for member, _ in ring].index(self._spec.member),
             len(ring),
         )
 
@@ -34,6 +52,74 @@ class TorchFT(AllReduceRank):
         """Sum ``sink`` in place over the ranks."""
         self._group.allreduce([sink], ReduceOp.SUM).wait()
 
-    def close(self) -> None:
-        """Abort the group; its own shutdown leaves the connections open."""
-        self._group.abort(errored=False)
+
+class TransportDonor(DonorContender):
+    """Offers the state, as fp32 tensors, by a checkpoint transport of torchft's kind."""
+
+    def __init__(self, transport: Any, spec: FetchSpec) -> None:
+        content = torch.from_numpy(spec.content())
+        state = {f"{i}": part.view(torch.float32) for i, part in enumerate(content.split(spec.nbytes))}
+        self._transport = transport
+        self._transport.send_checkpoint([1], STEP, state, FETCH_TIMEOUT)
+        self.where = self._transport.metadata()
+
+
+class TransportReceiver(ReceiverContender):
+    """Receives the state by a transport of that kind."""
+
+    def __init__(self, transport: Any, where: str) -> None:
+        self._transport = transport
+        self._where = where
+        self._got: dict[str, Tensor] = {}
+
+    def take(self) -> None:
+        """Receive the tensors of the state."""
+        self._got = self._transport.recv_checkpoint(0, self._where, STEP, FETCH_TIMEOUT)
+
+    def drop(self) -> str:
+        """Forget the tensors; return their digest."""
+        got, self._got = self._got, {}
+        return digest(got[f"{i}"].view(torch.uint8).numpy() for i in range(len(got)))
+
+
+class StateDonor(TransportDonor):
+    """Offers the state by ft_hsdp's StateTransport."""
+
+    def __init__(self, spec: FetchSpec) -> None:
+        super().__init__(StateTransport(host="127.0.0.1"), spec)
+
+
+class StateReceiver(TransportReceiver):
+    """Receives the state by ft_hsdp's StateTransport."""
+
+    def __init__(self, spec: FetchSpec, where: str) -> None:
+        super().__init__(StateTransport(host="127.0.0.1"), where)
+
+
+class HTTPDonor(TransportDonor):
+    """Offers the state by torchft's HTTPTransport in ``spec.chunks`` chunks; 0: in one piece."""
+
+    def __init__(self, spec: FetchSpec) -> None:
+        super().__init__(HTTPTransport(FETCH_TIMEOUT, spec.chunks), spec)
+
+
+class HTTPReceiver(TransportReceiver):
+    """Receives it on the loopback interface, whatever the host's name leads to."""
+
+    def __init__(self, spec: FetchSpec, where: str) -> None:
+        port = where.split(":")[2].split("/")[0]
+        super().__init__(HTTPTransport(FETCH_TIMEOUT, spec.chunks), f"http://127.0.0.1:{port}/checkpoint/")
+
+
+def main(argv: Sequence[str]) -> None:
+    """Serve the lighthouse until killed."""
+    file, *numbers = argv
+    names = ("heartbeat_timeout_ms", "join_timeout_ms", "min_replicas")
+    given = dict(zip(names, map(int, numbers), strict=False))
+    server = LighthouseServer(bind="127.0.0.1:0", **{"min_replicas": 1, **given})
+    write_json(Path(file), {"url": server.address()})
+    signal.pause()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

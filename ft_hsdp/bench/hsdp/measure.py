@@ -1,63 +1,63 @@
-"""From blocks of steps to what the exchange costs.
-
-Three crews train in turn on one network, block after block.
-"""
+"""What the exchange between replicas costs: three contenders train in turn on one network, block after block."""
 
 from __future__ import annotations
 
 import json
 import signal
 import statistics
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-from ft_hsdp.bench.hsdp import processes as crews
 from ft_hsdp.bench.hsdp.network import Network, unfit
-from ft_hsdp.bench.hsdp.processes import Crew
-from ft_hsdp.bench.hsdp.scene import HsdpScene
-from ft_hsdp.bench.options import ProgressLog, ResultRow
-from ft_hsdp.bench.results import WARM_UP, interleave, milliseconds, ratio, spread
+from ft_hsdp.bench.hsdp.processes import TrainingProcesses, start, start_lighthouse
+from ft_hsdp.bench.hsdp.setup import HsdpSetup
+from ft_hsdp.bench.results import WARM_UP, ProgressLog, ResultRow, interleave, milliseconds, ratio, spread
+from ft_hsdp.bench.scope import scratch
+from ft_hsdp.bench.workers.link import greet
 from ft_hsdp.launch.run.directory import RunDir
+
+KINDS = ("alone", "hsdp", "ft_hsdp")
 
 
 @dataclass(frozen=True, slots=True)
 class StepBlock:
-    """What a step took: seconds, bytes sent by the replica that sent most, CPU seconds of all ranks."""
+    """What a step of a block took."""
 
     seconds: float
-    sent: float
-    cpu_s: float
+    sent: float  # bytes of the replica that sent most
+    cpu_s: float  # of all ranks
 
 
 def report(
-    scene: HsdpScene, blocks: Mapping[str, Sequence[StepBlock]], commits: Sequence[Sequence[Mapping[str, Any]]]
+    setup: HsdpSetup, blocks: Mapping[str, Sequence[StepBlock]], commits: Sequence[Sequence[Mapping[str, Any]]]
 ) -> ResultRow:
-    """The result. `blocks` of each crew; `commits`: of each replica of ft_hsdp, what it wrote down of each step.
+    """Return the row: the cost is the median step beyond that of replicas that exchange nothing.
 
-    cost: the median step beyond that of replicas that exchange nothing; times_cost: ft_hsdp's over HSDP's.
+    Args:
+        setup: what was trained.
+        blocks: of each contender.
+        commits: what each replica of ft_hsdp logged of each step.
     """
     medians = {name: statistics.median(block.seconds for block in each) for name, each in blocks.items()}
     costs = {name: medians[name] - medians["alone"] for name in ("hsdp", "ft_hsdp")}
     rows = [row for replica in commits for row in replica]
     exchange_s = _median(rows, lambda row: row["ftar_s"])
-    gradient = 2 * (scene.replicas - 1) / scene.replicas
-    bytes_sent = _median(rows, lambda row: row["ftar_bytes"]) * scene.ranks
+    gradient = 2 * (setup.replicas - 1) / setup.replicas
+    bytes_sent = _median(rows, lambda row: row["ftar_bytes"]) * setup.ranks
     return {
-        "members": scene.replicas,
-        "ranks": scene.ranks,
-        "rate": scene.rate,
-        "congestion": scene.congestion or "the machine's default",
-        "ftar": dict(scene.sections.get("ftar", {})),
-        "rounds": scene.rounds,
-        "steps_per_block": scene.steps,
-        "gradient_bytes_per_rank": round(bytes_sent / scene.ranks / gradient),
-        "least_exchange_ms": milliseconds(8 * bytes_sent / scene.bits_per_s),
-        "crews": {name: _crew(each) for name, each in blocks.items()},
+        "members": setup.replicas,
+        "ranks": setup.ranks,
+        "rate": setup.rate,
+        "congestion": setup.congestion or "the machine's default",
+        "ftar": dict(setup.sections.get("ftar", {})),
+        "rounds": setup.rounds,
+        "steps_per_block": setup.steps,
+        "gradient_bytes_per_rank": round(bytes_sent / setup.ranks / gradient),
+        "least_exchange_ms": milliseconds(8 * bytes_sent / setup.bits_per_s),
+        "crews": {name: _figures(each) for name, each in blocks.items()},
         "cost_ms": {name: milliseconds(cost) for name, cost in costs.items()},
         "times_cost": ratio(costs["ft_hsdp"], costs["hsdp"]) if costs["hsdp"] > 0 else None,
         "ft_hsdp": {
@@ -69,7 +69,7 @@ def report(
     }
 
 
-def _crew(blocks: Sequence[StepBlock]) -> ResultRow:
+def _figures(blocks: Sequence[StepBlock]) -> ResultRow:
     return {
         "step": spread([block.seconds for block in blocks]),
         "cpu_ms_per_step": milliseconds(statistics.median(block.cpu_s for block in blocks)),
@@ -81,36 +81,33 @@ def _median(rows: Sequence[Mapping[str, Any]], value: Callable[[Mapping[str, Any
     return statistics.median(value(row) for row in rows)
 
 
-CREWS = ("alone", "hsdp", "ft_hsdp")
+def measure(setup: HsdpSetup, log: ProgressLog) -> list[ResultRow]:
+    """Return one row; none, and a note, where there can be no such network.
 
-
-def measure(scene: HsdpScene, log: ProgressLog) -> list[ResultRow]:
-    """One row, see `report`; none, and a note, where there can be no such network.
-
-    Raises Retryable where a process fails.
+    Raises:
+        Retryable: A process fails.
     """
     if why := unfit():
         log.note(f"link is left out: {why}")
         return []
-    blocks: dict[str, list[StepBlock]] = {name: [] for name in CREWS}
-    with _unwinding(), ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-hsdp-bench-")))
-        network = stack.enter_context(Network(scene.replicas, scene.rate, scene.congestion))
-        run = crews.lighthouse(network, scene, folder, stack)
-        team = [crews.start(name, name, n, network, scene, folder, stack) for n, name in enumerate(CREWS)]
-        for crew in team:
-            crew.ready()
-        log.say(f"{scene.replicas} replicas of {scene.ranks} ranks, links of {scene.rate}: {', '.join(CREWS)}")
-        turns = {crew.name: partial(_block, crew, network, scene.steps, blocks[crew.name]) for crew in team}
-        interleave(turns, scene.rounds)
-        commits = [_commits(run, replica)[WARM_UP * scene.steps :] for replica in range(scene.replicas)]
+    blocks: dict[str, list[StepBlock]] = {name: [] for name in KINDS}
+    with _sigterm_unwinds(), scratch() as (stack, folder):
+        network = stack.enter_context(Network(setup.replicas, setup.rate, setup.congestion))
+        run = start_lighthouse(network, setup, folder, stack)
+        all_of_them = [start(name, name, n, network, setup, folder, stack) for n, name in enumerate(KINDS)]
+        for each in all_of_them:
+            greet(each.links)
+        log.say(f"{setup.replicas} replicas of {setup.ranks} ranks, links of {setup.rate}: {', '.join(KINDS)}")
+        turns = {each.name: partial(_block, each, network, setup.steps, blocks[each.name]) for each in all_of_them}
+        interleave(turns, setup.rounds)
+        commits = [_commits(run, replica)[WARM_UP * setup.steps :] for replica in range(setup.replicas)]
     counted = {name: each[WARM_UP:] for name, each in blocks.items()}
-    return [report(scene, counted, commits)]
+    return [report(setup, counted, commits)]
 
 
 @contextmanager
-def _unwinding() -> Iterator[None]:
-    """SIGTERM unwinds as Ctrl-C does: a namespace would outlive us."""
+def _sigterm_unwinds() -> Iterator[None]:
+    """Have SIGTERM unwind as Ctrl-C does: a namespace would outlive us."""
 
     def stop(number: int, frame: object) -> None:
         raise SystemExit(128 + number)
@@ -122,12 +119,12 @@ def _unwinding() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _block(crew: Crew, network: Network, steps: int, blocks: list[StepBlock]) -> float:
-    """Train a block of steps; seconds of a step."""
-    cpu_s, sent = crew.cpu_s(), network.sent()
-    seconds = crew.train(steps)
+def _block(processes: TrainingProcesses, network: Network, steps: int, blocks: list[StepBlock]) -> float:
+    """Train a block of steps; return the seconds of a step."""
+    cpu_s, sent = processes.cpu_s(), network.sent()
+    seconds = processes.train(steps)
     went = [after - before for after, before in zip(network.sent(), sent, strict=True)]
-    blocks.append(StepBlock(seconds, max(went) / steps, (crew.cpu_s() - cpu_s) / steps))
+    blocks.append(StepBlock(seconds, max(went) / steps, (processes.cpu_s() - cpu_s) / steps))
     return seconds
 
 

@@ -1,4 +1,4 @@
-"""Replicas on machines of their own, as far as the network goes: a namespace each, a slow link to one switch.
+"""A network of replicas: each has a namespace of its own and a slow link to one switch, as machines have.
 
 What stays inside a replica goes over the loopback of its namespace, at full speed.
 """
@@ -9,9 +9,9 @@ import json
 import os
 import shutil
 import subprocess
-from contextlib import ExitStack
 from pathlib import Path
 
+from ft_hsdp.bench.hsdp.setup import Loopback
 from ft_hsdp.bench.scope import Scope
 from ft_hsdp.errors import Retryable
 
@@ -26,7 +26,7 @@ RIGHTS = {"CAP_NET_ADMIN": 12, "CAP_SYS_ADMIN": 21}
 
 
 def unfit() -> str:
-    """Why there can be no such network here, "" if there can."""
+    """Return why there can be no such network here, "" if there can."""
     if missing := [name for name in COMMANDS if shutil.which(name) is None]:
         return f"not installed: {', '.join(missing)}"
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
@@ -36,50 +36,56 @@ def unfit() -> str:
     return ""
 
 
-class Network(Scope):
-    """A context: on entry there are `replicas` namespaces and their links, on exit nothing is left of them.
+class Network(Loopback, Scope):
+    """A context: on entry there are ``replicas`` namespaces and their links, on exit nothing is left of them.
 
-    rate: of each link, each way, as tc says it ("1gbit"); congestion: control of all TCP in it, "" leaves the
-    machine's default. Raises Retryable where a command fails.
+    Raises Retryable where a command fails.
     """
 
     interface = INTERFACE
 
     def __init__(self, replicas: int, rate: str, congestion: str = "") -> None:
+        """Prepare the network.
+
+        Args:
+            replicas: how many there are.
+            rate: of each link, each way, as tc says it ("1gbit").
+            congestion: control of all TCP in it; "" leaves the machine's default.
+        """
         self._prefix = f"ft-hsdp-{os.getpid()}"
         self._rate = rate
         self._congestion = congestion
         self.hub = f"{self._prefix}-hub"
         self.replicas = tuple(f"{self._prefix}-{replica}" for replica in range(replicas))
 
-    def _begin(self, stack: ExitStack, folder: Path) -> None:
-        self._space(self.hub, stack)
+    def _begin(self, folder: Path) -> None:
+        self._add_space(self.hub)
         _run("ip", "-n", self.hub, "link", "add", BRIDGE, "type", "bridge")
         self._up(self.hub, BRIDGE, self.host())
         for number, space in enumerate(self.replicas):
-            self._space(space, stack)
+            self._add_space(space)
             self._plug(number, space)
 
     def host(self, replica: int | None = None) -> str:
-        """The address of a replica; of the hub, which hangs on the switch without a limit, if None."""
+        """Return the address of a replica; of the hub, which hangs on the switch without a limit, if None."""
         return f"10.77.0.{254 if replica is None else replica + 1}"
 
-    def inside(self, space: str, *command: str) -> list[str]:
-        """The command that does this in a namespace."""
-        return ["ip", "netns", "exec", space, *command]
+    def inside(self, place: str, *command: str) -> list[str]:
+        """Return the command that does this in a namespace."""
+        return ["ip", "netns", "exec", place, *command]
 
     def port(self, number: int, replica: int) -> int:
-        """Of the store of crew `number`: the namespaces are fresh, so it is free."""
+        """Return a port that is free, because the namespaces are fresh."""
         return PORT + number
 
     def sent(self) -> list[int]:
-        """Bytes that each replica has sent over its link so far, with headers."""
+        """Return the bytes that each replica has sent over its link so far, with headers."""
         links = json.loads(_run("ip", "-n", self.hub, "-j", "-s", "link"))
         counts = {link["ifname"]: int(link["stats64"]["rx"]["bytes"]) for link in links}
         return [counts[_port(number)] for number in range(len(self.replicas))]
 
-    def _space(self, name: str, stack: ExitStack) -> None:
-        stack.callback(_remove, name)  # first: the command may have worked when it is interrupted
+    def _add_space(self, name: str) -> None:
+        self.stack.callback(_remove, name)  # first: the command may have worked when it is interrupted
         _run("ip", "netns", "add", name)
         _run("ip", "-n", name, "link", "set", "lo", "up")
         if self._congestion:
@@ -106,18 +112,18 @@ _SETTING = "/proc/sys/net/ipv4/tcp_congestion_control"
 
 
 def _port(replica: int) -> str:
-    """The replica's end at the switch."""
+    """Return the name of a replica's end at the switch."""
     return f"port{replica}"
 
 
 def _remove(name: str) -> None:
-    """Links and settings go with their namespace; one that is not there is what we want."""
+    """Remove a namespace, if it is there; its links and settings go with it."""
     if (Path("/run/netns") / name).exists():
         _run("ip", "netns", "delete", name)
 
 
 def _run(*command: str, said: str = "") -> str:
-    """The output of a command to which `said` is said."""
+    """Run a command with ``said`` as its input; return its output. Raises Retryable."""
     try:
         done = subprocess.run(command, input=said, text=True, capture_output=True, check=True, timeout=COMMAND_S)
     except subprocess.CalledProcessError as error:

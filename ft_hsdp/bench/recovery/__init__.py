@@ -5,13 +5,13 @@ failures and starts by `ft_hsdp.analysis`, as for summary.json, and what each su
 
 Read in this order:
 
-- `report`: options, goals, tables, and which measures run;
-- `scene`, `trainee`, `job`: what is trained, and the process that runs the job;
-- `job_under_test`, `torchft_under_test`: a running job of each contender, and the hunt for its ranks;
+- `bench`: which measures run; what a kill costs the survivors;
+- `setup`, `job`: what is trained, and the process that runs the job (the ranks run `ft_hsdp.bench.trainee`);
+- `job_under_test`, `torchft_under_test`: a running job of each contender, and how its ranks are hit at random;
 - `analysis`: from logs to stalls and returns (pure);
-- `kills`, `returns`: what a kill costs the survivors; how the victim comes back, warm, cold, and with torchft;
+- `returns`: how the victim comes back, warm, cold, and with torchft;
 - `readers`: steps beside slow and hostile readers of state;
 - `local`, `local_rank`: a state from the memory of its host beside one from a file.
 
-`scene` and this package import neither torch nor anything else that takes time to import.
+`setup` and this package import neither torch nor anything else that takes time to import.
 """

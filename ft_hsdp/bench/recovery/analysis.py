@@ -89,6 +89,24 @@ def stall(kill: Kill, rows: Mapping[int, Sequence[Row]], step_s: float) -> Stall
     return max(ends, key=lambda each: each.next_s, default=None)
 
 
+def stalls(kills: Iterable[Kill], rows: Mapping[int, Sequence[Row]], step_s: float) -> list[Stall | None]:
+    """Return what each kill cost the survivors; ``rows``: the commits that each replica logged."""
+    return [
+        stall(kill, {replica: each for replica, each in rows.items() if replica != kill.replica}, step_s)
+        for kill in kills
+    ]
+
+
+def costs(found: Sequence[Stall], step_s: float) -> dict[str, Any]:
+    """Return the figures of some stalls."""
+    return {
+        "step_ms": milliseconds(step_s),
+        "next": span([each.next_s for each in found]),
+        "less_one": span([each.less_one_s for each in found]),
+        "stall": span([each.stall_s for each in found]),
+    }
+
+
 def failures_of(rows: Mapping[int, Iterable[dict[str, Any]]], events: Iterable[Row]) -> dict[str, Failure]:
     """Return the failures of a run by incarnation; ``rows``: the commits that each replica logged."""
     commits = canonical(rows.values(), ())

@@ -1,9 +1,13 @@
-"""`python -m ft_hsdp.bench.recovery.job CONFIG`: what `launcher.py up` does, with the trainee in its ranks."""
+"""`python -m ft_hsdp.bench.recovery.job CONFIG [RAY]` runs a job with the trainee in its ranks.
+
+It does what `launcher.py up` does; with the address of a Ray cluster, what `launcher.py submit` does.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from ft_hsdp.config import load
@@ -11,16 +15,26 @@ from ft_hsdp.launch.backend.forkserver import PRELOAD
 from ft_hsdp.launch.job import run_job, start_run
 from ft_hsdp.launch.local import local_resources
 
-TRAINEE = "ft_hsdp.bench.recovery.trainee:main"
-PRELOADED = (*PRELOAD, "ft_hsdp.bench.recovery.trainee")
+TRAINEE = "ft_hsdp.bench.trainee:main"
+PRELOADED = (*PRELOAD, "ft_hsdp.bench.trainee")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the job until it is stopped; its exit code."""
+    """Run the job until it is stopped; return its exit code."""
     config = load(Path(argv[0]))
-    run = start_run(config)
-    resources = local_resources(config, run, entry=TRAINEE, preload=PRELOADED)
-    code, _ = run_job(config, run, resources, sys.stdout, live=False)
+    with ExitStack() as stack:
+        if not argv[1:]:
+            run = start_run(config)
+            resources = local_resources(config, run, entry=TRAINEE, preload=PRELOADED)
+        else:
+            from ft_hsdp.launch.ray.cluster import connected
+            from ft_hsdp.launch.ray.submit import cluster_resources
+
+            cluster, said = stack.enter_context(connected(argv[1]))
+            run = start_run(config)
+            said.keep(run.path / "ray.log")
+            resources = cluster_resources(config, run, cluster, entry=TRAINEE, preload=PRELOADED)
+        code, _ = run_job(config, run, resources, sys.stderr, live=False)
     return code
 
 

@@ -1,4 +1,4 @@
-"""A running contender of `bench recovery`, of real processes, seen through the rows that it logs; and ours."""
+"""A running contender of `bench recovery`, of real processes, seen through the rows that it logs."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ import subprocess
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
+
 from ft_hsdp.analysis.goodput import fault_free_step
 from ft_hsdp.bench.recovery.analysis import Kill, contributes, gone
-from ft_hsdp.bench.recovery.scene import FILE, RecoveryScene
-from ft_hsdp.bench.scope import Scope, spawn
-from ft_hsdp.config import Config, dump, parse
+from ft_hsdp.bench.recovery.setup import FILE, RecoverySetup, job_config
+from ft_hsdp.bench.scope import Process, Scope, spawn
+from ft_hsdp.config import dump
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.processes import last_line, tied
 from ft_hsdp.launch.injection import by_hand, described
@@ -25,9 +26,8 @@ from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, read_json
 from ft_hsdp.launch.run.recorder import events_of
 
 JOB = "ft_hsdp.bench.recovery.job"
-ENDLESS = 10**6  # steps and restarts: the job is ended when the bench has enough
-SHARE = 0.05  # of a CPU that a cluster sets aside for a rank: many share those that there are
 QUIET_STEPS = 5  # to which all contribute before the next signal
+RECENT = 20  # rows in which a commit is looked for
 SEED = 7  # of victims and moments
 PATIENCE_S = 120.0  # longest wait for anything
 STOP_S = 60.0  # longest time for the job to end when it is told to
@@ -35,53 +35,39 @@ AFTER_CHANGE = 2  # steps at the begin of a window that do not count
 TICK_S = 0.005  # between two looks at the logs
 
 
-def config(scene: RecoveryScene, runs: Path) -> Config:
-    """The configuration of a scene's job; all that belongs to it is under `runs`."""
-    return parse(
-        {
-            "job": {"name": "recovery", "runs_dir": str(runs)},
-            "replicas": scene.replicas,
-            "ranks_per_replica": scene.ranks,
-            "train": {"steps": ENDLESS, "threads": 1},
-            "optim": {"clip": None},
-            "restart": {"budget": ENDLESS},
-            "ray": {"folder": str(runs), "cpus_per_rank": SHARE},
-            **scene.sections,
-        }
-    )
-
-
 class UnderTest(Scope):
-    """A context: on entry a job of one contender starts, on exit it ends.
+    """A context: on entry a job of one contender starts, on exit it ends."""
 
-    ``rows`` has the commits of each replica, as far as `look` has read them, with the keys of commits.jsonl.
-    """
-
-    def __init__(self, scene: RecoveryScene) -> None:
-        self.scene = scene
-        self.rows: dict[int, list[Row]] = {replica: [] for replica in range(scene.replicas)}
+    def __init__(self, setup: RecoverySetup) -> None:
+        self.setup = setup
+        # The commits of each replica, as far as `read` has read them, with the keys of commits.jsonl.
+        self.rows: dict[int, list[Row]] = {replica: [] for replica in range(setup.replicas)}
 
     @abstractmethod
-    def look(self) -> None:
+    def read(self) -> None:
         """Read what was committed since the last call."""
 
     @abstractmethod
-    def _processes(self) -> list[tuple[str, subprocess.Popen[bytes], Path]]:
+    def _processes(self) -> list[tuple[str, Process, Path]]:
         """Return the processes that have to run: what each is, and its log."""
 
     def step_s(self) -> float:
         """Return the median fault-free step so far, in seconds."""
         return fault_free_step(row for rows in self.rows.values() for row in rows)
 
-    def everybody(self, row: Row) -> bool:
+    def whole(self, row: Row) -> bool:
         """Return whether all replicas contributed to a commit."""
         return len(row["contributors"]) == len(self.rows)
 
-    def until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for a condition on `rows`. Raises Retryable if the job ends or takes too long."""
+    def wait(self, condition: Callable[[], bool], what: str) -> None:
+        """Read the logs until a condition holds.
+
+        Raises:
+            Retryable: A process ended, or it takes longer than `PATIENCE_S`.
+        """
         deadline = time.monotonic() + PATIENCE_S
         while True:
-            self.look()
+            self.read()
             if condition():
                 return
             for who, process, log in self._processes():
@@ -92,34 +78,35 @@ class UnderTest(Scope):
                 raise Retryable(f"bench: not within {PATIENCE_S:g} s: {what}{words}")
             time.sleep(TICK_S)
 
-    def whole(self) -> None:
+    def wait_for_all(self) -> None:
         """Wait until all replicas have contributed to `QUIET_STEPS` steps in a row."""
 
         def there(rows: Sequence[Row]) -> bool:
             newest = rows[-QUIET_STEPS:]
-            return len(newest) == QUIET_STEPS and all(map(self.everybody, newest))
+            return len(newest) == QUIET_STEPS and all(map(self.whole, newest))
 
-        self.until(lambda: all(map(there, self.rows.values())), "all replicas contribute")
+        self.wait(lambda: all(map(there, self.rows.values())), "all replicas contribute")
 
-    def after(self, kill: Kill) -> None:
+    def wait_for_survivors(self, kill: Kill) -> None:
         """Wait until each survivor has committed a step without the victim."""
         others = [rows for replica, rows in self.rows.items() if replica != kill.replica]
 
         def without(row: Row) -> bool:
             return bool(row["t"] > kill.t and gone(row, kill))
 
-        self.until(lambda: all(any(map(without, rows[-20:])) for rows in others), "the survivors commit")
+        self.wait(lambda: all(any(map(without, rows[-RECENT:])) for rows in others), "the survivors commit")
 
-    def back(self, kill: Kill) -> None:
+    def wait_for_return(self, kill: Kill) -> None:
         """Wait until the victim, started again, has contributed to a step."""
 
         def there(row: Row) -> bool:
             return row["t"] > kill.t and row["incarnation"] != kill.incarnation and contributes(row)
 
-        self.until(lambda: any(map(there, self.rows[kill.replica][-20:])), "the replica contributes again")
+        rows = self.rows[kill.replica]
+        self.wait(lambda: any(map(there, rows[-RECENT:])), "the replica contributes again")
 
 
-def hunt(
+def hit_at_random(
     job: UnderTest,
     count: int,
     chance: random.Random,
@@ -138,60 +125,64 @@ def hunt(
         then: waits for what has to happen before the next one.
     """
     for _ in range(count):
-        job.whole()
+        job.wait_for_all()
         time.sleep(chance.uniform(0, job.step_s()))
-        kill = hit(chance.randrange(job.scene.replicas), chance.randrange(job.scene.ranks))
+        kill = hit(chance.randrange(job.setup.replicas), chance.randrange(job.setup.ranks))
         then(kill)
         yield kill
-    job.whole()
+    job.wait_for_all()
 
 
 class JobUnderTest(UnderTest):
     """A job of this product; after it has ended, ``events`` has all that its processes logged."""
 
     def __init__(
-        self, scene: RecoveryScene, command: Sequence[str] = (JOB,), env: Mapping[str, str] | None = None
+        self, setup: RecoverySetup, arguments: Sequence[str] = (), env: Mapping[str, str] | None = None
     ) -> None:
         """Prepare a job.
 
         Args:
-            scene: what is trained.
-            command: the module that runs the job, and its arguments after the configuration's file.
+            setup: what is trained.
+            arguments: of `bench.recovery.job` after the configuration's file.
             env: added to its environment.
         """
-        super().__init__(scene)
-        self._command = command
-        self._env = env or {}
+        super().__init__(setup)
+        self._arguments = arguments
+        self._env = env
         self.events: list[Row] = []
         self.run: RunDir
 
-    def _begin(self, stack: ExitStack, folder: Path) -> None:
+    def _begin(self, folder: Path) -> None:
         runs = folder / "runs"
         runs.mkdir()
-        made = config(self.scene, runs)
+        config = job_config(self.setup, runs)
         file = folder / "config.yaml"
-        file.write_text(dump(made))
-        (runs / FILE).write_text(json.dumps(asdict(self.scene)))
-        self.run = RunDir(runs / made.job.name)
+        file.write_text(dump(config))
+        (runs / FILE).write_text(json.dumps(asdict(self.setup)))
+        self.run = RunDir(runs / config.job.name)
         self._tailers = {replica: Tailer(self.run.commits(replica)) for replica in self.rows}
         self._log = folder / "job.log"
-        module, *arguments = self._command
-        self._process = spawn(stack, tied(module, str(file), *arguments), self._log, self._env)
-        stack.callback(self._end)
+        command = tied(JOB, str(file), *self._arguments)
+        self._process = spawn(self.stack, command, self._log, self._env, end=self._end)
 
-    def look(self) -> None:
+    def read(self) -> None:
         """Read what was committed since the last call."""
         for replica, tailer in self._tailers.items():
             self.rows[replica] += tailer.poll()
 
     def window(self, steps: int) -> list[float]:
         """Wait for some steps more; return the seconds that each of them took replica 0."""
-        self.look()
+        self.read()
         begin = len(self.rows[0]) + AFTER_CHANGE
-        self.until(lambda: len(self.rows[0]) >= begin + steps, f"{steps} more steps")
+        self.wait(lambda: len(self.rows[0]) >= begin + steps, f"{steps} more steps")
         return [row["step_s"] for row in self.rows[0][begin : begin + steps]]
 
-    def _processes(self) -> list[tuple[str, subprocess.Popen[bytes], Path]]:
+    def processes(self) -> list[psutil.Process]:
+        """Return all processes of the job but its supervisor: lighthouse, fork server, ranks, state agents."""
+        below = psutil.Process(read_json(self.run.supervisor)["pid"]).children(recursive=True)
+        return below + [process for process in psutil.process_iter() if _outlives(process, below)]
+
+    def _processes(self) -> list[tuple[str, Process, Path]]:
         return [("the job", self._process, self._log)]
 
     def kill(self, replica: int, rank: int) -> Kill:
@@ -203,26 +194,34 @@ class JobUnderTest(UnderTest):
         return self._hit(replica, rank, "STOP")
 
     def _hit(self, replica: int, rank: int, name: str) -> Kill:
-        made = by_hand(self.run, described(replica=replica, rank=rank, signal=name))
-        return Kill(made["t"], replica, rank, made["incarnation"])
+        event = by_hand(self.run, described(replica=replica, rank=rank, signal=name))
+        return Kill(event["t"], replica, rank, event["incarnation"])
 
-    def spared(self, spares: int) -> None:
+    def wait_for_spares(self, spares: int) -> None:
         """Wait until so many spares are ready; each is as many processes as a replica has."""
 
         def ready() -> bool:
             shown = (read_json(self.run.spares / "spares.json") or {}).get("spares", [])
             return sum(spare["state"] == "ready" for spare in shown) >= spares
 
-        self.until(lambda: not spares or ready(), f"{spares} spares are ready")
+        self.wait(lambda: not spares or ready(), f"{spares} spares are ready")
 
-    def _end(self) -> None:
+    def _end(self, process: Process) -> None:
         """Have the job end by itself; what its processes logged is kept."""
-        if self._process.poll() is None:
-            self._process.send_signal(signal.SIGTERM)
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
             try:
-                self._process.wait(STOP_S)
+                process.wait(STOP_S)
             except subprocess.TimeoutExpired:
-                self._process.kill()  # everything below it dies with it
-        self._process.wait()
-        self.look()
+                process.kill()  # everything below it dies with it
+        process.wait()
+        self.read()
         self.events = events_of(self.run)
+
+
+def _outlives(process: psutil.Process, job: Sequence[psutil.Process]) -> bool:
+    """Return whether its parent is gone and its command line names a process of the job: so does a state agent."""
+    try:
+        return process.ppid() == 1 and not {str(p.pid) for p in job}.isdisjoint(process.cmdline())
+    except psutil.Error:
+        return False

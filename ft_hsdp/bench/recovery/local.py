@@ -4,32 +4,31 @@ from __future__ import annotations
 
 import json
 import secrets
-import subprocess
-import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
 
-from ft_hsdp.bench.options import ProgressLog, ResultRow, size_name
-from ft_hsdp.bench.results import check_room, ratio, spread
-from ft_hsdp.errors import DataCorruption, Retryable
-from ft_hsdp.launch.backend.processes import environment, last_line, tied
+from ft_hsdp.bench.results import ProgressLog, ResultRow, check_room, ratio, size_name, spread
+from ft_hsdp.bench.scope import scratch, spawn
+from ft_hsdp.bench.workers.link import ask, greet, spawn_worker
+from ft_hsdp.errors import DataCorruption
+from ft_hsdp.launch.backend.processes import tied
 from ft_hsdp.secret import TOKEN_VARIABLE
 
-FOLDS = 6  # times a state is in memory at once: two ranks, the agent, the file, and while it is saved and loaded
+COPIES = 6  # of a state in memory at once: two ranks, the agent, the file, and while it is saved and loaded
 
 
 def local(sizes: Sequence[int], rounds: int, log: ProgressLog) -> list[ResultRow]:
-    """A row for each size: after SIGKILL of a rank, `rounds` times each way.
+    """Return a row for each size: after SIGKILL of a rank, so many times each way.
 
     The clock starts when the next rank has its imports and its tensors.
 
-    Raises Retryable where a process fails, DataCorruption where a state comes back as another one.
+    Raises:
+        Retryable: A process fails.
+        DataCorruption: A state comes back as another one.
     """
     rows = []
     for size in sizes:
-        check_room(FOLDS, size, "a measurement takes")
+        check_room(COPIES, size, "a measurement takes")
         found: dict[str, list[float]] = {"stage": [], "save": [], "agent": [], "file": []}
         for number in range(rounds):
             for name, seconds in _once(size, number).items():
@@ -43,67 +42,22 @@ def local(sizes: Sequence[int], rounds: int, log: ProgressLog) -> list[ResultRow
 
 
 def _once(size: int, number: int) -> dict[str, float]:
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ft-hsdp-bench-")))
-        token = secrets.token_hex(32)
-        agent = stack.enter_context(
-            _process(folder, token, "ft_hsdp.state.agent.server", "--replica=0", "--host=127.0.0.1")
-        )
-        agent.answer()
-        seat = {"token": token, "nbytes": size, "file": str(folder / "state.safetensors"), "seed": number}
-        command = "ft_hsdp.bench.recovery.local_rank", json.dumps(seat)
-        with _process(folder, token, *command) as first:
-            first.answer()
-            kept = first.ask("keep")
-        with _process(folder, token, *command) as second:  # the first one was killed
-            second.answer()
-            ways = ("agent", "file") if number % 2 else ("file", "agent")
-            got = {way: second.ask(way) for way in ways}
+    with scratch() as (stack, folder):
+        env = {TOKEN_VARIABLE: secrets.token_hex(32)}
+        agent = tied("ft_hsdp.state.agent.server", "--replica=0", "--host=127.0.0.1")
+        spawn(stack, agent, folder / "agent.log", env)
+        spec = {"nbytes": size, "file": str(folder / "state.safetensors"), "seed": number}
+        module, arguments, log = "ft_hsdp.bench.recovery.local_rank", [json.dumps(spec)], folder / "rank.log"
+        rank = partial(spawn_worker, stack, "a rank", module, arguments, log, env)
+        first = rank()
+        greet([first])
+        (kept,) = ask([first], {"do": "keep"})
+        first.close()
+        second = rank()
+        greet([second])
+        ways = ("agent", "file") if number % 2 else ("file", "agent")
+        got = {way: ask([second], {"do": way})[0] for way in ways}
     for way, answer in got.items():
         if answer["digest"] != kept["digest"]:
             raise DataCorruption(f"bench: the state that came back ({way}) is another one")
     return {"stage": kept["stage_s"], "save": kept["save_s"], **{way: got[way]["seconds"] for way in ways}}
-
-
-class _Process:
-    """A process that answers on stdout, a JSON line each."""
-
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
-        self._process = process
-        self._log = log
-
-    def ask(self, order: str) -> dict[str, Any]:
-        """Have it do something. Raises Retryable if it is gone."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(order + "\n")
-        self._process.stdin.flush()
-        return self.answer()
-
-    def answer(self) -> dict[str, Any]:
-        """Wait for the process's next answer, and return it."""
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise Retryable(f"bench: a process ended: {last_line(self._log)}")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-
-@contextmanager
-def _process(folder: Path, token: str, *module_and_args: str) -> Iterator[_Process]:
-    """Start a process; SIGKILL at the end."""
-    file = folder / "log"
-    with file.open("ab") as log:
-        process = subprocess.Popen(
-            tied(*module_and_args),
-            env={**environment(), TOKEN_VARIABLE: token},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-    with process:
-        try:
-            yield _Process(process, file)
-        finally:
-            process.kill()

@@ -1,6 +1,9 @@
-"""A worker process: does what the bench says over a socket, one JSON line for each command and each answer.
+"""A member of an all-reduce, and the process from which members are forked.
 
-    <- {"address": "", "member": 0, "pid": 1}          once, when it is set up
+`python -m ft_hsdp.bench.workers.worker FD MODULE...` imports torch and the modules, which takes seconds, and then
+forks a worker for each {"entry": "module:class", "spec": {...}} that comes over socket FD, with descriptors of the
+worker's socket and log. Its workers die with it. A worker knows these commands:
+
     -> {"do": "join", "epoch": 1, "ring": [[0, ""]], "at": 12.5}   <- {"t": 12.6}
     -> {"do": "prepare", "bytes": 4096}               <- {}
     -> {"do": "check"}                                <- {"wrong": ""}
@@ -9,56 +12,49 @@
     -> {"do": "spin", "on": true}                     <- {}                  a thread of pure Python
 
 Times are of CLOCK_MONOTONIC, which all processes of a machine share; `at` is when to start. An all-reduce or a
-join that fails in a way that FTAR can recover from is answered {"raised": "PeerDead", "text": "", "t": 12.6}; any
-other error is answered {"error": "one line"} and ends the worker.
+join that fails in a way that FTAR can recover from is answered {"raised": "PeerDead", "text": "", "t": 12.6}.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
+import importlib
 import json
 import os
+import signal
 import socket
+import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
-from ft_hsdp.bench.contenders.base import AllReduceRank, WorkerSeat
-from ft_hsdp.errors import EXIT_OK, EXIT_RETRYABLE, RecoverableError
+from ft_hsdp.bench.contenders.base import AllReduceRank, WorkerSpec
+from ft_hsdp.bench.workers.serve import Answer, Obey, serve
+from ft_hsdp.errors import EXIT_RETRYABLE, RecoverableError
+from ft_hsdp.launch.backend.processes import die_with
 
 PERIOD = 251  # of the values in the input: a prime, so that a shifted shard is seen
 FIRST_TO_GO = "800"  # where memory runs out the kernel takes a worker, not what else runs on the machine
+LARGEST = 1 << 16  # bytes of an order to fork
 BLOCK = 1 << 20  # elements that are filled or checked at a time
 
 
-def serve(sock: socket.socket, make: Callable[[WorkerSeat], AllReduceRank], seat: WorkerSeat) -> int:
-    """Set up, then obey until the bench closes its end; the exit code."""
+def serve_rank(sock: socket.socket, make: Callable[[WorkerSpec], AllReduceRank], spec: WorkerSpec) -> int:
+    """Serve the bench as one rank; return the exit code."""
     torch.set_num_threads(1)
     Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
-    with sock, sock.makefile("rw", encoding="utf-8") as stream:
 
-        def say(answer: Mapping[str, Any]) -> None:
-            stream.write(json.dumps(answer) + "\n")
-            stream.flush()
+    def set_up() -> tuple[Answer, Obey]:
+        worker = Worker(make(spec), spec.member)
+        return {"address": worker.rank.address, "member": spec.member}, worker.obey
 
-        try:
-            worker = Worker(make(seat), seat.member)
-            say({"address": worker.rank.address, "member": seat.member, "pid": os.getpid()})
-            for line in stream:
-                say(worker.obey(json.loads(line)))
-            worker.close()
-        except Exception as error:  # whatever it is, the bench gets it as one line and the log as a traceback
-            traceback.print_exc()
-            with contextlib.suppress(OSError):
-                say({"error": " ".join(f"{type(error).__name__}: {error}".split())})
-            return EXIT_RETRYABLE
-    return EXIT_OK
+    return serve(sock, set_up)
 
 
 class Worker:
@@ -70,10 +66,11 @@ class Worker:
         self._position = 0
         self._members = 1
         self._source = self._sink = torch.empty(0)
-        self._spinner: Spinner | None = None
+        self._spinner: threading.Thread | None = None
+        self._spins = False
 
-    def obey(self, command: Mapping[str, Any]) -> dict[str, Any]:
-        """Do one thing; the answer."""
+    def obey(self, command: Mapping[str, Any]) -> Answer:
+        """Do one thing; return the answer."""
         try:
             match command["do"]:
                 case "join":
@@ -96,17 +93,12 @@ class Worker:
             return {"raised": type(error).__name__, "text": str(error), "t": time.monotonic()}
         return {"t": time.monotonic()}
 
-    def close(self) -> None:
-        """End the thread and the rank."""
-        self._spin(False)
-        self.rank.close()
-
     def _join(self, epoch: int, ring: Sequence[tuple[int, str]]) -> None:
         self.rank.join(epoch, [(member, address) for member, address in ring])
         self._position = [member for member, _ in ring].index(self._member)
         self._members = len(ring)
 
-    def _prepare(self, elements: int) -> dict[str, Any]:
+    def _prepare(self, elements: int) -> Answer:
         self._source = self._sink = torch.empty(0)  # give the old memory back first
         self._source = self.rank.empty(elements)
         self._sink = self._source if self.rank.in_place else self.rank.empty(elements)
@@ -115,7 +107,7 @@ class Worker:
         return {}
 
     def _check(self) -> str:
-        """Sum known values once; "" or what is wrong with the sum."""
+        """Sum known values once; return "" or what is wrong with the sum."""
         for part, pattern in _blocks(self._source):
             torch.add(pattern, self._position, out=part)
         self.rank.all_reduce(self._source, self._sink)
@@ -131,42 +123,78 @@ class Worker:
             self._source.zero_()  # sums of sums would grow beyond all bounds; zeros stay what they are
         return wrong
 
-    def _spin(self, on: bool) -> dict[str, Any]:
+    def _spin(self, on: bool) -> Answer:
+        """Start or stop a thread of pure Python that gives up the interpreter only when it is made to."""
         if on and self._spinner is None:
-            self._spinner = Spinner()
+            self._spins = True
+            self._spinner = threading.Thread(target=self._turn, name="bench-spinner", daemon=True)
+            self._spinner.start()
         elif not on and self._spinner is not None:
-            self._spinner.stop()
+            self._spins = False
+            self._spinner.join()
             self._spinner = None
         return {}
 
-
-class Spinner:
-    """A thread of pure Python that gives up the interpreter only when it is made to."""
-
-    def __init__(self) -> None:
-        self._stopped = False
-        self._thread = threading.Thread(target=self._run, name="bench-spinner", daemon=True)
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End the thread, and wait for it."""
-        self._stopped = True
-        self._thread.join()
-
-    def _run(self) -> None:
+    def _turn(self) -> None:
         turns = 0
-        while not self._stopped:
+        while self._spins:
             turns += 1
 
 
 def _blocks(tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The tensor in blocks of at most BLOCK elements, each with the values that member 0 puts there."""
+    """Yield the tensor in blocks of at most BLOCK elements, each with the values that member 0 puts there."""
     index = torch.arange(min(BLOCK, tensor.numel()))
     for number, part in enumerate(tensor.split(BLOCK)):
         yield part, ((index[: part.numel()] + number * BLOCK) % PERIOD).float()
 
 
 def _wait_until(moment: float) -> None:
-    wait = moment - time.monotonic()
-    if wait > 0:
-        time.sleep(wait)
+    time.sleep(max(0.0, moment - time.monotonic()))
+
+
+def main(fd: int, modules: Sequence[str]) -> None:
+    """Import the modules, then fork a worker for each order until the bench closes its end."""
+    sock = socket.socket(fileno=fd)
+    for name in modules:
+        importlib.import_module(name)
+    if (threads := len(os.listdir("/proc/self/task"))) != 1:
+        raise RuntimeError(f"the imports left {threads} threads running; a fork of them would hang")
+    gc.collect()
+    gc.freeze()  # the workers share these pages for as long as none of them writes to one
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the workers
+    sock.sendall(json.dumps({"address": "", "pid": os.getpid()}).encode() + b"\n")
+    with contextlib.suppress(ConnectionError):
+        while True:
+            message, fds, _, _ = socket.recv_fds(sock, LARGEST, 2)
+            if not message:
+                return
+            parent = os.getpid()
+            if os.fork() == 0:
+                _become(sock, message, fds, parent)
+            for each in fds:
+                os.close(each)
+            sock.sendall(b"{}\n")
+
+
+def _become(sock: socket.socket, message: bytes, fds: Sequence[int], parent: int) -> NoReturn:
+    """In the child: shed what belongs to the parent, serve the bench, exit."""
+    code = EXIT_RETRYABLE
+    try:
+        die_with(parent)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        sock.close()
+        link, log = fds
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        os.close(log)
+        order = json.loads(message)
+        module, _, name = order["entry"].partition(":")
+        make: Callable[[WorkerSpec], AllReduceRank] = getattr(importlib.import_module(module), name)
+        code = serve_rank(socket.socket(fileno=link), make, WorkerSpec(**order["spec"]))
+    finally:
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])

@@ -21,7 +21,7 @@ the rank waits on its `CallLine` -> it is assigned to a replica -> `train.traine
 Only `zygote`, which runs in a process of its own, imports `train`. It loads torch before
 it forks; the supervisor must not import `train`, or it would be as large as a rank.
 
-The bench has a fork server of its own (`bench.workers.nursery`). Its workers are plain children of their
+The bench has a fork server of its own (`bench.workers.worker`). Its workers are plain children of their
 server, started by blocking code; here a rank becomes a child of the supervisor's event loop, and hears its
 incarnation on a line, so only the import of the modules, a dozen lines, is the same.
 """

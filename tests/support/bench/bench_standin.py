@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ft_hsdp.bench.contenders.base import AllReduceRank, WorkerSeat
+from ft_hsdp.bench.contenders.base import AllReduceRank, WorkerSpec
 from ft_hsdp.errors import PeerDead
 
 CONNECT_S = 10.0
@@ -24,10 +24,10 @@ class StandIn(AllReduceRank):
     Faults: "wrong" (one element of its sum), "dies", "fails" (an error that nobody expects).
     """
 
-    def __init__(self, seat: WorkerSeat) -> None:
-        self._fault = seat.options.get("fault", "") if seat.member == 1 else ""
-        self._takes_s = seat.options.get("takes_s", 0.0)
-        self._member = seat.member
+    def __init__(self, spec: WorkerSpec) -> None:
+        self._fault = spec.options.get("fault", "") if spec.member == 1 else ""
+        self._takes_s = spec.options.get("takes_s", 0.0)
+        self._member = spec.member
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(CONNECT_S)
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from ft_hsdp.bench.contenders.fetch import FetchSeat, RawDonor
+from ft_hsdp.bench.contenders.fetch import FetchSpec, RawDonor
 
 
 class WrongDonor(RawDonor):
     """One bit is another."""
 
-    def __init__(self, seat: FetchSeat) -> None:
-        super().__init__(seat)
-        self._room.bytes[-1] ^= 1
+    def __init__(self, spec: FetchSpec) -> None:
+        super().__init__(spec)
+        self._buffer.bytes[-1] ^= 1

@@ -1,1 +1,0 @@
-"""`bench overhead`: what fault tolerance costs while nothing fails."""

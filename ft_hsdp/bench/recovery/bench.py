@@ -1,0 +1,158 @@
+"""`bench recovery`: runs all its measures; kill, rejoin and stop are here.
+
+They send SIGKILL or SIGSTOP to random ranks at random moments, and read the logs afterwards. After a SIGSTOP the
+process and its connections stay, but it does nothing more.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TextIO
+
+from ft_hsdp.analysis.goodput import fault_free_step
+from ft_hsdp.bench.goals import begin_result, finish_result
+from ft_hsdp.bench.options import RecoveryOptions
+from ft_hsdp.bench.recovery.analysis import (
+    PHASES,
+    Kill,
+    came_back,
+    costs,
+    exposed,
+    failures_of,
+    phases,
+    repeated,
+    span,
+    stalls,
+)
+from ft_hsdp.bench.recovery.job_under_test import SEED, JobUnderTest, hit_at_random
+from ft_hsdp.bench.recovery.local import local
+from ft_hsdp.bench.recovery.readers import readers
+from ft_hsdp.bench.recovery.returns import returns
+from ft_hsdp.bench.recovery.setup import RecoverySetup
+from ft_hsdp.bench.recovery.torchft_under_test import KILLED, STOPPED, torchft
+from ft_hsdp.bench.results import ProgressLog, ResultRow, ratio
+from ft_hsdp.errors import Retryable
+
+SAY_EVERY = 10
+MOST_STOPS = 50  # each costs a second of silence, and a restart
+LONG_KILLS = 10
+LONG_S = (
+    0.4  # of waiting in the steps beside which a rejoin is measured again: its cost must not depend on the step
+)
+
+
+def run(options: RecoveryOptions, stream: TextIO, setup: RecoverySetup | None = None) -> dict[str, Any]:
+    """Return the result, ready for JSON; progress goes to ``stream``.
+
+    Args:
+        options: what is measured.
+        stream: where progress goes.
+        setup: what is trained while replicas are killed.
+
+    Raises:
+        ConfigError: The machine does not allow what is asked.
+        Retryable: A process fails.
+        DataCorruption: A state comes back as another one.
+    """
+    log, setup = ProgressLog(stream), setup or RecoverySetup()
+    result, started = begin_result("recovery", log)
+    wanted, count = options.measures, options.kills
+    result["kill"] = kills(setup, count, log) if "kill" in wanted else []
+    result["torchft"] = torchft(setup, count, log, KILLED, signal.SIGKILL) if "torchft" in wanted else []
+    long = replace(setup, wait_s=LONG_S)
+    result["rejoin"] = kills(long, min(count, LONG_KILLS), log) if "rejoin" in wanted else []
+    result["return"] = returns(count, log) if "return" in wanted else []
+    few, stopped = min(count, MOST_STOPS), "stop" in wanted
+    result["stop"] = stops(setup, few, log) if stopped else []
+    result["torchft_stop"] = torchft(setup, few, log, STOPPED, signal.SIGSTOP) if stopped else []
+    result["readers"] = readers(options.rounds, log) if "readers" in wanted else []
+    result["local"] = local(options.sizes, options.rounds, log) if "local" in wanted else []
+    return finish_result(result, log, started)
+
+
+def kills(setup: RecoverySetup, count: int, log: ProgressLog) -> list[ResultRow]:
+    """SIGKILL random ranks; return a row: survivors' next commit, its phases, the return. Raises Retryable."""
+    with JobUnderTest(setup) as job:
+        done = _hit(job, count, log, job.kill, job.wait_for_survivors)
+    return [_row(job, done, "kills", log)]
+
+
+def stops(setup: RecoverySetup, count: int, log: ProgressLog) -> list[ResultRow]:
+    """SIGSTOP random ranks; return a row as for kills. Raises Retryable."""
+    with JobUnderTest(setup) as job:
+
+        def then(kill: Kill) -> None:
+            job.wait_for_survivors(kill)
+            job.kill(kill.replica, kill.rank)  # so that a new one takes its place without waiting for its eviction
+
+        done = _hit(job, count, log, job.stop, then)
+    return [_row(job, done, "stops", log)]
+
+
+def _hit(
+    job: JobUnderTest,
+    count: int,
+    log: ProgressLog,
+    hit: Callable[[int, int], Kill],
+    then: Callable[[Kill], None],
+) -> list[Kill]:
+    done: list[Kill] = []
+    for kill in hit_at_random(job, count, random.Random(SEED), hit, then):
+        done.append(kill)
+        if len(done) % SAY_EVERY == 0:
+            log.say(f"{len(done)} of {count} signals")
+    return done
+
+
+def _row(job: JobUnderTest, done: Sequence[Kill], what: str, log: ProgressLog) -> ResultRow:
+    row = kill_row(job.setup, done, job.rows, job.events)
+    log.say(f"{len(done)} {what}: next commit less one step, p50 {row['less_one']['p50_ms']:.3g} ms")
+    return row
+
+
+def kill_row(
+    setup: RecoverySetup, done: Sequence[Kill], rows: dict[int, list[ResultRow]], events: Sequence[ResultRow]
+) -> ResultRow:
+    """Return the row for some kills.
+
+    Args:
+        setup: what was trained.
+        done: the kills.
+        rows: the commits that each replica logged.
+        events: all events of the run.
+
+    Raises:
+        Retryable: A survivor did not log what it did.
+    """
+    whole = [row for each in rows.values() for row in each if len(row["contributors"]) == setup.replicas]
+    step_s = fault_free_step(row for each in rows.values() for row in each)
+    failures = failures_of(rows, events)
+    waiting_s = sum(map(exposed, whole)) / len(whole)
+    found, parts, returns = [], [], []
+    for kill, cost in zip(done, stalls(done, rows, step_s), strict=True):
+        if cost is None:
+            raise Retryable(f"bench: a survivor of replica {kill.replica} did not log its next commit")
+        found.append(cost)
+        if (failure := failures.get(kill.incarnation)) is not None:
+            others = {replica: each for replica, each in rows.items() if replica != kill.replica}
+            parts.append(phases(kill, failure, cost.last, rows[cost.last], events))
+            returns.append(came_back(kill, failure, others, waiting_s))
+    back = [each for each in returns if each is not None]
+    split = [each for each in parts if each is not None]
+    again = [seconds for each in split if (seconds := repeated(each)) is not None]
+    row: ResultRow = {
+        "replicas": setup.replicas,
+        "ranks": setup.ranks,
+        "gradient_bytes_per_rank": 4 * setup.layers * setup.elements // setup.ranks,
+        "kills": len(done),
+        **costs(found, step_s),
+        "phases": {name: span([each[name] for each in split]) for name in PHASES} if split else {},
+        "rejoin": span([each.rejoin_s for each in back]) if back else None,
+    }
+    for name, times in {"repeat": again, "rejoin_wait": [each.waited_s for each in back]}.items():
+        figures = span(times) if times else None
+        row[name] = figures and {**figures, "steps": ratio(figures["p50_ms"], row["step_ms"])}
+    return row
