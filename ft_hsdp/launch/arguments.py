@@ -129,9 +129,9 @@ def build_parser() -> argparse.ArgumentParser:
     bench.add_argument("--kills", type=int, default=200, metavar="N", help="recovery: how many, 200 by default")
     bench.epilog = BENCH_TIME
     doctor = with_json(with_config(add("doctor", "preflight: what would stop the job, and what to do")))
-    doctor.add_argument("--lighthouse", metavar="URL[,URL]", help="where it is, if not on this machine")
-    doctor.add_argument("--ray", action="store_true", help="Ray must be here")
-    doctor.add_argument("--ray-address", metavar="ADDRESS", help="a cluster to look at: HOST:PORT, or auto")
+    doctor.add_argument("--lighthouse", metavar="URL[,URL]", help="the lighthouses, if they are elsewhere")
+    doctor.add_argument("--ray", action="store_true", help="the job runs on Ray, which must be installed")
+    doctor.add_argument("--ray-address", metavar="ADDRESS", help="also examine this cluster: HOST:PORT, or auto")
     add("schema", "the JSON Schema of a configuration, for editors")
     replay = with_runs(with_json(add("replay", "a recorded run: train it again and compare; its page")))
     replay.add_argument("run", metavar="RUN", help="a run's name or folder")

@@ -14,6 +14,11 @@ TARGETS = {
     "jobset": "a Kubernetes JobSet: a lighthouse, and a Job per replica",
     "rayjob": "a Kubernetes RayJob: `submit` on a Ray cluster of its own",
 }
+SIZES = (
+    ("--nodes-per-replica", "nodes", 1, "nodes of a replica (1)"),
+    ("--cpus-per-rank", "cpus", None, "processors of a rank (train.threads)"),
+    ("--gpus-per-rank", "gpus", None, "GPUs of a rank (1 with cuda, else 0)"),
+)
 
 
 def declare(parser: argparse.ArgumentParser, with_config: Callable[[argparse.ArgumentParser], Any]) -> None:
@@ -33,24 +38,25 @@ def declare(parser: argparse.ArgumentParser, with_config: Callable[[argparse.Arg
             target.add_argument("--partition", metavar="NAME", help="as for sbatch")
             target.add_argument("--account", metavar="NAME", help="as for sbatch")
             target.add_argument(
-                "--time", metavar="TIME", help="as for sbatch: of one piece, which is queued again"
+                "--time", metavar="TIME", help="as for sbatch: limit of one element, which is then requeued"
             )
-            target.add_argument("--python", metavar="FILE", help="on all nodes (the one that renders)")
+            target.add_argument("--python", metavar="FILE", help="on all nodes (the one that runs this command)")
         else:
-            target.add_argument("--image", metavar="IMAGE", required=True, help="with ft_hsdp in it")
-            target.add_argument("--namespace", metavar="NAME", help="of all objects (that of kubectl)")
+            target.add_argument("--image", metavar="IMAGE", required=True, help="image that contains ft_hsdp")
+            target.add_argument("--namespace", metavar="NAME", help="namespace of all objects (that of kubectl)")
             target.add_argument(
                 "--claim",
                 metavar="NAME",
-                help="a volume claim that all pods have as /runs (one for the lighthouse)",
+                help="volume claim that all pods mount at /runs (a new one, for the lighthouse only)",
             )
         if name == "jobset":
-            target.add_argument("--secret", metavar="NAME", help="with the key token (the job's name and -token)")
+            target.add_argument(
+                "--secret", metavar="NAME", help="Secret with the key token (the job's name and -token)"
+            )
         target.add_argument("--memory-gib", type=int, metavar="N", help="memory of a node (the site's default)")
         if name != "rayjob":  # a rayjob takes these from the section `ray`
-            target.add_argument("--nodes-per-replica", type=int, default=1, metavar="N", dest="nodes", help="1")
-            target.add_argument("--cpus-per-rank", type=int, metavar="N", dest="cpus", help="train.threads")
-            target.add_argument("--gpus-per-rank", type=int, metavar="N", dest="gpus", help="1 with cuda, else 0")
+            for option, field, default, text in SIZES:
+                target.add_argument(option, dest=field, type=int, default=default, metavar="N", help=text)
 
 
 def render(config: Config, args: argparse.Namespace) -> str:
