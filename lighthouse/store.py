@@ -174,29 +174,6 @@ class Store(ABC):
         """The name of the store in an error."""
 
 
-class MemoryStore(Store):
-    """A store that dies with its process, for tests. ``rows`` may be given to another one."""
-
-    def __init__(self, rows: Rows | None = None) -> None:
-        super().__init__()
-        self.rows: Rows = {} if rows is None else rows
-        self.writes = 0
-
-    def close(self) -> None:
-        """Do nothing; there is no lock."""
-
-    def _read(self) -> tuple[int, Rows]:
-        return FORMAT, dict(self.rows)
-
-    def _write(self, rows: Rows) -> None:
-        self.rows.update(rows)
-        self.writes += 1
-
-    @property
-    def _name(self) -> str:
-        return "in memory"
-
-
 class SqliteStore(Store):
     """A store in the file ``path``, for one lighthouse at a time; power loss does not undo a write.
 

@@ -14,9 +14,10 @@ from ft_hsdp.core.grant import Continue, Grant, Refused
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import ProcessReport, Wait
 from lighthouse import service as services
-from lighthouse.store import MemoryStore, StoreFailed
+from lighthouse.store import StoreFailed
 from tests.support.lighthouse.lighthouse_helpers import (
     TOKEN,
+    MemoryStore,
     ask,
     at,
     events,

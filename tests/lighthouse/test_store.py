@@ -27,8 +27,8 @@ from lighthouse.ha.etcd import Etcd
 from lighthouse.quorum.rules import NO_EDGES, Barred, Edges, Lease
 from lighthouse.quorum.state import Agreement, LighthouseState, Policy
 from lighthouse.service import Service
-from lighthouse.store import FORMAT, MemoryStore, SqliteStore, StoreFailed
-from tests.support.lighthouse.lighthouse_helpers import START, Script, at, record
+from lighthouse.store import FORMAT, SqliteStore, StoreFailed
+from tests.support.lighthouse.lighthouse_helpers import START, MemoryStore, Script, at, record
 
 POLICY = Policy(slots=3, steps=10)
 DURABLE = stores._DURABLE

@@ -17,10 +17,10 @@ from lighthouse import runtime, validation
 from lighthouse.http.access import Keys
 from lighthouse.quorum.state import Agreement
 from lighthouse.runtime import policy
-from lighthouse.store import MemoryStore
 from tests.support.lighthouse.lighthouse_helpers import (
     CONFIG_HASH,
     TOKEN,
+    MemoryStore,
     ask,
     at,
     events,

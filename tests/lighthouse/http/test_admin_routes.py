@@ -16,8 +16,8 @@ from lighthouse.http.access import Keys, view_key
 from lighthouse.http.app import MAX_REASON, create_app
 from lighthouse.quorum.state import Policy
 from lighthouse.service import SUPERVISED_S, Service
-from lighthouse.store import MemoryStore, StoreFailed
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, Row, ask, at, name
+from lighthouse.store import StoreFailed
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, MemoryStore, Row, ask, at, name
 
 ADMIN = "ad" * 32
 ORDERS = ["replicas/1/evict", "replicas/1/drain", "replicas/1/undrain", "checkpoint", "scale"]

@@ -16,8 +16,8 @@ from lighthouse.http.access import MAX_BODY, Keys
 from lighthouse.http.app import create_app
 from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
-from lighthouse.store import MemoryStore, StoreFailed
-from tests.support.lighthouse.lighthouse_helpers import TOKEN, ask, name
+from lighthouse.store import StoreFailed
+from tests.support.lighthouse.lighthouse_helpers import TOKEN, MemoryStore, ask, name
 
 V1 = [("POST", "/v1/quorum"), ("POST", "/v1/processes"), ("GET", "/v1/status")]
 HEADERS = {"Authorization": f"Bearer {TOKEN}"}

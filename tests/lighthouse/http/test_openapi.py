@@ -18,8 +18,7 @@ from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.overview import JobInfo
 from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
-from lighthouse.store import MemoryStore
-from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN
+from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN, MemoryStore
 
 TOKENS = {"viewer": view_key(TOKEN), "worker": TOKEN, "admin": ADMIN}
 ERRORS = ("400", "401", "403", "408", "413", "422", "429", "431", "503")

@@ -10,8 +10,7 @@ from ft_hsdp.core.grant import Continue, Finish, Grant, Refused
 from lighthouse.quorum.commands import CommandPlan, Impossible, Supervised, plan
 from lighthouse.quorum.state import Action, Commanded
 from lighthouse.status import describe
-from lighthouse.store import MemoryStore
-from tests.support.lighthouse.lighthouse_helpers import START, Out, Script, at, name, record
+from tests.support.lighthouse.lighthouse_helpers import START, MemoryStore, Out, Script, at, name, record
 
 ALL = Supervised({0, 1, 2})
 

@@ -9,8 +9,7 @@ import pytest
 
 from ft_hsdp.core.grant import Continue, Member
 from lighthouse.quorum.rules import arrange, neighbours
-from lighthouse.store import MemoryStore
-from tests.support.lighthouse.lighthouse_helpers import Script, at, name
+from tests.support.lighthouse.lighthouse_helpers import MemoryStore, Script, at, name
 
 LIMIT_S = 30.0
 

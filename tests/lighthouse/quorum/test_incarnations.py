@@ -15,10 +15,10 @@ from lighthouse.quorum import rules
 from lighthouse.quorum import transition as incarnations
 from lighthouse.quorum.rules import AdmittedIncarnation, Base, Epoch
 from lighthouse.quorum.state import Asked, LighthouseState, OpenRequest, Policy, ProcessesReported
-from lighthouse.store import MemoryStore
 from tests.support.lighthouse.lighthouse_helpers import (
     START,
     TOKEN,
+    MemoryStore,
     Script,
     ask,
     at,

@@ -9,8 +9,7 @@ import pytest
 from ft_hsdp.core.commit import AttemptId
 from ft_hsdp.core.grant import CatchUp, Continue, Finish, Grant, Refused
 from lighthouse.quorum.state import View
-from lighthouse.store import MemoryStore
-from tests.support.lighthouse.lighthouse_helpers import START, Script, at, name, record
+from tests.support.lighthouse.lighthouse_helpers import START, MemoryStore, Script, at, name, record
 
 HOUR = 3600.0
 

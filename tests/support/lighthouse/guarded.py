@@ -24,8 +24,7 @@ from lighthouse.journal.journal import JobJournal
 from lighthouse.overview.overview import JobInfo
 from lighthouse.quorum.state import Policy
 from lighthouse.service import Service
-from lighthouse.store import MemoryStore
-from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN
+from tests.support.lighthouse.lighthouse_helpers import ADMIN, TOKEN, MemoryStore
 
 
 async def main() -> None:

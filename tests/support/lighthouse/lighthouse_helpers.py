@@ -28,7 +28,7 @@ from lighthouse.quorum.state import (
 )
 from lighthouse.quorum.transition import transition
 from lighthouse.service import Service
-from lighthouse.store import MemoryStore
+from lighthouse.store import FORMAT, Rows, Store
 
 TOKEN = "5e" * 32
 ADMIN = "ad" * 32
@@ -37,6 +37,29 @@ Row = Mapping[str, Any]
 
 CONFIG_HASH = "c" * 32
 LAYOUT = "l" * 32
+
+
+class MemoryStore(Store):
+    """A store that dies with its process. ``rows`` may be given to another one."""
+
+    def __init__(self, rows: Rows | None = None) -> None:
+        super().__init__()
+        self.rows: Rows = {} if rows is None else rows
+        self.writes = 0
+
+    def close(self) -> None:
+        """Do nothing; there is no lock."""
+
+    def _read(self) -> tuple[int, Rows]:
+        return FORMAT, dict(self.rows)
+
+    def _write(self, rows: Rows) -> None:
+        self.rows.update(rows)
+        self.writes += 1
+
+    @property
+    def _name(self) -> str:
+        return "in memory"
 
 
 def at(epoch: int, step: int, history: str = "") -> StateId:

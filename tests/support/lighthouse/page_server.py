@@ -22,7 +22,7 @@ from lighthouse.overview.overview import JobInfo
 from lighthouse.quorum.state import Policy
 from lighthouse.runtime import about
 from lighthouse.service import Service
-from lighthouse.store import MemoryStore
+from tests.support.lighthouse.lighthouse_helpers import MemoryStore
 
 TOKEN = "5e" * 32
 ADMIN = "ad" * 32
