@@ -103,19 +103,19 @@ class SnapshotWriter:
 
     def list(self) -> tuple[CompleteSnapshot, ...]:
         """Return the snapshots that an earlier incarnation of this rank left behind, newest first. Blocks."""
-        return self._submit(lambda agent: agent.list()).result() or ()
+        return self._submit(StateAgent.list).result() or ()
 
     def acquire(self, state: StateId) -> tuple[ShardManifest, Bytes] | None:
         """Return one of them, read-only; None if it is gone or damaged. Blocks.
 
         It does not change until `release_taken`.
         """
-        found = self._submit(lambda agent: agent.acquire(state)).result()
+        found = self._submit(StateAgent.acquire, state).result()
         return None if found is None else (shard_manifest.decode(found[1]), found[0])
 
     def release_taken(self) -> None:
         """Let the agent reuse the memory of what was acquired."""
-        self._submit(lambda agent: agent.unpin())
+        self._submit(StateAgent.unpin)
 
     # The main thread, and the thread that votes.
 
@@ -138,12 +138,12 @@ class SnapshotWriter:
             everywhere: Whether all of them have a snapshot of it: then older ones may go. If some have left it
                 out, the newest one that all have stays.
         """
-        self._submit(lambda agent: agent.mark_settled(state, everywhere))
+        self._submit(StateAgent.mark_settled, state, everywhere)
 
     def request(self, state: StateId, seconds: float) -> None:
         """Keep a snapshot of ``state`` for ``seconds``, for members behind; made now, or when it is reached."""
         self._wanted, self._filling = state, None
-        self._submit(lambda agent: agent.pin(state, seconds))
+        self._submit(StateAgent.pin, state, seconds)
         if self._live_state.state == state:
             self._submit(self._copy, state)
 
@@ -152,7 +152,7 @@ class SnapshotWriter:
         self._filling = None
         if self._wanted is not None:
             self._wanted = None
-            self._submit(lambda agent: agent.unpin())
+            self._submit(StateAgent.unpin)
 
     def forget(self) -> None:
         """Drop all snapshots of this rank, because they are wrong.
@@ -202,11 +202,11 @@ class SnapshotWriter:
     def allocate(self, state: StateId) -> Bytes | None:
         """Return memory of the agent, uint8, for a fetched shard of ``state``; None if there is none. Blocks."""
         self._filling = state
-        return self._submit(lambda agent: agent.stage(state)).result()
+        return self._submit(StateAgent.stage, state).result()
 
     def complete(self, manifest: ShardManifest) -> None:
         """Note that the allocated memory holds the whole shard, verified. Blocks."""
-        self._submit(lambda agent: self._mark_staged(agent, manifest)).result()
+        self._submit(self._mark_staged, manifest).result()
 
     def close(self) -> None:
         """Carry out all orders and disconnect; the agent keeps what is complete. Blocks."""
