@@ -8,7 +8,7 @@ import sqlite3
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from pydantic_core import from_json
 
@@ -20,6 +20,7 @@ FORMAT = 1
 APPLICATION = 0x66746864  # "fthd": tells this file from any other SQLite database
 LOCK_WAIT_S = 2.0  # longest wait of one transaction for a reader
 MAX_READ = 1000  # rows that one call returns at most
+EVENTS = 200  # events that a call returns at most, unless it says how many
 PRUNED = 1000  # old rows that one append removes at most
 
 _Way = tuple[sqlite3.Connection, threading.Lock]
@@ -34,6 +35,17 @@ _SCHEMA = (
 
 class DatabaseFailed(Retryable):
     """The database did not store rows, or could not read them."""
+
+
+class EventQuery(TypedDict, total=False):
+    """Which events are asked for; None or nothing: no condition."""
+
+    after: int | None  # only events with a higher number
+    before: int | None  # only events with a lower number
+    limit: int  # how many, at most
+    replica: int | None  # only events of this replica
+    event: str | None  # only events of this name
+    text: str | None  # only rows that contain it, in any case
 
 
 class SqliteDatabase:
@@ -123,40 +135,24 @@ class SqliteDatabase:
             ::-1
         ]
 
-    def events(
-        self,
-        *,
-        after: int | None = None,
-        before: int | None = None,
-        limit: int,
-        replica: int | None = None,
-        event: str | None = None,
-        text: str | None = None,
-    ) -> list[JournalEntry]:
-        """Return up to ``limit`` events in order: the first ones above ``after`` if it is given, else the newest.
-
-        Args:
-            after: only events with a higher number.
-            before: only events with a lower number.
-            limit: how many, at most.
-            replica: only events of this replica.
-            event: only events of this name.
-            text: only rows that contain it, in any case.
+    def events(self, **asked: Unpack[EventQuery]) -> list[JournalEntry]:
+        """Return events in order: the first ones above ``after`` if it is given, else the newest.
 
         Raises:
             DatabaseFailed: they cannot be read.
         """
+        after, text = asked.get("after"), asked.get("text")
         given = {
             "seq > ?": after,
-            "seq < ?": before,
-            "replica = ?": replica,
-            "event = ?": event,
+            "seq < ?": asked.get("before"),
+            "replica = ?": asked.get("replica"),
+            "event = ?": asked.get("event"),
             r"body LIKE ? ESCAPE '\'": _pattern(text) if text else None,
         }
-        asked = {condition: value for condition, value in given.items() if value is not None}
-        wanted = " AND ".join(["kind = 'event'", *asked])
+        conditions = {condition: value for condition, value in given.items() if value is not None}
+        wanted = " AND ".join(["kind = 'event'", *conditions])
         way = "DESC" if after is None else "ASC"
-        values = [*asked.values(), min(limit, MAX_READ)]
+        values = [*conditions.values(), min(asked.get("limit", EVENTS), MAX_READ)]
         found = self._select(f"{wanted} ORDER BY seq {way} LIMIT ?", values, self._searcher)
         return found[::-1] if after is None else found
 

@@ -12,13 +12,13 @@ import math
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import RankBeat, Telemetry
 from ft_hsdp.sentences import tell
 from lighthouse.journal import row_checks
-from lighthouse.journal.database import MAX_READ, DatabaseFailed, SqliteDatabase
+from lighthouse.journal.database import MAX_READ, DatabaseFailed, EventQuery, SqliteDatabase
 from lighthouse.journal.subscribers import Subscribers
 from lighthouse.overview.liveness import Stragglers, Vitals
 from lighthouse.overview.overview import JobInfo, JournalEntry, Json, Overview, Row
@@ -186,26 +186,15 @@ class JobJournal:
         now = self._clock() if self.about.live else newest
         return self._with_ranks(self._overview.show(now, start, end, points), live=True)
 
-    def events(
-        self,
-        *,
-        after: int | None = None,
-        before: int | None = None,
-        limit: int = 200,
-        replica: int | None = None,
-        event: str | None = None,
-        text: str | None = None,
-    ) -> Json:
+    def events(self, **asked: Unpack[EventQuery]) -> Json:
         """Return the answer to GET /v1/events: a page of the log in order, its first and last number (0: none).
 
-        Any thread may call it; it blocks on the disk. The arguments are those of `SqliteDatabase.events`.
+        Any thread may call it; it blocks on the disk.
 
         Raises:
             DatabaseFailed: rows cannot be read.
         """
-        found = self._database.events(
-            after=after, before=before, limit=limit, replica=replica, event=event, text=text
-        )
+        found = self._database.events(**asked)
         rows = [_told(entry) for entry in found]
         return {"events": rows, "first": rows[0]["seq"] if rows else 0, "last": rows[-1]["seq"] if rows else 0}
 
