@@ -24,7 +24,7 @@ STORE_PORT = 29400  # rendezvous of the ranks of several nodes
 NO_LIMIT = 2**31 - 1
 LEAVE_S = 5  # from the end of the ranks to the end of the pod
 INDEX = "metadata.labels['jobset.sigs.k8s.io/job-index']"
-GANG = "metadata.labels['batch.kubernetes.io/controller-uid']"  # new with each start of the replica's pods
+JOB_UID = "metadata.labels['batch.kubernetes.io/controller-uid']"  # new with each start of the replica's pods
 NOTHING: Mapping[str, str] = MappingProxyType({})
 
 _HEAD = """\
@@ -129,7 +129,7 @@ def _replica(config: Config, site: Site, layout: Shape, name: str, secret: str, 
         command=["python", *_start(layout, name), *COMMAND],
         args=["replica", CONFIG, "--replica", "$(REPLICA)", "--lighthouse", where],
         env=[
-            *_environment(secret, {"REPLICA": INDEX, **({"GANG": GANG} if layout.nodes > 1 else {})}),
+            *_environment(secret, {"REPLICA": INDEX, **({"JOB_UID": JOB_UID} if layout.nodes > 1 else {})}),
         ],
         resources=pod.resources(layout.cpus, layout.gpus, site.memory_gib),
         mounts=[mount],
@@ -183,7 +183,7 @@ def _start(layout: Shape, name: str) -> list[str]:
         *size,
         "--rdzv-backend=c10d",
         f"--rdzv-endpoint={meet}",
-        "--rdzv-id=$(GANG)",
+        "--rdzv-id=$(JOB_UID)",
     ]
 
 

@@ -192,7 +192,7 @@ def test_the_nodes_of_a_replica_start_again_together() -> None:
     assert (job["parallelism"], job["completions"], job["backoffLimit"]) == (4, 4, 0)
     assert spec["failurePolicy"]["rules"][0]["action"] == "RestartJobAndIgnoreMaxRestarts"
     command = job["template"]["spec"]["containers"][0]["command"]
-    assert {"--nnodes=4", "--nproc-per-node=2", "--max-restarts=0", "--rdzv-id=$(GANG)"} <= set(command)
+    assert {"--nnodes=4", "--nproc-per-node=2", "--max-restarts=0", "--rdzv-id=$(JOB_UID)"} <= set(command)
 
 
 def test_a_rayjob_has_the_pods_that_the_placement_needs() -> None:
