@@ -5,7 +5,7 @@ ring have decided on (`core.state_id` names it). A snapshot is a packed copy of 
 manifest and a checksum for each chunk. There are three ways back to a state:
 
     from its host   the state agent keeps the snapshots of a dead rank      state.agent.client.StateAgent.acquire
-    from disk       the newest valid checkpoint                             state.checkpoint.load.resume
+    from disk       the newest valid checkpoint                             state.checkpoint.catalog.resume
     from its peers  a healthy replica serves the same state over HTTP       state.transfer.fetch.fetch
 
 A replica that starts takes the newest state that its host or the disk has. If it is still behind the others

@@ -30,7 +30,7 @@ from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.protocol import RankCheckpointed, RankCheckpointFailed
 from ft_hsdp.state.checkpoint import writer
-from ft_hsdp.state.checkpoint.load import resume
+from ft_hsdp.state.checkpoint.catalog import resume
 from ft_hsdp.state.checkpoint.writer import (
     Checkpointer,
     CheckpointNotPublished,

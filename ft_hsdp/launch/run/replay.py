@@ -28,8 +28,8 @@ from ft_hsdp.ftar.settings import Settings
 from ft_hsdp.launch.run.directory import Row, RunDir
 from ft_hsdp.launch.run.recorder import commits_of, finals_of
 from ft_hsdp.state.checkpoint import catalog, dcp
+from ft_hsdp.state.checkpoint.catalog import UNSIGNED
 from ft_hsdp.state.checkpoint.checkpoint_manifest import Unauthentic
-from ft_hsdp.state.checkpoint.load import UNSIGNED
 from ft_hsdp.train import trainer
 from ft_hsdp.train.gradients import checksum, sum_of_squares
 from ft_hsdp.train.live_state import state_digest

@@ -8,10 +8,9 @@ is a pickle, is never read; DCP reads each tensor with ``torch.load(weights_only
 Read the modules in this order:
 
 - `checkpoint_manifest`: what a checkpoint is made of; its canonical encoding, digest and signature.
-- `catalog`: finds and verifies the checkpoints in a folder.
+- `catalog`: finds and verifies the checkpoints in a folder; `resume` loads the newest into the live tensors.
 - `dcp`: tensors to and from the files of torch.distributed.checkpoint, without its pickled collectives.
 - `writer`: `Checkpointer`: the thread that writes and publishes; removes older checkpoints and unfinished ones.
-- `load`: `resume`: the newest valid checkpoint into the live tensors.
 
 Writing goes this way, on a thread beside training, as a collective of the replica's ranks:
 

@@ -30,7 +30,7 @@ from ft_hsdp.core.ledger import Ledger
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.state.checkpoint import catalog, writer
-from ft_hsdp.state.checkpoint.load import resume
+from ft_hsdp.state.checkpoint.catalog import resume
 from ft_hsdp.state.checkpoint.writer import Header
 from tests.support.state.durable_side import HYPER, KEY, Side, header, told
 
