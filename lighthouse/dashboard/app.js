@@ -1,4 +1,4 @@
-// Joins the parts, and says to the browser's performance timeline when the first picture stood.
+// Joins the parts, and says to the browser's performance timeline when the first overview stood.
 import { Confirmation, Notice } from "./actions.js";
 import { forgetViewKey, keepViewKey, readAddress, viewKey } from "./api.js";
 import { Drawer } from "./drawer.js";
@@ -15,7 +15,7 @@ import { Waterfall } from "./waterfall.js";
 
 function Page() {
   const replay = useStore((s) => s.connection === "replay");
-  const name = useStore((s) => s.picture.job.name);
+  const name = useStore((s) => s.overview.job.name);
   useEffect(() => {
     document.title = `${name} · lighthouse`;
     requestAnimationFrame(() => setTimeout(() => performance.mark("ft:painted")));
@@ -60,7 +60,7 @@ function KeyForm() {
 }
 
 function App() {
-  const ready = useStore((s) => s.picture !== null);
+  const ready = useStore((s) => s.overview !== null);
   const refused = useStore((s) => s.connection === "refused");
   if (refused) return html`<${KeyForm} />`;
   return ready ? html`<${Page} />` : html`<main class="gate"><${Connection} /></main>`;

@@ -48,7 +48,7 @@ function options(chart, last, width) {
     padding: [5, 0, last ? 0 : 5, 0],
     legend: { show: false },
     cursor: { y: false, points: { size: 5 }, drag: { x: true, y: false, setScale: false }, bind: { dblclick: () => null } },
-    scales: { x: { time: false, range: () => windowOf(store.get()) }, y: { range: (_, low, high) => reach(chart, low, high, store.get().picture.job.total) } },
+    scales: { x: { time: false, range: () => windowOf(store.get()) }, y: { range: (_, low, high) => reach(chart, low, high, store.get().overview.job.total) } },
     axes: [
       { ...axis, grid, splits, size: last ? AXIS : 0, values: last ? times : () => [], gap: 2 },
       { ...axis, grid, size: gutter(), gap: 8, space: 22, values: (_, found) => found.map(chart.tick) },
@@ -68,13 +68,13 @@ function options(chart, last, width) {
 }
 
 const columns = (state, name) => {
-  const series = state.at === null ? state.picture.series : until(state.picture.series, state.at);
+  const series = state.at === null ? state.overview.series : until(state.overview.series, state.at);
   return [series.t, series[name]];
 };
 
 function Readout({ chart }) {
   const text = useStore((state) => {
-    const { series } = state.picture;
+    const { series } = state.overview;
     const n = indexAt(series.t, Math.min(state.cursor ?? Infinity, nowOf(state)));
     const value = series[chart.name][n];
     return value === null || value === undefined ? "–" : chart.value(value);
@@ -113,9 +113,9 @@ function Strip({ chart, last }) {
     });
     fit.observe(host.current);
     const unfollow = store.follow((state, before) => {
-      if (!state.picture) return;
+      if (!state.overview) return;
       if (state.theme !== before.theme) plot.redraw(false);
-      if (state.picture !== before.picture || state.at !== before.at || state.zoom !== before.zoom || state.span !== before.span) {
+      if (state.overview !== before.overview || state.at !== before.at || state.zoom !== before.zoom || state.span !== before.span) {
         plot.setData(columns(state, chart.name));
       }
       if (state.cursor !== before.cursor) point(state);

@@ -39,16 +39,16 @@ function useRecent(replica, ceiling) {
 
 export function Drawer() {
   const id = useStore((s) => s.replica);
-  const found = useStore((s) => s.picture.replicas.find((r) => r.replica === s.replica) ?? null);
+  const found = useStore((s) => s.overview.replicas.find((r) => r.replica === s.replica) ?? null);
   return id === null || !found ? null : html`<${Open} key=${id} replica=${found} />`;
 }
 
 function Open({ replica }) {
   const panel = useRef(null);
   const state = store.get();
-  const live = useStore((s) => s.picture.job.live);
-  const failures = useStore((s) => s.picture.failures);
-  const ceiling = useStore((s) => (s.at === null ? null : s.picture.seq));
+  const live = useStore((s) => s.overview.job.live);
+  const failures = useStore((s) => s.overview.failures);
+  const ceiling = useStore((s) => (s.at === null ? null : s.overview.seq));
   const rows = useRecent(replica.replica, ceiling);
   const close = () => store.set({ replica: null });
   useEffect(() => {

@@ -17,7 +17,7 @@ const CAUSES = {
 };
 
 export function Effective() {
-  const effective = useStore((s) => s.picture.effective);
+  const effective = useStore((s) => s.overview.effective);
   const { wall_s: wall, useful_s: useful, lost_s: lost } = effective;
   const causes = Object.entries(lost).filter(([, s]) => s > 0).sort((a, b) => b[1] - a[1]);
   const parts = [["useful", useful], ...causes];

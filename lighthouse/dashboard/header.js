@@ -39,7 +39,7 @@ function Fact({ label, children, note, warn, about }) {
 }
 
 export function Header() {
-  const { job, head, effective } = useStore((s) => s.picture);
+  const { job, head, effective } = useStore((s) => s.overview);
   const share = job.steps ? Math.min(1, head.step / job.steps) : 0;
   const left = head.steps_per_s > 0 && !job.finished ? (job.steps - head.step) / head.steps_per_s : null;
   const halted = job.halted || (job.finished ? "finished" : "");

@@ -11,14 +11,14 @@ const LANE = 18;
 
 /** Everything that the lanes show, read from the store. */
 function shown(state) {
-  const { picture } = state;
+  const { overview } = state;
   const now = nowOf(state);
   const past = (row) => row.t <= now;
   return {
-    lanes: picture.lanes,
-    epochs: picture.epochs.filter(past),
-    failures: picture.failures.filter(past),
-    outages: picture.lighthouse.outages,
+    lanes: overview.lanes,
+    epochs: overview.epochs.filter(past),
+    failures: overview.failures.filter(past),
+    outages: overview.lighthouse.outages,
     now,
     chosen: state.failure,
   };
@@ -32,7 +32,7 @@ export function Lanes() {
   const width = useRef(0);
   const drag = useRef(null);
   const [tip, setTip] = useState(null); // {x, y, found}
-  const replicas = useStore((s) => s.picture.replicas);
+  const replicas = useStore((s) => s.overview.replicas);
   const at = useRef({ row: 0, n: null });
 
   const geo = () => geometry(width.current, LANE, windowOf(store.get()));
@@ -54,9 +54,9 @@ export function Lanes() {
     watch.observe(frame.current);
     const clock = setInterval(() => !document.hidden && store.get().at === null && paint(), 1000);
     const followed = store.follow((state, before) => {
-      const same = ["picture", "zoom", "span", "at", "failure", "theme"].every((name) => state[name] === before[name]);
+      const same = ["overview", "zoom", "span", "at", "failure", "theme"].every((name) => state[name] === before[name]);
       if (same) cursor(state);
-      else if (state.picture) paint();
+      else if (state.overview) paint();
     });
     return () => {
       watch.disconnect();
@@ -97,7 +97,7 @@ export function Lanes() {
   };
   const choose = (found) => {
     if (found.failure) store.set({ failure: found.failure.seq });
-    else if (found.row !== null) store.set({ replica: store.get().picture.lanes[found.row].replica });
+    else if (found.row !== null) store.set({ replica: store.get().overview.lanes[found.row].replica });
   };
   const left = (event) => {
     if (event.pointerType === "touch") return;
@@ -161,7 +161,7 @@ export function Lanes() {
 /** The words beside the pointer, or beside the place that the keyboard has reached. */
 function Explained({ x, y, found, width }) {
   const state = store.get();
-  const replica = found.row === null ? null : state.picture.lanes[found.row]?.replica;
+  const replica = found.row === null ? null : state.overview.lanes[found.row]?.replica;
   const style = { transform: `translate(${x > width / 2 ? `calc(${x - 14}px - 100%)` : `${x + 14}px`}, ${y + 14}px)` };
   return html`
     <div class="tip" role="status" style=${style}>

@@ -88,7 +88,7 @@ function useJournal(filter, ceiling, named) {
 }
 
 function Filter({ filter, setFilter, names }) {
-  const slots = useStore((s) => s.picture.job.slots);
+  const slots = useStore((s) => s.overview.job.slots);
   const [text, setText] = useState(filter.text);
   useEffect(() => {
     const timer = setTimeout(() => text !== filter.text && setFilter({ ...filter, text }), 200);
@@ -119,7 +119,7 @@ export function Log() {
   const [filter, setFilter] = useState(NO_FILTER);
   const [names, setNames] = useState([]);
   const named = useStore((s) => s.event);
-  const ceiling = useStore((s) => (s.at === null ? null : s.picture.seq));
+  const ceiling = useStore((s) => (s.at === null ? null : s.overview.seq));
   const journal = useJournal(filter, ceiling, named);
   const list = useRef(null);
   const ends = [useRef(null), useRef(null)];

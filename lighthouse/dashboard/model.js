@@ -1,4 +1,4 @@
-// Keeps the picture true: the first overview, then the stream; the overview again when lanes may have changed.
+// Keeps the overview true: the first answer, then the stream; the overview again when lanes may have changed.
 import { ApiError, get } from "./api.js";
 import { extended } from "./series.js";
 import { extentOf, store, windowOf } from "./store.js";
@@ -6,7 +6,7 @@ import { follow } from "./stream.js";
 
 const BETWEEN_MS = 1000; // between two overviews
 const STALE_MS = 10_000; // ages, totals and ends of lanes drift without events
-const FAR = 5000; // so many rows behind, a new picture is cheaper than the rows
+const FAR = 5000; // so many rows behind, a new overview is cheaper than the rows
 const listeners = new Set();
 let stream = null;
 let life = 0; // counts starts and stops, so that what is left of an earlier one ends itself
@@ -31,13 +31,13 @@ function query(state) {
   return { at: state.at, start, end: state.zoom ? end : null, points };
 }
 
-async function overview() {
+async function fetchOverview() {
   asked = performance.now();
   const mine = life;
-  const picture = await get("/v1/overview", query(store.get()), flight.signal);
+  const overview = await get("/v1/overview", query(store.get()), flight.signal);
   if (mine !== life) throw new DOMException("overtaken", "AbortError");
-  store.set({ picture, received: performance.now() });
-  return picture;
+  store.set({ overview, received: performance.now() });
+  return overview;
 }
 
 /** Ask for the overview `between` ms after the last time, or now; one at a time, and the newest wish wins. */
@@ -53,7 +53,7 @@ async function ask() {
   flying = true;
   const mine = life;
   try {
-    await overview();
+    await fetchOverview();
   } catch (error) {
     if (mine === life && error.status === 401) refused(error);
     else if (mine === life) store.set({ trouble: error.message });
@@ -65,18 +65,18 @@ async function ask() {
 
 function refused(error) {
   stop();
-  store.set({ connection: "refused", trouble: error.message, picture: null });
+  store.set({ connection: "refused", trouble: error.message, overview: null });
 }
 
 function committed(row) {
-  const { picture, zoom } = store.get();
-  if (!picture) return;
-  const head = { ...picture.head, step: row.step, epoch: row.epoch, loss: row.loss, lr: row.lr, lr_scale: row.lr_scale };
+  const { overview, zoom } = store.get();
+  if (!overview) return;
+  const head = { ...overview.head, step: row.step, epoch: row.epoch, loss: row.loss, lr: row.lr, lr_scale: row.lr_scale };
   head.step_s = row.step_s;
   head.contributors = row.contributors;
   head.healthy = row.contributors.length;
-  const series = zoom ? picture.series : extended(picture.series, row);
-  store.set({ picture: { ...picture, head, series } });
+  const series = zoom ? overview.series : extended(overview.series, row);
+  store.set({ overview: { ...overview, head, series } });
   if (series.t.length > 2400) refresh();
 }
 
@@ -86,23 +86,23 @@ function arrived(kind, row) {
   refresh();
 }
 
-/** Before a reconnect: a journal that was made anew, or one far ahead, is read as a picture and not row by row. */
+/** Before a reconnect: a journal that was made anew, or one far ahead, is read as an overview and not row by row. */
 async function again(last) {
-  const picture = await overview();
-  if (picture.seq >= last && picture.seq - last < FAR) return last;
+  const overview = await fetchOverview();
+  if (overview.seq >= last && overview.seq - last < FAR) return last;
   tell(null);
-  return picture.seq;
+  return overview.seq;
 }
 
-/** Show the job; the promise ends when its first picture is there. Does not throw. */
+/** Show the job; the promise ends when its first overview is there. Does not throw. */
 export async function start() {
   stop();
   const mine = life;
   store.set({ connection: "connecting", trouble: "" });
   for (let pause = 500; mine === life; pause = Math.min(pause * 2, 8000)) {
     try {
-      const picture = await overview();
-      if (picture.job.live) return listen(picture.seq);
+      const overview = await fetchOverview();
+      if (overview.job.live) return listen(overview.seq);
       const whole = extentOf(store.get());
       return store.set({ connection: "replay", whole, at: whole[1], trouble: "" });
     } catch (error) {

@@ -41,12 +41,12 @@ function rows({ job, run: { model, parameters, config } }) {
 }
 
 export function Run() {
-  const picture = useStore((s) => s.picture);
+  const overview = useStore((s) => s.overview);
   return html`
     <section class="panel run" aria-labelledby="run">
-      <header><h2 id="run">Run</h2><span class="quiet num">${plural(picture.job.steps, "step")}</span></header>
+      <header><h2 id="run">Run</h2><span class="quiet num">${plural(overview.job.steps, "step")}</span></header>
       <dl class="settings">
-        ${rows(picture).map(([label, value, keys]) => html`<div key=${label} title=${keys}><dt>${label}</dt><dd>${value}</dd></div>`)}
+        ${rows(overview).map(([label, value, keys]) => html`<div key=${label} title=${keys}><dt>${label}</dt><dd>${value}</dd></div>`)}
       </dl>
     </section>
   `;

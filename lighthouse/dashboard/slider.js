@@ -8,7 +8,7 @@ const SPEEDS = [1, 10, 60, 600];
 
 export function Slider() {
   const at = useStore((s) => s.at);
-  const picture = useStore((s) => s.picture);
+  const overview = useStore((s) => s.overview);
   useStore((s) => s.zoom);
   const [first, end] = extentOf(store.get());
   const [playing, setPlaying] = useState(false);
@@ -39,7 +39,7 @@ export function Slider() {
     else return;
     event.preventDefault();
   };
-  return picture && html`
+  return overview && html`
     <div class="replay" role="group" aria-label="Replay">
       <button type="button" class="solid play" aria-pressed=${playing} onClick=${play}>${playing ? "pause" : "play"}</button>
       <input

@@ -19,7 +19,7 @@ export function createStore(initial) {
 }
 
 export const store = createStore({
-  picture: null, // the newest overview
+  overview: null, // the newest answer to GET /v1/overview
   received: 0, // performance.now() at which it came, ms
   connection: "connecting", // connecting | live | reconnecting | replay | refused
   trouble: "", // why, in one line
@@ -55,19 +55,19 @@ export function useStore(select) {
 }
 
 /** The moment that counts as now, Unix s: the lighthouse's clock, a finished job's end, or the slider's place. */
-export function nowOf({ picture, received, at }) {
+export function nowOf({ overview, received, at }) {
   if (at !== null) return at;
-  if (!picture) return Date.now() / 1000;
-  if (!picture.job.live || picture.job.ended) return picture.job.ended ?? picture.now;
-  return picture.now + (performance.now() - received) / 1000;
+  if (!overview) return Date.now() / 1000;
+  if (!overview.job.live || overview.job.ended) return overview.job.ended ?? overview.now;
+  return overview.now + (performance.now() - received) / 1000;
 }
 
 /** First and last moment of the job, Unix s. */
 export function extentOf(state) {
-  const { picture, whole } = state;
+  const { overview, whole } = state;
   if (whole) return whole;
   const end = nowOf(state);
-  const first = picture?.job.started ?? picture?.series.t[0] ?? end - 60;
+  const first = overview?.job.started ?? overview?.series.t[0] ?? end - 60;
   return [Math.min(first, end - 1), end];
 }
 

@@ -12,7 +12,7 @@ const SPANS = [[900, "15 min"], [3600, "1 h"], [21600, "6 h"], [null, "all"]];
 export function Timeline() {
   const zoomed = useStore((s) => s.zoom);
   const chosen = useStore((s) => s.span);
-  const seen = useStore((s) => [...new Set(s.picture.lanes.flatMap((l) => l.segments.map((g) => g[2])))].sort().join(" "));
+  const seen = useStore((s) => [...new Set(s.overview.lanes.flatMap((l) => l.segments.map((g) => g[2])))].sort().join(" "));
   return html`
     <section class="panel timeline" aria-labelledby="timeline">
       <header>

@@ -21,7 +21,7 @@ const LISTED = 100;
 export const told = ({ kind, said, cause }) => (!cause || cause === kind ? said : `${said}: ${cause}`);
 
 export function Waterfall() {
-  const failures = useStore((s) => s.picture.failures);
+  const failures = useStore((s) => s.overview.failures);
   const chosen = useStore((s) => s.failure);
   const zoomed = useStore((s) => s.zoom !== null || s.span !== null);
   const sorted = [...failures].sort((a, b) => b.t - a.t);

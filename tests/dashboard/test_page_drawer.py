@@ -26,7 +26,7 @@ def order(page, drawer, action, token, reason="a fan is broken"):
 def test_it_tells_everything_about_a_replica(page, drawer):
     expect(drawer.get_by_role("heading", level=2)).to_have_text("Replica 3")
     expect(drawer).to_contain_text("incarnation")
-    replica = state(page, "s.picture.replicas[3]")
+    replica = state(page, "s.overview.replicas[3]")
     expect(drawer).to_contain_text(replica["state"])
     expect(drawer.locator(".recent .row").first).to_be_visible()
     page.keyboard.press("Escape")

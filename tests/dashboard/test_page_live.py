@@ -57,13 +57,13 @@ def told(page, since=0):
 
 
 def test_a_commit_extends_head_and_charts(live, own):
-    before = state(live, "s.picture.series.t.at(-1)")
-    step = state(live, "s.picture.head.step") + 1
+    before = state(live, "s.overview.series.t.at(-1)")
+    step = state(live, "s.overview.head.step") + 1
     own.tell(0, commits=(commit(step),))
     expect(live.locator(".facts")).to_contain_text(f"{step:,}")
     expect(live.locator(".facts")).to_contain_text("1.2345")
-    until(lambda: state(live, "s.picture.series.t.at(-1)") > before)
-    assert state(live, "s.picture.head.healthy") == 3
+    until(lambda: state(live, "s.overview.series.t.at(-1)") > before)
+    assert state(live, "s.overview.head.healthy") == 3
 
 
 def test_an_event_extends_the_log(live, own):

@@ -31,7 +31,7 @@ def test_newest_first_without_gaps(page, rows, shared):
 
 
 def test_filter_by_replica_event_and_text(page, rows):
-    replica = state(page, "s.picture.failures.at(-1).replica")
+    replica = state(page, "s.overview.failures.at(-1).replica")
     own = {f"r{replica}", f"r{replica}.0", f"r{replica}.1"}
     page.get_by_label("Replica", exact=True).select_option(str(replica))
     until(lambda: set(page.locator(".rows .who").all_text_contents()) <= own)

@@ -131,12 +131,12 @@ def test_the_slider_moves_everything_and_ctrl_c_ends_it(browser, served, run):
     slider.focus()
     for _ in range(13):
         page.keyboard.press("PageDown")  # 5 % each
-    until(lambda: state(page, "s.picture.head.step") == 21)
+    until(lambda: state(page, "s.overview.head.step") == 21)
     assert any("at=" in asked for asked in seen.asked)
     expect(page.locator(".facts")).to_contain_text("21 of")
     until(lambda: page.locator(".rows .row").count() == 3)
-    assert max(state(page, "s.picture.series.t")) <= state(page, "s.at")
-    assert state(page, "s.picture.failures") == []
+    assert max(state(page, "s.overview.series.t")) <= state(page, "s.at")
+    assert state(page, "s.overview.failures") == []
     assert state(page, "windowOf(s)") == whole
 
     box = slider.bounding_box()
@@ -144,12 +144,12 @@ def test_the_slider_moves_everything_and_ctrl_c_ends_it(browser, served, run):
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + box["height"] / 2, steps=8)
     page.mouse.up()
-    until(lambda: 33 <= state(page, "s.picture.head.step") <= 39)
+    until(lambda: 33 <= state(page, "s.overview.head.step") <= 39)
     expect(page.locator(".failures")).to_contain_text("was killed by SIGKILL")
 
     page.get_by_label("Speed").select_option("60")
     page.get_by_role("button", name="play").click()
-    until(lambda: state(page, "s.picture.head.step") == 60)
+    until(lambda: state(page, "s.overview.head.step") == 60)
     expect(page.get_by_role("button", name="play")).to_be_visible()
     page.locator(".lane-name").nth(2).click()
     expect(page.get_by_role("button", name=re.compile("evict|drain|checkpoint"))).to_have_count(0)

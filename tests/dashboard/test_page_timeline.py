@@ -64,7 +64,7 @@ def test_a_pointer_on_a_chart_moves_every_cursor_and_every_value(page):
 
 
 def test_the_pointer_explains_a_failure(page, frame):
-    failure = state(page, "s.picture.failures.at(-1)")
+    failure = state(page, "s.overview.failures.at(-1)")
     start, end = state(page, "windowOf(s)")
     x = frame["x"] + frame["width"] * (failure["t"] - start) / (end - start)
     page.mouse.move(x, frame["y"] + 20 + failure["replica"] * 18 + 9)
@@ -91,19 +91,19 @@ def test_a_span_follows_the_end(page):
     page.get_by_role("button", name="15 min").click()
     start, end = state(page, "windowOf(s)")
     assert end - start == pytest.approx(900)
-    until(lambda: state(page, "s.picture.series.t[0]") > start - 60)
+    until(lambda: state(page, "s.overview.series.t[0]") > start - 60)
 
 
-def test_lanes_recovery_and_effective_time_show_the_picture(page):
+def test_lanes_recovery_and_effective_time_show_the_overview(page):
     expect(page.locator(".lane-name")).to_have_count(REPLICAS)
-    failure = state(page, "s.picture.failures.at(-1)")
+    failure = state(page, "s.overview.failures.at(-1)")
     names = [phase["name"].replace("_", " ") for phase in failure["phases"]]
     assert page.locator(".phase-name").all_inner_texts() == names
     assert {"quorum", "reconnect", "boot", "fetch"} <= set(names)
-    known = state(page, "s.picture.failures.map(f => f.phases.some(p => p.name === 'detect'))")
+    known = state(page, "s.overview.failures.map(f => f.phases.some(p => p.name === 'detect'))")
     assert True in known, "injected failures have a time of detection"
     assert ("detect" in names) is known[-1], "what was not measured is not shown"
-    lost = state(page, "s.picture.effective.lost_s")
+    lost = state(page, "s.overview.effective.lost_s")
     rows = page.locator(".causes tbody th").all_inner_texts()
     assert rows[0] == "useful"
     assert set(rows[1:]) == {cause for cause, seconds in lost.items() if seconds > 0}

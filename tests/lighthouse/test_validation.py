@@ -103,7 +103,7 @@ async def test_limits_follow_the_head_and_the_epoch():
         ProcessReport({0: name(0)}, (name(0),)),
     ],
 )
-def test_a_picture_that_cannot_be_true_is_refused(bad):
+def test_a_report_that_cannot_be_true_is_refused(bad):
     service, _ = make_service()
     with pytest.raises(ProtocolViolation):
         service.processes(bad)

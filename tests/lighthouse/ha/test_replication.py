@@ -25,16 +25,16 @@ class Leader:
     """A journal that is served; a context."""
 
     def __init__(self, first=1):
-        self.archive = MemoryDatabase()
+        self.database = MemoryDatabase()
         if first > 1:
-            self.archive.append([JournalEntry(first - 1, "event", row(first - 1))])
-        self.chronicle = JobJournal(self.archive, JobInfo("job", 2, 1, 10))
+            self.database.append([JournalEntry(first - 1, "event", row(first - 1))])
+        self.journal = JobJournal(self.database, JobInfo("job", 2, 1, 10))
         self.sock = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{self.sock.getsockname()[1]}"
 
     async def __aenter__(self):
         app = FastAPI()
-        app.include_router(views(self.chronicle, None, Keys(TOKEN)))
+        app.include_router(views(self.journal, None, Keys(TOKEN)))
         config = uvicorn.Config(app, log_config=None, lifespan="off", timeout_graceful_shutdown=1)
         self.server = uvicorn.Server(config)
         self.server.install_signal_handlers = lambda: None
@@ -43,20 +43,20 @@ class Leader:
         return self
 
     async def __aexit__(self, *_):
-        self.chronicle.close()
+        self.journal.close()
         self.server.should_exit = self.server.force_exit = True
         with contextlib.suppress(asyncio.CancelledError):
             await self.task
         self.sock.close()
-        self.archive.close()
+        self.database.close()
 
 
 def row(number):
     return {"t": 1000.0 + number, "event": "Noted", "source": "lighthouse", "reason": f"row {number} — ü"}
 
 
-def kept(archive):
-    return archive.read(0, 1000)
+def kept(database):
+    return database.read(0, 1000)
 
 
 async def until(condition):
@@ -68,9 +68,9 @@ async def until(condition):
 
 
 @contextlib.asynccontextmanager
-async def mirrored(archive, leader, key=None):
+async def mirrored(database, leader, key=None):
     async with httpx.AsyncClient(trust_env=False) as client:
-        made = JournalMirror(archive, leader, view_key(TOKEN) if key is None else key, client)
+        made = JournalMirror(database, leader, view_key(TOKEN) if key is None else key, client)
         running = asyncio.create_task(made.run())
         try:
             yield
@@ -82,13 +82,13 @@ async def mirrored(archive, leader, key=None):
 
 async def test_each_row_is_kept_under_its_number_also_those_of_before(monkeypatch):
     async with Leader() as leader:
-        leader.chronicle.note([row(1), row(2)])
+        leader.journal.note([row(1), row(2)])
         copy = MemoryDatabase()
         async with mirrored(copy, lambda: leader.url):
-            await until(lambda: copy.last == leader.archive.last)
-            leader.chronicle.note([row(n) for n in range(3, 60)])
-            await until(lambda: copy.last == leader.archive.last)
-        assert kept(copy) == kept(leader.archive)
+            await until(lambda: copy.last == leader.database.last)
+            leader.journal.note([row(n) for n in range(3, 60)])
+            await until(lambda: copy.last == leader.database.last)
+        assert kept(copy) == kept(leader.database)
         assert len(kept(copy)) >= 59
         copy.close()
 
@@ -99,15 +99,15 @@ async def test_it_goes_on_where_it_was_and_turns_to_a_new_leader(monkeypatch):
     who = [None]
     async with Leader() as old, Leader(first=500) as new, mirrored(copy, lambda: who[0]):
         who[0] = old.url
-        old.chronicle.note([row(1)])
+        old.journal.note([row(1)])
         await until(lambda: copy.last >= 1)
         before = kept(copy)
         who[0] = new.url
-        new.chronicle.note([row(500)])
+        new.journal.note([row(500)])
         await until(lambda: copy.last >= 500)
         assert kept(copy)[: len(before)] == before
-        assert kept(copy)[len(before) :] == [e for e in kept(new.archive) if e.seq > before[-1].seq]
-        old.chronicle.note([row(99)])
+        assert kept(copy)[len(before) :] == [e for e in kept(new.database) if e.seq > before[-1].seq]
+        old.journal.note([row(99)])
         await asyncio.sleep(0.1)
         assert all(e.row["reason"] != row(99)["reason"] for e in kept(copy)), "it still follows the old one"
     copy.close()
@@ -123,7 +123,7 @@ async def test_a_leader_that_refuses_or_is_gone_is_asked_again(key, monkeypatch)
         async with mirrored(copy, lambda: who[0], key):
             await asyncio.sleep(0.2)
             who[0] = next(urls)
-            leader.chronicle.note([row(1)])
+            leader.journal.note([row(1)])
             await asyncio.sleep(0.2)
             assert not kept(copy)
     copy.close()

@@ -63,8 +63,8 @@ async def test_quorum_says_wait_and_refused_as_answers():
 
 
 async def test_processes_takes_plain_json_and_gives_the_overview():
-    picture = {"running": {"0": name(0, 1)}, "exited": [name(0)], "lost": []}
-    response = await call("POST", "/v1/processes", json=picture)
+    report = {"running": {"0": name(0, 1)}, "exited": [name(0)], "lost": []}
+    response = await call("POST", "/v1/processes", json=report)
     assert response.status_code == 200
     assert response.json() == {
         "evict": [],
@@ -81,8 +81,8 @@ async def test_processes_takes_plain_json_and_gives_the_overview():
 
 
 async def test_processes_answers_the_protocols_message_with_one():
-    picture = protocol.ProcessReport({0: name(0, 1)}, (name(0),))
-    response = await call("POST", "/v1/processes", content=protocol.encode(picture))
+    report = protocol.ProcessReport({0: name(0, 1)}, (name(0),))
+    response = await call("POST", "/v1/processes", content=protocol.encode(report))
     assert protocol.decode(response.content, SupervisorReply) == SupervisorReply((), 0, 0, False, lease_s=5.0)
 
 

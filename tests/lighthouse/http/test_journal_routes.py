@@ -35,12 +35,12 @@ WORKER, VIEWER = bearer(TOKEN), bearer(view_key(TOKEN))
 
 
 class Site:
-    """A lighthouse with a chronicle, in process."""
+    """A lighthouse with a journal, in process."""
 
-    def __init__(self, archive=None):
-        self.chronicle = JobJournal(archive or MemoryDatabase(), ABOUT)
+    def __init__(self, database=None):
+        self.journal = JobJournal(database or MemoryDatabase(), ABOUT)
         self.service, _ = make_service(2)
-        self.app = create_app(self.service, KEYS, self.chronicle)
+        self.app = create_app(self.service, KEYS, self.journal)
 
     def client(self, headers=VIEWER):
         transport = httpx.ASGITransport(app=self.app)
@@ -88,7 +88,7 @@ async def test_a_viewer_tells_nothing_and_an_admin_neither():
     assert (await call("POST", "/v1/telemetry", headers=WORKER, content=message)).status_code == 204
 
 
-# Telemetry, the picture, the log.
+# Telemetry, the overview, the log.
 
 
 async def test_what_is_told_is_shown():
@@ -96,9 +96,9 @@ async def test_what_is_told_is_shown():
     told = Telemetry("1-a-0", (row(1, source="replica"),), (commit(1),), (RankBeat(0, 7, "node", 3),))
     answer = await call("POST", "/v1/telemetry", site, WORKER, content=protocol.encode(told))
     assert (answer.status_code, answer.content) == (204, b"")
-    site.chronicle._flush()
-    picture = (await call("GET", "/v1/overview", site)).json()
-    assert picture["head"] | {"steps_per_s": 0} == {
+    site.journal._flush()
+    overview = (await call("GET", "/v1/overview", site)).json()
+    assert overview["head"] | {"steps_per_s": 0} == {
         "step": 1,
         "epoch": 1,
         "loss": None,
@@ -110,8 +110,8 @@ async def test_what_is_told_is_shown():
         "contributors": [0, 1],
         "healthy": 2,
     }
-    assert picture["replicas"][1]["ranks"][0]["host"] == "node"
-    assert picture["job"]["live"]
+    assert overview["replicas"][1]["ranks"][0]["host"] == "node"
+    assert overview["job"]["live"]
     (event,) = (await call("GET", "/v1/events?replica=1&text=WHY", site)).json()["events"]
     assert (event["seq"], event["event"], event["source"]) == (1, "E1", "replica")
 
@@ -157,23 +157,23 @@ async def test_a_page_of_nonsense_is_refused(query):
 
 async def test_pages_of_the_log_do_not_overlap():
     site = Site()
-    site.chronicle.note([row(n) for n in range(1, 11)])
+    site.journal.note([row(n) for n in range(1, 11)])
     newest = (await call("GET", "/v1/events?limit=4", site)).json()
     older = (await call("GET", f"/v1/events?limit=4&before={newest['first']}", site)).json()
     assert [e["seq"] for e in older["events"] + newest["events"]] == [3, 4, 5, 6, 7, 8, 9, 10]
     assert (older["first"], older["last"]) == (3, 6)
 
 
-async def test_the_picture_as_it_was_and_a_part_of_it():
+async def test_the_overview_as_it_was_and_a_part_of_it():
     site = Site()
-    site.chronicle.note([row(0), row(100, event="JobFinished")])
+    site.journal.note([row(0), row(100, event="JobFinished")])
     now = (await call("GET", "/v1/overview", site)).json()
     then = (await call("GET", "/v1/overview?at=1780000050&points=10", site)).json()
     assert (now["job"]["finished"], then["job"]["finished"]) == (True, False)
     assert (then["now"], then["seq"]) == (1780000050.0, 1)
 
 
-async def test_the_picture_says_what_the_service_decides_by():
+async def test_the_overview_says_what_the_service_decides_by():
     site = Site()
     assert (await call("GET", "/v1/overview", site)).json()["lighthouse"]["term"] == site.service.state.term
 
@@ -185,9 +185,9 @@ async def test_a_journal_that_cannot_be_read_is_503():
 
         events = read
 
-    archive = Gone()
-    site = Site(archive)
-    site.chronicle._caught_up = False
+    database = Gone()
+    site = Site(database)
+    site.journal._caught_up = False
     for path in ("/v1/overview", "/v1/events"):
         answer = await call("GET", path, site)
         assert (answer.status_code, answer.json()) == (503, {"detail": "disk I/O error"})
@@ -304,17 +304,17 @@ async def read(response, n):
 
 async def test_a_stream_goes_on_where_the_last_one_was_cut():
     site = Site()
-    site.chronicle.note([row(1), row(2)])
+    site.journal.note([row(1), row(2)])
     async with served(site.app) as url, httpx.AsyncClient(headers=VIEWER, timeout=10) as http:
         async with http.stream("GET", f"{url}/v1/stream?after=0") as response:
             assert response.headers["content-type"].startswith("text/event-stream")
             first = await read(response, 2)
-        site.chronicle.note([row(3)])
-        site.chronicle.take(Telemetry("0-a-0", (), (commit(1),)))
+        site.journal.note([row(3)])
+        site.journal.take(Telemetry("0-a-0", (), (commit(1),)))
         resume = {"Last-Event-ID": str(first[-1][0])}
         async with http.stream("GET", f"{url}/v1/stream", headers=resume) as response:
             second = await read(response, 2)
-        site.chronicle.close()
+        site.journal.close()
     found = first + second
     assert [(seq, kind) for seq, kind, _ in found] == [(1, "event"), (2, "event"), (3, "event"), (4, "commit")]
     assert all(body["seq"] == seq for seq, _, body in found)
@@ -322,17 +322,17 @@ async def test_a_stream_goes_on_where_the_last_one_was_cut():
     assert found[3][2]["loss"] is None, "strict JSON"
 
 
-async def test_streams_end_with_the_chronicle_and_hold_nothing_when_their_reader_is_gone():
+async def test_streams_end_with_the_journal_and_hold_nothing_when_their_reader_is_gone():
     site = Site()
     async with served(site.app) as url, httpx.AsyncClient(headers=VIEWER, timeout=10) as http:
         for _ in range(3):
             async with http.stream("GET", f"{url}/v1/stream"):
                 pass
-        await until(lambda: not site.chronicle._subscribers._open)
+        await until(lambda: not site.journal._subscribers._open)
         async with http.stream("GET", f"{url}/v1/stream") as response:
             reader = asyncio.create_task(read(response, 1))
-            await until(lambda: site.chronicle._subscribers._open)
-            site.chronicle.close()
+            await until(lambda: site.journal._subscribers._open)
+            site.journal.close()
             assert await reader == []
 
 
@@ -346,11 +346,11 @@ async def test_a_silent_stream_is_kept_alive(monkeypatch):
     ):
         lines = response.aiter_lines()
         found = [await anext(lines) for _ in range(5)]
-        site.chronicle.note([row(1)])
+        site.journal.note([row(1)])
         async for line in lines:
             if line.startswith("id"):
                 break
-        site.chronicle.close()
+        site.journal.close()
     found, last = found, line
     assert found[:2] == ["retry: 1000", ""]
     assert found[2].startswith(":"), "a comment"
@@ -359,16 +359,16 @@ async def test_a_silent_stream_is_kept_alive(monkeypatch):
 
 async def test_too_many_streams_are_429(monkeypatch):
     site = Site()
-    site.chronicle._subscribers._open = STREAMS
+    site.journal._subscribers._open = STREAMS
     answer = await call("GET", "/v1/stream", site)
     assert answer.status_code == 429
     assert answer.headers["retry-after"] == "5"
 
 
 async def test_a_page_without_a_service_shows_a_job_that_is_over():
-    chronicle = JobJournal(MemoryDatabase(), JobInfo("job", 2, 1, 10, live=False))
+    journal = JobJournal(MemoryDatabase(), JobInfo("job", 2, 1, 10, live=False))
     app = FastAPI()
-    app.include_router(views(chronicle, None, KEYS))
+    app.include_router(views(journal, None, KEYS))
 
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://x") as http:
         answer = await http.get("/v1/overview", headers=VIEWER)

@@ -25,7 +25,7 @@ def commit(**other: Any) -> dict[str, Any]:
     return {**figures, "waits": {"quorum": 0.0, "ftar": 0.125, "commit": 0.0625}, **other}
 
 
-def test_the_picture_is_in_gauges() -> None:
+def test_the_overview_is_in_gauges() -> None:
     values = Scene().values()
     expected = {
         "step": 12,
@@ -69,15 +69,15 @@ def test_a_replica_is_in_one_state() -> None:
 
 def test_what_is_not_known_yet_is_not_shown() -> None:
     s = Scene()
-    s.chronicle.written = []
-    s.chronicle.shown["head"]["loss"] = None
-    s.chronicle.shown["effective"]["renewal"] = None
+    s.journal.written = []
+    s.journal.shown["head"]["loss"] = None
+    s.journal.shown["effective"]["renewal"] = None
     values = s.values()
     assert "ft_hsdp_loss" not in values
     assert "ft_hsdp_effective_training_ratio{renewal}" not in values
     assert "ft_hsdp_checkpoint_step" not in values
     s.values()
-    assert s.chronicle.asked == 1, "the journal is asked once"
+    assert s.journal.asked == 1, "the journal is asked once"
 
 
 def test_commits_are_counted() -> None:
@@ -124,32 +124,32 @@ def test_what_events_say_is_shown_from_then_on() -> None:
     values = s.values()
     assert (values["ft_hsdp_checkpoint_step"], values["ft_hsdp_checkpoint_age_seconds"]) == (11, 1)
     assert values["ft_hsdp_dropped_rows_total"] == 7
-    assert s.chronicle.asked == 0
+    assert s.journal.asked == 0
 
 
-def test_the_chronicle_that_comes_with_it_shows_all_of_it() -> None:
+def test_the_journal_that_comes_with_it_shows_all_of_it() -> None:
     meter = Meter()
-    chronicle = JobJournal(MemoryDatabase(), JobInfo("run", 2, 1, 70), [meter])
-    s = Scene(chronicle, meter)
+    journal = JobJournal(MemoryDatabase(), JobInfo("run", 2, 1, 70), [meter])
+    s = Scene(journal, meter)
     assert s.values()["ft_hsdp_commits_total"] == 0, "nothing has happened yet"
     now = time.time()
     row = {**commit(), "t": now, "step": 1, "epoch": 1, "attempt": 0, "contributors": [0, 1], "loss": 2.5}
     row |= {"lineage": "ab", "role": "contribute", "lr": 0.1, "lr_scale": 1.0, "total": 2}
     written = {"t": now, "event": "CheckpointWritten", "step": 1, "reason": ""}
-    chronicle.take(Telemetry("0-x-0", (written,), (row,), (RankBeat(0, 7, "here", 3),), 5))
-    chronicle.note([{"t": now, "event": "EpochGranted", "epoch": 4, "members": [0, 1], "step": 1, "reason": ""}])
+    journal.take(Telemetry("0-x-0", (written,), (row,), (RankBeat(0, 7, "here", 3),), 5))
+    journal.note([{"t": now, "event": "EpochGranted", "epoch": 4, "members": [0, 1], "step": 1, "reason": ""}])
     values = s.values()
     expected = {"commits_total": 1, "loss": 2.5, "epoch": 4, "checkpoint_step": 1, "dropped_rows_total": 5}
     assert {name: values[f"ft_hsdp_{name}"] for name in expected} == expected
     assert "ft_hsdp_telemetry_age_seconds{0}" in values
-    chronicle.close()
+    journal.close()
 
 
 def test_a_failure_counts_once_when_it_is_over() -> None:
     s = Scene()
-    s.chronicle.shown["failures"] = [{**FAILURE, "done": False, "rejoin_s": None}]
+    s.journal.shown["failures"] = [{**FAILURE, "done": False, "rejoin_s": None}]
     assert "ft_hsdp_failures_total{SIGKILL}" not in s.values()
-    s.chronicle.shown["failures"] = [FAILURE, {**FAILURE, "seq": 9, "rejoin_s": None, "phases": []}]
+    s.journal.shown["failures"] = [FAILURE, {**FAILURE, "seq": 9, "rejoin_s": None, "phases": []}]
     first = s.values()
     values = s.values()
     assert values["ft_hsdp_failures_total{SIGKILL}"] == first["ft_hsdp_failures_total{SIGKILL}"]
@@ -170,7 +170,7 @@ def test_labels_stay_bounded_whatever_workers_say() -> None:
     s = Scene()
     odd = ["x" * 1000, 'a"} 1\nevil', "exit 1234567", "", "SIG\u0661"]
     kinds = [*odd, *(f"exit {n}" for n in range(200))]
-    s.chronicle.shown["failures"] = [{**FAILURE, "seq": n, "kind": kind} for n, kind in enumerate(kinds)]
+    s.journal.shown["failures"] = [{**FAILURE, "seq": n, "kind": kind} for n, kind in enumerate(kinds)]
     failures = s.families()["ft_hsdp_failures"].samples
     assert len(failures) == KINDS + 1
     assert sum(f.value for f in failures) == len(kinds)
@@ -193,9 +193,9 @@ def test_requests_are_counted_and_timed() -> None:
 
 def test_a_route_that_fails_counts_as_500() -> None:
     s = Scene()
-    s.chronicle.shown = {}
+    s.journal.shown = {}
     assert s.get().status_code == 500
-    s.chronicle.shown = Scene().chronicle.shown
+    s.journal.shown = Scene().journal.shown
     assert s.values()["ft_hsdp_lighthouse_requests_total{500,/metrics}"] == 1
 
 

@@ -31,8 +31,8 @@ class Local:
         store = MemoryStore()
         service = Service(store.load(Policy(slots=2, steps=10)), store, TOKEN, lambda _: None, long_poll_s=0.005)
         keys = Keys(TOKEN, ADMIN)
-        chronicle = JobJournal(MemoryDatabase(), JobInfo("job", 2, 1, 10))
-        self.inner = create_app(service, keys, chronicle)
+        journal = JobJournal(MemoryDatabase(), JobInfo("job", 2, 1, 10))
+        self.inner = create_app(service, keys, journal)
         self.gate = RequestGate(self.inner, keys, Rates(), itertools.count(0, 10).__next__)
 
     async def __call__(self, scope, receive, send):

@@ -1,4 +1,4 @@
-"""The archive: one suite for both, and what a file can suffer."""
+"""The database: one suite for both, and what a file can suffer."""
 
 from __future__ import annotations
 
@@ -22,66 +22,66 @@ def commit(seq, step):
 
 @pytest.fixture(params=["sqlite", "memory"])
 def make(request, tmp_path):
-    """Makes an archive; they are closed at the end."""
+    """Makes an database; they are closed at the end."""
     made = []
 
-    def archive(**options):
+    def database(**options):
         kind = SqliteDatabase(tmp_path / "journal.sqlite", **options) if request.param == "sqlite" else None
         made.append(kind or MemoryDatabase(**options))
         return made[-1]
 
-    yield archive
-    for archive in made:
-        archive.close()
+    yield database
+    for database in made:
+        database.close()
 
 
 def test_rows_come_back_as_they_were(make):
-    archive = make()
-    assert (archive.first, archive.last) == (0, 0)
+    database = make()
+    assert (database.first, database.last) == (0, 0)
     rows = [event(1, reason='a "quoted" ümlaut\n', replica=2, facts={"a": [1, None, 2.5]}), commit(2, 7)]
-    archive.append(rows, durable=True)
-    assert archive.read(0, 10) == rows
-    assert archive.read(1, 10) == rows[1:]
-    assert (archive.first, archive.last) == (1, 2)
+    database.append(rows, durable=True)
+    assert database.read(0, 10) == rows
+    assert database.read(1, 10) == rows[1:]
+    assert (database.first, database.last) == (1, 2)
 
 
 def test_a_row_keeps_the_number_that_it_is_given(make):
-    archive = make()
-    archive.append([event(500), event(501)])
-    archive.append([event(501, "Other"), event(900)])
-    assert [(e.seq, e.row["event"]) for e in archive.read(0, 10)] == [
+    database = make()
+    database.append([event(500), event(501)])
+    database.append([event(501, "Other"), event(900)])
+    assert [(e.seq, e.row["event"]) for e in database.read(0, 10)] == [
         (500, "RingBroken"),
         (501, "RingBroken"),
         (900, "RingBroken"),
     ]
-    assert (archive.first, archive.last) == (500, 900)
+    assert (database.first, database.last) == (500, 900)
 
 
 def test_read_takes_a_span_of_time_and_a_bounded_piece(make):
-    archive = make()
-    archive.append([event(n, t=100.0 - n) for n in range(1, 1500)])
-    assert len(archive.read(0, 10**6)) == MAX_READ
-    assert [e.seq for e in archive.read(0, 10, since=95.0, until=98.0)] == [2, 3, 4]
+    database = make()
+    database.append([event(n, t=100.0 - n) for n in range(1, 1500)])
+    assert len(database.read(0, 10**6)) == MAX_READ
+    assert [e.seq for e in database.read(0, 10, since=95.0, until=98.0)] == [2, 3, 4]
 
 
 def test_commits_gives_the_newest_ones_in_order(make):
-    archive = make()
-    archive.append([entry for n in range(1, 10) for entry in (event(2 * n), commit(2 * n + 1, n))])
-    assert [e.row["step"] for e in archive.commits(3)] == [7, 8, 9]
+    database = make()
+    database.append([entry for n in range(1, 10) for entry in (event(2 * n), commit(2 * n + 1, n))])
+    assert [e.row["step"] for e in database.commits(3)] == [7, 8, 9]
 
 
 def test_events_pages_both_ways_and_leaves_commits_out(make):
-    archive = make()
-    archive.append([event(n) if n % 3 else commit(n, n) for n in range(1, 31)])
-    assert [e.seq for e in archive.events(limit=3)] == [26, 28, 29]
-    assert [e.seq for e in archive.events(limit=3, before=26)] == [22, 23, 25]
-    assert [e.seq for e in archive.events(limit=3, after=0)] == [1, 2, 4]
-    assert [e.seq for e in archive.events(limit=9, after=4, before=9)] == [5, 7, 8]
+    database = make()
+    database.append([event(n) if n % 3 else commit(n, n) for n in range(1, 31)])
+    assert [e.seq for e in database.events(limit=3)] == [26, 28, 29]
+    assert [e.seq for e in database.events(limit=3, before=26)] == [22, 23, 25]
+    assert [e.seq for e in database.events(limit=3, after=0)] == [1, 2, 4]
+    assert [e.seq for e in database.events(limit=9, after=4, before=9)] == [5, 7, 8]
 
 
 def test_events_filters_by_replica_name_and_text(make):
-    archive = make()
-    archive.append(
+    database = make()
+    database.append(
         [
             event(1, "RingBroken", replica=0, reason="100% sure"),
             event(2, "RingBroken", replica=1, reason="1000 reasons"),
@@ -90,7 +90,7 @@ def test_events_filters_by_replica_name_and_text(make):
     )
 
     def found(**asked):
-        return [e.seq for e in archive.events(limit=10, **asked)]
+        return [e.seq for e in database.events(limit=10, **asked)]
 
     assert found(replica=1) == [2, 3]
     assert found(event="RingBroken", replica=1) == [2]
@@ -103,25 +103,25 @@ def test_events_filters_by_replica_name_and_text(make):
 
 
 def test_the_oldest_rows_go_in_bounded_pieces(make):
-    archive = make(keep=100)
-    archive.append([event(n) for n in range(1, 2501)])
-    assert archive.first == 1001, "no more than a piece at once"
+    database = make(keep=100)
+    database.append([event(n) for n in range(1, 2501)])
+    assert database.first == 1001, "no more than a piece at once"
     for seq in (2501, 2502):
-        archive.append([event(seq)])
-    assert (archive.first, archive.last) == (2403, 2502)
-    assert len(archive.read(0, 1000)) == 100
-    assert [e.seq for e in archive.events(limit=2, after=0)] == [2403, 2404]
+        database.append([event(seq)])
+    assert (database.first, database.last) == (2403, 2502)
+    assert len(database.read(0, 1000)) == 100
+    assert [e.seq for e in database.events(limit=2, after=0)] == [2403, 2404]
 
 
 def test_reading_from_other_threads_is_allowed(make):
-    archive = make()
-    archive.append([event(n) for n in range(1, 101)])
+    database = make()
+    database.append([event(n) for n in range(1, 101)])
     found = []
-    threads = [threading.Thread(target=lambda: found.append(len(archive.read(0, 1000)))) for _ in range(8)]
+    threads = [threading.Thread(target=lambda: found.append(len(database.read(0, 1000)))) for _ in range(8)]
     for thread in threads:
         thread.start()
     for n in range(101, 201):
-        archive.append([event(n)])
+        database.append([event(n)])
     for thread in threads:
         thread.join()
     assert len(found) == 8
@@ -133,11 +133,11 @@ def test_numbers_that_no_database_holds_are_refused(make):
         make().events(limit=1, after=2**80)
 
 
-def test_rows_outlive_the_archive(tmp_path):
+def test_rows_outlive_the_database(tmp_path):
     file = tmp_path / "new" / "journal.sqlite"
-    archive = SqliteDatabase(file)
-    archive.append([event(1), event(2)])
-    archive.close()
+    database = SqliteDatabase(file)
+    database.append([event(1), event(2)])
+    database.close()
     again = SqliteDatabase(file)
     assert (again.first, again.last) == (1, 2)
     assert again.read(0, 10) == [event(1), event(2)]
@@ -145,12 +145,12 @@ def test_rows_outlive_the_archive(tmp_path):
 
 
 def test_durable_rows_are_synced_and_the_others_are_not(tmp_path):
-    archive = SqliteDatabase(tmp_path / "journal.sqlite")
+    database = SqliteDatabase(tmp_path / "journal.sqlite")
     modes = []
     for durable in (True, False, True):
-        archive.append([event(len(modes) + 1)], durable=durable)
-        modes.append(archive._writer.execute("PRAGMA synchronous").fetchone()[0])
-    archive.close()
+        database.append([event(len(modes) + 1)], durable=durable)
+        modes.append(database._writer.execute("PRAGMA synchronous").fetchone()[0])
+    database.close()
     assert modes == [2, 1, 2], "2 is FULL, 1 is NORMAL"
 
 
@@ -168,9 +168,9 @@ def future(path):
 
 
 def damaged(path):
-    archive = SqliteDatabase(path)
-    archive.append([event(n, reason="x" * 500) for n in range(1, 200)])
-    archive.close()
+    database = SqliteDatabase(path)
+    database.append([event(n, reason="x" * 500) for n in range(1, 200)])
+    database.close()
     data = bytearray(path.read_bytes())
     data[4096:] = b"\xee" * (len(data) - 4096)
     path.write_bytes(data)
@@ -196,15 +196,15 @@ def test_a_file_that_is_none_of_ours_is_one_clear_line(tmp_path, make_file, why)
 
 
 def test_a_disk_that_is_full_keeps_what_was_there(tmp_path):
-    archive = SqliteDatabase(tmp_path / "journal.sqlite")
-    archive.append([event(1)])
-    pages = archive._writer.execute("PRAGMA page_count").fetchone()[0]
-    archive._writer.execute(f"PRAGMA max_page_count = {pages}")
+    database = SqliteDatabase(tmp_path / "journal.sqlite")
+    database.append([event(1)])
+    pages = database._writer.execute("PRAGMA page_count").fetchone()[0]
+    database._writer.execute(f"PRAGMA max_page_count = {pages}")
     with pytest.raises(DatabaseFailed, match="full"):
-        archive.append([event(n, reason="y" * 4000) for n in range(2, 50)])
-    assert archive.read(0, 10) == [event(1)]
-    assert archive.last == 1
-    archive._writer.execute("PRAGMA max_page_count = 100000")
-    archive.append([event(2)])
-    assert archive.last == 2
-    archive.close()
+        database.append([event(n, reason="y" * 4000) for n in range(2, 50)])
+    assert database.read(0, 10) == [event(1)]
+    assert database.last == 1
+    database._writer.execute("PRAGMA max_page_count = 100000")
+    database.append([event(2)])
+    assert database.last == 2
+    database.close()

@@ -123,12 +123,12 @@ def test_a_step_that_is_done_again_begins_the_curve_anew_from_there(tmp_path: Pa
 
 
 def journal(count: int) -> MemoryDatabase:
-    """An archive of ``count`` steps, with an event before each."""
-    archive = MemoryDatabase()
+    """An database of ``count`` steps, with an event before each."""
+    database = MemoryDatabase()
     for step in range(1, count + 1):
         note = {"t": 1.0, "event": "EpochGranted"}
-        archive.append([JournalEntry(2 * step - 1, "event", note), JournalEntry(2 * step, "commit", row(step))])
-    return archive
+        database.append([JournalEntry(2 * step - 1, "event", note), JournalEntry(2 * step, "commit", row(step))])
+    return database
 
 
 def test_the_next_process_goes_on_where_the_last_one_was_killed(tmp_path: Path) -> None:
@@ -139,13 +139,13 @@ def test_the_next_process_goes_on_where_the_last_one_was_killed(tmp_path: Path) 
     whole = noted.read_bytes()
     noted.write_bytes(whole + whole[:77])  # written and not noted when it was killed: the same file, a new one
     (tmp_path / "events.out.tfevents.0000000002.lighthouse").write_bytes(whole)
-    archive = journal(5)
-    sink = TensorBoardSink(tmp_path, archive)
-    archive.append([JournalEntry(11, "commit", row(6))])
+    database = journal(5)
+    sink = TensorBoardSink(tmp_path, database)
+    database.append([JournalEntry(11, "commit", row(6))])
     sink.commit(11, row(6))
     sink.close()
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
-    sink = TensorBoardSink(tmp_path, archive)
+    sink = TensorBoardSink(tmp_path, database)
     sink.close()
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
@@ -167,12 +167,12 @@ from lighthouse.overview.overview import JournalEntry
 row = json.loads(sys.argv[2])
 exporters.SAVE_S = 0.01
 folder = Path(sys.argv[1])
-archive = SqliteDatabase(folder / "journal.sqlite")
-sink = exporters.TensorBoardSink(folder / "curves", archive)
+database = SqliteDatabase(folder / "journal.sqlite")
+sink = exporters.TensorBoardSink(folder / "curves", database)
 print("ready", flush=True)
 while True:
-    seq = archive.last + 1
-    archive.append([JournalEntry(seq, "commit", {**row, "step": seq})])
+    seq = database.last + 1
+    database.append([JournalEntry(seq, "commit", {**row, "step": seq})])
     sink.commit(seq, {**row, "step": seq})
     time.sleep(0.002)
 """
@@ -198,13 +198,13 @@ def test_no_point_is_lost_or_doubled_by_sigkill(tmp_path: Path) -> None:
         process.send_signal(signal.SIGKILL)
         process.wait()
         process.stdout.close()
-        archive = SqliteDatabase(tmp_path / "journal.sqlite")
-        assert archive.last > last
-        archive.close()
-    archive = SqliteDatabase(tmp_path / "journal.sqlite")
-    TensorBoardSink(tmp_path / "curves", archive).close()
-    assert steps(tmp_path / "curves") == list(range(1, archive.last + 1))
-    archive.close()
+        database = SqliteDatabase(tmp_path / "journal.sqlite")
+        assert database.last > last
+        database.close()
+    database = SqliteDatabase(tmp_path / "journal.sqlite")
+    TensorBoardSink(tmp_path / "curves", database).close()
+    assert steps(tmp_path / "curves") == list(range(1, database.last + 1))
+    database.close()
 
 
 def test_the_lighthouse_gets_no_torch_by_it(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The chronicle: what it takes, what it keeps, what it shows, and that none of it grows."""
+"""The journal: what it takes, what it keeps, what it shows, and that none of it grows."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ NOW = 1_780_000_000.0
 
 
 class Clock:
-    """Both clocks of a chronicle, in one hand."""
+    """Both clocks of a journal, in one hand."""
 
     def __init__(self):
         self.seconds = 0.0
@@ -69,9 +69,9 @@ class Taken:
         self.closed += 1
 
 
-def make(archive=None, sinks=(), about=ABOUT, clock=None):
+def make(database=None, sinks=(), about=ABOUT, clock=None):
     clock = clock or Clock()
-    return JobJournal(archive or MemoryDatabase(), about, sinks, clock.wall, clock.monotonic)
+    return JobJournal(database or MemoryDatabase(), about, sinks, clock.wall, clock.monotonic)
 
 
 def commit(step, replica=0, **changes):
@@ -108,56 +108,56 @@ def event(name="RingBroken", **facts):
     return {"t": NOW, "event": name, "source": "replica", "reason": "why", **facts}
 
 
-def tell(chronicle, source="0-a-0", **what):
+def tell(journal, source="0-a-0", **what):
     """Take a message as it comes off the wire."""
-    chronicle.take(protocol.decode(protocol.encode(Telemetry(source, **what)), Telemetry))
+    journal.take(protocol.decode(protocol.encode(Telemetry(source, **what)), Telemetry))
 
 
-def kept(chronicle):
-    """The rows of its archive."""
-    return [entry.row for entry in chronicle._database.read(0, 1000)]
+def kept(journal):
+    """The rows of its database."""
+    return [entry.row for entry in journal._database.read(0, 1000)]
 
 
 # What comes in.
 
 
 def test_own_rows_are_kept_when_note_returns_and_in_order_with_the_others():
-    chronicle = make()
-    chronicle._arm = lambda: None
-    tell(chronicle, events=(event("CheckedIn"),))
-    assert kept(chronicle) == []
-    chronicle.note([event("EpochGranted", source="lighthouse"), event("Waiting", source="lighthouse")])
-    assert [row["event"] for row in kept(chronicle)] == ["CheckedIn", "EpochGranted", "Waiting"]
-    assert [entry.seq for entry in chronicle._database.read(0, 10)] == [1, 2, 3]
+    journal = make()
+    journal._arm = lambda: None
+    tell(journal, events=(event("CheckedIn"),))
+    assert kept(journal) == []
+    journal.note([event("EpochGranted", source="lighthouse"), event("Waiting", source="lighthouse")])
+    assert [row["event"] for row in kept(journal)] == ["CheckedIn", "EpochGranted", "Waiting"]
+    assert [entry.seq for entry in journal._database.read(0, 10)] == [1, 2, 3]
 
 
 async def test_rows_of_workers_are_kept_soon():
-    chronicle = make()
-    tell(chronicle, events=(event("CheckedIn"),))
+    journal = make()
+    tell(journal, events=(event("CheckedIn"),))
     await quiet()
-    assert kept(chronicle) == [], "several go together"
-    assert (await anext(chronicle.follow(0)))[0] == 1, "told when it is kept"
-    assert len(kept(chronicle)) == 1
+    assert kept(journal) == [], "several go together"
+    assert (await anext(journal.follow(0)))[0] == 1, "told when it is kept"
+    assert len(kept(journal)) == 1
 
 
 async def test_a_worker_is_told_only_when_its_rows_are_kept():
-    chronicle = make()
-    tell(chronicle, events=(event("CheckedIn"),))
-    told = asyncio.create_task(chronicle.kept())
+    journal = make()
+    tell(journal, events=(event("CheckedIn"),))
+    told = asyncio.create_task(journal.kept())
     await quiet()
-    assert (kept(chronicle), told.done()) == ([], False)
+    assert (kept(journal), told.done()) == ([], False)
     await told
-    assert len(kept(chronicle)) == 1
-    await chronicle.kept()  # nothing waits
+    assert len(kept(journal)) == 1
+    await journal.kept()  # nothing waits
 
 
 def test_a_commit_is_kept_once_whoever_tells_of_it():
     sink = Taken()
-    chronicle = make(sinks=[sink])
+    journal = make(sinks=[sink])
     for replica in (1, 0, 2):
-        tell(chronicle, f"{replica}-a-0", commits=(commit(1, replica), commit(2, replica)))
-    tell(chronicle, commits=(commit(2, lineage="f" * 32, epoch=2),))
-    rows = kept(chronicle)
+        tell(journal, f"{replica}-a-0", commits=(commit(1, replica), commit(2, replica)))
+    tell(journal, commits=(commit(2, lineage="f" * 32, epoch=2),))
+    rows = kept(journal)
     assert [(r["step"], r["epoch"], r["incarnation"]) for r in rows] == [
         (1, 1, "1-a-0"),
         (2, 1, "1-a-0"),
@@ -176,12 +176,12 @@ def test_a_restart_knows_the_commits_that_are_kept():
 
 
 def test_a_replica_speaks_for_itself_only():
-    chronicle = make()
-    tell(chronicle, "2-a-0", events=(event(replica=0, incarnation="0-a-0", source="supervisor"),))
-    (row,) = kept(chronicle)
+    journal = make()
+    tell(journal, "2-a-0", events=(event(replica=0, incarnation="0-a-0", source="supervisor"),))
+    (row,) = kept(journal)
     assert (row["replica"], row["incarnation"], row["source"]) == (2, "2-a-0", "replica")
-    tell(chronicle, "supervisor", events=(event("FailureInjected", source="chaos", replica=1),))
-    assert (kept(chronicle)[1]["source"], kept(chronicle)[1]["replica"]) == ("chaos", 1)
+    tell(journal, "supervisor", events=(event("FailureInjected", source="chaos", replica=1),))
+    assert (kept(journal)[1]["source"], kept(journal)[1]["replica"]) == ("chaos", 1)
 
 
 @pytest.mark.parametrize(
@@ -222,32 +222,32 @@ def test_a_replica_speaks_for_itself_only():
     ],
 )
 def test_what_cannot_be_true_is_refused_whole(source, what, why):
-    chronicle = make()
+    journal = make()
     good = event("CheckedIn")
     events = (good, *what.get("events", ()))
     with pytest.raises(ProtocolViolation, match=why) as caught:
-        chronicle.take(Telemetry(source, events, tuple(what.get("commits", ())), tuple(what.get("ranks", ()))))
+        journal.take(Telemetry(source, events, tuple(what.get("commits", ())), tuple(what.get("ranks", ()))))
     assert len(str(caught.value)) < 200
-    assert chronicle._pending == []
-    assert kept(chronicle) == []
+    assert journal._pending == []
+    assert kept(journal) == []
 
 
 def test_times_texts_and_numbers_are_cut_to_what_a_page_can_show():
-    chronicle = make()
+    journal = make()
     rows = (
         event(t=NOW + 2 * 86400),
         event(t=float("nan")),
         event(t="late", reason="r" * 5000, seen=float("inf"), more={"x": [float("-inf"), 10**30]}),
         event(t=NOW - 3600, reason=None, text="\ud800"),
     )
-    chronicle.take(Telemetry("0-a-0", rows, (commit(1, loss=float("nan"), lr="high", norm=10.0**300),)))
-    found = kept(chronicle)
+    journal.take(Telemetry("0-a-0", rows, (commit(1, loss=float("nan"), lr="high", norm=10.0**300),)))
+    found = kept(journal)
     assert [row["t"] for row in found[:4]] == [NOW, NOW, NOW, NOW - 3600]
     assert len(found[2]["reason"]) == MAX_REASON
     assert (found[2]["seen"], found[2]["more"]) == (None, {"x": [None, "1" + "0" * 30]})
     assert (found[3]["reason"], found[3]["text"]) == ("", "?")
     assert (found[4]["loss"], found[4]["lr"], found[4]["norm"]) == (None, None, None)
-    json.dumps(chronicle.overview(), allow_nan=False)
+    json.dumps(journal.overview(), allow_nan=False)
 
 
 JSON = st.recursive(
@@ -276,54 +276,54 @@ JUNK = st.dictionaries(st.sampled_from(KEYS) | st.text(max_size=9), JSON, max_si
 @settings(max_examples=25)
 @given(st.lists(st.tuples(JUNK, st.sampled_from(NAMES)), max_size=6), st.lists(JUNK, max_size=3))
 def test_whatever_workers_send_is_refused_or_shown(events, commits):
-    chronicle = make()
+    journal = make()
     grant = event("EpochGranted", epoch=1, members=[0, 1, 2], roles={"0": "contribute"}, source="lighthouse")
-    chronicle.note([grant])
+    journal.note([grant])
     said = []
     for source in ("supervisor", "1-a-0"):
         for junk, name in events:
             for row in (junk, {**junk, "event": name}, {**event(name, replica=1), **junk, "event": name}):
                 try:
-                    chronicle.take(Telemetry(source, (row,)))
+                    journal.take(Telemetry(source, (row,)))
                 except ProtocolViolation as error:
                     said.append(str(error))
     for junk in commits:
         try:
-            chronicle.take(Telemetry("1-a-0", (), (commit(1) | junk,)))
+            journal.take(Telemetry("1-a-0", (), (commit(1) | junk,)))
         except ProtocolViolation as error:
             said.append(str(error))
     assert not any("\n" in line for line in said)
-    json.dumps(chronicle.overview(), allow_nan=False)
-    json.dumps(chronicle.events(limit=1000), allow_nan=False)
+    json.dumps(journal.overview(), allow_nan=False)
+    json.dumps(journal.events(limit=1000), allow_nan=False)
 
 
 def test_rows_that_a_sender_dropped_are_told_of_once():
-    chronicle = make()
+    journal = make()
     for dropped in (0, 5, 5, 9):
-        tell(chronicle, "1-a-0", dropped=dropped)
-    assert [(r["event"], r["replica"], r["rows"]) for r in kept(chronicle)] == [
+        tell(journal, "1-a-0", dropped=dropped)
+    assert [(r["event"], r["replica"], r["rows"]) for r in kept(journal)] == [
         ("RowsDropped", 1, 5),
         ("RowsDropped", 1, 4),
     ]
     for n in range(1000):
-        tell(chronicle, f"1-b-{n}", dropped=1)
-    assert len(chronicle._dropped) <= 20
+        tell(journal, f"1-b-{n}", dropped=1)
+    assert len(journal._dropped) <= 20
 
 
 # A disk that is full, a sink that fails.
 
 
 def test_a_disk_that_is_full_costs_rows_and_nothing_else(caplog):
-    archive, sink = Broken(), Taken()
-    chronicle = make(archive, [sink])
-    chronicle.note([event("CheckedIn")])
-    archive.full = True
+    database, sink = Broken(), Taken()
+    journal = make(database, [sink])
+    journal.note([event("CheckedIn")])
+    database.full = True
     for n in range(50):
-        chronicle.note([event("EpochGranted", epoch=n, members=[0], source="lighthouse")])
-    archive.full = False
-    chronicle.note([event("JobFinished")])
-    assert [(e.seq, e.row["event"]) for e in archive.read(0, 100)] == [(1, "CheckedIn"), (52, "JobFinished")]
-    assert chronicle.overview()["lighthouse"]["epoch"] == 49, "the overview has them, although the disk has not"
+        journal.note([event("EpochGranted", epoch=n, members=[0], source="lighthouse")])
+    database.full = False
+    journal.note([event("JobFinished")])
+    assert [(e.seq, e.row["event"]) for e in database.read(0, 100)] == [(1, "CheckedIn"), (52, "JobFinished")]
+    assert journal.overview()["lighthouse"]["epoch"] == 49, "the overview has them, although the disk has not"
     assert len(sink.rows) == 52
     assert len([r for r in caplog.records if "not stored" in r.message]) == 1
 
@@ -336,106 +336,106 @@ def test_a_sink_that_fails_harms_nobody(caplog):
         close = event
 
     good = Taken()
-    chronicle = make(sinks=[Bad(), good])
-    chronicle.note([event("CheckedIn")])
-    chronicle.close()
-    chronicle.close()
+    journal = make(sinks=[Bad(), good])
+    journal.note([event("CheckedIn")])
+    journal.close()
+    journal.close()
     assert good.rows == [(1, "CheckedIn")]
     assert good.closed == 1
-    chronicle.note([event("TooLate")])
-    tell(chronicle, events=(event(),))
-    assert len(kept(chronicle)) == 1
+    journal.note([event("TooLate")])
+    tell(journal, events=(event(),))
+    assert len(kept(journal)) == 1
 
 
 # What goes out.
 
 
-def test_the_picture_has_what_only_the_living_know():
+def test_the_overview_has_what_only_the_living_know():
     clock = Clock()
-    chronicle = make(clock=clock)
+    journal = make(clock=clock)
     for step in range(1, 25):
         for replica in range(3):
             busy = 2.5 if replica == 1 else 1.0
             waits = {"ftar": 2.6 - busy}
             row = commit(step, replica, step_s=2.6, waits=waits)
-            tell(chronicle, f"{replica}-a-0", commits=(row,), ranks=(RankBeat(1, 42, "node7", step),))
+            tell(journal, f"{replica}-a-0", commits=(row,), ranks=(RankBeat(1, 42, "node7", step),))
     clock.seconds += 60
     for replica in range(3):
-        tell(chronicle, f"{replica}-a-0", ranks=(RankBeat(1, 42, "node7", 24),))
+        tell(journal, f"{replica}-a-0", ranks=(RankBeat(1, 42, "node7", 24),))
     clock.seconds += 0.5
-    picture = chronicle.overview()
-    one = picture["replicas"][1]
+    overview = journal.overview()
+    one = overview["replicas"][1]
     assert one["straggler"]
-    assert not picture["replicas"][0]["straggler"]
+    assert not overview["replicas"][0]["straggler"]
     assert (one["step_s"], round(one["busy_s"], 3)) == (2.6, 2.5)
     assert one["ranks"] == [{"rank": 1, "pid": 42, "host": "node7", "progress": 24, "age_s": 0.5}]
-    assert picture["head"]["contributors"] == [0, 1, 2]
-    assert picture["head"]["steps_per_s"] == pytest.approx(1.0)
-    assert picture["head"]["tokens_per_s"] == pytest.approx(300)
-    assert picture["series"]["gbps"] == [4.0] * 24
-    seen = [r for r in kept(chronicle) if r.get("event") == "StragglerSeen"]
+    assert overview["head"]["contributors"] == [0, 1, 2]
+    assert overview["head"]["steps_per_s"] == pytest.approx(1.0)
+    assert overview["head"]["tokens_per_s"] == pytest.approx(300)
+    assert overview["series"]["gbps"] == [4.0] * 24
+    seen = [r for r in kept(journal) if r.get("event") == "StragglerSeen"]
     assert [(r["replica"], r["source"]) for r in seen] == [(1, "lighthouse")]
 
 
 def test_a_replica_that_is_silent_or_stuck_is_stalled_until_it_goes_on():
     clock = Clock()
-    chronicle = make(clock=clock)
-    tell(chronicle, commits=(commit(1),))
+    journal = make(clock=clock)
+    tell(journal, commits=(commit(1),))
 
     def beat(progress):
         for replica in (0, 1):
             tell(
-                chronicle,
+                journal,
                 f"{replica}-a-0",
                 ranks=(RankBeat(0, 7, "h", progress if replica else int(clock.seconds)),),
             )
 
     beat(1)
     clock.seconds += SILENT_S + 1
-    assert [r["state"] for r in chronicle.overview()["replicas"]] == ["stalled", "stalled", "training"]
-    found = [(r["event"], r["replica"], r.get("rank")) for r in kept(chronicle)[1:]]
+    assert [r["state"] for r in journal.overview()["replicas"]] == ["stalled", "stalled", "training"]
+    found = [(r["event"], r["replica"], r.get("rank")) for r in kept(journal)[1:]]
     assert found == [("ReplicaStalled", 0, 0), ("ReplicaStalled", 1, 0)]
     beat(2)
     beat(2)
-    assert [(r["event"], r["replica"]) for r in kept(chronicle)[3:]] == [
+    assert [(r["event"], r["replica"]) for r in kept(journal)[3:]] == [
         ("ReplicaResumed", 0),
         ("ReplicaResumed", 1),
     ]
     for _ in range(int(STUCK_S) + 2):
         clock.seconds += 1
         beat(2)
-    assert [(r["event"], r["replica"]) for r in kept(chronicle)[5:]] == [("ReplicaStalled", 1)]
-    assert "makes no progress" in kept(chronicle)[5]["reason"]
-    assert chronicle.beat(1) == (0.0, (RankBeat(0, 7, "h", 2),))
-    assert chronicle.beat(2) == (math.inf, ())
+    assert [(r["event"], r["replica"]) for r in kept(journal)[5:]] == [("ReplicaStalled", 1)]
+    assert "makes no progress" in kept(journal)[5]["reason"]
+    assert journal.beat(1) == (0.0, (RankBeat(0, 7, "h", 2),))
+    assert journal.beat(2) == (math.inf, ())
 
 
-def test_an_earlier_picture_is_that_of_the_rows_up_to_then():
-    archive = MemoryDatabase()
+def test_an_earlier_overview_is_that_of_the_rows_up_to_then():
+    database = MemoryDatabase()
     entries = list(day.day(replicas=3, hours=0.7, seed=4))
-    archive.append(entries)
+    database.append(entries)
     about = JobInfo("day", 3, 2, 10_000, live=False)
-    chronicle = make(archive, about=about)
-    newest = chronicle.overview()
+    journal = make(database, about=about)
+    newest = journal.overview()
     assert newest["now"] == max(e.row["t"] for e in entries)
     for at in [day.START + t for t in (1200, 600, 1800, 600, 1201)]:
         fresh = MemoryDatabase()
         fresh.append([e for e in entries if e.row["t"] <= at])
         want = make(fresh, about=about).overview()
-        found = chronicle.overview(at=at)
+        found = journal.overview(at=at)
         for key in ("head", "effective", "epochs", "failures", "lanes"):
             assert found[key] == want[key], key
         assert found["now"] == at
-    assert len(chronicle._past_overviews) <= 4
-    assert chronicle.overview(at=day.START + 1e6) == newest
+    assert len(journal._past_overviews) <= 4
+    assert journal.overview(at=day.START + 1e6) == newest
 
 
 def test_events_are_told_with_facts_apart():
-    chronicle = make()
-    chronicle.note([event("EpochGranted", epoch=3, members=[1], source="lighthouse")])
-    tell(chronicle, commits=(commit(1),))
-    tell(chronicle, "1-a-0", events=(event(rank=1, suspect=2),))
-    page = chronicle.events(limit=10)
+    journal = make()
+    journal.note([event("EpochGranted", epoch=3, members=[1], source="lighthouse")])
+    tell(journal, commits=(commit(1),))
+    tell(journal, "1-a-0", events=(event(rank=1, suspect=2),))
+    page = journal.events(limit=10)
     assert (page["first"], page["last"]) == (1, 3)
     assert page["events"][0]["facts"] == {"epoch": 3, "members": [1]}
     assert page["events"][1] == {
@@ -450,7 +450,7 @@ def test_events_are_told_with_facts_apart():
         "said": "replica 1 saw its ring break, and suspects replica 2",
         "facts": {"suspect": 2},
     }
-    assert chronicle.events(limit=10, replica=2) == {"events": [], "first": 0, "last": 0}
+    assert journal.events(limit=10, replica=2) == {"events": [], "first": 0, "last": 0}
 
 
 # Followers.
@@ -466,67 +466,67 @@ async def collect(rows, n):
     return found
 
 
-async def test_a_follower_gets_every_row_once_from_the_archive_and_then_live():
-    chronicle = make()
+async def test_a_follower_gets_every_row_once_from_the_database_and_then_live():
+    journal = make()
     for n in range(10):
-        chronicle.note([event(f"E{n}")])
-    task = asyncio.create_task(collect(chronicle.follow(4), 16))
+        journal.note([event(f"E{n}")])
+    task = asyncio.create_task(collect(journal.follow(4), 16))
     await quiet()
     for n in range(10):
-        chronicle.note([event(f"F{n}")])
+        journal.note([event(f"F{n}")])
         await quiet()
     assert await task == list(range(5, 21))
 
 
 async def test_a_follower_without_a_number_gets_what_is_to_come():
-    chronicle = make()
-    chronicle.note([event("Old")])
-    task = asyncio.create_task(collect(chronicle.follow(), 1))
-    beyond = asyncio.create_task(collect(chronicle.follow(10**9), 1))
+    journal = make()
+    journal.note([event("Old")])
+    task = asyncio.create_task(collect(journal.follow(), 1))
+    beyond = asyncio.create_task(collect(journal.follow(10**9), 1))
     await quiet()
-    chronicle.note([event("New")])
+    journal.note([event("New")])
     assert await task == [2]
     assert await beyond == [2], "numbers that a lost lighthouse gave"
 
 
-async def test_a_follower_that_falls_behind_reads_from_the_archive_and_loses_nothing():
-    chronicle = make()
-    slow = chronicle.follow(0)
-    chronicle.note([event("First")])
+async def test_a_follower_that_falls_behind_reads_from_the_database_and_loses_nothing():
+    journal = make()
+    slow = journal.follow(0)
+    journal.note([event("First")])
     assert (await anext(slow))[0] == 1
     rows = 3 * subscribers.KEPT
-    chronicle.note([event(f"E{n}") for n in range(rows)])
-    assert len(chronicle._subscribers._kept) <= 2 * subscribers.KEPT
-    chronicle.note([event("Last")])
+    journal.note([event(f"E{n}") for n in range(rows)])
+    assert len(journal._subscribers._kept) <= 2 * subscribers.KEPT
+    journal.note([event("Last")])
     assert await collect(slow, rows + 1) == list(range(2, rows + 3))
 
 
 async def test_rows_that_the_disk_lost_are_skipped_by_who_reads_from_it():
-    archive = Broken()
-    chronicle = make(archive)
-    chronicle.note([event("A")])
-    archive.full = True
-    chronicle.note([event(f"E{n}") for n in range(3 * subscribers.KEPT)])
-    archive.full = False
-    chronicle.note([event("B")])
-    rows = chronicle.follow(0)
+    database = Broken()
+    journal = make(database)
+    journal.note([event("A")])
+    database.full = True
+    journal.note([event(f"E{n}") for n in range(3 * subscribers.KEPT)])
+    database.full = False
+    journal.note([event("B")])
+    rows = journal.follow(0)
     found = await collect(rows, 1 + subscribers.KEPT + 1)
     assert found[0] == 1
     assert found == sorted(set(found))
-    assert found[-1] == chronicle._last
+    assert found[-1] == journal._last
 
 
-async def test_followers_are_limited_and_end_with_the_chronicle():
-    chronicle = make()
-    tasks = [asyncio.create_task(collect(chronicle.follow(), 1)) for _ in range(STREAMS)]
+async def test_followers_are_limited_and_end_with_the_journal():
+    journal = make()
+    tasks = [asyncio.create_task(collect(journal.follow(), 1)) for _ in range(STREAMS)]
     await quiet()
-    assert chronicle.crowded
+    assert journal.crowded
     with pytest.raises(TooMany):
-        await anext(chronicle.follow())
+        await anext(journal.follow())
     tasks[0].cancel()
     await asyncio.gather(tasks[0], return_exceptions=True)
-    assert not chronicle.crowded
-    chronicle.close()
+    assert not journal.crowded
+    journal.close()
     assert await asyncio.gather(*tasks[1:]) == [[]] * (STREAMS - 1)
 
 
@@ -538,7 +538,7 @@ EVENING.seconds = 90_000.0
 
 @pytest.fixture(scope="module")
 def written_day(tmp_path_factory):
-    """The archive of a day of 20 replicas."""
+    """The database of a day of 20 replicas."""
     path = tmp_path_factory.mktemp("day") / "journal.sqlite"
     rows = day.write_day(path)
     return path, rows
@@ -548,85 +548,83 @@ def written_day(tmp_path_factory):
 async def test_a_day_of_20_replicas_is_back_and_shown(written_day):
     path, rows = written_day
     about = JobInfo("day", 20, 2, 100_000)
-    archive = SqliteDatabase(path)
+    database = SqliteDatabase(path)
     began = time.perf_counter()
-    chronicle = make(archive, about=about, clock=EVENING)
+    journal = make(database, about=about, clock=EVENING)
     opened = time.perf_counter()
-    chronicle.note([event("LighthouseStarted", source="lighthouse", term=day.TERM + 1, t=day.START + 86_401)])
+    journal.note([event("LighthouseStarted", source="lighthouse", term=day.TERM + 1, t=day.START + 86_401)])
     noted = time.perf_counter()
-    chronicle.begin()
+    journal.begin()
     longest, turns, last = 0.0, 0, time.perf_counter()
-    while not chronicle._caught_up:
+    while not journal._caught_up:
         await asyncio.sleep(0)
         turns, longest, last = turns + 1, max(longest, time.perf_counter() - last), time.perf_counter()
     folded = time.perf_counter()
-    picture = chronicle.overview()
+    overview = journal.overview()
     shown = time.perf_counter()
-    page = chronicle.events(limit=200, text="SIGKILL", replica=3)
+    page = journal.events(limit=200, text="SIGKILL", replica=3)
     searched = time.perf_counter()
     print(
         f"{rows} rows: open {opened - began:.3f} s, note {noted - opened:.4f} s, fold {folded - noted:.2f}"
-        f" s in {turns} turns of at most {longest * 1e3:.0f} ms, picture {(shown - folded) * 1e3:.0f} ms,"
-        f" search {(searched - shown) * 1e3:.0f} ms, {len(json.dumps(picture))} bytes"
+        f" s in {turns} turns of at most {longest * 1e3:.0f} ms, overview {(shown - folded) * 1e3:.0f} ms,"
+        f" search {(searched - shown) * 1e3:.0f} ms, {len(json.dumps(overview))} bytes"
     )
-    chronicle.close()
-    archive.close()
+    journal.close()
+    database.close()
     assert turns > 100, "the event loop had its turn"
-    assert picture["seq"] == rows + 1
-    assert len(picture["replicas"]) == len(picture["lanes"]) == 20
-    assert len(picture["series"]["t"]) <= 600
-    assert len(picture["failures"]) == 39
-    assert all(f["done"] for f in picture["failures"])
-    assert {r["state"] for r in picture["replicas"]} == {"training"}
-    assert picture["lighthouse"]["term"] == day.TERM + 1
-    assert len(json.dumps(picture)) < 400_000
+    assert overview["seq"] == rows + 1
+    assert len(overview["replicas"]) == len(overview["lanes"]) == 20
+    assert len(overview["series"]["t"]) <= 600
+    assert len(overview["failures"]) == 39
+    assert all(f["done"] for f in overview["failures"])
+    assert {r["state"] for r in overview["replicas"]} == {"training"}
+    assert overview["lighthouse"]["term"] == day.TERM + 1
+    assert len(json.dumps(overview)) < 400_000
     assert page["events"]
 
 
 @pytest.mark.timeout(60)
-async def test_rows_that_come_while_the_past_is_folded_are_in_the_picture(tmp_path):
+async def test_rows_that_come_while_the_past_is_folded_are_in_the_overview(tmp_path):
     path = tmp_path / "journal.sqlite"
     day.write_day(path, replicas=4, hours=1.5)
-    archive = SqliteDatabase(path)
-    chronicle = make(archive, about=JobInfo("day", 4, 2, 100_000), clock=EVENING)
-    chronicle.begin()
+    database = SqliteDatabase(path)
+    journal = make(database, about=JobInfo("day", 4, 2, 100_000), clock=EVENING)
+    journal.begin()
     for n in range(20):
-        assert not chronicle._caught_up
+        assert not journal._caught_up
         await asyncio.sleep(0)
-        chronicle.note(
-            [event("EpochGranted", source="lighthouse", epoch=900 + n, members=[n % 4], t=NOW + 86_500)]
-        )
-    tell(chronicle, "3-a-0", events=(event("CheckedIn", t=NOW + 86_500),))
-    chronicle._flush()
-    await chronicle.ready()
-    picture = chronicle.overview()
-    assert picture["seq"] == archive.last
-    assert [e["epoch"] for e in picture["epochs"]][-20:] == list(range(900, 920))
-    chronicle.close()
-    archive.close()
+        journal.note([event("EpochGranted", source="lighthouse", epoch=900 + n, members=[n % 4], t=NOW + 86_500)])
+    tell(journal, "3-a-0", events=(event("CheckedIn", t=NOW + 86_500),))
+    journal._flush()
+    await journal.ready()
+    overview = journal.overview()
+    assert overview["seq"] == database.last
+    assert [e["epoch"] for e in overview["epochs"]][-20:] == list(range(900, 920))
+    journal.close()
+    database.close()
 
 
 def test_memory_stays_bounded_over_many_rows():
-    chronicle = make()
+    journal = make()
     for n in range(module.KNOWN + 500):
         step = 1 + n % 100
-        tell(chronicle, commits=(commit(step, lineage=f"{n:x}", epoch=n // 100),))
-    assert len(chronicle._known) == module.KNOWN
-    assert len(chronicle._subscribers._kept) <= 2 * subscribers.KEPT
-    assert chronicle._pending == []
+        tell(journal, commits=(commit(step, lineage=f"{n:x}", epoch=n // 100),))
+    assert len(journal._known) == module.KNOWN
+    assert len(journal._subscribers._kept) <= 2 * subscribers.KEPT
+    assert journal._pending == []
 
 
 async def test_a_flood_of_one_message_does_not_wait_in_memory():
-    chronicle = make()
+    journal = make()
     for n in range(30):
-        tell(chronicle, events=tuple(event(f"E{i}") for i in range(200)))
-        assert len(chronicle._pending) < module.MAX_PENDING + 200, n
-    assert chronicle._database.last >= module.MAX_PENDING
+        tell(journal, events=tuple(event(f"E{i}") for i in range(200)))
+        assert len(journal._pending) < module.MAX_PENDING + 200, n
+    assert journal._database.last >= module.MAX_PENDING
 
 
 def test_numbers_that_another_lighthouse_may_have_given_are_left_out():
-    archive = MemoryDatabase()
-    archive.append([JournalEntry(7, "event", event())])
-    chronicle = JobJournal(archive, ABOUT, gap=1000)
-    chronicle.note([event("LighthouseStarted")])
-    assert archive.last == 1008
+    database = MemoryDatabase()
+    database.append([JournalEntry(7, "event", event())])
+    journal = JobJournal(database, ABOUT, gap=1000)
+    journal.note([event("LighthouseStarted")])
+    assert database.last == 1008

@@ -98,6 +98,6 @@ def test_a_day_of_steps_is_answered_at_once_in_bounded_memory():
     began = time.perf_counter()
     for points in (600, 1200):
         assert len(series.between(300_000 - 86_400, 300_000, points)["t"]) <= points
-    print(f"two pictures of a day: {(time.perf_counter() - began) * 1e3:.1f} ms")
+    print(f"two overviews of a day: {(time.perf_counter() - began) * 1e3:.1f} ms")
     assert sum(len(level) for level in series._levels) <= 2 * KEPT * WIDTH * len(series._levels)
     assert len(series._levels) <= 9

@@ -193,9 +193,9 @@ class TwoSupervisors(Script):
 
     def tells(self, owner: str, running: str | None = None, number: int = 0, claims: bool = True) -> Any:
         """A supervisor reports: what of its own runs, and the number of the lease that it had."""
-        picture = {1: running} if running else {}
+        processes = {1: running} if running else {}
         claimed = ((1, number),) if claims else ()
-        return self.feed(ProcessesReported(picture, frozenset(), frozenset(), self.now, owner, claimed))
+        return self.feed(ProcessesReported(processes, frozenset(), frozenset(), self.now, owner, claimed))
 
     @property
     def owner(self) -> str:

@@ -1,4 +1,4 @@
-"""A day of a job as the lighthouse's archive holds it, made up from a seed: for tests of size and of the page."""
+"""A day of a job as the lighthouse's database holds it, made up from a seed: for tests of size and of the page."""
 
 from __future__ import annotations
 
@@ -177,16 +177,16 @@ def day(replicas: int = 20, hours: float = 24, seed: int = 7, ranks: int = 2) ->
 
 
 def write_day(path: Path, replicas: int = 20, hours: float = 24, seed: int = 7, ranks: int = 2) -> int:
-    """Write a day into a new archive at ``path``; how many rows it has."""
-    archive = SqliteDatabase(path)
+    """Write a day into a new database at ``path``; how many rows it has."""
+    database = SqliteDatabase(path)
     try:
         batch: list[JournalEntry] = []
         for entry in day(replicas, hours, seed, ranks):
             batch.append(entry)
             if len(batch) == 5000:
-                archive.append(batch)
+                database.append(batch)
                 batch = []
-        archive.append(batch)
-        return archive.last
+        database.append(batch)
+        return database.last
     finally:
-        archive.close()
+        database.close()

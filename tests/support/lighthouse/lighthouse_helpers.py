@@ -139,9 +139,9 @@ class Script:
         lost: Iterable[int] = (),
     ) -> Out:
         """A supervisor says which lives run and which have exited."""
-        picture = {r: None if life is None else name(r, life) for r, life in running.items()}
+        processes = {r: None if life is None else name(r, life) for r, life in running.items()}
         gone = frozenset((r, name(r, life)) for r, life in exited)
-        return self.feed(ProcessesReported(picture, gone, frozenset(lost), self.now))
+        return self.feed(ProcessesReported(processes, gone, frozenset(lost), self.now))
 
     def wait(self, seconds: float) -> Out:
         """Time passes."""

@@ -1,4 +1,4 @@
-"""A lighthouse with every metric: a chronicle that is told what to show, a meter, and the real route."""
+"""A lighthouse with every metric: a journal that is told what to show, a meter, and the real route."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FAILURE = {
     "done": True,
 }
 
-PICTURE: dict[str, Any] = {
+OVERVIEW: dict[str, Any] = {
     "now": 1000.0,
     "seq": 41,
     "job": {
@@ -74,11 +74,11 @@ PICTURE: dict[str, Any] = {
 }
 
 
-class Chronicle:
+class ShownJournal:
     """Shows ``shown``."""
 
     def __init__(self) -> None:
-        self.shown = copy.deepcopy(PICTURE)
+        self.shown = copy.deepcopy(OVERVIEW)
         self.written = [{"seq": 3, "t": 940.0, "event": "CheckpointWritten", "facts": {"step": 10}}]
         self.asked = 0
 
@@ -100,10 +100,10 @@ class Chronicle:
 class Scene:
     """A scraper before the lighthouse."""
 
-    def __init__(self, chronicle: Any = None, meter: Meter | None = None) -> None:
-        self.chronicle, self.meter = chronicle or Chronicle(), meter or Meter()
+    def __init__(self, journal: Any = None, meter: Meter | None = None) -> None:
+        self.journal, self.meter = journal or ShownJournal(), meter or Meter()
         self.app = FastAPI()
-        self.app.include_router(metrics(self.chronicle, self.meter, Keys(TOKEN)))
+        self.app.include_router(metrics(self.journal, self.meter, Keys(TOKEN)))
 
     def get(self, path: str = "/metrics", token: str = view_key(TOKEN), **headers: str) -> httpx.Response:
         async def ask() -> httpx.Response:

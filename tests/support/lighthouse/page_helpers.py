@@ -30,15 +30,15 @@ expect.set_options(timeout=WAIT_S * 1000)
 
 
 def write_past(path: Path, hours: float) -> None:
-    """A day of ``hours`` that ends a second ago, in a new archive."""
+    """A day of ``hours`` that ends a second ago, in a new database."""
     from tests.support.lighthouse.day import START, day
 
     shift = time.time() - 1.0 - START - hours * 3600
-    archive = SqliteDatabase(path)
+    database = SqliteDatabase(path)
     entries = [JournalEntry(seq, kind, {**row, "t": row["t"] + shift}) for seq, kind, row in day(REPLICAS, hours)]
     for first in range(0, len(entries), 5000):
-        archive.append(entries[first : first + 5000])
-    archive.close()
+        database.append(entries[first : first + 5000])
+    database.close()
 
 
 def until(what: Any, seconds: float = WAIT_S) -> Any:
@@ -52,10 +52,10 @@ def until(what: Any, seconds: float = WAIT_S) -> Any:
 
 
 class Server:
-    """The process; `kill` and `start` may follow each other, on the same port and archive."""
+    """The process; `kill` and `start` may follow each other, on the same port and database."""
 
-    def __init__(self, archive: Path) -> None:
-        self._archive = archive
+    def __init__(self, database: Path) -> None:
+        self._database = database
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
@@ -67,7 +67,7 @@ class Server:
     def start(self) -> None:
         """Start it, and wait until it serves."""
         script = Path(__file__).with_name("page_server.py")
-        self._process = subprocess.Popen([sys.executable, script, self._archive, str(self.port)], env=os.environ)
+        self._process = subprocess.Popen([sys.executable, script, self._database, str(self.port)], env=os.environ)
         until(self._serves)
 
     def _serves(self) -> bool:
@@ -86,10 +86,10 @@ class Server:
             self._process = None
 
     def grow(self, rows: int, row: Any) -> None:
-        """``rows`` events more in the archive, while nobody serves it; ``row(n)`` makes one."""
-        archive = SqliteDatabase(self._archive)
-        archive.append([JournalEntry(archive.last + 1 + n, "event", row(n)) for n in range(rows)])
-        archive.close()
+        """``rows`` events more in the database, while nobody serves it; ``row(n)`` makes one."""
+        database = SqliteDatabase(self._database)
+        database.append([JournalEntry(database.last + 1 + n, "event", row(n)) for n in range(rows)])
+        database.close()
 
     def tell(self, replica: int, *events: dict[str, Any], commits: tuple[dict[str, Any], ...] = ()) -> None:
         """What replica ``replica`` reports."""

@@ -1,4 +1,4 @@
-"""A lighthouse with a made-up past, in a process of its own: page_server.py ARCHIVE PORT.
+"""A lighthouse with a made-up past, in a process of its own: page_server.py DATABASE PORT.
 
 Its application is the real one; replica 3 has a supervisor that reports.
 """
@@ -33,18 +33,18 @@ STEPS = 120_000
 class _Server(uvicorn.Server):
     """Begins what needs the event loop."""
 
-    def __init__(self, archive: Path, port: int) -> None:
+    def __init__(self, database: Path, port: int) -> None:
         job = JobInfo("pretrain", REPLICAS, 2, STEPS, config=about(Config()).config)
-        self._chronicle = JobJournal(SqliteDatabase(archive), job)
+        self._journal = JobJournal(SqliteDatabase(database), job)
         store = MemoryStore()
         state = store.load(Policy(slots=REPLICAS, steps=STEPS))
-        self._service = Service(state, store, TOKEN, lambda row: self._chronicle.note([row]), name="pretrain")
-        app = create_app(self._service, Keys(TOKEN, ADMIN), self._chronicle)
+        self._service = Service(state, store, TOKEN, lambda row: self._journal.note([row]), name="pretrain")
+        app = create_app(self._service, Keys(TOKEN, ADMIN), self._journal)
         super().__init__(uvicorn.Config(app, port=port, lifespan="off", log_level="warning"))
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._chronicle.begin()
+        self._journal.begin()
         self._reporting = asyncio.create_task(self._report())
 
     async def _report(self) -> None:
