@@ -112,7 +112,7 @@ def test_elements_leave_and_come_back_on_a_real_slurm(tmp_path: Path) -> None:
     finals = [json.loads((job.run / f"replicas/{n}/final.json").read_text()) for n in range(2)]
     assert {final["step"] for final in finals} == {STEPS}
     assert len({final["digest"] for final in finals}) == 1
-    assert "replica 1: its time is up; back into the queue" in job.log(1)
+    assert "replica 1: its time limit is reached; requeued" in job.log(1)
     assert not [n for n in range(2) if "SIGKILL" in job.log(n)], "told to end, they leave by themselves"
     assert aborted(job.events()) == []
     assert oct(os.stat(job.run / "token").st_mode)[-3:] == "600"
@@ -142,7 +142,7 @@ def test_a_replica_on_two_nodes_starts_again_on_both_and_leaves_both(tmp_path: P
         assert (sorted(ranks), len(nodes)) == (["0", "1"], 2)
         os.kill(ranks["1"], signal.SIGKILL)
         job.goes_and_comes_back(1)
-        assert "back into the queue" in job.log(1), "the clock did that, and the death did not"
-        assert job.log(1).count("back into the queue") == 1
+        assert "; requeued" in job.log(1), "the clock did that, and the death did not"
+        assert job.log(1).count("; requeued") == 1
         cluster.run("scancel", job.array)
         job.ends()
