@@ -162,5 +162,5 @@ def build_parser() -> argparse.ArgumentParser:
     export.add_argument("out", metavar="OUT", type=Path, help="a new folder")
     export.add_argument("--step", type=int, metavar="N", help="which one (the newest)")
     export.add_argument("--key", metavar="FILE", help="the job's checkpoint.key (yours)")
-    export.add_argument("--trust", action="store_true", help="whoever wrote the folder: no key is asked for")
+    export.add_argument("--trust", action="store_true", help="accept a folder of any writer: no key is asked for")
     return parser

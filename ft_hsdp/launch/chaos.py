@@ -12,7 +12,7 @@ from ft_hsdp.config import ChaosConfig
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """One failure that is due. It ends after `for_s` seconds; with 0 it lasts for good.
+    """One failure that is due. It ends after `for_s` seconds; with 0 it lasts until the job ends.
 
     replica, rank: who is hit, where the kind hits a replica (rank None: all of its ranks, or those on `host`); the
     other fields as in `ChaosConfig`.

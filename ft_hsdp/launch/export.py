@@ -72,7 +72,7 @@ def export(folder: Path, out: Path, step: int | None, key: bytes | None) -> Expo
     try:
         dcp.load(found.checkpoint.path, live, found.checkpoint.manifest)
     except Failed as failed:
-        raise ConfigError("CHECKPOINT_DIR", str(folder), f"a folder that nobody changes ({failed})") from failed
+        raise ConfigError("CHECKPOINT_DIR", str(folder), f"one that does not change now ({failed})") from failed
     try:
         out.mkdir(parents=True, exist_ok=True)
         save_file(weights, out / f"{WEIGHTS}.part", metadata={"format": "pt"})

@@ -114,7 +114,7 @@ class Backend(Protocol):
         """
 
     def vacated(self, replica: int) -> None:
-        """Give a replica's place back: it does not need one, for now or for good."""
+        """Give a replica's place back: it does not need one any more, or not now."""
 
     def settled(self, spec: ReplicaSpec) -> None:
         """Note that an incarnation trains, or has ended: spares may be made again."""

@@ -183,7 +183,7 @@ class _Check:
             row = self._row_of(line)
             if row is None:
                 at = f"step {line.get('step')}, lineage {line.get('lineage')}"
-                self._breach(where, at, "a step and a lineage that somebody committed")
+                self._breach(where, at, "a step and a lineage that a replica committed")
                 continue
             before = self._last
             if before is not None and (row["step"], row["prev"]) != (before["step"] + 1, before["lineage"]):
@@ -338,7 +338,7 @@ class _Check:
         if self.found.lost:
             return
         for where, own in self._awaited.values():
-            self._breach(where, "built on a state that nobody committed", f"{own}, which it committed before")
+            self._breach(where, "built on a state that no replica committed", f"{own}, which it committed before")
         for grant in self._bases.values():
             if grant.used and grant.base[1] >= (self._first_step or 0):
                 self._breach(grant.where, f"a grant on step {grant.base[1]}", "a base that was committed")

@@ -386,7 +386,7 @@ class DonorConnection:
             got += n
 
     def hang_up(self) -> None:
-        """End the connection for good, from any thread. Calls that wait, and all later ones, raise OSError."""
+        """End the connection, from any thread. Calls that wait, and all later ones, raise OSError."""
         with self._lock:
             self._over = True
             if self._sock is not None:

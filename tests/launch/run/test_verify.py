@@ -244,7 +244,7 @@ PLANTED: dict[str, tuple[Callable[[RunDir], None], str]] = {
     "a break of the whole chain": (broken, "on step 4, lineage L4"),
     "a line of nobody": (
         lambda r: edit(r.metrics, 12, lambda x: x.update(lineage="X")),
-        "that somebody committed",
+        "that a replica committed",
     ),
     "the last line": (lambda r: drop(r.metrics, STEPS), "as the replicas"),
     "another configuration of a lighthouse": (
