@@ -28,6 +28,16 @@ from lighthouse.quorum.state import Agreement, LighthouseState
 
 MAX_ADDRESSES = 64  # of each kind
 METADATA = ipaddress.ip_address("fd00:ec2::254")  # of a cloud's host; its link-local ones are refused anyway
+EPOCHS_AHEAD = 2**20  # no epoch is further above all known ones than this
+STEPS_AHEAD = 2  # no step is further above the job's last one, or the head, than this
+TERM_LIMIT = 2**53
+NUMBER_LIMIT = 2**53  # weights, batches, bytes
+ATTEMPT_LIMIT = 2**20
+TEXT_LIMIT = 256  # characters of a name, a hash or a value
+RULES_LIMIT = 64
+
+_OWNER = re.compile(r"[0-9A-Za-z-]{0,64}")
+_LINEAGE = re.compile(r"[0-9a-f]{32}")
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
@@ -96,18 +106,6 @@ def _allowed(name: str, address: str, host: Address, peer: Address, allow: Netwo
         raise ProtocolViolation(
             f"{name}: {address} is neither where its replica asks from ({peer}) nor in a network of network.allow"
         )
-
-
-EPOCHS_AHEAD = 2**20  # no epoch is further above all known ones than this
-STEPS_AHEAD = 2  # no step is further above the job's last one, or the head, than this
-TERM_LIMIT = 2**53
-NUMBER_LIMIT = 2**53  # weights, batches, bytes
-ATTEMPT_LIMIT = 2**20
-TEXT_LIMIT = 256  # characters of a name, a hash or a value
-RULES_LIMIT = 64
-
-_OWNER = re.compile(r"[0-9A-Za-z-]{0,64}")
-_LINEAGE = re.compile(r"[0-9a-f]{32}")
 
 
 def refusal(agreed: Agreement, ask: QuorumRequest) -> Refused | None:

@@ -24,6 +24,14 @@ from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Refused
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable, ProtocolViolation
 from ft_hsdp.protocol import ProcessReport, QuorumRequest, Telemetry, Wait
 
+CONNECT_S = 2.0  # longest wait for a connection
+PROBE_S = 1.0  # between two looks at a lighthouse that has not answered yet, and the longest one
+ASK_S = 20.0  # for which a lighthouse keeps a request open, unless the configuration says otherwise
+MARGIN_S = 10.0  # for the way of an answer, on top of the time for which the lighthouse keeps a request open
+TAKEN = 204  # status of telemetry that was taken
+REFUSED = (413, 422)  # statuses of a message that must not be sent again
+UNAVAILABLE = 503  # status of a lighthouse that does not lead
+
 
 def own_address(host: str, lighthouse: str) -> str:
     """Return the IP address at which this machine listens, and that it advertises.
@@ -53,13 +61,6 @@ def own_address(host: str, lighthouse: str) -> str:
         raise ConfigError(
             "network.host", host, f"an address of this machine ({error.strerror or error})"
         ) from None
-
-
-TAKEN = 204
-REFUSED = (413, 422)
-CONNECT_S = 2.0
-PROBE_S = 1.0  # between two looks at a lighthouse that has not answered yet, and the longest one
-UNAVAILABLE = 503
 
 
 def http_client(token: str, timeout_s: float, tls: ssl.SSLContext | None = None) -> httpx.AsyncClient:
@@ -104,10 +105,7 @@ def parse_urls(text: str, option: str = "--lighthouse") -> tuple[str, ...]:
 
 
 def urls_of_run(document: object) -> tuple[str, ...]:
-    """Return the URLs in the document of a run's lighthouse.json, the leader's first.
-
-    Any other document has no URLs.
-    """
+    """Return the URLs in the document of a run's lighthouse.json, the leader's first; () for another document."""
     if not isinstance(document, Mapping):
         return ()
     urls: Iterable[Any] = [document.get("url"), *(document.get("urls") or ())]
@@ -242,10 +240,6 @@ def _fact(response: httpx.Response, key: str) -> Any:
     except ValueError:
         return None
     return document.get(key) if isinstance(document, dict) else None
-
-
-ASK_S = 20.0
-MARGIN_S = 10.0  # for the way of an answer, on top of the time for which the lighthouse keeps a request open
 
 
 class NotTaken(LighthouseUnreachable):

@@ -27,6 +27,8 @@ from lighthouse.journal.row_checks import LIMIT
 from lighthouse.quorum.state import LighthouseState as Decisions
 from lighthouse.service import Service
 
+PING_S = 10.0  # longest silence of a stream
+RETRY_MS = 1000  # a browser opens a stream again after this
 FOLDER = Path(__file__).parents[1] / "dashboard"
 TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -80,9 +82,6 @@ def _read(path: Path) -> _File:
     body = path.read_bytes()
     return _File(body, TYPES[path.suffix], f'"{hashlib.blake2b(body, digest_size=12).hexdigest()}"')
 
-
-PING_S = 10.0  # longest silence of a stream
-RETRY_MS = 1000  # a browser opens a stream again after this
 
 Time = Annotated[float | None, Query(ge=0, le=LIMIT, allow_inf_nan=False, description="Unix seconds")]
 Number = Annotated[int | None, Query(ge=0, le=LIMIT, description="number of a row")]

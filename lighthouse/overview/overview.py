@@ -21,6 +21,7 @@ from lighthouse.overview.series import Series
 MAX_OUTAGES = 256
 SHOWN_EPOCHS = 1000  # newest epochs in one answer
 SHOWN_FAILURES = 200  # newest failures in one answer
+SPEED = 20  # commits over which the speed is measured
 
 Kind = Literal["event", "commit"]
 Row = dict[str, Any]
@@ -185,9 +186,6 @@ def states(lanes: Collection[Lane]) -> list[Json]:
         }
         for lane in lanes
     ]
-
-
-SPEED = 20  # commits over which the speed is measured
 
 
 class Overview:
