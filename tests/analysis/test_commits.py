@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,8 +13,12 @@ def steps(rows: list[Row]) -> list[int]:
     return [row["step"] for row in rows]
 
 
-def test_a_step_appears_once_when_the_next_one_stands_on_it() -> None:
-    merger = CommitMerger()
+@pytest.fixture
+def merger() -> CommitMerger:
+    return CommitMerger()
+
+
+def test_a_step_appears_once_when_the_next_one_stands_on_it(merger: CommitMerger) -> None:
     merger.add([commit(1)])
     assert merger.confirmed() == []
     merger.add([commit(1), commit(2)])
@@ -25,8 +30,7 @@ def test_a_step_appears_once_when_the_next_one_stands_on_it() -> None:
     assert steps(merger.finish("L3")) == [3]
 
 
-def test_a_step_that_was_rolled_back_never_shows() -> None:
-    merger = CommitMerger()
+def test_a_step_that_was_rolled_back_never_shows(merger: CommitMerger) -> None:
     merger.add([commit(1), commit(2, lineage="gone", epoch=1), commit(2, epoch=2)])
     merger.add([commit(3, epoch=2)])
     assert [row["lineage"] for row in merger.confirmed()] == ["L1", "L2"]
@@ -59,29 +63,25 @@ def test_at_the_end_the_final_lineage_decides_between_two_last_rows() -> None:
         assert [row["lineage"] for row in merger.confirmed() + merger.finish(final)] == ["L1", final]
 
 
-def test_the_first_contributors_row_wins_and_one_of_a_replica_behind_only_fills_in() -> None:
-    merger = CommitMerger()
+def test_the_first_contributors_row_wins_and_one_of_a_replica_behind_only_fills_in(merger: CommitMerger) -> None:
     merger.add([commit(1, role="behind", incarnation="behind"), commit(1, incarnation="a")])
     merger.add([commit(1, incarnation="b"), commit(2, role="behind", incarnation="behind"), commit(3)])
     told = merger.confirmed() + merger.finish("L3")
     assert [row["incarnation"] for row in told][:2] == ["a", "behind"]
 
 
-def test_rows_before_the_first_contributors_row_are_waited_for_within_one_reading() -> None:
-    merger = CommitMerger()
+def test_rows_before_the_first_contributors_row_are_waited_for_within_one_reading(merger: CommitMerger) -> None:
     merger.add([commit(2), commit(3)])  # replica 0 missed step 1, its log is read first
     merger.add([commit(1, who=[1, 2])])
     assert steps(merger.confirmed()) == [1, 2]
 
 
-def test_a_resumed_run_starts_at_its_first_step() -> None:
-    merger = CommitMerger()
+def test_a_resumed_run_starts_at_its_first_step(merger: CommitMerger) -> None:
     merger.add([commit(n) for n in range(41, 44)])
     assert steps(merger.confirmed() + merger.finish("L43")) == [41, 42, 43]
 
 
-def test_a_row_that_nobody_wrote_does_not_stop_the_others() -> None:
-    merger = CommitMerger()
+def test_a_row_that_nobody_wrote_does_not_stop_the_others(merger: CommitMerger) -> None:
     merger.add([commit(n) for n in (1, 2, 4, 5)])
     assert steps(merger.confirmed()) == [1]
     merger.add([commit(n) for n in range(6, 6 + PATIENCE)])

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,26 @@ from ft_hsdp.protocol import (
 from tests.support.core.leader_helpers import OTHER, STATE, Down, Scene, grant, one_step
 
 
-async def test_a_step_alone_from_check_in_to_the_next_ask(tmp_path: Path) -> None:
-    s = Scene(tmp_path)
+@pytest.fixture
+async def scene(tmp_path: Path) -> AsyncIterator[Callable[..., Scene]]:
+    """Makes leaders, which are closed at the end."""
+    made: list[Scene] = []
+
+    def make(*fakes: Any, **settings: Any) -> Scene:
+        made.append(Scene(tmp_path, *fakes, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.leader.close()
+
+
+@pytest.fixture
+def s(scene: Callable[..., Scene]) -> Scene:
+    return scene()
+
+
+async def test_a_step_alone_from_check_in_to_the_next_ask(s: Scene) -> None:
     await s.granted(grant(1, 0))
     ask = s.lighthouse.asks[0]
     assert (ask.ring, ask.state, ask.config_hash, ask.layout) == (("r0", "r1"), ("s0", "s1"), "hash", "layout")
@@ -52,11 +71,9 @@ async def test_a_step_alone_from_check_in_to_the_next_ask(tmp_path: Path) -> Non
     assert s.lighthouse.asks[1].report.state == record.state_id
     s.lighthouse.answers.put_nowait(Continue(1, 2))
     await s.until(lambda: s.named(effects.Reduce)[-1].fence == AttemptId(1, 2, 0), "step 2")
-    s.leader.close()
 
 
-async def test_after_a_broken_ring_it_asks_once_all_ranks_have_left_it(tmp_path: Path) -> None:
-    s = Scene(tmp_path)
+async def test_after_a_broken_ring_it_asks_once_all_ranks_have_left_it(s: Scene) -> None:
     await s.granted(grant(1, 0, 1))
     s.leader.received(RankBroken(1, 1, "replica 1 is gone", suspect=1))
     s.leader.received(RankBroken(0, 1, "and again"))
@@ -71,33 +88,28 @@ async def test_after_a_broken_ring_it_asks_once_all_ranks_have_left_it(tmp_path:
     assert s.lighthouse.asks[1].report.after == 1
     (event,) = s.events("RingBroken")
     assert (event["suspect"], event["at_rank"], event["epoch"]) == (1, 1, 1)
-    s.leader.close()
 
 
-async def test_a_rank_that_left_before_the_order_counts(tmp_path: Path) -> None:
+async def test_a_rank_that_left_before_the_order_counts(s: Scene) -> None:
     """Its report may overtake the leader's own decision to leave."""
-    s = Scene(tmp_path)
     await s.granted(grant(1, 0, 1))
     s.leader.received(RankStopped(0, 1))
     s.leader.received(RankStopped(1, 1))
     s.leader.received(RankBroken(1, 1, "gone"))
     await s.until(lambda: len(s.lighthouse.asks) == 2, "asks")
-    s.leader.close()
 
 
-async def test_a_planned_end_is_no_failure_and_other_epochs_do_not_matter(tmp_path: Path) -> None:
-    s = Scene(tmp_path)
+async def test_a_planned_end_is_no_failure_and_other_epochs_do_not_matter(s: Scene) -> None:
     await s.granted(grant(4, 0, 1))
     s.leader.received(RankBroken(1, 3, "an old ring"))
     assert not s.named(effects.StopRing)
     s.leader.received(RankBroken(1, 4, "a newer epoch", planned=True))
     assert s.named(effects.StopRing)
     assert not s.events("RingBroken")
-    s.leader.close()
 
 
-async def test_the_lease_is_used_while_the_lighthouse_is_away(tmp_path: Path) -> None:
-    s = Scene(tmp_path, Down())
+async def test_the_lease_is_used_while_the_lighthouse_is_away(scene: Callable[..., Scene]) -> None:
+    s = scene(Down())
     s.lighthouse.answers.put_nowait(grant(1, 0))
     s.leader.start()
     await s.until(lambda: s.named(effects.Reduce), "step 1")
@@ -106,24 +118,24 @@ async def test_the_lease_is_used_while_the_lighthouse_is_away(tmp_path: Path) ->
     await s.until(lambda: s.named(effects.Reduce)[-1].fence == AttemptId(1, 2, 0), "step 2 without an answer")
     (event,) = s.events("LeaseUsed")
     assert (event["epoch"], event["step"], event["reason"]) == (1, 2, "down")
-    s.leader.close()
 
 
 async def test_a_replica_that_was_started_again_waits_for_its_lighthouse_as_long_as_it_takes(
-    tmp_path: Path,
+    scene: Callable[..., Scene],
 ) -> None:
-    s = Scene(tmp_path, Down(), join_timeout_s=None, reach_s=0.0)
+    s = scene(Down(), join_timeout_s=None, reach_s=0.0)
     s.leader.start()
     await s.until(lambda: len(s.lighthouse.asks) > 2, "it goes on asking")
     assert not s.named(effects.Exit)
     assert len(s.events("LighthouseAwaited")) == 1
     s.lighthouse.answers.put_nowait(grant(1, 0))
     await s.until(lambda: s.named(effects.Reduce), "it joins")
-    s.leader.close()
 
 
-async def test_at_the_end_of_the_lease_the_ring_is_left_on_purpose_and_nobody_exits(tmp_path: Path) -> None:
-    s = Scene(tmp_path, Down(), lease_s=0.0, answer_wait_s=0.05)
+async def test_at_the_end_of_the_lease_the_ring_is_left_on_purpose_and_nobody_exits(
+    scene: Callable[..., Scene],
+) -> None:
+    s = scene(Down(), lease_s=0.0, answer_wait_s=0.05)
     s.lighthouse.answers.put_nowait(grant(1, 0, 1))
     s.leader.start()
     await s.until(lambda: s.named(effects.Reduce), "step 1")
@@ -145,12 +157,11 @@ async def test_at_the_end_of_the_lease_the_ring_is_left_on_purpose_and_nobody_ex
     assert s.lighthouse.asks[-1].report.after == 1
     assert not s.named(effects.Exit)
     assert not s.ended
-    s.leader.close()
 
 
-async def test_a_step_that_is_longer_than_the_lease_does_not_end_it(tmp_path: Path) -> None:
+async def test_a_step_that_is_longer_than_the_lease_does_not_end_it(scene: Callable[..., Scene]) -> None:
     """Its first ask has the usual time for an answer."""
-    s = Scene(tmp_path, lease_s=0.0, answer_wait_s=5.0)
+    s = scene(lease_s=0.0, answer_wait_s=5.0)
     await s.granted(grant(1, 0, 1))
     s.vote(0, AttemptId(1, 1, 0), (0, 1))
     s.vote(1, AttemptId(1, 1, 0), (0, 1))
@@ -162,22 +173,20 @@ async def test_a_step_that_is_longer_than_the_lease_does_not_end_it(tmp_path: Pa
     await s.until(lambda: s.named(effects.Reduce)[-1].fence == AttemptId(1, 2, 0), "step 2")
     assert not s.named(effects.StopRing)
     assert not s.events("LeaseEnded")
-    s.leader.close()
 
 
-async def test_a_slow_lighthouse_is_not_waited_for(tmp_path: Path) -> None:
-    s = Scene(tmp_path, answer_wait_s=0.05)
+async def test_a_slow_lighthouse_is_not_waited_for(scene: Callable[..., Scene]) -> None:
+    s = scene(answer_wait_s=0.05)
     await one_step(s)
     await s.until(lambda: s.named(effects.Reduce)[-1].fence == AttemptId(1, 2, 0), "step 2 without an answer")
     assert len(s.lighthouse.asks) == 2
     s.lighthouse.answers.put_nowait(Continue(1, 2))  # late: it changes nothing
     await asyncio.sleep(0.05)
     assert [r.fence.step for r in s.named(effects.Reduce)] == [1, 2]
-    s.leader.close()
 
 
-async def test_a_broken_ring_has_no_lease(tmp_path: Path) -> None:
-    s = Scene(tmp_path, Down())
+async def test_a_broken_ring_has_no_lease(scene: Callable[..., Scene]) -> None:
+    s = scene(Down())
     s.lighthouse.answers.put_nowait(grant(1, 0, 1))
     s.leader.start()
     await s.until(lambda: s.named(effects.Reduce), "step 1")
@@ -191,22 +200,20 @@ async def test_a_broken_ring_has_no_lease(tmp_path: Path) -> None:
     await s.until(lambda: s.named(effects.Reduce)[-1].fence == AttemptId(2, 1, 0), "the same step on another ring")
     assert len(s.named(effects.RunBatch)) == 1, "the batch was fed again"
     assert len(s.events("StepRetried")) == 1
-    s.leader.close()
 
 
-async def test_who_never_joined_ends_with_69(tmp_path: Path) -> None:
-    s = Scene(tmp_path, Down(), join_timeout_s=0.3)
+async def test_who_never_joined_ends_with_69(scene: Callable[..., Scene]) -> None:
+    s = scene(Down(), join_timeout_s=0.3)
     s.leader.start()
     await asyncio.sleep(0.1)
     assert not s.orders
     await s.until(lambda: s.orders, "the end")
     assert isinstance(s.orders[0], effects.Exit)
     assert (s.orders[0].code, "down" in s.orders[0].reason) == (69, True)
-    s.leader.close()
 
 
-async def test_a_token_that_does_not_come_round_breaks_the_ring(tmp_path: Path) -> None:
-    s = Scene(tmp_path, token_timeout_s=0.1)
+async def test_a_token_that_does_not_come_round_breaks_the_ring(scene: Callable[..., Scene]) -> None:
+    s = scene(token_timeout_s=0.1)
     await s.granted(grant(1, 0, 1))
     for rank in (0, 1):
         s.vote(rank, AttemptId(1, 1, 0), (0, 1))
@@ -216,11 +223,10 @@ async def test_a_token_that_does_not_come_round_breaks_the_ring(tmp_path: Path) 
     await s.until(lambda: s.named(effects.StopRing), "the ring is left")
     assert "no verdict on step 1" in s.events("RingBroken")[0]["cause"]
     assert s.leader.replica.prepared is not None, "the record in doubt was dropped"
-    s.leader.close()
 
 
-async def test_a_token_in_time_is_followed_by_no_alarm(tmp_path: Path) -> None:
-    s = Scene(tmp_path, token_timeout_s=0.1)
+async def test_a_token_in_time_is_followed_by_no_alarm(scene: Callable[..., Scene]) -> None:
+    s = scene(token_timeout_s=0.1)
     await s.granted(grant(1, 0, 1))
     for rank in (0, 1):
         s.vote(rank, AttemptId(1, 1, 0), (0, 1))
@@ -229,11 +235,9 @@ async def test_a_token_in_time_is_followed_by_no_alarm(tmp_path: Path) -> None:
     assert s.tokens[1] == replace(s.tokens[0], verdict=True)
     await asyncio.sleep(0.2)
     assert not s.named(effects.StopRing)
-    s.leader.close()
 
 
-async def test_stale_votes_are_not_counted(tmp_path: Path) -> None:
-    s = Scene(tmp_path)
+async def test_stale_votes_are_not_counted(s: Scene) -> None:
     s.vote(0, AttemptId(1, 1, 0))  # before any step
     await s.granted(grant(1, 0))
     fence = AttemptId(1, 1, 0)
@@ -247,22 +251,18 @@ async def test_stale_votes_are_not_counted(tmp_path: Path) -> None:
     s.vote(0, fence)
     s.vote(1, fence)
     assert len(s.named(effects.Commit)) == 1
-    s.leader.close()
 
 
-async def test_ranks_that_saw_different_contributors_end_the_replica(tmp_path: Path) -> None:
-    s = Scene(tmp_path)
+async def test_ranks_that_saw_different_contributors_end_the_replica(s: Scene) -> None:
     await s.granted(grant(1, 0, 1))
     s.vote(0, AttemptId(1, 1, 0), (0, 1))
     s.vote(1, AttemptId(1, 1, 0), (0,))
     (end,) = s.named(effects.Exit)
     assert (end.code, "different contributors" in end.reason) == (75, True)
     assert not s.tokens
-    s.leader.close()
 
 
-async def test_a_new_ask_cancels_the_old_one(tmp_path: Path) -> None:
-    s = Scene(tmp_path)
+async def test_a_new_ask_cancels_the_old_one(s: Scene) -> None:
     await one_step(s)
     await s.until(lambda: len(s.lighthouse.asks) == 2, "asks for step 2")
     s.leader.received(RankBroken(0, 1, "gone"))
@@ -276,29 +276,24 @@ async def test_a_new_ask_cancels_the_old_one(tmp_path: Path) -> None:
     assert s.lighthouse.cancelled == 2
 
 
-async def test_a_shown_grant_is_adopted(tmp_path: Path) -> None:
-    s = Scene(tmp_path)
+async def test_a_shown_grant_is_adopted(s: Scene) -> None:
     await s.granted(grant(1, 0, 1))
     s.leader.received(RankShown(1, grant(2, 0, 1)))
     s.leader.received(RankShown(0, grant(2, 0, 1)))
     assert [o.grant.epoch for o in s.named(effects.Configure)] == [1, 2]
-    s.leader.close()
 
 
 @pytest.mark.parametrize("kept", [(True, True), (True, False), (False, True)])
-async def test_a_copy_that_a_rank_has_left_out_is_settled_nowhere(tmp_path: Path, kept: tuple[bool, bool]) -> None:
-    s = Scene(tmp_path)
+async def test_a_copy_that_a_rank_has_left_out_is_settled_nowhere(s: Scene, kept: tuple[bool, bool]) -> None:
     await s.granted(grant(1, 0))
     for rank in (0, 1):
         s.vote(rank, AttemptId(1, 1, 0), kept=kept[rank])
     commit = next(i for i, o in enumerate(s.orders) if isinstance(o, effects.Commit))
     assert s.orders[commit - 1] == Settled(STATE, all(kept)), "told before the next copy is made"
-    s.leader.close()
 
 
 @pytest.mark.parametrize("kept", [(True, True), (True, False)])
-async def test_what_was_fetched_is_settled_if_all_ranks_keep_it(tmp_path: Path, kept: tuple[bool, bool]) -> None:
-    s = Scene(tmp_path)
+async def test_what_was_fetched_is_settled_if_all_ranks_keep_it(s: Scene, kept: tuple[bool, bool]) -> None:
     await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
     both_vote(s, AttemptId(2, 4, 0), (1,), kept=True)  # of what it holds while it is behind
     s.leader.token(replace(s.tokens[-1], verdict=True, equal=(1,)))
@@ -307,11 +302,9 @@ async def test_what_was_fetched_is_settled_if_all_ranks_keep_it(tmp_path: Path, 
     assert s.named(effects.InstallSnapshot)
     assert s.named(effects.Commit), "the step that was committed meanwhile"
     assert s.named(Settled) == [Settled(OTHER, all(kept))]
-    s.leader.close()
 
 
-async def test_a_fetch_is_over_when_all_ranks_have_their_shards(tmp_path: Path) -> None:
-    s = Scene(tmp_path)
+async def test_a_fetch_is_over_when_all_ranks_have_their_shards(s: Scene) -> None:
     await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
     (order,) = s.named(effects.Fetch)
     assert (order.base, [m.replica for m in order.donors]) == (OTHER, [1])
@@ -323,23 +316,19 @@ async def test_a_fetch_is_over_when_all_ranks_have_their_shards(tmp_path: Path) 
     assert s.named(effects.InstallSnapshot) == [effects.InstallSnapshot(OTHER)]
     assert s.leader.replica.state == OTHER
     assert len(s.events("LeftBehind")) == 1
-    s.leader.close()
 
 
-async def test_a_fetch_that_failed_ends_the_replica(tmp_path: Path) -> None:
-    s = Scene(tmp_path)
+async def test_a_fetch_that_failed_ends_the_replica(s: Scene) -> None:
     await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
     s.leader.received(RankFetchFailed(1, STATE, "of an older fetch"))
     assert not s.named(effects.Exit)
     s.leader.received(RankFetchFailed(1, OTHER, "replica 1: gone"))
     (end,) = s.named(effects.Exit)
     assert (end.code, "replica 1: gone" in end.reason) == (75, True)
-    s.leader.close()
 
 
 @pytest.mark.parametrize("written", [True, False])
-async def test_the_final_state_is_reported_once_it_is_written_down(tmp_path: Path, written: bool) -> None:
-    s = Scene(tmp_path)
+async def test_the_final_state_is_reported_once_it_is_written_down(s: Scene, written: bool) -> None:
     end = StateId(1, 9, "9" * 32)
     s.leader.replica = control.initial(0, "0-x-0", 9, end)
     if written:
@@ -351,14 +340,10 @@ async def test_the_final_state_is_reported_once_it_is_written_down(tmp_path: Pat
     s.lighthouse.answers.put_nowait(Finish())
     await s.until(lambda: s.named(effects.Exit), "the end")
     assert s.named(effects.Exit)[0].code == 0
-    s.leader.close()
 
 
-async def test_a_leader_without_a_descriptor_to_call_the_lighthouse_ends_and_names_its_limit(
-    tmp_path: Path,
-) -> None:
+async def test_a_leader_without_a_descriptor_to_call_the_lighthouse_ends_and_names_its_limit(s: Scene) -> None:
     """The lighthouse may be well: to wait for it would hold up the ring for as long as the lease."""
-    s = Scene(tmp_path)
     s.leader.start()
     lacking = LighthouseUnreachable("no connection")
     lacking.__cause__ = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
@@ -367,7 +352,6 @@ async def test_a_leader_without_a_descriptor_to_call_the_lighthouse_ends_and_nam
     ((why, code),) = s.ended
     assert "RLIMIT_NOFILE" in why
     assert code == 75
-    s.leader.close()
 
 
 # What is compared, written and waited for.
@@ -378,29 +362,22 @@ def both_vote(s: Scene, fence: AttemptId, members: tuple[int, ...] = (0,), **mor
         s.vote(rank, fence, members, **more)
 
 
-async def test_the_digests_of_all_ranks_are_compared_in_one(tmp_path: Path) -> None:
-    s = Scene(tmp_path)
+async def test_the_digests_of_all_ranks_are_compared_in_one(s: Scene) -> None:
     await s.granted(grant(1, 0, 1))
     s.vote(1, AttemptId(1, 1, 0), (0, 1), state_digest="b")
     s.vote(0, AttemptId(1, 1, 0), (0, 1), state_digest="a")
     assert s.tokens[0].digests == ((0, state_id.digest(["a", "b"])),)
-    s.leader.close()
 
 
-async def test_a_rank_without_its_state_has_nothing_compared(tmp_path: Path) -> None:
-    s = Scene(tmp_path)
+async def test_a_rank_without_its_state_has_nothing_compared(s: Scene) -> None:
     await s.granted(grant(1, 0, 1))
     s.vote(1, AttemptId(1, 1, 0), (0, 1), state_digest="b")
     s.vote(0, AttemptId(1, 1, 0), (0, 1))
     assert s.tokens[0].digests == ()
-    s.leader.close()
 
 
 @pytest.mark.parametrize("wrong", [(0,), (2,)])
-async def test_a_divergence_is_journalled_and_ends_only_the_minority(
-    tmp_path: Path, wrong: tuple[int, ...]
-) -> None:
-    s = Scene(tmp_path)
+async def test_a_divergence_is_journalled_and_ends_only_the_minority(s: Scene, wrong: tuple[int, ...]) -> None:
     await s.granted(replace(grant(1, 0, 1, 2), total=3))
     both_vote(s, AttemptId(1, 1, 0), (0, 1, 2), state_digest="a")
     mine = s.tokens[0].digests[0][1]
@@ -412,11 +389,10 @@ async def test_a_divergence_is_journalled_and_ends_only_the_minority(
     last = [type(o) for o in s.orders[-3:]]
     assert (last == [effects.StopRing, effects.DropSnapshots, effects.Exit]) == (0 in wrong)
     assert not s.named(effects.Commit)
-    s.leader.close()
 
 
-async def test_a_checkpoint_is_whole_when_all_ranks_have_written_it(tmp_path: Path) -> None:
-    s = Scene(tmp_path, rules=ReplicaPolicy(checkpoint_every=1))
+async def test_a_checkpoint_is_whole_when_all_ranks_have_written_it(scene: Callable[..., Scene]) -> None:
+    s = scene(rules=ReplicaPolicy(checkpoint_every=1))
     await one_step(s)
     (order,) = s.named(effects.WriteCheckpoint)
     commit = next(i for i, o in enumerate(s.orders) if isinstance(o, effects.Commit))
@@ -430,11 +406,10 @@ async def test_a_checkpoint_is_whole_when_all_ranks_have_written_it(tmp_path: Pa
     s.leader.received(RankCheckpointed(1, order.state))
     assert len(s.events("CheckpointWritten")) == 1
     assert not s.leader.replica.checkpoint_failed
-    s.leader.close()
 
 
-async def test_a_checkpoint_that_failed_is_told_once_and_given_to_another(tmp_path: Path) -> None:
-    s = Scene(tmp_path, rules=ReplicaPolicy(checkpoint_every=1))
+async def test_a_checkpoint_that_failed_is_told_once_and_given_to_another(scene: Callable[..., Scene]) -> None:
+    s = scene(rules=ReplicaPolicy(checkpoint_every=1))
     await one_step(s)
     (order,) = s.named(effects.WriteCheckpoint)
     for rank in (1, 0):
@@ -447,21 +422,23 @@ async def test_a_checkpoint_that_failed_is_told_once_and_given_to_another(tmp_pa
     assert s.tokens[-1].unwritable == (0,)
     s.leader.token(replace(s.tokens[-1], equal=(0, 1)))
     assert len(s.named(effects.WriteCheckpoint)) == 1, "it is the turn of 1"
-    s.leader.close()
 
 
-async def test_a_checkpoint_that_nobody_could_write_is_tried_again_after_a_pause(tmp_path: Path) -> None:
-    s = Scene(tmp_path, rules=ReplicaPolicy(checkpoint_every=1), write_again_s=0.05)
+async def test_a_checkpoint_that_nobody_could_write_is_tried_again_after_a_pause(
+    scene: Callable[..., Scene],
+) -> None:
+    s = scene(rules=ReplicaPolicy(checkpoint_every=1), write_again_s=0.05)
     await one_step(s)
     (order,) = s.named(effects.WriteCheckpoint)
     s.leader.received(RankCheckpointFailed(1, order.state, "no space left"))
     assert s.leader.replica.requested_checkpoint == 0
     await s.until(lambda: s.leader.replica.requested_checkpoint == 2, "the next state is demanded")
-    s.leader.close()
 
 
-async def test_a_checkpoint_that_hangs_is_given_to_another_and_counts_if_it_comes(tmp_path: Path) -> None:
-    s = Scene(tmp_path, rules=ReplicaPolicy(checkpoint_every=1), write_s=0.05)
+async def test_a_checkpoint_that_hangs_is_given_to_another_and_counts_if_it_comes(
+    scene: Callable[..., Scene],
+) -> None:
+    s = scene(rules=ReplicaPolicy(checkpoint_every=1), write_s=0.05)
     await one_step(s)
     (order,) = s.named(effects.WriteCheckpoint)
     s.leader.received(RankCheckpointed(0, order.state))
@@ -471,22 +448,19 @@ async def test_a_checkpoint_that_hangs_is_given_to_another_and_counts_if_it_come
     s.leader.received(RankCheckpointed(1, order.state))
     assert len(s.events("CheckpointWritten")) == 1
     assert not s.leader.replica.checkpoint_failed
-    s.leader.close()
 
 
-async def test_the_loss_of_a_writer_is_said_with_what_follows(tmp_path: Path) -> None:
-    s = Scene(tmp_path, rules=ReplicaPolicy(checkpoint_every=1))
+async def test_the_loss_of_a_writer_is_said_with_what_follows(scene: Callable[..., Scene]) -> None:
+    s = scene(rules=ReplicaPolicy(checkpoint_every=1))
     s.leader.replica = replace(s.leader.replica, writers=((1, "1-x-0"),), checkpoint_missing=True)
     await s.granted(grant(1, 0))
     (event,) = s.events("CheckpointWriterLost")
     assert event["replicas"] == [1]
     assert event["reason"].endswith("the state of the next step is written instead")
     assert s.leader.replica.requested_checkpoint == 1
-    s.leader.close()
 
 
-async def test_who_holds_what_others_lack_has_it_kept_and_asks_again(tmp_path: Path) -> None:
-    s = Scene(tmp_path)
+async def test_who_holds_what_others_lack_has_it_kept_and_asks_again(s: Scene) -> None:
     await s.granted(grant(1, 0, 1))
     s.leader.received(RankBroken(0, 1, "replica 1 is gone", suspect=1))
     for rank in (0, 1):
@@ -497,11 +471,9 @@ async def test_who_holds_what_others_lack_has_it_kept_and_asks_again(tmp_path: P
     assert s.named(effects.Keep) == [effects.Keep(STATE)]
     assert not s.named(effects.Fetch)
     assert s.lighthouse.asks[2].report.after == 1
-    s.leader.close()
 
 
-async def test_a_fetch_without_a_ring_that_fails_is_asked_for_again(tmp_path: Path) -> None:
-    s = Scene(tmp_path)
+async def test_a_fetch_without_a_ring_that_fails_is_asked_for_again(s: Scene) -> None:
     s.leader.start()
     told = CatchUp(OTHER, grant(1, 1).members, "too few hold it")
     for tries in (1, 2):
@@ -518,11 +490,10 @@ async def test_a_fetch_without_a_ring_that_fails_is_asked_for_again(tmp_path: Pa
     await s.until(lambda: len(s.lighthouse.asks) == 3, "asks with what it has fetched")
     assert s.lighthouse.asks[2].report.state == OTHER
     assert s.named(effects.InstallSnapshot) == [effects.InstallSnapshot(OTHER)]
-    s.leader.close()
 
 
-async def test_a_vote_is_held_back_until_the_fetch_is_done(tmp_path: Path) -> None:
-    s = Scene(tmp_path, catchup_wait_s=30.0)
+async def test_a_vote_is_held_back_until_the_fetch_is_done(scene: Callable[..., Scene]) -> None:
+    s = scene(catchup_wait_s=30.0)
     await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
     both_vote(s, AttemptId(2, 4, 0), (1,))
     assert not s.tokens, "it voted before its base was here"
@@ -532,11 +503,10 @@ async def test_a_vote_is_held_back_until_the_fetch_is_done(tmp_path: Path) -> No
     assert token.equal == (0,)
     s.leader.token(replace(token, equal=(0, 1)))
     assert s.leader.replica.state.step == 4
-    s.leader.close()
 
 
-async def test_a_slow_fetch_is_waited_for_once_and_no_longer_than_the_limit(tmp_path: Path) -> None:
-    s = Scene(tmp_path, catchup_wait_s=0.05)
+async def test_a_slow_fetch_is_waited_for_once_and_no_longer_than_the_limit(scene: Callable[..., Scene]) -> None:
+    s = scene(catchup_wait_s=0.05)
     await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
     both_vote(s, AttemptId(2, 4, 0), (1,))
     await s.until(lambda: s.tokens, "the vote goes on without the base")
@@ -546,41 +516,36 @@ async def test_a_slow_fetch_is_waited_for_once_and_no_longer_than_the_limit(tmp_
     await s.until(lambda: s.named(effects.Reduce)[-1].fence == AttemptId(2, 5, 0), "step 5")
     both_vote(s, AttemptId(2, 5, 0), (1,))
     assert [t.fence.step for t in s.tokens if not t.verdict] == [4, 5], "it waited for the same fetch again"
-    s.leader.close()
 
 
-async def test_nobody_waits_for_a_fetch_by_default(tmp_path: Path) -> None:
-    s = Scene(tmp_path)
+async def test_nobody_waits_for_a_fetch_by_default(s: Scene) -> None:
     await s.granted(grant(2, 0, 1, behind=(0,), base=OTHER))
     both_vote(s, AttemptId(2, 4, 0), (1,))
     assert len(s.tokens) == 1
-    s.leader.close()
 
 
-async def test_a_step_that_is_skipped_is_journalled(tmp_path: Path) -> None:
-    s = Scene(tmp_path)
+async def test_a_step_that_is_skipped_is_journalled(s: Scene) -> None:
     await s.granted(grant(1, 0))
     both_vote(s, AttemptId(1, 1, 0), poisoned=(0,))
     (commit,) = s.named(effects.Commit)
     assert (commit.record.skipped, commit.record.norm) == (True, 0.0)
     (event,) = s.events("StepSkipped")
     assert (event["replicas"], event["step"]) == ([0], 1)
-    s.leader.close()
 
 
-async def test_a_replica_checks_in_with_the_state_that_it_found(tmp_path: Path) -> None:
-    s = Scene(tmp_path)
+async def test_a_replica_checks_in_with_the_state_that_it_found(s: Scene) -> None:
     s.leader.replica = control.initial(0, "0-x-1", 9, OTHER)
     s.leader.start()
     await s.until(lambda: s.lighthouse.asks, "asks")
     report = s.lighthouse.asks[0].report
     assert (report.state, report.step, report.epoch, report.doubt) == (OTHER, 4, 0, None)
-    s.leader.close()
 
 
-async def test_a_lighthouse_that_hangs_costs_no_step_more_than_the_last_one_took(tmp_path: Path) -> None:
+async def test_a_lighthouse_that_hangs_costs_no_step_more_than_the_last_one_took(
+    scene: Callable[..., Scene],
+) -> None:
     """It is waited for once, for as long as a step took; later asks are held back until it answers."""
-    s = Scene(tmp_path, answer_wait_s=30.0)
+    s = scene(answer_wait_s=30.0)
     await s.granted(grant(1, 0))
     for step in range(1, 6):
         s.vote(0, AttemptId(1, step, 0))
@@ -596,11 +561,10 @@ async def test_a_lighthouse_that_hangs_costs_no_step_more_than_the_last_one_took
     s.vote(1, AttemptId(1, 6, 0))
     await s.until(lambda: len(s.lighthouse.asks) == 3, "the next step is asked for")
     assert s.lighthouse.asks[2].report.step == 7
-    s.leader.close()
 
 
-async def test_an_answer_that_is_owed_too_long_is_asked_for_anew(tmp_path: Path) -> None:
-    s = Scene(tmp_path, answer_wait_s=0.1)
+async def test_an_answer_that_is_owed_too_long_is_asked_for_anew(scene: Callable[..., Scene]) -> None:
+    s = scene(answer_wait_s=0.1)
     await one_step(s)
     await s.until(lambda: s.named(effects.Reduce)[-1].fence.step == 2, "step 2")
     await asyncio.sleep(0.15)
@@ -609,12 +573,11 @@ async def test_an_answer_that_is_owed_too_long_is_asked_for_anew(tmp_path: Path)
     await s.until(lambda: len(s.lighthouse.asks) == 3, "the newest state is reported")
     assert s.lighthouse.asks[2].report.step == 3
     assert len(s.events("LeaseUsed")) == 1
-    s.leader.close()
 
 
-async def test_a_grant_that_was_owed_is_adopted_late(tmp_path: Path) -> None:
+async def test_a_grant_that_was_owed_is_adopted_late(scene: Callable[..., Scene]) -> None:
     """A replica that joins is let in although the lighthouse is slower than a step."""
-    s = Scene(tmp_path, answer_wait_s=30.0)
+    s = scene(answer_wait_s=30.0)
     await s.granted(grant(1, 0))
     for step in (1, 2):
         s.vote(0, AttemptId(1, step, 0))
@@ -623,11 +586,10 @@ async def test_a_grant_that_was_owed_is_adopted_late(tmp_path: Path) -> None:
     s.lighthouse.answers.put_nowait(grant(2, 0, 1, behind=(1,), base=s.leader.replica.state))
     await s.until(lambda: s.leader.replica.grant.epoch == 2, "the grant is adopted")
     assert s.named(effects.Reduce)[-1].fence == AttemptId(2, 3, 0)
-    s.leader.close()
 
 
-async def test_a_broken_ring_waits_for_no_answer_that_is_owed(tmp_path: Path) -> None:
-    s = Scene(tmp_path, answer_wait_s=30.0)
+async def test_a_broken_ring_waits_for_no_answer_that_is_owed(scene: Callable[..., Scene]) -> None:
+    s = scene(answer_wait_s=30.0)
     await s.granted(grant(1, 0))
     s.vote(0, AttemptId(1, 1, 0))
     s.vote(1, AttemptId(1, 1, 0))
@@ -637,11 +599,10 @@ async def test_a_broken_ring_waits_for_no_answer_that_is_owed(tmp_path: Path) ->
         s.leader.received(RankStopped(rank, 1))
     await s.until(lambda: len(s.lighthouse.asks) == 3, "asks for another ring")
     assert s.lighthouse.asks[2].report.after == 1
-    s.leader.close()
 
 
-async def test_an_ask_that_was_held_back_is_sent_once_the_lease_is_over(tmp_path: Path) -> None:
-    s = Scene(tmp_path, lease_s=0.3, answer_wait_s=30.0)
+async def test_an_ask_that_was_held_back_is_sent_once_the_lease_is_over(scene: Callable[..., Scene]) -> None:
+    s = scene(lease_s=0.3, answer_wait_s=30.0)
     await s.granted(grant(1, 0))
     s.vote(0, AttemptId(1, 1, 0))
     s.vote(1, AttemptId(1, 1, 0))
@@ -655,23 +616,21 @@ async def test_an_ask_that_was_held_back_is_sent_once_the_lease_is_over(tmp_path
     await s.until(lambda: len(s.lighthouse.asks) == 3, "what was held back is sent")
     s.lighthouse.answers.put_nowait(Continue(1, 3))
     await s.until(lambda: s.named(effects.Reduce)[-1].fence.step == 3, "step 3")
-    s.leader.close()
 
 
-async def test_ranks_that_do_not_leave_a_broken_ring_end_the_replica(tmp_path: Path) -> None:
+async def test_ranks_that_do_not_leave_a_broken_ring_end_the_replica(scene: Callable[..., Scene]) -> None:
     """The leader waits for all of them before it asks; one that hangs would be waited for without an end."""
-    s = Scene(tmp_path, token_timeout_s=0.1)
+    s = scene(token_timeout_s=0.1)
     await s.granted(grant(1, 0, 1))
     s.leader.received(RankBroken(0, 1, "gone"))
     s.leader.received(RankStopped(0, 1))
     await s.until(lambda: s.ended, "it ends")
     assert s.ended[0] == ("ranks [1] have not left the ring of epoch 1 within 0.1 s", 75)
-    s.leader.close()
 
 
-async def test_a_rank_that_does_not_vote_ends_the_replica(tmp_path: Path) -> None:
+async def test_a_rank_that_does_not_vote_ends_the_replica(scene: Callable[..., Scene]) -> None:
     """Not one whose replica has gone on to another attempt meanwhile."""
-    s = Scene(tmp_path, token_timeout_s=0.05)
+    s = scene(token_timeout_s=0.05)
     await s.granted(grant(1, 0))
     s.vote(0, AttemptId(1, 1, 0))
     s.vote(1, AttemptId(1, 1, 0))
@@ -683,4 +642,3 @@ async def test_a_rank_that_does_not_vote_ends_the_replica(tmp_path: Path) -> Non
     s.vote(1, AttemptId(1, 2, 0))
     await s.until(lambda: s.ended, "it ends")
     assert s.ended[0] == ("ranks [0] have not voted on step 2 of epoch 1 within 0.15 s", 75)
-    s.leader.close()

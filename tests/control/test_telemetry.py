@@ -7,7 +7,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import pytest
@@ -114,102 +114,97 @@ def fast(monkeypatch):
     monkeypatch.setattr(reporting, "GATHER_S", 0.01)
 
 
-async def test_an_event_is_there_within_a_quarter_of_a_second_from_any_thread() -> None:
-    async with Scene() as s:
-        await s.until(lambda: s.lighthouse.taken, "the first sign of life")
-        took = []
-        for n in range(3):
-            began = time.monotonic()
-            thread = threading.Thread(target=s.say, args=(n,))
-            thread.start()
-            await s.until(lambda n=n: n in s.lighthouse.events, "the event arrives")
-            took.append(time.monotonic() - began)
-            thread.join()
-        assert min(took[1:]) < 0.25
+@pytest.fixture
+async def s() -> AsyncIterator[Scene]:
+    async with Scene() as scene:
+        yield scene
 
 
-async def test_commits_and_beats_go_together_about_once_a_second() -> None:
-    async with Scene() as s:
-        await s.until(
-            lambda: s.reporter._wake._waiters, "the reporter waits for the time of the next sign of life"
-        )
-        for step in range(5):
-            s.reporter.commit({"step": step})
-        await s.until(lambda: s.lighthouse.steps == [0, 1, 2, 3, 4], "all commits")
-        _, second = s.lighthouse.seen  # a commit wakes nobody: all of them go with the next sign of life
-        assert second[1].ranks == (BEAT,)
-        assert second[1].source == "0-x-0"
-        assert f"authorization: Bearer {TOKEN}".lower() in s.lighthouse.heads[0].lower()
+async def test_an_event_is_there_within_a_quarter_of_a_second_from_any_thread(s: Scene) -> None:
+    await s.until(lambda: s.lighthouse.taken, "the first sign of life")
+    took = []
+    for n in range(3):
+        began = time.monotonic()
+        thread = threading.Thread(target=s.say, args=(n,))
+        thread.start()
+        await s.until(lambda n=n: n in s.lighthouse.events, "the event arrives")
+        took.append(time.monotonic() - began)
+        thread.join()
+    assert min(took[1:]) < 0.25
 
 
-async def test_a_lighthouse_that_was_killed_misses_nothing(fast) -> None:
-    async with Scene() as s:
-        await s.until(lambda: s.lighthouse.taken, "the first sign of life")
-        await s.lighthouse.die()
-        s.say("one", "two")
-        s.reporter.commit({"step": 1})
-        await asyncio.sleep(0.3)
-        s.say("three")
-        await s.lighthouse.start()
-        await s.until(lambda: s.lighthouse.steps, "the rows arrive")
-        assert s.lighthouse.events == ["one", "two", "three"]
-        assert s.lighthouse.taken[-1].dropped == 0
+async def test_commits_and_beats_go_together_about_once_a_second(s: Scene) -> None:
+    await s.until(lambda: s.reporter._wake._waiters, "the reporter waits for the time of the next sign of life")
+    for step in range(5):
+        s.reporter.commit({"step": step})
+    await s.until(lambda: s.lighthouse.steps == [0, 1, 2, 3, 4], "all commits")
+    _, second = s.lighthouse.seen  # a commit wakes nobody: all of them go with the next sign of life
+    assert second[1].ranks == (BEAT,)
+    assert second[1].source == "0-x-0"
+    assert f"authorization: Bearer {TOKEN}".lower() in s.lighthouse.heads[0].lower()
+
+
+async def test_a_lighthouse_that_was_killed_misses_nothing(fast, s: Scene) -> None:
+    await s.until(lambda: s.lighthouse.taken, "the first sign of life")
+    await s.lighthouse.die()
+    s.say("one", "two")
+    s.reporter.commit({"step": 1})
+    await asyncio.sleep(0.3)
+    s.say("three")
+    await s.lighthouse.start()
+    await s.until(lambda: s.lighthouse.steps, "the rows arrive")
+    assert s.lighthouse.events == ["one", "two", "three"]
+    assert s.lighthouse.taken[-1].dropped == 0
 
 
 @pytest.mark.parametrize("status", [None, 401, 500, 503])
-async def test_a_lighthouse_that_does_not_take_it_gets_it_later(fast, status: int | None) -> None:
-    async with Scene() as s:
-        s.lighthouse.answer = lambda _: status
-        s.say("one", "two")
-        s.reporter.commit({"step": 1})
-        await s.until(lambda: len(s.lighthouse.seen) >= 4, "it is tried again")
-        s.lighthouse.answer = lambda _: 204
-        await s.until(lambda: s.lighthouse.steps == [1], "the rows arrive")
-        assert s.lighthouse.events == ["one", "two"]
+async def test_a_lighthouse_that_does_not_take_it_gets_it_later(fast, status: int | None, s: Scene) -> None:
+    s.lighthouse.answer = lambda _: status
+    s.say("one", "two")
+    s.reporter.commit({"step": 1})
+    await s.until(lambda: len(s.lighthouse.seen) >= 4, "it is tried again")
+    s.lighthouse.answer = lambda _: 204
+    await s.until(lambda: s.lighthouse.steps == [1], "the rows arrive")
+    assert s.lighthouse.events == ["one", "two"]
 
 
-async def test_trials_are_few_while_it_is_away() -> None:
-    async with Scene() as s:
-        s.lighthouse.answer = lambda _: 503
-        for n in range(60):
-            s.say(n)
-            await asyncio.sleep(0.01)
-        assert len(s.lighthouse.seen) <= 3
+async def test_trials_are_few_while_it_is_away(s: Scene) -> None:
+    s.lighthouse.answer = lambda _: 503
+    for n in range(60):
+        s.say(n)
+        await asyncio.sleep(0.01)
+    assert len(s.lighthouse.seen) <= 3
 
 
 @pytest.mark.parametrize("status", [413, 422])
-async def test_one_row_that_is_refused_costs_itself_only(fast, status: int) -> None:
-    async with Scene() as s:
+async def test_one_row_that_is_refused_costs_itself_only(fast, status: int, s: Scene) -> None:
+    def refuses(message: Telemetry) -> int:
+        return status if any(row.get("event") == 13 for row in message.events) else 204
 
-        def refuses(message: Telemetry) -> int:
-            return status if any(row.get("event") == 13 for row in message.events) else 204
-
-        s.lighthouse.answer = refuses
-        s.say(*range(40))
-        s.reporter.commit({"step": 1})
-        await s.until(lambda: s.lighthouse.steps and len(s.lighthouse.events) == 39, "the others arrive")
-        assert s.lighthouse.events == [n for n in range(40) if n != 13]
-        await s.until(lambda: s.lighthouse.taken[-1].dropped == 1, "it is counted")
+    s.lighthouse.answer = refuses
+    s.say(*range(40))
+    s.reporter.commit({"step": 1})
+    await s.until(lambda: s.lighthouse.steps and len(s.lighthouse.events) == 39, "the others arrive")
+    assert s.lighthouse.events == [n for n in range(40) if n != 13]
+    await s.until(lambda: s.lighthouse.taken[-1].dropped == 1, "it is counted")
 
 
-async def test_a_lighthouse_that_takes_little_at_a_time_gets_little(fast) -> None:
-    async with Scene() as s:
-        s.lighthouse.answer = lambda message: 413 if len(message.events) > 7 else 204
-        s.say(*range(100))
-        await s.until(lambda: len(s.lighthouse.events) == 100, "all arrive")
-        assert s.lighthouse.events == list(range(100))
-        assert s.reporter.dropped == 0
+async def test_a_lighthouse_that_takes_little_at_a_time_gets_little(fast, s: Scene) -> None:
+    s.lighthouse.answer = lambda message: 413 if len(message.events) > 7 else 204
+    s.say(*range(100))
+    await s.until(lambda: len(s.lighthouse.events) == 100, "all arrive")
+    assert s.lighthouse.events == list(range(100))
+    assert s.reporter.dropped == 0
 
 
-async def test_a_backlog_goes_in_messages_that_a_lighthouse_takes(fast) -> None:
-    async with Scene() as s:
-        s.lighthouse.answer = lambda _: 503
-        for n in range(300):
-            s.reporter.event({"event": n, "reason": "x" * 1000})
-        s.lighthouse.answer = lambda _: 204
-        await s.until(lambda: len(s.lighthouse.events) == 300, "all arrive")
-        assert s.lighthouse.events == list(range(300))
-        assert max(len(protocol.encode(m)) for _, m in s.lighthouse.seen) < 128 * 1024
+async def test_a_backlog_goes_in_messages_that_a_lighthouse_takes(fast, s: Scene) -> None:
+    s.lighthouse.answer = lambda _: 503
+    for n in range(300):
+        s.reporter.event({"event": n, "reason": "x" * 1000})
+    s.lighthouse.answer = lambda _: 204
+    await s.until(lambda: len(s.lighthouse.events) == 300, "all arrive")
+    assert s.lighthouse.events == list(range(300))
+    assert max(len(protocol.encode(m)) for _, m in s.lighthouse.seen) < 128 * 1024
 
 
 def test_what_finds_no_place_is_the_oldest_and_is_counted() -> None:
@@ -245,56 +240,52 @@ def test_a_row_is_what_it_was_when_it_was_told_and_never_too_large() -> None:
     assert rows.dropped == 1
 
 
-async def test_a_hundred_thousand_rows_into_the_void_stay_in_their_place_and_cost_little(fast) -> None:
-    async with Scene() as s:
-        await s.lighthouse.die()
-        row = {"event": "RingBroken", "reason": "y" * 300}
-        began = time.process_time()
-        for _ in range(100_000):
-            s.reporter.event(row)
-        each = (time.process_time() - began) / 100_000
-        kept = len(s.reporter._events)
-        assert kept == reporting.PLACE // len(json.dumps(row, separators=(",", ":")))
-        assert s.reporter.dropped == 100_000 - kept
-        assert each < 1e-3  # a thousandth of a step of a second
-        await s.lighthouse.start()
-        await s.until(lambda: s.lighthouse.taken and not s.reporter._events, "what is left arrives")
-        assert s.lighthouse.taken[-1].dropped == 100_000 - kept
+async def test_a_hundred_thousand_rows_into_the_void_stay_in_their_place_and_cost_little(fast, s: Scene) -> None:
+    await s.lighthouse.die()
+    row = {"event": "RingBroken", "reason": "y" * 300}
+    began = time.process_time()
+    for _ in range(100_000):
+        s.reporter.event(row)
+    each = (time.process_time() - began) / 100_000
+    kept = len(s.reporter._events)
+    assert kept == reporting.PLACE // len(json.dumps(row, separators=(",", ":")))
+    assert s.reporter.dropped == 100_000 - kept
+    assert each < 1e-3  # a thousandth of a step of a second
+    await s.lighthouse.start()
+    await s.until(lambda: s.lighthouse.taken and not s.reporter._events, "what is left arrives")
+    assert s.lighthouse.taken[-1].dropped == 100_000 - kept
 
 
-async def test_the_end_sends_what_waits_even_in_the_midst_of_failures() -> None:
-    async with Scene() as s:
-        s.lighthouse.answer = lambda _: 503
-        s.say("one")
-        await s.until(lambda: len(s.lighthouse.seen) >= 3, "it fails")
-        s.lighthouse.answer = lambda _: 204
-        s.say("Finished")
-        began = time.monotonic()
-        await s.reporter.close()
-        assert s.lighthouse.events == ["one", "Finished"]
-        assert time.monotonic() - began < 1
+async def test_the_end_sends_what_waits_even_in_the_midst_of_failures(s: Scene) -> None:
+    s.lighthouse.answer = lambda _: 503
+    s.say("one")
+    await s.until(lambda: len(s.lighthouse.seen) >= 3, "it fails")
+    s.lighthouse.answer = lambda _: 204
+    s.say("Finished")
+    began = time.monotonic()
+    await s.reporter.close()
+    assert s.lighthouse.events == ["one", "Finished"]
+    assert time.monotonic() - began < 1
 
 
 @pytest.mark.parametrize("status", [None, 422, 503])
-async def test_the_end_has_a_deadline(status: int | None) -> None:
-    async with Scene() as s:
-        s.lighthouse.answer = lambda _: status
-        s.say(*range(50))
-        began = time.monotonic()
-        await s.reporter.close()
-        assert time.monotonic() - began < 1.5
-        s.say("later")  # nobody is hurt
+async def test_the_end_has_a_deadline(s: Scene, status: int | None) -> None:
+    s.lighthouse.answer = lambda _: status
+    s.say(*range(50))
+    began = time.monotonic()
+    await s.reporter.close()
+    assert time.monotonic() - began < 1.5
+    s.say("later")  # nobody is hurt
 
 
-async def test_other_ranks_are_spoken_for_as_long_as_they_speak(fast, monkeypatch) -> None:
-    async with Scene() as s:
-        monkeypatch.setattr(reporting, "HEARD_S", 0.3)
-        other = RankBeat(1, 8, "there", 5)
-        s.reporter.relay(Telemetry("0-x-0", ({"event": "of rank 1"},), (), (other,), 4))
-        await s.until(lambda: "of rank 1" in s.lighthouse.events, "its event arrives")
-        assert s.lighthouse.taken[-1].ranks == (BEAT, other)
-        assert s.lighthouse.taken[-1].dropped == 4
-        await s.until(lambda: s.lighthouse.taken[-1].ranks == (BEAT,), "it is silent")
+async def test_other_ranks_are_spoken_for_as_long_as_they_speak(fast, monkeypatch, s: Scene) -> None:
+    monkeypatch.setattr(reporting, "HEARD_S", 0.3)
+    other = RankBeat(1, 8, "there", 5)
+    s.reporter.relay(Telemetry("0-x-0", ({"event": "of rank 1"},), (), (other,), 4))
+    await s.until(lambda: "of rank 1" in s.lighthouse.events, "its event arrives")
+    assert s.lighthouse.taken[-1].ranks == (BEAT, other)
+    assert s.lighthouse.taken[-1].dropped == 4
+    await s.until(lambda: s.lighthouse.taken[-1].ranks == (BEAT,), "it is silent")
 
 
 async def test_a_supervisor_says_nothing_when_nothing_happens(fast) -> None:
@@ -326,9 +317,8 @@ async def test_whatever_goes_wrong_the_rank_lives(fast, caplog) -> None:
 
 
 @pytest.mark.parametrize(("status", "kind"), [(503, LighthouseUnreachable), (422, NotTaken), (413, NotTaken)])
-async def test_the_client_says_whether_to_try_again(status: int, kind: type[Exception]) -> None:
-    async with Scene() as s:
-        s.lighthouse.answer = lambda _: status
-        with pytest.raises(LighthouseUnreachable, match=str(status)) as caught:
-            await s.client.tell(Telemetry("0-x-0"))
-        assert type(caught.value) is kind
+async def test_the_client_says_whether_to_try_again(s: Scene, status: int, kind: type[Exception]) -> None:
+    s.lighthouse.answer = lambda _: status
+    with pytest.raises(LighthouseUnreachable, match=str(status)) as caught:
+        await s.client.tell(Telemetry("0-x-0"))
+    assert type(caught.value) is kind

@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Self
 
 import psutil
 import pytest
@@ -18,7 +18,7 @@ from ft_hsdp.core import restart
 from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.progress import Progress
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json
-from ft_hsdp.launch.supervisor import Outcome, ReplicaSupervisor
+from ft_hsdp.launch.supervisor import ReplicaSupervisor
 from tests.support.launch.launch_helpers import Plan, until
 
 
@@ -108,13 +108,13 @@ class World:
         return [rank.pid for rank in self.supervisor.current.ranks.values()]
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[asyncio.Task[Outcome]]:
+    async def running(self) -> AsyncIterator[Self]:
         """The supervisor runs; with the end of the block it ends, and nothing is left running."""
-        task = asyncio.create_task(self.supervisor.run())
+        self.task = asyncio.create_task(self.supervisor.run())
         try:
-            yield task
+            yield self
         finally:
-            task.cancel()
+            self.task.cancel()
             await self.backend.close()
 
 
@@ -122,8 +122,7 @@ class World:
 async def test_sigkill_of_one_rank_kills_the_stopped_other_one_and_restarts_both(
     run_dir: RunDir, victim: int
 ) -> None:
-    world = World(run_dir)
-    async with world.running():
+    async with World(run_dir).running() as world:
         pids = world.book.watched = await world.waiting(0)
         os.kill(pids[1 - victim], signal.SIGSTOP)
         await until(lambda: psutil.Process(pids[1 - victim]).status() == psutil.STATUS_STOPPED, "the stop")
@@ -144,20 +143,18 @@ async def test_all_ranks_ending_with_zero_is_done_even_if_they_do_not_end_togeth
     run_dir: RunDir, plan: Plan
 ) -> None:
     plan({"1": {"0": {"0": ["final"], "1": ["exit-when", "go", 0]}}})
-    world = World(run_dir)
-    async with world.running() as task:
+    async with World(run_dir).running() as world:
         current = world.supervisor
         await until(lambda: current.current and current.current.first, "the first exit")
         (run_dir.path / "go").touch()
-        assert (await task).kind == "done"
+        assert (await world.task).kind == "done"
         assert world.book.names == ["started", "exited"]
         assert [r["state"] for r in read_json(run_dir.processes(1))["ranks"]] == ["exited", "exited"]
 
 
 async def test_leaving_with_zero_before_the_final_state_is_not_done(run_dir: RunDir, plan: Plan) -> None:
     plan({"1": {"0": {"0": ["exit", 0], "1": ["exit", 0]}}})
-    world = World(run_dir)
-    async with world.running():
+    async with World(run_dir).running() as world:
         await world.waiting(1)
         assert world.named("ReplicaExited")[0]["kind"] == "exit 0 before the end"
 
@@ -166,8 +163,7 @@ async def test_a_replica_that_leaves_because_one_rank_was_told_to_end_may_do_so_
     run_dir: RunDir, plan: Plan
 ) -> None:
     plan({"1": {"0": {"0": ["exit-when", "go", 0], "1": ["exit", 143]}}})
-    world = World(run_dir)
-    async with world.running():
+    async with World(run_dir).running() as world:
         await until(lambda: world.supervisor.current and world.supervisor.current.first, "the first exit")
         (run_dir.path / "go").touch()
         await world.waiting(1)
@@ -179,8 +175,7 @@ async def test_a_replica_that_leaves_because_one_rank_was_told_to_end_may_do_so_
 async def test_a_replica_beyond_those_that_the_job_begins_with_rests_until_it_is_wanted(
     run_dir: RunDir, heard: bool
 ) -> None:
-    world = World(run_dir, replicas=1)
-    async with world.running():
+    async with World(run_dir, replicas=1).running() as world:
         await until(lambda: world.supervisor.resting, "the rest")
         if heard:
             drain(world, 1)
@@ -202,8 +197,8 @@ async def test_what_a_restart_cannot_mend_is_not_restarted(
     plan({"1": {"0": {"1": ["exit", code]}}})
     world = World(run_dir)
     world.progress.saw(step, 1)
-    async with world.running() as task:
-        outcome = await task
+    async with world.running():
+        outcome = await world.task
         assert outcome.kind == kind
         assert f"rank 1 ended with exit {code}" in outcome.reason
         assert world.book.names == ["started", "exited"] + ["lost"] * (kind == "lost")
@@ -214,26 +209,24 @@ async def test_a_configuration_that_has_trained_is_not_to_blame(run_dir: RunDir,
     plan({"1": {"0": {"1": ["exit", 64]}}})
     world = World(run_dir)
     world.proven = True
-    async with world.running() as task:
+    async with world.running():
         await world.waiting(1)
         (scheduled,) = world.named("RestartScheduled")
         assert "rank 1 ended with exit 64" in scheduled["reason"]
         await world.supervisor.stop(5)
-        assert (await task).kind == "stopped"
+        assert (await world.task).kind == "stopped"
 
 
 async def test_the_line_of_a_bad_configuration_is_the_reason(run_dir: RunDir, plan: Plan) -> None:
     plan({"1": {"0": {"0": ["bad-config"]}}})
-    world = World(run_dir)
-    async with world.running() as task:
-        assert "model.dim: got 3; allowed: another number" in (await task).reason
+    async with World(run_dir).running() as world:
+        assert "model.dim: got 3; allowed: another number" in (await world.task).reason
 
 
 async def test_a_crash_loop_uses_up_the_budget_and_the_replica_is_lost(run_dir: RunDir, plan: Plan) -> None:
     plan({"1": {str(n): {"0": ["exit", 75]} for n in range(5)}})
-    world = World(run_dir, budget=2)
-    async with world.running() as task:
-        outcome = await task
+    async with World(run_dir, budget=2).running() as world:
+        outcome = await world.task
         assert outcome.kind == "lost"
         assert "budget of 2 restarts is used up" in outcome.reason
         assert world.book.names == ["started", "exited"] * 3 + ["lost"]
@@ -246,10 +239,9 @@ async def test_lives_that_find_no_lighthouse_cost_nothing_of_the_budget(
 ) -> None:
     monkeypatch.setattr(restart, "UNREACHED_S", 0.01)
     plan({"1": {str(n): {"0": ["exit", 69], "1": ["exit", 69]} for n in range(4)}})
-    world = World(run_dir, budget=1)
-    async with world.running() as task:
+    async with World(run_dir, budget=1).running() as world:
         await world.waiting(4)
-        assert not task.done()
+        assert not world.task.done()
         told = [e["reason"] for e in world.named("RestartScheduled")]
         assert "restart 1 of 1" in told[0], "the first life looks for its lighthouse, and counts"
         assert all("costs none of the budget" in reason for reason in told[1:])
@@ -257,8 +249,7 @@ async def test_lives_that_find_no_lighthouse_cost_nothing_of_the_budget(
 
 
 async def test_an_eviction_kills_a_replica_that_is_stopped(run_dir: RunDir) -> None:
-    world = World(run_dir)
-    async with world.running():
+    async with World(run_dir).running() as world:
         pids = world.book.watched = await world.waiting(0)
         for pid in pids:
             os.kill(pid, signal.SIGSTOP)
@@ -307,20 +298,18 @@ async def test_without_survivors_nothing_holds_a_restart_back(run_dir: RunDir) -
 
 async def test_stop_ends_ranks_that_are_deaf_or_stopped(run_dir: RunDir, plan: Plan) -> None:
     plan({"1": {"0": {"0": ["deaf"]}}})
-    world = World(run_dir)
-    async with world.running() as task:
+    async with World(run_dir).running() as world:
         pids = await world.waiting(0)
         os.kill(pids[1], signal.SIGSTOP)
         await world.supervisor.stop(grace_s=0.3)
-        assert (await task).kind == "stopped"
+        assert (await world.task).kind == "stopped"
         assert not any(alive({"pid": pid}) for pid in pids)
 
 
 async def test_when_the_fork_server_dies_the_replica_goes_on_and_is_restarted_by_a_new_one(
     run_dir: RunDir,
 ) -> None:
-    world = World(run_dir)
-    async with world.running():
+    async with World(run_dir).running() as world:
         pids = world.book.watched = await world.waiting(0)
         server = world.backend.server_pid
         assert server is not None
@@ -334,8 +323,7 @@ async def test_when_the_fork_server_dies_the_replica_goes_on_and_is_restarted_by
 
 
 async def test_processes_json_names_every_rank(run_dir: RunDir) -> None:
-    world = World(run_dir)
-    async with world.running():
+    async with World(run_dir).running() as world:
         pids = await world.waiting(0)
         listed = json.loads(run_dir.processes(1).read_text())
         assert listed["replica"] == 1
@@ -355,8 +343,7 @@ async def test_a_drained_replica_that_has_left_stays_away_until_it_is_undrained_
     leaves = {"0": ["exit-when", "go-0", 0], "1": ["exit-when", "go-0", 0]}
     again = {"0": ["exit-when", "go-1", 0], "1": ["exit-when", "go-1", 0]}
     plan({"1": {"0": leaves, "1": again}})
-    world = World(run_dir, budget=0)
-    async with world.running():
+    async with World(run_dir, budget=0).running() as world:
         for life in (0, 1):
             await until(lambda: len(world.named("ReplicaStarted")) == life + 1, "a start")  # noqa: B023
             drain(world, 1)
@@ -376,8 +363,7 @@ async def test_a_drained_replica_that_has_left_stays_away_until_it_is_undrained_
 
 async def test_a_replica_may_hear_of_its_drain_before_its_supervisor_does(run_dir: RunDir, plan: Plan) -> None:
     plan({"1": {"0": {"0": ["exit", 0], "1": ["exit", 0]}}})
-    world = World(run_dir, budget=0)
-    async with world.running():
+    async with World(run_dir, budget=0).running() as world:
         await until(lambda: "exited" in world.book.names, "the exit")
         drain(world, 1)
         await until(lambda: world.supervisor.resting, "the rest")
@@ -385,8 +371,7 @@ async def test_a_replica_may_hear_of_its_drain_before_its_supervisor_does(run_di
 
 
 async def test_a_crash_of_a_drained_replica_is_no_reason_to_start_it(run_dir: RunDir) -> None:
-    world = World(run_dir, budget=0)
-    async with world.running():
+    async with World(run_dir, budget=0).running() as world:
         pids = await world.waiting(0)
         drain(world, 1)
         os.kill(pids[0], signal.SIGKILL)
@@ -412,8 +397,7 @@ async def test_a_replica_that_is_drained_while_it_waits_for_its_restart_does_not
     [("stop", "drained"), ("finished", "drained"), ("halted", "lost")],
 )
 async def test_a_drained_replica_ends_with_its_job(run_dir: RunDir, how: str, kind: str) -> None:
-    world = World(run_dir)
-    async with world.running() as task:
+    async with World(run_dir).running() as world:
         pids = await world.waiting(0)
         drain(world, 1)
         os.kill(pids[0], signal.SIGKILL)
@@ -422,7 +406,7 @@ async def test_a_drained_replica_ends_with_its_job(run_dir: RunDir, how: str, ki
             await world.supervisor.stop(grace_s=1)
         else:
             world.progress.saw(9, finished=how == "finished", halted="no copy is left" if how == "halted" else "")
-        assert (await task).kind == kind
+        assert (await world.task).kind == kind
 
 
 async def test_of_two_supervisors_one_stands_by_and_takes_over(run_dir: RunDir) -> None:
@@ -434,7 +418,7 @@ async def test_of_two_supervisors_one_stands_by_and_takes_over(run_dir: RunDir) 
         world.book.other = other
         world.progress.wake()
 
-    async with world.running() as task:
+    async with world.running():
         await until(lambda: world.named("SupervisorStandsBy"), "the first word")
         assert world.book.names == []
         (said,) = world.named("SupervisorStandsBy")
@@ -453,7 +437,7 @@ async def test_of_two_supervisors_one_stands_by_and_takes_over(run_dir: RunDir) 
         world.supervisor.evict(world.book.told[-1][2], "supervisor cccc has taken replica 1 over")
         await until(lambda: len(world.named("SupervisorStandsBy")) == 3, "the third word")
         world.progress.saw(9, finished=True)
-        assert (await task).kind == "drained"
+        assert (await world.task).kind == "drained"
         assert world.book.leased == [], "who ends gives its lease back"
 
 
@@ -463,11 +447,11 @@ async def test_without_a_lighthouse_that_renews_its_lease_a_supervisor_starts_no
     monkeypatch.setattr("ft_hsdp.launch.supervisor.ANSWER_S", 0.01)
     world = World(run_dir)
     world.book.holds = lambda replica: False  # type: ignore[method-assign]
-    async with world.running() as task:
+    async with world.running():
         await until(lambda: world.named("SupervisorStandsBy"), "the word")
         assert "no lighthouse has renewed" in world.named("SupervisorStandsBy")[0]["reason"]
         await world.supervisor.stop(1.0)
-        assert (await task).kind == "stopped"
+        assert (await world.task).kind == "stopped"
         assert world.book.names == []
 
 
@@ -476,8 +460,7 @@ async def test_a_hang_that_no_rank_can_see_is_found_by_the_supervisor(run_dir: R
     waits = {"start_s": 0.5, "ranks_s": 0.5, "agent_s": 0.5, "agent_answer_s": 0.5, "hello_s": 0.5}
     if hang == "stopped":
         waits = {"evict_s": 0.75, "silence_grace_s": 0.5}
-    world = World(run_dir, timeouts=waits)
-    async with world.running() as _:
+    async with World(run_dir, timeouts=waits).running() as world:
         pids = await world.waiting(0)
         if hang == "stopped":
             os.kill(pids[1], signal.SIGSTOP)
@@ -491,12 +474,11 @@ async def test_a_hang_that_no_rank_can_see_is_found_by_the_supervisor(run_dir: R
 
 
 async def test_a_replica_that_does_not_hear_of_the_end_of_the_job_is_ended(run_dir: RunDir) -> None:
-    world = World(run_dir, timeouts={"stop_s": 0.3, "save_s": 1.5})
-    async with world.running() as task:
+    async with World(run_dir, timeouts={"stop_s": 0.3, "save_s": 1.5}).running() as world:
         pids = await world.waiting(0)
         world.progress.saw(9, finished=True)
         told = time.monotonic()
-        outcome = await asyncio.wait_for(task, 20.0)
+        outcome = await asyncio.wait_for(world.task, 20.0)
         assert time.monotonic() - told >= 1.8, "it may still have written its last checkpoint"
         assert outcome.kind == "done"
         assert (

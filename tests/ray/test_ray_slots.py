@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Self
 
 import pytest
 
@@ -183,10 +183,10 @@ class World:
             slot.end(slot.groups[-1], rank)
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[Self]:
         """With the end of the block the backend is closed, and nothing is left."""
         try:
-            yield
+            yield self
         finally:
             await self.backend.close()
         assert all(slot.removed for slot in self.slots)
@@ -200,8 +200,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_a_replica_whose_berth_is_lost_takes_the_spare_s(tmp_path: Path) -> None:
-    world = World(tmp_path, {"": 4})
-    async with world.running():
+    async with World(tmp_path, {"": 4}).running() as world:
         assert await world.train(0, 1, 2) == "on h"
         spare = await world.ready()
         assert spare.request.name == "ft_hsdp-a-spare"
@@ -225,8 +224,7 @@ async def test_a_replica_whose_berth_is_lost_takes_the_spare_s(tmp_path: Path) -
 
 @pytest.mark.parametrize("stage", ["no room", "no actors", "not warm"])
 async def test_a_replica_without_a_place_takes_a_spare_s_ready_or_not(tmp_path: Path, stage: str) -> None:
-    world = World(tmp_path, {"": 3 if stage == "no room" else 4})
-    async with world.running():
+    async with World(tmp_path, {"": 3 if stage == "no room" else 4}).running() as world:
         await world.train(0, 1, 2)
         world.actors, world.warms = stage != "no actors", False
         await world.until(lambda: world.spares, "a spare")
@@ -247,8 +245,7 @@ async def test_a_replica_without_a_place_takes_a_spare_s_ready_or_not(tmp_path: 
 
 
 async def test_no_spare_is_made_while_a_replica_looks_for_a_place(tmp_path: Path) -> None:
-    world = World(tmp_path, {"": 2})
-    async with world.running():
+    async with World(tmp_path, {"": 2}).running() as world:
         await world.train(0, 1)
         await world.until(lambda: world.spares, "a spare that looks for a place")
         (spare,) = world.spares
@@ -266,8 +263,7 @@ async def test_no_spare_is_made_while_a_replica_looks_for_a_place(tmp_path: Path
 
 
 async def test_a_replica_that_is_not_wanted_any_more_looks_for_no_place(tmp_path: Path) -> None:
-    world = World(tmp_path, {"": 2})
-    async with world.running():
+    async with World(tmp_path, {"": 2}).running() as world:
         await world.train(0, 1)
         await world.until(lambda: world.spares, "a spare that looks for a place")
         looking = asyncio.create_task(world.backend.place(2))
@@ -278,8 +274,7 @@ async def test_a_replica_that_is_not_wanted_any_more_looks_for_no_place(tmp_path
 
 
 async def test_the_place_of_a_replica_that_rests_is_the_next_spare_s_or_another_replica_s(tmp_path: Path) -> None:
-    world = World(tmp_path, {"": 3})
-    async with world.running():
+    async with World(tmp_path, {"": 3}).running() as world:
         await world.train(0, 1, 2)
         drained, old = world.of(2), world.of(1)
         await world.until(lambda: world.spares, "a spare that looks for a place")
@@ -352,8 +347,7 @@ async def test_an_actor_that_names_a_file_which_is_no_log_is_ended(tmp_path: Pat
 
 
 async def test_a_replica_that_only_lost_ranks_moves_and_its_berth_is_the_next_spare_s(tmp_path: Path) -> None:
-    world = World(tmp_path, {"": 4})
-    async with world.running():
+    async with World(tmp_path, {"": 4}).running() as world:
         await world.train(0, 1, 2)
         spare, old = await world.ready(), world.of(1)
         world.kill(1)
@@ -367,8 +361,7 @@ async def test_a_replica_that_only_lost_ranks_moves_and_its_berth_is_the_next_sp
 
 
 async def test_a_replica_stays_where_the_only_copy_of_the_state_may_be(tmp_path: Path) -> None:
-    world = World(tmp_path, {"": 4})
-    async with world.running():
+    async with World(tmp_path, {"": 4}).running() as world:
         await world.train(0, 1)
         spare, old = await world.ready(), world.of(1)
         world.kill(0)
@@ -380,8 +373,7 @@ async def test_a_replica_stays_where_the_only_copy_of_the_state_may_be(tmp_path:
 
 
 async def test_a_spare_serves_its_zone_only(tmp_path: Path) -> None:
-    world = World(tmp_path, {"p": 3, "q": 2}, zones=["p", "q"], zone_label="zone")
-    async with world.running():
+    async with World(tmp_path, {"p": 3, "q": 2}, zones=["p", "q"], zone_label="zone").running() as world:
         await world.train(0, 1, 2)
         spare = await world.ready()
         assert spare.zone == "p"
@@ -398,8 +390,7 @@ async def test_where_a_zone_has_no_room_a_spare_is_made_in_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(backends, "ELSEWHERE_S", 0.05)
-    world = World(tmp_path, {"p": 2, "q": 2}, spares=2, zones=["p", "q"], zone_label="zone")
-    async with world.running():
+    async with World(tmp_path, {"p": 2, "q": 2}, spares=2, zones=["p", "q"], zone_label="zone").running() as world:
         await world.train(0, 1, 2)
         spare = await world.ready()
         assert spare.zone == "q"
@@ -415,8 +406,9 @@ async def test_a_replica_without_a_place_holds_up_only_spares_that_would_take_it
 ) -> None:
     there, missing = ("p", "q") if zones else ("", "")
     room = {"p": 2} if zones else {"": 1}
-    world = World(tmp_path, room, timeouts={"place_s": 0.05}, zones=zones, zone_label="zone")
-    async with world.running():
+    async with World(
+        tmp_path, room, timeouts={"place_s": 0.05}, zones=zones, zone_label="zone"
+    ).running() as world:
         await world.train(0)
         looking = asyncio.create_task(world.backend.place(1))
         if zones:
@@ -435,8 +427,7 @@ async def test_a_replica_without_a_place_holds_up_only_spares_that_would_take_it
 
 @pytest.mark.parametrize("stage", ["no room", "no actors", "not warm"])
 async def test_the_end_of_the_job_is_the_end_of_spares_that_are_made(tmp_path: Path, stage: str) -> None:
-    world = World(tmp_path, {"": 2 if stage == "no room" else 3})
-    async with world.running():
+    async with World(tmp_path, {"": 2 if stage == "no room" else 3}).running() as world:
         await world.train(0, 1)
         world.actors, world.warms = stage != "no actors", False
         await world.until(lambda: len(world.slots) == 3, "a spare")

@@ -86,8 +86,12 @@ class Scene:
         return [op.key.bucket for op in self.group.ops]
 
 
-def test_a_bucket_goes_as_soon_as_it_and_all_before_it_are_there() -> None:
-    s = Scene()
+@pytest.fixture
+def s() -> Scene:
+    return Scene()
+
+
+def test_a_bucket_goes_as_soon_as_it_and_all_before_it_are_there(s: Scene) -> None:
     fence = s.begin()
     s.open()
     assert s.buckets == []
@@ -152,8 +156,7 @@ def test_after_a_ring_broke_gradients_wait_for_the_next_order(monkeypatch) -> No
     assert s.reducer.traffic.held_up == 0.25
 
 
-def test_the_order_of_the_attempt_may_come_last() -> None:
-    s = Scene()
+def test_the_order_of_the_attempt_may_come_last(s: Scene) -> None:
     s.open()
     s.ready(0, 1, 2)
     assert s.buckets == []
@@ -161,8 +164,7 @@ def test_the_order_of_the_attempt_may_come_last() -> None:
     assert s.buckets == [0, 1, 2]
 
 
-def test_the_vote_is_about_what_was_reduced() -> None:
-    s = Scene()
+def test_the_vote_is_about_what_was_reduced(s: Scene) -> None:
     fence = s.begin()
     s.open()
     s.ready(0, 1, 2)
@@ -182,8 +184,7 @@ def test_the_vote_is_about_what_was_reduced() -> None:
     assert checksum(taken[0]) != checksum(taken[0] + 1)
 
 
-def test_a_retry_goes_over_the_same_local_gradient() -> None:
-    s = Scene()
+def test_a_retry_goes_over_the_same_local_gradient(s: Scene) -> None:
     s.begin()
     s.open()
     flats = s.ready(0, 1, 2)
@@ -202,8 +203,7 @@ def test_a_retry_goes_over_the_same_local_gradient() -> None:
     assert vote.fence == fence
 
 
-def test_works_of_an_attempt_that_is_over_count_for_nothing() -> None:
-    s = Scene()
+def test_works_of_an_attempt_that_is_over_count_for_nothing(s: Scene) -> None:
     s.begin()
     s.open()
     s.ready(0, 1, 2)
@@ -220,8 +220,7 @@ def test_works_of_an_attempt_that_is_over_count_for_nothing() -> None:
     assert [v.fence.attempt for v in s.votes] == [2]
 
 
-def test_a_relay_needs_no_gradient_and_has_weight_0() -> None:
-    s = Scene()
+def test_a_relay_needs_no_gradient_and_has_weight_0(s: Scene) -> None:
     s.begin(role="behind")
     assert s.buckets == [0, 1, 2]
     assert all(op.local is None and op.mine.weight == 0 and not op.mine.poisoned for op in s.group.ops)
@@ -231,8 +230,7 @@ def test_a_relay_needs_no_gradient_and_has_weight_0() -> None:
 
 
 @pytest.mark.parametrize("step", [1, 3])
-def test_gradients_of_another_step_are_not_taken(step: int) -> None:
-    s = Scene()
+def test_gradients_of_another_step_are_not_taken(s: Scene, step: int) -> None:
     s.open(step=step)
     s.ready(0, 1, 2)
     s.begin(step=2)
@@ -243,8 +241,7 @@ def test_gradients_of_another_step_are_not_taken(step: int) -> None:
     assert s.buckets == [0]
 
 
-def test_what_comes_while_nothing_is_fed_is_dropped() -> None:
-    s = Scene()
+def test_what_comes_while_nothing_is_fed_is_dropped(s: Scene) -> None:
     s.open()
     s.reducer.open(None)
     s.ready(0, 1, 2)
@@ -253,8 +250,7 @@ def test_what_comes_while_nothing_is_fed_is_dropped() -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e15, 0.0])
-def test_a_gradient_that_is_not_finite_is_flagged(bad: float) -> None:
-    s = Scene()
+def test_a_gradient_that_is_not_finite_is_flagged(s: Scene, bad: float) -> None:
     s.begin()
     s.open()
     s.ready(0, 2)
@@ -278,8 +274,7 @@ def test_a_gradient_is_usable_while_its_squares_are_finite_in_fp32(norm: float, 
     assert not expected or bool(torch.isfinite(many * many).all())
 
 
-def test_the_vote_says_what_the_rank_holds_before_the_step() -> None:
-    s = Scene()
+def test_the_vote_says_what_the_rank_holds_before_the_step(s: Scene) -> None:
     s.open()
     s.begin()
     s.ready(0, 1, 2)
@@ -290,8 +285,7 @@ def test_the_vote_says_what_the_rank_holds_before_the_step() -> None:
     assert s.votes[0].state_digest == "of the state"
 
 
-def test_the_poison_of_others_is_in_the_vote() -> None:
-    s = Scene()
+def test_the_poison_of_others_is_in_the_vote(s: Scene) -> None:
     s.begin()
     s.open()
     s.ready(0, 1, 2)
@@ -344,8 +338,7 @@ def test_what_is_in_doubt_stays_until_the_next_attempt() -> None:
     assert [t.numel() for t in s.reducer.take()] == list(SIZES)
 
 
-def test_a_bucket_of_another_size_is_a_programmers_error() -> None:
-    s = Scene()
+def test_a_bucket_of_another_size_is_a_programmers_error(s: Scene) -> None:
     s.open()
     with pytest.raises(ValueError, match="bucket 1 has 4 elements, planned 5"):
         s.reducer.ready(1, torch.zeros(4), 0.0)

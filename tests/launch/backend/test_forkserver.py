@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import psutil
@@ -67,6 +68,14 @@ class Ranks:
         return pid
 
 
+@pytest.fixture
+async def ranks(run_dir: RunDir) -> AsyncIterator[Ranks]:
+    """Ranks of a fork server, which is closed at the end."""
+    made = Ranks(run_dir)
+    yield made
+    await made.server.close()
+
+
 @pytest.mark.parametrize(
     ("action", "code", "said"),
     [
@@ -88,8 +97,7 @@ async def test_a_rank_ends_with_the_code_of_its_entry_and_its_output_is_in_its_l
     await ranks.server.close()
 
 
-async def test_the_exit_by_a_signal_is_negative_and_reaches_stopped_ranks(run_dir: RunDir) -> None:
-    ranks = Ranks(run_dir)
+async def test_the_exit_by_a_signal_is_negative_and_reaches_stopped_ranks(ranks: Ranks) -> None:
     pid = await ranks.spawn_waiting()
     ranks.server.signal(pid, signal.SIGSTOP)
     await until(lambda: psutil.Process(pid).status() == psutil.STATUS_STOPPED, "the stop")
@@ -97,11 +105,11 @@ async def test_the_exit_by_a_signal_is_negative_and_reaches_stopped_ranks(run_di
     ranks.server.signal(pid, signal.SIGKILL)
     await until(lambda: ranks.exits, "the exit")
     assert ranks.exits == {pid: -signal.SIGKILL}
-    await ranks.server.close()
 
 
-async def test_a_rank_has_one_thread_no_descriptor_of_the_server_and_names_its_run(run_dir: RunDir) -> None:
-    ranks = Ranks(run_dir)
+async def test_a_rank_has_one_thread_no_descriptor_of_the_server_and_names_its_run(
+    ranks: Ranks, run_dir: RunDir
+) -> None:
     log = run_dir.path / "uncalled.log"
     await ranks.server.spawn(env={"RANK": "1"}, config=run_dir.config, log=log, on_exit=lambda *_: None)
     pid = await ranks.spawn_waiting()
@@ -115,8 +123,7 @@ async def test_a_rank_has_one_thread_no_descriptor_of_the_server_and_names_its_r
     await until(lambda: not alive({"pid": pid}), "the rank to die with its server")
 
 
-async def test_when_the_server_dies_its_ranks_go_on_and_another_one_is_started(run_dir: RunDir) -> None:
-    ranks = Ranks(run_dir)
+async def test_when_the_server_dies_its_ranks_go_on_and_another_one_is_started(ranks: Ranks) -> None:
     pids = [await ranks.spawn_waiting(rank) for rank in (0, 1)]
     first = ranks.server.pid
     assert first is not None
@@ -197,8 +204,7 @@ async def test_a_rank_that_was_never_heard_of_is_gone_at_the_end(
     assert not psutil.pid_exists(rank.pid)
 
 
-async def test_a_fork_that_fails_costs_no_other_rank(run_dir: RunDir) -> None:
-    ranks = Ranks(run_dir)
+async def test_a_fork_that_fails_costs_no_other_rank(ranks: Ranks) -> None:
     pid = await ranks.spawn_waiting()
     server = ranks.server.pid
     assert server is not None
@@ -209,7 +215,6 @@ async def test_a_fork_that_fails_costs_no_other_rank(run_dir: RunDir) -> None:
     resource.prlimit(server, resource.RLIMIT_NOFILE, limits)
     await ranks.spawn_waiting(1)
     assert (ranks.server.pid, ranks.exits, alive({"pid": pid})) == (server, {}, True)
-    await ranks.server.close()
 
 
 async def test_a_server_that_cannot_be_started_is_retried(
@@ -227,8 +232,7 @@ async def test_a_server_that_cannot_be_started_is_retried(
     await ranks.server.close()
 
 
-async def test_a_scheduler_that_tells_every_process_to_end_does_not_kill_ranks_that_leave(run_dir: RunDir) -> None:
-    ranks = Ranks(run_dir)
+async def test_a_scheduler_that_tells_every_process_to_end_does_not_kill_ranks_that_leave(ranks: Ranks) -> None:
     pids = [await ranks.spawn_waiting(rank) for rank in (0, 1)]
     assert ranks.server.pid is not None
     os.kill(ranks.server.pid, signal.SIGTERM)
@@ -236,7 +240,6 @@ async def test_a_scheduler_that_tells_every_process_to_end_does_not_kill_ranks_t
     await until(lambda: ranks.exits, "the rank's own end")
     assert ranks.exits == {pids[0]: -signal.SIGTERM}, "a stand-in does not leave, but it was told"
     assert alive({"pid": pids[1]})
-    await ranks.server.close()
 
 
 async def test_an_import_that_fails_is_one_line(run_dir: RunDir) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from typing import Self
 
 import pytest
 
@@ -82,18 +83,17 @@ class World:
         return self.spares[0]
 
     @asynccontextmanager
-    async def running(self) -> AsyncIterator[None]:
+    async def running(self) -> AsyncIterator[Self]:
         """With the end of the block the backend is closed, and nothing is left running."""
         try:
-            yield
+            yield self
         finally:
             await self.backend.close()
         await until(lambda: not any(alive({"pid": pid}) for pid in self.made), "the spares to be gone")
 
 
 async def test_a_spare_becomes_the_incarnation_it_is_called_and_another_takes_its_place(run_dir: RunDir) -> None:
-    world = World(run_dir)
-    async with world.running():
+    async with World(run_dir).running() as world:
         assert (await world.start(0))[0] == COLD
         pids = await world.ready()
         assert not run_dir.rank_log(1, 0).exists()
@@ -109,8 +109,7 @@ async def test_a_spare_becomes_the_incarnation_it_is_called_and_another_takes_it
 
 
 async def test_no_spare_is_called_twice(run_dir: RunDir) -> None:
-    world = World(run_dir, spares=2)
-    async with world.running():
+    async with World(run_dir, spares=2).running() as world:
         await world.start(0)
         await until(lambda: len(world.named("SpareWarmed")) == 2, "two spares")
         found = await asyncio.gather(*(world.start(replica) for replica in (1, 2, 3)))
@@ -120,8 +119,7 @@ async def test_no_spare_is_called_twice(run_dir: RunDir) -> None:
 
 
 async def test_none_is_made_while_a_gang_does_not_train_yet(run_dir: RunDir) -> None:
-    world = World(run_dir)
-    async with world.running():
+    async with World(run_dir).running() as world:
         await world.backend.start(world.spec(0), Watched())
         assert (await world.start(1))[0] == (await world.start(2))[0] == COLD
         assert not world.spares
@@ -132,8 +130,7 @@ async def test_none_is_made_while_a_gang_does_not_train_yet(run_dir: RunDir) -> 
 
 async def test_one_that_is_not_warm_yet_is_called_rather_than_a_cold_start(run_dir: RunDir, plan: Plan) -> None:
     plan({"spare": {"1": ["until", "go"]}})
-    world = World(run_dir)
-    async with world.running():
+    async with World(run_dir).running() as world:
         await world.start(0)
         await until(lambda: len(world.made) == 2, "a spare that gets warm")
         await until(lambda: [len(pids) for pids in world.spares] == [2], "both of its ranks")
@@ -149,8 +146,7 @@ async def test_a_spare_that_is_killed_is_replaced_as_a_whole(
     run_dir: RunDir, victim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spares, "PAUSE_S", 0.05)
-    world = World(run_dir)
-    async with world.running():
+    async with World(run_dir).running() as world:
         _, first = await world.start(0)
         pids = await world.ready()
         os.kill(pids[victim], signal.SIGKILL)
@@ -167,8 +163,7 @@ async def test_one_that_cannot_get_warm_is_not_made_again_and_again_without_a_pa
 ) -> None:
     monkeypatch.setattr(spares, "PAUSE_S", 0.02)
     plan({"spare": {"1": ["exit", 75]}})
-    world = World(run_dir)
-    async with world.running():
+    async with World(run_dir).running() as world:
         await world.start(0)
         await until(lambda: len(world.named("SpareLost")) >= 4, "four attempts")
         pauses = [e["delay_s"] for e in world.named("SpareLost")[:4]]
@@ -180,16 +175,14 @@ async def test_one_that_cannot_get_warm_is_not_made_again_and_again_without_a_pa
 
 async def test_the_end_of_the_job_is_the_end_of_spares_that_get_warm(run_dir: RunDir, plan: Plan) -> None:
     plan({"spare": {"0": ["hang"], "1": ["hang"]}})
-    world = World(run_dir)
-    async with world.running():
+    async with World(run_dir).running() as world:
         await world.start(0)
         await until(lambda: len(world.made) == 2, "a spare that gets warm")
     assert world.spares == []
 
 
 async def test_when_the_fork_server_dies_its_spares_stay_and_can_be_called(run_dir: RunDir) -> None:
-    world = World(run_dir)
-    async with world.running():
+    async with World(run_dir).running() as world:
         await world.start(0)
         pids = await world.ready()
         server = world.backend.server_pid

@@ -69,15 +69,20 @@ async def within(**policy: Any) -> AsyncIterator[Place]:
         yield await place.start()
 
 
+@pytest.fixture
+async def place() -> AsyncIterator[Place]:
+    async with within() as started:
+        yield started
+
+
 @pytest.mark.parametrize("path", ORDERS)
-async def test_only_an_admin_may(path: str) -> None:
-    async with within() as place:
-        before = place.service.state
-        for token, status in (("", 401), ("x" * 64, 401), (TOKEN, 403), (view_key(TOKEN), 403)):
-            response = await place.order(path, token)
-            assert response.status_code == status, token
-        assert place.service.state == before
-        assert not place.audited()
+async def test_only_an_admin_may(place: Place, path: str) -> None:
+    before = place.service.state
+    for token, status in (("", 401), ("x" * 64, 401), (TOKEN, 403), (view_key(TOKEN), 403)):
+        response = await place.order(path, token)
+        assert response.status_code == status, token
+    assert place.service.state == before
+    assert not place.audited()
 
 
 @pytest.mark.parametrize(
@@ -88,44 +93,43 @@ async def test_only_an_admin_may(path: str) -> None:
         ("checkpoint", "CheckpointOrdered"),
     ],
 )
-async def test_an_order_is_in_the_journal_before_it_is_carried_out_and_only_once(path: str, event: str) -> None:
-    async with within() as place:
-        before = place.service.state
-        response = await place.order(path, json={"reason": "a new\nfan \x1b[31m"})
-        assert response.status_code == 200
-        (row,) = place.audited()
-        assert (row["event"], row["reason"], row["address"]) == (event, "a new fan [31m", "192.0.2.7")
-        assert row["will"] == response.json()["detail"]
-        assert row.get("replica") == (1 if "replicas" in path else None)
-        assert place.noted[place.rows.index(row)] == before
-        again = await place.order(path)
-        assert again.status_code == 200
-        assert len(place.audited()) == 1
+async def test_an_order_is_in_the_journal_before_it_is_carried_out_and_only_once(
+    place: Place, path: str, event: str
+) -> None:
+    before = place.service.state
+    response = await place.order(path, json={"reason": "a new\nfan \x1b[31m"})
+    assert response.status_code == 200
+    (row,) = place.audited()
+    assert (row["event"], row["reason"], row["address"]) == (event, "a new fan [31m", "192.0.2.7")
+    assert row["will"] == response.json()["detail"]
+    assert row.get("replica") == (1 if "replicas" in path else None)
+    assert place.noted[place.rows.index(row)] == before
+    again = await place.order(path)
+    assert again.status_code == 200
+    assert len(place.audited()) == 1
 
 
-async def test_an_eviction_reaches_the_supervisor_and_ends_with_the_exit() -> None:
-    async with within() as place:
-        await place.order("replicas/1/evict", json={"reason": "hot"})
-        (eviction,) = place.report().evict
-        assert (eviction.incarnation, eviction.reason) == (name(1), "by the operator: hot")
-        assert place.report((name(1),), without=(1,)).evict == ()
-        assert (await place.order("replicas/1/evict")).json() == {"detail": "replica 1 does not run"}
+async def test_an_eviction_reaches_the_supervisor_and_ends_with_the_exit(place: Place) -> None:
+    await place.order("replicas/1/evict", json={"reason": "hot"})
+    (eviction,) = place.report().evict
+    assert (eviction.incarnation, eviction.reason) == (name(1), "by the operator: hot")
+    assert place.report((name(1),), without=(1,)).evict == ()
+    assert (await place.order("replicas/1/evict")).json() == {"detail": "replica 1 does not run"}
 
 
-async def test_a_scale_is_in_the_journal_is_told_to_supervisors_and_outlives_the_lighthouse() -> None:
-    async with within() as place:
-        response = await place.order("scale", json={"replicas": 2, "reason": "a guest"})
-        assert response.json()["detail"].startswith("replica 2 leaves at the next step boundary")
-        (row,) = place.audited()
-        assert (row["event"], row["replicas"], row["reason"]) == ("AdminScaled", 2, "a guest")
-        assert "replica" not in row
-        assert [r["replicas"] for r in place.rows if r["event"] == "JobScaled"] == [2]
-        assert place.report().drained == (2,)
-        assert place.service.status()["target"] == 2
-        again = await place.order("scale", json={"replicas": 2})
-        assert (again.status_code, len(place.audited())) == (200, 1)
-        assert MemoryStore(place.store.rows).load(place.service.state.policy).target == 2
-        assert MemoryStore(place.store.rows).load(Policy(slots=1, steps=10)).target == 1
+async def test_a_scale_is_in_the_journal_is_told_to_supervisors_and_outlives_the_lighthouse(place: Place) -> None:
+    response = await place.order("scale", json={"replicas": 2, "reason": "a guest"})
+    assert response.json()["detail"].startswith("replica 2 leaves at the next step boundary")
+    (row,) = place.audited()
+    assert (row["event"], row["replicas"], row["reason"]) == ("AdminScaled", 2, "a guest")
+    assert "replica" not in row
+    assert [r["replicas"] for r in place.rows if r["event"] == "JobScaled"] == [2]
+    assert place.report().drained == (2,)
+    assert place.service.status()["target"] == 2
+    again = await place.order("scale", json={"replicas": 2})
+    assert (again.status_code, len(place.audited())) == (200, 1)
+    assert MemoryStore(place.store.rows).load(place.service.state.policy).target == 2
+    assert MemoryStore(place.store.rows).load(Policy(slots=1, steps=10)).target == 1
 
 
 @pytest.mark.parametrize(
@@ -149,25 +153,23 @@ async def test_what_the_job_cannot_be_scaled_to(body: Any, status: int, words: s
         assert place.service.state.target == 3
 
 
-async def test_a_supervisor_that_is_away_cannot_be_ordered_to_kill() -> None:
-    async with within() as place:
-        place.now += SUPERVISED_S + 1
-        response = await place.order("replicas/1/evict")
-        assert response.status_code == 409
-        assert response.json()["detail"].startswith("replica 1 has no supervisor")
-        assert not place.audited()
+async def test_a_supervisor_that_is_away_cannot_be_ordered_to_kill(place: Place) -> None:
+    place.now += SUPERVISED_S + 1
+    response = await place.order("replicas/1/evict")
+    assert response.status_code == 409
+    assert response.json()["detail"].startswith("replica 1 has no supervisor")
+    assert not place.audited()
 
 
-async def test_drain_and_undrain_are_told_to_supervisors_and_to_the_replica() -> None:
-    async with within() as place:
-        assert (await place.order("replicas/1/drain")).status_code == 200
-        assert place.report().drained == (1,)
-        assert await place.service.ask(ask(1, at(1, 1), epoch=1)) == Continue(1, 2, leave=True)
-        place.report((name(1),), without=(1,))
-        assert place.service.status()["replicas"][1]["state"] == "drained"
-        assert (await place.order("replicas/1/undrain")).json()["detail"].endswith("its supervisor starts it")
-        assert place.report((name(1),), without=(1,)).drained == ()
-        assert [row["event"] for row in place.audited()] == ["AdminDrained", "AdminUndrained"]
+async def test_drain_and_undrain_are_told_to_supervisors_and_to_the_replica(place: Place) -> None:
+    assert (await place.order("replicas/1/drain")).status_code == 200
+    assert place.report().drained == (1,)
+    assert await place.service.ask(ask(1, at(1, 1), epoch=1)) == Continue(1, 2, leave=True)
+    place.report((name(1),), without=(1,))
+    assert place.service.status()["replicas"][1]["state"] == "drained"
+    assert (await place.order("replicas/1/undrain")).json()["detail"].endswith("its supervisor starts it")
+    assert place.report((name(1),), without=(1,)).drained == ()
+    assert [row["event"] for row in place.audited()] == ["AdminDrained", "AdminUndrained"]
 
 
 async def test_too_few_are_left_only_by_force() -> None:
@@ -198,36 +200,30 @@ async def test_too_few_are_left_only_by_force() -> None:
         ("replicas/1/drain", {"content": b'{"reason": "\\ud800"}'}, 422),
     ],
 )
-async def test_what_makes_no_sense_gets_one_line(path: str, arguments: Any, status: int) -> None:
-    async with within() as place:
-        response = await place.order(path, **arguments)
-        assert response.status_code == status
-        detail = response.json()["detail"]
-        assert isinstance(detail, str)
-        assert "\n" not in detail
-        assert not place.audited()
-        assert not place.service.state.drained
+async def test_what_makes_no_sense_gets_one_line(place: Place, path: str, arguments: Any, status: int) -> None:
+    response = await place.order(path, **arguments)
+    assert response.status_code == status
+    detail = response.json()["detail"]
+    assert isinstance(detail, str)
+    assert "\n" not in detail
+    assert not place.audited()
+    assert not place.service.state.drained
 
 
-async def test_a_store_that_fails_means_that_nothing_was_done() -> None:
-    async with within() as place:
+async def test_a_store_that_fails_means_that_nothing_was_done(place: Place) -> None:
+    def fail(*_: Any) -> None:
+        raise StoreFailed("disk full")
 
-        def fail(*_: Any) -> None:
-            raise StoreFailed("disk full")
-
-        place.store.save = fail  # type: ignore[method-assign]
-        response = await place.order("replicas/1/drain")
-        assert (response.status_code, response.json()) == (503, {"detail": "disk full"})
-        assert not place.service.state.drained
+    place.store.save = fail  # type: ignore[method-assign]
+    response = await place.order("replicas/1/drain")
+    assert (response.status_code, response.json()) == (503, {"detail": "disk full"})
+    assert not place.service.state.drained
 
 
-async def test_the_description_of_the_routes_names_them() -> None:
-    async with within() as place:
-        paths = (await place.http.get("/openapi.json", headers={"Authorization": f"Bearer {ADMIN}"})).json()[
-            "paths"
-        ]
-        assert {p for p in paths if "admin" in p} == {
-            "/v1/admin/checkpoint",
-            "/v1/admin/scale",
-            *(f"/v1/admin/replicas/{{id}}/{action}" for action in ("evict", "drain", "undrain")),
-        }
+async def test_the_description_of_the_routes_names_them(place: Place) -> None:
+    paths = (await place.http.get("/openapi.json", headers={"Authorization": f"Bearer {ADMIN}"})).json()["paths"]
+    assert {p for p in paths if "admin" in p} == {
+        "/v1/admin/checkpoint",
+        "/v1/admin/scale",
+        *(f"/v1/admin/replicas/{{id}}/{action}" for action in ("evict", "drain", "undrain")),
+    }

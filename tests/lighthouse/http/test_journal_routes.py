@@ -74,6 +74,11 @@ def commit(step):
 # Who may see what.
 
 
+@pytest.fixture
+def site():
+    return Site()
+
+
 @pytest.mark.parametrize("path", ["/v1/overview", "/v1/events", "/v1/stream"])
 async def test_a_stranger_sees_no_data(path):
     assert (await call("GET", path, headers={})).status_code == 401
@@ -91,8 +96,7 @@ async def test_a_viewer_tells_nothing_and_an_admin_neither():
 # Telemetry, the overview, the log.
 
 
-async def test_what_is_told_is_shown():
-    site = Site()
+async def test_what_is_told_is_shown(site):
     told = Telemetry("1-a-0", (row(1, source="replica"),), (commit(1),), (RankBeat(0, 7, "node", 3),))
     answer = await call("POST", "/v1/telemetry", site, WORKER, content=protocol.encode(told))
     assert (answer.status_code, answer.content) == (204, b"")
@@ -155,8 +159,7 @@ async def test_a_page_of_nonsense_is_refused(query):
     assert (await call("GET", f"/v1/events?{query}")).status_code == 422
 
 
-async def test_pages_of_the_log_do_not_overlap():
-    site = Site()
+async def test_pages_of_the_log_do_not_overlap(site):
     site.journal.note([row(n) for n in range(1, 11)])
     newest = (await call("GET", "/v1/events?limit=4", site)).json()
     older = (await call("GET", f"/v1/events?limit=4&before={newest['first']}", site)).json()
@@ -164,8 +167,7 @@ async def test_pages_of_the_log_do_not_overlap():
     assert (older["first"], older["last"]) == (3, 6)
 
 
-async def test_the_overview_as_it_was_and_a_part_of_it():
-    site = Site()
+async def test_the_overview_as_it_was_and_a_part_of_it(site):
     site.journal.note([row(0), row(100, event="JobFinished")])
     now = (await call("GET", "/v1/overview", site)).json()
     then = (await call("GET", "/v1/overview?at=1780000050&points=10", site)).json()
@@ -173,8 +175,7 @@ async def test_the_overview_as_it_was_and_a_part_of_it():
     assert (then["now"], then["seq"]) == (1780000050.0, 1)
 
 
-async def test_the_overview_says_what_the_service_decides_by():
-    site = Site()
+async def test_the_overview_says_what_the_service_decides_by(site):
     assert (await call("GET", "/v1/overview", site)).json()["lighthouse"]["term"] == site.service.state.term
 
 
@@ -219,8 +220,7 @@ async def test_the_page_is_for_everybody_and_safe():
     assert (again.status_code, again.content) == (304, b"")
 
 
-async def test_every_file_of_the_page_is_served_and_none_holds_inline_code():
-    site = Site()
+async def test_every_file_of_the_page_is_served_and_none_holds_inline_code(site):
     for file in sorted(FOLDER.rglob("*.js")) + sorted(FOLDER.rglob("*.css")):
         answer = await call("GET", f"/assets/{file.relative_to(FOLDER).as_posix()}", site, headers={})
         assert (answer.status_code, answer.content) == (200, file.read_bytes())
@@ -302,8 +302,7 @@ async def read(response, n):
     return found
 
 
-async def test_a_stream_goes_on_where_the_last_one_was_cut():
-    site = Site()
+async def test_a_stream_goes_on_where_the_last_one_was_cut(site):
     site.journal.note([row(1), row(2)])
     async with served(site.app) as url, httpx.AsyncClient(headers=VIEWER, timeout=10) as http:
         async with http.stream("GET", f"{url}/v1/stream?after=0") as response:
@@ -322,8 +321,7 @@ async def test_a_stream_goes_on_where_the_last_one_was_cut():
     assert found[3][2]["loss"] is None, "strict JSON"
 
 
-async def test_streams_end_with_the_journal_and_hold_nothing_when_their_reader_is_gone():
-    site = Site()
+async def test_streams_end_with_the_journal_and_hold_nothing_when_their_reader_is_gone(site):
     async with served(site.app) as url, httpx.AsyncClient(headers=VIEWER, timeout=10) as http:
         for _ in range(3):
             async with http.stream("GET", f"{url}/v1/stream"):
@@ -357,8 +355,7 @@ async def test_a_silent_stream_is_kept_alive(monkeypatch):
     assert last == "id: 1", "the ping did not eat the row"
 
 
-async def test_too_many_streams_are_429(monkeypatch):
-    site = Site()
+async def test_too_many_streams_are_429(site, monkeypatch):
     site.journal._subscribers._open = STREAMS
     answer = await call("GET", "/v1/stream", site)
     assert answer.status_code == 429

@@ -25,6 +25,11 @@ def commit(**other: Any) -> dict[str, Any]:
     return {**figures, "waits": {"quorum": 0.0, "ftar": 0.125, "commit": 0.0625}, **other}
 
 
+@pytest.fixture
+def s() -> Scene:
+    return Scene()
+
+
 def test_the_overview_is_in_gauges() -> None:
     values = Scene().values()
     expected = {
@@ -67,8 +72,7 @@ def test_a_replica_is_in_one_state() -> None:
         }
 
 
-def test_what_is_not_known_yet_is_not_shown() -> None:
-    s = Scene()
+def test_what_is_not_known_yet_is_not_shown(s: Scene) -> None:
     s.journal.written = []
     s.journal.shown["head"]["loss"] = None
     s.journal.shown["effective"]["renewal"] = None
@@ -80,8 +84,7 @@ def test_what_is_not_known_yet_is_not_shown() -> None:
     assert s.journal.asked == 1, "the journal is asked once"
 
 
-def test_commits_are_counted() -> None:
-    s = Scene()
+def test_commits_are_counted(s: Scene) -> None:
     for seq in range(3):
         s.meter.commit(seq, commit())
     s.meter.commit(4, commit(waits={"offload": 2.0, "surprise": 3.0}))
@@ -105,8 +108,7 @@ def test_commits_are_counted() -> None:
 
 
 @pytest.mark.parametrize("odd", [None, "x", math.nan, math.inf, -1.0, True, [], {}, {"ftar": "x"}])
-def test_figures_that_are_none_count_nothing(odd: Any) -> None:
-    s = Scene()
+def test_figures_that_are_none_count_nothing(s: Scene, odd: Any) -> None:
     s.meter.commit(1, {"step_s": odd, "tokens": odd, "ftar_bytes": odd, "ftar_s": odd, "waits": odd})
     values = s.values()
     assert values["ft_hsdp_commits_total"] == 1
@@ -117,8 +119,7 @@ def test_figures_that_are_none_count_nothing(odd: Any) -> None:
     ]
 
 
-def test_what_events_say_is_shown_from_then_on() -> None:
-    s = Scene()
+def test_what_events_say_is_shown_from_then_on(s: Scene) -> None:
     s.meter.event(50, {"t": 999.0, "event": "CheckpointWritten", "step": 11})
     s.meter.event(51, {"t": 999.0, "event": "RowsDropped", "rows": 7})
     values = s.values()
@@ -145,8 +146,7 @@ def test_the_journal_that_comes_with_it_shows_all_of_it() -> None:
     journal.close()
 
 
-def test_a_failure_counts_once_when_it_is_over() -> None:
-    s = Scene()
+def test_a_failure_counts_once_when_it_is_over(s: Scene) -> None:
     s.journal.shown["failures"] = [{**FAILURE, "done": False, "rejoin_s": None}]
     assert "ft_hsdp_failures_total{SIGKILL}" not in s.values()
     s.journal.shown["failures"] = [FAILURE, {**FAILURE, "seq": 9, "rejoin_s": None, "phases": []}]
@@ -166,8 +166,7 @@ def test_a_failure_counts_once_when_it_is_over() -> None:
     assert {name: values[f"ft_hsdp_{name}"] for name in expected} == expected
 
 
-def test_labels_stay_bounded_whatever_workers_say() -> None:
-    s = Scene()
+def test_labels_stay_bounded_whatever_workers_say(s: Scene) -> None:
     odd = ["x" * 1000, 'a"} 1\nevil', "exit 1234567", "", "SIG\u0661"]
     kinds = [*odd, *(f"exit {n}" for n in range(200))]
     s.journal.shown["failures"] = [{**FAILURE, "seq": n, "kind": kind} for n, kind in enumerate(kinds)]
@@ -180,8 +179,7 @@ def test_labels_stay_bounded_whatever_workers_say() -> None:
     assert routes == {"/metrics", "other"}
 
 
-def test_requests_are_counted_and_timed() -> None:
-    s = Scene()
+def test_requests_are_counted_and_timed(s: Scene) -> None:
     s.get()
     s.get(token="wrong")
     s.get("/v1/nothing")
@@ -191,8 +189,7 @@ def test_requests_are_counted_and_timed() -> None:
     assert values["ft_hsdp_lighthouse_request_seconds_count{/metrics}"] == 2
 
 
-def test_a_route_that_fails_counts_as_500() -> None:
-    s = Scene()
+def test_a_route_that_fails_counts_as_500(s: Scene) -> None:
     s.journal.shown = {}
     assert s.get().status_code == 500
     s.journal.shown = Scene().journal.shown
@@ -200,15 +197,13 @@ def test_a_route_that_fails_counts_as_500() -> None:
 
 
 @pytest.mark.parametrize("token", ["", "wrong", TOKEN[:-1]])
-def test_it_is_for_viewers(token: str) -> None:
-    s = Scene()
+def test_it_is_for_viewers(s: Scene, token: str) -> None:
     assert s.get(token=token).status_code == 401
     assert s.get(Authorization="").status_code == 401
     assert s.get(token=TOKEN).status_code == s.get(token=view_key(TOKEN)).status_code == 200
 
 
-def test_the_scraper_chooses_the_format() -> None:
-    s = Scene()
+def test_the_scraper_chooses_the_format(s: Scene) -> None:
     plain = s.get()
     assert plain.headers["content-type"].startswith("text/plain; version=")
     new = s.get(Accept="application/openmetrics-text;version=1.0.0;q=0.5,text/plain;q=0.1")

@@ -35,8 +35,12 @@ def make(request, tmp_path):
         database.close()
 
 
-def test_rows_come_back_as_they_were(make):
-    database = make()
+@pytest.fixture
+def database(make):
+    return make()
+
+
+def test_rows_come_back_as_they_were(database):
     assert (database.first, database.last) == (0, 0)
     rows = [event(1, reason='a "quoted" ümlaut\n', replica=2, facts={"a": [1, None, 2.5]}), commit(2, 7)]
     database.append(rows, durable=True)
@@ -45,8 +49,7 @@ def test_rows_come_back_as_they_were(make):
     assert (database.first, database.last) == (1, 2)
 
 
-def test_a_row_keeps_the_number_that_it_is_given(make):
-    database = make()
+def test_a_row_keeps_the_number_that_it_is_given(database):
     database.append([event(500), event(501)])
     database.append([event(501, "Other"), event(900)])
     assert [(e.seq, e.row["event"]) for e in database.read(0, 10)] == [
@@ -57,21 +60,18 @@ def test_a_row_keeps_the_number_that_it_is_given(make):
     assert (database.first, database.last) == (500, 900)
 
 
-def test_read_takes_a_span_of_time_and_a_bounded_piece(make):
-    database = make()
+def test_read_takes_a_span_of_time_and_a_bounded_piece(database):
     database.append([event(n, t=100.0 - n) for n in range(1, 1500)])
     assert len(database.read(0, 10**6)) == MAX_READ
     assert [e.seq for e in database.read(0, 10, since=95.0, until=98.0)] == [2, 3, 4]
 
 
-def test_commits_gives_the_newest_ones_in_order(make):
-    database = make()
+def test_commits_gives_the_newest_ones_in_order(database):
     database.append([entry for n in range(1, 10) for entry in (event(2 * n), commit(2 * n + 1, n))])
     assert [e.row["step"] for e in database.commits(3)] == [7, 8, 9]
 
 
-def test_events_pages_both_ways_and_leaves_commits_out(make):
-    database = make()
+def test_events_pages_both_ways_and_leaves_commits_out(database):
     database.append([event(n) if n % 3 else commit(n, n) for n in range(1, 31)])
     assert [e.seq for e in database.events(limit=3)] == [26, 28, 29]
     assert [e.seq for e in database.events(limit=3, before=26)] == [22, 23, 25]
@@ -79,8 +79,7 @@ def test_events_pages_both_ways_and_leaves_commits_out(make):
     assert [e.seq for e in database.events(limit=9, after=4, before=9)] == [5, 7, 8]
 
 
-def test_events_filters_by_replica_name_and_text(make):
-    database = make()
+def test_events_filters_by_replica_name_and_text(database):
     database.append(
         [
             event(1, "RingBroken", replica=0, reason="100% sure"),
@@ -113,8 +112,7 @@ def test_the_oldest_rows_go_in_bounded_pieces(make):
     assert [e.seq for e in database.events(limit=2, after=0)] == [2403, 2404]
 
 
-def test_reading_from_other_threads_is_allowed(make):
-    database = make()
+def test_reading_from_other_threads_is_allowed(database):
     database.append([event(n) for n in range(1, 101)])
     found = []
     threads = [threading.Thread(target=lambda: found.append(len(database.read(0, 1000)))) for _ in range(8)]

@@ -121,8 +121,12 @@ def kept(journal):
 # What comes in.
 
 
-def test_own_rows_are_kept_when_note_returns_and_in_order_with_the_others():
-    journal = make()
+@pytest.fixture
+def journal():
+    return make()
+
+
+def test_own_rows_are_kept_when_note_returns_and_in_order_with_the_others(journal):
     journal._arm = lambda: None
     tell(journal, events=(event("CheckedIn"),))
     assert kept(journal) == []
@@ -131,8 +135,7 @@ def test_own_rows_are_kept_when_note_returns_and_in_order_with_the_others():
     assert [entry.seq for entry in journal._database.read(0, 10)] == [1, 2, 3]
 
 
-async def test_rows_of_workers_are_kept_soon():
-    journal = make()
+async def test_rows_of_workers_are_kept_soon(journal):
     tell(journal, events=(event("CheckedIn"),))
     await quiet()
     assert kept(journal) == [], "several go together"
@@ -140,8 +143,7 @@ async def test_rows_of_workers_are_kept_soon():
     assert len(kept(journal)) == 1
 
 
-async def test_a_worker_is_told_only_when_its_rows_are_kept():
-    journal = make()
+async def test_a_worker_is_told_only_when_its_rows_are_kept(journal):
     tell(journal, events=(event("CheckedIn"),))
     told = asyncio.create_task(journal.kept())
     await quiet()
@@ -175,8 +177,7 @@ def test_a_restart_knows_the_commits_that_are_kept():
     assert [r["step"] for r in kept(again)] == list(range(1, 60))
 
 
-def test_a_replica_speaks_for_itself_only():
-    journal = make()
+def test_a_replica_speaks_for_itself_only(journal):
     tell(journal, "2-a-0", events=(event(replica=0, incarnation="0-a-0", source="supervisor"),))
     (row,) = kept(journal)
     assert (row["replica"], row["incarnation"], row["source"]) == (2, "2-a-0", "replica")
@@ -221,8 +222,7 @@ def test_a_replica_speaks_for_itself_only():
         ("0-a-0", {"commits": [commit(1, waits={"<script>": 1})]}, "is no name"),
     ],
 )
-def test_what_cannot_be_true_is_refused_whole(source, what, why):
-    journal = make()
+def test_what_cannot_be_true_is_refused_whole(journal, source, what, why):
     good = event("CheckedIn")
     events = (good, *what.get("events", ()))
     with pytest.raises(ProtocolViolation, match=why) as caught:
@@ -232,8 +232,7 @@ def test_what_cannot_be_true_is_refused_whole(source, what, why):
     assert kept(journal) == []
 
 
-def test_times_texts_and_numbers_are_cut_to_what_a_page_can_show():
-    journal = make()
+def test_times_texts_and_numbers_are_cut_to_what_a_page_can_show(journal):
     rows = (
         event(t=NOW + 2 * 86400),
         event(t=float("nan")),
@@ -297,8 +296,7 @@ def test_whatever_workers_send_is_refused_or_shown(events, commits):
     json.dumps(journal.events(limit=1000), allow_nan=False)
 
 
-def test_rows_that_a_sender_dropped_are_told_of_once():
-    journal = make()
+def test_rows_that_a_sender_dropped_are_told_of_once(journal):
     for dropped in (0, 5, 5, 9):
         tell(journal, "1-a-0", dropped=dropped)
     assert [(r["event"], r["replica"], r["rows"]) for r in kept(journal)] == [
@@ -430,8 +428,7 @@ def test_an_earlier_overview_is_that_of_the_rows_up_to_then():
     assert journal.overview(at=day.START + 1e6) == newest
 
 
-def test_events_are_told_with_facts_apart():
-    journal = make()
+def test_events_are_told_with_facts_apart(journal):
     journal.note([event("EpochGranted", epoch=3, members=[1], source="lighthouse")])
     tell(journal, commits=(commit(1),))
     tell(journal, "1-a-0", events=(event(rank=1, suspect=2),))
@@ -466,8 +463,7 @@ async def collect(rows, n):
     return found
 
 
-async def test_a_follower_gets_every_row_once_from_the_database_and_then_live():
-    journal = make()
+async def test_a_follower_gets_every_row_once_from_the_database_and_then_live(journal):
     for n in range(10):
         journal.note([event(f"E{n}")])
     task = asyncio.create_task(collect(journal.follow(4), 16))
@@ -478,8 +474,7 @@ async def test_a_follower_gets_every_row_once_from_the_database_and_then_live():
     assert await task == list(range(5, 21))
 
 
-async def test_a_follower_without_a_number_gets_what_is_to_come():
-    journal = make()
+async def test_a_follower_without_a_number_gets_what_is_to_come(journal):
     journal.note([event("Old")])
     task = asyncio.create_task(collect(journal.follow(), 1))
     beyond = asyncio.create_task(collect(journal.follow(10**9), 1))
@@ -489,8 +484,7 @@ async def test_a_follower_without_a_number_gets_what_is_to_come():
     assert await beyond == [2], "numbers that a lost lighthouse gave"
 
 
-async def test_a_follower_that_falls_behind_reads_from_the_database_and_loses_nothing():
-    journal = make()
+async def test_a_follower_that_falls_behind_reads_from_the_database_and_loses_nothing(journal):
     slow = journal.follow(0)
     journal.note([event("First")])
     assert (await anext(slow))[0] == 1
@@ -516,8 +510,7 @@ async def test_rows_that_the_disk_lost_are_skipped_by_who_reads_from_it():
     assert found[-1] == journal._last
 
 
-async def test_followers_are_limited_and_end_with_the_journal():
-    journal = make()
+async def test_followers_are_limited_and_end_with_the_journal(journal):
     tasks = [asyncio.create_task(collect(journal.follow(), 1)) for _ in range(STREAMS)]
     await quiet()
     assert journal.crowded
@@ -604,8 +597,7 @@ async def test_rows_that_come_while_the_past_is_folded_are_in_the_overview(tmp_p
     database.close()
 
 
-def test_memory_stays_bounded_over_many_rows():
-    journal = make()
+def test_memory_stays_bounded_over_many_rows(journal):
     for n in range(module.KNOWN + 500):
         step = 1 + n % 100
         tell(journal, commits=(commit(step, lineage=f"{n:x}", epoch=n // 100),))
@@ -614,8 +606,7 @@ def test_memory_stays_bounded_over_many_rows():
     assert journal._pending == []
 
 
-async def test_a_flood_of_one_message_does_not_wait_in_memory():
-    journal = make()
+async def test_a_flood_of_one_message_does_not_wait_in_memory(journal):
     for n in range(30):
         tell(journal, events=tuple(event(f"E{i}") for i in range(200)))
         assert len(journal._pending) < module.MAX_PENDING + 200, n

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,8 +32,12 @@ def even(_):
     return {0: 1.0, 1: 1.1, 2: 0.9}
 
 
-def test_a_slow_replica_is_found_after_so_many_steps_and_once():
-    stragglers = Stragglers(3)
+@pytest.fixture
+def stragglers():
+    return Stragglers(3)
+
+
+def test_a_slow_replica_is_found_after_so_many_steps_and_once(stragglers):
     assert run(stragglers, SLOW - 1, slow) == []
     (found,) = run(stragglers, 1, slow, SLOW)
     assert (found.event, found.replica) == ("StragglerSeen", 1)
@@ -40,15 +45,13 @@ def test_a_slow_replica_is_found_after_so_many_steps_and_once():
     assert run(stragglers, 50, slow, SLOW + 1) == []
 
 
-def test_step_s_alone_tells_nothing_the_waits_do():
-    stragglers = Stragglers(3)
+def test_step_s_alone_tells_nothing_the_waits_do(stragglers):
     run(stragglers, 1, slow)
     assert set(stragglers.step_s.values()) == {2.5}
     assert stragglers.busy_s == {0: 1.0, 1: 2.5, 2: 1.0}
 
 
-def test_it_is_none_any_more_only_after_many_good_steps():
-    stragglers = Stragglers(3)
+def test_it_is_none_any_more_only_after_many_good_steps(stragglers):
     run(stragglers, WINDOW, slow)
     good = WINDOW - SLOW_NO_MORE
     assert run(stragglers, good - 1, even, WINDOW + 1) == []
@@ -56,14 +59,12 @@ def test_it_is_none_any_more_only_after_many_good_steps():
     assert (found.event, found.replica) == ("StragglerGone", 1)
 
 
-def test_one_that_wavers_does_not_flap():
-    stragglers = Stragglers(3)
+def test_one_that_wavers_does_not_flap(stragglers):
     found = run(stragglers, 400, lambda step: slow(step) if step % 6 else even(step))
     assert [v.event for v in found] == ["StragglerSeen"]
 
 
-def test_a_slow_link_makes_nobody_a_straggler():
-    stragglers = Stragglers(3)
+def test_a_slow_link_makes_nobody_a_straggler(stragglers):
     for step in range(1, 100):
         for replica in range(3):
             assert stragglers.add(replica, row(step, 1.0, 5.0)) == []
@@ -78,16 +79,14 @@ def test_one_of_two_is_measured_by_the_other():
     assert found.replica == 1
 
 
-def test_relays_and_single_replicas_are_not_judged():
-    stragglers = Stragglers(3)
+def test_relays_and_single_replicas_are_not_judged(stragglers):
     for step in range(1, 50):
         assert stragglers.add(0, row(step, 1.0)) == []
         assert stragglers.add(1, row(step, 9.0, role="behind")) == []
     assert run(Stragglers(1), 50, lambda _: {0: 9.0}) == []
 
 
-def test_rows_that_come_late_or_never_hold_nothing_up():
-    stragglers = Stragglers(3)
+def test_rows_that_come_late_or_never_hold_nothing_up(stragglers):
     found = []
     for step in range(1, 60):
         found += stragglers.add(0, row(step, 1.0, 1.5))
@@ -95,8 +94,7 @@ def test_rows_that_come_late_or_never_hold_nothing_up():
     assert [(v.event, v.replica) for v in found] == [("StragglerSeen", 1)], "replica 2 has told of nothing"
 
 
-def test_what_comes_back_is_another_process():
-    stragglers = Stragglers(3)
+def test_what_comes_back_is_another_process(stragglers):
     run(stragglers, WINDOW, slow)
     stragglers.forget(1)
     assert 1 not in stragglers.busy_s
@@ -112,8 +110,7 @@ def test_memory_is_bounded_whatever_comes(rows):
     assert len(stragglers._open) <= WINDOW
 
 
-def test_steps_that_go_down_are_bounded_too():
-    stragglers = Stragglers(3)
+def test_steps_that_go_down_are_bounded_too(stragglers):
     for step in range(10_000, 0, -1):
         stragglers.add(0, row(step, 1.0))
     assert len(stragglers._open) <= WINDOW

@@ -57,8 +57,12 @@ def step(job: Script, number: int, *replicas: int, epoch: int = 1, **fields: Any
 # Evict.
 
 
-def test_an_eviction_is_an_order_to_the_supervisor_of_the_incarnation_that_runs() -> None:
-    job = working()
+@pytest.fixture
+def job() -> Script:
+    return working()
+
+
+def test_an_eviction_is_an_order_to_the_supervisor_of_the_incarnation_that_runs(job: Script) -> None:
     assert possible(job, "evict", 1).event == "AdminEvicted"
     assert order(job, "evict", 1).evicted == [name(1)]
     assert job.s.grant is not None
@@ -76,24 +80,21 @@ def test_an_eviction_is_an_order_to_the_supervisor_of_the_incarnation_that_runs(
         (1, Supervised({0}), 409, "replica 1 has no supervisor that reports"),
     ],
 )
-def test_what_cannot_be_evicted(replica: int, known: Supervised, status: int, words: str) -> None:
-    job = working()
+def test_what_cannot_be_evicted(job: Script, replica: int, known: Supervised, status: int, words: str) -> None:
     job.runs({2: None}, [(2, 0)])
     found = refused(job, "evict", replica, known)
     assert (found.status, found.detail[: len(words)]) == (status, words)
 
 
-def test_an_eviction_that_stands_is_not_ordered_again() -> None:
-    job = working()
+def test_an_eviction_that_stands_is_not_ordered_again(job: Script) -> None:
     assert not possible(job, "evict", 1, Supervised({1}, {(1, name(1))})).event
 
 
 # Drain.
 
 
-def test_a_replica_that_its_supervisor_has_given_up_can_be_kept_away() -> None:
+def test_a_replica_that_its_supervisor_has_given_up_can_be_kept_away(job: Script) -> None:
     """Another supervisor, or the next start of that one, would start it again."""
-    job = working()
     job.runs({1: None}, [(1, 0)], lost=[1])
     assert possible(job, "drain", 1).event == "AdminDrained"
     assert "ReplicaDrained" in order(job, "drain", 1).notes
@@ -103,8 +104,7 @@ def test_a_replica_that_its_supervisor_has_given_up_can_be_kept_away() -> None:
     assert "is drained" in answer.reason
 
 
-def test_a_drained_member_is_told_to_leave_and_the_others_go_on_without_it_at_a_step_boundary() -> None:
-    job = working()
+def test_a_drained_member_is_told_to_leave_and_the_others_go_on_without_it_at_a_step_boundary(job: Script) -> None:
     assert possible(job, "drain", 1).event == "AdminDrained"
     assert "ReplicaDrained" in order(job, "drain", 1).notes
     assert step(job, 2, 0, 1, 2) == {r: Continue(1, 3, leave=r == 1) for r in (0, 1, 2)}
@@ -117,8 +117,7 @@ def test_a_drained_member_is_told_to_leave_and_the_others_go_on_without_it_at_a_
     assert describe(job.s, 1, {}, "") == ("drained", "an operator drained it")
 
 
-def test_a_drained_replica_that_asks_to_join_is_refused_and_disturbs_nobody() -> None:
-    job = working()
+def test_a_drained_replica_that_asks_to_join_is_refused_and_disturbs_nobody(job: Script) -> None:
     job.runs({2: None}, [(2, 0)])
     assert step(job, 2, 0)[0].ring == (0, 1)
     order(job, "drain", 2)
@@ -129,8 +128,7 @@ def test_a_drained_replica_that_asks_to_join_is_refused_and_disturbs_nobody() ->
     assert answers[2] == Refused("replica 2 is drained", 0)
 
 
-def test_a_drained_replica_that_may_know_more_is_heard_in_a_round_and_leaves_later() -> None:
-    job = working()
+def test_a_drained_replica_that_may_know_more_is_heard_in_a_round_and_leaves_later(job: Script) -> None:
     order(job, "drain", 2)
     prepared = record(at(1, 1), 1)
     for r in (0, 1):
@@ -196,8 +194,7 @@ def test_one_that_is_behind_may_be_drained_whoever_is_left() -> None:
     assert possible(job, "drain", 2).event
 
 
-def test_drained_twice_and_undrained_twice_is_once() -> None:
-    job = working()
+def test_drained_twice_and_undrained_twice_is_once(job: Script) -> None:
     order(job, "drain", 1)
     before = job.s
     assert possible(job, "drain", 1) == CommandPlan("replica 1 is drained already")
@@ -252,8 +249,7 @@ def test_one_that_is_still_a_member_is_waited_for() -> None:
     assert not job.ask(1, at(1, 3), epoch=1).answers
 
 
-def test_a_drain_outlives_the_lighthouse() -> None:
-    job = working()
+def test_a_drain_outlives_the_lighthouse(job: Script) -> None:
     order(job, "drain", 1)
     order(job, "checkpoint")
     store = MemoryStore()
@@ -264,8 +260,7 @@ def test_a_drain_outlives_the_lighthouse() -> None:
     assert step(job, 2, 0, 1) == {0: Continue(1, 3, checkpoint=2), 1: Continue(1, 3, leave=True, checkpoint=2)}
 
 
-def test_an_undrained_replica_joins_as_any_other() -> None:
-    job = working()
+def test_an_undrained_replica_joins_as_any_other(job: Script) -> None:
     order(job, "drain", 1)
     step(job, 2, 0, 1, 2)
     job.ask(0, at(1, 3), epoch=1, leaving=(1,))
@@ -280,8 +275,7 @@ def test_an_undrained_replica_joins_as_any_other() -> None:
 # Checkpoint.
 
 
-def test_a_checkpoint_is_demanded_until_somebody_has_heard_that_it_was_written() -> None:
-    job = working()
+def test_a_checkpoint_is_demanded_until_somebody_has_heard_that_it_was_written(job: Script) -> None:
     assert possible(job, "checkpoint").event == "CheckpointOrdered"
     order(job, "checkpoint")
     assert step(job, 1, 0, 1) == {r: Continue(1, 2, checkpoint=2) for r in (0, 1)}
@@ -290,8 +284,7 @@ def test_a_checkpoint_is_demanded_until_somebody_has_heard_that_it_was_written()
     assert job.s.checkpoint == 0
 
 
-def test_two_orders_before_the_next_commit_are_one() -> None:
-    job = working()
+def test_two_orders_before_the_next_commit_are_one(job: Script) -> None:
     order(job, "checkpoint")
     found = possible(job, "checkpoint")
     assert not found.event
@@ -326,8 +319,7 @@ def test_when_there_is_nothing_to_write(words: str) -> None:
     assert (found.status, found.detail[: len(words)]) == (409, words)
 
 
-def test_nothing_can_be_ordered_of_a_job_that_was_halted() -> None:
-    job = working()
+def test_nothing_can_be_ordered_of_a_job_that_was_halted(job: Script) -> None:
     job.ask(0, at(1, 1), epoch=1, after=1, diverged=(0, 1))
     for action in ("evict", "drain", "undrain", "checkpoint"):
         assert refused(job, action, 1).detail == job.s.halted

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import random
 
+import pytest
+
 from ft_hsdp.core.grant import CatchUp, Continue, Refused
 from lighthouse.quorum.rules import EPOCHS, Epoch, merged, uncovered
 from lighthouse.quorum.state import ProcessesReported
@@ -26,6 +28,11 @@ def told(answer: object) -> tuple[object, list[int]]:
     """What a replica is told to catch up with, and from whom."""
     assert isinstance(answer, CatchUp), answer
     return answer.base, [m.replica for m in answer.donors]
+
+
+@pytest.fixture
+def job() -> Script:
+    return Script(total=2)
 
 
 def test_whoever_is_behind_fetches_and_then_both_go_on():
@@ -115,8 +122,7 @@ def test_a_later_life_of_the_same_run_says_that_this_one_is_over() -> None:
     assert not outlived((0, "0-a-3"), [(0, "0-a-3"), (0, "0-a-2"), (0, "0-b-4"), (1, "0-a-4")])
 
 
-def test_a_crash_loop_leaves_one_exit() -> None:
-    job = Script(total=2)
+def test_a_crash_loop_leaves_one_exit(job: Script) -> None:
     job.first(0)
     for life in range(500):
         out = job.runs({1: life + 1}, [(1, life)])
@@ -125,8 +131,7 @@ def test_a_crash_loop_leaves_one_exit() -> None:
     assert job.s.exited == {(1, name(1, 499))}
 
 
-def test_exits_that_are_named_again_are_no_news() -> None:
-    job = Script(total=2)
+def test_exits_that_are_named_again_are_no_news(job: Script) -> None:
     job.first(0)
     job.runs({1: 2}, [(1, 0), (1, 1)])
     before = job.s
@@ -135,8 +140,7 @@ def test_exits_that_are_named_again_are_no_news() -> None:
     assert job.s == before, "patience with those who may come back starts with news only"
 
 
-def test_exits_of_members_are_kept_while_their_epoch_is_remembered() -> None:
-    job = Script(total=2)
+def test_exits_of_members_are_kept_while_their_epoch_is_remembered(job: Script) -> None:
     job.first(0, 1)
     job.runs({1: 5}, [(1, 4)])
     assert (1, name(1, 0)) in job.s.exited, "a later life has exited, so the member has"
@@ -155,15 +159,13 @@ def test_the_exits_of_a_run_that_nobody_names_are_forgotten() -> None:
         assert len(job.s.exited) == 1
 
 
-def test_a_supervisor_says_nothing_about_the_replicas_of_another_one() -> None:
-    job = Script(total=2)
+def test_a_supervisor_says_nothing_about_the_replicas_of_another_one(job: Script) -> None:
     job.runs({0: None}, [(0, 3)])
     job.runs({1: None}, [(1, 0)])
     assert job.s.exited == {(0, name(0, 3)), (1, name(1, 0))}
 
 
-def test_a_forgotten_incarnation_that_asks_is_refused() -> None:
-    job = Script(total=2)
+def test_a_forgotten_incarnation_that_asks_is_refused(job: Script) -> None:
     job.first(0)
     for life in range(5):
         job.runs({1: life + 1}, [(1, life)])
@@ -178,9 +180,8 @@ def test_a_forgotten_incarnation_that_asks_is_refused() -> None:
     assert isinstance(job.ask(1, START, life=2).answers[1], Refused), "nothing but the newest exit is known"
 
 
-def test_one_of_a_forgotten_run_can_bring_nothing_back() -> None:
+def test_one_of_a_forgotten_run_can_bring_nothing_back(job: Script) -> None:
     """It was admitted before the incarnation of the new run, so it is refused, and changes nothing."""
-    job = Script(total=2)
     job.first(0, 1)
     stale = record(START, 1)
     job.runs({1: None}, [(1, 0)])
@@ -213,8 +214,7 @@ def test_epochs_without_a_commit_do_not_pile_up() -> None:
     assert job.s.epoch == 2000
 
 
-def test_a_bad_link_makes_no_table_grow() -> None:
-    job = Script(total=2)
+def test_a_bad_link_makes_no_table_grow(job: Script) -> None:
     job.first(0, 1)
     for _ in range(500):
         for r in (0, 1):

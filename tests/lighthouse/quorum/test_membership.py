@@ -21,8 +21,12 @@ def roles(grant):
 # The first epoch.
 
 
-def test_the_first_epoch_waits_for_every_replica_not_known_to_be_down():
-    job = Script()
+@pytest.fixture
+def job() -> Script:
+    return Script()
+
+
+def test_the_first_epoch_waits_for_every_replica_not_known_to_be_down(job: Script):
     assert not job.ask(0).answers
     assert job.ask(1).notes == {"Waiting": "waiting for replica 2"}
     assert not job.wait(HOUR).answers
@@ -32,8 +36,7 @@ def test_the_first_epoch_waits_for_every_replica_not_known_to_be_down():
     assert (out.grant(0).epoch, out.grant(0).base) == (1, START)
 
 
-def test_a_replica_known_to_be_down_or_lost_is_not_waited_for():
-    job = Script()
+def test_a_replica_known_to_be_down_or_lost_is_not_waited_for(job: Script):
     job.ask(0)
     assert not job.runs({1: None}).answers
     assert job.runs({2: None}, lost=[2]).grant(0).ring == (0,)
@@ -59,8 +62,7 @@ def test_an_ask_that_was_withdrawn_does_not_count():
 # A membership that works.
 
 
-def test_steady_state_answers_continue_at_once():
-    job = Script()
+def test_steady_state_answers_continue_at_once(job: Script):
     grant = job.first(0, 1, 2)
     for step in range(1, 5):
         for r in range(3):
@@ -70,8 +72,7 @@ def test_steady_state_answers_continue_at_once():
     assert job.s.head == at(1, 4)
 
 
-def test_a_joiner_waits_for_the_next_step_and_enters_behind():
-    job = Script()
+def test_a_joiner_waits_for_the_next_step_and_enters_behind(job: Script):
     job.first(0, 1)
     assert isinstance(job.ask(0, at(1, 1), epoch=1).answers[0], Continue)
     assert not job.ask(2).answers
@@ -83,8 +84,7 @@ def test_a_joiner_waits_for_the_next_step_and_enters_behind():
     assert job.ask(1, at(1, 2), epoch=1).grant(1) == out.grant(0)
 
 
-def test_a_replica_that_caught_up_contributes_from_the_next_step():
-    job = Script()
+def test_a_replica_that_caught_up_contributes_from_the_next_step(job: Script):
     job.first(0, 1)
     job.ask(2)
     assert roles(job.ask(0, at(1, 1), epoch=1).grant(0))[2] == "behind"
@@ -94,8 +94,7 @@ def test_a_replica_that_caught_up_contributes_from_the_next_step():
     assert out.notes["EpochGranted"].startswith("caught up: replica 2")
 
 
-def test_who_needs_a_newer_base_gets_one_at_the_next_step_without_a_break():
-    job = Script()
+def test_who_needs_a_newer_base_gets_one_at_the_next_step_without_a_break(job: Script):
     job.first(0, 1)
     job.ask(2)
     job.ask(0, at(1, 1), epoch=1)
@@ -110,8 +109,7 @@ def test_who_needs_a_newer_base_gets_one_at_the_next_step_without_a_break():
     assert job.ask(2, START, epoch=2, step=4, lagging=(2,), doubt=at(2, 3)).grant(2) == out.grant(1)
 
 
-def test_two_states_under_one_name_and_no_majority_halt_the_job_for_all():
-    job = Script()
+def test_two_states_under_one_name_and_no_majority_halt_the_job_for_all(job: Script):
     job.first(0, 1)
     job.ask(1, at(1, 3), epoch=1, after=1)
     out = job.ask(0, at(1, 3), epoch=1, after=1, diverged=(0, 1))
@@ -166,16 +164,14 @@ def test_without_a_checkpoint_states_that_differ_halt_the_job():
     assert all(isinstance(out.answers[r], Refused) for r in (0, 1))
 
 
-def test_a_lost_answer_is_given_again():
-    job = Script()
+def test_a_lost_answer_is_given_again(job: Script):
     grant = job.first(0, 1, 2)
     assert job.ask(1).grant(1) == grant
     job.ask(0, at(1, 1), epoch=1)
     assert job.ask(0, at(1, 1), epoch=1).answers == {0: Continue(1, 2)}
 
 
-def test_who_leaves_on_purpose_is_gone_at_the_next_step_without_a_break():
-    job = Script()
+def test_who_leaves_on_purpose_is_gone_at_the_next_step_without_a_break(job: Script):
     job.first(0, 1, 2)
     out = job.ask(0, at(1, 1), epoch=1, leaving=(2,))
     assert out.grant(0).ring == (0, 1)
@@ -185,8 +181,7 @@ def test_who_leaves_on_purpose_is_gone_at_the_next_step_without_a_break():
 # A ring that broke.
 
 
-def test_a_known_exit_shrinks_the_membership_at_once():
-    job = Script()
+def test_a_known_exit_shrinks_the_membership_at_once(job: Script):
     job.first(0, 1, 2)
     job.runs({2: None}, exited=[(2, 0)])
     assert not job.ask(0, epoch=1, after=1).answers
@@ -239,9 +234,8 @@ def test_a_suspect_that_asks_within_its_grace_loses_nothing():
     assert "ReplicaExcluded" not in out.notes
 
 
-def test_exclusion_is_not_death():
+def test_exclusion_is_not_death(job: Script):
     """Counter-example 3: the excluded one may have committed; without it the others cannot start over."""
-    job = Script()
     job.first(0, 1, 2)
     job.ask(0, epoch=1, after=1)
     job.ask(1, epoch=1, after=1)
@@ -265,8 +259,7 @@ def test_who_blocks_a_round_is_evicted():
     assert job.wait(0.2).evicted == [name(0)]
 
 
-def test_an_excluded_member_alone_never_splits_the_job():
-    job = Script()
+def test_an_excluded_member_alone_never_splits_the_job(job: Script):
     job.first(0, 1, 2)
     job.ask(0, epoch=1, after=1)
     job.ask(1, epoch=1, after=1)
@@ -466,8 +459,7 @@ def test_an_empty_store_waits_for_those_that_may_bring_committed_steps():
     assert roles(grant) == {0: "behind", 1: "contribute"}
 
 
-def test_what_is_known_never_to_be_committed_is_not_waited_for():
-    job = Script()
+def test_what_is_known_never_to_be_committed_is_not_waited_for(job: Script):
     job.first(0, 1, 2)
     job.runs({2: None}, exited=[(2, 0)])
     job.ask(0, epoch=1, after=1, doubt=at(1, 1))
@@ -480,9 +472,8 @@ def test_what_is_known_never_to_be_committed_is_not_waited_for():
 
 
 @pytest.mark.parametrize("epoch", [5, 0], ids=["of a later epoch", "started again"])
-def test_a_joiner_that_holds_more_than_the_ring_breaks_it(epoch):
+def test_a_joiner_that_holds_more_than_the_ring_breaks_it(job: Script, epoch):
     """Counter-example 6: who is ahead of a grant is never behind under it."""
-    job = Script()
     job.first(0, 1)
     job.ask(2, at(5, 3), epoch=epoch)
     assert not job.ask(0, at(1, 1), epoch=1).answers
@@ -495,8 +486,7 @@ def test_a_joiner_that_holds_more_than_the_ring_breaks_it(epoch):
 # Incarnations.
 
 
-def test_an_old_incarnation_is_fenced():
-    job = Script()
+def test_an_old_incarnation_is_fenced(job: Script):
     job.first(0, 1, 2)
     job.runs({0: 1})
     answer = job.ask(0, at(1, 1), epoch=1).answers[0]
@@ -505,15 +495,13 @@ def test_an_old_incarnation_is_fenced():
     assert answer.reason.startswith("fenced")
 
 
-def test_an_exited_incarnation_is_refused():
-    job = Script()
+def test_an_exited_incarnation_is_refused(job: Script):
     job.first(0, 1, 2)
     job.runs({0: None}, exited=[(0, 0)])
     assert isinstance(job.ask(0, epoch=1).answers[0], Refused)
 
 
-def test_the_exit_of_a_replica_closes_its_ask():
-    job = Script()
+def test_the_exit_of_a_replica_closes_its_ask(job: Script):
     job.ask(0)
     job.runs({0: None}, exited=[(0, 0)])
     assert job.s.views[0].ask is None
@@ -573,8 +561,7 @@ def test_the_end_waits_no_longer_than_its_deadline_and_not_for_the_lost():
 # A lighthouse that comes back.
 
 
-def test_epochs_go_on_after_a_restart_with_the_store():
-    job = Script()
+def test_epochs_go_on_after_a_restart_with_the_store(job: Script):
     job.first(0, 1, 2)
     rows = MemoryStore()
     rows.load(job.s.policy)
