@@ -130,7 +130,7 @@ def describe(name: str, ranks: int) -> str:
         return name
     if not torch.cuda.is_available():
         why = "no driver shows one" if torch.version.cuda else f"torch {torch.__version__} is built without CUDA"
-        raise ConfigError("train.device", name, f"cpu, for there is no GPU here ({why})")
+        raise ConfigError("train.device", name, f"cpu: this machine has no GPU ({why})")
     if importlib.util.find_spec("triton") is None:
         raise ConfigError("train.device", name, "cpu, or install triton, which FTAR needs on a GPU")
     count = torch.cuda.device_count()

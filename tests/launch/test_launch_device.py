@@ -24,12 +24,12 @@ def test_up_on_a_gpu_that_is_not_there_is_refused_in_one_line(
     assert main(["up", GPU]) == 64
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 1
-    assert "train.device: got 'cuda'; allowed: cpu, for there is no GPU here" in lines[0]
+    assert "train.device: got 'cuda'; allowed: cpu: this machine has no GPU" in lines[0]
     assert not list(tmp_path.iterdir())
 
 
 def test_the_doctor_says_that_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result, "CHILD_S", 60.0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(Bad, match=r"train.device: got 'cuda'; allowed: cpu, for there is no GPU here"):
+    with pytest.raises(Bad, match=r"train.device: got 'cuda'; allowed: cpu: this machine has no GPU"):
         gpu.device(Subject(load(Path(GPU))))

@@ -59,7 +59,7 @@ def test_a_machine_that_cannot_is_refused_in_one_line(gpus: list[Any], monkeypat
     with pytest.raises(ConfigError, match="install triton"):
         identity.describe("cuda", 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"train\.device: got 'cuda'; allowed: cpu, for there is no GPU here"):
+    with pytest.raises(ConfigError, match=r"train\.device: got 'cuda'; allowed: cpu: this machine has no GPU"):
         identity.choose("cuda", 0)
     assert gpus == []
 
