@@ -20,7 +20,6 @@ from ft_hsdp.core import state_id
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.mounts import Mount
 from lighthouse import __main__ as program
-from lighthouse import store
 from lighthouse import store as stores
 from lighthouse.ha.election import Election, EtcdStore
 from lighthouse.ha.etcd import Etcd
@@ -543,10 +542,10 @@ def test_a_network_file_system_is_no_place_for_the_store(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, refused: bool
 ) -> None:
     """Two lighthouses on two machines could both have its lock."""
-    monkeypatch.setattr(store, "mount_of", lambda path: Mount(tmp_path, kind, ()))
+    monkeypatch.setattr(stores, "mount_of", lambda path: Mount(tmp_path, kind, ()))
     if refused:
         with pytest.raises(ConfigError, match=rf"{kind}, where locks may fail\), or lighthouse\.etcd"):
-            store.SqliteStore(tmp_path / "store.sqlite")
+            SqliteStore(tmp_path / "store.sqlite")
         assert not (tmp_path / "store.sqlite").exists()
     else:
-        store.SqliteStore(tmp_path / "store.sqlite").close()
+        SqliteStore(tmp_path / "store.sqlite").close()

@@ -21,8 +21,7 @@ from uvicorn.server import ServerState
 
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.secret import TOKEN_VARIABLE
-from lighthouse.http import access as auth
-from lighthouse.http import connections
+from lighthouse.http import access, connections
 from lighthouse.http.access import (
     ADDRESSES,
     ADMIN_VARIABLE,
@@ -191,7 +190,7 @@ def test_a_file_that_cannot_be_used_is_one_line_that_does_not_show_it(files, con
 def test_the_files_are_looked_at_once_a_second(files, monkeypatch):
     keys = Keys.read(files / "token", files / "admin_token")
     looks = []
-    monkeypatch.setattr(auth.os, "stat", lambda path, real=os.stat: looks.append(path) or real(path))
+    monkeypatch.setattr(access.os, "stat", lambda path, real=os.stat: looks.append(path) or real(path))
     for _ in range(1000):
         role(keys, TOKEN)
     assert len(looks) <= 4

@@ -11,7 +11,7 @@ import pytest
 from ft_hsdp import protocol
 from ft_hsdp.core.grant import Grant, Refused
 from ft_hsdp.protocol import SupervisorReply, Wait
-from lighthouse.http import quorum_route as bodies
+from lighthouse.http import quorum_route
 from lighthouse.http.access import MAX_BODY, Keys
 from lighthouse.http.app import create_app
 from lighthouse.quorum.state import Policy
@@ -177,7 +177,7 @@ async def test_a_large_body_is_413_while_it_streams(path):
 
 
 async def test_a_body_that_never_ends_is_408(monkeypatch):
-    monkeypatch.setattr(bodies, "BODY_S", 0.05)
+    monkeypatch.setattr(quorum_route, "BODY_S", 0.05)
 
     async def slow():
         yield b"{"

@@ -11,8 +11,7 @@ from ft_hsdp.core.grant import Grant, Member, Refused, Report
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import ProtocolViolation
 from ft_hsdp.protocol import ProcessReport
-from lighthouse.quorum import rules
-from lighthouse.quorum import transition as incarnations
+from lighthouse.quorum import rules, transition
 from lighthouse.quorum.rules import AdmittedIncarnation, Base, Epoch
 from lighthouse.quorum.state import Asked, LighthouseState, OpenRequest, Policy, ProcessesReported
 from tests.support.lighthouse.lighthouse_helpers import (
@@ -48,7 +47,7 @@ class TwoLives(Script):
         epoch = self.s.epoch
         state = at(epoch, step)
         self.ask(0, state, epoch=epoch, equal=(0, 1))
-        self.asks(NEW, state, epoch=epoch, number=incarnations.number_of(self.s, (1, NEW)))
+        self.asks(NEW, state, epoch=epoch, number=transition.number_of(self.s, (1, NEW)))
         assert self.s.grant is not None
         return self.s.grant
 
@@ -74,7 +73,7 @@ def test_a_newer_life_takes_the_place_of_the_member_that_nobody_saw_exit() -> No
 @pytest.mark.parametrize("told", [True, False], ids=["it was told its number", "it was not"])
 def test_an_old_life_that_thaws_neither_joins_nor_fences_the_member(commits: int, told: bool) -> None:
     job = TwoLives(commits)
-    number = incarnations.number_of(job.s, (1, OLD)) if told else 0
+    number = transition.number_of(job.s, (1, OLD)) if told else 0
     before = job.s
     refused = job.asks(OLD, at(1, 0), epoch=1, after=1, max_term=100, number=number).answers[1]
     assert isinstance(refused, Refused)
@@ -139,22 +138,22 @@ def test_an_older_store_learns_the_order_from_what_the_lives_were_told(first: st
         out = copied.asks(who, at(3, 2), epoch=3, max_term=100, number=mine[who])
         assert isinstance(out.answers.get(1), Refused) == (who == OLD and first == "new")
     assert copied.s.views[1].incarnation == NEW
-    assert incarnations.number_of(copied.s, (1, NEW)) == 9
+    assert transition.number_of(copied.s, (1, NEW)) == 9
     copied.says("1-cccc-0")
-    assert incarnations.number_of(copied.s, (1, "1-cccc-0")) > 9, "no number is given twice"
+    assert transition.number_of(copied.s, (1, "1-cccc-0")) > 9, "no number is given twice"
     assert job.s.lives == ()
 
 
 def test_a_lighthouse_that_starts_again_gives_no_number_that_was_given() -> None:
     store = MemoryStore()
     s = store.load(Policy(2, 9))
-    admitted = incarnations.admit(s, (1, OLD), 0.0)
+    admitted = transition.admit(s, (1, OLD), 0.0)
     assert isinstance(admitted, LighthouseState)
     lost = MemoryStore().load(Policy(2, 9))
-    later = incarnations.admit(LighthouseState.empty(Policy(2, 9), 1), (1, NEW), 0.0)
+    later = transition.admit(LighthouseState.empty(Policy(2, 9), 1), (1, NEW), 0.0)
     assert isinstance(later, LighthouseState)
     assert lost.admissions >= s.admissions > 10**12
-    assert incarnations.number_of(admitted, (1, OLD)) > s.admissions
+    assert transition.number_of(admitted, (1, OLD)) > s.admissions
 
 
 def test_what_is_remembered_of_lives_is_bounded() -> None:
@@ -162,11 +161,11 @@ def test_what_is_remembered_of_lives_is_bounded() -> None:
     for run in range(100):
         for restarts in range(3):
             assert isinstance(s, LighthouseState)
-            s = incarnations.admit(s, (1, f"1-run{run}-{restarts}"), 0.0)
+            s = transition.admit(s, (1, f"1-run{run}-{restarts}"), 0.0)
     assert isinstance(s, LighthouseState)
-    assert len(s.lives) == incarnations.REMEMBERED
-    assert incarnations.newest(s, 1) == AdmittedIncarnation(1, "1-run99-2", 300)
-    assert "of the same supervisor" in str(incarnations.admit(s, (1, "1-run99-1"), 0.0))
+    assert len(s.lives) == transition.REMEMBERED
+    assert transition.newest(s, 1) == AdmittedIncarnation(1, "1-run99-2", 300)
+    assert "of the same supervisor" in str(transition.admit(s, (1, "1-run99-1"), 0.0))
 
 
 async def test_a_member_is_told_its_number_and_reports_it() -> None:
@@ -175,7 +174,7 @@ async def test_a_member_is_told_its_number_and_reports_it() -> None:
     assert isinstance(grant, Grant)
     number = grant.members[0].number
     assert number > service.state.admissions
-    assert incarnations.number_of(service.state, (0, name(0))) == number
+    assert transition.number_of(service.state, (0, name(0))) == number
     assert TOKEN
 
 
@@ -199,7 +198,7 @@ class TwoSupervisors(Script):
 
     @property
     def owner(self) -> str:
-        lease = incarnations.lease_of(self.s, 1)
+        lease = transition.lease_of(self.s, 1)
         return lease.owner if lease is not None else ""
 
 
@@ -215,7 +214,7 @@ def test_of_two_supervisors_the_first_one_keeps_the_lease_while_it_reports() -> 
 def test_a_lease_that_ended_goes_to_the_other_supervisor_and_does_not_come_back() -> None:
     job = TwoSupervisors()
     job.tells("aaaa", OLD)
-    first = incarnations.lease_of(job.s, 1)
+    first = transition.lease_of(job.s, 1)
     job.now += 5.0
     assert "SupervisorLeased" in job.tells("bbbb").notes
     job.tells("bbbb", NEW)
