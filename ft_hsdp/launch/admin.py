@@ -1,4 +1,4 @@
-"""The operator's orders from the command line: `evict`, `drain`, `undrain`, `checkpoint`, `scale`."""
+"""`evict`, `drain`, `undrain`, `checkpoint`, `scale`: the operator's orders to the lighthouse of a job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ANSWER_S = 10.0  # longest wait for one answer
 
 
 class NotDone(FtHsdpError):
-    """The lighthouse will not carry out an order; ``exit_code`` is 75 where it may be given again later."""
+    """The lighthouse refuses an order; ``exit_code`` is 75 if a later try may succeed, otherwise 64."""
 
     def __init__(self, why: str, exit_code: int) -> None:
         super().__init__(why)
@@ -35,15 +35,26 @@ def order(
     force: bool = False,
     replicas: int | None = None,
 ) -> str:
-    """Give the lighthouse of `run` an order; what will happen, in one line.
+    """Give the lighthouse of a running job an order, and return in one line what will happen.
 
-    The token is that in the run's admin_token, or else in the environment. `replicas` is needed by scale, and
-    `replica` by all others but checkpoint; `force` is about drain and scale alone. Raises ConfigError (64) without
-    a token or with a wrong one, LighthouseUnreachable (69), and NotDone (64, or 75 where it is too early).
+    The admin's token is read from the run's admin_token, or else from the environment.
+
+    Args:
+        run: The run's directory.
+        action: The order.
+        replica: With evict, drain and undrain: the replica.
+        reason: For the job's journal.
+        force: With drain and scale: even below quorum.min_replicas.
+        replicas: With scale: the number of replicas.
+
+    Raises:
+        ConfigError: There is no token, the token is wrong, or `replicas` is too large.
+        LighthouseUnreachable: The job has no lighthouse, or it does not answer.
+        NotDone: The lighthouse refuses.
     """
     tokens = secret.read(run.admin_token, ADMIN_VARIABLE)
     if not tokens:
-        allowed = f"the token of an admin, in it or in {ADMIN_VARIABLE}"
+        allowed = f"a file with the admin's token; or the token in {ADMIN_VARIABLE}"
         raise ConfigError("admin_token", str(run.admin_token), allowed)
     urls = urls_of_run(read_json(run.lighthouse))
     if not urls:
@@ -69,7 +80,7 @@ def order(
 async def _post(
     urls: tuple[str, ...], token: str, path: str, body: bytes, context: ssl.SSLContext | None
 ) -> tuple[int, str]:
-    """The status of the answer, and its one line."""
+    """Post an order, and return the status of the answer and its text as one line."""
     async with http_client(token, ANSWER_S, context) as client:
         response = await Lighthouses(urls, client).post(path, body)
     try:

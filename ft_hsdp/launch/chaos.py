@@ -1,4 +1,4 @@
-"""Failures on purpose: which one is due is decided by pure code; `inflict` carries it out."""
+"""Injected failures: pure code that decides which one is due, and describes it. `injection` carries it out."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ from ft_hsdp.config import ChaosConfig
 
 @dataclass(frozen=True, slots=True)
 class Injection:
-    """One failure that is due. It ends after `for_s` seconds; with 0 it lasts until the job ends.
+    """One failure that is due; fields without a comment are as in `ChaosConfig`."""
 
-    replica, rank: who is hit, where the kind hits a replica (rank None: all of its ranks, or those on `host`); the
-    other fields as in `ChaosConfig`.
-    """
-
-    replica: int | None
-    rank: int | None
+    replica: int | None  # None if the kind does not hit a replica
+    rank: int | None  # None: all ranks of the replica, or those on `host`
     signal: str = "KILL"
     down_steps: int = 0
-    for_s: float = 0.0
-    reason: str = "chaos by hand"
+    for_s: float = 0.0  # it is lifted after so many seconds; 0: at the end of the job
+    reason: str = "chaos by hand"  # of its event
     kind: str = "signal"
     target: str | None = None
     edge: tuple[int | str, ...] | None = None
@@ -33,13 +29,13 @@ class Injection:
     host: str | None = None
 
     @property
-    def named(self) -> str:
-        """What the events call it: SIGKILL, disk_full."""
+    def event_kind(self) -> str:
+        """Return the kind in its event: SIGKILL, disk_full."""
         return f"SIG{self.signal}" if self.kind == "signal" else self.kind
 
     @property
-    def whom(self) -> str:
-        """Who is hit, in words."""
+    def victim(self) -> str:
+        """Return in words which processes are hit."""
         if self.edge is not None:
             one, other = (e if isinstance(e, str) else f"replica {e}" for e in self.edge)
             return f"{one} and {other}".replace(fault_injection.LIGHTHOUSE, "the lighthouse")
@@ -50,55 +46,77 @@ class Injection:
         return f"replica {self.replica}" + ("" if self.rank is None else f" rank {self.rank}")
 
 
-def words(injection: Injection) -> str:
-    """What happens, as one clause."""
-    i, whom = injection, injection.whom
+def in_words(injection: Injection) -> str:
+    """Return what happens, as one clause."""
+    i, victim = injection, injection.victim
     clause = {
-        "signal": f"{whom} gets SIG{i.signal}",
-        "helper": f"{whom} gets SIG{i.signal}",
-        "disk_full": f"the disk of {whom} is full",
-        "slow_disk": f"each write of {whom} takes {i.delay_s:g} s",
-        "descriptors": f"{whom} gets no more file descriptors",
-        "memory": f"{whom} gets no more memory",
-        "partition": f"nothing passes between {whom}" + (", connections are refused" if i.reject else ""),
-        "garbage": f"strangers send garbage to {whom}",
+        "signal": f"{victim} gets SIG{i.signal}",
+        "helper": f"{victim} gets SIG{i.signal}",
+        "disk_full": f"the disk of {victim} is full",
+        "slow_disk": f"each write of {victim} takes {i.delay_s:g} s",
+        "descriptors": f"{victim} gets no more file descriptors",
+        "memory": f"{victim} gets no more memory",
+        "partition": f"nothing passes between {victim}" + (", connections are refused" if i.reject else ""),
+        "garbage": f"strangers send garbage to {victim}",
         "flip": f"a byte of a snapshot of replica {i.replica} flips",
-        "clock": f"the wall clock of {whom} jumps by {i.by_s:g} s",
+        "clock": f"the wall clock of {victim} jumps by {i.by_s:g} s",
     }[i.kind]
     return clause + (f" for {i.for_s:g} s" if i.for_s > 0 else "")
 
 
-def one_rank(config: ChaosConfig) -> bool:
-    """Whether it hits one rank of a replica."""
-    return config.kind in ("signal", "descriptors", "memory", "garbage") and config.host is None
+def injection_of(config: ChaosConfig, replica: int | None, any_rank: int, reason: str) -> Injection:
+    """Return the injection that a rule asks for.
+
+    Args:
+        config: The rule.
+        replica: The replica that it hits now; None if the kind does not hit a replica.
+        any_rank: The rank that is hit if the kind hits one rank, and the rule names none.
+        reason: Of the event.
+    """
+    c, rank = config, config.rank
+    if rank is None and c.host is None and c.kind in ("signal", "descriptors", "memory", "garbage"):
+        rank = any_rank
+    made = Injection(replica, rank, c.signal, c.down_steps, c.for_s, reason, c.kind, c.target, c.edge)
+    return replace(made, by_s=c.by_s, delay_s=c.delay_s, reject=c.reject, host=c.host)
 
 
 @dataclass(slots=True)
 class _Rule:
-    """A rule of the configuration and what of it is still to come."""
+    """A rule of the configuration, and which of its failures are still to come."""
 
     config: ChaosConfig
     random: random.Random
-    waiting: list[int | None] = field(default_factory=list)  # once: replicas that were not hit yet
-    next_t: float | None = None  # rate_per_min: when the next one is due
+    waiting: list[int | None] = field(default_factory=list)  # of a rule that hits once: replicas that it must hit
+    next_t: float | None = None  # of a rule with a rate: when the next failure is due
 
 
 class Planner:
-    """Decides which injections are due. Deterministic: equal calls give equal answers."""
+    """Decides which injections are due. It is deterministic: equal calls give equal answers."""
 
     def __init__(self, rules: Sequence[ChaosConfig], ranks: int, slots: int = 64) -> None:
+        """Make the plan.
+
+        Args:
+            rules: `chaos` of the configuration.
+            ranks: Number of ranks of a replica.
+            slots: The largest number of replicas.
+        """
         self._ranks = ranks
         self._slots = slots
-        self._began: float | None = None  # when the first step was seen to be committed
+        self._began: float | None = None  # time of the first call with a committed step
         self._rules = [_Rule(rule, random.Random(f"{rule.seed}/{n}")) for n, rule in enumerate(rules)]
         for rule in self._rules:
             rule.waiting = self._victims(rule.config) if rule.config.rate_per_min is None else []
 
     def due(self, committed: int, now: float, running: Collection[int]) -> list[Injection]:
-        """The injections to make at time `now` (seconds, any origin), with `committed` steps committed.
+        """Return the injections to make now. `at_s` and rates count from the first committed step.
 
-        A replica that does not run cannot be hit: a rule that hits once waits for it, one with a rate passes it
-        over. The clock of `at_s` and of a rate starts with the first committed step.
+        A replica that does not run cannot be hit: a rule that hits once waits for it, a rule with a rate skips it.
+
+        Args:
+            committed: The newest committed step.
+            now: Time in seconds, from any origin.
+            running: The replicas that run.
         """
         if self._began is None and committed > 0:
             self._began = now
@@ -115,7 +133,7 @@ class Planner:
         return found
 
     def _victims(self, config: ChaosConfig) -> list[int | None]:
-        """The replicas that a rule may hit; one None where it hits none in particular."""
+        """Return the replicas that a rule may hit; [None] if its kind does not hit a replica."""
         if config.replicas:
             return list(config.replicas)
         return [None] if config.host is None else list(range(self._slots))
@@ -125,8 +143,7 @@ class Planner:
             return []
         hit = [replica for replica in rule.waiting if replica is None or replica in running]
         rule.waiting = [] if rule.config.host else [replica for replica in rule.waiting if replica not in hit]
-        rank = rule.config.rank if rule.config.rank is not None or not one_rank(rule.config) else 0
-        return [self._injection(rule, replica, rank, f"chaos at {when}") for replica in hit]
+        return [injection_of(rule.config, replica, 0, f"chaos at {when}") for replica in hit]
 
     def _at_rate(self, rule: _Rule, now: float, running: Collection[int]) -> list[Injection]:
         rate = rule.config.rate_per_min
@@ -137,14 +154,7 @@ class Planner:
         while rule.next_t <= now:
             rule.next_t += rule.random.expovariate(rate / 60)
             replica = rule.random.choice(self._victims(rule.config))
-            drawn: int | None = rule.random.randrange(self._ranks)
-            if rule.config.rank is not None or not one_rank(rule.config):
-                drawn = rule.config.rank
+            rank = rule.random.randrange(self._ranks)
             if (replica is None or replica in running) and all(i.replica != replica for i in found):
-                found.append(self._injection(rule, replica, drawn, f"chaos at {rate:g} a minute"))
+                found.append(injection_of(rule.config, replica, rank, f"chaos at {rate:g} a minute"))
         return found
-
-    def _injection(self, rule: _Rule, replica: int | None, rank: int | None, reason: str) -> Injection:
-        c = rule.config
-        made = Injection(replica, rank, c.signal, c.down_steps, c.for_s, reason, c.kind, c.target, c.edge)
-        return replace(made, by_s=c.by_s, delay_s=c.delay_s, reject=c.reject, host=c.host)

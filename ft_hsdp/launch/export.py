@@ -1,6 +1,6 @@
-"""Export: the parameters of a checkpoint as a Hugging Face Llama, in safetensors.
+"""`export`: the parameters of a checkpoint as a Hugging Face Llama, in safetensors.
 
-Only names change: queries and keys are turned by the same pairs (i, i + head_dim / 2) as there.
+Only the names change: both models rotate queries and keys in the same pairs (i, i + head_dim / 2).
 """
 
 from __future__ import annotations
@@ -39,21 +39,25 @@ _BLOCK = {
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written: the step, the number of parameters, the newer checkpoints that were passed over."""
+    """What was written."""
 
     step: int
-    parameters: int
-    out: str
-    skipped: tuple[catalog.SkippedCheckpoint, ...]
+    parameters: int  # number of scalars
+    out: str  # folder
+    skipped: tuple[catalog.SkippedCheckpoint, ...]  # newer checkpoints that are not valid
 
 
 def export(folder: Path, out: Path, step: int | None, key: bytes | None) -> Exported:
-    """Write the newest valid checkpoint in ``folder``, or that of ``step``, into the new folder ``out``.
+    """Write the model of a checkpoint into a new folder.
 
-    ``key`` is what it has to be signed with; None: any is trusted.
+    Args:
+        folder: The folder of checkpoints.
+        out: The new folder, or an empty one.
+        step: The step of the checkpoint; None: the newest valid one.
+        key: The key with which it must be signed; None: any checkpoint is trusted.
 
     Raises:
-        ConfigError: there is no such checkpoint, it is of another model, or ``out`` cannot be written.
+        ConfigError: There is no such checkpoint, it is of another model, or ``out`` cannot be written.
     """
     try:
         found = catalog.newest(folder, key, step)
@@ -87,18 +91,18 @@ def export(folder: Path, out: Path, step: int | None, key: bytes | None) -> Expo
 
 
 def _nothing(folder: Path, step: int | None, skipped: tuple[catalog.SkippedCheckpoint, ...]) -> ConfigError:
-    """Why there is nothing to export."""
-    said = "; ".join(f"{each.name}: {each.reason}" for each in skipped)
+    """Return the error that tells why there is nothing to export."""
+    reasons = "; ".join(f"{each.name}: {each.reason}" for each in skipped)
     steps = sorted({int(path.name.split("-")[1]) for path in catalog.published(folder)})
     if step is not None and step not in steps and steps:
         return ConfigError("--step", step, ", ".join(map(str, steps)))
     return ConfigError(
-        "CHECKPOINT_DIR", str(folder), f"a folder with a valid checkpoint ({said or 'it has none'})"
+        "CHECKPOINT_DIR", str(folder), f"a folder with a valid checkpoint ({reasons or 'it has none'})"
     )
 
 
 def _llama(checkpoint: Checkpoint) -> tuple[dict[str, Stored], dict[str, Any]]:
-    """The parameters by their Hugging Face names, and the model's config.json."""
+    """Return the parameters by their Hugging Face names, and the model's config.json."""
     manifest = checkpoint.manifest
     params = {tensor.name: tensor for tensor in manifest.tensors if tensor.kind == "param"}
     names = {"embed": "model.embed_tokens", "output.norm": "model.norm", "output.head": "lm_head"}

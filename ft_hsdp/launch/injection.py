@@ -1,7 +1,7 @@
-"""Injection: carries out one failure on the processes that a run has on this machine, and lifts it again.
+"""Injects one failure into the processes that a run has on this machine, and lifts it again.
 
-Pids come from the run's own files, or are those of helpers that print into its folder. Each is checked to belong
-to the run before it is touched.
+Pids come from the run's files, or are those of helper processes that log into its folder. Each process is checked
+to belong to the run before it is touched.
 """
 
 from __future__ import annotations
@@ -29,38 +29,46 @@ from ft_hsdp import fault_injection
 from ft_hsdp.config import ChaosConfig, load
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import LineWriter
-from ft_hsdp.launch.chaos import Injection, one_rank, words
+from ft_hsdp.launch.chaos import Injection, in_words, injection_of
 from ft_hsdp.launch.run.directory import Row, RunDir, alive, read_json, write_json
 
 SIGNALS = {"KILL": signal.SIGKILL, "STOP": signal.SIGSTOP, "TERM": signal.SIGTERM, "CONT": signal.SIGCONT}
-ROOM = 16 << 20  # bytes of address space that a process may still take
-STRANGERS_PER_S = 50
-STRANGERS = 16  # connections of strangers at once
+ROOM = 16 << 20  # bytes of address space that kind memory leaves to a process
+STRANGERS_PER_S = 50  # connections that kind garbage opens in a second
+STRANGERS = 16  # and that are open at once
 MODULES = {"fork_server": "ft_hsdp.launch.backend.zygote", "agent": "ft_hsdp.state.agent.server"}
 
 Lift = Callable[[], None]
+"""Ends a failure."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inflicted:
-    """A failure that was injected: its event, and what ends it (None: nothing does)."""
+    """A failure that was injected."""
 
     event: Row
-    lift: Lift | None
+    lift: Lift | None  # None: the failure cannot be ended
 
     def lifted(self, reason: str) -> Row:
-        """End it; the event that says so."""
+        """End the failure and return the event that reports it."""
         if self.lift is not None:
             self.lift()
         return {**self.event, "t": time.time(), "event": "FailureLifted", "reason": reason}
 
 
-def injection_event(injection: Injection, pid: int | None, lives: list[str], now: float) -> Row:
-    """The event that says that `injection` was made. lives: the incarnations that it hits."""
+def injection_event(injection: Injection, pid: int | None, incarnations: list[str], now: float) -> Row:
+    """Return the event that reports an injection.
+
+    Args:
+        injection: The injection.
+        pid: Of the process that it hits, if it hits one.
+        incarnations: The names of the incarnations that it hits.
+        now: Unix time.
+    """
     reason = injection.reason
     if injection.kind != "signal":
-        reason = f"{words(injection)}: {reason}"
-    one = lives[0] if injection.replica is not None and lives else None
+        reason = f"{in_words(injection)}: {reason}"
+    one = incarnations[0] if injection.replica is not None and incarnations else None
     return {
         "t": now,
         "event": "FailureInjected",
@@ -68,16 +76,21 @@ def injection_event(injection: Injection, pid: int | None, lives: list[str], now
         "replica": injection.replica,
         "rank": injection.rank,
         "incarnation": one,
-        "kind": injection.named,
+        "kind": injection.event_kind,
         "pid": pid,
         "for_s": injection.for_s,
-        **({} if injection.kind == "signal" else {"target": injection.whom, "lives": lives}),
+        **({} if injection.kind == "signal" else {"target": injection.victim, "lives": incarnations}),
         "reason": reason,
     }
 
 
 def inflict(run: RunDir, injection: Injection) -> Inflicted:
-    """Carry out ``injection`` on this machine. Raises ConfigError if it has no target here."""
+    """Inject a failure on this machine.
+
+    Raises:
+        ConfigError: The process that it should hit does not run here.
+        OSError: The kernel refuses.
+    """
     i = injection
     pid: int | None = None
     lift: Lift | None = None
@@ -93,24 +106,24 @@ def inflict(run: RunDir, injection: Injection) -> Inflicted:
             send(pid, i.signal)
     else:
         assert i.replica is not None
-        pid, _ = victim(run, i.replica, i.rank or 0)
+        pid, _ = rank_process(run, i.replica, i.rank or 0)
         if i.kind == "signal":
             send(pid, i.signal)
             lift = (lambda: _continue(pid)) if i.signal == "STOP" else None
         else:
             lift = {"descriptors": _descriptors, "memory": _memory, "garbage": _garbage}[i.kind](pid)
-    return Inflicted(injection_event(i, pid, _lives(run, i), now), lift)
+    return Inflicted(injection_event(i, pid, _incarnations(run, i), now), lift)
 
 
-def _lives(run: RunDir, injection: Injection) -> list[str]:
-    """The incarnations that an injection hits, as far as the run's files tell."""
+def _incarnations(run: RunDir, injection: Injection) -> list[str]:
+    """Return the incarnations that an injection hits, by the run's files."""
     hit = [injection.replica] if injection.edge is None else list(injection.edge)
     listed = [read_json(run.processes(replica)) for replica in hit if isinstance(replica, int)]
     return [str(one["incarnation"]) for one in listed if isinstance(one, dict)]
 
 
 def send(pid: int, name: str) -> bool:
-    """Send signal `name` to `pid`; False where the process is gone."""
+    """Send signal `name` to `pid`; return False if there is no such process."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, SIGNALS[name])
         return True
@@ -122,17 +135,18 @@ def _continue(pid: int) -> None:
 
 
 def _stopped(pid: int, injection: Injection) -> Lift:
-    """Return what ends the stop of a helper; a supervisor that stops itself is continued by another process."""
+    """Return what continues a stopped helper; another process does it for a supervisor that stops itself."""
     if pid == os.getpid():
         command = ["sh", "-c", f"sleep {injection.for_s:g}; kill -CONT {pid}"]
         subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     return lambda: _continue(pid)
 
 
-def victim(run: RunDir, replica: int, rank: int) -> tuple[int, str]:
-    """Pid and incarnation of a rank of a running job: only a pid that the run's own files list.
+def rank_process(run: RunDir, replica: int, rank: int) -> tuple[int, str]:
+    """Return pid and incarnation of a rank of a running job, by the run's files.
 
-    Raises ConfigError where there is no such rank, it does not run, or its pid belongs to another process.
+    Raises:
+        ConfigError: There is no such rank, it does not run, or its pid belongs to another process.
     """
     listed = read_json(run.processes(replica))
     if not isinstance(listed, dict):
@@ -149,7 +163,11 @@ def victim(run: RunDir, replica: int, rank: int) -> tuple[int, str]:
 
 
 def helper(run: RunDir, target: str, replica: int | None) -> int:
-    """Pid of a helper of a running job. Raises ConfigError where it does not run."""
+    """Return the pid of a helper process of a running job.
+
+    Raises:
+        ConfigError: It does not run on this machine.
+    """
     if target in ("supervisor", "lighthouse"):
         named = read_json(run.supervisor if target == "supervisor" else run.lighthouse)
         if alive(named):
@@ -162,7 +180,7 @@ def helper(run: RunDir, target: str, replica: int | None) -> int:
 
 
 def _is_helper(process: psutil.Process, run: RunDir, module: str, replica: int | None) -> bool:
-    """Whether a process runs `module`, for this replica if one is given, and prints into this run's folder."""
+    """Return whether a process runs `module`, for the given replica if any, and logs into this run's folder."""
     try:
         line = process.cmdline()
         if module not in line or (replica is not None and _after(line, "--replica") != str(replica)):
@@ -170,7 +188,7 @@ def _is_helper(process: psutil.Process, run: RunDir, module: str, replica: int |
         if process.status() == psutil.STATUS_ZOMBIE:
             return False
         log = Path(os.readlink(f"/proc/{process.pid}/fd/2"))
-        # Ranks have the fork server's command; they print into a folder of their replica, or of the spares.
+        # Ranks have the fork server's command line; they log into a folder of their replica, or of the spares.
         return log.parent == run.path.resolve() if replica is None else log.is_relative_to(run.path.resolve())
     except (psutil.Error, OSError):
         return False
@@ -181,7 +199,7 @@ def _after(line: list[str], option: str) -> str | None:
 
 
 def _belongs(pid: int, run: RunDir) -> bool:
-    """Whether the process, or its parent, was started for `run`."""
+    """Return whether the process, or its parent, was started for `run`."""
     try:
         process = psutil.Process(pid)
         above = process.parent()
@@ -192,7 +210,7 @@ def _belongs(pid: int, run: RunDir) -> bool:
 
 
 def _ordered(run: RunDir, injection: Injection) -> Lift:
-    """Tell the processes that are hit to carry it out themselves."""
+    """Order the processes that are hit to inject the failure into themselves, by a file that they read."""
     i = injection
     until = time.monotonic() + i.for_s if i.for_s > 0 else None
     supervisor = i.target == fault_injection.SUPERVISOR
@@ -205,13 +223,13 @@ def _ordered(run: RunDir, injection: Injection) -> Lift:
 
 
 def _descriptors(pid: int) -> Lift:
-    """Leave `pid` without a free descriptor: its limit becomes the lowest number that it has free."""
+    """Leave `pid` without a free descriptor: its limit becomes its lowest free number."""
     used = {int(name) for name in os.listdir(f"/proc/{pid}/fd")}
     return _limited(pid, resource.RLIMIT_NOFILE, next(n for n in itertools.count() if n not in used))
 
 
 def _memory(pid: int) -> Lift:
-    """Leave `pid` with ROOM of address space."""
+    """Leave `pid` with `ROOM` bytes of address space."""
     return _limited(pid, resource.RLIMIT_AS, psutil.Process(pid).memory_info().vms + ROOM)
 
 
@@ -227,7 +245,7 @@ def _limited(pid: int, what: int, soft: int) -> Lift:
 
 
 def _flip(pid: int) -> None:
-    """Flip a bit of one of the snapshots that an agent keeps. Raises ConfigError where it keeps none."""
+    """Flip a bit of a snapshot that the state agent `pid` keeps; raise ConfigError if it keeps none."""
     kept = []
     for name in os.listdir(f"/proc/{pid}/fd"):
         with contextlib.suppress(OSError):
@@ -245,7 +263,7 @@ def _flip(pid: int) -> None:
 
 
 def _garbage(pid: int) -> Lift:
-    """Have strangers call the listeners of `pid`, and say what makes no sense, until that is lifted."""
+    """Connect to the listeners of `pid` and send random bytes, from a thread of its own, until lifted."""
     over = threading.Event()
     arguments = (pid, over)
     threading.Thread(target=_strangers, args=arguments, name="chaos-garbage", daemon=True).start()
@@ -253,40 +271,47 @@ def _garbage(pid: int) -> Lift:
 
 
 def _strangers(pid: int, over: threading.Event) -> None:
-    calling: list[socket.socket] = []
-    doors: Iterator[tuple[str, int]] = iter(())
+    connections: list[socket.socket] = []
+    addresses: Iterator[tuple[str, int]] = iter(())
     with contextlib.suppress(psutil.Error):
         while not over.wait(1 / STRANGERS_PER_S):
-            door = next(doors, None)
-            if door is None:
-                doors = iter(listeners(pid))
+            address = next(addresses, None)
+            if address is None:
+                addresses = iter(listeners(pid))
                 continue
             with contextlib.suppress(OSError):
-                stranger = socket.create_connection(door, 0.5)
-                calling.append(stranger)
+                stranger = socket.create_connection(address, 0.5)
+                connections.append(stranger)
                 stranger.send(random.randbytes(random.randrange(1, 4096)), socket.MSG_DONTWAIT)
-            if len(calling) > STRANGERS:
-                calling.pop(0).close()
-    for stranger in calling:
+            if len(connections) > STRANGERS:
+                connections.pop(0).close()
+    for stranger in connections:
         stranger.close()
 
 
 def listeners(pid: int) -> list[tuple[str, int]]:
-    """Where `pid` listens for TCP. Raises psutil.Error where it is gone."""
+    """Return the addresses at which `pid` listens for TCP; raise psutil.Error if there is no such process."""
     found = psutil.Process(pid).net_connections("tcp")
     return [(str(c.laddr.ip), int(c.laddr.port)) for c in found if c.status == psutil.CONN_LISTEN]
 
 
-# By hand.
+# The command `chaos`.
 
-_OPTIONS = {"replicas": "--replica"}
+_OPTIONS = {"replicas": "--replica"}  # options whose name is not that of their key
 
 
-def described(**said: Any) -> Injection:
-    """The injection that the options of `chaos` ask for. Raises ConfigError with the option that does not fit."""
-    replica = said.pop("replica", None)
+def parse_options(**options: Any) -> Injection:
+    """Return the injection that the options of `chaos` ask for.
+
+    Args:
+        **options: Fields of `ChaosConfig`, and `replica`, an id or None.
+
+    Raises:
+        ConfigError: An option does not fit the others.
+    """
+    replica = options.pop("replica", None)
     try:
-        c = ChaosConfig(at_s=0.0, replicas=() if replica is None else (replica,), **said)
+        config = ChaosConfig(at_s=0.0, replicas=() if replica is None else (replica,), **options)
     except ValidationError as error:
         problem = error.errors(include_url=False)[0]
         ctx = problem.get("ctx", {})
@@ -294,19 +319,16 @@ def described(**said: Any) -> Injection:
         option = _OPTIONS.get(key, f"--{key.replace('_', '-')}")
         value, allowed = ctx.get("value", problem.get("input")), ctx.get("allowed", problem["msg"])
         raise ConfigError(option, value, allowed) from None
-    rank = c.rank if c.rank is not None or not one_rank(c) else 0
-    made = Injection(replica, rank, c.signal, 0, c.for_s, "chaos by hand", c.kind, c.target, c.edge)
-    return _with(made, c)
+    return injection_of(config, replica, 0, "chaos by hand")
 
 
-def _with(made: Injection, c: ChaosConfig) -> Injection:
-    return Injection(**{**asdict(made), "by_s": c.by_s, "delay_s": c.delay_s, "reject": c.reject})
+def inject_by_hand(run: RunDir, injection: Injection) -> Row:
+    """Inject a failure into a running job and return its event. Blocks until a failure with an end is lifted.
 
+    The event is written to replicas/<id>/chaos.jsonl, which the job's supervisor merges like any other log.
 
-def by_hand(run: RunDir, injection: Injection) -> Row:
-    """Injure a running job; the event that was recorded. Blocks until what has an end is lifted.
-
-    The job's supervisor merges replicas/<id>/chaos.jsonl like any other log. Raises ConfigError as `inflict` does.
+    Raises:
+        ConfigError: As `inflict`; or the job does not have debug.faults, which this kind needs.
     """
     if injection.kind in fault_injection.HOOKED and not load(run.config).takes_faults:
         allowed = "one that a process need not carry out itself, unless the job has debug.faults: true"
@@ -319,7 +341,7 @@ def by_hand(run: RunDir, injection: Injection) -> Row:
         if made.lift is not None and injection.for_s > 0:
             try:
                 time.sleep(injection.for_s)
-            finally:  # Ctrl-C must not leave it as it is
+            finally:  # after Ctrl-C too
                 log.write(made.lifted(f"{injection.for_s:g} s are over"))
         elif injection.kind == "garbage":
             with contextlib.suppress(psutil.Error):

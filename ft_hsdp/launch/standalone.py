@@ -1,4 +1,4 @@
-"""The pieces of a job, one by one: a lighthouse and replicas in shells of their own, or under torchrun."""
+"""`lighthouse` and `replica`: the processes of a job one by one, on any machines, or under torchrun."""
 
 from __future__ import annotations
 
@@ -47,36 +47,43 @@ from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.sentences import tell
 from lighthouse.store import finished
 
-INJECTIONS_S = 0.2  # between two looks at the log of failures on purpose
+INJECTIONS_S = 0.2  # between two reads of the log of injected failures
 
 
 def lighthouse(config: Config, url: str | None = None) -> int:
-    """Become the lighthouse of `config`'s job, or one of several where lighthouse.etcd elects which one leads.
+    """Replace this process by the lighthouse of a job, or by one of several if lighthouse.etcd elects the leader.
 
-    `url`: where others reach it, if that is not where it listens, such as a name of its pod. A run directory that
-    is under way is continued; a new one takes the token of the environment, if it is there.
+    The run directory of a job that has not ended is continued. A new one takes the token of the environment, if
+    there is one.
+
+    Args:
+        config: The job's configuration.
+        url: The address at which others reach it; None: where it listens.
+
+    Raises:
+        ConfigError: The job has a lighthouse here, or another configuration, or the address is not free.
     """
     run = run_of(config)
-    said = read_json(run.lighthouse)
-    if another(said) and not config.lighthouse.etcd:
-        raise ConfigError("job.name", run.name, f"a name without a lighthouse (pid {said['pid']} is one)")
+    recorded = read_json(run.lighthouse)
+    if another(recorded) and not config.lighthouse.etcd:
+        raise ConfigError("job.name", run.name, f"a name without a lighthouse (pid {recorded['pid']} is one)")
     check_port(config)
-    if _over(run) or not run.config.exists():
+    if _has_ended(run) or not run.config.exists():
         claim(run, ended=not run.supervisor.exists())
         write_job_files(run, config, os.environ.get(TOKEN_VARIABLE))
     else:
-        _same_hash(run, config)
+        _check_agreed(run, config)
         run.config.write_text(dump(config))
     where = () if url is None else ("--url", parse_urls(url, "--url")[0])
     command = [sys.executable, "-m", "lighthouse", "--run", str(run.path), *where]
     os.execve(sys.executable, command, environment())  # noqa: S606 - no shell is what we want
 
 
-def _over(run: RunDir) -> bool:
-    """Whether the job of `run` has ended, or was an `up`'s: then its folder is moved aside.
+def _has_ended(run: RunDir) -> bool:
+    """Return whether the job of a run directory has ended, or was run by `up`: then the directory is moved aside.
 
-    That is for the lighthouse's own store to say: the first final.json is written while others still train. Where
-    the store is elsewhere (lighthouse.etcd), every replica has to have its final state.
+    The lighthouse's store decides, because the first final.json is written while other replicas still train. If
+    the store is in etcd, every replica must have its final state.
     """
     if run.supervisor.exists():
         return True
@@ -88,11 +95,20 @@ def _over(run: RunDir) -> bool:
 
 
 def replica(config: Config, replica_id: int, url: str | None = None) -> int:
-    """Run one replica of `config`'s job to its end; the exit code. `url`: one, or several after commas.
+    """Run one replica of a job until it is done, and return the exit code. Blocks.
 
-    Under torchrun (RANK is set) this process is one rank of it, else it supervises all ranks. `url` with
-    FT_HSDP_TOKEN in the environment replaces lighthouse.json and token of the run directory.
-    Raises LighthouseUnreachable after timeouts.reach_s, but for a rank that torchrun has started again: it waits.
+    Under torchrun (RANK is set) this process is one of its ranks, otherwise it supervises all ranks.
+
+    Args:
+        config: The job's configuration.
+        replica_id: The replica.
+        url: The address of a lighthouse, or several after commas. It needs FT_HSDP_TOKEN in the environment. None:
+            as in the run directory.
+
+    Raises:
+        ConfigError: The id, the address, the token or the configuration does not fit the job.
+        LighthouseUnreachable: No lighthouse answers within timeouts.reach_s. A rank that torchrun started again
+            waits without a limit.
     """
     if not 0 <= replica_id < config.slots:
         raise ConfigError(
@@ -100,8 +116,8 @@ def replica(config: Config, replica_id: int, url: str | None = None) -> int:
         )
     run = run_of(config)
     if url is not None:
-        _introduce(run, config, url)
-    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # it was here before: the job is under way
+        _join_elsewhere(run, config, url)
+    again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # torchrun's restart: the job has begun
     urls = wait_for_lighthouse(run, tls.trusted(config.network), math.inf if again else config.timeouts.reach_s)
     prepare_data(config)
     if "RANK" in os.environ:
@@ -112,7 +128,16 @@ def replica(config: Config, replica_id: int, url: str | None = None) -> int:
 
 
 def wait_for_lighthouse(run: RunDir, trusted: tls.Trusted, timeout_s: float) -> tuple[str, ...]:
-    """The addresses of the lighthouses of `run`, once one of them answers. Raises LighthouseUnreachable."""
+    """Wait until a lighthouse of a run answers, and return the addresses of all of them. Blocks.
+
+    Args:
+        run: The run's directory.
+        trusted: Whose certificates are accepted.
+        timeout_s: Longest wait, in seconds.
+
+    Raises:
+        LighthouseUnreachable: None answers in time.
+    """
     deadline = time.monotonic() + timeout_s
     problem = f"there is no {run.lighthouse}; start `ft-hsdp lighthouse` first, or give --lighthouse"
     while True:
@@ -129,10 +154,10 @@ def wait_for_lighthouse(run: RunDir, trusted: tls.Trusted, timeout_s: float) -> 
 
 
 async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[str, ...]) -> int:
-    """Supervise one replica, with a fork server of its own."""
+    """Supervise one replica, with its own fork server, and return the exit code."""
     folder = run.replica(replica_id)
     folder.mkdir(parents=True, exist_ok=True)
-    config_file = folder / "config.yaml"  # its own: whether it fits the job is for the lighthouse to say
+    config_file = folder / "config.yaml"  # the lighthouse decides whether it fits the job's configuration
     config_file.write_text(dump(config))
     events = Journal(run.supervision(replica_id))
 
@@ -152,8 +177,12 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
         quiet_s=config.restart.hold_s,
     )
     token, context = secret.current(run.token), tls.client(config.network)
-    link = LighthouseLink(urls, token, progress, lambda _, *what: one.evict(*what), context, run.lighthouse)
-    one = ReplicaSupervisor(
+
+    def on_evict(_: int, incarnation: str, reason: str) -> None:
+        supervisor.evict(incarnation, reason)
+
+    link = LighthouseLink(urls, token, progress, on_evict, context, run.lighthouse)
+    supervisor = ReplicaSupervisor(
         replica_id,
         config,
         run,
@@ -170,9 +199,9 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
     def on_signal(number: int) -> None:
         if not stopped:
             stopped.append(number)
-            stopping.append(asyncio.create_task(one.stop(config.timeouts.stop_s)))
-        elif number == signal.SIGINT and one.current is not None:  # schedulers repeat SIGTERM, people Ctrl-C
-            one.current.kill()
+            stopping.append(asyncio.create_task(supervisor.stop(config.timeouts.stop_s)))
+        elif number == signal.SIGINT and supervisor.current is not None:  # schedulers repeat SIGTERM, users Ctrl-C
+            supervisor.current.kill()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
@@ -180,9 +209,9 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
     injections = asyncio.create_task(_note_injections(run, replica_id, link))
     try:
         await progress.wait_for(lambda: progress.heard or bool(stopped), config.timeouts.reach_s)
-        outcome = await one.run()
+        outcome = await supervisor.run()
         if outcome.kind == "stopped":
-            link.lost(replica_id)  # others need not wait for it, unless it is started again
+            link.lost(replica_id)  # others must not wait for it, until it is started again
         await progress.wait_for(lambda: link.settled, END_S / 10)
     finally:
         reporting.cancel()
@@ -190,12 +219,12 @@ async def _supervise(config: Config, run: RunDir, replica_id: int, urls: tuple[s
         await asyncio.gather(reporting, injections, *stopping, return_exceptions=True)
         await backend.close()
         events.close()
-    first = one.current.first if one.current is not None else None
+    first = supervisor.current.first if supervisor.current is not None else None
     return exit_code(outcome, stopped, first.code if first is not None else None)
 
 
 async def _note_injections(run: RunDir, replica_id: int, link: LighthouseLink) -> None:
-    """Have the lighthouse hear of the failures that `ft-hsdp chaos` makes here from now on."""
+    """Send the lighthouse the events of the failures that `ft-hsdp chaos` injects here from now on."""
     log = Tailer(run.injections(replica_id))
     for _ in log.all():
         pass
@@ -206,33 +235,38 @@ async def _note_injections(run: RunDir, replica_id: int, link: LighthouseLink) -
 
 
 def exit_code(outcome: Outcome, stopped: list[int], rank: int | None) -> int:
-    """Of `ft-hsdp replica`, whose outcome is known; stopped: the signals that it was sent; rank: the code of the
-    rank that ended first."""
+    """Return the exit code of `ft-hsdp replica`, and print the reason of a failure.
+
+    Args:
+        outcome: How the replica ended.
+        stopped: The signals that this process got.
+        rank: The exit code of the rank that ended first, if one did.
+    """
     if stopped:
         return 128 + stopped[0]
     if outcome.kind not in ("done", "drained"):
-        print(outcome.reason, file=sys.stderr)  # noqa: T201 - the one line that says why
+        print(outcome.reason, file=sys.stderr)  # noqa: T201 - one line for the user
     if outcome.kind == "lost" and rank == EXIT_HARDWARE:
         return EXIT_HARDWARE
     return {"done": EXIT_OK, "drained": EXIT_OK, "config": EXIT_CONFIG}.get(outcome.kind, EXIT_RETRYABLE)
 
 
-def _introduce(run: RunDir, config: Config, url: str) -> None:
-    """Make a run directory for a job whose lighthouse is elsewhere."""
+def _join_elsewhere(run: RunDir, config: Config, url: str) -> None:
+    """Make or update the run directory of a job whose lighthouse runs elsewhere, at `url`."""
     token = os.environ.get(TOKEN_VARIABLE, "")
     if not token and not run.token.exists():
         raise ConfigError(TOKEN_VARIABLE, "", "the job's token, where --lighthouse is given")
     if not run.config.exists():
         write_job_files(run, config, token)
     elif token and not (run.token.exists() and secret.current(run.token) == token):
-        secret.write_private(run.token, token)  # others may read it at this moment: not without need
+        secret.write_private(run.token, token)  # only if it changed: other processes may read it at this moment
     urls = parse_urls(url)
     if set(urls_of_run(read_json(run.lighthouse))) != set(urls):
         write_json(run.lighthouse, {"pid": 0, "url": urls[0], "urls": list(urls)})
 
 
-def _same_hash(run: RunDir, config: Config) -> None:
-    """Raise ConfigError where `run` was made for a job that trains something else, or by other rules."""
+def _check_agreed(run: RunDir, config: Config) -> None:
+    """Raise ConfigError if the directory is of a job with another value of a key on which all replicas agree."""
     found = difference(agreed(config), agreed(load(run.config)))
     if found is not None:
         raise ConfigError(

@@ -18,8 +18,8 @@ from ft_hsdp import fault_injection
 from ft_hsdp.analysis.failures import AFTERMATH_S
 from ft_hsdp.config import ChaosConfig, parse
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.chaos import Injection, Planner, words
-from ft_hsdp.launch.injection import by_hand, described, inflict
+from ft_hsdp.launch.chaos import Injection, Planner, in_words
+from ft_hsdp.launch.injection import inflict, inject_by_hand, parse_options
 from ft_hsdp.launch.run.directory import RunDir, read_jsonl, write_json
 from ft_hsdp.sentences import tell
 from tests.support.launch.launch_rows import failures
@@ -96,7 +96,7 @@ def test_each_kind_is_due_once_at_its_time(rule: dict[str, Any], said: str) -> N
     assert plan.due(1, 100.0, ALL) == []
     assert plan.due(9, 102.9, ALL) == []
     (made,) = plan.due(9, 103.0, ALL)
-    assert words(made) == said
+    assert in_words(made) == said
     assert made.reason == "chaos at 3 s"
     assert plan.due(9, 200.0, ALL) == []
 
@@ -139,7 +139,7 @@ def test_an_edge_fails_at_a_rate() -> None:
 )
 def test_options_that_do_not_fit_are_one_line(said: dict[str, Any], option: str) -> None:
     with pytest.raises(ConfigError, match=option) as caught:
-        described(**said)
+        parse_options(**said)
     assert len(str(caught.value).splitlines()) == 1
 
 
@@ -161,14 +161,14 @@ def _list(run: RunDir, pid: int) -> None:
 
 
 def test_by_hand_kills_the_listed_rank_and_records_it(run_dir: RunDir, victim: subprocess.Popen[bytes]) -> None:
-    made = by_hand(run_dir, described(replica=0, rank=1))
+    made = inject_by_hand(run_dir, parse_options(replica=0, rank=1))
     assert victim.wait(10) == -signal.SIGKILL
     assert read_jsonl(run_dir.injections(0)) == [made]
     assert (made["event"], made["pid"], made["incarnation"]) == ("FailureInjected", victim.pid, "0-a-0")
 
 
 def test_by_hand_stop_is_lifted(run_dir: RunDir, victim: subprocess.Popen[bytes]) -> None:
-    by_hand(run_dir, described(replica=0, rank=1, signal="STOP", for_s=0.05))
+    inject_by_hand(run_dir, parse_options(replica=0, rank=1, signal="STOP", for_s=0.05))
     assert psutil.Process(victim.pid).status() != psutil.STATUS_STOPPED
     assert [e["event"] for e in read_jsonl(run_dir.injections(0))] == ["FailureInjected", "FailureLifted"]
 
@@ -177,7 +177,7 @@ def test_a_limit_of_descriptors_is_set_from_outside_and_lifted(
     run_dir: RunDir, victim: subprocess.Popen[bytes]
 ) -> None:
     before = psutil.Process(victim.pid).rlimit(psutil.RLIMIT_NOFILE)
-    made = inflict(run_dir, described(replica=0, rank=1, kind="descriptors"))
+    made = inflict(run_dir, parse_options(replica=0, rank=1, kind="descriptors"))
     soft, hard = psutil.Process(victim.pid).rlimit(psutil.RLIMIT_NOFILE)
     assert (soft, hard) == (3, before[1]), "0, 1 and 2 are open"
     assert made.event["kind"] == "descriptors"
@@ -188,12 +188,12 @@ def test_a_limit_of_descriptors_is_set_from_outside_and_lifted(
 def test_a_process_carries_out_only_what_its_job_listens_for(run_dir: RunDir) -> None:
     run_dir.config.write_text("debug: {faults: false}")
     with pytest.raises(ConfigError, match=r"debug\.faults: true"):
-        by_hand(run_dir, described(kind="partition", edge=[0, 1], for_s=0.01))
+        inject_by_hand(run_dir, parse_options(kind="partition", edge=[0, 1], for_s=0.01))
 
 
 def test_it_is_told_in_words_and_a_lost_incarnation_stands_under_its_kind(run_dir: RunDir) -> None:
     _list(run_dir, 1)
-    inflicted = inflict(run_dir, described(kind="disk_full", replica=0, for_s=2.0))
+    inflicted = inflict(run_dir, parse_options(kind="disk_full", replica=0, for_s=2.0))
     made = inflicted.event
     assert tell(made) == "the disk of replica 0 is full for 2 s: chaos by hand"
     ended = {"event": "ReplicaExited", "replica": 0, "incarnation": "0-a-0", "kind": "exit 75", "rank": 0}
@@ -205,7 +205,7 @@ def test_it_is_told_in_words_and_a_lost_incarnation_stands_under_its_kind(run_di
 
 
 def test_an_order_is_a_file_until_it_is_lifted(run_dir: RunDir) -> None:
-    made = inflict(run_dir, described(kind="partition", edge=[0, "lighthouse"], reject=True))
+    made = inflict(run_dir, parse_options(kind="partition", edge=[0, "lighthouse"], reject=True))
     (file,) = (run_dir.path / fault_injection.FOLDER).glob("*.json")
     assert fault_injection.parse(file.read_bytes()) == fault_injection.FaultOrder(
         "partition", edge=(0, "lighthouse"), reject=True, seconds=0.2
@@ -218,15 +218,15 @@ def test_by_hand_signals_nothing_that_is_not_the_runs(run_dir: RunDir, tmp_path:
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], cwd="/") as stranger:
         _list(run_dir, stranger.pid)
         with pytest.raises(ConfigError, match="is another one"):
-            by_hand(RunDir(run_dir.path), described(replica=0, rank=1))
+            inject_by_hand(RunDir(run_dir.path), parse_options(replica=0, rank=1))
         assert stranger.poll() is None
         stranger.kill()
     with pytest.raises(ConfigError, match="does not"):
-        by_hand(run_dir, described(replica=0, rank=1))
+        inject_by_hand(run_dir, parse_options(replica=0, rank=1))
     with pytest.raises(ConfigError, match="--rank: got 0"):
-        by_hand(run_dir, described(replica=0))
+        inject_by_hand(run_dir, parse_options(replica=0))
     with pytest.raises(ConfigError, match="--replica: got 5"):
-        by_hand(run_dir, described(replica=5))
+        inject_by_hand(run_dir, parse_options(replica=5))
     with pytest.raises(ConfigError, match="--for-s"):
-        described(replica=0, rank=1, for_s=3.0)
+        parse_options(replica=0, rank=1, for_s=3.0)
     assert json.loads(run_dir.processes(0).read_text())["ranks"][0]["rank"] == 1

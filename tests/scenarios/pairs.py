@@ -96,7 +96,7 @@ class Injured:
         now = time.monotonic()
         stalled = self.watch.stalled_s(end, now if recovered is None else end + recovered)
         faults = [
-            {"name": fault.name, "whom": fault.injection.whom, "for_s": fault.injection.for_s, "missed": missed}
+            {"name": fault.name, "whom": fault.injection.victim, "for_s": fault.injection.for_s, "missed": missed}
             for fault, missed in ((two.first, first), (two.second, second))
         ]
         self.pairs.append(

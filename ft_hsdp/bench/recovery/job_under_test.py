@@ -21,7 +21,7 @@ from ft_hsdp.bench.scope import Process, Scope, spawn
 from ft_hsdp.config import dump
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.processes import last_line, tied
-from ft_hsdp.launch.injection import by_hand, described
+from ft_hsdp.launch.injection import inject_by_hand, parse_options
 from ft_hsdp.launch.run.directory import Row, RunDir, Tailer, read_json
 from ft_hsdp.launch.run.recorder import events_of
 
@@ -194,7 +194,7 @@ class JobUnderTest(UnderTest):
         return self._hit(replica, rank, "STOP")
 
     def _hit(self, replica: int, rank: int, name: str) -> Kill:
-        event = by_hand(self.run, described(replica=replica, rank=rank, signal=name))
+        event = inject_by_hand(self.run, parse_options(replica=replica, rank=rank, signal=name))
         return Kill(event["t"], replica, rank, event["incarnation"])
 
     def wait_for_spares(self, spares: int) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ft_hsdp.launch.chaos import Injection
-from ft_hsdp.launch.injection import described
+from ft_hsdp.launch.injection import parse_options
 
 REPLICAS, RANKS = 3, 2
 KINDS = (
@@ -95,4 +95,4 @@ def _fault(rng: random.Random, name: str) -> Fault:
         said["delay_s"] = round(rng.uniform(0.05, 1.0), 2)
     if name == "clock":
         said["by_s"] = float(rng.choice((-86400, -3600, -5, 5, 3600, 86400)))
-    return Fault(name, described(**said))
+    return Fault(name, parse_options(**said))
