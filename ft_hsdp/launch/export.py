@@ -39,7 +39,7 @@ _BLOCK = {
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """What was written."""
+    """The model that was written, and from what."""
 
     step: int
     parameters: int  # number of scalars
