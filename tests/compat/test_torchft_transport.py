@@ -261,10 +261,10 @@ def test_a_donor_that_lies_is_not_believed(lie: dict[str, Any], transport: State
     changed = replace(
         honest, tensors=tensors, layout=shard_manifest.fingerprint(tensors), hyper=lie.get("hyper", honest.hyper)
     )
-    shelf = InMemorySnapshots()
-    shelf.put(changed, room)
+    source = InMemorySnapshots()
+    source.put(changed, room)
     token = json.loads(transport.metadata())["token"]
-    liar = StateServer("127.0.0.1", 0, shelf, token)
+    liar = StateServer("127.0.0.1", 0, source, token)
     told = json.dumps({"addresses": [liar.address], "token": token})
     try:
         with pytest.raises((ConnectionError, DataCorruption)):

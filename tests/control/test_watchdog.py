@@ -14,7 +14,7 @@ LIMITS = Limits(silence_s=15.0, step_s=100.0, leave_s=10.0)
 
 
 class Rank:
-    """A vigil whose time and timers are the test's; it looks every PERIOD_S."""
+    """A watchdog whose time and timers are the test's; it looks every PERIOD_S."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, siblings: tuple[int, ...] = (), parent: int | None = None):
         self.now = 1000.0
@@ -27,8 +27,8 @@ class Rank:
         loop.call_later.side_effect = lambda s, then: self._due.append((self.now + s, then)) or mock.Mock()
         monkeypatch.setattr(watchdog.asyncio, "get_running_loop", lambda: loop)
         monkeypatch.setattr(watchdog.time, "monotonic", lambda: self.now)
-        self.vigil = Watchdog(LIMITS, self, parent)
-        self.vigil.expect(siblings)
+        self.watchdog = Watchdog(LIMITS, self, parent)
+        self.watchdog.expect(siblings)
 
     def say_alive(self) -> None:
         self.said += 1
@@ -48,7 +48,7 @@ class Rank:
         while self._due and self._due[0][0] <= end and not self.ended:
             self.now, tick = max(self.now, self._due[0][0]), self._due.pop(0)[1]
             for rank in heard:
-                self.vigil.heard(rank)
+                self.watchdog.heard(rank)
             if works:
                 assert self.progress is not None
                 self.progress += 1

@@ -49,7 +49,7 @@ def browser() -> Browser:
 
 @pytest.fixture(scope="session")
 def past(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The archive of two hours of 20 replicas."""
+    """The journal of two hours of 20 replicas."""
     path = tmp_path_factory.mktemp("past") / "journal.sqlite"
     write_past(path, 2)
     return path

@@ -23,9 +23,9 @@ def _on() -> Iterator[None]:
 
 def test_an_encrypted_fetch_is_the_same_bit_by_bit() -> None:
     shot, _ = sealed_state(size=700_000)
-    shelf = InMemorySnapshots()
-    shelf.put(shot.manifest, shot.room)
-    server = StateServer("127.0.0.1", 0, shelf, TOKEN)
+    source = InMemorySnapshots()
+    source.put(shot.manifest, shot.room)
+    server = StateServer("127.0.0.1", 0, source, TOKEN)
     m = shot.manifest
     into, told = bytearray(m.nbytes), []
     try:

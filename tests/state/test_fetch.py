@@ -51,19 +51,19 @@ def snapshot(seed: int = 0) -> Snapshot:
     return sealed(size=5000, seed=seed)[0]
 
 
-def shelf_of(*held: Snapshot) -> InMemorySnapshots:
-    shelf = InMemorySnapshots()
+def source_of(*held: Snapshot) -> InMemorySnapshots:
+    source = InMemorySnapshots()
     for each in held:
-        shelf.put(each.manifest, each.room)
-    return shelf
+        source.put(each.manifest, each.room)
+    return source
 
 
 @contextmanager
 def good(*held: Snapshot) -> Iterator[tuple[str, InMemorySnapshots]]:
-    shelf = shelf_of(*held)
-    server = StateServer("127.0.0.1", 0, shelf, TOKEN)
+    source = source_of(*held)
+    server = StateServer("127.0.0.1", 0, source, TOKEN)
     try:
-        yield server.address, shelf
+        yield server.address, source
     finally:
         server.close()
 
@@ -371,8 +371,8 @@ def test_nobody_to_ask() -> None:
 
 def test_a_donor_that_does_not_have_it_yet_is_asked_again() -> None:
     honest = snapshot()
-    with good() as (address, shelf):
-        threading.Timer(0.2, shelf.put, (honest.manifest, honest.room)).start()
+    with good() as (address, source):
+        threading.Timer(0.2, source.put, (honest.manifest, honest.room)).start()
         got, data, told = run([address])
     assert data == bytes(honest.data)
     assert isinstance(got, FetchedShard)
@@ -508,12 +508,12 @@ def test_a_donor_that_is_late_still_objects(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_a_tie_waits_for_the_one_that_does_not_have_it_yet() -> None:
     honest = snapshot()
-    with good(snapshot(seed=1)) as (odd, _), good(honest) as (one, _), good() as (two, shelf):
-        threading.Timer(0.3, shelf.put, (honest.manifest, honest.room)).start()
+    with good(snapshot(seed=1)) as (odd, _), good(honest) as (one, _), good() as (two, source):
+        threading.Timer(0.3, source.put, (honest.manifest, honest.room)).start()
         _, data, told = run([odd, one, two])
         assert data == bytes(honest.data)
         assert told.who == [0]
-        shelf.drop(STATE, 0)
+        source.drop(STATE, 0)
         with pytest.raises(DataCorruption, match="no majority"):
             run([odd, one, two], deadline_s=0.3)
 

@@ -37,22 +37,22 @@ class Counting(InMemorySnapshots):
 
 @pytest.fixture(scope="module")
 def running() -> Iterator[tuple[Counting, str]]:
-    shelf = Counting()
-    served = StateServer("127.0.0.1", 0, shelf, TOKEN)
-    yield shelf, served.address
+    source = Counting()
+    served = StateServer("127.0.0.1", 0, source, TOKEN)
+    yield source, served.address
     served.close()
 
 
 @pytest.fixture
-def shelf(running: tuple[Counting, str]) -> Iterator[Counting]:
-    shelf, _ = running
-    shelf.put(SNAPSHOT.manifest, SNAPSHOT.room)
-    yield shelf
-    until(lambda: shelf.lent == 0, "something was not given back")
+def source(running: tuple[Counting, str]) -> Iterator[Counting]:
+    source, _ = running
+    source.put(SNAPSHOT.manifest, SNAPSHOT.room)
+    yield source
+    until(lambda: source.lent == 0, "something was not given back")
 
 
 @pytest.fixture
-def address(running: tuple[Counting, str], shelf: Counting) -> str:
+def address(running: tuple[Counting, str], source: Counting) -> str:
     return running[1]
 
 
@@ -123,9 +123,9 @@ def test_a_range_that_cannot_be_given(address: str, span: str) -> None:
 
 def test_an_empty_shard() -> None:
     state = replace(STATE, step=9)
-    shelf = InMemorySnapshots()
-    shelf.put(replace(SNAPSHOT.manifest, state=state, nbytes=0, tensors=(), checksums=()), SnapshotBuffer(0))
-    served = StateServer("127.0.0.1", 0, shelf, TOKEN)
+    source = InMemorySnapshots()
+    source.put(replace(SNAPSHOT.manifest, state=state, nbytes=0, tensors=(), checksums=()), SnapshotBuffer(0))
+    served = StateServer("127.0.0.1", 0, source, TOKEN)
     assert ask(served.address, PATH.replace("/7/", "/9/") + "/data") == (200, b"")
     served.close()
 
@@ -144,11 +144,11 @@ def test_one_connection_for_many_answers(address: str) -> None:
     assert len(socks) == 1
 
 
-def test_what_is_read_stays_although_it_is_dropped(address: str, shelf: Counting) -> None:
+def test_what_is_read_stays_although_it_is_dropped(address: str, source: Counting) -> None:
     with known(address, TOKEN, Purpose.STATE) as sock:
         sock.sendall(f"GET {PATH}/data HTTP/1.1\r\n\r\n".encode())
-        until(lambda: shelf.lent == 1, "nothing was borrowed")
-        shelf.drop(STATE, 0)
+        until(lambda: source.lent == 1, "nothing was borrowed")
+        source.drop(STATE, 0)
         assert ask(address, f"{PATH}/data")[0] == 404
         got = bytearray()
         while len(got) < len(DATA):
@@ -263,14 +263,14 @@ def test_a_silent_reader_and_one_that_drips_lose_their_places(
 
 
 def test_a_reader_that_takes_too_little_is_dropped_and_one_that_takes_is_not(
-    monkeypatch: pytest.MonkeyPatch, address: str, shelf: Counting
+    monkeypatch: pytest.MonkeyPatch, address: str, source: Counting
 ) -> None:
     monkeypatch.setattr(state_http, "WINDOW_S", 0.25)
     monkeypatch.setattr(state_http, "WINDOW_BYTES", 1 << 20)
     state = replace(STATE, step=9)
     size = 64 << 20
     big = SnapshotBuffer(size)
-    shelf.put(replace(SNAPSHOT.manifest, state=state, nbytes=size, tensors=(), checksums=("0" * 16,) * 16), big)
+    source.put(replace(SNAPSHOT.manifest, state=state, nbytes=size, tensors=(), checksums=("0" * 16,) * 16), big)
     path = PATH.replace("/7/", "/9/") + "/data"
     host, port = address.split(":")
     with socket.socket() as sock:
@@ -278,8 +278,8 @@ def test_a_reader_that_takes_too_little_is_dropped_and_one_that_takes_is_not(
         sock.connect((host, int(port)))
         handshake.call_blocking(sock, TOKEN, Purpose.STATE)
         sock.sendall(f"GET {path} HTTP/1.1\r\n\r\n".encode())
-        until(lambda: shelf.lent == 1, "nothing was borrowed")
-        until(lambda: shelf.lent == 0, "a reader that takes nothing keeps its place")
+        until(lambda: source.lent == 1, "nothing was borrowed")
+        until(lambda: source.lent == 0, "a reader that takes nothing keeps its place")
     connection = KnownConnection(address, TOKEN)
     connection.request("GET", path)
     response = connection.getresponse()
@@ -321,9 +321,9 @@ def test_a_thread_that_cannot_start_gives_its_place_back(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
 def test_it_serves_over_both_families(host: str) -> None:
-    shelf = InMemorySnapshots()
-    shelf.put(SNAPSHOT.manifest, SNAPSHOT.room)
-    served = StateServer(host, 0, shelf, TOKEN)
+    source = InMemorySnapshots()
+    source.put(SNAPSHOT.manifest, SNAPSHOT.room)
+    served = StateServer(host, 0, source, TOKEN)
     assert ask(served.address, f"{PATH}/manifest") == (200, ENCODED)
     served.close()
 
@@ -341,16 +341,16 @@ def test_noise_does_not_end_it(address: str) -> None:
     assert ask(address, f"{PATH}/manifest")[0] == 200
 
 
-def test_after_close_nobody_answers_and_nothing_is_borrowed(shelf: Counting) -> None:
-    served = StateServer("127.0.0.1", 0, shelf, TOKEN)
+def test_after_close_nobody_answers_and_nothing_is_borrowed(source: Counting) -> None:
+    served = StateServer("127.0.0.1", 0, source, TOKEN)
     host, port = served.address.split(":")
     with socket.socket() as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         sock.connect((host, int(port)))
         handshake.call_blocking(sock, TOKEN, Purpose.STATE)
         sock.sendall(f"GET {PATH}/data HTTP/1.1\r\n\r\n".encode())
-        until(lambda: shelf.lent == 1, "nothing was borrowed")
+        until(lambda: source.lent == 1, "nothing was borrowed")
         served.close()
-        assert shelf.lent == 0
+        assert source.lent == 0
     with pytest.raises(ConnectionRefusedError):
         ask(served.address, f"{PATH}/data")

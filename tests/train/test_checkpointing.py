@@ -27,29 +27,29 @@ CHECKPOINTED = StateId(1, 1, "c" * 32)
 
 
 def came_back(
-    held: LiveState, keeper: SnapshotWriter, place: Place, monkeypatch: pytest.MonkeyPatch
+    live: LiveState, writer: SnapshotWriter, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> StateId | None:
     """The state of a fresh rank after it has restored; CHECKPOINTED stands for that of a checkpoint."""
 
-    def resume(held: LiveState, *_: object) -> None:
-        held.state = CHECKPOINTED
+    def resume(live: LiveState, *_: object) -> None:
+        live.state = CHECKPOINTED
 
     monkeypatch.setattr(restoring, "_resume", resume)
     checkpoints = Checkpoints(place.folder, "", 1, 1, None)
-    restore(held, keeper, ReplicaGroup(), checkpoints, current=True, journal=place.journal)
-    return held.state
+    restore(live, writer, ReplicaGroup(), checkpoints, current=True, journal=place.journal)
+    return live.state
 
 
 def test_a_damaged_copy_is_passed_over(mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, sharded = hold(mesh)
-    keeper = place.keeper(held)
-    walk(held, sharded, keeper, 2)
-    older = held.state
-    walk(held, sharded, keeper, 1)
-    assert keeper._agent is not None
-    keeper._agent.flip()
+    live, sharded = hold(mesh)
+    writer = place.writer(live)
+    walk(live, sharded, writer, 2)
+    older = live.state
+    walk(live, sharded, writer, 1)
+    assert writer._agent is not None
+    writer._agent.flip()
     fresh, _ = hold(mesh, seed=5)
-    again = place.keeper(fresh)
+    again = place.writer(fresh)
     assert older is not None
     assert came_back(fresh, again, place, monkeypatch) == older
     assert "SnapshotCorrupt" in place.events()
@@ -62,7 +62,7 @@ def test_a_damaged_copy_is_passed_over(mesh: DeviceMesh, place: Place, monkeypat
     again.request(older, 60.0)  # a donor finds it, and makes one more
     until(lambda: (again.mark_settled(older, True), done(again), place.events().count("SnapshotCorrupt") == 2)[-1])
     again.close()
-    final = place.keeper(last)
+    final = place.writer(last)
     assert came_back(last, final, place, monkeypatch) == older
     assert last.digest() == fresh.digest()
 
@@ -70,11 +70,11 @@ def test_a_damaged_copy_is_passed_over(mesh: DeviceMesh, place: Place, monkeypat
 def test_an_agent_that_dies_with_what_it_kept_leaves_the_checkpoint(
     mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, sharded = hold(mesh)
-    keeper = place.keeper(held)
-    walk(held, sharded, keeper, 2)
+    live, sharded = hold(mesh)
+    writer = place.writer(live)
+    walk(live, sharded, writer, 2)
     fresh, _ = hold(mesh, seed=5)
-    again = place.keeper(fresh)
+    again = place.writer(fresh)
     acquire = again.acquire
 
     def dies(state: StateId) -> object:
@@ -85,7 +85,7 @@ def test_an_agent_that_dies_with_what_it_kept_leaves_the_checkpoint(
 
     monkeypatch.setattr(again, "acquire", dies)
     assert came_back(fresh, again, place, monkeypatch) == CHECKPOINTED
-    assert held.state != START
+    assert live.state != START
 
 
 # With which state a replica comes when its host's agent dies after it has said what it keeps.
@@ -125,15 +125,15 @@ def test_a_checkpoint_is_taken_if_the_agent_dies_between_its_answers(
 ) -> None:
     looked: list[Path] = []
 
-    def resume(held: Any, ranks: object, checkpoints: Checkpoints, journal: object) -> None:
+    def resume(live: Any, ranks: object, checkpoints: Checkpoints, journal: object) -> None:
         looked.append(checkpoints.folder)
-        held.state = WRITTEN
+        live.state = WRITTEN
 
     monkeypatch.setattr(module, "_resume", resume)
-    held: Any = Held()
+    live: Any = Held()
     ranks: Any = Alone()
-    keeper: Any = Keeper()
+    writer: Any = Keeper()
     checkpoints = Checkpoints(tmp_path, "hash", 1, 1, None)
-    restore(held, keeper, ranks, checkpoints, current, Journal(tmp_path / "events.jsonl"))
+    restore(live, writer, ranks, checkpoints, current, Journal(tmp_path / "events.jsonl"))
     assert looked == [tmp_path], "once"
-    assert held.state == WRITTEN
+    assert live.state == WRITTEN

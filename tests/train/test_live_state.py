@@ -16,7 +16,7 @@ from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state.shared_memory import Bytes
 from ft_hsdp.state.transfer import shard_manifest
 from ft_hsdp.state.transfer.shard_manifest import ShardManifest
-from ft_hsdp.train import live_state as held_module
+from ft_hsdp.train import live_state
 from ft_hsdp.train.fsdp import Sharded
 from ft_hsdp.train.live_state import LiveState, Offload, state_digest
 from ft_hsdp.train.optimizer import Groups, create_state
@@ -33,9 +33,9 @@ def hold(
     sharded = Sharded(model, list(model.parts), mesh, lambda *_: None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     create_state(optimizer)
-    held = LiveState(sharded, Groups(optimizer, None), Ledger.empty(2), 0, 1, offload)
-    held.state = state
-    return held, sharded
+    live = LiveState(sharded, Groups(optimizer, None), Ledger.empty(2), 0, 1, offload)
+    live.state = state
+    return live, sharded
 
 
 def record(prev: StateId, indices: tuple[int, ...] = (0, 0), digest: str = "d") -> CommitRecord:
@@ -48,13 +48,13 @@ def sums(sharded: Sharded, seed: int = 0) -> list[torch.Tensor]:
     return [torch.randn(n, generator=g) for n in sharded.sizes]
 
 
-def steps(held: LiveState, sharded: Sharded, count: int) -> list[StateId]:
+def steps(live: LiveState, sharded: Sharded, count: int) -> list[StateId]:
     """Apply steps; the states on the way."""
     states = []
     for _ in range(count):
-        assert held.state is not None
-        held.apply(record(held.state, held.ledger.cursors), sums(sharded, held.state.step), 0.5, 1)
-        states.append(held.state)
+        assert live.state is not None
+        live.apply(record(live.state, live.ledger.cursors), sums(sharded, live.state.step), 0.5, 1)
+        states.append(live.state)
     return states
 
 
@@ -63,7 +63,7 @@ def weights(sharded: Sharded) -> dict[str, torch.Tensor]:
 
 
 def test_apply_moves_weights_ledger_and_state_together(mesh: DeviceMesh) -> None:
-    held, sharded = hold(mesh)
+    live, sharded = hold(mesh)
     plain = Odd()
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01)
     made, reduced = record(START), sums(sharded)
@@ -72,29 +72,29 @@ def test_apply_moves_weights_ledger_and_state_together(mesh: DeviceMesh) -> None
         for param, place in zip(bucket.params, bucket.places, strict=True):
             mine = plain.get_parameter(names[id(param)])
             mine.grad = flat[place : place + mine.numel()].view(mine.shape) / 2  # two contributors
-    held.apply(made, reduced, None, 1)
+    live.apply(made, reduced, None, 1)
     optimizer.step()
-    assert held.state == made.state_id
-    assert held.ledger.cursors == (1, 1)
+    assert live.state == made.state_id
+    assert live.ledger.cursors == (1, 1)
     assert all(torch.equal(w, plain.get_parameter(n)) for n, w in weights(sharded).items())
     assert all(p.grad is None for p in sharded.params.values())
 
 
 @pytest.mark.parametrize("state", [None, replace(START, lineage="1" * 32)])
 def test_a_record_that_does_not_build_on_the_state_is_refused(mesh: DeviceMesh, state: StateId | None) -> None:
-    held, sharded = hold(mesh, state=state)
+    live, sharded = hold(mesh, state=state)
     before = weights(sharded)
     with pytest.raises(RuntimeError, match="does not build on"):
-        held.apply(record(START), sums(sharded), None, 1)
-    assert held.state == state
+        live.apply(record(START), sums(sharded), None, 1)
+    assert live.state == state
     assert all(torch.equal(a, before[n]) for n, a in weights(sharded).items())
 
 
-def packed(held: LiveState) -> tuple[ShardManifest, Bytes]:
+def packed(live: LiveState) -> tuple[ShardManifest, Bytes]:
     """What a snapshot of ``held`` is now."""
-    into = np.full(held.layout.nbytes, 0xFF, dtype=np.uint8)
-    assert held.state is not None
-    manifest = held.pack(held.state, into)
+    into = np.full(live.layout.nbytes, 0xFF, dtype=np.uint8)
+    assert live.state is not None
+    manifest = live.pack(live.state, into)
     assert manifest is not None
     return manifest, into
 
@@ -116,78 +116,78 @@ def test_a_state_is_loaded_as_a_whole_and_goes_on_alike(mesh: DeviceMesh, offloa
 
 
 def test_only_the_state_that_is_held_is_packed(mesh: DeviceMesh) -> None:
-    held, sharded = hold(mesh)
-    into = np.zeros(held.layout.nbytes, dtype=np.uint8)
-    (after,) = steps(held, sharded, 1)
-    assert held.pack(START, into) is None
+    live, sharded = hold(mesh)
+    into = np.zeros(live.layout.nbytes, dtype=np.uint8)
+    (after,) = steps(live, sharded, 1)
+    assert live.pack(START, into) is None
     assert not into.any()
-    manifest = held.pack(after, into)
+    manifest = live.pack(after, into)
     assert manifest is not None
-    assert (manifest.state, manifest.ledger) == (after, held.ledger)
+    assert (manifest.state, manifest.ledger) == (after, live.ledger)
     assert manifest.checksums == shard_manifest.checksums(into.data)
 
 
 def test_a_step_that_is_skipped_moves_ledger_and_name_alone(mesh: DeviceMesh) -> None:
-    held, sharded = hold(mesh)
-    before = weights(sharded), bytes(packed(held)[1])
+    live, sharded = hold(mesh)
+    before = weights(sharded), bytes(packed(live)[1])
     poisoned = replace(record(START), poisoned=(1,))
-    held.apply(poisoned, [torch.full((n,), float("nan")) for n in sharded.sizes], 0.5, 1)
-    assert held.state == poisoned.state_id
-    assert held.ledger.cursors == (1, 1)
-    assert bytes(packed(held)[1]) == before[1]
+    live.apply(poisoned, [torch.full((n,), float("nan")) for n in sharded.sizes], 0.5, 1)
+    assert live.state == poisoned.state_id
+    assert live.ledger.cursors == (1, 1)
+    assert bytes(packed(live)[1]) == before[1]
 
 
 def test_a_flipped_bit_shows_in_the_digest_of_its_slice_alone(mesh: DeviceMesh) -> None:
-    held, _ = hold(mesh)
+    live, _ = hold(mesh)
     found: list[int] = []
     for number in range(SLICES):
-        held.state = StateId(0, number, START.lineage)
-        clean = held.slice_digest(START.lineage)
-        tensor = held._live[-2]
+        live.state = StateId(0, number, START.lineage)
+        clean = live.slice_digest(START.lineage)
+        tensor = live._live[-2]
         tensor.view(-1).view(torch.uint8)[0] ^= 1
-        if held.slice_digest(START.lineage) != clean:
+        if live.slice_digest(START.lineage) != clean:
             found.append(number)
         tensor.view(-1).view(torch.uint8)[0] ^= 1
-        assert held.slice_digest(START.lineage) == clean
+        assert live.slice_digest(START.lineage) == clean
     assert len(found) == 1
-    assert held.slice_digest("another lineage") == ""
+    assert live.slice_digest("another lineage") == ""
 
 
 def test_memory_that_changes_after_the_copy_is_found_before_the_vote(mesh: DeviceMesh) -> None:
-    held, _ = hold(mesh)
-    packed(held)
-    clean = held.slice_digest(START.lineage)
-    held._live[0].view(-1).view(torch.uint8)[0] ^= 1
+    live, _ = hold(mesh)
+    packed(live)
+    clean = live.slice_digest(START.lineage)
+    live._live[0].view(-1).view(torch.uint8)[0] ^= 1
     with pytest.raises(DataCorruption, match=r"slice 0 of .* changed in this rank's memory"):
-        held.slice_digest(START.lineage)
-    held._live[0].view(-1).view(torch.uint8)[0] ^= 1
-    assert held.slice_digest(START.lineage) == clean
+        live.slice_digest(START.lineage)
+    live._live[0].view(-1).view(torch.uint8)[0] ^= 1
+    assert live.slice_digest(START.lineage) == clean
 
 
 def test_an_update_waits_for_a_copy(mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    held, sharded = hold(mesh)
+    live, sharded = hold(mesh)
     copying, go = threading.Event(), threading.Event()
-    pack, got = held_module.pack, []
+    pack, got = live_state.pack, []
 
     def slow(*args: Any) -> tuple[str, ...]:
         copying.set()
         assert go.wait(5)
         return pack(*args)
 
-    want = bytes(packed(held)[1])
-    monkeypatch.setattr(held_module, "pack", slow)
-    copier = threading.Thread(target=lambda: got.append(packed(held)))
+    want = bytes(packed(live)[1])
+    monkeypatch.setattr(live_state, "pack", slow)
+    copier = threading.Thread(target=lambda: got.append(packed(live)))
     copier.start()
     assert copying.wait(5)
-    updater = threading.Thread(target=steps, args=(held, sharded, 1))
+    updater = threading.Thread(target=steps, args=(live, sharded, 1))
     updater.start()
     updater.join(0.2)
-    assert held.state == START, "the update did not wait"
+    assert live.state == START, "the update did not wait"
     go.set()
     copier.join(5)
     updater.join(5)
-    assert held.state is not None
-    assert held.state.step == 1
+    assert live.state is not None
+    assert live.state.step == 1
     assert bytes(got[0][1]) == want
 
 
@@ -213,10 +213,10 @@ def test_the_digest_knows_no_sharding_but_every_change(mesh: DeviceMesh) -> None
 
 def test_a_snapshot_of_a_model_that_trains_is_that_of_its_weights(mesh: DeviceMesh) -> None:
     """Forward and backward change nothing that is held."""
-    held, sharded = hold(mesh)
-    before = held.weights_digest()
+    live, sharded = hold(mesh)
+    before = live.weights_digest()
     sharded.model(batch(0)).backward()
-    assert held.weights_digest() == before
+    assert live.weights_digest() == before
 
 
 def test_between_updates_the_bytes_are_in_host_memory_only() -> None:

@@ -1,4 +1,4 @@
-"""A keeper with a real state agent, which is killed and stopped under it."""
+"""A snapshot writer with a real state agent, which is killed and stopped under it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ft_hsdp.jsonl import Journal
 from ft_hsdp.state.agent.client import AgentGone, Starter, StateAgent, connect_newest
-from ft_hsdp.train import snapshots as keepers
+from ft_hsdp.train import snapshots
 from ft_hsdp.train.live_state import LiveState
 from ft_hsdp.train.snapshots import AgentHome, SnapshotWriter
 from tests.train.test_live_state import START, hold, steps
@@ -36,15 +36,15 @@ class Place:
         self.starter = Starter(self.token, 0, "127.0.0.1", os.getpid(), folder / "agent.log", 60.0)
         self.journal = Journal(folder / "events.jsonl")
         self.failures: list[BaseException] = []
-        self.keepers: list[SnapshotWriter] = []
+        self.snapshots: list[SnapshotWriter] = []
 
-    def keeper(
-        self, held: LiveState, every_step: bool = True, answer_s: float = keepers.ANSWER_S
+    def writer(
+        self, live: LiveState, every_step: bool = True, answer_s: float = snapshots.ANSWER_S
     ) -> SnapshotWriter:
         home = AgentHome(self.token, 0, 0, 1, self.starter)
         self.starter.ensure()
-        made = SnapshotWriter(held, home, every_step, DEADLINE_S, self.journal, self.failures.append, answer_s)
-        self.keepers.append(made)
+        made = SnapshotWriter(live, home, every_step, DEADLINE_S, self.journal, self.failures.append, answer_s)
+        self.snapshots.append(made)
         return made
 
     def agent_pid(self) -> int:
@@ -58,18 +58,18 @@ class Place:
 def place(tmp_path: Path) -> Iterator[Place]:
     made = Place(tmp_path)
     yield made
-    for keeper in made.keepers:
-        keeper.close()
+    for writer in made.snapshots:
+        writer.close()
     assert made.failures == []
     for agent in made.starter.started:
         agent.kill()
         agent.wait()
 
 
-def done(keeper: SnapshotWriter) -> bool:
-    """Wait for all that the keeper was told."""
+def done(writer: SnapshotWriter) -> bool:
+    """Wait for all that the writer was told."""
     event = threading.Event()
-    keeper.after(event.set)
+    writer.after(event.set)
     return event.wait(DEADLINE_S)
 
 
@@ -80,73 +80,73 @@ def until(condition: Callable[[], object]) -> None:
         time.sleep(0.01)
 
 
-def walk(held: LiveState, sharded: Any, keeper: SnapshotWriter, count: int) -> None:
+def walk(live: LiveState, sharded: Any, writer: SnapshotWriter, count: int) -> None:
     """Steps as a job does them."""
     for _ in range(count):
-        before = held.state
-        steps(held, sharded, 1)
+        before = live.state
+        steps(live, sharded, 1)
         assert before is not None
-        assert held.state is not None
-        keeper.mark_settled(before, keeper.keeps(before))
-        keeper.mark_current(held.state)
-        assert done(keeper)  # the vote on the next step
+        assert live.state is not None
+        writer.mark_settled(before, writer.keeps(before))
+        writer.mark_current(live.state)
+        assert done(writer)  # the vote on the next step
 
 
 def test_what_was_kept_outlives_the_rank(mesh: DeviceMesh, place: Place) -> None:
-    held, sharded = hold(mesh)
-    keeper = place.keeper(held)
-    walk(held, sharded, keeper, 3)
-    kept = keeper.list()
+    live, sharded = hold(mesh)
+    writer = place.writer(live)
+    walk(live, sharded, writer, 3)
+    kept = writer.list()
     assert [k.state.step for k in kept] == [3, 2]
     assert [k.settled for k in kept] == [False, True]
-    keeper.close()
+    writer.close()
     fresh, fresh_sharded = hold(mesh, seed=5)
-    again = place.keeper(fresh)
-    assert held.state is not None
-    found = again.acquire(held.state)
+    again = place.writer(fresh)
+    assert live.state is not None
+    found = again.acquire(live.state)
     assert found is not None
     fresh.load(*found)
     again.release_taken()
-    assert fresh.digest() == held.digest()
-    assert fresh.ledger == held.ledger
-    assert steps(fresh, fresh_sharded, 1) == steps(held, sharded, 1)
+    assert fresh.digest() == live.digest()
+    assert fresh.ledger == live.ledger
+    assert steps(fresh, fresh_sharded, 1) == steps(live, sharded, 1)
 
 
 def test_on_demand_only_what_is_wanted_is_kept(mesh: DeviceMesh, place: Place) -> None:
-    held, sharded = hold(mesh)
-    keeper = place.keeper(held, every_step=False)
-    walk(held, sharded, keeper, 2)
-    assert keeper.list() == ()
-    assert held.state is not None
-    wanted = held.state
-    keeper.request(wanted, 60.0)
-    assert done(keeper)
-    walk(held, sharded, keeper, 3)
-    assert [k.state for k in keeper.list()] == [wanted]
+    live, sharded = hold(mesh)
+    writer = place.writer(live, every_step=False)
+    walk(live, sharded, writer, 2)
+    assert writer.list() == ()
+    assert live.state is not None
+    wanted = live.state
+    writer.request(wanted, 60.0)
+    assert done(writer)
+    walk(live, sharded, writer, 3)
+    assert [k.state for k in writer.list()] == [wanted]
     twin, twin_sharded = hold(mesh)
     coming = steps(twin, twin_sharded, 7)[6]
-    keeper.request(coming, 60.0)  # not reached yet
-    walk(held, sharded, keeper, 3)
-    assert keeper.list()[0].state == coming
-    keeper.forget()
-    assert keeper.list() == ()
+    writer.request(coming, 60.0)  # not reached yet
+    walk(live, sharded, writer, 3)
+    assert writer.list()[0].state == coming
+    writer.forget()
+    assert writer.list() == ()
 
 
 def test_without_an_agent_training_goes_on_and_another_one_is_found(
     mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keepers, "AGAIN_S", 0.2)
-    held, sharded = hold(mesh)
-    keeper = place.keeper(held)
-    walk(held, sharded, keeper, 2)
-    address = keeper.address
+    monkeypatch.setattr(snapshots, "AGAIN_S", 0.2)
+    live, sharded = hold(mesh)
+    writer = place.writer(live)
+    walk(live, sharded, writer, 2)
+    address = writer.address
     os.kill(place.agent_pid(), signal.SIGKILL)
-    until(lambda: (walk(held, sharded, keeper, 1), "StateAgentLost" in place.events())[1])
-    until(lambda: (walk(held, sharded, keeper, 1), "StateAgentFound" in place.events())[1])
-    walk(held, sharded, keeper, 2)
-    assert keeper.list()[0].state == held.state
-    keeper.close()
-    other = StateAgent.connect(place.token, 0, 0, 1, held.layout.nbytes, DEADLINE_S)
+    until(lambda: (walk(live, sharded, writer, 1), "StateAgentLost" in place.events())[1])
+    until(lambda: (walk(live, sharded, writer, 1), "StateAgentFound" in place.events())[1])
+    walk(live, sharded, writer, 2)
+    assert writer.list()[0].state == live.state
+    writer.close()
+    other = StateAgent.connect(place.token, 0, 0, 1, live.layout.nbytes, DEADLINE_S)
     assert other.address == address, "the addresses in grants no longer hold"
     other.close()
 
@@ -154,54 +154,54 @@ def test_without_an_agent_training_goes_on_and_another_one_is_found(
 def test_a_stopped_agent_holds_a_vote_up_once_and_is_replaced(
     mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keepers, "AGAIN_S", 0.05)
-    held, sharded = hold(mesh)
-    keeper = place.keeper(held, answer_s=0.3)
-    walk(held, sharded, keeper, 1)
-    address, pid = keeper.address, place.agent_pid()
-    keeper._join_s = 3600.0  # for now it is awaited
+    monkeypatch.setattr(snapshots, "AGAIN_S", 0.05)
+    live, sharded = hold(mesh)
+    writer = place.writer(live, answer_s=0.3)
+    walk(live, sharded, writer, 1)
+    address, pid = writer.address, place.agent_pid()
+    writer._join_s = 3600.0  # for now it is awaited
     os.kill(pid, signal.SIGSTOP)
-    walk(held, sharded, keeper, 30)
+    walk(live, sharded, writer, 30)
     assert place.events().count("StateAgentLost") == 1, "a vote waited for it again"
     os.kill(pid, signal.SIGCONT)
     until(lambda: place.events().count("StateAgentFound") == 1)
-    walk(held, sharded, keeper, 2)
-    assert keeper.list()[0].state == held.state
-    keeper._join_s = 0.3
+    walk(live, sharded, writer, 2)
+    assert writer.list()[0].state == live.state
+    writer._join_s = 0.3
     os.kill(pid, signal.SIGSTOP)  # for good
-    until(lambda: (walk(held, sharded, keeper, 1), place.events().count("StateAgentFound") == 2)[1])
+    until(lambda: (walk(live, sharded, writer, 1), place.events().count("StateAgentFound") == 2)[1])
     assert place.events().count("StateAgentLost") == 2
     assert f"the state agent (pid {pid}) did not answer and was killed" in place.events()
     assert place.agent_pid() != pid
-    walk(held, sharded, keeper, 2)
-    assert keeper.list()[0].state == held.state
-    keeper.close()
-    other = StateAgent.connect(place.token, 0, 0, 1, held.layout.nbytes, DEADLINE_S)
+    walk(live, sharded, writer, 2)
+    assert writer.list()[0].state == live.state
+    writer.close()
+    other = StateAgent.connect(place.token, 0, 0, 1, live.layout.nbytes, DEADLINE_S)
     assert other.address == address, "the addresses in grants no longer hold"
     other.close()
 
 
 def test_copies_that_are_to_be_forgotten_are_though_their_agent_is_stopped(mesh: DeviceMesh, place: Place) -> None:
-    held, sharded = hold(mesh)
-    keeper = place.keeper(held, answer_s=0.3)
-    walk(held, sharded, keeper, 2)
+    live, sharded = hold(mesh)
+    writer = place.writer(live, answer_s=0.3)
+    walk(live, sharded, writer, 2)
     pid = place.agent_pid()
     os.kill(pid, signal.SIGSTOP)
-    keeper.forget()
+    writer.forget()
     assert f"the state agent (pid {pid}) did not answer and was killed" in place.events()
-    again = place.keeper(hold(mesh)[0])
+    again = place.writer(hold(mesh)[0])
     assert again.list() == ()
 
 
 def test_a_rank_that_starts_beside_a_stopped_agent_replaces_it(mesh: DeviceMesh, place: Place) -> None:
-    held, sharded = hold(mesh)
-    walk(held, sharded, place.keeper(held), 1)
+    live, sharded = hold(mesh)
+    walk(live, sharded, place.writer(live), 1)
     pid = place.agent_pid()
     os.kill(pid, signal.SIGSTOP)
     fresh, _ = hold(mesh)
     home = AgentHome(place.token, 0, 0, 1, place.starter)
     again = SnapshotWriter(fresh, home, True, DEADLINE_S / 4, place.journal, place.failures.append)
-    place.keepers.append(again)
+    place.snapshots.append(again)
     assert again.list() == ()
     assert place.agent_pid() != pid
     assert "StateAgentReplaced" in place.events()
@@ -243,22 +243,22 @@ def test_a_full_backlog_of_a_stopped_agent_stops_nobody(place: Place) -> None:
 
 
 def test_no_agent_at_all_is_said(mesh: DeviceMesh, place: Place) -> None:
-    held, _ = hold(mesh)
+    live, _ = hold(mesh)
     with pytest.raises(AgentGone, match="no state agent of replica 0"):
         SnapshotWriter(
-            held, AgentHome(place.token, 0, 0, 1, None), True, 0.1, place.journal, place.failures.append
+            live, AgentHome(place.token, 0, 0, 1, None), True, 0.1, place.journal, place.failures.append
         )
 
 
 def test_a_checkpoint_gets_a_copy_that_stays_as_it_is(mesh: DeviceMesh, place: Place) -> None:
-    held, sharded = hold(mesh)
-    keeper = place.keeper(held)
+    live, sharded = hold(mesh)
+    writer = place.writer(live)
     got: list[Any] = []
-    keeper.save(START, lambda manifest, packed: got.append((manifest, packed)))
-    assert done(keeper)
+    writer.save(START, lambda manifest, packed: got.append((manifest, packed)))
+    assert done(writer)
     ((manifest, packed),) = got
     before = packed.copy()
-    walk(held, sharded, keeper, 3)
+    walk(live, sharded, writer, 3)
     assert manifest.state == START
     assert np.array_equal(packed, before)
 
@@ -266,8 +266,8 @@ def test_a_checkpoint_gets_a_copy_that_stays_as_it_is(mesh: DeviceMesh, place: P
 def test_a_checkpoint_without_memory_for_its_copy_is_said_and_ends_nothing(
     mesh: DeviceMesh, place: Place, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    held, sharded = hold(mesh)
-    keeper = place.keeper(held)
+    live, sharded = hold(mesh)
+    writer = place.writer(live)
 
     class Full:
         uint8 = np.uint8
@@ -278,8 +278,8 @@ def test_a_checkpoint_without_memory_for_its_copy_is_said_and_ends_nothing(
 
     got: list[Any] = []
     with monkeypatch.context() as without:
-        without.setattr(keepers, "np", Full)
-        keeper.save(START, lambda *copy: got.append(copy))
-        assert done(keeper)
+        without.setattr(snapshots, "np", Full)
+        writer.save(START, lambda *copy: got.append(copy))
+        assert done(writer)
     assert got == [(None, None)]
-    walk(held, sharded, keeper, 2)
+    walk(live, sharded, writer, 2)

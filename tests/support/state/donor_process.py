@@ -28,9 +28,9 @@ def counted(out: int, fd: int, offset: int, count: int) -> int:
 
 http.os.sendfile = counted
 snapshot, _ = sealed(size=size)
-shelf = InMemorySnapshots()
-shelf.put(snapshot.manifest, snapshot.room)
-served = http.StateServer("127.0.0.1", 0, shelf, TOKEN)
+source = InMemorySnapshots()
+source.put(snapshot.manifest, snapshot.room)
+served = http.StateServer("127.0.0.1", 0, source, TOKEN)
 print(served.address, flush=True)
 sys.stdin.read()
 served.close()
