@@ -126,7 +126,7 @@ def test_what_does_not_hold_at_the_end_is_a_breach(
     said: list[str],
 ) -> None:
     logged = [each for each in said if "protocol" in each]
-    monkeypatch.setattr("pairs.verify", lambda run: SimpleNamespace(breaches=logged))
+    monkeypatch.setattr("tests.scenarios.pairs.verify", lambda run: SimpleNamespace(breaches=logged))
     if changed is not None:
         (tmp_path / "summary.json").write_text(json.dumps({**GOOD, **changed}))
     injured = Injured(Ended(tmp_path, code, events), 9)  # type: ignore[arg-type]
