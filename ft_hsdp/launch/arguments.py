@@ -1,4 +1,4 @@
-"""What the command line takes: the commands, their options, and what is said of them."""
+"""The commands of the command line, their options and their help."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ OVERRIDES = "--dotted.key=value sets any key of the configuration; the value is 
 
 
 class _Usage(FtHsdpError):
-    """Arguments that cannot be understood."""
+    """The arguments are not those of a command."""
 
     exit_code = EXIT_CONFIG
 
@@ -43,7 +43,7 @@ class _Help(argparse.HelpFormatter):
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line."""
+    """Reports wrong arguments in one line."""
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of printing the usage and exiting with 2."""
@@ -51,7 +51,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The commands and their options; a parsed command is in ``command``, by its name."""
+    """Return the parser of all commands; it puts the name of the command into ``command``."""
     parser = _Parser(
         prog="ft-hsdp",
         description="Fault-tolerant HSDP: replicas that come and go train one model.",

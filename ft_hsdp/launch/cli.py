@@ -23,40 +23,47 @@ from ft_hsdp.launch.arguments import ORDERS, build_parser
 from ft_hsdp.launch.render import command as rendering
 from ft_hsdp.launch.run.directory import RunDir, find_run, find_running, read_json
 
-_OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")  # one that lacks its dashes
-INTERRUPTED = 130
-BREACH = 1  # of `verify`
+_OVERRIDE = re.compile(r"[a-z_]+(\.[a-z_0-9]+)*=")  # an override without its two dashes
+INTERRUPTED = 130  # exit code after Ctrl-C
+BREACH = 1  # exit code of `verify` for a run that breaks the protocol
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code."""
+    """Run one command and return its exit code.
+
+    Args:
+        argv: The arguments; None: those of this process.
+
+    Returns:
+        The exit code as in `ft_hsdp.errors`; 130 after Ctrl-C; 1 from `verify` if the run breaks the protocol.
+    """
     try:
         return _main(sys.argv[1:] if argv is None else argv)
     except FtHsdpError as error:
-        _complain(str(error) or type(error).__name__)
+        _print_error(str(error) or type(error).__name__)
         return error.exit_code
     except KeyboardInterrupt:
-        _complain("stopped")
+        _print_error("stopped")
         return INTERRUPTED
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of our output has ended
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # the reader of stdout has ended
         return EXIT_OK
-    except OSError as error:  # a full disk, most likely: the same command may do better later
-        _complain(f"{error.filename or 'this machine'}: {error.strerror or error}")
+    except OSError as error:  # most likely a full disk, so a later try may succeed
+        _print_error(f"{error.filename or 'this machine'}: {error.strerror or error}")
         return EXIT_RETRYABLE
     finally:
-        _let_go()
+        _finish_output()
 
 
 def _main(argv: Sequence[str]) -> int:
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     overrides = [word for word in rest if word.startswith("--") and "=" in word]
-    strangers = [word for word in rest if word not in overrides]
-    if missing := next((word for word in strangers if "config" in args and _OVERRIDE.match(word)), None):
+    unknown = [word for word in rest if word not in overrides]
+    if missing := next((word for word in unknown if "config" in args and _OVERRIDE.match(word)), None):
         parser.error(f"{missing}: an override begins with two dashes: --{missing}")
-    if strangers or (overrides and "config" not in args):
-        parser.error(f"unrecognized arguments: {' '.join(strangers or overrides)}")
+    if unknown or (overrides and "config" not in args):
+        parser.error(f"unrecognized arguments: {' '.join(unknown or overrides)}")
     args.overrides = overrides
     return COMMANDS[args.command](args)
 
@@ -110,26 +117,26 @@ def _status(args: argparse.Namespace) -> int:
     if args.ray_address is not None:
         with _needs_ray("status --ray-address"):
             from ft_hsdp.launch.ray import submit as in_cluster
-        told, shown = in_cluster.status(args.ray_address, name)
+        document, text = in_cluster.status(args.ray_address, name)
         if args.json:
-            _print_json(told)
+            _print_json(document)
         else:
-            _print(shown)
+            _print(text)
         return EXIT_OK
     from ft_hsdp.launch.run.status import lines, status
 
     run = find_running(args.runs_dir, name)
-    picture = status(run)
+    document = status(run)
     if args.json:
-        _print_json(picture)
+        _print_json(document)
     else:
-        _print(lines(run, picture))
+        _print(lines(run, document))
     return EXIT_OK
 
 
 @contextlib.contextmanager
 def _needs_ray(command: str) -> Iterator[None]:
-    """One line where Ray is not installed."""
+    """Raise ConfigError within a ``with`` block if Ray is not installed."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -228,8 +235,8 @@ def _explain(args: argparse.Namespace) -> int:
     summary = read_json(run.summary) or {}
     failures, lost = summary.get("failures", []), summary.get("lost", [])
     if args.json:
-        told = [asdict(start) for start in starts(events, failures)]
-        _print_json({"run": str(run.path), "events": events, "starts": told, "failures": failures, "lost": lost})
+        found = [asdict(start) for start in starts(events, failures)]
+        _print_json({"run": str(run.path), "events": events, "starts": found, "failures": failures, "lost": lost})
     else:
         _print(explain(events, failures, lost))
     return EXIT_OK
@@ -287,14 +294,14 @@ def _print_json(value: Any) -> None:
     _print([json.dumps(value)])
 
 
-def _complain(text: str) -> None:
+def _print_error(text: str) -> None:
     with contextlib.suppress(OSError):
         sys.stderr.write(" ".join(text.split()) + "\n")
 
 
-def _let_go() -> None:
-    """Have the interpreter end at once, and not with a code of its own over output that no disk took."""
-    gc.freeze()  # or else it looks for garbage in all of torch, which takes a second
+def _finish_output() -> None:
+    """Flush the output, so that the interpreter ends at once and keeps the exit code if the disk is full."""
+    gc.freeze()  # otherwise its last collection searches all of torch, which takes a second
     for stream, descriptor in ((sys.stdout, 1), (sys.stderr, 2)):
         try:
             stream.flush()

@@ -27,6 +27,7 @@ from pydantic import ValidationError
 
 from ft_hsdp import fault_injection
 from ft_hsdp.config import ChaosConfig, load
+from ft_hsdp.config.explain import explain
 from ft_hsdp.errors import ConfigError
 from ft_hsdp.jsonl import LineWriter
 from ft_hsdp.launch.chaos import Injection, in_words, injection_of
@@ -310,15 +311,16 @@ def parse_options(**options: Any) -> Injection:
         ConfigError: An option does not fit the others.
     """
     replica = options.pop("replica", None)
+    document = {"at_s": 0.0, "replicas": [] if replica is None else [replica], **options}
     try:
-        config = ChaosConfig(at_s=0.0, replicas=() if replica is None else (replica,), **options)
+        config = ChaosConfig(**document)
     except ValidationError as error:
-        problem = error.errors(include_url=False)[0]
-        ctx = problem.get("ctx", {})
-        key = str(ctx.get("key") or problem["loc"][0])
+        problem = explain(error, ChaosConfig, document)
+        key = problem.key.partition(".")[0]
+        if key == "replicas" and replica is None:
+            raise ConfigError("--replica", None, "the id of a replica") from None
         option = _OPTIONS.get(key, f"--{key.replace('_', '-')}")
-        value, allowed = ctx.get("value", problem.get("input")), ctx.get("allowed", problem["msg"])
-        raise ConfigError(option, value, allowed) from None
+        raise ConfigError(option, problem.value, problem.allowed) from None
     return injection_of(config, replica, 0, "chaos by hand")
 
 
