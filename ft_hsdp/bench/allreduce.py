@@ -20,11 +20,11 @@ from typing import Any, TextIO
 
 import psutil
 
+from ft_hsdp.bench.command import AllReduceOptions
 from ft_hsdp.bench.contenders.base import CONTENDERS, Contender, absent
 from ft_hsdp.bench.goals import begin_result, finish_result
 from ft_hsdp.bench.hsdp.measure import measure as link
-from ft_hsdp.bench.hsdp.setup import HsdpSetup
-from ft_hsdp.bench.options import AllReduceOptions
+from ft_hsdp.bench.hsdp.processes import HsdpSetup
 from ft_hsdp.bench.results import (
     KIB,
     MIB,

@@ -1,21 +1,76 @@
-"""The benches by name: from the words of a command line to a result."""
+"""The benches by name, and what the user asks of each: from the words of a command line to a result.
+
+Every function of this module raises ConfigError for what is not allowed.
+"""
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
-from typing import Any, TextIO
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TextIO, TypeVar
 
-from ft_hsdp.bench import options
-from ft_hsdp.bench.results import GIB
+from ft_hsdp.bench.contenders.base import CONTENDERS
+from ft_hsdp.bench.results import GIB, KIB, MIB
+from ft_hsdp.config.running import MAX_REPLICAS
+from ft_hsdp.errors import ConfigError
+
+FTAR = ("bandwidth", "spin", "kill", "reconfigure", "link")
+FETCH = ("large", "small")
+RECOVERY = ("kill", "torchft", "rejoin", "return", "stop", "readers", "local")
+OVERHEAD = {"steady": 70, "snapshot": 30, "ray": 6, "link": 20}  # rounds where the user does not say
+OVERHEAD_BY_DEFAULT = ("steady", "snapshot", "ray")
+QUORUM_MEMBERS = (3, 12, 64)
+LARGEST = 4 * GIB
+MOST_MEMBERS = 16  # of a ring
+MOST_ROUNDS = 10_000
+_SIZE = re.compile(r"(\d{1,12}) ?([kmg]i?)?b?", re.IGNORECASE)
+_UNITS = {"": 1, "k": KIB, "m": MIB, "g": GIB}
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceOptions:
+    """What `bench ftar` measures; None where each measure has its own."""
+
+    measures: tuple[str, ...]
+    sizes: tuple[int, ...] | None  # of messages, in bytes
+    members: tuple[int, ...] | None
+    contenders: tuple[str, ...] | None
+    rounds: int
+
+
+@dataclass(frozen=True, slots=True)
+class QuorumOptions:
+    """What `bench quorum` measures."""
+
+    members: tuple[int, ...]  # how many clients ask at once
+    rounds: int  # of each kind
+
+
+@dataclass(frozen=True, slots=True)
+class FetchOptions:
+    """What `bench fetch` measures."""
+
+    measures: tuple[str, ...]
+    sizes: tuple[int, ...]  # of states in large tensors, in bytes
+    rounds: int  # fetches of each contender
+
+
+@dataclass(frozen=True, slots=True)
+class RecoveryOptions:
+    """What `bench recovery` measures."""
+
+    measures: tuple[str, ...]
+    kills: int  # SIGKILLs; torchft, long steps, returns and stops get fewer
+    rounds: int  # of what is interleaved
+    sizes: tuple[int, ...]  # of a state that is recovered locally, in bytes
 
 
 def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:
-    """Run one bench.
-
-    Args:
-        name: of the bench, as on the command line.
-        args: the words of the command line.
-        stream: where progress goes.
+    """Run one bench, as the words of the command line say; progress goes to ``stream``.
 
     Returns:
         The result, ready for JSON.
@@ -24,41 +79,132 @@ def run_bench(name: str, args: Namespace, stream: TextIO) -> dict[str, Any]:
         ConfigError: The words, or this machine, do not allow it.
         Retryable: A process fails.
         DataCorruption: A sum or a state is wrong.
-        ValueError: No bench has this name.
     """
     # A bench imports what it measures, so each is imported only when it runs.
-    match name:
-        case "ftar":
-            from ft_hsdp.bench import allreduce
+    if name == "ftar":
+        from ft_hsdp.bench import allreduce
 
-            return allreduce.run(options.ftar_options(args), stream)
-        case "quorum":
-            from ft_hsdp.bench import quorum_rounds
+        return allreduce.run(ftar_options(args), stream)
+    if name == "quorum":
+        from ft_hsdp.bench import quorum
 
-            return quorum_rounds.run(options.quorum_options(args), stream)
-        case "fetch":
-            from ft_hsdp.bench import state_fetch
+        return quorum.run(quorum_options(args), stream)
+    if name == "fetch":
+        from ft_hsdp.bench import state_fetch
 
-            return state_fetch.run(options.fetch_options(args), stream)
-        case "recovery":
-            from ft_hsdp.bench.recovery import bench
+        return state_fetch.run(fetch_options(args), stream)
+    if name == "recovery":
+        from ft_hsdp.bench.recovery import bench
 
-            return bench.run(options.recovery_options(args), stream)
-        case "overhead":
-            from ft_hsdp.bench import overhead
+        return bench.run(recovery_options(args), stream)
+    if name == "overhead":
+        from ft_hsdp.bench import overhead
 
-            return overhead.run(options.overhead_rounds(args), stream)
-        case "strangers":
-            from ft_hsdp.bench import strangers
+        return overhead.run(overhead_rounds(args), stream)
+    if name == "strangers":
+        from ft_hsdp.bench import strangers
 
-            return strangers.run(options.rounds_of(args, 6), stream)
-        case "tls":
-            from ft_hsdp.bench import tls
+        return strangers.run(rounds_of(args, 6), stream)
+    if name == "tls":
+        from ft_hsdp.bench import tls
 
-            sizes = options.sizes_of(args.sizes) or (GIB,)
-            return tls.run(options.rounds_of(args, 9), sizes[0], stream)
-        case "driver":
-            from ft_hsdp.bench import driver
+        return tls.run(rounds_of(args, 9), (sizes_of(args.sizes) or (GIB,))[0], stream)
+    from ft_hsdp.bench import driver
 
-            return driver.measure(driver.STEPS if args.rounds is None else args.rounds, stream)
-    raise ValueError(name)
+    return driver.measure(driver.STEPS if args.rounds is None else args.rounds, stream)
+
+
+def ftar_options(args: Namespace) -> AllReduceOptions:
+    """Return what `bench ftar` is to do."""
+    return AllReduceOptions(
+        measures_of(args.measure or "bandwidth", FTAR),
+        sizes_of(args.sizes),
+        _listed("--members", args.members, _members, f"2 to {MOST_MEMBERS}, e.g. 2,4"),
+        _listed("--contenders", args.contenders, _contender, f"some of {','.join(CONTENDERS)}"),
+        rounds_of(args, 20),
+    )
+
+
+def quorum_options(args: Namespace) -> QuorumOptions:
+    """Return what `bench quorum` is to do."""
+    allowed = f"numbers from 1 to {MAX_REPLICAS}, e.g. 12,64"
+    members = _listed("--members", args.members or None, _clients, allowed, doubles=True)
+    return QuorumOptions(members or QUORUM_MEMBERS, rounds_of(args, 300))
+
+
+def fetch_options(args: Namespace) -> FetchOptions:
+    """Return what `bench fetch` is to do."""
+    return FetchOptions(
+        measures_of(args.measure or "all", FETCH), sizes_of(args.sizes) or (GIB,), rounds_of(args, 7)
+    )
+
+
+def recovery_options(args: Namespace) -> RecoveryOptions:
+    """Return what `bench recovery` is to do."""
+    measures, kills = measures_of(args.measure or "all", RECOVERY), count_of("--kills", args.kills)
+    return RecoveryOptions(measures, kills, rounds_of(args, 5), sizes_of(args.sizes) or (256 * MIB,))
+
+
+def overhead_rounds(args: Namespace) -> Mapping[str, int]:
+    """Return the rounds of each measure of `bench overhead` that is wanted."""
+    wanted = measures_of(args.measure, tuple(OVERHEAD)) if args.measure else OVERHEAD_BY_DEFAULT
+    return {name: rounds_of(args, OVERHEAD[name]) for name in wanted}
+
+
+def measures_of(word: str, known: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the measures that are meant by ``word``."""
+    if word not in (*known, "all"):
+        raise ConfigError("--measure", word, f"{', '.join(known)} or all")
+    return known if word == "all" else (word,)
+
+
+def rounds_of(args: Namespace, default: int) -> int:
+    """Return how often what is interleaved is repeated."""
+    return count_of("--rounds", default if args.rounds is None else args.rounds)
+
+
+def count_of(key: str, count: int) -> int:
+    """Return a number of repetitions."""
+    if not 1 <= count <= MOST_ROUNDS:
+        raise ConfigError(key, count, f"1 to {MOST_ROUNDS}")
+    return count
+
+
+def sizes_of(text: str | None) -> tuple[int, ...] | None:
+    """Return sizes in bytes."""
+    return _listed("--sizes", text, _size, "multiples of 4 bytes up to 4GiB, e.g. 64KiB,1MiB")
+
+
+def _listed(
+    key: str, text: str | None, read: Callable[[str], _T | None], allowed: str, doubles: bool = False
+) -> tuple[_T, ...] | None:
+    """Return the words of a comma list, each read; a word that comes twice counts once unless ``doubles``."""
+    if text is None:
+        return None
+    values: list[_T] = []
+    for word in text.split(","):
+        value = read(word.strip())
+        if value is None:
+            raise ConfigError(key, text, allowed)
+        values.append(value)
+    return tuple(values if doubles else dict.fromkeys(values))
+
+
+def _size(word: str) -> int | None:
+    match = _SIZE.fullmatch(word)
+    if match is None:
+        return None
+    size = int(match[1]) * _UNITS[(match[2] or "")[:1].lower()]
+    return size if 4 <= size <= LARGEST and size % 4 == 0 else None
+
+
+def _members(word: str) -> int | None:
+    return int(word) if re.fullmatch(r"\d{1,3}", word) and 2 <= int(word) <= MOST_MEMBERS else None
+
+
+def _clients(word: str) -> int | None:
+    return int(word) if word.isdecimal() and 1 <= int(word) <= MAX_REPLICAS else None
+
+
+def _contender(word: str) -> str | None:
+    return word if word in CONTENDERS else None

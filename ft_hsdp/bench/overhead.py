@@ -25,8 +25,7 @@ from ft_hsdp.analysis.goodput import fault_free_step
 from ft_hsdp.bench.contenders.base import version
 from ft_hsdp.bench.goals import begin_result, finish_result
 from ft_hsdp.bench.hsdp.measure import measure as link
-from ft_hsdp.bench.hsdp.processes import start, start_lighthouse
-from ft_hsdp.bench.hsdp.setup import PRODUCT, HsdpSetup, Loopback
+from ft_hsdp.bench.hsdp.processes import PRODUCT, HsdpSetup, Loopback, start, start_lighthouse
 from ft_hsdp.bench.recovery.job_under_test import JobUnderTest
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.results import ProgressLog, ResultRow, interleave, ratio_interval, spread

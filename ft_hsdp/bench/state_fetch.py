@@ -12,10 +12,10 @@ from typing import Any, TextIO
 
 import psutil
 
+from ft_hsdp.bench.command import FetchOptions
 from ft_hsdp.bench.contenders.base import version
 from ft_hsdp.bench.contenders.fetch import FetchSpec
 from ft_hsdp.bench.goals import begin_result, finish_result
-from ft_hsdp.bench.options import FetchOptions
 from ft_hsdp.bench.results import GIB, KIB, ProgressLog, ResultRow, interleave, size_name, spread
 from ft_hsdp.bench.scope import scratch
 from ft_hsdp.bench.workers.link import WorkerLink, ask, greet, spawn_worker

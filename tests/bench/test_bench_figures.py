@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ft_hsdp.bench import goals
-from ft_hsdp.bench.options import AllReduceOptions, ftar_options
+from ft_hsdp.bench.command import AllReduceOptions, ftar_options
 from ft_hsdp.bench.results import GIB, KIB, MIB, WARM_UP, batch, interleave, spread
 from ft_hsdp.bench.tables import show
 

@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from ft_hsdp.bench.allreduce import run
+from ft_hsdp.bench.command import AllReduceOptions
 from ft_hsdp.bench.contenders.base import CONTENDERS, Contender
-from ft_hsdp.bench.options import AllReduceOptions
 from ft_hsdp.bench.results import KIB
 from ft_hsdp.launch.cli import main
 

@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from ft_hsdp.bench import goals, overhead
-from ft_hsdp.bench.hsdp.setup import HsdpSetup
-from ft_hsdp.bench.options import overhead_rounds
+from ft_hsdp.bench.command import overhead_rounds
+from ft_hsdp.bench.hsdp.processes import HsdpSetup
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.results import ProgressLog, ratio_interval, spread
 from ft_hsdp.bench.tables import show

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from ft_hsdp.bench import goals, quorum_client
-from ft_hsdp.bench.options import quorum_options
-from ft_hsdp.bench.quorum_client import Clients, Grpc, Http1, encoded, frame
+from ft_hsdp.bench import goals, quorum
+from ft_hsdp.bench.command import quorum_options
+from ft_hsdp.bench.quorum import Clients, Grpc, Http1, encoded, frame
 from ft_hsdp.errors import ConfigError, Retryable
 from ft_hsdp.launch.cli import main
 
@@ -69,9 +69,9 @@ def test_a_call_over_grpc_that_comes_in_pieces() -> None:
     first, second = wire.request(b"x"), wire.request(b"y")
     assert (first[5:9], second[5:9]) == (b"\0\0\0\1", b"\0\0\0\3")
     message = b"\0\0\0\0\5hello"
-    settings, ping = frame(quorum_client.SETTINGS, 0, 0, b""), frame(quorum_client.PING, 0, 0, b"12345678")
-    data = frame(quorum_client.DATA, 0, 3, message[:6]) + frame(quorum_client.DATA, 0, 3, message[6:])
-    end = frame(quorum_client.HEADERS, quorum_client.END_STREAM | quorum_client.END_HEADERS, 3, b"trailers")
+    settings, ping = frame(quorum.SETTINGS, 0, 0, b""), frame(quorum.PING, 0, 0, b"12345678")
+    data = frame(quorum.DATA, 0, 3, message[:6]) + frame(quorum.DATA, 0, 3, message[6:])
+    end = frame(quorum.HEADERS, quorum.END_STREAM | quorum.END_HEADERS, 3, b"trailers")
     answers, said = [], b""
     stream = settings + ping + data + end
     for at in range(0, len(stream), 5):
@@ -80,9 +80,7 @@ def test_a_call_over_grpc_that_comes_in_pieces() -> None:
         said += reply
     assert [a for a in answers if a is not None] == [b"hello"]
     assert answers[-1] == b"hello"
-    acknowledged = frame(quorum_client.SETTINGS, quorum_client.ACK, 0, b"") + frame(
-        quorum_client.PING, quorum_client.ACK, 0, b"12345678"
-    )
+    acknowledged = frame(quorum.SETTINGS, quorum.ACK, 0, b"") + frame(quorum.PING, quorum.ACK, 0, b"12345678")
     assert said.startswith(acknowledged)
 
 
@@ -90,7 +88,7 @@ def test_a_call_that_fails_is_no_answer() -> None:
     wire = Grpc("host", "/a.B/C")
     wire.request(b"x")
     with pytest.raises(Retryable, match="the call failed"):
-        wire.feed(frame(quorum_client.HEADERS, quorum_client.END_STREAM, 1, b"grpc-status: 14"))
+        wire.feed(frame(quorum.HEADERS, quorum.END_STREAM, 1, b"grpc-status: 14"))
 
 
 def test_messages_are_encoded_as_protocol_buffers() -> None:

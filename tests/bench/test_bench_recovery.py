@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from ft_hsdp.bench import goals, hostile
-from ft_hsdp.bench.hostile import READERS, BadReaders
-from ft_hsdp.bench.options import RecoveryOptions
+from ft_hsdp.bench import goals, strangers
+from ft_hsdp.bench.command import RecoveryOptions
 from ft_hsdp.bench.recovery.analysis import Kill, came_back, failures_of, phases, quantile, repeated, stall
 from ft_hsdp.bench.recovery.bench import kill_row, run, stops
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.recovery.torchft_under_test import Setting, torchft
 from ft_hsdp.bench.results import MIB, ProgressLog
+from ft_hsdp.bench.strangers import READERS, BadReaders
 from ft_hsdp.bench.tables import show
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.launch.cli import main
@@ -169,7 +169,7 @@ def test_quantiles_are_values_that_were_seen() -> None:
 
 def test_bad_readers_do_what_they_are_said_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Against a server that lets in who knows the token, and then never stops sending."""
-    monkeypatch.setattr(hostile, "BEAT_S", 0.02)
+    monkeypatch.setattr(strangers, "BEAT_S", 0.02)
     asked: list[bytes] = []
     server = socket.create_server(("127.0.0.1", 0), backlog=64)
 

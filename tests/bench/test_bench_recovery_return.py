@@ -12,10 +12,10 @@ import pytest
 import torch
 
 from ft_hsdp.bench import goals, trainee
-from ft_hsdp.bench.options import recovery_options
+from ft_hsdp.bench.command import recovery_options
 from ft_hsdp.bench.recovery import job_under_test, torchft_under_test
 from ft_hsdp.bench.recovery.analysis import Back, Kill, back, return_phases, stages_in
-from ft_hsdp.bench.recovery.returns import SETUPS, Turn, ours, result, returns, torchft
+from ft_hsdp.bench.recovery.bench import SETUPS, Turn, our_turn, return_row, returns, torchft_turn
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.results import ProgressLog
 from ft_hsdp.bench.tables import show
@@ -101,7 +101,7 @@ def test_returns_beside_their_goals() -> None:
         return Turn(0.05, (Back(seconds + 0.05, seconds, seconds + 0.1, PARTS, how),) * 3)
 
     turns = {"warm": [turn(0.2, "from a spare"), turn(0.7, "cold")], "cold": [turn(2.6), turn(2.6)]}
-    row = result("waiting", RecoverySetup(), {**turns, "torchft": [turn(2.5), turn(2.5)]})
+    row = return_row("waiting", RecoverySetup(), {**turns, "torchft": [turn(2.5), turn(2.5)]})
     assert row["contenders"]["warm"]["kills"] == 6
     assert row["contenders"]["warm"]["starts"] == {"from a spare": 3, "cold": 3}
     assert row["contenders"]["cold"]["less_one"]["p50_ms"] == 2600
@@ -111,7 +111,7 @@ def test_returns_beside_their_goals() -> None:
         "versions": {"torch": "2.13.0"},
         "notes": [],
         **dict.fromkeys(("kill", "torchft", "stop", "torchft_stop", "rejoin", "readers", "local"), ()),
-        "return": [row, result("2 M parameters", RecoverySetup(), turns)],
+        "return": [row, return_row("2 M parameters", RecoverySetup(), turns)],
     }
     seen = [(verdict.text, verdict.seen, verdict.met) for verdict in goals.recovery(whole)]
     text = "SIGKILL to own commit - 1 step"
@@ -172,7 +172,7 @@ def test_a_victim_of_each_contender_comes_back() -> None:
 @pytest.mark.usefixtures("_nothing_left")
 def test_the_real_model_is_trained_by_both() -> None:
     setup = RecoverySetup(replicas=1, transformer=True)
-    for contender in (partial(ours, 0), torchft):
+    for contender in (partial(our_turn, 0), torchft_turn):
         turn = contender(setup, 0, random.Random(1))
         assert turn.step_s > 0.01
         assert turn.backs == ()

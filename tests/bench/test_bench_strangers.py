@@ -9,8 +9,8 @@ from typing import Any
 from ft_hsdp import address
 from ft_hsdp.bench import goals
 from ft_hsdp.bench.goals import begin_result, finish_result
-from ft_hsdp.bench.hostile import Flood, frames
 from ft_hsdp.bench.results import ProgressLog
+from ft_hsdp.bench.strangers import Flood, frames
 from ft_hsdp.bench.tables import show
 from ft_hsdp.handshake import CallerGate, Purpose
 from ft_hsdp.protocol import MAX_MESSAGE

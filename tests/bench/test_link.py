@@ -17,7 +17,7 @@ from ft_hsdp.bench.hsdp import measure as measuring
 from ft_hsdp.bench.hsdp import network
 from ft_hsdp.bench.hsdp.measure import StepBlock, report
 from ft_hsdp.bench.hsdp.network import BRIDGE, INTERFACE, Network
-from ft_hsdp.bench.hsdp.setup import HsdpSetup
+from ft_hsdp.bench.hsdp.processes import HsdpSetup
 from ft_hsdp.bench.results import ProgressLog
 from ft_hsdp.bench.tables import show
 from ft_hsdp.errors import Retryable
@@ -172,7 +172,7 @@ def test_nothing_is_left_where_it_cannot_be_made() -> None:
 def test_nothing_is_left_after_a_signal(number: int, code: int, tmp_path: Path) -> None:
     program = (
         "import sys; from ft_hsdp.bench.hsdp.measure import measure;"
-        "from ft_hsdp.bench.hsdp.setup import HsdpSetup;"
+        "from ft_hsdp.bench.hsdp.processes import HsdpSetup;"
         "from ft_hsdp.bench.results import ProgressLog; measure(HsdpSetup(), ProgressLog(sys.stderr))"
     )
     command = [sys.executable, "-c", program]

@@ -15,7 +15,7 @@ import pytest
 import torch.distributed as dist
 
 from ft_hsdp import address, handshake, protocol, record_layer
-from ft_hsdp.bench.hostile import Flood
+from ft_hsdp.bench.strangers import Flood
 from ft_hsdp.control import rank_store
 from ft_hsdp.control.rank_channel import RankLine
 from ft_hsdp.control.rank_store import (

@@ -28,7 +28,7 @@ import numpy.typing as npt
 import xxhash
 
 from ft_hsdp import address, record_layer
-from ft_hsdp.bench.workers.serve import Answer, Obey, run_worker
+from ft_hsdp.bench.workers.link import Answer, Obey, run_worker
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption
 from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer

@@ -2,9 +2,8 @@
 
 Three contenders train the same model in turn: replicas that exchange nothing, PyTorch's own HSDP, and ft_hsdp.
 
-- `setup`: what is trained, and on which machine;
 - `network`: namespaces with slow links between them, instead of machines;
-- `processes`: the ranks of one contender, with the lighthouse and the state agents of ft_hsdp;
+- `processes`: what is trained, and the processes of one contender;
 - `measure`: from blocks of steps to the cost of the exchange;
 - `worker`: one rank.
 """

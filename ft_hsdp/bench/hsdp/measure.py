@@ -12,8 +12,7 @@ from functools import partial
 from typing import Any
 
 from ft_hsdp.bench.hsdp.network import Network, unfit
-from ft_hsdp.bench.hsdp.processes import TrainingProcesses, start, start_lighthouse
-from ft_hsdp.bench.hsdp.setup import HsdpSetup
+from ft_hsdp.bench.hsdp.processes import HsdpSetup, TrainingProcesses, start, start_lighthouse
 from ft_hsdp.bench.results import WARM_UP, ProgressLog, ResultRow, interleave, milliseconds, ratio, spread
 from ft_hsdp.bench.scope import scratch
 from ft_hsdp.bench.workers.link import greet

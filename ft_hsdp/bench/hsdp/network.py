@@ -11,7 +11,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from ft_hsdp.bench.hsdp.setup import Loopback
+from ft_hsdp.bench.hsdp.processes import Loopback
 from ft_hsdp.bench.scope import Scope
 from ft_hsdp.errors import Retryable
 

@@ -23,9 +23,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ft_hsdp
-from ft_hsdp.bench.hsdp.setup import PATIENCE_S, PRODUCT, RankSpec
+from ft_hsdp.bench.hsdp.processes import PATIENCE_S, PRODUCT, RankSpec
 from ft_hsdp.bench.trainee import Waiting
-from ft_hsdp.bench.workers.serve import Answer, Obey, run_worker
+from ft_hsdp.bench.workers.link import Answer, Obey, run_worker
 from ft_hsdp.config import Config, load
 from ft_hsdp.train.model import Transformer
 from ft_hsdp.train.tokens import VOCABULARY

@@ -21,7 +21,7 @@ import xxhash
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from ft_hsdp.bench.workers.serve import Answer, Obey, run_worker
+from ft_hsdp.bench.workers.link import Answer, Obey, run_worker
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.secret import TOKEN_VARIABLE
 from ft_hsdp.state.agent.client import StateAgent

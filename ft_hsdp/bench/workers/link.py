@@ -1,4 +1,11 @@
-"""The bench's end of its workers: start them, give them commands, collect their answers, kill them."""
+"""Both ends of a worker: a process that does what the bench says over a socket, in JSON lines.
+
+    <- {"address": "", "pid": 1}          once, when it is set up
+    -> {...}        <- {...}              for each command
+    <- {"error": "one line"}              when something fails; then the worker ends
+
+The bench has a `WorkerLink` to each worker; `spawn_worker` starts one. The worker calls `run_worker`.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +16,16 @@ import select
 import selectors
 import signal
 import socket
+import sys
 import time
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from ft_hsdp.bench.scope import spawn
-from ft_hsdp.errors import Retryable
+from ft_hsdp.errors import EXIT_OK, EXIT_RETRYABLE, Retryable
 from ft_hsdp.launch.backend.processes import last_line, tied
 
 ANSWER_S = 120.0  # longest time for one answer
@@ -167,3 +176,38 @@ def ask(links: Iterable[WorkerLink], command: Mapping[str, Any]) -> list[Answer]
     for link in asked:
         link.send(command)
     return collect(asked)
+
+
+Obey = Callable[[Mapping[str, Any]], Answer]
+"""Carries out a command, and returns the answer."""
+
+SetUp = Callable[[], tuple[Answer, Obey]]
+"""Prepares a worker; returns what it says when it is set up, and what carries out its commands."""
+
+
+def serve(sock: socket.socket, set_up: SetUp) -> int:
+    """Set up, then obey until the bench closes its end; return the exit code."""
+    with sock, sock.makefile("rw", encoding="utf-8") as stream:
+
+        def say(answer: Answer) -> None:
+            stream.write(json.dumps(answer) + "\n")
+            stream.flush()
+
+        try:
+            greeting, obey = set_up()
+            say({"address": "", "pid": os.getpid(), **greeting})
+            for line in stream:
+                say(obey(json.loads(line)))
+        except Exception as error:  # of any kind: the bench gets it as one line, the log as a traceback
+            traceback.print_exc()
+            with contextlib.suppress(OSError):
+                say({"error": " ".join(f"{type(error).__name__}: {error}".split())})
+            return EXIT_RETRYABLE
+    return EXIT_OK
+
+
+def run_worker(set_up: SetUp) -> NoReturn:
+    """Serve over the socket whose number is the first argument, and exit without waiting for other threads."""
+    code = serve(socket.socket(fileno=int(sys.argv[1])), set_up)
+    sys.stderr.flush()
+    os._exit(code)

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from ft_hsdp.bench.contenders.base import AllReduceRank, WorkerSpec
-from ft_hsdp.bench.workers.serve import Answer, Obey, serve
+from ft_hsdp.bench.workers.link import Answer, Obey, serve
 from ft_hsdp.errors import EXIT_RETRYABLE, RecoverableError
 from ft_hsdp.launch.backend.processes import die_with
 

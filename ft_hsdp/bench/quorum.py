@@ -1,0 +1,410 @@
+"""`bench quorum`: our lighthouse and torchft's are asked by the same clients, round by round in turns.
+
+All clients are in one thread and ask at once. So that no client's cost is in the figure, requests are made before
+the clock starts, an answer counts when its last byte is there, and both protocols are spoken here with as little
+as that needs: HTTP/1.1 to our lighthouse, and gRPC to torchft's, which is Protocol Buffers in HTTP/2 frames (RFC
+9113). Headers of HTTP/2 are sent as literals that no table remembers (RFC 7541, 6.2.2), so that the bytes of a
+request never change.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol, TextIO
+from urllib.parse import urlsplit
+
+import psutil
+
+from ft_hsdp import protocol
+from ft_hsdp.bench.command import QuorumOptions
+from ft_hsdp.bench.contenders.base import version
+from ft_hsdp.bench.goals import begin_result, finish_result
+from ft_hsdp.bench.results import ProgressLog, ResultRow, interleave, milliseconds, spread
+from ft_hsdp.bench.scope import listening, scratch, spawn
+from ft_hsdp.config import config_hash, parse
+from ft_hsdp.core import state_id
+from ft_hsdp.core.grant import Continue, Grant, Report
+from ft_hsdp.core.state_id import StateId
+from ft_hsdp.errors import ConfigError, Retryable
+from ft_hsdp.launch.backend.processes import tied
+from ft_hsdp.launch.run.directory import RunDir, write_job_files
+
+STEPS = 10**9
+TIMES_MS = (5000, 60_000)  # torchft's own: of a heartbeat, to join
+KINDS = {
+    "torchft": "torchft's lighthouse (Rust, gRPC, no token, in memory): all members get the quorum",
+    "same": "ft_hsdp's, tokens checked: the next step in the same epoch",
+    "new": "ft_hsdp's, tokens checked: the ring broke: a new epoch, signed, on disk before all get it",
+}
+
+
+class LighthouseContender(ABC):
+    """A lighthouse in a process, and its members."""
+
+    def __init__(self, stack: ExitStack, command: list[str], file: Path, log: Path, members: int) -> None:
+        process = spawn(stack, command, log)
+        port = urlsplit(listening(process, file, log, "a lighthouse")["url"]).port or 0
+        self._watched = psutil.Process(process.pid)
+        self._members = members
+        self.clients = Clients(("127.0.0.1", port), members, lambda: self.wire(f"127.0.0.1:{port}"))
+        stack.callback(self.clients.close)
+
+    @abstractmethod
+    def wire(self, host: str) -> Wire:
+        """Return the protocol of one client."""
+
+    def cpu_s(self) -> float:
+        """Return the CPU seconds that the server has used."""
+        times = self._watched.cpu_times()
+        return float(times.user + times.system)
+
+
+class Torchft(LighthouseContender):
+    """torchft's lighthouse; a round gives every member the whole quorum."""
+
+    def __init__(self, stack: ExitStack, folder: Path, members: int) -> None:
+        self._step = 0
+        self._names = [f"replica_{member}:{member:032x}" for member in range(members)]
+        file = folder / "torchft.json"
+        command = tied("ft_hsdp.bench.contenders.torchft", str(file), *map(str, (*TIMES_MS, members)))
+        super().__init__(stack, command, file, folder / "torchft.log", members)
+        self.same()
+
+    def wire(self, host: str) -> Wire:
+        """Return the protocol of one client."""
+        return Grpc(host, "/torchft.LighthouseService/Quorum")
+
+    def same(self) -> float:
+        """Return the seconds of a round in which nothing changes."""
+        self._step += 1
+        seconds, answers = self.clients.round([self._message(n) for n in range(self._members)])
+        if any(name.encode() not in answer for answer in answers for name in self._names):
+            raise Retryable(f"torchft answered with fewer than {self._members} members")
+        return seconds
+
+    def _message(self, member: int) -> bytes:
+        store, address = f"127.0.0.1:{28000 + member}", f"http://127.0.0.1:{29000 + member}"
+        fields: tuple[str | int, ...] = (self._names[member], address, store, self._step, 1)
+        return encoded(1, b"".join(encoded(number, value) for number, value in enumerate(fields, 1)))
+
+
+class Ours(LighthouseContender):
+    """This project's lighthouse, as `launcher.py lighthouse` starts it: tokens, checks, SQLite."""
+
+    def __init__(self, stack: ExitStack, folder: Path, members: int) -> None:
+        run = RunDir(folder / "run")
+        config = parse({"replicas": members, "ranks_per_replica": 1, "train": {"steps": STEPS}})
+        write_job_files(run, config)
+        self._token = run.token.read_text().strip()
+        self._hash = config_hash(config)
+        self._state = StateId(0, 0, state_id.digest("start"))
+        self._epoch = 0
+        command = tied("lighthouse", "--run", str(run.path))
+        super().__init__(stack, command, run.lighthouse, folder / "lighthouse.log", members)
+        self.new()
+
+    def wire(self, host: str) -> Wire:
+        """Return the protocol of one client."""
+        return Http1(host, "/v1/quorum", self._token)
+
+    def same(self) -> float:
+        """Return the seconds of a round in which nothing changes: the epoch goes on."""
+        step = self._state.step + 1
+        self._state = StateId(self._epoch, step, state_id.digest("bench", step))
+        seconds, answers = self.clients.round([self._message(n, 0) for n in range(self._members)])
+        wanted = protocol.encode(Continue(self._epoch, step + 1))
+        if any(answer != wanted for answer in answers):
+            raise Retryable(f"the lighthouse answered {answers[0][:200]!r}")
+        return seconds
+
+    def new(self) -> float:
+        """Return the seconds of a round after the ring broke: a new epoch, durable before a member hears of it."""
+        seconds, answers = self.clients.round([self._message(n, self._epoch) for n in range(self._members)])
+        grants = [protocol.decode(answer, Grant) for answer in answers]
+        if {len(grant.members) for grant in grants} != {self._members} or grants[0].epoch <= self._epoch:
+            raise Retryable(f"the lighthouse answered {answers[0][:200]!r}")
+        self._epoch = grants[0].epoch
+        return seconds
+
+    def _message(self, member: int, after: int) -> bytes:
+        report = Report(
+            member,
+            f"{member}-bench-0",
+            self._state,
+            self._state.step + 1,
+            self._epoch,
+            after,
+            equal=tuple(range(self._members)) if self._epoch else (),
+        )
+        address = f"127.0.0.1:{29000 + member}"
+        return protocol.encode(
+            protocol.QuorumRequest(report, (address,), (address,), self._hash, "layout", "numerics")
+        )
+
+
+def run(options: QuorumOptions, stream: TextIO) -> dict[str, Any]:
+    """Return the result, ready for JSON; progress goes to ``stream``.
+
+    Raises:
+        ConfigError: torchft is not installed.
+        Retryable: A lighthouse fails.
+    """
+    if version("torchft") is None:
+        raise ConfigError("bench", "quorum", "an installation with torchft, which it is measured beside")
+    log = ProgressLog(stream)
+    result, started = begin_result("quorum", log)
+    result["kinds"] = KINDS
+    result["rounds"] = [_measure(members, options.rounds, log) for members in options.members]
+    return finish_result(result, log, started)
+
+
+def _measure(members: int, rounds: int, log: ProgressLog) -> ResultRow:
+    """Return a row: the times of all kinds of rounds with so many members."""
+    log.say(f"{members} members")
+    with scratch() as (stack, folder):
+        torchft, ours = Torchft(stack, folder, members), Ours(stack, folder, members)
+        kinds = {"torchft": _Watched(torchft, torchft.same)}
+        kinds |= {"same": _Watched(ours, ours.same), "new": _Watched(ours, ours.new)}
+        seconds = interleave(kinds, rounds)
+    found = {kind: spread(values) for kind, values in seconds.items()}
+    cpu = {kind: milliseconds(each.cpu_s / each.rounds) for kind, each in kinds.items()}
+    for kind, each in found.items():
+        log.say(f"  {kind}: {each['p50_ms']:.3g} ms, server's CPU {cpu[kind]:.2f} ms")
+    return {"members": members, "rounds": found, "cpu_ms": cpu}
+
+
+class _Watched:
+    """Rounds of one kind, and the CPU that the server needs for them."""
+
+    def __init__(self, server: LighthouseContender, take: Callable[[], float]) -> None:
+        self.cpu_s = 0.0
+        self.rounds = 0
+        self._server = server
+        self._take = take
+
+    def __call__(self) -> float:
+        """Ask once; return the seconds."""
+        before = self._server.cpu_s()
+        seconds = self._take()
+        self.cpu_s += self._server.cpu_s() - before
+        self.rounds += 1
+        return seconds
+
+
+CONNECT_S = 5.0
+ROUND_S = 10.0  # longest time of one round
+READ = 1 << 18
+
+NUMBER, BYTES = 0, 2  # wire types of Protocol Buffers
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+END_STREAM = ACK = 1
+END_HEADERS = 4
+WINDOW = 2**31 - 1
+FIRST_WINDOW = 65535
+
+_END = b"\r\n\r\n"
+_LENGTH = b"\r\ncontent-length:"
+
+
+class Wire(Protocol):
+    """The protocol of one connection."""
+
+    def greeting(self) -> bytes:
+        """Return what is sent first."""
+
+    def request(self, message: bytes) -> bytes:
+        """Return the bytes of a request."""
+
+    def feed(self, data: bytes) -> tuple[bytes | None, bytes]:
+        """Take what came; return the answer once it is whole, and what must be sent now.
+
+        Raises:
+            Retryable: It is no answer.
+        """
+
+
+class Http1:
+    """Keep-alive requests to ``path`` with the bearer ``token``."""
+
+    def __init__(self, host: str, path: str, token: str) -> None:
+        lines = (f"POST {path} HTTP/1.1", f"Host: {host}", "Content-Type: application/json")
+        secret = f"Authorization: Bearer {token}"
+        self._head = "\r\n".join([*lines, secret, "Content-Length: "]).encode()
+        self._received = bytearray()
+
+    def greeting(self) -> bytes:
+        """Return nothing: the request comes first."""
+        return b""
+
+    def request(self, message: bytes) -> bytes:
+        """Return the bytes of a request."""
+        return self._head + str(len(message)).encode() + _END + message
+
+    def feed(self, data: bytes) -> tuple[bytes | None, bytes]:
+        """Take what came; return the answer's body once it is whole. Raises Retryable for a status but 200."""
+        self._received += data
+        end = self._received.find(_END)
+        if end < 0:
+            return None, b""
+        head = bytes(self._received[:end]).lower()
+        if not head.startswith(b"http/1.1 200"):
+            raise Retryable(f"the lighthouse answered {bytes(self._received[:200])!r}")
+        where = head.index(_LENGTH) + len(_LENGTH)
+        length = int(head[where:].split(b"\r\n", 1)[0])
+        whole = end + len(_END) + length
+        if len(self._received) < whole:
+            return None, b""
+        body = bytes(self._received[end + len(_END) : whole])
+        del self._received[:whole]
+        return body, b""
+
+
+def varint(value: int) -> bytes:
+    """Encode a number of Protocol Buffers: 7 bits a byte, least first."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def encoded(field: int, value: int | str | bytes) -> bytes:
+    """Encode a field of Protocol Buffers: a number >= 0, a text or a message."""
+    if isinstance(value, int):
+        return varint(field << 3 | NUMBER) + varint(value)
+    data = value.encode() if isinstance(value, str) else value
+    return varint(field << 3 | BYTES) + varint(len(data)) + data
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes) -> bytes:
+    """Return an HTTP/2 frame."""
+    return struct.pack("!I", len(payload))[1:] + struct.pack("!BBI", kind, flags, stream) + payload
+
+
+def _literal(name: str, value: str) -> bytes:
+    """Return a header field as plain text; name and value have less than 127 bytes."""
+    return b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
+
+
+class Grpc:
+    """Unary calls of ``method`` ("/package.Service/Method")."""
+
+    def __init__(self, host: str, method: str) -> None:
+        fields = {
+            ":method": "POST",
+            ":scheme": "http",
+            ":path": method,
+            ":authority": host,
+            "content-type": "application/grpc",
+            "te": "trailers",
+        }
+        self._headers = b"".join(_literal(name, value) for name, value in fields.items())
+        self._stream = -1
+        self._received = bytearray()
+        self._body = bytearray()
+
+    def greeting(self) -> bytes:
+        """Return the preface, and room for all answers to come."""
+        windows = frame(SETTINGS, 0, 0, struct.pack("!HI", 4, WINDOW))
+        return PREFACE + windows + frame(WINDOW_UPDATE, 0, 0, struct.pack("!I", WINDOW - FIRST_WINDOW))
+
+    def request(self, message: bytes) -> bytes:
+        """Return the bytes of the next call."""
+        self._stream += 2
+        body = b"\x00" + struct.pack("!I", len(message)) + message
+        opening = frame(HEADERS, END_HEADERS, self._stream, self._headers)
+        return opening + frame(DATA, END_STREAM, self._stream, body)
+
+    def feed(self, data: bytes) -> tuple[bytes | None, bytes]:
+        """Take what came; return the message once its stream has ended, and what must be sent now.
+
+        Raises:
+            Retryable: The call failed.
+        """
+        self._received += data
+        reply = bytearray()
+        answer = None
+        while len(self._received) >= 9:
+            length = int.from_bytes(self._received[:3], "big")
+            if len(self._received) < 9 + length:
+                break
+            kind, flags, stream = struct.unpack("!BBI", self._received[3:9])
+            payload = bytes(self._received[9 : 9 + length])
+            del self._received[: 9 + length]
+            if kind == DATA:
+                self._body += payload
+                reply += frame(WINDOW_UPDATE, 0, 0, struct.pack("!I", length)) if length else b""
+            elif kind in (SETTINGS, PING) and not flags & ACK:
+                reply += frame(kind, ACK, 0, payload if kind == PING else b"")
+            elif kind in (RST_STREAM, GOAWAY):
+                raise Retryable(f"the call failed: HTTP/2 frame {kind}, {payload[:100]!r}")
+            if kind in (DATA, HEADERS) and flags & END_STREAM and stream == self._stream:
+                if len(self._body) < 5:
+                    raise Retryable(f"the call failed: {payload[:200]!r}")
+                answer = bytes(self._body[5:])
+                self._body.clear()
+        return answer, bytes(reply)
+
+
+class Clients:
+    """So many connections to ``address``, each with a protocol of its own."""
+
+    def __init__(self, address: tuple[str, int], count: int, wire: Callable[[], Wire]) -> None:
+        self._epoll = select.epoll()
+        self._socks: list[socket.socket] = []
+        self._wires = [wire() for _ in range(count)]
+        self._numbers: dict[int, int] = {}  # of clients by descriptor
+        for number, each in enumerate(self._wires):
+            sock = socket.create_connection(address, CONNECT_S)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.sendall(each.greeting())
+            self._socks.append(sock)
+            self._numbers[sock.fileno()] = number
+            self._epoll.register(sock, select.EPOLLIN)
+
+    def round(self, messages: Sequence[bytes]) -> tuple[float, list[bytes]]:
+        """Have each client send its message.
+
+        Returns:
+            Seconds from the first byte of the first request to the last byte of the last answer, and the answers.
+
+        Raises:
+            Retryable: An answer does not come or is none.
+        """
+        requests = [wire.request(message) for wire, message in zip(self._wires, messages, strict=True)]
+        answers: dict[int, bytes] = {}
+        begin = time.perf_counter()
+        for sock, data in zip(self._socks, requests, strict=True):
+            sock.sendall(data)
+        while len(answers) < len(requests):
+            ready = self._epoll.poll(max(0.0, begin + ROUND_S - time.perf_counter()))
+            if not ready:
+                late = len(requests) - len(answers)
+                raise Retryable(f"{late} of {len(requests)} answers did not come within {ROUND_S:g} s")
+            for descriptor, _ in ready:
+                number = self._numbers[descriptor]
+                data = self._socks[number].recv(READ)
+                if not data:
+                    raise Retryable("the lighthouse closed a connection")
+                answer, reply = self._wires[number].feed(data)
+                if reply:
+                    self._socks[number].sendall(reply)
+                if answer is not None:
+                    answers[number] = answer
+        return time.perf_counter() - begin, [answers[number] for number in range(len(requests))]
+
+    def close(self) -> None:
+        """Close the connections of all clients."""
+        for sock in self._socks:
+            sock.close()
+        self._epoll.close()
