@@ -6,7 +6,6 @@ import math
 import signal
 import sys
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -20,8 +19,6 @@ from ft_hsdp.train.identity import IncarnationSource
 from ft_hsdp.train.join import join
 from ft_hsdp.train.model import ModelArgs, Transformer
 from ft_hsdp.train.tokens import VOCABULARY, Tokens, prepare
-
-Schedule = Literal["constant", "cosine", "linear"]
 
 
 def dataset(config: Config) -> Batches:
@@ -61,35 +58,18 @@ def build_optimizer(config: Config, params: list[torch.nn.Parameter]) -> torch.o
 
 
 def factor(config: Config, step: int) -> float:
-    """Return the schedule's factor on the learning rate of ``step`` (from 1)."""
+    """Return the factor on the learning rate of ``step`` (from 1): a linear warm-up, then the schedule's shape."""
     c = config.lr
-    return scheduled(c.schedule, 1.0, step, config.train.steps, c.warmup, c.min_ratio)
-
-
-def scheduled(schedule: Schedule, base: float, step: int, steps: int, warmup: int, min_ratio: float) -> float:
-    """Return the learning rate of a step before the correction of `scale`.
-
-    Args:
-        schedule: its shape after the warm-up.
-        base: the highest learning rate.
-        step: number of the step, from 1.
-        steps: steps of the job.
-        warmup: steps of the linear warm-up; 0: none.
-        min_ratio: learning rate of the last step, divided by `base`.
-
-    Returns:
-        The learning rate.
-    """
-    if step <= warmup:
-        return base * step / warmup
-    done = min(1.0, (step - warmup) / max(1, steps - warmup))
-    match schedule:
+    if step <= c.warmup:
+        return step / c.warmup
+    done = min(1.0, (step - c.warmup) / max(1, config.train.steps - c.warmup))
+    match c.schedule:
         case "constant":
-            return base
+            return 1.0
         case "linear":
-            return base * (1.0 - (1.0 - min_ratio) * done)
+            return 1.0 - (1.0 - c.min_ratio) * done
         case "cosine":
-            return base * (min_ratio + (1.0 - min_ratio) * 0.5 * (1.0 + math.cos(math.pi * done)))
+            return c.min_ratio + (1.0 - c.min_ratio) * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
 def train(config: Config, replica: int | IncarnationSource, run: Path) -> int:
