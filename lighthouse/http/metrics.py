@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from fastapi import APIRouter, Depends, Request, Response
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, disable_created_metrics
@@ -17,8 +17,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import choose_encoder
 from prometheus_client.registry import Collector
 
-from ft_hsdp.protocol import RankBeat
 from lighthouse.http.access import Bearer, Keys
+from lighthouse.journal.journal import JobJournal
 
 STATES = (
     *("down", "booting", "warming", "fetching", "training", "behind", "stalled", "retrying", "drained", "dead"),
@@ -36,22 +36,6 @@ OTHER = "other"
 STEP_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0)
 RECOVERY_S = (0.01, 0.025, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 REQUEST_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5, 1.0, 5.0, 20.0)
-
-
-class Shown(Protocol):
-    """What the metrics ask of the journal."""
-
-    async def ready(self) -> None:
-        """Fold the rows that are still to be folded."""
-
-    def overview(self, *, points: int = 600) -> dict[str, Any]:
-        """Return all that the page shows."""
-
-    def events(self, *, limit: int = 200, event: str | None = None) -> dict[str, Any]:
-        """Return the newest events of one kind."""
-
-    def beat(self, replica: int) -> tuple[float, tuple[RankBeat, ...]]:
-        """Return the seconds since a replica was heard, and its ranks."""
 
 
 class Meter:
@@ -170,7 +154,7 @@ def _amount(value: object) -> float:
 class Scraped(Collector):
     """All metrics: the meter's, and those of the journal's overview at the time of the scrape."""
 
-    def __init__(self, journal: Shown, meter: Meter) -> None:
+    def __init__(self, journal: JobJournal, meter: Meter) -> None:
         self._journal = journal
         self._meter = meter
         self._looked = False
@@ -259,7 +243,7 @@ def _number(value: Any) -> float:
     return float(value) if isinstance(value, bool | int | float) else math.nan
 
 
-def metrics(journal: Shown, meter: Meter, keys: Keys) -> APIRouter:
+def metrics(journal: JobJournal, meter: Meter, keys: Keys) -> APIRouter:
     """Return the route GET /metrics, for viewers: the text format or OpenMetrics, as the scraper asks.
 
     Args:

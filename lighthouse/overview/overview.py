@@ -170,22 +170,12 @@ def _epoch(epoch: EpochSpan) -> Json:
     }
 
 
+_OF_LANE = ("replica", "state", "since", "step", "incarnation", "incarnations", "reason", "straggler", "drained")
+
+
 def states(lanes: Collection[Lane]) -> list[Json]:
     """Return "replicas" of the overview, as far as rows tell."""
-    return [
-        {
-            "replica": lane.replica,
-            "state": lane.state,
-            "since": lane.since,
-            "step": lane.step,
-            "incarnation": lane.incarnation,
-            "incarnations": lane.incarnations,
-            "reason": lane.reason,
-            "straggler": lane.straggler,
-            "drained": lane.drained,
-        }
-        for lane in lanes
-    ]
+    return [{key: getattr(lane, key) for key in _OF_LANE} for lane in lanes]
 
 
 class Overview:

@@ -100,8 +100,11 @@ class ShownJournal:
 class Scene:
     """A scraper before the lighthouse."""
 
+    journal: Any  # shows what the metrics ask of a `JobJournal`
+
     def __init__(self, journal: Any = None, meter: Meter | None = None) -> None:
-        self.journal, self.meter = journal or ShownJournal(), meter or Meter()
+        self.journal = journal or ShownJournal()
+        self.meter = meter or Meter()
         self.app = FastAPI()
         self.app.include_router(metrics(self.journal, self.meter, Keys(TOKEN)))
 
