@@ -63,7 +63,8 @@ def _main(argv: Sequence[str]) -> int:
     if missing := next((word for word in unknown if "config" in args and _OVERRIDE.match(word)), None):
         parser.error(f"{missing}: an override begins with two dashes: --{missing}")
     if unknown or (overrides and "config" not in args):
-        parser.error(f"unrecognized arguments: {' '.join(unknown or overrides)}")
+        hint = "; an override is one word: --dotted.key=value" if unknown and "config" in args else ""
+        parser.error(f"unrecognized arguments: {' '.join(unknown or overrides)}{hint}")
     args.overrides = overrides
     return COMMANDS[args.command](args)
 
@@ -201,7 +202,7 @@ def _replay(args: argparse.Namespace) -> int:
 
     run = find_run(args.runs_dir, args.run)
     if args.page and args.json:
-        raise ConfigError("--page", True, "without --json: the page is not a document")
+        raise ConfigError("--page", "--page --json", "one of them: the page is not a JSON document")
     if args.page:
         return _page(run, args.port)
     from ft_hsdp.launch.run import replay  # torch is only needed here

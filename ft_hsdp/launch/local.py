@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import TextIO
 
 from ft_hsdp.config import Config
+from ft_hsdp.errors import ConfigError
+from ft_hsdp.jsonl import DISK
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD
 from ft_hsdp.launch.backend.local import LocalBackend
 from ft_hsdp.launch.job import JobResources, MakeResources, run_job, start_run
@@ -91,10 +93,16 @@ def prepare_data(config: Config) -> Path:
     """Return the path of the file of tokens, and make the file if it does not exist.
 
     Raises:
-        ConfigError: data.path cannot be read, or the folder job.runs_dir cannot be made.
+        ConfigError: data.path cannot be read, or job.runs_dir cannot be made.
         Retryable: The file cannot be written.
     """
     from ft_hsdp.train import tokens  # numpy is not needed for --help
 
-    cache = Path(config.job.runs_dir).resolve() / ".cache"
-    return tokens.prepare(config.data.path, config.data.tokenizer, config.data.max_bytes, cache)
+    runs_dir = Path(config.job.runs_dir).resolve()
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        if error.errno in DISK:
+            raise
+        raise ConfigError("job.runs_dir", str(runs_dir), f"a folder that can be made ({error.strerror})") from None
+    return tokens.prepare(config.data.path, config.data.tokenizer, config.data.max_bytes, runs_dir / ".cache")

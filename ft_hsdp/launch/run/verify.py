@@ -45,9 +45,9 @@ class Findings:
     def lines(self) -> list[str]:
         """Return the result as lines of text."""
         unsure = [f"not checked: {self.lost} lines were lost, which the run has told"] if self.lost else []
-        end = f"{self.steps} steps, {self.grants} grants: " + (
-            f"{len(self.breaches)} breaches" if self.breaches else "no breach"
-        )
+        count = len(self.breaches)
+        found = "no breach" if count == 0 else "1 breach" if count == 1 else f"{count} breaches"
+        end = f"{self.steps} steps, {self.grants} grants: {found}"
         return [*self.breaches, *unsure, end]
 
 

@@ -302,3 +302,5 @@ def test_a_breach_ends_the_command_with_1(run: RunDir, capsys: pytest.CaptureFix
     assert cli.main(["verify", "--json", str(run.path)]) == 1
     told = json.loads(capsys.readouterr().out)
     assert (told["ok"], len(told["breaches"])) == (False, 1)
+    assert cli.main(["verify", str(run.path)]) == 1
+    assert capsys.readouterr().out.endswith(" grants: 1 breach\n")
