@@ -55,17 +55,17 @@ def ray(subject: Subject) -> str:
     _connect(address)
     if "://" in address:
         raise Undecided(f"{address} listens; to examine the cluster, give the address of its GCS, HOST:PORT")
-    said = ask(PROBE, address, env={TOKEN: os.environ.get(TOKEN)})  # children do not inherit it
-    if "error" in said:
-        raise Bad(f"{address}: {said['error']}")
-    _same("Ray", here, str(said["ray"]))
-    _same("Python", platform.python_version(), str(said["python"]))
-    if "error" not in ask(PROBE, str(said["address"]), env=_NO_TOKEN):
+    answer = ask(PROBE, address, env={TOKEN: os.environ.get(TOKEN)})  # children do not inherit it
+    if "error" in answer:
+        raise Bad(f"{address}: {answer['error']}")
+    _same("Ray", here, str(answer["ray"]))
+    _same("Python", platform.python_version(), str(answer["python"]))
+    if "error" not in ask(PROBE, str(answer["address"]), env=_NO_TOKEN):
         raise Bad(
             f"{address} asks for no token: any client that reaches it can run programs there; start it with "
             "RAY_AUTH_MODE=token (`ray get-auth-token --generate` makes a token)"
         )
-    return f"Ray {here}; {address} answers and asks for a token; {_room(subject.config, said['nodes'])}"
+    return f"Ray {here}; {address} answers and asks for a token; {_room(subject.config, answer['nodes'])}"
 
 
 def _connect(address: str) -> None:

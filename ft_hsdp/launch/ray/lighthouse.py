@@ -61,9 +61,9 @@ class LighthouseActor:
             if self._fleet is None:
                 config = load(self._run.config)
                 named = self._run.seat(0) if config.lighthouse.etcd else self._run.lighthouse
-                said = read_json(named)  # where it listened before this actor was started again
-                if isinstance(said, dict) and said.get("url"):
-                    network = config.network.model_copy(update={"port": urlsplit(said["url"]).port})
+                recorded = read_json(named)  # where it listened before this actor was started again
+                if isinstance(recorded, dict) and recorded.get("url"):
+                    network = config.network.model_copy(update={"port": urlsplit(recorded["url"]).port})
                     config = config.model_copy(update={"network": network})
                 fleet = LighthouseFleet(self._run, config, self._events.append)
                 await fleet.start()

@@ -78,9 +78,9 @@ def jobset(config: Config, site: Site) -> str:
     if site.claim is None:
         parts.append(pod.runs_claim(name, site.namespace))
     space = "" if site.namespace is None else f" -n {site.namespace}"
-    said = {"replicas": config.slots, "ranks": config.ranks_per_replica, "secret": secret, "space": space}
+    facts = {"replicas": config.slots, "ranks": config.ranks_per_replica, "secret": secret, "space": space}
     version = "0.8" if layout.nodes == 1 else "0.12"
-    head = comment(_HEAD.format(job=config.job.name, name=name, version=version, **said))
+    head = comment(_HEAD.format(job=config.job.name, name=name, version=version, **facts))
     return head + "---\n".join(document(part) for part in (*parts, jobs))
 
 
@@ -190,6 +190,6 @@ def _start(layout: Shape, name: str) -> list[str]:
 def _environment(secret: str, labels: Mapping[str, str] = NOTHING) -> list[Tree]:
     """Return the token, a home folder for a user that the image does not know, and the values of labels."""
     fields = [{"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}} for name, path in labels.items()]
-    home = {"HOME": "/tmp", "USER": "ft-hsdp"}  # noqa: S108 - the pod's
-    said = [{"name": name, "value": value} for name, value in home.items()]
-    return [*fields, pod.secret("FT_HSDP_TOKEN", secret, "token"), *said]
+    variables = {"HOME": "/tmp", "USER": "ft-hsdp"}  # noqa: S108 - the pod's
+    fixed = [{"name": name, "value": value} for name, value in variables.items()]
+    return [*fields, pod.secret("FT_HSDP_TOKEN", secret, "token"), *fixed]

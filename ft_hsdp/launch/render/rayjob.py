@@ -67,8 +67,13 @@ def rayjob(config: Config, site: Site) -> str:
     if site.claim is None:
         parts.append(pod.runs_claim(name, site.namespace))
     space = "" if site.namespace is None else f" -n {site.namespace}"
-    said = {"replicas": config.replicas, "ranks": config.ranks_per_replica, "space": space, "version": RAY_VERSION}
-    head = comment(_HEAD.format(job=config.job.name, name=name, **said))
+    facts = {
+        "replicas": config.replicas,
+        "ranks": config.ranks_per_replica,
+        "space": space,
+        "version": RAY_VERSION,
+    }
+    head = comment(_HEAD.format(job=config.job.name, name=name, **facts))
     return head + "---\n".join(document(part) for part in (*parts, job))
 
 

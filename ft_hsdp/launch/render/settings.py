@@ -172,15 +172,15 @@ def dump(config: Config) -> str:
     for name in config.ray.runtime_env.get("env_vars") or ():
         if _SECRET.search(str(name)):
             raise ConfigError("ray.runtime_env", str(name), "no secrets: give them to the pods in a Secret")
-    return document(_noted(config.model_dump(exclude_defaults=True))) or "{}\n"
+    return document(_commented(config.model_dump(exclude_defaults=True))) or "{}\n"
 
 
-def _noted(said: dict[str, Any]) -> dict[str, Any]:
+def _commented(keys: dict[str, Any]) -> dict[str, Any]:
     """Add comments to the keys that `spread` changes."""
     for section, key, value, why in (
         ("network", "host", "0.0.0.0", "a replica listens at the address from which it reaches the lighthouse"),
         ("timeouts", "reach_s", REACH_S, "the parts of the job start when there is room for them"),
     ):
-        if said.get(section, {}).get(key) == value:
-            said[section][key] = CommentedValue(why, value)
-    return said
+        if keys.get(section, {}).get(key) == value:
+            keys[section][key] = CommentedValue(why, value)
+    return keys
