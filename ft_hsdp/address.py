@@ -74,6 +74,18 @@ def everywhere(port: int) -> socket.socket:
     return sock
 
 
+def source(host: str | None, port: int, version: int = socket.AF_UNSPEC) -> str:
+    """Return the IP address from which this machine reaches `port` of `host`. Sends nothing; may look `host` up.
+
+    Raises:
+        OSError: `host` is not known or not reached, or has no address of family `version`.
+    """
+    found, _, _, _, there = socket.getaddrinfo(host, port, version, socket.SOCK_DGRAM)[0]
+    with socket.socket(found, socket.SOCK_DGRAM) as sock:
+        sock.connect(there)  # the kernel chooses the route
+        return str(sock.getsockname()[0])
+
+
 def local(sock: socket.socket) -> bool:
     """Return whether the other end of a connected socket is on this machine's loopback."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):

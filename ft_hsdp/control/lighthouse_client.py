@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from ft_hsdp import fault_injection, protocol
+from ft_hsdp import address, fault_injection, protocol
 from ft_hsdp.core.grant import Answer, CatchUp, Continue, Finish, Grant, Refused
 from ft_hsdp.errors import ConfigError, LighthouseUnreachable, ProtocolViolation
 from ft_hsdp.protocol import ProcessReport, QuorumRequest, Telemetry, Wait
@@ -49,14 +49,11 @@ def own_address(host: str, lighthouse: str) -> str:
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-        address = str(found[4][0])
-        if not ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
-            return address
+        listening = str(found[4][0])
+        if not ipaddress.ip_address(listening.partition("%")[0]).is_unspecified:
+            return listening
         there = urlsplit(lighthouse)
-        family, _, _, _, target = socket.getaddrinfo(there.hostname, there.port or 80, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as sock:
-            sock.connect(target)  # sends nothing: the kernel chooses the way
-            return str(sock.getsockname()[0])
+        return address.source(there.hostname, there.port or 80)
     except OSError as error:
         raise ConfigError(
             "network.host", host, f"an address of this machine ({error.strerror or error})"

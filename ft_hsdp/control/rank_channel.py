@@ -32,23 +32,21 @@ from ft_hsdp.protocol import (
 )
 
 ORDERS = (
-    *(
-        effects.Configure,
-        effects.StopRing,
-        effects.Reduce,
-        effects.Commit,
-        effects.BufferUpdate,
-        effects.DropGradient,
-    ),
-    *(
-        effects.InstallSnapshot,
-        effects.RunBatch,
-        effects.Fetch,
-        effects.Keep,
-        effects.WriteCheckpoint,
-        effects.DropSnapshots,
-    ),
-    *(effects.Exit, Settled, RankAlive),
+    effects.Configure,
+    effects.StopRing,
+    effects.Reduce,
+    effects.Commit,
+    effects.BufferUpdate,
+    effects.DropGradient,
+    effects.InstallSnapshot,
+    effects.RunBatch,
+    effects.Fetch,
+    effects.Keep,
+    effects.WriteCheckpoint,
+    effects.DropSnapshots,
+    effects.Exit,
+    Settled,
+    RankAlive,
 )
 REPORTS = (
     *(RankBroken, RankShown, RankStopped, RankFetched, RankFetchFailed, RankLeaves),

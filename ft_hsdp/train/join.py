@@ -150,10 +150,7 @@ def _listener(host: str, port: int) -> socket.socket:
 def _interface(host: str) -> str | None:
     """Return the interface from which this host reaches ``host``; gloo listens on its address. None: not known."""
     try:
-        family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as sock:
-            sock.connect(where)  # nothing is sent: it chooses the way
-            mine = sock.getsockname()[0]
+        mine = address.source(host, 9)
     except OSError:
         return None
     for name, addresses in psutil.net_if_addrs().items():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import secrets
+import socket
 import threading
 import weakref
 from collections.abc import Sequence
@@ -20,12 +21,12 @@ from torch.distributed import DistNetworkError, ReduceOp, Work
 from torch.distributed.distributed_c10d import AllreduceCoalescedOptions, AllreduceOptions, BarrierOptions
 from torchft.process_group import ProcessGroup, create_store_client
 
+from ft_hsdp import address
 from ft_hsdp.compat.torchft.quorum import (
     Quorum,
     RingAddresses,
     TorchftRendezvous,
     connect_gloo,
-    own_address,
     translated,
 )
 from ft_hsdp.errors import FTARError
@@ -177,7 +178,7 @@ class ProcessGroupFTAR(ProcessGroup):
         server = store.underlying_store
         member = self._member
         meeting = TorchftRendezvous(store, rank, world_size, seconds, cancel)
-        host = self._host or own_address(server.host, server.port)
+        host = self._host or address.source(server.host, server.port, socket.AF_INET)
         ring = meeting.meet(member.token, member.epoch, lambda token: member.admit(token, host, seconds))
         member.epoch = ring.epoch
         try:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -109,18 +108,6 @@ class TorchftRendezvous:
         if not isinstance(value, list) or tuple(map(type, value)) != shape:
             raise RuntimeError(f"rank {rank} wrote {raw[:60]!r} under {key}; allowed: a number and a text")
         return value[0], value[1]
-
-
-def own_address(store_host: str, store_port: int) -> str:
-    """Return the IPv4 address from which this machine reaches the store, so that others can call it.
-
-    Raises:
-        OSError: The store has no IPv4 address.
-    """
-    family, kind, _, _, address = socket.getaddrinfo(store_host, store_port, socket.AF_INET, socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as sock:
-        sock.connect(address)  # sends nothing: asks for the route
-        return str(sock.getsockname()[0])
 
 
 # torchft and training loops recognize errors of process groups by gloo's words.

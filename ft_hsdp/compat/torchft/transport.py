@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torchft.checkpointing.transport import CheckpointTransport
 
-from ft_hsdp.compat.torchft.quorum import own_address
+from ft_hsdp import address
 from ft_hsdp.core.state_id import StateId
 from ft_hsdp.errors import DataCorruption, InvalidArgument
 from ft_hsdp.state.shared_memory import InMemorySnapshots, SnapshotBuffer
@@ -307,7 +307,7 @@ def _own_host() -> str:
     """Return the address of this host that TORCHFT_LIGHTHOUSE leads to, or else that of the host's name."""
     lighthouse = urlsplit(os.environ.get("TORCHFT_LIGHTHOUSE", ""))
     if lighthouse.hostname:
-        return own_address(lighthouse.hostname, lighthouse.port or 0)
+        return address.source(lighthouse.hostname, lighthouse.port or 0, socket.AF_INET)
     return socket.gethostbyname(socket.gethostname())
 
 
