@@ -26,7 +26,7 @@ from ft_hsdp.launch.run.directory import open_log
 ENTRY = "ft_hsdp.train.trainer:main"
 PRELOAD = ("torch", "torch.distributed.fsdp", "torch._dynamo")
 SPAWN_S = 10.0  # default of the longest time for a fork
-GONE_S = 5.0  # longest time for killed ranks to go
+GONE_S = 5.0  # longest time for killed ranks, and for a server that has closed its connection, to end
 GONE_LOOK_S = 0.005  # between two looks whether they have
 REAP_S = 10.0  # between two looks for adopted processes that have ended
 _LARGEST = 1 << 16  # bytes of one answer
@@ -114,6 +114,18 @@ class _Server:
         if self.process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self.process.kill()
+
+    async def gone(self) -> None:
+        """Wait until a server that has closed its connection ends; kill it if it does not within `GONE_S` seconds.
+
+        A server that is ending gets no signal: asyncio could lose its exit code, and warn of that on stderr.
+        """
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(GONE_S):
+                await self.process.wait()
+                return
+        self.kill()
+        await self.process.wait()
 
     def _deliver(self, message: dict[str, Any]) -> None:
         if "spawned" in message:
@@ -212,6 +224,7 @@ class ForkServer:
                 return await server.fork(request, theirs, start, self._spawn_s)
         except TimeoutError:
             why = f"the fork server did not fork within {self._spawn_s:g} s"
+            server.kill()
             self._give_up(server, why)
             raise Retryable(why) from None
         finally:
@@ -315,11 +328,10 @@ class ForkServer:
     async def _read(self, server: _Server) -> None:
         await server.read()
         self._give_up(server, "the fork server died")
-        await server.process.wait()
+        await server.gone()
 
     def _give_up(self, server: _Server, why: str) -> None:
-        """Kill this server and start another one for the next rank."""
-        server.kill()
+        """Start another server in place of this one, unless that was done."""
         if self._server is not server or self._closed:
             return
         self._server = None

@@ -142,6 +142,22 @@ async def test_when_the_server_dies_its_ranks_go_on_and_another_one_is_started(r
     assert len(ranks.exits) == 3
 
 
+async def test_a_server_that_ends_by_itself_gets_no_signal(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Process.kill of a process that is ending can take its exit code from asyncio, which then warns on stderr."""
+    killed: list[int] = []
+    kill = asyncio.subprocess.Process.kill
+    monkeypatch.setattr(asyncio.subprocess.Process, "kill", lambda self: (killed.append(self.pid), kill(self)))
+    await ranks.server.start()
+    first = ranks.server.pid
+    assert first is not None
+    os.kill(first, signal.SIGKILL)
+    await until(lambda: ranks.server.pid not in (None, first), "another server")
+    second = ranks.server.pid
+    assert killed == []
+    await ranks.server.close()
+    assert killed == [second]
+
+
 async def test_a_frozen_server_costs_one_start_and_no_rank(run_dir: RunDir) -> None:
     ranks = Ranks(run_dir, spawn_s=0.5)
     uncalled = await ranks.spawn_uncalled()
