@@ -125,7 +125,7 @@ class Caller:
         """Return the connection's secret, 32 bytes, if the listener's proof is right.
 
         Raises:
-            ProtocolViolation: it does not know the token.
+            ProtocolViolation: the listener does not know the token.
         """
         if not hmac.compare_digest(proof, _mac(self._key, b"listener", self._challenge, self._nonce)):
             raise ProtocolViolation("what listens there does not know the job's token")
@@ -136,7 +136,7 @@ class Caller:
 class Admitted:
     """A caller that knows the token."""
 
-    purpose: Purpose  # what it comes for
+    purpose: Purpose  # of the connection
     proof: bytes  # the listener's, to be sent to it
     session: bytes  # the connection's secret
 
@@ -146,7 +146,7 @@ def admit(token: str, purposes: Sequence[Purpose], challenge: bytes, answer: byt
 
     Args:
         token: the job's token.
-        purposes: what callers may come for here.
+        purposes: that are accepted here.
         challenge: the nonce that the listener sent.
         answer: the caller's frame.
 
@@ -305,7 +305,7 @@ class CallerGate:
 
     Args:
         token: the job's token.
-        purposes: what callers may come for.
+        purposes: that are accepted.
         admitted: called with what was proved and the connection, non-blocking, which it owns from then on. It must
             neither block nor raise.
         failed: called when this process could accept no caller `ACCEPT_TRIES` times in a row, because it lacks a
@@ -435,7 +435,7 @@ class CallerGate:
         self._admitted(proved, stranger.sock)
 
     def _expire(self) -> None:
-        """Hang up on those whose time is over: all have the same, so the oldest are the first."""
+        """Close strangers whose time is over. All have the same time, so the oldest come first."""
         now = time.monotonic()
         while self._strangers and (oldest := next(iter(self._strangers))).until <= now:
             self._drop(oldest)
@@ -452,7 +452,7 @@ class CallerGate:
             del self._origins[stranger.origin]
 
     def _drop(self, stranger: _Stranger) -> None:
-        """Hang up, and say so now and then: a log line for each of them would fill a disk."""
+        """Close a stranger's connection, and log some of them: a line for each could fill the disk."""
         self._forget(stranger)
         self._unknown += 1
         now = time.monotonic()
@@ -463,7 +463,7 @@ class CallerGate:
 
 
 def _origin(sock: socket.socket, name: object) -> str:
-    """Return to whose share a caller counts: an IPv4 address, the /64 of an IPv6 one, or the local user."""
+    """Return the origin on which a caller counts: an IPv4 address, the /64 of an IPv6 one, or the local user."""
     if isinstance(name, tuple):
         host = str(name[0]).partition("%")[0]
         if sock.family == socket.AF_INET6 and not host.startswith("::ffff:"):

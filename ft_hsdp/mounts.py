@@ -1,4 +1,4 @@
-"""On which file system a path lies."""
+"""Finds the file system of a path in /proc."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NETWORK = {
     *("nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "afs", "orangefs"),
     *("wekafs", "9p", "virtiofs", "pvfs2", "panfs"),
 }
-LOCKLESS = NETWORK - {"9p", "virtiofs"}  # those mostly join a virtual machine and its host
+LOCKLESS = NETWORK - {"9p", "virtiofs"}  # these mostly connect a virtual machine with its host
 """Where a lock on one machine may mean nothing on another: no place for a database."""
 
 

@@ -1,7 +1,7 @@
 """Encrypts connections between the processes of a job, behind the handshake that proves the token.
 
-Both ends send a fresh X25519 key, with a MAC under the connection's secret, and derive two keys from what they
-have in common then. So a recording stays unreadable if the token becomes known later. Bytes travel in records: a
+Both ends send a fresh X25519 key, with a MAC under the connection's secret, and derive two keys from their
+shared secret. So a recording stays unreadable if the token becomes known later. Bytes travel in records: a
 length, and AES-128-GCM of at most `RECORD` bytes under a counter, which covers the length. A record that was
 changed, repeated, left out or moved ends the connection. After `REKEY` records a key is replaced by one derived
 from it.
@@ -35,7 +35,7 @@ HEAD = 4
 KEY = 16
 PUBLIC = 32
 MAC = 32
-SILENCE_MS = 120_000  # a spliced connection whose other host takes nothing for so long is over
+SILENCE_MS = 120_000  # a spliced connection ends if the other host reads nothing for this time
 _mode: Mode = "auto"
 
 
@@ -270,7 +270,7 @@ class Sealed(socket.socket):
         return filled
 
     def _take(self, view: memoryview) -> int:
-        """Copy what is left of the record before."""
+        """Copy what is left of the last record."""
         n = min(len(self._left), len(view))
         view[:n] = self._left[:n]
         self._left = self._left[n:]
@@ -294,12 +294,12 @@ class Sealed(socket.socket):
 
 
 def sealable(sock: socket.socket, session: bytes, *, listening: bool) -> socket.socket:
-    """Return a connection that can be encrypted, if it is to be; it replaces `sock`."""
+    """Return the connection to use in place of `sock`: a `Sealed` if it must be encrypted."""
     return Sealed(sock, session, listening) if wanted(sock) else sock
 
 
 def agree(socks: Sequence[socket.socket], context: bytes = b"") -> None:
-    """Encrypt those connections that are to be. Blocks.
+    """Encrypt the connections that must be encrypted. Blocks.
 
     Args:
         socks: from `sealable`, in the order of the other end's.

@@ -103,7 +103,7 @@ class CommitMerger:
 
     @property
     def newest(self) -> Row | None:
-        """Return the newest row, canonical or not; None of nothing."""
+        """Return the newest row, canonical or not; None if there is none."""
         if self._top is None or self._top not in self._at:
             return self._last
         return max(self._rows_at(self._top), key=_rank)
@@ -194,5 +194,5 @@ def canonical(logs: Iterable[Iterable[Row]], finals: Iterable[Row]) -> list[Row]
 
 
 def newest_final(finals: Iterable[Row]) -> Row | None:
-    """Return the final.json with the newest state; None of nothing."""
+    """Return the final.json with the newest state; None if there is none."""
     return max(finals, key=lambda final: (final["commit_epoch"], final["step"]), default=None)

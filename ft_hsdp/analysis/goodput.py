@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 CAUSES = ("startup", "detect", "quorum", "reconnect", "fetch", "missing", "replay", "ftar", "commit", "other")
-WAITS = ("quorum", "commit", "ftar")  # by how sure each is the cause
+WAITS = ("quorum", "commit", "ftar")  # the surest cause first
 MEANT = ("done", "stopped", "left")  # planned ends of an incarnation
 BY_FAILURES = ("detect", "quorum", "reconnect", "fetch", "missing")
 BINS_PER_OCTAVE = 128  # of the histogram of steps: a median is exact to 0.6 %, or wholly while bins hold one value
@@ -45,7 +45,7 @@ class Median:
         return self._value
 
     def exact(self) -> float:
-        """Return the median of all values; 0.0 of nothing. It looks at the whole histogram."""
+        """Return the median of all values; 0.0 if there are none. Reads the whole histogram."""
         low, high = (self._count - 1) // 2, self._count // 2
         passed, found = 0, []
         for key in sorted(self._bins):

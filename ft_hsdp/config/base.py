@@ -13,7 +13,7 @@ Int = Annotated[int, Strict()]
 """A whole number: neither true nor "3"."""
 
 Number = Annotated[float, Strict()]
-"""A finite number; whole ones are welcome, text is not."""
+"""A finite number, whole or not, but no text."""
 
 Seconds = Annotated[Number, Field(ge=0, le=DAY_S)]
 """A time of at most a day."""

@@ -45,7 +45,7 @@ def explain(error: ValidationError, model: type[BaseModel], given: object) -> Co
     if problem["type"] in _UNKNOWN_KEY:
         return unknown_key([p for p in loc if p != "[key]"], model, _value_at(given, loc))
     if problem["type"] == "missing" and isinstance(loc[-1], int):
-        loc = loc[:-1]  # too short a list is the list's fault, not that of the item it lacks
+        loc = loc[:-1]  # name the list that is too short, not the item that is missing
     elif problem["type"] == "missing":
         return ConfigError(dotted(loc), None, f"{describe_at(model, loc)} (the key is required)")
     return ConfigError(dotted(loc), _value_at(given, loc), describe_at(model, loc))
