@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 from urllib.parse import urlsplit
 
 import psutil
@@ -215,15 +215,18 @@ _END = b"\r\n\r\n"
 _LENGTH = b"\r\ncontent-length:"
 
 
-class Wire(Protocol):
+class Wire(ABC):
     """The protocol of one connection."""
 
     def greeting(self) -> bytes:
-        """Return what is sent first."""
+        """Return what is sent first: nothing."""
+        return b""
 
+    @abstractmethod
     def request(self, message: bytes) -> bytes:
         """Return the bytes of a request."""
 
+    @abstractmethod
     def feed(self, data: bytes) -> tuple[bytes | None, bytes]:
         """Take what came; return the answer once it is whole, and what must be sent now.
 
@@ -232,7 +235,7 @@ class Wire(Protocol):
         """
 
 
-class Http1:
+class Http1(Wire):
     """Keep-alive requests to ``path`` with the bearer ``token``."""
 
     def __init__(self, host: str, path: str, token: str) -> None:
@@ -240,10 +243,6 @@ class Http1:
         secret = f"Authorization: Bearer {token}"
         self._head = "\r\n".join([*lines, secret, "Content-Length: "]).encode()
         self._received = bytearray()
-
-    def greeting(self) -> bytes:
-        """Return nothing: the request comes first."""
-        return b""
 
     def request(self, message: bytes) -> bytes:
         """Return the bytes of a request."""
@@ -296,7 +295,7 @@ def _literal(name: str, value: str) -> bytes:
     return b"\x00" + bytes([len(name)]) + name.encode() + bytes([len(value)]) + value.encode()
 
 
-class Grpc:
+class Grpc(Wire):
     """Unary calls of ``method`` ("/package.Service/Method")."""
 
     def __init__(self, host: str, method: str) -> None:

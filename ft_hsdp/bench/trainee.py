@@ -86,13 +86,17 @@ class _Ones:
         return torch.ones(1)
 
 
-class _Words:
+class RandomTokens:
     """Random tokens, the same for the same place."""
 
+    def __init__(self, words: int = WORDS, rows: int = MICRO_BATCH, seq_len: int = SEQ_LEN) -> None:
+        self._words = words
+        self._shape = rows, seq_len + 1
+
     def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> tuple[Tensor, Tensor]:
-        """Return tokens and those that follow them, [MICRO_BATCH, SEQ_LEN] each."""
+        """Return tokens and those that follow them, [rows, seq_len] each."""
         place = torch.Generator().manual_seed((shard * 1_000_003 + index) * 64 + rank)
-        tokens = torch.randint(WORDS, (MICRO_BATCH, SEQ_LEN + 1), generator=place)
+        tokens = torch.randint(self._words, self._shape, generator=place)
         return tokens[:, :-1], tokens[:, 1:]
 
 
@@ -107,7 +111,7 @@ def make_model(setup: RecoverySetup) -> nn.Module:
 
 def make_data(setup: RecoverySetup) -> Data:
     """Return what the model is trained on."""
-    return _Words() if setup.transformer else _Ones()
+    return RandomTokens() if setup.transformer else _Ones()
 
 
 def main(config: Config, replica: int | IncarnationSource, run: Path) -> int:

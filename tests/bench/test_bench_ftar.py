@@ -2,14 +2,9 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
-import uuid
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
 from ft_hsdp.bench.allreduce import run
@@ -18,33 +13,16 @@ from ft_hsdp.bench.contenders.base import CONTENDERS, Contender
 from ft_hsdp.bench.results import KIB
 from ft_hsdp.launch.cli import main
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.usefixtures("_nothing_left")]
 
 STAND_IN = "tests.support.bench.bench_standin:StandIn"
-MARK = "FT_HSDP_TEST_MARK"
 
 
 @pytest.fixture(autouse=True)
-def _clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Workers find the stand-in; afterwards no process and no file of the run is left."""
-    mark = uuid.uuid4().hex
-    monkeypatch.setenv(MARK, mark)
+def _path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers find the stand-in."""
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    yield
-    assert marked(mark) == []
-    assert list(tmp_path.iterdir()) == []
-
-
-def marked(mark: str) -> list[tuple[int, list[str]]]:
-    """Processes that inherited the mark."""
-    found = []
-    for process in psutil.process_iter():
-        with suppress(psutil.Error):
-            if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append((process.pid, process.cmdline()))
-    return found
 
 
 def standin(monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:

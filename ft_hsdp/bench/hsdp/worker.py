@@ -18,33 +18,17 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import ft_hsdp
 from ft_hsdp.bench.hsdp.processes import PATIENCE_S, PRODUCT, RankSpec
-from ft_hsdp.bench.trainee import Waiting
+from ft_hsdp.bench.trainee import RandomTokens, Waiting
 from ft_hsdp.bench.workers.link import Answer, Obey, run_worker
 from ft_hsdp.config import Config, load
 from ft_hsdp.train.model import Transformer
 from ft_hsdp.train.tokens import VOCABULARY
 from ft_hsdp.train.trainer import build, build_optimizer
-
-
-class RandomTokens:
-    """Random tokens, the same for the same place."""
-
-    def __init__(self, config: Config, ranks: int) -> None:
-        self._ranks = ranks
-        self._words = VOCABULARY[config.data.tokenizer]
-        self._shape = (config.train.micro_batch, config.train.seq_len + 1)
-
-    def batch(self, shard: int, index: int, rank: int, micro: int = 0) -> tuple[Tensor, Tensor]:
-        """Return tokens and those that follow them."""
-        place = torch.Generator().manual_seed((shard * 1_000_003 + index) * self._ranks + rank)
-        tokens = torch.randint(self._words, self._shape, generator=place)
-        return tokens[:, :-1], tokens[:, 1:]
 
 
 def product(spec: RankSpec, config: Config) -> Iterator[None]:
@@ -54,7 +38,7 @@ def product(spec: RankSpec, config: Config) -> Iterator[None]:
     job = ft_hsdp.join(config, spec.replica, Path(spec.run))
     model = job.shard(_model(spec, config))
     optim = job.optimizer(build_optimizer(config, list(model.parameters())))
-    for batch in job.batches(RandomTokens(config, spec.ranks)):
+    for batch in job.batches(_data(config)):
         yield
         model(batch).backward()
         optim.step()
@@ -80,7 +64,7 @@ def torch_fsdp(spec: RankSpec, config: Config) -> Iterator[None]:
         fully_shard(part, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = build_optimizer(config, list(model.parameters()))
-    data, index = RandomTokens(config, spec.ranks), 0
+    data, index = _data(config), 0
     while True:
         yield
         model(data.batch(spec.replica, index, spec.rank)).backward()
@@ -94,6 +78,10 @@ def _model(spec: RankSpec, config: Config) -> Transformer | Waiting:
         return build(config)
     elements, wait_s = spec.waiting
     return Waiting(config.model.layers, elements, wait_s)
+
+
+def _data(config: Config) -> RandomTokens:
+    return RandomTokens(VOCABULARY[config.data.tokenizer], config.train.micro_batch, config.train.seq_len)
 
 
 def set_up() -> tuple[Answer, Obey]:

@@ -13,13 +13,12 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import xxhash
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from ft_hsdp.bench.workers.link import Answer, Obey, run_worker
 from ft_hsdp.core.state_id import StateId
@@ -63,11 +62,8 @@ class LocalRank:
         start = time.monotonic()
         memory = agent.stage(STATE)
         assert memory is not None
-        at = 0
-        for tensor in self.state.values():
-            part = _bytes(tensor)
-            memory[at : at + len(part)] = part
-            at += len(part)
+        for part, place in self._parts():
+            memory[place] = part
         manifest = ShardManifest(STATE, 0, 1, shard_manifest.fingerprint(()), self._nbytes, (), (), ())
         agent.staged(STATE, shard_manifest.encode(shard_manifest.seal(manifest, memory.data)))
         agent.mark_settled(STATE)
@@ -81,11 +77,8 @@ class LocalRank:
         taken = agent.acquire(held.state)
         assert taken is not None
         memory, _ = taken
-        at = 0
-        for tensor in self.state.values():
-            part = _bytes(tensor)
-            part[:] = memory[at : at + len(part)]
-            at += len(part)
+        for part, place in self._parts():
+            part[:] = memory[place]
 
     def _from_file(self) -> None:
         loaded = load_file(self._file)
@@ -97,15 +90,17 @@ class LocalRank:
 
     def _digest(self) -> str:
         total = xxhash.xxh3_128()
-        for tensor in self.state.values():
-            total.update(_bytes(tensor))
+        for part, _ in self._parts():
+            total.update(part)
         return total.hexdigest()
 
-
-def _bytes(tensor: Tensor) -> Any:
-    """Return the tensor's bytes, uint8 [nbytes]."""
-    array: Any = tensor.view(torch.uint8).numpy()
-    return array
+    def _parts(self) -> Iterator[tuple[Any, slice]]:
+        """Yield the bytes of each tensor, uint8, and their place where all tensors are in a row."""
+        at = 0
+        for tensor in self.state.values():
+            part = tensor.view(torch.uint8).numpy()
+            yield part, slice(at, at + len(part))
+            at += len(part)
 
 
 def set_up() -> tuple[Answer, Obey]:
