@@ -2,8 +2,8 @@
 
 FSDP2's all-reduce hook gives one flat, padded, reduced shard for each sharded module. The hook only keeps it: the
 bucket is ready when the last of its parameters has its gradient, which is after FSDP2's own division. Order and
-sizes of the buckets are static, because a replica that is behind
-takes part in every all-reduce without running backward.
+sizes of the buckets are static, because a replica that is behind takes part in every all-reduce without running
+backward.
 """
 
 from __future__ import annotations
