@@ -19,7 +19,7 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ from ft_hsdp.core.grant import Grant, Member
 from ft_hsdp.errors import LocalResourceError, ProtocolViolation
 from ft_hsdp.ftar.transport.base import Receiver, Sender
 from ft_hsdp.handshake import Admitted, CallerGate, Purpose
-from ft_hsdp.protocol import RingAbort, RingBarrier, RingBeat, RingData, RingHello, RingWelcome
+from ft_hsdp.protocol import RingAbort, RingBarrier, RingBeat, RingData, RingHello, RingReady, RingWelcome
 from ft_hsdp.record_layer import within_host
 
 FAREWELL_S = 0.5  # how long `hang_up` waits for the peer to close
@@ -78,6 +78,34 @@ async def _exactly(sock: socket.socket, count: int, heard: Callable[[], None]) -
         heard()
         data += part
     return bytes(data)
+
+
+async def present(sock: socket.socket, ticket: RingData) -> RingReady:
+    """Present the ticket of a data connection, and return the neighbour's answer.
+
+    Raises:
+        ConnectionResetError: the neighbour refused the connection.
+        ProtocolViolation: the neighbour sent anything else.
+        OSError: the connection broke.
+    """
+    await send(sock, ticket)
+    answer = await receive(sock, RingReady)
+    if not isinstance(answer, RingReady):
+        raise ConnectionResetError("the data connection was refused")
+    return answer
+
+
+@contextlib.contextmanager
+def closed_on_error(socks: Sequence[socket.socket]) -> Iterator[None]:
+    """Close all `socks` if the ``with`` block fails; a thread that waits in one of them wakes up."""
+    try:
+        yield
+    except BaseException:
+        for sock in socks:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+        raise
 
 
 async def hang_up(sock: socket.socket) -> None:

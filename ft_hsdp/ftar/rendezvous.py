@@ -140,11 +140,8 @@ class Rendezvous:
                 self._trying = None
         await fault_injection.passes(self.member_at(+1).replica)
         sock = await handshake.dial(self._address(), self._context.identity.token, Purpose.RING)
-        try:
+        with connections.closed_on_error([sock]):
             connections.tune(sock, self._context.settings.timeout_s)
-        except BaseException:
-            sock.close()
-            raise
         await self._greet(Peer(sock, self._context.heard))
 
     def _address(self) -> str:

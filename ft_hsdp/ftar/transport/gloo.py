@@ -351,31 +351,23 @@ class C10d:
     async def dial(self, edge: Edge, arena: Arena) -> C10dSender:
         """Connect to the listener, then meet the neighbour in a process group."""
         sock = await handshake.dial(edge.address, edge.token, Purpose.DATA)
-        try:
+        with connections.closed_on_error([sock]):
             if isinstance(sock, Sealed):
                 raise ProtocolViolation("c10d cannot be encrypted: network.tls: off, or another ftar.transport")
             connections.tune(sock, edge.settings.timeout_s)
-            await connections.send(sock, RingData(edge.ticket, 0))
-            if not isinstance(await connections.receive(sock, RingReady), RingReady):
-                raise ConnectionResetError("the data connection was refused")
+            await connections.present(sock, RingData(edge.ticket, 0))
             pair = await _meet(sock, CALLER, edge)
-        except BaseException:
-            _hang_up(sock)
-            raise
         return C10dSender(sock, pair, edge.settings.slots, edge.member)
 
     async def accept(self, edge: Edge, calls: asyncio.Queue[Call]) -> C10dReceiver:
         """Accept the connection, then meet the neighbour in a process group."""
         _, sock = await calls.get()
-        try:
+        with connections.closed_on_error([sock]):
             if sock.family == socket.AF_UNIX:
                 raise ConnectionResetError("a process group was asked for over a local socket")
             connections.tune(sock, edge.settings.timeout_s)
             await connections.send(sock, RingReady())
             pair = await _meet(sock, CALLEE, edge)
-        except BaseException:
-            _hang_up(sock)
-            raise
         return C10dReceiver(sock, pair, edge.settings.slots, edge.member)
 
 
@@ -399,9 +391,3 @@ async def _meet(sock: socket.socket, rank: int, edge: Edge) -> GlooPair:
         raise
     connections.blocking(sock, edge.settings.timeout_s)
     return GlooPair(group, edge.member, edge.settings)
-
-
-def _hang_up(sock: socket.socket) -> None:
-    with contextlib.suppress(OSError):
-        sock.shutdown(socket.SHUT_RDWR)
-    sock.close()

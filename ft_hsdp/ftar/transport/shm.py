@@ -353,14 +353,8 @@ class Shm:
         """Connect, and let the neighbour try to read the ticket from this process's memory."""
         sock = await handshake.dial("\0" + edge.offered, edge.token, Purpose.DATA)
         probe = torch.frombuffer(bytearray(edge.ticket.encode()), dtype=torch.uint8)
-        try:
-            await connections.send(sock, RingData(edge.ticket, 0, probe.data_ptr()))
-            answer = await connections.receive(sock, RingReady)
-            if not isinstance(answer, RingReady):
-                raise ConnectionResetError("the data connection was refused")
-        except BaseException:
-            sock.close()
-            raise
+        with connections.closed_on_error([sock]):
+            answer = await connections.present(sock, RingData(edge.ticket, 0, probe.data_ptr()))
         connections.blocking(sock, edge.settings.timeout_s)
         codec = ReferenceEncoder(arena, answer.direct)
         return StreamSender([sock], edge.settings.slots, edge.member, codec, f"ftar-tx-{edge.member}")
@@ -368,15 +362,12 @@ class Shm:
     async def accept(self, edge: Edge, calls: asyncio.Queue[Call]) -> StreamReceiver:
         """Accept the connection, and answer whether the neighbour's memory can be read."""
         call, sock = await calls.get()
-        try:
+        with connections.closed_on_error([sock]):
             if sock.family != socket.AF_UNIX:
                 raise ConnectionResetError("shared memory was asked for over TCP")
             credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
             pid, _, _ = _CREDENTIALS.unpack(credentials)
             await connections.send(sock, RingReady(_readable(pid, call.probe, edge.ticket)))
-        except BaseException:
-            sock.close()
-            raise
         connections.blocking(sock, edge.settings.timeout_s)
         return StreamReceiver(
             [sock], edge.settings.slots, edge.member, ReferenceDecoder(pid), f"ftar-rx-{edge.member}"

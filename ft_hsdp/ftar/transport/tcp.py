@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import socket
 
 from ft_hsdp import handshake, record_layer
@@ -28,23 +27,18 @@ class Tcp:
     async def dial(self, edge: Edge, arena: Arena) -> StreamSender:
         """Open the K connections one after the other; each presents the ticket."""
         socks: list[socket.socket] = []
-        try:
+        with connections.closed_on_error(socks):
             for lane in range(edge.settings.connections):
                 socks.append(sock := await handshake.dial(edge.address, edge.token, Purpose.DATA))
                 connections.tune(sock, edge.settings.timeout_s)
-                await connections.send(sock, RingData(edge.ticket, lane))
-                if not isinstance(await connections.receive(sock, RingReady), RingReady):
-                    raise ConnectionResetError("the data connection was refused")
-        except BaseException:
-            _close(socks)
-            raise
-        await _ready(socks, edge)
+                await connections.present(sock, RingData(edge.ticket, lane))
+            await _ready(socks, edge)
         return StreamSender(socks, edge.settings.slots, edge.member, InlineCodec(), f"ftar-tx-{edge.member}")
 
     async def accept(self, edge: Edge, calls: asyncio.Queue[Call]) -> StreamReceiver:
         """Accept the K connections in the order in which the caller opens them."""
         socks: list[socket.socket] = []
-        try:
+        with connections.closed_on_error(socks):
             for lane in range(edge.settings.connections):
                 call, sock = await calls.get()
                 socks.append(sock)
@@ -52,10 +46,7 @@ class Tcp:
                     raise ProtocolViolation(f"data connection {call.lane} came as number {lane}")
                 connections.tune(sock, edge.settings.timeout_s)
                 await connections.send(sock, RingReady())
-        except BaseException:
-            _close(socks)
-            raise
-        await _ready(socks, edge)
+            await _ready(socks, edge)
         settings = edge.settings
         name = f"ftar-rx-{edge.member}"
         return StreamReceiver(socks, settings.slots, edge.member, InlineCodec(), name, settings.threaded)
@@ -65,16 +56,5 @@ async def _ready(socks: list[socket.socket], edge: Edge) -> None:
     """Make the connections blocking, and encrypt them where the job asks for it."""
     for sock in socks:
         connections.blocking(sock, edge.settings.timeout_s)
-    try:
-        if any(isinstance(sock, record_layer.Sealed) for sock in socks):
-            await asyncio.to_thread(record_layer.agree, socks, edge.ticket.encode())
-    except BaseException:
-        _close(socks)
-        raise
-
-
-def _close(socks: list[socket.socket]) -> None:
-    for sock in socks:
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)  # a thread may wait in it
-        sock.close()
+    if any(isinstance(sock, record_layer.Sealed) for sock in socks):
+        await asyncio.to_thread(record_layer.agree, socks, edge.ticket.encode())
