@@ -6,9 +6,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 MAX_SEGMENTS = 4096  # of one lane; the oldest are dropped, their events stay in the database
-RUN = frozenset(
-    {"training", "retrying", "behind", "fetching", "stalled"}
-)  # states of one that has a place in a ring
+# States of a replica that has a place in a ring.
+RUN = frozenset({"training", "retrying", "behind", "fetching", "stalled"})
 
 Segment = tuple[float, float | None, str]
 """From, to (None: still) in Unix seconds, and the state."""

@@ -31,9 +31,7 @@ class Policy:
     evict_s: float = 10.0  # a member that is silent for this long while its ring is broken is killed
     start_wait_s: float | None = None  # longest wait for all replicas before the first epoch; None: for ever
     final_wait_s: float = 120.0  # longest wait for the others once one replica has the final state
-    return_wait_s: float = (
-        120.0  # for this long after an exit its replica may come back with the state that it had
-    )
+    return_wait_s: float = 120.0  # after an exit its replica may come back with its state for this long
     supervisor_lease_s: float = 5.0  # a lease is free when its supervisor has not reported for this long
     on_lost_head: Literal["wait", "halt", "rollback"] = "halt"  # if no copy of the newest committed state is left
     edge_wait_s: float = 30.0  # first pause of a replica that is left out for its failed connections
