@@ -33,6 +33,21 @@ def test_what_is_imported_within_a_function_or_for_types_alone_makes_no_circle(t
     assert house.shape(tmp_path).circles == []
 
 
+def test_no_call_is_hidden(tmp_path: Path) -> None:
+    assert list(house.hidden_calls()) == []
+    module = tmp_path / "ft_hsdp" / "one.py"
+    module.parent.mkdir()
+    module.write_text(
+        "class Ring:\n    def __init__(self, peer):\n"
+        "        self.then = lambda: None\n        peer.heard = self.heard\n"
+        "        peer.later(lambda a, b: self.sum(a, b), lambda a: self.sum(a, 1))\n\n    def heard(self): ...\n"
+    )
+    assert list(house.hidden_calls(tmp_path)) == [
+        "ft_hsdp/one.py:4: peer.heard",
+        "ft_hsdp/one.py:5: lambda a, b: self.sum(a, b)",
+    ]
+
+
 def test_docstrings_say_something() -> None:
     assert list(house.unclear_docstrings()) == []
 

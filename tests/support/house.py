@@ -105,6 +105,32 @@ def unclear_docstrings(root: Path = ROOT) -> Iterator[str]:
                     yield f"{path.relative_to(root)}: {getattr(node, 'name', '')}: {text}"
 
 
+def hidden_calls(root: Path = ROOT) -> Iterator[str]:
+    """Lambdas that only forward, and methods or lambdas that are put into an attribute of another object."""
+    for path in _files(root):
+        nodes = [n for n in ast.walk(_parsed(path)) if isinstance(n, ast.Lambda | ast.Assign | ast.FunctionDef)]
+        methods = {f"self.{n.name}" for n in nodes if isinstance(n, ast.FunctionDef) and not n.decorator_list}
+        for node in nodes:
+            found: ast.expr | None = None
+            if isinstance(node, ast.Lambda) and _forwards(node):
+                found = node
+            elif isinstance(node, ast.Assign) and isinstance(into := node.targets[0], ast.Attribute):
+                foreign = ast.unparse(into.value) != "self"
+                if foreign and (isinstance(node.value, ast.Lambda) or ast.unparse(node.value) in methods):
+                    found = into
+            if found is not None:
+                yield f"{path.relative_to(root)}:{found.lineno}: {ast.unparse(found)}"
+
+
+def _forwards(node: ast.Lambda) -> bool:
+    names = [argument.arg for argument in node.args.args]
+    if not names or not isinstance(node.body, ast.Call) or node.args.defaults or node.args.vararg:
+        return False
+    passed = [ast.unparse(argument) for argument in node.body.args]
+    own = {each.id for each in ast.walk(node.body.func) if isinstance(each, ast.Name)}
+    return passed == names and not node.body.keywords and not own.intersection(names)
+
+
 def reference_modules(root: Path = ROOT) -> list[Path]:
     """The modules whose docstrings are linted in full: those that pyproject.toml exempts from per-file-ignores."""
     ignores = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["ruff"]["lint"]["per-file-ignores"]
