@@ -2,7 +2,7 @@
 
 The place is known when the process starts. The incarnation may be assigned later: a spare builds, shards and warms
 up its model first, and is assigned to a replica when one needs it. `IncarnationSource` is where it hears of that:
-torchrun's environment (`FromEnvironment`) or the supervisor (`launch.backend.zygote.CallLine`).
+torchrun's environment (`FromEnvironment`) or the supervisor (`launch.backend.zygote.AssignmentLine`).
 
 torch is imported only where a device is chosen: the fork server and a supervisor on CPUs read this module without
 it.

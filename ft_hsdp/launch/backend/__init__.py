@@ -16,7 +16,7 @@ Read the modules in this order:
     processes   how any process is started so that it does not outlive its parent
 
 The way of a start: `LocalBackend.start` -> `SparePool.take`, or `ForkServer.spawn` -> (socket) `zygote` -> fork ->
-the rank waits on its `CallLine` -> it is assigned to a replica -> `train.trainer.main`.
+the rank waits on its `AssignmentLine` -> it is assigned to a replica -> `train.trainer.main`.
 
 Only `zygote`, which runs in a process of its own, imports `train`. It loads torch before
 it forks; the supervisor must not import `train`, or it would be as large as a rank.

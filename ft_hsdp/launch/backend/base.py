@@ -48,7 +48,7 @@ class ReplicaSpec:
 
     @property
     def name(self) -> str:
-        """The name of the incarnation."""
+        """Return the name of the incarnation."""
         return str(IncarnationId(self.replica, self.run_id, self.restarts))
 
 
@@ -57,18 +57,18 @@ class WorkerProcess(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its pid on its machine."""
+        """Return its pid on its machine."""
 
     @property
     def host(self) -> str:
-        """The name of its machine."""
+        """Return the name of its machine."""
 
     def signal(self, number: int) -> None:
         """Send a signal if it still runs; never to another process that has got its pid."""
 
 
 class ProcessWatch(Protocol):
-    """Is told of the processes of one incarnation, on the event loop."""
+    """Takes reports of the processes of one incarnation, on the event loop."""
 
     def started(self, rank: int, process: WorkerProcess) -> None:
         """Take note that a rank runs."""
@@ -82,7 +82,7 @@ class Backend(Protocol):
 
     @property
     def warm(self) -> bool:
-        """Whether a spare is ready: the next start takes no CPU from the others, and need not wait for them."""
+        """Return whether a spare is ready. Then a start takes no CPU time from the others, and need not wait."""
 
     async def open(self) -> None:
         """Make ready for the first start.
@@ -104,7 +104,7 @@ class Backend(Protocol):
 
         Args:
             spec: The incarnation.
-            watch: Is told of its processes.
+            watch: Takes the reports of its processes.
 
         Returns:
             How that was done: COLD, WARMING, WARM, or where.
@@ -130,7 +130,7 @@ class WorkerGroup:
         self,
         size: int,
         config: Path,
-        called: ReplicaSpec | None = None,
+        spec: ReplicaSpec | None = None,
         number: int = 0,
         changed: Callable[[WorkerGroup], None] | None = None,
     ) -> None:
@@ -139,25 +139,25 @@ class WorkerGroup:
         Args:
             size: Number of ranks.
             config: The YAML file that they load.
-            called: The incarnation; None for a spare.
-            number: Of the spare, from 1.
+            spec: The incarnation; None for a spare.
+            number: The number of the spare, from 1; 0 for an incarnation.
             changed: Called with the group after each change of a spare that waits; None for an incarnation.
         """
         self.size = size
         self.config = config
-        self.called = called
+        self.spec = spec  # None for a spare until it is assigned
         self.number = number
         self.processes: dict[int, WorkerProcess] = {}  # by rank
         self.gone: dict[int, int] = {}  # rank -> exit code
         self.waiting: set[int] = set()  # ranks that are warm
         self.began = time.monotonic()
         self.warm_at: float | None = None
-        self.taken = False  # out of its pool: changes concern the replica that it is given to
+        self.taken = False  # it left its pool: changes concern the replica to which it is given
         self._changed = changed
         self._watch: ProcessWatch | None = None
 
     def given(self, watch: ProcessWatch) -> None:
-        """Report to ``watch`` from now on; first what has happened so far."""
+        """Report to ``watch`` from now on, beginning with what has happened so far."""
         self._watch = watch
         for rank, process in sorted(self.processes.items()):
             watch.started(rank, process)
@@ -166,12 +166,12 @@ class WorkerGroup:
 
     @property
     def complete(self) -> bool:
-        """Whether all ranks run."""
+        """Return whether all ranks run."""
         return len(self.processes) == self.size and not self.gone
 
     @property
     def ready(self) -> bool:
-        """Whether all ranks are warm and wait for their incarnation."""
+        """Return whether all ranks are warm and wait for their incarnation."""
         return self.complete and len(self.waiting) == self.size
 
     def started(self, rank: int, process: WorkerProcess) -> None:
@@ -209,8 +209,8 @@ class WorkerGroup:
                 process.signal(signal.SIGKILL)
 
 
-def call(spec: ReplicaSpec, rank: int, run: RunDir) -> dict[str, Any]:
-    """Return what a rank of ``spec`` is told: the fields of its `IncarnationId`, and the path of its log."""
+def assignment(spec: ReplicaSpec, rank: int, run: RunDir) -> dict[str, Any]:
+    """Return the message that assigns a rank to ``spec``: the fields of its `IncarnationId`, and its log."""
     log = str(run.rank_log(spec.replica, rank))
     return {"replica": spec.replica, "run_id": spec.run_id, "restarts": spec.restarts, "log": log}
 

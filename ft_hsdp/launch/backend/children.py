@@ -1,8 +1,8 @@
 """Ranks as children of the supervisor, although a fork server forked them.
 
 The fork server forks twice and the process between ends at once, so the kernel gives the rank to its nearest
-ancestor that adopts: the supervisor. It hears of the rank's exit, signals it and reaps it whatever becomes of the
-fork server, and the rank dies with the supervisor alone.
+ancestor that adopts: the supervisor. The supervisor sees the rank's exit, signals it and reaps it, also after the
+end of the fork server, and the rank dies only with the supervisor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def adopt() -> None:
 
 
 class Child:
-    """A rank that runs, and the line on which it is told its incarnation; belongs to one event loop."""
+    """A rank that runs, and the socket on which it gets its incarnation; belongs to one event loop."""
 
     def __init__(
         self, pid: int, line: socket.socket, exited: Callable[[int], None], warm: Callable[[], None]
@@ -45,7 +45,7 @@ class Child:
 
         Args:
             pid: Of the rank, a child of this process.
-            line: Our end of its line.
+            line: This process's end of its socket.
             exited: Called once with its exit code, which is negative for a signal.
             warm: Called when it waits for its incarnation.
 
@@ -62,11 +62,11 @@ class Child:
         self._loop.add_reader(self._process, self._end)
         self._loop.add_reader(line, self._hear)
 
-    def call(self, call: Mapping[str, Any]) -> None:
-        """Tell it its incarnation. One that is gone is reported by its exit."""
+    def assign(self, assignment: Mapping[str, Any]) -> None:
+        """Send the rank its incarnation. A rank that has exited gets nothing; its exit is reported."""
         if self._line is not None:
             with contextlib.suppress(OSError):
-                self._line.send(json.dumps(dict(call)).encode() + b"\n")
+                self._line.send(json.dumps(dict(assignment)).encode() + b"\n")
 
     def signal(self, number: int) -> None:
         """Send it a signal; never to another process that has got its pid."""
@@ -75,13 +75,13 @@ class Child:
 
     def _hear(self) -> None:
         assert self._line is not None
-        said = b""
+        data = b""
         with contextlib.suppress(OSError):
-            said = self._line.recv(64)
-        if said:
+            data = self._line.recv(64)
+        if data:
             self._warm()
         else:
-            self._hang_up()  # it was called, or is gone
+            self._hang_up()  # the rank has its incarnation, or is gone
 
     def _hang_up(self) -> None:
         if self._line is not None:

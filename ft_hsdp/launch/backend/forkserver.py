@@ -1,7 +1,8 @@
 """The supervisor's side of the fork server: it has ranks forked from a preloaded process, and reports their exits.
 
-The ranks are children of this process, not of the one that forked them (`children`): a fork server that is frozen
-or dead costs the start that waited for it, and is replaced; its ranks go on. The fork server itself is `zygote`.
+The ranks are children of this process, not of the one that forked them (`children`). If the fork server freezes
+or dies, the start that waits for it fails, and another fork server is started; the ranks go on. The fork server
+itself is `zygote`.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ OnWarm = Callable[[int], None]
 """Called with the pid of a process that is warm and waits for its incarnation."""
 OnLost = Callable[[int, str], None]
 """Called with the pid of a fork server that was given up, and why."""
-Called = Mapping[str, Any]
-"""What a rank is told: the fields of `core.incarnation.IncarnationId`, and `log`, which takes its output."""
+Assignment = Mapping[str, Any]
+"""The message that assigns a rank: the fields of `core.incarnation.IncarnationId`, and `log`, for its output."""
 
 
 @dataclass(slots=True)
 class _Start:
-    """A rank that is asked for."""
+    """A request for one rank."""
 
     spawned: asyncio.Future[int]  # its pid
-    line: socket.socket  # our end of the line on which it is told its incarnation
+    line: socket.socket  # this process's end of the socket on which it gets its incarnation
     exited: OnExit
     warm: OnWarm
-    call: Called | None
+    assignment: Assignment | None  # None for a spare's rank
 
 
 class _Server:
-    """One preloaded process. ``born`` is told of each rank that it forked, and of the start that asked for it."""
+    """One preloaded process. ``born`` is called for each forked rank, with the start that asked for it."""
 
     def __init__(
         self,
@@ -96,13 +97,13 @@ class _Server:
             self._starts.pop(number, None)
 
     async def read(self) -> None:
-        """Take its answers until it is gone."""
+        """Read its answers until it closes the connection."""
         loop = asyncio.get_running_loop()
         try:
             with contextlib.suppress(OSError):
                 while data := await loop.sock_recv(self.sock, _LARGEST):
                     self._deliver(json.loads(data))
-        finally:  # it may be cancelled before it has seen the end
+        finally:  # also if it is cancelled
             self.sock.close()
         for start in self._starts.values():
             if not start.spawned.done():
@@ -158,7 +159,7 @@ class ForkServer:
             preload: Modules to import before the first fork.
             boot_s: Longest time for that, in seconds.
             spawn_s: Longest time for a fork, in seconds.
-            lost: Is told of each server that was given up.
+            lost: Called for each server that was given up.
         """
         self._run = run.resolve()
         self._boot_s = boot_s
@@ -176,7 +177,7 @@ class ForkServer:
 
     @property
     def pid(self) -> int | None:
-        """Pid of the server, if it runs."""
+        """Return the pid of the server; None if it does not run."""
         return None if self._server is None else self._server.pid
 
     async def start(self) -> None:
@@ -190,7 +191,7 @@ class ForkServer:
         config: Path,
         log: Path,
         on_exit: OnExit,
-        call: Called | None = None,
+        assignment: Assignment | None = None,
         on_warm: OnWarm = lambda _: None,
     ) -> int:
         """Fork a rank and return its pid.
@@ -200,7 +201,7 @@ class ForkServer:
             config: The YAML file that it loads.
             log: Takes its stdout and stderr.
             on_exit: Called once when it is gone.
-            call: Its incarnation; None for a spare's rank, which gets warm and waits for `call`.
+            assignment: Its incarnation; None for a spare's rank, which gets warm and waits for `assign`.
             on_warm: Called when it waits.
 
         Raises:
@@ -212,13 +213,13 @@ class ForkServer:
             "run": str(self._run),
             "config": str(config),
             "log": str(log),
-            "called": call is not None,
+            "called": assignment is not None,
         }
         try:
             ours, theirs = socket.socketpair()
         except OSError as error:
             raise Retryable(f"no line to a rank: {error.strerror}") from None
-        start = _Start(asyncio.get_running_loop().create_future(), ours, on_exit, on_warm, call)
+        start = _Start(asyncio.get_running_loop().create_future(), ours, on_exit, on_warm, assignment)
         try:
             with theirs:
                 return await server.fork(request, theirs, start, self._spawn_s)
@@ -229,12 +230,12 @@ class ForkServer:
             raise Retryable(why) from None
         finally:
             if not start.spawned.done() or start.spawned.cancelled() or start.spawned.exception() is not None:
-                ours.close()  # a rank that is forked for it all the same ends
+                ours.close()  # a rank that was forked for it nevertheless then ends
 
-    def call(self, pid: int, call: Called) -> None:
-        """Tell a waiting rank its incarnation."""
+    def assign(self, pid: int, assignment: Assignment) -> None:
+        """Send a waiting rank its incarnation."""
         if (rank := self._running.get(pid)) is not None:
-            rank.call(call)
+            rank.assign(assignment)
 
     def signal(self, pid: int, number: int) -> None:
         """Send a signal to a rank, if it runs. It is a child of this process, so no other process has its pid."""
@@ -262,7 +263,7 @@ class ForkServer:
         if server is not None:
             server.sock.close()
         for _ in range(round(GONE_S / GONE_LOOK_S)):
-            if children.end(self._sessions):  # among them what was forked last, and never heard of
+            if children.end(self._sessions):  # also a rank whose pid never arrived
                 break
             await asyncio.sleep(GONE_LOOK_S)
 
@@ -301,8 +302,8 @@ class ForkServer:
         server = _Server(process, sock, self._born)
         try:
             async with asyncio.timeout(self._boot_s):
-                said = await asyncio.get_running_loop().sock_recv(sock, _LARGEST)
-            answer = json.loads(said) if said else {"error": "the fork server died while it was loading"}
+                data = await asyncio.get_running_loop().sock_recv(sock, _LARGEST)
+            answer = json.loads(data) if data else {"error": "the fork server died while it was loading"}
             if "error" in answer:
                 raise Retryable(answer["error"])
         except BaseException as error:
@@ -348,9 +349,9 @@ class ForkServer:
             children.reap(self._sessions, self._running)
 
     def _born(self, start: _Start | None, pid: int) -> None:
-        """A rank runs; it is a child of this process by now, so its pid is its own until it is reaped here."""
+        """Note that a rank runs. Its pid stays its own until this process, its parent, reaps it."""
         if start is None or start.spawned.done() or self._closed:
-            os.kill(pid, signal.SIGKILL)  # it came too late
+            os.kill(pid, signal.SIGKILL)  # the start has given up
             return
 
         def gone(code: int) -> None:
@@ -365,6 +366,6 @@ class ForkServer:
             start.spawned.set_exception(Retryable(f"a rank cannot be watched: {error.strerror}"))
             return
         self._running[pid] = rank
-        if start.call is not None:
-            rank.call(start.call)
+        if start.assignment is not None:
+            rank.assign(start.assignment)
         start.spawned.set_result(pid)

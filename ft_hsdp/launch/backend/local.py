@@ -1,6 +1,6 @@
 """The backend of one machine: ranks are forked from a preloaded process, and start in a fraction of a second.
 
-All start alike: ranks of a replica are told at once which incarnation they are, those of a spare when needed.
+The ranks of a replica get their incarnation at once, those of a spare when a replica needs them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ProcessWatch, ReplicaSpec, WorkerGroup, call
+from ft_hsdp.launch.backend.base import COLD, WARM, WARMING, ProcessWatch, ReplicaSpec, WorkerGroup, assignment
 from ft_hsdp.launch.backend.forkserver import ENTRY, PRELOAD, SPAWN_S, ForkServer
 from ft_hsdp.launch.backend.processes import ONE_THREAD, free_port
 from ft_hsdp.launch.backend.spares import SparePool
@@ -70,12 +70,12 @@ class LocalBackend:
 
     @property
     def server_pid(self) -> int | None:
-        """Pid of the fork server, if it runs."""
+        """Return the pid of the fork server; None if it does not run."""
         return self._forks.pid
 
     @property
     def warm(self) -> bool:
-        """Whether a spare is ready."""
+        """Return whether a spare is ready."""
         return self._pool.ready
 
     async def open(self) -> None:
@@ -102,9 +102,9 @@ class LocalBackend:
             await self._fork(group)
             return COLD
         how = WARM if group.ready else WARMING
-        group.called = spec
+        group.spec = spec
         for rank, process in group.processes.items():
-            self._forks.call(process.pid, call(spec, rank, self._run))
+            self._forks.assign(process.pid, assignment(spec, rank, self._run))
         group.given(watch)
         return how
 
@@ -130,7 +130,7 @@ class LocalBackend:
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(free_port()),
         }
-        spec = group.called
+        spec = group.spec
         for rank in range(group.size):
             if group.gone:
                 break
@@ -143,7 +143,7 @@ class LocalBackend:
                 config=group.config,
                 log=self._pool.log(group, rank) if spec is None else self._run.rank_log(spec.replica, rank),
                 on_exit=gone,
-                call=None if spec is None else call(spec, rank, self._run),
+                assignment=None if spec is None else assignment(spec, rank, self._run),
                 on_warm=lambda _, rank=rank: group.warm(rank),  # type: ignore[misc]
             )
             group.started(rank, Forked(pid, self._forks, self._host))

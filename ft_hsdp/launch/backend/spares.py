@@ -1,7 +1,7 @@
-"""Spares: groups of ranks that are warm, and wait to be told which incarnation of which replica they are.
+"""Spares: groups of ranks that are warm, and wait to be assigned to an incarnation of a replica.
 
-One is made at a time, and only while no replica starts, repeats a step or catches up: its start would take the
-CPUs from them. A spare that ends is replaced, after a pause that grows while spares keep ending.
+One is made at a time, and only while no replica starts, repeats a step or catches up, because its start takes CPU
+time from them. A spare that ends is replaced, after a pause that grows while spares keep ending.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from ft_hsdp.launch.backend.base import ReplicaSpec, WorkerGroup, exit_line, spa
 from ft_hsdp.launch.progress import Changes
 from ft_hsdp.launch.run.directory import Row, try_write_json
 
-WARM_S = 600.0  # longest time for a spare to get warm
+WARM_S = 600.0  # longest time until a spare is warm
 PAUSE_S = 1.0  # before the first spare that replaces one that ended; doubles with each in a row
 PAUSE_MAX_S = 60.0
-HEALTHY_S = 60.0  # a spare that was warm for so long ended for a reason of its own
+HEALTHY_S = 60.0  # the end of a spare that was warm for so long does not lengthen the pause
 
 
 Fork = Callable[[WorkerGroup], Awaitable[None]]
@@ -49,7 +49,7 @@ class SparePool(Changes):
             fork: Starts the ranks of one.
             emit: Takes each event.
             quiet_s: How long no replica may have started before a spare is made, in seconds.
-            dropped: Is told of each spare that was lost.
+            dropped: Called with each spare that was lost.
         """
         super().__init__()
         self._wanted = wanted
@@ -59,7 +59,7 @@ class SparePool(Changes):
         self._quiet_s = quiet_s
         self._dropped = dropped
         self._busy: set[str] = set()  # incarnations that do not train yet, and other reasons to make no spare
-        self._like: ReplicaSpec | None = None  # what spares are to be like
+        self._like: ReplicaSpec | None = None  # the newest incarnation; spares get its size and configuration
         self._groups: list[WorkerGroup] = []
         self._made = 0
         self._failed = 0  # spares that ended, in a row
@@ -67,12 +67,12 @@ class SparePool(Changes):
 
     @property
     def ready(self) -> bool:
-        """Whether a spare is warm and waits for its incarnation."""
+        """Return whether a spare is warm and waits for its incarnation."""
         return any(group.ready for group in self._groups)
 
     @property
     def quiet(self) -> bool:
-        """Whether a spare may be made."""
+        """Return whether a spare may be made."""
         return not self._busy
 
     @contextlib.contextmanager

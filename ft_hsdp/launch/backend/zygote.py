@@ -6,11 +6,11 @@
     -> {"spawn": id, "env": {}, "run": path, "config": path, "log": path, "called": bool}, with a descriptor
     <- {"spawned": id, "pid": 1} or {"failed": id, "error": "one line"}
 
-The descriptor is the rank's line to its supervisor. On it the rank says when it is warm, and is told its
+The descriptor is the rank's socket to its supervisor. On it the rank reports that it is warm, and gets its
 incarnation, at once if it is `called`, or later: {"replica": 0, "run_id": "a", "restarts": 0, "log": path}. A
-rank is no child of this process: it is forked by a process between, which ends, and so becomes a child of the
-supervisor and dies with it alone. One thread, no accelerator: a fork of either is broken. The path of the run is
-an argument only so that the command line of every rank names the run to which it belongs.
+rank is forked by a process between, which ends. So the rank becomes a child of the supervisor, not of this
+process, and dies only with the supervisor. This process has one thread and uses no accelerator: neither survives
+a fork. The path of the run is an argument only so that the command line of every rank names its run.
 """
 
 from __future__ import annotations
@@ -42,21 +42,21 @@ Entry = Callable[[configuration.Config, IncarnationSource, Path], int]
 _LARGEST = 1 << 20  # bytes of one request
 
 
-class CallLine:
-    """A rank's end of its line to its supervisor, on which it is told its incarnation (`IncarnationSource`)."""
+class AssignmentLine:
+    """A rank's end of the socket on which its supervisor assigns it an incarnation (`IncarnationSource`)."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._call: IncarnationId | None = None
+        self._incarnation: IncarnationId | None = None
 
     def poll(self) -> IncarnationId | None:
         """Return the incarnation if the supervisor has assigned one; does not block."""
-        if self._call is None:
+        if self._incarnation is None:
             poll = select.poll()  # select knows descriptors below 1024 only
             poll.register(self._sock, select.POLLIN)
             if poll.poll(0):
                 self.take()
-        return self._call
+        return self._incarnation
 
     def wait(self) -> IncarnationId:
         """Tell the supervisor that this rank is warm, and return its incarnation. Blocks without an end."""
@@ -64,8 +64,8 @@ class CallLine:
             with contextlib.suppress(OSError):  # the supervisor is gone: taking says so
                 self._sock.sendall(b"\n")
             self.take()
-        assert self._call is not None
-        return self._call
+        assert self._incarnation is not None
+        return self._incarnation
 
     def take(self) -> None:
         """Wait for the incarnation, and log as a rank of it from then on; end this process if there is none."""
@@ -73,15 +73,15 @@ class CallLine:
             line = stream.readline()
         if not line.endswith(b"\n"):
             sys.exit(EXIT_RETRYABLE)
-        told = json.loads(line)
-        _redirect(Path(told.pop("log")))
-        self._call = call = IncarnationId(**told)
-        os.environ["TORCHELASTIC_RUN_ID"] = call.run_id
-        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(call.restarts)
+        assignment = json.loads(line)
+        _redirect(Path(assignment.pop("log")))
+        self._incarnation = incarnation = IncarnationId(**assignment)
+        os.environ["TORCHELASTIC_RUN_ID"] = incarnation.run_id
+        os.environ["TORCHELASTIC_RESTART_COUNT"] = str(incarnation.restarts)
 
 
 class Zygote:
-    """Serves one client; ends when the client does."""
+    """Serves one client, and ends when the client closes its connection."""
 
     def __init__(self, sock: socket.socket, entry: Entry) -> None:
         self._sock = sock
@@ -111,28 +111,28 @@ class Zygote:
             self._sock.sendall(json.dumps(answer).encode())
 
     def _fork(self, request: dict[str, Any], line: int) -> int:
-        """A rank's pid; it is the supervisor's child. Raises OSError."""
-        hear, say = os.pipe()
+        """Fork a rank, which becomes the supervisor's child, and return its pid; raise OSError if that fails."""
+        reader, writer = os.pipe()
         try:
             between = os.fork()
             if between == 0:
-                self._between(request, line, (hear, say))
-            os.close(say)
-            say = -1
-            said = os.read(hear, 64)
+                self._between(request, line, (reader, writer))
+            os.close(writer)
+            writer = -1
+            data = os.read(reader, 64)
             os.waitpid(between, 0)  # it has ended: the kernel has found the rank another parent
         finally:
-            for fd in (hear, say):
+            for fd in (reader, writer):
                 if fd >= 0:
                     os.close(fd)
-        pid = int(said or b"0")
+        pid = int(data or b"0")
         if pid <= 0:
             number = -pid or errno.ECHILD
             raise OSError(number, os.strerror(number))
         return pid
 
     def _between(self, request: dict[str, Any], line: int, pipe: tuple[int, int]) -> NoReturn:
-        """In the process between: fork the rank, say its pid, and end."""
+        """In the process between: fork the rank, write its pid into the pipe, and end."""
         between = os.getpid()
         try:
             pid = os.fork()
@@ -146,7 +146,7 @@ class Zygote:
         os._exit(0)
 
     def _become(self, request: dict[str, Any], between: int, line: socket.socket) -> NoReturn:
-        """In the rank: shed what belongs to the server, run the entry, exit with its code."""
+        """In the rank: close what belongs to the server, run the entry, exit with its code."""
         code = EXIT_RETRYABLE
         try:
             while os.getppid() == between:  # until it has ended
@@ -158,7 +158,7 @@ class Zygote:
             _redirect(Path(request["log"]))
             os.environ.update(request["env"])
             config = configuration.load(Path(request["config"]))
-            ours = CallLine(line)
+            ours = AssignmentLine(line)
             if request["called"]:
                 ours.take()
             code = self._entry(config, ours, Path(request["run"]))
@@ -177,7 +177,7 @@ class Zygote:
 
 
 def _redirect(log: Path) -> None:
-    """stdin from nowhere, stdout and stderr to the end of `log`; what a disk does not take of them is lost."""
+    """Read stdin from /dev/null, and append stdout and stderr to `log`; a full disk loses output."""
     with open(os.devnull, "rb") as nothing, open_log(log) as file:
         os.dup2(nothing.fileno(), 0)
         os.dup2(file.fileno(), 1)

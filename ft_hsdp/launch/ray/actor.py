@@ -23,7 +23,7 @@ import ray.util
 
 from ft_hsdp import secret
 from ft_hsdp.errors import ConfigError
-from ft_hsdp.launch.backend.base import ReplicaSpec, call, spare_log
+from ft_hsdp.launch.backend.base import ReplicaSpec, assignment, spare_log
 from ft_hsdp.launch.backend.forkserver import SPAWN_S, ForkServer
 from ft_hsdp.launch.backend.processes import free_port
 from ft_hsdp.launch.ray.logs import NODES, LogPiece, LogSender
@@ -146,14 +146,14 @@ class RankActor:
             config=run.config,
             log=log,
             on_exit=self._exited,
-            call=None if spec is None else call(spec, start.rank, run),
+            assignment=None if spec is None else assignment(spec, start.rank, run),
             on_warm=self._rank_warm,
         )
 
     async def call(self, pid: int, spec: ReplicaSpec, rank: int) -> None:
         """Tell a spare's rank which incarnation it belongs to."""
         assert self._run is not None, "open() comes first"
-        self._forks.call(pid, call(spec, rank, self._run))
+        self._forks.assign(pid, assignment(spec, rank, self._run))
 
     async def signal(self, pid: int, number: int) -> None:
         """Send a signal to a rank if it still runs."""

@@ -71,9 +71,7 @@ async def start_orders(
             **_visible_gpus(bundle, bundles),
         }
         text = dump(_config_for_node(config, "127.0.0.1" if alone else bundle.location.address, setup))
-        found.append(
-            StartOrder(bundle.rank, group.called, group.number, env, text, token, key, urls, str(run.path))
-        )
+        found.append(StartOrder(bundle.rank, group.spec, group.number, env, text, token, key, urls, str(run.path)))
     return found
 
 
@@ -223,7 +221,7 @@ class RayBackend:
         await asyncio.wait([making])
         del self._making[group]
         making.result()
-        group.called = spec
+        group.spec = spec
         try:
             await slot.call(group, spec)
         except Retryable:
@@ -240,7 +238,7 @@ class RayBackend:
     def settled(self, spec: ReplicaSpec) -> None:
         """Note that an incarnation trains, or has ended: the pool may make spares again."""
         group = self._groups.get(spec.replica)
-        if group is not None and group.called == spec:
+        if group is not None and group.spec == spec:
             self._training[spec.replica] = group
         self._pool.settled(spec)
 

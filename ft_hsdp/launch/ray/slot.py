@@ -288,8 +288,8 @@ class ReplicaSlot:
         """Report that the ranks of a dead actor were killed. The last lines of their logs are lost."""
         self.gone = True
         for pid, (group, _) in list(bundle.running.items()):
-            if group.called is not None:
-                about = {"replica": group.called.replica, "rank": bundle.rank, "incarnation": group.called.name}
+            if group.spec is not None:
+                about = {"replica": group.spec.replica, "rank": bundle.rank, "incarnation": group.spec.name}
                 head = {"t": time.time(), "event": "LogCut", "source": "supervisor"}
                 self._emit({**head, **about, "reason": f"on {bundle.location.host}: {why}"})
             self._rank_changed(bundle, pid, KILLED)

@@ -42,7 +42,7 @@ class Ranks:
             env={"RANK": str(rank)},
             config=self.run.config,
             log=self.run.rank_log(0, rank),
-            call=self.call(rank, restart),
+            assignment=self.assignment(rank, restart),
             on_exit=lambda pid, code: self.exits.update({pid: code}),
         )
 
@@ -59,7 +59,7 @@ class Ranks:
         await until(lambda: warm == [pid], "it to be warm")
         return pid
 
-    def call(self, rank: int, restart: int) -> dict[str, object]:
+    def assignment(self, rank: int, restart: int) -> dict[str, object]:
         return {"replica": 0, "run_id": "a", "restarts": restart, "log": str(self.run.rank_log(0, rank))}
 
     async def spawn_waiting(self, rank: int = 0, restart: int = 0) -> int:
@@ -171,7 +171,7 @@ async def test_a_frozen_server_costs_one_start_and_no_rank(run_dir: RunDir) -> N
         await ranks.spawn(1)
     assert ranks.lost == [(first, "the fork server did not fork within 0.5 s")]
     await until(lambda: not alive({"pid": first}), "its end: it may not fork later")
-    ranks.server.call(uncalled, ranks.call(2, 0))
+    ranks.server.assign(uncalled, ranks.assignment(2, 0))
     await until((ranks.run.path / "waiting-0-0-2").exists, "the spare of the old server, which is called")
     await ranks.spawn_waiting(1)
     assert ranks.exits == {}
@@ -285,7 +285,7 @@ import asyncio, pathlib
 from ft_hsdp.launch.backend.forkserver import ForkServer
 async def main():
     server = ForkServer(pathlib.Path({str(run_dir.path)!r}), entry={STANDIN!r}, preload=())
-    pid = await server.spawn(env={{"RANK": "0"}}, call={{"replica": 0, "run_id": "a", "restarts": 0,
+    pid = await server.spawn(env={{"RANK": "0"}}, assignment={{"replica": 0, "run_id": "a", "restarts": 0,
         "log": {str(run_dir.rank_log(0, 0))!r}}},
         config=pathlib.Path({str(run_dir.config)!r}), log=pathlib.Path({str(run_dir.rank_log(0, 0))!r}),
         on_exit=print)
@@ -312,7 +312,7 @@ def test_a_rank_with_many_open_files_looks_whether_it_was_called(
     monkeypatch.setattr(os, "environ", {})
     ours, theirs = socket.socketpair()
     with ours, theirs, raised(ours) as high:
-        line = zygote.CallLine(high)
+        line = zygote.AssignmentLine(high)
         if told:
             call = {"replica": 1, "run_id": "a", "restarts": 2, "log": str(tmp_path / "log")}
             theirs.sendall(json.dumps(call).encode() + b"\n")
@@ -326,5 +326,5 @@ def test_a_rank_whose_supervisor_is_gone_ends() -> None:
     ours, theirs = socket.socketpair()
     theirs.close()
     with ours, pytest.raises(SystemExit) as ended:
-        zygote.CallLine(ours).poll()
+        zygote.AssignmentLine(ours).poll()
     assert ended.value.code == 75
