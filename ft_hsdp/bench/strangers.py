@@ -42,6 +42,12 @@ from ft_hsdp.launch.run.directory import read_json, write_json
 from ft_hsdp.launch.run.recorder import events_of
 from ft_hsdp.protocol import LENGTH
 
+SETUP = RecoverySetup(replicas=3, ranks=2, wait_s=0.03)
+READERS_SETUP = RecoverySetup(replicas=2, elements=1 << 20)  # a state of 25 MB, which no kernel's buffer swallows
+STEPS = 40  # of each window
+PROBE_S = 0.5
+LOCAL = {"@ftar-": "local ring doors", "@ft_hsdp/state/": "agents"}  # names of local sockets
+
 PER_S = 1000  # hostile first frames, of all listeners together
 TICK_S = 0.01  # between two looks at how many are due
 OPEN = 256  # connections that strangers keep open
@@ -53,6 +59,170 @@ WINDOW = 4096  # bytes that the kernel takes for a slow reader
 CONNECT_S = 0.5
 TEXT = 64  # bytes of garbage
 STATUS = len("HTTP/1.1 200")
+
+
+def run(rounds: int, stream: TextIO, setup: RecoverySetup = SETUP, steps: int = STEPS) -> dict[str, Any]:
+    """Return the result, ready for JSON: windows of steps with strangers at the job and at the sink, as ABBA.
+
+    Raises:
+        Retryable: The job fails.
+    """
+    log = ProgressLog(stream)
+    result, started = begin_result("strangers", log)
+    took: dict[str, list[float]] = {"sink": [], "job": []}
+    calls: dict[str, int] = {"sink": 0, "job": 0}
+    refused = 0
+    with JobUnderTest(setup) as job, scratch() as (stack, folder):
+        file, sink_log = folder / "sink.json", folder / "sink.log"
+        process = spawn(stack, tied("ft_hsdp.bench.strangers", str(file)), sink_log)
+        sink = listening(process, file, sink_log, "the sink")["address"]
+        job.wait_for_all()
+        targets = listeners(job)
+        where = {"sink": [sink] * len(targets), "job": list(targets)}
+        _window(job, where["job"], steps)  # what is made once, such as a first snapshot, does not count
+        before, epoch = _memory(job), job.rows[0][-1]["epoch"]
+        for number in range(rounds):
+            for name in ("job", "sink") if number % 2 else ("sink", "job"):
+                seconds, flood = _window(job, where[name], steps)
+                took[name] += seconds
+                calls[name] += flood.sent
+                refused += flood.refused if name == "job" else 0
+            log.say(f"round {number + 1} of {rounds}: {1e3 * took['job'][-1]:.4g} ms for a step")
+        job.wait_for_all()
+        after, broken = _memory(job), len({row["epoch"] for row in job.rows[0]} - set(range(epoch + 1)))
+    grown = {pid: after[pid] - before[pid] for pid in before.keys() & after.keys()}
+    result["strangers"] = [
+        {
+            "replicas": setup.replicas,
+            "ranks": setup.ranks,
+            "per_s": PER_S,
+            "listeners": dict(Counter(targets.values())),
+            "calls": calls,
+            "refused": refused,
+            "steps": {name: spread(seconds) for name, seconds in took.items()},
+            "times": ratio_interval(took["job"], took["sink"]),
+            "rings_broken": broken,
+            "processes": len(grown),
+            "processes_gone": len(before) - len(grown),
+            "growth_mib": round(max(grown.values()) / MIB, 1),
+        }
+    ]
+    return finish_result(result, log, started)
+
+
+def listeners(job: JobUnderTest) -> dict[str, str]:
+    """Return where the job listens, and what kind each listener is.
+
+    Torch's own listeners know no handshake and are left out. A replica's hub and store listen only until its ranks
+    are there.
+    """
+    lighthouse = read_json(job.run.lighthouse)["url"].rpartition("/")[2]
+    found = {lighthouse: "lighthouse"}
+    for process in job.processes():
+        agent = any("ft_hsdp.state.agent.server" in word for word in process.cmdline())
+        for where in _listening(process):
+            if where != lighthouse and _greets(where):
+                found[where] = "state servers" if agent else "ring doors"
+        for c in process.net_connections("unix"):
+            name = str(c.laddr)
+            for prefix, kind in LOCAL.items():
+                if name.startswith(prefix):
+                    found["\0" + name[1:]] = kind
+    return found
+
+
+def _greets(where: str) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(address.split(where), PROBE_S) as sock:
+        return sock.recv(len(handshake.MAGIC)) == handshake.MAGIC
+    return False
+
+
+def _listening(process: psutil.Process) -> list[str]:
+    """Return where a process listens for TCP."""
+    found = process.net_connections("tcp")
+    return [address.join(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN]
+
+
+def _window(job: JobUnderTest, targets: list[str], steps: int) -> tuple[list[float], Flood]:
+    """Return the seconds of each of the next steps of replica 0, while strangers call."""
+    with Flood(targets) as flood:
+        return job.window(steps), flood
+
+
+def _memory(job: JobUnderTest) -> dict[int, int]:
+    """Return the bytes that each process has for itself; the snapshots, which processes share, do not count."""
+    return {process.pid: process.memory_info().rss - process.memory_info().shared for process in job.processes()}
+
+
+def readers(
+    rounds: int, log: ProgressLog, setup: RecoverySetup = READERS_SETUP, steps: int = STEPS
+) -> list[ResultRow]:
+    """Return a row: so many windows of ``steps`` steps each, with and without readers in turn.
+
+    None, and a note, where no state is served. Raises Retryable where the job fails.
+    """
+    took: dict[str, list[float]] = {"without": [], "with": []}
+    seen: Counter[str] = Counter()
+    with JobUnderTest(setup) as job:
+        job.wait_for_all()
+        victim = setup.replicas - 1
+        job.wait_for_survivors(job.kill(victim, 0))  # so that a replica fetches a state
+        job.wait_for_all()
+        token = job.run.token.read_text().strip()
+        if not (servers := _servers(job, token)):
+            log.note("readers are left out: no process serves a state")
+            return []
+        wanted = _worth_reading(job)
+        for number in range(rounds):
+            for name in ("with", "without") if number % 2 else ("without", "with"):
+                if name == "without":
+                    took[name] += job.window(steps)
+                    continue
+                with BadReaders(servers, token, wanted) as crowd:
+                    took[name] += job.window(steps)
+                seen += crowd.seen
+    found = {name: spread(seconds) for name, seconds in took.items()}
+    log.say(f"readers: a step takes {found['with']['p50_ms']:.4g} ms, {found['without']['p50_ms']:.4g} without")
+    if not seen["slow 200"]:
+        log.note("the slow readers found no state that they were given")
+    return [
+        {
+            "replicas": setup.replicas,
+            "servers": len(servers),
+            "readers": dict(READERS),
+            "seen": dict(seen),
+            "steps": found,
+            "delay_ms": milliseconds((found["with"]["p50_ms"] - found["without"]["p50_ms"]) / 1e3),
+            "times": ratio_interval(took["with"], took["without"]),
+        }
+    ]
+
+
+def _worth_reading(job: JobUnderTest) -> Callable[[], str]:
+    """Return what chooses paths of states that may be served: what was fetched last, and the newest ones."""
+    fetched = [e["step"] for e in events_of(job.run) if e["event"] == "FetchStarted"]
+    base = [row for row in job.rows[0] if row["step"] in fetched[-1:]]
+    chance = random.Random(0)
+
+    def path() -> str:
+        row = chance.choice([*base, *job.rows[0][-3:]])
+        return f"/v1/state/{row['epoch']}/{row['step']}/{row['lineage']}/0/data"
+
+    return path
+
+
+def _servers(job: JobUnderTest, token: str) -> list[str]:
+    """Return where states are served: listeners that let in a reader that knows the token."""
+    listening = {where for process in job.processes() for where in _listening(process)}
+    return [where for where in sorted(listening) if _lets_in(where, token)]
+
+
+def _lets_in(where: str, token: str) -> bool:
+    errors = OSError, ProtocolViolation
+    with contextlib.suppress(*errors), socket.create_connection(address.split(where), PROBE_S) as sock:
+        handshake.call_blocking(sock, token, Purpose.STATE)
+        return True
+    return False
 
 
 class Hostile(ABC):
@@ -236,181 +406,6 @@ def serve_sink(file: Path) -> None:
             callers.append(caller)
             if len(callers) > handshake.MAX_STRANGERS:
                 drop(callers[0])
-
-
-SETUP = RecoverySetup(replicas=3, ranks=2, wait_s=0.03)
-STEPS = 40  # of each window
-PROBE_S = 0.5
-LOCAL = {"@ftar-": "local ring doors", "@ft_hsdp/state/": "agents"}  # names of local sockets
-
-
-def run(rounds: int, stream: TextIO, setup: RecoverySetup = SETUP, steps: int = STEPS) -> dict[str, Any]:
-    """Return the result, ready for JSON: windows of steps with strangers at the job and at the sink, as ABBA.
-
-    Raises:
-        Retryable: The job fails.
-    """
-    log = ProgressLog(stream)
-    result, started = begin_result("strangers", log)
-    took: dict[str, list[float]] = {"sink": [], "job": []}
-    calls: dict[str, int] = {"sink": 0, "job": 0}
-    refused = 0
-    with JobUnderTest(setup) as job, scratch() as (stack, folder):
-        file, sink_log = folder / "sink.json", folder / "sink.log"
-        process = spawn(stack, tied("ft_hsdp.bench.strangers", str(file)), sink_log)
-        sink = listening(process, file, sink_log, "the sink")["address"]
-        job.wait_for_all()
-        targets = listeners(job)
-        where = {"sink": [sink] * len(targets), "job": list(targets)}
-        _window(job, where["job"], steps)  # what is made once, such as a first snapshot, does not count
-        before, epoch = _memory(job), job.rows[0][-1]["epoch"]
-        for number in range(rounds):
-            for name in ("job", "sink") if number % 2 else ("sink", "job"):
-                seconds, flood = _window(job, where[name], steps)
-                took[name] += seconds
-                calls[name] += flood.sent
-                refused += flood.refused if name == "job" else 0
-            log.say(f"round {number + 1} of {rounds}: {1e3 * took['job'][-1]:.4g} ms for a step")
-        job.wait_for_all()
-        after, broken = _memory(job), len({row["epoch"] for row in job.rows[0]} - set(range(epoch + 1)))
-    grown = {pid: after[pid] - before[pid] for pid in before.keys() & after.keys()}
-    result["strangers"] = [
-        {
-            "replicas": setup.replicas,
-            "ranks": setup.ranks,
-            "per_s": PER_S,
-            "listeners": dict(Counter(targets.values())),
-            "calls": calls,
-            "refused": refused,
-            "steps": {name: spread(seconds) for name, seconds in took.items()},
-            "times": ratio_interval(took["job"], took["sink"]),
-            "rings_broken": broken,
-            "processes": len(grown),
-            "processes_gone": len(before) - len(grown),
-            "growth_mib": round(max(grown.values()) / MIB, 1),
-        }
-    ]
-    return finish_result(result, log, started)
-
-
-def listeners(job: JobUnderTest) -> dict[str, str]:
-    """Return where the job listens, and what kind each listener is.
-
-    Torch's own listeners know no handshake and are left out. A replica's hub and store listen only until its ranks
-    are there.
-    """
-    lighthouse = read_json(job.run.lighthouse)["url"].rpartition("/")[2]
-    found = {lighthouse: "lighthouse"}
-    for process in job.processes():
-        agent = any("ft_hsdp.state.agent.server" in word for word in process.cmdline())
-        for where in _listening(process):
-            if where != lighthouse and _greets(where):
-                found[where] = "state servers" if agent else "ring doors"
-        for c in process.net_connections("unix"):
-            name = str(c.laddr)
-            for prefix, kind in LOCAL.items():
-                if name.startswith(prefix):
-                    found["\0" + name[1:]] = kind
-    return found
-
-
-def _greets(where: str) -> bool:
-    with contextlib.suppress(OSError), socket.create_connection(address.split(where), PROBE_S) as sock:
-        return sock.recv(len(handshake.MAGIC)) == handshake.MAGIC
-    return False
-
-
-def _listening(process: psutil.Process) -> list[str]:
-    """Return where a process listens for TCP."""
-    found = process.net_connections("tcp")
-    return [address.join(c.laddr.ip, c.laddr.port) for c in found if c.status == psutil.CONN_LISTEN]
-
-
-def _window(job: JobUnderTest, targets: list[str], steps: int) -> tuple[list[float], Flood]:
-    """Return the seconds of each of the next steps of replica 0, while strangers call."""
-    with Flood(targets) as flood:
-        return job.window(steps), flood
-
-
-def _memory(job: JobUnderTest) -> dict[int, int]:
-    """Return the bytes that each process has for itself; the snapshots, which processes share, do not count."""
-    return {process.pid: process.memory_info().rss - process.memory_info().shared for process in job.processes()}
-
-
-SETUP = RecoverySetup(replicas=2, elements=1 << 20)  # a state of 25 MB, which no buffer of the kernel swallows
-WINDOW_STEPS = 40
-PROBE_S = 0.5
-
-
-def readers(
-    rounds: int, log: ProgressLog, setup: RecoverySetup = SETUP, steps: int = WINDOW_STEPS
-) -> list[ResultRow]:
-    """Return a row: so many windows of ``steps`` steps each, with and without readers in turn.
-
-    None, and a note, where no state is served. Raises Retryable where the job fails.
-    """
-    took: dict[str, list[float]] = {"without": [], "with": []}
-    seen: Counter[str] = Counter()
-    with JobUnderTest(setup) as job:
-        job.wait_for_all()
-        victim = setup.replicas - 1
-        job.wait_for_survivors(job.kill(victim, 0))  # so that a replica fetches a state
-        job.wait_for_all()
-        token = job.run.token.read_text().strip()
-        if not (servers := _servers(job, token)):
-            log.note("readers are left out: no process serves a state")
-            return []
-        wanted = _worth_reading(job)
-        for number in range(rounds):
-            for name in ("with", "without") if number % 2 else ("without", "with"):
-                if name == "without":
-                    took[name] += job.window(steps)
-                    continue
-                with BadReaders(servers, token, wanted) as crowd:
-                    took[name] += job.window(steps)
-                seen += crowd.seen
-    found = {name: spread(seconds) for name, seconds in took.items()}
-    log.say(f"readers: a step takes {found['with']['p50_ms']:.4g} ms, {found['without']['p50_ms']:.4g} without")
-    if not seen["slow 200"]:
-        log.note("the slow readers found no state that they were given")
-    return [
-        {
-            "replicas": setup.replicas,
-            "servers": len(servers),
-            "readers": dict(READERS),
-            "seen": dict(seen),
-            "steps": found,
-            "delay_ms": milliseconds((found["with"]["p50_ms"] - found["without"]["p50_ms"]) / 1e3),
-            "times": ratio_interval(took["with"], took["without"]),
-        }
-    ]
-
-
-def _worth_reading(job: JobUnderTest) -> Callable[[], str]:
-    """Return what chooses paths of states that may be served: what was fetched last, and the newest ones."""
-    fetched = [e["step"] for e in events_of(job.run) if e["event"] == "FetchStarted"]
-    base = [row for row in job.rows[0] if row["step"] in fetched[-1:]]
-    chance = random.Random(0)
-
-    def path() -> str:
-        row = chance.choice([*base, *job.rows[0][-3:]])
-        return f"/v1/state/{row['epoch']}/{row['step']}/{row['lineage']}/0/data"
-
-    return path
-
-
-def _servers(job: JobUnderTest, token: str) -> list[str]:
-    """Return where states are served: listeners that let in a reader that knows the token."""
-    listening = {where for process in job.processes() for where in _listening(process)}
-    return [where for where in sorted(listening) if _lets_in(where, token)]
-
-
-def _lets_in(where: str, token: str) -> bool:
-    errors = OSError, ProtocolViolation
-    with contextlib.suppress(*errors), socket.create_connection(address.split(where), PROBE_S) as sock:
-        handshake.call_blocking(sock, token, Purpose.STATE)
-        return True
-    return False
 
 
 if __name__ == "__main__":
