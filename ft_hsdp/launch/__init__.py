@@ -1,4 +1,4 @@
-"""Launching: the processes of a job are started, watched, restarted and described; nothing here trains.
+"""Launching: starts, watches and restarts the processes of a job, and reports on it. Nothing here trains.
 
 One process supervises a job: `up` on one machine, `submit` on a Ray cluster. It starts the lighthouse and one
 `ReplicaSupervisor` for each replica. A supervisor starts all ranks of an incarnation through a `Backend`, ends
@@ -13,18 +13,18 @@ Read the modules in this order:
     supervisor          one replica: start, watch, restart
     backend             how ranks become processes: fork server, spares
     ray                 the same on a Ray cluster
-    lighthouse_process  the lighthouses of a job, started again where they were
-    lighthouse_link     reports to the lighthouse, and its orders to evict
-    progress            how far the job is, for those who wait for it
-    standalone          `lighthouse` and `replica`: the pieces one by one, or under torchrun
-    chaos, injection    failures on purpose: which one is due, and how it is done
-    admin, export       operator's commands; a checkpoint as a Hugging Face model
-    run                 the run's directory, and everything that reads it
+    lighthouse_process  the lighthouses of a job, each started again on its port
+    lighthouse_link     a supervisor's reports to the lighthouse, and the orders in its answers
+    progress            how far the job is; tasks wait for its changes
+    standalone          `lighthouse` and `replica`: the processes one by one, or under torchrun
+    chaos, injection    injected failures: which one is due, and how it is injected
+    admin, export       the operator's orders; a checkpoint as a Hugging Face model
+    run                 the run's directory, and the commands that read it
     render, doctor      files for Slurm and Kubernetes; checks before the start
 
 The way of a restart: a rank exits -> `backend` -> `ReplicaProcess.exited` -> `ReplicaSupervisor` -> `core.restart`
 -> `Backend.start` with a new incarnation.
 
-The supervisor of a job on CPUs loads no torch: it must start at once and stay small. Ranks reach `train` by a
-name in a string, in a process of their own. No package of the product imports this one, except `bench`.
+The supervisor of a job on CPUs loads no torch: it must start at once and stay small. The fork server, another
+process, imports `train` by its name. No package of the product imports this one, except `bench`.
 """

@@ -18,10 +18,10 @@ Read the modules in this order:
 The way of a start: `LocalBackend.start` -> `SparePool.take`, or `ForkServer.spawn` -> (socket) `zygote` -> fork ->
 the rank waits on its `AssignmentLine` -> it is assigned to a replica -> `train.trainer.main`.
 
-Only `zygote`, which runs in a process of its own, imports `train`. It loads torch before
-it forks; the supervisor must not import `train`, or it would be as large as a rank.
+Only `zygote`, which runs in another process, imports `train`; it loads torch before it forks. The supervisor must
+not import `train`, or it would be as large as a rank.
 
-The bench has a fork server of its own (`bench.workers.worker`). Its workers are plain children of their
-server, started by blocking code; here a rank becomes a child of the supervisor's event loop, and hears its
-incarnation on a line, so only the import of the modules, a dozen lines, is the same.
+The bench has another fork server (`bench.workers.worker`). Its workers are plain children of their server, started
+by blocking code. Here a rank becomes a child of the supervisor, and gets its incarnation later, on a socket. Only
+the import of the modules, a dozen lines, is the same.
 """

@@ -1,22 +1,21 @@
-"""A run: its directory, and everything that is made of the logs in it.
+"""A run: its directory, and the commands that read the logs in it.
 
-Each process of a job appends to files of its own. The supervisor merges them while the job runs (`recorder`); all
-other modules read them, mostly when the run is over.
+Each process of a job appends to its own files. The supervisor merges them while the job runs (`recorder`). All
+other modules read them, most of them after the end of the run.
 
 Read the modules in this order:
 
-    directory  the names of the files, atomic writes, and readers of logs that still grow
+    directory  the names of the files, finding a run, atomic writes, and readers of logs that still grow
     recorder   merges all logs into events.jsonl, metrics.jsonl and summary.json
-    history    the commits of all replicas as one history
-    grants     the grants that the lighthouses of the run have noted
+    grants     the grants that the lighthouses of the run logged
     summary    summary.json: the job in figures
     explain    `explain`: a run in words
-    audit      which batches were trained, twice, or never
-    verify     `verify`: whether the logs are a history that the protocol allows
-    replay     `replay`: one process trains the same again, and compares every bit
+    audit      which batches were trained once, twice, or never
+    verify     `verify`: checks that the logs are a history that the protocol allows
+    replay     `replay`: one process trains the committed steps again, and compares every bit
     trace      `trace`: a file for ui.perfetto.dev
-    page       `page`: the lighthouse's page for a run that is over
-    status     `status`: what a job does at the moment
+    page       `replay --page`: the lighthouse's page for a finished run
+    status     `status`: the state of a running job
     terminal   what `up` shows while it runs
 
 Example: `verify.verify(RunDir(path))` reads a run and returns what breaks a promise.

@@ -44,7 +44,11 @@ class Findings:
     @property
     def lines(self) -> list[str]:
         """Return the result as lines of text."""
-        unsure = [f"not checked: {self.lost} lines were lost, which the run has told"] if self.lost else []
+        unsure = (
+            [f"the run reports lost lines, at least {self.lost}: chains and sums are not checked"]
+            if self.lost
+            else []
+        )
         count = len(self.breaches)
         found = "no breach" if count == 0 else "1 breach" if count == 1 else f"{count} breaches"
         end = f"{self.steps} steps, {self.grants} grants: {found}"
