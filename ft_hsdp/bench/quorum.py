@@ -44,6 +44,22 @@ KINDS = {
     "new": "ft_hsdp's, tokens checked: the ring broke: a new epoch, signed, on disk before all get it",
 }
 
+CONNECT_S = 5.0
+ROUND_S = 10.0  # longest time of one round
+READ = 1 << 18
+
+NUMBER, BYTES = 0, 2  # wire types of Protocol Buffers
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
+END_STREAM = ACK = 1
+END_HEADERS = 4
+WINDOW = 2**31 - 1
+FIRST_WINDOW = 65535
+
+_END = b"\r\n\r\n"
+_LENGTH = b"\r\ncontent-length:"
+
 
 class LighthouseContender(ABC):
     """A lighthouse in a process, and its members."""
@@ -196,23 +212,6 @@ class _Watched:
         self.cpu_s += self._server.cpu_s() - before
         self.rounds += 1
         return seconds
-
-
-CONNECT_S = 5.0
-ROUND_S = 10.0  # longest time of one round
-READ = 1 << 18
-
-NUMBER, BYTES = 0, 2  # wire types of Protocol Buffers
-
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-DATA, HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
-END_STREAM = ACK = 1
-END_HEADERS = 4
-WINDOW = 2**31 - 1
-FIRST_WINDOW = 65535
-
-_END = b"\r\n\r\n"
-_LENGTH = b"\r\ncontent-length:"
 
 
 class Wire(ABC):

@@ -48,6 +48,13 @@ SAY_EVERY = 10
 MOST_STOPS = 50  # each costs a second of silence, and a restart
 LONG_KILLS = 10
 LONG_S = 0.4  # of waiting in the steps of rejoin, whose cost must not depend on the step
+PEER = "torchft"
+TURNS = 3  # of each contender; one job runs at a time
+SETUPS: Mapping[str, RecoverySetup] = {
+    "waiting": RecoverySetup(),
+    "2 M parameters": RecoverySetup(replicas=2, transformer=True),
+}
+MOST: Mapping[str, int] = {"waiting": 12, "2 M parameters": 6}  # kills of each contender
 
 
 def run(options: RecoveryOptions, stream: TextIO, setup: RecoverySetup | None = None) -> dict[str, Any]:
@@ -162,15 +169,6 @@ def kill_row(
         figures = span(times) if times else None
         row[name] = figures and {**figures, "steps": ratio(figures["p50_ms"], row["step_ms"])}
     return row
-
-
-PEER = "torchft"
-TURNS = 3  # of each contender; one job runs at a time
-SETUPS: Mapping[str, RecoverySetup] = {
-    "waiting": RecoverySetup(),
-    "2 M parameters": RecoverySetup(replicas=2, transformer=True),
-}
-MOST: Mapping[str, int] = {"waiting": 12, "2 M parameters": 6}  # kills of each contender
 
 
 @dataclass(frozen=True, slots=True)
