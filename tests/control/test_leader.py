@@ -362,18 +362,14 @@ def both_vote(s: Scene, fence: AttemptId, members: tuple[int, ...] = (0,), **mor
         s.vote(rank, fence, members, **more)
 
 
-async def test_the_digests_of_all_ranks_are_compared_in_one(s: Scene) -> None:
+@pytest.mark.parametrize(("mine", "compared"), [("a", ((0, state_id.digest(["a", "b"])),)), ("", ())])
+async def test_the_digests_of_all_ranks_are_compared_in_one_if_all_have_one(
+    s: Scene, mine: str, compared: tuple[tuple[int, str], ...]
+) -> None:
     await s.granted(grant(1, 0, 1))
     s.vote(1, AttemptId(1, 1, 0), (0, 1), state_digest="b")
-    s.vote(0, AttemptId(1, 1, 0), (0, 1), state_digest="a")
-    assert s.tokens[0].digests == ((0, state_id.digest(["a", "b"])),)
-
-
-async def test_a_rank_without_its_state_has_nothing_compared(s: Scene) -> None:
-    await s.granted(grant(1, 0, 1))
-    s.vote(1, AttemptId(1, 1, 0), (0, 1), state_digest="b")
-    s.vote(0, AttemptId(1, 1, 0), (0, 1))
-    assert s.tokens[0].digests == ()
+    s.vote(0, AttemptId(1, 1, 0), (0, 1), state_digest=mine)
+    assert s.tokens[0].digests == compared
 
 
 @pytest.mark.parametrize("wrong", [(0,), (2,)])

@@ -53,17 +53,19 @@ def test_who_spans_machines_and_what_runs_here(subject: Subject, spans: bool, re
 # Names, with this machine's real resolver.
 
 
-def test_a_name_that_means_this_machine_to_itself_is_a_trap_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: "localhost")
-    assert network.hostname(ALONE).startswith("localhost is ")
-    with pytest.raises(Bad, match=r"other machines would connect to themselves; .*Debian writes 127.0.1.1"):
-        network.hostname(SPANNING)
-
-
-def test_a_name_without_an_address_matters_to_others_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "gethostname", lambda: "no-such-host.invalid")
-    assert "a job on one machine needs none" in network.hostname(ALONE)
-    with pytest.raises(Bad, match=r"has no address .*; add one to /etc/hosts"):
+@pytest.mark.parametrize(
+    ("name", "alone", "spanning"),
+    [
+        ("localhost", "localhost is ", r"other machines would connect to themselves; .*Debian writes 127.0.1.1"),
+        ("no-such-host.invalid", "a job on one machine needs none", r"has no address .*; add one to /etc/hosts"),
+    ],
+)
+def test_a_name_that_others_cannot_use_matters_to_a_job_on_several_machines_only(
+    monkeypatch: pytest.MonkeyPatch, name: str, alone: str, spanning: str
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    assert alone in network.hostname(ALONE)
+    with pytest.raises(Bad, match=spanning):
         network.hostname(SPANNING)
 
 
@@ -443,7 +445,7 @@ def test_a_child_that_says_nothing_or_hangs_is_undecided(tmp_path: Path, monkeyp
         result.ask("slow")
 
 
-# Ray, without a cluster; tests/launch/test_doctor_ray.py has one.
+# Ray, without a cluster; tests/ray/test_ray_doctor.py has one.
 
 
 def node(cpus: float, **labels: str) -> ray_checks.Node:

@@ -191,23 +191,13 @@ def test_a_known_exit_shrinks_the_membership_at_once(job: Script):
     assert job.now == 0.0
 
 
-def test_the_silent_are_left_out_after_their_grace():
-    job = Script(silence_grace_s=1.0)
-    job.first(0, 1, 2)
-    job.ask(0, epoch=1, after=1)
-    job.ask(1, epoch=1, after=1)
-    assert not job.wait(0.99).answers
-    out = job.wait(0.02)
-    assert out.grant(0).ring == (0, 1)
-    assert out.notes["ReplicaExcluded"] == "silent beyond its grace"
-
-
-def test_a_suspect_gets_a_shorter_grace_than_the_merely_silent():
+@pytest.mark.parametrize(("suspects", "grace_s"), [((), 1.0), ((2,), 0.2)])
+def test_the_silent_are_left_out_after_their_grace_which_is_shorter_for_a_suspect(suspects, grace_s):
     job = Script(suspect_grace_s=0.2, silence_grace_s=1.0)
     job.first(0, 1, 2)
-    job.ask(0, epoch=1, after=1, suspects=(2,))
+    job.ask(0, epoch=1, after=1, suspects=suspects)
     job.ask(1, epoch=1, after=1)
-    assert not job.wait(0.19).answers
+    assert not job.wait(grace_s - 0.01).answers
     out = job.wait(0.02)
     assert out.grant(0).ring == (0, 1)
     assert out.notes["ReplicaExcluded"] == "silent beyond its grace"
