@@ -218,7 +218,7 @@ class JobRun:
 
     @property
     def _all_ended(self) -> bool:
-        """Whether a replica has ended, and all others have ended too or rest because they are not wanted."""
+        """Return whether a replica has ended, and all others have ended or rest because they are not wanted."""
         rest = [s for n, s in self._supervisors.items() if n not in self._outcomes]
         return bool(self._outcomes) and all(s.resting for s in rest)
 

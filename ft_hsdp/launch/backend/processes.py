@@ -1,4 +1,4 @@
-"""How a process is started so that it does not outlive the one that started it, and small helpers for that.
+"""Starts processes that do not outlive the one that started them, and small helpers for that.
 
 `python -m ft_hsdp.launch.backend.processes tied PID MODULE [ARGS]` runs a module. The kernel kills it when PID
 ends. `... spare PID PACKAGE [ARGS]` loads a package, waits for a line on stdin, and then runs the package. Loading
@@ -29,9 +29,9 @@ from ft_hsdp import address
 from ft_hsdp.secret import KEY_VARIABLE, TOKEN_VARIABLE
 
 _PR_SET_PDEATHSIG = 1
-FIRST_PORT, PORTS = 20000, 12768  # below those that Linux gives to outgoing connections
-TRIES = 1000
-SECRETS = (TOKEN_VARIABLE, KEY_VARIABLE, "RAY_AUTH_TOKEN")  # what no child needs in its environment
+FIRST_PORT, PORTS = 20000, 12768  # these ports lie below those that Linux gives to outgoing connections
+TRIES = 1000  # random ports that are tried
+SECRETS = (TOKEN_VARIABLE, KEY_VARIABLE, "RAY_AUTH_TOKEN")  # variables that no child needs
 ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
@@ -42,7 +42,7 @@ ONE_THREAD = {
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel SIGKILL this process when `parent`, which must have started it, dies."""
+    """Have the kernel kill this process when `parent`, which started it, dies; raise OSError if it refuses."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -56,12 +56,12 @@ def tied(*module_and_args: str) -> list[str]:
 
 
 def spare(*module_and_args: str) -> list[str]:
-    """Return a command like that of `tied` whose module is only loaded, and runs when a line comes on stdin."""
+    """Return a command like that of `tied` that only loads the package, and runs it after a line on stdin."""
     return [sys.executable, "-m", "ft_hsdp.launch.backend.processes", "spare", str(os.getpid()), *module_and_args]
 
 
 def environment() -> dict[str, str]:
-    """Return an environment for children in which they find our packages; without secrets, which they read."""
+    """Return an environment for children: they find this installation; secrets they read from files."""
     root = str(Path(ft_hsdp.__file__).parents[1])
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     inherited = {name: value for name, value in os.environ.items() if name not in SECRETS}
@@ -69,7 +69,7 @@ def environment() -> dict[str, str]:
 
 
 class _Forgiving(io.FileIO):
-    """A file whose disk may be full: what it does not take is lost, and the writer goes on."""
+    """A file that ignores errors of the disk: the output is lost, and the writer goes on."""
 
     def write(self, data: Any, /) -> int:
         """Write what the disk takes; all of ``data`` counts as written."""
@@ -85,10 +85,10 @@ def forgiving(descriptor: int) -> TextIO:
 
 
 def free_port(host: str = "127.0.0.1") -> int:
-    """Return a TCP port that is free, and that no outgoing connection takes meanwhile.
+    """Return a TCP port that is free, and that no outgoing connection takes.
 
     Raises:
-        OSError: None is free.
+        OSError: No port is free.
     """
     for _ in range(TRIES):
         port = FIRST_PORT + secrets.randbelow(PORTS)
@@ -125,7 +125,7 @@ def stands_still(pid: int, host: str) -> bool:
 
 
 def no_room(folder: Path) -> bool:
-    """Return whether ``folder`` takes no more data: then a line that is missing there proves nothing."""
+    """Return whether ``folder`` takes no more data. If so, a line that is missing there proves nothing."""
     try:
         with tempfile.TemporaryFile(dir=folder) as probe:
             probe.write(bytes(4096))

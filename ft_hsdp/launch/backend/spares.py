@@ -166,7 +166,7 @@ class SparePool(Changes):
             return
         if group.ready:
             took_s = time.monotonic() - group.began
-            self._event("SpareWarmed", group, "it waits to be called", seconds=took_s)
+            self._event("SpareWarmed", group, "it waits to be assigned", seconds=took_s)
         self._groups_changed()
 
     def _lose(self, group: WorkerGroup, why: str) -> None:
