@@ -19,9 +19,9 @@ from ft_hsdp.bench.hsdp.measure import StepBlock, report
 from ft_hsdp.bench.hsdp.network import BRIDGE, INTERFACE, Network
 from ft_hsdp.bench.hsdp.processes import HsdpSetup
 from ft_hsdp.bench.results import ProgressLog
-from ft_hsdp.bench.tables import show
 from ft_hsdp.errors import Retryable
 from ft_hsdp.launch.backend.processes import environment
+from tests.support.bench.tables import shown
 
 needs_root = pytest.mark.skipif(bool(network.unfit()), reason=network.unfit() or "it can be made")
 SPACES = Path("/run/netns")
@@ -87,16 +87,10 @@ def test_the_figures_are_shown_beside_the_goal() -> None:
     row = report(HsdpSetup(rounds=1), crews, [[commit(0.2, 0.02, 0.01)]])
     (verdict,) = goals.ftar({"link": [row]})
     assert (verdict.seen, verdict.limit, verdict.met) == (0.6, 0.6, True)
-    stream = io.StringIO()
-    machine = {"cpu": "A processor", "cores": 2, "load_1min_before": 0.1, "tcp_congestion_default": "bbr"}
-    empty: dict[str, list[Any]] = {"bandwidth": [], "spin": [], "kill": [], "reconfigure": [], "notes": []}
-    show(
-        "ftar", {"date": "", "machine": machine, "versions": {}, "contenders": {}, "link": [row], **empty}, stream
-    )
-    _, _, text = stream.getvalue().partition("\n")
-    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
-    (shown,) = [line.split() for line in text.splitlines() if line.strip().startswith("ft_hsdp ")]
-    assert shown == ["ft_hsdp", "1300", "300", "2600", "8.0"]
+    empty = dict.fromkeys(("bandwidth", "spin", "kill", "reconfigure"), ())
+    text = shown("ftar", {"link": [row], **empty})
+    (line,) = [line.split() for line in text.splitlines() if line.strip().startswith("ft_hsdp ")]
+    assert line == ["ft_hsdp", "1300", "300", "2600", "8.0"]
     assert "takes 200 ms (the link alone: 64); 20 of it" in text
 
 

@@ -18,11 +18,11 @@ from ft_hsdp.bench.recovery.analysis import Back, Kill, back, return_phases, sta
 from ft_hsdp.bench.recovery.bench import SETUPS, Turn, our_turn, return_row, returns, torchft_turn
 from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.results import ProgressLog
-from ft_hsdp.bench.tables import show
 from ft_hsdp.config import load
 from ft_hsdp.errors import Retryable
 from ft_hsdp.train.model import ModelArgs
 from ft_hsdp.train.trainer import build
+from tests.support.bench.tables import shown
 
 KILL = Kill(10.0, 1, 0, "1-a-0")
 PARTS = {"exit": 0.1, "start": 0.2, "warm-up": 0.3, "check-in": 0.1, "grant": 0.1, "fetch": 0.1, "step": 0.6}
@@ -106,10 +106,6 @@ def test_returns_beside_their_goals() -> None:
     assert row["contenders"]["warm"]["starts"] == {"from a spare": 3, "cold": 3}
     assert row["contenders"]["cold"]["less_one"]["p50_ms"] == 2600
     whole: dict[str, Any] = {
-        "date": "2026-11-21T10:00:00+00:00",
-        "machine": {"cpu": "A processor", "cores": 2, "load_1min_before": 0.1, "tcp_congestion_default": "bbr"},
-        "versions": {"torch": "2.13.0"},
-        "notes": [],
         **dict.fromkeys(("kill", "torchft", "stop", "torchft_stop", "rejoin", "readers", "local"), ()),
         "return": [row, return_row("2 M parameters", RecoverySetup(), turns)],
     }
@@ -117,10 +113,7 @@ def test_returns_beside_their_goals() -> None:
     text = "SIGKILL to own commit - 1 step"
     warm = (f"{text}, warm, p50 ms", 450, True)
     assert seen == [warm, (f"{text}, cold / torchft's", 1.04, False), warm]  # the second without torchft
-    stream = io.StringIO()
-    show("recovery", whole, stream)
-    printed = stream.getvalue().partition("\n")[2]
-    assert max(len(line.rstrip()) for line in printed.splitlines()) <= 80, printed
+    printed = shown("recovery", whole)
     assert "warm-up     300    300       300" in printed
     assert "3 from a spare, 3 cold" in printed
     assert "forked from one that has imported torch" in printed

@@ -19,9 +19,9 @@ from ft_hsdp.bench.recovery.setup import RecoverySetup
 from ft_hsdp.bench.recovery.torchft_under_test import Setting, torchft
 from ft_hsdp.bench.results import MIB, ProgressLog
 from ft_hsdp.bench.strangers import READERS, BadReaders
-from ft_hsdp.bench.tables import show
 from ft_hsdp.handshake import Purpose
 from ft_hsdp.launch.cli import main
+from tests.support.bench.tables import shown
 from tests.support.known import admit
 
 SMALL = RecoverySetup(replicas=2, layers=1, elements=256, wait_s=0.02)
@@ -116,10 +116,6 @@ def test_a_row_and_its_goals_and_tables() -> None:
     times = {"ratio": 1.01, "low": 0.99, "high": 1.03}
     spread = {"p50_ms": 50.0, "min_ms": 40.0, "max_ms": 60.0, "count": 5}
     result: dict[str, Any] = {
-        "date": "2026-11-21T10:00:00+00:00",
-        "machine": {"cpu": "A processor", "cores": 2, "load_1min_before": 0.1, "tcp_congestion_default": "bbr"},
-        "versions": {"torch": "2.13.0"},
-        "notes": ["one"],
         "kill": [row],
         "torchft": [{"setting": "tuned", **row}],
         "stop": [row],
@@ -152,10 +148,7 @@ def test_a_row_and_its_goals_and_tables() -> None:
     assert seen["a step beside bad readers, times, at least"] == (0.99, True)
     assert seen["from the agent vs save + load, times as fast"] == (4.9, False)
     assert len(seen) == 10
-    stream = io.StringIO()
-    show("recovery", result, stream)
-    text = stream.getvalue().partition("\n")[2]
-    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80
+    text = shown("recovery", result)
     assert "torchft, tuned" in text
     assert "SIGSTOP to the next commit" in text
     assert "reconnect" in text

@@ -1,0 +1,27 @@
+"""The tables of a bench, from its figures alone."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from typing import Any
+
+from ft_hsdp.bench.tables import show
+
+HEAD: Mapping[str, Any] = {
+    "date": "2026-11-21T10:00:00+00:00",
+    "machine": {"cpu": "A processor", "cores": 2, "load_1min_before": 0.1, "tcp_congestion_default": "bbr"},
+    "versions": {"torch": "2.13.0", "mpi4py": None},
+    "contenders": {},
+    "notes": [],
+}
+
+
+def shown(bench: str, figures: Mapping[str, Any]) -> str:
+    """Return what is printed of a result, without its first line; it fits 80 columns."""
+    stream = io.StringIO()
+    show(bench, {**HEAD, **figures}, stream)
+    head, _, text = stream.getvalue().partition("\n")
+    assert "bbr by default" in head
+    assert max(len(line.rstrip()) for line in text.splitlines()) <= 80, text
+    return text
