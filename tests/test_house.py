@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 from pathlib import Path
 
 from tests.support import house
@@ -50,6 +51,12 @@ def test_no_call_is_hidden(tmp_path: Path) -> None:
 
 def test_docstrings_say_something() -> None:
     assert list(house.unclear_docstrings()) == []
+
+
+def test_each_package_opens_with_an_essay() -> None:
+    lengths = {path: len((ast.get_docstring(tree) or "").splitlines()) for path, tree in house.packages()}
+    assert len(lengths) > 30
+    assert {path: lines for path, lines in lengths.items() if not 15 <= lines <= 40} == {}
 
 
 def test_reference_docstrings_name_parameters_and_results() -> None:

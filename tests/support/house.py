@@ -95,6 +95,13 @@ def circles(graph: dict[str, set[str]]) -> list[list[str]]:
     return found
 
 
+def packages(root: Path = ROOT) -> Iterator[tuple[str, ast.Module]]:
+    """The packages below ``root`` by path, each with its parsed ``__init__``."""
+    for path in _files(root):
+        if path.name == "__init__.py":
+            yield str(path.parent.relative_to(root)), _parsed(path)
+
+
 def unclear_docstrings(root: Path = ROOT) -> Iterator[str]:
     """Yield what has a docstring of fewer than four words, or one that only refers to another."""
     for path in _files(root):

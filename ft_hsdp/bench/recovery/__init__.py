@@ -12,4 +12,6 @@ Read in this order:
 - `local`, `local_rank`: a state from the memory of its host beside one from a file.
 
 `setup` and this package import neither torch nor anything else that takes time to import.
+
+The call path: `bench recovery` -> `bench` -> `job_under_test` -> the logs of the run -> `analysis`.
 """
