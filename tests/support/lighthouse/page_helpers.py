@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import socket
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from lighthouse.overview.overview import JournalEntry
 from tests.support.lighthouse.page_server import ADMIN as ADMIN
 from tests.support.lighthouse.page_server import REPLICAS, TOKEN
 
+ROOT = Path(__file__).parents[3]
 KEY = view_key(TOKEN)
 WAIT_S = 15.0
 
@@ -66,8 +66,14 @@ class Server:
 
     def start(self) -> None:
         """Start it, and wait until it serves."""
-        script = Path(__file__).with_name("page_server.py")
-        self._process = subprocess.Popen([sys.executable, script, self._database, str(self.port)], env=os.environ)
+        command = [
+            sys.executable,
+            "-m",
+            "tests.support.lighthouse.page_server",
+            str(self._database),
+            str(self.port),
+        ]
+        self._process = subprocess.Popen(command, cwd=ROOT)
         until(self._serves)
 
     def _serves(self) -> bool:

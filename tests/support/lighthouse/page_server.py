@@ -1,4 +1,4 @@
-"""A lighthouse with a made-up past, in a process of its own: page_server.py DATABASE PORT.
+"""A lighthouse with a made-up past: `python -m tests.support.lighthouse.page_server DATABASE PORT`.
 
 Its application is the real one; replica 3 has a supervisor that reports.
 """
