@@ -21,6 +21,7 @@ from ft_hsdp.train.trainer import build_optimizer
 
 VICTIM = 1  # the replica that fails, where only one does
 HANGS_AT, LONE_HANGS_AT, FULL_AT = 6, 3, 4  # batches before that
+LOWEST = 16  # descriptors
 POISON = (1, 3)  # data shard, index
 FOREVER_S = 3600.0
 
@@ -53,9 +54,11 @@ def full(config: Config, replica: IncarnationSource, run: Path) -> int:
     def use_up(number: int, batch: int) -> None:
         if number == VICTIM and batch == FULL_AT and _first(run):
             _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-            lowest = os.dup(0)  # all below it are open, and stay so
-            os.close(lowest)
-            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+            # The lowest descriptors were opened first and stay open. The ring's have higher numbers, so those that
+            # a broken ring gives back cannot be used again.
+            while os.dup(0) < LOWEST:
+                pass
+            resource.setrlimit(resource.RLIMIT_NOFILE, (LOWEST, hard))
 
     return _train(config, replica, run, use_up)
 
