@@ -18,6 +18,8 @@ from typing import Any
 
 import psutil
 
+from tests.support.started_job import StartedJob
+
 ROOT = Path(__file__).parents[3]
 MARK = "FT_HSDP_TEST_CLUSTER"
 SUBMIT = (str(ROOT / "launcher.py"), "submit")
@@ -151,7 +153,7 @@ class Cluster:
         return answer
 
 
-class Job:
+class Job(StartedJob):
     """A job on a cluster: `launcher.py submit` in a process of its own; a context that ends it."""
 
     def __init__(
@@ -172,39 +174,8 @@ class Job:
         overrides = [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
         self.nodes = nodes
         self.words = ["--ray-address", cluster.address, *overrides]
-        self.run = folder / "runs" / "job"
-        self.log = folder / "submit.log"
-        self._out = self.log.open("wb")
-        self.process = subprocess.Popen(
-            [sys.executable, *program, str(config), *self.words],
-            cwd=folder,
-            env=cluster.env,
-            stdout=self._out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()  # Ray ends what it owns
-        self.process.wait()
-        self._out.close()
-
-    def rows(self, file: str) -> list[dict[str, Any]]:
-        """The whole lines of a JSONL file of the run."""
-        try:
-            text = (self.run / file).read_text()
-        except OSError:
-            return []
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines() if line]
-
-    def events(self, name: str, **facts: object) -> list[dict[str, Any]]:
-        """The events of one name with these facts."""
-        named = (e for e in self.rows("events.jsonl") if e["event"] == name)
-        return [e for e in named if all(e.get(k) == v for k, v in facts.items())]
+        command = [sys.executable, *program, str(config), *self.words]
+        super().__init__(command, folder, folder / "runs" / "job", folder / "submit.log", cluster.env)
 
     def newest(self) -> dict[str, Any]:
         """The newest commit that was logged."""

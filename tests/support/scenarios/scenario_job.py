@@ -19,6 +19,7 @@ import httpx
 from ft_hsdp.launch.run.directory import RunDir
 from ft_hsdp.launch.run.verify import verify
 from ft_hsdp.sentences import tell
+from tests.support.started_job import StartedJob
 
 ROOT = Path(__file__).parents[3]
 SMALL = {
@@ -44,7 +45,7 @@ HARD = {
 DEADLINE_S = 120.0
 
 
-class Job:
+class Job(StartedJob):
     """A running job; a context that leaves no process behind.
 
     holder: the pid of a process in whose mount namespace it runs, and in which its run directory is looked for.
@@ -58,40 +59,10 @@ class Job:
         overrides = [f"--{key}={json.dumps(value)}" for key, value in settings.items()]
         seen = folder if holder is None else Path(f"/proc/{holder}/root{folder}")
         within = [] if holder is None else ["nsenter", "--mount", "--target", str(holder), "--"]
-        self.run = seen / "runs" / "job"
-        self.log = folder / "up.log"
-        self._out = self.log.open("wb")
-        self.process = subprocess.Popen(
-            [*within, sys.executable, str(ROOT / "launcher.py"), "up", str(config), *overrides],
-            cwd=folder,
-            stdout=self._out,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-
-    def __enter__(self) -> Job:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()  # everything below it dies with it
-        self.process.wait()
-        self._out.close()
+        command = [*within, sys.executable, str(ROOT / "launcher.py"), "up", str(config), *overrides]
+        super().__init__(command, folder, seen / "runs" / "job", folder / "up.log")
 
     # What can be seen from outside.
-
-    def rows(self, file: str) -> list[dict[str, Any]]:
-        """The complete lines of a JSONL file of the run."""
-        try:
-            text = (self.run / file).read_text()
-        except OSError:
-            return []
-        return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
-
-    def events(self, name: str, **facts: object) -> list[dict[str, Any]]:
-        """The events of one name with these facts."""
-        named = (e for e in self.rows("events.jsonl") if e["event"] == name)
-        return [e for e in named if all(e.get(k) == v for k, v in facts.items())]
 
     def step(self) -> int:
         """The newest step that any replica committed."""
